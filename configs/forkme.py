@@ -1,0 +1,54 @@
+"""A configuration to copy: your own parallel text, and what one usually changes.
+
+    python train.py --config=configs/forkme.py --data.path=PATH --workdir=runs/mine
+
+PATH is a folder with train.en, train.de, valid.en, valid.de, test.en and test.de (or .gz).
+`python train.py --config=configs/forkme.py --help` explains every field; each can also be set on
+the command line.
+"""
+
+from flaxformer_mt.config import (
+    DataConfig,
+    DecodeConfig,
+    ExperimentConfig,
+    OptimizerConfig,
+    TrainConfig,
+)
+from flaxformer_mt.presets import preset
+
+
+def get_config() -> ExperimentConfig:
+    """The Annotated Transformer at a size for one accelerator."""
+    return ExperimentConfig(
+        # A published model by name (see flaxformer_mt/presets.py), and your changes to it.
+        model=preset(
+            "annotated",
+            d_model=256,
+            num_heads=4,
+            d_ff=1024,
+            num_encoder_layers=6,
+            num_decoder_layers=6,
+            tie_embeddings="all",
+            dtype="bfloat16",
+        ),
+        data=DataConfig(
+            corpus="text",
+            source_language="en",
+            target_language="de",
+            vocab_size=16000,
+            # Longer sentences are dropped from training, and counted.
+            source_row_length=128,
+            target_row_length=128,
+        ),
+        optimizer=OptimizerConfig(
+            schedule="inverse_square_root", learning_rate=1e-3, warmup_steps=4000, clip_norm=1.0
+        ),
+        train=TrainConfig(
+            num_steps=50_000,
+            # Target tokens an update sees. Less memory: raise accumulation_steps.
+            batch_tokens=16_384,
+            accumulation_steps=1,
+            best_metric="bleu",
+        ),
+        decode=DecodeConfig(beam_size=4, length_penalty=0.6),
+    )

@@ -1,0 +1,51 @@
+"""Image captions, English to German, with a model small enough for a CPU.
+
+    python train.py --config=configs/multi30k_tiny_en_de.py --data.path=PATH --workdir=runs/tiny
+
+PATH is a folder with train, valid and test .en and .de (or .en.gz and .de.gz): the raw text of
+Multi30k, task 1 (Elliott et al. 2016), github.com/multi30k/dataset.
+
+Recipe: the tiny Transformer of Wu et al. 2021, "Good for Misconceived Reasons: An Empirical
+Revisiting on the Need for Visual Context in Multimodal Machine Translation".
+"""
+
+from flaxformer_mt.config import (
+    DataConfig,
+    DecodeConfig,
+    ExperimentConfig,
+    OptimizerConfig,
+    TrainConfig,
+    TransformerConfig,
+)
+
+
+def get_config() -> ExperimentConfig:
+    """4 + 4 layers of width 128 on a joint vocabulary of 10,000 pieces."""
+    return ExperimentConfig(
+        model=TransformerConfig(
+            d_model=128,
+            num_heads=4,
+            d_ff=256,
+            num_encoder_layers=4,
+            num_decoder_layers=4,
+            dropout_rate=0.3,
+        ),
+        data=DataConfig(
+            corpus="text",
+            source_language="en",
+            target_language="de",
+            vocab_size=10000,
+        ),
+        optimizer=OptimizerConfig(
+            schedule="inverse_square_root", learning_rate=5e-3, warmup_steps=2000
+        ),
+        train=TrainConfig(
+            num_steps=8000,
+            batch_tokens=4096,
+            label_smoothing=0.1,
+            eval_every=500,
+            checkpoint_every=250,
+            best_metric="bleu",
+        ),
+        decode=DecodeConfig(beam_size=4, length_penalty=0.6),
+    )

@@ -1,0 +1,52 @@
+"""Learns to write digits in reverse order: the smallest proof that everything works.
+
+    python train.py --config=configs/reverse.py --workdir=runs/reverse
+
+The sentences are generated: "4 0 7" becomes "7 0 4".
+"""
+
+from flaxformer_mt.config import (
+    DataConfig,
+    DecodeConfig,
+    ExperimentConfig,
+    OptimizerConfig,
+    TrainConfig,
+    TransformerConfig,
+)
+
+
+def get_config() -> ExperimentConfig:
+    """2 + 2 layers of width 64 on a vocabulary of digits."""
+    return ExperimentConfig(
+        model=TransformerConfig(
+            d_model=64,
+            num_heads=4,
+            d_ff=128,
+            num_encoder_layers=2,
+            num_decoder_layers=2,
+            norm_position="pre",
+            final_norm=True,
+            dropout_rate=0.0,
+        ),
+        data=DataConfig(
+            corpus="reverse",
+            source_language="digits",
+            target_language="reversed",
+            vocab_size=32,
+            byte_fallback=False,
+            source_row_length=32,
+            target_row_length=32,
+        ),
+        optimizer=OptimizerConfig(
+            schedule="inverse_square_root", learning_rate=3e-3, warmup_steps=200
+        ),
+        train=TrainConfig(
+            num_steps=800,
+            batch_tokens=2048,
+            label_smoothing=0.0,
+            eval_every=400,
+            checkpoint_every=400,
+            eval_sentences=100,
+        ),
+        decode=DecodeConfig(beam_size=1, length_penalty=0.0),
+    )

@@ -1,0 +1,1 @@
+"""Machine translation with encoder-decoder Transformers in JAX."""

@@ -1,0 +1,470 @@
+"""Every static fact of an experiment, as frozen, validated dataclasses.
+
+A field names the mathematics ("pre"), never the project that it came from; `presets.py` says which
+published model has which values. Each field's docstring is its `--help` text.
+"""
+
+import dataclasses
+import json
+import typing
+from typing import Any, Literal
+
+from flaxformer_mt.errors import UserError
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise UserError(message)
+
+
+@dataclasses.dataclass(frozen=True)
+class TransformerConfig:
+    """The encoder-decoder Transformer (Vaswani et al. 2017) and its published variants.
+
+    The defaults are the base model of the paper, in the arrangement of its text: post-norm,
+    interleaved sinusoids, one embedding table shared by source, target and output.
+    """
+
+    source_vocab_size: int = 0
+    """V of the source; 0 = as many as the run's tokenizer has."""
+    target_vocab_size: int = 0
+    """V of the target and of the logits; 0 = as many as the run's tokenizer has."""
+    d_model: int = 512
+    """D: width of embeddings, of every layer's input and of its output."""
+    num_heads: int = 8
+    """H: attention heads."""
+    head_dim: int = 0
+    """K: width of one head's queries and keys; 0 = d_model / num_heads. H*K need not be D."""
+    value_dim: int = 0
+    """U: width of one head's values; 0 = head_dim."""
+    d_ff: int = 2048
+    """F: hidden width of the feed-forward network."""
+    num_encoder_layers: int = 6
+    """L of the encoder."""
+    num_decoder_layers: int = 6
+    """L of the decoder."""
+    has_inputs: bool = True
+    """False: a decoder-only language model, without encoder and cross-attention."""
+
+    dropout_rate: float = 0.1
+    """Dropout of each sub-layer's output before it is added to the residual."""
+    embedding_dropout_rate: float = -1.0
+    """Dropout of the embeddings after positions are added; -1 = dropout_rate."""
+    attention_dropout_rate: float = 0.0
+    """Dropout of the attention weights."""
+    activation_dropout_rate: float = 0.0
+    """Dropout inside the feed-forward network, after the activation."""
+
+    norm_position: Literal["post", "pre"] = "post"
+    """post: norm(x + f(x)), as in the paper; pre: x + f(norm(x))."""
+    norm_kind: Literal["layer_norm", "unbiased_std"] = "layer_norm"
+    """layer_norm: biased variance, epsilon inside the root; unbiased_std: standard deviation with
+    n - 1, epsilon added to it outside the root."""
+    norm_epsilon: float = 1e-6
+    """The small number that keeps the normalisation finite."""
+    embedding_norm: bool = False
+    """One more norm after embedding, positions and dropout."""
+    final_norm: bool = False
+    """A norm after the last layer of each stack (pre-norm models need it)."""
+
+    qkv_bias: bool = True
+    """Biases in the query, key and value projections."""
+    attention_output_bias: bool = True
+    """Bias in the projection that joins the heads."""
+    feed_forward_bias: bool = True
+    """Biases in the feed-forward network."""
+    output_bias: bool = False
+    """Bias of the logits."""
+    activation: Literal["relu", "gelu", "gelu_tanh", "silu"] = "relu"
+    """gelu is the exact one (error function), gelu_tanh its approximation."""
+
+    position_kind: Literal["sinusoidal", "learned", "none"] = "sinusoidal"
+    """What is added to the embeddings to say where a token stands."""
+    position_layout: Literal["interleaved", "concatenated"] = "interleaved"
+    """interleaved: sin, cos, sin, cos ...; concatenated: all sines, then all cosines."""
+    position_exponent: Literal["paper", "tensor2tensor"] = "paper"
+    """Frequency j is base**(-2j/D) in the paper, base**(-j/(D/2-1)) in tensor2tensor."""
+    position_base: float = 10000.0
+    """The base of the frequencies."""
+    position_offset: int = 0
+    """The position of a sentence's first token."""
+    max_length: int = 1024
+    """Rows of a learned position table: the longest sentence that it can hold. Sinusoids have no
+    limit."""
+
+    scale_embeddings: bool = True
+    """Multiply embeddings by sqrt(D)."""
+    scale_logits: bool = False
+    """Multiply logits by 1 / sqrt(D)."""
+    tie_embeddings: Literal["none", "target_output", "source_target", "all"] = "all"
+    """Which of source embedding, target embedding and output projection are one table."""
+    zero_pad_embeddings: bool = False
+    """Embed the padding token to the zero vector, whatever the table says."""
+    mask_target_padding: bool = True
+    """Hide target padding from the decoder's self-attention (else it is causal only)."""
+
+    pad_id: int = 0
+    """Token that fills rows."""
+    bos_id: int = 1
+    """Token that starts decoding; -1 embeds to the zero vector."""
+    eos_id: int = 2
+    """Token that ends a sentence."""
+
+    kernel_init: Literal["xavier_uniform", "xavier_normal", "torch_default"] = "xavier_uniform"
+    """Initial matrices; torch_default is uniform in +-1/sqrt(fan_in)."""
+    embedding_init: Literal["normal", "xavier_uniform", "xavier_normal"] = "normal"
+    """Initial embeddings; normal has standard deviation 1/sqrt(D)."""
+    bias_init: Literal["zeros", "torch_default"] = "zeros"
+    """Initial biases; torch_default is uniform in +-1/sqrt(fan_in)."""
+
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """What the layers compute in. Softmax, norms and losses never go below float32."""
+    param_dtype: Literal["float32", "float64"] = "float32"
+    """What the parameters are stored in."""
+    scan_layers: bool = True
+    """Run each stack as one compiled loop over its layers (compiles faster); False unrolls it.
+    The parameters are the same."""
+
+    def __post_init__(self) -> None:
+        if not self.head_dim:
+            _require(
+                self.d_model % self.num_heads == 0,
+                f"model.d_model={self.d_model} is not a multiple of model.num_heads="
+                f"{self.num_heads}: change one or set model.head_dim",
+            )
+        for name in ("d_model", "num_heads", "d_ff", "max_length"):
+            _require(getattr(self, name) > 0, f"model.{name} must be positive")
+        for name in ("head_dim", "value_dim", "num_encoder_layers", "num_decoder_layers"):
+            _require(getattr(self, name) >= 0, f"model.{name} must not be negative")
+        for name in ("dropout_rate", "attention_dropout_rate", "activation_dropout_rate"):
+            _require(0 <= getattr(self, name) < 1, f"model.{name} must be in [0, 1)")
+        _require(
+            self.tie_embeddings not in ("source_target", "all")
+            or not self.has_inputs
+            or self.source_vocab_size == self.target_vocab_size,
+            f"model.tie_embeddings={self.tie_embeddings} needs one vocabulary, but "
+            f"model.source_vocab_size={self.source_vocab_size} and "
+            f"model.target_vocab_size={self.target_vocab_size}",
+        )
+        _require(
+            self.norm_kind == "layer_norm" or self.d_model > 1,
+            "model.norm_kind=unbiased_std needs model.d_model > 1",
+        )
+
+    @property
+    def key_width(self) -> int:
+        """K, with its default resolved."""
+        return self.head_dim or self.d_model // self.num_heads
+
+    @property
+    def value_width(self) -> int:
+        """U, with its default resolved."""
+        return self.value_dim or self.key_width
+
+    @property
+    def embedding_dropout(self) -> float:
+        """`embedding_dropout_rate`, with its default resolved."""
+        rate = self.embedding_dropout_rate
+        return self.dropout_rate if rate < 0 else rate
+
+    @property
+    def shares_source_and_target(self) -> bool:
+        """Whether source and target embeddings are one table."""
+        return self.has_inputs and self.tie_embeddings in ("source_target", "all")
+
+    @property
+    def shares_target_and_output(self) -> bool:
+        """Whether the output projection is the target embedding, transposed."""
+        return self.tie_embeddings in ("target_output", "all")
+
+
+def with_vocabulary_sizes(model: TransformerConfig, source: int, target: int) -> TransformerConfig:
+    """The model with the vocabulary sizes that were left open (0) filled in."""
+    return dataclasses.replace(
+        model,
+        source_vocab_size=model.source_vocab_size or source,
+        target_vocab_size=model.target_vocab_size or target,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Where sentence pairs come from and how they become rows of tokens."""
+
+    corpus: Literal["text", "tsv", "phrases", "reverse", "tfds"] = "text"
+    """text: SPLIT.LANGUAGE or SPLIT.LANGUAGE.gz in data.path, one sentence a line; tsv: SPLIT.tsv
+    or SPLIT.tsv.gz in data.path, source and target parted by a tab; phrases: generated numbers,
+    dates, times, units, currencies and lists; reverse: generated digit strings, to be reversed;
+    tfds: the TensorFlow Datasets builder that data.path names."""
+    path: str = ""
+    """Folder of the corpus (text, tsv); name of a TensorFlow Datasets builder, or the folder in
+    which it was prepared (tfds)."""
+    source_language: str = "en"
+    """Language translated from: the file ending of text, the locale of phrases."""
+    target_language: str = "de"
+    """Language translated into."""
+    train_split: str = "train"
+    """Name of the split to train on."""
+    valid_split: str = "valid"
+    """Name of the split that steers training (best checkpoint)."""
+    test_split: str = "test"
+    """Name of the split that is only measured at the end."""
+    generated_pairs: int = 20000
+    """Training pairs of a generated corpus; valid and test get 500 each."""
+    generator_seed: int = 0
+    """Seed of a generated corpus."""
+
+    tokenizer: Literal["bpe", "unigram"] = "bpe"
+    """SentencePiece model, trained on the training split on first use."""
+    vocab_size: int = 10000
+    """Pieces to learn (of each language, unless joint_vocabulary). Small corpora get fewer."""
+    joint_vocabulary: bool = True
+    """One vocabulary for both languages."""
+    byte_fallback: bool = True
+    """Spell characters outside the vocabulary as bytes instead of <unk>."""
+    character_coverage: float = 1.0
+    """Share of the corpus' characters that get a piece of their own."""
+
+    source_row_length: int = 64
+    """S: tokens in a packed source row; also the longest source sentence, end token included."""
+    target_row_length: int = 64
+    """T: tokens in a packed target row; also the longest target sentence, end token included."""
+    long_sentences: Literal["drop", "truncate", "error"] = "drop"
+    """What happens to training and validation pairs longer than a row; the count is reported."""
+
+    def __post_init__(self) -> None:
+        _require(self.source_row_length > 1, "data.source_row_length must be at least 2")
+        _require(self.target_row_length > 1, "data.target_row_length must be at least 2")
+        _require(self.vocab_size > 0, "data.vocab_size must be positive")
+        _require(self.generated_pairs > 0, "data.generated_pairs must be positive")
+        _require(0 < self.character_coverage <= 1, "data.character_coverage must be in (0, 1]")
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """Adam and its learning rate."""
+
+    kind: Literal["adam", "adamw"] = "adam"
+    """adamw adds decoupled weight decay."""
+    learning_rate: float = 1e-3
+    """Peak rate of constant, inverse_square_root and one_cycle; factor of noam and
+    tensor2tensor."""
+    schedule: Literal["constant", "inverse_square_root", "noam", "tensor2tensor", "one_cycle"] = (
+        "inverse_square_root"
+    )
+    """inverse_square_root: linear to the peak at w, then peak * sqrt(w/t); noam: factor * D^-0.5 *
+    min(t^-0.5, t * w^-1.5); tensor2tensor: factor * D^-0.5 * min(1, t/w) * max(t, w)^-0.5;
+    one_cycle: cosine up to the peak and down to nearly 0 at total_steps."""
+    warmup_steps: int = 4000
+    """w: steps over which the rate rises."""
+    total_steps: int = 0
+    """Length of a one_cycle schedule; 0 = train.num_steps."""
+    beta1: float = 0.9
+    """Decay of Adam's first moment."""
+    beta2: float = 0.98
+    """Decay of Adam's second moment."""
+    epsilon: float = 1e-9
+    """Added outside the root."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay of adamw."""
+    clip_norm: float = 0.0
+    """Scale gradients down to this global norm; 0 = never."""
+
+    def __post_init__(self) -> None:
+        _require(self.learning_rate > 0, "optimizer.learning_rate must be positive")
+        _require(self.warmup_steps >= 0, "optimizer.warmup_steps must not be negative")
+        _require(
+            self.weight_decay == 0 or self.kind == "adamw",
+            "optimizer.weight_decay needs optimizer.kind=adamw",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """How long, on how much at a time, and what is measured on the way."""
+
+    num_steps: int = 100_000
+    """Optimizer steps in all; a run may be continued with more."""
+    batch_tokens: int = 4096
+    """Target tokens in a batch, padding included; source rows are as many as target rows."""
+    accumulation_steps: int = 1
+    """Parts in which a batch is computed, one after the other, to save memory."""
+    label_smoothing: float = 0.1
+    """e: probability taken from the right token."""
+    label_smoothing_convention: Literal["uniform", "others", "others_kl", "non_pad_kl"] = "uniform"
+    """Who gets e, and what is reported. uniform: all V tokens, e/V each (PyTorch, OpenNMT, Marian);
+    others: all but the right one, e/(V-1) each (fairseq, jadore801120); others_kl: the same, less
+    that distribution's entropy (tensor2tensor, tunz); non_pad_kl: e/(V-2), padding gets none, less
+    the entropy (The Annotated Transformer)."""
+    seed: int = 0
+    """Initial parameters, dropout and the order of the data follow from it."""
+    log_every: int = 50
+    """Steps between lines of training figures."""
+    eval_every: int = 1000
+    """Steps between validations (loss, accuracy, BLEU and chrF of beam search)."""
+    eval_sentences: int = 500
+    """Validation sentences that are translated for BLEU and chrF; 0 = all."""
+    checkpoint_every: int = 1000
+    """Steps between checkpoints."""
+    keep_last: int = 2
+    """Checkpoints kept because they are the newest."""
+    keep_best: int = 1
+    """Checkpoints kept because they are the best by best_metric."""
+    best_metric: Literal["loss", "bleu", "chrf"] = "loss"
+    """Validation figure that ranks checkpoints."""
+    show_translations: int = 5
+    """Test translations printed at the end."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "num_steps", "batch_tokens", "accumulation_steps", "log_every", "eval_every",
+            "checkpoint_every", "keep_last",
+        ):  # fmt: skip
+            _require(getattr(self, name) > 0, f"train.{name} must be positive")
+        for name in ("eval_sentences", "keep_best", "show_translations"):
+            _require(getattr(self, name) >= 0, f"train.{name} must not be negative")
+        _require(0 <= self.label_smoothing < 1, "train.label_smoothing must be in [0, 1)")
+
+
+@dataclasses.dataclass(frozen=True)
+class ParallelConfig:
+    """How a batch is spread over devices."""
+
+    strategy: Literal["mesh", "pmap"] = "mesh"
+    """mesh: jit over a device mesh; pmap: one program per device."""
+    num_devices: int = 0
+    """Devices to use; 0 = all."""
+
+    def __post_init__(self) -> None:
+        _require(self.num_devices >= 0, "parallel.num_devices must not be negative")
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeConfig:
+    """How translations are searched for."""
+
+    beam_size: int = 4
+    """W: hypotheses kept per sentence; 1 = greedy."""
+    length_penalty: float = 0.6
+    """alpha of ((5 + length) / 6)**alpha, which divides a hypothesis' log-probability (Wu et al.
+    2016); 0 = none."""
+    n_best: int = 1
+    """Hypotheses returned per sentence; at most beam_size."""
+    max_length_factor: float = 1.5
+    """A hypothesis may have this many tokens per source token ..."""
+    max_length_extra: int = 20
+    """... plus this many."""
+    batch_tokens: int = 4096
+    """Source tokens decoded at a time, padding included."""
+
+    def __post_init__(self) -> None:
+        for name in ("beam_size", "n_best", "batch_tokens"):
+            _require(getattr(self, name) > 0, f"decode.{name} must be positive")
+        _require(
+            self.n_best <= self.beam_size,
+            f"decode.n_best={self.n_best} is more than decode.beam_size={self.beam_size}",
+        )
+        _require(self.length_penalty >= 0, "decode.length_penalty must not be negative")
+        _require(self.max_length_factor >= 0, "decode.max_length_factor must not be negative")
+        _require(self.max_length_extra >= 1, "decode.max_length_extra must be positive")
+
+
+@dataclasses.dataclass(frozen=True)
+class ExperimentConfig:
+    """One experiment: all that `train.py` needs besides a folder to write to."""
+
+    model: TransformerConfig = dataclasses.field(default_factory=TransformerConfig)
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+    parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
+    decode: DecodeConfig = dataclasses.field(default_factory=DecodeConfig)
+
+    def __post_init__(self) -> None:
+        _require(
+            self.train.batch_tokens % self.data.target_row_length == 0,
+            f"train.batch_tokens={self.train.batch_tokens} is not a multiple of "
+            f"data.target_row_length={self.data.target_row_length}",
+        )
+
+    @property
+    def rows_per_batch(self) -> int:
+        """B: packed rows in a training batch."""
+        return self.train.batch_tokens // self.data.target_row_length
+
+
+# A run may be continued with other values of these: no parameter depends on them.
+RESUMABLE_FIELDS = (
+    "data.path", "train.num_steps", "train.log_every", "train.eval_every", "train.eval_sentences",
+    "train.checkpoint_every", "train.keep_last", "train.keep_best", "train.show_translations",
+    "parallel.strategy", "parallel.num_devices", "decode.beam_size", "decode.length_penalty",
+    "decode.n_best", "decode.max_length_factor", "decode.max_length_extra", "decode.batch_tokens",
+)  # fmt: skip
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """The configuration as nested dicts of JSON values."""
+    return dataclasses.asdict(config)
+
+
+def from_dict(values: dict[str, Any], kind: type = ExperimentConfig, prefix: str = "") -> Any:
+    """The inverse of `to_dict`.
+
+    Raises:
+      UserError: a field is unknown, or its value has the wrong type.
+    """
+    hints = typing.get_type_hints(kind)
+    unknown = sorted(set(values) - set(hints))
+    if unknown:
+        raise UserError(f"unknown configuration field {prefix}{unknown[0]}")
+    arguments = {}
+    for name, value in values.items():
+        hint = hints[name]
+        if dataclasses.is_dataclass(hint):
+            _require(isinstance(value, dict), f"configuration field {prefix}{name} is no group")
+            arguments[name] = from_dict(value, typing.cast(type, hint), f"{prefix}{name}.")
+            continue
+        if typing.get_origin(hint) is Literal:
+            valid = value in typing.get_args(hint)
+        elif hint is float:
+            valid = isinstance(value, int | float) and not isinstance(value, bool)
+        else:
+            valid = type(value) is hint
+        _require(valid, f"configuration field {prefix}{name} cannot be {value!r}")
+        arguments[name] = value
+    return kind(**arguments)
+
+
+def to_json(config: ExperimentConfig) -> str:
+    """The configuration as the text of a run folder's `config.json`."""
+    return json.dumps(to_dict(config), indent=2) + "\n"
+
+
+def from_json(text: str) -> ExperimentConfig:
+    """The inverse of `to_json`.
+
+    Raises:
+      UserError: the text is no JSON object, or does not describe an experiment.
+    """
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"not a configuration: {error}") from error
+    _require(isinstance(values, dict), "not a configuration: no JSON object")
+    return from_dict(values)
+
+
+def differences(stored: ExperimentConfig, given: ExperimentConfig) -> list[str]:
+    """The fields that forbid continuing a run of `stored` with `given`.
+
+    Returns:
+      One string a field, "model.d_model: 128 in the run, 256 now".
+    """
+    lines = []
+    ours, theirs = to_dict(stored), to_dict(given)
+    for group in ours:
+        for name, value in ours[group].items():
+            path = f"{group}.{name}"
+            if value != theirs[group][name] and path not in RESUMABLE_FIELDS:
+                lines.append(f"{path}: {value} in the run, {theirs[group][name]} now")
+    return lines

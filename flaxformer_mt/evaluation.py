@@ -1,0 +1,41 @@
+"""How good translations are: sacreBLEU's metrics, cased and on detokenised text."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from sacrebleu.metrics import BLEU, CHRF, TER
+
+from flaxformer_mt.errors import UserError
+
+
+def evaluate(
+    hypotheses: Sequence[str], references: Sequence[str], *, with_ter: bool = True
+) -> dict[str, Any]:
+    """Corpus BLEU, chrF and TER, each with the signature that says how it was computed.
+
+    Args:
+      hypotheses: detokenised translations.
+      references: one for each.
+      with_ter: also compute TER, which takes longer than all else.
+
+    Returns:
+      `bleu`, `chrf` and `ter`, in percent, and `bleu_signature`, `chrf_signature` and
+      `ter_signature`.
+
+    Raises:
+      UserError: the numbers of sentences differ, or there are none.
+
+    Source: Post 2018, "A Call for Clarity in Reporting BLEU Scores".
+    """
+    if len(hypotheses) != len(references):
+        raise UserError(f"{len(hypotheses)} translations, but {len(references)} references")
+    if not references:
+        raise UserError("there are no sentences to evaluate")
+    metrics = {"bleu": BLEU(), "chrf": CHRF()}
+    if with_ter:
+        metrics["ter"] = TER()
+    result: dict[str, Any] = {}
+    for name, metric in metrics.items():
+        result[name] = metric.corpus_score(hypotheses, [references]).score
+        result[f"{name}_signature"] = str(metric.get_signature())
+    return result

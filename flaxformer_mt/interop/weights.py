@@ -1,0 +1,505 @@
+"""Carries weights between our parameters and those of a published model, in both directions.
+
+A family's map is a list of `Rule`s: which of our parameters, which of the reference's tensors, and
+how to get from each side to the other. Everything else follows from that list: what a checkpoint
+must contain, in which shapes, and both conversions.
+
+What our parameters cannot hold
+-------------------------------
+Some tensors of a reference have no place in our model: buffers, a second linear map that is folded
+into the first, an attention that is never used. `load` leaves them in a subtree of the parameters,
+
+    params["carried"]["<name in the reference>"]
+
+which the model does not read. `save` gives them back, so that reference -> ours -> reference is
+byte-identical. A carried tensor that no longer fits, because the weights have been trained since,
+is not used: `save` then writes what is equivalent to the new weights (which is what it writes if
+nothing was carried). Train on `model_params(params)`, which is without that subtree.
+"""
+
+import collections
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.interop import files
+from flaxformer_mt.interop.files import Checkpoint, Tensors, identical
+from flaxformer_mt.model.positions import sinusoidal_table
+from flaxformer_mt.model.transformer import Transformer
+from flaxformer_mt.presets import preset
+
+Arrays = tuple[np.ndarray, ...]
+
+CARRIED = "carried"
+
+# float32 tables of 5000 positions are off by that much where their angles were float32, too.
+BUFFER_TOLERANCE = 5e-3
+
+# No published code fixes these fields, or none needs them to hold its weights.
+_FREE_FIELDS = {
+    "source_vocab_size", "target_vocab_size", "d_model", "num_heads", "head_dim", "value_dim",
+    "d_ff", "num_encoder_layers", "num_decoder_layers", "dropout_rate", "embedding_dropout_rate",
+    "attention_dropout_rate", "activation_dropout_rate", "max_length", "pad_id", "bos_id", "eos_id",
+    "kernel_init", "embedding_init", "bias_init", "dtype", "param_dtype", "scan_layers", "remat",
+}  # fmt: skip
+
+
+class Rule(NamedTuple):
+    """Some of our parameters, the reference's tensors that say the same, and the maps between.
+
+    Below `encoder/layers` and `decoder/layers` a rule is applied once a layer: our arrays are
+    slices without the axis L, and "{layer}" in a name is the layer's index.
+    """
+
+    ours: tuple[str, ...]
+    """Paths in our parameter tree."""
+    theirs: tuple[str, ...]
+    """Names in the reference's state dict."""
+    to_ours: Callable[..., Arrays]
+    """From the tensors of `theirs`, in order, to those of `ours`."""
+    to_theirs: Callable[..., Arrays]
+    """A right inverse: to_ours(to_theirs(x)) = x."""
+
+
+class Buffer(NamedTuple):
+    """A tensor of the reference that is computed, not learned, and so needs no place in ours."""
+
+    name: str
+    table: Callable[[int], np.ndarray]
+    """Its values for a number of rows."""
+    rows: int
+    """As many as the published code has by default."""
+    axis: int = 0
+    """The axis along which the rows stand."""
+
+    def fits(self, tensor: np.ndarray) -> bool:
+        """Whether `tensor` is this buffer, with whatever number of rows."""
+        if tensor.ndim <= self.axis:
+            return False
+        table = self.table(tensor.shape[self.axis])
+        return table.shape == tensor.shape and np.allclose(
+            table, tensor, rtol=0, atol=BUFFER_TOLERANCE
+        )
+
+
+def _no_buffers(config: TransformerConfig) -> list[Buffer]:
+    return []
+
+
+def _one_layout(*of: Tensors) -> str:
+    return ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """How a family's checkpoints are read and written."""
+
+    name: str
+    sizes: Callable[[Checkpoint, int], dict[str, Any]]
+    """The configuration fields that names and shapes tell, given the number of heads."""
+    guess: Callable[[Checkpoint], dict[str, Any]]
+    """Fields that the checkpoint suggests otherwise: by its settings, by tensors being equal."""
+    rules: Callable[[TransformerConfig, str], list[Rule]]
+    """The map, for a configuration and a layout."""
+    buffers: Callable[[TransformerConfig], list[Buffer]] = _no_buffers
+    """The computed tensors."""
+    open_switches: frozenset[str] = frozenset()
+    """Fields of the mathematics that the published code lets its user choose."""
+    layout_of_tensors: Callable[[Tensors], str] = _one_layout
+    """Which of several published arrangements of names a checkpoint has."""
+    layout_of_params: Callable[[Tensors, Tensors], str] = _one_layout
+    """Which of them our parameters (by path), with what they carry, are written in."""
+
+
+# The vocabulary of maps.
+
+
+def same(ours: str, theirs: str) -> Rule:
+    """One tensor, as it is."""
+    return tied(ours, theirs)
+
+
+def tied(ours: str, *theirs: str) -> Rule:
+    """One parameter that the reference has under several names."""
+
+    def to_ours(*tensors: np.ndarray) -> Arrays:
+        for name, tensor in zip(theirs, tensors, strict=True):
+            if not identical(tensor, tensors[0]):
+                raise UserError(f"{theirs[0]} and {name} should be tied, but differ")
+        return tensors[:1]
+
+    return Rule((ours,), theirs, to_ours, lambda array: (array,) * len(theirs))
+
+
+def transposed(ours: str, theirs: str) -> Rule:
+    """A kernel [in, out] that the reference has as [out, in]."""
+
+    def transpose(matrix: np.ndarray) -> Arrays:
+        return (matrix.T,)
+
+    return Rule((ours,), (theirs,), transpose, transpose)
+
+
+def packed(ours: Sequence[str], theirs: str, rule: Callable[[str, str], Rule]) -> Rule:
+    """Parameters that the reference has in one tensor, one under the other.
+
+    Args:
+      ours: paths, all of one shape.
+      theirs: the name.
+      rule: `same` or `transposed`, what to do with each part.
+    """
+    part = rule(ours[0], theirs)
+
+    def to_ours(tensor: np.ndarray) -> Arrays:
+        return tuple(part.to_ours(rows)[0] for rows in np.split(tensor, len(ours)))
+
+    def to_theirs(*arrays: np.ndarray) -> Arrays:
+        return (np.concatenate([part.to_theirs(array)[0] for array in arrays]),)
+
+    return Rule(tuple(ours), (theirs,), to_ours, to_theirs)
+
+
+def used_twice(rule: Rule, also_ours: str) -> Rule:
+    """`rule`, for a tensor that does the work of two of our parameters.
+
+    On the way back the first one counts: write only parameters so that are equal.
+    """
+    (ours,) = rule.ours
+    return Rule(
+        (ours, also_ours),
+        rule.theirs,
+        lambda tensor: rule.to_ours(tensor) * 2,
+        lambda array, _: rule.to_theirs(array),
+    )
+
+
+def unused(rule: Rule, also_theirs: str) -> Rule:
+    """`rule`, and a tensor of the same shape that the reference has but never reads."""
+    (theirs,) = rule.theirs
+    return Rule(
+        rule.ours,
+        (theirs, also_theirs),
+        lambda tensor, _: rule.to_ours(tensor),
+        lambda array: rule.to_theirs(array) * 2,
+    )
+
+
+def linear(ours: str, theirs: str, bias: bool) -> list[Rule]:
+    """A `torch.nn.Linear`."""
+    rules = [transposed(f"{ours}/kernel", f"{theirs}.weight")]
+    if bias:
+        rules.append(same(f"{ours}/bias", f"{theirs}.bias"))
+    return rules
+
+
+def norm(ours: str, theirs: str, scale: str = "weight", bias: str = "bias") -> list[Rule]:
+    """A layer norm, by default a `torch.nn.LayerNorm`."""
+    return [
+        same(f"{ours}/scale", f"{theirs}.{scale}"),
+        same(f"{ours}/bias", f"{theirs}.{bias}"),
+    ]
+
+
+def embeddings(
+    config: TransformerConfig, source: str | None, target: str, output: str | None
+) -> list[Rule]:
+    """The three [V, D] tables, tied as `config` says.
+
+    Args:
+      config: says what is tied.
+      source: name of the source embedding; None if the reference has none.
+      target: name of the target embedding.
+      output: name of the output projection; None if the reference has none of its own.
+    """
+    rules, names = [], [target]
+    if source and config.shares_source_and_target:
+        names.append(source)
+    elif source:
+        rules.append(same("source_embedding/embedding", source))
+    if output and config.shares_target_and_output:
+        names.append(output)
+    elif output:
+        rules.append(transposed("output/kernel", output))
+    return [*rules, tied("target_embedding/embedding", *names)]
+
+
+def sinusoids(config: TransformerConfig) -> Callable[[int], np.ndarray]:
+    """The function that gives the table [rows, D] of the configuration's position encoding."""
+    return functools.partial(
+        sinusoidal_table,
+        d_model=config.d_model,
+        base=config.position_base,
+        layout=config.position_layout,
+        exponent=config.position_exponent,
+        offset=config.position_offset,
+    )
+
+
+# What a checkpoint says about its configuration.
+
+
+def guess_tying(
+    checkpoint: Checkpoint, source: str | None, target: str, output: str | None
+) -> dict[str, str]:
+    """`tie_embeddings`, from which tables are equal; an output of None is always the target's."""
+    ties_source = source is not None and checkpoint.same(source, target)
+    ties_output = output is None or checkpoint.same(output, target)
+    tied_tables = {
+        (True, True): "all",
+        (True, False): "source_target",
+        (False, True): "target_output",
+        (False, False): "none",
+    }
+    return {"tie_embeddings": tied_tables[ties_source, ties_output]}
+
+
+def head_width(checkpoint: Checkpoint, name: str, num_heads: int) -> int:
+    """The width of one of `num_heads` heads, from the projection [H*K, D] called `name`."""
+    rows, _ = checkpoint.shape(name, 2)
+    if rows % num_heads:
+        raise UserError(f"num_heads={num_heads} does not divide the {rows} rows of {name}")
+    return rows // num_heads
+
+
+# The two directions.
+
+
+def load(
+    family: Family, source: str | os.PathLike[str] | Mapping[str, Any], overrides: dict[str, Any]
+) -> tuple[TransformerConfig, dict[str, Any]]:
+    """What `interop.load` does, for a family's map."""
+    try:
+        checkpoint = files.read(source)
+        config = _configure(family, checkpoint, overrides)
+        tensors = checkpoint.tensors
+        rules = family.rules(config, family.layout_of_tensors(tensors))
+        _check_tensors(rules, family.buffers(config), config, tensors)
+        arrays = from_reference(rules, config, tensors)
+    except UserError as error:
+        label = "the state dict" if isinstance(source, Mapping) else source
+        raise UserError(f"{label} as {family.name}: {error}") from error
+    returned = to_reference(family, config, arrays, {})
+    carried = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if name not in returned or not identical(returned[name], tensor)
+    }
+    params = unflatten_dict(arrays, sep="/")
+    return config, params | {CARRIED: carried} if carried else params
+
+
+def save(
+    family: Family,
+    config: TransformerConfig,
+    params: Mapping[str, Any],
+    path: str | os.PathLike[str],
+) -> None:
+    """What `interop.save` does, for a family's map."""
+    _check_switches(family, config)
+    arrays = {
+        name: np.asarray(array)
+        for name, array in flatten_dict(model_params(params), sep="/").items()
+    }
+    _check_params(config, arrays)
+    files.write(path, to_reference(family, config, arrays, params.get(CARRIED, {})))
+
+
+def model_params(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters that the model has: without the subtree `carried`."""
+    return {name: tree for name, tree in params.items() if name != CARRIED}
+
+
+def from_reference(
+    rules: Sequence[Rule], config: TransformerConfig, tensors: Tensors
+) -> dict[str, np.ndarray]:
+    """Our arrays by path, from the reference's by name."""
+    arrays: dict[str, np.ndarray] = {}
+    layers = collections.defaultdict(list)
+    for rule, layer, theirs in _applications(rules, config):
+        results = rule.to_ours(*(tensors[name] for name in theirs))
+        for path, array in zip(rule.ours, results, strict=True):
+            if layer is None:
+                arrays[path] = array
+            else:
+                layers[path].append(array)
+    return arrays | {path: np.stack(slices) for path, slices in layers.items()}
+
+
+def to_reference(
+    family: Family, config: TransformerConfig, arrays: Tensors, carried: Tensors
+) -> dict[str, np.ndarray]:
+    """The reference's tensors by name, from ours by path.
+
+    A carried tensor is taken where it is still consistent with `arrays`.
+
+    Raises:
+      UserError: the family has no place for one of our parameters.
+    """
+    tensors: dict[str, np.ndarray] = {}
+    rules = family.rules(config, family.layout_of_params(arrays, carried))
+    for path in sorted(arrays.keys() - {path for rule in rules for path in rule.ours}):
+        raise UserError(f"{family.name} has no place for parameter {path}")
+    for rule, layer, theirs in _applications(rules, config):
+        ours = tuple(arrays[path] if layer is None else arrays[path][layer] for path in rule.ours)
+        written = rule.to_theirs(*ours)
+        kept = tuple(map(carried.get, theirs, written))
+        fits = all(map(identical, rule.to_ours(*kept), ours))
+        tensors.update(zip(theirs, kept if fits else written, strict=True))
+    dtype = next(iter(arrays.values())).dtype
+    for buffer in family.buffers(config):
+        tensor = carried.get(buffer.name)
+        if tensor is None or not buffer.fits(tensor):
+            tensor = buffer.table(buffer.rows).astype(dtype)
+        tensors[buffer.name] = tensor
+    return tensors
+
+
+def _applications(
+    rules: Sequence[Rule], config: TransformerConfig
+) -> Iterator[tuple[Rule, int | None, tuple[str, ...]]]:
+    """Every rule with its layer (None outside of the stacks) and the names that it has there."""
+    depths = {
+        "encoder/layers": config.num_encoder_layers,
+        "decoder/layers": config.num_decoder_layers,
+    }
+    for rule in rules:
+        stack = "/".join(rule.ours[0].split("/")[:2])
+        if stack not in depths:
+            yield rule, None, rule.theirs
+            continue
+        for layer in range(depths[stack]):
+            yield rule, layer, tuple(name.format(layer=layer) for name in rule.theirs)
+
+
+def _configure(
+    family: Family, checkpoint: Checkpoint, overrides: dict[str, Any]
+) -> TransformerConfig:
+    """The configuration: what the tensors tell, then overrides, settings, preset, in that order.
+
+    Raises:
+      UserError: the number of heads is nowhere to be found, or an override or setting contradicts
+        the tensors or the family.
+    """
+    if not checkpoint.tensors:
+        raise UserError("there are no tensors in it")
+    given = family.guess(checkpoint) | overrides
+    if given.get("num_heads", 0) < 1:
+        raise UserError("the checkpoint does not tell its number of heads: give num_heads=...")
+    # One tensor of another dtype is the exception, to be refused by name later.
+    dtypes = collections.Counter(tensor.dtype.name for tensor in checkpoint.tensors.values())
+    dtype = dtypes.most_common(1)[0][0]
+    told = {**family.sizes(checkpoint, given["num_heads"]), "param_dtype": dtype}
+    for name in sorted(told.keys() & given.keys()):
+        if told[name] != given[name]:
+            raise UserError(
+                f"{name} should be {given[name]}, but by its tensors it is {told[name]}"
+            )
+    config = preset(family.name, **{"dtype": dtype} | given | told)
+    _check_switches(family, config)
+    return config
+
+
+def _check_switches(family: Family, config: TransformerConfig) -> None:
+    """Refuses a configuration that is not the family's mathematics."""
+    published = preset(
+        family.name, **{name: getattr(config, name) for name in family.open_switches}
+    )
+    for field in dataclasses.fields(config):
+        theirs, ours = getattr(published, field.name), getattr(config, field.name)
+        if field.name not in _FREE_FIELDS | family.open_switches and ours != theirs:
+            raise UserError(f"{family.name} has {field.name}={theirs}, not {ours}")
+
+
+@functools.lru_cache(maxsize=64)
+def parameter_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
+    """The shape of every parameter of the model, by path; without vocabulary, of its stacks."""
+    # One layer tells the shapes of all, and no dtype matters. The model needs some vocabulary.
+    model = Transformer(
+        dataclasses.replace(
+            config,
+            source_vocab_size=max(config.source_vocab_size, 1),
+            target_vocab_size=max(config.target_vocab_size, 1),
+            num_encoder_layers=1,
+            num_decoder_layers=1,
+            dtype="float32",
+            param_dtype="float32",
+        )
+    )
+    tokens = jnp.zeros((1, 1), jnp.int32)
+    variables = jax.eval_shape(
+        lambda: model.init(jax.random.key(0), tokens if config.has_inputs else None, tokens)
+    )
+    counts = {
+        ("source_embedding", "embedding"): config.source_vocab_size,
+        ("target_embedding", "embedding"): config.target_vocab_size,
+        ("output", "kernel"): config.target_vocab_size,
+        ("output", "bias"): config.target_vocab_size,
+        ("encoder", "layers"): config.num_encoder_layers,
+        ("decoder", "layers"): config.num_decoder_layers,
+    }
+    shapes = {}
+    for path, leaf in flatten_dict(variables["params"]).items():
+        count = counts.get(path[:2])
+        if count != 0:
+            layered = path[1] == "layers"
+            shapes["/".join(path)] = (count, *leaf.shape[1:]) if layered else leaf.shape
+    return shapes
+
+
+def _check_tensors(
+    rules: Sequence[Rule], buffers: Sequence[Buffer], config: TransformerConfig, tensors: Tensors
+) -> None:
+    """Refuses a checkpoint that has not exactly the tensors, shapes and dtype of the map."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    parameters = parameter_shapes(config)
+    for rule, layer, theirs in _applications(rules, config):
+        # Zeros without memory of their own: only their shapes count.
+        zeros = (
+            np.broadcast_to(np.float32(0), parameters[path][layer is not None :])
+            for path in rule.ours
+        )
+        written = rule.to_theirs(*zeros)
+        shapes.update((name, a.shape) for name, a in zip(theirs, written, strict=True))
+    computed = {buffer.name for buffer in buffers}
+    for name in [*shapes, *computed]:
+        if name not in tensors:
+            raise UserError(f"tensor {name} is missing")
+    for name, tensor in tensors.items():
+        if name not in shapes and name not in computed:
+            raise UserError(f"tensor {name} is left over: nothing in the model corresponds to it")
+        if name in shapes and tensor.shape != shapes[name]:
+            raise UserError(f"tensor {name} has shape {tensor.shape}, but should be {shapes[name]}")
+        if tensor.dtype != config.param_dtype:
+            raise UserError(f"tensor {name} is {tensor.dtype}, the others are {config.param_dtype}")
+    for buffer in buffers:
+        if not buffer.fits(tensors[buffer.name]):
+            raise UserError(
+                f"tensor {buffer.name} is not the table of d_model={config.d_model} and "
+                f"position_base={config.position_base}: give position_base=... if it has another"
+            )
+
+
+def _check_params(config: TransformerConfig, arrays: Tensors) -> None:
+    """Refuses arrays that are not all and only the parameters of the configuration."""
+    shapes = parameter_shapes(config)
+    for path in sorted(shapes.keys() ^ arrays.keys()):
+        state = "missing" if path in shapes else "left over"
+        raise UserError(f"parameter {path} is {state}: these are not the parameters of the config")
+    for path, array in arrays.items():
+        if array.shape != shapes[path]:
+            raise UserError(
+                f"parameter {path} has shape {array.shape}, but should have {shapes[path]}"
+            )
+        if array.dtype != config.param_dtype:
+            raise UserError(
+                f"parameter {path} is {array.dtype}, but should be {config.param_dtype}"
+            )

@@ -1,0 +1,41 @@
+"""The position-wise feed-forward network."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+from flax import linen as nn
+from jax import Array
+
+from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.model.numerics import dense
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "relu": jax.nn.relu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "silu": jax.nn.silu,
+}
+
+
+class FeedForward(nn.Module):
+    r"""Two linear maps with an activation between them, the same at every position.
+
+    .. math:: a(x W_1 + b_1) W_2 + b_2
+
+    Source: Vaswani et al. 2017, equation 2 (with a = ReLU).
+    """
+
+    config: TransformerConfig
+
+    def setup(self) -> None:
+        """Makes the two linear maps."""
+        c = self.config
+        self.hidden = dense(c, c.d_model, c.d_ff, c.feed_forward_bias)
+        self.output = dense(c, c.d_ff, c.d_model, c.feed_forward_bias)
+        self.dropout = nn.Dropout(c.activation_dropout_rate)
+
+    def __call__(self, x: Array, deterministic: bool) -> Array:
+        """Maps [B, T, D] to [B, T, D]."""
+        hidden = ACTIVATIONS[self.config.activation](self.hidden(x))  # [B, T, F]
+        return self.output(self.dropout(hidden, deterministic=deterministic))

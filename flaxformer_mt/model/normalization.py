@@ -1,0 +1,91 @@
+"""The published layer norms, and where they stand around a sub-layer."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from flax import linen as nn
+from jax import Array, lax
+
+from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.model.numerics import at_least_float32
+
+
+def layer_norm(x: Array, epsilon: float) -> Array:
+    r"""Centres and scales by the biased standard deviation, epsilon inside the root.
+
+    .. math:: (x - \mu) / \sqrt{\sigma^2 + \epsilon}
+
+    Args:
+      x: [..., D].
+      epsilon: in units of x squared.
+
+    Source: Ba et al. 2016. The variance is taken of the centred x: the difference of two means
+    that some libraries use loses all digits where the mean is large.
+    """
+    centred = x - jnp.mean(x, axis=-1, keepdims=True)
+    variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
+    return centred * lax.rsqrt(variance + epsilon)
+
+
+def unbiased_std_norm(x: Array, epsilon: float) -> Array:
+    r"""Centres and divides by the unbiased standard deviation, epsilon outside the root.
+
+    .. math:: (x - \mu) / (s + \epsilon),\quad s^2 = \sum (x - \mu)^2 / (D - 1)
+
+    Args:
+      x: [..., D], D > 1.
+      epsilon: in units of x.
+
+    Source: The Annotated Transformer, `LayerNorm`.
+    """
+    centred = x - jnp.mean(x, axis=-1, keepdims=True)
+    variance = jnp.sum(jnp.square(centred), axis=-1, keepdims=True) / (x.shape[-1] - 1)
+    # The root's slope at zero is infinite; PyTorch gives a constant row the gradient 0, too.
+    constant = variance == 0
+    std = jnp.where(constant, 0, jnp.sqrt(jnp.where(constant, 1, variance)))
+    return centred / (std + epsilon)
+
+
+class Norm(nn.Module):
+    """A layer norm with learned scale and bias [D], of the kind that `config` names."""
+
+    config: TransformerConfig
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        """Normalises the last axis of `x` [..., D], in float32 at least; keeps its dtype."""
+        c = self.config
+        param_dtype = jnp.dtype(c.param_dtype)
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), param_dtype)
+        bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],), param_dtype)
+        dtype = at_least_float32(x.dtype)
+        normalise = layer_norm if c.norm_kind == "layer_norm" else unbiased_std_norm
+        y = normalise(x.astype(dtype), c.norm_epsilon)
+        return (y * scale.astype(dtype) + bias.astype(dtype)).astype(x.dtype)
+
+
+def residual(
+    x: Array,
+    sublayer: Callable[[Array], tuple[Array, Any]],
+    norm: Callable[[Array], Array],
+    dropout: Callable[[Array], Array],
+    norm_position: str,
+) -> tuple[Array, Any]:
+    """Wraps a sub-layer: post-norm, norm(x + f(x)), or pre-norm, x + f(norm(x)).
+
+    Args:
+      x: [B, T, D].
+      sublayer: f; returns its output and whatever else it has to say.
+      norm: the sub-layer's norm.
+      dropout: applied to f's output.
+      norm_position: "post" (Vaswani et al. 2017, section 3.1) or "pre" (its published code).
+
+    Returns:
+      [B, T, D], and the sub-layer's second result.
+    """
+    if norm_position == "pre":
+        y, extra = sublayer(norm(x))
+        return x + dropout(y), extra
+    y, extra = sublayer(x)
+    return norm(x + dropout(y)), extra

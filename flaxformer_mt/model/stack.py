@@ -1,0 +1,41 @@
+"""Runs a layer L times, from one parameter layout, as a loop or unrolled."""
+
+from typing import Any
+
+from flax import linen as nn
+
+from flaxformer_mt.config import TransformerConfig
+
+
+def stack(
+    layer: type[nn.Module],
+    config: TransformerConfig,
+    num_layers: int,
+    methods: dict[str, Any],
+) -> Any:
+    """A module class that applies `layer` `num_layers` times, each time with its own parameters.
+
+    Parameters get a leading axis L. `config.scan_layers` chooses between one compiled loop body
+    (`lax.scan`) and L copies of it; the parameters, and the results to the last rounding, are the
+    same. The loop compiles L times less code and steps as fast, so it is the default.
+
+    Args:
+      layer: its methods map (carry, *arguments) to (carry, output); outputs are stacked along L.
+      config: passed to the layer.
+      num_layers: L.
+      methods: for each method of the layer, which of its arguments have the axis L (0) and which
+        are the same for all layers (`nn.broadcast`).
+    """
+    return nn.scan(
+        layer,
+        methods={
+            name: {
+                "variable_axes": {"params": 0},
+                "split_rngs": {"params": True, "dropout": True},
+                "in_axes": in_axes,
+                "length": num_layers,
+                "unroll": 1 if config.scan_layers else max(num_layers, 1),
+            }
+            for name, in_axes in methods.items()
+        },
+    )(config)

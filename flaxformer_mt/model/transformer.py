@@ -1,0 +1,307 @@
+"""The encoder-decoder Transformer: tokens in, logits out."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax import struct
+from jax import Array
+
+from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.model.attention import KeyValue
+from flaxformer_mt.model.decoder import Decoder
+from flaxformer_mt.model.encoder import Encoder
+from flaxformer_mt.model.masks import causal_mask, padding_mask, segment_mask
+from flaxformer_mt.model.numerics import at_least_float32, dense, embedding_init
+from flaxformer_mt.model.positions import PositionEncoding
+
+ZERO_VECTOR = -1
+"""The token that embeds to the zero vector: how some models start decoding."""
+
+
+@struct.dataclass
+class AttentionWeights:
+    """Every layer's attention, before dropout; None where the model has no such attention."""
+
+    encoder_self: Array | None
+    """[L, B, H, S, S]"""
+    decoder_self: Array | None
+    """[L, B, H, T, T]"""
+    decoder_cross: Array | None
+    """[L, B, H, T, S]"""
+
+
+@struct.dataclass
+class Cache:
+    """All that decoding one more token needs to know of source and target so far.
+
+    W hypotheses of a sentence have a past each, and share the sentence's keys and values.
+    """
+
+    past: KeyValue
+    """Keys [L, B, W, P, H, K] and values [L, B, W, P, H, U]; P is the longest target that fits."""
+    cross: KeyValue | None
+    """Keys [L, B, S, H, K] and values [L, B, S, H, U], projected once; None without inputs."""
+    cross_mask: Array | None
+    """[B, 1, 1, S], True = attend."""
+
+
+def reorder_cache(cache: Cache, beams: Array) -> Cache:
+    """Lets each hypothesis continue another one of its sentence.
+
+    Args:
+      cache: what the old hypotheses have seen.
+      beams: int32 [B, W]; new hypothesis w of sentence b continues old hypothesis beams[b, w].
+    """
+
+    def gather(past: Array) -> Array:  # [L, B, W, P, H, K]
+        return jnp.take_along_axis(past, beams[None, :, :, None, None, None], axis=2)
+
+    return dataclasses.replace(cache, past=jax.tree.map(gather, cache.past))
+
+
+class Embedding(nn.Module):
+    """A [V, D] table of token vectors, which can also serve as output projection."""
+
+    config: TransformerConfig
+    vocab_size: int
+
+    def setup(self) -> None:
+        """Makes the table."""
+        c = self.config
+        shape = (self.vocab_size, c.d_model)
+        self.embedding = self.param("embedding", embedding_init(c), shape, jnp.dtype(c.param_dtype))
+
+    def __call__(self, tokens: Array) -> Array:
+        """Looks up tokens [B, T] and gives [B, T, D]; ids that are no token give NaN."""
+        c = self.config
+        table = self.embedding.astype(jnp.dtype(c.dtype))
+        vectors = jnp.take(table, jnp.where(tokens == ZERO_VECTOR, 0, tokens), axis=0)
+        zero = tokens == ZERO_VECTOR
+        if c.zero_pad_embeddings:
+            zero |= tokens == c.pad_id
+        vectors = jnp.where(zero[..., None], 0, vectors)
+        return vectors * c.d_model**0.5 if c.scale_embeddings else vectors
+
+    def attend(self, x: Array) -> Array:
+        """Products of vectors [B, T, D] with every token's vector: [B, T, V], float32 at least."""
+        table = self.embedding.astype(x.dtype)
+        return jnp.einsum("btd,vd->btv", x, table, preferred_element_type=at_least_float32(x.dtype))
+
+
+class Bias(nn.Module):
+    """The bias of logits whose matrix is the target embedding."""
+
+    config: TransformerConfig
+
+    @nn.compact
+    def __call__(self, logits: Array) -> Array:
+        """Adds the bias [V] to [B, T, V]."""
+        dtype = jnp.dtype(self.config.param_dtype)
+        bias = self.param("bias", nn.initializers.zeros, logits.shape[-1:], dtype)
+        return logits + bias.astype(logits.dtype)
+
+
+def _columns(tokens: Array, positions: Array | None) -> Array:
+    """The given positions, or else each token's column: int32 [B, T]."""
+    if positions is not None:
+        return positions
+    return jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+
+
+class Transformer(nn.Module):
+    """The model of "Attention Is All You Need", with the switches of its published variants.
+
+    `presets.py` names the variants. The model never shifts targets: decoder inputs come from the
+    data room.
+    """
+
+    config: TransformerConfig
+
+    def setup(self) -> None:
+        """Makes embeddings, stacks and output projection."""
+        c = self.config
+        self.target_embedding = Embedding(c, c.target_vocab_size)
+        if c.has_inputs:
+            if not c.shares_source_and_target:
+                self.source_embedding = Embedding(c, c.source_vocab_size)
+            self.encoder = Encoder(c)
+        self.decoder = Decoder(c)
+        if c.position_kind != "none":
+            self.source_positions = PositionEncoding(c)
+            self.target_positions = PositionEncoding(c)
+        self.embedding_dropout = nn.Dropout(c.embedding_dropout)
+        if not c.shares_target_and_output:
+            self.output: Any = dense(c, c.d_model, c.target_vocab_size, c.output_bias)
+        elif c.output_bias:
+            self.output = Bias(c)
+
+    def __call__(
+        self,
+        encoder_input_tokens: Array | None,
+        decoder_input_tokens: Array,
+        *,
+        encoder_segment_ids: Array | None = None,
+        decoder_segment_ids: Array | None = None,
+        encoder_positions: Array | None = None,
+        decoder_positions: Array | None = None,
+        deterministic: bool = True,
+        return_attention: bool = False,
+    ) -> Array | tuple[Array, AttentionWeights]:
+        """Logits of every next target token.
+
+        Args:
+          encoder_input_tokens: int32 [B, S]; None without inputs.
+          decoder_input_tokens: int32 [B, T], the targets shifted right.
+          encoder_segment_ids: int32 [B, S], number of a token's sentence in its packed row, 0 for
+            padding. Without them a row is one sentence and padding is where the token is `pad_id`.
+          decoder_segment_ids: int32 [B, T], the same for the target.
+          encoder_positions: int32 [B, S], place of a token in its sentence; by default its column.
+          decoder_positions: int32 [B, T], the same for the target.
+          deterministic: no dropout; otherwise `rngs={"dropout": key}` is needed.
+          return_attention: also return every layer's attention.
+
+        Returns:
+          [B, T, V] in float32, or float64 where that is the compute dtype; and the attention, if
+          asked for.
+        """
+        c = self.config
+        if c.has_inputs and (encoder_segment_ids is None) != (decoder_segment_ids is None):
+            raise ValueError("segment ids are needed for both encoder and decoder, or for neither")
+
+        encoded, encoder_self, cross_mask = None, None, None
+        if c.has_inputs:
+            encoded, encoder_self = self._encode(
+                encoder_input_tokens,
+                encoder_segment_ids,
+                encoder_positions,
+                deterministic=deterministic,
+                return_attention=return_attention,
+            )
+            cross_mask = self._key_mask(
+                encoder_input_tokens, decoder_segment_ids, encoder_segment_ids
+            )
+
+        self_mask = causal_mask(decoder_input_tokens.shape[1])
+        if c.mask_target_padding or decoder_segment_ids is not None:
+            key_mask = self._key_mask(
+                decoder_input_tokens, decoder_segment_ids, decoder_segment_ids
+            )
+            self_mask = self_mask & key_mask
+        x = self._embed_target(decoder_input_tokens, decoder_positions, deterministic)
+        x, decoder_self, decoder_cross = self.decoder(
+            x,
+            encoded,
+            self_mask,
+            cross_mask,
+            deterministic=deterministic,
+            return_attention=return_attention,
+        )
+        logits = self._logits(x)
+        if return_attention:
+            return logits, AttentionWeights(encoder_self, decoder_self, decoder_cross)
+        return logits
+
+    def encode(
+        self,
+        encoder_input_tokens: Array,
+        *,
+        encoder_segment_ids: Array | None = None,
+        encoder_positions: Array | None = None,
+        deterministic: bool = True,
+    ) -> Array:
+        """The encoder's output [B, S, D] for source tokens [B, S]; arguments as in `__call__`."""
+        return self._encode(
+            encoder_input_tokens,
+            encoder_segment_ids,
+            encoder_positions,
+            deterministic=deterministic,
+            return_attention=False,
+        )[0]
+
+    def init_cache(
+        self,
+        encoded: Array | None,
+        encoder_input_tokens: Array | None,
+        beam_size: int,
+        max_length: int,
+        batch_size: int | None = None,
+    ) -> Cache:
+        """The cache before the first target token.
+
+        Args:
+          encoded: [B, S, D] from `encode`; None without inputs.
+          encoder_input_tokens: [B, S]; padding is where the token is `pad_id`.
+          beam_size: W, hypotheses per sentence.
+          max_length: P, target tokens that will fit.
+          batch_size: B, needed only without inputs.
+        """
+        c = self.config
+        cross, cross_mask = None, None
+        if encoded is not None and encoder_input_tokens is not None:
+            cross = self.decoder.project_encoded(encoded)
+            cross_mask = padding_mask(encoder_input_tokens, c.pad_id)
+            batch_size = encoded.shape[0]
+        shape = (c.num_decoder_layers, batch_size, beam_size, max_length, c.num_heads)
+        dtype = jnp.dtype(c.dtype)
+        past = KeyValue(
+            jnp.zeros((*shape, c.key_width), dtype), jnp.zeros((*shape, c.value_width), dtype)
+        )
+        return Cache(past, cross, cross_mask)
+
+    def decode_step(
+        self, tokens: Array, cache: Cache, decode_position: Array | int
+    ) -> tuple[Array, Cache]:
+        """Logits of the token after `tokens`; equals that position of the full pass.
+
+        Args:
+          tokens: int32 [B, W], the token at `decode_position` of each hypothesis.
+          cache: filled at all earlier positions.
+          decode_position: int32 scalar, from 0.
+
+        Returns:
+          [B, W, V], and the cache with this position filled in.
+        """
+        positions = jnp.full(tokens.shape, decode_position, jnp.int32)
+        max_length = cache.past.key.shape[3]
+        x = self._embed_target(tokens, positions, True, max_length)
+        x, past = self.decoder.step(
+            x, cache.cross, cache.past, cache.cross_mask, jnp.int32(decode_position)
+        )
+        return self._logits(x), dataclasses.replace(cache, past=past)
+
+    def _key_mask(self, tokens, query_segments, key_segments):
+        """Who may attend to the keys `tokens` [B, K]: by segment if given, else all but padding."""
+        if key_segments is None:
+            return padding_mask(tokens, self.config.pad_id)
+        return segment_mask(query_segments, key_segments)
+
+    def _encode(self, tokens, segment_ids, positions, *, deterministic, return_attention):
+        """What `Encoder` returns for source tokens [B, S]."""
+        shared = self.config.shares_source_and_target
+        x = (self.target_embedding if shared else self.source_embedding)(tokens)
+        if self.config.position_kind != "none":
+            x = x + self.source_positions(_columns(tokens, positions), tokens.shape[1])
+        x = self.embedding_dropout(x, deterministic=deterministic)
+        mask = self._key_mask(tokens, segment_ids, segment_ids)
+        return self.encoder(x, mask, deterministic=deterministic, return_attention=return_attention)
+
+    def _embed_target(self, tokens, positions, deterministic, length=None):
+        """What goes into `Decoder` [B, T, D] for tokens [B, T] at positions below `length`."""
+        x = self.target_embedding(tokens)
+        if self.config.position_kind != "none":
+            x = x + self.target_positions(_columns(tokens, positions), length or tokens.shape[1])
+        return self.embedding_dropout(x, deterministic=deterministic)
+
+    def _logits(self, x: Array) -> Array:
+        """[B, T, D] to [B, T, V]."""
+        c = self.config
+        if c.shares_target_and_output:
+            logits = self.target_embedding.attend(x)
+            if c.output_bias:
+                logits = self.output(logits)
+        else:
+            logits = self.output(x).astype(at_least_float32(x.dtype))
+        return logits * c.d_model**-0.5 if c.scale_logits else logits

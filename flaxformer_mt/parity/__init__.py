@@ -1,0 +1,1 @@
+"""Checks that a published Transformer and ours are the same function."""

@@ -1,0 +1,59 @@
+"""The published Transformers in PyTorch: what our model must equal.
+
+They are written from the equations, but parameters, buffers and modules have the published names,
+so that a state dict of the published code loads with `strict=True`. Constants of a publication
+(epsilons, layouts, masks, fixed dropout rates) are written out here and not read from a
+configuration: they are what the comparison is about.
+
+Every reference is used the same way:
+
+    reference = build("tunz", d_model=64, num_heads=8, source_vocab_size=100, ...)
+    logits = reference(source, target_input)
+    logits, attention = reference(source, target_input, return_attention=True)
+
+with int64 tokens `source` [B, S] and `target_input` [B, T], the decoder's input as our model takes
+it, and logits [B, T, V]. Two things differ by nature: a `tunz` without inputs ignores `source`;
+`notebook` is layers only and takes vectors [B, S, D], [B, T, D] and masks (see its file).
+
+Sinusoids are computed in the dtype in which a reference is built, so that a float64 reference is
+float64 throughout; `.double()` on a float32 one would keep tables rounded to float32.
+"""
+
+import dataclasses
+import importlib
+from typing import Any
+
+from torch import nn, no_grad, randn_like
+
+from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.parity.references.common import default_dtype
+from flaxformer_mt.presets import preset
+
+
+def build(family: str, **sizes: Any) -> nn.Module:
+    """The reference of a family, with freshly drawn weights.
+
+    Args:
+      family: a key of `presets.FAMILIES`.
+      **sizes: fields of `TransformerConfig` whose value differs from the family's preset;
+        `param_dtype` is the dtype. Whatever is no such field is an option of the reference:
+        `published_head_join` (notebook), `source_attention` (annotated, questions), `batch_first`
+        (torch); the files say what they mean.
+
+    Raises:
+      UserError: the family or a size is unknown.
+    """
+    fields = {field.name for field in dataclasses.fields(TransformerConfig)}
+    options = {name: value for name, value in sizes.items() if name not in fields}
+    config = preset(family, **{name: sizes[name] for name in sizes if name in fields})
+    module = importlib.import_module(f"{__name__}.{family}")
+    with default_dtype(config.param_dtype):
+        return module.build(config, **options)
+
+
+def perturb(reference: nn.Module) -> nn.Module:
+    """Adds noise to every parameter, so that no bias or norm is at a value that hides an error."""
+    with no_grad():
+        for parameter in reference.parameters():
+            parameter.add_(0.1 * randn_like(parameter))
+    return reference

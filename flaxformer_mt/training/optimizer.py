@@ -1,0 +1,147 @@
+"""Learning-rate schedules and Adam, as optax knows them.
+
+Optax counts updates from 0. The published formulas count them from 1, and so the first update
+uses t = 1: there is no update with a rate of 0.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from flaxformer_mt.config import OptimizerConfig
+from flaxformer_mt.errors import UserError
+
+
+def inverse_square_root_schedule(peak: float, warmup_steps: int) -> optax.Schedule:
+    r"""Linear to the peak at w, then falling with the root of t.
+
+    .. math:: peak \cdot \min(t / w, \sqrt{w / t})
+
+    Source: Ott et al. 2019 (fairseq), which starts at t = 0. w = 0 counts as 1.
+    """
+    w = max(warmup_steps, 1)
+
+    def schedule(count: Array | int) -> Array:
+        t = _published_step(count)
+        return peak * jnp.minimum(t / w, jnp.sqrt(w / t))
+
+    return schedule
+
+
+def noam_schedule(factor: float, d_model: int, warmup_steps: int) -> optax.Schedule:
+    r"""The schedule of the paper, times a factor.
+
+    .. math:: factor \cdot D^{-1/2} \min(t^{-1/2}, t \cdot w^{-3/2})
+
+    Source: Vaswani et al. 2017, equation 3; factor is 1 in the paper. w = 0 counts as 1.
+    """
+    w = max(warmup_steps, 1)
+
+    def schedule(count: Array | int) -> Array:
+        t = _published_step(count)
+        return factor * d_model**-0.5 * jnp.minimum(t**-0.5, t * w**-1.5)
+
+    return schedule
+
+
+def tensor2tensor_schedule(factor: float, d_model: int, warmup_steps: int) -> optax.Schedule:
+    r"""The schedule that Tensor2Tensor made of the paper's.
+
+    .. math:: factor \cdot D^{-1/2} \min(1, t / w) \max(t, w)^{-1/2}
+
+    Source: Vaswani et al. 2018 (`linear_warmup * rsqrt_decay * rsqrt_hidden_size`); factor is 2
+    there and in `tunz`. w = 0 counts as 1.
+    """
+    w = max(warmup_steps, 1)
+
+    def schedule(count: Array | int) -> Array:
+        t = _published_step(count)
+        return factor * d_model**-0.5 * jnp.minimum(1, t / w) * jnp.maximum(t, w) ** -0.5
+
+    return schedule
+
+
+def one_cycle_schedule(peak: float, warmup_steps: int, total_steps: int) -> optax.Schedule:
+    """Half a cosine up from peak/25 at the first update, and half a cosine down to peak/250,000.
+
+    The peak is the rate of the update after w others. Source: Smith and Topin 2018, with cosines
+    and constants as in fastai (and `questions`), where w is 0.3 of all steps.
+
+    Raises:
+      UserError: the peak does not lie inside the schedule.
+    """
+    if not 0 < warmup_steps < total_steps:
+        raise UserError(
+            f"optimizer.warmup_steps={warmup_steps} must lie between 0 and the {total_steps} steps "
+            "of optimizer.schedule=one_cycle; 0.3 of them is usual"
+        )
+    return _with_standard_promotion(
+        optax.piecewise_interpolate_schedule(
+            "cosine", peak / 25, {warmup_steps: 25, total_steps: 1 / 250_000}
+        )
+    )
+
+
+def make_schedule(config: OptimizerConfig, d_model: int, num_steps: int) -> optax.Schedule:
+    """The schedule that `config` names.
+
+    Args:
+      config: its `learning_rate` is the peak, or the factor before D^-0.5.
+      d_model: D.
+      num_steps: of the run; the length of a one_cycle schedule that has no `total_steps`.
+
+    Returns:
+      From the number of updates made (int32) to the rate of the next one (a scalar in JAX's
+      default float).
+
+    Raises:
+      UserError: the warm-up of a one_cycle schedule is as long as the schedule.
+    """
+    rate, warmup = config.learning_rate, config.warmup_steps
+    match config.schedule:
+        case "constant":
+            return optax.constant_schedule(rate)
+        case "inverse_square_root":
+            return inverse_square_root_schedule(rate, warmup)
+        case "noam":
+            return noam_schedule(rate, d_model, warmup)
+        case "tensor2tensor":
+            return tensor2tensor_schedule(rate, d_model, warmup)
+        case "one_cycle":
+            return one_cycle_schedule(rate, warmup, config.total_steps or num_steps)
+
+
+def make_optimizer(
+    config: OptimizerConfig, schedule: optax.Schedule
+) -> optax.GradientTransformation:
+    """Adam or AdamW at the schedule's rate, after clipping the global norm if `config` says so."""
+    moments = {"b1": config.beta1, "b2": config.beta2, "eps": config.epsilon}
+    if config.kind == "adamw":
+        optimizer = optax.adamw(schedule, weight_decay=config.weight_decay, **moments)
+    else:
+        optimizer = optax.adam(schedule, **moments)
+    if config.clip_norm:
+        optimizer = optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
+
+    return optax.GradientTransformation(optimizer.init, _with_standard_promotion(optimizer.update))
+
+
+def _with_standard_promotion(function: Callable) -> Callable:
+    """Optax mixes ints and floats, which fails where JAX is told to promote strictly."""
+
+    @functools.wraps(function)
+    def wrapped(*arguments: Any) -> Any:
+        with jax.numpy_dtype_promotion("standard"):
+            return function(*arguments)
+
+    return wrapped
+
+
+def _published_step(count: Array | int) -> Array:
+    """The t = 1, 2, ... of the next update, in JAX's default float."""
+    return jnp.asarray(count, float) + 1

@@ -1,0 +1,21 @@
+"""The world of the tests: 8 simulated CPU devices, strict dtype promotion, warnings are errors."""
+
+import os
+
+# Before JAX starts: the number of devices cannot be changed afterwards.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+).strip()
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import pytest
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+@pytest.fixture
+def float64():
+    """Lets JAX compute in float64 during one test."""
+    with jax.enable_x64(True):
+        yield

@@ -1,0 +1,77 @@
+import datetime
+import random
+import re
+from decimal import Decimal
+
+import pytest
+
+from flaxformer_mt.config import DataConfig
+from flaxformer_mt.data import phrases
+from flaxformer_mt.data.corpus import load_corpus
+
+ENGLISH, GERMAN, FRENCH = (phrases.Language(code) for code in ("en", "de", "fr"))
+SPRING = datetime.date(2025, 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("say", "english", "german", "french"),
+    [
+        (lambda at: at.cardinal(97), "ninety-seven", "siebenundneunzig", "quatre-vingt-dix-sept"),
+        (lambda at: at.ordinal(21), "twenty-first", "einundzwanzigste", "vingt et unième"),
+        (lambda at: at.percentage(Decimal("12.5")), "12.5%", "12,5 %", "12,5 %"),
+        (
+            lambda at: at.quantity(12, "length-kilometer"),
+            "twelve kilometers",
+            "zwölf Kilometer",
+            "douze kilomètres",
+        ),
+        (lambda at: at.money(5, "CHF"), "five Swiss francs", "fünf Schweizer Franken",
+         "cinq francs suisses"),
+        (lambda at: at.date(SPRING, "full"), "Monday, March 3, 2025", "Montag, 3. März 2025",
+         "lundi 3 mars 2025"),
+        (lambda at: at.date(SPRING, "long"), "March 3, 2025", "3. März 2025", "3 mars 2025"),
+        (lambda at: at.month(SPRING), "March 2025", "März 2025", "mars 2025"),
+        (lambda at: at.weekday(6), "Sunday", "Sonntag", "dimanche"),
+        (lambda at: at.time(datetime.time(15, 5)), "3:05 PM", "15:05", "15:05"),
+        (lambda at: at.period(datetime.timedelta(3)), "in 3 days", "in 3 Tagen", "dans 3 jours"),
+        (lambda at: at.period(datetime.timedelta(-730)), "2 years ago", "vor 2 Jahren",
+         "il y a 2 ans"),
+        (lambda at: at.country("ES"), "Spain", "Spanien", "Espagne"),
+        (lambda at: at.language("sv"), "Swedish", "Schwedisch", "suédois"),
+        (lambda at: at.enumeration(["A", "B", "C"]), "A, B, and C", "A, B und C", "A, B et C"),
+    ],
+)  # fmt: skip
+def test_what_is_said_in_three_languages(say, english, german, french):
+    assert (say(ENGLISH), say(GERMAN), say(FRENCH)) == (english, german, french)
+
+
+@pytest.mark.parametrize("code", phrases.LANGUAGES)
+def test_phrases_are_finished_text_in_plain_spaces(code):
+    language, rng = phrases.Language(code), random.Random(0)
+    for _ in range(3000):
+        text = phrases.draw(rng)(language)
+        # The CLDR names what it lacks by its identifier: duration-hour.
+        assert not re.search(r"\b(area|digital|duration|energy|length|mass|volume)-", text)
+        assert not re.search(r"[^\S ]|  |^ | $", text)
+        assert not re.search(r"[{}_]", text)
+
+
+def test_counts_never_end_in_one():
+    rng = random.Random(0)
+    assert all(phrases._count(rng) % 10 != 1 for _ in range(2000))
+
+
+@pytest.mark.parametrize("target_language", ["de", "fr"])
+def test_a_source_has_one_translation_wherever_it_is_drawn(target_language):
+    translations: dict[str, str] = {}
+    target, rng = phrases.Language(target_language), random.Random(1)
+    for _ in range(5000):
+        meaning = phrases.draw(rng)
+        assert translations.setdefault(meaning(ENGLISH), meaning(target)) == meaning(target)
+
+
+def test_words_of_held_out_phrases_are_known_from_training():
+    config = DataConfig(corpus="phrases", target_language="fr", generated_pairs=20_000)
+    known = set(" ".join(load_corpus(config, "train").targets).split())
+    held_out = [target.split() for target in load_corpus(config, "test").targets]
+    assert sum(known.issuperset(words) for words in held_out) >= 0.95 * len(held_out)

@@ -1,0 +1,62 @@
+"""Attention against its equation."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flaxformer_mt.model.attention import scaled_dot_product_attention
+
+B, T, S, H, K, U = 2, 3, 5, 2, 4, 6
+
+
+def inputs(dtype):
+    rng = np.random.default_rng(0)
+    shapes = (B, T, H, K), (B, S, H, K), (B, S, H, U)
+    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+
+
+class AttentionTest(chex.TestCase):
+    @chex.variants(with_jit=True, without_jit=True)
+    def test_is_equation_1(self):
+        query, key, value = inputs(jnp.float32)
+        mask = jnp.asarray(np.random.default_rng(1).random((B, 1, T, S)) < 0.7).at[..., 0].set(True)
+        context, weights = self.variant(scaled_dot_product_attention)(query, key, value, mask)
+        for b in range(B):
+            for h in range(H):
+                q, k, v = (np.asarray(x[b, :, h], np.float64) for x in (query, key, value))
+                scores = np.where(mask[b, 0], q @ k.T / np.sqrt(K), -np.inf)
+                expected = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+                np.testing.assert_allclose(weights[b, h], expected, atol=1e-6)
+                np.testing.assert_allclose(context[b, :, h], expected @ v, atol=1e-6)
+        chex.assert_shape(context, (B, T, H, U))
+        chex.assert_trees_all_equal_dtypes(context, weights, value)
+
+
+def test_a_query_that_may_attend_to_nothing_gets_zeros_and_finite_gradients():
+    query, key, value = inputs(jnp.float32)
+    mask = jnp.ones((B, 1, T, S), bool).at[0, 0, 1].set(False)
+    context, weights = scaled_dot_product_attention(query, key, value, mask)
+    np.testing.assert_array_equal(context[0, 1], 0)
+    np.testing.assert_array_equal(weights[0, :, 1], 0)
+    assert np.abs(context[1, 1]).min() > 0
+    gradients = jax.grad(
+        lambda *qkv: scaled_dot_product_attention(*qkv, mask)[0].sum(), argnums=(0, 1, 2)
+    )(query, key, value)
+    chex.assert_tree_all_finite(gradients)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_softmax_is_float32_or_wider(dtype):
+    query, key, value = inputs(dtype)
+    _, weights = scaled_dot_product_attention(query, key, value)
+    assert weights.dtype == jnp.dtype(dtype)
+    text = str(jax.make_jaxpr(scaled_dot_product_attention)(query, key, value))
+    assert not [line for line in text.splitlines() if " exp " in line and "bf16" in line]
+
+
+def test_float64_stays_float64(float64):
+    query, key, value = inputs(jnp.float64)
+    text = str(jax.make_jaxpr(scaled_dot_product_attention)(query, key, value))
+    assert "f32" not in text

@@ -1,0 +1,244 @@
+"""The whole model: shapes, switches, packing, the cache, layouts of the stack."""
+
+import dataclasses
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.model.transformer import Transformer, reorder_cache
+
+TINY = TransformerConfig(
+    source_vocab_size=23,
+    target_vocab_size=23,
+    d_model=12,
+    num_heads=2,
+    d_ff=20,
+    num_encoder_layers=2,
+    num_decoder_layers=3,
+    max_length=16,
+)
+SOURCE = jnp.array([[3, 4, 5, 2, 0], [7, 8, 2, 0, 0]], jnp.int32)
+TARGET = jnp.array([[1, 4, 5, 9], [1, 8, 2, 0]], jnp.int32)
+CONFIGS = {
+    "post": TINY,
+    "pre": dataclasses.replace(TINY, norm_position="pre", final_norm=True),
+    "free heads": dataclasses.replace(TINY, head_dim=5, value_dim=7, qkv_bias=False),
+    "learned": dataclasses.replace(TINY, position_kind="learned", tie_embeddings="none"),
+    "no positions": dataclasses.replace(TINY, position_kind="none", embedding_norm=True),
+    "annotated norm": dataclasses.replace(TINY, norm_kind="unbiased_std", output_bias=True),
+    "zero start": dataclasses.replace(TINY, bos_id=-1, zero_pad_embeddings=True),
+    "language model": dataclasses.replace(TINY, has_inputs=False),
+    "unrolled": dataclasses.replace(TINY, scan_layers=False),
+}
+
+
+class Compiled(Transformer):
+    """The model with its methods compiled whole: op by op, each would compile dozens of times."""
+
+    @functools.partial(
+        jax.jit, static_argnums=0, static_argnames=("method", "deterministic", "return_attention")
+    )
+    def apply(self, *args, **kwargs):
+        return super().apply(*args, **kwargs)
+
+
+@functools.cache
+def initialise(config):
+    model = Compiled(config)
+    source = SOURCE if config.has_inputs else None
+    target = TARGET.at[:, 0].set(config.bos_id)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), source, target)
+    # Biases and norms away from their initial 0 and 1: nothing can hide behind them.
+    rng = np.random.default_rng(0)
+    params = jax.tree.map_with_path(
+        lambda path, leaf: jnp.asarray(
+            (path[-1].key == "scale") + 0.3 * rng.normal(size=leaf.shape), leaf.dtype
+        ),
+        shapes,
+    )
+    return model, params, source, target
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_cached_step_equals_the_full_pass(name):
+    config = CONFIGS[name]
+    model, variables, source, target = initialise(config)
+    full = model.apply(variables, source, target)
+    chex.assert_shape(full, (2, 4, 23))
+    encoded = None if source is None else model.apply(variables, source, method="encode")
+    cache = Transformer(config).apply(variables, encoded, source, 2, 6, 2, method="init_cache")
+    for position in range(3):  # Row 1 has padding at position 3, which decoding never feeds.
+        tokens = jnp.repeat(target[:, position, None], 2, axis=1)
+        logits, cache = model.apply(
+            variables, tokens, cache, jnp.int32(position), method="decode_step"
+        )
+        chex.assert_trees_all_close(logits[:, 0], full[:, position], atol=1e-5)
+        chex.assert_trees_all_close(logits[:, 1], full[:, position], atol=1e-5)
+
+
+def test_hypotheses_can_continue_one_another():
+    model, variables, source, _ = initialise(TINY)
+    encoded = model.apply(variables, source, method="encode")
+    cache = Transformer(TINY).apply(variables, encoded, source, 2, 4, method="init_cache")
+
+    def step(tokens, cache, position):
+        return model.apply(
+            variables, jnp.array(tokens), cache, jnp.int32(position), method="decode_step"
+        )
+
+    _, cache = step([[1, 1], [1, 1]], cache, 0)
+    _, cache = step([[5, 6], [7, 8]], cache, 1)
+    swapped, _ = step([[9, 9], [9, 9]], reorder_cache(cache, jnp.array([[1, 0], [1, 1]])), 2)
+    kept, _ = step([[9, 9], [9, 9]], cache, 2)
+    chex.assert_trees_all_close(swapped[0], kept[0, ::-1], atol=1e-6)
+    chex.assert_trees_all_close(swapped[1, 0], kept[1, 1], atol=1e-6)
+    chex.assert_trees_all_close(swapped[1, 1], kept[1, 1], atol=1e-6)
+
+
+def test_one_parameter_layout_runs_as_a_loop_and_unrolled():
+    model, variables, source, target = initialise(TINY)
+    unrolled = Compiled(CONFIGS["unrolled"])
+    chex.assert_trees_all_equal_shapes_and_dtypes(variables, initialise(CONFIGS["unrolled"])[1])
+    chex.assert_trees_all_close(
+        model.apply(variables, source, target),
+        unrolled.apply(variables, source, target),
+        atol=1e-6,
+    )
+
+
+def test_without_segments_padding_does_not_matter():
+    model, variables, source, target = initialise(TINY)
+    padded = model.apply(variables, source, target)
+    alone = model.apply(variables, source[1:, :3], target[1:, :3])
+    chex.assert_trees_all_close(padded[1:, :3], alone, atol=1e-6)
+
+
+def test_segments_of_a_row_do_not_see_each_other():
+    model, variables, _, _ = initialise(TINY)
+
+    def pack(rows):
+        tokens = jnp.array([[token for row in rows for token in row] + [0]], jnp.int32)
+        segments = [i + 1 for i, row in enumerate(rows) for _ in row] + [0]
+        positions = [j for row in rows for j in range(len(row))] + [0]
+        return tokens, jnp.array([segments]), jnp.array([positions])
+
+    sources, targets = [[3, 4, 2], [7, 8, 9, 2]], [[1, 5, 6], [1, 8]]
+    source, source_segments, source_positions = pack(sources)
+    target, target_segments, target_positions = pack(targets)
+    packed = model.apply(
+        variables,
+        source,
+        target,
+        encoder_segment_ids=source_segments,
+        decoder_segment_ids=target_segments,
+        encoder_positions=source_positions,
+        decoder_positions=target_positions,
+    )
+    start = 0
+    for one_source, one_target in zip(sources, targets, strict=True):
+        alone = model.apply(variables, jnp.array([one_source]), jnp.array([one_target]))
+        end = start + len(one_target)
+        chex.assert_trees_all_close(packed[:, start:end], alone, atol=1e-6)
+        start = end
+
+
+def test_segment_ids_for_one_side_only_are_refused():
+    model, variables, source, target = initialise(TINY)
+    with pytest.raises(ValueError, match="segment ids are needed for both"):
+        model.apply(variables, source, target, decoder_segment_ids=jnp.ones_like(target))
+
+
+def test_attention_of_every_layer_is_returned_and_sums_to_one():
+    model, variables, source, target = initialise(TINY)
+    logits, attention = model.apply(variables, source, target, return_attention=True)
+    chex.assert_trees_all_close(logits, model.apply(variables, source, target), atol=1e-6)
+    chex.assert_shape(attention.encoder_self, (2, 2, 2, 5, 5))
+    chex.assert_shape(attention.decoder_self, (3, 2, 2, 4, 4))
+    chex.assert_shape(attention.decoder_cross, (3, 2, 2, 4, 5))
+    np.testing.assert_allclose(attention.decoder_cross.sum(-1), 1, atol=1e-6)
+    np.testing.assert_array_equal(attention.decoder_cross[:, 1, :, :, 3:], 0)
+    np.testing.assert_array_equal(attention.decoder_self[..., 0, 1:], 0)
+
+
+@pytest.mark.parametrize("rate", ["dropout", "attention_dropout", "activation_dropout"])
+def test_each_dropout_site_can_act_alone(rate):
+    off = dict.fromkeys(
+        ("dropout_rate", "embedding_dropout_rate", "attention_dropout_rate"), 0.0
+    ) | {"activation_dropout_rate": 0.0}
+    model, variables, source, target = initialise(
+        dataclasses.replace(TINY, **off | {f"{rate}_rate": 0.5})
+    )
+
+    def run(seed):
+        rngs = {"dropout": jax.random.key(seed)}
+        return model.apply(variables, source, target, deterministic=False, rngs=rngs)
+
+    chex.assert_trees_all_equal(run(0), run(0))
+    assert float(jnp.abs(run(0) - run(1)).max()) > 1e-3
+    silent = Compiled(dataclasses.replace(TINY, **off))
+    rngs = {"dropout": jax.random.key(0)}
+    chex.assert_trees_all_close(
+        silent.apply(variables, source, target, deterministic=False, rngs=rngs),
+        silent.apply(variables, source, target),
+    )
+
+
+def test_layers_drop_different_units():
+    config = dataclasses.replace(
+        TINY, embedding_dropout_rate=0.0, dropout_rate=0.0, attention_dropout_rate=0.5
+    )
+    _, variables, source, _ = initialise(config)
+    same = jax.tree.map(lambda x: jnp.broadcast_to(x[:1], x.shape), variables["params"]["encoder"])
+    params = variables["params"] | {"encoder": same}
+
+    def encode(scan_layers):
+        model = Compiled(dataclasses.replace(config, scan_layers=scan_layers))
+        return model.apply(
+            {"params": params},
+            source,
+            deterministic=False,
+            method="encode",
+            rngs={"dropout": jax.random.key(0)},
+        )
+
+    # The loop and its unrolled form draw the same, layer by layer.
+    chex.assert_trees_all_close(encode(True), encode(False), atol=1e-6)
+
+
+def test_bfloat16_keeps_parameters_and_logits_in_float32():
+    model, variables, source, target = initialise(dataclasses.replace(TINY, dtype="bfloat16"))
+    logits = model.apply(variables, source, target)
+    assert logits.dtype == jnp.float32
+    assert {leaf.dtype for leaf in jax.tree.leaves(variables)} == {jnp.dtype("float32")}
+    exact = Compiled(TINY).apply(variables, source, target)
+    assert 0 < float(jnp.abs(logits - exact).max()) < 0.2
+
+
+def test_float64_has_no_float32_inside(float64):
+    config = dataclasses.replace(TINY, dtype="float64", param_dtype="float64")
+    _, variables, source, target = initialise(config)
+    assert "f32" not in str(jax.make_jaxpr(Transformer(config).apply)(variables, source, target))
+
+
+def test_tying_says_which_tables_exist():
+    def tables(tie):
+        return set(initialise(dataclasses.replace(TINY, tie_embeddings=tie))[1]["params"])
+
+    stacks = {"encoder", "decoder", "target_embedding"}
+    assert tables("all") == stacks
+    assert tables("source_target") == stacks | {"output"}
+    assert tables("target_output") == stacks | {"source_embedding"}
+    assert tables("none") == stacks | {"source_embedding", "output"}
+
+
+def test_heads_that_do_not_divide_d_model_are_refused():
+    with pytest.raises(
+        UserError, match=r"model\.d_model=12 is not a multiple of model\.num_heads=5"
+    ):
+        dataclasses.replace(TINY, num_heads=5)

@@ -1,0 +1,83 @@
+"""The direction of imports (docs: which room may know of which), read from the source."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "flaxformer_mt"
+
+# What each room may import from the package, besides itself.
+LEAVES = {"errors"}
+ALLOWED = {
+    "errors": set(),
+    "config": LEAVES,
+    "presets": {"config"} | LEAVES,
+    "model": {"config"} | LEAVES,
+    "data": {"config"} | LEAVES,
+    "training": {"config", "model", "data"} | LEAVES,
+    "decoding": {"config", "model", "data.tokenizer", "training.checkpoint"} | LEAVES,
+    "evaluation": {"config", "decoding"} | LEAVES,
+    "interop": {"config", "model", "presets"} | LEAVES,
+    "parity": {"config", "model", "presets", "interop"} | LEAVES,
+    "plotting": LEAVES,
+}
+# Where a heavy or optional package may be imported at all.
+ONLY_IN = {
+    "torch": {"interop", "parity"},
+    "orbax": {"training.checkpoint"},
+    "sacrebleu": {"evaluation"},
+    "sentencepiece": {"data.tokenizer"},
+    "num2words": {"data.phrases"},
+    "babel": {"data.phrases"},
+    "tensorflow_datasets": {"data.corpus"},
+    "tensorboardX": {"training.metrics"},
+    "tyro": {"cli"},
+}
+
+
+def module_name(path):
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imported_modules(path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            if node.module == "flaxformer_mt":
+                yield from (f"flaxformer_mt.{alias.name}" for alias in node.names)
+            else:
+                yield node.module
+
+
+def is_within(module, rooms):
+    return any(module == room or module.startswith(f"{room}.") for room in rooms)
+
+
+MODULES = {
+    module_name(path): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+    if path.parent != PACKAGE or path.name != "__init__.py"
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_arrows_point_one_way(name):
+    room = name.split(".")[0]
+    for module in imported_modules(MODULES[name]):
+        if module.startswith("flaxformer_mt."):
+            inside = module.removeprefix("flaxformer_mt.")
+            allowed = room == "cli" or is_within(inside, ALLOWED[room] | {room})
+            assert allowed, f"{name} must not import {module}"
+        top = module.split(".")[0]
+        if top in ONLY_IN:
+            assert is_within(name, ONLY_IN[top]), f"{name} must not import {top}"
+
+
+def test_nothing_imports_the_entry_points():
+    paths = [*PACKAGE.rglob("*.py"), *(ROOT / "configs").glob("*.py")]
+    for path in paths:
+        assert not {"train", "flaxformer_mt.cli"} & set(imported_modules(path)), path

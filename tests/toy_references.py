@@ -1,0 +1,76 @@
+"""Small references of every family and variant, for the tests of `parity` and `interop`."""
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from flaxformer_mt.parity import references
+
+# No two sizes are equal where they need not be, so that no axis passes for another.
+SIZES = {
+    "source_vocab_size": 13,
+    "target_vocab_size": 11,
+    "d_model": 16,
+    "num_heads": 4,
+    "d_ff": 24,
+    "num_encoder_layers": 3,
+    "num_decoder_layers": 2,
+    "dropout_rate": 0.0,
+    "attention_dropout_rate": 0.0,
+}
+ONE_VOCABULARY = {"source_vocab_size": 11}
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One reference, and what `interop.load` cannot read off its tensors."""
+
+    family: str
+    sizes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    overrides: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def build(self, param_dtype: str = "float32", seed: int = 0) -> torch.nn.Module:
+        """The reference without dropout, no parameter at its initial value."""
+        torch.manual_seed(seed)
+        sizes = {"param_dtype": param_dtype} | SIZES | self.sizes
+        return references.perturb(references.build(self.family, **sizes)).eval()
+
+    @property
+    def hints(self) -> dict[str, Any]:
+        """What `interop.load` is to be told."""
+        sizes = SIZES | self.sizes
+        return {"num_heads": sizes["num_heads"]} | self.overrides
+
+
+def _jadore801120() -> dict[str, Variant]:
+    variants = {}
+    for scale in ("emb", "prj", "none"):
+        for tying in ("all", "target_output", "source_target", "none"):
+            scales = {"scale_embeddings": scale == "emb", "scale_logits": scale == "prj"}
+            sizes = {"head_dim": 5, "value_dim": 3, "tie_embeddings": tying} | scales
+            if tying in ("all", "source_target"):
+                sizes |= ONE_VOCABULARY
+            variants[f"jadore801120_{scale}_{tying}"] = Variant("jadore801120", sizes, scales)
+    return variants
+
+
+VARIANTS: dict[str, Variant] = _jadore801120() | {
+    "annotated_1000_shared": Variant("annotated", {"source_attention": "self_attn"}),
+    "annotated_1000": Variant("annotated"),
+    "annotated_10000": Variant("annotated", {"position_base": 10000.0}),
+    "questions": Variant("questions", {"d_model": 300, "num_heads": 6}),
+    "tunz": Variant("tunz", ONE_VOCABULARY),
+    "tunz_two_tables": Variant("tunz", {"tie_embeddings": "target_output"}),
+    "tunz_language_model": Variant("tunz", {"has_inputs": False}),
+    "tunz_odd_width": Variant("tunz", ONE_VOCABULARY | {"d_model": 17}),
+    "torch_post": Variant("torch"),
+    "torch_pre_gelu": Variant(
+        "torch",
+        {"norm_position": "pre", "activation": "gelu", "batch_first": True},
+        {"norm_position": "pre", "activation": "gelu"},
+    ),
+}
+"""The variants that map tokens to logits: all but the layers of `notebook`."""
+
+NOTEBOOK = Variant("notebook")

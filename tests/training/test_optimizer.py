@@ -1,0 +1,112 @@
+"""Rates and updates against the published formulas and torch's Adam."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+
+from flaxformer_mt.config import OptimizerConfig
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.parity.references import losses as published
+from flaxformer_mt.training.optimizer import make_optimizer, make_schedule
+
+D, WARMUP, STEPS = 64, 10, 50
+RATES = {
+    "constant": lambda t: 2.0,
+    "inverse_square_root": lambda t: published.inverse_square_root_rate(t, 2.0, WARMUP),
+    "noam": lambda t: published.noam_rate(t, 2.0, D, WARMUP),
+    "tensor2tensor": lambda t: published.tensor2tensor_rate(t, 2.0, D, WARMUP),
+    "one_cycle": lambda t: published.one_cycle_rate(t, 2.0, WARMUP, STEPS),
+}
+
+
+def config(**fields):
+    return OptimizerConfig(learning_rate=2.0, warmup_steps=WARMUP, **fields)
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_schedules_are_the_published_ones(name, float64):
+    schedule = make_schedule(config(schedule=name), D, STEPS)
+    ours = [float(schedule(jnp.int32(count))) for count in range(STEPS)]
+    expected = [RATES[name](t) for t in range(1, STEPS + 1)]
+    if name == "one_cycle":  # optax interpolates in float32
+        np.testing.assert_allclose(ours, expected, atol=2e-7)
+    else:
+        np.testing.assert_allclose(ours, expected, rtol=1e-12)
+
+
+def test_the_first_update_has_a_rate():
+    """Published steps count from 1, optax from 0."""
+    schedule = make_schedule(config(schedule="noam"), D, STEPS)
+    assert float(schedule(0)) == pytest.approx(2.0 * D**-0.5 * WARMUP**-1.5)
+
+
+@pytest.mark.parametrize("name", ["inverse_square_root", "noam", "tensor2tensor"])
+def test_no_warm_up_starts_at_the_peak(name):
+    schedule = make_schedule(OptimizerConfig(schedule=name, warmup_steps=0), D, STEPS)
+    rates = [float(schedule(count)) for count in range(5)]
+    assert rates == sorted(rates, reverse=True)
+    assert np.all(np.isfinite(rates))
+
+
+@pytest.mark.parametrize("warmup", [0, 50, 51])
+def test_one_cycle_needs_its_peak_inside(warmup):
+    with pytest.raises(UserError, match=r"optimizer\.warmup_steps"):
+        make_schedule(OptimizerConfig(schedule="one_cycle", warmup_steps=warmup), D, STEPS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "weight_decay", "clip_norm"),
+    [("adam", 0.0, 0.0), ("adamw", 0.1, 0.0), ("adam", 0.0, 0.5)],
+)
+def test_trajectories_are_those_of_torch(kind, weight_decay, clip_norm, float64):
+    """A quadratic, with Noam's rate, for 30 updates in float64."""
+    start = np.random.default_rng(0).normal(size=(4, 3))
+    target = np.arange(12.0).reshape(4, 3)
+    settings = OptimizerConfig(
+        kind=kind,
+        schedule="noam",
+        warmup_steps=WARMUP,
+        weight_decay=weight_decay,
+        clip_norm=clip_norm,
+    )
+
+    parameter = torch.tensor(start, requires_grad=True)
+    make = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[kind]
+    theirs = make(
+        [parameter],
+        lr=1.0,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.epsilon,
+        weight_decay=weight_decay,
+    )
+    rates = torch.optim.lr_scheduler.LambdaLR(
+        theirs, lambda count: published.noam_rate(count + 1, settings.learning_rate, D, WARMUP)
+    )
+
+    optimizer = make_optimizer(settings, make_schedule(settings, D, STEPS))
+    params = {"w": jnp.asarray(start)}
+    state = optimizer.init(params)
+
+    @jax.jit
+    def update(params, state):
+        gradients = jax.tree.map(lambda w: 2 * (w - target), params)
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for _ in range(30):
+        theirs.zero_grad()
+        ((parameter - torch.tensor(target)) ** 2).sum().backward()
+        if clip_norm:
+            torch.nn.utils.clip_grad_norm_([parameter], clip_norm)
+        theirs.step()
+        rates.step()
+        params, state = update(params, state)
+
+    expected = {"w": jnp.asarray(parameter.detach().numpy())}
+    # torch's clipping divides by the norm plus 1e-6.
+    chex.assert_trees_all_close(params, expected, atol=1e-7 if clip_norm else 1e-12)
+    chex.assert_trees_all_equal_dtypes(params, expected)
