@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -32,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             prog="flaxformer-mt",
             description="Uses trained translation models.",
             args=arguments,
+            config=(tyro.conf.FlagCreatePairsOff,),
         )
     except UserError as error:
         print(f"flaxformer-mt: error: {error}", file=sys.stderr)
@@ -130,18 +131,22 @@ def evaluate(
     _print_json({"step": model.step, "sentences": len(sources), **figures})
 
 
-def inspect(run: Path, checkpoint: Checkpoint = "last", json: bool = False) -> None:
+def inspect(
+    run: Path,
+    checkpoint: Checkpoint = "last",
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
+) -> None:
     """Prints what a run folder holds: step, parameters, fingerprints, configuration.
 
     Args:
       run: Folder of the trained model.
       checkpoint: The best by validation, the last, or that of a step.
-      json: Print one JSON object instead of lines.
+      as_json: Print one JSON object instead of lines.
     """
     from flaxformer_mt.decoding.run import describe, load_run
 
     description = describe(load_run(run, checkpoint))
-    if json:
+    if as_json:
         _print_json(description)
     else:
         _print_lines(f"{name}: {value}" for name, value in _flatten(description))

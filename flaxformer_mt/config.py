@@ -460,11 +460,13 @@ def differences(stored: ExperimentConfig, given: ExperimentConfig) -> list[str]:
     Returns:
       One string a field, "model.d_model: 128 in the run, 256 now".
     """
-    lines = []
+    resumable = set(RESUMABLE_FIELDS)
+    if stored.optimizer.schedule == "one_cycle" and not stored.optimizer.total_steps:
+        resumable.remove("train.num_steps")  # The rate of every step depends on it.
     ours, theirs = to_dict(stored), to_dict(given)
-    for group in ours:
-        for name, value in ours[group].items():
-            path = f"{group}.{name}"
-            if value != theirs[group][name] and path not in RESUMABLE_FIELDS:
-                lines.append(f"{path}: {value} in the run, {theirs[group][name]} now")
-    return lines
+    return [
+        f"{group}.{name}: {value} in the run, {theirs[group][name]} now"
+        for group, values in ours.items()
+        for name, value in values.items()
+        if value != theirs[group][name] and f"{group}.{name}" not in resumable
+    ]

@@ -12,7 +12,7 @@ import random
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from flaxformer_mt.config import DataConfig
 from flaxformer_mt.errors import UserError
@@ -81,9 +81,10 @@ def read_lines(path: Path) -> list[str]:
         raise UserError(f"{path}: damaged gzip file ({error}); fetch it again") from error
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
-    if not data:
+    lines = decode_lines(data, str(path))
+    if not lines:
         raise UserError(f"{path} is empty")
-    return decode_lines(data, str(path))
+    return lines
 
 
 def decode_lines(data: bytes, name: str) -> list[str]:
@@ -143,33 +144,7 @@ def _load_tsv(config: DataConfig, split: str) -> ParallelCorpus:
 
 
 def _load_tfds(config: DataConfig, split: str) -> ParallelCorpus:
-    """Reads array_record files without TensorFlow, which only their preparation may need."""
-    try:
-        import tensorflow_datasets as tfds
-    except ImportError as error:
-        raise UserError(
-            "data.corpus=tfds needs tensorflow-datasets: pip install 'flaxformer_mt[data]'"
-        ) from error
-    if not config.path:
-        raise UserError("data.path is empty: name a builder, such as wmt14_translate/de-en")
-    # The builders of WMT and Flores are registered when their class is first touched.
-    class_name = config.path.partition("/")[0].title().replace("_", "")
-    getattr(tfds.translate, class_name, None)
-    try:
-        if Path(config.path).is_dir():
-            examples = tfds.builder_from_directory(config.path).as_data_source(split)
-        else:
-            examples = tfds.builder(config.path).as_data_source(split)
-    except (ImportError, NotImplementedError) as error:
-        raise UserError(
-            f"data.path={config.path} is not prepared as array_record; once, with tensorflow "
-            f"installed: tensorflow_datasets.builder({config.path!r}, "
-            "file_format='array_record').download_and_prepare()"
-        ) from error
-    except (OSError, ValueError) as error:
-        reason = str(error).partition("\n")[0]
-        raise UserError(f"data.path={config.path}, split {split}: {reason}") from error
-
+    examples = _open_tfds(config.path, split)
     languages = {"source": config.source_language, "target": config.target_language}
     features = list(examples.dataset_info.features)
     for side, language in languages.items():
@@ -185,6 +160,40 @@ def _load_tfds(config: DataConfig, split: str) -> ParallelCorpus:
     ]
     sources, targets = (list(side) for side in zip(*pairs, strict=True))
     return ParallelCorpus(sources, targets, f"{config.path}/{split}")
+
+
+def _open_tfds(path: str, split: str) -> Any:
+    """The examples of a split, read without TensorFlow, which only preparation may need.
+
+    Returns:
+      A sequence of {feature: bytes}, with the attribute `dataset_info`.
+
+    Raises:
+      UserError: TensorFlow Datasets is not installed, or the split is not there to be read.
+    """
+    try:
+        import tensorflow_datasets as tfds
+    except ImportError as error:
+        raise UserError(
+            "data.corpus=tfds needs tensorflow-datasets: pip install 'flaxformer_mt[data]'"
+        ) from error
+    if not path:
+        raise UserError("data.path is empty: name a builder, such as wmt14_translate/de-en")
+    # The builders of WMT and Flores are registered when their class is first touched.
+    getattr(tfds.translate, path.partition("/")[0].title().replace("_", ""), None)
+    try:
+        folder_given = Path(path).is_dir()
+        builder = tfds.builder_from_directory(path) if folder_given else tfds.builder(path)
+        return builder.as_data_source(split)
+    except (ImportError, NotImplementedError) as error:
+        raise UserError(
+            f"data.path={path} is not prepared as array_record; once, with tensorflow installed: "
+            f"tensorflow_datasets.builder({path!r}, file_format='array_record')"
+            ".download_and_prepare()"
+        ) from error
+    except (OSError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"data.path={path}, split {split}: {reason}") from error
 
 
 def _generate_phrases(config: DataConfig, split: str) -> ParallelCorpus:

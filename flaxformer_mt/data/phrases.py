@@ -68,10 +68,9 @@ class Language:
         self._code = code
         self._locale = babel.Locale.parse(code)
 
-    @functools.cache  # noqa: B019 - two languages a process, and they are wanted to the end
     def cardinal(self, number: int) -> str:
         """The number in words: twelve, douze, zwölf."""
-        return num2words(number, lang=self._code)
+        return _spelled(number, self._code)
 
     def ordinal(self, number: int) -> str:
         """The number in words: twelfth, douzième, zwölfte."""
@@ -129,6 +128,12 @@ class Language:
         return babel.lists.format_list(items, locale=self._locale)
 
 
+@functools.cache
+def _spelled(number: int, code: str) -> str:
+    """The number in words; kept, because it takes longer than all else and small ones are many."""
+    return num2words(number, lang=code)
+
+
 def _plain(text: str) -> str:
     """The text with plain spaces for the narrow and no-break ones that typography asks for."""
     return text.replace("\u202f", " ").replace("\u00a0", " ")
@@ -139,14 +144,13 @@ Meaning: TypeAlias = Callable[[Language], str]
 
 def draw(rng: random.Random) -> Meaning:
     """Draws a phrase of any kind."""
-    kinds = list(_KINDS)
-    kind = rng.choices(kinds, weights=[_KINDS[kind] for kind in kinds])[0]
+    (kind,) = rng.choices(list(_KINDS), weights=list(_KINDS.values()))
     return kind(rng)
 
 
 def _number(rng: random.Random) -> int:
     """Mostly small, at most 999,999."""
-    limit = rng.choices((100, 1_000, 10_000, 1_000_000), weights=(35, 40, 15, 10))[0]
+    (limit,) = rng.choices((100, 1_000, 10_000, 1_000_000), weights=(35, 40, 15, 10))
     return rng.randrange(limit)
 
 

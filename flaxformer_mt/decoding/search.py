@@ -29,8 +29,8 @@ IMPOSSIBLE = -1e30
 class SearchResult(NamedTuple):
     """The N best hypotheses of each row, best first.
 
-    A place for which there was no hypothesis (an empty row, or fewer than N possible) has length 0
-    and the score `IMPOSSIBLE`.
+    A place for which there was no hypothesis (an empty row, fewer than N possible, or logits that
+    are not finite) has length 0 and the score `IMPOSSIBLE`.
     """
 
     tokens: Array
@@ -137,10 +137,13 @@ def greedy_search(
             state=state,
         ),
     )
-    log_probabilities = jnp.where(loop.lengths > 0, loop.log_probabilities, IMPOSSIBLE)
-    scores = log_probabilities / length_penalty(loop.lengths, alpha)
+    found = (loop.lengths > 0) & (loop.log_probabilities > IMPOSSIBLE / 2)
+    scores = loop.log_probabilities / length_penalty(loop.lengths, alpha)
     return SearchResult(
-        loop.tokens[:, None], loop.lengths[:, None], scores[:, None], log_probabilities[:, None]
+        tokens=loop.tokens[:, None],
+        lengths=jnp.where(found, loop.lengths, 0)[:, None],
+        scores=jnp.where(found, scores, IMPOSSIBLE)[:, None],
+        log_probabilities=jnp.where(found, loop.log_probabilities, IMPOSSIBLE)[:, None],
     )
 
 

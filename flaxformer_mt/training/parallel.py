@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from flaxformer_mt.config import ExperimentConfig
@@ -55,8 +56,9 @@ class Strategy(abc.ABC):
 
     def place_state(self, state: Tree) -> Tree:
         """Copies a pytree of arrays (a state, parameters) to every device."""
-        # Not as an alias: the copy will be donated.
-        return jax.device_put(state, self._everywhere, may_alias=False)
+        # device_put takes over an array that is on one of the devices already, and a step will
+        # donate what it got: without a copy, the caller's array would be gone.
+        return jax.device_put(jax.tree.map(jnp.copy, state), self._everywhere)
 
     @abc.abstractmethod
     def place_batch(self, batch: Batch) -> Batch:

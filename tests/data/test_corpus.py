@@ -208,6 +208,11 @@ def test_tfds_language_that_the_builder_lacks(prepared):
         load_corpus(config, "train")
 
 
+def test_tfds_empty_split(prepared):
+    with pytest.raises(UserError, match=r"split train\[:0\]: "):
+        load_corpus(tfds_config(prepared), "train[:0]")
+
+
 def test_tfds_unknown_split(prepared):
     with pytest.raises(UserError, match="split dev: Unknown split 'dev'"):
         load_corpus(tfds_config(prepared), "dev")

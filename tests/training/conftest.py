@@ -1,0 +1,159 @@
+"""A tiny experiment with real parts: model, packed rows, optimizer, steps."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from flaxformer_mt.config import (
+    DataConfig,
+    ExperimentConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainConfig,
+    TransformerConfig,
+)
+from flaxformer_mt.data.batches import BatchLayout, make_batch
+from flaxformer_mt.data.encoding import EncodedCorpus
+from flaxformer_mt.data.packing import Sentences
+from flaxformer_mt.model.transformer import Transformer
+from flaxformer_mt.training.optimizer import make_optimizer, make_schedule
+from flaxformer_mt.training.parallel import make_strategy
+from flaxformer_mt.training.state import create_state
+from flaxformer_mt.training.step import eval_step, train_step
+
+ROWS, LENGTH, VOCABULARY = 32, 8, 20
+EXPERIMENT = ExperimentConfig(
+    model=TransformerConfig(
+        source_vocab_size=VOCABULARY,
+        target_vocab_size=VOCABULARY,
+        d_model=8,
+        num_heads=2,
+        d_ff=16,
+        num_encoder_layers=1,
+        num_decoder_layers=1,
+        dropout_rate=0.0,
+        # A key bias adds the same to all scores of a query: its gradient is rounding noise, which
+        # Adam scales up to whole steps.
+        qkv_bias=False,
+        scan_layers=False,
+    ),
+    data=DataConfig(source_row_length=LENGTH, target_row_length=LENGTH),
+    optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=4),
+    train=TrainConfig(
+        num_steps=6,
+        batch_tokens=ROWS * LENGTH,
+        log_every=2,
+        eval_every=3,
+        checkpoint_every=3,
+        keep_last=10,
+    ),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """All that a step needs, made when first asked for, and once for all tests."""
+
+    experiment: ExperimentConfig = EXPERIMENT
+
+    @staticmethod
+    def of(strategy="mesh", num_devices=1, model=None, optimizer=None, **train):
+        """The tiny experiment on other devices, or with other values of some fields."""
+        return _cached_setup(
+            dataclasses.replace(
+                EXPERIMENT,
+                parallel=ParallelConfig(strategy, num_devices),
+                model=dataclasses.replace(EXPERIMENT.model, **(model or {})),
+                optimizer=dataclasses.replace(EXPERIMENT.optimizer, **(optimizer or {})),
+                train=dataclasses.replace(EXPERIMENT.train, **train),
+            )
+        )
+
+    @functools.cached_property
+    def strategy(self):
+        return make_strategy(self.experiment)
+
+    @functools.cached_property
+    def model(self):
+        return Transformer(self.experiment.model)
+
+    @functools.cached_property
+    def schedule(self):
+        return make_schedule(self.experiment.optimizer, self.experiment.model.d_model, 100)
+
+    @functools.cached_property
+    def optimizer(self):
+        return make_optimizer(self.experiment.optimizer, self.schedule)
+
+    @property
+    def pure_train_step(self):
+        return functools.partial(
+            train_step, model=self.model, optimizer=self.optimizer, config=self.experiment.train
+        )
+
+    @property
+    def pure_eval_step(self):
+        return functools.partial(eval_step, model=self.model, config=self.experiment.train)
+
+    @functools.cached_property
+    def train_step(self):
+        """Compiled by the strategy; donates the state."""
+        return self.strategy.compile_train_step(self.pure_train_step)
+
+    @functools.cached_property
+    def eval_step(self):
+        """Compiled by the strategy."""
+        return self.strategy.compile_eval_step(self.pure_eval_step)
+
+    def state(self):
+        """The initial state, placed."""
+        return self.strategy.place_state(
+            _initial_state(self.experiment.model, self.experiment.optimizer)
+        )
+
+    def batch(self, step):
+        """Rows of none, one or two pairs of random lengths; the last rows are all empty."""
+        random = np.random.default_rng(step)
+
+        def sentences():
+            return Sentences.from_lists(
+                [
+                    random.integers(3, VOCABULARY, size=random.integers(1, 5))
+                    for _ in range(2 * ROWS)
+                ]
+            )
+
+        corpus = EncodedCorpus(sources=sentences(), targets=sentences(), report=None)
+        ends = np.cumsum(random.integers(0, 3, size=ROWS - 6))
+        rows = np.split(np.arange(ends[-1]), ends[:-1])
+        return make_batch(corpus, rows, BatchLayout.from_config(self.experiment))
+
+    def placed_batch(self, step):
+        """The same, on the devices."""
+        return self.strategy.place_batch(self.batch(step))
+
+
+_cached_setup = functools.lru_cache(Setup)
+
+
+@functools.lru_cache
+def _initial_state(model, optimizer):
+    tiny = Setup(dataclasses.replace(EXPERIMENT, model=model, optimizer=optimizer))
+    return create_state(tiny.model, tiny.optimizer, seed=0)
+
+
+@pytest.fixture
+def setup():
+    """Call `setup.of(...)` for a tiny experiment."""
+    return Setup
+
+
+@pytest.fixture(autouse=True, scope="package")
+def quick_compilation():
+    """These tests compile many programs and compute next to nothing with them."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

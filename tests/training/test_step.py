@@ -1,0 +1,142 @@
+"""A step: what it is normalised by, its dropout, its figures."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.training.losses import token_losses
+from flaxformer_mt.training.state import create_state
+from flaxformer_mt.training.step import train_step
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def mean_loss(model, params, batch):
+    """The loss as one would write it for a single device."""
+    logits = model.apply(
+        {"params": params},
+        batch.encoder_input_tokens,
+        batch.decoder_input_tokens,
+        encoder_segment_ids=batch.encoder_segment_ids,
+        decoder_segment_ids=batch.decoder_segment_ids,
+        encoder_positions=batch.encoder_positions,
+        decoder_positions=batch.decoder_positions,
+    )
+    losses = token_losses(logits, batch.decoder_target_tokens, 0.1)
+    weights = batch.decoder_loss_weights
+    return jnp.sum(losses * weights) / jnp.sum(weights)
+
+
+def gradient_of_first_step(state):
+    """Adam's first moment after one step is the gradient times 1 - beta1."""
+    return jax.tree.map(lambda m: m / np.float32(0.1), optax.tree.get(state.opt_state, "mu"))
+
+
+@pytest.mark.parametrize(
+    ("parts", "jit"), [(1, True), (4, True), (1, False)], ids=["jit", "jit, 4 parts", "no jit"]
+)
+def test_gradient_is_that_of_the_mean_over_target_tokens(setup, parts, jit):
+    tiny = setup.of(accumulation_steps=parts)
+    state, batch = tiny.state(), tiny.batch(0)
+    loss, expected = jax.value_and_grad(mean_loss, argnums=1)(tiny.model, state.params, batch)
+    step = jax.jit(tiny.pure_train_step) if jit else tiny.pure_train_step
+    new_state, metrics = step(state, batch)
+
+    chex.assert_trees_all_close(gradient_of_first_step(new_state), expected, atol=1e-6)
+    chex.assert_trees_all_equal_dtypes(new_state, state)
+    np.testing.assert_allclose(metrics["loss"][0] / metrics["loss"][1], loss, rtol=1e-5)
+    norm, one = metrics["gradient_norm"]
+    np.testing.assert_allclose(norm, optax.tree.norm(expected), rtol=1e-5)
+    assert one == 1
+
+
+def test_figures_count_tokens_and_positions(setup):
+    tiny = setup.of(accumulation_steps=4)
+    batch = tiny.batch(0)
+    _, metrics = tiny.train_step(tiny.state(), tiny.placed_batch(0))
+    tokens = np.sum(batch.decoder_loss_weights)
+    assert metrics["loss"][1] == metrics["accuracy"][1] == tokens
+    sides = (batch.encoder_segment_ids, batch.decoder_segment_ids)
+    assert metrics["padding_fraction"] == (
+        sum(np.sum(side == 0) for side in sides),
+        sum(side.size for side in sides),
+    )
+
+
+def test_a_batch_without_targets_changes_nothing(setup):
+    tiny = setup.of()
+    before = jax.device_get(tiny.state().params)
+    empty = jax.tree.map(np.zeros_like, tiny.batch(0))
+    state, metrics = tiny.train_step(tiny.state(), tiny.strategy.place_batch(empty))
+    chex.assert_trees_all_equal(jax.device_get(state.params), before)
+    assert metrics["gradient_norm"] == (0, 1)
+    assert metrics["loss"] == (0, 0)
+
+
+def test_dropout_follows_from_seed_and_step(setup):
+    tiny = setup.of(model={"dropout_rate": 0.5})
+
+    def loss(**changes):
+        state = tiny.state().replace(**changes)
+        return float(tiny.train_step(state, tiny.placed_batch(0))[1]["loss"][0])
+
+    assert loss() == loss()
+    assert loss() != loss(step=tiny.state().step + 1)
+    assert loss() != loss(key=tiny.state().key + np.uint32(1))
+
+
+class Noise(nn.Module):
+    """Logits that depend on dropout alone."""
+
+    config: TransformerConfig
+
+    @nn.compact
+    def __call__(self, source, target_input, deterministic=True, **options):
+        scale = self.param("scale", nn.initializers.ones, ())
+        logits = jnp.broadcast_to(scale, (*target_input.shape, 9))
+        return nn.Dropout(0.5)(logits, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("split", [{"accumulation_steps": 2}, {"num_devices": 2}])
+def test_parts_and_devices_drop_different_units(setup, split):
+    """Where all rows are equal, two halves have the same loss only by the same dropout."""
+    row = jax.tree.map(lambda rows: rows[:1], setup.of().batch(0))
+
+    def loss(tiny, num_rows):
+        model = Noise(tiny.experiment.model)
+        step = functools.partial(
+            train_step, model=model, optimizer=tiny.optimizer, config=tiny.experiment.train
+        )
+        state = tiny.strategy.place_state(create_state(model, tiny.optimizer, seed=0))
+        batch = jax.tree.map(lambda rows: np.repeat(rows, num_rows, axis=0), row)
+        _, metrics = tiny.strategy.compile_train_step(step)(state, tiny.strategy.place_batch(batch))
+        return float(metrics["loss"][0])
+
+    half, both = loss(setup.of("pmap"), 1), loss(setup.of("pmap", **split), 2)
+    assert abs(both - 2 * half) > 1e-2
+
+
+def test_validation_has_no_dropout_and_knows_the_cross_entropy(setup):
+    tiny = setup.of(model={"dropout_rate": 0.5})
+    params, batch = tiny.state().params, tiny.placed_batch(0)
+    metrics = tiny.eval_step(params, batch)
+    loss, tokens = metrics["loss"]
+    np.testing.assert_allclose(loss / tokens, mean_loss(tiny.model, params, batch), rtol=1e-5)
+    assert metrics["cross_entropy"][0] != loss
+    assert metrics["cross_entropy"][1] == tokens
+
+
+def test_a_language_model_needs_no_source(setup):
+    tiny = setup.of(model={"has_inputs": False})
+    batch = tiny.batch(0).replace(
+        encoder_input_tokens=None, encoder_segment_ids=None, encoder_positions=None
+    )
+    _, metrics = tiny.train_step(tiny.state(), tiny.strategy.place_batch(batch))
+    assert np.isfinite(metrics["loss"][0])
+    assert metrics["padding_fraction"][1] == batch.decoder_segment_ids.size
