@@ -40,7 +40,7 @@ from flaxformer_mt.training.metrics import (
     validate,
 )
 from flaxformer_mt.training.optimizer import make_optimizer, make_schedule
-from flaxformer_mt.training.parallel import make_strategy
+from flaxformer_mt.training.parallel import make_strategy, on_one_device
 from flaxformer_mt.training.state import create_state
 from flaxformer_mt.training.step import eval_step, train_step
 
@@ -149,7 +149,9 @@ def write_run(
     tokenizers.save(workdir / "tokenizer")
     fingerprints = {split: corpus.fingerprint for split, corpus in corpora.items()}
     (workdir / "data.json").write_text(json.dumps(fingerprints, indent=2) + "\n", encoding="utf-8")
-    (workdir / "config.json").write_text(configuration.to_json(experiment), encoding="utf-8")
+    unfinished = workdir / "config.json.new"
+    unfinished.write_text(configuration.to_json(experiment), encoding="utf-8")
+    unfinished.replace(workdir / "config.json")
 
 
 def count_parameters(params: Any) -> int:
@@ -228,7 +230,10 @@ def run(flags: Flags) -> None:
 
     def evaluate_valid(params: Any, step: int) -> dict[str, Any]:
         figures = validate(run_eval_step, params, map(strategy.place_batch, validation))
-        return {**figures, **translation_quality(params, corpora["valid"], train.eval_sentences)[1]}
+        _, quality = translation_quality(
+            on_one_device(params), corpora["valid"], train.eval_sentences
+        )
+        return {**figures, **quality}
 
     def translation_quality(
         params: Any, corpus: ParallelCorpus, num_sentences: int

@@ -35,11 +35,11 @@ def get_config() -> ExperimentConfig:
             generated_pairs=30000,
         ),
         optimizer=OptimizerConfig(
-            schedule="inverse_square_root", learning_rate=3e-3, warmup_steps=200
+            schedule="inverse_square_root", learning_rate=2e-3, warmup_steps=300
         ),
         train=TrainConfig(
             num_steps=800,
-            batch_tokens=4096,
+            batch_tokens=2048,
             label_smoothing=0.05,
             log_every=50,
             eval_every=400,

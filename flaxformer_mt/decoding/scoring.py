@@ -82,7 +82,7 @@ def score_pairs(
 
 
 def perplexity(scores: Sequence[PairScore]) -> float:
-    """exp of the mean negative log-probability of a target token, end tokens included."""
+    """Of the targets: exp(-mean log-probability of a token), end tokens included."""
     total = math.fsum(score.log_probability for score in scores)
     return math.exp(-total / sum(len(score.tokens) for score in scores))
 
@@ -108,6 +108,6 @@ def target_log_probabilities(
     Returns:
       float32 (or float64, where the model computes in it) [B, T]; meaningless at padding.
     """
-    logits = Transformer(model).apply({"params": params}, source_tokens, input_tokens)
+    logits: Any = Transformer(model).apply({"params": params}, source_tokens, input_tokens)
     chosen = jnp.take_along_axis(logits, target_tokens[..., None], axis=-1)[..., 0]
     return chosen - jax.nn.logsumexp(logits, axis=-1)

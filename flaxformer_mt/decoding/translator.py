@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -52,7 +52,12 @@ class Translator:
           config: of the run; `model` and `decode` are used.
           params: the model's parameters, nested dicts of arrays.
           tokenizers: of the run.
+
+        Raises:
+          UserError: the model has no encoder.
         """
+        if not config.model.has_inputs:
+            raise UserError("model.has_inputs=False: a language model cannot translate")
         self.model = with_vocabulary_sizes(
             config.model, tokenizers.source.vocab_size, tokenizers.target.vocab_size
         )
@@ -61,7 +66,7 @@ class Translator:
         self.tokenizers = tokenizers
 
     @classmethod
-    def from_run(cls, folder: str | Path, checkpoint: Checkpoint = "best") -> "Translator":
+    def from_run(cls, folder: str | Path, checkpoint: Checkpoint = "best") -> Self:
         """The translator of a run folder.
 
         Raises:
@@ -110,20 +115,22 @@ class Translator:
           UserError: an option is out of range, a sentence is longer than a learned position
             table, or the parameters are not finite.
         """
-        given = {"n_best": n_best, "beam_size": beam_size, "length_penalty": length_penalty}
-        decode = dataclasses.replace(
-            self.decode, **{name: value for name, value in given.items() if value is not None}
-        )
+        options = {"n_best": n_best, "beam_size": beam_size, "length_penalty": length_penalty}
+        given: dict[str, Any] = {name: v for name, v in options.items() if v is not None}
+        decode = dataclasses.replace(self.decode, **given)
         sources = self.tokenizers.source.encode(sentences)
-        sources = [tokens + [self.model.eos_id] if tokens else [] for tokens in sources]
+        sources = [[*tokens, self.model.eos_id] if tokens else [] for tokens in sources]
         translations = [[Hypothesis("", 0.0, ())] for _ in sources]
-        buckets = plan_buckets([len(source) for source in sources], decode.batch_tokens, self.model)
+        lengths = [len(source) for source in sources]
         for bucket in track(
-            buckets, "Translating", console=Console(stderr=True), disable=not show_progress
+            plan_buckets(lengths, decode.batch_tokens, self.model),
+            "Translating",
+            console=Console(stderr=True),
+            transient=True,
+            disable=not show_progress,
         ):
-            for index, hypotheses in zip(
-                bucket.indices, self._translate_bucket(sources, bucket, decode), strict=True
-            ):
+            found = self._translate_bucket(sources, bucket, decode)
+            for index, hypotheses in zip(bucket.indices, found, strict=True):
                 translations[index] = hypotheses
         return translations
 

@@ -49,7 +49,7 @@ _FREE_FIELDS = {
     "source_vocab_size", "target_vocab_size", "d_model", "num_heads", "head_dim", "value_dim",
     "d_ff", "num_encoder_layers", "num_decoder_layers", "dropout_rate", "embedding_dropout_rate",
     "attention_dropout_rate", "activation_dropout_rate", "max_length", "pad_id", "bos_id", "eos_id",
-    "kernel_init", "embedding_init", "bias_init", "dtype", "param_dtype", "scan_layers", "remat",
+    "kernel_init", "embedding_init", "bias_init", "dtype", "param_dtype", "scan_layers",
 }  # fmt: skip
 
 

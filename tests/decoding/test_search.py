@@ -1,7 +1,6 @@
 """Search over toy vocabularies, against enumeration and against a plain, slow beam search."""
 
 import functools
-import itertools
 
 import chex
 import jax
@@ -143,9 +142,7 @@ def assert_row_is(result, row, expected):
 @given(seeds, alphas, limits, st.floats(-4, 4))
 def test_a_wide_beam_finds_what_enumeration_finds(seed, alpha, max_lengths, end):
     tables, n_best = random_logits(seed, end), 5
-    result = search(
-        tables, np.array(max_lengths, np.int32), alpha, beam_size=ALL, n_best=n_best
-    )
+    result = search(tables, np.array(max_lengths, np.int32), alpha, beam_size=ALL, n_best=n_best)
     for row, limit in enumerate(max_lengths):
         expected = enumerate_hypotheses(log_softmax(tables[row]), limit, alpha)[:n_best]
         assert_row_is(result, row, expected if limit else [])
@@ -208,19 +205,18 @@ def test_rows_do_not_influence_each_other():
     tables, lengths = random_logits(3), np.array([P, 3, 2], np.int32)
     together = search(tables, lengths, 0.6, beam_size=3, n_best=3)
     for row in range(B):
-        alone = search(tables, np.where(np.arange(B) == row, lengths, 0), 0.6, beam_size=3, n_best=3)
-        chex.assert_trees_all_equal(*(jax.tree.map(lambda a: a[row], r) for r in (alone, together)))
+        only = np.arange(B) == row
+        alone = search(tables, np.where(only, lengths, 0), 0.6, beam_size=3, n_best=3)
+        for ours, theirs in zip(alone, together, strict=True):
+            np.testing.assert_array_equal(ours[row], theirs[row])
 
 
 def test_forbidden_tokens_are_never_chosen():
-    tables = random_logits(4)
-    for forbidden in itertools.combinations((PAD, BOS, 3), 2):
-        result = search(
-            tables, np.full(B, P, np.int32), 0.6, beam_size=3, n_best=3, forbidden_ids=forbidden
-        )
-        for row, sequences in enumerate(result.tokens.tolist()):
-            for tokens, length in zip(sequences, result.lengths[row].tolist(), strict=True):
-                assert not set(tokens[:length]) & set(forbidden)
+    result = search(
+        random_logits(4), np.full(B, P, np.int32), 0.6, beam_size=3, n_best=3, forbidden_ids=(3,)
+    )
+    assert not (result.tokens == 3).any()
+    assert (result.tokens == BOS).any()
 
 
 @pytest.mark.parametrize(("alpha", "steps"), [(0.0, 2), (2.0, 3)])

@@ -52,8 +52,9 @@ def build(family: str, **sizes: Any) -> nn.Module:
 
 
 def perturb(reference: nn.Module) -> nn.Module:
-    """Adds noise to every parameter, so that no bias or norm is at a value that hides an error."""
+    """Adds noise to biases and norms, which would hide errors at their initial zeros and ones."""
     with no_grad():
         for parameter in reference.parameters():
-            parameter.add_(0.1 * randn_like(parameter))
+            if parameter.dim() == 1:
+                parameter.add_(0.1 * randn_like(parameter))
     return reference
