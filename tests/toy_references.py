@@ -44,15 +44,25 @@ class Variant:
 
 
 def _jadore801120() -> dict[str, Variant]:
-    variants = {}
-    for scale in ("emb", "prj", "none"):
-        for tying in ("all", "target_output", "source_target", "none"):
-            scales = {"scale_embeddings": scale == "emb", "scale_logits": scale == "prj"}
-            sizes = {"head_dim": 5, "value_dim": 3, "tie_embeddings": tying} | scales
-            if tying in ("all", "source_target"):
-                sizes |= ONE_VOCABULARY
-            variants[f"jadore801120_{scale}_{tying}"] = Variant("jadore801120", sizes, scales)
-    return variants
+    tyings = {
+        "all": ONE_VOCABULARY | {"tie_embeddings": "all"},
+        "source": ONE_VOCABULARY | {"tie_embeddings": "source_target"},
+        "output": {"tie_embeddings": "target_output"},
+        "none": {"tie_embeddings": "none"},
+    }
+    scales = {
+        "emb": {"scale_embeddings": True, "scale_logits": False},
+        "prj": {"scale_embeddings": False, "scale_logits": True},
+        "unscaled": {"scale_embeddings": False, "scale_logits": False},
+    }
+    heads = {"head_dim": 5, "value_dim": 3}
+    return {
+        f"jadore801120_{scale}_{tying}": Variant(
+            "jadore801120", heads | scales[scale] | tyings[tying], scales[scale]
+        )
+        for scale in scales
+        for tying in tyings
+    }
 
 
 VARIANTS: dict[str, Variant] = _jadore801120() | {

@@ -43,15 +43,19 @@ PUBLISHED_BASES = (10000.0, 1000.0)
 
 
 def _sizes(checkpoint: Checkpoint, num_heads: int) -> dict[str, Any]:
-    attention = DECODER.format(layer=0) + ".self_attn.linears"
-    source_vocab_size, d_model = checkpoint.shape(SOURCE, 2)
+    layer = DECODER.format(layer=0)
+    hidden, narrow = f"{layer}.feed_forward.w_1", f"{layer}.feed_forward.w_2.weight"
+    query, key, value, joined = (f"{layer}.self_attn.linears.{index}" for index in range(4))
+    table, bias = f"{OUTPUT}.weight", f"{OUTPUT}.bias"
+    keys = checkpoint.size((f"{query}.weight", 0), (f"{key}.weight", 0), (f"{query}.bias", 0))
+    values = checkpoint.size((f"{value}.weight", 0), (f"{joined}.weight", 1), (f"{value}.bias", 0))
     return {
-        "source_vocab_size": source_vocab_size,
-        "target_vocab_size": checkpoint.shape(TARGET, 2)[0],
-        "d_model": d_model,
-        "d_ff": checkpoint.shape(DECODER.format(layer=0) + ".feed_forward.w_1.weight", 2)[0],
-        "head_dim": head_width(checkpoint, f"{attention}.0.weight", num_heads),
-        "value_dim": head_width(checkpoint, f"{attention}.2.weight", num_heads),
+        "source_vocab_size": checkpoint.size((SOURCE, 0)),
+        "target_vocab_size": checkpoint.size((TARGET, 0), (table, 0), (bias, 0)),
+        "d_model": checkpoint.size((SOURCE, 1), (TARGET, 1), (table, 1)),
+        "d_ff": checkpoint.size((f"{hidden}.weight", 0), (f"{hidden}.bias", 0), (narrow, 1)),
+        "head_dim": head_width(keys, num_heads),
+        "value_dim": head_width(values, num_heads),
         "num_encoder_layers": checkpoint.num_layers("encoder.layers."),
         "num_decoder_layers": checkpoint.num_layers("decoder.layers."),
     }
@@ -59,12 +63,11 @@ def _sizes(checkpoint: Checkpoint, num_heads: int) -> dict[str, Any]:
 
 def _guess(checkpoint: Checkpoint) -> dict[str, Any]:
     fields: dict[str, Any] = guess_tying(checkpoint, SOURCE, TARGET, f"{OUTPUT}.weight")
-    _, rows, d_model = checkpoint.shape(TABLE, 3)
     # Position 1, column 2 is the sine of the second frequency, the first that depends on the base.
-    if rows > 1 and d_model > 2:
-        sine = checkpoint.tensors[TABLE][0, 1, 2]
+    if checkpoint.size((TABLE, 1)) > 1 and checkpoint.size((TABLE, 2)) > 2:
+        table = checkpoint.tensors[TABLE]
         for base in PUBLISHED_BASES:
-            if np.isclose(sine, np.sin(base ** (-2 / d_model)), rtol=0, atol=1e-5):
+            if np.isclose(table[0, 1, 2], np.sin(base ** (-2 / table.shape[2])), rtol=0, atol=1e-5):
                 fields["position_base"] = base
     return fields
 

@@ -5,6 +5,7 @@ dicts of numpy arrays need none.
 """
 
 import argparse
+import collections
 import os
 import re
 from collections.abc import Mapping
@@ -31,14 +32,24 @@ class Checkpoint(NamedTuple):
     settings: Mapping[str, Any]
     """The training options that some publications save along; else empty."""
 
-    def shape(self, name: str, rank: int) -> tuple[int, ...]:
-        """The shape of a tensor that must be there and have `rank` axes."""
-        if name not in self.tensors:
-            raise UserError(f"tensor {name} is missing")
-        shape = self.tensors[name].shape
-        if len(shape) != rank:
-            raise UserError(f"tensor {name} has shape {shape}, but should have {rank} axes")
-        return shape
+    def size(self, *witnesses: tuple[str, int]) -> int:
+        """The length that most of these tensors have along these axes.
+
+        Several are asked so that one of a wrong shape is found out, and not believed.
+        """
+        lengths = {}
+        for name, axis in witnesses:
+            if name not in self.tensors:
+                raise UserError(f"tensor {name} is missing")
+            shape = self.tensors[name].shape
+            if len(shape) <= axis:
+                raise UserError(f"tensor {name} has shape {shape}, which is too few axes")
+            lengths[name] = shape[axis]
+        (length, votes), *others = collections.Counter(lengths.values()).most_common()
+        if others and others[0][1] == votes:
+            shapes = ", ".join(f"{name} {self.tensors[name].shape}" for name in lengths)
+            raise UserError(f"the shapes of these tensors do not go together: {shapes}")
+        return length
 
     def num_layers(self, prefix: str) -> int:
         """The number of layers whose tensors are called `prefix`, an index from 0, a dot, ..."""

@@ -39,15 +39,17 @@ _FIELDS_OF_SETTINGS = {
 
 
 def _sizes(checkpoint: Checkpoint, num_heads: int) -> dict[str, Any]:
-    attention = DECODER.format(layer=0) + ".slf_attn"
-    source_vocab_size, d_model = checkpoint.shape(SOURCE, 2)
+    layer = DECODER.format(layer=0)
+    hidden, narrow = f"{layer}.pos_ffn.w_1", f"{layer}.pos_ffn.w_2.weight"
+    query, key = f"{layer}.slf_attn.w_qs.weight", f"{layer}.slf_attn.w_ks.weight"
+    value, joined = f"{layer}.slf_attn.w_vs.weight", f"{layer}.slf_attn.fc.weight"
     return {
-        "source_vocab_size": source_vocab_size,
-        "target_vocab_size": checkpoint.shape(TARGET, 2)[0],
-        "d_model": d_model,
-        "d_ff": checkpoint.shape(DECODER.format(layer=0) + ".pos_ffn.w_1.weight", 2)[0],
-        "head_dim": head_width(checkpoint, f"{attention}.w_qs.weight", num_heads),
-        "value_dim": head_width(checkpoint, f"{attention}.w_vs.weight", num_heads),
+        "source_vocab_size": checkpoint.size((SOURCE, 0)),
+        "target_vocab_size": checkpoint.size((TARGET, 0), (OUTPUT, 0)),
+        "d_model": checkpoint.size((SOURCE, 1), (TARGET, 1), (OUTPUT, 1)),
+        "d_ff": checkpoint.size((f"{hidden}.weight", 0), (f"{hidden}.bias", 0), (narrow, 1)),
+        "head_dim": head_width(checkpoint.size((query, 0), (key, 0)), num_heads),
+        "value_dim": head_width(checkpoint.size((value, 0), (joined, 1)), num_heads),
         "num_encoder_layers": checkpoint.num_layers("encoder.layer_stack."),
         "num_decoder_layers": checkpoint.num_layers("decoder.layer_stack."),
     }

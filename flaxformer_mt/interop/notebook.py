@@ -43,22 +43,32 @@ def _first_layer(checkpoint: Checkpoint) -> str:
     return _prefixes(*depths)[0 if depths[0] else 1].format(layer=0)
 
 
+def _d_model(checkpoint: Checkpoint, layer: str) -> int:
+    joined = f"{layer}self_attention.W_o"
+    return checkpoint.size(
+        (f"{joined}.weight", 0), (f"{joined}.bias", 0), (f"{layer}norm1.weight", 0)
+    )
+
+
 def _sizes(checkpoint: Checkpoint, num_heads: int) -> dict[str, Any]:
     num_encoder_layers, num_decoder_layers = _depths(checkpoint)
-    d_ff, d_model = checkpoint.shape(f"{_first_layer(checkpoint)}feed_forward.0.weight", 2)
+    layer = _first_layer(checkpoint)
+    hidden, narrow = f"{layer}feed_forward.0", f"{layer}feed_forward.2.weight"
     return {
-        "d_model": d_model,
-        "d_ff": d_ff,
+        "d_model": _d_model(checkpoint, layer),
+        "d_ff": checkpoint.size((f"{hidden}.weight", 0), (f"{hidden}.bias", 0), (narrow, 1)),
         "num_encoder_layers": num_encoder_layers,
         "num_decoder_layers": num_decoder_layers,
     }
 
 
 def _guess(checkpoint: Checkpoint) -> dict[str, Any]:
-    attention = f"{_first_layer(checkpoint)}self_attention"
-    d_model, _ = checkpoint.shape(f"{attention}.W_q.weight", 2)
-    head_dim, _ = checkpoint.shape(f"{attention}.attention.W_q.weight", 2)
-    return {"num_heads": d_model // head_dim}
+    layer = _first_layer(checkpoint)
+    second = f"{layer}self_attention.attention.W_q"
+    head_dim = checkpoint.size(
+        (f"{second}.weight", 0), (f"{second}.weight", 1), (f"{second}.bias", 0)
+    )
+    return {"num_heads": _d_model(checkpoint, layer) // head_dim}
 
 
 def _folded(ours: str, attention: str, name: str, num_heads: int) -> Rule:

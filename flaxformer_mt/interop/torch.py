@@ -39,12 +39,18 @@ def _is_bare(checkpoint: Checkpoint) -> bool:
 def _sizes(checkpoint: Checkpoint, num_heads: int) -> dict[str, Any]:
     bare = _is_bare(checkpoint)
     prefix = "" if bare else "transformer."
-    d_ff, d_model = checkpoint.shape(f"{prefix}decoder.layers.0.linear1.weight", 2)
+    layer = f"{prefix}decoder.layers.0"
+    hidden, narrow, layer_norm = f"{layer}.linear1", f"{layer}.linear2", f"{layer}.norm1.weight"
+    outputs = ((TARGET, 0), (OUTPUT, 0), ("generator.bias", 0))
     return {
-        "source_vocab_size": 0 if bare else checkpoint.shape(SOURCE, 2)[0],
-        "target_vocab_size": 0 if bare else checkpoint.shape(TARGET, 2)[0],
-        "d_model": d_model,
-        "d_ff": d_ff,
+        "source_vocab_size": 0 if bare else checkpoint.size((SOURCE, 0)),
+        "target_vocab_size": 0 if bare else checkpoint.size(*outputs),
+        "d_model": checkpoint.size(
+            (f"{hidden}.weight", 1), (f"{narrow}.weight", 0), (layer_norm, 0)
+        ),
+        "d_ff": checkpoint.size(
+            (f"{hidden}.weight", 0), (f"{hidden}.bias", 0), (f"{narrow}.weight", 1)
+        ),
         "num_encoder_layers": checkpoint.num_layers(f"{prefix}encoder.layers."),
         "num_decoder_layers": checkpoint.num_layers(f"{prefix}decoder.layers."),
     }
@@ -78,7 +84,7 @@ def _rules(config: TransformerConfig, layout: str) -> list[Rule]:
     encoder, decoder = f"{prefix}encoder.layers.{{layer}}", f"{prefix}decoder.layers.{{layer}}"
     around = [
         *embeddings(config, SOURCE, TARGET, OUTPUT),
-        *([same("output/bias", "generator.bias")] if config.output_bias else []),
+        same("output/bias", "generator.bias"),
     ]
     final_norms = [
         *norm("encoder/final_norm", f"{prefix}encoder.norm"),
@@ -119,7 +125,6 @@ FAMILY = Family(
             "norm_epsilon",
             "final_norm",
             "activation",
-            "output_bias",
             "position_base",
             "scale_embeddings",
             "tie_embeddings",

@@ -34,16 +34,18 @@ def _has_inputs(checkpoint: Checkpoint) -> bool:
 
 
 def _sizes(checkpoint: Checkpoint, num_heads: int) -> dict[str, Any]:
-    attention = DECODER.format(layer=0) + ".self_attention"
-    target_vocab_size, d_model = checkpoint.shape(TARGET, 2)
+    layer = DECODER.format(layer=0)
+    hidden, narrow = f"{layer}.ffn.layer1", f"{layer}.ffn.layer2.weight"
+    query, key, value = (f"{layer}.self_attention.linear_{name}.weight" for name in "qkv")
+    top_norm = "decoder.last_norm"
     has_inputs = _has_inputs(checkpoint)
     return {
         "has_inputs": has_inputs,
-        "source_vocab_size": checkpoint.shape(SOURCE, 2)[0] if has_inputs else 0,
-        "target_vocab_size": target_vocab_size,
-        "d_model": d_model,
-        "d_ff": checkpoint.shape(DECODER.format(layer=0) + ".ffn.layer1.weight", 2)[0],
-        "head_dim": head_width(checkpoint, f"{attention}.linear_q.weight", num_heads),
+        "source_vocab_size": checkpoint.size((SOURCE, 0)) if has_inputs else 0,
+        "target_vocab_size": checkpoint.size((TARGET, 0)),
+        "d_model": checkpoint.size((TARGET, 1), (f"{top_norm}.weight", 0), (f"{top_norm}.bias", 0)),
+        "d_ff": checkpoint.size((f"{hidden}.weight", 0), (f"{hidden}.bias", 0), (narrow, 1)),
+        "head_dim": head_width(checkpoint.size((query, 0), (key, 0), (value, 0)), num_heads),
         "num_encoder_layers": checkpoint.num_layers("encoder.layers."),
         "num_decoder_layers": checkpoint.num_layers("decoder.layers."),
     }

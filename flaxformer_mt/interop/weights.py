@@ -262,12 +262,11 @@ def guess_tying(
     return {"tie_embeddings": tied_tables[ties_source, ties_output]}
 
 
-def head_width(checkpoint: Checkpoint, name: str, num_heads: int) -> int:
-    """The width of one of `num_heads` heads, from the projection [H*K, D] called `name`."""
-    rows, _ = checkpoint.shape(name, 2)
-    if rows % num_heads:
-        raise UserError(f"num_heads={num_heads} does not divide the {rows} rows of {name}")
-    return rows // num_heads
+def head_width(features: int, num_heads: int) -> int:
+    """The width of one of `num_heads` heads whose projection has `features` rows."""
+    if features % num_heads:
+        raise UserError(f"num_heads={num_heads} does not divide the {features} rows of the heads")
+    return features // num_heads
 
 
 # The two directions.

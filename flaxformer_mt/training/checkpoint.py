@@ -5,9 +5,10 @@ rest of the state. Neither depends on the devices that it was written from.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import jax
 import orbax.checkpoint as ocp
@@ -17,6 +18,9 @@ from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, L
 
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.training.state import Params, TrainState
+
+Which: TypeAlias = Literal["best", "last"] | int
+"""A checkpoint: the best by validation, the newest, or that of a step."""
 
 _PARAMS, _TRAINING = "params", "training"
 
@@ -65,15 +69,15 @@ class Checkpointer:
         Args:
           step: its name; updates made.
           state: copied before this returns, so the next training step may donate it.
-          figures: of the validation after this step, if there was one. A checkpoint without
-            `best_metric` among its figures ranks below all that have it.
+          figures: of the validation after this step, if there was one. A checkpoint without a
+            finite `best_metric` among them ranks below all that have one.
         """
         params, training = _items(state)
-        rank = {name: value for name, value in (figures or {}).items() if name == self._best_metric}
+        figure = (figures or {}).get(self._best_metric, math.nan)
         self._manager.save(
             step,
             args=Composite(**{_PARAMS: StandardSave(params), _TRAINING: StandardSave(training)}),
-            metrics=rank,
+            metrics={self._best_metric: figure} if math.isfinite(figure) else {},
         )
 
     def latest_step(self) -> int | None:
@@ -105,9 +109,7 @@ class Checkpointer:
         self._manager.close()
 
 
-def restore_params(
-    run_folder: str | Path, checkpoint: Literal["best", "last"] | int = "best"
-) -> tuple[int, Params]:
+def restore_params(run_folder: str | Path, checkpoint: Which = "best") -> tuple[int, Params]:
     """Reads parameters only, to one device, whatever devices they were trained on.
 
     Args:
@@ -121,24 +123,10 @@ def restore_params(
     Raises:
       UserError: there is no such checkpoint.
     """
-    folder = _folder(run_folder)
-    missing = UserError(
-        f"{folder} holds no checkpoint: train first, or wait for the first train.checkpoint_every "
-        "steps"
-    )
-    if not folder.is_dir():
-        raise missing
+    if not _folder(run_folder).is_dir():
+        raise _no_checkpoint(run_folder)
     with _manager(run_folder, create=False) as manager:
-        steps = manager.all_steps()
-        if not steps:
-            raise missing
-        if isinstance(checkpoint, int):
-            step = checkpoint
-        else:
-            step = manager.best_step() if checkpoint == "best" else manager.latest_step()
-        if step not in steps:
-            available = ", ".join(str(step) for step in sorted(steps))
-            raise UserError(f"{folder} holds no checkpoint of step {step}, only of {available}")
+        step = _choose(manager, run_folder, checkpoint)
         sharding = SingleDeviceSharding(jax.devices()[0])
         template = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
@@ -146,6 +134,27 @@ def restore_params(
         )
         items = manager.restore(step, args=Composite(**{_PARAMS: StandardRestore(template)}))
     return step, items[_PARAMS]
+
+
+def _choose(manager: ocp.CheckpointManager, run_folder: str | Path, checkpoint: Which) -> int:
+    """The step of a checkpoint that exists; arguments and errors as in `restore_params`."""
+    steps = sorted(manager.all_steps())
+    if not steps:
+        raise _no_checkpoint(run_folder)
+    if checkpoint == "best":
+        return manager.best_step()
+    if checkpoint == "last":
+        return steps[-1]
+    if checkpoint not in steps:
+        raise UserError(
+            f"{_folder(run_folder)} holds no checkpoint of step {checkpoint}, only of "
+            f"{', '.join(map(str, steps))}"
+        )
+    return checkpoint
+
+
+def _no_checkpoint(run_folder: str | Path) -> UserError:
+    return UserError(f"{_folder(run_folder)} holds no checkpoint: train until one is written")
 
 
 def _folder(run_folder: str | Path) -> Path:
@@ -164,11 +173,11 @@ def _manager(run_folder: str | Path, **options: Any) -> ocp.CheckpointManager:
     )
 
 
-def _merit(rank: dict[str, float]) -> float:
-    """Greater is better: of the one figure that a validated checkpoint is ranked by."""
-    for name, value in rank.items():
+def _merit(metrics: Mapping[str, float]) -> float:
+    """How good a checkpoint is by the one figure, or none, that was saved with it."""
+    for name, value in metrics.items():
         return -value if name == "loss" else value
-    return float("-inf")
+    return -math.inf
 
 
 def _items(state: TrainState) -> tuple[Params, dict[str, Any]]:

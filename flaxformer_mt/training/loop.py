@@ -40,7 +40,7 @@ def train(
       schedule: of the optimizer; only reported.
       checkpointer: saves every `config.checkpoint_every` steps and at the end.
       writers: get the figures of training every `config.log_every` steps and at the end, and
-        those of each validation.
+        those of each validation. Speed is that of the steps alone; the first includes compiling.
       config: lengths and intervals.
 
     Returns:
@@ -58,7 +58,7 @@ def train(
             stack.callback(writer.close)
             writer.rewind(first)
 
-        def write(split: str, figures: Figures) -> None:
+        def write(step: int, split: str, figures: Figures) -> None:
             for writer in writers:
                 writer.write(step, split, figures)
 
@@ -71,16 +71,18 @@ def train(
             interval.add(step, metrics)
 
             if _is_due(step, config.log_every, last):
-                figures = interval.finish()
-                rate = float(schedule(step - 1))
-                compilations = train_step.compilations
-                write("train", {**figures, "learning_rate": rate, "compilations": compilations})
+                figures = {
+                    **interval.finish(),
+                    "learning_rate": float(schedule(step - 1)),
+                    "compilations": train_step.compilations,
+                }
+                write(step, "train", figures)
 
             validation = None
             if _is_due(step, config.eval_every, last):
                 interval.wait()
                 validation = evaluate(state.params, step)
-                write("valid", validation)
+                write(step, "valid", validation)
                 interval.start_clock()
 
             if _is_due(step, config.checkpoint_every, last):

@@ -5,7 +5,7 @@ they have to be taken: functions return a sum and the weight to divide it by.
 """
 
 import math
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -55,23 +55,16 @@ def token_losses(
     Source: section 7 of Szegedy et al. 2016 (label smoothing), and the code of the families.
     """
     logits = logits.astype(at_least_float32(logits.dtype))
-    # One value of z is gathered and one sum of z taken: a [B, T, V] array of q, or of log p kept
-    # for the backward pass, would cost more memory than the rest of a small model together.
-    log_normaliser = jax.nn.logsumexp(logits, axis=-1)
-    right = _right_logits(logits, targets)
-    if not smoothing:
-        losses = log_normaliser - right
-    else:
-        others = {"uniform": 0, "others": 1, "others_kl": 1, "non_pad_kl": 2}[convention]
-        num_others = logits.shape[-1] - others
-        q_other = smoothing / num_others
-        q_right = 1 - smoothing + (q_other if convention == "uniform" else 0)
+    label = _smoothed_label(smoothing, convention, logits.shape[-1])
+    # One z is gathered and all are summed: q as a [B, T, V] array, or log p kept for the backward
+    # pass, would take more memory than all the rest of a small model.
+    expected = (label.right - label.other) * _right_logits(logits, targets)
+    if label.other:
         total = jnp.sum(logits, axis=-1)
         if convention == "non_pad_kl":
             total = total - logits[..., pad_id]
-        losses = log_normaliser - (q_right - q_other) * right - q_other * total
-        if convention in ("others_kl", "non_pad_kl"):
-            losses = losses + q_right * math.log(q_right) + smoothing * math.log(q_other)
+        expected = expected + label.other * total
+    losses = jax.nn.logsumexp(logits, axis=-1) - expected - label.entropy
     if convention == "non_pad_kl":
         losses = jnp.where(jnp.asarray(targets) == pad_id, 0, losses)
     return losses
@@ -118,6 +111,33 @@ def accuracy(logits: Array, targets: ArrayLike, weights: ArrayLike) -> tuple[Arr
     correct = _right_logits(logits, targets) >= jnp.max(logits, axis=-1)
     weights = jnp.asarray(weights, at_least_float32(logits.dtype))
     return jnp.sum(jnp.where(correct, weights, 0)), jnp.sum(weights)
+
+
+class _Label(NamedTuple):
+    """The distribution q of `token_losses`."""
+
+    right: float
+    """Probability of the target."""
+    other: float
+    """Probability of each other class (but padding, where that gets none)."""
+    entropy: float
+    """What the convention takes off the cross entropy: H(q) or 0."""
+
+
+def _smoothed_label(smoothing: float, convention: Convention, num_classes: int) -> _Label:
+    match convention:
+        case "uniform":
+            other = smoothing / num_classes
+            return _Label(1 - smoothing + other, other, 0.0)
+        case "others":
+            return _Label(1 - smoothing, smoothing / (num_classes - 1), 0.0)
+        case "others_kl":
+            other = smoothing / (num_classes - 1)
+        case "non_pad_kl":
+            other = smoothing / (num_classes - 2)
+    # The limit of x log x at 0 is 0.
+    entropy = -smoothing * math.log(other) if smoothing else 0.0
+    return _Label(1 - smoothing, other, entropy - (1 - smoothing) * math.log(1 - smoothing))
 
 
 def _right_logits(logits: Array, targets: ArrayLike) -> Array:

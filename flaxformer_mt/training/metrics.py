@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import jax
+import numpy as np
 from rich.console import Console
 
 from flaxformer_mt.data.batches import Batch
@@ -20,19 +21,14 @@ Figures: TypeAlias = Mapping[str, float | int | str]
 """What is reported of a step, by name."""
 
 
-def add(metrics: Iterable[Metrics]) -> dict[str, tuple[float, float]]:
-    """The sums and weights of several steps, added in float64 on the host."""
+def means(metrics: Iterable[Metrics]) -> dict[str, float]:
+    """The figures of several steps together, without those that nothing counted for."""
     totals: dict[str, tuple[float, float]] = {}
-    for step in jax.device_get(list(metrics)):
+    for step in jax.device_get(list(metrics)):  # from here on in float64
         for name, (value, weight) in step.items():
             total, total_weight = totals.get(name, (0.0, 0.0))
             totals[name] = (total + float(value), total_weight + float(weight))
-    return totals
-
-
-def means(metrics: Iterable[Metrics]) -> dict[str, float]:
-    """The figures of several steps together, without those that nothing counted for."""
-    return {name: total / weight for name, (total, weight) in add(metrics).items() if weight}
+    return {name: total / weight for name, (total, weight) in totals.items() if weight}
 
 
 def validate(
@@ -50,7 +46,7 @@ def validate(
       smoothing) and "perplexity", its exponential.
     """
     figures = means([eval_step(params, batch) for batch in batches])
-    return {**figures, "perplexity": math.exp(figures["cross_entropy"])}
+    return {**figures, "perplexity": float(np.exp(figures["cross_entropy"]))}
 
 
 class Writer(Protocol):
@@ -76,8 +72,8 @@ class JsonLinesWriter:
         """See `Writer`. A half-written last line, of a run that was killed, goes too."""
         kept = []
         if self._path.exists():
-            lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
-            kept = [line for line in lines if _step_of(line) <= step]
+            lines = self._path.read_text(encoding="utf-8").splitlines()
+            kept = [line + "\n" for line in lines if _step_of(line) <= step]
         replacement = self._path.with_name(self._path.name + ".new")
         replacement.write_text("".join(kept), encoding="utf-8")
         os.replace(replacement, self._path)
@@ -100,16 +96,19 @@ class TensorBoardWriter:
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = str(folder)
+        self._first_step = 0
         self._writer: Any = None
 
     def rewind(self, step: int) -> None:
         """See `Writer`."""
-        from tensorboardX import SummaryWriter
-
-        self._writer = SummaryWriter(self._folder, purge_step=step + 1)
+        self._first_step = step
 
     def write(self, step: int, split: str, figures: Figures) -> None:
-        """See `Writer`."""
+        """See `Writer`. Text is left out."""
+        if self._writer is None:  # nothing to write: no import, no file
+            from tensorboardX import SummaryWriter
+
+            self._writer = SummaryWriter(self._folder, purge_step=self._first_step + 1)
         for name, value in figures.items():
             if not isinstance(value, str):
                 self._writer.add_scalar(f"{split}/{name}", value, step)
@@ -117,7 +116,8 @@ class TensorBoardWriter:
 
     def close(self) -> None:
         """See `Writer`."""
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
 
 
 class ConsoleWriter:

@@ -132,7 +132,8 @@ def make_strategy(config: ExperimentConfig) -> Strategy:
     wanted = config.parallel.num_devices or len(devices)
     if wanted > len(devices):
         raise UserError(
-            f"parallel.num_devices={wanted}, but JAX sees {len(devices)}: {devices[0].platform}"
+            f"parallel.num_devices={wanted}, but there are only {len(devices)} "
+            f"({devices[0].platform}): ask for fewer, or for 0, which means all"
         )
     rows, parts = config.rows_per_batch, config.train.accumulation_steps
     if rows % (wanted * parts):

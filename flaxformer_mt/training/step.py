@@ -131,13 +131,12 @@ def _figures(logits: Array, batch: Batch, model: Transformer, config: TrainConfi
 
 def _padding(batch: Batch) -> tuple[Array, Array]:
     """How many positions of source and target hold no token, and how many positions there are."""
-    sides = [
-        jnp.asarray(ids)
-        for ids in (batch.encoder_segment_ids, batch.decoder_segment_ids)
-        if ids is not None
-    ]
-    is_padding = jnp.concatenate([ids.ravel() == 0 for ids in sides])
-    return jnp.sum(is_padding, dtype=jnp.float32), jnp.float32(is_padding.size)
+    padding, positions = jnp.float32(0), 0
+    for segment_ids in (batch.encoder_segment_ids, batch.decoder_segment_ids):
+        if segment_ids is not None:
+            padding += jnp.sum(jnp.asarray(segment_ids) == 0, dtype=jnp.float32)
+            positions += segment_ids.size
+    return padding, jnp.float32(positions)
 
 
 def _sum_over_parts(function: Callable[[Batch, Array], Any], batch: Batch, num_parts: int) -> Any:

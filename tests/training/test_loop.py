@@ -13,16 +13,17 @@ from flaxformer_mt.errors import UserError
 from flaxformer_mt.training.checkpoint import Checkpointer, restore_params
 from flaxformer_mt.training.loop import train
 from flaxformer_mt.training.metrics import JsonLinesWriter, validate
+from flaxformer_mt.training.parallel import Compiled
 
 
-def run(tiny, folder, num_steps=6, batches=None):
+def run(tiny, folder, num_steps=6, batches=None, train_step=None):
     """Trains the tiny experiment in a folder and returns the last state."""
     config = tiny.experiment.train
     valid = [tiny.placed_batch(1000)]
     with Checkpointer(folder, config.keep_last, config.keep_best) as checkpointer:
         return train(
             tiny.state(),
-            train_step=tiny.train_step,
+            train_step=train_step or tiny.train_step,
             batches=batches or tiny.placed_batch,
             evaluate=lambda params, step: validate(tiny.eval_step, params, valid),
             schedule=tiny.schedule,
@@ -118,14 +119,12 @@ def test_a_finished_run_is_left_alone(setup, tmp_path):
 def test_a_loss_or_gradient_that_is_not_finite_ends_the_run(setup, tmp_path, spoiled):
     tiny = setup.of()
 
-    class Spoiled:
-        compilations = 1
+    def spoil(state, batch):
+        state, metrics = tiny.pure_train_step(state, batch)
+        value, weight = metrics[spoiled]
+        return state, metrics | {spoiled: (jnp.where(state.step == 5, jnp.nan, value), weight)}
 
-        def __call__(self, state, batch):
-            new_state, metrics = tiny.train_step(state, batch)
-            if new_state.step == 5:
-                metrics[spoiled] = (jnp.float32(jnp.nan), metrics[spoiled][1])
-            return new_state, metrics
-
-    with pytest.raises(UserError, match=rf"{spoiled} is nan at step 5"):
-        run(dataclasses.replace(tiny), tmp_path)
+    with pytest.raises(UserError, match=rf"^{spoiled} is nan at step 5: .*learning_rate"):
+        run(tiny, tmp_path, train_step=Compiled(spoil, jax.jit))
+    assert restore_params(tmp_path, "last")[0] == 3
+    assert lines_of(tmp_path)[-1]["step"] == 4

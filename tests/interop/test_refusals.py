@@ -1,0 +1,171 @@
+"""A checkpoint that cannot be right is refused with one line that names what is wrong."""
+
+import os
+import pickle
+import sys
+
+import numpy as np
+import pytest
+import torch
+from toy_references import NOTEBOOK, VARIANTS
+
+from flaxformer_mt import interop
+from flaxformer_mt.errors import UserError
+
+FAMILIES = {
+    "jadore801120": VARIANTS["jadore801120_prj_all"],
+    "notebook": NOTEBOOK,
+    "questions": VARIANTS["questions"],
+    "annotated": VARIANTS["annotated_1000"],
+    "tunz": VARIANTS["tunz"],
+    "torch": VARIANTS["torch_post"],
+}
+
+
+def state_dict(family):
+    return FAMILIES[family].build().state_dict()
+
+
+def refusal(family, source, **overrides) -> str:
+    hints = FAMILIES[family].hints | overrides
+    with pytest.raises(UserError) as caught:
+        interop.load(family, source, **{k: v for k, v in hints.items() if v is not None})
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_missing_tensor_is_named(family):
+    state = state_dict(family)
+    for name in state:
+        message = refusal(family, {k: v for k, v in state.items() if k != name})
+        assert f"tensor {name} is missing" in message
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tensor_left_over_is_named(family):
+    message = refusal(family, state_dict(family) | {"encoder.extra.weight": torch.zeros(3)})
+    assert "encoder.extra.weight is left over" in message
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_wrong_shape_is_named(family):
+    state = state_dict(family)
+    for name, tensor in state.items():
+        wrong = torch.cat([tensor, tensor[..., :1]], dim=-1)
+        assert name in refusal(family, state | {name: wrong})
+        assert name in refusal(family, state | {name: tensor.sum()})
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_wrong_dtype_is_named(family, dtype):
+    state = state_dict(family)
+    name = next(name for name in state if "norm" in name)
+    message = refusal(family, state | {name: state[name].to(dtype)})
+    assert name in message
+    assert str(dtype).removeprefix("torch.") in message
+
+
+def test_an_entry_that_is_no_tensor_is_named():
+    assert "version is a int" in refusal("tunz", state_dict("tunz") | {"version": 3})
+
+
+@pytest.mark.parametrize("family", ["jadore801120", "questions", "annotated", "tunz", "torch"])
+def test_the_number_of_heads_must_be_given(family):
+    assert "give num_heads=" in refusal(family, state_dict(family), num_heads=None)
+
+
+def test_heads_must_divide_the_projection():
+    assert "num_heads=7 does not divide" in refusal("tunz", state_dict("tunz"), num_heads=7)
+
+
+def test_an_override_that_contradicts_the_tensors_is_refused():
+    message = refusal("tunz", state_dict("tunz"), d_model=32)
+    assert "d_model should be 32, but by its tensors it is 16" in message
+
+
+def test_an_override_that_is_another_mathematics_is_refused():
+    message = refusal("tunz", state_dict("tunz"), norm_position="post")
+    assert "tunz has norm_position=pre, not post" in message
+
+
+def test_an_unknown_override_or_family_is_refused():
+    assert "unknown model option 'heads'" in refusal("tunz", state_dict("tunz"), heads=4)
+    with pytest.raises(UserError, match="unknown family 'tuns'"):
+        interop.load("tuns", {})
+
+
+def test_tensors_that_should_be_tied_must_be_equal():
+    state = state_dict("jadore801120")
+    name = "trg_word_prj.weight"
+    message = refusal("jadore801120", state | {name: state[name] + 1}, tie_embeddings="all")
+    assert f"decoder.trg_word_emb.weight and {name} should be tied, but differ" in message
+
+
+def test_a_table_of_another_base_is_refused():
+    message = refusal("annotated", state_dict("annotated"), position_base=500.0)
+    assert "src_embed.1.pe is not the table of d_model=16 and position_base=500.0" in message
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, ("evil",)
+
+
+def unfit_files(folder):
+    good = folder / "good.pt"
+    torch.save(state_dict("tunz"), good)
+    variant = FAMILIES["tunz"]
+    config, params = interop.load("tunz", good, **variant.hints)
+    interop.save("tunz", config, params, folder / "good.safetensors")
+    (folder / "truncated.pt").write_bytes(good.read_bytes()[:2000])
+    whole = (folder / "good.safetensors").read_bytes()
+    (folder / "truncated.safetensors").write_bytes(whole[:2000])
+    (folder / "headless.safetensors").write_bytes(whole[:5])
+    (folder / "empty.pt").write_bytes(b"")
+    (folder / "text.pt").write_text("not a checkpoint\n")
+    (folder / "evil.pkl").write_bytes(pickle.dumps({"weight": Evil()}))
+    torch.save({"model": Evil()}, folder / "evil.pt")
+    torch.save([torch.zeros(3)], folder / "list.pt")
+    torch.save({"net": {"weight": torch.zeros(3)}}, folder / "unknown.pt")
+    torch.save({}, folder / "nothing.pt")
+    return sorted(set(folder.iterdir()) - {good, folder / "good.safetensors"})
+
+
+def test_unfit_files_are_refused_by_name_and_run_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for path in [*unfit_files(tmp_path), tmp_path / "absent.pt"]:
+        assert str(path) in refusal("tunz", path)
+    assert not (tmp_path / "evil").exists()
+
+
+def test_pytorch_files_need_pytorch(tmp_path, monkeypatch):
+    torch.save(state_dict("tunz"), tmp_path / "model.pt")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert "pip install" in refusal("tunz", tmp_path / "model.pt")
+
+
+def test_saving_refuses_what_cannot_be_written(tmp_path):
+    variant = FAMILIES["tunz"]
+    config, params = interop.load("tunz", state_dict("tunz"), **variant.hints)
+
+    def refused(family, config, params, path) -> str:
+        with pytest.raises(UserError) as caught:
+            interop.save(family, config, params, path)
+        return str(caught.value)
+
+    path = tmp_path / "model.pt"
+    assert "suffix" in refused("tunz", config, params, tmp_path / "model.npz")
+    assert "is no folder" in refused("tunz", config, params, tmp_path / "no" / "model.pt")
+    assert "annotated has norm_kind=unbiased_std" in refused("annotated", config, params, path)
+    without = {k: v for k, v in params.items() if k != "target_embedding"}
+    assert "target_embedding/embedding is missing" in refused("tunz", config, without, path)
+    wrong = params | {"target_embedding": {"embedding": np.zeros((2, 16), np.float32)}}
+    assert "has shape (2, 16)" in refused("tunz", config, wrong, path)
+    extra = params | {"output": {"bias": np.zeros(11, np.float32)}}
+    assert "output/bias is left over" in refused("tunz", config, extra, path)
+    half = params | {"target_embedding": {"embedding": np.zeros((11, 16), np.float16)}}
+    assert "is float16" in refused("tunz", config, half, path)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,248 @@
+"""Checkpoints come back as they went: byte-identical, in both file formats, for every family."""
+
+import argparse
+import dataclasses
+from typing import Any
+
+import chex
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+from flax.traverse_util import flatten_dict
+from toy_references import NOTEBOOK, VARIANTS, Variant
+
+from flaxformer_mt import interop
+from flaxformer_mt.interop import weights
+from flaxformer_mt.parity import references
+from flaxformer_mt.presets import FAMILIES
+
+ALL = VARIANTS | {"notebook": NOTEBOOK}
+
+
+def load(variant: Variant, source: Any):
+    return interop.load(variant.family, source, **variant.hints)
+
+
+def read(path) -> dict[str, np.ndarray]:
+    if path.suffix == ".safetensors":
+        return safetensors.numpy.load_file(path)
+    return {name: tensor.numpy() for name, tensor in torch.load(path, weights_only=True).items()}
+
+
+def assert_identical(tensors: dict[str, np.ndarray], state: dict[str, torch.Tensor]) -> None:
+    assert tensors.keys() == state.keys()
+    for name, tensor in state.items():
+        expected = tensor.numpy()
+        assert tensors[name].dtype == expected.dtype, name
+        assert tensors[name].shape == expected.shape, name
+        assert tensors[name].tobytes() == expected.tobytes(), name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", ALL)
+def test_reference_to_ours_and_back_is_byte_identical(name, dtype, tmp_path):
+    variant = ALL[name]
+    reference = variant.build(dtype)
+    state = reference.state_dict()
+    config, params = load(variant, state)
+    assert config.param_dtype == config.dtype == dtype
+    path = tmp_path / ("model.pt" if dtype == "float32" else "model.safetensors")
+    interop.save(variant.family, config, params, path)
+    assert_identical(read(path), state)
+    again = load(variant, path)
+    assert again[0] == config
+    chex.assert_trees_all_equal(again[1], params)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_sizes_are_read_from_the_tensors(name):
+    variant = ALL[name]
+    state = variant.build().state_dict()
+    config, params = load(variant, state)
+    assert (config.d_ff, config.num_decoder_layers) == (24, 2)
+    assert config.num_heads == variant.hints["num_heads"]
+    visible = ("d_model", "head_dim", "value_dim", "source_vocab_size", "position_base")
+    given = {name: size for name, size in variant.sizes.items() if name in visible}
+    if config.has_inputs:
+        assert {name: getattr(config, name) for name in given} == given
+    shapes = {path: array.shape for path, array in flat(params).items()}
+    assert shapes == weights.parameter_shapes(config)
+
+
+def flat(params: Any) -> dict[str, np.ndarray]:
+    return flatten_dict(interop.model_params(params), sep="/")
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_trained_parameters_are_written_even_if_the_original_is_carried(name, tmp_path):
+    variant = ALL[name]
+    config, params = load(variant, variant.build().state_dict())
+    trained = {path: array + np.float32(0.5) for path, array in flat(params).items()}
+    params = weights.unflatten_dict(trained, sep="/") | {"carried": params.get("carried", {})}
+    interop.save(variant.family, config, params, tmp_path / "model.pt")
+    again, found = load(variant, tmp_path / "model.pt")
+    assert again == config
+    chex.assert_trees_all_equal(flat(found), trained)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_parameters_alone_are_enough_to_write_a_reference(name, tmp_path):
+    variant = ALL[name]
+    reference = variant.build()
+    config, params = load(variant, reference.state_dict())
+    stripped = interop.model_params(params)
+    assert "carried" not in stripped
+    interop.save(variant.family, config, stripped, tmp_path / "model.safetensors")
+    tensors = {k: torch.tensor(v) for k, v in read(tmp_path / "model.safetensors").items()}
+    reference.load_state_dict(tensors, strict=True)
+    chex.assert_trees_all_close(
+        flat(load(variant, reference.state_dict())[1]), flat(params), rtol=0, atol=1e-7
+    )
+
+
+def test_what_has_no_place_in_our_model_is_carried():
+    def carried(name: str) -> set[str]:
+        return set(load(ALL[name], ALL[name].build().state_dict())[1].get("carried", {}))
+
+    assert carried("jadore801120_prj_all") == set()
+    assert carried("annotated_1000") <= {"src_embed.1.pe", "tgt_embed.1.pe"}
+    assert "encoder.0.self_attention.attention.W_q.weight" in carried("notebook")
+    assert "decoder.layers.1.enc_dec_attention.linear_q.weight" in carried("tunz_language_model")
+
+
+def test_a_folded_projection_is_its_two_maps():
+    layer = references.build("notebook", d_model=16, num_heads=4, d_ff=8).encoder[0]
+    config, params = interop.load("notebook", layer.state_dict())
+    attention = layer.self_attention
+    x = torch.randn(5, 16)
+    with torch.no_grad():
+        heads = attention.W_k(x).unflatten(-1, (4, 4))
+        expected = attention.attention.W_k(heads).flatten(1).numpy()
+    key = params["encoder"]["layers"]["self_attention"]["key"]
+    chex.assert_trees_all_close(x.numpy() @ key["kernel"][0] + key["bias"][0], expected, atol=1e-6)
+    assert (config.num_heads, config.num_encoder_layers, config.num_decoder_layers) == (4, 1, 0)
+
+
+@pytest.mark.parametrize("stack", ["encoder", "decoder"])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_notebook_layers_of_one_kind_need_no_model_around_them(stack, depth, tmp_path):
+    reference = getattr(NOTEBOOK.build(), stack)
+    layers = torch.nn.ModuleList([reference[0], reference[1], reference[0]][:depth])
+    state = (layers if depth > 1 else layers[0]).state_dict()
+    config, params = interop.load("notebook", state)
+    assert set(params) == {stack, "carried"}
+    interop.save("notebook", config, params, tmp_path / "layers.pt")
+    assert_identical(read(tmp_path / "layers.pt"), state)
+
+
+def test_a_bare_torch_transformer_gives_the_stacks(tmp_path):
+    state = VARIANTS["torch_post"].build().transformer.state_dict()
+    config, params = interop.load("torch", state, num_heads=4)
+    assert (config.source_vocab_size, config.target_vocab_size) == (0, 0)
+    assert set(params) == {"encoder", "decoder"}
+    interop.save("torch", config, params, tmp_path / "model.pt")
+    assert_identical(read(tmp_path / "model.pt"), state)
+
+
+def test_both_decoder_layouts_of_annotated_keep_their_names(tmp_path):
+    shared, separate = VARIANTS["annotated_1000_shared"], VARIANTS["annotated_1000"]
+    config, params = load(shared, shared.build().state_dict())
+    layers = params["decoder"]["layers"]
+    chex.assert_trees_all_equal(layers["cross_attention"], layers["self_attention"])
+
+    # A separate attention that happens to be equal stays separate ...
+    reference = separate.build()
+    for layer in reference.decoder.layers:
+        layer.src_attn.load_state_dict(layer.self_attn.state_dict())
+    config, params = load(separate, reference.state_dict())
+    interop.save("annotated", config, params, tmp_path / "equal.pt")
+    assert_identical(read(tmp_path / "equal.pt"), reference.state_dict())
+
+    # ... and a shared one that has been trained apart becomes separate.
+    layers["cross_attention"]["query"]["bias"] += 1
+    config, _ = load(shared, shared.build().state_dict())
+    params = interop.model_params(params) | {"decoder": params["decoder"] | {"layers": layers}}
+    interop.save("annotated", config, params, tmp_path / "apart.pt")
+    assert "decoder.layers.0.src_attn.linears.0.bias" in read(tmp_path / "apart.pt")
+
+
+@pytest.mark.parametrize("name", ["annotated_1000", "annotated_10000"])
+def test_the_position_base_is_read_from_the_table(name):
+    config, _ = load(VARIANTS[name], VARIANTS[name].build().state_dict())
+    assert config.position_base == float(name.removeprefix("annotated_"))
+
+
+def test_the_settings_of_a_jadore801120_checkpoint_are_read(tmp_path):
+    variant = VARIANTS["jadore801120_emb_all"]
+    settings = argparse.Namespace(
+        n_head=4, d_k=5, d_v=3, d_model=16, d_inner_hid=24, dropout=0.3, src_pad_idx=1,
+        trg_pad_idx=1, proj_share_weight=True, embs_share_weight=True, scale_emb_or_prj="emb",
+    )  # fmt: skip
+    checkpoint = {"epoch": 7, "settings": settings, "model": variant.build().state_dict()}
+    torch.save(checkpoint, tmp_path / "model.chkpt")
+    config, _ = interop.load("jadore801120", tmp_path / "model.chkpt")
+    assert (config.num_heads, config.pad_id, config.dropout_rate) == (4, 1, 0.3)
+    assert (config.scale_embeddings, config.scale_logits) == (True, False)
+    assert config.tie_embeddings == "all"
+    as_dict = checkpoint | {"settings": vars(settings)}
+    assert interop.load("jadore801120", as_dict)[0] == config
+
+
+def test_tied_tensors_are_one_in_a_pytorch_file(tmp_path):
+    variant = VARIANTS["jadore801120_prj_all"]
+    config, params = load(variant, variant.build().state_dict())
+    interop.save(variant.family, config, params, tmp_path / "model.pt")
+    state = torch.load(tmp_path / "model.pt", weights_only=True)
+    pointers = {
+        state[name].data_ptr()
+        for name in (
+            "encoder.src_word_emb.weight",
+            "decoder.trg_word_emb.weight",
+            "trg_word_prj.weight",
+        )
+    }
+    assert len(pointers) == 1
+
+
+def test_loaded_parameters_do_not_follow_the_module_they_came_from():
+    variant = VARIANTS["tunz"]
+    reference = variant.build()
+    _, params = load(variant, reference.state_dict())
+    before = params["target_embedding"]["embedding"].copy()
+    with torch.no_grad():
+        reference.t_vocab_embedding.weight.zero_()
+    np.testing.assert_array_equal(params["target_embedding"]["embedding"], before)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_map_covers_every_parameter_of_the_model(name):
+    variant = ALL[name]
+    config, _ = load(variant, variant.build().state_dict())
+    family = interop.FAMILIES[variant.family]
+    mapped = {path for rule in family.rules(config, "") for path in rule.ours}
+    assert mapped == set(weights.parameter_shapes(config))
+
+
+def test_every_preset_has_a_reference_and_a_map():
+    assert FAMILIES.keys() == interop.FAMILIES.keys()
+    for family in FAMILIES:
+        sizes = {"source_vocab_size": 5, "target_vocab_size": 5, "d_model": 16, "num_heads": 2}
+        sizes |= {"d_ff": 8, "num_encoder_layers": 1, "num_decoder_layers": 1}
+        reference = references.build(family, **sizes)
+        config, _ = interop.load(family, reference.state_dict(), num_heads=2)
+        published = FAMILIES[family](**sizes)
+        for field in dataclasses.fields(config):
+            if field.name not in (
+                "source_vocab_size",
+                "target_vocab_size",
+                "head_dim",
+                "value_dim",
+            ):
+                loaded, preset = getattr(config, field.name), getattr(published, field.name)
+                # Without `position_base` among the sizes, table and preset agree on it, too.
+                assert loaded == preset, (family, field.name)
+        assert (config.key_width, config.value_width) == (
+            published.key_width,
+            published.value_width,
+        )
