@@ -38,12 +38,12 @@ def get_config() -> ExperimentConfig:
             schedule="inverse_square_root", learning_rate=2e-3, warmup_steps=300
         ),
         train=TrainConfig(
-            num_steps=800,
+            num_steps=600,
             batch_tokens=2048,
             label_smoothing=0.05,
             log_every=50,
-            eval_every=400,
+            eval_every=300,
             eval_sentences=200,
-            checkpoint_every=400,
+            checkpoint_every=300,
         ),
     )

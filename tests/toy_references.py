@@ -31,7 +31,7 @@ class Variant:
     overrides: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def build(self, param_dtype: str = "float32", seed: int = 0) -> torch.nn.Module:
-        """The reference without dropout, no parameter at its initial value."""
+        """The reference without dropout, no bias or norm at its initial value."""
         torch.manual_seed(seed)
         sizes = {"param_dtype": param_dtype} | SIZES | self.sizes
         return references.perturb(references.build(self.family, **sizes)).eval()

@@ -101,8 +101,8 @@ class Translator:
         """The best translations of each sentence.
 
         Args:
-          sentences: source sentences, in any order and of any length. One without tokens (an
-            empty line) has one translation, the empty one.
+          sentences: source sentences, in any order and of any length. An empty one has one
+            translation, the empty one.
           n_best: translations per sentence; by default as configured.
           beam_size: hypotheses that the search follows, 1 = greedy; by default as configured.
           length_penalty: alpha, see `search.length_penalty`; by default as configured.
@@ -118,7 +118,7 @@ class Translator:
         options = {"n_best": n_best, "beam_size": beam_size, "length_penalty": length_penalty}
         given: dict[str, Any] = {name: v for name, v in options.items() if v is not None}
         decode = dataclasses.replace(self.decode, **given)
-        sources = self.tokenizers.source.encode(sentences)
+        sources = self.tokenizers.source.encode([sentence.strip() for sentence in sentences])
         sources = [[*tokens, self.model.eos_id] if tokens else [] for tokens in sources]
         translations = [[Hypothesis("", 0.0, ())] for _ in sources]
         lengths = [len(source) for source in sources]

@@ -309,7 +309,8 @@ def save(
         for name, array in flatten_dict(model_params(params), sep="/").items()
     }
     _check_params(config, arrays)
-    files.write(path, to_reference(family, config, arrays, params.get(CARRIED, {})))
+    carried = {name: np.asarray(array) for name, array in params.get(CARRIED, {}).items()}
+    files.write(path, to_reference(family, config, arrays, carried))
 
 
 def model_params(params: Mapping[str, Any]) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def test_every_sentence_is_in_one_bucket_whose_shape_follows_from_its_length(len
 
 def test_rows_are_no_longer_than_a_learned_position_table():
     assert [bucket.length for bucket in plan_buckets([100, 64], 64, UP_TO_100)] == [100, 64]
-    with pytest.raises(UserError, match="sentence 2 has 101 tokens.*model.max_length=100"):
+    with pytest.raises(UserError, match=r"sentence 2 has 101 tokens.*model.max_length=100"):
         plan_buckets([100, 101], 64, UP_TO_100)
 
 

@@ -6,6 +6,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+from flax import linen as nn
 
 from flaxformer_mt.config import (
     DataConfig,
@@ -53,23 +54,37 @@ EXPERIMENT = ExperimentConfig(
 )
 
 
+class Bigram(nn.Module):
+    """Predicts a token from the one before: compiles in no time."""
+
+    config: TransformerConfig
+
+    @nn.compact
+    def __call__(self, source, target_input, *, deterministic=True, **options):
+        x = nn.Embed(self.config.target_vocab_size, self.config.d_model)(target_input)
+        x = nn.Dropout(self.config.dropout_rate)(x, deterministic=deterministic)
+        return nn.Dense(self.config.target_vocab_size)(x)
+
+
 @dataclasses.dataclass(frozen=True)
 class Setup:
     """All that a step needs, made when first asked for, and once for all tests."""
 
+    model_class: type[nn.Module] = Transformer
     experiment: ExperimentConfig = EXPERIMENT
 
     @staticmethod
-    def of(strategy="mesh", num_devices=1, model=None, optimizer=None, **train):
+    def of(strategy="mesh", num_devices=1, model=None, optimizer=None, bigram=False, **train):
         """The tiny experiment on other devices, or with other values of some fields."""
         return _cached_setup(
+            Bigram if bigram else Transformer,
             dataclasses.replace(
                 EXPERIMENT,
                 parallel=ParallelConfig(strategy, num_devices),
                 model=dataclasses.replace(EXPERIMENT.model, **(model or {})),
                 optimizer=dataclasses.replace(EXPERIMENT.optimizer, **(optimizer or {})),
                 train=dataclasses.replace(EXPERIMENT.train, **train),
-            )
+            ),
         )
 
     @functools.cached_property
@@ -78,7 +93,7 @@ class Setup:
 
     @functools.cached_property
     def model(self):
-        return Transformer(self.experiment.model)
+        return self.model_class(self.experiment.model)
 
     @functools.cached_property
     def schedule(self):
@@ -111,7 +126,7 @@ class Setup:
     def state(self):
         """The initial state, placed."""
         return self.strategy.place_state(
-            _initial_state(self.experiment.model, self.experiment.optimizer)
+            _initial_state(self.model_class, self.experiment.model, self.experiment.optimizer)
         )
 
     def batch(self, step):
@@ -140,8 +155,9 @@ _cached_setup = functools.lru_cache(Setup)
 
 
 @functools.lru_cache
-def _initial_state(model, optimizer):
-    tiny = Setup(dataclasses.replace(EXPERIMENT, model=model, optimizer=optimizer))
+def _initial_state(model_class, model, optimizer):
+    experiment = dataclasses.replace(EXPERIMENT, model=model, optimizer=optimizer)
+    tiny = Setup(model_class, experiment)
     return create_state(tiny.model, tiny.optimizer, seed=0)
 
 

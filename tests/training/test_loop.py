@@ -37,14 +37,10 @@ def lines_of(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def dropout(setup, *arguments):
-    """The tiny experiment with dropout, so that random numbers have to be continued as well."""
-    return setup.of(*arguments, model={"dropout_rate": 0.1})
-
-
 @pytest.mark.parametrize("strategy", ["mesh", "pmap"])
 def test_a_run_that_was_stopped_goes_on_exactly(setup, tmp_path, strategy):
-    tiny = dropout(setup, strategy, 2)
+    # With dropout, random numbers have to go on as well.
+    tiny = setup.of(strategy, 2, bigram=True, model={"dropout_rate": 0.1})
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     whole.mkdir()
     stopped.mkdir()
@@ -83,7 +79,7 @@ def test_a_run_may_change_devices_and_strategy_when_it_goes_on(setup, tmp_path):
 
 
 def test_lines_of_figures(setup, tmp_path):
-    tiny = setup.of()
+    tiny = setup.of(bigram=True)
     run(tiny, tmp_path)
     lines = lines_of(tmp_path)
     assert [(line["step"], line["split"]) for line in lines] == [
@@ -105,7 +101,7 @@ def test_lines_of_figures(setup, tmp_path):
 
 
 def test_a_finished_run_is_left_alone(setup, tmp_path):
-    tiny = setup.of()
+    tiny = setup.of(bigram=True)
     state = jax.device_get(run(tiny, tmp_path))
     files = {path: path.stat().st_mtime_ns for path in (tmp_path / "checkpoints").rglob("*")}
     before = (tmp_path / "metrics.jsonl").read_text()
@@ -117,7 +113,7 @@ def test_a_finished_run_is_left_alone(setup, tmp_path):
 
 @pytest.mark.parametrize("spoiled", ["loss", "gradient_norm"])
 def test_a_loss_or_gradient_that_is_not_finite_ends_the_run(setup, tmp_path, spoiled):
-    tiny = setup.of()
+    tiny = setup.of(bigram=True)
 
     def spoil(state, batch):
         state, metrics = tiny.pure_train_step(state, batch)
