@@ -1,4 +1,4 @@
-"""How good translations are: sacreBLEU's metrics, cased and on detokenised text."""
+"""How good translations are, by sacreBLEU: detokenised text, its default settings."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from flaxformer_mt.errors import UserError
 def evaluate(
     hypotheses: Sequence[str], references: Sequence[str], *, with_ter: bool = True
 ) -> dict[str, Any]:
-    """Corpus BLEU, chrF and TER, each with the signature that says how it was computed.
+    """Corpus BLEU and chrF (cased) and TER (not cased), each with the signature that says so.
 
     Args:
       hypotheses: detokenised translations.

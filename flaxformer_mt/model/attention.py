@@ -1,12 +1,12 @@
 """Scaled dot-product attention and its multi-head form."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jax import Array
+from jax import Array, lax
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.model.numerics import at_least_float32, dense
@@ -58,6 +58,19 @@ def scaled_dot_product_attention(
     return jnp.einsum("bhts,bshu->bthu", kept, value), weights
 
 
+class KeyProjection(nn.Dense):
+    """A linear map whose bias is not trained.
+
+    A key bias adds the same to all scores of a query, and the softmax takes it away again: its
+    gradient is 0. Computed, it would be rounding noise, which Adam enlarges to steps of full size.
+    """
+
+    def param(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Cuts the bias off from the gradient."""
+        value = super().param(name, *args, **kwargs)
+        return lax.stop_gradient(value) if name == "bias" else value
+
+
 class MultiHeadAttention(nn.Module):
     """H heads side by side, each in its own projection of the inputs.
 
@@ -72,7 +85,7 @@ class MultiHeadAttention(nn.Module):
         key_features = c.num_heads * c.key_width
         value_features = c.num_heads * c.value_width
         self.query = dense(c, c.d_model, key_features, c.qkv_bias)
-        self.key = dense(c, c.d_model, key_features, c.qkv_bias)
+        self.key = dense(c, c.d_model, key_features, c.qkv_bias, KeyProjection)
         self.value = dense(c, c.d_model, value_features, c.qkv_bias)
         self.output = dense(c, value_features, c.d_model, c.attention_output_bias)
         self.dropout = nn.Dropout(c.attention_dropout_rate)

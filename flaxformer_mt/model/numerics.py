@@ -25,7 +25,13 @@ def _uniform_by_fan_in(fan_in: int) -> jax.nn.initializers.Initializer:
     return init
 
 
-def dense(config: TransformerConfig, fan_in: int, features: int, use_bias: bool) -> nn.Dense:
+def dense(
+    config: TransformerConfig,
+    fan_in: int,
+    features: int,
+    use_bias: bool,
+    module: type[nn.Dense] = nn.Dense,
+) -> nn.Dense:
     """The linear map [..., fan_in] -> [..., features], initialised as `config` says."""
     kernel_init = {
         "xavier_uniform": initializers.xavier_uniform(),
@@ -36,7 +42,7 @@ def dense(config: TransformerConfig, fan_in: int, features: int, use_bias: bool)
         "zeros": initializers.zeros,
         "torch_default": _uniform_by_fan_in(fan_in),
     }[config.bias_init]
-    return nn.Dense(
+    return module(
         features,
         use_bias=use_bias,
         dtype=jnp.dtype(config.dtype),

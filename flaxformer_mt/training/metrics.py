@@ -69,11 +69,14 @@ class JsonLinesWriter:
         self._path = Path(path)
 
     def rewind(self, step: int) -> None:
-        """See `Writer`. A half-written last line, of a run that was killed, goes too."""
+        """See `Writer`. A half-written last line, of a run that was killed, goes too.
+
+        So do figures of the test corpus: they belong to the end of a run, which is yet to come.
+        """
         kept = []
         if self._path.exists():
             lines = self._path.read_text(encoding="utf-8").splitlines()
-            kept = [line + "\n" for line in lines if _step_of(line) <= step]
+            kept = [line + "\n" for line in lines if _stays(line, step)]
         replacement = self._path.with_name(self._path.name + ".new")
         replacement.write_text("".join(kept), encoding="utf-8")
         os.replace(replacement, self._path)
@@ -173,9 +176,10 @@ _FORMATS = {
 }
 
 
-def _step_of(line: str) -> float:
-    """The step of a line of `metrics.jsonl`; infinity if the line is damaged."""
+def _stays(line: str, step: int) -> bool:
+    """Whether a line of `metrics.jsonl` is whole and no later than `step`."""
     try:
-        return json.loads(line)["step"]
+        figures = json.loads(line)
+        return figures["step"] <= step and figures["split"] != "test"
     except (json.JSONDecodeError, KeyError, TypeError):
-        return math.inf
+        return False

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flaxformer_mt.model.attention import scaled_dot_product_attention
+from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.model.attention import MultiHeadAttention, scaled_dot_product_attention
 
 B, T, S, H, K, U = 2, 3, 5, 2, 4, 6
 
@@ -60,3 +61,22 @@ def test_float64_stays_float64(float64):
     query, key, value = inputs(jnp.float64)
     text = str(jax.make_jaxpr(scaled_dot_product_attention)(query, key, value))
     assert "f32" not in text
+
+
+def test_a_key_bias_cannot_matter_and_is_not_trained():
+    config = TransformerConfig(d_model=8, num_heads=2)
+    attention = MultiHeadAttention(config)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 8)), jnp.float32)
+
+    def attend(module, inputs):
+        return module(inputs, module.project(inputs), None, True)[0]
+
+    params = attention.init(jax.random.key(0), x, method=attend)["params"]
+
+    def loss(bias):
+        moved = params | {"key": params["key"] | {"bias": bias}}
+        return jnp.sum(jnp.square(attention.apply({"params": moved}, x, method=attend)))
+
+    bias = jnp.arange(8, dtype=jnp.float32)
+    assert float(loss(bias)) == pytest.approx(float(loss(0 * bias)), rel=1e-5)
+    np.testing.assert_array_equal(jax.grad(loss)(bias), 0)

@@ -36,9 +36,6 @@ EXPERIMENT = ExperimentConfig(
         num_encoder_layers=1,
         num_decoder_layers=1,
         dropout_rate=0.0,
-        # A key bias adds the same to all scores of a query: its gradient is rounding noise, which
-        # Adam scales up to whole steps.
-        qkv_bias=False,
         scan_layers=False,
     ),
     data=DataConfig(source_row_length=LENGTH, target_row_length=LENGTH),
