@@ -230,6 +230,8 @@ def run(flags: Flags) -> None:
 
     def evaluate_valid(params: Any, step: int) -> dict[str, Any]:
         figures = validate(run_eval_step, params, map(strategy.place_batch, validation))
+        if not experiment.model.has_inputs:
+            return figures
         _, quality = translation_quality(
             on_one_device(params), corpora["valid"], train.eval_sentences
         )
@@ -263,6 +265,8 @@ def run(flags: Flags) -> None:
             config=train,
         )
 
+    if not experiment.model.has_inputs:
+        return  # A language model has nothing to translate.
     step, params = restore_params(workdir, "best")
     test = corpora["test"]
     hypotheses, figures = translation_quality(params, test, 0)

@@ -143,9 +143,9 @@ def inspect(
       checkpoint: The best by validation, the last, or that of a step.
       as_json: Print one JSON object instead of lines.
     """
-    from flaxformer_mt.decoding.run import describe, load_run
+    from flaxformer_mt.decoding.run import describe_run
 
-    description = describe(load_run(run, checkpoint))
+    description = describe_run(run, checkpoint)
     if as_json:
         _print_json(description)
     else:

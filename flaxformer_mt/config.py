@@ -354,8 +354,8 @@ class DecodeConfig:
     """A hypothesis may have this many tokens per source token ..."""
     max_length_extra: int = 20
     """... plus this many."""
-    batch_tokens: int = 4096
-    """Source tokens decoded at a time, padding included."""
+    batch_tokens: int = 1024
+    """Source tokens decoded at a time, padding included; an accelerator is faster with more."""
 
     def __post_init__(self) -> None:
         for name in ("beam_size", "n_best", "batch_tokens"):

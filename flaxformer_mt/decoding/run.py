@@ -29,8 +29,6 @@ class Run:
     tokenizers: Tokenizers
     step: int
     """Training steps behind the parameters."""
-    data_fingerprints: dict[str, str] | None
-    """SHA-256 of each split trained or validated on; None if the folder does not say."""
 
 
 def load_run(folder: str | Path, checkpoint: Checkpoint = "best") -> Run:
@@ -42,21 +40,28 @@ def load_run(folder: str | Path, checkpoint: Checkpoint = "best") -> Run:
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"there is no run folder {folder}")
-    config_path, data_path = folder / "config.json", folder / "data.json"
-    if not config_path.is_file():
+    path = folder / "config.json"
+    if not path.is_file():
         raise UserError(f"{folder} is no run folder: it has no config.json")
     try:
-        config = configuration.from_json(config_path.read_text(encoding="utf-8"))
+        config = configuration.from_json(path.read_text(encoding="utf-8"))
     except UserError as error:
-        raise UserError(f"{config_path}: {error}") from error
+        raise UserError(f"{path}: {error}") from error
     tokenizers = Tokenizers.load(folder / "tokenizer")
     step, params = restore_params(folder, checkpoint)
-    data = json.loads(data_path.read_text(encoding="utf-8")) if data_path.is_file() else None
-    return Run(config, params, tokenizers, step, data)
+    return Run(config, params, tokenizers, step)
 
 
-def describe(run: Run) -> dict[str, Any]:
-    """What tells one trained model from another, as JSON values."""
+def describe_run(folder: str | Path, checkpoint: Checkpoint = "last") -> dict[str, Any]:
+    """What tells one trained model from another, as JSON values.
+
+    The fingerprints of the training data are None in a folder that does not have them.
+
+    Raises:
+      UserError: see `load_run`.
+    """
+    run = load_run(folder, checkpoint)
+    data = Path(folder) / "data.json"
     return {
         "step": run.step,
         "parameter_count": sum(leaf.size for leaf in flatten_dict(run.params).values()),
@@ -65,7 +70,7 @@ def describe(run: Run) -> dict[str, Any]:
             "source": run.tokenizers.source.fingerprint,
             "target": run.tokenizers.target.fingerprint,
         },
-        "data_fingerprints": run.data_fingerprints,
+        "data_fingerprints": json.loads(data.read_text()) if data.is_file() else None,
         "config": configuration.to_dict(run.config),
     }
 

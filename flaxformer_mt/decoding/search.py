@@ -21,9 +21,9 @@ State = Any
 Step = Callable[[Array, State, Array], tuple[Array, State]]
 Reorder = Callable[[State, Array], State]
 
-# The log-probability of what must not be chosen. Finite, so that sums and quotients of it stay
-# ordered and never become NaN.
 IMPOSSIBLE = -1e30
+"""The log-probability of what must not be chosen. It is finite: sums and quotients of it stay
+ordered and never become NaN."""
 
 
 class SearchResult(NamedTuple):
@@ -137,7 +137,7 @@ def greedy_search(
             state=state,
         ),
     )
-    found = (loop.lengths > 0) & (loop.log_probabilities > IMPOSSIBLE / 2)
+    found = (loop.lengths > 0) & _is_possible(loop.log_probabilities)
     scores = loop.log_probabilities / length_penalty(loop.lengths, alpha)
     return SearchResult(
         tokens=loop.tokens[:, None],
@@ -207,27 +207,24 @@ def beam_search(
         logits, state = step(loop.last, loop.state, loop.position)
         length = loop.position + 1
 
-        # [B, 2W]: the best continuations. No hypothesis can give more than 2W of them.
+        # The 2W best continuations of a row are among the 2W best of each of its hypotheses.
         gains, tokens = _best_tokens(logits, 2 * beam_size, forbidden_ids)
-        totals, index = lax.top_k(
-            (loop.log_probabilities[:, :, None] + gains).reshape(batch_size, -1), 2 * beam_size
-        )
+        totals = loop.log_probabilities[:, :, None] + gains
+        totals, index = lax.top_k(totals.reshape(batch_size, -1), 2 * beam_size)  # [B, 2W]
         parents = index // gains.shape[-1]
         last = jnp.take_along_axis(tokens.reshape(batch_size, -1), index, axis=1)
         sequences = gather_hypotheses(loop.tokens, parents).at[:, :, loop.position].set(last)
 
         complete = (last == eos_id) | (length >= max_lengths[:, None])
         in_beam = jnp.arange(2 * beam_size) < beam_size
-        admitted = jnp.where(complete & in_beam & (totals > IMPOSSIBLE / 2), totals, IMPOSSIBLE)
+        enters = complete & in_beam & _is_possible(totals)
         finished = _keep_best(
             loop.finished,
             SearchResult(
                 tokens=sequences,
-                lengths=jnp.where(admitted > IMPOSSIBLE, length, 0),
-                scores=jnp.where(
-                    admitted > IMPOSSIBLE, totals / length_penalty(length, alpha), IMPOSSIBLE
-                ),
-                log_probabilities=admitted,
+                lengths=jnp.where(enters, length, 0),
+                scores=jnp.where(enters, totals / length_penalty(length, alpha), IMPOSSIBLE),
+                log_probabilities=jnp.where(enters, totals, IMPOSSIBLE),
             ),
         )
 
@@ -248,7 +245,7 @@ def beam_search(
     log_probabilities = jnp.full((batch_size, beam_size), IMPOSSIBLE, jnp.float32)
     log_probabilities = log_probabilities.at[:, 0].set(jnp.where(max_lengths > 0, 0.0, IMPOSSIBLE))
     loop = lax.while_loop(
-        lambda loop: (loop.log_probabilities > IMPOSSIBLE / 2).any(),
+        lambda loop: _is_possible(loop.log_probabilities).any(),
         advance,
         _Beam(
             position=jnp.int32(0),
@@ -277,6 +274,11 @@ def _best_tokens(logits: Array, count: int, forbidden_ids: Sequence[int]) -> tup
     best, tokens = lax.top_k(flat, min(count, flat.shape[-1]))
     shape = (*logits.shape[:-1], best.shape[-1])
     return best.reshape(shape) - normaliser, tokens.reshape(shape)
+
+
+def _is_possible(log_probabilities: Array) -> Array:
+    # Whatever is added to IMPOSSIBLE, it stays far below any sum of real log-probabilities.
+    return log_probabilities > IMPOSSIBLE / 2
 
 
 def _keep_best(kept: SearchResult, new: SearchResult) -> SearchResult:

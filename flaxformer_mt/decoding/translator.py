@@ -144,7 +144,7 @@ class Translator:
             self.params,
             fill_rows(sources, bucket, self.model.pad_id),
             max_lengths,
-            decode.length_penalty,
+            float(decode.length_penalty),
             model=self.model,
             max_length=longest_target(bucket.length, decode, self.model),
             beam_size=decode.beam_size,

@@ -85,7 +85,7 @@ class DecoderLayer(nn.Module):
           [B, W, D], and `past` with this position filled in.
         """
         batch, beams, d_model = x.shape
-        visible = jnp.arange(past.key.shape[2]) <= decode_position
+        visible = jnp.arange(past.key.shape[2], dtype=jnp.int32) <= decode_position
 
         def attend_to_past(y: Array) -> tuple[Array, KeyValue]:
             new = self.self_attention.project(y)

@@ -17,7 +17,9 @@ def stack(
 
     Parameters get a leading axis L. `config.scan_layers` chooses between one compiled loop body
     (`lax.scan`) and L copies of it; the parameters, and the results to the last rounding, are the
-    same. The loop compiles L times less code and steps as fast, so it is the default.
+    same. The loop is the default, because it compiles faster and its steps are no slower: with
+    6 + 6 layers of width 256 on two CPU cores it took 13 s against 39 s to compile a training step
+    and 0.91 of the time to run it (`benchmarks/layer_stack.py`).
 
     Args:
       layer: its methods map (carry, *arguments) to (carry, output); outputs are stacked along L.

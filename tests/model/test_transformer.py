@@ -65,9 +65,8 @@ def initialise(config):
     return model, params, source, target
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_cached_step_equals_the_full_pass(name):
-    config = CONFIGS[name]
+def check_cached_steps(config, tolerance):
+    """Feeds the target token by token, to two hypotheses, and compares with the full pass."""
     model, variables, source, target = initialise(config)
     full = model.apply(variables, source, target)
     chex.assert_shape(full, (2, 4, 23))
@@ -78,8 +77,19 @@ def test_a_cached_step_equals_the_full_pass(name):
         logits, cache = model.apply(
             variables, tokens, cache, jnp.int32(position), method="decode_step"
         )
-        chex.assert_trees_all_close(logits[:, 0], full[:, position], atol=1e-5)
-        chex.assert_trees_all_close(logits[:, 1], full[:, position], atol=1e-5)
+        chex.assert_trees_all_close(logits[:, 0], full[:, position], rtol=0, atol=tolerance)
+        chex.assert_trees_all_close(logits[:, 1], full[:, position], rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_cached_step_equals_the_full_pass(name):
+    check_cached_steps(CONFIGS[name], tolerance=1e-5)
+
+
+@pytest.mark.parametrize("name", ["post", "pre"])
+def test_a_cached_step_equals_the_full_pass_in_float64(float64, name):
+    config = dataclasses.replace(CONFIGS[name], dtype="float64", param_dtype="float64")
+    check_cached_steps(config, tolerance=1e-12)
 
 
 def test_hypotheses_can_continue_one_another():
