@@ -194,11 +194,10 @@ def run(flags: Flags) -> None:
         ),
     )
     encoded = {
-        split: encode_corpus(corpora[split], tokenizers, experiment) for split in ("train", "valid")
+        split: encode_corpus(corpus, tokenizers, experiment) for split, corpus in corpora.items()
     }
     layout = BatchLayout.from_config(experiment)
     training = TrainingBatches(encoded["train"], layout, train.seed)
-    validation = evaluation_batches(encoded["valid"], layout)
 
     model = Transformer(experiment.model)
     schedule = make_schedule(experiment.optimizer, experiment.model.d_model, train.num_steps)
@@ -228,8 +227,12 @@ def run(flags: Flags) -> None:
         functools.partial(eval_step, model=model, config=train)
     )
 
+    def validate_on(split: str, params: Any) -> dict[str, Any]:
+        batches = map(strategy.place_batch, evaluation_batches(encoded[split], layout))
+        return validate(run_eval_step, params, batches)
+
     def evaluate_valid(params: Any, step: int) -> dict[str, Any]:
-        figures = validate(run_eval_step, params, map(strategy.place_batch, validation))
+        figures = validate_on("valid", params)
         if not experiment.model.has_inputs:
             return figures
         _, quality = translation_quality(
@@ -270,6 +273,7 @@ def run(flags: Flags) -> None:
     step, params = restore_params(workdir, "best")
     test = corpora["test"]
     hypotheses, figures = translation_quality(params, test, 0)
+    figures |= validate_on("test", strategy.place_state(params))
     json_writer.write(step, "test", figures)
     for number in range(min(train.show_translations, len(test))):
         console.print(f"\nsource       {test.sources[number]}")
@@ -277,7 +281,8 @@ def run(flags: Flags) -> None:
         console.print(f"reference    {test.targets[number]}")
     console.print(
         f"\ntest ({test.name}), best checkpoint (step {step:,}): "
-        f"BLEU {figures['bleu']:.2f}, chrF {figures['chrf']:.2f}  [{figures['bleu_signature']}]"
+        f"loss {figures['loss']:.4f}, BLEU {figures['bleu']:.2f}, chrF {figures['chrf']:.2f}  "
+        f"[{figures['bleu_signature']}]"
     )
     console.print(f"translate with: flaxformer-mt translate --run {workdir} < source.txt")
 
