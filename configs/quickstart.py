@@ -2,7 +2,8 @@
 
     python train.py --config=configs/quickstart.py --workdir=runs/quickstart
 
-The sentences are generated with num2words and Babel (Unicode CLDR).
+The sentences are generated with num2words and Babel (Unicode CLDR). Expected: sacreBLEU of 98.7 on
+`test`, after 2.3 minutes on two CPU cores.
 """
 
 from flaxformer_mt.config import (
