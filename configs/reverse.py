@@ -3,7 +3,7 @@
     python train.py --config=configs/reverse.py --workdir=runs/reverse
 
 The sentences are generated: "4 0 7" becomes "7 0 4". Expected: at least 99% of the test sentences
-exactly right (BLEU of nearly 100), after about 80 seconds on two CPU cores.
+exactly right (BLEU of nearly 100), after about 70 seconds on two CPU cores.
 """
 
 from flaxformer_mt.config import (
@@ -35,6 +35,7 @@ def get_config() -> ExperimentConfig:
             target_language="reversed",
             vocab_size=32,
             byte_fallback=False,
+            generated_pairs=100_000,
             source_row_length=32,
             target_row_length=32,
         ),
@@ -42,11 +43,11 @@ def get_config() -> ExperimentConfig:
             schedule="inverse_square_root", learning_rate=3e-3, warmup_steps=200
         ),
         train=TrainConfig(
-            num_steps=800,
+            num_steps=1100,
             batch_tokens=2048,
             label_smoothing=0.0,
-            eval_every=400,
-            checkpoint_every=400,
+            eval_every=550,
+            checkpoint_every=550,
             eval_sentences=100,
         ),
         decode=DecodeConfig(beam_size=1, length_penalty=0.0),

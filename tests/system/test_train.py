@@ -173,7 +173,7 @@ def test_sentences_longer_than_the_row_are_counted(text, tmp_path, capsys, polic
         text,
         tmp_path / "run",
         f"--data.long-sentences={policy}",
-        "--data.target-row-length=8",
+        "--data.target-row-length=16",
         "--dry-run",
     )
     train.run(train.parse_flags(arguments))
