@@ -3,7 +3,7 @@
     python train.py --config=configs/reverse.py --workdir=runs/reverse
 
 The sentences are generated: "4 0 7" becomes "7 0 4". Expected: at least 99% of the test sentences
-exactly right (BLEU of nearly 100), after about 70 seconds on two CPU cores.
+exactly right (BLEU of nearly 100), after about 80 seconds on two CPU cores.
 """
 
 from flaxformer_mt.config import (
