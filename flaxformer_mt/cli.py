@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from flaxformer_mt.data.corpus import decode_lines, read_lines
+from flaxformer_mt.data.corpus import decode_lines, read_parallel
 from flaxformer_mt.errors import UserError
 
 Checkpoint = Literal["best", "last"] | int
@@ -91,7 +91,7 @@ def score(run: Path, source: Path, target: Path, checkpoint: Checkpoint = "best"
       target: Text file, the translation of each.
       checkpoint: The best by validation, the last, or that of a step.
     """
-    sources, targets = _read_parallel(source, target)
+    sources, targets = read_parallel(source, target)
     from flaxformer_mt.decoding.run import load_run
     from flaxformer_mt.decoding.scoring import score_pairs
 
@@ -118,7 +118,7 @@ def evaluate(
       length_penalty: alpha of ((5 + length) / 6)**alpha. Default: as the run is configured.
       checkpoint: The best by validation, the last, or that of a step.
     """
-    sources, references = _read_parallel(source, reference)
+    sources, references = read_parallel(source, reference)
     from flaxformer_mt import evaluation
     from flaxformer_mt.decoding.run import load_run
     from flaxformer_mt.decoding.translator import Translator
@@ -150,16 +150,6 @@ def inspect(
         _print_json(description)
     else:
         _print_lines(f"{name}: {value}" for name, value in _flatten(description))
-
-
-def _read_parallel(first: Path, second: Path) -> tuple[list[str], list[str]]:
-    first_lines, second_lines = read_lines(first), read_lines(second)
-    if len(first_lines) != len(second_lines):
-        raise UserError(
-            f"{first} has {len(first_lines)} lines but {second} has {len(second_lines)}: "
-            "line i of one must translate line i of the other"
-        )
-    return first_lines, second_lines
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:

@@ -87,6 +87,21 @@ def read_lines(path: Path) -> list[str]:
     return lines
 
 
+def read_parallel(source_path: Path, target_path: Path) -> tuple[list[str], list[str]]:
+    """The lines of two files of which line i of one translates line i of the other.
+
+    Raises:
+      UserError: see `read_lines`; or they have different numbers of lines.
+    """
+    sources, targets = read_lines(source_path), read_lines(target_path)
+    if len(sources) != len(targets):
+        raise UserError(
+            f"{source_path} has {len(sources)} lines but {target_path} has {len(targets)}: "
+            "line i of one must translate line i of the other"
+        )
+    return sources, targets
+
+
 def decode_lines(data: bytes, name: str) -> list[str]:
     r"""The lines of UTF-8 text; no text has no lines.
 
@@ -121,12 +136,7 @@ def _find(folder: str, name: str) -> Path:
 def _load_text(config: DataConfig, split: str) -> ParallelCorpus:
     source_path = _find(config.path, f"{split}.{config.source_language}")
     target_path = _find(config.path, f"{split}.{config.target_language}")
-    sources, targets = read_lines(source_path), read_lines(target_path)
-    if len(sources) != len(targets):
-        raise UserError(
-            f"{source_path} has {len(sources)} lines but {target_path} has {len(targets)}: "
-            "line i of one must translate line i of the other"
-        )
+    sources, targets = read_parallel(source_path, target_path)
     return ParallelCorpus(sources, targets, f"{source_path} and {target_path}")
 
 
