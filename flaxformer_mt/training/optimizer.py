@@ -80,11 +80,13 @@ def one_cycle_schedule(peak: float, warmup_steps: int, total_steps: int) -> opta
             f"optimizer.warmup_steps={warmup_steps} must lie between 0 and the {total_steps} steps "
             "of optimizer.schedule=one_cycle; 0.3 of them is usual"
         )
-    return _with_standard_promotion(
+    schedule = _with_standard_promotion(
         optax.piecewise_interpolate_schedule(
             "cosine", peak / 25, {warmup_steps: 25, total_steps: 1 / 250_000}
         )
     )
+    # Optax would divide int32 counts in float32, whatever the default float is.
+    return lambda count: schedule(jnp.asarray(count, float))
 
 
 def make_schedule(config: OptimizerConfig, d_model: int, num_steps: int) -> optax.Schedule:
