@@ -4,33 +4,50 @@ Whatever takes long to import is imported by the subcommand that needs it, so th
 mistyped options answer at once.
 """
 
+import contextlib
 import json
 import os
+import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
+from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.data.corpus import decode_lines, read_parallel
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.presets import FAMILIES, check_fields
 
 Checkpoint = Literal["best", "last"] | int
+
+ALL = "all"
+PublishedFamily = Annotated[
+    str, tyro.conf.arg(constructor=tyro.extras.literal_type_from_choices((*FAMILIES, ALL)))
+]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the subcommand that `arguments` (by default the command line) name.
 
     Returns:
-      The exit code: 0, or 1 if what the user gave cannot be used. (Options that cannot be parsed
-      raise SystemExit with code 2.)
+      The exit code: 0, or 1 if what the user gave cannot be used, or if `parity` finds a
+      difference. (Options that cannot be parsed raise SystemExit with code 2.)
     """
     try:
-        tyro.extras.subcommand_cli_from_dict(
-            {"translate": translate, "score": score, "evaluate": evaluate, "inspect": inspect},
+        code = tyro.extras.subcommand_cli_from_dict(
+            {
+                "translate": translate,
+                "score": score,
+                "evaluate": evaluate,
+                "inspect": inspect,
+                "convert": convert,
+                "parity": parity,
+            },
             prog="flaxformer-mt",
-            description="Uses trained translation models.",
+            description="Uses trained translation models, and compares them with published ones.",
             args=arguments,
             config=(tyro.conf.FlagCreatePairsOff,),
         )
@@ -41,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Nobody reads any more. Python flushes standard output once again when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    return 0
+    return code or 0
 
 
 def translate(
@@ -150,6 +167,183 @@ def inspect(
         _print_json(description)
     else:
         _print_lines(f"{name}: {value}" for name, value in _flatten(description))
+
+
+def convert(
+    input_file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="INPUT")],
+    output_file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUTPUT")],
+    source: Annotated[str, tyro.conf.arg(name="from", metavar="FAMILY")],
+    target: Annotated[str, tyro.conf.arg(name="to", metavar="FAMILY")],
+    settings: Annotated[tuple[str, ...], tyro.conf.arg(name="set", metavar="NAME=VALUE")] = (),
+    accept: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME")] = (),
+) -> None:
+    """Turns the checkpoint of one published model into that of another, or of our own.
+
+    The result computes the same, or there is none. What had to be done to the weights is told on
+    standard error, a line each. Adam's state comes along where it can.
+
+    For example:
+
+      flaxformer-mt convert --from opennmt --to torch model.pt model.safetensors
+      flaxformer-mt convert --from torch --to flaxformer_mt a.pt b.safetensors --set num_heads=8
+
+    Args:
+      input_file: The checkpoint: .pt, or .safetensors.
+      output_file: The file to write: .pt, or .safetensors, which has no place for Adam's state.
+      source: The model that the checkpoint is of: a published one, or `flaxformer_mt`, which is our
+        parameters in a .safetensors.
+      target: The model to turn it into.
+      settings: Fields of the configuration that the checkpoint cannot tell: `num_heads=8
+        norm_position=pre`.
+      accept: Switches in which the result may compute something slightly else: `norm_epsilon`.
+    """
+    from flaxformer_mt.interop.convert import convert as convert_file
+
+    overrides = dict(map(_field_of_model, settings))
+    for note in convert_file(source, target, input_file, output_file, overrides, accept):
+        print(f"flaxformer-mt: note: {note}", file=sys.stderr)
+
+
+def parity(
+    family: PublishedFamily,
+    checkpoint: Path | None = None,
+    settings: Annotated[tuple[str, ...], tyro.conf.arg(name="set", metavar="NAME=VALUE ...")] = (),
+    dtype: Literal["float64", "float32"] | None = None,
+    size: Literal["toy", "base"] = "toy",
+    steps: int | None = None,
+    seed: int = 0,
+    json_file: Annotated[Path | None, tyro.conf.arg(name="json", metavar="FILE")] = None,
+    html: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
+    markdown: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
+    verbose: bool = False,
+) -> int:
+    """Compares our model with a published one in PyTorch, on the same weights and sentences.
+
+    Every sub-layer's value, the loss and every gradient are compared, and optimizer steps if asked
+    for. The report marks the first difference and names its cause if it is a known one. Exit code 0
+    means that all agree, 1 that something differs or cannot be used.
+
+    Some commands to start from:
+
+      flaxformer-mt parity --family annotated
+      flaxformer-mt parity --family torch --checkpoint model.pt --set num_heads=8 --html report.html
+      flaxformer-mt parity --family tunz --steps 1000
+      flaxformer-mt parity --family all --markdown docs/parity.md
+
+    Args:
+      family: The published model, or "all" for a table of all of them.
+      checkpoint: A file of that model: .pt, or .safetensors. Default: random weights.
+      settings: Fields of the configuration that differ from the published ones, or that the
+        checkpoint cannot tell: `num_heads=8 norm_position=pre`.
+      dtype: What both sides compute in. In float64, the default, a bug cannot pass for rounding.
+        "all" does both.
+      size: Of a model with random weights: toy takes seconds; base is the paper's, D 512, F 2048,
+        H 8, 6 and 6 layers.
+      steps: Optimizer steps to compare as well. Default: 0, but 100 for "all".
+      seed: Of random weights and of the sentences.
+      json_file: Write the report there as JSON.
+      html: Write the report there as one page of HTML, with a plot of the steps.
+      markdown: Write the table of "all" there, between the lines that mark its place; a file that
+        does not exist is made.
+      verbose: Print a line for every value, also where all values of a layer agree.
+    """
+    fields = dict(map(_field_of_model, settings))
+    _require_folders(json_file, html, markdown)
+    try:
+        from flaxformer_mt.parity import families, survey
+    except ImportError as error:
+        raise UserError(str(error)) from error
+
+    if family == ALL:
+        _refuse(checkpoint=checkpoint, dtype=dtype, html=html, is_for="a single family")
+        if markdown:
+            survey.read_document(markdown)  # Better refused now than in some minutes.
+        with _announcements() as announce:
+            table = survey.check_all(
+                size=size,
+                num_steps=100 if steps is None else steps,
+                seed=seed,
+                announce=announce,
+                **fields,
+            )
+        if markdown:
+            document = survey.read_document(markdown)
+            _write(markdown, survey.with_table(document, table.to_markdown()))
+        return _deliver(table, json_file, verbose)
+
+    _refuse(markdown=markdown, is_for="--family all")
+    with _announcements() as announce:
+        announce(f"{family} in {dtype or 'float64'}")
+        report = families.check_family(
+            family,
+            dtype=dtype or "float64",
+            size=size,
+            num_steps=steps or 0,
+            seed=seed,
+            checkpoint=checkpoint,
+            **fields,
+        )
+    if html:
+        _write(html, report.to_html())
+    return _deliver(report, json_file, verbose)
+
+
+def _field_of_model(setting: str) -> tuple[str, Any]:
+    """`NAME=VALUE` as a field of `TransformerConfig`."""
+    name, _, text = setting.partition("=")
+    check_fields([name])
+    kind: Any = typing.get_type_hints(TransformerConfig)[name]
+    choices = typing.get_args(kind) or (("true", "false") if kind is bool else ())
+    if choices and text not in choices:
+        raise UserError(f"--set {setting}: {name} is one of {', '.join(choices)}")
+    if kind is bool:
+        return name, text == "true"
+    try:
+        return name, text if choices else kind(text)
+    except ValueError as error:
+        raise UserError(f"--set {setting}: {name} is a number, {kind.__name__}") from error
+
+
+def _refuse(is_for: str, **options: object) -> None:
+    for name, value in options.items():
+        if value is not None:
+            raise UserError(f"--{name} is for {is_for} only: leave it out")
+
+
+def _require_folders(*files: Path | None) -> None:
+    for file in files:
+        if file is not None and not file.parent.is_dir():
+            raise UserError(f"{file} cannot be written: {file.parent} is no folder")
+
+
+@contextlib.contextmanager
+def _announcements() -> Iterator[Callable[[str], None]]:
+    """A function that says on the terminal what is being done, until the next call or the end."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    # In a log, a line that is only there to be overwritten would stay.
+    if console.is_terminal:
+        with console.status("") as status:
+            yield status.update
+    else:
+        yield lambda text: None
+
+
+def _deliver(result: Any, json_file: Path | None, verbose: bool) -> int:
+    """Writes and prints a result of `parity`; returns the exit code."""
+    if json_file:
+        _write(json_file, result.to_json())
+    width = shutil.get_terminal_size((100, 24)).columns
+    _print_lines([result.to_text(verbose=verbose, width=width, color=sys.stdout.isatty())])
+    return int(not result.passed)
+
+
+def _write(path: Path, text: str) -> None:
+    from flaxformer_mt.interop.files import replaced_when_whole
+
+    with replaced_when_whole(path) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:

@@ -2,11 +2,12 @@
 
 A preset holds what its source fixes: the mathematics, initial values, dropout sites and default
 sizes. Vocabulary sizes and special tokens are the run's own, because every source takes them as
-arguments; only a start of decoding that is part of the mathematics is set.
+arguments; only a start of decoding that is part of the mathematics is set. (Where the published
+vocabularies always have the same special tokens, they come with given vocabulary sizes.)
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from flaxformer_mt.config import TransformerConfig
@@ -26,11 +27,20 @@ def preset(family: str, **overrides: Any) -> TransformerConfig:
     """
     if family not in FAMILIES:
         raise UserError(f"unknown family {family!r}: choose one of {', '.join(FAMILIES)}")
+    check_fields(overrides)
+    return FAMILIES[family](**overrides)
+
+
+def check_fields(names: Iterable[str]) -> None:
+    """Refuses names that are no fields of `TransformerConfig`.
+
+    Raises:
+      UserError: one of them is unknown.
+    """
     fields = [field.name for field in dataclasses.fields(TransformerConfig)]
-    unknown = sorted(set(overrides) - set(fields))
+    unknown = sorted(set(names) - set(fields))
     if unknown:
         raise UserError(f"unknown model option {unknown[0]!r}: choose among {', '.join(fields)}")
-    return FAMILIES[family](**overrides)
 
 
 def jadore801120(**overrides: Any) -> TransformerConfig:
@@ -128,6 +138,8 @@ def tunz(**overrides: Any) -> TransformerConfig:
 
     Source: https://github.com/tunz/transformer-pytorch
     """
+    # The published code has no output projection but the target embedding.
+    _check_choice("tunz", overrides, "tie_embeddings", ("all", "target_output"))
     rate = overrides.get("dropout_rate", 0.1)
     values: dict[str, Any] = {
         # A width that the heads do not divide is rounded down.
@@ -170,6 +182,100 @@ def torch(**overrides: Any) -> TransformerConfig:
     return TransformerConfig(**values | overrides)
 
 
+def marian(**overrides: Any) -> TransformerConfig:
+    """Post-norm, all sines before all cosines, decoding starts from the padding token.
+
+    These are the values of the OPUS-MT models. Hugging Face's `MarianConfig` differs from them:
+    `activation="gelu", scale_embeddings=False` and twice the sizes.
+
+    Source: `MarianMTModel`, https://huggingface.co/docs/transformers/model_doc/marian, and
+    https://github.com/Helsinki-NLP/Opus-MT
+    """
+    last_token = overrides.get("target_vocab_size", 0) - 1
+    overrides = _special_tokens(overrides, pad_id=last_token, eos_id=0) | overrides
+    values: dict[str, Any] = {
+        "norm_epsilon": 1e-5,
+        "output_bias": True,
+        "activation": "silu",
+        "position_layout": "concatenated",
+        "max_length": 512,
+        "mask_target_padding": False,
+        "bos_id": overrides.get("pad_id", TransformerConfig.pad_id),
+    }
+    return TransformerConfig(**values | overrides)
+
+
+def fairseq(**overrides: Any) -> TransformerConfig:
+    """Post-norm, or pre-norm with final norms; decoding starts from the end token.
+
+    Positions are counted from `pad_id` + 1 and over real tokens only: a source padded on the left,
+    as there, needs `encoder_positions`. The published embedding norm stands before the dropout of
+    embeddings, ours after it. Its query, key and value matrices start smaller by sqrt(2), and its
+    feed-forward network as `torch.nn.Linear` does.
+
+    Source: https://github.com/facebookresearch/fairseq (fairseq/models/transformer)
+    """
+    _check_choice("fairseq", overrides, "activation", ("relu", "gelu", "gelu_tanh"))
+    overrides = _special_tokens(overrides, pad_id=1, eos_id=2) | overrides
+    values: dict[str, Any] = {
+        "norm_epsilon": 1e-5,
+        "final_norm": overrides.get("norm_position") == "pre",
+        "position_layout": "concatenated",
+        "position_exponent": "tensor2tensor",
+        "position_offset": overrides.get("pad_id", TransformerConfig.pad_id) + 1,
+        "zero_pad_embeddings": True,
+        "tie_embeddings": "none",
+        "bos_id": overrides.get("eos_id", TransformerConfig.eos_id),
+    }
+    return TransformerConfig(**values | overrides)
+
+
+def opennmt(**overrides: Any) -> TransformerConfig:
+    """Pre-norm with final norms and, by default, no biases but the output's.
+
+    These are the options of version 3. Models of version 2 have `qkv_bias=True,
+    feed_forward_bias=True`.
+
+    Source: https://github.com/OpenNMT/OpenNMT-py (onmt/encoders/transformer.py,
+    onmt/decoders/transformer.py)
+    """
+    # The published "silu" is another network: a gate with a matrix of its own.
+    _check_choice("opennmt", overrides, "activation", ("relu", "gelu"))
+    _check_choice("opennmt", overrides, "position_kind", ("sinusoidal", "none"))
+    overrides = _special_tokens(overrides, pad_id=1, bos_id=2, eos_id=3) | overrides
+    concatenated = overrides.get("position_layout") == "concatenated"
+    values: dict[str, Any] = {
+        "attention_dropout_rate": 0.1,  # whatever the rate
+        "activation_dropout_rate": overrides.get("dropout_rate", 0.1),
+        "norm_position": "pre",
+        "final_norm": True,
+        "qkv_bias": False,
+        "attention_output_bias": overrides.get("qkv_bias", False),
+        "feed_forward_bias": False,
+        "output_bias": True,
+        "position_exponent": "tensor2tensor" if concatenated else "paper",
+        "scale_embeddings": overrides.get("position_kind") != "none",
+        "tie_embeddings": "none",
+        "embedding_init": "xavier_uniform",
+    }
+    return TransformerConfig(**values | overrides)
+
+
+def _special_tokens(overrides: dict[str, Any], **published: int) -> dict[str, Any]:
+    """The published special tokens, unless the vocabulary is left to the run's tokenizer."""
+    return published if overrides.get("target_vocab_size") else {}
+
+
+def _check_choice(
+    family: str, overrides: dict[str, Any], name: str, choices: tuple[str, ...]
+) -> None:
+    """Refuses a value that the published code has no code for."""
+    if overrides.get(name, choices[0]) not in choices:
+        raise UserError(
+            f"{family} has no {name}={overrides[name]}: choose one of {', '.join(choices)}"
+        )
+
+
 FAMILIES: dict[str, Callable[..., TransformerConfig]] = {
     "jadore801120": jadore801120,
     "notebook": notebook,
@@ -177,5 +283,8 @@ FAMILIES: dict[str, Callable[..., TransformerConfig]] = {
     "annotated": annotated,
     "tunz": tunz,
     "torch": torch,
+    "marian": marian,
+    "fairseq": fairseq,
+    "opennmt": opennmt,
 }
 """Every family's name, and the function that makes its configuration."""

@@ -7,6 +7,8 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 ).strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# PyTorch's threads wait busily for each other, which toy sizes and a busy machine make slow.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import jax
 import pytest

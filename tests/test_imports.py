@@ -20,12 +20,14 @@ ALLOWED = {
     "decoding": {"config", "model", "data.tokenizer", "training.checkpoint"} | LEAVES,
     "evaluation": {"config", "decoding"} | LEAVES,
     "interop": {"config", "model", "presets"} | LEAVES,
-    "parity": {"config", "model", "presets", "interop"} | LEAVES,
+    "parity": {"config", "model", "presets", "interop", "training.losses", "training.optimizer"}
+    | LEAVES,
     "plotting": LEAVES,
 }
 # Where a heavy or optional package may be imported at all.
 ONLY_IN = {
     "torch": {"interop", "parity"},
+    "transformers": {"parity"},
     "orbax": {"training.checkpoint"},
     "sacrebleu": {"evaluation"},
     "sentencepiece": {"data.tokenizer"},

@@ -31,6 +31,9 @@ def test_dropout_sites_follow_the_rate_where_the_source_does():
         "annotated": (0.1, 0.3),
         "tunz": (0.3, 0.3),
         "torch": (0.3, 0.3),
+        "marian": (0.0, 0.0),
+        "fairseq": (0.0, 0.0),
+        "opennmt": (0.1, 0.3),
     }
 
 
@@ -49,3 +52,50 @@ def test_questions_has_wider_heads_than_its_model():
 
 def test_tunz_rounds_head_widths_down():
     assert presets.tunz(d_model=17, num_heads=8).key_width == 2
+
+
+def test_decoding_starts_from_padding_in_marian_and_from_the_end_token_in_fairseq():
+    assert presets.marian(pad_id=7).bos_id == 7
+    assert presets.fairseq(eos_id=7).bos_id == 7
+    assert presets.fairseq(pad_id=3).position_offset == 4
+
+
+def special_tokens(config):
+    return config.pad_id, config.bos_id, config.eos_id
+
+
+def test_special_tokens_are_the_run_s_unless_the_vocabulary_is_the_published_one():
+    assert special_tokens(presets.marian()) == (0, 0, 2)
+    assert special_tokens(presets.fairseq()) == (0, 2, 2)
+    assert special_tokens(presets.opennmt()) == (0, 1, 2)
+    sizes = {"source_vocab_size": 50, "target_vocab_size": 50}
+    assert special_tokens(presets.marian(**sizes)) == (49, 49, 0)
+    assert special_tokens(presets.fairseq(**sizes)) == (1, 2, 2)
+    assert special_tokens(presets.opennmt(**sizes)) == (1, 2, 3)
+    assert special_tokens(presets.fairseq(**sizes, pad_id=0)) == (0, 2, 2)
+
+
+def test_final_norms_come_with_fairseq_s_pre_norm():
+    assert presets.fairseq(norm_position="pre").final_norm
+    assert not presets.fairseq().final_norm
+
+
+def test_opennmt_has_attention_biases_all_or_none():
+    for bias in (True, False):
+        config = presets.opennmt(qkv_bias=bias)
+        assert (config.qkv_bias, config.attention_output_bias) == (bias, bias)
+
+
+def test_opennmt_scales_and_spaces_as_its_positions_want():
+    assert presets.opennmt(position_layout="concatenated").position_exponent == "tensor2tensor"
+    assert presets.opennmt().position_exponent == "paper"
+    assert not presets.opennmt(position_kind="none").scale_embeddings
+
+
+def test_what_the_published_code_cannot_do_is_refused():
+    with pytest.raises(UserError, match="opennmt has no activation=silu: choose one of relu, gelu"):
+        presets.preset("opennmt", activation="silu")
+    with pytest.raises(UserError, match="opennmt has no position_kind=learned"):
+        presets.preset("opennmt", position_kind="learned")
+    with pytest.raises(UserError, match="fairseq has no activation=silu"):
+        presets.preset("fairseq", activation="silu")

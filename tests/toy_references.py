@@ -65,6 +65,57 @@ def _jadore801120() -> dict[str, Variant]:
     }
 
 
+def _marian() -> dict[str, Variant]:
+    gelu = {"activation": "gelu", "scale_embeddings": False}
+    relu = {"activation": "relu"}
+    odd_width = {"d_model": 15, "num_heads": 5}
+    variants = {
+        "all": (ONE_VOCABULARY | {"tie_embeddings": "all"}, {}),
+        "source": (ONE_VOCABULARY | {"tie_embeddings": "source_target"}, {}),
+        "output_gelu_unscaled": ({"tie_embeddings": "target_output"} | gelu, gelu),
+        "none_relu_odd_width": ({"tie_embeddings": "none"} | odd_width | relu, relu),
+    }
+    return {
+        f"marian_{name}": Variant("marian", {"max_length": 20} | sizes, overrides)
+        for name, (sizes, overrides) in variants.items()
+    }
+
+
+def _fairseq() -> dict[str, Variant]:
+    gelu = {"activation": "gelu_tanh", "scale_embeddings": False}
+    odd_width = {"d_model": 15, "num_heads": 5}
+    variants = {
+        "post_shared": (ONE_VOCABULARY | {"tie_embeddings": "all"}, {}),
+        "pre_odd_width": ({"norm_position": "pre"} | odd_width, {}),
+        "embedding_norm_gelu_unscaled": ({"embedding_norm": True} | gelu, gelu),
+        "learned": ({"position_kind": "learned", "max_length": 9, "norm_position": "pre"}, {}),
+        "no_positions": (
+            {"position_kind": "none", "tie_embeddings": "target_output"},
+            {"position_kind": "none"},
+        ),
+    }
+    return {
+        f"fairseq_{name}": Variant("fairseq", sizes, overrides)
+        for name, (sizes, overrides) in variants.items()
+    }
+
+
+def _opennmt() -> dict[str, Variant]:
+    biases = {"qkv_bias": True, "feed_forward_bias": True}
+    gelu = {"activation": "gelu", "norm_epsilon": 1e-5}
+    variants = {
+        "unbiased": ({}, {}),
+        "shared": (biases | ONE_VOCABULARY | {"tie_embeddings": "all"}, {}),
+        "tied_output_gelu": ({"tie_embeddings": "target_output", "qkv_bias": True} | gelu, gelu),
+        "concatenated": ({"position_layout": "concatenated", "feed_forward_bias": True}, {}),
+        "no_positions": ({"position_kind": "none"}, {}),
+    }
+    return {
+        f"opennmt_{name}": Variant("opennmt", sizes, overrides)
+        for name, (sizes, overrides) in variants.items()
+    }
+
+
 VARIANTS: dict[str, Variant] = _jadore801120() | {
     "annotated_1000_shared": Variant("annotated", {"source_attention": "self_attn"}),
     "annotated_1000": Variant("annotated"),
@@ -80,6 +131,9 @@ VARIANTS: dict[str, Variant] = _jadore801120() | {
         {"norm_position": "pre", "activation": "gelu", "batch_first": True},
         {"norm_position": "pre", "activation": "gelu"},
     ),
+    **_marian(),
+    **_fairseq(),
+    **_opennmt(),
 }
 """The variants that map tokens to logits: all but the layers of `notebook`."""
 

@@ -9,6 +9,7 @@ Parameters whose two attentions are equal are written in the shared layout, unle
 The position base is read from the checkpoint's own table.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -128,8 +129,8 @@ def _buffers(config: TransformerConfig) -> list[Buffer]:
     ]
 
 
-def _layout_of_tensors(tensors: Tensors) -> str:
-    return SEPARATE if any(".src_attn." in name for name in tensors) else SHARED
+def _layout_of_tensors(names: Collection[str]) -> str:
+    return SEPARATE if any(".src_attn." in name for name in names) else SHARED
 
 
 def _layout_of_params(arrays: Tensors, carried: Tensors) -> str:
@@ -152,4 +153,10 @@ FAMILY = Family(
     open_switches=frozenset({"tie_embeddings", "position_base"}),
     layout_of_tensors=_layout_of_tensors,
     layout_of_params=_layout_of_params,
-)
+    head_widths="free",
+    order=(
+        "encoder", "decoder", "src_embed", "tgt_embed", "generator", "lut", "pe", "layers",
+        "self_attn", "src_attn", "linears", "feed_forward", "w_1", "w_2", "sublayer", "norm", "a_2",
+        "b_2", "proj", "weight", "bias",
+    ),
+)  # fmt: skip

@@ -6,9 +6,10 @@ dicts of numpy arrays need none.
 
 import argparse
 import collections
+import contextlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -21,8 +22,13 @@ from flaxformer_mt.errors import UserError
 Tensors = Mapping[str, np.ndarray]
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
-# Where a checkpoint that is more than a state dict keeps it.
+# Where a checkpoint that is more than a state dict keeps it, ...
 STATE_DICT_KEYS = ("model", "state_dict", "model_state_dict")
+# ... modules of the model that OpenNMT keeps beside it, ...
+MODULE_KEYS = ("generator",)
+# ... training options, and the optimizer's state (the last is fairseq's).
+SETTINGS_KEYS = ("settings", "opt", "args", "cfg")
+OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim", "last_optimizer_state")
 
 
 class Checkpoint(NamedTuple):
@@ -31,6 +37,8 @@ class Checkpoint(NamedTuple):
     tensors: Tensors
     settings: Mapping[str, Any]
     """The training options that some publications save along; else empty."""
+    optimizer: Mapping[str, Any] | None = None
+    """The state dict of the optimizer, unchecked, if there is one."""
 
     def size(self, *witnesses: tuple[str, int]) -> int:
         """The length that most of these tensors have along these axes.
@@ -57,6 +65,10 @@ class Checkpoint(NamedTuple):
         indices = [int(match[1]) for match in map(pattern.match, self.tensors) if match]
         return max(indices, default=-1) + 1
 
+    def has_any(self, ending: str) -> bool:
+        """Whether any tensor's name ends so."""
+        return any(name.endswith(ending) for name in self.tensors)
+
     def same(self, *names: str) -> bool:
         """Whether all these tensors are there and equal to the last bit."""
         return all(name in self.tensors for name in names) and all(
@@ -73,7 +85,7 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> Checkpoint:
     """Reads a safetensors file, a PyTorch file, or a state dict that is already in memory.
 
     The content says which kind of file it is, not its name. A state dict may hold PyTorch tensors
-    or numpy arrays; it may also stand in a dict of more (`STATE_DICT_KEYS`), beside "settings".
+    or numpy arrays; it may also stand in a dict of more, under one of `STATE_DICT_KEYS`.
 
     Raises:
       UserError: there is no such file; it is damaged, of another kind, or would run code; an entry
@@ -82,13 +94,21 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> Checkpoint:
     content = source if isinstance(source, Mapping) else _read_file(Path(source))
     if not isinstance(content, Mapping):
         raise UserError(f"a {type(content).__name__}, not a state dict")
-    settings: Any = {}
-    if any(isinstance(value, Mapping) for value in content.values()):
-        settings = content.get("settings") or {}
-        content = _state_dict(content)
+    if not any(isinstance(value, Mapping) for value in content.values()):
+        return Checkpoint({name: to_numpy(name, value) for name, value in content.items()}, {})
+    beside = {
+        key: vars(value) if isinstance(value, argparse.Namespace) else value
+        for key, value in content.items()
+    }
+
+    def first(keys: tuple[str, ...]) -> Mapping[str, Any] | None:
+        found = (beside[key] for key in keys if isinstance(beside.get(key), Mapping))
+        return next(found, None)
+
     return Checkpoint(
-        {name: _to_numpy(name, value) for name, value in content.items()},
-        vars(settings) if isinstance(settings, argparse.Namespace) else settings,
+        {name: to_numpy(name, value) for name, value in _state_dict(content).items()},
+        first(SETTINGS_KEYS) or {},
+        first(OPTIMIZER_KEYS),
     )
 
 
@@ -99,37 +119,92 @@ def write(path: str | os.PathLike[str], tensors: Tensors) -> None:
     tied weights. safetensors knows no such sharing; there each gets its copy.
 
     Raises:
-      UserError: the suffix says neither, or the folder does not exist.
+      UserError: the suffix says neither, or the folder does not exist or cannot be written to.
     """
     path = Path(path)
-    if path.suffix not in (".safetensors", *TORCH_SUFFIXES):
+    if path.suffix == ".safetensors":
+        write_safetensors(path, tensors, {"format": "pt"})
+    else:
+        write_torch(path, tensors)
+
+
+def write_safetensors(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> None:
+    """Writes arrays and a few strings as a safetensors file; errors as in `write`."""
+    # It takes arrays as they lie in memory, and so must have them in row-major order.
+    arrays = {name: np.array(array, order="C") for name, array in tensors.items()}
+    with replaced_when_whole(path) as unfinished:
+        safetensors.numpy.save_file(arrays, unfinished, metadata=dict(metadata))
+
+
+def write_torch(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes nested dicts, whose arrays become tensors, for PyTorch; errors as in `write`."""
+    if path.suffix not in TORCH_SUFFIXES:
         raise UserError(f"{path}: give it the suffix .safetensors or .pt")
+    torch = _import_torch()
+    tensors: dict[int, Any] = {}
+
+    def to_torch(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: to_torch(each) for key, each in value.items()}
+        if not isinstance(value, np.ndarray):
+            return value
+        if id(value) not in tensors:
+            tensors[id(value)] = torch.from_numpy(np.array(value, order="C"))
+        return tensors[id(value)]
+
+    with replaced_when_whole(path) as unfinished:
+        torch.save(to_torch(content), unfinished)
+
+
+@contextlib.contextmanager
+def replaced_when_whole(path: Path) -> Iterator[Path]:
+    """Where to write first, so that a failure leaves nothing at `path`, or what was there."""
     if not path.parent.is_dir():
         raise UserError(f"{path.parent} is no folder")
-    # Both writers need arrays that own their memory, in row-major order.
-    owned = {id(array): np.array(array, order="C") for array in tensors.values()}
     unfinished = path.with_name(path.name + ".partial")
-    if path.suffix == ".safetensors":
-        arrays = {name: owned[id(array)] for name, array in tensors.items()}
-        safetensors.numpy.save_file(arrays, unfinished, metadata={"format": "pt"})
-    else:
-        torch = _import_torch()
-        shared = {key: torch.from_numpy(array) for key, array in owned.items()}
-        torch.save({name: shared[id(array)] for name, array in tensors.items()}, unfinished)
-    os.replace(unfinished, path)
+    try:
+        yield unfinished
+        os.replace(unfinished, path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {_first_line(error)}") from error
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def read_safetensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """The arrays of a safetensors file, and the strings that stand beside them.
+
+    Raises:
+      UserError: there is no such file, or it is damaged or of another kind.
+    """
+    _start_of(path)
+    try:
+        with safetensors.safe_open(path, framework="np") as file:
+            # The file is no dict: it has keys, but cannot be iterated over.
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return tensors, file.metadata() or {}
+    except Exception as error:  # Whatever the parser trips over, the file is unusable.
+        raise UserError(f"a damaged safetensors file, or none: {_first_line(error)}") from error
+
+
+def _start_of(path: Path) -> bytes:
+    """The first nine bytes of a file, fewer if it has not so many."""
+    if path.is_dir():
+        raise UserError("a folder, not a file")
+    try:
+        with path.open("rb") as file:
+            start = file.read(9)
+    except OSError as error:
+        raise UserError(f"cannot be read: {error.strerror}") from error
+    if not start:
+        raise UserError("an empty file")
+    return start
 
 
 def _read_file(path: Path) -> Any:
-    if not path.is_file():
-        raise UserError("no such file")
-    with path.open("rb") as file:
-        start = file.read(9)
     # A safetensors file starts with the length of its JSON header, in eight bytes.
-    if start[8:] == b"{":
-        try:
-            return safetensors.numpy.load_file(path)
-        except Exception as error:  # Whatever the parser trips over, the file is unusable.
-            raise UserError(f"a damaged safetensors file, or none: {_first_line(error)}") from error
+    if _start_of(path)[8:] == b"{":
+        return read_safetensors(path)[0]
     torch = _import_torch()
     try:
         # Training options are often saved as an argparse.Namespace, which can do no harm.
@@ -151,19 +226,25 @@ def _import_torch() -> ModuleType:
         import torch
     except ImportError as error:
         raise UserError(
-            "PyTorch files need PyTorch: pip install 'flaxformer_mt[test]', or use .safetensors"
+            "PyTorch files need PyTorch: pip install 'flaxformer_mt[parity]', or use .safetensors"
         ) from error
     return torch
 
 
 def _state_dict(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state dict in a dict of more, with the names of the whole model."""
     for key in STATE_DICT_KEYS:
         if isinstance(content.get(key), Mapping):
-            return content[key]
+            modules = {name: content[name] for name in MODULE_KEYS if name in content}
+            return content[key] | {
+                f"{module}.{name}": tensor
+                for module, tensors in modules.items()
+                for name, tensor in tensors.items()
+            }
     raise UserError(f"no state dict under any of {', '.join(STATE_DICT_KEYS)}")
 
 
-def _to_numpy(name: str, value: Any) -> np.ndarray:
+def to_numpy(name: str, value: Any) -> np.ndarray:
     """A copy of a PyTorch tensor or numpy array, which later training cannot change."""
     if not hasattr(value, "dtype"):
         raise UserError(f"{name} is a {type(value).__name__}, not a tensor")

@@ -14,6 +14,7 @@ from flaxformer_mt.interop.weights import (
     Family,
     Rule,
     embeddings,
+    fields_of_settings,
     guess_tying,
     head_width,
     linear,
@@ -58,9 +59,7 @@ def _sizes(checkpoint: Checkpoint, num_heads: int) -> dict[str, Any]:
 def _guess(checkpoint: Checkpoint) -> dict[str, Any]:
     settings = checkpoint.settings
     fields: dict[str, Any] = guess_tying(checkpoint, SOURCE, TARGET, OUTPUT)
-    fields |= {
-        ours: settings[name] for name, ours in _FIELDS_OF_SETTINGS.items() if name in settings
-    }
+    fields |= fields_of_settings(settings, _FIELDS_OF_SETTINGS)
     if {"proj_share_weight", "embs_share_weight"} <= settings.keys():
         ties_output, ties_source = settings["proj_share_weight"], settings["embs_share_weight"]
         if ties_output:
@@ -120,4 +119,10 @@ FAMILY = Family(
     rules=_rules,
     buffers=_buffers,
     open_switches=frozenset({"tie_embeddings", "scale_embeddings", "scale_logits"}),
-)
+    head_widths="free",
+    order=(
+        "encoder", "decoder", "trg_word_prj", "src_word_emb", "trg_word_emb", "position_enc",
+        "pos_table", "layer_stack", "slf_attn", "enc_attn", "pos_ffn", "w_qs", "w_ks", "w_vs", "fc",
+        "w_1", "w_2", "layer_norm", "weight", "bias",
+    ),
+)  # fmt: skip

@@ -76,9 +76,11 @@ def _folded(ours: str, attention: str, name: str, num_heads: int) -> Rule:
 
     def to_ours(w: np.ndarray, b: np.ndarray, w2: np.ndarray, b2: np.ndarray) -> Arrays:
         # In float64, so that the folding costs float32 weights no more than their own rounding.
-        heads = w.T.reshape(len(w), num_heads, -1).astype(np.float64)  # [D, H, K]
+        # JAX may know no float64; there one differentiates, and rounds in every step anyway.
+        dtype = np.float64 if isinstance(w, np.ndarray) else w.dtype
+        heads = w.T.reshape(len(w), num_heads, -1).astype(dtype)  # [D, H, K]
         kernel = (heads @ w2.T).reshape(w.shape)
-        bias = (b.reshape(num_heads, -1).astype(np.float64) @ w2.T + b2).reshape(b.shape)
+        bias = (b.reshape(num_heads, -1).astype(dtype) @ w2.T + b2).reshape(b.shape)
         return kernel.astype(w.dtype), bias.astype(b.dtype)
 
     def to_theirs(kernel: np.ndarray, bias: np.ndarray) -> Arrays:
@@ -95,6 +97,7 @@ def _folded(ours: str, attention: str, name: str, num_heads: int) -> Rule:
         ),
         to_ours,
         to_theirs,
+        rearranges=False,
     )
 
 
@@ -137,4 +140,13 @@ def _rules(config: TransformerConfig, layout: str) -> list[Rule]:
     ]
 
 
-FAMILY = Family(name="notebook", sizes=_sizes, guess=_guess, rules=_rules)
+FAMILY = Family(
+    name="notebook",
+    sizes=_sizes,
+    guess=_guess,
+    rules=_rules,
+    order=(
+        "encoder", "decoder", "self_attention", "cross_attention", "W_q", "W_k", "W_v", "W_o",
+        "attention", "feed_forward", "norm1", "norm2", "norm3", "weight", "bias",
+    ),
+)  # fmt: skip

@@ -130,4 +130,10 @@ FAMILY = Family(
             "tie_embeddings",
         }
     ),
-)
+    order=(
+        "transformer", "encoder", "decoder", "layers", "self_attn", "multihead_attn",
+        "in_proj_weight", "in_proj_bias", "out_proj", "linear1", "linear2", "norm", "norm1",
+        "norm2", "norm3", "generator", "src_tok_emb", "tgt_tok_emb", "positional_encoding",
+        "embedding", "pos_embedding", "weight", "bias",
+    ),
+)  # fmt: skip

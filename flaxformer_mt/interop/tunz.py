@@ -116,4 +116,11 @@ FAMILY = Family(
     rules=_rules,
     buffers=_buffers,
     open_switches=frozenset({"tie_embeddings", "has_inputs"}),
-)
+    head_widths="rounded",
+    order=(
+        "inv_timescales", "t_vocab_embedding", "decoder", "i_vocab_embedding", "encoder", "layers",
+        "self_attention_norm", "self_attention", "enc_dec_attention_norm", "enc_dec_attention",
+        "linear_q", "linear_k", "linear_v", "output_layer", "ffn_norm", "ffn", "layer1", "layer2",
+        "last_norm", "weight", "bias",
+    ),
+)  # fmt: skip

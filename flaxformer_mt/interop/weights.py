@@ -14,15 +14,18 @@ into the first, an attention that is never used. `load` leaves them in a subtree
 which the model does not read. `save` gives them back, so that reference -> ours -> reference is
 byte-identical. A carried tensor that no longer fits, because the weights have been trained since,
 is not used: `save` then writes what is equivalent to the new weights (which is what it writes if
-nothing was carried). Train on `model_params(params)`, which is without that subtree.
+nothing was carried). An empty array stands for a tensor that the file left out, as its writer may
+(`Family.omitted`); `save` leaves it out again. Train on `model_params(params)`, which is without
+that subtree.
 """
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +38,7 @@ from flaxformer_mt.interop import files
 from flaxformer_mt.interop.files import Checkpoint, Tensors, identical
 from flaxformer_mt.model.positions import sinusoidal_table
 from flaxformer_mt.model.transformer import Transformer
-from flaxformer_mt.presets import preset
+from flaxformer_mt.presets import check_fields, preset
 
 Arrays = tuple[np.ndarray, ...]
 
@@ -45,7 +48,7 @@ CARRIED = "carried"
 BUFFER_TOLERANCE = 5e-3
 
 # No published code fixes these fields, or none needs them to hold its weights.
-_FREE_FIELDS = {
+FREE_FIELDS = {
     "source_vocab_size", "target_vocab_size", "d_model", "num_heads", "head_dim", "value_dim",
     "d_ff", "num_encoder_layers", "num_decoder_layers", "dropout_rate", "embedding_dropout_rate",
     "attention_dropout_rate", "activation_dropout_rate", "max_length", "pad_id", "bos_id", "eos_id",
@@ -65,9 +68,17 @@ class Rule(NamedTuple):
     theirs: tuple[str, ...]
     """Names in the reference's state dict."""
     to_ours: Callable[..., Arrays]
-    """From the tensors of `theirs`, in order, to those of `ours`."""
+    """From the tensors of `theirs`, in order, to those of `ours`: numpy arrays, or JAX's while
+    they are traced."""
     to_theirs: Callable[..., Arrays]
     """A right inverse: to_ours(to_theirs(x)) = x."""
+    tied: bool = False
+    """Whether `theirs` are names of one tensor."""
+    rearranges: bool = True
+    """Whether every number of ours is one of theirs, and used nowhere else. Then what an optimizer
+    has noted about a number moves with it."""
+    unread: tuple[str, ...] = ()
+    """Those of `theirs` that the reference has but never reads: no gradient reaches them."""
 
 
 class Buffer(NamedTuple):
@@ -80,23 +91,35 @@ class Buffer(NamedTuple):
     """As many as the published code has by default."""
     axis: int = 0
     """The axis along which the rows stand."""
+    exact: bool = True
+    """False: it says nothing that the model reads, so any values in any dtype will do."""
+    is_parameter: bool = False
+    """Whether PyTorch counts it among the parameters, as one that gets no gradient."""
 
     def fits(self, tensor: np.ndarray) -> bool:
         """Whether `tensor` is this buffer, with whatever number of rows."""
         if tensor.ndim <= self.axis:
             return False
         table = self.table(tensor.shape[self.axis])
-        return table.shape == tensor.shape and np.allclose(
-            table, tensor, rtol=0, atol=BUFFER_TOLERANCE
+        return table.shape == tensor.shape and (
+            not self.exact or np.allclose(table, tensor, rtol=0, atol=BUFFER_TOLERANCE)
         )
+
+
+def _no_guess(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {}
 
 
 def _no_buffers(config: TransformerConfig) -> list[Buffer]:
     return []
 
 
-def _one_layout(*of: Tensors) -> str:
+def _one_layout(*of: Collection[str]) -> str:
     return ""
+
+
+def _nothing_omitted(config: TransformerConfig) -> frozenset[str]:
+    return frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,18 +129,43 @@ class Family:
     name: str
     sizes: Callable[[Checkpoint, int], dict[str, Any]]
     """The configuration fields that names and shapes tell, given the number of heads."""
-    guess: Callable[[Checkpoint], dict[str, Any]]
-    """Fields that the checkpoint suggests otherwise: by its settings, by tensors being equal."""
     rules: Callable[[TransformerConfig, str], list[Rule]]
     """The map, for a configuration and a layout."""
+    guess: Callable[[Checkpoint], dict[str, Any]] = _no_guess
+    """Fields that the checkpoint suggests otherwise: by its settings, by tensors being equal."""
     buffers: Callable[[TransformerConfig], list[Buffer]] = _no_buffers
     """The computed tensors."""
     open_switches: frozenset[str] = frozenset()
     """Fields of the mathematics that the published code lets its user choose."""
-    layout_of_tensors: Callable[[Tensors], str] = _one_layout
-    """Which of several published arrangements of names a checkpoint has."""
+    head_widths: Literal["even", "rounded", "free"] = "even"
+    """How wide a head's queries, keys and values are. even: D / H; rounded: D / H, rounded down;
+    free: anything."""
+    layout_of_tensors: Callable[[Collection[str]], str] = _one_layout
+    """Which of several published arrangements a checkpoint with these names has."""
     layout_of_params: Callable[[Tensors, Tensors], str] = _one_layout
     """Which of them our parameters (by path), with what they carry, are written in."""
+    order: tuple[str, ...] = ()
+    """The parts of names, in the order in which the published modules define them. PyTorch counts
+    parameters in this order, and optimizer states go by that count."""
+    omitted: Callable[[TransformerConfig], frozenset[str]] = _nothing_omitted
+    """Names that published writers may leave out: of buffers, and all but one of tied tensors."""
+    constants: frozenset[str] = frozenset()
+    """Names in `rules` that PyTorch does not count among the parameters: zero unless a checkpoint
+    says otherwise, and never trained."""
+    parts: tuple[str, ...] = ()
+    """First parts of names whose tensors a training checkpoint keeps beside the other tensors."""
+    optimizer_key: str = "optimizer"
+    """Where a training checkpoint keeps the optimizer's state."""
+    preset: Callable[..., TransformerConfig] | None = None
+    """The published configuration, given fields with other values: that of `name` in `presets.py`,
+    unless the family brings its own (`functools.partial(TransformerConfig, ...)` will do)."""
+
+    def configuration(self, **fields: Any) -> TransformerConfig:
+        """The published configuration, but for `fields`."""
+        if self.preset is None:
+            return preset(self.name, **fields)
+        check_fields(fields)
+        return self.preset(**fields)
 
 
 # The vocabulary of maps.
@@ -130,14 +178,13 @@ def same(ours: str, theirs: str) -> Rule:
 
 def tied(ours: str, *theirs: str) -> Rule:
     """One parameter that the reference has under several names."""
-
-    def to_ours(*tensors: np.ndarray) -> Arrays:
-        for name, tensor in zip(theirs, tensors, strict=True):
-            if not identical(tensor, tensors[0]):
-                raise UserError(f"{theirs[0]} and {name} should be tied, but differ")
-        return tensors[:1]
-
-    return Rule((ours,), theirs, to_ours, lambda array: (array,) * len(theirs))
+    return Rule(
+        (ours,),
+        theirs,
+        lambda *tensors: tensors[:1],
+        lambda array: (array,) * len(theirs),
+        tied=True,
+    )
 
 
 def transposed(ours: str, theirs: str) -> Rule:
@@ -160,7 +207,8 @@ def packed(ours: Sequence[str], theirs: str, rule: Callable[[str, str], Rule]) -
     part = rule(ours[0], theirs)
 
     def to_ours(tensor: np.ndarray) -> Arrays:
-        return tuple(part.to_ours(rows)[0] for rows in np.split(tensor, len(ours)))
+        parts = tensor.reshape(len(ours), -1, *tensor.shape[1:])
+        return tuple(part.to_ours(rows)[0] for rows in parts)
 
     def to_theirs(*arrays: np.ndarray) -> Arrays:
         return (np.concatenate([part.to_theirs(array)[0] for array in arrays]),)
@@ -179,6 +227,7 @@ def used_twice(rule: Rule, also_ours: str) -> Rule:
         rule.theirs,
         lambda tensor: rule.to_ours(tensor) * 2,
         lambda array, _: rule.to_theirs(array),
+        rearranges=False,
     )
 
 
@@ -190,6 +239,7 @@ def unused(rule: Rule, also_theirs: str) -> Rule:
         (theirs, also_theirs),
         lambda tensor, _: rule.to_ours(tensor),
         lambda array: rule.to_theirs(array) * 2,
+        unread=(also_theirs,),
     )
 
 
@@ -262,6 +312,26 @@ def guess_tying(
     return {"tie_embeddings": tied_tables[ties_source, ties_output]}
 
 
+def fields_of_settings(settings: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Configuration fields that settings have under other names: {theirs: ours}."""
+    return {ours: settings[theirs] for theirs, ours in names.items() if theirs in settings}
+
+
+def activation_of_settings(
+    settings: Mapping[str, Any], name: str, activations: Mapping[str, str]
+) -> dict[str, str]:
+    """`activation`, if the settings have it under `name`, which says it in words of its own.
+
+    Raises:
+      UserError: it is none of these words.
+    """
+    if name not in settings:
+        return {}
+    if settings[name] not in activations:
+        raise UserError(f"the model cannot have {name}={settings[name]}, only {[*activations]}")
+    return {"activation": activations[settings[name]]}
+
+
 def head_width(features: int, num_heads: int) -> int:
     """The width of one of `num_heads` heads whose projection has `features` rows."""
     if features % num_heads:
@@ -276,24 +346,57 @@ def load(
     family: Family, source: str | os.PathLike[str] | Mapping[str, Any], overrides: dict[str, Any]
 ) -> tuple[TransformerConfig, dict[str, Any]]:
     """What `interop.load` does, for a family's map."""
+    with refusals_name(source, family.name):
+        return from_checkpoint(family, files.read(source), overrides)
+
+
+@contextlib.contextmanager
+def refusals_name(source: Any, family: str) -> Iterator[None]:
+    """Lets a `UserError` raised inside start with what was read, and as what."""
     try:
-        checkpoint = files.read(source)
-        config = _configure(family, checkpoint, overrides)
-        tensors = checkpoint.tensors
-        rules = family.rules(config, family.layout_of_tensors(tensors))
-        _check_tensors(rules, family.buffers(config), config, tensors)
-        arrays = from_reference(rules, config, tensors)
+        yield
     except UserError as error:
         label = "the state dict" if isinstance(source, Mapping) else source
-        raise UserError(f"{label} as {family.name}: {error}") from error
+        raise UserError(f"{label} as {family}: {error}") from error
+
+
+def from_checkpoint(
+    family: Family, checkpoint: Checkpoint, overrides: dict[str, Any]
+) -> tuple[TransformerConfig, dict[str, Any]]:
+    """The configuration, and the parameters with what they carry, of a checkpoint."""
+    config = _configure(family, checkpoint, overrides)
+    rules = rules_for(family, config, checkpoint.tensors)
+    _check_tensors(family, rules, config, checkpoint.tensors)
+    arrays = from_reference(rules, config, with_ties(rules, config, checkpoint.tensors))
     returned = to_reference(family, config, arrays, {})
     carried = {
         name: tensor
-        for name, tensor in tensors.items()
+        for name, tensor in checkpoint.tensors.items()
         if name not in returned or not identical(returned[name], tensor)
     }
+    left_out = returned.keys() & family.omitted(config) - checkpoint.tensors.keys()
+    carried |= {name: np.empty(0, config.param_dtype) for name in sorted(left_out)}
     params = unflatten_dict(arrays, sep="/")
     return config, params | {CARRIED: carried} if carried else params
+
+
+def differentiable(
+    family: Family, config: TransformerConfig, names: Collection[str]
+) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """What `interop.differentiable` does, for a family's map."""
+    rules = rules_for(family, config, names)
+    shapes = reference_shapes(rules, config)
+    constants = {name: np.zeros(shapes[name], config.param_dtype) for name in family.constants}
+    known = with_ties(rules, config, constants | dict.fromkeys(names))
+    for name in shapes:
+        if name not in known:
+            raise UserError(f"tensor {name} of {family.name} is missing among the names")
+
+    def to_ours(tensors: Mapping[str, Any]) -> dict[str, Any]:
+        complete = with_ties(rules, config, constants | dict(tensors))
+        return unflatten_dict(from_reference(rules, config, complete), sep="/")
+
+    return to_ours
 
 
 def save(
@@ -302,15 +405,32 @@ def save(
     params: Mapping[str, Any],
     path: str | os.PathLike[str],
 ) -> None:
-    """What `interop.save` does, for a family's map."""
-    _check_switches(family, config)
-    arrays = {
-        name: np.asarray(array)
-        for name, array in flatten_dict(model_params(params), sep="/").items()
-    }
-    _check_params(config, arrays)
+    """What `interop.save` does without an optimizer's state, for a family's map."""
+    files.write(path, to_state_dict(family, config, params))
+
+
+def to_state_dict(
+    family: Family, config: TransformerConfig, params: Mapping[str, Any]
+) -> dict[str, np.ndarray]:
+    """The reference's tensors for parameters, in its own order.
+
+    Raises:
+      UserError: the configuration is not the family's, or the parameters are not the
+        configuration's.
+    """
+    check_switches(family, config)
+    arrays = by_path(params)
+    check_params(config, arrays)
     carried = {name: np.asarray(array) for name, array in params.get(CARRIED, {}).items()}
-    files.write(path, to_reference(family, config, arrays, carried))
+    return to_reference(family, config, arrays, carried)
+
+
+def by_path(params: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """The model's parameters as numpy arrays, by path; without the subtree `carried`."""
+    return {
+        path: np.asarray(array)
+        for path, array in flatten_dict(model_params(params), sep="/").items()
+    }
 
 
 def model_params(params: Mapping[str, Any]) -> dict[str, Any]:
@@ -318,20 +438,39 @@ def model_params(params: Mapping[str, Any]) -> dict[str, Any]:
     return {name: tree for name, tree in params.items() if name != CARRIED}
 
 
+def rules_for(family: Family, config: TransformerConfig, names: Collection[str]) -> list[Rule]:
+    """The map of a checkpoint that has tensors of these names."""
+    return family.rules(config, family.layout_of_tensors(names))
+
+
+def with_ties(
+    rules: Sequence[Rule], config: TransformerConfig, tensors: Mapping[str, Any]
+) -> dict[str, Any]:
+    """`tensors`, and those that are tied to one of them but stand there under no name of theirs."""
+    complete = dict(tensors)
+    for rule, _, theirs in applications(rules, config):
+        present = [name for name in theirs if name in tensors]
+        if rule.tied and present:
+            complete |= {name: tensors[present[0]] for name in theirs if name not in tensors}
+    return complete
+
+
 def from_reference(
-    rules: Sequence[Rule], config: TransformerConfig, tensors: Tensors
-) -> dict[str, np.ndarray]:
-    """Our arrays by path, from the reference's by name."""
-    arrays: dict[str, np.ndarray] = {}
+    rules: Sequence[Rule], config: TransformerConfig, tensors: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Our arrays by path, from the reference's by name: numpy arrays, or JAX's while traced."""
+    arrays: dict[str, Any] = {}
     layers = collections.defaultdict(list)
-    for rule, layer, theirs in _applications(rules, config):
+    for rule, layer, theirs in applications(rules, config):
         results = rule.to_ours(*(tensors[name] for name in theirs))
         for path, array in zip(rule.ours, results, strict=True):
             if layer is None:
                 arrays[path] = array
             else:
                 layers[path].append(array)
-    return arrays | {path: np.stack(slices) for path, slices in layers.items()}
+    return arrays | {
+        path: slices[0].__array_namespace__().stack(slices) for path, slices in layers.items()
+    }
 
 
 def to_reference(
@@ -346,24 +485,43 @@ def to_reference(
     """
     tensors: dict[str, np.ndarray] = {}
     rules = family.rules(config, family.layout_of_params(arrays, carried))
-    for path in sorted(arrays.keys() - {path for rule in rules for path in rule.ours}):
+    mapped = {path for rule in rules for path in rule.ours}
+    for path in sorted(arrays.keys() - mapped):
         raise UserError(f"{family.name} has no place for parameter {path}")
-    for rule, layer, theirs in _applications(rules, config):
+    for path in sorted(mapped - arrays.keys()):
+        raise UserError(f"{family.name} needs parameter {path}, which these have not")
+    left_out = {name for name, tensor in carried.items() if not tensor.size}
+    kept_tensors = {name: tensor for name, tensor in carried.items() if tensor.size}
+    for rule, layer, theirs in applications(rules, config):
         ours = tuple(arrays[path] if layer is None else arrays[path][layer] for path in rule.ours)
         written = rule.to_theirs(*ours)
-        kept = tuple(map(carried.get, theirs, written))
+        kept = tuple(map(kept_tensors.get, theirs, written))
         fits = all(map(identical, rule.to_ours(*kept), ours))
         tensors.update(zip(theirs, kept if fits else written, strict=True))
     dtype = next(iter(arrays.values())).dtype
     for buffer in family.buffers(config):
-        tensor = carried.get(buffer.name)
+        tensor = kept_tensors.get(buffer.name)
         if tensor is None or not buffer.fits(tensor):
             tensor = buffer.table(buffer.rows).astype(dtype)
         tensors[buffer.name] = tensor
-    return tensors
+    return {name: tensors[name] for name in in_order(family, tensors) if name not in left_out}
 
 
-def _applications(
+def in_order(family: Family, names: Collection[str]) -> list[str]:
+    """Names sorted as PyTorch lists them: a module's own tensors, then those of its parts."""
+    ranks = {part: rank for rank, part in enumerate(family.order)}
+
+    def rank(part: str) -> int:
+        return int(part) if part.isdigit() else ranks.get(part, len(ranks))
+
+    def key(name: str) -> list[tuple[bool, int]]:
+        *modules, tensor = name.split(".")
+        return [*((True, rank(part)) for part in modules), (False, rank(tensor))]
+
+    return sorted(names, key=key)
+
+
+def applications(
     rules: Sequence[Rule], config: TransformerConfig
 ) -> Iterator[tuple[Rule, int | None, tuple[str, ...]]]:
     """Every rule with its layer (None outside of the stacks) and the names that it has there."""
@@ -403,20 +561,33 @@ def _configure(
             raise UserError(
                 f"{name} should be {given[name]}, but by its tensors it is {told[name]}"
             )
-    config = preset(family.name, **{"dtype": dtype} | given | told)
-    _check_switches(family, config)
+    config = family.configuration(**{"dtype": dtype} | given | told)
+    check_switches(family, config)
     return config
 
 
-def _check_switches(family: Family, config: TransformerConfig) -> None:
+def check_switches(family: Family, config: TransformerConfig) -> None:
     """Refuses a configuration that is not the family's mathematics."""
-    published = preset(
-        family.name, **{name: getattr(config, name) for name in family.open_switches}
+    published = family.configuration(
+        **{name: getattr(config, name) for name in family.open_switches}
     )
     for field in dataclasses.fields(config):
         theirs, ours = getattr(published, field.name), getattr(config, field.name)
-        if field.name not in _FREE_FIELDS | family.open_switches and ours != theirs:
+        if field.name not in FREE_FIELDS | family.open_switches and ours != theirs:
             raise UserError(f"{family.name} has {field.name}={theirs}, not {ours}")
+    check_heads(family, config)
+
+
+def check_heads(family: Family, config: TransformerConfig) -> None:
+    """Refuses heads of a width that the published code cannot have."""
+    width = config.d_model // config.num_heads
+    evenly = family.head_widths == "rounded" or width * config.num_heads == config.d_model
+    for name, ours in (("head_dim", config.key_width), ("value_dim", config.value_width)):
+        if family.head_widths != "free" and not (evenly and ours == width):
+            raise UserError(
+                f"{family.name} has {name}=d_model/num_heads, which is "
+                f"{config.d_model}/{config.num_heads}, not {ours}"
+            )
 
 
 @functools.lru_cache(maxsize=64)
@@ -455,13 +626,13 @@ def parameter_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _check_tensors(
-    rules: Sequence[Rule], buffers: Sequence[Buffer], config: TransformerConfig, tensors: Tensors
-) -> None:
-    """Refuses a checkpoint that has not exactly the tensors, shapes and dtype of the map."""
+def reference_shapes(
+    rules: Sequence[Rule], config: TransformerConfig
+) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor of the map, by name; buffers are not in it."""
     shapes: dict[str, tuple[int, ...]] = {}
     parameters = parameter_shapes(config)
-    for rule, layer, theirs in _applications(rules, config):
+    for rule, layer, theirs in applications(rules, config):
         # Zeros without memory of their own: only their shapes count.
         zeros = (
             np.broadcast_to(np.float32(0), parameters[path][layer is not None :])
@@ -469,37 +640,56 @@ def _check_tensors(
         )
         written = rule.to_theirs(*zeros)
         shapes.update((name, a.shape) for name, a in zip(theirs, written, strict=True))
-    computed = {buffer.name for buffer in buffers}
-    for name in [*shapes, *computed]:
-        if name not in tensors:
+    return shapes
+
+
+def _check_tensors(
+    family: Family, rules: Sequence[Rule], config: TransformerConfig, tensors: Tensors
+) -> None:
+    """Refuses a checkpoint that has not exactly the tensors, shapes and dtype of the map."""
+    shapes = reference_shapes(rules, config)
+    buffers = {buffer.name: buffer for buffer in family.buffers(config)}
+    # A tied tensor may be left out only if there is one that says the same.
+    omitted = family.omitted(config) & (with_ties(rules, config, tensors).keys() | buffers.keys())
+    for name in [*shapes, *buffers]:
+        if name not in tensors and name not in omitted:
             raise UserError(f"tensor {name} is missing")
     for name, tensor in tensors.items():
-        if name not in shapes and name not in computed:
+        if name not in shapes and name not in buffers:
             raise UserError(f"tensor {name} is left over: nothing in the model corresponds to it")
         if name in shapes and tensor.shape != shapes[name]:
             raise UserError(f"tensor {name} has shape {tensor.shape}, but should be {shapes[name]}")
-        if tensor.dtype != config.param_dtype:
+        exact = name in shapes or buffers[name].exact
+        if exact and tensor.dtype != config.param_dtype:
             raise UserError(f"tensor {name} is {tensor.dtype}, the others are {config.param_dtype}")
-    for buffer in buffers:
-        if not buffer.fits(tensors[buffer.name]):
+        if name in buffers and not buffers[name].fits(tensor):
             raise UserError(
-                f"tensor {buffer.name} is not the table of d_model={config.d_model} and "
+                f"tensor {name} is not the table of d_model={config.d_model} and "
                 f"position_base={config.position_base}: give position_base=... if it has another"
             )
+    for rule, _, theirs in applications(rules, config):
+        present = [name for name in theirs if name in tensors] if rule.tied else []
+        for name in present:
+            if not identical(tensors[name], tensors[present[0]]):
+                raise UserError(f"{present[0]} and {name} should be tied, but differ")
 
 
-def _check_params(config: TransformerConfig, arrays: Tensors) -> None:
-    """Refuses arrays that are not all and only the parameters of the configuration."""
+def check_params(config: TransformerConfig, arrays: Tensors, what: str = "parameter") -> None:
+    """Refuses arrays that are not all and only the parameters of the configuration.
+
+    Args:
+      config: what they should be the parameters of.
+      arrays: by path.
+      what: they are called in a message.
+    """
     shapes = parameter_shapes(config)
     for path in sorted(shapes.keys() ^ arrays.keys()):
         state = "missing" if path in shapes else "left over"
-        raise UserError(f"parameter {path} is {state}: these are not the parameters of the config")
+        raise UserError(f"{what} {path} is {state}: these are not the parameters of the config")
     for path, array in arrays.items():
         if array.shape != shapes[path]:
             raise UserError(
-                f"parameter {path} has shape {array.shape}, but should have {shapes[path]}"
+                f"{what} {path} has shape {array.shape}, but should have {shapes[path]}"
             )
         if array.dtype != config.param_dtype:
-            raise UserError(
-                f"parameter {path} is {array.dtype}, but should be {config.param_dtype}"
-            )
+            raise UserError(f"{what} {path} is {array.dtype}, but should be {config.param_dtype}")

@@ -25,6 +25,7 @@ def scaled_dot_product_attention(
     value: Array,
     mask: Array | None = None,
     dropout: Callable[[Array], Array] | None = None,
+    tap: Callable[[str, Array], object] | None = None,
 ) -> tuple[Array, Array]:
     r"""Attends from every query to every key.
 
@@ -37,6 +38,7 @@ def scaled_dot_product_attention(
       mask: bool, broadcastable to [B, H, T, S], True = attend. A query that may attend to nothing
         gets zeros (the published code gives it the mean of all values).
       dropout: applied to the weights.
+      tap: shown the masked "scores" [B, H, T, S]; it changes nothing.
 
     Returns:
       The context [B, T, H, U] in the dtype of `value`, and the weights [B, H, T, S] before
@@ -50,6 +52,8 @@ def scaled_dot_product_attention(
     scores = scores * query.shape[-1] ** -0.5
     if mask is not None:
         scores = jnp.where(mask, scores, jnp.finfo(dtype).min)
+    if tap is not None:
+        tap("scores", scores)
     weights = jax.nn.softmax(scores, axis=-1)
     if mask is not None:
         weights = jnp.where(mask, weights, 0)
@@ -117,6 +121,8 @@ class MultiHeadAttention(nn.Module):
             attended.value,
             mask,
             lambda weights: self.dropout(weights, deterministic=deterministic),
+            lambda name, value: self.sow("intermediates", name, value),
         )
         joined = context.reshape(*context.shape[:-2], -1)  # [B, T, H, U] -> [B, T, H*U]
+        self.sow("intermediates", "context", joined)
         return self.output(joined), weights

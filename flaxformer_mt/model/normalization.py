@@ -56,6 +56,7 @@ class Norm(nn.Module):
     def __call__(self, x: Array) -> Array:
         """Normalises the last axis of `x` [..., D], in float32 at least; keeps its dtype."""
         c = self.config
+        self.sow("intermediates", "input", x)
         param_dtype = jnp.dtype(c.param_dtype)
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), param_dtype)
         bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],), param_dtype)

@@ -27,8 +27,8 @@ def sinusoidal_table(
 
     Args:
       length: rows.
-      d_model: D. Where it is odd, "interleaved" leaves out the last cosine and "concatenated"
-        ends with a zero.
+      d_model: D. Where it is odd, the last cosine is left out, or with "concatenated" and
+        "tensor2tensor" there is one pair less and a zero at the end.
       base: b.
       layout: "interleaved" (sin w0 p, cos w0 p, sin w1 p, ...) or "concatenated" (sines, then
         cosines).
@@ -39,9 +39,11 @@ def sinusoidal_table(
       float64 [length, D]. It is computed on the host, because an angle in float32 is already off
       by 1e-5 at position 200.
 
-    Source: Vaswani et al. 2017, section 3.5; tensor2tensor `get_timing_signal_1d`.
+    Source: Vaswani et al. 2017, section 3.5; tensor2tensor `get_timing_signal_1d`; for the odd D
+    of "concatenated" and "paper" `MarianSinusoidalPositionalEmbedding`.
     """
-    pairs = d_model // 2 if layout == "concatenated" else (d_model + 1) // 2
+    ends_with_zero = layout == "concatenated" and exponent == "tensor2tensor"
+    pairs = d_model // 2 if ends_with_zero else (d_model + 1) // 2
     j = np.arange(pairs)
     power = 2 * j / d_model if exponent == "paper" else j / max(d_model // 2 - 1, 1)
     angles = (np.arange(length) + offset)[:, None] * base**-power  # [length, pairs]
@@ -49,8 +51,8 @@ def sinusoidal_table(
         waves = np.stack([np.sin(angles), np.cos(angles)], axis=-1)  # [length, pairs, 2]
         table = waves.reshape(length, 2 * pairs)[:, :d_model]
     else:
-        table = np.concatenate([np.sin(angles), np.cos(angles)], axis=-1)
-        table = np.pad(table, ((0, 0), (0, d_model - 2 * pairs)))
+        table = np.concatenate([np.sin(angles), np.cos(angles)], axis=-1)[:, :d_model]
+        table = np.pad(table, ((0, 0), (0, d_model - table.shape[1])))
     table.flags.writeable = False  # The cache hands the same array to every caller.
     return table
 

@@ -32,7 +32,9 @@ def stack(
         layer,
         methods={
             name: {
-                "variable_axes": {"params": 0},
+                # "intermediates" are what the comparison with published models looks at; elsewhere
+                # the collection is not asked for, and nothing is kept.
+                "variable_axes": {"params": 0, "intermediates": 0},
                 "split_rngs": {"params": True, "dropout": True},
                 "in_axes": in_axes,
                 "length": num_layers,

@@ -1,1 +1,37 @@
-"""Checks that a published Transformer and ours are the same function."""
+"""Proves that our model computes what a published one computes, or finds where they part.
+
+    report = parity.compare("annotated", module, batch, num_heads=8)
+    print(report)
+
+`compare` looks at one batch, `trajectory` at a training. Both need PyTorch.
+"""
+
+import importlib.util
+
+if importlib.util.find_spec("torch") is None:
+    raise ImportError("comparing with PyTorch needs it: pip install 'flaxformer_mt[parity]'")
+
+from flaxformer_mt.parity.compare import compare
+from flaxformer_mt.parity.diagnosis import Diagnosis
+from flaxformer_mt.parity.plots import plot_trajectory
+from flaxformer_mt.parity.report import Report, Row
+from flaxformer_mt.parity.tokens import Tokens, example
+from flaxformer_mt.parity.trace import Tap, for_layers, softmax_input, softmax_output, time_major
+from flaxformer_mt.parity.trajectory import Trajectory, trajectory
+
+__all__ = [
+    "Diagnosis",
+    "Report",
+    "Row",
+    "Tap",
+    "Tokens",
+    "Trajectory",
+    "compare",
+    "example",
+    "for_layers",
+    "plot_trajectory",
+    "softmax_input",
+    "softmax_output",
+    "time_major",
+    "trajectory",
+]

@@ -1,8 +1,11 @@
 """A checkpoint that cannot be right is refused with one line that names what is wrong."""
 
+import errno
 import os
 import pickle
 import sys
+import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ import torch
 from toy_references import NOTEBOOK, VARIANTS
 
 from flaxformer_mt import interop
+from flaxformer_mt.cli import main
 from flaxformer_mt.errors import UserError
 
 FAMILIES = {
@@ -19,6 +23,9 @@ FAMILIES = {
     "annotated": VARIANTS["annotated_1000"],
     "tunz": VARIANTS["tunz"],
     "torch": VARIANTS["torch_post"],
+    "marian": VARIANTS["marian_all"],
+    "fairseq": VARIANTS["fairseq_post_shared"],
+    "opennmt": VARIANTS["opennmt_shared"],
 }
 
 
@@ -38,7 +45,8 @@ def refusal(family, source, **overrides) -> str:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_missing_tensor_is_named(family):
     state = state_dict(family)
-    for name in state:
+    config, _ = interop.load(family, state, **FAMILIES[family].hints)
+    for name in state.keys() - interop.FAMILIES[family].omitted(config):
         message = refusal(family, {k: v for k, v in state.items() if k != name})
         assert f"tensor {name} is missing" in message
 
@@ -72,7 +80,7 @@ def test_an_entry_that_is_no_tensor_is_named():
     assert "version is a int" in refusal("tunz", state_dict("tunz") | {"version": 3})
 
 
-@pytest.mark.parametrize("family", ["jadore801120", "questions", "annotated", "tunz", "torch"])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "notebook"])
 def test_the_number_of_heads_must_be_given(family):
     assert "give num_heads=" in refusal(family, state_dict(family), num_heads=None)
 
@@ -131,6 +139,12 @@ def unfit_files(folder):
     torch.save([torch.zeros(3)], folder / "list.pt")
     torch.save({"net": {"weight": torch.zeros(3)}}, folder / "unknown.pt")
     torch.save({}, folder / "nothing.pt")
+    with zipfile.ZipFile(folder / "zip.pt", "w") as archive:
+        archive.writestr("readme.txt", "no checkpoint")
+    # Headers of safetensors that say more than there is.
+    (folder / "long.safetensors").write_bytes((1 << 40).to_bytes(8, "little") + whole[8:])
+    (folder / "lying.safetensors").write_bytes(whole.replace(b"[11,16]", b"[99,16]"))
+    (folder / "folder.pt").mkdir()
     return sorted(set(folder.iterdir()) - {good, folder / "good.safetensors"})
 
 
@@ -141,10 +155,37 @@ def test_unfit_files_are_refused_by_name_and_run_nothing(tmp_path, monkeypatch):
     assert not (tmp_path / "evil").exists()
 
 
+def test_unfit_files_are_not_converted(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    unfit = [*unfit_files(tmp_path), tmp_path / "absent.pt"]
+    before = set(tmp_path.iterdir())
+    for path in unfit:
+        for family, hints in (("tunz", ["--set", "num_heads=4"]), ("flaxformer_mt", [])):
+            options = ["--from", family, "--to", "tunz", *hints]
+            assert main(["convert", str(path), "after.pt", *options]) == 1
+            out, err = capsys.readouterr()
+            assert out == ""
+            assert err.startswith(f"flaxformer-mt: error: {path} as {family}: ")
+            assert err.count("\n") == 1
+    assert set(tmp_path.iterdir()) == before
+
+
+def test_a_file_without_permission_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / "secret.pt"
+    torch.save(state_dict("tunz"), path)
+
+    def refuse(*arguments, **options):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    # Some may read every file: permissions alone would not show it.
+    monkeypatch.setattr(Path, "open", refuse)
+    assert "cannot be read: Permission denied" in refusal("tunz", path)
+
+
 def test_pytorch_files_need_pytorch(tmp_path, monkeypatch):
     torch.save(state_dict("tunz"), tmp_path / "model.pt")
     monkeypatch.setitem(sys.modules, "torch", None)
-    assert "pip install" in refusal("tunz", tmp_path / "model.pt")
+    assert "pip install 'flaxformer_mt[parity]'" in refusal("tunz", tmp_path / "model.pt")
 
 
 def test_saving_refuses_what_cannot_be_written(tmp_path):

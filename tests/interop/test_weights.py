@@ -13,6 +13,7 @@ from flax.traverse_util import flatten_dict
 from toy_references import NOTEBOOK, VARIANTS, Variant
 
 from flaxformer_mt import interop
+from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop import weights
 from flaxformer_mt.parity import references
 from flaxformer_mt.presets import FAMILIES
@@ -189,6 +190,29 @@ def test_the_settings_of_a_jadore801120_checkpoint_are_read(tmp_path):
     assert interop.load("jadore801120", as_dict)[0] == config
 
 
+@pytest.mark.parametrize("name", ["marian_all", "marian_source", "fairseq_post_shared"])
+def test_what_a_writer_left_out_is_left_out_again(name, tmp_path):
+    variant = ALL[name]
+    state = variant.build().state_dict()
+    whole_config, whole = load(variant, state)
+    omitted = interop.FAMILIES[variant.family].omitted(whole_config)
+    assert omitted <= state.keys()
+    rest = {name: tensor for name, tensor in state.items() if name not in omitted}
+    config, params = load(variant, rest)
+    chex.assert_trees_all_equal(flat(params), flat(whole))
+    interop.save(variant.family, config, params, tmp_path / "model.safetensors")
+    assert_identical(read(tmp_path / "model.safetensors"), rest)
+    # What carries nothing is written with all names.
+    interop.save(variant.family, config, interop.model_params(params), tmp_path / "whole.pt")
+    assert read(tmp_path / "whole.pt").keys() == state.keys()
+    # Trained parameters stay tied, and stay left out.
+    trained = {path: array + 1 for path, array in flat(params).items()}
+    params = weights.unflatten_dict(trained, sep="/") | {"carried": params["carried"]}
+    interop.save(variant.family, config, params, tmp_path / "trained.pt")
+    assert read(tmp_path / "trained.pt").keys() == rest.keys()
+    chex.assert_trees_all_equal(flat(load(variant, tmp_path / "trained.pt")[1]), trained)
+
+
 def test_tied_tensors_are_one_in_a_pytorch_file(tmp_path):
     variant = VARIANTS["jadore801120_prj_all"]
     config, params = load(variant, variant.build().state_dict())
@@ -230,8 +254,8 @@ def test_every_preset_has_a_reference_and_a_map():
         sizes = {"source_vocab_size": 5, "target_vocab_size": 5, "d_model": 16, "num_heads": 2}
         sizes |= {"d_ff": 8, "num_encoder_layers": 1, "num_decoder_layers": 1}
         reference = references.build(family, **sizes)
-        config, _ = interop.load(family, reference.state_dict(), num_heads=2)
         published = FAMILIES[family](**sizes)
+        config, _ = interop.load(family, reference.state_dict(), num_heads=2)
         for field in dataclasses.fields(config):
             if field.name not in (
                 "source_vocab_size",
@@ -246,3 +270,97 @@ def test_every_preset_has_a_reference_and_a_map():
             published.key_width,
             published.value_width,
         )
+
+
+def without(state: dict[str, Any], *endings: str) -> dict[str, Any]:
+    return {name: tensor for name, tensor in state.items() if not name.endswith(endings)}
+
+
+def test_what_hugging_face_leaves_out_stays_out(tmp_path):
+    variant = VARIANTS["marian_all"]
+    reference = variant.build()
+    # transformers would write a progress bar to the screen.
+    state = without(reference.state_dict(), "embed_positions.weight", "embed_tokens.weight")
+    del state["lm_head.weight"]
+    config, params = load(variant, state)
+    assert config.tie_embeddings == "all"
+    interop.save("marian", config, params, tmp_path / "model.safetensors")
+    assert_identical(read(tmp_path / "model.safetensors"), state)
+    chex.assert_trees_all_equal(flat(params), flat(load(variant, reference.state_dict())[1]))
+
+
+def test_the_settings_of_a_marian_model_are_read():
+    settings = {
+        "activation_function": "swish", "scale_embedding": False, "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4, "pad_token_id": 10, "decoder_start_token_id": 10,
+        "eos_token_id": 0, "dropout": 0.3, "max_position_embeddings": 20,
+    }  # fmt: skip
+    state = VARIANTS["marian_all"].build().state_dict()
+    config, _ = interop.load("marian", {"model": state, "settings": settings})
+    assert (config.num_heads, config.activation, config.scale_embeddings) == (4, "silu", False)
+    assert (config.pad_id, config.bos_id, config.eos_id) == (10, 10, 0)
+    assert (config.dropout_rate, config.max_length) == (0.3, 20)
+    with pytest.raises(UserError, match="encoder has 4 heads and the decoder 8"):
+        interop.load(
+            "marian", {"model": state, "settings": settings | {"decoder_attention_heads": 8}}
+        )
+    with pytest.raises(UserError, match="cannot have activation_function=tanh"):
+        interop.load(
+            "marian", {"model": state, "settings": settings | {"activation_function": "tanh"}}
+        )
+
+
+@pytest.mark.parametrize("version", ["args", "cfg", "nested cfg"])
+def test_a_fairseq_checkpoint_of_any_version_is_read(version, tmp_path):
+    variant = VARIANTS["fairseq_embedding_norm_gelu_unscaled"]
+    flat_options = argparse.Namespace(
+        encoder_attention_heads=4, decoder_attention_heads=4, activation_fn="gelu_accurate",
+        no_scale_embedding=True, dropout=0.3, encoder_normalize_before=False,
+    )  # fmt: skip
+    nested_options = {
+        "encoder": {"attention_heads": 4, "normalize_before": False},
+        "decoder": {"attention_heads": 4},
+        "activation_fn": "gelu_accurate", "no_scale_embedding": True, "dropout": 0.3,
+    }  # fmt: skip
+    options = {
+        "args": {"args": flat_options},
+        "cfg": {"args": None, "cfg": {"model": flat_options, "task": {"seed": 1}}},
+        "nested cfg": {"args": None, "cfg": {"model": nested_options}},
+    }[version]
+    # The newest leave `_float_tensor` out.
+    state = without(variant.build().state_dict(), "_float_tensor")
+    torch.save({"model": state} | options, tmp_path / "checkpoint_best.pt")
+    config, params = interop.load("fairseq", tmp_path / "checkpoint_best.pt")
+    assert (config.num_heads, config.activation, config.scale_embeddings) == (4, "gelu_tanh", False)
+    assert (config.norm_position, config.embedding_norm, config.dropout_rate) == ("post", True, 0.3)
+    assert (config.pad_id, config.bos_id, config.position_offset) == (1, 2, 2)
+    interop.save("fairseq", config, params, tmp_path / "model.pt")
+    assert_identical(read(tmp_path / "model.pt"), state)
+
+
+def test_an_old_fairseq_checkpoint_has_its_tied_output_once(tmp_path):
+    variant = VARIANTS["fairseq_post_shared"]
+    state = variant.build().state_dict()
+    del state["decoder.output_projection.weight"]
+    config, params = load(variant, state | {"encoder.version": torch.tensor([2.0])})
+    assert config.tie_embeddings == "all"
+    assert params["carried"]["encoder.version"] == 2
+    interop.save("fairseq", config, params, tmp_path / "model.pt")
+    assert "decoder.output_projection.weight" not in read(tmp_path / "model.pt")
+
+
+def test_an_opennmt_checkpoint_is_read_in_parts(tmp_path):
+    variant = VARIANTS["opennmt_tied_output_gelu"]
+    state = variant.build().state_dict()
+    generator = {name: state.pop(f"generator.{name}") for name in ("weight", "bias")}
+    options = argparse.Namespace(
+        heads=4, pos_ffn_activation_fn="gelu", norm_eps=1e-5, dropout=[0.3, 0.2],
+        attention_dropout=[0.1],
+    )  # fmt: skip
+    torch.save({"model": state, "generator": generator, "opt": options}, tmp_path / "step_9.pt")
+    config, _ = interop.load("opennmt", tmp_path / "step_9.pt")
+    assert (config.num_heads, config.activation, config.norm_epsilon) == (4, "gelu", 1e-5)
+    assert (config.dropout_rate, config.attention_dropout_rate) == (0.2, 0.1)
+    assert (config.qkv_bias, config.attention_output_bias) == (True, True)
+    assert not config.feed_forward_bias
+    assert (config.pad_id, config.bos_id, config.eos_id) == (1, 2, 3)

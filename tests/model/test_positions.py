@@ -41,6 +41,13 @@ def test_concatenated_paper_exponent():
     np.testing.assert_allclose(table[3], expected, atol=1e-12)
 
 
+def test_concatenated_paper_exponent_leaves_the_last_cosine_out():
+    table = sinusoidal_table(5, 5, layout="concatenated")
+    angles = [3.0 * 10000 ** (-2 * j / 5) for j in range(3)]
+    expected = [*map(math.sin, angles), *map(math.cos, angles[:2])]
+    np.testing.assert_allclose(table[3], expected, atol=1e-12)
+
+
 def test_two_dimensions_have_one_frequency():
     table = sinusoidal_table(3, 2, layout="concatenated", exponent="tensor2tensor")
     np.testing.assert_allclose(table[2], [math.sin(2), math.cos(2)], atol=1e-12)

@@ -23,11 +23,15 @@ import dataclasses
 import importlib
 from typing import Any
 
-from torch import nn, no_grad, randn_like
+from torch import Tensor, nn, no_grad, randn_like
 
 from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.errors import UserError
 from flaxformer_mt.parity.references.common import default_dtype
-from flaxformer_mt.presets import preset
+from flaxformer_mt.parity.trace import Tap
+from flaxformer_mt.presets import FAMILIES, preset
+
+__all__ = ["build", "default_dtype", "perturb", "taps"]
 
 
 def build(family: str, **sizes: Any) -> nn.Module:
@@ -51,10 +55,30 @@ def build(family: str, **sizes: Any) -> nn.Module:
         return module.build(config, **options)
 
 
+def taps(family: str, config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
+    """Where a module laid out as the reference of a family computes each site of `parity.trace`.
+
+    Raises:
+      UserError: the family has no reference.
+    """
+    if family not in FAMILIES:
+        raise UserError(f"{family} has no reference whose taps are known: give taps=...")
+    return importlib.import_module(f"{__name__}.{family}").taps(config, module)
+
+
 def perturb(reference: nn.Module) -> nn.Module:
-    """Adds noise to biases and norms, which would hide errors at their initial zeros and ones."""
+    """Adds noise to what would hide errors at its initial zeros or ones.
+
+    That is biases, norms, and the vectors of padding.
+    """
     with no_grad():
-        for parameter in reference.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(0.1 * randn_like(parameter))
+        vectors: list[Tensor] = [p for p in reference.parameters() if p.dim() == 1]
+        vectors += [buffer for name, buffer in reference.named_buffers() if name.endswith("bias")]
+        vectors += [
+            table.weight[table.padding_idx]
+            for table in reference.modules()
+            if isinstance(table, nn.Embedding) and table.padding_idx is not None
+        ]
+        for vector in vectors:
+            vector.add_(0.1 * randn_like(vector))
     return reference

@@ -24,6 +24,7 @@ from flaxformer_mt.parity.references.common import (
     not_padding,
     split_heads,
 )
+from flaxformer_mt.parity.trace import Tap, for_layers, softmax_input, softmax_output
 
 SourceAttention = Literal["src_attn", "self_attn"]
 """Which module of a decoder layer attends to the source: its own one (harvardnlp), or the layer's
@@ -352,3 +353,59 @@ def build(
         source_attention=source_attention,
         pad=config.pad_id,
     )
+
+
+def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
+    """Where `module` computes each site of `parity.trace`."""
+    shared = not any(".src_attn." in name for name, _ in module.named_parameters())
+    encoder, decoder = "encoder.layers.{layer}", "decoder.layers.{layer}"
+    in_encoder = {
+        **_attention_taps("encoder", "self_attention", f"{encoder}.self_attn", 0),
+        **_feed_forward_taps("encoder", 1),
+        "encoder/layers/{layer}": Tap(encoder),
+    }
+    src_attn, call = ("self_attn", 1) if shared else ("src_attn", 0)
+    in_decoder = {
+        **_attention_taps("decoder", "self_attention", f"{decoder}.self_attn", 0),
+        **_attention_taps("decoder", "cross_attention", f"{decoder}.{src_attn}", 1, call),
+        **_feed_forward_taps("decoder", 2),
+        "decoder/layers/{layer}": Tap(decoder),
+    }
+    return {
+        "source/embedding": Tap("src_embed.0"),
+        "source/embedded": Tap("src_embed.1"),
+        **for_layers(config.num_encoder_layers, in_encoder),
+        "encoder/final_norm": Tap("encoder.norm"),
+        "target/embedding": Tap("tgt_embed.0"),
+        "target/embedded": Tap("tgt_embed.1"),
+        **for_layers(config.num_decoder_layers, in_decoder),
+        "decoder/final_norm": Tap("decoder.norm"),
+    }
+
+
+def _attention_taps(
+    stack: str, name: str, module: str, sublayer: int, call: int = 0
+) -> dict[str, Tap]:
+    site, wrapper = f"{stack}/layers/{{layer}}/{name}", f"{stack}.layers.{{layer}}.sublayer"
+    return {
+        f"{site}_norm": Tap(f"{wrapper}.{sublayer}.norm"),
+        f"{site}/query": Tap(f"{module}.linears.0", call=call),
+        f"{site}/key": Tap(f"{module}.linears.1", call=call),
+        f"{site}/value": Tap(f"{module}.linears.2", call=call),
+        f"{site}/scores": softmax_input(module, call),
+        f"{site}/weights": softmax_output(module, call),
+        f"{site}/context": Tap(f"{module}.linears.3", "input", call=call),
+        f"{site}/output": Tap(f"{module}.linears.3", call=call),
+        f"{site}_sum": Tap(f"{wrapper}.{sublayer}"),
+    }
+
+
+def _feed_forward_taps(stack: str, sublayer: int) -> dict[str, Tap]:
+    layer, theirs = f"{stack}/layers/{{layer}}", f"{stack}.layers.{{layer}}"
+    return {
+        f"{layer}/feed_forward_norm": Tap(f"{theirs}.sublayer.{sublayer}.norm"),
+        f"{layer}/feed_forward/hidden": Tap(f"{theirs}.feed_forward.w_1"),
+        f"{layer}/feed_forward/activated": Tap(f"{theirs}.feed_forward.w_2", "input"),
+        f"{layer}/feed_forward/output": Tap(f"{theirs}.feed_forward.w_2"),
+        f"{layer}/feed_forward_sum": Tap(f"{theirs}.sublayer.{sublayer}"),
+    }

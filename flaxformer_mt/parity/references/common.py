@@ -1,14 +1,26 @@
 """What the references share: masks, heads, dtype, and the shape of what they return."""
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from flaxformer_mt.parity.trace import Tap, softmax_input, softmax_output
 
 MASKED_SCORE = -1e9
 """What every publication but `torch.nn.Transformer` writes over a hidden score."""
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+}
+"""By their names in `TransformerConfig.activation`."""
 
 
 class Attention(NamedTuple):
@@ -52,3 +64,58 @@ def default_dtype(name: str) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(previous)
+
+
+# Where a reference computes the sites of `parity.trace`: what most of them do in the same way.
+
+
+def attention_taps(site: str, linears: Sequence[str], softmax: str) -> dict[str, Tap]:
+    """The sites inside an attention. "{layer}" in a name stands for a layer, here and below.
+
+    Args:
+      site: of the attention.
+      linears: the modules that give query, key, value and output.
+      softmax: the module that takes the softmax.
+    """
+    query, key, value, output = linears
+    return {
+        f"{site}/query": Tap(query),
+        f"{site}/key": Tap(key),
+        f"{site}/value": Tap(value),
+        f"{site}/scores": softmax_input(softmax),
+        f"{site}/weights": softmax_output(softmax),
+        f"{site}/context": Tap(output, "input"),
+        f"{site}/output": Tap(output),
+    }
+
+
+def feed_forward_taps(site: str, hidden: str, output: str) -> dict[str, Tap]:
+    """The sites inside a feed-forward network of two linear modules."""
+    return {
+        f"{site}/hidden": Tap(hidden),
+        f"{site}/activated": Tap(output, "input"),
+        f"{site}/output": Tap(output),
+    }
+
+
+def post_norm_taps(site: str, norm: str) -> dict[str, Tap]:
+    """The sum and the norm of norm(x + f(x)): what the norm takes and gives."""
+    return {f"{site}_sum": Tap(norm, "input"), f"{site}_norm": Tap(norm)}
+
+
+def pre_norm_taps(site: str, norm: str, layer: str, call: int) -> dict[str, Tap]:
+    """The norm and the sum of x + f(norm(x)), the sum being an addition in the layer itself.
+
+    Args:
+      site: of the sub-layer.
+      norm: its norm module.
+      layer: the layer module.
+      call: which of the layer's additions it is, from 0.
+    """
+    return {f"{site}_norm": Tap(norm), f"{site}_sum": Tap(layer, op="add", call=call)}
+
+
+def heads_joined(value: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """A `Tap.reshape`: [B, H, T, K], or [B*H, T, K], to [B, T, H*K]."""
+    by_head = value.reshape(shape[0], -1, *value.shape[-2:])
+    return by_head.swapaxes(1, 2).reshape(shape)

@@ -17,11 +17,15 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.parity.references.common import (
     MASKED_SCORE,
     Attention,
+    attention_taps,
+    feed_forward_taps,
     join_heads,
     not_future,
     not_padding,
+    post_norm_taps,
     split_heads,
 )
+from flaxformer_mt.parity.trace import Tap, for_layers
 
 NORM_EPSILON = 1e-6
 ATTENTION_DROPOUT = 0.1  # The published modules never pass their rate on to the attention weights.
@@ -276,3 +280,37 @@ def build(config: TransformerConfig) -> Transformer:
         emb_src_trg_weight_sharing=config.shares_source_and_target,
         scale_emb_or_prj=scale,
     )
+
+
+def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
+    """Where `module` computes each site of `parity.trace`."""
+    return {
+        **_embedding_taps("source", "encoder"),
+        **for_layers(config.num_encoder_layers, _layer_taps("encoder", {"self": "slf_attn"})),
+        **_embedding_taps("target", "decoder"),
+        **for_layers(
+            config.num_decoder_layers,
+            _layer_taps("decoder", {"self": "slf_attn", "cross": "enc_attn"}),
+        ),
+    }
+
+
+def _embedding_taps(side: str, stack: str) -> dict[str, Tap]:
+    return {
+        f"{side}/embedding": Tap(stack, op="mul"),
+        f"{side}/embedded": Tap(f"{stack}.position_enc"),
+        f"{stack}/embedding_norm": Tap(f"{stack}.layer_norm"),
+    }
+
+
+def _layer_taps(stack: str, attentions: dict[str, str]) -> dict[str, Tap]:
+    site, layer = f"{stack}/layers/{{layer}}", f"{stack}.layer_stack.{{layer}}"
+    found = {site: Tap(layer)}
+    for kind, name in attentions.items():
+        linears = [f"{layer}.{name}.{linear}" for linear in ("w_qs", "w_ks", "w_vs", "fc")]
+        softmax = f"{layer}.{name}.attention"
+        found |= attention_taps(f"{site}/{kind}_attention", linears, softmax)
+        found |= post_norm_taps(f"{site}/{kind}_attention", f"{layer}.{name}.layer_norm")
+    network = f"{layer}.pos_ffn"
+    found |= feed_forward_taps(f"{site}/feed_forward", f"{network}.w_1", f"{network}.w_2")
+    return found | post_norm_taps(f"{site}/feed_forward", f"{network}.layer_norm")

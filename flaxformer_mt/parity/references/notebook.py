@@ -17,9 +17,14 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.parity.references.common import (
     MASKED_SCORE,
     Attention,
+    attention_taps,
+    feed_forward_taps,
+    heads_joined,
     join_heads,
+    post_norm_taps,
     split_heads,
 )
+from flaxformer_mt.parity.trace import Tap, for_layers
 
 
 class ScaledDotProductAttention(nn.Module):
@@ -190,3 +195,32 @@ def build(config: TransformerConfig, published_head_join: bool = False) -> Layer
             for _ in range(config.num_decoder_layers)
         ],
     )
+
+
+def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
+    """Where `module` computes each site of `parity.trace`.
+
+    A head's query, key and value are what its second linear map gives.
+    """
+    norms = {"self": "norm1", "cross": "norm2"}
+    return {
+        **for_layers(config.num_encoder_layers, _layer_taps("encoder", {"self": "norm1"}, "norm2")),
+        **for_layers(config.num_decoder_layers, _layer_taps("decoder", norms, "norm3")),
+    }
+
+
+def _layer_taps(stack: str, norms: dict[str, str], last_norm: str) -> dict[str, Tap]:
+    site, layer = f"{stack}/layers/{{layer}}", f"{stack}.{{layer}}"
+    found = {site: Tap(layer)}
+    for kind, norm in norms.items():
+        attention = f"{layer}.{kind}_attention"
+        inner = f"{attention}.attention"
+        linears = [f"{inner}.W_q", f"{inner}.W_k", f"{inner}.W_v", f"{attention}.W_o"]
+        inside = attention_taps(f"{site}/{kind}_attention", linears, inner)
+        for name in ("query", "key", "value"):
+            projection = f"{site}/{kind}_attention/{name}"
+            inside[projection] = inside[projection]._replace(reshape=heads_joined)
+        found |= inside | post_norm_taps(f"{site}/{kind}_attention", f"{layer}.{norm}")
+    network = f"{layer}.feed_forward"
+    found |= feed_forward_taps(f"{site}/feed_forward", f"{network}.0", f"{network}.2")
+    return found | post_norm_taps(f"{site}/feed_forward", f"{layer}.{last_norm}")

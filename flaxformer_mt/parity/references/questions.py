@@ -7,6 +7,6 @@ Source: "Attention is all you need. Transformers?, why not RNNS ?", study notes 
 training log.
 """
 
-from flaxformer_mt.parity.references.annotated import build
+from flaxformer_mt.parity.references.annotated import build, taps
 
-__all__ = ["build"]
+__all__ = ["build", "taps"]

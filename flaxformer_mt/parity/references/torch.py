@@ -11,11 +11,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.parity.references.common import Attention, not_future
+from flaxformer_mt.parity.references.common import (
+    Attention,
+    feed_forward_taps,
+    heads_joined,
+    not_future,
+    post_norm_taps,
+    pre_norm_taps,
+)
+from flaxformer_mt.parity.trace import (
+    Reshape,
+    Tap,
+    for_layers,
+    softmax_input,
+    softmax_output,
+    time_major,
+)
 
 
 class PositionalEncoding(nn.Module):
@@ -174,3 +190,79 @@ def build(config: TransformerConfig, batch_first: bool = False) -> Seq2SeqTransf
         batch_first=batch_first,
         pad_id=config.pad_id,
     )
+
+
+def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
+    """Where `module`, this reference or a bare `torch.nn.Transformer`, computes each site."""
+    bare = isinstance(module, nn.Transformer)
+    transformer: Any = module if bare else module.transformer
+    prefix = "" if bare else "transformer."
+    embeddings = {
+        "source/embedding": Tap("src_tok_emb", reshape=time_major),
+        "source/embedded": Tap("positional_encoding", reshape=time_major),
+        "target/embedding": Tap("tgt_tok_emb", reshape=time_major),
+        "target/embedded": Tap("positional_encoding", call=1, reshape=time_major),
+    }
+    encoder, decoder = f"{prefix}encoder", f"{prefix}decoder"
+    layout = None if transformer.batch_first else time_major
+    in_encoder = _layer_taps("encoder", encoder, {"self": "self_attn"}, config, layout)
+    in_decoder = _layer_taps(
+        "decoder", decoder, {"self": "self_attn", "cross": "multihead_attn"}, config, layout
+    )
+    return {
+        **({} if bare else embeddings),
+        **for_layers(config.num_encoder_layers, in_encoder),
+        "encoder/final_norm": Tap(f"{encoder}.norm", reshape=layout),
+        **for_layers(config.num_decoder_layers, in_decoder),
+        "decoder/final_norm": Tap(f"{decoder}.norm", reshape=layout),
+    }
+
+
+def _layer_taps(
+    stack: str,
+    module: str,
+    attentions: dict[str, str],
+    config: TransformerConfig,
+    layout: Reshape | None,
+) -> dict[str, Tap]:
+    site, layer = f"{stack}/layers/{{layer}}", f"{module}.layers.{{layer}}"
+
+    def residual_taps(sublayer: str, index: int) -> dict[str, Tap]:
+        norm = f"{layer}.norm{index + 1}"
+        if config.norm_position == "pre":
+            return pre_norm_taps(f"{site}/{sublayer}", norm, layer, index)
+        return post_norm_taps(f"{site}/{sublayer}", norm)
+
+    in_layout = {site: Tap(layer)}
+    inside_attention: dict[str, Tap] = {}
+    for index, (kind, name) in enumerate(attentions.items()):
+        attention = f"{site}/{kind}_attention"
+        in_layout[f"{attention}/output"] = Tap(f"{layer}.{name}")
+        in_layout |= residual_taps(f"{kind}_attention", index)
+        inside_attention |= _inside_attention_taps(attention, f"{layer}.{name}")
+    in_layout |= feed_forward_taps(
+        f"{site}/feed_forward", f"{layer}.linear1", f"{layer}.linear2"
+    ) | residual_taps("feed_forward", len(attentions))
+    return inside_attention | {
+        name: tap._replace(reshape=layout) for name, tap in in_layout.items()
+    }
+
+
+def _inside_attention_taps(site: str, module: str) -> dict[str, Tap]:
+    """`torch.nn.MultiheadAttention` has no modules inside, and does all by itself.
+
+    It multiplies queries [B*H, T, K] by their scale and then with keys [B*H, K, S], weights with
+    values [B*H, S, K], and last the context [T*B, H*K] with the output projection.
+    """
+
+    def keys_joined(value: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        return heads_joined(value.swapaxes(1, 2), shape)
+
+    return {
+        f"{site}/query": Tap(module, "input", "mul", reshape=heads_joined),
+        f"{site}/key": Tap(module, "input", "baddbmm", argument=2, reshape=keys_joined),
+        f"{site}/value": Tap(module, "input", "bmm", argument=1, reshape=heads_joined),
+        f"{site}/scores": softmax_input(module),
+        f"{site}/weights": softmax_output(module),
+        f"{site}/context": Tap(module, "input", "addmm", -1, argument=1, reshape=time_major),
+    }

@@ -18,11 +18,15 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.parity.references.common import (
     MASKED_SCORE,
     Attention,
+    attention_taps,
+    feed_forward_taps,
     join_heads,
     not_future,
     not_padding,
+    pre_norm_taps,
     split_heads,
 )
+from flaxformer_mt.parity.trace import Tap, for_layers
 
 NORM_EPSILON = 1e-6
 
@@ -292,4 +296,47 @@ def build(config: TransformerConfig) -> Transformer:
         src_pad_idx=config.pad_id,
         trg_pad_idx=config.pad_id,
         head_size=config.num_heads,
+    )
+
+
+def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
+    """Where `module` computes each site of `parity.trace`.
+
+    The model scales embeddings itself: its multiplications are the source's, its angles', the
+    target's, its angles'.
+    """
+    attentions = {"self": "self_attention"}
+    target = {
+        "target/embedding": Tap("", op="mul", call=2 if config.has_inputs else 0),
+        "target/embedded": Tap("t_emb_dropout"),
+        "decoder/final_norm": Tap("decoder.last_norm"),
+    }
+    if not config.has_inputs:
+        return target | for_layers(config.num_decoder_layers, _layer_taps("decoder", attentions))
+    return {
+        "source/embedding": Tap("", op="mul"),
+        "source/embedded": Tap("i_emb_dropout"),
+        **for_layers(config.num_encoder_layers, _layer_taps("encoder", attentions)),
+        "encoder/final_norm": Tap("encoder.last_norm"),
+        **target,
+        **for_layers(
+            config.num_decoder_layers,
+            _layer_taps("decoder", attentions | {"cross": "enc_dec_attention"}),
+        ),
+    }
+
+
+def _layer_taps(stack: str, attentions: dict[str, str]) -> dict[str, Tap]:
+    site, layer = f"{stack}/layers/{{layer}}", f"{stack}.layers.{{layer}}"
+    found = {site: Tap(layer)}
+    for call, (kind, name) in enumerate(attentions.items()):
+        module = f"{layer}.{name}"
+        names = ("linear_q", "linear_k", "linear_v", "output_layer")
+        linears = [f"{module}.{linear}" for linear in names]
+        found |= attention_taps(f"{site}/{kind}_attention", linears, module)
+        found |= pre_norm_taps(f"{site}/{kind}_attention", f"{module}_norm", layer, call)
+    network = f"{layer}.ffn"
+    found |= feed_forward_taps(f"{site}/feed_forward", f"{network}.layer1", f"{network}.layer2")
+    return found | pre_norm_taps(
+        f"{site}/feed_forward", f"{network}_norm", layer, call=len(attentions)
     )

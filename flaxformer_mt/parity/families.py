@@ -1,0 +1,171 @@
+"""Checks a family against its reference, with random weights or those of a checkpoint."""
+
+import dataclasses
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from flaxformer_mt import interop
+from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.interop import files
+from flaxformer_mt.parity import references
+from flaxformer_mt.parity.compare import compare
+from flaxformer_mt.parity.recipes import recipe
+from flaxformer_mt.parity.report import Report
+from flaxformer_mt.parity.tokens import example
+from flaxformer_mt.presets import FAMILIES, check_fields, preset
+
+Dtype = Literal["float64", "float32"]
+Size = Literal["toy", "base"]
+
+SIZES: dict[Size, dict[str, int]] = {
+    # No two are equal where they need not be, so that no axis passes for another.
+    "toy": {
+        "source_vocab_size": 13,
+        "target_vocab_size": 11,
+        "d_model": 16,
+        "num_heads": 4,
+        "d_ff": 24,
+        "num_encoder_layers": 3,
+        "num_decoder_layers": 2,
+    },
+    # All else is the preset's: D 512, F 2048, H 8, 6 and 6 layers, unless a family has its own.
+    "base": {"source_vocab_size": 4001, "target_vocab_size": 3989},
+}
+"""Of references with random weights."""
+
+# Heads that are not as wide as D / H.
+_TOY_HEADS = {
+    "jadore801120": {"head_dim": 5, "value_dim": 3},
+    "questions": {"head_dim": 5, "value_dim": 5},
+}
+_NOT_IN_TENSORS = ("num_heads", "pad_id", "bos_id", "eos_id")
+_SOURCE_LENGTH, _TARGET_LENGTH = 11, 9
+
+
+def check_family(
+    family: str,
+    *,
+    dtype: Dtype = "float64",
+    size: Size = "toy",
+    num_steps: int = 0,
+    seed: int = 0,
+    checkpoint: str | os.PathLike[str] | None = None,
+    **settings: Any,
+) -> Report:
+    """Compares our model with the reference of a family, on generated sentences with padding.
+
+    Args:
+      family: a key of `presets.FAMILIES`.
+      dtype: what both sides compute in.
+      size: of a reference with random weights; no bias and no norm is at its initial value.
+      num_steps: optimizer steps to compare as well, by the family's recipe.
+      seed: of the weights and the sentences.
+      checkpoint: a file whose weights the reference shall have, in place of random ones. It says
+        the sizes, too.
+      **settings: fields of `TransformerConfig` that differ from the size, or that the checkpoint
+        cannot tell.
+
+    Raises:
+      UserError: the family, a setting or the checkpoint cannot be used.
+    """
+    if family not in FAMILIES:
+        raise UserError(f"unknown family {family!r}: choose one of {', '.join(FAMILIES)}")
+    check_fields(settings)
+    for name, value in {"num_steps": num_steps, "seed": seed}.items():
+        if value < 0:
+            raise UserError(f"{name}={value} must not be negative")
+    if checkpoint is None:
+        config, module = random_reference(family, dtype, size, seed, **settings)
+    else:
+        config, module = load_reference(family, checkpoint, dtype, **settings)
+    batch = example(
+        config,
+        source_length=min(_SOURCE_LENGTH, config.max_length),
+        target_length=min(_TARGET_LENGTH, config.max_length),
+        source_padding=recipe(family).source_padding,
+        seed=seed,
+    )
+    told = {name: getattr(config, name) for name in _NOT_IN_TENSORS} | settings
+    return compare(family, module, batch, num_steps=num_steps, **told)
+
+
+def random_reference(
+    family: str, dtype: Dtype, size: Size, seed: int, **settings: Any
+) -> tuple[TransformerConfig, nn.Module]:
+    """The reference of a family with random weights, and its configuration.
+
+    Arguments and errors are those of `check_family`.
+    """
+    sizes: dict[str, Any] = {**SIZES[size], **settings}
+    if size == "toy":
+        sizes = _TOY_HEADS.get(family, {}) | sizes
+    if "source_vocab_size" not in settings and _needs_one_vocabulary(family, settings):
+        sizes["source_vocab_size"] = sizes["target_vocab_size"]
+    given = preset(family, **sizes)
+    # The map knows the special tokens that such models are published with.
+    told = {"num_heads": given.num_heads} | settings
+    config, _ = interop.load(family, _build(family, given, dtype).state_dict(), **told)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return config, references.perturb(_build(family, config, dtype)).eval()
+
+
+def _needs_one_vocabulary(family: str, settings: Mapping[str, Any]) -> bool:
+    names = ("has_inputs", "tie_embeddings")
+    chosen = {name: settings[name] for name in names if name in settings}
+    return preset(family, **chosen).shares_source_and_target
+
+
+def _build(family: str, config: TransformerConfig, dtype: Dtype, **options: Any) -> nn.Module:
+    fields = dataclasses.asdict(config) | {"param_dtype": dtype, "dtype": dtype}
+    return references.build(family, **fields, **options)
+
+
+def load_reference(
+    family: str, path: str | os.PathLike[str], dtype: Dtype, **overrides: Any
+) -> tuple[TransformerConfig, nn.Module]:
+    """The reference of a family with the weights of a file.
+
+    Tables that are computed, not learned, are computed anew in `dtype`.
+
+    Args:
+      family: a key of `presets.FAMILIES`.
+      path: the checkpoint.
+      dtype: what the weights are cast to.
+      **overrides: what the file cannot tell, see `interop.load`.
+
+    Returns:
+      The configuration that the file has, and the module.
+
+    Raises:
+      UserError: as `interop.load`; or the reference has no place for a tensor of the file.
+    """
+    config, _ = interop.load(family, path, **overrides)
+    tensors = files.read(path).tensors
+    module = _build(family, config, dtype, **_options(family, tensors))
+    its_map = interop.FAMILIES[family]
+    computed = {buffer.name for buffer in its_map.buffers(config)}
+    weights = {
+        name: torch.from_numpy(tensor).to(getattr(torch, dtype))
+        for name, tensor in tensors.items()
+        if name not in computed
+    }
+    missing, unexpected = module.load_state_dict(weights, strict=False)
+    strangers = {*missing, *unexpected} - computed - its_map.omitted(config)
+    if strangers:
+        raise UserError(
+            f"{path}: the reference of {family} differs from it in {', '.join(sorted(strangers))}"
+        )
+    return config, module.eval()
+
+
+def _options(family: str, tensors: Iterable[str]) -> dict[str, Any]:
+    """What the names of a checkpoint tell about the reference, beyond the configuration."""
+    if family in ("annotated", "questions") and not any(".src_attn." in name for name in tensors):
+        return {"source_attention": "self_attn"}
+    return {}

@@ -1,0 +1,248 @@
+"""The two sides of a comparison, on the same weights: how each is run.
+
+Ours is written as a function of the *reference's* tensors: they are mapped to our parameters inside
+of it. So gradients come out in the reference's own terms, those of tied tensors summed, those of a
+folded matrix pulled back through the fold, and an optimizer that updates them does what the
+reference's optimizer does.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax import Array
+from torch import nn
+
+from flaxformer_mt import interop
+from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.model.masks import causal_mask
+from flaxformer_mt.model.transformer import Transformer
+from flaxformer_mt.parity import references
+from flaxformer_mt.parity.recipes import Recipe, ReferenceLoss, recipe
+from flaxformer_mt.parity.tokens import Padding, Tokens, as_tokens, padding
+from flaxformer_mt.training.losses import Convention, label_smoothed_cross_entropy
+
+# Nearly all of the time would go into compiling; what a program computes does not depend on it.
+COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}
+
+Forward = Callable[[nn.Module, Tokens], torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ours:
+    """Our side, as functions of the reference's tensors by name, each tied one once."""
+
+    family: interop.Family
+    config: TransformerConfig
+    recipe: Recipe
+
+    def logits(
+        self, tensors: Mapping[str, Any], tokens: Tokens, *, with_intermediates: bool = False
+    ) -> Any:
+        """Logits [B, T, V] of our model.
+
+        Returns:
+          The logits; or, with intermediates, the logits and what the model kept on the way.
+        """
+        to_params = interop.differentiable(self.family, self.config, tuple(tensors))
+        variables = {"params": to_params(tensors)}
+        model = Transformer(self.config)
+        kept: dict[str, Any] = {}
+        if with_intermediates:
+            kept = {"capture_intermediates": True, "mutable": ["intermediates"]}
+        if not self.config.target_vocab_size:
+            return model.apply(variables, tokens, method=_layers_alone, **kept)
+        positions = None
+        if self.recipe.counts_tokens:
+            real = jnp.cumsum(tokens.source != self.config.pad_id, axis=1, dtype=jnp.int32)
+            positions = jnp.maximum(real - 1, 0)
+        source = tokens.source if self.config.has_inputs else None
+        return model.apply(
+            variables, source, tokens.target_input, encoder_positions=positions, **kept
+        )
+
+    def loss(self, logits: Array, tokens: Tokens, convention: Convention | None = None) -> Array:
+        """Loss per token, by the convention of the recipe or by another."""
+        total, weight = label_smoothed_cross_entropy(
+            logits,
+            classes(tokens, logits.shape[-1]),
+            tokens.target_output != self.config.pad_id,
+            self.recipe.smoothing,
+            convention or self.recipe.convention,
+            self.config.pad_id,
+        )
+        return total / weight
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """Our model, and the reference in PyTorch whose weights it has."""
+
+    ours: Ours
+    params: Mapping[str, Any]
+    """Our parameters, as `interop.load` gives them."""
+    module: nn.Module
+    forward: Forward
+
+    @property
+    def dtype(self) -> str:
+        """What both sides compute in."""
+        return self.ours.config.param_dtype
+
+    def trained(self) -> dict[str, np.ndarray]:
+        """A copy of the reference's parameters by name, each tied one once."""
+        return {name: _copy(p) for name, p in self.module.named_parameters() if p.requires_grad}
+
+    def fixed(self) -> dict[str, np.ndarray]:
+        """Its other tensors."""
+        trained = {id(p) for p in self.module.parameters() if p.requires_grad}
+        state = self.module.state_dict(keep_vars=True)
+        return {name: _copy(tensor) for name, tensor in state.items() if id(tensor) not in trained}
+
+    def logits(self, tokens: Tokens) -> torch.Tensor:
+        """Logits [B, T, V] of the reference, with their gradient's graph."""
+        return self.forward(self.module, tokens)
+
+    def loss(
+        self, logits: torch.Tensor, tokens: Tokens, its_loss: ReferenceLoss | None = None
+    ) -> torch.Tensor:
+        """Loss per token as the reference computes it, or by another reference's way."""
+        targets = torch.tensor(classes(tokens, logits.shape[-1])).long()
+        total, count = (its_loss or self.ours.recipe.loss)(
+            logits.flatten(0, 1),
+            targets.flatten(),
+            self.ours.recipe.smoothing,
+            self.ours.config.pad_id,
+        )
+        return total / count
+
+
+def pair(
+    family: str | interop.Family,
+    module: nn.Module,
+    overrides: Mapping[str, Any],
+    forward: Forward | None = None,
+    its_recipe: Recipe | None = None,
+) -> Pair:
+    """Our model with the weights of `module`.
+
+    Args:
+      family: the map of its weights.
+      module: the reference, float32 or float64; it is not changed.
+      overrides: what its tensors cannot tell, for `interop.load`.
+      forward: how to run it; by default `module(source, target_input)` with int64 tensors [B, S]
+        and [B, T].
+      its_recipe: how it is trained, by default the family's.
+
+    Raises:
+      UserError: its tensors are not the family's.
+    """
+    family = interop.FAMILIES[family] if isinstance(family, str) else family
+    config, params = interop.load(family, module.state_dict(), **overrides)
+    default: Forward = _on_tokens
+    if not config.target_vocab_size:
+        run = _torch_transformer if isinstance(module, nn.Transformer) else _layers
+        default = functools.partial(run, config)
+    ours = Ours(family, config, its_recipe or recipe(family.name))
+    return Pair(ours, params, module, forward or default)
+
+
+def real_tokens(pair: Pair, batch: Any) -> tuple[Tokens, Padding]:
+    """A batch in the form that a pair takes, and where it is real."""
+    config = pair.ours.config
+    tokens = as_tokens(batch, config)
+    return tokens, padding(tokens, config.pad_id)
+
+
+def classes(tokens: Tokens, vocabulary: int) -> np.ndarray:
+    """What the logits should say, [B, T]; layers alone have D outputs that serve as logits."""
+    return tokens.target_output % vocabulary
+
+
+@contextlib.contextmanager
+def precision(dtype: str) -> Iterator[None]:
+    """Lets both sides compute in `dtype` throughout."""
+    with jax.enable_x64(dtype == "float64"), references.default_dtype(dtype):
+        yield
+
+
+@contextlib.contextmanager
+def without_dropout(module: nn.Module) -> Iterator[None]:
+    """Puts a module into evaluation mode, for a while."""
+    was_training = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in was_training.items():
+            part.training = training
+
+
+def _copy(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.detach().clone().numpy()
+
+
+def _on_tokens(module: nn.Module, tokens: Tokens) -> torch.Tensor:
+    source, target = (torch.tensor(array).long() for array in tokens[:2])
+    return module(source, target)
+
+
+# Layers have no embeddings: every token stands for some vector, the same on both sides.
+
+
+@functools.lru_cache
+def _vectors(rows: int, d_model: int) -> np.ndarray:
+    return np.random.default_rng(0).normal(size=(rows, d_model))
+
+
+def _source_and_target(
+    config: TransformerConfig, tokens: Tokens
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[B, S, D] and [B, T, D]."""
+    dtype = getattr(torch, config.dtype)
+    table = torch.tensor(_vectors(config.d_model, config.d_model), dtype=dtype)
+    return table[tokens.source], table[tokens.target_input]
+
+
+def _layers(config: TransformerConfig, module: nn.Module, tokens: Tokens) -> torch.Tensor:
+    source, target = _source_and_target(config, tokens)
+    source_mask = torch.tensor(tokens.source != config.pad_id)[:, None]
+    length = target.shape[1]
+    target_mask = torch.ones(length, length, dtype=torch.bool).tril()[None]
+    return module(source, target, source_mask, target_mask)
+
+
+def _torch_transformer(
+    config: TransformerConfig, module: nn.Module, tokens: Tokens
+) -> torch.Tensor:
+    source, target = _source_and_target(config, tokens)
+    if not module.batch_first:
+        source, target = source.transpose(0, 1), target.transpose(0, 1)
+    length = tokens.target_input.shape[1]
+    hidden = torch.tensor(tokens.source == config.pad_id)
+    output = module(
+        source,
+        target,
+        tgt_mask=torch.ones(length, length, dtype=torch.bool).triu(1),
+        src_key_padding_mask=hidden,
+        memory_key_padding_mask=hidden,
+    )
+    return output if module.batch_first else output.transpose(0, 1)
+
+
+def _layers_alone(model: Transformer, tokens: Tokens) -> Array:
+    c = model.config
+    dtype = jnp.dtype(c.dtype)
+    source, target = (
+        jnp.asarray(_vectors(c.d_model, c.d_model), dtype)[array] for array in tokens[:2]
+    )
+    source_mask = jnp.asarray(tokens.source != c.pad_id)[:, None, None]
+    encoded, _ = model.encoder(source, source_mask)
+    target_mask = causal_mask(tokens.target_input.shape[1])
+    return model.decoder(target, encoded, target_mask, source_mask)[0]

@@ -1,0 +1,133 @@
+"""MarianMT: Hugging Face's own model, called as all references are.
+
+Post-norm, all sines before all cosines, the output tied and with a bias that is not trained, and a
+decoder that starts from the padding token and hides nothing but the future.
+
+Source: https://github.com/huggingface/transformers (src/transformers/models/marian)
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import MarianConfig, MarianMTModel
+
+from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.parity.references.common import (
+    Attention,
+    attention_taps,
+    feed_forward_taps,
+    post_norm_taps,
+)
+from flaxformer_mt.parity.trace import Tap, for_layers
+
+ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "silu": "silu"}
+
+
+class MarianMT(MarianMTModel):
+    """`MarianMTModel` whose forward takes and gives what that of the other references does."""
+
+    def forward(
+        self, source: Tensor, target_input: Tensor, return_attention: bool = False
+    ) -> Tensor | tuple[Tensor, Attention]:
+        """Logits [B, T, V] for source [B, S] and target_input [B, T]."""
+        padding: Any = source == self.config.pad_token_id
+        outputs = super().forward(
+            input_ids=source,
+            attention_mask=(~padding).long(),
+            decoder_input_ids=target_input,
+            use_cache=False,
+            output_attentions=return_attention,
+        )
+        if return_attention:
+            return outputs.logits, Attention(
+                list(outputs.encoder_attentions),
+                list(outputs.decoder_attentions),
+                list(outputs.cross_attentions),
+            )
+        return outputs.logits
+
+
+def _position_table(rows: int, d_model: int) -> Tensor:
+    """Sines [rows, ceil(D/2)], then cosines [rows, floor(D/2)], in float64."""
+    pairs = torch.arange((d_model + 1) // 2, dtype=torch.float64)
+    angles = torch.arange(rows)[:, None] / 10000 ** (2 * pairs / d_model)
+    return torch.cat([angles.sin(), angles.cos()[:, : d_model // 2]], dim=1)
+
+
+def build(config: TransformerConfig) -> MarianMT:
+    """The reference with the sizes, tying, activation and scale of `config`.
+
+    Hugging Face rounds the table of sinusoids to float32 whatever the model's dtype. In a float64
+    model it is computed anew, since nothing could agree with it to more digits.
+
+    Matrices start as wide as 1/sqrt(D), not 0.02: a small model would not attend to anything.
+    """
+    options: dict[str, Any] = {"attn_implementation": "eager"}
+    model = MarianMT(
+        MarianConfig(
+            vocab_size=config.source_vocab_size,
+            decoder_vocab_size=config.target_vocab_size,
+            d_model=config.d_model,
+            encoder_layers=config.num_encoder_layers,
+            decoder_layers=config.num_decoder_layers,
+            encoder_attention_heads=config.num_heads,
+            decoder_attention_heads=config.num_heads,
+            encoder_ffn_dim=config.d_ff,
+            decoder_ffn_dim=config.d_ff,
+            max_position_embeddings=config.max_length,
+            dropout=config.dropout_rate,
+            attention_dropout=config.attention_dropout_rate,
+            activation_dropout=config.activation_dropout_rate,
+            activation_function=ACTIVATIONS[config.activation],
+            scale_embedding=config.scale_embeddings,
+            share_encoder_decoder_embeddings=config.shares_source_and_target,
+            tie_word_embeddings=config.shares_target_and_output,
+            pad_token_id=config.pad_id,
+            eos_token_id=config.eos_id,
+            forced_eos_token_id=config.eos_id,
+            decoder_start_token_id=config.pad_id,
+            init_std=config.d_model**-0.5,
+            **options,
+        )
+    )
+    if config.tie_embeddings == "source_target":  # Without a tied output, only version 4 ties them.
+        model.model.set_input_embeddings(model.model.shared)
+    if torch.get_default_dtype() == torch.float64:
+        table = _position_table(config.max_length, config.d_model)
+        with torch.no_grad():
+            for stack in (model.model.encoder, model.model.decoder):
+                stack.embed_positions.weight.copy_(table)
+    return model
+
+
+def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
+    """Where `module` computes each site of `parity.trace`."""
+    return {
+        **_embedding_taps("source", "encoder"),
+        **for_layers(config.num_encoder_layers, _layer_taps("encoder", {"self": "self_attn"})),
+        **_embedding_taps("target", "decoder"),
+        **for_layers(
+            config.num_decoder_layers,
+            _layer_taps("decoder", {"self": "self_attn", "cross": "encoder_attn"}),
+        ),
+    }
+
+
+def _embedding_taps(side: str, stack: str) -> dict[str, Tap]:
+    return {
+        f"{side}/embedding": Tap(f"model.{stack}", op="mul"),
+        f"{side}/embedded": Tap(f"model.{stack}.layers.0", "input"),
+    }
+
+
+def _layer_taps(stack: str, attentions: dict[str, str]) -> dict[str, Tap]:
+    site, layer = f"{stack}/layers/{{layer}}", f"model.{stack}.layers.{{layer}}"
+    found = {site: Tap(layer)}
+    for kind, name in attentions.items():
+        attention = f"{layer}.{name}"
+        linears = [f"{attention}.{linear}_proj" for linear in ("q", "k", "v", "out")]
+        found |= attention_taps(f"{site}/{kind}_attention", linears, attention)
+        found |= post_norm_taps(f"{site}/{kind}_attention", f"{attention}_layer_norm")
+    found |= feed_forward_taps(f"{site}/feed_forward", f"{layer}.fc1", f"{layer}.fc2")
+    return found | post_norm_taps(f"{site}/feed_forward", f"{layer}.final_layer_norm")

@@ -1,0 +1,309 @@
+"""OpenNMT-py 3's Transformer: pre-norm, a final norm on both stacks.
+
+Biases of attention and of the feed-forward network are options, the output always has one.
+
+Source: https://github.com/OpenNMT/OpenNMT-py (onmt/encoders/transformer.py,
+onmt/decoders/transformer.py, onmt/modules: embeddings.py, multi_headed_attn.py, position_ffn.py;
+onmt/model_builder.py)
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.parity.references.common import (
+    ACTIVATIONS,
+    Attention,
+    attention_taps,
+    feed_forward_taps,
+    join_heads,
+    not_future,
+    not_padding,
+    split_heads,
+)
+from flaxformer_mt.parity.trace import Tap, for_layers
+
+MASKED_SCORE = -1e18
+
+
+class PositionalEncoding(nn.Module):
+    """Vectors times sqrt(D), plus sinusoids, for an even D.
+
+    "SinusoidalInterleaved" has the paper's frequencies, "SinusoidalConcat" tensor2tensor's.
+    """
+
+    pe: Tensor
+
+    def __init__(self, dim: int, enc_type: str, max_len: int = 5000) -> None:
+        super().__init__()
+        self.dim = dim
+        position = torch.arange(max_len)[:, None]
+        pairs = torch.arange(dim // 2)
+        if enc_type == "SinusoidalInterleaved":
+            angles = position * torch.exp(2 * pairs * -(math.log(10000.0) / dim))
+            table = torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)
+        else:
+            angles = position * torch.exp(pairs * -(math.log(10000.0) / (dim // 2 - 1)))
+            table = torch.cat([angles.sin(), angles.cos()], dim=1)
+        self.register_buffer("pe", table.unsqueeze(1))
+
+    def forward(self, emb: Tensor) -> Tensor:
+        """[B, T, D] to [B, T, D]."""
+        return emb * math.sqrt(self.dim) + self.pe[: emb.size(1)].transpose(0, 1)
+
+
+class Embeddings(nn.Module):
+    """Token vectors; without positions they are not scaled either.
+
+    The published `make_embedding` is run as a whole and takes words with features, here there are
+    words alone.
+    """
+
+    def __init__(self, config: TransformerConfig, vocab_size: int) -> None:
+        super().__init__()
+        table = nn.Embedding(vocab_size, config.d_model, padding_idx=config.pad_id)
+        self.make_embedding = nn.Sequential()
+        self.make_embedding.add_module("emb_luts", nn.ModuleList([table]))
+        self.position_encoding = config.position_kind != "none"
+        if self.position_encoding:
+            interleaved = config.position_layout == "interleaved"
+            enc_type = "SinusoidalInterleaved" if interleaved else "SinusoidalConcat"
+            self.make_embedding.add_module("pe", PositionalEncoding(config.d_model, enc_type))
+        self.dropout = nn.Dropout(config.dropout_rate)
+
+    @property
+    def word_lut(self) -> Any:
+        """The table [V, D]."""
+        return self.make_embedding.get_submodule("emb_luts.0")
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[B, T] to [B, T, D]."""
+        x = self.word_lut(tokens)
+        if self.position_encoding:
+            x = self.make_embedding.get_submodule("pe")(x)
+        return self.dropout(x)
+
+
+class MultiHeadedAttention(nn.Module):
+    """H heads of width D / H."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        width, bias = config.d_model, config.qkv_bias
+        self.head_count = config.num_heads
+        self.dim_per_head = width // config.num_heads
+        self.linear_keys = nn.Linear(width, width, bias=bias)
+        self.linear_values = nn.Linear(width, width, bias=bias)
+        self.linear_query = nn.Linear(width, width, bias=bias)
+        self.softmax = nn.Softmax(dim=-1)
+        self.dropout = nn.Dropout(config.attention_dropout_rate)
+        self.final_linear = nn.Linear(width, width, bias=config.attention_output_bias)
+
+    def forward(self, key: Tensor, query: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, T, D] and the weights [B, H, T, S]; key [B, S, D], visible [B, 1 or T, S]."""
+        k = split_heads(self.linear_keys(key), self.head_count)
+        v = split_heads(self.linear_values(key), self.head_count)
+        q = split_heads(self.linear_query(query), self.head_count) / math.sqrt(self.dim_per_head)
+        # Published in float32 whatever the dtype, which float64 is spared here.
+        scores = (q @ k.transpose(2, 3)).masked_fill(~visible.unsqueeze(1), MASKED_SCORE)
+        weights = self.softmax(scores)
+        return self.final_linear(join_heads(self.dropout(weights) @ v)), weights
+
+
+class PositionwiseFeedForward(nn.Module):
+    """x + W2 a(W1 norm(x)): norm and residual are in it, other than in attention."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.w_1 = nn.Linear(config.d_model, config.d_ff, bias=config.feed_forward_bias)
+        self.w_2 = nn.Linear(config.d_ff, config.d_model, bias=config.feed_forward_bias)
+        self.layer_norm = nn.LayerNorm(config.d_model, eps=config.norm_epsilon)
+        self.dropout_1 = nn.Dropout(config.activation_dropout_rate)
+        self.dropout_2 = nn.Dropout(config.dropout_rate)
+        self.activation = ACTIVATIONS[config.activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, D] to [B, T, D]."""
+        inter = self.dropout_1(self.activation(self.w_1(self.layer_norm(x))))
+        return self.dropout_2(self.w_2(inter)) + x
+
+
+class TransformerEncoderLayer(nn.Module):
+    """Self-attention, then feed-forward."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.self_attn = MultiHeadedAttention(config)
+        self.feed_forward = PositionwiseFeedForward(config)
+        self.layer_norm = nn.LayerNorm(config.d_model, eps=config.norm_epsilon)
+        self.dropout = nn.Dropout(config.dropout_rate)
+
+    def forward(self, x: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, S, D], and the weights [B, H, S, S]."""
+        y = self.layer_norm(x)
+        context, weights = self.self_attn(y, y, visible)
+        return self.feed_forward(self.dropout(context) + x), weights
+
+
+class TransformerDecoderLayer(nn.Module):
+    """Self-attention, attention to the encoder, feed-forward."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.self_attn = MultiHeadedAttention(config)
+        self.feed_forward = PositionwiseFeedForward(config)
+        self.layer_norm_1 = nn.LayerNorm(config.d_model, eps=config.norm_epsilon)
+        self.dropout = nn.Dropout(config.dropout_rate)
+        self.context_attn = MultiHeadedAttention(config)
+        self.layer_norm_2 = nn.LayerNorm(config.d_model, eps=config.norm_epsilon)
+
+    def forward(
+        self, x: Tensor, enc_out: Tensor, self_visible: Tensor, source_visible: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, T, D], and the weights [B, H, T, T] and [B, H, T, S]."""
+        y = self.layer_norm_1(x)
+        self_context, self_weights = self.self_attn(y, y, self_visible)
+        query = self.dropout(self_context) + x
+        context, weights = self.context_attn(enc_out, self.layer_norm_2(query), source_visible)
+        return self.feed_forward(self.dropout(context) + query), self_weights, weights
+
+
+class TransformerEncoder(nn.Module):
+    """Embeddings, the layers of the source, and a norm."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.embeddings = Embeddings(config, config.source_vocab_size)
+        self.transformer = nn.ModuleList(
+            TransformerEncoderLayer(config) for _ in range(config.num_encoder_layers)
+        )
+        self.layer_norm = nn.LayerNorm(config.d_model, eps=config.norm_epsilon)
+
+    def forward(self, src: Tensor, visible: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """[B, S, D], and every layer's weights [B, H, S, S]."""
+        x = self.embeddings(src)
+        all_weights = []
+        for layer in self.transformer:
+            x, weights = layer(x, visible)
+            all_weights.append(weights)
+        return self.layer_norm(x), all_weights
+
+
+class TransformerDecoder(nn.Module):
+    """Embeddings, the layers of the target, and a norm."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.embeddings = Embeddings(config, config.target_vocab_size)
+        self.layer_norm = nn.LayerNorm(config.d_model, eps=config.norm_epsilon)
+        self.transformer_layers = nn.ModuleList(
+            TransformerDecoderLayer(config) for _ in range(config.num_decoder_layers)
+        )
+
+    def forward(
+        self, tgt: Tensor, enc_out: Tensor, self_visible: Tensor, source_visible: Tensor
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """[B, T, D], and every layer's weights [B, H, T, T] and [B, H, T, S]."""
+        x = self.embeddings(tgt)
+        all_self_weights, all_cross_weights = [], []
+        for layer in self.transformer_layers:
+            x, self_weights, cross_weights = layer(x, enc_out, self_visible, source_visible)
+            all_self_weights.append(self_weights)
+            all_cross_weights.append(cross_weights)
+        return self.layer_norm(x), all_self_weights, all_cross_weights
+
+
+class NMTModel(nn.Module):
+    """The whole model.
+
+    Published is a mask of the source by length, which for padding on the right is that by `pad_id`;
+    a target row that could see nothing but padding sees everything there.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.pad_id = config.pad_id
+        self.encoder = TransformerEncoder(config)
+        self.decoder = TransformerDecoder(config)
+        self.generator = nn.Linear(config.d_model, config.target_vocab_size)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() > 1:
+                nn.init.xavier_uniform_(parameter)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+        if config.shares_source_and_target:
+            self.decoder.embeddings.word_lut.weight = self.encoder.embeddings.word_lut.weight
+        if config.shares_target_and_output:
+            self.generator.weight = self.decoder.embeddings.word_lut.weight
+
+    def forward(
+        self, src: Tensor, tgt: Tensor, return_attention: bool = False
+    ) -> Tensor | tuple[Tensor, Attention]:
+        """Logits [B, T, V] for src [B, S] and tgt [B, T]."""
+        src_visible = not_padding(src, self.pad_id)
+        tgt_visible = not_padding(tgt, self.pad_id) & not_future(tgt)
+        enc_out, encoder_self = self.encoder(src, src_visible)
+        x, decoder_self, decoder_cross = self.decoder(tgt, enc_out, tgt_visible, src_visible)
+        logits = self.generator(x)
+        if return_attention:
+            return logits, Attention(encoder_self, decoder_self, decoder_cross)
+        return logits
+
+
+def build(config: TransformerConfig) -> NMTModel:
+    """The reference with all the options of `config`."""
+    return NMTModel(config)
+
+
+def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
+    """Where `module` computes each site of `parity.trace`."""
+    encoder, decoder = "encoder.transformer.{layer}", "decoder.transformer_layers.{layer}"
+    in_encoder = {
+        **_attention_taps("encoder", "self", f"{encoder}.self_attn", f"{encoder}.layer_norm"),
+        "encoder/layers/{layer}/self_attention_sum": Tap(encoder, op="add"),
+        **_feed_forward_taps("encoder", encoder),
+    }
+    in_decoder = {
+        **_attention_taps("decoder", "self", f"{decoder}.self_attn", f"{decoder}.layer_norm_1"),
+        "decoder/layers/{layer}/self_attention_sum": Tap(decoder, op="add"),
+        **_attention_taps("decoder", "cross", f"{decoder}.context_attn", f"{decoder}.layer_norm_2"),
+        "decoder/layers/{layer}/cross_attention_sum": Tap(decoder, op="add", call=1),
+        **_feed_forward_taps("decoder", decoder),
+    }
+    return {
+        **_stack_taps("source", "encoder", config),
+        **for_layers(config.num_encoder_layers, in_encoder),
+        **_stack_taps("target", "decoder", config),
+        **for_layers(config.num_decoder_layers, in_decoder),
+    }
+
+
+def _stack_taps(side: str, stack: str, config: TransformerConfig) -> dict[str, Tap]:
+    embeddings = f"{stack}.embeddings.make_embedding"
+    final_norm = {f"{stack}/final_norm": Tap(f"{stack}.layer_norm")}
+    if config.position_kind == "none":
+        return {f"{side}/embedding": Tap(f"{embeddings}.emb_luts.0")} | final_norm
+    return {
+        f"{side}/embedding": Tap(f"{embeddings}.pe", op="mul"),
+        f"{side}/embedded": Tap(f"{embeddings}.pe"),
+    } | final_norm
+
+
+def _attention_taps(stack: str, kind: str, module: str, norm: str) -> dict[str, Tap]:
+    site = f"{stack}/layers/{{layer}}/{kind}_attention"
+    names = ("linear_query", "linear_keys", "linear_values", "final_linear")
+    linears = [f"{module}.{name}" for name in names]
+    return {f"{site}_norm": Tap(norm), **attention_taps(site, linears, f"{module}.softmax")}
+
+
+def _feed_forward_taps(stack: str, layer: str) -> dict[str, Tap]:
+    site, network = f"{stack}/layers/{{layer}}", f"{layer}.feed_forward"
+    return {
+        f"{site}/feed_forward_norm": Tap(f"{network}.layer_norm"),
+        **feed_forward_taps(f"{site}/feed_forward", f"{network}.w_1", f"{network}.w_2"),
+        f"{site}/feed_forward_sum": Tap(network),
+        site: Tap(layer),
+    }

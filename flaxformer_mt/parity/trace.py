@@ -1,0 +1,342 @@
+"""Taps every sub-layer, in our model and in a PyTorch module, under the same names.
+
+A *site* is a value that both sides compute: "encoder/layers/0/self_attention/query", say. `sites`
+lists those of a configuration in the order in which they are computed, which is what makes the
+first difference the one to look at:
+
+    source/embedding                     [B, S, D], looked up and scaled
+    source/embedded                      [B, S, D], positions added
+    encoder/embedding_norm               [B, S, D]
+    encoder/layers/0/self_attention/query, key, value    [B, S, H*K], value [B, S, H*U]
+    encoder/layers/0/self_attention/scores               [B, H, S, S], masked ones are -inf
+    encoder/layers/0/self_attention/weights              [B, H, S, S]
+    encoder/layers/0/self_attention/context              [B, S, H*U]
+    encoder/layers/0/self_attention/output               [B, S, D]
+    encoder/layers/0/self_attention_sum                  [B, S, D], input + output
+    encoder/layers/0/self_attention_norm                 [B, S, D], first if pre-norm, last if post
+    encoder/layers/0/feed_forward/hidden, activated      [B, S, F]
+    encoder/layers/0/feed_forward/output                 [B, S, D]
+    encoder/layers/0/feed_forward_sum, feed_forward_norm [B, S, D]
+    encoder/layers/0                                     [B, S, D], the layer's result
+    encoder/final_norm                                   [B, S, D]
+    target/..., decoder/... with self_attention, cross_attention and feed_forward
+    logits                                               [B, T, V]
+
+Our model shows its values through Linen's "intermediates"; a PyTorch module through hooks, and
+through a dispatch mode for what it computes between modules. Neither needs to be changed for it.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Set
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from flax.traverse_util import flatten_dict
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.errors import UserError
+
+Values = dict[str, np.ndarray]
+"""Arrays by site, in the order of computation."""
+
+MASKED = -1e8
+"""A score below that hides its key: publications write -1e9, -inf or a dtype's minimum."""
+
+
+class Site(NamedTuple):
+    """A value that is compared, and where our model keeps it."""
+
+    name: str
+    path: str
+    """Among the intermediates."""
+    call: int
+    """Which of several values that were kept there."""
+    layer: int | None
+    """Index into the leading axis L; None outside of the stacks."""
+
+
+def sites(config: TransformerConfig) -> list[Site]:
+    """Every site of a model, in the order of computation, without the logits."""
+    found: list[Site] = []
+    attentions: tuple[str, ...] = ("self_attention",)
+    if config.has_inputs:
+        shared = config.shares_source_and_target
+        table = "target_embedding" if shared else "source_embedding"
+        found += _embedding_sites("source", "encoder", table, 0, 0, config)
+        for layer in range(config.num_encoder_layers):
+            found += _layer_sites("encoder", attentions, layer, config)
+        found += _norm_on_top("encoder", config)
+        found += _embedding_sites("target", "decoder", "target_embedding", int(shared), 1, config)
+        attentions = ("self_attention", "cross_attention")
+    else:
+        found += _embedding_sites("target", "decoder", "target_embedding", 0, 0, config)
+    for layer in range(config.num_decoder_layers):
+        found += _layer_sites("decoder", attentions, layer, config)
+    return found + _norm_on_top("decoder", config)
+
+
+def _embedding_sites(
+    side: str, stack: str, table: str, call: int, dropout_call: int, config: TransformerConfig
+) -> list[Site]:
+    if not config.target_vocab_size:  # Layers alone are given vectors.
+        return []
+    if not config.target_vocab_size:  # Layers alone begin with vectors.
+        return []
+    found = [Site(f"{side}/embedding", f"{table}/__call__", call, None)]
+    if config.position_kind != "none":
+        found.append(Site(f"{side}/embedded", "embedding_dropout/__call__", dropout_call, None))
+    if config.embedding_norm:
+        norm = f"{stack}/embedding_norm"
+        found.append(Site(norm, f"{norm}/__call__", 0, None))
+    return found
+
+
+def _norm_on_top(stack: str, config: TransformerConfig) -> list[Site]:
+    norm = f"{stack}/final_norm"
+    return [Site(norm, f"{norm}/__call__", 0, None)] if config.final_norm else []
+
+
+def _layer_sites(
+    stack: str, attentions: tuple[str, ...], layer: int, config: TransformerConfig
+) -> list[Site]:
+    ours, name = f"{stack}/layers", f"{stack}/layers/{layer}"
+    sublayers = (*attentions, "feed_forward")
+    found = []
+    for sublayer, following in zip(sublayers, (*sublayers[1:], None), strict=True):
+        norm = Site(f"{name}/{sublayer}_norm", f"{ours}/{sublayer}_norm/__call__", 0, layer)
+        if config.norm_position == "post":
+            path = f"{ours}/{sublayer}_norm/input"
+        else:
+            path = f"{ours}/{following}_norm/input" if following else f"{ours}/__call__"
+        residual = Site(f"{name}/{sublayer}_sum", path, 0, layer)
+        inside = _FEED_FORWARD if sublayer == "feed_forward" else _ATTENTION
+        parts = [
+            Site(f"{name}/{sublayer}/{part}", f"{ours}/{sublayer}/{path}", 0, layer)
+            for part, path in inside.items()
+        ]
+        pre = config.norm_position == "pre"
+        found += [norm, *parts, residual] if pre else [*parts, residual, norm]
+    return [*found, Site(name, f"{ours}/__call__", 0, layer)]
+
+
+_ATTENTION = {
+    "query": "query/__call__",
+    "key": "key/__call__",
+    "value": "value/__call__",
+    "scores": "scores",
+    "weights": "dropout/__call__",
+    "context": "context",
+    "output": "output/__call__",
+}
+_FEED_FORWARD = {
+    "hidden": "hidden/__call__",
+    "activated": "dropout/__call__",
+    "output": "output/__call__",
+}
+
+
+def values_of_model(config: TransformerConfig, intermediates: Mapping[str, Any]) -> Values:
+    """What our model kept, by site.
+
+    Args:
+      config: the model's.
+      intermediates: the collection that `Transformer.apply(..., capture_intermediates=True,
+        mutable=["intermediates"])` returns.
+    """
+    kept = flatten_dict(dict(intermediates), sep="/")
+    found = {}
+    for site in sites(config):
+        value = kept[site.path][site.call]
+        value = value[0] if isinstance(value, tuple) else value
+        value = np.asarray(value if site.layer is None else value[site.layer])
+        found[site.name] = _masked(value) if site.name.endswith("/scores") else value
+    return found
+
+
+def _masked(scores: np.ndarray) -> np.ndarray:
+    return np.where(scores < MASKED, -np.inf, scores)
+
+
+Reshape = Callable[[np.ndarray, tuple[int, ...]], np.ndarray]
+
+
+class Tap(NamedTuple):
+    """Where a PyTorch module computes the value of a site."""
+
+    module: str
+    """The sub-module's dotted name; "" is the module itself. "{layer}" stands for a layer."""
+    side: Literal["output", "input"] = "output"
+    """What goes out of the module (or operation), or what goes in."""
+    op: str = ""
+    """An ATen operation, as "_softmax", that the module runs itself or, if it runs none, in its
+    parts; "" = the module as a whole."""
+    call: int = 0
+    """Which call, from 0; -1 is the last. A module that has several names counts under all."""
+    argument: int = 0
+    """Which input or output, where there are several."""
+    reshape: Reshape | None = None
+    """To the site's shape, which it gets as its second argument. Without, an array of the same
+    size is reshaped in order."""
+
+
+def softmax_input(module: str, call: int = 0) -> Tap:
+    """The scores of an attention."""
+    return Tap(module, "input", "_softmax", call)
+
+
+def softmax_output(module: str, call: int = 0) -> Tap:
+    """The weights of an attention."""
+    return Tap(module, "output", "_softmax", call)
+
+
+def time_major(value: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """A `reshape` for PyTorch's older layout: [T, B, D], or [T*B, D], to [B, T, D]."""
+    batch, length, width = shape
+    return value.reshape(length, batch, width).swapaxes(0, 1)
+
+
+def for_layers(num_layers: int, taps: Mapping[str, Tap]) -> dict[str, Tap]:
+    """`taps` for every layer, with "{layer}" replaced in sites and modules."""
+    return {
+        site.format(layer=layer): tap._replace(module=tap.module.format(layer=layer))
+        for layer in range(num_layers)
+        for site, tap in taps.items()
+    }
+
+
+def values_of_module(
+    module: nn.Module,
+    taps: Mapping[str, Tap | str],
+    call: Callable[[nn.Module], torch.Tensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    strict: bool = True,
+) -> tuple[torch.Tensor, Values]:
+    """Runs a module and looks at it.
+
+    Args:
+      module: any PyTorch module.
+      taps: where it computes a site; a string is the module whose output it is.
+      call: how to run it; gives the logits [B, T, V].
+      shapes: of every site, in the order of computation.
+      strict: a tap that does not fit the module is an error; otherwise its site is left out.
+
+    Returns:
+      The logits, with their gradient's graph, and the values of all sites that have a tap.
+
+    Raises:
+      UserError: a tap names a site or module that does not exist, was never reached, or has a
+        value of another size.
+    """
+    wanted = {site: Tap(tap) if isinstance(tap, str) else tap for site, tap in taps.items()}
+    modules = dict(module.named_modules(remove_duplicate=False))
+    if not strict:
+        wanted = {site: tap for site, tap in wanted.items() if tap.module in modules}
+    for site, tap in wanted.items():
+        if site not in shapes:
+            raise UserError(f"there is no site {site}; the first is {next(iter(shapes))}")
+        if tap.module not in modules:
+            raise UserError(f"tap of {site}: the module has no part called {tap.module!r}")
+    keys = {site: (modules[tap.module], tap.op, tap.side) for site, tap in wanted.items()}
+    with _recording(module, set(keys.values())) as seen:
+        logits = call(module)
+    found = {}
+    for site in (site for site in shapes if site in wanted):
+        try:
+            value = _tapped(site, wanted[site], seen[keys[site]])
+            value = _shaped(site, wanted[site].reshape, value, shapes[site])
+        except UserError:
+            if strict:
+                raise
+            continue
+        found[site] = _masked(value) if site.endswith("/scores") else value
+    return logits, found
+
+
+def _tapped(site: str, tap: Tap, calls: list[list[Any]]) -> np.ndarray:
+    what = f"operation {tap.op} of module" if tap.op else "module"
+    if not -len(calls) <= tap.call < len(calls):
+        raise UserError(
+            f"tap of {site}: {what} {tap.module!r} was called {len(calls)} times, "
+            f"and there is no call {tap.call}"
+        )
+    values = calls[tap.call]
+    if not 0 <= tap.argument < len(values) or not isinstance(values[tap.argument], np.ndarray):
+        raise UserError(f"tap of {site}: {tap.side} {tap.argument} of {what} is no tensor")
+    return values[tap.argument]
+
+
+def _shaped(
+    site: str, reshape: Reshape | None, value: np.ndarray, shape: tuple[int, ...]
+) -> np.ndarray:
+    if reshape is not None:
+        value = reshape(value, shape)
+    if value.size != np.prod(shape):
+        raise UserError(f"{site} has shape {value.shape} in the reference, but {shape} here")
+    return value.reshape(shape)
+
+
+Key: TypeAlias = tuple[nn.Module, str, str]
+"""A module, the operation in it or "", and the side."""
+
+
+@contextlib.contextmanager
+def _recording(root: nn.Module, wanted: Set[Key]) -> Iterator[dict[Key, list[list[Any]]]]:
+    """Collects, for every call, what the wanted modules and operations take or give."""
+    seen: dict[Key, list[list[Any]]] = {key: [] for key in wanted}
+    in_parts: dict[Key, list[list[Any]]] = {key: [] for key in wanted}
+    running = [root]
+    handles = []
+
+    def record(module: nn.Module, op: str, side: str, values: Any, kept: Any = seen) -> None:
+        if (module, op, side) in kept:
+            values = values if isinstance(values, tuple) else (values,)
+            kept[module, op, side].append([_copied(value) for value in values])
+
+    def enter(module, args, kwargs):
+        running.append(module)
+        record(module, "", "input", (*args, *kwargs.values()))
+
+    def leave(module, args, output):
+        running.pop()
+        record(module, "", "output", output)
+
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            output = func(*args, **kwargs or {})
+            name = func.overloadpacket.__name__.replace("_safe_softmax", "_softmax")
+            for side, values in (("input", args), ("output", output)):
+                record(running[-1], name, side, values)
+                for module in running[:-1]:
+                    record(module, name, side, values, in_parts)
+            return output
+
+    try:
+        for module in root.modules():
+            handles += [
+                module.register_forward_pre_hook(enter, with_kwargs=True),
+                module.register_forward_hook(leave),
+            ]
+            if isinstance(module, nn.MultiheadAttention):
+                handles.append(module.register_forward_pre_hook(_ask_for_weights, with_kwargs=True))
+        # PyTorch's fused attention has no scores and no weights that could be looked at.
+        with Operations(), sdpa_kernel(SDPBackend.MATH):
+            yield seen
+        seen.update({key: in_parts[key] for key, calls in seen.items() if not calls})
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _ask_for_weights(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return args, kwargs | {"need_weights": True, "average_attn_weights": False}
+
+
+def _copied(value: Any) -> Any:
+    """A tensor as a numpy array that later in-place operations cannot change; the rest as it is."""
+    return value.detach().clone().numpy() if isinstance(value, torch.Tensor) else value

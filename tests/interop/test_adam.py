@@ -1,0 +1,197 @@
+"""Adam's state comes back as it went, and is our optimizer's on the way."""
+
+import copy
+from typing import Any
+
+import chex
+import jax
+import numpy as np
+import pytest
+import torch
+from flax.traverse_util import flatten_dict
+from toy_references import VARIANTS, Variant
+from trained_references import ALL, ONE_OF_EACH, assert_identical, train, trained_checkpoint
+
+from flaxformer_mt import interop
+from flaxformer_mt.errors import UserError
+
+MIXING = {"notebook", "annotated_1000_shared"}
+# Scales are not in the tensors: one of the three will do.
+SAVED = [name for name in ALL if not name.startswith(("jadore801120_emb", "jadore801120_uns"))]
+
+
+def flat(tree: Any) -> dict[str, np.ndarray]:
+    return flatten_dict(interop.model_params(tree), sep="/")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, "float32") for name in SAVED), *((name, "float64") for name in ONE_OF_EACH)],
+)
+def test_reference_to_ours_and_back_is_byte_identical(name, dtype, tmp_path):
+    variant = ALL[name]
+    before = trained_checkpoint(variant, dtype)
+    torch.save(before, tmp_path / "before.pt")
+    config, params, adam, notes = interop.load_training(
+        variant.family, tmp_path / "before.pt", **variant.hints
+    )
+    assert adam.step == 2
+    assert len(notes) == (name in MIXING)
+    interop.save(variant.family, config, params, tmp_path / "after.pt", adam)
+    after = torch.load(tmp_path / "after.pt", weights_only=True)
+    assert_identical(after, before)
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_moments_lie_where_their_parameters_lie(name):
+    """A moment equal to its parameter is so in ours, unless a note says that it starts at zero."""
+    variant = ALL[name]
+    reference = variant.build()
+    state = {
+        index: {"step": torch.tensor(1.0), "exp_avg": p.detach(), "exp_avg_sq": p.detach()}
+        for index, (name, p) in enumerate(reference.named_parameters())
+        if p.requires_grad
+    }
+    optimizer = torch.optim.Adam(reference.parameters()).state_dict() | {"state": state}
+    before = {"model": reference.state_dict(), "optimizer": optimizer}
+    _, params, adam, notes = interop.load_training(variant.family, before, **variant.hints)
+    # What is a constant there has no moments, either.
+    constants = {"output/bias"} if variant.family == "marian" else set()
+    expected = {
+        path: np.zeros_like(array) if path in constants or path in "".join(notes) else array
+        for path, array in flat(params).items()
+    }
+    chex.assert_trees_all_equal(flat(adam.mean), expected)
+    chex.assert_trees_all_equal(flat(adam.variance), expected)
+
+
+def test_our_optimizer_goes_on_where_theirs_stopped():
+    """A third step of Adam from the loaded state is the reference's third step."""
+    variant = VARIANTS["torch_pre_gelu"]
+    reference, adam = train(variant)
+    before = {"model": copy.deepcopy(reference.state_dict()), "optimizer": adam.state_dict()}
+    _, params, state, _ = interop.load_training("torch", before, **variant.hints)
+    gradients = {name: torch.ones_like(p) for name, p in reference.named_parameters()}
+    for name, parameter in reference.named_parameters():
+        parameter.grad = gradients[name]
+    adam.step()
+    _, expected = interop.load("torch", reference.state_dict(), **variant.hints)
+
+    def step(parameter, mean, variance):
+        mean, variance = 0.9 * mean + 0.1, 0.999 * variance + 0.001
+        unbiased = variance / (1 - 0.999**3)
+        return parameter - 0.01 * mean / (1 - 0.9**3) / (np.sqrt(unbiased) + 1e-8)
+
+    ours = jax.tree.map(
+        step, *(interop.model_params(tree) for tree in (params, state.mean, state.variance))
+    )
+    chex.assert_trees_all_close(ours, interop.model_params(expected), rtol=0, atol=1e-6)
+
+
+def test_an_optimizer_that_has_not_stepped_or_counts_in_integers(tmp_path):
+    variant = VARIANTS["tunz"]
+    reference = variant.build()
+    fresh = torch.optim.Adam(reference.parameters()).state_dict()
+    counting = copy.deepcopy(train(variant)[1].state_dict())
+    for entry in counting["state"].values():
+        entry["step"] = 2
+    for optimizer in (fresh, counting):
+        before = {"model": reference.state_dict(), "optimizer": optimizer}
+        config, params, adam, _ = interop.load_training("tunz", before, **variant.hints)
+        interop.save("tunz", config, params, tmp_path / "after.pt", adam)
+        after = torch.load(tmp_path / "after.pt", weights_only=True)
+        assert_identical(after["optimizer"], optimizer)
+
+
+def test_groups_of_parameters_need_names(tmp_path):
+    variant = VARIANTS["tunz"]
+    reference = variant.build()
+
+    def optimizer(named: bool) -> Any:
+        parameters = list(reference.named_parameters())
+        biases = [(n, p) if named else p for n, p in parameters if n.endswith("bias")]
+        others = [(n, p) if named else p for n, p in parameters if not n.endswith("bias")]
+        groups = [{"params": biases, "weight_decay": 0.0}, {"params": others}]
+        adam = torch.optim.Adam(groups)
+        for parameter in reference.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        adam.step()
+        return {"model": reference.state_dict(), "optimizer": adam.state_dict()}
+
+    before = optimizer(named=True)
+    config, params, adam, _ = interop.load_training("tunz", before, **variant.hints)
+    interop.save("tunz", config, params, tmp_path / "after.pt", adam)
+    after = torch.load(tmp_path / "after.pt", weights_only=True)
+    assert_identical(after["optimizer"], before["optimizer"])
+    with pytest.raises(UserError, match="several groups without names"):
+        interop.load_training("tunz", optimizer(named=False), **variant.hints)
+
+
+def refusal(before: Any, variant: Variant = VARIANTS["tunz"]) -> str:
+    with pytest.raises(UserError) as caught:
+        interop.load_training(variant.family, before, **variant.hints)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_an_unfit_moment_is_refused_by_name():
+    before = trained_checkpoint(VARIANTS["tunz"])
+    names = [name for name, _ in VARIANTS["tunz"].build().named_parameters()]
+    index = names.index("decoder.layers.1.ffn.layer1.weight")
+    name = names[index]
+
+    def changed(**entry: Any) -> dict[str, Any]:
+        optimizer = copy.deepcopy(before["optimizer"])
+        optimizer["state"][index] |= entry
+        return before | {"optimizer": optimizer}
+
+    moment = before["optimizer"]["state"][index]["exp_avg"]
+    assert f"exp_avg of {name} has shape (16, 24), but should be (24, 16)" in refusal(
+        changed(exp_avg=moment.T)
+    )
+    assert f"exp_avg_sq of {name} is float64" in refusal(changed(exp_avg_sq=moment.double()))
+    assert f"exp_avg of {name} is float16" in refusal(changed(exp_avg=moment.half()))
+    assert f"max_exp_avg_sq of {name} is left over" in refusal(changed(max_exp_avg_sq=moment))
+    assert f"3.0 steps on {name}, but 2.0 on" in refusal(changed(step=torch.tensor(3.0)))
+    assert f"step of {name} is no number" in refusal(changed(step="3"))
+    for key in ("step", "exp_avg", "exp_avg_sq"):
+        unfit = changed()
+        del unfit["optimizer"]["state"][index][key]
+        assert f"{key} of {name} is missing" in refusal(unfit)
+    unfit = changed()
+    del unfit["optimizer"]["state"][index]
+    assert f"moments of {name} are missing" in refusal(unfit)
+    unfit = changed()
+    unfit["optimizer"]["state"][len(names)] = unfit["optimizer"]["state"][index]
+    assert f"entry {len(names)} of the optimizer's state is left over" in refusal(unfit)
+
+
+def test_what_is_no_adam_of_this_model_is_refused():
+    before = trained_checkpoint(VARIANTS["tunz"])
+    other = trained_checkpoint(VARIANTS["torch_post"])["optimizer"]
+    assert "other parameters than the model" in refusal(before | {"optimizer": other})
+    groups = before["optimizer"]["param_groups"]
+    for unfit in (
+        {"lr": 1.0},
+        {"state": {0: 1.0}, "param_groups": groups},
+        {"state": {}, "param_groups": [{"lr": 1.0}]},
+        {"state": {}, "param_groups": 3},
+    ):
+        assert "not that of a torch.optim.Adam" in refusal(before | {"optimizer": unfit})
+    momentum = {"state": {0: {"momentum_buffer": 1.0}}, "param_groups": groups}
+    assert "Adam's step of" in refusal(before | {"optimizer": momentum})
+    assert interop.load_training("tunz", before["model"], num_heads=4).adam is None
+
+
+@pytest.mark.parametrize("name", sorted(MIXING))
+def test_moments_trained_further_cannot_be_unmixed(name, tmp_path):
+    variant = ALL[name]
+    config, params, adam, _ = interop.load_training(
+        variant.family, trained_checkpoint(variant), **variant.hints
+    )
+    later = adam._replace(mean=jax.tree.map(lambda moment: moment + 1, adam.mean))
+    with pytest.raises(UserError, match="save without adam"):
+        interop.save(variant.family, config, params, tmp_path / "model.pt", later)
+    with pytest.raises(UserError, match=r"give it \.pt"):
+        interop.save(variant.family, config, params, tmp_path / "model.safetensors", adam)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,469 @@
+"""What one published model computes, another computes after conversion; or it is refused."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import chex
+import jax
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from flax.traverse_util import flatten_dict
+from toy_references import NOTEBOOK, ONE_VOCABULARY, VARIANTS, Variant
+from trained_references import ALL, ONE_OF_EACH, assert_identical, trained_checkpoint
+
+from flaxformer_mt import interop
+from flaxformer_mt.cli import main
+from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.interop.convert import OWN, adapt, convert
+from flaxformer_mt.model.transformer import Transformer
+from flaxformer_mt.parity import references
+
+EPSILON = ("norm_epsilon",)
+
+PRE = {"norm_position": "pre"}
+EVEN_HEADS = {"head_dim": 4, "value_dim": 4}
+OPENNMT = {"pad_id": 1, "bos_id": 2, "eos_id": 3}
+RELU_MARIAN = Variant(
+    "marian",
+    ONE_VOCABULARY | {"pad_id": 10, "eos_id": 0, "max_length": 20, "activation": "relu"},
+    {"activation": "relu"},
+)
+SCALED_JADORE = Variant(
+    "jadore801120",
+    ONE_VOCABULARY | EVEN_HEADS | {"scale_embeddings": True},
+    {"scale_embeddings": True},
+)
+TIED_OPENNMT = Variant(
+    "opennmt",
+    OPENNMT | {"position_layout": "concatenated", "tie_embeddings": "target_output"},
+)
+UNSCALED_TORCH = Variant(
+    "torch", PRE | {"scale_embeddings": False}, PRE | {"scale_embeddings": False}
+)
+LEARNED = "position_kind=sinusoidal becomes learned: tables of "
+FAIRSEQ_START = "fairseq's own code starts from the end token"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A conversion that keeps what the model computes."""
+
+    source: Variant
+    target: str
+    notes: tuple[str, ...] = ()
+    """What its notes start with or end with, in order."""
+    accepted: tuple[str, ...] = ()
+    zeros: tuple[str, ...] = ()
+    """Tensors to set to zero first: the other family has no place for them."""
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The source's weights."""
+        state = self.source.build().state_dict()
+        for name in self.zeros:
+            state[name].zero_()
+        if self.source.family == "marian":  # As in published weights: decoding starts from it.
+            state["model.shared.weight"][10].zero_()
+        return state
+
+
+CASES = {
+    "annotated to questions": Case(Variant("annotated"), "questions"),
+    "questions to annotated": Case(
+        Variant("questions", {"head_dim": 5, "value_dim": 5}), "annotated"
+    ),
+    "torch to opennmt": Case(VARIANTS["torch_pre_gelu"], "opennmt"),
+    "opennmt to torch": Case(
+        Variant("opennmt", OPENNMT | {"norm_epsilon": 1e-5}, {"norm_epsilon": 1e-5}),
+        "torch",
+        (
+            "qkv_bias=False becomes True: zeros are written",
+            "attention_output_bias=False becomes True: zeros are written",
+            "feed_forward_bias=False becomes True: zeros are written",
+        ),
+    ),
+    "marian to fairseq": Case(
+        RELU_MARIAN,
+        "fairseq",
+        (LEARNED, "output_bias=True becomes False", "mask_target_padding=False", "zero_pad",
+         FAIRSEQ_START),
+        zeros=("final_logits_bias",),
+    ),
+    "tunz to fairseq": Case(
+        VARIANTS["tunz"],
+        "fairseq",
+        ("norm_epsilon=1e-06 becomes 1e-05: accepted", LEARNED, "qkv_bias=False",
+         "attention_output_bias=False", "mask_target_padding=False", FAIRSEQ_START),
+        EPSILON,
+    ),
+    "tunz to opennmt": Case(
+        VARIANTS["tunz"],
+        "opennmt",
+        ("output_bias=False becomes True: zeros", "mask_target_padding", "zero_pad_embeddings",
+         "decoding starts from a zero vector; opennmt's own code starts from the start token"),
+    ),
+    "opennmt to tunz": Case(
+        TIED_OPENNMT,
+        "tunz",
+        ("feed_forward_bias=False becomes True: zeros",
+         "output_bias=True becomes False: biases without effect are left out",
+         "mask_target_padding", "zero_pad_embeddings", "tunz's own code starts from a zero vector"),
+        zeros=("generator.bias",),
+    ),
+    "torch to fairseq": Case(
+        VARIANTS["torch_post"],
+        "fairseq",
+        (LEARNED, "output_bias=True becomes False", "zero_pad_embeddings", FAIRSEQ_START),
+        zeros=("generator.bias",),
+    ),
+    "jadore801120 to fairseq": Case(
+        SCALED_JADORE,
+        "fairseq",
+        ("norm_epsilon", LEARNED, "qkv_bias", "attention_output_bias", "zero_pad", FAIRSEQ_START),
+        EPSILON,
+    ),
+    "torch without scale to opennmt": Case(
+        UNSCALED_TORCH,
+        "opennmt",
+        ("scale_embeddings=False becomes True: multiplied by 0.25: source_embedding",),
+    ),
+}  # fmt: skip
+
+
+def logits(family: str, config: TransformerConfig, state: dict[str, torch.Tensor]) -> np.ndarray:
+    """What the published model computes."""
+    # The reference of tunz starts every target from a zero vector, that of torch always scales.
+    if family == "tunz" or not config.scale_embeddings:
+        hints = {name: getattr(config, name) for name in ("num_heads", "pad_id")}
+        switches = {name: getattr(config, name) for name in interop.FAMILIES[family].open_switches}
+        _, params = interop.load(family, state, **hints | switches)
+        return our_logits(config, params)
+    reference = references.build(family, **dataclasses.asdict(config)).eval()
+    reference.load_state_dict(state)
+    with torch.no_grad():
+        return reference(*map(torch.tensor, sentences(config.pad_id))).numpy()
+
+
+def our_logits(config: TransformerConfig, params: Any) -> np.ndarray:
+    apply = jax.jit(
+        Transformer(config).apply, compiler_options={"xla_backend_optimization_level": 0}
+    )
+    return np.asarray(apply({"params": params}, *map(np.int32, sentences(config.pad_id))))
+
+
+def sentences(pad_id: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Two sources, one of them padded on the right, and their targets."""
+    source = [[5, 3, 8, 4, 9, 6], [4, 7, 6, 8, pad_id, pad_id]]
+    return source, [[4, 3, 9, 8, 7], [9, 6, 5, 4, 4]]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_published_model_of_the_other_family_computes_the_same(name, tmp_path):
+    case = CASES[name]
+    state = case.state_dict()
+    torch.save(state, tmp_path / "source.pt")
+    notes = convert(
+        case.source.family, case.target, tmp_path / "source.pt", tmp_path / "target.safetensors",
+        case.source.hints, case.accepted,
+    )  # fmt: skip
+    assert len(notes) == len(case.notes), notes
+    for note, part in zip(notes, case.notes, strict=True):
+        assert note.startswith(part) or note.endswith(part)
+        assert "\n" not in note
+
+    config, params = interop.load(case.source.family, state, **case.source.hints)
+    theirs, _, _ = adapt(config, params, interop.FAMILIES[case.target], case.accepted)
+    tensors = safetensors.torch.load_file(tmp_path / "target.safetensors")
+    # An accepted epsilon changes the results by as much.
+    chex.assert_trees_all_close(
+        logits(case.target, theirs, tensors),
+        logits(case.source.family, config, state),
+        rtol=0,
+        atol=1e-4 if case.accepted else 2e-6,
+    )
+
+
+REFUSED = {
+    ("jadore801120_prj_all", "torch"): "embedding_norm=True cannot become False",
+    ("jadore801120_prj_all", "tunz"): "norm_position=post cannot become pre",
+    ("annotated_1000", "torch"): "norm_kind=unbiased_std cannot become layer_norm",
+    ("annotated_1000", "jadore801120"): "norm_position=pre cannot become post",
+    ("questions", "opennmt"): "norm_kind=unbiased_std cannot become layer_norm",
+    ("tunz", "annotated"): "norm_kind=layer_norm cannot become unbiased_std",
+    ("tunz", "torch"): "position_layout=concatenated cannot become interleaved",
+    ("tunz", "fairseq"): "norm_epsilon=1e-06 cannot become 1e-05: results would differ a little",
+    ("tunz_language_model", "opennmt"): "has_inputs=False cannot become True",
+    ("torch_pre_gelu", "tunz"): "tunz has no tie_embeddings=none",
+    ("torch_pre_gelu", "marian"): "norm_position=pre cannot become post",
+    ("torch_post", "marian"): "final_norm=True cannot become False",
+    ("torch_post", "fairseq"): "output_bias=True cannot become False: output/bias is not zero",
+    ("marian_all", "fairseq"): "fairseq has no activation=silu",
+    ("marian_none_relu_odd_width", "torch"): "position_layout=concatenated cannot become",
+    ("fairseq_no_positions", "marian"): "position_kind=none cannot become sinusoidal",
+    ("fairseq_post_shared", "marian"): "position_exponent=tensor2tensor cannot become paper",
+    ("fairseq_learned", "opennmt"): "opennmt has no position_kind=learned",
+    ("opennmt_unbiased", "annotated"): "norm_kind=layer_norm cannot become unbiased_std",
+    ("torch_post", "notebook"): "final_norm=True cannot become False",
+    ("notebook", "annotated"): "norm_position=post cannot become pre",
+    ("notebook", "marian"): "marian needs parameter",
+}
+
+
+@pytest.mark.parametrize(("name", "target"), REFUSED)
+def test_what_weights_cannot_make_up_for_is_refused_by_name(name, target, tmp_path):
+    variant = ALL[name]
+    torch.save(variant.build().state_dict(), tmp_path / "source.pt")
+    with pytest.raises(UserError) as caught:
+        convert(
+            variant.family, target, tmp_path / "source.pt", tmp_path / "target.pt", variant.hints
+        )
+    assert REFUSED[name, target] in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["source.pt"]
+
+
+def test_heads_that_the_other_family_cannot_have_are_refused():
+    variant = Variant("questions", {"head_dim": 5, "value_dim": 3})
+    config, params = interop.load("questions", variant.build().state_dict(), num_heads=4)
+    annotated = dataclasses.replace(interop.FAMILIES["annotated"], head_widths="even")
+    with pytest.raises(UserError, match=r"head_dim=d_model/num_heads, which is 16/4, not 5"):
+        adapt(config, params, annotated)
+
+
+def test_padding_that_starts_decoding_must_embed_to_zero_on_both_sides():
+    state = RELU_MARIAN.build().state_dict()
+    state["final_logits_bias"].zero_()
+    config, params = interop.load("marian", state, **RELU_MARIAN.hints)
+    with pytest.raises(UserError, match="zero_pad_embeddings=False cannot become True"):
+        adapt(config, params, interop.FAMILIES["fairseq"])
+
+
+def torch_with_ties(ties: str) -> interop.Family:
+    """The family `torch`, if its ties were not free."""
+    torch_family = interop.FAMILIES["torch"]
+    return dataclasses.replace(
+        torch_family,
+        preset=functools.partial(torch_family.configuration, tie_embeddings=ties),
+        open_switches=torch_family.open_switches - {"tie_embeddings"},
+    )
+
+
+def test_a_tie_is_cut_by_copies_and_knotted_again_where_these_are_equal():
+    state = Variant("torch", ONE_VOCABULARY | PRE).build().state_dict()
+    for name in ("src_tok_emb.embedding.weight", "generator.weight"):
+        state[name] = state["tgt_tok_emb.embedding.weight"]
+    config, params = interop.load("torch", state, num_heads=4, **PRE)
+    assert config.tie_embeddings == "all"
+    untied, copies, notes = adapt(config, params, torch_with_ties("none"))
+    assert [note.split(": ")[1] for note in notes] == [
+        "source_embedding/embedding is a copy of target_embedding/embedding",
+        "output/kernel is a copy of target_embedding/embedding",
+    ]
+    chex.assert_trees_all_close(
+        our_logits(untied, copies), our_logits(config, params), rtol=0, atol=1e-6
+    )
+    again, tied, _ = adapt(untied, copies, torch_with_ties("all"))
+    assert again == config
+    chex.assert_trees_all_equal(tied, interop.model_params(params))
+    copies["source_embedding"]["embedding"] = copies["source_embedding"]["embedding"] + 1
+    with pytest.raises(UserError, match="tie_embeddings=none cannot become all: source_embedding"):
+        adapt(untied, copies, torch_with_ties("all"))
+
+
+def test_a_scale_of_logits_moves_into_an_output_of_its_own():
+    state = VARIANTS["torch_pre_gelu"].build().state_dict()
+    config, params = interop.load("torch", state, **VARIANTS["torch_pre_gelu"].hints)
+    scaled = dataclasses.replace(config, scale_logits=True)
+    plain, multiplied, notes = adapt(scaled, params, interop.FAMILIES["torch"])
+    assert plain == config
+    assert "multiplied by 0.25: output/kernel, output/bias" in notes[0]
+    chex.assert_trees_all_close(
+        our_logits(plain, multiplied), our_logits(scaled, params), rtol=0, atol=1e-6
+    )
+
+
+def test_no_scale_moves_into_a_table_that_is_used_twice():
+    variant = VARIANTS["jadore801120_prj_all"]
+    config, params = interop.load("jadore801120", variant.build().state_dict(), **variant.hints)
+    fairseq = dataclasses.replace(interop.FAMILIES["fairseq"], head_widths="free")
+    with pytest.raises(UserError, match="scale_logits=True cannot become False: the table serves"):
+        adapt(config, params, fairseq, EPSILON)
+
+
+def test_only_a_key_bias_may_be_lost():
+    biases = OPENNMT | {"qkv_bias": True, "feed_forward_bias": True}
+    state = Variant("opennmt", biases).build().state_dict()
+    config, params = interop.load("opennmt", state, num_heads=4)
+    unbiased = dataclasses.replace(
+        interop.FAMILIES["opennmt"],
+        open_switches=interop.FAMILIES["opennmt"].open_switches
+        - {"qkv_bias", "attention_output_bias", "feed_forward_bias"},
+    )
+    with pytest.raises(UserError, match=r"qkv_bias=True cannot become False: .*/query/bias is not"):
+        adapt(config, params, unbiased)
+    flat = flatten_dict(params, sep="/")
+    for path, array in flat.items():
+        if path.startswith(("encoder", "decoder")) and path.endswith("/bias"):
+            array[...] = array if "/key/" in path or "norm/" in path else 0
+    less, fewer, notes = adapt(config, params, unbiased)
+    assert len(notes) == 3
+    assert not any("key/bias" in path for path in flatten_dict(fewer, sep="/"))
+    chex.assert_trees_all_close(
+        our_logits(less, fewer), our_logits(config, params), rtol=0, atol=1e-6
+    )
+
+
+def test_layers_without_embeddings_are_converted_as_they_are(tmp_path):
+    state = NOTEBOOK.build().state_dict()
+    torch.save(state, tmp_path / "notebook.pt")
+    assert convert("notebook", "torch", tmp_path / "notebook.pt", tmp_path / "torch.pt") == ()
+    _, expected = interop.load("notebook", state)
+    config, params = interop.load("torch", tmp_path / "torch.pt", num_heads=4, final_norm=False)
+    assert config.target_vocab_size == 0
+    chex.assert_trees_all_equal(params, interop.model_params(expected))
+
+
+# Adam, and our own files.
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_to_our_own_file_and_back_is_byte_identical(name, tmp_path):
+    variant = ALL[name]
+    before = trained_checkpoint(variant)
+    torch.save(before, tmp_path / "before.pt")
+    own = tmp_path / "own.safetensors"
+    convert(variant.family, OWN, tmp_path / "before.pt", own, variant.hints)
+    with safetensors.safe_open(own, framework="np") as file:
+        assert any(name.startswith("adam/mean/") for name in file.keys())  # noqa: SIM118
+    convert(OWN, OWN, own, tmp_path / "again.safetensors")
+    convert(OWN, variant.family, tmp_path / "again.safetensors", tmp_path / "after.pt")
+    assert_identical(torch.load(tmp_path / "after.pt", weights_only=True), before)
+
+
+def test_our_own_file_becomes_whatever_its_source_can_become(tmp_path):
+    variant = VARIANTS["torch_pre_gelu"]
+    torch.save(trained_checkpoint(variant), tmp_path / "torch.pt")
+    own = tmp_path / "own.safetensors"
+    convert("torch", OWN, tmp_path / "torch.pt", own, variant.hints)
+    assert convert(OWN, "opennmt", own, tmp_path / "opennmt.pt") == ()
+    convert("torch", "opennmt", *paths(tmp_path, "torch", "direct"), variant.hints)
+    one, other = (
+        torch.load(path, weights_only=True) for path in paths(tmp_path, "opennmt", "direct")
+    )
+    assert_identical(one, other)
+    with pytest.raises(UserError, match="norm_position=pre cannot become post"):
+        convert(OWN, "marian", own, tmp_path / "marian.pt")
+
+
+def test_adam_follows_what_is_only_moved(tmp_path):
+    variant = VARIANTS["torch_pre_gelu"]
+    before = trained_checkpoint(variant)
+    torch.save(before, tmp_path / "torch.pt")
+    assert convert("torch", "opennmt", *paths(tmp_path, "torch", "opennmt"), variant.hints) == ()
+    hints = {"num_heads": 4, "activation": "gelu", "norm_epsilon": 1e-5}
+    assert convert("opennmt", "torch", *paths(tmp_path, "opennmt", "again"), hints) == ()
+    after = torch.load(tmp_path / "again.pt", weights_only=True)
+    assert_identical(after["optimizer"], before["optimizer"])
+
+
+def paths(folder: Any, *names: str) -> list[Any]:
+    return [folder / f"{name}.pt" for name in names]
+
+
+def test_new_biases_have_no_moments(tmp_path):
+    variant = VARIANTS["opennmt_unbiased"]
+    torch.save(trained_checkpoint(variant), tmp_path / "opennmt.pt")
+    convert("opennmt", "torch", *paths(tmp_path, "opennmt", "torch"), variant.hints)
+    adam = interop.load_training(
+        "torch", tmp_path / "torch.pt", num_heads=4, norm_position="pre", norm_epsilon=1e-6
+    ).adam
+    mean = flatten_dict(adam.mean, sep="/")
+    assert adam.step == 2
+    assert mean["decoder/layers/feed_forward/hidden/kernel"].any()
+    assert not mean["decoder/layers/feed_forward/hidden/bias"].any()
+
+
+@pytest.mark.parametrize(
+    ("variant", "target", "reason"),
+    [
+        (UNSCALED_TORCH, "opennmt", "scale_embeddings=False becomes True"),
+        (NOTEBOOK, "torch", "some of them are carried"),
+    ],
+)
+def test_adam_that_cannot_follow_is_left_out_with_a_note(variant, target, reason, tmp_path):
+    torch.save(trained_checkpoint(variant), tmp_path / "before.pt")
+    notes = convert(variant.family, target, *paths(tmp_path, "before", "after"), variant.hints)
+    assert notes[-1].startswith("Adam's state is left out")
+    assert reason in notes[-1]
+    assert not {"model", "optim"} & torch.load(tmp_path / "after.pt", weights_only=True).keys()
+
+
+def test_safetensors_of_a_published_family_hold_no_adam(tmp_path):
+    variant = VARIANTS["tunz"]
+    torch.save(trained_checkpoint(variant), tmp_path / "before.pt")
+    target = tmp_path / "after.safetensors"
+    (note,) = convert("tunz", "tunz", tmp_path / "before.pt", target, variant.hints)
+    assert "PyTorch reads it from .pt files only" in note
+
+
+def test_the_console_script_tells_what_it_did_on_standard_error(tmp_path, capsys):
+    torch.save(VARIANTS["tunz"].build().state_dict(), tmp_path / "tunz.pt")
+    options = ["--from", "tunz", "--to", "fairseq", "--set", "num_heads=4", "dropout_rate=0.2"]
+    command = ["convert", *map(str, paths(tmp_path, "tunz", "fairseq")), *options]
+    assert main(command) == 1
+    assert "norm_epsilon=1e-06 cannot become 1e-05" in capsys.readouterr().err
+    assert main([*command, "--accept", "norm_epsilon"]) == 0
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 6
+    assert all(line.startswith("flaxformer-mt: note: ") for line in err.splitlines())
+    # fairseq's own dictionaries have padding elsewhere, and so another first position.
+    sizes = {"num_heads": 4, "pad_id": 0, "max_length": 1024}
+    config, _ = interop.load("fairseq", tmp_path / "fairseq.pt", **sizes)
+    assert config.position_kind == "learned"
+
+
+def test_what_cannot_be_asked_for_is_refused(tmp_path):
+    source, target = paths(tmp_path, "source", "target")
+    torch.save(VARIANTS["tunz"].build().state_dict(), source)
+
+    def refused(*arguments: Any) -> str:
+        with pytest.raises(UserError) as caught:
+            convert(*arguments)
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    hints = {"num_heads": 4}
+    assert "choose another file" in refused("tunz", "tunz", source, source, hints)
+    assert "unknown family 'tuns'" in refused("tuns", "tunz", source, target)
+    assert "unknown family 'tuns'" in refused("tunz", "tuns", source, target)
+    assert "only norm_epsilon" in refused("tunz", "tunz", source, target, hints, ["final_norm"])
+    assert ".safetensors" in refused("tunz", OWN, source, target, hints)
+    assert "a damaged safetensors file, or none" in refused(OWN, "tunz", source, target)
+    foreign = tmp_path / "foreign.safetensors"
+    convert("tunz", "tunz", source, foreign, hints)
+    assert "no configuration" in refused(OWN, "tunz", foreign, target)
+    own = tmp_path / "own.safetensors"
+    convert("tunz", OWN, source, own, hints)
+    assert "it tells num_heads itself" in refused(OWN, "tunz", own, target, hints)
+    assert not target.exists()
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"format": OWN},
+        {"format": OWN, "config": "{"},
+        {"format": OWN, "config": "[[1]]"},
+        {"format": OWN, "config": "{}", "adam_step": "two", "adam_settings": "{}"},
+        {"format": OWN, "config": "{}", "adam_step": "2", "adam_settings": "[]"},
+    ],
+)
+def test_damaged_metadata_of_our_own_file_is_refused(metadata, tmp_path):
+    path = tmp_path / "own.safetensors"
+    safetensors.torch.save_file({"output/bias": torch.zeros(3)}, path, metadata)
+    with pytest.raises(UserError, match=r"own\.safetensors as flaxformer_mt: its metadata is"):
+        convert(OWN, "tunz", path, tmp_path / "tunz.pt")

@@ -1,0 +1,235 @@
+"""Every published Transformer equals ours in every value, loss and gradient, on padded batches."""
+
+import dataclasses
+import warnings
+
+import chex
+import numpy as np
+import pytest
+import torch
+from toy_references import NOTEBOOK, VARIANTS, Variant
+
+from flaxformer_mt import interop, parity
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.parity import references
+from flaxformer_mt.parity.recipes import recipe
+from flaxformer_mt.parity.tokens import as_tokens
+from flaxformer_mt.parity.trace import sites
+from flaxformer_mt.presets import FAMILIES, preset
+
+ALL = VARIANTS | {"notebook": NOTEBOOK}
+ONE_OF_EACH = {
+    family: next(name for name, variant in ALL.items() if variant.family == family)
+    for family in FAMILIES
+}
+
+BASE = {"source_vocab_size": 4000, "target_vocab_size": 4000, "d_ff": 2048}
+"""The paper's base model; questions keeps its own width and heads."""
+
+
+def compare(variant: Variant, dtype: str) -> parity.Report:
+    reference = variant.build(dtype)
+    config, _ = interop.load(variant.family, reference.state_dict(), **variant.hints)
+    side = recipe(variant.family).source_padding
+    batch = parity.example(config, source_padding=side)
+    report = parity.compare(variant.family, reference, batch, **variant.hints)
+    assert not report.untapped
+    values = {row.site for row in report.rows} - {"logits", "loss"}
+    expected = {site.name for site in sites(config)}
+    assert {site for site in values if not site.startswith(("loss/", "gradient/"))} == expected
+    trained = {name for name, p in reference.named_parameters() if p.requires_grad}
+    assert {row.site for row in report.select("gradient")} == {f"gradient/{n}" for n in trained}
+    return report
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_value_and_gradient_in_float64(name):
+    report = compare(ALL[name], "float64")
+    assert report.passed, report
+    assert max(row.max_rel for row in report.rows) < 1e-10
+
+
+@pytest.mark.parametrize("family", ONE_OF_EACH)
+def test_every_value_and_gradient_in_float32(family):
+    report = compare(ALL[ONE_OF_EACH[family]], "float32")
+    assert report.passed, report
+    assert report.select("logits")[0].max_abs < 2e-5
+    assert max(row.max_rel for row in report.select("gradient")) < 1e-5
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_a_bare_torch_transformer(batch_first):
+    sizes = {"d_model": 16, "nhead": 4, "num_encoder_layers": 2, "num_decoder_layers": 2}
+    options = {"dim_feedforward": 24, "batch_first": batch_first, "dtype": torch.float64}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "enable_nested_tensor is True")
+        module = references.perturb(torch.nn.Transformer(**sizes, **options))
+    config, _ = interop.load("torch", module.state_dict(), num_heads=4)
+    report = parity.compare("torch", module, parity.example(config), num_heads=4)
+    assert report.passed, report
+    assert not report.untapped
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_at_the_size_of_the_base_model(family, dtype):
+    torch.manual_seed(0)
+    reference = references.perturb(references.build(family, **BASE, param_dtype=dtype))
+    hints = {"num_heads": preset(family).num_heads}
+    config, _ = interop.load(family, reference.state_dict(), **hints)
+    side = recipe(family).source_padding
+    batch = parity.example(config, source_length=20, target_length=18, source_padding=side)
+    report = parity.compare(family, reference, batch, **hints)
+    assert report.passed, report
+
+
+def tunz(dtype="float64"):
+    """A module, its hints and a batch."""
+    variant = VARIANTS["tunz"]
+    reference = variant.build(dtype)
+    config, _ = interop.load("tunz", reference.state_dict(), **variant.hints)
+    return reference, variant.hints, parity.example(config)
+
+
+def test_the_module_is_left_as_it_was():
+    reference, hints, batch = tunz()
+    reference.train()
+    before = {name: tensor.clone() for name, tensor in reference.state_dict().items()}
+    parity.compare("tunz", reference, batch, num_steps=2, **hints)
+    assert all(part.training for part in reference.modules())
+    assert all(parameter.grad is None for parameter in reference.parameters())
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in reference.modules())
+    chex.assert_trees_all_equal(dict(reference.state_dict()), before)
+
+
+def test_a_module_may_be_run_and_tapped_in_its_users_way():
+    reference, hints, batch = tunz()
+
+    class Wrapped(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = reference
+
+        def forward(self, pairs):
+            return self.inner(pairs["source"], pairs["target"])
+
+        def state_dict(self, *args, **kwargs):
+            return self.inner.state_dict(*args, **kwargs)
+
+        def named_parameters(self, *args, **kwargs):
+            return self.inner.named_parameters(*args, **kwargs)
+
+    def forward(module, tokens):
+        source, target = (torch.tensor(array).long() for array in tokens[:2])
+        return module({"source": source, "target": target})
+
+    taps = {
+        "encoder/final_norm": "inner.encoder.last_norm",
+        "decoder/layers/0/self_attention/weights": parity.softmax_output(
+            "inner.decoder.layers.0.self_attention"
+        ),
+    }
+    report = parity.compare("tunz", Wrapped(), batch, taps=taps, forward=forward, **hints)
+    assert report.passed, report
+    assert [row.site for row in report.rows[:3]] == [*taps, "logits"]
+
+
+@pytest.mark.parametrize(
+    ("taps", "message"),
+    [
+        ({"encoder/norm": "encoder"}, "there is no site encoder/norm"),
+        ({"encoder/final_norm": "encoder.norm"}, "no part called 'encoder.norm'"),
+        ({"encoder/final_norm": parity.Tap("encoder.last_norm", call=3)}, "there is no call 3"),
+        ({"encoder/final_norm": parity.Tap("encoder.layers", op="add")}, "was called 0 times"),
+        ({"encoder/final_norm": parity.Tap("encoder.last_norm", argument=4)}, "is no tensor"),
+        ({"encoder/final_norm": "encoder.layers.0.ffn.layer1"}, "has shape"),
+    ],
+)
+def test_a_tap_that_does_not_fit_is_named(taps, message):
+    reference, hints, batch = tunz()
+    with pytest.raises(UserError, match=message) as caught:
+        parity.compare("tunz", reference, batch, taps=taps, **hints)
+    assert "encoder/" in str(caught.value)
+
+
+def test_a_difference_is_found_where_it_begins():
+    reference, hints, batch = tunz()
+    with torch.no_grad():
+        reference.encoder.layers[1].ffn.layer1.weight.mul_(1)
+    original = reference.encoder.layers[1].ffn.layer2.forward
+    reference.encoder.layers[1].ffn.layer2.forward = lambda x: 1.001 * original(x)
+    report = parity.compare("tunz", reference, batch, **hints)
+    assert report.first_divergence.site == "encoder/layers/1/feed_forward/output"
+    assert not report.passed
+
+
+def test_taps_that_do_not_fit_are_reported_if_nobody_gave_them():
+    reference, hints, batch = tunz()
+    del reference.i_emb_dropout
+    reference.i_emb_dropout = lambda x: x  # A fork that has no such module.
+    report = parity.compare("tunz", reference, batch, **hints)
+    assert report.untapped == ("source/embedded",)
+    assert report.passed
+
+
+def test_nan_is_a_difference():
+    reference, hints, batch = tunz()
+    norm = reference.decoder.last_norm
+    original = norm.forward
+    norm.forward = lambda x: original(x) * float("nan")
+    report = parity.compare("tunz", reference, batch, **hints)
+    assert report.first_divergence.site == "decoder/final_norm"
+    assert report.first_divergence.max_abs == np.inf
+
+
+def test_batches_are_taken_in_every_usual_form():
+    config = preset("annotated", source_vocab_size=9, target_vocab_size=9, d_model=8)
+    source = np.array([[4, 5, 2], [6, 2, 0]])
+    target_input = np.array([[1, 7, 8, 3], [1, 7, 0, 0]])
+    target_output = np.array([[7, 8, 3, 2], [7, 2, 0, 0]])
+    names = ("encoder_input_tokens", "decoder_input_tokens", "decoder_target_tokens")
+    mapping = dict(zip(names, (source, target_input, target_output), strict=True))
+    batch = dataclasses.make_dataclass("Batch", names)(*mapping.values())
+    for form in (
+        mapping,
+        batch,
+        (source, target_input),
+        (torch.tensor(source), target_input, target_output),
+    ):
+        tokens = as_tokens(form, config)
+        chex.assert_trees_all_equal(tuple(tokens), (source, target_input, target_output))
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ((np.zeros((2, 3)),), "a batch has encoder_input_tokens"),
+        ((np.zeros((2, 3)), np.zeros((3, 3)), np.zeros((3, 3))), r"not \(2, 3\), \(3, 3\)"),
+        ((np.zeros((2, 3)), np.zeros((2, 3)), np.zeros((2, 3))), "no target token"),
+        (
+            {
+                "encoder_input_tokens": np.ones((1, 4)),
+                "decoder_input_tokens": np.ones((1, 4)),
+                "decoder_segment_ids": np.array([[1, 1, 2, 2]]),
+            },
+            "one sentence pair a row",
+        ),
+    ],
+)
+def test_a_batch_of_another_form_is_refused(batch, message):
+    reference, hints, _ = tunz()
+    with pytest.raises(UserError, match=message):
+        parity.compare("tunz", reference, batch, **hints)
+
+
+def test_examples_are_padded_and_repeatable():
+    config = preset("tunz", source_vocab_size=9, target_vocab_size=9, d_model=8)
+    for side in ("left", "right"):
+        tokens = parity.example(config, source_padding=side, seed=3)
+        again = parity.example(config, source_padding=side, seed=3)
+        chex.assert_trees_all_equal(tokens, again)
+        padded = tokens.source == config.pad_id
+        assert padded[1:, 0 if side == "left" else -1].all()
+        assert not padded[0].any()
+        assert (tokens.target_input[:, 0] == config.bos_id).all()

@@ -1,0 +1,103 @@
+"""Training our model and a published one from the same weights gives the same losses."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from toy_references import NOTEBOOK, VARIANTS, Variant
+
+from flaxformer_mt import interop, parity
+from flaxformer_mt.parity.recipes import recipe
+
+ALL = VARIANTS | {"notebook": NOTEBOOK}
+
+LONG = ["annotated_10000", "jadore801120_prj_all", "tunz", "torch_post"]
+SHORT = ["questions", "notebook", "marian_all", "fairseq_post_shared", "opennmt_unbiased"]
+"""The other families."""
+
+# So many that they are not learned by heart: a loss near 0 is all rounding.
+BATCHES = 32
+SMALL = {"num_encoder_layers": 2, "num_decoder_layers": 1}
+
+
+def train(variant: Variant, num_steps: int, dtype: str = "float64", **options) -> parity.Trajectory:
+    variant = dataclasses.replace(variant, sizes=variant.sizes | SMALL)
+    reference = variant.build(dtype)
+    config, _ = interop.load(variant.family, reference.state_dict(), **variant.hints)
+    side = recipe(variant.family).source_padding
+    batches = [
+        parity.example(config, rows=8, source_padding=side, seed=seed) for seed in range(BATCHES)
+    ]
+    options = variant.hints | options
+    return parity.trajectory(variant.family, reference, batches, num_steps, **options)
+
+
+def learned(found: parity.Trajectory) -> bool:
+    """Whether the loss of all batches has fallen: curves that stand still would prove nothing."""
+    return found.theirs.loss[-BATCHES:].mean() < found.theirs.loss[:BATCHES].mean()
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_a_thousand_steps_in_float64(name):
+    found = train(ALL[name], 1000)
+    assert found.first_divergence is None
+    assert found.differences().loss.max() < 1e-8
+    assert learned(found)
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_a_hundred_steps_in_float64(name):
+    found = train(ALL[name], 100)
+    assert found.first_divergence is None
+    assert learned(found)
+
+
+def test_float32_stays_within_its_own_tolerance():
+    assert train(ALL["tunz"], 50, "float32").first_divergence is None
+
+
+def wrong(**changes) -> dict:
+    return {"recipe": dataclasses.replace(recipe("tunz"), **changes)}
+
+
+def adam(kind=torch.optim.Adam, **options):
+    return lambda parameters: kind(parameters, **{"betas": (0.9, 0.997), "eps": 1e-9} | options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "step", "quantity", "explanation"),
+    [
+        (
+            {"rate": lambda t, d_model: recipe("tunz").rate(t + 1, d_model)},
+            1,
+            "rate",
+            "whether steps count from 0",
+        ),
+        ({"loss": recipe("torch").loss}, 1, "loss", "the forward pass and the loss"),
+        ({"adam": adam(eps=1e-4)}, 2, "loss", "the first update differs"),
+        ({"adam": adam(torch.optim.AdamW, weight_decay=1)}, 1, "parameter_norm", "weight decay"),
+        ({"adam": adam(betas=(0.9, 0.9))}, 3, "loss", "update 2 is the first to show"),
+    ],
+)
+def test_what_differs_first_is_named(changes, step, quantity, explanation):
+    found = train(VARIANTS["tunz"], 4, **wrong(**changes)).first_divergence
+    assert (found.step, found.quantity) == (step, quantity)
+    assert explanation in found.explanation
+
+
+def test_a_gradient_that_is_cut_off_is_found_before_the_update():
+    variant = dataclasses.replace(VARIANTS["tunz"], sizes=VARIANTS["tunz"].sizes | SMALL)
+    reference = variant.build("float64")
+    embed = reference.t_vocab_embedding.register_forward_hook(lambda m, a, output: output.detach())
+    config, _ = interop.load("tunz", reference.state_dict(), **variant.hints)
+    found = parity.trajectory("tunz", reference, [parity.example(config)], 2, **variant.hints)
+    assert found.first_divergence.quantity == "gradient_norm"
+    assert found.first_divergence.step == 1
+    embed.remove()
+
+
+def test_the_same_seed_gives_the_same_curves():
+    first, second = (train(VARIANTS["tunz"], 3) for _ in range(2))
+    for ours, again in zip(first.ours, second.ours, strict=True):
+        np.testing.assert_array_equal(ours, again)

@@ -1,0 +1,61 @@
+"""Checkpoints of the small references after two steps of Adam, as the published code saves them."""
+
+from typing import Any
+
+import torch
+from toy_references import NOTEBOOK, VARIANTS, Variant
+
+ALL = VARIANTS | {"notebook": NOTEBOOK}
+ONE_OF_EACH = list({variant.family: name for name, variant in ALL.items()}.values())
+"""One variant of every family."""
+
+OPTIMIZER_KEYS = {"fairseq": "last_optimizer_state", "opennmt": "optim"}
+
+# Token ids that no family takes for padding.
+SOURCE = torch.tensor([[5, 7, 8, 4, 9, 6], [4, 7, 6, 8, 5, 9]])
+TARGET = torch.tensor([[6, 4, 9, 8, 7], [9, 6, 5, 4, 4]])
+
+
+def train(variant: Variant, dtype: str = "float32") -> tuple[Any, torch.optim.Adam]:
+    """A reference and its optimizer after two steps."""
+    reference = variant.build(dtype)
+    adam = torch.optim.Adam(reference.parameters(), lr=0.01)
+    inputs: Any = (SOURCE, TARGET)
+    if variant.family == "notebook":
+        vectors = torch.randn(2, 2, 5, reference.encoder[0].norm1.weight.numel())
+        masks = torch.ones(2, 1, 5, dtype=torch.bool), torch.ones(2, 5, 5, dtype=torch.bool)
+        inputs = (*vectors.to(getattr(torch, dtype)), *masks)
+    for _ in range(2):
+        adam.zero_grad()
+        reference(*inputs).square().sum().backward()
+        adam.step()
+    return reference, adam
+
+
+def trained_checkpoint(variant: Variant, dtype: str = "float32") -> dict[str, Any]:
+    """State dict and optimizer, as far as we write them, where the publication has them."""
+    reference, adam = train(variant, dtype)
+    model, generator = dict(reference.state_dict()), {}
+    if variant.family == "opennmt":
+        generator = {name: model.pop(f"generator.{name}") for name in ("weight", "bias")}
+    return {
+        "model": model,
+        **({"generator": generator} if generator else {}),
+        OPTIMIZER_KEYS.get(variant.family, "optimizer"): adam.state_dict(),
+    }
+
+
+def assert_identical(found: Any, expected: Any) -> None:
+    """Nested dicts and lists agree to the last bit, and in the order of their keys."""
+    if isinstance(expected, dict):
+        assert list(found) == list(expected)
+        for key in expected:
+            assert_identical(found[key], expected[key])
+    elif isinstance(expected, list):
+        for one, other in zip(found, expected, strict=True):
+            assert_identical(one, other)
+    elif isinstance(expected, torch.Tensor):
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+        assert found.numpy().tobytes() == expected.numpy().tobytes()
+    else:
+        assert (type(found), found) == (type(expected), expected)
