@@ -97,7 +97,12 @@ def compare(
         )
         rows += _step_rows(steps)
     untapped = tuple(site for site in ours.values if site not in theirs.values)
-    report = Report(sides.ours.family.name, sides.dtype, tuple(rows), untapped, trajectory=steps)
+    kinks = 0
+    if sides.ours.config.activation == "relu":
+        kinks = sum(_kinks(site, ours.values, theirs.values, real) for site in theirs.values)
+    report = Report(
+        sides.ours.family.name, sides.dtype, tuple(rows), untapped, kinks, trajectory=steps
+    )
     return dataclasses.replace(report, diagnosis=_diagnosis(report, sides, tokens, ours, theirs))
 
 
@@ -171,6 +176,14 @@ def _value_rows(ours: Values, theirs: Values, real: Padding, dtype: str) -> Iter
         largest = _largest(expected)
         scale = largest if dtype == "float64" else max(1.0, largest)
         yield _row(site, found, expected, VALUES[dtype] * scale)
+
+
+def _kinks(site: str, ours: Values, theirs: Values, real: Padding) -> int:
+    """See `Report.kinks`."""
+    if not site.endswith("feed_forward/activated"):
+        return 0
+    found, expected = (select_rows(site, side[site], real) for side in (ours, theirs))
+    return int(np.sum((found > 0) != (expected > 0)))
 
 
 def _loss_rows(ours: Mapping[str, float], theirs: Mapping[str, float], dtype: str) -> Iterator[Row]:

@@ -88,6 +88,8 @@ def _predictions(evidence: Evidence) -> Iterator[Diagnosis]:
 
 def _suspects(evidence: Evidence) -> list[str]:
     """The site, and those before it that no tap has cleared, nearest first."""
+    if evidence.site == "loss":  # The logits have been compared.
+        return [evidence.site]
     before = list(itertools.takewhile(lambda site: site != evidence.site, evidence.ours))[::-1]
     gap = list(itertools.takewhile(lambda site: site not in evidence.theirs, before))
     own = place(evidence.site)._replace(part="")

@@ -71,6 +71,10 @@ class Report:
     rows: tuple[Row, ...]
     untapped: tuple[str, ...] = ()
     """Sites of which it is not known where the reference computes them; they are not compared."""
+    kinks: int = 0
+    """Hidden units of real tokens that rounding has put on the two sides of the ReLU's kink, so
+    that one side has their gradient and the other has none. It happens in float32, to one unit in
+    ten million or so, and is nobody's fault; another batch has others, or none."""
     diagnosis: Diagnosis | None = None
     """The cause of the first difference, if there is one and it is among the known ones."""
     trajectory: Trajectory | None = None
@@ -121,8 +125,8 @@ class Report:
             return ""
         if self.diagnosis is not None:
             return (
-                f"Likely cause: {self.diagnosis.cause}; {self.diagnosis.explanation}. This leaves a "
-                f"relative difference of {figure(self.diagnosis.residual)}."
+                f"Likely cause: {self.diagnosis.cause}; {self.diagnosis.explanation}. "
+                f"This leaves a relative difference of {figure(self.diagnosis.residual)}."
             )
         step = self.trajectory and self.trajectory.first_divergence
         if first.section == "steps" and step:
