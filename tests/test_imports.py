@@ -27,7 +27,8 @@ ALLOWED = {
 # Where a heavy or optional package may be imported at all.
 ONLY_IN = {
     "torch": {"interop", "parity"},
-    "transformers": {"parity"},
+    "transformers": {"parity.references"},
+    "matplotlib": {"parity.plots", "plotting"},
     "orbax": {"training.checkpoint"},
     "sacrebleu": {"evaluation"},
     "sentencepiece": {"data.tokenizer"},

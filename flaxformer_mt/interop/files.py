@@ -8,7 +8,9 @@ import argparse
 import collections
 import contextlib
 import os
+import pickle
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -208,13 +210,22 @@ def _read_file(path: Path) -> Any:
     torch = _import_torch()
     try:
         # Training options are often saved as an argparse.Namespace, which can do no harm.
-        with torch.serialization.safe_globals([argparse.Namespace]):
+        with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # About formats of pickle; what matters is raised.
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise UserError(
-            "damaged, no checkpoint, or more than tensors, which would run code when loaded: "
-            f"{_first_line(error)}"
-        ) from error
+        # PyTorch's own words advise to load it all the same.
+        forbidden = re.search(r"GLOBAL ([\w.]+)", str(error))
+        if forbidden:
+            raise UserError(
+                f"it holds more than tensors: loading would run {forbidden[1]}, and was stopped; "
+                "save the model's state_dict() by itself"
+            ) from error
+        if isinstance(error, pickle.UnpicklingError):
+            raise UserError(
+                "damaged, or it holds more than tensors, which could run code when loaded"
+            ) from error
+        raise UserError("damaged, or no checkpoint") from error
 
 
 def _first_line(error: Exception) -> str:

@@ -20,10 +20,10 @@ from flaxformer_mt.parity.evidence import Evidence, place, select_rows, with_val
 __all__ = ["Diagnosis", "Evidence", "diagnose"]
 
 
-MOST_NUMBERS = 10**8
+MOST_NUMBERS = 10**7
 """How far before a difference causes are sought where nothing is tapped: sites there, times the
-numbers that they hold. A hypothesis about each is followed through all of them, which takes
-minutes at the most."""
+numbers that they hold. A hypothesis about each is followed through all of them, which may
+take a minute."""
 
 
 class Diagnosis(NamedTuple):

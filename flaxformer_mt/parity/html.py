@@ -62,7 +62,8 @@ def _opening(report: Report) -> Iterator[str]:
     if first is not None:
         link = f'<a href="#first-divergence">{escape(first.site)}</a>'
         yield f"<p>First difference: {link}. {escape(report.explanation())}</p>"
-    yield f'<p class="quiet">{escape(report.closing())}</p>'
+    for sentence in (*report.remarks(), report.closing()):
+        yield f'<p class="quiet">{escape(sentence)}</p>'
 
 
 def _plot(report: Report) -> Iterator[str]:

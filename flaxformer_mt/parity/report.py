@@ -141,6 +141,21 @@ class Report:
             "steps": "",
         }[first.section]
 
+    def remarks(self) -> list[str]:
+        """What else one has to know to read the rows, a sentence each."""
+        found = []
+        if self.untapped:
+            found.append(
+                f"Not compared, because they have no tap: {len(self.untapped)} sites, the first is "
+                f"{self.untapped[0]}."
+            )
+        if self.kinks:
+            found.append(
+                f"Rounding puts {self.kinks} hidden units on the two sides of the ReLU's kink, so "
+                "gradients may differ there; another batch or float64 tells."
+            )
+        return found
+
     def closing(self) -> str:
         """The figures of the summary, in one line."""
         summary = self.summary
@@ -183,6 +198,8 @@ class Report:
             "dtype": self.dtype,
             "passed": self.passed,
             "summary": self.summary._asdict(),
+            "untapped": self.untapped,
+            "kinks": self.kinks,
             "first_divergence": first and first.site,
             "diagnosis": self.diagnosis and self.diagnosis._asdict(),
             "rows": [

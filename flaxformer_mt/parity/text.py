@@ -50,6 +50,8 @@ def to_text(report: Report, verbose: bool, width: int, color: bool) -> str:
     console.print(_table(report, verbose))
     if not report.passed:
         console.print(Text(f"\n{report.explanation()}"))
+    for remark in report.remarks():
+        console.print(Text(f"\n{remark}"))
     console.print(Text(f"\n{report.closing()}"))
     return "\n".join(line.rstrip() for line in output.getvalue().splitlines())
 

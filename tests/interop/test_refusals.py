@@ -151,7 +151,10 @@ def unfit_files(folder):
 def test_unfit_files_are_refused_by_name_and_run_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for path in [*unfit_files(tmp_path), tmp_path / "absent.pt"]:
-        assert str(path) in refusal("tunz", path)
+        message = refusal("tunz", path)
+        assert str(path) in message
+        assert "weights_only" not in message
+    assert "loading would run posix.mkdir, and was stopped" in refusal("tunz", tmp_path / "evil.pt")
     assert not (tmp_path / "evil").exists()
 
 

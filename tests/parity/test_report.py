@@ -143,6 +143,19 @@ def test_a_difference_without_a_known_cause_says_where_to_look(report, words):
     assert bool(report.explanation()) != report.passed
 
 
+def test_what_was_not_compared_is_said_in_every_form():
+    report = Report("tunz", "float32", AGREEING, untapped=("encoder/<a>", "encoder/b"), kinks=3)
+    unread = "Not compared, because they have no tap: 2 sites, the first is encoder/<a>."
+    assert report.remarks()[0] == unread
+    assert report.remarks()[1].startswith("Rounding puts 3 hidden units")
+    text = " ".join(report.to_text().split())
+    assert all(remark in text for remark in report.remarks())
+    assert unread in Page(report.to_html()).data
+    values = json.loads(report.to_json())
+    assert (values["untapped"], values["kinks"]) == (["encoder/<a>", "encoder/b"], 3)
+    assert agreeing.remarks() == []
+
+
 def refuse_constant(name):
     raise ValueError(f"{name} is no JSON")
 

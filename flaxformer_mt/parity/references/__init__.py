@@ -21,6 +21,7 @@ float64 throughout; `.double()` on a float32 one would keep tables rounded to fl
 
 import dataclasses
 import importlib
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn, no_grad, randn_like
@@ -50,7 +51,7 @@ def build(family: str, **sizes: Any) -> nn.Module:
     fields = {field.name for field in dataclasses.fields(TransformerConfig)}
     options = {name: value for name, value in sizes.items() if name not in fields}
     config = preset(family, **{name: sizes[name] for name in sizes if name in fields})
-    module = importlib.import_module(f"{__name__}.{family}")
+    module = _module(family)
     with default_dtype(config.param_dtype):
         return module.build(config, **options)
 
@@ -63,7 +64,16 @@ def taps(family: str, config: TransformerConfig, module: nn.Module) -> dict[str,
     """
     if family not in FAMILIES:
         raise UserError(f"{family} has no reference whose taps are known: give taps=...")
-    return importlib.import_module(f"{__name__}.{family}").taps(config, module)
+    return _module(family).taps(config, module)
+
+
+def _module(family: str) -> ModuleType:
+    try:
+        return importlib.import_module(f"{__name__}.{family}")
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"the reference of {family} needs {error.name}: pip install 'flaxformer_mt[parity]'"
+        ) from error
 
 
 def perturb(reference: nn.Module) -> nn.Module:

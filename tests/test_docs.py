@@ -1,0 +1,53 @@
+"""What the page of quirks says of tests and families is still so."""
+
+import ast
+import fnmatch
+import functools
+import re
+from pathlib import Path
+
+import pytest
+from toy_references import VARIANTS
+
+from flaxformer_mt.presets import FAMILIES
+
+ROOT = Path(__file__).parent.parent
+QUIRKS = (ROOT / "docs/quirks.md").read_text(encoding="utf-8")
+
+
+@functools.cache
+def functions_of(path: str) -> set[str]:
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize("test", sorted(set(re.findall(r"`(tests/[^`]+::\w+)`", QUIRKS))))
+def test_every_test_that_pins_a_quirk_exists(test):
+    path, name = test.split("::")
+    assert name in functions_of(path)
+
+
+@pytest.mark.parametrize("pattern", sorted(set(re.findall(r"`equal\[([\w*]+)\]`", QUIRKS))))
+def test_every_variant_that_pins_a_quirk_exists(pattern):
+    assert fnmatch.filter([*VARIANTS, "notebook"], pattern)
+
+
+@pytest.mark.parametrize("mutation", sorted(set(re.findall(r"`found\[(\w[^`]+)\]`", QUIRKS))))
+def test_every_mutation_that_pins_a_quirk_exists(mutation):
+    family, cause, _ = re.fullmatch(r"(\w+)-(.+?)-(\S+)", mutation).groups()
+    mutations = (ROOT / "tests/parity/test_mutations.py").read_text(encoding="utf-8")
+    assert f'"{family}"' in mutations
+    assert f'"{cause}"' in mutations
+
+
+def test_every_quirk_is_pinned():
+    rows = [line for line in QUIRKS.splitlines() if line.startswith("| ")]
+    assert len(rows) > 60
+    for row in rows:
+        cells = row.strip("| ").split(" | ")
+        assert cells[0] == "family" or "`" in cells[-1], row
+
+
+def test_every_family_has_its_quirks():
+    for family in FAMILIES:
+        assert re.search(rf"^\| [\w, ()]*\b{family}\b", QUIRKS, re.MULTILINE), family
