@@ -334,8 +334,9 @@ def _deliver(result: Any, json_file: Path | None, verbose: bool) -> int:
     """Writes and prints a result of `parity`; returns the exit code."""
     if json_file:
         _write(json_file, result.to_json())
-    width = shutil.get_terminal_size((100, 24)).columns
-    _print_lines([result.to_text(verbose=verbose, width=width, color=sys.stdout.isatty())])
+    is_terminal = sys.stdout.isatty()
+    width = shutil.get_terminal_size().columns if is_terminal else 100
+    _print_lines([result.to_text(verbose=verbose, width=width, color=is_terminal)])
     return int(not result.passed)
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -52,6 +52,7 @@ def compare(
     forward: Forward | None = None,
     recipe: Recipe | None = None,
     num_steps: int = 0,
+    batches: Sequence[Any] = (),
     **overrides: Any,
 ) -> Report:
     """Runs both sides on the same weights and batch, and compares all that they compute.
@@ -70,7 +71,8 @@ def compare(
       forward: a function of (module, tokens) to logits [B, T, V]; by default
         `module(source, target_input)` on int64 tensors.
       recipe: loss, schedule and optimizer, by default the family's.
-      num_steps: optimizer steps, all of them on this batch.
+      num_steps: optimizer steps.
+      batches: what they are made on, in turn; by default on the one batch.
       **overrides: what the module's tensors cannot tell, as `num_heads`; see `interop.load`.
 
     Raises:
@@ -93,7 +95,13 @@ def compare(
     steps = None
     if num_steps:
         steps = trajectory(
-            family, torch_module, [batch], num_steps, forward=forward, recipe=recipe, **overrides
+            family,
+            torch_module,
+            batches or [batch],
+            num_steps,
+            forward=forward,
+            recipe=recipe,
+            **overrides,
         )
         rows += _step_rows(steps)
     untapped = tuple(site for site in ours.values if site not in theirs.values)
