@@ -9,6 +9,7 @@ reference's optimizer does.
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import nn
 
 from flaxformer_mt import interop
 from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.errors import UserError
 from flaxformer_mt.model.masks import causal_mask
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.parity import references
@@ -106,8 +108,20 @@ class Pair:
         return {name: _copy(tensor) for name, tensor in state.items() if id(tensor) not in trained}
 
     def logits(self, tokens: Tokens) -> torch.Tensor:
-        """Logits [B, T, V] of the reference, with their gradient's graph."""
-        return self.forward(self.module, tokens)
+        """Logits [B, T, V] of the reference, with their gradient's graph.
+
+        Raises:
+          UserError: the module gives something else; logits that are flattened, [B*T, V], will do.
+        """
+        logits = self.forward(self.module, tokens)
+        rows = tokens.target_output.shape
+        vocabulary = self.ours.config.target_vocab_size or self.ours.config.d_model
+        if not isinstance(logits, torch.Tensor) or logits.numel() != math.prod(rows) * vocabulary:
+            what = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits)
+            raise UserError(
+                f"the module gives {what}, not logits of shape {(*rows, vocabulary)}: give forward="
+            )
+        return logits.reshape(*rows, vocabulary)
 
     def loss(
         self, logits: torch.Tensor, tokens: Tokens, its_loss: ReferenceLoss | None = None

@@ -304,14 +304,18 @@ def _recording(root: nn.Module, wanted: Set[Key]) -> Iterator[dict[Key, list[lis
         running.pop()
         record(module, "", "output", output)
 
+    def record_operation(name: str, side: str, values: Any) -> None:
+        record(running[-1], name, side, values)
+        for module in running[:-1]:
+            record(module, name, side, values, in_parts)
+
     class Operations(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            # In-place and safe variants do the same: "mul_", "_safe_softmax".
+            name = func.overloadpacket.__name__.removesuffix("_").replace("_safe_", "_")
+            record_operation(name, "input", args)  # Before it changes them.
             output = func(*args, **kwargs or {})
-            name = func.overloadpacket.__name__.replace("_safe_softmax", "_softmax")
-            for side, values in (("input", args), ("output", output)):
-                record(running[-1], name, side, values)
-                for module in running[:-1]:
-                    record(module, name, side, values, in_parts)
+            record_operation(name, "output", output)
             return output
 
     try:

@@ -159,6 +159,24 @@ def test_a_module_may_be_run_and_tapped_in_its_users_way():
     assert [row.site for row in report.rows[:3]] == [*taps, "logits"]
 
 
+def test_flattened_logits_will_do_and_others_are_refused():
+    reference, hints, batch = tunz()
+
+    def run(module, tokens):
+        return module(*(torch.tensor(array).long() for array in tokens[:2]))
+
+    def flattened(module, tokens):
+        return run(module, tokens).flatten(0, 1)
+
+    assert parity.compare("tunz", reference, batch, forward=flattened, num_steps=2, **hints).passed
+    for forward, message in (
+        (lambda *args: (run(*args), None), "gives <class 'tuple'>, not logits"),
+        (lambda *args: run(*args)[:, :2], r"gives \(4, 2, 11\), not logits of shape \(4, 6, 11\)"),
+    ):
+        with pytest.raises(UserError, match=message):
+            parity.compare("tunz", reference, batch, forward=forward, **hints)
+
+
 @pytest.mark.parametrize(
     ("taps", "message"),
     [

@@ -251,6 +251,11 @@ ANNOTATED = [
         "base is 777, ours 1000",
     ),
     Mutation(
+        "float32 positions",
+        "source/embedded",
+        lambda module: module.src_embed[1].pe.copy_(module.src_embed[1].pe.float()),
+    ),
+    Mutation(
         "sine layout",
         "source/embedded",
         with_forward("src_embed.1", positions(layout="concatenated")),
@@ -530,6 +535,11 @@ TUNZ = [
             ),
         ),
         "exponent is paper, ours tensor2tensor",
+    ),
+    Mutation(
+        "float32 positions",
+        "source/embedded",
+        lambda module: module.inv_timescales.copy_(module.inv_timescales.float()),
     ),
     Mutation(
         "attention scale",

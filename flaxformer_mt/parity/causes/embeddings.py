@@ -166,3 +166,19 @@ def positions_scaled(added: AddPositions, clue: Clue) -> Iterator[Hypothesis]:
             "embeddings are scaled; ours does not",
             added.but(scale=scale),
         )
+
+
+@cause(AddPositions)
+def narrow_table(added: AddPositions, clue: Clue) -> Iterator[Hypothesis]:
+    """The right table in float32: so are those of float32 modules that were cast to float64."""
+    if clue.theirs is None or clue.evidence.config.dtype != "float64":
+        return
+    off = float(np.max(np.abs(clue.rows(clue.theirs - added.value())), initial=0.0))
+    # An angle in float32 is off by its last bit, and so the more, the larger it is.
+    if off < 1e-6 * (1 + np.max(added.positions + added.offset)):
+        yield Hypothesis(
+            "float32 positions",
+            f"the reference's sinusoids are off by {off:.1e}, as those are whose table, angles or "
+            "frequencies were computed in float32; casting the module to float64 comes too late",
+            Given(clue.theirs),
+        )
