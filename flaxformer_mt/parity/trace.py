@@ -179,8 +179,8 @@ class Tap(NamedTuple):
     argument: int = 0
     """Which input or output, where there are several."""
     reshape: Reshape | None = None
-    """To the site's shape, which it gets as its second argument. Without, an array of the same
-    size is reshaped in order."""
+    """To the site's shape, which it gets as its second argument. Without, [T, B, D] is read as such
+    if B is not T, and axes that were merged in front, as [B*H, T, S], are parted."""
 
 
 def softmax_input(module: str, call: int = 0) -> Tap:
@@ -274,7 +274,10 @@ def _shaped(
 ) -> np.ndarray:
     if reshape is not None:
         value = reshape(value, shape)
-    if value.size != np.prod(shape):
+    elif len(shape) == 3 and value.shape == (shape[1], shape[0], shape[2]) != shape:
+        value = value.swapaxes(0, 1)  # [T, B, D], which many toolkits prefer.
+    merged = value.ndim < len(shape) and value.size == np.prod(shape)
+    if value.shape != shape and not merged:
         raise UserError(f"{site} has shape {value.shape} in the reference, but {shape} here")
     return value.reshape(shape)
 

@@ -176,13 +176,17 @@ def trajectory(
 @contextlib.contextmanager
 def _restored(module: nn.Module) -> Iterator[None]:
     """Gives a module its tensors and gradients back in the end."""
-    # Not a deep copy: modules that keep a value of their last call cannot be copied.
-    state = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+    # Not a deep copy: modules that keep a value of their last call cannot be copied. Nor
+    # load_state_dict, which some publications have changed.
+    tensors = [*module.parameters(), *module.buffers()]
+    values = [tensor.detach().clone() for tensor in tensors]
     gradients = {parameter: parameter.grad for parameter in module.parameters()}
     try:
         yield
     finally:
-        module.load_state_dict(state)
+        with torch.no_grad():
+            for tensor, value in zip(tensors, values, strict=True):
+                tensor.copy_(value)
         for parameter, gradient in gradients.items():
             parameter.grad = gradient
 

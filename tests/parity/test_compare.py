@@ -159,6 +159,16 @@ def test_a_module_may_be_run_and_tapped_in_its_users_way():
     assert [row.site for row in report.rows[:3]] == [*taps, "logits"]
 
 
+def test_values_may_be_time_major():
+    reference, hints, batch = tunz()
+    site, module = "encoder/layers/0/feed_forward/output", reference.encoder.layers[0].ffn
+    module.time_major = torch.nn.Identity()
+    original = module.forward
+    module.forward = lambda x: module.time_major(original(x).transpose(0, 1)).transpose(0, 1)
+    taps = {site: "encoder.layers.0.ffn.time_major"}
+    assert parity.compare("tunz", reference, batch, taps=taps, **hints).passed
+
+
 def test_flattened_logits_will_do_and_others_are_refused():
     reference, hints, batch = tunz()
 

@@ -404,6 +404,14 @@ ANNOTATED = [
         r"is added 1e\+09",
     ),
     Mutation(
+        "float32 scores",
+        SCORES,
+        with_forward(
+            FIRST_ATTENTION,
+            attention(hide=lambda scores, mask: scores.masked_fill(~mask, -1e9).float().double()),
+        ),
+    ),
+    Mutation(
         "softmax axis",
         f"{IN_ENCODER}/self_attention/weights",
         with_forward(FIRST_ATTENTION, attention(axis=-2)),
@@ -694,7 +702,7 @@ def layer_taps() -> dict[str, parity.Tap]:
 
 
 # Without a tap at the place itself nothing can be solved for, and what is not listed is not found.
-SOLVED = ("dropout", "mask value")
+SOLVED = ("dropout", "mask value", "float32 scores")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """OpenNMT-py 3's Transformer: pre-norm, a final norm on both stacks.
 
-Biases of attention and of the feed-forward network are options, the output always has one.
+Biases of attention and of the feed-forward network are options, the output always has one. The
+published softmax is taken in float32 whatever the dtype; here in the dtype of the model.
 
 Source: https://github.com/OpenNMT/OpenNMT-py (onmt/encoders/transformer.py,
 onmt/decoders/transformer.py, onmt/modules: embeddings.py, multi_headed_attn.py, position_ffn.py;
@@ -263,14 +264,14 @@ def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
     encoder, decoder = "encoder.transformer.{layer}", "decoder.transformer_layers.{layer}"
     in_encoder = {
         **_attention_taps("encoder", "self", f"{encoder}.self_attn", f"{encoder}.layer_norm"),
-        "encoder/layers/{layer}/self_attention_sum": Tap(encoder, op="add"),
+        "encoder/layers/{layer}/self_attention_sum": Tap(f"{encoder}.feed_forward", "input"),
         **_feed_forward_taps("encoder", encoder),
     }
     in_decoder = {
         **_attention_taps("decoder", "self", f"{decoder}.self_attn", f"{decoder}.layer_norm_1"),
-        "decoder/layers/{layer}/self_attention_sum": Tap(decoder, op="add"),
+        "decoder/layers/{layer}/self_attention_sum": Tap(f"{decoder}.layer_norm_2", "input"),
         **_attention_taps("decoder", "cross", f"{decoder}.context_attn", f"{decoder}.layer_norm_2"),
-        "decoder/layers/{layer}/cross_attention_sum": Tap(decoder, op="add", call=1),
+        "decoder/layers/{layer}/cross_attention_sum": Tap(f"{decoder}.feed_forward", "input"),
         **_feed_forward_taps("decoder", decoder),
     }
     return {
