@@ -1,6 +1,6 @@
 """Weights of published Transformers, to our parameters and back.
 
-One file a family holds its map; `weights.py` is the engine that all of them share.
+One file a family holds its map, in the words of `rules.py`; `weights.py` is the engine.
 """
 
 import os
@@ -23,7 +23,8 @@ from flaxformer_mt.interop import (
     weights,
 )
 from flaxformer_mt.interop.adam import AdamState, TrainingState
-from flaxformer_mt.interop.weights import Family, model_params
+from flaxformer_mt.interop.rules import Family
+from flaxformer_mt.interop.weights import model_params
 
 __all__ = [
     "FAMILIES", "AdamState", "Family", "TrainingState", "differentiable", "load", "load_training",

@@ -23,7 +23,8 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop import files, weights
 from flaxformer_mt.interop.files import Checkpoint, Tensors
-from flaxformer_mt.interop.weights import CARRIED, Family, Rule
+from flaxformer_mt.interop.rules import Family, Rule
+from flaxformer_mt.interop.weights import CARRIED
 
 MEAN, VARIANCE = "exp_avg", "exp_avg_sq"
 

@@ -26,7 +26,8 @@ from flaxformer_mt.interop import adam as adam_state
 from flaxformer_mt.interop import files, weights
 from flaxformer_mt.interop.adam import AdamState, TrainingState
 from flaxformer_mt.interop.files import Tensors
-from flaxformer_mt.interop.weights import CARRIED, Family
+from flaxformer_mt.interop.rules import Family, sinusoids
+from flaxformer_mt.interop.weights import CARRIED
 from flaxformer_mt.model.transformer import ZERO_VECTOR
 
 OWN = "flaxformer_mt"
@@ -316,7 +317,7 @@ def _positions(pair: Pair, arrays: Arrays) -> Iterator[Step]:
     if pair.differ_in("position_kind"):
         rows = np.zeros((theirs.max_length, theirs.d_model))
         if ours.position_kind == "sinusoidal":
-            rows = weights.sinusoids(ours)(theirs.max_length)
+            rows = sinusoids(ours)(theirs.max_length)
         table = np.concatenate([unused, rows.astype(theirs.param_dtype)])
         rest = f"tables of {theirs.max_length} positions are written; no sentence may be longer"
         yield Step(

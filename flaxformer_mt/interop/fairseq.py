@@ -17,7 +17,7 @@ import numpy as np
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.files import Checkpoint
-from flaxformer_mt.interop.weights import (
+from flaxformer_mt.interop.rules import (
     Buffer,
     Family,
     Rule,

@@ -20,7 +20,7 @@ from flaxformer_mt.interop.fairseq import (
     refuse_unequal_heads,
 )
 from flaxformer_mt.interop.files import Checkpoint
-from flaxformer_mt.interop.weights import (
+from flaxformer_mt.interop.rules import (
     Arrays,
     Buffer,
     Family,

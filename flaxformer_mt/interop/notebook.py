@@ -16,7 +16,7 @@ import numpy as np
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.interop.files import Checkpoint
-from flaxformer_mt.interop.weights import Arrays, Family, Rule, linear, norm
+from flaxformer_mt.interop.rules import Arrays, Family, Rule, linear, norm
 
 
 def _prefixes(num_encoder_layers: int, num_decoder_layers: int) -> tuple[str, str]:

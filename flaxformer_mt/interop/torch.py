@@ -12,7 +12,7 @@ from typing import Any
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.interop.files import Checkpoint
-from flaxformer_mt.interop.weights import (
+from flaxformer_mt.interop.rules import (
     Buffer,
     Family,
     Rule,

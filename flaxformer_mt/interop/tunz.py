@@ -11,7 +11,7 @@ import numpy as np
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.interop.files import Checkpoint
-from flaxformer_mt.interop.weights import (
+from flaxformer_mt.interop.rules import (
     Buffer,
     Family,
     Rule,
