@@ -157,8 +157,8 @@ def pair(
     Raises:
       UserError: its tensors are not the family's.
     """
-    family = interop.FAMILIES[family] if isinstance(family, str) else family
     config, params = interop.load(family, module.state_dict(), **overrides)
+    family = interop.FAMILIES[family] if isinstance(family, str) else family
     default: Forward = _on_tokens
     if not config.target_vocab_size:
         run = _torch_transformer if isinstance(module, nn.Transformer) else _layers
@@ -210,9 +210,9 @@ def _on_tokens(module: nn.Module, tokens: Tokens) -> torch.Tensor:
 # Layers have no embeddings: every token stands for some vector, the same on both sides.
 
 
-@functools.lru_cache
-def _vectors(rows: int, d_model: int) -> np.ndarray:
-    return np.random.default_rng(0).normal(size=(rows, d_model))
+def _vectors(d_model: int) -> np.ndarray:
+    """[D, D]; a token's row is its number modulo D."""
+    return np.random.default_rng(0).normal(size=(d_model, d_model))
 
 
 def _source_and_target(
@@ -220,8 +220,8 @@ def _source_and_target(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """[B, S, D] and [B, T, D]."""
     dtype = getattr(torch, config.dtype)
-    table = torch.tensor(_vectors(config.d_model, config.d_model), dtype=dtype)
-    return table[tokens.source], table[tokens.target_input]
+    table = torch.tensor(_vectors(config.d_model), dtype=dtype)
+    return table[tokens.source % config.d_model], table[tokens.target_input % config.d_model]
 
 
 def _layers(config: TransformerConfig, module: nn.Module, tokens: Tokens) -> torch.Tensor:
@@ -252,10 +252,8 @@ def _torch_transformer(
 
 def _layers_alone(model: Transformer, tokens: Tokens) -> Array:
     c = model.config
-    dtype = jnp.dtype(c.dtype)
-    source, target = (
-        jnp.asarray(_vectors(c.d_model, c.d_model), dtype)[array] for array in tokens[:2]
-    )
+    table = jnp.asarray(_vectors(c.d_model), jnp.dtype(c.dtype))
+    source, target = (table[array % c.d_model] for array in tokens[:2])
     source_mask = jnp.asarray(tokens.source != c.pad_id)[:, None, None]
     encoded, _ = model.encoder(source, source_mask)
     target_mask = causal_mask(tokens.target_input.shape[1])

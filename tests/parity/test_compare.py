@@ -159,6 +159,12 @@ def test_a_module_may_be_run_and_tapped_in_its_users_way():
     assert [row.site for row in report.rows[:3]] == [*taps, "logits"]
 
 
+def test_an_unknown_family_is_refused():
+    reference, hints, batch = tunz()
+    with pytest.raises(UserError, match="unknown family 'tuns'"):
+        parity.compare("tuns", reference, batch, **hints)
+
+
 def test_values_may_be_time_major():
     reference, hints, batch = tunz()
     site, module = "encoder/layers/0/feed_forward/output", reference.encoder.layers[0].ffn
