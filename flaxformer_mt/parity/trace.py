@@ -309,7 +309,7 @@ def _recording(root: nn.Module, wanted: Set[Key]) -> Iterator[dict[Key, list[lis
 
     def record_operation(name: str, side: str, values: Any) -> None:
         record(running[-1], name, side, values)
-        for module in running[:-1]:
+        for module in {*running} - {running[-1]}:
             record(module, name, side, values, in_parts)
 
     class Operations(TorchDispatchMode):
