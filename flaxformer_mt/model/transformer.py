@@ -79,10 +79,11 @@ class Embedding(nn.Module):
         c = self.config
         table = self.embedding.astype(jnp.dtype(c.dtype))
         vectors = jnp.take(table, jnp.where(tokens == ZERO_VECTOR, 0, tokens), axis=0)
-        # Padding is masked nearly everywhere. Where it is not, because it starts decoding, the
-        # published code (PyTorch's `padding_idx`) does not train its vector by looking it up.
-        padding = (tokens == c.pad_id)[..., None]
-        vectors = jnp.where(padding, lax.stop_gradient(vectors), vectors)
+        if c.bos_id == c.pad_id:
+            # Elsewhere padding is masked. Where it starts decoding, the published code (PyTorch's
+            # `padding_idx`) does not train its vector by looking it up.
+            padding = (tokens == c.pad_id)[..., None]
+            vectors = jnp.where(padding, lax.stop_gradient(vectors), vectors)
         zero = tokens == ZERO_VECTOR
         if c.zero_pad_embeddings:
             zero |= tokens == c.pad_id

@@ -28,9 +28,9 @@ from flaxformer_mt.parity.pair import (
 from flaxformer_mt.parity.recipes import Recipe
 from flaxformer_mt.parity.recipes import recipe as recipe_of
 from flaxformer_mt.parity.report import Report, Row
-from flaxformer_mt.parity.tokens import Padding, Tokens, padding
+from flaxformer_mt.parity.tokens import Padding, Tokens
 from flaxformer_mt.parity.trace import Tap, Values, values_of_model, values_of_module
-from flaxformer_mt.parity.trajectory import Curves, Trajectory, trajectory
+from flaxformer_mt.parity.trajectory import Curves, Trajectory, train_both
 
 VALUES = {"float64": 1e-10, "float32": 2e-5}
 """What a value may differ by, as a share of the site's largest magnitude (in float32 of 1 at the
@@ -93,15 +93,7 @@ def compare(
     ]
     steps = None
     if num_steps:
-        steps = trajectory(
-            family,
-            torch_module,
-            batches or [batch],
-            num_steps,
-            forward=forward,
-            recipe=recipe,
-            **overrides,
-        )
+        steps = train_both(sides, batches or [batch], num_steps)
         rows += _step_rows(steps)
     untapped = tuple(site for site in ours.values if site not in theirs.values)
     kinks = 0
@@ -110,7 +102,9 @@ def compare(
     report = Report(
         sides.ours.family.name, sides.dtype, tuple(rows), untapped, kinks, trajectory=steps
     )
-    return dataclasses.replace(report, diagnosis=_diagnosis(report, sides, tokens, ours, theirs))
+    return dataclasses.replace(
+        report, diagnosis=_diagnosis(report, sides, tokens, real, ours, theirs)
+    )
 
 
 class _Side(NamedTuple):
@@ -236,12 +230,11 @@ def _largest(array: np.ndarray) -> float:
 
 
 def _diagnosis(
-    report: Report, sides: Pair, tokens: Tokens, ours: _Side, theirs: _Side
+    report: Report, sides: Pair, tokens: Tokens, real: Padding, ours: _Side, theirs: _Side
 ) -> Diagnosis | None:
     first = report.first_divergence
     if first is None:
         return None
-    real = padding(tokens, sides.ours.config.pad_id)
     return diagnose(
         Evidence(
             site=first.site,

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -53,31 +53,47 @@ def recipe(family: str, warmup_steps: int = 4000, num_steps: int = 100_000) -> R
     return _RECIPES.get(family, _torch)(warmup_steps, num_steps)
 
 
-def _adam(beta1: float, beta2: float, epsilon: float) -> Callable[..., torch.optim.Optimizer]:
-    return functools.partial(torch.optim.Adam, betas=(beta1, beta2), eps=epsilon)
+def _recipe(
+    convention: Convention,
+    loss: ReferenceLoss,
+    rate: Callable[[int, int], float],
+    beta2: float = 0.98,
+    epsilon: float = 1e-9,
+    source_padding: Literal["left", "right"] = "right",
+    counts_tokens: bool = False,
+    **schedule: Any,
+) -> Recipe:
+    """A recipe with Adam; `schedule` is the rest of our `OptimizerConfig`."""
+    return Recipe(
+        convention=convention,
+        optimizer=OptimizerConfig(beta1=0.9, beta2=beta2, epsilon=epsilon, **schedule),
+        loss=loss,
+        adam=functools.partial(torch.optim.Adam, betas=(0.9, beta2), eps=epsilon),
+        rate=rate,
+        source_padding=source_padding,
+        counts_tokens=counts_tokens,
+    )
 
 
 def _jadore801120(warmup: int, num_steps: int) -> Recipe:
-    return Recipe(
-        convention="others",
-        loss=losses.jadore801120,
-        optimizer=OptimizerConfig(
-            schedule="noam", learning_rate=2.0, warmup_steps=warmup, beta2=0.98, epsilon=1e-9
-        ),
-        adam=_adam(0.9, 0.98, 1e-9),
-        rate=lambda t, d_model: losses.noam_rate(t, 2.0, d_model, warmup),
+    return _recipe(
+        "others",
+        losses.jadore801120,
+        lambda t, d_model: losses.noam_rate(t, 2.0, d_model, warmup),
+        schedule="noam",
+        learning_rate=2.0,
+        warmup_steps=warmup,
     )
 
 
 def _annotated(warmup: int, num_steps: int) -> Recipe:
-    return Recipe(
-        convention="non_pad_kl",
-        loss=losses.annotated,
-        optimizer=OptimizerConfig(
-            schedule="noam", learning_rate=1.0, warmup_steps=warmup, beta2=0.98, epsilon=1e-9
-        ),
-        adam=_adam(0.9, 0.98, 1e-9),
-        rate=lambda t, d_model: losses.noam_rate(t, 1.0, d_model, warmup),
+    return _recipe(
+        "non_pad_kl",
+        losses.annotated,
+        lambda t, d_model: losses.noam_rate(t, 1.0, d_model, warmup),
+        schedule="noam",
+        learning_rate=1.0,
+        warmup_steps=warmup,
     )
 
 
@@ -85,82 +101,64 @@ def _questions(warmup: int, num_steps: int) -> Recipe:
     # fastai's Adam: beta1 is moved along with the rate there, which is left out on both sides.
     total = max(num_steps, 10)
     rise = round(0.3 * total)
-    return Recipe(
+    return _recipe(
         # Its own loss counts padding as a class to be learned; ours leaves it out, as `annotated`.
-        convention="non_pad_kl",
-        loss=losses.annotated,
-        optimizer=OptimizerConfig(
-            schedule="one_cycle",
-            learning_rate=1e-3,
-            warmup_steps=rise,
-            total_steps=total,
-            beta2=0.99,
-            epsilon=1e-5,
-        ),
-        adam=_adam(0.9, 0.99, 1e-5),
-        rate=lambda t, d_model: losses.one_cycle_rate(t, 1e-3, rise, total),
+        "non_pad_kl",
+        losses.annotated,
+        lambda t, d_model: losses.one_cycle_rate(t, 1e-3, rise, total),
+        beta2=0.99,
+        epsilon=1e-5,
+        schedule="one_cycle",
+        learning_rate=1e-3,
+        warmup_steps=rise,
+        total_steps=total,
     )
 
 
 def _tunz(warmup: int, num_steps: int) -> Recipe:
-    return Recipe(
-        convention="others_kl",
-        loss=losses.tunz,
-        optimizer=OptimizerConfig(
-            schedule="tensor2tensor",
-            learning_rate=2.0,
-            warmup_steps=warmup,
-            beta2=0.997,
-            epsilon=1e-9,
-        ),
-        adam=_adam(0.9, 0.997, 1e-9),
-        rate=lambda t, d_model: losses.tensor2tensor_rate(t, 2.0, d_model, warmup),
+    return _recipe(
+        "others_kl",
+        losses.tunz,
+        lambda t, d_model: losses.tensor2tensor_rate(t, 2.0, d_model, warmup),
+        beta2=0.997,
+        schedule="tensor2tensor",
+        learning_rate=2.0,
+        warmup_steps=warmup,
     )
 
 
 def _torch(warmup: int, num_steps: int) -> Recipe:
     """PyTorch's translation tutorial: a constant rate of 1e-4."""
-    return Recipe(
-        convention="uniform",
-        loss=losses.torch_cross_entropy,
-        optimizer=OptimizerConfig(
-            schedule="constant", learning_rate=1e-4, beta2=0.98, epsilon=1e-9
-        ),
-        adam=_adam(0.9, 0.98, 1e-9),
-        rate=lambda t, d_model: 1e-4,
+    return _recipe(
+        "uniform",
+        losses.torch_cross_entropy,
+        lambda t, d_model: 1e-4,
+        schedule="constant",
+        learning_rate=1e-4,
     )
 
 
 def _marian(warmup: int, num_steps: int) -> Recipe:
     """Marian's `--lr-warmup W --lr-decay-inv-sqrt W` at the rate of OPUS-MT's recipe."""
-    return Recipe(
-        convention="uniform",
-        loss=losses.torch_cross_entropy,
-        optimizer=OptimizerConfig(
-            schedule="inverse_square_root",
-            learning_rate=3e-4,
-            warmup_steps=warmup,
-            beta2=0.98,
-            epsilon=1e-9,
-        ),
-        adam=_adam(0.9, 0.98, 1e-9),
-        rate=lambda t, d_model: losses.inverse_square_root_rate(t, 3e-4, warmup),
+    return _recipe(
+        "uniform",
+        losses.torch_cross_entropy,
+        lambda t, d_model: losses.inverse_square_root_rate(t, 3e-4, warmup),
+        schedule="inverse_square_root",
+        learning_rate=3e-4,
+        warmup_steps=warmup,
     )
 
 
 def _fairseq(warmup: int, num_steps: int) -> Recipe:
-    return Recipe(
-        convention="others",
-        loss=losses.fairseq,
-        optimizer=OptimizerConfig(
-            schedule="inverse_square_root",
-            learning_rate=5e-4,
-            warmup_steps=warmup,
-            beta2=0.98,
-            epsilon=1e-8,
-        ),
-        adam=_adam(0.9, 0.98, 1e-8),
-        rate=lambda t, d_model: losses.inverse_square_root_rate(t, 5e-4, warmup),
+    return _recipe(
+        "others",
+        losses.fairseq,
+        lambda t, d_model: losses.inverse_square_root_rate(t, 5e-4, warmup),
+        epsilon=1e-8,
+        schedule="inverse_square_root",
+        learning_rate=5e-4,
+        warmup_steps=warmup,
         source_padding="left",
         counts_tokens=True,
     )
@@ -168,14 +166,14 @@ def _fairseq(warmup: int, num_steps: int) -> Recipe:
 
 def _opennmt(warmup: int, num_steps: int) -> Recipe:
     """OpenNMT-py's Transformer recipe: `noam` at rate 2, beta2 0.998."""
-    return Recipe(
-        convention="uniform",
-        loss=losses.torch_cross_entropy,
-        optimizer=OptimizerConfig(
-            schedule="noam", learning_rate=2.0, warmup_steps=warmup, beta2=0.998, epsilon=1e-9
-        ),
-        adam=_adam(0.9, 0.998, 1e-9),
-        rate=lambda t, d_model: losses.noam_rate(t, 2.0, d_model, warmup),
+    return _recipe(
+        "uniform",
+        losses.torch_cross_entropy,
+        lambda t, d_model: losses.noam_rate(t, 2.0, d_model, warmup),
+        beta2=0.998,
+        schedule="noam",
+        learning_rate=2.0,
+        warmup_steps=warmup,
     )
 
 

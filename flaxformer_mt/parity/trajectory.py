@@ -159,6 +159,14 @@ def trajectory(
       UserError: the tensors are not the family's, or a batch has another form.
     """
     sides = pair(family, module, overrides, forward, recipe)
+    return train_both(sides, batches, num_steps, tolerance)
+
+
+def train_both(
+    sides: Pair, batches: Sequence[Any], num_steps: int, tolerance: float | None = None
+) -> Trajectory:
+    """What `trajectory` does, for a pair; its module is restored in the end."""
+    module = sides.module
     tokens = [real_tokens(sides, batch)[0] for batch in batches]
     with precision(sides.dtype), without_dropout(module):
         ours = train_ours(sides, tokens, num_steps)

@@ -21,10 +21,15 @@ BATCHES = 32
 SMALL = {"num_encoder_layers": 2, "num_decoder_layers": 1}
 
 
-def train(variant: Variant, num_steps: int, dtype: str = "float64", **options) -> parity.Trajectory:
-    variant = dataclasses.replace(variant, sizes=variant.sizes | SMALL)
-    reference = variant.build(dtype)
+def small(variant: Variant, dtype: str = "float64"):
+    """A reference with few layers, and its configuration."""
+    reference = dataclasses.replace(variant, sizes=variant.sizes | SMALL).build(dtype)
     config, _ = interop.load(variant.family, reference.state_dict(), **variant.hints)
+    return reference, config
+
+
+def train(variant: Variant, num_steps: int, dtype: str = "float64", **options) -> parity.Trajectory:
+    reference, config = small(variant, dtype)
     side = recipe(variant.family).source_padding
     batches = [
         parity.example(config, rows=8, source_padding=side, seed=seed) for seed in range(BATCHES)
@@ -89,11 +94,8 @@ def test_what_differs_first_is_named(changes, step, quantity, explanation):
 
 def test_a_training_that_amplifies_rounding_is_told_from_a_bug():
     """At a rate of 0.07 nothing stays as it was: PyTorch's own runs part as well."""
-    variant = dataclasses.replace(
-        VARIANTS["jadore801120_prj_all"], sizes=VARIANTS["jadore801120_prj_all"].sizes | SMALL
-    )
-    reference = variant.build("float64")
-    config, _ = interop.load(variant.family, reference.state_dict(), **variant.hints)
+    variant = VARIANTS["jadore801120_prj_all"]
+    reference, config = small(variant)
     too_fast = {"recipe": recipe(variant.family, warmup_steps=50)}
     batches = [parity.example(config)]
     found = parity.trajectory(variant.family, reference, batches, 100, **too_fast, **variant.hints)
@@ -102,10 +104,9 @@ def test_a_training_that_amplifies_rounding_is_told_from_a_bug():
 
 
 def test_a_gradient_that_is_cut_off_is_found_before_the_update():
-    variant = dataclasses.replace(VARIANTS["tunz"], sizes=VARIANTS["tunz"].sizes | SMALL)
-    reference = variant.build("float64")
+    variant = VARIANTS["tunz"]
+    reference, config = small(variant)
     embed = reference.t_vocab_embedding.register_forward_hook(lambda m, a, output: output.detach())
-    config, _ = interop.load("tunz", reference.state_dict(), **variant.hints)
     found = parity.trajectory("tunz", reference, [parity.example(config)], 2, **variant.hints)
     assert found.first_divergence.quantity == "gradient_norm"
     assert found.first_divergence.step == 1
