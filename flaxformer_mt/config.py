@@ -6,8 +6,9 @@ published model has which values. Each field's docstring is its `--help` text.
 
 import dataclasses
 import json
+import types
 import typing
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from flaxformer_mt.errors import UserError
 
@@ -124,6 +125,9 @@ class TransformerConfig:
     scan_layers: bool = True
     """Run each stack as one compiled loop over its layers (compiles faster); False unrolls it.
     The parameters are the same."""
+    remat: bool = False
+    """Compute a layer's inside again in the backward pass instead of keeping it: less memory, a
+    third more work. The results are the same."""
 
     def __post_init__(self) -> None:
         if not self.head_dim:
@@ -187,24 +191,54 @@ def with_vocabulary_sizes(model: TransformerConfig, source: int, target: int) ->
     )
 
 
+CorpusKind: TypeAlias = Literal["text", "tsv", "phrases", "reverse", "tfds"]
+"""Where pairs are read from; the help of `DataConfig.corpus` explains each."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CorpusConfig:
+    """One of several corpora that are read together; what is left empty is as in `data`."""
+
+    kind: CorpusKind | Literal[""] = ""
+    """As data.corpus."""
+    path: str = ""
+    """As data.path."""
+    split: str = ""
+    """As data.train_split, data.valid_split or data.test_split."""
+    source_language: str = ""
+    """As data.source_language."""
+    target_language: str = ""
+    """As data.target_language."""
+    tag: str = ""
+    """Put before every source sentence: "<2de>" names the target language, "<bt>" a back-translated
+    source, "<news>" a domain. Several are parted by spaces; each is one piece of the vocabulary."""
+    weight: float = 1.0
+    """How often its pairs are seen, in proportion to those of the other corpora; see
+    data.mixture_temperature."""
+
+    def __post_init__(self) -> None:
+        _require(self.weight > 0, "a corpus' weight must be positive")
+
+
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
     """Where sentence pairs come from and how they become rows of tokens."""
 
-    corpus: Literal["text", "tsv", "phrases", "reverse", "tfds"] = "text"
+    corpus: CorpusKind = "text"
     """text: SPLIT.LANGUAGE or SPLIT.LANGUAGE.gz in data.path, one sentence a line; tsv: SPLIT.tsv
     or SPLIT.tsv.gz in data.path, source and target parted by a tab; phrases: generated numbers,
     dates, times, units, currencies and lists; reverse: generated digit strings, to be reversed;
     tfds: the TensorFlow Datasets builder that data.path names."""
     path: str = ""
     """Folder of the corpus (text, tsv); name of a TensorFlow Datasets builder, or the folder in
-    which it was prepared (tfds)."""
+    which it was prepared (tfds). "tfds:NAME" is a builder whatever data.corpus says."""
     source_language: str = "en"
     """Language translated from: the file ending of text, the locale of phrases."""
     target_language: str = "de"
     """Language translated into."""
     train_split: str = "train"
-    """Name of the split to train on."""
+    """Name of the split to train on. Of files it may be several names and patterns, parted by
+    commas: "europarl,news-*"."""
     valid_split: str = "valid"
     """Name of the split that steers training (best checkpoint)."""
     test_split: str = "test"
@@ -213,6 +247,29 @@ class DataConfig:
     """Training pairs of a generated corpus; valid and test get 500 each."""
     generator_seed: int = 0
     """Seed of a generated corpus."""
+    train_corpora: tuple[CorpusConfig, ...] = ()
+    """Corpora to train on together; none = the one that the fields above describe."""
+    valid_corpora: tuple[CorpusConfig, ...] = ()
+    """Corpora to validate on together; none = the one that the fields above describe."""
+    test_corpora: tuple[CorpusConfig, ...] = ()
+    """Corpora to test on together; none = the one that the fields above describe."""
+    mixture_temperature: float = 1.0
+    """t: a corpus of n pairs is seen in proportion to weight * n**(1/t). 1 takes every pair of all
+    corpora equally often; more favours small corpora; 1e9 makes all equal."""
+
+    max_length_ratio: float = 0.0
+    """Drop training pairs of which one side has more than this times the words of the other; 0 =
+    keep."""
+    max_words: int = 0
+    """Drop training pairs with more words than this on a side; 0 = keep."""
+    drop_identical: bool = False
+    """Drop training pairs whose two sides are the same text."""
+    drop_duplicates: bool = False
+    """Drop training pairs that were seen before, in this corpus or an earlier one."""
+    drop_wrong_script: bool = False
+    """Drop training pairs of which a side is mostly not in the script of its language."""
+    max_unknown_rate: float = 0.1
+    """Refuse a corpus of whose tokens a larger share is unknown."""
 
     tokenizer: Literal["bpe", "unigram"] = "bpe"
     """SentencePiece model, trained on the training split on first use."""
@@ -224,20 +281,58 @@ class DataConfig:
     """Spell characters outside the vocabulary as bytes instead of <unk>."""
     character_coverage: float = 1.0
     """Share of the corpus' characters that get a piece of their own."""
+    tokenizer_path: str = ""
+    """Run folder, or its folder `tokenizer`, whose vocabulary is used instead of learning one."""
+    subword_sampling: float = 0.0
+    """Split sources anew each time they are seen. bpe: the probability with which a merge is left
+    out (BPE-dropout; 0.1 is usual); unigram: the exponent of a split's probability (subword
+    regularisation; 0.1 is usual, 1 varies least). 0 = always the best split."""
 
-    source_row_length: int = 64
-    """S: tokens in a packed source row; also the longest source sentence, end token included."""
+    batching: Literal["packed", "buckets"] = "packed"
+    """packed: several pairs in a row, one shape; buckets: one pair in a row, a shape for each of
+    data.bucket_lengths. Validation always packs."""
+    bucket_lengths: tuple[int, ...] = (16, 32, 64)
+    """Row lengths of buckets, of source and target; the longest takes the place of
+    data.source_row_length and data.target_row_length. A batch has the more rows the shorter they
+    are."""
+    source_row_length: int = 0
+    """S: tokens in a packed source row; also the longest source sentence, end token included.
+    0 = as many as fill as well as the target rows do."""
     target_row_length: int = 64
     """T: tokens in a packed target row; also the longest target sentence, end token included."""
     long_sentences: Literal["drop", "truncate", "error"] = "drop"
-    """What happens to training and validation pairs longer than a row; the count is reported."""
+    """What happens to training pairs longer than a row; the count is reported."""
 
     def __post_init__(self) -> None:
-        _require(self.source_row_length > 1, "data.source_row_length must be at least 2")
+        _require(
+            self.source_row_length == 0 or self.source_row_length > 1,
+            "data.source_row_length must be at least 2, or 0",
+        )
         _require(self.target_row_length > 1, "data.target_row_length must be at least 2")
+        _require(self.mixture_temperature > 0, "data.mixture_temperature must be positive")
+        for name in ("max_length_ratio", "max_words"):
+            _require(getattr(self, name) >= 0, f"data.{name} must not be negative")
+        for name in ("max_unknown_rate", "subword_sampling"):
+            _require(0 <= getattr(self, name) <= 1, f"data.{name} must be in [0, 1]")
+        _require(
+            bool(self.bucket_lengths)
+            and self.bucket_lengths[0] > 1
+            and list(self.bucket_lengths) == sorted(set(self.bucket_lengths)),
+            "data.bucket_lengths must be rising and at least 2",
+        )
         _require(self.vocab_size > 0, "data.vocab_size must be positive")
         _require(self.generated_pairs > 0, "data.generated_pairs must be positive")
-        _require(0 < self.character_coverage <= 1, "data.character_coverage must be in (0, 1]")
+        _require(
+            0.98 <= self.character_coverage <= 1,
+            "data.character_coverage must be in [0.98, 1], as SentencePiece wants it",
+        )
+
+    @property
+    def row_lengths(self) -> tuple[int, int]:
+        """S and T: tokens in the longest source row and in the longest target row."""
+        if self.batching == "buckets":
+            return self.bucket_lengths[-1], self.bucket_lengths[-1]
+        return self.source_row_length, self.target_row_length
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,6 +374,12 @@ class OptimizerConfig:
         )
 
 
+ValidationMetric: TypeAlias = Literal[
+    "loss", "cross_entropy", "perplexity", "accuracy", "bleu", "chrf"
+]
+"""A figure of a validation; of the first three less is better, of the others more."""
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
     """How long, on how much at a time, and what is measured on the way."""
@@ -310,8 +411,29 @@ class TrainConfig:
     """Checkpoints kept because they are the newest."""
     keep_best: int = 1
     """Checkpoints kept because they are the best by best_metric."""
-    best_metric: Literal["loss", "bleu", "chrf"] = "loss"
+    best_metric: ValidationMetric = "loss"
     """Validation figure that ranks checkpoints."""
+    early_stopping_patience: int = 0
+    """Stop after this many validations in a row that did not improve; 0 = never."""
+    early_stopping_metric: ValidationMetric = "loss"
+    """Validation figure that must improve."""
+    early_stopping_min_delta: float = 0.0
+    """What counts as an improvement: more than this."""
+    ema_decay: float = 0.0
+    """d: validate and translate with an exponential moving average of the parameters, average = d
+    * average + (1 - d) * parameters after each step; 0 = with the parameters themselves."""
+    r_drop: float = 0.0
+    """alpha of R-Drop (Liang et al. 2021): each batch is computed twice, with different dropout,
+    and the two predictions are drawn together; 0 = off, 5 is usual for translation."""
+    max_skipped_steps: int = 10
+    """A step whose loss or gradient is not finite changes nothing; after this many in a row the
+    run stops at its last checkpoint."""
+    init_from: str = ""
+    """Start from these parameters: a run folder (its best checkpoint, and its vocabulary), or a
+    .safetensors file made by `flaxformer-mt convert --to flaxformer_mt`."""
+    freeze: tuple[str, ...] = ()
+    """Regular expressions; parameters whose path one of them matches are not trained: "encoder/",
+    "embedding"."""
     show_translations: int = 5
     """Test translations printed at the end."""
 
@@ -321,9 +443,14 @@ class TrainConfig:
             "checkpoint_every", "keep_last",
         ):  # fmt: skip
             _require(getattr(self, name) > 0, f"train.{name} must be positive")
-        for name in ("eval_sentences", "keep_best", "show_translations"):
+        for name in (
+            "eval_sentences", "keep_best", "show_translations", "early_stopping_patience",
+            "early_stopping_min_delta", "r_drop",
+        ):  # fmt: skip
             _require(getattr(self, name) >= 0, f"train.{name} must not be negative")
         _require(0 <= self.label_smoothing < 1, "train.label_smoothing must be in [0, 1)")
+        _require(0 <= self.ema_decay < 1, "train.ema_decay must be in [0, 1)")
+        _require(self.max_skipped_steps > 0, "train.max_skipped_steps must be positive")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -331,12 +458,29 @@ class ParallelConfig:
     """How a batch is spread over devices."""
 
     strategy: Literal["mesh", "pmap"] = "mesh"
-    """mesh: jit over a device mesh; pmap: one program per device."""
+    """mesh: jit over a device mesh; pmap: one program per device, plain data parallelism."""
     num_devices: int = 0
-    """Devices to use; 0 = all."""
+    """Devices to use, of all processes together; 0 = all. Those that fsdp and tensor leave over
+    are the mesh's axis data, along which rows are shared out."""
+    fsdp: int = 1
+    """Size of the axis along which rows are shared out, too, and parameters and optimizer state are
+    cut, to be gathered when they are needed (fully sharded data parallelism, ZeRO)."""
+    tensor: int = 1
+    """Size of the axis along which matrices are cut and each device computes with its part
+    (tensor parallelism, Megatron)."""
+    sharding_rules: tuple[tuple[str, str], ...] = ()
+    """Rules that go before the built-in ones: a regular expression for parameter paths, and the
+    mesh axes of the last dimensions, parted by commas ("fsdp,tensor", "-" for none)."""
 
     def __post_init__(self) -> None:
         _require(self.num_devices >= 0, "parallel.num_devices must not be negative")
+        for name in ("fsdp", "tensor"):
+            _require(getattr(self, name) > 0, f"parallel.{name} must be positive")
+        _require(
+            self.strategy == "mesh" or self.fsdp == self.tensor == 1,
+            "parallel.strategy=pmap cannot cut parameters: set parallel.fsdp and parallel.tensor "
+            "to 1, or parallel.strategy=mesh",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -381,23 +525,27 @@ class ExperimentConfig:
     decode: DecodeConfig = dataclasses.field(default_factory=DecodeConfig)
 
     def __post_init__(self) -> None:
+        field = "target_row_length" if self.data.batching == "packed" else "bucket_lengths[-1]"
+        _, row_length = self.data.row_lengths
         _require(
-            self.train.batch_tokens % self.data.target_row_length == 0,
+            self.train.batch_tokens % row_length == 0,
             f"train.batch_tokens={self.train.batch_tokens} is not a multiple of "
-            f"data.target_row_length={self.data.target_row_length}",
+            f"data.{field}={row_length}",
         )
 
     @property
     def rows_per_batch(self) -> int:
-        """B: packed rows in a training batch."""
-        return self.train.batch_tokens // self.data.target_row_length
+        """B: rows in a training batch of the longest rows."""
+        return self.train.batch_tokens // self.data.row_lengths[1]
 
 
 # A run may be continued with other values of these: no parameter depends on them.
 RESUMABLE_FIELDS = (
     "data.path", "train.num_steps", "train.log_every", "train.eval_every", "train.eval_sentences",
     "train.checkpoint_every", "train.keep_last", "train.keep_best", "train.show_translations",
-    "parallel.strategy", "parallel.num_devices", "decode.beam_size", "decode.length_penalty",
+    "train.early_stopping_patience", "train.max_skipped_steps", "train.init_from", "model.remat",
+    "parallel.strategy", "parallel.num_devices", "parallel.fsdp", "parallel.tensor",
+    "parallel.sharding_rules", "decode.beam_size", "decode.length_penalty",
     "decode.n_best", "decode.max_length_factor", "decode.max_length_extra", "decode.batch_tokens",
 )  # fmt: skip
 
@@ -417,22 +565,42 @@ def from_dict(values: dict[str, Any], kind: type = ExperimentConfig, prefix: str
     unknown = sorted(set(values) - set(hints))
     if unknown:
         raise UserError(f"unknown configuration field {prefix}{unknown[0]}")
-    arguments = {}
-    for name, value in values.items():
-        hint = hints[name]
-        if dataclasses.is_dataclass(hint):
-            _require(isinstance(value, dict), f"configuration field {prefix}{name} is no group")
-            arguments[name] = from_dict(value, typing.cast(type, hint), f"{prefix}{name}.")
-            continue
-        if typing.get_origin(hint) is Literal:
-            valid = value in typing.get_args(hint)
-        elif hint is float:
-            valid = isinstance(value, int | float) and not isinstance(value, bool)
-        else:
-            valid = type(value) is hint
-        _require(valid, f"configuration field {prefix}{name} cannot be {value!r}")
-        arguments[name] = value
-    return kind(**arguments)
+    return kind(
+        **{name: _typed(value, hints[name], f"{prefix}{name}") for name, value in values.items()}
+    )
+
+
+def _typed(value: Any, hint: Any, name: str) -> Any:
+    """The value of the field `name`, made of JSON values, as the type that `hint` wants."""
+    if dataclasses.is_dataclass(hint):
+        _require(isinstance(value, dict), f"configuration field {name} is no group")
+        return from_dict(value, typing.cast(type, hint), f"{name}.")
+    if typing.get_origin(hint) is tuple:
+        _require(isinstance(value, list | tuple), f"configuration field {name} is no list")
+        kinds = typing.get_args(hint)
+        if kinds[-1] is Ellipsis:
+            kinds = kinds[:1] * len(value)
+        _require(len(value) == len(kinds), f"configuration field {name} needs {len(kinds)} values")
+        return tuple(
+            _typed(item, kind, f"{name}.{number}")
+            for number, (item, kind) in enumerate(zip(value, kinds, strict=True))
+        )
+    choices = _choices(hint)
+    if choices:
+        valid = value in choices
+    elif hint is float:
+        valid = isinstance(value, int | float) and not isinstance(value, bool)
+    else:
+        valid = type(value) is hint
+    _require(valid, f"configuration field {name} cannot be {value!r}")
+    return value
+
+
+def _choices(hint: Any) -> tuple[Any, ...]:
+    """The values that a Literal, or a union of some, allows; none for other types."""
+    if typing.get_origin(hint) is typing.Union or isinstance(hint, types.UnionType):
+        return tuple(choice for part in typing.get_args(hint) for choice in _choices(part))
+    return typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
 
 
 def to_json(config: ExperimentConfig) -> str:
@@ -463,10 +631,18 @@ def differences(stored: ExperimentConfig, given: ExperimentConfig) -> list[str]:
     resumable = set(RESUMABLE_FIELDS)
     if stored.optimizer.schedule == "one_cycle" and not stored.optimizer.total_steps:
         resumable.remove("train.num_steps")  # The rate of every step depends on it.
-    ours, theirs = to_dict(stored), to_dict(given)
+    ours, theirs = _without_paths(to_dict(stored)), _without_paths(to_dict(given))
     return [
         f"{group}.{name}: {value} in the run, {theirs[group][name]} now"
         for group, values in ours.items()
         for name, value in values.items()
         if value != theirs[group][name] and f"{group}.{name}" not in resumable
     ]
+
+
+def _without_paths(values: dict[str, Any]) -> dict[str, Any]:
+    """The experiment without the places of its corpora, which may have moved."""
+    for corpora in ("train_corpora", "valid_corpora", "test_corpora"):
+        for corpus in values["data"][corpora]:
+            del corpus["path"]
+    return values

@@ -98,6 +98,6 @@ def with_decode(talker, **values):
 @functools.cache
 def make_talker():
     corpus = ParallelCorpus(sentences(200, seed=1), sentences(200, seed=2), "made up")
-    tokenizers = Tokenizers.train(corpus, DATA)
+    tokenizers = Tokenizers.train([corpus], DATA)
     talker = Talker(ExperimentConfig(model=MODEL, data=DATA, decode=DECODE), {}, tokenizers)
     return dataclasses.replace(talker, params=random_params(talker.model))

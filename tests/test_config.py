@@ -7,9 +7,12 @@ import pytest
 
 from flaxformer_mt import config as configuration
 from flaxformer_mt.config import (
+    CorpusConfig,
+    DataConfig,
     DecodeConfig,
     ExperimentConfig,
     OptimizerConfig,
+    ParallelConfig,
     TrainConfig,
     TransformerConfig,
 )
@@ -19,9 +22,20 @@ CHANGED = ExperimentConfig(
     model=TransformerConfig(d_model=24, num_heads=3, dtype="bfloat16"),
     optimizer=OptimizerConfig(kind="adamw", weight_decay=0.1),
 )
+NESTED = ExperimentConfig(
+    data=DataConfig(
+        train_corpora=(
+            CorpusConfig(path="a", kind="tsv"),
+            CorpusConfig(path="b", tag="<bt>", weight=2),
+        ),
+        bucket_lengths=(8, 24),
+    ),
+    train=TrainConfig(freeze=("encoder/", "embedding")),
+    parallel=ParallelConfig(sharding_rules=(("embedding", "fsdp,tensor"),)),
+)
 
 
-@pytest.mark.parametrize("experiment", [ExperimentConfig(), CHANGED])
+@pytest.mark.parametrize("experiment", [ExperimentConfig(), CHANGED, NESTED])
 def test_json_and_back(experiment):
     assert configuration.from_json(configuration.to_json(experiment)) == experiment
 
@@ -43,6 +57,23 @@ def test_damaged_json_names_the_field(change, message):
         configuration.from_json(json.dumps(values))
 
 
+@pytest.mark.parametrize(
+    ("group", "change", "message"),
+    [
+        ("data", {"bucket_lengths": [8, "x"]}, "data.bucket_lengths.1 cannot be 'x'"),
+        ("data", {"bucket_lengths": 8}, "data.bucket_lengths is no list"),
+        ("data", {"train_corpora": [{"pth": 1}]}, "unknown configuration field data.train_corpora"),
+        ("data", {"train_corpora": [{"kind": "csv"}]}, "train_corpora.0.kind cannot be 'csv'"),
+        ("parallel", {"sharding_rules": [["x"]]}, "sharding_rules.0 needs 2 values"),
+    ],
+)
+def test_damaged_lists_name_the_place(group, change, message):
+    values = configuration.to_dict(NESTED)
+    values[group] |= change
+    with pytest.raises(UserError, match=message):
+        configuration.from_json(json.dumps(values))
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"model": 3}'])
 def test_json_that_is_no_configuration(text):
     with pytest.raises(UserError):
@@ -58,6 +89,11 @@ def test_json_that_is_no_configuration(text):
         (DecodeConfig, {"n_best": 9}, "decode.n_best=9 is more than decode.beam_size=4"),
         (OptimizerConfig, {"weight_decay": 0.1}, "needs optimizer.kind=adamw"),
         (ExperimentConfig, {"train": TrainConfig(batch_tokens=100)}, "not a multiple"),
+        (DataConfig, {"bucket_lengths": (32, 16)}, "must be rising"),
+        (DataConfig, {"max_unknown_rate": 2}, "data.max_unknown_rate"),
+        (CorpusConfig, {"weight": 0}, "weight must be positive"),
+        (TrainConfig, {"ema_decay": 1.0}, "train.ema_decay"),
+        (ParallelConfig, {"strategy": "pmap", "fsdp": 2}, "pmap cannot cut parameters"),
     ],
 )
 def test_values_that_do_not_go_together(kind, values, message):
@@ -75,6 +111,16 @@ def test_differences_name_the_fields_that_forbid_going_on():
         "optimizer.kind: adam in the run, adamw now",
         "optimizer.weight_decay: 0.0 in the run, 0.1 now",
     ]
+
+
+def test_corpora_may_move_but_not_change():
+    def with_corpus(**fields):
+        return ExperimentConfig(data=DataConfig(train_corpora=(CorpusConfig(**fields),)))
+
+    assert configuration.differences(with_corpus(path="a"), with_corpus(path="b")) == []
+    changed = configuration.differences(with_corpus(tag="<de>"), with_corpus(tag="<fr>"))
+    assert len(changed) == 1
+    assert changed[0].startswith("data.train_corpora: ")
 
 
 def test_a_schedule_that_knows_its_end_forbids_another_end():

@@ -1,30 +1,20 @@
-"""The batch of a step: a pure function of (seed, step), with nothing to save and nothing to lose.
+"""What a training step computes with: batches of rows, in the few shapes that a run declares.
 
-Pairs are planned into rows once. Each epoch lets pairs of equal lengths trade places and shuffles
-the rows. The epochs, one after the other, are an endless stream of rows, of which batch k takes
-number k*B to (k+1)*B - 1. So every pair comes exactly once an epoch, all batches have one shape,
-and a run that starts again at any step goes on with the batch that it would have had.
+A batch is made of rows, and a row of pairs that stand in it one after the other. Which pairs stand
+together is decided elsewhere: for training by `stream.py`, for validation here.
 """
 
 import dataclasses
-import functools
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import flax.struct
 import jax
 import numpy as np
 
-from flaxformer_mt.config import ExperimentConfig
+from flaxformer_mt.config import ExperimentConfig, TransformerConfig
 from flaxformer_mt.data.encoding import EncodedCorpus
-from flaxformer_mt.data.packing import (
-    PackedRows,
-    RowPlan,
-    decoder_inputs,
-    pack,
-    plan_rows,
-    shuffle_plan,
-)
+from flaxformer_mt.data.packing import PackedRows, Sentences, decoder_inputs, pack, plan_rows
 
 Array: TypeAlias = np.ndarray | jax.Array
 
@@ -54,6 +44,52 @@ class Batch:
     decoder_positions: Array
 
 
+class BatchShape(NamedTuple):
+    """The sizes of a batch: all that a step is compiled for."""
+
+    rows: int
+    """B."""
+    source_length: int
+    """S; means nothing to a language model."""
+    target_length: int
+    """T."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """The part of every batch that one process reads: B / count rows, from index * B / count on."""
+
+    index: int = 0
+    """Which part, from 0."""
+    count: int = 1
+    """Parts in all."""
+
+    def part(self, rows: int) -> slice:
+        """Which of the rows of a batch these are.
+
+        Raises:
+          ValueError: `rows` cannot be divided evenly.
+        """
+        if rows % self.count:
+            raise ValueError(f"{rows} rows cannot be divided evenly among {self.count} processes")
+        return slice(self.index * rows // self.count, (self.index + 1) * rows // self.count)
+
+
+WHOLE_BATCH = Shard()
+"""What a process reads that is alone."""
+
+
+class DataPosition(NamedTuple):
+    """Where a stream of batches stands: what a run saves to go on with the batch after the last."""
+
+    epoch: int = 0
+    """Epochs that were read."""
+    block: int = 0
+    """Blocks of this epoch that were read."""
+    row: int = 0
+    """Rows of this block that were read."""
+
+
 def padding_fraction(batch: Batch) -> float:
     """Share of a batch's source and target positions that hold no token."""
     sides = [
@@ -63,126 +99,104 @@ def padding_fraction(batch: Batch) -> float:
     return 1 - tokens / sum(side.size for side in sides)
 
 
-@dataclasses.dataclass(frozen=True)
-class BatchLayout:
-    """What all batches of a run have in common."""
+def make_batch(
+    sources: Sentences | None,
+    targets: Sentences,
+    rows: Sequence[Sequence[int]],
+    shape: BatchShape,
+    model: TransformerConfig,
+    shard: Shard = WHOLE_BATCH,
+) -> Batch:
+    """Packs pairs into rows.
 
-    rows: int
-    """B."""
-    source_row_length: int
-    """S."""
-    target_row_length: int
-    """T."""
-    pad_id: int
-    """Token in padding."""
-    bos_id: int
-    """Decoder input before the first token; -1 stands for the zero vector."""
-
-    @classmethod
-    def from_config(cls, config: ExperimentConfig) -> "BatchLayout":
-        """The layout of the training and validation batches of an experiment."""
-        return cls(
-            rows=config.rows_per_batch,
-            source_row_length=config.data.source_row_length,
-            target_row_length=config.data.target_row_length,
-            pad_id=config.model.pad_id,
-            bos_id=config.model.bos_id,
-        )
-
-
-def make_batch(corpus: EncodedCorpus, rows: Sequence[np.ndarray], layout: BatchLayout) -> Batch:
-    """Packs the pairs whose indices `rows` lists, a row each; missing rows are left empty."""
-    padded = [*rows, *[np.array([], np.int64)] * (layout.rows - len(rows))]
-    targets = pack(corpus.targets, padded, layout.target_row_length, layout.pad_id)
-    sources: PackedRows | None = None
-    if corpus.sources is not None:
-        sources = pack(corpus.sources, padded, layout.source_row_length, layout.pad_id)
+    Args:
+      sources: the source side; None in a language model.
+      targets: the target side.
+      rows: the indices of the pairs in each row; rows that are missing are left empty.
+      shape: of the whole batch.
+      model: says which tokens are padding and start.
+      shard: the part of the batch that is made.
+    """
+    rows = [*rows, *[()] * (shape.rows - len(rows))][shard.part(shape.rows)]
+    packed_targets = pack(targets, rows, shape.target_length, model.pad_id)
+    packed_sources: PackedRows | None = None
+    if sources is not None:
+        packed_sources = pack(sources, rows, shape.source_length, model.pad_id)
     return Batch(
-        encoder_input_tokens=None if sources is None else sources.tokens,
-        decoder_input_tokens=decoder_inputs(targets, layout.bos_id, layout.pad_id),
-        decoder_target_tokens=targets.tokens,
-        decoder_loss_weights=(targets.segment_ids > 0).astype(np.float32),
-        encoder_segment_ids=None if sources is None else sources.segment_ids,
-        decoder_segment_ids=targets.segment_ids,
-        encoder_positions=None if sources is None else sources.positions,
-        decoder_positions=targets.positions,
+        encoder_input_tokens=None if packed_sources is None else packed_sources.tokens,
+        decoder_input_tokens=decoder_inputs(packed_targets, model.bos_id, model.pad_id),
+        decoder_target_tokens=packed_targets.tokens,
+        decoder_loss_weights=(packed_targets.segment_ids > 0).astype(np.float32),
+        encoder_segment_ids=None if packed_sources is None else packed_sources.segment_ids,
+        decoder_segment_ids=packed_targets.segment_ids,
+        encoder_positions=None if packed_sources is None else packed_sources.positions,
+        decoder_positions=packed_targets.positions,
     )
 
 
-class TrainingBatches:
-    """The endless stream of training batches.
+def packed_shape(config: ExperimentConfig) -> BatchShape:
+    """The shape of packed batches: those of validation, and of training unless it has buckets."""
+    return BatchShape(config.rows_per_batch, *config.data.row_lengths)
+
+
+def pair_lengths(corpus: EncodedCorpus) -> tuple[np.ndarray, np.ndarray]:
+    """Source and target lengths, int64 [pairs] each; a language model has sources of length 0."""
+    target_lengths = corpus.targets.lengths
+    if corpus.sources is None:
+        return np.zeros_like(target_lengths), target_lengths
+    return corpus.sources.lengths, target_lengths
+
+
+def evaluation_batches(
+    corpus: EncodedCorpus,
+    config: ExperimentConfig,
+    row_shards: int = 1,
+    shard: Shard = WHOLE_BATCH,
+) -> list[Batch]:
+    """Batches that hold every pair exactly once and whole, however long it is.
+
+    Pairs that fit are packed into rows as in training, one shape. A longer pair has a row of its
+    own, as long as the next power of two; batches of such rows have fewer of them, so that
+    attention needs no more memory. What is left of the last batch of a shape is empty rows.
 
     Args:
-      corpus: the pairs, which all fit into rows.
-      layout: the shape of a batch.
-      seed: decides the order of everything.
+      corpus: the pairs.
+      config: the experiment.
+      row_shards: devices that share the rows of a batch; of long rows there are at least as many.
+      shard: the part of each batch that is wanted.
     """
-
-    def __init__(self, corpus: EncodedCorpus, layout: BatchLayout, seed: int):
-        self._corpus = corpus
-        self._layout = layout
-        self._seed = seed
-        order = np.random.default_rng(seed).permutation(len(corpus.targets))
-        self._plan = _plan(corpus, layout, order)
-        self._length_classes = _source_lengths(corpus) * (layout.target_row_length + 1)
-        self._length_classes += corpus.targets.lengths
-        # A batch reads one epoch, or two where they meet.
-        self._epoch = functools.lru_cache(maxsize=2)(self._shuffle)
-
-    @property
-    def rows_per_epoch(self) -> int:
-        """Rows in which every pair stands once."""
-        return len(self._plan)
-
-    @property
-    def fill(self) -> float:
-        """Share of the target positions of an epoch that hold a token."""
-        return len(self._corpus.targets.tokens) / (
-            self.rows_per_epoch * self._layout.target_row_length
-        )
-
-    def batch(self, step: int) -> Batch:
-        """The batch of optimizer step `step`, counted from 0."""
-        first = step * self._layout.rows
-        rows = [self._row(number) for number in range(first, first + self._layout.rows)]
-        return make_batch(self._corpus, rows, self._layout)
-
-    def _row(self, number: int) -> np.ndarray:
-        """Indices of the pairs in a row of the endless stream."""
-        epoch, position = divmod(number, self.rows_per_epoch)
-        plan, row_order = self._epoch(epoch)
-        return plan[row_order[position]]
-
-    def _shuffle(self, epoch: int) -> tuple[RowPlan, np.ndarray]:
-        """The plan of an epoch, and the order in which its rows come."""
-        # The plan itself was drawn from the bare seed.
-        rng = np.random.default_rng([self._seed, epoch])
-        plan = shuffle_plan(self._plan, self._length_classes, rng)
-        return plan, rng.permutation(len(plan))
-
-
-def evaluation_batches(corpus: EncodedCorpus, layout: BatchLayout) -> list[Batch]:
-    """Batches that hold every pair exactly once; the last one is filled up with empty rows."""
-    plan = _plan(corpus, layout, order=np.arange(len(corpus.targets)))
-    rows = [plan[row] for row in range(len(plan))]
+    packed = packed_shape(config)
+    source_lengths, target_lengths = pair_lengths(corpus)
+    fits = (source_lengths <= packed.source_length) & (target_lengths <= packed.target_length)
+    fitting = np.flatnonzero(fits)
+    plan = plan_rows(
+        source_lengths[fitting],
+        target_lengths[fitting],
+        packed.source_length,
+        packed.target_length,
+    )
+    rows_by_shape = {packed: [fitting[row].tolist() for row in plan]}
+    longest_side = np.maximum(source_lengths, target_lengths)
+    for pair in np.flatnonzero(~fits).tolist():
+        shape = _shape_of_long_rows(int(longest_side[pair]), packed, row_shards)
+        rows_by_shape.setdefault(shape, []).append([pair])
     return [
-        make_batch(corpus, rows[first : first + layout.rows], layout)
-        for first in range(0, len(rows), layout.rows)
+        make_batch(
+            corpus.sources,
+            corpus.targets,
+            rows[first : first + shape.rows],
+            shape,
+            config.model,
+            shard,
+        )
+        for shape, rows in rows_by_shape.items()
+        for first in range(0, len(rows), shape.rows)
     ]
 
 
-def _plan(corpus: EncodedCorpus, layout: BatchLayout, order: np.ndarray) -> RowPlan:
-    return plan_rows(
-        _source_lengths(corpus),
-        corpus.targets.lengths,
-        layout.source_row_length,
-        layout.target_row_length,
-        order,
-    )
-
-
-def _source_lengths(corpus: EncodedCorpus) -> np.ndarray:
-    """int64 [pairs]; zeros in a language model."""
-    if corpus.sources is None:
-        return np.zeros(len(corpus.targets), np.int64)
-    return corpus.sources.lengths
+def _shape_of_long_rows(longest: int, packed: BatchShape, row_shards: int) -> BatchShape:
+    """The shape for a pair that has no room in packed rows: as much attention, in fewer rows."""
+    length = 1 << (longest - 1).bit_length()
+    attention = packed.rows * packed.source_length * packed.target_length
+    rows_of_a_device = max(1, attention // (length * length * row_shards))
+    return BatchShape(rows_of_a_device * row_shards, length, length)

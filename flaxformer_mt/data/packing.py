@@ -6,12 +6,13 @@ how attention is kept inside a pair.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
 
-_ROWS_TRIED = 8
-"""Open rows of equal target space that are tried for a pair before one with more space is."""
+_CANDIDATES = 16
+"""Pairs that are tried as the next in a row. More of them fill rows better, and take longer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +31,14 @@ class Sentences:
     def from_lists(cls, sentences: Sequence[Sequence[int]]) -> "Sentences":
         """Stores `sentences` in their order."""
         offsets = np.cumsum([0, *map(len, sentences)], dtype=np.int64)
-        tokens = (token for sentence in sentences for token in sentence)
+        tokens = itertools.chain.from_iterable(sentences)
         return cls(np.fromiter(tokens, np.int32, offsets[-1]), offsets)
+
+    @classmethod
+    def join(cls, parts: Sequence["Sentences"]) -> "Sentences":
+        """The sentences of `parts`, at least one part, in their order."""
+        lengths = np.concatenate([part.lengths for part in parts])
+        return cls(np.concatenate([part.tokens for part in parts]), _offsets(lengths))
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -44,55 +51,104 @@ class Sentences:
         """Tokens in each sentence, int64 [sentences]."""
         return np.diff(self.offsets)
 
+    def take(self, indices: np.ndarray) -> "Sentences":
+        """Copies of the sentences with these indices, int [taken]."""
+        starts = self.offsets[indices]
+        lengths = self.offsets[indices + 1] - starts
+        return Sentences(self.tokens[_ranges(starts, lengths)], _offsets(lengths))
 
-@dataclasses.dataclass(frozen=True)
-class RowPlan:
-    """Which pairs stand in which row.
+    def truncate(self, length: int) -> "Sentences":
+        """Copies, cut to `length` tokens, of which the last is still the end token."""
+        lengths = np.minimum(self.lengths, length)
+        offsets = _offsets(lengths)
+        tokens = self.tokens[_ranges(self.offsets[:-1], lengths)]
+        tokens[offsets[1:] - 1] = self.tokens[self.offsets[1:] - 1]
+        return Sentences(tokens, offsets)
 
-    Attributes:
-      pairs: int64 [pairs]; indices of pairs, row after row, in the order in which they stand.
-      offsets: int64 [rows + 1]; row r holds `pairs[offsets[r]:offsets[r + 1]]`.
+
+class _Unplaced:
+    """The pairs that have no row yet, found by their size.
+
+    A size is a pair's two lengths as one number, `source * radix + target`; so is the space that
+    is left in a row. The radix is large enough for differences: where a length would become
+    negative, the difference is no size that a pair can have.
+
+    Args:
+      pairs: numbers of pairs, in the order in which they are to be placed.
+      sizes: their sizes, in the same order.
+      radix: see above.
     """
 
-    pairs: np.ndarray
-    offsets: np.ndarray
+    def __init__(self, pairs: list[int], sizes: list[int], radix: int):
+        self._radix = radix
+        self._longest_target = radix // 2 - 1
+        self._pairs: dict[int, list[int]] = {}
+        for pair, size in zip(pairs, sizes, strict=True):
+            self._pairs.setdefault(size, []).append(pair)
+        # Bit s of entry t is set while there are pairs of s source and t target tokens.
+        self._source_lengths = [0] * (self._longest_target + 1)
+        for size in self._pairs:
+            self._flip(size)
+        self._queue = sizes
+        self._next = 0
 
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
+    def __bool__(self) -> bool:
+        return bool(self._pairs)
 
-    def __getitem__(self, row: int) -> np.ndarray:
-        return self.pairs[self.offsets[row] : self.offsets[row + 1]]
+    def take(self, size: int) -> int:
+        """Removes a pair of this size, of which there must be one."""
+        pairs = self._pairs[size]
+        pair = pairs.pop()
+        if not pairs:
+            del self._pairs[size]
+            self._flip(size)
+        return pair
 
+    def choose(self, space: int) -> tuple[int, ...]:
+        """Sizes of one or two pairs that are good to put into a row with so much space.
 
-class _OpenRows:
-    """Rows with space left, found by their target space without a search over rows."""
+        Best are two pairs that leave no space on either side: a candidate and what it leaves room
+        for. If there are none, the first candidate that fits; if no candidate fits, the largest
+        pair that does.
 
-    def __init__(self, target_row_length: int):
-        # _by_space[k]: (row, source space) of the rows with k free target positions.
-        self._by_space: list[list[tuple[int, int]]] = [[] for _ in range(target_row_length + 1)]
-        # Bit k is set if _by_space[k] has any: its lowest set bit from a length on is the best fit.
-        self._available = 0
+        Returns:
+          No size if nothing fits.
+        """
+        pairs, queue = self._pairs, self._queue
+        # Sizes of which all pairs were taken out of turn are passed over.
+        while self._next < len(queue) and queue[self._next] not in pairs:
+            self._next += 1
+        fit = None
+        for size in queue[self._next : self._next + _CANDIDATES]:
+            if size not in pairs:
+                continue
+            rest = space - size
+            if rest in pairs and (rest != size or len(pairs[size]) > 1):
+                return size, rest
+            if fit is None and rest >= 0 and rest % self._radix <= self._longest_target:
+                fit = size
+        if fit is None:
+            fit = self._largest(space)
+        return () if fit is None else (fit,)
 
-    def add(self, row: int, source_space: int, target_space: int) -> None:
-        self._by_space[target_space].append((row, source_space))
-        self._available |= 1 << target_space
+    def _largest(self, space: int) -> int | None:
+        """The size within `space` that has most tokens on both sides together."""
+        source_space, target_space = divmod(space, self._radix)
+        up_to_source_space = (2 << source_space) - 1
+        most, largest = 0, None
+        for target in range(target_space, 0, -1):
+            if source_space + target <= most:
+                break
+            sources = self._source_lengths[target] & up_to_source_space
+            source = sources.bit_length() - 1
+            if sources and source + target > most:
+                most, largest = source + target, source * self._radix + target
+        return largest
 
-    def take(self, source_length: int, target_length: int) -> tuple[int, int, int] | None:
-        """Removes the best fit, if there is any: its row, source space and target space."""
-        sufficient = self._available >> target_length << target_length
-        while sufficient:
-            lowest_bit = sufficient & -sufficient
-            target_space = lowest_bit.bit_length() - 1
-            rows = self._by_space[target_space]
-            for index in range(len(rows) - 1, max(len(rows) - 1 - _ROWS_TRIED, -1), -1):
-                row, source_space = rows[index]
-                if source_space >= source_length:
-                    del rows[index]
-                    if not rows:
-                        self._available ^= lowest_bit
-                    return row, source_space, target_space
-            sufficient ^= lowest_bit
-        return None
+    def _flip(self, size: int) -> None:
+        """Notes that pairs of this size have come, or are used up."""
+        source, target = divmod(size, self._radix)
+        self._source_lengths[target] ^= 1 << source
 
 
 def plan_rows(
@@ -101,12 +157,13 @@ def plan_rows(
     source_row_length: int,
     target_row_length: int,
     order: np.ndarray | None = None,
-) -> RowPlan:
-    """Finds a row for every pair: the one with the least target space that the pair fits into.
+) -> list[list[int]]:
+    """Fills row after row with pairs until all have their place.
 
-    This is online best fit (Johnson 1973) over all rows begun so far, in two dimensions: target
-    space ranks the rows, source space only has to suffice. A random order fills rows better than
-    an order by length.
+    A row is begun with the pairs that come next and, if it can be, finished with two that fill it
+    to the last position on both sides. As long as many pairs are left there nearly always are two
+    (a look into a dictionary for each candidate finds them), so that only the last rows of many
+    thousands have gaps. A random order fills rows better than an order by length.
 
     Args:
       source_lengths: int [pairs], at most `source_row_length`; zeros if there is no source.
@@ -115,51 +172,33 @@ def plan_rows(
       target_row_length: T.
       order: int [pairs], the permutation in which pairs are placed; as they come, if None.
 
+    Returns:
+      The indices of the pairs in each row.
+
     Raises:
       ValueError: a sentence is longer than its row.
     """
     _check_lengths(source_lengths, source_row_length)
     _check_lengths(target_lengths, target_row_length)
     order = np.arange(len(target_lengths)) if order is None else order
+    radix = 2 * (target_row_length + 1)
+    sizes = source_lengths[order].astype(np.int64) * radix + target_lengths[order]
+    unplaced = _Unplaced(order.tolist(), sizes.tolist(), radix)
     rows: list[list[int]] = []
-    open_rows = _OpenRows(target_row_length)
-    for pair, source_length, target_length in zip(
-        order.tolist(), source_lengths[order].tolist(), target_lengths[order].tolist(), strict=True
-    ):
-        fit = open_rows.take(source_length, target_length)
-        if fit is None:
-            fit = len(rows), source_row_length, target_row_length
-            rows.append([])
-        row, source_space, target_space = fit
-        rows[row].append(pair)
-        if target_space > target_length:
-            open_rows.add(row, source_space - source_length, target_space - target_length)
-    pairs = np.array([pair for row in rows for pair in row], np.int64)
-    return RowPlan(pairs, np.cumsum([0, *map(len, rows)], dtype=np.int64))
+    while unplaced:
+        row: list[int] = []
+        space = source_row_length * radix + target_row_length
+        while chosen := unplaced.choose(space):
+            row += map(unplaced.take, chosen)
+            space -= sum(chosen)
+        rows.append(row)
+    return rows
 
 
 def _check_lengths(lengths: np.ndarray, row_length: int) -> None:
     longest = lengths.max(initial=0)
     if longest > row_length:
         raise ValueError(f"a sentence of {longest} tokens does not fit into rows of {row_length}")
-
-
-def shuffle_plan(plan: RowPlan, length_classes: np.ndarray, rng: np.random.Generator) -> RowPlan:
-    """Lets pairs of equal lengths trade places at random: another plan with the same rows filled.
-
-    So each epoch gets new neighbours in a row at the price of a sort, and all epochs have equally
-    many rows.
-
-    Args:
-      plan: how the pairs were planned.
-      length_classes: int [pairs]; pairs with equal numbers have equal source and target lengths.
-      rng: decides who goes where.
-    """
-    shuffled = rng.permutation(len(plan.pairs))
-    pairs = np.empty_like(plan.pairs)
-    places_by_class = np.argsort(length_classes[plan.pairs], kind="stable")
-    pairs[places_by_class] = shuffled[np.argsort(length_classes[shuffled], kind="stable")]
-    return RowPlan(pairs, plan.offsets)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,24 +217,23 @@ class PackedRows:
 
 
 def pack(
-    sentences: Sentences, rows: Sequence[np.ndarray], row_length: int, pad_id: int
+    sentences: Sentences, rows: Sequence[Sequence[int]], row_length: int, pad_id: int
 ) -> PackedRows:
     """Writes the sentences whose indices `rows[b]` lists into row b, end to end.
 
     Args:
       sentences: where the tokens are.
-      rows: B arrays of indices, int [sentences in the row]; an empty array gives an empty row.
+      rows: B lists of indices; an empty list gives an empty row.
       row_length: positions in a row; the sentences of a row must fit.
       pad_id: token of the positions that stay free.
     """
     counts = np.array([len(members) for members in rows])
-    members = np.concatenate(rows)
-    starts = sentences.offsets[members]
-    lengths = sentences.offsets[members + 1] - starts
+    members = np.fromiter(itertools.chain.from_iterable(rows), np.int64, counts.sum())
+    taken = sentences.take(members)
+    lengths = taken.lengths
     # From here on one entry a token.
     row = np.repeat(np.repeat(np.arange(len(rows)), counts), lengths)
     column = _count_up(np.bincount(row, minlength=len(rows)))
-    position = _count_up(lengths)
 
     shape = (len(rows), row_length)
     packed = PackedRows(
@@ -203,9 +241,9 @@ def pack(
         segment_ids=np.zeros(shape, np.int32),
         positions=np.zeros(shape, np.int32),
     )
-    packed.tokens[row, column] = sentences.tokens[np.repeat(starts, lengths) + position]
+    packed.tokens[row, column] = taken.tokens
     packed.segment_ids[row, column] = np.repeat(1 + _count_up(counts), lengths)
-    packed.positions[row, column] = position
+    packed.positions[row, column] = _count_up(lengths)
     return packed
 
 
@@ -213,6 +251,16 @@ def _count_up(lengths: np.ndarray) -> np.ndarray:
     """0, 1, ... anew for each length: [2, 3] gives [0, 1, 0, 1, 2]."""
     starts = np.cumsum(lengths) - lengths
     return np.arange(lengths.sum()) - np.repeat(starts, lengths)
+
+
+def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """So many numbers from each start on: starts [7, 1] and lengths [2, 3] give [7, 8, 1, 2, 3]."""
+    return np.repeat(starts, lengths) + _count_up(lengths)
+
+
+def _offsets(lengths: np.ndarray) -> np.ndarray:
+    """Where each of so many things begins, and the end: [2, 3] gives [0, 2, 5]."""
+    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
 
 def decoder_inputs(targets: PackedRows, bos_id: int, pad_id: int) -> np.ndarray:

@@ -3,25 +3,42 @@
 Texts are taken as they are, without Unicode normalisation, so that `decode(encode(text))` is `text`
 again. Only spaces are tidied: those at either end go, and several in a row become one. (With
 `data.byte_fallback` off, characters outside the vocabulary come back as " \u2047 ".)
+
+A tag ("<2de>", see `CorpusConfig.tag`) is a piece of its own: never split, and never part of
+another.
 """
 
 import dataclasses
 import functools
 import hashlib
 import io
+import itertools
 import logging
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import sentencepiece
+from sentencepiece import sentencepiece_model_pb2
 
 from flaxformer_mt.config import DataConfig
-from flaxformer_mt.data.corpus import ParallelCorpus
+from flaxformer_mt.data.corpus import Corpus
+from flaxformer_mt.data.counting import counted
+from flaxformer_mt.data.sampling import MOST_SPLITS, BpeDropout, UnigramSampling, WordSampler
 from flaxformer_mt.errors import UserError
 
 PAD_ID, BOS_ID, EOS_ID, UNK_ID = 0, 1, 2, 3
 """The special ids of every tokenizer that is trained here."""
+
+MAX_TRAINING_PAIRS = 1_000_000
+"""Pairs that a vocabulary is learned from, at most. Larger corpora give more than half as many, at
+equal distances: more text would take much longer and hardly change the pieces."""
+
+_SPACE = "\u2581"  # How SentencePiece writes a space, also the one that it puts before a text.
+_WORD = re.compile(f"{_SPACE}[^{_SPACE}]*")
+
+_Item = TypeVar("_Item")
 
 _log = logging.getLogger(__name__)
 
@@ -85,6 +102,47 @@ class SentencePieceTokenizer:
         """See `Tokenizer.encode`."""
         return self._processor.encode(list(texts))
 
+    def sample(self, texts: Sequence[str], seed: int, amount: float) -> list[list[int]]:
+        """Token ids of the texts, each split at random in one of the ways that give it back.
+
+        The same arguments give the same ids, whatever was drawn before, in any thread and process.
+
+        Args:
+          texts: as for `encode`.
+          seed: from 0 to 2**32 - 1.
+          amount: bpe: the probability with which a merge is left out (BPE-dropout, Provilkov et
+            al. 2020); unigram: the exponent of a split's probability (subword regularisation, Kudo
+            2018). See `data.subword_sampling`.
+        """
+        words = [_WORD.findall(text) for text in self._processor.normalize(list(texts))]
+        sampled = self._sampler.sample(list(itertools.chain(*words)), seed, amount)
+        left = iter(sampled)
+        return [list(itertools.chain(*itertools.islice(left, len(own)))) for own in words]
+
+    @functools.cached_property
+    def _sampler(self) -> WordSampler:
+        model: Any = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
+        model.ParseFromString(self.model)
+        pieces = list(enumerate(model.pieces))
+
+        def without_space(word: str) -> str:
+            return word.removeprefix(_SPACE)  # SentencePiece puts it there again.
+
+        if model.trainer_spec.model_type == model.trainer_spec.UNIGRAM:
+            return UnigramSampling(
+                lambda word: self._processor.nbest_encode(
+                    without_space(word), nbest_size=MOST_SPLITS
+                ),
+                [piece.score for _, piece in pieces],
+            )
+        normal = [(token, piece) for token, piece in pieces if piece.type == piece.NORMAL]
+        return BpeDropout(
+            ranks={piece.piece: -piece.score for _, piece in normal},
+            ids={piece.piece: token for token, piece in normal},
+            encode=lambda word: self._processor.encode(without_space(word)),
+            whole=[piece.piece for _, piece in pieces if piece.type == piece.USER_DEFINED],
+        )
+
     def decode(self, sentences: Sequence[Sequence[int]]) -> list[str]:
         """See `Tokenizer.decode`."""
         return self._processor.decode([self._until_end(sentence) for sentence in sentences])
@@ -94,10 +152,17 @@ class SentencePieceTokenizer:
         return tokens[: tokens.index(self.eos_id)] if self.eos_id in tokens else tokens
 
 
-def train_sentencepiece(texts: Sequence[str], config: DataConfig) -> SentencePieceTokenizer:
+def train_sentencepiece(
+    texts: Sequence[str], config: DataConfig, tags: Sequence[str] = ()
+) -> SentencePieceTokenizer:
     """Learns a vocabulary from `texts`; the same texts give the same bytes.
 
     A corpus too small for `config.vocab_size` pieces gets as many as it yields.
+
+    Args:
+      texts: one sentence each.
+      config: the kind of model, and how many pieces.
+      tags: words that are to be one piece each.
 
     Raises:
       UserError: there is no text, or `config.vocab_size` has no room for its characters.
@@ -119,6 +184,8 @@ def train_sentencepiece(texts: Sequence[str], config: DataConfig) -> SentencePie
             bos_id=BOS_ID,
             eos_id=EOS_ID,
             unk_id=UNK_ID,
+            # With its space: without, that would be a second piece.
+            user_defined_symbols=[_SPACE + tag for tag in tags],
             # Sums over threads would make the pieces depend on the machine.
             num_threads=1,
             minloglevel=2,
@@ -139,6 +206,29 @@ def train_sentencepiece(texts: Sequence[str], config: DataConfig) -> SentencePie
     return tokenizer
 
 
+def tags(config: DataConfig) -> list[str]:
+    """The words of all tags that the corpora of `config` have, each once."""
+    corpora = (*config.train_corpora, *config.valid_corpora, *config.test_corpora)
+    return list(dict.fromkeys(word for corpus in corpora for word in corpus.tag.split()))
+
+
+def evenly(items: Iterable[_Item], limit: int) -> list[_Item]:
+    """Items at equal distances from the first on, read once and without knowing how many there are.
+
+    Returns:
+      All items if they are at most `limit`, or else more than half as many as `limit`.
+    """
+    taken: list[_Item] = []
+    distance = 1
+    for number, item in enumerate(items):
+        if number % distance == 0:
+            taken.append(item)
+            if len(taken) > limit:
+                del taken[1::2]
+                distance *= 2
+    return taken
+
+
 @dataclasses.dataclass(frozen=True)
 class Tokenizers:
     """The vocabularies of one model; with a joint vocabulary both are the same object."""
@@ -147,18 +237,63 @@ class Tokenizers:
     target: SentencePieceTokenizer
 
     @classmethod
-    def train(cls, corpus: ParallelCorpus, config: DataConfig) -> "Tokenizers":
+    def for_run(
+        cls, corpora: Sequence[Corpus], config: DataConfig, has_inputs: bool = True
+    ) -> "Tokenizers":
+        """Reads the vocabularies that `data.tokenizer_path` names, or learns them.
+
+        Args:
+          corpora: the training corpora.
+          config: says which, and how many pieces to learn.
+          has_inputs: False for a language model.
+
+        Raises:
+          UserError: see `load` and `train`.
+        """
+        if not config.tokenizer_path:
+            return cls.train(corpora, config, has_inputs)
+        given = Path(config.tokenizer_path)
+        folder = given / "tokenizer" if (given / "tokenizer").is_dir() else given
+        if not folder.is_dir():
+            raise UserError(
+                f"data.tokenizer_path={given} is no folder: name a run folder, or its folder "
+                "tokenizer"
+            )
+        tokenizers = cls.load(folder)
+        for tag, pieces in zip(tags(config), tokenizers.source.encode(tags(config)), strict=True):
+            if len(pieces) > 1:
+                _log.warning(
+                    "the tag %s is %d pieces in the vocabulary of data.tokenizer_path=%s",
+                    tag,
+                    len(pieces),
+                    given,
+                )
+        return tokenizers
+
+    @classmethod
+    def train(
+        cls, corpora: Sequence[Corpus], config: DataConfig, has_inputs: bool = True
+    ) -> "Tokenizers":
         """Learns one joint vocabulary or two separate ones, as `config` says.
+
+        A language model (`has_inputs` is False) has one vocabulary, that of its targets.
 
         Raises:
           UserError: see `train_sentencepiece`.
         """
-        if config.joint_vocabulary:
-            joint = train_sentencepiece([*corpus.sources, *corpus.targets], config)
-            return cls(joint, joint)
-        return cls(
-            train_sentencepiece(corpus.sources, config), train_sentencepiece(corpus.targets, config)
-        )
+        stream = itertools.chain.from_iterable(corpus.pairs() for corpus in corpora)
+        pairs = evenly(counted(stream, "reading text for a vocabulary"), MAX_TRAINING_PAIRS)
+        sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
+        if has_inputs and not config.joint_vocabulary:
+            return cls(
+                train_sentencepiece(sources, config, tags(config)),
+                train_sentencepiece(targets, config),
+            )
+        if has_inputs:
+            joint = train_sentencepiece([*sources, *targets], config, tags(config))
+        else:
+            joint = train_sentencepiece(targets, config)
+        return cls(joint, joint)
 
     @property
     def joint(self) -> bool:

@@ -1,10 +1,14 @@
+import dataclasses
 import gzip
+import os
+import shutil
 import sys
 
 import pytest
 
-from flaxformer_mt.config import DataConfig
-from flaxformer_mt.data.corpus import HELD_OUT_PAIRS, load_corpus, read_lines
+from flaxformer_mt.config import CorpusConfig, DataConfig
+from flaxformer_mt.data.corpus import HELD_OUT_PAIRS, load_corpus, open_corpora, read_corpus
+from flaxformer_mt.data.text import read_lines, stream_parallel
 from flaxformer_mt.errors import UserError
 
 ENGLISH = "A house.\nTwo houses.\n"
@@ -15,9 +19,14 @@ def text_config(folder, **options):
     return DataConfig(corpus="text", path=str(folder), **options)
 
 
-def write_pair(folder, english=ENGLISH, german=GERMAN):
-    (folder / "train.en").write_text(english, encoding="utf-8", newline="")
-    (folder / "train.de").write_text(german, encoding="utf-8", newline="")
+def write_pair(folder, english=ENGLISH, german=GERMAN, name="train"):
+    (folder / f"{name}.en").write_text(english, encoding="utf-8", newline="")
+    (folder / f"{name}.de").write_text(german, encoding="utf-8", newline="")
+
+
+def fingerprint(config, role="train", **options):
+    (corpus,) = open_corpora(dataclasses.replace(config, **options), role)
+    return corpus.fingerprint
 
 
 def test_text_pairs(tmp_path):
@@ -31,13 +40,14 @@ def test_text_pairs(tmp_path):
 def test_gzipped_text_is_the_same_corpus(tmp_path):
     write_pair(tmp_path)
     plain = load_corpus(text_config(tmp_path), "train")
+    plain_fingerprint = fingerprint(text_config(tmp_path))
     for name in ("train.en", "train.de"):
         path = tmp_path / name
         (tmp_path / f"{name}.gz").write_bytes(gzip.compress(path.read_bytes()))
         path.unlink()
     zipped = load_corpus(text_config(tmp_path), "train")
     assert (zipped.sources, zipped.targets) == (plain.sources, plain.targets)
-    assert zipped.fingerprint == plain.fingerprint
+    assert fingerprint(text_config(tmp_path)) == plain_fingerprint
 
 
 def test_languages_choose_the_direction(tmp_path):
@@ -63,6 +73,24 @@ def test_lines_end_at_line_feeds_only(tmp_path, data, lines):
     assert read_lines(tmp_path / "text") == lines
 
 
+@pytest.mark.parametrize("data", [b"", b"\xef\xbb\xbf", gzip.compress(b"")])
+def test_a_file_without_lines_is_empty(tmp_path, data):
+    path = tmp_path / ("text.gz" if data.startswith(b"\x1f") else "text")
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=f"{path.name} is empty"):
+        read_lines(path)
+
+
+def test_text_is_read_as_it_is_needed(tmp_path):
+    write_pair(tmp_path, english=ENGLISH * 50_000, german=GERMAN * 50_000)
+    with (tmp_path / "train.de").open("ab") as file:
+        file.write(b"\xff\n")
+    pairs = stream_parallel(tmp_path / "train.en", tmp_path / "train.de")
+    assert next(pairs) == ("A house.", "Ein Haus.")
+    with pytest.raises(UserError, match=r"train\.de, line 100001: not UTF-8"):
+        list(pairs)
+
+
 def test_invalid_utf8_names_file_and_line(tmp_path):
     path = tmp_path / "train.de"
     path.write_bytes(b"gut\nauch gut\nnicht \xff gut\n")
@@ -70,9 +98,11 @@ def test_invalid_utf8_names_file_and_line(tmp_path):
         read_lines(path)
 
 
-def test_different_line_counts_name_both(tmp_path):
-    write_pair(tmp_path, german=GERMAN + "Drei.\n")
-    with pytest.raises(UserError, match=r"train\.en has 2 lines but .*train\.de has 3"):
+@pytest.mark.parametrize(("english", "german"), [(2, 5), (5, 2), (1, 1)])
+def test_different_line_counts_name_both(tmp_path, english, german):
+    write_pair(tmp_path, english="One.\n" * english, german="Eins.\n" * german + "Zwei.\n")
+    expected = rf"train\.en has {english} lines but .*train\.de has {german + 1}"
+    with pytest.raises(UserError, match=expected):
         load_corpus(text_config(tmp_path), "train")
 
 
@@ -126,6 +156,99 @@ def test_tsv_line_without_exactly_one_tab(tmp_path, line, tabs):
         load_corpus(DataConfig(corpus="tsv", path=str(tmp_path)), "train")
 
 
+def test_many_files_by_name_and_pattern(tmp_path):
+    for name in ("news-b", "news-a", "europarl", "other"):
+        write_pair(tmp_path, f"{name}\n", f"{name} auf Deutsch\n", name)
+    (tmp_path / "news-a.de.gz").write_bytes(gzip.compress(b"the plain file goes before this\n"))
+    (tmp_path / "news-c.en.gz").write_bytes(gzip.compress(b"news-c\n"))
+    (tmp_path / "news-c.de").write_bytes(b"news-c auf Deutsch\n")
+    (corpus,) = open_corpora(text_config(tmp_path, train_split="europarl, news-*,news-a"), "train")
+    sources = ["europarl", "news-a", "news-b", "news-c"]
+    assert list(corpus.pairs()) == [(source, f"{source} auf Deutsch") for source in sources]
+    assert corpus.name.endswith("europarl.de, and 3 more")
+
+
+def test_a_pattern_that_matches_nothing(tmp_path):
+    write_pair(tmp_path)
+    config = text_config(tmp_path, train_split="train,news-*")
+    with pytest.raises(UserError, match=r"has neither news-\*\.en nor news-\*\.en\.gz"):
+        open_corpora(config, "train")
+
+
+def test_a_file_in_only_one_language(tmp_path):
+    write_pair(tmp_path, name="news-a")
+    (tmp_path / "news-b.de").write_text("Ein Haus.\n", encoding="utf-8")
+    config = text_config(tmp_path, train_split="news-*")
+    with pytest.raises(UserError, match="has news-b in only one of the languages en and de"):
+        open_corpora(config, "train")
+
+
+def test_several_corpora_take_what_they_leave_empty_from_the_data(tmp_path):
+    write_pair(tmp_path)
+    (tmp_path / "train.fr").write_text("Une maison.\nDeux maisons.\n", encoding="utf-8")
+    (tmp_path / "talks.tsv").write_text("Hi!\tHallo!\n", encoding="utf-8")
+    config = text_config(
+        tmp_path,
+        train_corpora=(
+            CorpusConfig(tag="<2de>"),
+            CorpusConfig(target_language="fr", tag="<2fr>  <news>", weight=2.0),
+            CorpusConfig(kind="tsv", split="talks"),
+        ),
+    )
+    german, french, talks = open_corpora(config, "train")
+    assert next(german.pairs()) == ("<2de> A house.", "Ein Haus.")
+    assert list(french.pairs())[1] == ("<2fr> <news> Two houses.", "Deux maisons.")
+    assert list(talks.pairs()) == [("Hi!", "Hallo!")]
+    assert (french.languages, french.tag, french.weight) == (("en", "fr"), "<2fr> <news>", 2.0)
+
+    joined = read_corpus([german, talks])
+    assert joined.sources == ["<2de> A house.", "<2de> Two houses.", "Hi!"]
+    assert joined.targets == ["Ein Haus.", "Zwei Häuser.", "Hallo!"]
+    assert joined.name == f"{german.name} + {talks.name}"
+
+
+def test_a_mistake_in_one_of_several_corpora_names_it(tmp_path):
+    write_pair(tmp_path)
+    config = text_config(
+        tmp_path, valid_corpora=(CorpusConfig(split="train"), CorpusConfig(path="nowhere"))
+    )
+    with pytest.raises(UserError, match=r"data\.valid_corpora\.1\.path=nowhere is not a folder"):
+        open_corpora(config, "valid")
+
+
+@pytest.mark.parametrize("kind", ["text", "tsv", "reverse"])
+def test_a_language_model_reads_targets_only(tmp_path, kind):
+    (tmp_path / "train.de").write_text(GERMAN, encoding="utf-8")
+    (tmp_path / "train.tsv").write_text("A\tEin Haus.\nB\tZwei Häuser.\n", encoding="utf-8")
+    config = DataConfig(corpus=kind, path=str(tmp_path), generated_pairs=2)
+    (corpus,) = open_corpora(config, "train", has_inputs=False)
+    targets = ["8 8", "9 8 1 8 5 1 2 9 4 8 7 2"] if kind == "reverse" else GERMAN.splitlines()
+    assert list(corpus.pairs()) == [("", target) for target in targets]
+
+
+def test_a_language_model_has_no_place_for_a_tag(tmp_path):
+    write_pair(tmp_path)
+    config = text_config(tmp_path, train_corpora=(CorpusConfig(tag="<bt>"),))
+    with pytest.raises(UserError, match=r"data\.train_corpora\.0\.tag=<bt>: a language model"):
+        open_corpora(config, "train", has_inputs=False)
+
+
+def test_a_fingerprint_follows_the_pairs_and_not_the_names(tmp_path):
+    (tmp_path / "a").mkdir()
+    write_pair(tmp_path / "a")
+    config = text_config(tmp_path / "a")
+    first = fingerprint(config)
+    shutil.move(tmp_path / "a", tmp_path / "b")
+    for name in ("train.en", "train.de"):
+        (tmp_path / "b" / name).rename(tmp_path / "b" / name.replace("train", "europarl"))
+    moved = text_config(tmp_path / "b", train_split="europarl")
+    assert fingerprint(moved) == first
+    assert fingerprint(moved, source_language="de", target_language="en") != first
+    assert fingerprint(moved, train_corpora=(CorpusConfig(tag="<2de>"),)) != first
+    write_pair(tmp_path / "b", german=GERMAN.replace("Zwei", "zwei"), name="europarl")
+    assert fingerprint(moved) != first
+
+
 @pytest.mark.parametrize("kind", ["phrases", "reverse"])
 def test_generated_splits_are_distinct_disjoint_and_reproducible(kind):
     config = DataConfig(corpus=kind, target_language="fr", generated_pairs=1500)
@@ -167,25 +290,31 @@ def test_phrases_in_an_unknown_language():
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
-    """Folder of a TensorFlow Datasets builder, prepared without TensorFlow."""
+    """Folder of a data set that TensorFlow Datasets itself prepared, without TensorFlow."""
+    return prepare_with_tfds(
+        tmp_path_factory.mktemp("tfds"),
+        lambda features: features.Translation(["de", "en"]),
+        [{"en": f"house {number}", "de": f"Häuschen {number}"} for number in range(10)],
+    )
+
+
+def prepare_with_tfds(folder, make_features, examples):
     tfds = pytest.importorskip("tensorflow_datasets")
     pytest.importorskip("array_record")
 
-    class HousePairs(tfds.core.GeneratorBasedBuilder):
+    class HousePairs(tfds.core.GeneratorBasedBuilder, skip_registration=True):
         VERSION = tfds.core.Version("1.0.0")
 
         def _info(self):
-            features = tfds.features.Translation(["de", "en"])
+            features = make_features(tfds.features)
             return tfds.core.DatasetInfo(builder=self, features=features)
 
         def _split_generators(self, dl_manager):
             return {"train": self._generate_examples()}
 
         def _generate_examples(self):
-            for number in range(10):
-                yield number, {"en": f"house {number}", "de": f"Häuschen {number}"}
+            yield from enumerate(examples)
 
-    folder = tmp_path_factory.mktemp("tfds")
     builder = HousePairs(data_dir=str(folder), file_format="array_record")
     builder.download_and_prepare()
     return str(builder.data_path)
@@ -202,6 +331,69 @@ def test_tfds_pairs(prepared):
     assert load_corpus(tfds_config(prepared), "train[:30%]").sources == corpus.sources[:3]
 
 
+def test_tfds_by_prefix_needs_no_other_option(prepared):
+    config = DataConfig(corpus="text", path=f"tfds:{prepared}")
+    assert load_corpus(config, "train") == load_corpus(tfds_config(prepared), "train")
+
+
+def test_tfds_fingerprint_follows_split_languages_and_files(prepared, tmp_path):
+    config = tfds_config(prepared)
+    first = fingerprint(config)
+    moved = shutil.copytree(prepared, tmp_path / "moved")
+    assert fingerprint(tfds_config(str(moved))) == first
+    assert fingerprint(config, train_split="train[:50%]") != first
+    assert fingerprint(config, source_language="de", target_language="en") != first
+    (shard,) = moved.glob("*.array_record-*")
+    shard.write_bytes(shard.read_bytes() + b"x")
+    assert fingerprint(tfds_config(str(moved))) != first
+
+
+@pytest.mark.parametrize(("left", "message"), [(0.5, "has lost a part"), (0.1, "cannot be read")])
+def test_tfds_shortened_file(prepared, tmp_path, left, message):
+    moved = shutil.copytree(prepared, tmp_path / "moved")
+    (shard,) = moved.glob("*.array_record-*")
+    os.truncate(shard, int(left * shard.stat().st_size))
+    with pytest.raises(UserError, match=rf"moved/train {message}.*: prepare or copy it again"):
+        load_corpus(tfds_config(str(moved)), "train")
+
+
+def test_tfds_translation_among_other_features(tmp_path):
+    folder = prepare_with_tfds(
+        tmp_path,
+        lambda features: features.FeaturesDict(
+            {"id": features.Text(), "talk": features.Translation(["de", "en"])}
+        ),
+        [{"id": "7", "talk": {"en": "house", "de": "Haus"}}],
+    )
+    corpus = load_corpus(tfds_config(folder), "train")
+    assert (corpus.sources, corpus.targets) == (["house"], ["Haus"])
+
+
+def test_tfds_example_by_example_in_other_languages(tmp_path):
+    folder = prepare_with_tfds(
+        tmp_path,
+        lambda features: features.FeaturesDict({"talk": features.TranslationVariableLanguages()}),
+        [
+            {"talk": {"en": "house", "de": ["Haus", "Heim"], "fr": "maison"}},
+            {"talk": {"de": "Baum", "fr": "arbre"}},
+        ],
+    )
+    config = tfds_config(folder)
+    assert list(open_corpora(config, "train")[0].pairs()) == [("house", "Haus")]
+    (model,) = open_corpora(dataclasses.replace(config, target_language="fr"), "train", False)
+    assert sorted(model.pairs()) == [("", "arbre"), ("", "maison")]
+    with pytest.raises(UserError, match="has no example in en and ru"):
+        load_corpus(dataclasses.replace(config, target_language="ru"), "train")
+
+
+def test_tfds_without_translations(tmp_path):
+    folder = prepare_with_tfds(
+        tmp_path, lambda features: features.FeaturesDict({"text": features.Text()}), [{"text": "a"}]
+    )
+    with pytest.raises(UserError, match="has no feature Translation, only text"):
+        load_corpus(tfds_config(folder), "train")
+
+
 def test_tfds_language_that_the_builder_lacks(prepared):
     config = tfds_config(prepared, target_language="fr")
     with pytest.raises(UserError, match=r"data\.target_language=fr: .* has only de, en"):
@@ -216,6 +408,15 @@ def test_tfds_empty_split(prepared):
 def test_tfds_unknown_split(prepared):
     with pytest.raises(UserError, match="split dev: Unknown split 'dev'"):
         load_corpus(tfds_config(prepared), "dev")
+
+
+def test_tfds_folder_that_has_no_data_set(tmp_path):
+    pytest.importorskip("tensorflow_datasets")
+    with pytest.raises(UserError, match=r"data\.path=.*: Could not read dataset info from"):
+        load_corpus(tfds_config(str(tmp_path)), "train")
+    (tmp_path / "dataset_info.json").write_text("{")
+    with pytest.raises(UserError, match=r"data\.path=.*: Failed to load JSON"):
+        load_corpus(tfds_config(str(tmp_path)), "train")
 
 
 @pytest.mark.usefixtures("prepared")
@@ -235,7 +436,8 @@ def test_tfds_without_a_name():
         load_corpus(DataConfig(corpus="tfds"), "train")
 
 
-def test_tfds_that_is_not_installed(monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
+@pytest.mark.parametrize("package", ["tensorflow_datasets", "array_record.python"])
+def test_tfds_that_is_not_installed(monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(UserError, match=r"flaxformer_mt\[data\]"):
         load_corpus(DataConfig(corpus="tfds", path="wmt14_translate/de-en"), "train")

@@ -1,26 +1,24 @@
 import dataclasses
 
+import numpy as np
 import pytest
 
-from flaxformer_mt.config import DataConfig, ExperimentConfig, TrainConfig, TransformerConfig
+from flaxformer_mt.config import DataConfig, ExperimentConfig, TransformerConfig
 from flaxformer_mt.data.corpus import ParallelCorpus
-from flaxformer_mt.data.encoding import encode_corpus
+from flaxformer_mt.data.encoding import CorpusReport, SideReport, Texts, encode_corpus
+from flaxformer_mt.data.filters import Dropped
 from flaxformer_mt.data.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
 
-# One digit, one piece; rows take four digits and the end token.
+# One digit, one piece.
 CORPUS = ParallelCorpus(
-    sources=["1 2", "", "1 2 3 4 5", "7", "1 2 3 4", " "],
-    targets=["2 1", "9", "5 4 3 2 1", "", "4 3 2 1", "8"],
+    sources=["1 2", "", "1 2 3 4 5", "7", " "],
+    targets=["2 1", "9", "5 4 3 2 1", "", "8"],
     name="digits",
 )
-DATA = DataConfig(source_row_length=5, target_row_length=5)
-CONFIG = ExperimentConfig(data=DATA, train=TrainConfig(batch_tokens=20))
-TOKENIZERS = Tokenizers.train(CORPUS, DATA)
-
-
-def with_policy(policy):
-    return dataclasses.replace(CONFIG, data=dataclasses.replace(DATA, long_sentences=policy))
+CONFIG = ExperimentConfig(data=DataConfig(source_row_length=2, target_row_length=2))
+TOKENIZERS = Tokenizers.train([CORPUS], CONFIG.data)
+WITHOUT_BYTES = Tokenizers.train([CORPUS], DataConfig(byte_fallback=False))
 
 
 def texts(sentences):
@@ -30,51 +28,75 @@ def texts(sentences):
     return TOKENIZERS.source.decode(stored)
 
 
-def test_empty_and_long_pairs_are_dropped_and_counted():
-    encoded = encode_corpus(CORPUS, TOKENIZERS, with_policy("drop"))
-    assert texts(encoded.sources) == ["1 2", "1 2 3 4"]
-    assert texts(encoded.targets) == ["2 1", "4 3 2 1"]
-    report = encoded.report
-    assert (report.pairs, report.kept) == (6, 2)
-    assert (report.empty, report.dropped, report.truncated) == (3, 1, 0)
-    assert (report.source_tokens, report.target_tokens) == (8, 8)
-    assert str(report) == (
-        "digits: 2 of 6 pairs kept (3 with an empty side and 1 longer than a row dropped, "
-        "0 truncated); 8 source and 8 target tokens, 0.00% unknown"
-    )
+def test_every_pair_is_kept_whatever_its_length():
+    encoded = encode_corpus(CORPUS, TOKENIZERS, CONFIG)
+    assert texts(encoded.sources) == ["1 2", "", "1 2 3 4 5", "7", ""]
+    assert texts(encoded.targets) == CORPUS.targets
+    np.testing.assert_array_equal(encoded.sources.lengths, [3, 1, 6, 2, 1])
+    assert encoded.name == "digits"
+    assert encoded.texts is None
 
 
-def test_long_pairs_are_truncated_and_still_end():
-    encoded = encode_corpus(CORPUS, TOKENIZERS, with_policy("truncate"))
-    assert texts(encoded.sources) == ["1 2", "1 2 3 4", "1 2 3 4"]
-    assert texts(encoded.targets) == ["2 1", "5 4 3 2", "4 3 2 1"]
-    assert (encoded.report.dropped, encoded.report.truncated) == (0, 1)
+def test_the_report_describes_both_sides():
+    report = encode_corpus(CORPUS, TOKENIZERS, CONFIG).report
+    assert report.pairs == report.kept == 5
+    assert report.sources == SideReport(13, 2.6, 6, 6, 0)
+    assert report.targets == SideReport(14, 2.8, 6, 6, 0)
+    assert str(report) == "5 pairs; 13 source and 14 target tokens, 0.00% unknown"
 
 
-def test_long_pairs_are_an_error_if_so_wished():
-    with pytest.raises(UserError, match=r"digits: 1 of 6 pairs .*source_row_length=5.* pair 3;"):
-        encode_corpus(CORPUS, TOKENIZERS, with_policy("error"))
-
-
-def test_no_pair_is_left():
-    corpus = ParallelCorpus(["1", ""], ["", "1"], "halves")
-    with pytest.raises(UserError, match="halves: none of 2 pairs is left; 2 have an empty side"):
-        encode_corpus(corpus, TOKENIZERS, CONFIG)
-
-
-def test_language_model_has_targets_only():
+def test_a_language_model_has_targets_only():
     config = dataclasses.replace(CONFIG, model=TransformerConfig(has_inputs=False))
     encoded = encode_corpus(CORPUS, TOKENIZERS, config)
     assert encoded.sources is None
-    assert texts(encoded.targets) == ["2 1", "9", "4 3 2 1", "8"]
-    assert encoded.report.source_tokens == 0
+    assert texts(encoded.targets) == CORPUS.targets
+    assert str(encoded.report) == "5 pairs; 14 target tokens, 0.00% unknown"
 
 
-def test_unknown_tokens_are_counted():
-    tokenizers = Tokenizers.train(CORPUS, dataclasses.replace(DATA, byte_fallback=False))
-    encoded = encode_corpus(ParallelCorpus(["1 x"], ["1"], "letters"), tokenizers, CONFIG)
-    assert encoded.report.unknown_tokens == 1
-    assert encoded.report.unknown_rate == 1 / (encoded.report.source_tokens + 2)
+def test_unknown_tokens_are_counted_and_the_first_character_is_kept():
+    corpus = ParallelCorpus(["1", "2 猫 3", "x"], ["1", "2", "3"], "letters")
+    report = encode_corpus(corpus, WITHOUT_BYTES, CONFIG).report
+    assert (report.sources.unknown_tokens, report.sources.unknown_example) == (2, "猫")
+    assert report.sources.unknown_rate == 2 / report.sources.tokens
+    assert (report.targets.unknown_tokens, report.targets.unknown_example) == (0, "")
+
+
+REPORT = CorpusReport(
+    pairs=1000,
+    dropped={"empty side": Dropped(20, "pair 3: a | ")},
+    sources=SideReport(5000, 5.1, 9, 1200, 50, "猫"),
+    targets=SideReport(6000, 6.1, 11, 40, 0),
+)
+
+
+def test_details_say_what_was_dropped_and_how_long_the_sides_are():
+    assert REPORT.details() == [
+        "980 of 1,000 pairs kept (20 empty side dropped)",
+        "empty side: 20, the first is pair 3: a | ",
+        "source: 5,000 tokens, 5.1 a sentence, 95% at most 9, longest 1,200; "
+        "1.00% unknown, such as '猫'",
+        "target: 6,000 tokens, 6.1 a sentence, 95% at most 11, longest 40; 0.00% unknown",
+    ]
+
+
+def test_rows_add_what_is_too_long_for_them():
+    dropped = REPORT.fitted_to_rows(Dropped(30, "pair 7"))
+    assert dropped.kept == 950
+    assert dropped.details()[2] == "longer than a row: 30, the first is pair 7"
+    cut = REPORT.fitted_to_rows(truncated=30)
+    assert cut.kept == 980
+    assert str(cut).startswith("980 of 1,000 pairs kept (20 empty side dropped, 30 truncated); ")
+
+
+@pytest.mark.parametrize("report", [REPORT, dataclasses.replace(REPORT, sources=None)])
+def test_a_report_comes_back_from_its_dict(report):
+    assert CorpusReport.from_dict(dataclasses.asdict(report)) == report
+
+
+def test_texts_come_back():
+    stored = ["Zürich", "", "猫 🏠", " "]
+    texts = Texts.from_list(stored)
+    assert [texts[index] for index in range(len(texts))] == stored
 
 
 def test_special_ids_must_be_those_of_the_tokenizer():

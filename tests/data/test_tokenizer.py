@@ -1,18 +1,20 @@
 import dataclasses
 import logging
+import threading
 
 import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from flaxformer_mt.config import DataConfig
+from flaxformer_mt.config import CorpusConfig, DataConfig
+from flaxformer_mt.data import tokenizer as tokenizer_module
 from flaxformer_mt.data.corpus import ParallelCorpus, load_corpus
-from flaxformer_mt.data.tokenizer import Tokenizers
+from flaxformer_mt.data.tokenizer import Tokenizers, evenly
 from flaxformer_mt.errors import UserError
 
 CONFIG = DataConfig(corpus="phrases", target_language="fr", generated_pairs=500, vocab_size=500)
 CORPUS = load_corpus(CONFIG, "train")
-TRAINED = Tokenizers.train(CORPUS, CONFIG)
+TRAINED = Tokenizers.train([CORPUS], CONFIG)
 
 
 def test_special_ids():
@@ -24,7 +26,7 @@ def test_special_ids():
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
 def test_decoding_gives_the_text_back(kind):
-    tokenizer = Tokenizers.train(CORPUS, dataclasses.replace(CONFIG, tokenizer=kind)).target
+    tokenizer = Tokenizers.train([CORPUS], dataclasses.replace(CONFIG, tokenizer=kind)).target
     texts = [*CORPUS.targets, "ﬁ ½ … “Tea”\u00a0!", "日本語 🏠 \u2028 \t", "<s> </s> <pad>", ""]
     assert tokenizer.decode(tokenizer.encode(texts)) == texts
 
@@ -48,19 +50,19 @@ def test_encoding_has_no_special_ids_and_decoding_passes_over_them():
 
 def test_without_byte_fallback_there_are_unknown_tokens():
     config = dataclasses.replace(CONFIG, byte_fallback=False)
-    tokenizer = Tokenizers.train(CORPUS, config).source
+    tokenizer = Tokenizers.train([CORPUS], config).source
     assert tokenizer.unk_id in tokenizer.encode(["猫"])[0]
     assert TRAINED.source.unk_id not in TRAINED.source.encode(["猫"])[0]
 
 
 def test_training_is_reproducible():
-    again = Tokenizers.train(CORPUS, CONFIG)
+    again = Tokenizers.train([CORPUS], CONFIG)
     assert again.source.fingerprint == TRAINED.source.fingerprint
     assert len(again.source.fingerprint) == 64
 
 
 def test_joint_and_separate_vocabularies(tmp_path):
-    separate = Tokenizers.train(CORPUS, dataclasses.replace(CONFIG, joint_vocabulary=False))
+    separate = Tokenizers.train([CORPUS], dataclasses.replace(CONFIG, joint_vocabulary=False))
     assert TRAINED.joint
     assert not separate.joint
     assert separate.source.fingerprint != separate.target.fingerprint
@@ -78,7 +80,7 @@ def test_joint_and_separate_vocabularies(tmp_path):
 def test_small_corpora_get_fewer_pieces(kind, texts, caplog):
     config = DataConfig(tokenizer=kind, vocab_size=10_000)
     with caplog.at_level(logging.INFO):
-        tokenizers = Tokenizers.train(ParallelCorpus(texts, texts, "small"), config)
+        tokenizers = Tokenizers.train([ParallelCorpus(texts, texts, "small")], config)
     assert tokenizers.source.vocab_size < 300
     assert "fewer than data.vocab_size=10000" in caplog.text
     assert tokenizers.source.decode(tokenizers.source.encode(texts)) == texts
@@ -86,18 +88,18 @@ def test_small_corpora_get_fewer_pieces(kind, texts, caplog):
 
 def test_digits_parted_by_spaces_are_one_piece_each():
     corpus = load_corpus(DataConfig(corpus="reverse", generated_pairs=200), "train")
-    tokenizer = Tokenizers.train(corpus, DataConfig()).source
+    tokenizer = Tokenizers.train([corpus], DataConfig()).source
     assert [len(tokens) for tokens in tokenizer.encode(["7", "1 2 3 4"])] == [1, 4]
 
 
 def test_vocabulary_without_room_for_the_characters():
     with pytest.raises(UserError, match=r"data\.vocab_size=50 pieces: Vocabulary size is smaller"):
-        Tokenizers.train(CORPUS, dataclasses.replace(CONFIG, vocab_size=50))
+        Tokenizers.train([CORPUS], dataclasses.replace(CONFIG, vocab_size=50))
 
 
 def test_corpus_without_text():
     with pytest.raises(UserError, match="no text to learn"):
-        Tokenizers.train(ParallelCorpus(["", " "], ["", " "], "blank"), CONFIG)
+        Tokenizers.train([ParallelCorpus(["", " "], ["", " "], "blank")], CONFIG)
 
 
 def test_missing_and_damaged_models(tmp_path):
@@ -106,3 +108,116 @@ def test_missing_and_damaged_models(tmp_path):
     (tmp_path / "joint.model").write_bytes(b"no model")
     with pytest.raises(UserError, match=r"joint\.model is not a SentencePiece model"):
         Tokenizers.load(tmp_path)
+
+
+def test_a_language_model_learns_from_its_targets():
+    blank = dataclasses.replace(CORPUS, sources=[""] * len(CORPUS))
+    tokenizers = Tokenizers.train([blank], CONFIG, has_inputs=False)
+    separate = Tokenizers.train([CORPUS], dataclasses.replace(CONFIG, joint_vocabulary=False))
+    assert tokenizers.joint
+    assert tokenizers.target.fingerprint == separate.target.fingerprint
+
+
+def test_several_corpora_are_learned_from_together():
+    halves = [
+        ParallelCorpus(CORPUS.sources[part], CORPUS.targets[part], "half")
+        for part in (slice(0, 200), slice(200, None))
+    ]
+    assert Tokenizers.train(halves, CONFIG).source.fingerprint == TRAINED.source.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("limit", "taken"),
+    [(10, range(10)), (9, range(0, 10, 2)), (5, range(0, 10, 2)), (4, range(0, 10, 4))],
+)
+def test_large_corpora_are_learned_from_evenly(limit, taken):
+    assert evenly(iter(range(10)), limit) == list(taken)
+
+
+def test_no_more_pairs_are_learned_from_than_the_limit(monkeypatch):
+    monkeypatch.setattr(tokenizer_module, "MAX_TRAINING_PAIRS", 250)
+    every_second = ParallelCorpus(CORPUS.sources[::2], CORPUS.targets[::2], "half")
+    limited = Tokenizers.train([CORPUS], CONFIG)
+    assert limited.source.fingerprint == Tokenizers.train([every_second], CONFIG).source.fingerprint
+
+
+TAGGED = dataclasses.replace(
+    CONFIG, train_corpora=(CorpusConfig(tag="<2fr> <bt>"), CorpusConfig(tag="<2fr>"))
+)
+
+
+def tagged_tokenizer(kind, joint=True):
+    config = dataclasses.replace(TAGGED, tokenizer=kind, joint_vocabulary=joint)
+    sources = [f"<2fr> <bt> {source}" for source in CORPUS.sources]
+    return Tokenizers.train([ParallelCorpus(sources, CORPUS.targets, "tagged")], config)
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_tags_are_one_piece_each_and_never_split(kind):
+    tokenizer = tagged_tokenizer(kind).source
+    tag, both, text = tokenizer.encode(["<2fr>", "<2fr> <bt>", "<2fr> <bt> twelve kilometers"])
+    assert (len(tag), len(both)) == (1, 2)
+    assert text[:2] == both
+    assert tokenizer.decode([text]) == ["<2fr> <bt> twelve kilometers"]
+    for seed in range(20):
+        (sampled,) = tokenizer.sample(["<2fr> <bt> twelve kilometers"], seed, 0.9)
+        assert sampled[:2] == both
+
+
+def test_tags_belong_to_the_sources():
+    tokenizers = tagged_tokenizer("bpe", joint=False)
+    assert len(tokenizers.source.encode(["<2fr>"])[0]) == 1
+    assert len(tokenizers.target.encode(["<2fr>"])[0]) > 1
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_sampling_gives_the_text_back_in_many_ways(kind):
+    config = dataclasses.replace(CONFIG, tokenizer=kind)
+    tokenizer = Tokenizers.train([CORPUS], config).source
+    (text,) = CORPUS.sources[:1]
+    splits = [tokenizer.sample([text], seed, 0.3)[0] for seed in range(20)]
+    assert len(set(map(tuple, splits))) > 5
+    assert set(tokenizer.decode(splits)) == {text}
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_sampling_depends_on_the_seed_alone(kind):
+    config = dataclasses.replace(CONFIG, tokenizer=kind)
+    tokenizer = Tokenizers.train([CORPUS], config).source
+    texts = CORPUS.sources[:50]
+    wanted = [tokenizer.sample(texts, seed, 0.2) for seed in range(4)]
+    assert wanted[0] != wanted[1]
+    results = {}
+
+    def sample(seed):
+        results[seed] = [tokenizer.sample(texts, seed, 0.2) for _ in range(20)]
+
+    threads = [threading.Thread(target=sample, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(results[seed] == [wanted[seed]] * 20 for seed in range(4))
+
+
+@pytest.mark.parametrize("folder", ["run", "run/tokenizer"])
+def test_the_vocabulary_of_another_run(tmp_path, folder):
+    TRAINED.save(tmp_path / "run" / "tokenizer")
+    config = dataclasses.replace(CONFIG, tokenizer_path=str(tmp_path / folder), vocab_size=300)
+    assert Tokenizers.for_run([], config).source.fingerprint == TRAINED.source.fingerprint
+
+
+def test_a_vocabulary_that_is_not_there(tmp_path):
+    config = dataclasses.replace(CONFIG, tokenizer_path=str(tmp_path / "run"))
+    with pytest.raises(UserError, match=r"data\.tokenizer_path=.*run is no folder"):
+        Tokenizers.for_run([], config)
+
+
+def test_a_vocabulary_that_does_not_know_the_tags(tmp_path, caplog):
+    TRAINED.save(tmp_path)
+    Tokenizers.for_run([], dataclasses.replace(TAGGED, tokenizer_path=str(tmp_path)))
+    assert [line[:13] for line in caplog.messages] == ["the tag <2fr>", "the tag <bt> "]
+
+
+def test_a_vocabulary_is_learned_where_none_is_given():
+    assert Tokenizers.for_run([CORPUS], CONFIG).source.fingerprint == TRAINED.source.fingerprint

@@ -1,0 +1,158 @@
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from flaxformer_mt.config import DataConfig
+from flaxformer_mt.data import filters
+from flaxformer_mt.data.corpus import ParallelCorpus
+from flaxformer_mt.data.filters import Dropped, PairFilter, SeenPairs, is_mostly_in, script_words
+from flaxformer_mt.errors import UserError
+
+
+def corpus_of(*pairs, languages=("en", "de"), tag=""):
+    sources, targets = ([pair[side] for pair in pairs] for side in (0, 1))
+    return ParallelCorpus(sources, targets, "a corpus", languages, tag)
+
+
+def run_filter(corpus, *, has_inputs=True, seen=None, **options):
+    """The pairs that are kept, and the filter."""
+    chosen = PairFilter(DataConfig(**options), corpus, has_inputs, seen)
+    kept = [
+        pair for number, pair in enumerate(corpus.pairs(), start=1) if chosen.keep(number, *pair)
+    ]
+    return kept, chosen
+
+
+@pytest.mark.parametrize(
+    ("options", "source", "target", "reason"),
+    [
+        ({}, "a", "b", None),
+        ({}, "a", " \u2003 ", "empty side"),
+        ({}, "", "b", "empty side"),
+        ({"max_words": 3}, "a b c", "a  b c ", None),
+        ({"max_words": 3}, "a", "a b c d", "more than 3 words"),
+        ({"max_length_ratio": 2.0}, "a b", "a b c d", None),
+        ({"max_length_ratio": 2.0}, "a b c", "a", "length ratio above 2"),
+        ({"max_length_ratio": 1.5}, "a", "a b", "length ratio above 1.5"),
+        ({"drop_identical": True}, "Berlin", "Berlin!", None),
+        ({"drop_identical": True}, "Berlin", " Berlin", "identical sides"),
+        ({"drop_identical": False}, "Berlin", "Berlin", None),
+        ({"drop_wrong_script": True}, "2007 + 1", "2007 + 1", None),
+        ({"drop_wrong_script": True}, "Moscow (Москва)", "Moskau (Москва)", None),
+        ({"drop_wrong_script": True}, "Moscow", "Москва", "wrong script"),
+        ({"drop_wrong_script": True}, "東京", "Tokio", "wrong script"),
+    ],
+)
+def test_one_pair(options, source, target, reason):
+    kept, chosen = run_filter(corpus_of((source, target)), **options)
+    assert list(chosen.dropped) == ([reason] if reason else [])
+    assert kept == ([] if reason else [(source, target)])
+
+
+def test_reasons_are_counted_with_their_first_example():
+    corpus = corpus_of(("a", "b"), ("", "b"), ("a", "b"), ("b" * 70, "b c d"), ("c", ""))
+    kept, chosen = run_filter(corpus, max_length_ratio=2, drop_duplicates=True)
+    assert kept == [("a", "b")]
+    assert chosen.dropped == {
+        "empty side": Dropped(2, "pair 2:  | b"),
+        "duplicate": Dropped(1, "pair 3: a | b"),
+        "length ratio above 2": Dropped(1, f"pair 4: {'b' * 60}... | b c d"),
+    }
+    stored = json.dumps({name: dataclasses.asdict(one) for name, one in chosen.dropped.items()})
+    assert {name: Dropped(**one) for name, one in json.loads(stored).items()} == chosen.dropped
+
+
+def test_a_pair_is_dropped_for_one_reason():
+    corpus = corpus_of(*[("a a a a", "a a a a")] * 2)
+    _, chosen = run_filter(corpus, max_words=3, drop_identical=True, drop_duplicates=True)
+    assert {reason: one.count for reason, one in chosen.dropped.items()} == {"more than 3 words": 2}
+
+
+def test_a_tag_is_not_text():
+    corpus = corpus_of(
+        ("<2de> <news> ", "b"), ("<2de> <news> Berlin", "Berlin"), tag="<2de> <news>"
+    )
+    kept, chosen = run_filter(corpus, drop_identical=True, max_words=1)
+    assert kept == []
+    assert list(chosen.dropped) == ["empty side", "identical sides"]
+    assert chosen.dropped["identical sides"].example == "pair 2: Berlin | Berlin"
+
+
+def test_a_language_model_has_no_source_to_be_empty():
+    corpus = corpus_of(("", "a b"), ("", ""), ("", "a b"), ("", "a b c"), ("", "ж"))
+    kept, chosen = run_filter(
+        corpus,
+        has_inputs=False,
+        max_words=2,
+        max_length_ratio=1.0,
+        drop_identical=True,
+        drop_duplicates=True,
+        drop_wrong_script=True,
+    )
+    assert kept == [("", "a b")]
+    assert list(chosen.dropped) == ["empty side", "duplicate", "more than 2 words", "wrong script"]
+
+
+def test_duplicates_in_an_earlier_corpus():
+    seen = SeenPairs()
+    first, second = corpus_of(("a", "b"), ("c", "d")), corpus_of(("c", "d"), ("a", "d"))
+    assert len(run_filter(first, seen=seen, drop_duplicates=True)[0]) == 2
+    stored = SeenPairs(seen.hashes.copy())
+    for earlier in (seen, stored):
+        kept, chosen = run_filter(second, seen=earlier, drop_duplicates=True)
+        assert kept == [("a", "d")]
+        assert chosen.dropped == {"duplicate": Dropped(1, "pair 1: c | d")}
+
+
+def test_seen_pairs_beyond_what_a_set_holds(monkeypatch):
+    monkeypatch.setattr(filters, "_MERGE_AT", 7)
+    seen = SeenPairs()
+    numbers = [number * number % 101 for number in range(300)]
+    assert [seen.add(str(number), "") for number in numbers] == [
+        number not in numbers[:place] for place, number in enumerate(numbers)
+    ]
+    assert seen.hashes.dtype == np.uint64
+    assert len(seen.hashes) == len(set(numbers))
+
+
+def test_the_sides_of_seen_pairs_are_not_run_together():
+    seen = SeenPairs()
+    assert seen.add("a b", "c")
+    assert seen.add("a", "b c")
+
+
+@pytest.mark.parametrize(
+    ("language", "text"),
+    [
+        ("de", "Häuser ﬁnden"),
+        ("deu", "Größe"),
+        ("pt-BR", "maçã"),
+        ("ru", "дома"),
+        ("sr", "куће"),
+        ("sr_Latn", "kuće"),
+        ("el", "σπίτια"),
+        ("zh", "房子"),
+        ("zh_TW", "臺灣"),
+        ("ja", "ラーメンを食べる"),
+        ("ko", "집들"),
+        ("hi", "मकान"),
+        ("ar", "بيوت"),
+        ("he", "בתים"),
+        ("th", "บ้าน"),
+        ("ka", "სახლები"),
+        ("am", "ቤቶች"),
+        ("bn", "বাড়ি"),
+    ],
+)
+def test_languages_and_their_scripts(language, text):
+    assert is_mostly_in(script_words(language), text)
+    assert not is_mostly_in(script_words("hy"), text)
+
+
+@pytest.mark.parametrize("language", ["digits", "xx", ""])
+def test_a_language_without_a_known_script(language):
+    corpus = corpus_of(("a", "b"), languages=("en", language))
+    with pytest.raises(UserError, match=rf"drop_wrong_script: the script of language '{language}'"):
+        run_filter(corpus, drop_wrong_script=True)

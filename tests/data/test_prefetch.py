@@ -1,0 +1,86 @@
+import threading
+import time
+
+import pytest
+
+from flaxformer_mt.data.batches import DataPosition
+from flaxformer_mt.data.prefetch import Prefetched
+
+
+def count(position):
+    """Batch n is n, for ever."""
+    return position.row, position._replace(row=position.row + 1)
+
+
+def reader_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "prefetch"]
+
+
+def test_batches_come_in_order_with_the_position_after_each():
+    with Prefetched(count, DataPosition(epoch=2, row=5)) as batches:
+        assert [next(batches) for _ in range(10)] == [
+            (number, DataPosition(2, 0, number + 1)) for number in range(5, 15)
+        ]
+
+
+def test_no_more_than_depth_batches_are_held_ready():
+    read = []
+    third = threading.Event()
+
+    def read_and_note(position):
+        read.append(position.row)
+        if len(read) == 4:
+            third.set()
+        return count(position)
+
+    with Prefetched(read_and_note, DataPosition(), depth=3):
+        assert third.wait(10)
+        time.sleep(0.05)
+        # Three that are ready, and one in the thread's hands.
+        assert read == [0, 1, 2, 3]
+
+
+def test_waiting_is_measured():
+    released, second_is_ready = threading.Event(), threading.Event()
+
+    def read_when_released(position):
+        released.wait(10)
+        if position.row == 2:
+            second_is_ready.set()
+        return count(position)
+
+    with Prefetched(read_when_released, DataPosition()) as batches:
+        threading.Timer(0.1, released.set).start()
+        next(batches)
+        waited = batches.seconds_waited
+        assert waited >= 0.09
+        assert second_is_ready.wait(10)
+        next(batches)
+        assert batches.seconds_waited - waited < 0.05
+
+
+def test_errors_of_the_thread_are_raised_in_their_place():
+    def fail_at_third(position):
+        if position.row == 2:
+            raise ValueError("unreadable")
+        return count(position)
+
+    with Prefetched(fail_at_third, DataPosition()) as batches:
+        assert [next(batches)[0], next(batches)[0]] == [0, 1]
+        with pytest.raises(ValueError, match="unreadable"):
+            next(batches)
+        with pytest.raises(StopIteration):
+            next(batches)
+    assert not reader_threads()
+
+
+@pytest.mark.parametrize("taken", [0, 1, 5])
+def test_closing_stops_the_thread(taken):
+    batches = Prefetched(count, DataPosition())
+    for _ in range(taken):
+        next(batches)
+    assert reader_threads()
+    batches.close()
+    assert not reader_threads()
+    batches.close()
+    assert list(batches) == []

@@ -1,0 +1,198 @@
+import contextlib
+import dataclasses
+import gzip
+import os
+import resource
+import runpy
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("tensorflow_datasets")
+pytest.importorskip("array_record")
+
+from flaxformer_mt.cli import main
+from flaxformer_mt.config import DataConfig
+from flaxformer_mt.data.corpus import ParallelCorpus, load_corpus, open_corpora
+from flaxformer_mt.data.tfds_builder import prepare
+from flaxformer_mt.errors import UserError
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+PAIRS = [(f"house {number}", f"Häuser, {number} an der Zahl") for number in range(500)]
+
+
+def corpus_of(pairs):
+    sources, targets = map(list, zip(*pairs, strict=True))
+    return ParallelCorpus(sources, targets, "a corpus", ("en", "de"))
+
+
+def write_text(folder, name, pairs):
+    for side, language in enumerate(("en", "de")):
+        lines = "".join(f"{pair[side]}\n" for pair in pairs)
+        (folder / f"{name}.{language}").write_text(lines, encoding="utf-8")
+
+
+def read(folder, split):
+    corpus = load_corpus(DataConfig(corpus="tfds", path=str(folder)), split)
+    return list(corpus.pairs())
+
+
+def test_pairs_come_back_in_their_order(tmp_path):
+    import tensorflow_datasets as tfds
+
+    folder = tmp_path / "some" / "data"
+    counts = prepare({"train": corpus_of(PAIRS), "test": corpus_of(PAIRS[:3])}, folder)
+    assert counts == {"train": 500, "test": 3}
+    assert read(folder, "train") == PAIRS
+    assert read(folder, "train[2:4]+test") == PAIRS[2:4] + PAIRS[:3]
+    builder = tfds.builder_from_directory(folder)
+    assert isinstance(builder.info.features, tfds.features.Translation)
+    assert sorted(builder.info.features) == ["de", "en"]
+    assert builder.as_data_source("test")[1] == {"en": b"house 1", "de": PAIRS[1][1].encode()}
+    assert list(folder.parent.iterdir()) == [folder]
+
+
+def test_big_splits_are_several_files(tmp_path):
+    folder = tmp_path / "data"
+    prepare({"train": corpus_of(PAIRS)}, folder, shard_bytes=8000)
+    names = sorted(path.name for path in folder.glob("*array_record*"))
+    assert names == [f"parallel_text-train.array_record-0000{i}-of-00004" for i in range(4)]
+    assert read(folder, "train") == PAIRS
+
+
+def test_the_same_text_gives_the_same_bytes(tmp_path):
+    for name in ("a", "b"):
+        prepare({"train": corpus_of(PAIRS)}, tmp_path / name)
+    prints = {
+        open_corpora(DataConfig(path=f"tfds:{tmp_path / name}"), "train")[0].fingerprint
+        for name in ("a", "b")
+    }
+    assert len(prints) == 1
+
+
+def test_a_folder_that_exists_is_left_alone(tmp_path):
+    with pytest.raises(UserError, match="exists already: name another folder, or remove it"):
+        prepare({"train": corpus_of(PAIRS)}, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, UserError("the text is damaged")])
+def test_an_interruption_leaves_nothing(tmp_path, interruption):
+    class Interrupted(ParallelCorpus):
+        def pairs(self):
+            yield from super().pairs()
+            raise interruption
+
+    corpus = Interrupted(["a"], ["b"], "a corpus", ("en", "de"))
+    kind = interruption if isinstance(interruption, type) else type(interruption)
+    with pytest.raises(kind):
+        prepare({"train": corpus_of(PAIRS), "test": corpus}, tmp_path / "data")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_kill_leaves_is_not_taken_for_a_data_set(tmp_path):
+    folder = tmp_path / "data"
+    program = f"""
+        import os, signal
+        from pathlib import Path
+        from flaxformer_mt.data.corpus import ParallelCorpus
+        from flaxformer_mt.data.tfds_builder import prepare
+
+        class Killed(ParallelCorpus):
+            def pairs(self):
+                yield from super().pairs()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        corpus = ParallelCorpus(["a"], ["b"], "a corpus", ("en", "de"))
+        killed = Killed(["a"], ["b"], "a corpus", ("en", "de"))
+        prepare({{"train": corpus, "test": killed}}, Path({str(folder)!r}))
+    """
+    killed = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    (leftover,) = tmp_path.iterdir()
+    assert leftover.name == "data.unfinished"
+    with pytest.raises(UserError, match="Could not read dataset info"):
+        read(leftover, "train")
+    prepare({"train": corpus_of(PAIRS)}, folder)
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+@contextlib.contextmanager
+def files_no_longer_than(num_bytes):
+    """What a full disk looks like to whoever writes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_file_that_cannot_be_written(tmp_path):
+    text = [(str(os.urandom(2000)), "b") for _ in range(500)]
+    with (
+        files_no_longer_than(10_000),
+        pytest.raises(UserError, match=r"cannot write .*File too la"),
+    ):
+        prepare({"train": corpus_of(text)}, tmp_path / "data")
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(UserError, match=r"cannot write .*file/data: Not a directory"):
+        prepare({"train": corpus_of(PAIRS)}, tmp_path / "file" / "data")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_what_cannot_be_a_data_set(tmp_path):
+    with pytest.raises(UserError, match="a split cannot be called 'news-2013'"):
+        prepare({"news-2013": corpus_of(PAIRS)}, tmp_path / "data")
+    english = ParallelCorpus(["a"], ["b"], "a corpus", ("en", "en"))
+    with pytest.raises(UserError, match=r"a data set has two languages, not 1: \['en'\]"):
+        prepare({"train": english}, tmp_path / "data")
+
+
+def test_on_the_command_line(tmp_path, capfd):
+    write_text(tmp_path, "europarl", PAIRS[:4])
+    write_text(tmp_path, "news-1", PAIRS[4:6])
+    (tmp_path / "news-2.en.gz").write_bytes(gzip.compress(b"gzipped\n"))
+    (tmp_path / "news-2.de").write_bytes(b"gepackt\n")
+    write_text(tmp_path, "newstest2013", PAIRS[7:9])
+    arguments = ["prepare", "--path", str(tmp_path), "--output", str(tmp_path / "data")]
+    arguments += ["--source-language", "en", "--target-language", "de"]
+    splits = ["train=europarl,news-*", "validation=newstest2013"]
+    assert main([*arguments, "--splits", *splits]) == 0
+    assert read(tmp_path / "data", "train") == [*PAIRS[:6], ("gzipped", "gepackt")]
+    assert read(tmp_path / "data", "validation") == PAIRS[7:9]
+    counts, how_to_train = capfd.readouterr().out.splitlines()
+    assert counts == f"{tmp_path}/data: 7 pairs train, 2 pairs validation"
+    assert how_to_train.endswith(
+        f"--data.corpus=tfds --data.path={tmp_path}/data --data.source-language=en "
+        "--data.target-language=de --data.train-split=train --data.valid-split=validation"
+    )
+
+    assert main([*arguments, "--splits", "train"]) == 1
+    assert "--splits train: write NAME=FILES" in capfd.readouterr().err
+    assert main(arguments) == 1
+    assert "has neither train.en nor train.en.gz" in capfd.readouterr().err
+
+
+def test_tsv_on_the_command_line(tmp_path):
+    lines = "".join(f"{source}\t{target}\n" for source, target in PAIRS[:3])
+    (tmp_path / "train.tsv").write_text(lines, encoding="utf-8")
+    arguments = ["prepare", "--path", str(tmp_path), "--output", str(tmp_path / "data")]
+    arguments += ["--source-language", "en", "--target-language", "de", "--format", "tsv"]
+    assert main([*arguments, "--splits", "train=train"]) == 0
+    assert read(tmp_path / "data", "train") == PAIRS[:3]
+
+
+@pytest.mark.parametrize("name", ["wmt14_en_de_base", "wmt14_en_de_big"])
+def test_a_data_set_takes_the_place_of_wmt(tmp_path, name):
+    folder = tmp_path / "data"
+    splits = {"train": PAIRS, "validation": PAIRS[:3], "test": PAIRS[3:5]}
+    prepare({split: corpus_of(pairs) for split, pairs in splits.items()}, folder)
+    config = runpy.run_path(str(CONFIGS / f"{name}.py"))["get_config"]().data
+    for role, pairs in zip(("train", "valid", "test"), splits.values(), strict=True):
+        (corpus,) = open_corpora(dataclasses.replace(config, path=str(folder)), role)
+        assert list(corpus.pairs()) == pairs

@@ -1,0 +1,105 @@
+"""Splitting words at random: right where nothing is random, the right probabilities elsewhere."""
+
+import collections
+import math
+import subprocess
+import sys
+
+import pytest
+
+from flaxformer_mt.config import DataConfig
+from flaxformer_mt.data.corpus import load_corpus
+from flaxformer_mt.data.sampling import BpeDropout, UnigramSampling
+from flaxformer_mt.data.tokenizer import Tokenizers
+
+CONFIG = DataConfig(corpus="phrases", generated_pairs=300, vocab_size=500)
+CORPUS = load_corpus(CONFIG, "train")
+
+PIECES = ["a", "b", "c", "ab", "bc", "abc"]
+RANKS = {"ab": 0, "bc": 1, "abc": 2}
+IDS = {piece: token for token, piece in enumerate(PIECES)}
+
+
+def fallback(word):
+    return [99]
+
+
+def frequencies(sampler, word, amount, count=20_000):
+    drawn = collections.Counter(map(tuple, sampler.sample([word] * count, 0, amount)))
+    return {
+        "+".join(PIECES[token] for token in ids): number / count for ids, number in drawn.items()
+    }
+
+
+def test_how_often_merges_are_left_out():
+    # "ab" first. If it is made, "abc" is possible; if not, "bc" is, and after it "abc".
+    found = frequencies(BpeDropout(RANKS, IDS, fallback), "abc", amount=0.25)
+    wanted = {
+        "abc": 0.75 * 0.75 + 0.25 * 0.75 * 0.75,
+        "ab+c": 0.75 * 0.25,
+        "a+bc": 0.25 * 0.75 * 0.25,
+        "a+b+c": 0.25 * 0.25,
+    }
+    assert found == pytest.approx(wanted, abs=0.01)
+
+
+def test_characters_remain_when_every_merge_is_left_out():
+    assert BpeDropout(RANKS, IDS, fallback).sample(["abc", "a"], 0, 1.0) == [[0, 1, 2], [0]]
+
+
+def test_words_that_are_not_split_at_random():
+    sampler = BpeDropout(RANKS, IDS, fallback, whole=["bc"])
+    assert sampler.sample(["abX", "bca"] * 50, 0, 0.5) == [[99]] * 100
+
+
+def test_how_often_a_unigram_model_draws_a_split():
+    probabilities = {"abc": 0.5, "ab+c": 0.3, "a+bc": 0.2}
+    splits = [[IDS[piece] for piece in split.split("+")] for split in probabilities]
+    # The probability of the last piece stands for that of the whole split.
+    scores = [0.0] * len(PIECES)
+    scores[IDS["abc"]], scores[IDS["c"]], scores[IDS["bc"]] = map(math.log, probabilities.values())
+    sampler = UnigramSampling(lambda word: splits, scores)
+    assert frequencies(sampler, "abc", amount=1.0) == pytest.approx(probabilities, abs=0.01)
+    rooted = {split: math.sqrt(p) for split, p in probabilities.items()}
+    total = sum(rooted.values())
+    assert frequencies(sampler, "abc", amount=0.5) == pytest.approx(
+        {split: p / total for split, p in rooted.items()}, abs=0.01
+    )
+
+
+def test_without_chance_bpe_is_that_of_sentencepiece():
+    tokenizer = Tokenizers.train([CORPUS], CONFIG).source
+    texts = [
+        *CORPUS.sources,
+        *CORPUS.targets,
+        "  two   spaces ",
+        "",
+        "unseen: łódź 東京",
+        "a\u2581b",
+    ]
+    assert tokenizer.sample(texts, seed=0, amount=1e-12) == tokenizer.encode(texts)
+
+
+SAMPLE = """
+    import sys
+    from flaxformer_mt.data.tokenizer import Tokenizers
+    tokenizer = Tokenizers.load(sys.argv[1]).source
+    print(tokenizer.sample(["one hundred and twenty-three"] * 20, 7, 0.3))
+"""
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_every_process_draws_the_same(tmp_path, kind):
+    """Or a run that is continued would not be the same run."""
+    tokenizers = Tokenizers.train([CORPUS], DataConfig(**{**vars(CONFIG), "tokenizer": kind}))
+    tokenizers.save(tmp_path)
+    script = "\n".join(line.strip() for line in SAMPLE.splitlines())
+    printed = {
+        subprocess.run(
+            [sys.executable, "-c", script, tmp_path], capture_output=True, text=True, check=True
+        ).stdout
+        for _ in range(2)
+    }
+    expected = tokenizers.source.sample(["one hundred and twenty-three"] * 20, 7, 0.3)
+    assert printed == {f"{expected}\n"}
+    assert len(set(map(tuple, expected))) > 1

@@ -1,0 +1,225 @@
+import dataclasses
+import logging
+
+import numpy as np
+import pytest
+
+from flaxformer_mt.config import DataConfig, ExperimentConfig, TransformerConfig
+from flaxformer_mt.data import store
+from flaxformer_mt.data.corpus import Corpus, ParallelCorpus
+from flaxformer_mt.data.encoding import encode_corpus
+from flaxformer_mt.data.store import open_stores
+from flaxformer_mt.data.tokenizer import Tokenizers
+from flaxformer_mt.errors import UserError
+
+CORPUS = ParallelCorpus(
+    ["one", "two three", "", "four", "one", "six " * 60], ["a", "b c", "d", "e f g", "a", "h"], "A"
+)
+OTHER = ParallelCorpus(["seven", "one", "eight"], ["i", "a", "j"], "B", weight=3.0)
+CONFIG = ExperimentConfig()
+TOKENIZERS = Tokenizers.train([CORPUS, OTHER], CONFIG.data)
+
+
+def with_data(**options):
+    return dataclasses.replace(CONFIG, data=DataConfig(**options))
+
+
+def texts(sentences, tokenizer=TOKENIZERS.source):
+    return tokenizer.decode([sentences[index].tolist() for index in range(len(sentences))])
+
+
+class Refusing(Corpus):
+    """The corpus that it is given, but it cannot be read."""
+
+    def __init__(self, corpus, error=None):
+        self.name, self.languages = corpus.name, corpus.languages
+        self.tag, self.weight = corpus.tag, corpus.weight
+        self._corpus, self._error = corpus, error
+
+    @property
+    def fingerprint(self):
+        return self._corpus.fingerprint
+
+    def pairs(self):
+        yield from list(self._corpus.pairs())[:2]
+        raise self._error or AssertionError("the corpus was read again")
+
+
+def test_a_store_has_the_tokens_of_the_kept_pairs(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "_CHUNK", 2)
+    (stored,) = open_stores(tmp_path, [CORPUS], TOKENIZERS, CONFIG)
+    kept = ParallelCorpus(
+        [text for text in CORPUS.sources if text], ["a", "b c", "e f g", "a", "h"], "A"
+    )
+    wanted = encode_corpus(kept, TOKENIZERS, CONFIG)
+    for side in ("sources", "targets"):
+        np.testing.assert_array_equal(getattr(stored, side).tokens, getattr(wanted, side).tokens)
+        np.testing.assert_array_equal(getattr(stored, side).offsets, getattr(wanted, side).offsets)
+    assert stored.report.pairs == 6
+    assert stored.report.dropped["empty side"].count == 1
+    assert stored.report.targets == wanted.report.targets
+    assert stored.texts is None
+    assert not stored.targets.tokens.flags.owndata
+
+
+def test_a_store_is_used_again_without_reading_the_corpus(tmp_path, caplog):
+    (made,) = open_stores(tmp_path, [CORPUS], TOKENIZERS, CONFIG)
+    (again,) = open_stores(tmp_path, [Refusing(CORPUS)], TOKENIZERS, CONFIG)
+    assert again.report == made.report
+    np.testing.assert_array_equal(again.sources.tokens, made.sources.tokens)
+    assert not caplog.records
+
+
+def test_row_lengths_do_not_matter(tmp_path, caplog):
+    open_stores(tmp_path, [CORPUS], TOKENIZERS, CONFIG)
+    config = with_data(source_row_length=8, target_row_length=16)
+    open_stores(tmp_path, [Refusing(CORPUS)], TOKENIZERS, config)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("corpus", "tokenizers", "config", "changed"),
+    [
+        (OTHER, TOKENIZERS, CONFIG, "the text"),
+        (CORPUS, Tokenizers.train([OTHER], CONFIG.data), CONFIG, "the tokenizer"),
+        (CORPUS, TOKENIZERS, with_data(subword_sampling=0.1), "data.subword_sampling"),
+        *[
+            (CORPUS, TOKENIZERS, with_data(**{option: value}), f"data.{option}")
+            for option, value in {
+                "max_words": 5,
+                "max_length_ratio": 9.0,
+                "drop_identical": True,
+                "drop_duplicates": True,
+            }.items()
+        ],
+    ],
+)
+def test_a_change_is_noticed_and_named(tmp_path, caplog, corpus, tokenizers, config, changed):
+    open_stores(tmp_path, [CORPUS], TOKENIZERS, CONFIG)
+    (changed_store,) = open_stores(tmp_path, [corpus], tokenizers, config)
+    (line,) = caplog.messages
+    assert line.endswith(f"{changed} changed")
+    (fresh,) = open_stores(tmp_path / "fresh", [corpus], tokenizers, config)
+    np.testing.assert_array_equal(changed_store.sources.tokens, fresh.sources.tokens)
+    assert changed_store.report == fresh.report
+
+
+def test_every_filter_is_an_option_of_the_store():
+    names = {field.name for field in dataclasses.fields(DataConfig)}
+    filters = {name for name in names if name.startswith(("drop_", "max_"))} - {"max_unknown_rate"}
+    assert filters == set(store._FILTER_OPTIONS)
+
+
+@pytest.mark.parametrize("name", ["source.tokens", "target.offsets", "store.json"])
+@pytest.mark.parametrize("fault", ["missing", "cut"])
+def test_a_damaged_store_is_made_again(tmp_path, caplog, name, fault):
+    (made,) = open_stores(tmp_path, [CORPUS], TOKENIZERS, CONFIG)
+    wanted = made.sources.tokens.tolist()
+    path = tmp_path / "train-0" / name
+    if fault == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-2])
+    (again,) = open_stores(tmp_path, [CORPUS], TOKENIZERS, CONFIG)
+    (line,) = caplog.messages
+    assert line.startswith("A is filtered and tokenised anew")
+    assert name in line
+    assert again.sources.tokens.tolist() == wanted
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), UserError("line 3 is damaged")])
+def test_an_interrupted_store_leaves_nothing_behind(tmp_path, monkeypatch, error):
+    monkeypatch.setattr(store, "_CHUNK", 1)
+    with pytest.raises(type(error)):
+        open_stores(tmp_path, [Refusing(CORPUS, error)], TOKENIZERS, CONFIG)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path):
+    (tmp_path / "train-0.unfinished").mkdir()
+    (tmp_path / "train-0.unfinished" / "target.tokens").write_bytes(b"half")
+    (tmp_path / "train-7").mkdir()
+    open_stores(tmp_path, [CORPUS], TOKENIZERS, CONFIG)
+    assert [path.name for path in tmp_path.iterdir()] == ["train-0"]
+
+
+def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
+    def fail(path, values):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(store, "_append", fail)
+    with pytest.raises(UserError, match=r"cannot write the tokens of A to .*train-0: No space"):
+        open_stores(tmp_path, [CORPUS], TOKENIZERS, CONFIG)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_several_corpora_have_stores_of_their_own(tmp_path):
+    stores = open_stores(tmp_path, [CORPUS, OTHER], TOKENIZERS, CONFIG)
+    assert [corpus.name for corpus in stores] == ["A", "B"]
+    assert [corpus.weight for corpus in stores] == [1.0, 3.0]
+    assert texts(stores[1].sources) == OTHER.sources
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["train-0", "train-1"]
+
+
+def test_duplicates_are_found_across_corpora(tmp_path, caplog):
+    config = with_data(drop_duplicates=True)
+    first, second = open_stores(tmp_path, [CORPUS, OTHER], TOKENIZERS, config)
+    assert first.report.dropped["duplicate"].count == 1
+    assert texts(second.sources) == ["seven", "eight"]
+
+    # The second store depends on the first corpus, too.
+    shorter = ParallelCorpus(["two three"], ["b c"], "A")
+    _, second = open_stores(tmp_path, [shorter, OTHER], TOKENIZERS, config)
+    assert texts(second.sources) == OTHER.sources
+    assert [line.split()[0] for line in caplog.messages] == ["A", "B"]
+
+    # The pairs of the first one are still known when only the second one is made.
+    (tmp_path / "train-1" / "store.json").unlink()
+    same = ParallelCorpus(["two three", "nine"], ["b c", "k"], "B")
+    _, second = open_stores(tmp_path, [shorter, same], TOKENIZERS, config)
+    assert texts(second.sources) == ["nine"]
+
+
+def test_texts_are_kept_for_sampling(tmp_path):
+    config = with_data(subword_sampling=0.1)
+    (stored,) = open_stores(tmp_path, [CORPUS], TOKENIZERS, config)
+    sources = [stored.texts[index] for index in range(len(stored.texts))]
+    assert sources == [text for text in CORPUS.sources if text]
+
+
+def test_a_language_model_has_targets_only(tmp_path):
+    config = dataclasses.replace(
+        with_data(subword_sampling=0.1), model=TransformerConfig(has_inputs=False)
+    )
+    corpus = ParallelCorpus(["", ""], ["a b", ""], "text")
+    (stored,) = open_stores(tmp_path, [corpus], TOKENIZERS, config)
+    assert stored.sources is stored.texts is stored.report.sources is None
+    assert texts(stored.targets) == ["a b"]
+
+
+def test_large_vocabularies_need_larger_tokens(tmp_path):
+    class Large:
+        vocab_size, pad_id, eos_id, unk_id, fingerprint = 70_000, 0, 2, 3, "large"
+
+        def encode(self, texts):
+            return [[69_999] for _ in texts]
+
+    (small,) = open_stores(tmp_path, [CORPUS], TOKENIZERS, CONFIG)
+    assert small.targets.tokens.dtype == np.uint16
+    (large,) = open_stores(tmp_path, [CORPUS], Tokenizers(Large(), Large()), CONFIG)
+    assert large.targets.tokens.dtype == np.int32
+    assert large.targets[4].tolist() == [69_999, 2]
+
+
+def test_no_pair_is_left(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    corpus = ParallelCorpus(["1", ""], ["", "1"], "halves")
+    with pytest.raises(UserError, match="halves: none of 2 pairs is left: 2 empty side"):
+        open_stores(tmp_path, [corpus], TOKENIZERS, CONFIG)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_special_ids_must_be_those_of_the_tokenizer(tmp_path):
+    config = dataclasses.replace(CONFIG, model=TransformerConfig(eos_id=5))
+    with pytest.raises(UserError, match=r"model\.eos_id=5, but the tokenizer's is 2"):
+        open_stores(tmp_path, [CORPUS], TOKENIZERS, config)

@@ -1,0 +1,352 @@
+import dataclasses
+import json
+from collections import Counter
+
+import chex
+import hypothesis
+import jax
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from flaxformer_mt.config import DataConfig, ExperimentConfig, TrainConfig, TransformerConfig
+from flaxformer_mt.data import stream as stream_module
+from flaxformer_mt.data.batches import BatchShape, DataPosition, Shard
+from flaxformer_mt.data.encoding import Texts
+from flaxformer_mt.data.stream import TrainingStream, choose_source_row_length
+from flaxformer_mt.errors import UserError
+from tests.data.pairs import all_pairs, encoded, pairs_in, pairs_of_lengths
+
+DATA = DataConfig(source_row_length=12, target_row_length=10)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(stream_module, "BLOCK_PAIRS", 20)
+
+
+def config(seed=0, rows=4, model=None, **data):
+    data = dataclasses.replace(DATA, **data)
+    train = TrainConfig(batch_tokens=rows * data.row_lengths[1], seed=seed)
+    return ExperimentConfig(data=data, train=train, model=model or TransformerConfig())
+
+
+def random_pairs(count, seed=0, longest=9, **fields):
+    return pairs_of_lengths(
+        np.random.default_rng(seed).integers(2, longest + 1, (count, 2)), **fields
+    )
+
+
+def read_epochs(stream, epochs=1):
+    """The pairs of the first epochs, each an unordered collection; they must end with a batch."""
+    position = DataPosition()
+    pairs = [Counter() for _ in range(epochs)]
+    while position.epoch < epochs:
+        epoch = position.epoch
+        batch, position = stream.read(position)
+        pairs[epoch].update(pairs_in(batch))
+    assert position == DataPosition(epochs)
+    return pairs
+
+
+def read_batches(stream, count, position=DataPosition()):  # noqa: B008
+    batches = []
+    for _ in range(count):
+        batch, position = stream.read(position)
+        batches.append(batch)
+    return batches
+
+
+class RepeatingSampler:
+    """Splits a text of n letters into n to 2n tokens, all the number of the text."""
+
+    def sample(self, texts, seed, amount):
+        random = np.random.default_rng(seed)
+        return [[int(text)] * random.integers(1, 20) for text in texts]
+
+
+def sampled_corpus(count):
+    corpus = random_pairs(count)
+    texts = Texts.from_list([str(10 + i) for i in range(count)])
+    return dataclasses.replace(corpus, texts=texts)
+
+
+@pytest.mark.parametrize("count", [1, 3, 50, 101])
+@pytest.mark.parametrize("batching", ["packed", "buckets"])
+def test_every_pair_comes_once_an_epoch(count, batching):
+    corpus = random_pairs(count)
+    # One row a batch: epochs then end where a batch ends.
+    setting = config(rows=1, batching=batching, bucket_lengths=(10,))
+    once = Counter(all_pairs(corpus))
+    assert read_epochs(TrainingStream([corpus], setting), 3) == [once] * 3
+
+
+@hypothesis.settings(max_examples=20, deadline=None)
+@hypothesis.given(
+    lengths=st.lists(st.tuples(st.integers(1, 12), st.integers(1, 10)), min_size=1, max_size=80),
+    rows=st.integers(1, 8),
+    seed=st.integers(0, 100),
+    buckets=st.booleans(),
+)
+def test_batches_that_straddle_blocks_and_epochs_lose_nothing(lengths, rows, seed, buckets):
+    corpus = pairs_of_lengths(lengths)
+    batching = "buckets" if buckets else "packed"
+    setting = config(seed, rows, batching=batching, bucket_lengths=(4, 12))
+    stream = TrainingStream([corpus], setting)
+    position, seen = DataPosition(), Counter()
+    while position.epoch < 2:
+        batch, position = stream.read(position)
+        assert BatchShape(*batch.encoder_input_tokens.shape, batch.decoder_positions.shape[1]) in (
+            stream.shapes
+        )
+        seen.update(pairs_in(batch))
+    pairs = Counter(all_pairs(corpus))
+    # Two epochs, and what the last batch read of the third ones.
+    assert set(seen) == set(pairs)
+    assert all(seen[pair] >= 2 * count for pair, count in pairs.items())
+    if buckets:
+        assert seen == pairs + pairs
+        assert position.row == 0
+
+
+def test_a_batch_may_span_several_epochs():
+    corpus = pairs_of_lengths([(3, 4)])
+    batch, position = TrainingStream([corpus], config(rows=4)).read(DataPosition())
+    assert pairs_in(batch) == all_pairs(corpus) * 4
+    assert position == DataPosition(epoch=4)
+
+
+@pytest.mark.parametrize("sampling", [0.0, 0.1])
+@pytest.mark.parametrize("batching", ["packed", "buckets"])
+def test_going_on_from_a_saved_position_gives_the_same_batches(batching, sampling):
+    setting = config(batching=batching, bucket_lengths=(4, 12), subword_sampling=sampling)
+    corpus = sampled_corpus(70)
+    stream = TrainingStream([corpus], setting, RepeatingSampler())
+    expected = read_batches(stream, 40)
+    position = DataPosition()
+    for number in range(0, 40, 3):
+        saved = json.loads(json.dumps(position._asdict()))
+        fresh = TrainingStream([corpus], setting, RepeatingSampler())
+        chex.assert_trees_all_equal(
+            read_batches(fresh, min(3, 40 - number), DataPosition(**saved)),
+            expected[number : number + 3],
+        )
+        for _ in range(3):
+            _, position = stream.read(position)
+
+
+def test_another_seed_gives_other_batches_and_so_does_another_epoch():
+    corpus = random_pairs(40)
+    setting = config(rows=1)
+    first, second = (
+        [pairs_in(batch) for batch in read_batches(TrainingStream([corpus], given), 10)]
+        for given in (setting, config(seed=1, rows=1))
+    )
+    assert first != second
+    later = read_batches(TrainingStream([corpus], setting), 10, DataPosition(epoch=1))
+    assert [pairs_in(batch) for batch in later] != first
+
+
+@pytest.mark.parametrize("batching", ["packed", "buckets"])
+def test_shards_joined_are_the_batch(batching):
+    setting = config(batching=batching, bucket_lengths=(4, 12))
+    stream = TrainingStream([random_pairs(45)], setting)
+    position = DataPosition()
+    for _ in range(30):
+        whole, after = stream.read(position)
+        parts, positions = zip(
+            *(stream.read(position, Shard(index, 2)) for index in range(2)), strict=True
+        )
+        joined = jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
+        chex.assert_trees_all_equal(joined, whole)
+        assert set(positions) == {after}
+        position = after
+
+
+def test_buckets_have_a_shape_for_each_length_in_use():
+    corpus = pairs_of_lengths([(2, 3), (15, 9), (4, 16), (17, 3)])
+    setting = config(rows=3, batching="buckets", bucket_lengths=(4, 8, 16, 24, 48))
+    stream = TrainingStream([corpus], setting)
+    assert stream.shapes == (BatchShape(36, 4, 4), BatchShape(9, 16, 16), BatchShape(6, 24, 24))
+    (pairs,) = read_epochs(stream)
+    assert pairs == Counter(all_pairs(corpus))
+
+
+def test_sampled_sources_fit_into_their_rows_or_stay_as_they_were():
+    corpus = sampled_corpus(60)
+    setting = config(rows=1, subword_sampling=0.1)
+    epochs = read_epochs(TrainingStream([corpus], setting, RepeatingSampler()), 2)
+    originals = {target: len(source) for source, target in all_pairs(corpus)}
+    changed = 0
+    for pairs in epochs:
+        assert sorted(target for _, target in pairs) == sorted(originals)
+        for source, target in pairs:
+            assert len(source) <= 12
+            assert source == (target[0] - 10_000,) * (len(source) - 1) + (2,)
+            changed += len(source) != originals[target]
+    # RepeatingSampler wants more than 11 tokens nearly half of the time.
+    assert 40 < changed < 80
+    assert epochs[0] != epochs[1]
+
+
+def test_sampling_needs_a_vocabulary():
+    stream = TrainingStream([sampled_corpus(5)], config(subword_sampling=0.1))
+    with pytest.raises(ValueError, match="needs a vocabulary"):
+        stream.read(DataPosition())
+
+
+def test_language_model_batches_have_no_encoder_side():
+    corpus = encoded(None, [[15, 16, 2], [17, 2], [18, 2]])
+    setting = config(model=TransformerConfig(has_inputs=False))
+    stream = TrainingStream([corpus], setting)
+    batch, _ = stream.read(DataPosition())
+    assert batch.encoder_input_tokens is None
+    assert batch.decoder_loss_weights.sum() == 4 * 7
+    assert stream.fill == (0, 0.7)
+
+
+def test_fill_and_batches_of_an_epoch_are_those_that_are_read():
+    corpus = random_pairs(15)  # One block.
+    stream = TrainingStream([corpus], config(rows=1))
+    batches = read_batches(stream, round(stream.batches_per_epoch))
+    assert sum((Counter(pairs_in(batch)) for batch in batches), Counter()) == Counter(
+        all_pairs(corpus)
+    )
+    assert stream.pairs == 15
+    for side, fill in zip(("encoder", "decoder"), stream.fill, strict=True):
+        segments = np.concatenate([getattr(batch, f"{side}_segment_ids") for batch in batches])
+        assert fill == pytest.approx((segments > 0).mean())
+        assert fill > 0.6
+
+
+# Corpora that are read together.
+
+
+def counts_by_corpus(stream, epochs, corpora):
+    """How often the pairs of each corpus came, corpus by corpus, over some epochs."""
+    seen = sum(read_epochs(stream, epochs), Counter())
+    return [[seen[pair] for pair in all_pairs(corpus)] for corpus in corpora]
+
+
+def test_all_pairs_of_all_corpora_come_once_an_epoch_if_weights_are_equal():
+    corpora = [random_pairs(30), random_pairs(7, first=500), random_pairs(1, first=900)]
+    stream = TrainingStream(corpora, config(rows=1))
+    assert stream.pairs == 38
+    assert counts_by_corpus(stream, 1, corpora) == [[1] * 30, [1] * 7, [1]]
+
+
+@pytest.mark.parametrize(
+    ("weights", "temperature", "shares"),
+    [((1, 3), 1.0, (2, 1)), ((1, 1), 1e9, (1, 1)), ((1, 1), 2.0, (6**0.5, 1))],
+)
+def test_mixture_draws_by_weight_and_temperature_and_evenly_in_a_corpus(
+    weights, temperature, shares
+):
+    corpora = [
+        random_pairs(60, weight=weights[0]),
+        random_pairs(10, first=500, weight=weights[1]),
+    ]
+    stream = TrainingStream(corpora, config(rows=1, mixture_temperature=temperature))
+    counts = counts_by_corpus(stream, 6, corpora)
+    draws = [sum(of_corpus) for of_corpus in counts]
+    assert sum(draws) == pytest.approx(6 * 70, abs=1)
+    expected = [6 * 70 * share / sum(shares) for share in shares]
+    # Exact to one draw, not on average.
+    np.testing.assert_allclose(draws, expected, atol=1)
+    for of_corpus in counts:
+        assert max(of_corpus) - min(of_corpus) <= 1
+
+
+# Pairs longer than a row.
+
+LONG = [(3, 4), (5_000, 4), (5, 6), (7, 11)]
+
+
+def test_long_pairs_are_dropped_and_counted():
+    corpus = pairs_of_lengths(LONG)
+    stream = TrainingStream([corpus], config(rows=1))
+    short = [pair for i, pair in enumerate(all_pairs(corpus)) if i in (0, 2)]
+    assert read_epochs(stream) == [Counter(short)]
+    report = stream.corpora[0].report
+    assert report.kept == 2
+    dropped = report.dropped["longer than a row"]
+    assert dropped.count == 2
+    assert dropped.example == "pair 2 (5,000 source and 4 target tokens)"
+
+
+@pytest.mark.parametrize("batching", ["packed", "buckets"])
+def test_long_pairs_are_truncated_with_the_end_token_last(batching):
+    corpus = pairs_of_lengths(LONG)
+    setting = config(
+        rows=1, batching=batching, bucket_lengths=(12,), long_sentences="truncate",
+        source_row_length=12, target_row_length=10 if batching == "packed" else 12,
+    )  # fmt: skip
+    stream = TrainingStream([corpus], setting)
+    (pairs,) = read_epochs(stream)
+    assert ((11,) * 11 + (2,), (10_011,) * 3 + (2,)) in pairs
+    assert len(pairs) == 4
+    if batching == "packed":
+        assert ((13,) * 6 + (2,), (10_013,) * 9 + (2,)) in pairs
+        assert stream.corpora[0].report.truncated == 2
+
+
+@pytest.mark.parametrize(
+    ("data", "option"),
+    [
+        ({}, "data.source_row_length=12, data.target_row_length=10"),
+        ({"batching": "buckets", "bucket_lengths": (4, 10)}, "data.bucket_lengths=(4, 10)"),
+    ],
+)
+def test_long_pairs_can_be_refused(data, option):
+    with pytest.raises(UserError) as error:
+        TrainingStream([pairs_of_lengths(LONG)], config(long_sentences="error", **data))
+    message = str(error.value)
+    for part in (
+        "made up: 2 of 4 pairs",
+        option,
+        "the first is pair 2 (5,000 source and 4 target tokens)",
+        "set data.long_sentences to drop or truncate",
+    ):
+        assert part in message
+    assert "\n" not in message
+
+
+def test_a_corpus_of_long_pairs_only_is_refused():
+    with pytest.raises(
+        UserError, match=r"2 of 2 pairs are longer than .*long_sentences to truncate"
+    ):
+        TrainingStream([pairs_of_lengths([(30, 4), (3, 40)])], config())
+
+
+# The length of source rows.
+
+
+def natural_pairs(mean, deviation, ratio):
+    random = np.random.default_rng(0)
+    targets = random.gamma((mean / deviation) ** 2, deviation**2 / mean, 10_000)
+    sources = ratio * targets + random.normal(0, 0.5 * deviation, 10_000)
+    lengths = np.stack([sources, targets], axis=1).round().astype(int)
+    return pairs_of_lengths(np.clip(lengths, 2, 64))
+
+
+@pytest.mark.parametrize(("ratio", "multiple"), [(0.7, 1), (0.87, 8), (1.0, 8), (1.3, 4)])
+def test_chosen_source_rows_are_filled_as_well_as_target_rows(ratio, multiple, monkeypatch):
+    monkeypatch.setattr(stream_module, "BLOCK_PAIRS", 65_536)
+    corpus = natural_pairs(12, 4.5, ratio)
+    setting = config(source_row_length=0, target_row_length=64)
+    length = choose_source_row_length([corpus], setting)
+    assert length % multiple == 0
+    chosen = config(source_row_length=length, target_row_length=64)
+    assert min(TrainingStream([corpus], chosen).fill) >= 0.95
+
+
+def test_source_rows_are_long_enough_for_the_sources():
+    corpus = pairs_of_lengths([(3, 60)] * 40 + [(30, 5)])
+    assert choose_source_row_length([corpus], config(target_row_length=64)) >= 30
+
+
+def test_source_rows_without_a_choice():
+    buckets = config(source_row_length=0, batching="buckets", bucket_lengths=(8, 24))
+    assert choose_source_row_length([pairs_of_lengths([(3, 4)])], buckets) == 24
+    language_model = config(source_row_length=0, model=TransformerConfig(has_inputs=False))
+    assert choose_source_row_length([encoded(None, [[5, 2]])], language_model) == 10
