@@ -61,7 +61,7 @@ def measure(config: TransformerConfig, steps: int) -> dict[str, float]:
         optimizer = make_optimizer(
             optimizer_config, make_schedule(optimizer_config, config.d_model, 1000)
         )
-        state = create_state(model, optimizer, seed=0)
+        state = create_state(model, optimizer, train_config)
         step = jax.jit(
             functools.partial(train_step, model=model, optimizer=optimizer, config=train_config)
         )

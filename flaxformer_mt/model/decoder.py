@@ -8,6 +8,7 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.model.attention import KeyValue, MultiHeadAttention
 from flaxformer_mt.model.feed_forward import FeedForward
 from flaxformer_mt.model.normalization import Norm, residual
+from flaxformer_mt.model.numerics import Dropout
 from flaxformer_mt.model.stack import stack
 
 
@@ -29,7 +30,7 @@ class DecoderLayer(nn.Module):
             self.cross_attention_norm = Norm(c)
         self.feed_forward = FeedForward(c)
         self.feed_forward_norm = Norm(c)
-        self.dropout = nn.Dropout(c.dropout_rate)
+        self.dropout = Dropout(c.dropout_rate)
 
     def project_encoded(self, encoded: Array) -> tuple[Array, KeyValue]:
         """Cross-attention's keys and values of `encoded` [B, S, D], which is handed on."""
@@ -48,7 +49,7 @@ class DecoderLayer(nn.Module):
 
         Args:
           x: [B, T, D].
-          cross: keys [B, S, H, K] and values [B, S, H, U] of the encoder's output.
+          cross: keys [B, H, S, K] and values [B, H, S, U] of the encoder's output.
           self_mask: broadcastable to [B, H, T, T].
           cross_mask: broadcastable to [B, H, T, S].
           deterministic: no dropout.
@@ -75,8 +76,8 @@ class DecoderLayer(nn.Module):
 
         Args:
           x: [B, W, D].
-          cross: keys [B, S, H, K] and values [B, S, H, U], one for all hypotheses of a sentence.
-          past: keys [B, W, P, H, K] and values [B, W, P, H, U]; positions from `decode_position`
+          cross: keys [B, H, S, K] and values [B, H, S, U], one for all hypotheses of a sentence.
+          past: keys [B, W, H, P, K] and values [B, W, H, P, U]; positions from `decode_position`
             on are not read.
           cross_mask: [B, 1, 1, S].
           decode_position: int32 scalar, from 0.
@@ -85,13 +86,16 @@ class DecoderLayer(nn.Module):
           [B, W, D], and `past` with this position filled in.
         """
         batch, beams, d_model = x.shape
-        visible = jnp.arange(past.key.shape[2], dtype=jnp.int32) <= decode_position
+        visible = jnp.arange(past.key.shape[3], dtype=jnp.int32) <= decode_position
 
         def attend_to_past(y: Array) -> tuple[Array, KeyValue]:
             new = self.self_attention.project(y)
             now = KeyValue(
                 *(
-                    lax.dynamic_update_slice_in_dim(old, row[:, :, None], decode_position, axis=2)
+                    # Projected, hypotheses stand in the time axis: [B, H, W, K].
+                    lax.dynamic_update_slice_in_dim(
+                        old, row.swapaxes(1, 2)[..., None, :], decode_position, axis=3
+                    )
                     for old, row in zip(past, new, strict=True)
                 )
             )
@@ -159,7 +163,7 @@ class Decoder(nn.Module):
             self.final_norm = Norm(c)
 
     def project_encoded(self, encoded: Array) -> KeyValue:
-        """Every layer's cross-attention keys [L, B, S, H, K] and values of `encoded` [B, S, D]."""
+        """Every layer's cross-attention keys [L, B, H, S, K] and values of `encoded` [B, S, D]."""
         return self.layers.project_encoded(encoded)[1]
 
     def __call__(

@@ -7,6 +7,7 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.model.attention import MultiHeadAttention
 from flaxformer_mt.model.feed_forward import FeedForward
 from flaxformer_mt.model.normalization import Norm, residual
+from flaxformer_mt.model.numerics import Dropout
 from flaxformer_mt.model.stack import stack
 
 
@@ -22,7 +23,7 @@ class EncoderLayer(nn.Module):
         self.self_attention_norm = Norm(c)
         self.feed_forward = FeedForward(c)
         self.feed_forward_norm = Norm(c)
-        self.dropout = nn.Dropout(c.dropout_rate)
+        self.dropout = Dropout(c.dropout_rate)
 
     def __call__(
         self, x: Array, mask: Array | None, deterministic: bool, return_attention: bool

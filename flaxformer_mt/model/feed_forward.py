@@ -8,7 +8,7 @@ from flax import linen as nn
 from jax import Array
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.model.numerics import dense
+from flaxformer_mt.model.numerics import Dropout, dense
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "relu": jax.nn.relu,
@@ -33,7 +33,7 @@ class FeedForward(nn.Module):
         c = self.config
         self.hidden = dense(c, c.d_model, c.d_ff, c.feed_forward_bias)
         self.output = dense(c, c.d_ff, c.d_model, c.feed_forward_bias)
-        self.dropout = nn.Dropout(c.activation_dropout_rate)
+        self.dropout = Dropout(c.activation_dropout_rate)
 
     def __call__(self, x: Array, deterministic: bool) -> Array:
         """Maps [B, T, D] to [B, T, D]."""

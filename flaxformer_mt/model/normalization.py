@@ -1,40 +1,70 @@
 """The published layer norms, and where they stand around a sub-layer."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jax import Array, lax
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.model.numerics import at_least_float32
+from flaxformer_mt.model.numerics import at_least_float32, column_sums
 
 
-def layer_norm(x: Array, epsilon: float) -> Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def layer_norm(x: Array, scale: Array, bias: Array, epsilon: float) -> Array:
     r"""Centres and scales by the biased standard deviation, epsilon inside the root.
 
-    .. math:: (x - \mu) / \sqrt{\sigma^2 + \epsilon}
+    .. math:: y = \hat x \odot scale + bias,\quad \hat x = (x - \mu) / \sqrt{\sigma^2 + \epsilon}
+
+    Its gradient is written out, because it can be had from x and two numbers a row:
+
+    .. math:: \partial x = (g - \overline{g} - \hat x\, \overline{g \hat x})
+        / \sqrt{\sigma^2 + \epsilon},\quad g = \partial y \odot scale
 
     Args:
-      x: [..., D].
+      x: [N, D].
+      scale: [D].
+      bias: [D].
       epsilon: in units of x squared.
 
     Source: Ba et al. 2016. The variance is taken of the centred x: the difference of two means
     that some libraries use loses all digits where the mean is large.
     """
-    centred = x - jnp.mean(x, axis=-1, keepdims=True)
-    variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
-    return centred * lax.rsqrt(variance + epsilon)
+    return _layer_norm_forward(x, scale, bias, epsilon)[0]
 
 
-def unbiased_std_norm(x: Array, epsilon: float) -> Array:
+def _layer_norm_forward(x, scale, bias, epsilon):
+    mean = jnp.mean(x, axis=-1, keepdims=True)
+    centred = x - mean
+    inverse_std = lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + epsilon)
+    return centred * inverse_std * scale + bias, (x, mean, inverse_std, scale)
+
+
+def _layer_norm_backward(epsilon, kept, gradient):
+    del epsilon  # It is in the standard deviation.
+    x, mean, inverse_std, scale = kept
+    normalised = (x - mean) * inverse_std
+    g = gradient * scale
+    along = jnp.mean(g * normalised, axis=-1, keepdims=True)
+    x_gradient = (g - jnp.mean(g, axis=-1, keepdims=True) - normalised * along) * inverse_std
+    return x_gradient, column_sums(gradient * normalised), column_sums(gradient)
+
+
+layer_norm.defvjp(_layer_norm_forward, _layer_norm_backward)
+
+
+def unbiased_std_norm(x: Array, scale: Array, bias: Array, epsilon: float) -> Array:
     r"""Centres and divides by the unbiased standard deviation, epsilon outside the root.
 
-    .. math:: (x - \mu) / (s + \epsilon),\quad s^2 = \sum (x - \mu)^2 / (D - 1)
+    .. math:: (x - \mu) / (s + \epsilon) \odot scale + bias,\quad s^2 = \sum (x - \mu)^2 / (D - 1)
 
     Args:
-      x: [..., D], D > 1.
+      x: [N, D], D > 1.
+      scale: [D].
+      bias: [D].
       epsilon: in units of x.
 
     Source: The Annotated Transformer, `LayerNorm`.
@@ -44,7 +74,7 @@ def unbiased_std_norm(x: Array, epsilon: float) -> Array:
     # The root's slope at zero is infinite; PyTorch gives a constant row the gradient 0, too.
     constant = variance == 0
     std = jnp.where(constant, 0, jnp.sqrt(jnp.where(constant, 1, variance)))
-    return centred / (std + epsilon)
+    return centred / (std + epsilon) * scale + bias
 
 
 class Norm(nn.Module):
@@ -62,8 +92,9 @@ class Norm(nn.Module):
         bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],), param_dtype)
         dtype = at_least_float32(x.dtype)
         normalise = layer_norm if c.norm_kind == "layer_norm" else unbiased_std_norm
-        y = normalise(x.astype(dtype), c.norm_epsilon)
-        return (y * scale.astype(dtype) + bias.astype(dtype)).astype(x.dtype)
+        rows = x.reshape(-1, x.shape[-1]).astype(dtype)
+        y = normalise(rows, scale.astype(dtype), bias.astype(dtype), c.norm_epsilon)
+        return y.reshape(x.shape).astype(x.dtype)
 
 
 def residual(

@@ -1,7 +1,7 @@
 """The encoder-decoder Transformer: tokens in, logits out."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from flaxformer_mt.model.attention import KeyValue
 from flaxformer_mt.model.decoder import Decoder
 from flaxformer_mt.model.encoder import Encoder
 from flaxformer_mt.model.masks import causal_mask, padding_mask, segment_mask
-from flaxformer_mt.model.numerics import at_least_float32, dense, embedding_init
+from flaxformer_mt.model.numerics import Dropout, at_least_float32, dense, embedding_init
 from flaxformer_mt.model.positions import PositionEncoding
 
 ZERO_VECTOR = -1
@@ -41,9 +41,9 @@ class Cache:
     """
 
     past: KeyValue
-    """Keys [L, B, W, P, H, K] and values [L, B, W, P, H, U]; P is the longest target that fits."""
+    """Keys [L, B, W, H, P, K] and values [L, B, W, H, P, U]; P is the longest target that fits."""
     cross: KeyValue | None
-    """Keys [L, B, S, H, K] and values [L, B, S, H, U], projected once; None without inputs."""
+    """Keys [L, B, H, S, K] and values [L, B, H, S, U], projected once; None without inputs."""
     cross_mask: Array | None
     """[B, 1, 1, S], True = attend."""
 
@@ -56,10 +56,25 @@ def reorder_cache(cache: Cache, beams: Array) -> Cache:
       beams: int32 [B, W]; new hypothesis w of sentence b continues old hypothesis beams[b, w].
     """
 
-    def gather(past: Array) -> Array:  # [L, B, W, P, H, K]
+    def gather(past: Array) -> Array:  # [L, B, W, H, P, K]
         return jnp.take_along_axis(past, beams[None, :, :, None, None, None], axis=2)
 
     return dataclasses.replace(cache, past=jax.tree.map(gather, cache.past))
+
+
+class Unprojected(NamedTuple):
+    """What logits are made of: scale * (vectors @ table.T + bias).
+
+    A loss that is given the factors need never hold all logits at a time.
+    """
+
+    vectors: Array
+    """[B, T, D], the decoder's output."""
+    table: Array
+    """[V, D]."""
+    bias: Array | None
+    """[V]."""
+    scale: float
 
 
 class Embedding(nn.Module):
@@ -137,7 +152,7 @@ class Transformer(nn.Module):
         if c.position_kind != "none":
             self.source_positions = PositionEncoding(c)
             self.target_positions = PositionEncoding(c)
-        self.embedding_dropout = nn.Dropout(c.embedding_dropout)
+        self.embedding_dropout = Dropout(c.embedding_dropout)
         if not c.shares_target_and_output:
             self.output: Any = dense(c, c.d_model, c.target_vocab_size, c.output_bias)
         elif c.output_bias:
@@ -154,7 +169,8 @@ class Transformer(nn.Module):
         decoder_positions: Array | None = None,
         deterministic: bool = True,
         return_attention: bool = False,
-    ) -> Array | tuple[Array, AttentionWeights]:
+        project: bool = True,
+    ) -> Array | Unprojected | tuple[Array, AttentionWeights]:
         """Logits of every next target token.
 
         Args:
@@ -167,6 +183,7 @@ class Transformer(nn.Module):
           decoder_positions: int32 [B, T], the same for the target.
           deterministic: no dropout; otherwise `rngs={"dropout": key}` is needed.
           return_attention: also return every layer's attention.
+          project: False returns what the logits are made of.
 
         Returns:
           [B, T, V] in float32, or float64 where that is the compute dtype; and the attention, if
@@ -204,6 +221,8 @@ class Transformer(nn.Module):
             deterministic=deterministic,
             return_attention=return_attention,
         )
+        if not project:
+            return self._unprojected(x)
         logits = self._logits(x)
         if return_attention:
             return logits, AttentionWeights(encoder_self, decoder_self, decoder_cross)
@@ -249,7 +268,7 @@ class Transformer(nn.Module):
             cross = self.decoder.project_encoded(encoded)
             cross_mask = padding_mask(encoder_input_tokens, c.pad_id)
             batch_size = encoded.shape[0]
-        shape = (c.num_decoder_layers, batch_size, beam_size, max_length, c.num_heads)
+        shape = (c.num_decoder_layers, batch_size, beam_size, c.num_heads, max_length)
         dtype = jnp.dtype(c.dtype)
         past = KeyValue(
             jnp.zeros((*shape, c.key_width), dtype), jnp.zeros((*shape, c.value_width), dtype)
@@ -270,7 +289,7 @@ class Transformer(nn.Module):
           [B, W, V], and the cache with this position filled in.
         """
         positions = jnp.full(tokens.shape, decode_position, jnp.int32)
-        max_length = cache.past.key.shape[3]
+        max_length = cache.past.key.shape[4]
         x = self._embed_target(tokens, positions, True, max_length)
         x, past = self.decoder.step(
             x, cache.cross, cache.past, cache.cross_mask, jnp.int32(decode_position)
@@ -310,3 +329,13 @@ class Transformer(nn.Module):
         else:
             logits = self.output(x).astype(at_least_float32(x.dtype))
         return logits * c.d_model**-0.5 if c.scale_logits else logits
+
+    def _unprojected(self, x: Array) -> Unprojected:
+        """The factors of `_logits` for the decoder's output [B, T, D]."""
+        c = self.config
+        if c.shares_target_and_output:
+            table = self.target_embedding.embedding
+        else:
+            table = self.output.get_variable("params", "kernel").T
+        bias = self.output.get_variable("params", "bias") if c.output_bias else None
+        return Unprojected(x, table, bias, c.d_model**-0.5 if c.scale_logits else 1.0)

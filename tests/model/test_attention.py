@@ -7,14 +7,18 @@ import numpy as np
 import pytest
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.model.attention import MultiHeadAttention, scaled_dot_product_attention
+from flaxformer_mt.model.attention import (
+    MultiHeadAttention,
+    masked_softmax,
+    scaled_dot_product_attention,
+)
 
 B, T, S, H, K, U = 2, 3, 5, 2, 4, 6
 
 
 def inputs(dtype):
     rng = np.random.default_rng(0)
-    shapes = (B, T, H, K), (B, S, H, K), (B, S, H, U)
+    shapes = (B, H, T, K), (B, H, S, K), (B, H, S, U)
     return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
 
 
@@ -26,12 +30,12 @@ class AttentionTest(chex.TestCase):
         context, weights = self.variant(scaled_dot_product_attention)(query, key, value, mask)
         for b in range(B):
             for h in range(H):
-                q, k, v = (np.asarray(x[b, :, h], np.float64) for x in (query, key, value))
+                q, k, v = (np.asarray(x[b, h], np.float64) for x in (query, key, value))
                 scores = np.where(mask[b, 0], q @ k.T / np.sqrt(K), -np.inf)
                 expected = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
                 np.testing.assert_allclose(weights[b, h], expected, atol=1e-6)
-                np.testing.assert_allclose(context[b, :, h], expected @ v, atol=1e-6)
-        chex.assert_shape(context, (B, T, H, U))
+                np.testing.assert_allclose(context[b, h], expected @ v, atol=1e-6)
+        chex.assert_shape(context, (B, H, T, U))
         chex.assert_trees_all_equal_dtypes(context, weights, value)
 
 
@@ -39,13 +43,28 @@ def test_a_query_that_may_attend_to_nothing_gets_zeros_and_finite_gradients():
     query, key, value = inputs(jnp.float32)
     mask = jnp.ones((B, 1, T, S), bool).at[0, 0, 1].set(False)
     context, weights = scaled_dot_product_attention(query, key, value, mask)
-    np.testing.assert_array_equal(context[0, 1], 0)
+    np.testing.assert_array_equal(context[0, :, 1], 0)
     np.testing.assert_array_equal(weights[0, :, 1], 0)
     assert np.abs(context[1, 1]).min() > 0
     gradients = jax.grad(
         lambda *qkv: scaled_dot_product_attention(*qkv, mask)[0].sum(), argnums=(0, 1, 2)
     )(query, key, value)
     chex.assert_tree_all_finite(gradients)
+
+
+def test_the_written_gradient_of_the_softmax_is_the_derived_one(float64):
+    rng = np.random.default_rng(0)
+    scores, slopes = rng.normal(size=(2, B, H, T, S))
+    mask = rng.random((B, 1, T, S)) < 0.7
+
+    def derived(scores):
+        return jnp.where(mask, jax.nn.softmax(jnp.where(mask, scores, -1e9)), 0)
+
+    gradients = [
+        jax.grad(lambda x, f=softmax: jnp.sum(f(x) * slopes))(jnp.asarray(scores))
+        for softmax in (lambda x: masked_softmax(x, mask), derived)
+    ]
+    chex.assert_trees_all_close(*gradients, atol=1e-14)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

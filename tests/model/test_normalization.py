@@ -14,7 +14,7 @@ from flaxformer_mt.model.normalization import Norm, layer_norm, residual, unbias
 def test_layer_norm_is_pytorch_s_even_far_from_zero():
     x = np.random.default_rng(0).normal(100, 0.03, (4, 16)).astype(np.float32)
     exact = torch.nn.functional.layer_norm(torch.tensor(x).double(), (16,), eps=1e-5)
-    ours = layer_norm(jnp.asarray(x), 1e-5)
+    ours = layer_norm(jnp.asarray(x), jnp.ones(16), jnp.zeros(16), 1e-5)
     # float32 keeps about 3 digits of a spread of 0.03 around 100; the fast variance keeps none.
     chex.assert_trees_all_close(ours, exact.float().numpy(), atol=2e-3)
 
@@ -22,13 +22,29 @@ def test_layer_norm_is_pytorch_s_even_far_from_zero():
 def test_unbiased_std_norm_is_the_formula(float64):
     x = np.random.default_rng(0).normal(size=(4, 16))
     expected = (x - x.mean(-1, keepdims=True)) / (x.std(-1, ddof=1, keepdims=True) + 1e-6)
-    chex.assert_trees_all_close(unbiased_std_norm(jnp.asarray(x), 1e-6), expected, rtol=1e-12)
+    chex.assert_trees_all_close(
+        unbiased_std_norm(jnp.asarray(x), 1.0, 0.0, 1e-6), expected, rtol=1e-12
+    )
 
 
 @pytest.mark.parametrize("normalise", [layer_norm, unbiased_std_norm])
 def test_a_constant_row_has_finite_gradients(normalise):
-    gradient = jax.grad(lambda x: normalise(x, 1e-6).sum())(jnp.full((1, 4), 3.0))
+    ones, zeros = jnp.ones(4), jnp.zeros(4)
+    gradient = jax.grad(lambda x: normalise(x, ones, zeros, 1e-6).sum())(jnp.full((1, 4), 3.0))
     chex.assert_tree_all_finite(gradient)
+
+
+def test_the_written_gradient_of_layer_norm_is_pytorch_s(float64):
+    rng = np.random.default_rng(0)
+    x, scale, bias, weights = (rng.normal(size=shape) for shape in ((5, 8), 8, 8, (5, 8)))
+    tensors = [torch.tensor(value, requires_grad=True) for value in (x, scale, bias)]
+    y = torch.nn.functional.layer_norm(tensors[0], (8,), tensors[1], tensors[2], eps=1e-3)
+    (y * torch.tensor(weights)).sum().backward()
+    gradients = jax.grad(
+        lambda *args: jnp.sum(layer_norm(*args, 1e-3) * weights), argnums=(0, 1, 2)
+    )
+    for ours, theirs in zip(gradients(x, scale, bias), tensors, strict=True):
+        chex.assert_trees_all_close(ours, theirs.grad.numpy(), rtol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -1,0 +1,75 @@
+"""Linear maps, sums and dropout against what they stand for."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flaxformer_mt.model.numerics import Dense, Dropout, column_sums, random_uint16
+
+
+def test_a_linear_map_and_its_gradients_are_those_of_the_equation(float64):
+    rng = np.random.default_rng(0)
+    x, kernel, bias, slopes = (rng.normal(size=s) for s in ((2, 3, 4), (4, 5), 5, (2, 3, 5)))
+    dense = Dense(5, dtype=jnp.float64, param_dtype=jnp.float64)
+
+    def ours(x, kernel, bias):
+        return jnp.sum(dense.apply({"params": {"kernel": kernel, "bias": bias}}, x) * slopes)
+
+    value, gradients = jax.value_and_grad(ours, (0, 1, 2))(x, kernel, bias)
+    np.testing.assert_allclose(value, np.sum((x @ kernel + bias) * slopes), rtol=1e-12)
+    expected = slopes @ kernel.T, np.einsum("btd,btf->df", x, slopes), slopes.sum((0, 1))
+    chex.assert_trees_all_close(gradients, expected, rtol=1e-12)
+
+
+def test_column_sums_of_bfloat16_are_taken_in_float32():
+    sums = column_sums(jnp.ones((1024, 3), jnp.bfloat16))  # bfloat16 cannot count beyond 256
+    assert sums.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(sums.astype(jnp.float32), 1024)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_dropout_keeps_the_mean(dtype):
+    x = jnp.ones((64, 1001), dtype)
+    y = Dropout(0.3).apply({}, x, False, rngs={"dropout": jax.random.key(0)})
+    assert y.dtype == x.dtype
+    share = np.mean(np.asarray(y) == 0)
+    # Five standard deviations of a share of that many draws.
+    assert abs(share - 0.3) < 5 * np.sqrt(0.3 * 0.7 / x.size)
+    np.testing.assert_allclose(np.unique(y.astype(jnp.float32)), [0, 1 / 0.7], rtol=1e-2)
+    np.testing.assert_array_equal(Dropout(0.3).apply({}, x, True), x)
+
+
+def test_random_numbers_are_uniform_and_independent():
+    draw = jax.jit(random_uint16, static_argnums=1)
+    numbers = np.asarray(draw(jax.random.key(1), (256, 1024)))
+    bits = np.unpackbits(numbers.view(np.uint8), axis=1).reshape((*numbers.shape, 16))
+    share = bits.mean((0, 1))
+    deviation = 0.5 / np.sqrt(numbers.size)
+    assert np.abs(share - 0.5).max() < 5 * deviation
+    # Every bit of a number, with every bit of the numbers next to it in any of both directions,
+    # of one that comes from the same block, and of one drawn by another key.
+    signs = 1 - 2.0 * bits
+    other = 1 - 2.0 * np.unpackbits(
+        np.asarray(draw(jax.random.key(2), (256, 1024))).view(np.uint8), axis=1
+    ).reshape(signs.shape)
+    for neighbour in (
+        np.roll(signs, 1, 1), np.roll(signs, 1, 0), np.roll(signs, 512, 1), other,
+    ):  # fmt: skip
+        correlation = np.einsum("rci,rcj->ij", signs, neighbour) / numbers.size
+        assert np.abs(correlation).max() < 5.5 / np.sqrt(numbers.size)
+    values, counts = np.unique(numbers >> 6, return_counts=True)
+    assert len(values) == 1024
+    expected = numbers.size / 1024
+    chi_squared = np.sum((counts - expected) ** 2 / expected)  # mean 1023, deviation 45
+    assert abs(chi_squared - 1023) < 5 * 45
+
+
+def test_random_numbers_do_not_depend_on_how_they_are_spread():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    draw = jax.jit(random_uint16, static_argnums=1, out_shardings=rows)
+    expected = random_uint16(jax.random.key(0), (16, 6))
+    np.testing.assert_array_equal(draw(jax.random.key(0), (16, 6)), expected)
+    np.testing.assert_array_equal(random_uint16(jax.random.key(0), (16, 8))[:, :3], expected[:, :3])
