@@ -16,8 +16,8 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.data.corpus import decode_lines, read_parallel
+from flaxformer_mt.config import CorpusConfig, DataConfig, TransformerConfig
+from flaxformer_mt.data.text import decode_lines, read_parallel
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.presets import FAMILIES, check_fields
 
@@ -43,8 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "score": score,
                 "evaluate": evaluate,
                 "inspect": inspect,
+                "average": average,
                 "convert": convert,
                 "parity": parity,
+                "prepare": prepare,
             },
             prog="flaxformer-mt",
             description="Uses trained translation models, and compares them with published ones.",
@@ -169,6 +171,35 @@ def inspect(
         _print_lines(f"{name}: {value}" for name, value in _flatten(description))
 
 
+def average(
+    run: Path,
+    last: int | None = None,
+    best: int | None = None,
+    output: Path | None = None,
+) -> None:
+    """Averages the parameters of checkpoints, which often translates better than each of them.
+
+    The result is a run folder of its own, to be used like any other:
+
+      flaxformer-mt average --run runs/a --last 5
+      flaxformer-mt translate --run runs/a/averaged < source.txt
+
+    Args:
+      run: Folder of the trained model.
+      last: How many of the newest checkpoints; train with --train.keep-last to have them.
+      best: Instead, how many of the best by validation; train with --train.keep-best to have them.
+      output: The folder to make. Default: `averaged` in the run folder.
+    """
+    from flaxformer_mt.training.averaging import average_run
+
+    if (last is None) == (best is None):
+        raise UserError("give --last or --best, the number of checkpoints to average")
+    which: Literal["last", "best"] = "best" if last is None else "last"
+    output = output or run / "averaged"
+    steps = average_run(run, output, last or best or 0, which, announce=_note)
+    _print_lines([f"{output}: the mean of the checkpoints of steps {', '.join(map(str, steps))}"])
+
+
 def convert(
     input_file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="INPUT")],
     output_file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUTPUT")],
@@ -201,7 +232,79 @@ def convert(
 
     overrides = dict(map(_field_of_model, settings))
     for note in convert_file(source, target, input_file, output_file, overrides, accept):
-        print(f"flaxformer-mt: note: {note}", file=sys.stderr)
+        _note(note)
+
+
+def prepare(
+    path: Path,
+    output: Path,
+    source_language: str,
+    target_language: str,
+    form: Annotated[Literal["text", "tsv"], tyro.conf.arg(name="format")] = "text",
+    splits: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=FILES ...")] = (
+        "train=train",
+        "validation=valid",
+        "test=test",
+    ),
+) -> None:
+    """Makes a TensorFlow Datasets data set of parallel text, to be shared by runs.
+
+    Some commands to start from:
+
+      flaxformer-mt prepare --path TEXT --output DATA --source-language en --target-language de
+      flaxformer-mt prepare ... --splits train=europarl,news-* validation=newstest2013
+
+    Args:
+      path: Folder of the text.
+      output: Folder to make; it appears when the data set is whole.
+      source_language: Ending of the source files, and name of the language in the data set.
+      target_language: Ending of the target files, and name of the language in the data set.
+      form: text: FILE.LANGUAGE or FILE.LANGUAGE.gz, one sentence a line; tsv: FILE.tsv or
+        FILE.tsv.gz, source and target parted by a tab.
+      splits: The splits to make, each with the names, or patterns of names, of its files, without
+        their endings, parted by commas.
+    """
+    from flaxformer_mt.data import tfds_builder
+    from flaxformer_mt.data.corpus import open_corpus
+
+    corpora = {
+        name: open_corpus(
+            CorpusConfig(
+                kind=form,
+                path=str(path),
+                split=files,
+                source_language=source_language,
+                target_language=target_language,
+            ),
+            DataConfig(),
+            prefix="--",
+        )
+        for name, files in map(_split_and_files, splits)
+    }
+    counts = tfds_builder.prepare(corpora, output)
+    options = {
+        "corpus": "tfds",
+        "path": output,
+        "source-language": source_language,
+        "target-language": target_language,
+    }
+    for role in ("train", "valid", "test"):
+        options |= {f"{role}-split": name for name in counts if name.startswith(role)}
+    _print_lines(
+        [
+            f"{output}: {', '.join(f'{count:,} pairs {name}' for name, count in counts.items())}",
+            "train on it with: python train.py --config=FILE --workdir=RUN "
+            + " ".join(f"--data.{name}={value}" for name, value in options.items()),
+        ]
+    )
+
+
+def _split_and_files(setting: str) -> tuple[str, str]:
+    """`NAME=FILES` in two."""
+    name, sign, files = setting.partition("=")
+    if not (name and sign and files):
+        raise UserError(f"--splits {setting}: write NAME=FILES, such as train=europarl,news-*")
+    return name, files
 
 
 def parity(
@@ -345,6 +448,10 @@ def _write(path: Path, text: str) -> None:
 
     with replaced_when_whole(path) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
+
+
+def _note(line: str) -> None:
+    print(f"flaxformer-mt: note: {line}", file=sys.stderr)
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:

@@ -14,7 +14,7 @@ import pytest
 from talker import make_talker, random_params, sentences
 
 from flaxformer_mt.cli import main
-from flaxformer_mt.config import to_dict, to_json
+from flaxformer_mt.config import to_json
 from flaxformer_mt.decoding.run import load_run
 from flaxformer_mt.decoding.scoring import score_pairs
 from flaxformer_mt.decoding.translator import Translator
@@ -39,7 +39,7 @@ def run(tmp_path_factory):
                 opt_state=optax.sgd(0.1, momentum=0.9).init(params),
                 key=jax.random.key_data(jax.random.key(0)),
             )
-            checkpointer.save(step, state, {"loss": loss})
+            checkpointer.save(step, state, figures={"loss": loss})
     talker.tokenizers.save(folder / "tokenizer")
     (folder / "data.json").write_text('{"train": "0123"}')
     (folder / "config.json").write_text(to_json(talker.config))
@@ -125,7 +125,7 @@ def test_inspect_tells_models_apart(run, command):
     assert last["parameter_count"] == sum(leaf.size for leaf in leaves)
     assert last["tokenizer_fingerprints"] == {"source": fingerprint, "target": fingerprint}
     assert last["data_fingerprints"] == {"train": "0123"}
-    assert last["config"] == to_dict(talker.config)
+    assert last["config"] == json.loads(to_json(talker.config))
     best = json.loads(command("inspect", "--run", run, "--checkpoint", "best", "--json")[1])
     assert best["step"] == 1
     assert best["parameters_sha256"] != last["parameters_sha256"]

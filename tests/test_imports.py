@@ -13,13 +13,14 @@ LEAVES = {"errors"}
 ALLOWED = {
     "errors": set(),
     "config": LEAVES,
+    "parameter_file": {"config"} | LEAVES,
     "presets": {"config"} | LEAVES,
     "model": {"config"} | LEAVES,
     "data": {"config"} | LEAVES,
-    "training": {"config", "model", "data"} | LEAVES,
+    "training": {"config", "model", "data", "parameter_file"} | LEAVES,
     "decoding": {"config", "model", "data.tokenizer", "training.checkpoint"} | LEAVES,
     "evaluation": {"config", "decoding"} | LEAVES,
-    "interop": {"config", "model", "presets"} | LEAVES,
+    "interop": {"config", "model", "parameter_file", "presets"} | LEAVES,
     "parity": {"config", "model", "presets", "interop", "training.losses", "training.optimizer"}
     | LEAVES,
     "plotting": LEAVES,
@@ -33,8 +34,9 @@ ONLY_IN = {
     "sacrebleu": {"evaluation"},
     "sentencepiece": {"data.tokenizer"},
     "num2words": {"data.phrases"},
-    "babel": {"data.phrases"},
-    "tensorflow_datasets": {"data.corpus"},
+    "babel": {"data.phrases", "data.filters", "data.languages"},
+    "tensorflow_datasets": {"data.tfds_reader"},
+    "array_record": {"data.tfds_reader", "data.tfds_builder"},
     "tensorboardX": {"training.metrics"},
     "tyro": {"cli"},
 }

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
-from flaxformer_mt import interop
-from flaxformer_mt.config import TransformerConfig, from_dict, to_dict
+from flaxformer_mt import interop, parameter_file
+from flaxformer_mt.config import TransformerConfig, to_dict
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop import adam as adam_state
 from flaxformer_mt.interop import files, weights
@@ -29,8 +29,9 @@ from flaxformer_mt.interop.files import Tensors
 from flaxformer_mt.interop.rules import Family, sinusoids
 from flaxformer_mt.interop.weights import CARRIED
 from flaxformer_mt.model.transformer import ZERO_VECTOR
+from flaxformer_mt.parameter_file import ADAM
 
-OWN = "flaxformer_mt"
+OWN = parameter_file.FORMAT
 
 Arrays = dict[str, np.ndarray]
 
@@ -422,8 +423,8 @@ def write_own(path: Path, state: TrainingState, origin: str) -> None:
     tensors = _flatten("", state.params)
     metadata = {"format": OWN, "config": json.dumps(to_dict(state.config)), "origin": origin}
     if state.adam is not None:
-        tensors |= _flatten("adam/mean/", state.adam.mean)
-        tensors |= _flatten("adam/variance/", state.adam.variance)
+        tensors |= _flatten(f"{ADAM}mean/", state.adam.mean)
+        tensors |= _flatten(f"{ADAM}variance/", state.adam.variance)
         # A learning rate may be a tensor.
         settings = json.dumps(dict(state.adam.settings), default=float)
         metadata |= {"adam_step": str(state.adam.step), "adam_settings": settings}
@@ -437,16 +438,11 @@ def read_own(path: Path, overrides: Mapping[str, Any]) -> tuple[TrainingState, s
       UserError: it is damaged or another file, or there are overrides: it tells everything.
     """
     with weights.refusals_name(path, OWN):
-        tensors, metadata = files.read_safetensors(path)
-        if metadata.get("format") != OWN:
-            raise UserError("its metadata has no configuration")
+        config, tensors, metadata = parameter_file.read(path)
         if overrides:
             raise UserError(f"it tells {next(iter(overrides))} itself: do not give any fields")
-        try:
-            config = from_dict(json.loads(metadata["config"]), TransformerConfig)
+        with parameter_file.refusing_damaged_metadata():
             adam = _adam_of(metadata, tensors)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise UserError(f"its metadata is damaged: {error!r}") from error
         params = _unflatten("", tensors)
         weights.check_params(config, weights.by_path(params))
         if adam is not None:
@@ -458,7 +454,7 @@ def read_own(path: Path, overrides: Mapping[str, Any]) -> tuple[TrainingState, s
 def _adam_of(metadata: Mapping[str, str], tensors: Tensors) -> AdamState | None:
     if "adam_step" not in metadata:
         return None
-    mean, variance = (_unflatten(f"adam/{kind}/", tensors) for kind in ("mean", "variance"))
+    mean, variance = (_unflatten(f"{ADAM}{kind}/", tensors) for kind in ("mean", "variance"))
     settings = json.loads(metadata["adam_settings"])
     # JSON knows no tuples.
     groups = [
@@ -480,7 +476,7 @@ def _unflatten(prefix: str, tensors: Tensors) -> dict[str, Any]:
     own = {
         name.removeprefix(prefix): tensor
         for name, tensor in tensors.items()
-        if name.startswith(prefix) and (prefix or not name.startswith("adam/"))
+        if name.startswith(prefix) and (prefix or not name.startswith(ADAM))
     }
     carried = {
         name.removeprefix(f"{CARRIED}/"): tensor

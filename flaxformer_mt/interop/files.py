@@ -20,6 +20,7 @@ import numpy as np
 import safetensors.numpy
 
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.parameter_file import first_bytes, first_line, read_safetensors
 
 Tensors = Mapping[str, np.ndarray]
 
@@ -168,44 +169,14 @@ def replaced_when_whole(path: Path) -> Iterator[Path]:
         yield unfinished
         os.replace(unfinished, path)
     except OSError as error:
-        raise UserError(f"{path} cannot be written: {_first_line(error)}") from error
+        raise UserError(f"{path} cannot be written: {first_line(error)}") from error
     finally:
         unfinished.unlink(missing_ok=True)
 
 
-def read_safetensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """The arrays of a safetensors file, and the strings that stand beside them.
-
-    Raises:
-      UserError: there is no such file, or it is damaged or of another kind.
-    """
-    _start_of(path)
-    try:
-        with safetensors.safe_open(path, framework="np") as file:
-            # The file is no dict: it has keys, but cannot be iterated over.
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            return tensors, file.metadata() or {}
-    except Exception as error:  # Whatever the parser trips over, the file is unusable.
-        raise UserError(f"a damaged safetensors file, or none: {_first_line(error)}") from error
-
-
-def _start_of(path: Path) -> bytes:
-    """The first nine bytes of a file, fewer if it has not so many."""
-    if path.is_dir():
-        raise UserError("a folder, not a file")
-    try:
-        with path.open("rb") as file:
-            start = file.read(9)
-    except OSError as error:
-        raise UserError(f"cannot be read: {error.strerror}") from error
-    if not start:
-        raise UserError("an empty file")
-    return start
-
-
 def _read_file(path: Path) -> Any:
     # A safetensors file starts with the length of its JSON header, in eight bytes.
-    if _start_of(path)[8:] == b"{":
+    if first_bytes(path)[8:] == b"{":
         return read_safetensors(path)[0]
     torch = _import_torch()
     try:
@@ -226,10 +197,6 @@ def _read_file(path: Path) -> Any:
                 "damaged, or it holds more than tensors, which could run code when loaded"
             ) from error
         raise UserError("damaged, or no checkpoint") from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _import_torch() -> ModuleType:

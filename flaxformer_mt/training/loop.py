@@ -1,20 +1,25 @@
 """The training loop: steps, validations, checkpoints. Meant to be copied and changed."""
 
 import contextlib
-import math
+import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
 
 import jax
 import optax
 
 from flaxformer_mt.config import TrainConfig
-from flaxformer_mt.data.batches import Batch
+from flaxformer_mt.data.batches import Batch, DataPosition
+from flaxformer_mt.data.prefetch import Prefetched
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.training.checkpoint import Checkpointer
-from flaxformer_mt.training.metrics import Figures, Writer, means
+from flaxformer_mt.training.interruption import Interrupted
+from flaxformer_mt.training.metrics import Figures, Writer
 from flaxformer_mt.training.parallel import Compiled
-from flaxformer_mt.training.state import Params, TrainState
+from flaxformer_mt.training.parameters import Params
+from flaxformer_mt.training.progress import Progress, Sums, merit
+from flaxformer_mt.training.state import TrainState
 from flaxformer_mt.training.step import Metrics
 
 
@@ -22,73 +27,101 @@ def train(
     state: TrainState,
     *,
     train_step: Compiled,
-    batches: Callable[[int], Batch],
+    stream: Callable[[DataPosition], Prefetched[Batch]],
     evaluate: Callable[[Params, int], Figures],
     schedule: optax.Schedule,
     checkpointer: Checkpointer,
     writers: Sequence[Writer],
     config: TrainConfig,
+    should_stop: Callable[[int], bool] = lambda step: False,
+    announce: Callable[[str], None] = print,
 ) -> TrainState:
     """Trains up to `config.num_steps`, from the newest checkpoint if there is one.
 
     Args:
-      state: the initial one, placed by the strategy that compiled `train_step`; donated.
+      state: the initial one, placed by the strategy that compiled `train_step`; donated. Where
+        there is a checkpoint, only its shapes, dtypes and shardings matter.
       train_step: (state, batch) -> (state, metrics).
-      batches: from the number of updates made to the batch of the next one, placed.
+      stream: from a position in the data to the placed batches from there on.
       evaluate: (params, step) -> figures of the validation corpus; called every
         `config.eval_every` steps and at the end.
       schedule: of the optimizer; only reported.
-      checkpointer: saves every `config.checkpoint_every` steps and at the end.
+      checkpointer: saves every `config.checkpoint_every` steps, after each validation that is the
+        best so far, and at the end.
       writers: get the figures of training every `config.log_every` steps and at the end, and
         those of each validation. Speed is that of the steps alone; the first includes compiling.
-      config: lengths and intervals.
+      config: lengths and intervals, and when to stop early.
+      should_stop: whether somebody has asked the run to stop, which it does after this step.
+      announce: is told in one line what else the user should know.
 
     Returns:
       The state at the end.
 
     Raises:
-      UserError: the loss or its gradient is not finite. No such state is saved.
+      Interrupted: `should_stop` said so; a checkpoint was written.
+      UserError: too many steps in a row had no finite loss or gradient, and the run is back at its
+        newest checkpoint; or a checkpoint cannot be written.
     """
+    progress = Progress()
     if checkpointer.latest_step() is not None:
-        state = checkpointer.restore(state)
+        state, saved = checkpointer.restore(state)
+        progress = Progress.from_json(saved)
     first, last = int(state.step), config.num_steps
 
     with contextlib.ExitStack() as stack:
         for writer in writers:
             stack.callback(writer.close)
             writer.rewind(first)
+        if first >= last or _is_patience_over(progress, config, announce):
+            return state
 
         def write(step: int, split: str, figures: Figures) -> None:
             for writer in writers:
                 writer.write(step, split, figures)
 
-        interval = _Interval()
-        batch = batches(first) if first < last else None
+        batches = stack.enter_context(stream(progress.position))
+        give_up = functools.partial(_go_back, checkpointer, writers)
+        started = _StartedSteps(progress, batches, config.max_skipped_steps, give_up)
         for step in range(first + 1, last + 1):
+            batch, progress.position = next(batches)
             state, metrics = train_step(state, batch)
-            # The call returns at once: the next batch is made while the devices compute.
-            batch = batches(step) if step < last else None
-            interval.add(step, metrics)
+            started.add(step, metrics)
 
             if _is_due(step, config.log_every, last):
+                started.wait()
                 figures = {
-                    **interval.finish(),
-                    "learning_rate": float(schedule(step - 1)),
+                    **_figures(progress.interval),
+                    # A skipped step does not count for the optimizer.
+                    "learning_rate": float(schedule(step - 1 - progress.skipped)),
                     "compilations": train_step.compilations,
                 }
                 write(step, "train", figures)
+                progress.interval = Sums()
 
-            validation = None
+            validation: Figures | None = None
+            is_best = stops_early = False
             if _is_due(step, config.eval_every, last):
-                interval.wait()
-                validation = evaluate(state.params, step)
-                write(step, "valid", validation)
-                interval.start_clock()
+                with started.paused():
+                    validation = evaluate(state.eval_params, step)
+                    write(step, "valid", validation)
+                is_best = _note_validation(progress, validation, config)
+                stops_early = _is_patience_over(progress, config, announce)
 
-            if _is_due(step, config.checkpoint_every, last):
-                interval.wait()
-                checkpointer.save(step, state, validation)
-                interval.start_clock()
+            is_interrupted = should_stop(step)
+            is_due = _is_due(step, config.checkpoint_every, last)
+            if is_due or is_best or stops_early or is_interrupted:
+                with started.paused():
+                    # Amid skipped steps there is nothing new, and maybe nothing good to come.
+                    if step == last or not started.skipped_in_a_row:
+                        checkpointer.save(step, state, progress.to_json(), validation)
+            if is_interrupted:
+                checkpointer.wait()
+                raise Interrupted(
+                    f"stopped after step {step:,}; the same command continues after step "
+                    f"{checkpointer.latest_step() or 0:,}"
+                )
+            if stops_early:
+                break
     return state
 
 
@@ -96,21 +129,100 @@ def _is_due(step: int, every: int, last: int) -> bool:
     return step % every == 0 or step == last
 
 
-class _Interval:
-    """The steps since the last line of figures.
+def _note_validation(progress: Progress, validation: Figures, config: TrainConfig) -> bool:
+    """Remembers a validation; returns whether it is the best so far and its checkpoint is wanted.
+
+    Raises:
+      UserError: it does not have the figure that early stopping goes by.
+    """
+    metric = config.early_stopping_metric
+    if config.early_stopping_patience and metric not in validation:
+        raise UserError(
+            f"train.early_stopping_metric={metric}, but validations of this model give only "
+            f"{', '.join(validation)}"
+        )
+    progress.stopping = progress.stopping.after(
+        merit(metric, validation), config.early_stopping_min_delta
+    )
+    progress.best = progress.best.after(merit(config.best_metric, validation))
+    return config.keep_best > 0 and progress.best.validations_since == 0
+
+
+def _is_patience_over(
+    progress: Progress, config: TrainConfig, announce: Callable[[str], None]
+) -> bool:
+    is_over = 0 < config.early_stopping_patience <= progress.stopping.validations_since
+    if is_over:
+        announce(
+            f"stopped early: {config.early_stopping_metric} has not improved in "
+            f"{progress.stopping.validations_since} validations (train.early_stopping_patience)"
+        )
+    return is_over
+
+
+def _go_back(
+    checkpointer: Checkpointer, writers: Sequence[Writer], step: int, causes: Sequence[str]
+) -> NoReturn:
+    """Ends a run whose last steps, up to `step`, were all skipped for these causes."""
+    checkpointer.wait()
+    good = checkpointer.latest_step() or 0
+    for writer in writers:
+        writer.rewind(good)
+    advice = "begin a new run with a lower optimizer.learning_rate, more optimizer.warmup_steps or "
+    advice += "optimizer.clip_norm=1"
+    if good:
+        advice += f" (and with train.init_from={checkpointer.run_folder} to go on from there)"
+    raise UserError(
+        f"the {' and the '.join(sorted(set(causes)))} was not finite in steps "
+        f"{step - len(causes) + 1} to {step} (train.max_skipped_steps={len(causes)}), so the run "
+        f"stopped and is back at step {good}: {advice}"
+    )
+
+
+def _figures(interval: Sums) -> dict[str, Any]:
+    """What a line of training figures says of the steps since the line before."""
+    sums = interval.figures
+    counts = {name: int(sums[name][0]) for name in (_SKIPPED, *_CAUSES)}
+    return {
+        **interval.means(),
+        **counts,
+        "target_tokens_per_second": sums["loss"][1] / interval.seconds,
+        "data_wait_fraction": interval.seconds_waited / interval.seconds,
+    }
+
+
+_SKIPPED = "skipped_steps"
+_CAUSES = {"nonfinite_loss": "loss", "nonfinite_gradient": "gradient"}
+
+
+class _StartedSteps:
+    """The steps that the devices are computing.
 
     Waiting for a step only after the next one was started keeps the devices busy, and lets no
     more than two steps pile up.
+
+    Args:
+      progress: gets what the steps have done.
+      batches: that they take.
+      max_skipped: give up after so many skipped steps in a row.
+      give_up: (step, causes) -> nothing; raises.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        progress: Progress,
+        batches: Prefetched[Batch],
+        max_skipped: int,
+        give_up: Callable[[int, Sequence[str]], NoReturn],
+    ) -> None:
+        self.skipped_in_a_row: list[str] = []
+        """Why each of the last steps was skipped; empty if the last one was not."""
+        self._progress = progress
+        self._batches = batches
+        self._max_skipped = max_skipped
+        self._give_up = give_up
         self._running: tuple[int, Metrics] | None = None
-        self._done: list[Metrics] = []
-        self._seconds = 0.0
-        self.start_clock()
-
-    def start_clock(self) -> None:
-        """Leaves out the time since the last step, which was spent on something else."""
+        self._waited_before = 0.0
         self._clock = time.perf_counter()
 
     def add(self, step: int, metrics: Metrics) -> None:
@@ -119,30 +231,31 @@ class _Interval:
         self._running = step, metrics
 
     def wait(self) -> None:
-        """Waits for the last step.
-
-        Raises:
-          UserError: its loss or gradient is not finite.
-        """
+        """Waits for the last step; raises what `give_up` raises."""
         if self._running is None:
             return
         step, metrics = self._running
         metrics = jax.device_get(metrics)
-        self._seconds += time.perf_counter() - self._clock
-        self.start_clock()
-        for name in ("loss", "gradient_norm"):
-            if not math.isfinite(metrics[name][0]):
-                raise UserError(
-                    f"{name} is {metrics[name][0]} at step {step}: start again with a lower "
-                    "optimizer.learning_rate, more optimizer.warmup_steps or optimizer.clip_norm=1"
-                )
-        self._done.append(metrics)
         self._running = None
 
-    def finish(self) -> dict[str, float]:
-        """Waits for the last step, returns the figures of the interval and begins a new one."""
+        interval, now = self._progress.interval, time.perf_counter()
+        interval.add(metrics)
+        interval.seconds += now - self._clock
+        interval.seconds_waited += self._batches.seconds_waited - self._waited_before
+        self._clock, self._waited_before = now, self._batches.seconds_waited
+
+        if not metrics[_SKIPPED][0]:
+            self.skipped_in_a_row.clear()
+            return
+        self._progress.skipped += 1
+        cause = next(cause for name, cause in _CAUSES.items() if metrics[name][0])
+        self.skipped_in_a_row.append(cause)
+        if len(self.skipped_in_a_row) >= self._max_skipped:
+            self._give_up(step, self.skipped_in_a_row)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Waits for the last step; what is done inside does not count as time of the steps."""
         self.wait()
-        tokens = sum(float(metrics["loss"][1]) for metrics in self._done)
-        figures = {**means(self._done), "target_tokens_per_second": tokens / self._seconds}
-        self._done, self._seconds = [], 0.0
-        return figures
+        yield
+        self._clock = time.perf_counter()

@@ -1,20 +1,23 @@
 """Figures of a run: from sums on a device to lines in its folder."""
 
+import contextlib
 import datetime
 import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TextIO, TypeAlias
 
 import jax
 import numpy as np
 from rich.console import Console
 
 from flaxformer_mt.data.batches import Batch
-from flaxformer_mt.training.state import Params
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.training.parameters import Params
+from flaxformer_mt.training.progress import Sums
 from flaxformer_mt.training.step import Metrics
 
 Figures: TypeAlias = Mapping[str, float | int | str]
@@ -23,12 +26,10 @@ Figures: TypeAlias = Mapping[str, float | int | str]
 
 def means(metrics: Iterable[Metrics]) -> dict[str, float]:
     """The figures of several steps together, without those that nothing counted for."""
-    totals: dict[str, tuple[float, float]] = {}
-    for step in jax.device_get(list(metrics)):  # from here on in float64
-        for name, (value, weight) in step.items():
-            total, total_weight = totals.get(name, (0.0, 0.0))
-            totals[name] = (total + float(value), total_weight + float(weight))
-    return {name: total / weight for name, (total, weight) in totals.items() if weight}
+    sums = Sums()
+    for step in jax.device_get(list(metrics)):
+        sums.add(step)
+    return sums.means()
 
 
 def validate(
@@ -53,7 +54,10 @@ class Writer(Protocol):
     """Something that wants to know a run's figures."""
 
     def rewind(self, step: int) -> None:
-        """Forgets what it was told about later steps; called once, before the first `write`."""
+        """Forgets what it was told about later steps.
+
+        Called before the first `write`, and when a run goes back to its newest checkpoint.
+        """
 
     def write(self, step: int, split: str, figures: Figures) -> None:
         """Takes the figures of a split ("train", "valid") after a step."""
@@ -72,23 +76,34 @@ class JsonLinesWriter:
         """See `Writer`. A half-written last line, of a run that was killed, goes too.
 
         So do figures of the test corpus: they belong to the end of a run, which is yet to come.
+
+        Raises:
+          UserError: the file cannot be written.
         """
         kept = []
         if self._path.exists():
-            lines = self._path.read_text(encoding="utf-8").splitlines()
+            # The end of a file that a power cut has damaged may be no text.
+            lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines()
             kept = [line + "\n" for line in lines if _stays(line, step)]
         replacement = self._path.with_name(self._path.name + ".new")
-        replacement.write_text("".join(kept), encoding="utf-8")
-        os.replace(replacement, self._path)
+        with _writable(self._path):
+            with replacement.open("w", encoding="utf-8") as file:
+                _write_durably(file, "".join(kept))
+            os.replace(replacement, self._path)
 
     def write(self, step: int, split: str, figures: Figures) -> None:
-        """See `Writer`. JSON knows neither infinity nor NaN: they become null."""
+        """See `Writer`. JSON knows neither infinity nor NaN: they become null.
+
+        Raises:
+          UserError: the file cannot be written.
+        """
         line: dict[str, float | int | str | None] = {"step": step, "split": split}
         for name, value in figures.items():
-            writable = isinstance(value, str) or math.isfinite(value)
-            line[name] = value if writable else None
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line, allow_nan=False) + "\n")
+            is_writable = isinstance(value, str) or math.isfinite(value)
+            line[name] = value if is_writable else None
+        with _writable(self._path), self._path.open("a", encoding="utf-8") as file:
+            # A checkpoint that comes after this line must not outlive it.
+            _write_durably(file, json.dumps(line, allow_nan=False) + "\n")
 
     def close(self) -> None:
         """See `Writer`."""
@@ -98,29 +113,57 @@ class TensorBoardWriter:
     """Event files for TensorBoard, a chart for each "split/figure"."""
 
     def __init__(self, folder: str | Path) -> None:
-        self._folder = str(folder)
+        self._folder = Path(folder)
         self._first_step = 0
-        self._writer: Any = None
+        self._events: Any = None
 
     def rewind(self, step: int) -> None:
-        """See `Writer`."""
+        """See `Writer`; errors as in `write`."""
         self._first_step = step
+        if self._events is not None:
+            self.close()
+            self._open()
 
     def write(self, step: int, split: str, figures: Figures) -> None:
-        """See `Writer`. Text is left out."""
-        if self._writer is None:  # nothing to write: no import, no file
-            from tensorboardX import SummaryWriter
+        """See `Writer`. Text is left out.
 
-            self._writer = SummaryWriter(self._folder, purge_step=self._first_step + 1)
-        for name, value in figures.items():
-            if not isinstance(value, str):
-                self._writer.add_scalar(f"{split}/{name}", value, step)
-        self._writer.flush()
+        Raises:
+          UserError: the files cannot be written.
+        """
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.summary import scalar
+
+        if self._events is None:
+            self._open()
+        with _writable(self._folder):
+            for name, value in figures.items():
+                if not isinstance(value, str):
+                    summary = scalar(f"{split}/{name}", value)
+                    self._events.write_event(
+                        Event(wall_time=time.time(), step=step, summary=summary)
+                    )
+            self._events.flush()
 
     def close(self) -> None:
         """See `Writer`."""
-        if self._writer is not None:
-            self._writer.close()
+        events, self._events = self._events, None
+        if events is not None:
+            with _writable(self._folder):
+                events.close()
+
+    def _open(self) -> None:
+        """Begins a new file, which makes TensorBoard forget what earlier ones say of its steps."""
+        # Not SummaryWriter: it writes in a thread, for which it would wait forever if the disk
+        # were full.
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+        with _writable(self._folder):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._events = EventsWriter(str(self._folder / "events"), f".{time.time_ns()}")
+            start = SessionLog(status=SessionLog.START)
+            self._events.write_event(Event(step=self._first_step + 1, session_log=start))
+            self._events.flush()
 
 
 class ConsoleWriter:
@@ -130,9 +173,15 @@ class ConsoleWriter:
         self._num_steps = num_steps
         self._console = console or Console()
         self._status = self._console.status("")
+        self._has_begun = False
 
     def rewind(self, step: int) -> None:
         """See `Writer`. Also says what is about to happen."""
+        if self._has_begun:
+            self._status.stop()
+            self._print(f"back at step {step:,}")
+            return
+        self._has_begun = True
         if step >= self._num_steps:
             self._print(f"nothing to train: step {step:,} of {self._num_steps:,} is reached")
             return
@@ -146,6 +195,9 @@ class ConsoleWriter:
         """See `Writer`."""
         parts = [f"step {step:,}/{self._num_steps:,} {split}"]
         parts += [_FORMATS[name].format(figures[name]) for name in _FORMATS if name in figures]
+        if figures.get("skipped_steps"):
+            count = figures["skipped_steps"]
+            self._print(f"step {step:,}: {count} skipped: loss or gradient was not finite")
         if split != "train":
             self._print("  ".join(parts))
             return
@@ -174,6 +226,22 @@ _FORMATS = {
     "target_tokens_per_second": "{:,.0f} tokens/s",
     "learning_rate": "rate {:.2e}",
 }
+
+
+@contextlib.contextmanager
+def _writable(path: Path) -> Iterator[None]:
+    """Tells the user of what cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def _write_durably(file: TextIO, text: str) -> None:
+    """Returns when the text is on the disk."""
+    file.write(text)
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _stays(line: str, step: int) -> bool:

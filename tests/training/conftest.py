@@ -16,14 +16,12 @@ from flaxformer_mt.config import (
     TrainConfig,
     TransformerConfig,
 )
-from flaxformer_mt.data.batches import BatchLayout, make_batch
-from flaxformer_mt.data.encoding import EncodedCorpus
-from flaxformer_mt.data.packing import Sentences
-from flaxformer_mt.model.transformer import Transformer
+from flaxformer_mt.data.batches import Batch
+from flaxformer_mt.model.transformer import Transformer, Unprojected
 from flaxformer_mt.training.optimizer import make_optimizer, make_schedule
 from flaxformer_mt.training.parallel import make_strategy
 from flaxformer_mt.training.state import create_state
-from flaxformer_mt.training.step import eval_step, train_step
+from flaxformer_mt.training.step import eval_step, gradients, train_step
 
 ROWS, LENGTH, VOCABULARY = 32, 8, 20
 EXPERIMENT = ExperimentConfig(
@@ -57,10 +55,16 @@ class Bigram(nn.Module):
     config: TransformerConfig
 
     @nn.compact
-    def __call__(self, source, target_input, *, deterministic=True, **options):
+    def __call__(self, source, target_input, *, deterministic=True, project=True, **options):
         x = nn.Embed(self.config.target_vocab_size, self.config.d_model)(target_input)
         x = nn.Dropout(self.config.dropout_rate)(x, deterministic=deterministic)
-        return nn.Dense(self.config.target_vocab_size)(x)
+        output = nn.Dense(self.config.target_vocab_size)
+        logits = output(x)
+        if project:
+            return logits
+        return Unprojected(
+            x, output.variables["params"]["kernel"].T, output.variables["params"]["bias"], 1.0
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,13 +75,21 @@ class Setup:
     experiment: ExperimentConfig = EXPERIMENT
 
     @staticmethod
-    def of(strategy="mesh", num_devices=1, model=None, optimizer=None, bigram=False, **train):
+    def of(
+        strategy="mesh",
+        num_devices=1,
+        model=None,
+        optimizer=None,
+        bigram=False,
+        parallel=None,
+        **train,
+    ):
         """The tiny experiment on other devices, or with other values of some fields."""
         return _cached_setup(
             Bigram if bigram else Transformer,
             dataclasses.replace(
                 EXPERIMENT,
-                parallel=ParallelConfig(strategy, num_devices),
+                parallel=ParallelConfig(strategy, num_devices, **(parallel or {})),
                 model=dataclasses.replace(EXPERIMENT.model, **(model or {})),
                 optimizer=dataclasses.replace(EXPERIMENT.optimizer, **(optimizer or {})),
                 train=dataclasses.replace(EXPERIMENT.train, **train),
@@ -101,10 +113,19 @@ class Setup:
         return make_optimizer(self.experiment.optimizer, self.schedule)
 
     @property
+    def create_state(self):
+        return functools.partial(create_state, self.model, self.optimizer, self.experiment.train)
+
+    @property
     def pure_train_step(self):
         return functools.partial(
             train_step, model=self.model, optimizer=self.optimizer, config=self.experiment.train
         )
+
+    @functools.cached_property
+    def gradients(self):
+        """Compiled for one device."""
+        return jax.jit(functools.partial(gradients, model=self.model, config=self.experiment.train))
 
     @property
     def pure_eval_step(self):
@@ -122,40 +143,63 @@ class Setup:
 
     def state(self):
         """The initial state, placed."""
+        train = self.experiment.train
         return self.strategy.place_state(
-            _initial_state(self.model_class, self.experiment.model, self.experiment.optimizer)
+            _initial_state(
+                self.model_class,
+                self.experiment.model,
+                self.experiment.optimizer,
+                TrainConfig(ema_decay=train.ema_decay, freeze=train.freeze),
+            )
         )
 
     def batch(self, step):
         """Rows of none, one or two pairs of random lengths; the last rows are all empty."""
         random = np.random.default_rng(step)
-
-        def sentences():
-            return Sentences.from_lists(
-                [
-                    random.integers(3, VOCABULARY, size=random.integers(1, 5))
-                    for _ in range(2 * ROWS)
-                ]
-            )
-
-        corpus = EncodedCorpus(sources=sentences(), targets=sentences(), report=None)
-        ends = np.cumsum(random.integers(0, 3, size=ROWS - 6))
-        rows = np.split(np.arange(ends[-1]), ends[:-1])
-        return make_batch(corpus, rows, BatchLayout.from_config(self.experiment))
+        pairs = [*random.integers(0, 3, size=ROWS - 6), *[0] * 6]
+        source, source_ids, source_positions = _packed_side(random, pairs)
+        target, target_ids, target_positions = _packed_side(random, pairs)
+        shifted = np.where(target_positions == 0, self.experiment.model.bos_id, np.roll(target, 1))
+        has_inputs = self.experiment.model.has_inputs
+        return Batch(
+            encoder_input_tokens=source if has_inputs else None,
+            decoder_input_tokens=np.where(target_ids > 0, shifted, 0).astype(np.int32),
+            decoder_target_tokens=target,
+            decoder_loss_weights=(target_ids > 0).astype(np.float32),
+            encoder_segment_ids=source_ids if has_inputs else None,
+            decoder_segment_ids=target_ids,
+            encoder_positions=source_positions if has_inputs else None,
+            decoder_positions=target_positions,
+        )
 
     def placed_batch(self, step):
         """The same, on the devices."""
         return self.strategy.place_batch(self.batch(step))
 
 
+def _packed_side(random, pairs):
+    """Tokens, segment ids and positions [ROWS, LENGTH] of rows that hold so many sentences."""
+    tokens, segment_ids, positions = np.zeros((3, ROWS, LENGTH), np.int32)
+    for row, count in enumerate(pairs):
+        start = 0
+        for segment_id in range(1, count + 1):
+            length = random.integers(1, LENGTH // 2 + 1)
+            place = row, slice(start, start + length)
+            tokens[place] = random.integers(3, VOCABULARY, size=length)
+            segment_ids[place] = segment_id
+            positions[place] = np.arange(length)
+            start += length
+    return tokens, segment_ids, positions
+
+
 _cached_setup = functools.lru_cache(Setup)
 
 
 @functools.lru_cache
-def _initial_state(model_class, model, optimizer):
+def _initial_state(model_class, model, optimizer, train):
     experiment = dataclasses.replace(EXPERIMENT, model=model, optimizer=optimizer)
     tiny = Setup(model_class, experiment)
-    return create_state(tiny.model, tiny.optimizer, seed=0)
+    return create_state(tiny.model, tiny.optimizer, train)
 
 
 @pytest.fixture

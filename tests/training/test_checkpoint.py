@@ -1,4 +1,12 @@
-"""Checkpoints: exact, kept by the right rule, readable from any machine, clear when missing."""
+"""Checkpoints: exact, kept by the right rule, readable anywhere, clear when missing or damaged."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
 
 import chex
 import jax
@@ -9,11 +17,16 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.training.checkpoint import Checkpointer, restore_params
+from flaxformer_mt.training.checkpoint import (
+    Checkpointer,
+    restore_params,
+    whole_checkpoints,
+    write_params,
+)
 from flaxformer_mt.training.state import TrainState
 
 
-def make_state(step=0, num_devices=1, size=8):
+def make_state(step=0, num_devices=1, size=8, with_ema=False):
     """A state whose values depend on the step, placed on some devices."""
     mesh = jax.make_mesh(
         (num_devices,),
@@ -28,6 +41,7 @@ def make_state(step=0, num_devices=1, size=8):
         params=params,
         opt_state=optimizer.init(params),
         key=jax.random.key_data(jax.random.key(step)),
+        ema=jax.tree.map(lambda leaf: leaf / 2, params) if with_ema else None,
     )
     return jax.device_put(state, NamedSharding(mesh, PartitionSpec()))
 
@@ -36,16 +50,34 @@ def steps_in(folder):
     return sorted(int(path.name) for path in (folder / "checkpoints").iterdir() if path.is_dir())
 
 
+def save(folder, *steps, **options):
+    """Writes checkpoints of these steps, all of which are kept; returns the path of the last."""
+    with Checkpointer(folder, keep_last=10) as checkpointer:
+        for step in steps:
+            checkpointer.save(step, make_state(step, **options))
+    return folder / "checkpoints" / str(steps[-1])
+
+
+def entries(folder):
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("with_ema", [False, True])
 @pytest.mark.parametrize(("saved_on", "restored_on"), [(1, 1), (8, 1), (1, 8)])
-def test_what_is_saved_is_restored_to_the_bit_on_other_devices(tmp_path, saved_on, restored_on):
-    state = make_state(step=7, num_devices=saved_on)
+def test_what_is_saved_is_restored_to_the_bit_on_other_devices(
+    tmp_path, saved_on, restored_on, with_ema
+):
+    state = make_state(step=7, num_devices=saved_on, with_ema=with_ema)
+    progress = {"sum": 0.1 + 0.2, "position": {"epoch": 3}}
     with Checkpointer(tmp_path) as checkpointer:
         assert checkpointer.latest_step() is None
-        checkpointer.save(7, state)
-    template = make_state(step=0, num_devices=restored_on)
+        checkpointer.save(7, state, progress)
+        assert checkpointer.latest_step() == 7
+    template = make_state(step=0, num_devices=restored_on, with_ema=with_ema)
     with Checkpointer(tmp_path) as checkpointer:
         assert checkpointer.latest_step() == 7
-        restored = checkpointer.restore(template)
+        restored, restored_progress = checkpointer.restore(template)
+    assert restored_progress == progress
     chex.assert_trees_all_equal(jax.device_get(restored), jax.device_get(state))
     chex.assert_trees_all_equal_dtypes(restored, state)
     chex.assert_trees_all_equal_structs(restored, state)
@@ -53,13 +85,15 @@ def test_what_is_saved_is_restored_to_the_bit_on_other_devices(tmp_path, saved_o
         assert leaf.sharding == like.sharding
 
 
-def test_parameters_alone_come_to_one_device(tmp_path):
-    state = make_state(step=3, num_devices=8)
+@pytest.mark.parametrize("with_ema", [False, True])
+def test_parameters_alone_come_to_one_device(tmp_path, with_ema):
+    """If there is a moving average, it is what translates."""
+    state = make_state(step=3, num_devices=8, with_ema=with_ema)
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(3, state)
     step, params = restore_params(tmp_path)
     assert step == 3
-    chex.assert_trees_all_equal(params, jax.device_get(state.params))
+    chex.assert_trees_all_equal(params, jax.device_get(state.eval_params))
     chex.assert_trees_all_equal_dtypes(params, state.params)
     assert all(len(leaf.sharding.device_set) == 1 for leaf in jax.tree.leaves(params))
 
@@ -80,6 +114,9 @@ def test_the_memory_of_a_saved_state_may_be_used_again(tmp_path):
     [
         ("loss", {1: 3.0, 2: 1.0, 3: 2.0, 4: 5.0}, 2),
         ("bleu", {1: 30.0, 2: 10.0, 3: 20.0, 4: 5.0}, 1),
+        ("perplexity", {1: 30.0, 2: 10.0, 3: 20.0, 4: 50.0}, 2),
+        # Of equal ones the first: the later brought nothing.
+        ("accuracy", {1: 0.1, 2: 0.5, 3: 0.5, 4: 0.4}, 2),
         # Without a validation, or without the figure, a checkpoint is never the best.
         ("loss", {1: None, 2: 1.0, 3: None, 4: 5.0}, 2),
         ("bleu", {1: 3.0, 2: None, 3: None, 4: None}, 1),
@@ -88,10 +125,9 @@ def test_the_memory_of_a_saved_state_may_be_used_again(tmp_path):
 def test_the_newest_and_the_best_are_kept(tmp_path, metric, figures, best):
     with Checkpointer(tmp_path, keep_last=1, keep_best=1, best_metric=metric) as checkpointer:
         for step, value in figures.items():
-            others = {"accuracy": 0.5, "bleu_signature": "text"}
-            checkpointer.save(
-                step, make_state(step), None if value is None else {metric: value, **others}
-            )
+            others = {"ter": 0.5, "bleu_signature": "text"}
+            figures = None if value is None else {metric: value, **others}
+            checkpointer.save(step, make_state(step), figures=figures)
             checkpointer.wait()
     assert steps_in(tmp_path) == sorted({best, 4})
     assert restore_params(tmp_path, "best")[0] == best
@@ -104,7 +140,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path, metric, figures, best):
 def test_no_best_is_kept_when_none_is_wanted(tmp_path):
     with Checkpointer(tmp_path, keep_last=2, keep_best=0) as checkpointer:
         for step in (1, 2, 3):
-            checkpointer.save(step, make_state(step), {"loss": float(step)})
+            checkpointer.save(step, make_state(step), figures={"loss": float(step)})
             checkpointer.wait()
     assert steps_in(tmp_path) == [2, 3]
 
@@ -135,12 +171,236 @@ def test_a_step_without_checkpoint(tmp_path):
 
 
 def test_a_checkpoint_that_was_not_finished_is_ignored(tmp_path):
-    """What a process leaves behind that is killed while it saves."""
-    with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(1, make_state(1))
-    (tmp_path / "checkpoints" / "2.orbax-checkpoint-tmp").mkdir()
+    """What a process leaves behind that is killed while it saves or removes."""
+    save(tmp_path, 1)
+    for name in ("2.partial", "3.partial.orbax-checkpoint-tmp", "0.partial"):
+        (tmp_path / "checkpoints" / name / "params").mkdir(parents=True)
     assert restore_params(tmp_path, "last")[0] == 1
-    with Checkpointer(tmp_path) as checkpointer:
+    with Checkpointer(tmp_path, announce=pytest.fail) as checkpointer:
+        assert entries(tmp_path) == ["1"]
         assert checkpointer.latest_step() == 1
         checkpointer.save(2, make_state(2))
     assert restore_params(tmp_path, "last")[0] == 2
+
+
+def largest(path):
+    """The file that holds the parameters."""
+    files = [file for file in (path / "params").rglob("*") if file.is_file()]
+    return max(files, key=lambda file: file.stat().st_size)
+
+
+def truncate(path):
+    os.truncate(largest(path), 100)
+
+
+def flip_a_bit(path):
+    file = largest(path)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(data)
+
+
+def delete_a_file(path):
+    largest(path).unlink()
+
+
+def delete_the_manifest(path):
+    (path / "manifest.json").unlink()
+
+
+def damage_the_manifest(path):
+    os.truncate(path / "manifest.json", 20)
+
+
+def change_the_progress(path):
+    file = path / "progress.json"
+    file.write_text(file.read_text().replace("{}", "[]"))
+
+
+DAMAGES = [
+    (truncate, r"params/\S+ is truncated: it has 100 of \d+ bytes"),
+    (flip_a_bit, r"params/\S+ differs from its manifest: a bit flipped"),
+    (delete_a_file, r"params/\S+ is missing"),
+    (delete_the_manifest, r"manifest\.json is missing: it was not finished, or .* deleted"),
+    (damage_the_manifest, r"manifest\.json is damaged"),
+    (change_the_progress, r"progress\.json differs from its manifest"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def three_checkpoints(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("three")
+    save(folder, 1, 2, 3)
+    return folder
+
+
+@pytest.fixture
+def copy(three_checkpoints, tmp_path):
+    """A copy of a folder with checkpoints of steps 1, 2 and 3."""
+    return shutil.copytree(three_checkpoints, tmp_path / "run")
+
+
+@pytest.mark.parametrize(("damage", "cause"), DAMAGES)
+def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(copy, damage, cause):
+    damage(copy / "checkpoints" / "3")
+    with pytest.raises(
+        UserError, match=rf"checkpoints/3 is damaged: {cause}.*; give another --chec"
+    ):
+        restore_params(copy, "last")
+
+    lines = []
+    with Checkpointer(copy, keep_last=2, announce=lines.append) as checkpointer:
+        assert checkpointer.latest_step() == 2
+        restored, _ = checkpointer.restore(make_state(0))
+        chex.assert_trees_all_equal(restored, make_state(2))
+        assert entries(copy) == ["1", "2", "3.damaged"]
+        # The run can write that step again; the damaged one does not count as one that is kept.
+        checkpointer.save(3, make_state(3))
+    (line,) = lines
+    assert re.search(rf"checkpoints/3 is damaged: {cause}.*; moved to .*3\.damaged$", line)
+    assert entries(copy) == ["2", "3", "3.damaged"]
+    chex.assert_trees_all_equal(restore_params(copy, "last")[1], make_state(3).params)
+
+
+def test_a_damaged_earlier_checkpoint_is_not_kept_as_the_best(tmp_path):
+    with Checkpointer(tmp_path, keep_last=10, keep_best=1) as checkpointer:
+        for step, loss in ((1, 1.0), (2, 2.0), (3, 3.0)):
+            checkpointer.save(step, make_state(step), figures={"loss": loss})
+    flip_a_bit(tmp_path / "checkpoints" / "1")
+    lines = []
+    with Checkpointer(tmp_path, keep_last=1, keep_best=1, announce=lines.append) as checkpointer:
+        assert checkpointer.latest_step() == 3
+        checkpointer.save(4, make_state(4), figures={"loss": 4.0})
+    assert len(lines) == 1
+    assert entries(tmp_path) == ["1.damaged", "2", "4"]
+    assert restore_params(tmp_path, "best")[0] == 2
+
+
+def test_when_all_checkpoints_are_damaged_a_run_begins_again(copy):
+    for step in ("1", "2", "3"):
+        truncate(copy / "checkpoints" / step)
+    lines = []
+    with Checkpointer(copy, announce=lines.append) as checkpointer:
+        assert checkpointer.latest_step() is None
+    assert len(lines) == 3
+
+
+def test_which_checkpoints_are_whole(copy):
+    flip_a_bit(copy / "checkpoints" / "2")
+    lines = []
+    assert list(whole_checkpoints(copy, lines.append)) == [1, 3]
+    assert len(lines) == 1
+    assert entries(copy) == ["1", "2", "3"]
+
+
+def test_the_best_cannot_be_told_without_the_record_of_each(copy):
+    (copy / "checkpoints" / "2" / "progress.json").unlink()
+    with pytest.raises(UserError, match=r"2/progress\.json is missing or damaged.*\(1, 3\)"):
+        restore_params(copy, "best")
+    assert restore_params(copy, 1)[0] == 1
+
+
+def test_parameters_alone_can_be_used_but_not_trained_on(tmp_path):
+    params = make_state(5).params
+    write_params(tmp_path, 5, params)
+    step, restored = restore_params(tmp_path)
+    assert step == 5
+    chex.assert_trees_all_equal(restored, params)
+    with (
+        Checkpointer(tmp_path) as checkpointer,
+        pytest.raises(UserError, match=rf"parameters only.*--train\.init-from={tmp_path}"),
+    ):
+        checkpointer.restore(make_state(0))
+
+
+def test_a_manifest_names_every_file(tmp_path):
+    path = save(tmp_path, 1)
+    files = json.loads((path / "manifest.json").read_text())["files"]
+    assert set(files) == {
+        file.relative_to(path).as_posix()
+        for file in path.rglob("*")
+        if file.is_file() and file.name != "manifest.json"
+    }
+    for name, entry in files.items():
+        assert entry["bytes"] == (path / name).stat().st_size
+        assert len(entry["sha256"]) == 64
+
+
+SAVE_UNTIL_IT_FAILS = """
+    import os
+    import sys
+    import jax, jax.numpy as jnp
+    from flaxformer_mt.errors import UserError
+    from flaxformer_mt.training.checkpoint import Checkpointer
+    from flaxformer_mt.training.state import TrainState
+
+    params = {"kernel": jax.random.normal(jax.random.key(0), (500, 500))}  # 1 MB
+    try:
+        with Checkpointer(sys.argv[1], keep_last=100) as checkpointer:
+            for step in range(1, 20):
+                state = TrainState(
+                    step=jnp.int32(step), params=params, opt_state=(), key=jnp.zeros(2, jnp.uint32)
+                )
+                checkpointer.save(step, state)
+                checkpointer.wait()
+                os.system(sys.argv[2])
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+"""
+
+
+def in_private_mounts(script, *arguments):
+    """Runs a shell script that may mount file systems which nobody else sees."""
+    if not shutil.which("unshare") or subprocess.run(["unshare", "-Urm", "true"]).returncode:
+        pytest.skip("this system lets nobody mount a file system of their own")
+    return subprocess.run(
+        ["unshare", "-Urm", "sh", "-ec", textwrap.dedent(script), "sh", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def test_a_full_disk(tmp_path):
+    """The process ends with one line, and all that was written before is whole."""
+    folder, kept = tmp_path / "run", tmp_path / "kept"
+    folder.mkdir()
+    result = in_private_mounts(
+        """
+        mount -t tmpfs -o size=5m tmpfs "$1"
+        code=0
+        "$3" -c "$4" "$1" true || code=$?
+        cp -r "$1" "$2"
+        exit $code
+        """,
+        folder, kept, sys.executable, textwrap.dedent(SAVE_UNTIL_IT_FAILS),
+    )  # fmt: skip
+    assert result.returncode == 1, result.stderr
+    steps = list(whole_checkpoints(kept, announce=pytest.fail))
+    assert len(steps) >= 2
+    assert result.stderr == (
+        f"error: the checkpoint of step {steps[-1] + 1} could not be written to "
+        f"{folder}/checkpoints: No space left on device; earlier checkpoints are whole\n"
+    )
+    assert entries(kept) == sorted(map(str, steps))
+
+
+def test_a_read_only_folder(tmp_path):
+    """Refused at once, or when it becomes so."""
+    script = textwrap.dedent(SAVE_UNTIL_IT_FAILS)
+    result = in_private_mounts(
+        """
+        mount --bind "$1" "$1"
+        ! "$2" -c "$3" "$1" "mount -o remount,ro,bind $1"
+        "$2" -c "$3" "$1" true
+        """,
+        tmp_path, sys.executable, script,
+    )  # fmt: skip
+    assert result.returncode == 1, result.stderr
+    assert result.stderr == (
+        f"error: the checkpoint of step 2 could not be written to {tmp_path}/checkpoints: "
+        "Read-only file system; earlier checkpoints are whole\n"
+        f"error: {tmp_path}/checkpoints cannot be written to: Read-only file system\n"
+    )
+    assert restore_params(tmp_path)[0] == 1

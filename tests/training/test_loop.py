@@ -1,6 +1,7 @@
-"""The loop: what it writes, that it goes on exactly where it stopped, when it refuses to."""
+"""The loop: what it writes, that it goes on exactly where it stopped, when it stops by itself."""
 
 import dataclasses
+import functools
 import json
 import math
 
@@ -9,83 +10,158 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from flaxformer_mt.data.prefetch import Prefetched
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.training.checkpoint import Checkpointer, restore_params
+from flaxformer_mt.training.checkpoint import Checkpointer, restore_params, whole_checkpoints
+from flaxformer_mt.training.interruption import Interrupted
 from flaxformer_mt.training.loop import train
 from flaxformer_mt.training.metrics import JsonLinesWriter, validate
-from flaxformer_mt.training.parallel import Compiled
+
+# Of two runs that are the same, these need not be.
+OF_TIME = {"target_tokens_per_second", "data_wait_fraction"}
 
 
-def run(tiny, folder, num_steps=6, batches=None, train_step=None):
-    """Trains the tiny experiment in a folder and returns the last state."""
-    config = tiny.experiment.train
-    valid = [tiny.placed_batch(1000)]
-    with Checkpointer(folder, config.keep_last, config.keep_best) as checkpointer:
-        return train(
-            tiny.state(),
-            train_step=train_step or tiny.train_step,
-            batches=batches or tiny.placed_batch,
-            evaluate=lambda params, step: validate(tiny.eval_step, params, valid),
-            schedule=tiny.schedule,
-            checkpointer=checkpointer,
-            writers=[JsonLinesWriter(folder / "metrics.jsonl")],
-            config=dataclasses.replace(config, num_steps=num_steps),
-        )
+@dataclasses.dataclass
+class Run:
+    """Trains the tiny experiment in a folder; each call starts a new "process"."""
+
+    tiny: object
+    folder: object
+    state: object = None
+    announced: list = dataclasses.field(default_factory=list)
+    rows_read: list = dataclasses.field(default_factory=list)
+
+    def __call__(
+        self, batch=None, evaluate=None, train_step=None, should_stop=lambda step: False, **options
+    ):
+        config = dataclasses.replace(self.tiny.experiment.train, **options)
+        batch = batch or self.tiny.placed_batch
+        evaluate = evaluate or self.evaluate
+        self.folder.mkdir(exist_ok=True)
+
+        def read(position):
+            self.rows_read.append(position.row)
+            return batch(position.row), position._replace(row=position.row + 1)
+
+        with Checkpointer(
+            self.folder, config.keep_last, config.keep_best, config.best_metric
+        ) as checkpointer:
+            self.state = train(
+                self.tiny.state(),
+                train_step=train_step or self.tiny.train_step,
+                stream=functools.partial(Prefetched, read),
+                evaluate=evaluate,
+                schedule=self.tiny.schedule,
+                checkpointer=checkpointer,
+                writers=[JsonLinesWriter(self.folder / "metrics.jsonl")],
+                config=config,
+                should_stop=should_stop,
+                announce=self.announced.append,
+            )
+        return self
+
+    def evaluate(self, params, step):
+        return validate(self.tiny.eval_step, params, [self.tiny.placed_batch(1000)])
+
+    @property
+    def lines(self):
+        """The figures that were written, but for those of time."""
+        lines = (self.folder / "metrics.jsonl").read_text().splitlines()
+        return [
+            {name: value for name, value in json.loads(line).items() if name not in OF_TIME}
+            for line in lines
+        ]
+
+    @property
+    def steps(self):
+        return [(line["step"], line["split"]) for line in self.lines]
+
+    @property
+    def checkpoints(self):
+        return sorted(whole_checkpoints(self.folder))
 
 
-def lines_of(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-@pytest.mark.parametrize("strategy", ["mesh", "pmap"])
-def test_a_run_that_was_stopped_goes_on_exactly(setup, tmp_path, strategy):
-    # With dropout, random numbers have to go on as well.
-    tiny = setup.of(strategy, 2, bigram=True, model={"dropout_rate": 0.1})
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    whole.mkdir()
-    stopped.mkdir()
-
-    def power_cut(step):
-        if step == 5:  # four steps are done, the checkpoint of the third is the newest
-            raise KeyboardInterrupt
-        return tiny.placed_batch(step)
-
-    with pytest.raises(KeyboardInterrupt):
-        run(tiny, stopped, batches=power_cut)
-    assert [line["step"] for line in lines_of(stopped)] == [2, 3, 4]
-    asked = []
-
-    def remembered(step):
-        asked.append(step)
-        return tiny.placed_batch(step)
-
-    states = jax.device_get([run(tiny, whole), run(tiny, stopped, batches=remembered)])
-    chex.assert_trees_all_equal(*states)
-    assert asked == [3, 4, 5]
-    assert [line["step"] for line in lines_of(stopped)] == [2, 3, 4, 6, 6]
-    assert lines_of(stopped)[-1] == lines_of(whole)[-1]
-    assert restore_params(stopped, "last")[0] == 6
-
-
-def test_a_run_may_change_devices_and_strategy_when_it_goes_on(setup, tmp_path):
-    first, second = setup.of("mesh", 8), setup.of("pmap", 2)
-    run(first, tmp_path, num_steps=3)
-    moved = run(second, tmp_path, num_steps=6)
-    (tmp_path / "alone").mkdir()
-    unmoved = run(setup.of(), tmp_path / "alone", num_steps=6)
-    chex.assert_trees_all_close(
-        jax.device_get(moved.params), jax.device_get(unmoved.params), atol=1e-5, rtol=0
+@pytest.fixture
+def runs(setup, tmp_path):
+    """Call `runs(name, ...)` for a run folder of a tiny experiment."""
+    return lambda name="run", **options: Run(
+        setup.of(**{"bigram": True, **options}), tmp_path / name
     )
 
 
-def test_lines_of_figures(setup, tmp_path):
-    tiny = setup.of(bigram=True)
-    run(tiny, tmp_path)
-    lines = lines_of(tmp_path)
-    assert [(line["step"], line["split"]) for line in lines] == [
-        (2, "train"), (3, "valid"), (4, "train"), (6, "train"), (6, "valid"),
-    ]  # fmt: skip
-    for line in lines:
+def power_cut(step, tiny):
+    """A stream of batches that ends the process when that of `step` (from 0) is wanted."""
+
+    def batch(row):
+        if row == step:
+            raise KeyboardInterrupt
+        return tiny.placed_batch(row)
+
+    return batch
+
+
+@pytest.mark.parametrize("strategy", ["mesh", "pmap"])
+def test_a_run_that_was_stopped_goes_on_exactly(runs, strategy):
+    # With dropout and a moving average, random numbers and the average have to go on as well.
+    options = {
+        "strategy": strategy,
+        "num_devices": 2,
+        "model": {"dropout_rate": 0.1},
+        "ema_decay": 0.9,
+        "log_every": 4,  # amid which the run will stop
+    }
+    whole, stopped = runs("whole", **options)(), runs("stopped", **options)
+    with pytest.raises(KeyboardInterrupt):
+        stopped(batch=power_cut(5, stopped.tiny))
+    assert stopped.steps == [(3, "valid"), (4, "train")]
+    assert stopped.checkpoints == [3]
+    stopped.rows_read.clear()
+
+    stopped()
+    assert stopped.rows_read[:3] == [3, 4, 5]
+    chex.assert_trees_all_equal(*jax.device_get([whole.state, stopped.state]))
+    assert stopped.lines == whole.lines
+    assert stopped.steps == [(3, "valid"), (4, "train"), (6, "train"), (6, "valid")]
+    assert restore_params(stopped.folder, "last")[0] == 6
+
+
+def test_a_run_that_was_asked_to_stop_saves_and_goes_on_exactly(runs):
+    whole, stopped = runs("whole", keep_best=0)(), runs("stopped", keep_best=0)
+    with pytest.raises(Interrupted, match=r"stopped after step 5; .* continues after step 5$"):
+        stopped(should_stop=lambda step: step == 5)
+    assert stopped.checkpoints == [3, 5]
+    stopped.rows_read.clear()
+    stopped()
+    assert stopped.rows_read[0] == 5
+    chex.assert_trees_all_equal(*jax.device_get([whole.state, stopped.state]))
+    assert stopped.lines == whole.lines
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(runs):
+    whole, damaged = runs("whole")(), runs("damaged")
+    with pytest.raises(KeyboardInterrupt):
+        damaged(batch=power_cut(4, damaged.tiny), checkpoint_every=1)
+    (damaged.folder / "checkpoints" / "4" / "manifest.json").unlink(missing_ok=True)
+    (damaged.folder / "checkpoints" / "3" / "manifest.json").unlink()
+    damaged(checkpoint_every=1)
+    chex.assert_trees_all_equal(*jax.device_get([whole.state, damaged.state]))
+    assert damaged.lines == whole.lines
+
+
+def test_a_run_may_change_devices_and_strategy_when_it_goes_on(setup, tmp_path):
+    moved, unmoved = tmp_path / "moved", tmp_path / "unmoved"
+    Run(setup.of("mesh", 8, bigram=True), moved)(num_steps=3)
+    moved = Run(setup.of("pmap", 2, bigram=True), moved)(num_steps=6)
+    unmoved = Run(setup.of(bigram=True), unmoved)(num_steps=6)
+    chex.assert_trees_all_close(
+        jax.device_get(moved.state.params), jax.device_get(unmoved.state.params), atol=1e-5, rtol=0
+    )
+
+
+def test_lines_of_figures(runs):
+    run = runs()()
+    assert run.steps == [(2, "train"), (3, "valid"), (4, "train"), (6, "train"), (6, "valid")]
+    for line in map(json.loads, (run.folder / "metrics.jsonl").read_text().splitlines()):
         assert 0 < line["loss"] < 5
         assert 0 <= line["accuracy"] <= 1
         if line["split"] == "valid":
@@ -93,34 +169,129 @@ def test_lines_of_figures(setup, tmp_path):
             continue
         assert line["compilations"] == 1
         assert line["target_tokens_per_second"] > 0
+        assert 0 <= line["data_wait_fraction"] < 1
         assert line["gradient_norm"] > 0
         assert 0 < line["padding_fraction"] < 1
+        assert line["skipped_steps"] == 0
         # The rate of the update that ended the step: t is the step.
         rate = 1e-2 * min(line["step"] / 4, math.sqrt(4 / line["step"]))
         assert line["learning_rate"] == pytest.approx(rate)
 
 
-def test_a_finished_run_is_left_alone(setup, tmp_path):
-    tiny = setup.of(bigram=True)
-    state = jax.device_get(run(tiny, tmp_path))
-    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "checkpoints").rglob("*")}
-    before = (tmp_path / "metrics.jsonl").read_text()
-    again = run(tiny, tmp_path, batches=lambda step: pytest.fail("no batch is needed"))
-    chex.assert_trees_all_equal(jax.device_get(again), state)
-    assert (tmp_path / "metrics.jsonl").read_text() == before
+def test_a_finished_run_is_left_alone(runs):
+    run = runs()()
+    state = jax.device_get(run.state)
+    files = {path: path.stat().st_mtime_ns for path in (run.folder / "checkpoints").rglob("*")}
+    before = (run.folder / "metrics.jsonl").read_text()
+    run.rows_read.clear()
+    run()
+    assert not run.rows_read
+    chex.assert_trees_all_equal(jax.device_get(run.state), state)
+    assert (run.folder / "metrics.jsonl").read_text() == before
     assert files == {path: path.stat().st_mtime_ns for path in files}
 
 
-@pytest.mark.parametrize("spoiled", ["loss", "gradient_norm"])
-def test_a_loss_or_gradient_that_is_not_finite_ends_the_run(setup, tmp_path, spoiled):
-    tiny = setup.of(bigram=True)
+def losses(*values):
+    """An `evaluate` that gives these losses, the first after step 1."""
+    return lambda params, step: {"loss": values[step - 1], "bleu": -values[step - 1]}
 
-    def spoil(state, batch):
-        state, metrics = tiny.pure_train_step(state, batch)
-        value, weight = metrics[spoiled]
-        return state, metrics | {spoiled: (jnp.where(state.step == 5, jnp.nan, value), weight)}
 
-    with pytest.raises(UserError, match=rf"^{spoiled} is nan at step 5: .*learning_rate"):
-        run(tiny, tmp_path, train_step=Compiled(spoil, jax.jit))
-    assert restore_params(tmp_path, "last")[0] == 3
-    assert lines_of(tmp_path)[-1]["step"] == 4
+def test_the_best_so_far_always_gets_its_checkpoint(runs):
+    run = runs(eval_every=1, checkpoint_every=100, keep_last=1, keep_best=1)
+    run(evaluate=losses(4.0, 2.0, 3.0, 2.0, 2.5, 5.0))
+    assert run.checkpoints == [2, 6]
+    assert restore_params(run.folder, "best")[0] == 2
+
+
+@pytest.mark.parametrize("stop", [None, 3])
+def test_training_stops_early_when_validations_do_not_improve(runs, stop):
+    run = runs(eval_every=1, checkpoint_every=2, early_stopping_patience=2)
+    evaluate = losses(4.0, 3.0, 3.5, math.nan, 1.0, 1.0)
+    if stop:  # the patience that is left comes back
+        with pytest.raises(Interrupted):
+            run(evaluate=evaluate, should_stop=lambda step: step == stop)
+    run(evaluate=evaluate)
+    assert run.steps[-1] == (4, "valid")
+    (line,) = run.announced
+    assert "loss has not improved in 2 validations" in line
+    # What it stopped with is saved; to start again changes nothing but the patience does.
+    assert int(run.state.step) == 4
+    assert run.checkpoints[-1] == 4
+    run(evaluate=evaluate)
+    assert len(run.announced) == 2
+    assert int(run.state.step) == 4
+    run(evaluate=evaluate, early_stopping_patience=3)
+    assert int(run.state.step) == 6
+
+
+def test_what_counts_as_an_improvement(runs):
+    run = runs(
+        eval_every=1,
+        early_stopping_patience=2,
+        early_stopping_metric="bleu",
+        early_stopping_min_delta=0.5,
+    )
+    run(evaluate=losses(4.0, 3.0, 2.75, 2.625, 1.0, 1.0))
+    assert int(run.state.step) == 4
+
+
+def test_early_stopping_needs_its_figure(runs):
+    run = runs(early_stopping_patience=2, early_stopping_metric="bleu")
+    with pytest.raises(UserError, match=r"train\.early_stopping_metric=bleu, but.* accuracy, "):
+        run()
+
+
+def spoiled(tiny, rows, part="loss"):
+    """Batches of which those of `rows` make the loss (or its gradient only) infinite."""
+
+    def batch(row):
+        batch = tiny.placed_batch(row)
+        if row not in rows:
+            return batch
+        factor = jnp.float32(jnp.nan if part == "loss" else 3e38)
+        return dataclasses.replace(batch, decoder_loss_weights=batch.decoder_loss_weights * factor)
+
+    return batch
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_counted(runs):
+    run = runs(checkpoint_every=1, keep_best=0)
+    run(batch=spoiled(run.tiny, {3, 4}))
+    counts = {line["step"]: line["skipped_steps"] for line in run.lines if line["split"] == "train"}
+    assert counts == {2: 0, 4: 1, 6: 1}
+    assert all(math.isfinite(line["loss"]) for line in run.lines)
+    assert run.lines[-2]["learning_rate"] == pytest.approx(1e-2)  # four steps counted
+    # Amid skipped steps no checkpoint is written.
+    assert run.checkpoints == [1, 2, 3, 6]
+
+
+def test_after_many_skipped_steps_the_run_goes_back_and_stops(runs):
+    run = runs(log_every=1, max_skipped_steps=2)
+    with pytest.raises(
+        UserError,
+        match=r"^the loss was not finite in steps 5 to 6 \(train\.max_skipped_steps=2\), so the "
+        rf"run stopped and is back at step 3: .*learning_rate.*train\.init_from={run.folder} ",
+    ):
+        run(batch=spoiled(run.tiny, {4, 5, 6, 7}), num_steps=8)
+    assert run.checkpoints == [3]
+    assert run.steps[-2:] == [(3, "train"), (3, "valid")]
+    # With the right batches the run goes on.
+    run(num_steps=8)
+    assert int(run.state.step) == 8
+
+
+def test_without_a_checkpoint_a_run_goes_back_to_the_start(runs):
+    run = runs(log_every=1, max_skipped_steps=3)
+    with pytest.raises(UserError, match=r"steps 1 to 3 .* back at step 0: .*clip_norm=1$"):
+        run(batch=spoiled(run.tiny, range(10)))
+    assert run.lines == []
+
+
+def test_an_exception_of_the_stream_ends_the_run(runs):
+    run = runs()
+
+    def broken(row):
+        raise UserError("no more text")
+
+    with pytest.raises(UserError, match="no more text"):
+        run(batch=broken)

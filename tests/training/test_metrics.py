@@ -6,7 +6,9 @@ import json
 import jax.numpy as jnp
 import pytest
 from rich.console import Console
+from tensorboardX.proto.event_pb2 import Event
 
+from flaxformer_mt.errors import UserError
 from flaxformer_mt.training.metrics import (
     ConsoleWriter,
     JsonLinesWriter,
@@ -61,14 +63,63 @@ def test_json_lines_of_later_steps_and_damaged_ones_go(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_json_lines_after_a_power_cut(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1, "split": "train"}\n\xff\x00\x00')
+    JsonLinesWriter(path).rewind(2)
+    assert [line["step"] for line in lines_of(path)] == [1]
+
+
+@pytest.mark.parametrize("writer", [JsonLinesWriter, TensorBoardWriter])
+def test_what_cannot_be_written_is_said(tmp_path, writer):
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(UserError, match=r"file/figures cannot be written: Not a directory"):
+        writer(tmp_path / "file" / "figures").write(1, "train", {"loss": 1.0})
+
+
+def events_of(folder):
+    """(step, split/figure) of each number, and ("start", step) where TensorBoard is to forget."""
+    events = []
+    for path in sorted(folder.iterdir(), key=lambda path: path.name.rpartition(".")[2]):
+        data = path.read_bytes()
+        while data:  # length, checksum, event, checksum
+            size = int.from_bytes(data[:8], "little")
+            event = Event.FromString(data[12 : 12 + size])
+            data = data[16 + size :]
+            if event.HasField("session_log"):
+                events.append(("start", event.step))
+            events += [(event.step, value.tag) for value in event.summary.value]
+    return events
+
+
 def test_tensorboard_gets_the_numbers(tmp_path):
     writer = TensorBoardWriter(tmp_path)
-    writer.rewind(0)
+    writer.rewind(3)
     writer.write(5, "valid", {"bleu": 30.0, "bleu_signature": "x"})
     writer.close()
-    (events,) = tmp_path.iterdir()
-    assert b"valid/bleu" in events.read_bytes()
-    assert b"signature" not in events.read_bytes()
+    assert events_of(tmp_path) == [("start", 4), (5, "valid/bleu")]
+
+
+def test_tensorboard_forgets_what_a_run_goes_back_behind(tmp_path):
+    writer = TensorBoardWriter(tmp_path)
+    writer.rewind(0)
+    writer.write(5, "train", {"loss": 3.0})
+    writer.rewind(2)
+    writer.close()
+    again = TensorBoardWriter(tmp_path)
+    again.rewind(2)
+    again.write(3, "train", {"loss": 4.0})
+    again.close()
+    assert events_of(tmp_path) == [
+        ("start", 1), (5, "train/loss"), ("start", 3), ("start", 3), (3, "train/loss"),
+    ]  # fmt: skip
+
+
+def test_a_writer_without_figures_leaves_no_file(tmp_path):
+    writer = TensorBoardWriter(tmp_path / "tensorboard")
+    writer.rewind(0)
+    writer.close()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -93,3 +144,15 @@ def test_console_says_that_nothing_is_left():
     writer.rewind(100)
     writer.close()
     assert out.getvalue() == "nothing to train: step 100 of 100 is reached\n"
+
+
+def test_console_says_what_was_skipped_and_that_it_goes_back():
+    out = io.StringIO()
+    writer = ConsoleWriter(100, Console(file=out, width=200))
+    writer.rewind(10)
+    writer.write(20, "train", {"loss": 2.5, "skipped_steps": 3})
+    writer.rewind(15)
+    writer.close()
+    lines = out.getvalue().splitlines()
+    assert "step 20: 3 skipped: loss or gradient was not finite" in lines
+    assert lines[-1] == "back at step 15"

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.data.batches import BatchLayout, make_batch
-from flaxformer_mt.data.encoding import EncodedCorpus
+from flaxformer_mt.data.batches import BatchShape, make_batch
 from flaxformer_mt.data.packing import Sentences
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.training.losses import token_losses
@@ -16,14 +15,12 @@ from flaxformer_mt.training.losses import token_losses
 SOURCES = [[3, 4, 2], [5, 6, 7, 8, 2], [9, 2], [10, 11, 12, 2], [3, 2]]
 TARGETS = [[4, 4, 6, 2], [7, 2], [8, 9, 10, 2], [11, 2], [12, 3, 5, 7, 2]]
 PACKED = [[0, 1, 2], [4, 3]]
-CORPUS = EncodedCorpus(
-    sources=Sentences.from_lists(SOURCES), targets=Sentences.from_lists(TARGETS), report=None
-)
 
 
 def batch_of(rows, length, **changes):
-    layout = BatchLayout(len(rows), length, length, pad_id=0, bos_id=1)
-    return make_batch(CORPUS, [np.array(row) for row in rows], layout).replace(**changes)
+    sides = Sentences.from_lists(SOURCES), Sentences.from_lists(TARGETS)
+    shape = BatchShape(len(rows), length, length)
+    return make_batch(*sides, rows, shape, TransformerConfig()).replace(**changes)
 
 
 @pytest.fixture

@@ -4,18 +4,31 @@ import functools
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import monitoring
 
+from flaxformer_mt.data.batches import Shard
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.training.parallel import on_one_device
+from flaxformer_mt.training.parallel import make_strategy
+
+DROPOUT = {"dropout_rate": 0.1, "attention_dropout_rate": 0.1, "activation_dropout_rate": 0.1}
+MESHES = {
+    "data": {},
+    "fsdp": {"fsdp": 8},
+    "data x fsdp": {"fsdp": 4},
+    "data x tensor": {"tensor": 2},
+    "fsdp x tensor": {"fsdp": 4, "tensor": 2},
+    "data x fsdp x tensor": {"fsdp": 2, "tensor": 2},
+}
 
 
-def ten_steps(tiny):
+def results(tiny, num_steps):
     """Loss of each step, first moment of the first gradient, parameters at the end."""
-    state, losses, first_moment = tiny.state(), [], None
-    for number in range(10):
+    state, losses, first_moment = tiny.strategy.create_state(tiny.create_state), [], None
+    for number in range(num_steps):
         state, metrics = tiny.train_step(state, tiny.placed_batch(number))
         losses.append(metrics["loss"][0] / metrics["loss"][1])
         if number == 0:
@@ -27,16 +40,25 @@ def ten_steps(tiny):
 @pytest.fixture(scope="module")
 def on_one():
     """A function that gives what all others have to agree with."""
-    return functools.cache(lambda setup: ten_steps(setup.of()))
+    return functools.cache(results)
 
 
-@pytest.mark.parametrize("parts", [1, 4])
-@pytest.mark.parametrize("num_devices", [1, 2, 8])
-@pytest.mark.parametrize("strategy", ["mesh", "pmap"])
-def test_losses_gradients_and_parameters_agree(setup, on_one, strategy, num_devices, parts):
-    results = ten_steps(setup.of(strategy, num_devices, accumulation_steps=parts))
-    chex.assert_trees_all_close(results, on_one(setup), atol=1e-5, rtol=0)
-    chex.assert_trees_all_equal_dtypes(results, on_one(setup))
+@pytest.mark.parametrize(
+    ("mesh", "parts"),
+    [(mesh, 1) for mesh in MESHES] + [("data", 2), ("fsdp x tensor", 2)],
+)
+def test_any_mesh_agrees_with_one_device(setup, on_one, mesh, parts):
+    """With dropout, whose masks depend on the row and not on the device that has it."""
+    of = functools.partial(setup.of, model=DROPOUT, accumulation_steps=parts)
+    on_eight = results(of(num_devices=8, parallel=MESHES[mesh]), 20)
+    chex.assert_trees_all_close(on_eight, on_one(of(), 20), atol=1e-5, rtol=0)
+    chex.assert_trees_all_equal_dtypes(on_eight, on_one(of(), 20))
+
+
+@pytest.mark.parametrize(("num_devices", "parts"), [(1, 4), (8, 1)])
+def test_pmap_agrees_with_one_device(setup, on_one, num_devices, parts):
+    on_many = results(setup.of("pmap", num_devices, accumulation_steps=parts), 10)
+    chex.assert_trees_all_close(on_many, on_one(setup.of(), 10), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("strategy", ["mesh", "pmap"])
@@ -44,9 +66,7 @@ def test_every_device_has_its_rows_and_the_whole_state(setup, strategy):
     tiny = setup.of(strategy, 8)
     state = tiny.state()
     assert all(leaf.is_fully_replicated for leaf in jax.tree.leaves(state))
-    single = on_one_device(state)
-    assert all(len(leaf.sharding.device_set) == 1 for leaf in jax.tree.leaves(single))
-    chex.assert_trees_all_equal(jax.device_get(single), jax.device_get(state))
+    assert tiny.strategy.shard == Shard(0, 1)
 
     rows = tiny.batch(0).decoder_target_tokens
     placed = tiny.placed_batch(0).decoder_target_tokens
@@ -56,14 +76,44 @@ def test_every_device_has_its_rows_and_the_whole_state(setup, strategy):
         np.testing.assert_array_equal(np.reshape(shard.data, expected.shape), expected)
 
 
+@pytest.mark.parametrize("mesh", ["data", "data x fsdp x tensor"])
+def test_gathered_parameters_are_whole_on_one_device(setup, mesh):
+    tiny = setup.of(num_devices=8, parallel=MESHES[mesh])
+    params = tiny.state().params
+    single = tiny.strategy.gather(params)
+    assert all(leaf.sharding.device_set == {jax.devices()[0]} for leaf in jax.tree.leaves(single))
+    chex.assert_trees_all_equal(jax.device_get(single), jax.device_get(params))
+
+
+@pytest.mark.parametrize("parallel", [{}, {"fsdp": 2, "tensor": 2}])
+def test_a_created_state_is_the_placed_one(setup, parallel):
+    tiny = setup.of(num_devices=8, parallel=parallel, ema_decay=0.9)
+    created, placed = tiny.strategy.create_state(tiny.create_state), tiny.state()
+    chex.assert_trees_all_close(jax.device_get(created), jax.device_get(placed), rtol=1e-6)
+    abstract = tiny.strategy.abstract_state(tiny.create_state)
+    for ours, theirs, expected in zip(
+        *(jax.tree.leaves(tree) for tree in (created, placed, abstract)), strict=True
+    ):
+        assert ours.sharding == theirs.sharding == expected.sharding
+        assert (ours.shape, ours.dtype) == (expected.shape, expected.dtype)
+    # Parameters and their average are the same numbers, but a step donates the memory of each.
+    memory = [
+        shard.data.unsafe_buffer_pointer()
+        for leaf in jax.tree.leaves(created)
+        for shard in leaf.addressable_shards
+    ]
+    assert len(set(memory)) == len(memory)
+
+
 @pytest.mark.parametrize("strategy", ["mesh", "pmap"])
 def test_a_step_donates_the_placed_state_and_nothing_else(setup, strategy):
     tiny = setup.of(strategy, 8)
-    given = on_one_device(tiny.state())
+    given = tiny.strategy.gather(tiny.state())
     placed = tiny.strategy.place_state(given)
+    before = jax.tree.map(np.array, given)
     tiny.train_step(placed, tiny.placed_batch(0))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(placed.params))
-    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(given))
+    chex.assert_trees_all_equal(jax.device_get(given), before)
 
 
 @pytest.mark.parametrize("strategy", ["mesh", "pmap"])
@@ -75,11 +125,91 @@ def test_validation_agrees_with_one_device(setup, strategy):
     chex.assert_trees_all_close(one, eight, rtol=1e-5)
 
 
+def test_eight_then_four_then_one_device(setup, on_one):
+    """One state goes on on fewer devices, cut in another way, as if nothing had happened."""
+    state, losses = None, []
+    for number, (num_devices, parallel) in enumerate(
+        [(8, {"fsdp": 4, "tensor": 2}), (4, {"fsdp": 2}), (1, {})]
+    ):
+        tiny = setup.of(num_devices=num_devices, parallel=parallel, model=DROPOUT)
+        if state is None:
+            state = tiny.state()
+        else:
+            state = jax.device_put(state, tiny.strategy.shardings(state))
+        for step in range(5 * number, 5 * number + 5):
+            state, metrics = tiny.train_step(state, tiny.placed_batch(step))
+            losses.append(metrics["loss"][0] / metrics["loss"][1])
+    expected, *_ = on_one(setup.of(model=DROPOUT), 20)
+    np.testing.assert_allclose(jax.device_get(losses), expected[:15], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("strategy", ["mesh", "pmap"])
+def test_as_many_compilations_as_declared_shapes_and_no_more(setup, strategy):
+    tiny = setup.of(strategy, 2, bigram=True)
+    step = tiny.strategy.compile_train_step(tiny.pure_train_step, num_shapes=2)
+    batches = [tiny.batch(number) for number in range(4)]
+    short = [jax.tree.map(lambda rows: rows[:, :4], batch) for batch in batches]
+    state = tiny.state()
+    for batch in [batches[0], short[0]]:
+        state, _ = step(state, tiny.strategy.place_batch(batch))
+    assert step.compilations == 2
+
+    compiled = []
+    monitoring.register_event_duration_secs_listener(
+        lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None
+    )
+    try:
+        for batch in [*batches, *short]:
+            state, _ = step(state, tiny.strategy.place_batch(batch))
+        assert not compiled
+        assert step.compilations == 2
+        odd = jax.tree.map(lambda rows: rows[:, :5], batches[0])
+        with pytest.raises(UserError, match=r"shape \[\d+, 5\] .* declared 2 .* 8\]; \[\d+, 4\]"):
+            step(state, tiny.strategy.place_batch(odd))
+        assert not compiled
+    finally:
+        monitoring.clear_event_listeners()
+
+
+def test_a_state_of_other_dtypes_is_another_compilation(setup):
+    tiny = setup.of(bigram=True)
+    step = tiny.strategy.compile_eval_step(tiny.pure_eval_step)
+    params = tiny.state().params
+    step(params, tiny.placed_batch(0))
+    with pytest.raises(UserError, match="not for this state"):
+        step(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params), tiny.placed_batch(0))
+
+
 def test_rows_that_cannot_be_shared_out(setup):
     with pytest.raises(UserError, match=r"32 rows .* 8 devices .* 3 parts .* multiple of 192"):
         _ = setup.of(num_devices=8, accumulation_steps=3).strategy
+    tiny = setup.of(num_devices=8)
+    with pytest.raises(UserError, match=r"13 rows .* 8 devices"):
+        tiny.strategy.place_batch(jax.tree.map(lambda rows: rows[:13], tiny.batch(0)))
+
+
+@pytest.mark.parametrize(
+    ("processes", "arguments", "parallel", "message"),
+    [
+        (2, ("mesh", 4), {}, r"num_devices=4, but 2 processes have 8 devices"),
+        (2, ("pmap", 8), {}, r"strategy=pmap is for one process, and there are 2"),
+        (2, ("mesh", 8), {"tensor": 3}, r"tensor=3 does not fit processes of 4 devices"),
+    ],
+)
+def test_what_several_processes_cannot_do(
+    setup, monkeypatch, processes, arguments, parallel, message
+):
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
+    monkeypatch.setattr(jax, "local_device_count", lambda: 8 // processes)
+    with pytest.raises(UserError, match=message):
+        make_strategy(setup.of(*arguments, parallel=parallel).experiment)
 
 
 def test_more_devices_than_there_are(setup):
     with pytest.raises(UserError, match=r"parallel\.num_devices=99"):
         _ = setup.of(num_devices=99).strategy
+
+
+def test_axes_that_the_devices_do_not_make(setup):
+    with pytest.raises(UserError, match=r"8 devices .* parallel\.fsdp=3 times .*tensor=1"):
+        _ = setup.of(num_devices=8, parallel={"fsdp": 3}).strategy

@@ -11,6 +11,8 @@ import pytest
 
 from flaxformer_mt.training.losses import token_losses
 
+LENGTH = 8
+
 
 @functools.partial(jax.jit, static_argnums=0)
 def mean_loss(model, params, batch):
@@ -29,23 +31,30 @@ def mean_loss(model, params, batch):
     return jnp.sum(losses * weights) / jnp.sum(weights)
 
 
-def gradient_of_first_step(state):
-    """Adam's first moment after one step is the gradient times 1 - beta1."""
-    return jax.tree.map(lambda m: m / np.float32(0.1), optax.tree.get(state.opt_state, "mu"))
+@pytest.mark.parametrize("parts", [1, 4, 16])
+def test_parts_of_uneven_size_have_the_gradient_of_one_big_batch(setup, parts):
+    """One that takes the mean of the parts' means instead is off by far more than rounding."""
+    tiny = setup.of(accumulation_steps=parts)
+    state, batch = tiny.state(), tiny.batch(0)
+    tokens = batch.decoder_loss_weights.reshape(-1, parts, LENGTH).sum(axis=(0, 2))
+    assert parts == 1 or tokens.max() > tokens.min() + 5
+    expected = jax.grad(mean_loss, argnums=1)(tiny.model, state.params, batch)
+    gradient, metrics = tiny.gradients(state, batch)
+
+    assert float(metrics["loss"][1]) == tokens.sum()
+    chex.assert_trees_all_close(gradient, expected, atol=1e-6, rtol=0)
+    assert optax.tree.norm(expected) > 0.1
 
 
-@pytest.mark.parametrize(
-    ("parts", "jit"), [(1, True), (4, True), (1, False)], ids=["jit", "jit, 4 parts", "no jit"]
-)
-def test_gradient_is_that_of_the_mean_over_target_tokens(setup, parts, jit):
-    tiny = setup.of(bigram=True, accumulation_steps=parts)
+@pytest.mark.parametrize("jit", [True, False])
+def test_a_step_reports_the_mean_over_target_tokens_and_keeps_types(setup, jit):
+    tiny = setup.of(bigram=True)
     state, batch = tiny.state(), tiny.batch(0)
     loss, expected = jax.value_and_grad(mean_loss, argnums=1)(tiny.model, state.params, batch)
     step = jax.jit(tiny.pure_train_step) if jit else tiny.pure_train_step
     new_state, metrics = step(state, batch)
 
-    chex.assert_trees_all_close(gradient_of_first_step(new_state), expected, atol=1e-6)
-    chex.assert_trees_all_equal_dtypes(new_state, state)
+    chex.assert_trees_all_equal_shapes_and_dtypes(new_state, state)
     np.testing.assert_allclose(metrics["loss"][0] / metrics["loss"][1], loss, rtol=1e-5)
     norm, one = metrics["gradient_norm"]
     np.testing.assert_allclose(norm, optax.tree.norm(expected), rtol=1e-5)
@@ -114,10 +123,34 @@ def test_validation_has_no_dropout_and_knows_the_cross_entropy(setup):
 
 
 def test_a_language_model_needs_no_source(setup):
-    tiny = setup.of(model={"has_inputs": False})
-    batch = tiny.batch(0).replace(
-        encoder_input_tokens=None, encoder_segment_ids=None, encoder_positions=None
-    )
-    _, metrics = tiny.train_step(tiny.state(), tiny.strategy.place_batch(batch))
-    assert np.isfinite(metrics["loss"][0])
+    tiny = setup.of(model={"has_inputs": False}, accumulation_steps=2)
+    params, batch = tiny.state().params, tiny.batch(0)
+    assert batch.encoder_input_tokens is None
+    expected = mean_loss(tiny.model, params, batch)
+    for metrics in (
+        tiny.train_step(tiny.state(), tiny.placed_batch(0))[1],
+        tiny.eval_step(params, tiny.placed_batch(0)),
+    ):
+        np.testing.assert_allclose(metrics["loss"][0] / metrics["loss"][1], expected, rtol=1e-5)
+    metrics = tiny.train_step(tiny.state(), tiny.placed_batch(0))[1]
     assert metrics["padding_fraction"][1] == batch.decoder_segment_ids.size
+
+
+def test_bfloat16_computes_nearly_the_same_and_stores_float32(setup):
+    wide, narrow = setup.of(), setup.of(model={"dtype": "bfloat16"})
+    state, batch = wide.state(), wide.batch(0)
+    expected, metrics = wide.gradients(state, batch)
+    expected_loss = metrics["loss"][0] / metrics["loss"][1]
+
+    new_state, metrics = narrow.train_step(narrow.state(), narrow.placed_batch(0))
+    chex.assert_trees_all_equal_shapes_and_dtypes(new_state, state)
+    # After one step, Adam's first moment is the gradient times 1 - beta1.
+    moment = optax.tree.get(new_state.opt_state, "mu")
+    distance = optax.tree.norm(jax.tree.map(lambda m, g: m / np.float32(0.1) - g, moment, expected))
+    assert 0 < distance / optax.tree.norm(expected) < 0.05
+    for loss, tokens in (
+        metrics["loss"],
+        narrow.eval_step(narrow.state().params, narrow.placed_batch(0))["loss"],
+    ):
+        assert loss.dtype == jnp.float32
+        np.testing.assert_allclose(loss / tokens, expected_loss, rtol=0.01)

@@ -1,0 +1,139 @@
+"""Where a run starts from: parameters that were trained before, and their vocabulary."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from flaxformer_mt import parameter_file
+from flaxformer_mt.config import ExperimentConfig, TransformerConfig, from_json
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.training.checkpoint import restore_params
+from flaxformer_mt.training.parameters import Params
+from flaxformer_mt.training.state import TrainState
+
+# Parameters fit and mean the same whatever these fields say.
+_FREE_FIELDS = {
+    "dropout_rate", "embedding_dropout_rate", "attention_dropout_rate", "activation_dropout_rate",
+    "kernel_init", "embedding_init", "bias_init", "dtype", "param_dtype", "scan_layers", "remat",
+}  # fmt: skip
+
+
+def tokenizer_path(config: ExperimentConfig) -> str:
+    """Where the vocabulary of a new run comes from.
+
+    Returns:
+      `data.tokenizer_path` if that is given, or else the run folder that `train.init_from` names;
+      "" where the vocabulary has to be learned.
+
+    Raises:
+      UserError: the run starts from parameters that come without a vocabulary, and none is given.
+    """
+    given, start = config.data.tokenizer_path, config.train.init_from
+    if given or not start or Path(start).is_dir():
+        return given or start
+    raise UserError(
+        f"train.init_from={start} brings no vocabulary: name the folder that has it with "
+        "data.tokenizer_path"
+    )
+
+
+def load_parameters(init_from: str, model: TransformerConfig, template: Params) -> Params:
+    """The parameters that `train.init_from` names.
+
+    Args:
+      init_from: a run folder, whose best checkpoint is taken (the average, where there is one), or
+        a file that `flaxformer-mt convert --to flaxformer_mt` wrote.
+      model: what they shall be the parameters of, vocabulary sizes included.
+      template: arrays of the same shapes and dtypes, or what `jax.eval_shape` makes of them.
+
+    Returns:
+      Numpy arrays in the dtypes of the template.
+
+    Raises:
+      UserError: nothing can be read there, or it belongs to another model.
+    """
+    path = Path(init_from)
+    try:
+        config, arrays = _read_run(path) if path.is_dir() else _read_file(path)
+        _check_fields(config, model)
+        _check_shapes(arrays, flatten_dict(template, sep="/"))
+    except UserError as error:
+        raise UserError(f"train.init_from={init_from}: {error}") from error
+    return jax.tree.map(
+        lambda leaf, array: np.asarray(array, leaf.dtype), template, unflatten_dict(arrays, sep="/")
+    )
+
+
+def start_from(state: TrainState, params: Params, place: Callable[[Params], Params]) -> TrainState:
+    """The initial state with other parameters, from which their average starts, too.
+
+    Args:
+      state: the parameters that it has are given up. Adam's moments do not depend on them.
+      params: from `load_parameters`, the same in every process.
+      place: copies parameters to where those of the state are; `place_state` of the strategy.
+    """
+    # Twice, because a step gives up what it gets: the average needs arrays of its own.
+    return dataclasses.replace(
+        state, params=place(params), ema=None if state.ema is None else place(params)
+    )
+
+
+def _read_run(folder: Path) -> tuple[TransformerConfig, dict[str, Any]]:
+    config = folder / "config.json"
+    if not config.is_file():
+        raise UserError("no run folder: it has no config.json")
+    model = from_json(config.read_text(encoding="utf-8")).model
+    _, params = restore_params(folder, "best")
+    return model, flatten_dict(params, sep="/")
+
+
+def _read_file(path: Path) -> tuple[TransformerConfig, dict[str, Any]]:
+    content = parameter_file.read(path)
+    return content.config, content.parameters
+
+
+def _check_fields(theirs: TransformerConfig, ours: TransformerConfig) -> None:
+    """Compares what the parameters were trained as with what they shall be."""
+    there, here = _facts(theirs), _facts(ours)
+    differing = [
+        f"model.{name}: {there[name]} there, {here[name]} here"
+        for name in here
+        if name in there
+        and there[name] != here[name]
+        # In a run's configuration 0 means: as many as the vocabulary has.
+        and not (name.endswith("vocab_size") and there[name] == 0)
+    ]
+    if differing:
+        raise UserError(f"another model ({'; '.join(differing)}): give the values from there")
+
+
+def _facts(config: TransformerConfig) -> dict[str, Any]:
+    """The fields that parameters depend on, with defaults resolved where others lie behind them."""
+    fields = dataclasses.asdict(config)
+    fields |= {"head_dim": config.key_width, "value_dim": config.value_width}
+    if config.position_kind != "learned":
+        del fields["max_length"]
+    return {name: value for name, value in fields.items() if name not in _FREE_FIELDS}
+
+
+def _check_shapes(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    """Compares the arrays of two trees by path."""
+    differing = [
+        f"{path}: {_shape(theirs.get(path))} there, {_shape(ours.get(path))} here"
+        for path in sorted(theirs.keys() | ours.keys())
+        if _shape(theirs.get(path)) != _shape(ours.get(path))
+    ]
+    if differing:
+        raise UserError(
+            f"other parameters ({'; '.join(differing)}): use the vocabulary from there, and the "
+            "same model"
+        )
+
+
+def _shape(array: Any) -> str:
+    return "none" if array is None else str(list(array.shape))

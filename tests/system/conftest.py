@@ -1,0 +1,70 @@
+"""Text, a finished run on it, and what `train.py` says to bad input."""
+
+import gzip
+import shutil
+import sys
+
+import pytest
+from small_runs import flags
+
+import train
+from flaxformer_mt.config import DataConfig
+from flaxformer_mt.data.corpus import load_corpus
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    """A folder of parallel text: English and German phrases; the test split gzipped."""
+    folder = tmp_path_factory.mktemp("text")
+    config = DataConfig(corpus="phrases", generated_pairs=300)
+    for split, size in (("train", 300), ("valid", 20), ("test", 8)):
+        corpus = load_corpus(config, split)
+        for language, lines in (("en", corpus.sources), ("de", corpus.targets)):
+            data = "".join(f"{line}\n" for line in lines[:size]).encode()
+            path = folder / f"{split}.{language}"
+            if split == "test":
+                path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(data))
+            else:
+                path.write_bytes(data)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def finished(text, tmp_path_factory):
+    """A run of 6 steps without interruption."""
+    workdir = tmp_path_factory.mktemp("runs") / "finished"
+    train.run(train.parse_flags(flags(text, workdir, "--train.num-steps=6")))
+    return workdir
+
+
+@pytest.fixture
+def refuse(monkeypatch, capsys):
+    """Runs `train.py`, which must leave with one line of complaint; returns the line."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+        with pytest.raises(SystemExit) as stop:
+            train.main()
+        assert stop.value.code == 1
+        error = capsys.readouterr().err
+        assert error.startswith("train.py: error: ")
+        assert error.count("\n") == 1
+        return error
+
+    return run
+
+
+@pytest.fixture
+def refused(refuse, text, tmp_path):
+    """Trains on a damaged copy of the text; nothing must be written."""
+
+    def run(damage, *options):
+        copy = tmp_path / "copy"
+        shutil.copytree(text, copy)
+        damage(copy)
+        workdir = tmp_path / "run"
+        error = refuse(*flags(copy, workdir, *options))
+        assert not workdir.exists()
+        return error
+
+    return run

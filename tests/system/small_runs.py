@@ -1,0 +1,38 @@
+"""Runs of `train.py` that take seconds."""
+
+import json
+
+SMALL = (
+    "--model.d-model=16",
+    "--model.num-heads=2",
+    "--model.d-ff=32",
+    "--model.num-encoder-layers=1",
+    "--model.num-decoder-layers=1",
+    "--data.vocab-size=400",
+    "--train.batch-tokens=512",
+    "--train.eval-every=4",
+    "--train.checkpoint-every=2",
+    "--train.log-every=2",
+    "--train.eval-sentences=4",
+    "--train.show-translations=1",
+    "--train.best-metric=loss",
+    "--decode.max-length-factor=0",
+    "--decode.max-length-extra=4",
+    "--decode.beam-size=2",
+    "--parallel.num-devices=2",
+)
+
+
+def flags(text, workdir, *options):
+    return [
+        "--config=configs/multi30k_tiny_en_de.py",
+        f"--data.path={text}",
+        f"--workdir={workdir}",
+        *SMALL,
+        *options,
+    ]
+
+
+def metrics(workdir):
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]

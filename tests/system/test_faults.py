@@ -1,0 +1,162 @@
+"""Whatever is wrong is said in one line, before anything is written, or with nothing lost."""
+
+import shutil
+
+import chex
+import pytest
+from small_runs import flags
+
+import train
+from flaxformer_mt.config import DataConfig
+from flaxformer_mt.data.corpus import load_corpus
+from flaxformer_mt.data.tokenizer import Tokenizers
+from flaxformer_mt.training.checkpoint import restore_params
+from flaxformer_mt.training.lock import locked
+
+
+def test_different_line_counts(refused):
+    error = refused(lambda text: (text / "train.de").write_text("eins\nzwei\n"))
+    assert "train.en has 300 lines" in error
+    assert "train.de has 2" in error
+
+
+def test_empty_file(refused):
+    assert "valid.en is empty" in refused(lambda text: (text / "valid.en").write_text(""))
+
+
+def test_invalid_utf8(refused):
+    error = refused(lambda text: (text / "valid.en").write_bytes(b"one\ntwo\n\xff\nfour\n"))
+    assert "valid.en, line 3: not UTF-8" in error
+
+
+def test_missing_file(refused):
+    error = refused(lambda text: (text / "train.en").unlink())
+    assert "neither train.en nor train.en.gz" in error
+
+
+def test_sentence_longer_than_the_row_as_error(refused):
+    error = refused(lambda text: None, "--data.long-sentences=error", "--data.target-row-length=8")
+    assert "pairs are longer than" in error
+
+
+@pytest.mark.parametrize("policy", ["drop", "truncate"])
+def test_sentences_longer_than_the_row_are_counted(text, tmp_path, capsys, policy):
+    arguments = flags(
+        text,
+        tmp_path / "run",
+        f"--data.long-sentences={policy}",
+        "--data.target-row-length=16",
+        "--dry-run",
+    )
+    train.run(train.parse_flags(arguments))
+    output = " ".join(capsys.readouterr().out.split())
+    count = {"drop": " longer than a row dropped", "truncate": " truncated"}[policy]
+    assert int(output.split(count)[0].split()[-1].strip("(").replace(",", "")) > 0
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_folder_with_another_configuration(refuse, finished, text):
+    before = sorted(path.stat().st_mtime_ns for path in finished.rglob("*"))
+    error = refuse(*flags(text, finished, "--model.d-ff=64", "--optimizer.learning-rate=1"))
+    assert "model.d_ff: 32 in the run, 64 now" in error
+    assert "optimizer.learning_rate: 0.005 in the run, 1.0 now" in error
+    assert before == sorted(path.stat().st_mtime_ns for path in finished.rglob("*"))
+
+
+def test_a_run_folder_with_other_text(refuse, finished, text, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(text, copy)
+    lines = (copy / "train.en").read_text().splitlines()
+    (copy / "train.en").write_text("\n".join([*lines[1:], lines[0]]) + "\n")
+    assert "the train corpus" in refuse(*flags(copy, finished))
+
+
+def test_swapped_sides(refused):
+    def swap(text):
+        (text / "train.en").rename(text / "other")
+        (text / "train.de").rename(text / "train.en")
+        (text / "other").rename(text / "train.de")
+
+    assert "swap" in refused(swap)
+
+
+def test_a_corpus_that_the_vocabulary_cannot_spell(refused, text, tmp_path):
+    config = DataConfig(path=str(text), target_language="de", vocab_size=400, byte_fallback=False)
+    Tokenizers.train([load_corpus(config, "train")], config).save(tmp_path / "vocabulary")
+
+    def add_letters(copy):
+        lines = (copy / "train.en").read_text().splitlines()
+        (copy / "train.en").write_text("".join(f"{line} 一 丁 七 丈 三\n" for line in lines))
+
+    error = refused(add_letters, f"--data.tokenizer-path={tmp_path / 'vocabulary'}")
+    assert "of the source tokens are unknown" in error
+    assert "such as '一'" in error
+    assert "data.byte_fallback" in error
+
+
+@pytest.mark.parametrize("policy", ["drop", "error"])
+def test_a_sentence_of_5000_tokens(text, tmp_path, refuse, capsys, policy):
+    copy = tmp_path / "copy"
+    shutil.copytree(text, copy)
+    for language in ("en", "de"):
+        with (copy / f"train.{language}").open("a") as file:
+            file.write("9 " * 5000 + "\n")
+    arguments = flags(
+        copy,
+        tmp_path / "run",
+        f"--data.long-sentences={policy}",
+        "--data.source-row-length=80",
+        "--data.target-row-length=64",
+        "--dry-run",
+    )
+    if policy == "error":
+        assert "pair 301" in refuse(*arguments)
+        return
+    train.run(train.parse_flags(arguments))
+    output = capsys.readouterr().out
+    assert "299 of 301" in output or "300 of 301" in output
+    assert "longer than a row" in output
+
+
+def test_a_replaced_vocabulary(refuse, finished, text, tmp_path):
+    workdir = tmp_path / "run"
+    shutil.copytree(finished, workdir)
+    other = tmp_path / "other"
+    train.run(train.parse_flags(flags(text, other, "--data.vocab-size=390", "--train.num-steps=2")))
+    shutil.copytree(other / "tokenizer", workdir / "tokenizer", dirs_exist_ok=True)
+    error = refuse(*flags(text, workdir, "--train.num-steps=8"))
+    assert "is not the vocabulary that the run began with" in error
+    assert restore_params(workdir, "last")[0] == 6
+
+
+def test_two_runs_in_one_folder(refuse, finished, text):
+    with locked(finished):
+        error = refuse(*flags(text, finished, "--train.num-steps=8"))
+    assert f"is training in {finished} already" in error
+
+
+def test_a_folder_that_cannot_be_written(refuse, text):
+    error = refuse(*flags(text, "/proc/run"))
+    assert "/proc/run cannot be written to" in error
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "manifest"])
+def test_a_damaged_checkpoint_costs_no_more_than_itself(finished, text, tmp_path, capsys, damage):
+    workdir = tmp_path / "run"
+    shutil.copytree(finished, workdir)
+    newest = workdir / "checkpoints" / "6"
+    largest = max(newest.rglob("*"), key=lambda path: path.stat().st_size * path.is_file())
+    data = largest.read_bytes()
+    if damage == "truncated":
+        largest.write_bytes(data[:-1])
+    elif damage == "flipped":
+        largest.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+    else:
+        (newest / "manifest.json").unlink()
+    train.run(train.parse_flags(flags(text, workdir, "--train.num-steps=6")))
+    output = capsys.readouterr().out
+    assert f"{newest} is damaged: " in output
+    assert "continuing after step 4" in output
+    step, params = restore_params(workdir, "last")
+    assert step == 6
+    chex.assert_trees_all_equal(params, restore_params(finished, "last")[1])

@@ -1,0 +1,184 @@
+"""A run that is killed again and again ends as if nothing had happened, to the bit.
+
+It has everything that could be forgotten: accumulation, dropout, a moving average, early stopping,
+sampling of subwords, and figures of intervals that a kill cuts in two.
+"""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import chex
+import orbax.checkpoint as ocp
+import pytest
+
+from flaxformer_mt.training.checkpoint import whole_checkpoints
+from flaxformer_mt.training.interruption import EXIT_INTERRUPTED
+
+# Orbax reads arrays here without being told where to put them.
+pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
+
+STEPS = 300
+OPTIONS = (
+    "--config=configs/quickstart.py",
+    "--model.d-model=8",
+    "--model.num-heads=2",
+    "--model.d-ff=16",
+    "--model.num-encoder-layers=1",
+    "--model.num-decoder-layers=1",
+    "--model.dropout-rate=0.1",
+    "--data.generated-pairs=1000",
+    "--data.vocab-size=500",
+    "--data.subword-sampling=0.1",
+    f"--train.num-steps={STEPS}",
+    "--train.batch-tokens=512",
+    "--train.accumulation-steps=2",
+    "--train.ema-decay=0.99",
+    "--train.early-stopping-patience=1000",
+    "--train.log-every=13",
+    "--train.eval-every=150",
+    "--train.eval-sentences=2",
+    "--train.show-translations=0",
+    "--decode.beam-size=1",
+    "--decode.max-length-factor=0",
+    "--decode.max-length-extra=1",
+)
+# Of two runs that are the same, these figures need not be.
+OF_TIME = {"target_tokens_per_second", "data_wait_fraction"}
+
+
+@contextlib.contextmanager
+def training(workdir, cache, checkpoint_every):
+    """A process of the run in `workdir`; killed at the end if it is still there."""
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",  # one device, compiled quickly
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    command = [sys.executable, "train.py", *OPTIONS]
+    command += [f"--workdir={workdir}", f"--train.checkpoint-every={checkpoint_every}"]
+    with (
+        (workdir.parent / f"{workdir.name}.log").open("a") as log,
+        subprocess.Popen(command, env=environment, stdout=log, stderr=log) as process,
+    ):
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def finish(workdir, cache, checkpoint_every=STEPS):
+    """Lets the run go on to its end."""
+    with training(workdir, cache, checkpoint_every) as process:
+        code = process.wait(timeout=600)
+    assert code == 0, (workdir.parent / f"{workdir.name}.log").read_text()
+
+
+def checkpoints(workdir):
+    """Names of whole and unfinished checkpoints."""
+    with contextlib.suppress(FileNotFoundError):
+        return set(os.listdir(workdir / "checkpoints"))
+    return set()
+
+
+def newest_step(names):
+    return max((int(name.split(".")[0]) for name in names), default=0)
+
+
+def wait_until(process, holds):
+    """Returns whether that was so before the process ended."""
+    while not holds():
+        if process.poll() is not None:
+            return False
+        time.sleep(0.003)
+    return True
+
+
+def kill(process, workdir, step, moment, rng):
+    """Kills a process that has got to about a step; returns whether it was saving just then."""
+    before = checkpoints(workdir)
+    if moment == "start":
+        time.sleep(rng.uniform(0, 4))
+    else:
+        # A folder appears when a save begins, and gets another name when it ends.
+        reached = wait_until(process, lambda: newest_step(checkpoints(workdir) - before) >= step)
+        assert reached, "it ended before it could be killed"
+        time.sleep(rng.uniform(0, 0.03 if moment == "save" else 1))
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    return any(".partial" in name for name in checkpoints(workdir) - before)
+
+
+def result_of(workdir):
+    """All that a run leaves behind, but for times."""
+    path = workdir / "checkpoints" / str(STEPS)
+    with ocp.PyTreeCheckpointer() as orbax:
+        state = {name: orbax.restore(path / name) for name in ("params", "ema", "training")}
+    record = json.loads((path / "progress.json").read_text())
+    for name in ("seconds", "seconds_waited"):
+        record["progress"]["interval"].pop(name)
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    figures = [
+        {name: value for name, value in json.loads(line).items() if name not in OF_TIME}
+        for line in lines
+    ]
+    return state, record, figures
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """Of compilations, so that a restart is quick."""
+    return tmp_path_factory.mktemp("compilations")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory, cache):
+    workdir = tmp_path_factory.mktemp("runs") / "uninterrupted"
+    finish(workdir, cache)
+    return workdir
+
+
+def stop(process, workdir, step):
+    """Asks a process that has got to about a step to save and leave."""
+    assert wait_until(process, lambda: newest_step(checkpoints(workdir)) >= step)
+    process.terminate()
+    assert process.wait(timeout=100) == EXIT_INTERRUPTED
+    log = (workdir.parent / f"{workdir.name}.log").read_text()
+    assert "SIGTERM: stopping after this step" in log
+    assert "the same command continues after step" in log.splitlines()[-1]
+
+
+# The more kills, the more checkpoints there have to be to get on between them.
+@pytest.mark.parametrize(
+    ("kills", "checkpoint_every"), [(3, 25), pytest.param(20, 10, marks=pytest.mark.slow)]
+)
+def test_a_run_that_is_killed_ends_as_if_it_had_not_been(
+    uninterrupted, tmp_path, cache, kills, checkpoint_every
+):
+    rng = random.Random(kills)
+    workdir = tmp_path / "killed"
+    moments = (["save", "any", "save", "start"] * kills)[:kills]
+    # Never so late that the run might end before it is killed.
+    steps = sorted(rng.sample(range(1, STEPS - 120), kills))
+    saving = 0
+    for step, moment in zip(steps, moments, strict=True):
+        with training(workdir, cache, checkpoint_every) as process:
+            saving += kill(process, workdir, step, moment, rng)
+        assert newest_step(checkpoints(workdir)) < STEPS
+    with training(workdir, cache, checkpoint_every) as process:
+        stop(process, workdir, STEPS - 100)
+    finish(workdir, cache)
+    print(f"{kills} kills, {saving} of them amid a save")
+
+    killed, whole = result_of(workdir), result_of(uninterrupted)
+    chex.assert_trees_all_equal(killed[0], whole[0])
+    assert killed[1:] == whole[1:]
+    assert list(whole_checkpoints(workdir, announce=pytest.fail))[-1] == STEPS
+    assert not any(".partial" in name for name in checkpoints(workdir))

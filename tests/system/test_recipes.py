@@ -1,0 +1,161 @@
+"""Other runs than the plainest one: several corpora, buckets, a language model, fine-tuning."""
+
+import shutil
+import sys
+
+import chex
+import jax
+import numpy as np
+import pytest
+from small_runs import flags, metrics
+
+import train
+from flaxformer_mt.cli import main as command
+from flaxformer_mt.config import CorpusConfig, DataConfig
+from flaxformer_mt.decoding.run import load_run
+from flaxformer_mt.decoding.translator import Translator
+from flaxformer_mt.training.checkpoint import restore_params
+
+
+def run(arguments):
+    train.run(train.parse_flags(arguments))
+
+
+def losses(workdir, split="train"):
+    return [line["loss"] for line in metrics(workdir) if line["split"] == split]
+
+
+def test_a_data_set_of_tensorflow_datasets(text, tmp_path):
+    pytest.importorskip("tensorflow_datasets")
+    languages = ["--source-language", "en", "--target-language", "de"]
+    command(["prepare", "--path", str(text), "--output", str(tmp_path / "data"), *languages])
+    run(
+        [
+            *flags(tmp_path / "data", tmp_path / "run", "--train.num-steps=20"),
+            "--config=configs/wmt14_en_de_base.py",
+            "--train.log-every=20",
+            "--train.batch-tokens=1024",
+            "--data.target-row-length=64",
+        ]
+    )
+    assert restore_params(tmp_path / "run", "last")[0] == 20
+    assert "tensorflow" not in sys.modules
+    assert np.isfinite(losses(tmp_path / "run")).all()
+
+
+def test_several_corpora_with_tags(text, tmp_path, monkeypatch):
+    # What a configuration file would say.
+    corpora = (
+        CorpusConfig(path=str(text), tag="<2de>", weight=2),
+        CorpusConfig(path=str(text), source_language="de", target_language="en", tag="<2en>"),
+    )
+    data = DataConfig(
+        train_corpora=corpora,
+        valid_corpora=corpora,
+        test_corpora=corpora[:1],
+        mixture_temperature=5,
+        subword_sampling=0.1,
+    )
+    load_config = train.load_config
+    monkeypatch.setattr(
+        train, "load_config", lambda path: train.dataclasses.replace(load_config(path), data=data)
+    )
+    arguments = [
+        argument
+        for argument in flags(text, tmp_path / "run", "--train.num-steps=4")
+        if not argument.startswith("--data.path")
+    ]
+    run(arguments)
+    loaded = load_run(tmp_path / "run")
+    assert [len(loaded.tokenizers.source.encode([tag])[0]) for tag in ("<2de>", "<2en>")] == [1, 1]
+    assert Translator.from_run(tmp_path / "run").translate(["<2de> three"])
+
+
+def test_buckets_compile_each_shape_once(text, tmp_path):
+    run(
+        flags(
+            text,
+            tmp_path / "run",
+            "--train.num-steps=30",
+            "--train.log-every=10",
+            "--train.eval-every=30",
+            "--data.batching=buckets",
+            "--data.bucket-lengths",
+            "24",
+            "64",
+        )
+    )
+    last = [line for line in metrics(tmp_path / "run") if line["split"] == "train"][-1]
+    assert last["compilations"] == 2
+
+
+def test_a_language_model_needs_one_language(text, tmp_path):
+    copy = tmp_path / "text"
+    copy.mkdir()
+    for path in text.glob("*.de*"):
+        shutil.copy(path, copy)
+    run(flags(copy, tmp_path / "run", "--model.no-has-inputs", "--train.num-steps=4"))
+    validation = losses(tmp_path / "run", "valid")
+    assert np.isfinite(validation).all()
+
+
+def test_fine_tuning_starts_where_the_other_run_ended(finished, text, tmp_path):
+    workdir = tmp_path / "run"
+    run(
+        flags(
+            text,
+            workdir,
+            f"--train.init-from={finished}",
+            "--train.num-steps=3",
+            "--train.checkpoint-every=1",
+            "--train.eval-every=10",
+            "--train.keep-last=3",
+            "--train.freeze",
+            "encoder/",
+            "target_embedding",
+        )
+    )
+    before, after = restore_params(finished, "best")[1], restore_params(workdir, "last")[1]
+    chex.assert_trees_all_equal(before["encoder"], after["encoder"])
+    chex.assert_trees_all_equal(before["target_embedding"], after["target_embedding"])
+    change = jax.tree.map(lambda a, b: np.abs(a - b).max(), before["decoder"], after["decoder"])
+    assert 0 < max(jax.tree.leaves(change)) < 0.1
+    vocabulary = (workdir / "tokenizer/joint.model").read_bytes()
+    assert vocabulary == (finished / "tokenizer/joint.model").read_bytes()
+
+    command(["average", "--run", str(workdir), "--last", "3"])
+    averaged = restore_params(workdir / "averaged", "last")[1]
+    parts = [restore_params(workdir, step)[1] for step in (1, 2, 3)]
+    chex.assert_trees_all_close(
+        averaged, jax.tree.map(lambda *leaves: sum(leaves) / 3, *parts), rtol=1e-6, atol=1e-7
+    )
+    assert Translator.from_run(workdir / "averaged").translate(["three"])
+
+
+def test_another_model_cannot_be_fine_tuned(refuse, finished, text, tmp_path):
+    error = refuse(
+        *flags(text, tmp_path / "run", f"--train.init-from={finished}", "--model.d-ff=64")
+    )
+    assert "model.d_ff: 32 there, 64 here" in error
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("options", [["--train.r-drop=5"], ["--train.ema-decay=0.9"]])
+def test_features_that_change_the_loss_or_the_parameters(text, tmp_path, options):
+    run(flags(text, tmp_path / "run", "--train.num-steps=4", *options))
+    assert np.isfinite(losses(tmp_path / "run", "valid")).all()
+
+
+def test_a_run_stops_when_nothing_improves(text, tmp_path, capsys):
+    options = (
+        "--train.num-steps=40",
+        "--train.eval-every=2",
+        "--train.early-stopping-patience=2",
+        "--train.early-stopping-metric=accuracy",
+        "--train.early-stopping-min-delta=1",
+    )
+    run(flags(text, tmp_path / "run", *options))
+    assert "stopped early: accuracy has not improved in 2 validations" in capsys.readouterr().out
+    assert restore_params(tmp_path / "run", "last")[0] == 6
+    run(flags(text, tmp_path / "run", *options))  # and stays so
+    assert restore_params(tmp_path / "run", "last")[0] == 6

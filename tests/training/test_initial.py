@@ -1,0 +1,145 @@
+"""Runs that start from parameters that were trained before."""
+
+import dataclasses
+import json
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from flax.traverse_util import flatten_dict
+
+from flaxformer_mt.config import DataConfig, ExperimentConfig, TrainConfig, to_dict, to_json
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.training.checkpoint import Checkpointer
+from flaxformer_mt.training.initial import load_parameters, start_from, tokenizer_path
+
+
+def trained_elsewhere(tiny):
+    """Parameters that no initialisation gives."""
+    template = jax.eval_shape(tiny.create_state).params
+    random = np.random.default_rng(0)
+    return jax.tree.map(lambda leaf: random.normal(size=leaf.shape).astype(leaf.dtype), template)
+
+
+def write_file(path, tiny, params, **metadata):
+    """What `flaxformer-mt convert --to flaxformer_mt` writes of a checkpoint with an optimizer."""
+    arrays = flatten_dict(params, sep="/")
+    others = {
+        **{f"adam/mean/{name}": np.zeros_like(array) for name, array in arrays.items()},
+        "carried/encoder.version": np.zeros(1, np.float32),
+    }
+    config = json.dumps(to_dict(tiny.experiment.model))
+    metadata = {"format": "flaxformer_mt", "config": config, **metadata}
+    safetensors.numpy.save_file(arrays | others, path, metadata)
+
+
+def load(path, tiny):
+    return load_parameters(
+        str(path), tiny.experiment.model, jax.eval_shape(tiny.create_state).params
+    )
+
+
+def refusal(path, tiny):
+    """The message with which the file or folder is refused."""
+    with pytest.raises(UserError) as caught:
+        load(path, tiny)
+    message = str(caught.value)
+    assert message.startswith(f"train.init_from={path}: ")
+    assert "\n" not in message
+    return message
+
+
+def test_a_converted_checkpoint_comes_without_what_the_model_has_not(setup, tmp_path):
+    tiny = setup.of()
+    params = trained_elsewhere(tiny)
+    write_file(tmp_path / "converted.safetensors", tiny, params)
+    loaded = load(tmp_path / "converted.safetensors", tiny)
+    chex.assert_trees_all_equal(loaded, params)
+    assert all(type(leaf) is np.ndarray for leaf in jax.tree.leaves(loaded))
+
+
+@pytest.mark.parametrize("ema_decay", [0.0, 0.5])
+def test_of_a_run_the_best_checkpoint_is_taken_and_its_average(setup, tmp_path, ema_decay):
+    tiny = setup.of(bigram=True, ema_decay=ema_decay)
+    params = trained_elsewhere(tiny)
+    best = start_from(tiny.state(), params, tiny.strategy.place_state).replace(step=jnp.int32(1))
+    if best.ema is not None:
+        best = best.replace(params=jax.tree.map(jnp.zeros_like, best.params))
+    last = jax.tree.map(jnp.zeros_like, best)
+    # Written before the vocabulary was known: 0 stands for its size.
+    model = dataclasses.replace(tiny.experiment.model, source_vocab_size=0, target_vocab_size=0)
+    stored = dataclasses.replace(tiny.experiment, model=model)
+    (tmp_path / "config.json").write_text(to_json(stored), encoding="utf-8")
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, best, figures={"loss": 1.0})
+        checkpointer.save(2, last, figures={"loss": 2.0})
+    chex.assert_trees_all_equal(load(tmp_path, tiny), params)
+
+
+@pytest.mark.parametrize("strategy", ["mesh", "pmap"])
+def test_training_goes_on_from_there_and_so_does_the_average(setup, strategy):
+    tiny = setup.of(strategy, num_devices=2, bigram=True, ema_decay=0.5)
+    params = trained_elsewhere(tiny)
+    given = jax.tree.map(np.copy, params)
+    fresh = tiny.state()
+    state = start_from(fresh, params, tiny.strategy.place_state)
+    assert jax.tree.map(lambda leaf: leaf.sharding, state) == jax.tree.map(
+        lambda leaf: leaf.sharding, fresh
+    )
+    chex.assert_trees_all_equal(jax.device_get((state.params, state.ema)), (given, given))
+
+    state, _ = tiny.train_step(state, tiny.placed_batch(0))
+    half_way = jax.tree.map(lambda old, new: (old + new) / 2, given, jax.device_get(state.params))
+    chex.assert_trees_all_close(jax.device_get(state.ema), half_way, rtol=1e-5)
+    chex.assert_trees_all_equal(params, given)
+
+
+def test_another_model_is_refused_with_the_fields_that_differ(setup, tmp_path):
+    path = tmp_path / "converted.safetensors"
+    there = setup.of(model={"d_model": 16, "norm_position": "pre", "max_length": 99})
+    write_file(path, there, trained_elsewhere(there))
+    # Of all that differs, only these two decide what the parameters are.
+    here = setup.of(model={"dropout_rate": 0.3, "head_dim": 8, "scan_layers": True})
+    message = refusal(path, here)
+    assert "(model.d_model: 16 there, 8 here; model.norm_position: pre there, post here)" in message
+
+
+def test_another_vocabulary_is_refused_with_the_shapes_that_differ(setup, tmp_path):
+    tiny = setup.of()
+    params = trained_elsewhere(tiny)
+    params["target_embedding"]["embedding"] = np.zeros((9, 8), np.float32)
+    del params["decoder"]
+    write_file(tmp_path / "converted.safetensors", tiny, params)
+    message = refusal(tmp_path / "converted.safetensors", tiny)
+    assert "target_embedding/embedding: [9, 8] there, [20, 8] here" in message
+    assert "decoder/layers/feed_forward/output/bias: none there, [1, 8] here" in message
+
+
+def test_what_is_no_parameters_is_refused(setup, tmp_path):
+    tiny = setup.of()
+    assert "cannot be read: No such file" in refusal(tmp_path / "missing", tiny)
+    assert "no run folder" in refusal(tmp_path, tiny)
+    (tmp_path / "text").write_text("not weights")
+    assert "damaged safetensors file" in refusal(tmp_path / "text", tiny)
+    write_file(tmp_path / "foreign", tiny, trained_elsewhere(tiny), format="pt")
+    assert "no configuration" in refusal(tmp_path / "foreign", tiny)
+    write_file(tmp_path / "damaged", tiny, trained_elsewhere(tiny), config="{")
+    assert "metadata is damaged" in refusal(tmp_path / "damaged", tiny)
+
+
+def test_the_vocabulary_comes_from_where_the_parameters_come_from(tmp_path):
+    def path(tokenizer="", start=""):
+        return tokenizer_path(
+            ExperimentConfig(
+                data=DataConfig(tokenizer_path=tokenizer), train=TrainConfig(init_from=start)
+            )
+        )
+
+    assert path() == ""
+    assert path(start=str(tmp_path)) == str(tmp_path)
+    assert path("elsewhere", str(tmp_path)) == path("elsewhere") == "elsewhere"
+    with pytest.raises(UserError, match=r"data\.tokenizer_path"):
+        path(start="converted.safetensors")

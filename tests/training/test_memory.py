@@ -1,0 +1,176 @@
+"""What a compiled step needs of a device: read from a program, and as real arrays have it."""
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.data.batches import BatchShape
+from flaxformer_mt.model.transformer import Transformer
+from flaxformer_mt.training.memory import sent_bytes, step_cost
+from flaxformer_mt.training.sharding import leaves_by_path
+
+PROGRAM = """\
+HloModule jit_step, num_partitions=8
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%body (p: (s32[], f32[16])) -> (s32[], f32[16]) {
+  %p = (s32[], f32[16]) parameter(0)
+  %g = f32[4,8]{1,0} all-gather(%x), replica_groups=[4,2]<=[8], dimensions={0}
+  ROOT %r = (f32[16]{0}, bf16[8]{0}) all-reduce(%y, %z), replica_groups={{0,1,2,3},{4,5,6,7}}, \
+to_apply=%add
+}
+
+%condition (p: (s32[], f32[16])) -> pred[] {
+  ROOT %less = pred[] constant(true)
+}
+
+ENTRY %main (x: f32[16]) -> f32[16] {
+  %x = f32[16] parameter(0)
+  %w = (s32[], f32[16]) while(%x), condition=%condition, body=%body, \
+backend_config={"known_trip_count":{"n":"6"}}
+  %s = f32[2]{0} reduce-scatter(%x), replica_groups=mesh['a'=2,'b'=4] {'b'}, to_apply=%add
+  %t = (f32[4]{0}, f32[4]{0}) all-to-all(%x, %x), replica_groups=mesh['a'=2,'b'=4] {'b':(2)2}
+  ROOT %c = pred[5]{0} collective-permute(%x), source_target_pairs={{0,1},{1,0}}
+}
+"""
+
+
+def test_sent_bytes_of_a_program():
+    assert sent_bytes(PROGRAM) == {
+        "all-gather": 6 * 4 * 8 * 4 // 2,  # half of the result comes from the other device
+        "all-reduce": 6 * 2 * (16 * 4 + 8 * 2) * 3 // 4,
+        "all-to-all": 2 * 4 * 4 // 2,
+        "collective-permute": 5,
+        "reduce-scatter": 2 * 4 * 3,
+    }
+
+
+def test_groups_that_cannot_be_read_are_an_error():
+    with pytest.raises(ValueError, match="how many devices"):
+        sent_bytes(PROGRAM.replace("[4,2]<=[8]", "something"))
+
+
+def cost(setup, *arguments, **options):
+    tiny = setup.of(*arguments, **options)
+    return step_cost(
+        tiny.strategy,
+        tiny.create_state,
+        tiny.pure_train_step,
+        BatchShape(32, 8, 8),
+        optimize=False,
+    )
+
+
+def nbytes(tree):
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize("strategy", ["mesh", "pmap"])
+def test_data_parallelism_adds_up_the_gradients(setup, strategy):
+    tiny = setup.of(strategy, 8)
+    state = tiny.state()
+    eight = cost(setup, strategy, 8)
+    assert eight.parameters == nbytes(state.params)
+    assert eight.optimizer_state == nbytes(state.opt_state)
+    assert eight.batch == nbytes(tiny.batch(0)) // 8
+    assert eight.temporary > 0
+    assert eight.total > eight.parameters + eight.optimizer_state + eight.temporary
+    # Each device sends 7/8 of every array twice. Key biases have no gradient, and a tied table may
+    # have its three parts added up one by one.
+    tables = [leaf for path, leaf in leaves_by_path(state.params) if path.endswith("embedding")]
+    no_gradient = [leaf for path, leaf in leaves_by_path(state.params) if path.endswith("key/bias")]
+    gradient = nbytes(state.params) - nbytes(no_gradient)
+    figures = 8 * 4
+    assert gradient <= eight.total_sent / 2 * 8 / 7 <= gradient + 2 * nbytes(tables) + figures
+
+
+def test_a_loss_in_parts_adds_up_its_gradient_once(setup):
+    """With more columns the logits are made in more parts, and nothing more is sent."""
+    tiny = setup.of(
+        num_devices=8,
+        model={"source_vocab_size": 40_000, "target_vocab_size": 40_000, "num_encoder_layers": 0},
+    )
+    few, many = (
+        step_cost(
+            tiny.strategy,
+            tiny.create_state,
+            tiny.pure_train_step,
+            BatchShape(32, 8, columns),
+            optimize=False,
+        )
+        for columns in (16, 128)  # of 4 rows and 40,000 logits: one part, and five or more
+    )
+    assert many.total_sent < 1.01 * few.total_sent
+
+
+def test_cutting_parameters_costs_communication_and_saves_memory(setup):
+    data, fsdp = cost(setup, "mesh", 8), cost(setup, "mesh", 8, parallel={"fsdp": 8})
+    assert fsdp.parameters < data.parameters / 3
+    assert fsdp.optimizer_state < data.optimizer_state / 3
+    assert fsdp.sent["all-gather"] > 0
+
+
+def test_fsdp_sends_matrices_and_not_the_vectors_of_all_rows(setup):
+    """With more rows, only the vectors of the embeddings are more, which are looked up in parts."""
+    few, many = (
+        step_cost(
+            tiny.strategy,
+            tiny.create_state,
+            tiny.pure_train_step,
+            BatchShape(rows, 8, 8),
+            optimize=False,
+        )
+        for tiny in [setup.of(num_devices=8, parallel={"fsdp": 8})]
+        for rows in (32, 128)
+    )
+    assert many.sent["all-reduce"] == few.sent["all-reduce"]
+    tokens_of_all = 2 * 128 * 8 * 4  # the token ids of both sides
+    assert many.sent["all-gather"] - few.sent["all-gather"] <= tokens_of_all
+    vectors = (128 // 8) * 8 * 8 * 4  # [B, T, D] of one device
+    assert 0 < many.sent["all-to-all"] <= 8 * vectors
+
+
+CONFIG = TransformerConfig(
+    source_vocab_size=20,
+    target_vocab_size=20,
+    d_model=8,
+    num_heads=2,
+    d_ff=32,
+    num_encoder_layers=4,
+    num_decoder_layers=4,
+    dropout_rate=0.1,
+)
+
+
+def test_remat_changes_memory_and_nothing_else():
+    tokens = jnp.asarray(np.random.default_rng(0).integers(3, 20, (8, 16)), jnp.int32)
+    results, memory = [], []
+    for remat in (False, True):
+        model = Transformer(dataclasses.replace(CONFIG, remat=remat))
+
+        def loss(params, model=model):
+            logits = model.apply(
+                {"params": params},
+                tokens,
+                tokens,
+                deterministic=False,
+                rngs={"dropout": jax.random.key(1)},
+            )
+            return jnp.sum(jax.nn.log_softmax(logits)[..., 3])
+
+        params = jax.jit(model.init)(jax.random.key(0), tokens, tokens)["params"]
+        step = jax.jit(jax.value_and_grad(loss)).lower(params).compile()
+        results.append((params, step(params)))
+        memory.append(step.memory_analysis().temp_size_in_bytes)
+    chex.assert_trees_all_close(*results, rtol=1e-5, atol=1e-5)
+    assert memory[1] < 0.7 * memory[0]

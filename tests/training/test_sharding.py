@@ -1,0 +1,160 @@
+"""Rules that cut parameters, and what a device has of them."""
+
+import functools
+
+import jax
+import pytest
+from jax.sharding import PartitionSpec
+
+from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.model.transformer import Transformer
+from flaxformer_mt.training.sharding import (
+    leaves_by_path,
+    parse_rules,
+    shard_params,
+    spread,
+)
+
+D, HEADS, F, V, L = 8, 2, 16, 20, 3
+SIZES = {"data": 1, "fsdp": 2, "tensor": 2}
+
+
+@functools.cache
+def params(**overrides):
+    """Shapes of the parameters of a model that has every kind of them."""
+    model = Transformer(
+        TransformerConfig(
+            source_vocab_size=V,
+            target_vocab_size=V,
+            d_model=D,
+            num_heads=HEADS,
+            d_ff=F,
+            num_encoder_layers=L,
+            num_decoder_layers=L,
+            max_length=6,
+            position_kind="learned",
+            final_norm=True,
+            output_bias=True,
+            **{"tie_embeddings": "none"} | overrides,
+        )
+    )
+    tokens = jax.numpy.zeros((1, 1), jax.numpy.int32)
+    return jax.eval_shape(model.init, jax.random.key(0), tokens, tokens)["params"]
+
+
+LAYERS = "decoder/layers/"
+CUT = {
+    "target_embedding/embedding": ("tensor", "fsdp"),  # [V, D]
+    "source_positions/embedding": (None, "fsdp"),  # [max_length, D]
+    LAYERS + "self_attention/query/kernel": (None, "fsdp", "tensor"),  # [L, D, H*K]
+    LAYERS + "cross_attention/key/kernel": (None, "fsdp", "tensor"),
+    LAYERS + "cross_attention/value/bias": (None, "tensor"),
+    LAYERS + "cross_attention/output/kernel": (None, "tensor", "fsdp"),  # [L, H*U, D]
+    LAYERS + "cross_attention/output/bias": (None, None),
+    LAYERS + "feed_forward/hidden/kernel": (None, "fsdp", "tensor"),  # [L, D, F]
+    LAYERS + "feed_forward/hidden/bias": (None, "tensor"),
+    LAYERS + "feed_forward/output/kernel": (None, "tensor", "fsdp"),  # [L, F, D]
+    LAYERS + "feed_forward_norm/scale": (None, None),
+    "output/kernel": ("fsdp", "tensor"),  # [D, V]
+    "output/bias": ("tensor",),
+}
+
+
+@pytest.mark.parametrize(("path", "axes"), CUT.items())
+def test_built_in_rules(path, axes):
+    assert shard_params(params(), SIZES).specs[path] == PartitionSpec(*axes)
+
+
+@pytest.mark.parametrize("tie", ["none", "all"])
+def test_every_matrix_is_cut_along_both_axes(tie):
+    """A matrix that no rule knows would be whole on every device, without a word."""
+    specs = shard_params(params(tie_embeddings=tie), SIZES).specs
+    for path, leaf in leaves_by_path(params(tie_embeddings=tie)):
+        if path.endswith("kernel") or path.endswith("_embedding/embedding"):
+            assert {"fsdp", "tensor"} <= set(specs[path]), (path, leaf.shape)
+
+
+def test_an_axis_of_one_device_cuts_nothing():
+    specs = shard_params(params(), {"data": 8, "fsdp": 1, "tensor": 1}).specs
+    assert all(set(spec) <= {None} for spec in specs.values())
+
+
+def test_user_rules_go_first_and_count_from_the_last_dimension():
+    rules = parse_rules([("hidden/kernel", "-,fsdp"), ("encoder/.*norm/scale$", "fsdp")])
+    specs = shard_params(params(), SIZES, rules).specs
+    assert specs[LAYERS + "feed_forward/hidden/kernel"] == PartitionSpec(None, None, "fsdp")
+    assert specs["encoder/final_norm/scale"] == PartitionSpec("fsdp")
+    assert specs["encoder/layers/feed_forward_norm/scale"] == PartitionSpec(None, "fsdp")
+    assert specs["decoder/final_norm/scale"] == PartitionSpec(None)
+
+
+def test_a_dimension_that_cannot_be_divided_stays_whole_and_is_named():
+    sharding = shard_params(params(), {"data": 1, "fsdp": 2, "tensor": 8})
+    assert sharding.specs["output/kernel"] == PartitionSpec("fsdp", None)
+    assert "output/kernel [8, 20]: cannot divide 20 by tensor=8" in sharding.left_whole
+    assert not any("hidden" in line for line in sharding.left_whole)
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (("kernel", "fsdp,model"), "mesh axis 'model': write data, fsdp, tensor, or -"),
+        (("kernel", "fsdp,fsdp"), "two dimensions along fsdp"),
+        (("ker(nel", "fsdp"), "no regular expression"),
+        (("kernal$", "fsdp"), "'kernal\\$' fits no parameter; there are decoder/"),
+        (("output/bias$", "-,-,fsdp"), "axes for 3 dimensions, but .* has only"),
+    ],
+)
+def test_rules_that_cannot_be_used(rule, message):
+    with pytest.raises(UserError, match=message) as error:
+        shard_params(params(), SIZES, parse_rules([rule]))
+    assert "\n" not in str(error.value)
+
+
+def test_optimizer_state_and_average_are_cut_as_the_parameters(setup):
+    tiny = setup.of(num_devices=8, parallel={"fsdp": 2, "tensor": 2}, ema_decay=0.9)
+    state = tiny.strategy.abstract_state(tiny.create_state)
+    specs = tiny.strategy.sharding(state.params).specs
+    found = {path: leaf.sharding.spec for path, leaf in leaves_by_path(state)}
+    for path, spec in specs.items():
+        for owner in ("params", "ema", "opt_state/0/mu", "opt_state/0/nu"):
+            assert found[f"{owner}/{path}"] == spec
+    assert found["opt_state/0/count"] == found["step"] == found["key"] == PartitionSpec()
+
+
+def test_the_longest_ending_of_a_path_counts():
+    specs = {"output/kernel": PartitionSpec("fsdp"), "a/output/kernel": PartitionSpec("tensor")}
+    tree = {"mu": {"a": {"output": {"kernel": jax.ShapeDtypeStruct((4,), "float32")}}}}
+    assert spread(specs, tree)["mu"]["a"]["output"]["kernel"] == PartitionSpec("tensor")
+
+
+@pytest.mark.parametrize(
+    "parallel", [{"fsdp": 8}, {"tensor": 2}, {"fsdp": 4, "tensor": 2}, {"fsdp": 2, "tensor": 2}]
+)
+def test_bytes_of_a_device_shrink_as_the_rules_say(setup, parallel):
+    """Of parameters and of optimizer state, which has two moments a parameter and two counters."""
+    tiny = setup.of(num_devices=8, parallel=parallel)
+    state = tiny.strategy.create_state(tiny.create_state)
+    fsdp, tensor = parallel.get("fsdp", 1), parallel.get("tensor", 1)
+    expected = 0
+    for path, leaf in leaves_by_path(state.params):
+        if path.endswith(("kernel", "embedding")):
+            expected += leaf.nbytes // (fsdp * tensor)
+        elif path.endswith(("query/bias", "key/bias", "value/bias", "hidden/bias")):
+            expected += leaf.nbytes // tensor
+        else:
+            expected += leaf.nbytes
+    for device in jax.devices():
+        assert bytes_on(device, state.params) == expected
+        assert bytes_on(device, state.opt_state) == 2 * expected + 2 * 4
+
+
+def bytes_on(device, tree):
+    """What a device really holds of some arrays."""
+    return sum(
+        shard.data.nbytes
+        for leaf in jax.tree.leaves(tree)
+        for shard in leaf.addressable_shards
+        if shard.device == device
+    )
