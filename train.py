@@ -253,7 +253,8 @@ class Experiment:
             cost = step_cost(
                 self.strategy, self.make_state, self.train_step, shape, self.config.model.has_inputs
             )
-            yield "step", f"{shape.rows} x {shape.source_length} x {shape.target_length}: {cost}"
+            rows = f"{shape.rows} x {shape.source_length} and {shape.target_length} tokens"
+            yield "step", f"one compilation for {rows}: {cost}"
 
     @functools.cache  # noqa: B019  (an experiment lives as long as the program)
     def load_given_parameters(self) -> Params | None:

@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import chex
+import numpy as np
 import pytest
 from small_runs import flags, metrics
 
@@ -51,6 +52,29 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(finished, text, tmp_path
     )
     losses = {line["step"]: line["loss"] for line in metrics(workdir) if line["split"] == "valid"}
     assert losses[6] == metrics(finished)[4]["loss"]
+
+
+def test_a_run_goes_on_with_fewer_devices(text, tmp_path):
+    def run(name, num_steps, num_devices):
+        options = (
+            f"--train.num-steps={num_steps}",
+            f"--parallel.num-devices={num_devices}",
+            "--train.log-every=1",
+            "--train.eval-every=100",
+            "--train.checkpoint-every=100",
+            "--model.dropout-rate=0.3",
+        )
+        train.run(train.parse_flags(flags(text, tmp_path / name, *options)))
+        return [line for line in metrics(tmp_path / name) if line["split"] == "train"]
+
+    whole = run("whole", 9, 8)
+    for num_steps, num_devices in ((3, 8), (6, 4), (9, 1)):
+        parts = run("parts", num_steps, num_devices)
+    assert [line["step"] for line in parts] == [*range(1, 10)]
+    for name in ("loss", "padding_fraction"):  # the latter tells batches apart
+        np.testing.assert_allclose(
+            [line[name] for line in parts], [line[name] for line in whole], rtol=0, atol=1e-5
+        )
 
 
 def test_an_unknown_option_suggests_the_right_one(capsys, tmp_path):
