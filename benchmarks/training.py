@@ -51,7 +51,7 @@ class Size:
 
 
 SIZES = {
-    "SMALL": Size(4, 128, 256, 4, steps=6),
+    "SMALL": Size(4, 128, 256, 4, steps=4),
     "MEDIUM": Size(6, 256, 1024, 4, steps=2),
     "BASE": Size(6, 512, 2048, 8, steps=1),
     "BIG": Size(6, 1024, 4096, 16, steps=1),
@@ -575,6 +575,10 @@ def measure(
             # Every second round goes the other way: nobody always follows the same one.
             for competitor in running if number % 2 else reversed(running):
                 turn = competitor.make_steps(size.steps)
+                speed = turn["tokens"] / turn["seconds"]
+                print(
+                    f"round {number}: {competitor.label} {speed:,.0f}", file=sys.stderr, flush=True
+                )
                 if number >= warm_up:
                     competitor.turns.append(turn)
         return {competitor.label: figures(competitor, running[0]) for competitor in running}

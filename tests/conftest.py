@@ -9,6 +9,8 @@ os.environ["XLA_FLAGS"] = (
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # PyTorch's threads wait busily for each other, which toy sizes and a busy machine make slow.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Compiled programs of tests do not belong into the user's cache.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", "")
 
 import jax
 import pytest

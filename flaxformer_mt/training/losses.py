@@ -266,7 +266,7 @@ def _slopes(logits, targets, projection):
     label = _smoothed_label(smoothing, convention, len(logits))
     classes = jnp.arange(len(logits), dtype=targets.dtype)[:, None]
     expected = jnp.where(classes == targets, label.right, label.other)
-    slopes = jnp.exp(logits - jax.nn.logsumexp(logits, axis=0)) - expected.astype(logits.dtype)
+    slopes = jax.nn.softmax(logits, axis=0) - expected.astype(logits.dtype)
     if convention == "non_pad_kl":
         slopes = jnp.where(classes == pad_id, slopes + label.other, slopes)
         slopes = jnp.where(targets == pad_id, 0, slopes)
