@@ -188,8 +188,8 @@ def prepare(flags: Flags, folder: Path) -> "Experiment":
         experiment.load_given_parameters()  # What is wrong with them is said before writing.
     if distributed.is_main():
         if not continued:
-            for evaluated in (dataset.valid, dataset.test):
-                warn_of_shared_pairs(dataset.training.corpora, evaluated.tokens)
+            held_out = [dataset.valid.tokens, dataset.test.tokens]
+            warn_of_shared_pairs(dataset.training.corpora, held_out)
             if not flags.dry_run:
                 write_run(flags.workdir, given, corpora, tokenizers)
         distributed.barrier("data")

@@ -107,28 +107,31 @@ def _are_swapped(
     return exchanged > as_they_are + _MARGIN
 
 
-def warn_of_shared_pairs(training: Sequence[EncodedCorpus], held_out: EncodedCorpus) -> None:
-    """Logs how many held-out pairs are training pairs, too."""
+def warn_of_shared_pairs(
+    training: Sequence[EncodedCorpus], held_out: Sequence[EncodedCorpus]
+) -> None:
+    """Logs how many pairs of each held-out corpus are training pairs, too."""
     for corpus in training:
-        shared = count_shared_pairs(corpus, held_out)
-        if shared:
-            _log.warning(
-                "%d of the %d pairs of %s are in the training corpus %s, too: its figures will be "
-                "too good",
-                shared,
-                len(held_out.targets),
-                held_out.name,
-                corpus.name,
-            )
+        for other, shared in zip(held_out, count_shared_pairs(corpus, held_out), strict=True):
+            if shared:
+                _log.warning(
+                    "%d of the %d pairs of %s are in the training corpus %s, too: its figures will "
+                    "be too good",
+                    shared,
+                    len(other.targets),
+                    other.name,
+                    corpus.name,
+                )
 
 
-def count_shared_pairs(training: EncodedCorpus, held_out: EncodedCorpus) -> int:
-    """How many held-out pairs are also training pairs, token by token.
+def count_shared_pairs(training: EncodedCorpus, held_out: Sequence[EncodedCorpus]) -> list[int]:
+    """How many pairs of each held-out corpus are also training pairs, token by token.
 
     Pairs are compared by 64-bit hashes: with 10 million training and 1,000 other pairs, one is
     counted by mistake with a probability below 1e-9.
     """
-    return int(np.isin(_pair_hashes(held_out), _pair_hashes(training)).sum())
+    hashes = _pair_hashes(training)
+    return [int(np.isin(_pair_hashes(other), hashes).sum()) for other in held_out]
 
 
 def _pair_hashes(corpus: EncodedCorpus) -> np.ndarray:

@@ -153,8 +153,8 @@ def test_shared_pairs_are_counted(caplog):
         ["4 5", "4 5", "5 4", "1 2 3", "6 7"], ["5 4", "4 5", "4 5", "3 2 1", "6 7"], "held out"
     )
     held_out = encode_corpus(held_out, TOKENIZERS, CONFIG)
-    assert count_shared_pairs(training, held_out) == 2
-    warn_of_shared_pairs([training, training], held_out)
+    assert count_shared_pairs(training, [held_out]) == [2]
+    warn_of_shared_pairs([training, training], [held_out])
     assert len(caplog.messages) == 2
     assert caplog.messages[0].startswith("2 of the 5 pairs of held out are in the training corpus")
 
@@ -168,6 +168,6 @@ def test_pairs_are_shared_whatever_the_storage_of_their_tokens(monkeypatch):
             training.targets, tokens=training.targets.tokens.astype(np.uint16)
         ),
     )
-    assert count_shared_pairs(small, training) == 3
+    assert count_shared_pairs(small, [training]) == [3]
     model = dataclasses.replace(training, sources=None)
-    assert count_shared_pairs(model, model) == 3
+    assert count_shared_pairs(model, [model]) == [3]

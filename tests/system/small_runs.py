@@ -2,6 +2,14 @@
 
 import json
 
+TINY_MODEL = (
+    "--model.d-model=8",
+    "--model.num-heads=2",
+    "--model.d-ff=16",
+    "--model.num-encoder-layers=1",
+    "--model.num-decoder-layers=1",
+    "--model.dropout-rate=0.1",
+)
 SMALL = (
     "--model.d-model=16",
     "--model.num-heads=2",

@@ -16,6 +16,7 @@ import time
 import chex
 import orbax.checkpoint as ocp
 import pytest
+from small_runs import TINY_MODEL
 
 from flaxformer_mt.training.checkpoint import whole_checkpoints
 from flaxformer_mt.training.interruption import EXIT_INTERRUPTED
@@ -26,12 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
 STEPS = 300
 OPTIONS = (
     "--config=configs/quickstart.py",
-    "--model.d-model=8",
-    "--model.num-heads=2",
-    "--model.d-ff=16",
-    "--model.num-encoder-layers=1",
-    "--model.num-decoder-layers=1",
-    "--model.dropout-rate=0.1",
+    *TINY_MODEL,
     "--data.generated-pairs=1000",
     "--data.vocab-size=500",
     "--data.subword-sampling=0.1",

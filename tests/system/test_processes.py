@@ -11,18 +11,14 @@ import time
 
 import numpy as np
 import pytest
+from small_runs import TINY_MODEL
 
 from flaxformer_mt.training.checkpoint import whole_checkpoints
 
 STEPS = 12
 OPTIONS = (
     "--config=configs/quickstart.py",
-    "--model.d-model=8",
-    "--model.num-heads=2",
-    "--model.d-ff=16",
-    "--model.num-encoder-layers=1",
-    "--model.num-decoder-layers=1",
-    "--model.dropout-rate=0.1",
+    *TINY_MODEL,
     "--data.generated-pairs=400",
     "--data.vocab-size=500",
     "--train.batch-tokens=1024",
