@@ -1,0 +1,55 @@
+"""Image captions, English to German, with a model that can be exported to Hugging Face's Marian.
+
+    python train.py --config=configs/multi30k_marian_en_de.py --data.path=PATH --workdir=runs/marian
+
+PATH is a folder with train, valid and test .en and .de (or .en.gz and .de.gz): the raw text of
+Multi30k, task 1 (Elliott et al. 2016), github.com/multi30k/dataset.
+
+The model is that of `multi30k_tiny_en_de.py` in the arrangement of the OPUS-MT models, so that
+`flaxformer-mt convert --from flaxformer_mt --to marian` and `--to ctranslate2` have a place for all
+that it computes; docs/opus-mt.md shows both.
+"""
+
+from flaxformer_mt import presets
+from flaxformer_mt.config import (
+    DataConfig,
+    DecodeConfig,
+    ExperimentConfig,
+    OptimizerConfig,
+    TrainConfig,
+)
+
+
+def get_config() -> ExperimentConfig:
+    """4 + 4 layers of width 128 on a joint vocabulary of 10,000 pieces."""
+    return ExperimentConfig(
+        model=presets.marian(
+            d_model=128,
+            num_heads=4,
+            d_ff=256,
+            num_encoder_layers=4,
+            num_decoder_layers=4,
+            dropout_rate=0.3,
+            # The tokenizer's own ids; as in Marian, padding starts decoding.
+            pad_id=0,
+            eos_id=2,
+        ),
+        data=DataConfig(
+            corpus="text",
+            source_language="en",
+            target_language="de",
+            vocab_size=10000,
+        ),
+        optimizer=OptimizerConfig(
+            schedule="inverse_square_root", learning_rate=5e-3, warmup_steps=2000
+        ),
+        train=TrainConfig(
+            num_steps=3500,
+            batch_tokens=4096,
+            label_smoothing=0.1,
+            eval_every=500,
+            checkpoint_every=250,
+            best_metric="bleu",
+        ),
+        decode=DecodeConfig(beam_size=4, length_penalty=0.6),
+    )
