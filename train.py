@@ -26,7 +26,7 @@ import tyro
 from rich.console import Console
 
 from flaxformer_mt import runtime
-from flaxformer_mt.config import ExperimentConfig
+from flaxformer_mt.config import ExperimentConfig, from_json
 from flaxformer_mt.data.batches import Batch, DataPosition, evaluation_batches
 from flaxformer_mt.data.checks import check_sides, warn_of_shared_pairs
 from flaxformer_mt.data.dataset import Dataset, EvaluationSet, open_all, open_dataset
@@ -69,7 +69,8 @@ class Flags(ExperimentConfig):
     """Trains an experiment; every field of its configuration can be set here."""
 
     config: Path = dataclasses.field(kw_only=True)
-    """Python file with get_config() -> ExperimentConfig; the defaults below are its values."""
+    """Python file with get_config() -> ExperimentConfig, or the config.json of a run; the defaults
+    below are its values."""
     workdir: Path = dataclasses.field(kw_only=True)
     """Run folder, made if missing. A run that is there already is continued."""
     dry_run: bool = dataclasses.field(default=False, kw_only=True)
@@ -120,13 +121,18 @@ def parse_flags(arguments: Sequence[str]) -> Flags:
 
 
 def load_config(path: Path) -> ExperimentConfig:
-    """Runs `get_config()` of a configuration file.
+    """Runs `get_config()` of a configuration file, or reads the `config.json` of a run.
 
     Raises:
       UserError: there is no such file, or it does not give an `ExperimentConfig`.
     """
     if not path.is_file():
         raise UserError(f"--config: there is no file {path}")
+    if path.suffix == ".json":
+        try:
+            return from_json(path.read_text(encoding="utf-8"))
+        except (UserError, UnicodeDecodeError) as error:
+            raise UserError(f"--config: {path}: {error}") from error
     get_config = runpy.run_path(str(path)).get("get_config")
     if not callable(get_config):
         raise UserError(f"--config: {path} defines no get_config()")

@@ -4,9 +4,14 @@ Whatever takes long to import is imported by the subcommand that needs it, so th
 mistyped options answer at once.
 """
 
+import argparse
 import contextlib
+import dataclasses
+import functools
+import io
 import json
 import os
+import re
 import shutil
 import sys
 import typing
@@ -16,12 +21,27 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from flaxformer_mt.config import CorpusConfig, DataConfig, TransformerConfig
-from flaxformer_mt.data.text import decode_lines, read_parallel
+from flaxformer_mt import runtime
+from flaxformer_mt.config import CorpusConfig, DataConfig, DecodeConfig, TransformerConfig
+from flaxformer_mt.data.text import (
+    arriving_lines,
+    count_lines,
+    opened,
+    read_parallel,
+    stream_parallel,
+)
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.presets import FAMILIES, check_fields
 
 Checkpoint = Literal["best", "last"] | int
+Runs = tyro.conf.UseAppendAction[
+    Annotated[tuple[Path, ...], tyro.conf.arg(name="run", metavar="FOLDER")]
+]
+Search = tyro.conf.OmitArgPrefixes[DecodeConfig]
+DEFAULT_SEARCH = DecodeConfig()
+
+EXIT_INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
 
 ALL = "all"
 PublishedFamily = Annotated[
@@ -36,14 +56,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
       The exit code: 0, or 1 if what the user gave cannot be used, or if `parity` finds a
       difference. (Options that cannot be parsed raise SystemExit with code 2.)
     """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    runtime.configure()
     try:
+        search = configured_search(arguments)
         code = tyro.extras.subcommand_cli_from_dict(
             {
-                "translate": translate,
+                "translate": functools.partial(translate, decode=search),
                 "score": score,
-                "evaluate": evaluate,
+                "evaluate": functools.partial(evaluate, decode=search),
                 "inspect": inspect,
                 "average": average,
+                "lexicon": lexicon,
                 "convert": convert,
                 "parity": parity,
                 "prepare": prepare,
@@ -54,100 +78,214 @@ def main(arguments: Sequence[str] | None = None) -> int:
             config=(tyro.conf.FlagCreatePairsOff,),
         )
     except UserError as error:
-        print(f"flaxformer-mt: error: {error}", file=sys.stderr)
+        print(f"flaxformer-mt: error: {_with_options(str(error))}", file=sys.stderr)
         return 1
     except BrokenPipeError:
         # Nobody reads any more. Python flushes standard output once again when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
     return code or 0
 
 
+def configured_search(arguments: Sequence[str]) -> DecodeConfig:
+    """The search as configured in the first run that the command line names.
+
+    Its values are what `--help` shows, and what holds where no option says another.
+
+    Raises:
+      UserError: there is no such run.
+    """
+    if arguments[:1] not in (["translate"], ["evaluate"]):
+        return DEFAULT_SEARCH
+    finder = argparse.ArgumentParser("flaxformer-mt", add_help=False, allow_abbrev=False)
+    finder.add_argument("--run", action="append", type=Path)
+    runs = finder.parse_known_args(arguments)[0].run
+    if not runs:
+        return DEFAULT_SEARCH
+    from flaxformer_mt.decoding.run import read_config
+
+    return read_config(runs[0]).decode
+
+
+def _with_options(message: str) -> str:
+    """A message with the names that fields of `DecodeConfig` have on this command line."""
+    return re.sub(r"\bdecode\.(\w+)", lambda field: "--" + field[1].replace("_", "-"), message)
+
+
 def translate(
-    run: Path,
-    beam_size: int | None = None,
-    n_best: int = 1,
-    length_penalty: float | None = None,
+    run: Runs = (),
+    input_file: Annotated[Path | None, tyro.conf.arg(name="input", metavar="FILE")] = None,
+    output_file: Annotated[Path | None, tyro.conf.arg(name="output", metavar="FILE")] = None,
+    input_format: Literal["text", "jsonl"] = "text",
+    output_format: Annotated[Literal["text", "jsonl"], tyro.conf.arg(name="format")] = "text",
+    alignment: Literal["words", "pieces"] | None = None,
+    tokens: bool = False,
+    attention: bool = False,
     checkpoint: Checkpoint = "best",
+    decode: Search = DEFAULT_SEARCH,
 ) -> None:
     """Translates standard input, one sentence a line, to standard output.
 
+    A line is answered as soon as it and all before it are translated, also when the input goes on.
+    Empty lines stay empty, and long ones are translated sentence by sentence. Some commands:
+
+      flaxformer-mt translate --run RUN < source.txt > translation.txt
+      flaxformer-mt translate --run RUN --input source.txt.gz --output translation.txt
+      flaxformer-mt translate --run RUN --n-best 4 --format jsonl --alignment words < source.txt
+      flaxformer-mt translate --run RUN --sampling --temperature 0.8 --seed 1 < source.txt
+      flaxformer-mt translate --run FIRST --run SECOND < source.txt
+
+    docs/decoding.md shows what each option does.
+
     Args:
-      run: Folder of the trained model.
-      beam_size: Hypotheses that the search follows, 1 = greedy. Default: as the run is configured.
-      n_best: Translations per sentence. More than 1 are printed as `index ||| text ||| score`,
-        best first, where the index counts input lines from 0.
-      length_penalty: alpha of ((5 + length) / 6)**alpha, which divides log-probabilities; more
-        favours longer translations. Default: as the run is configured.
+      run: Folder of the trained model. Several models, each with its own --run, choose each token
+        together; they need the same vocabulary.
+      input_file: Read this text file (also .gz) instead of standard input.
+      output_file: Write this file, which appears when it is whole, instead of standard output.
+      input_format: jsonl: each line is {"text": ..., "prefix": ..., "phrases": [...]}; the
+        translation begins with the prefix and has all phrases. Only the text is needed.
+      output_format: text: the translation; of --n-best, each as `index ||| text ||| score`, best
+        first, where the index counts input lines from 0. jsonl: {"translations": [{"text": ...,
+        "score": ..., "log_probability": ...}, ...]}.
+      alignment: Add which source word, or piece, each target word or piece attends to most: `0-0
+        1-2`, source-target, both counted from 0; as text after a further ` ||| `.
+      tokens: Add to jsonl the tokens, and the pieces that the words of both sides are split into.
+      attention: Add to jsonl the attention of each target piece (row) to each source piece.
       checkpoint: The best by validation, the last, or that of a step.
+      decode: How translations are searched for. Defaults are those of the run.
     """
-    from flaxformer_mt.decoding.translator import Translator
+    from flaxformer_mt.decoding.lines import LineFormat, translate_lines
+    from flaxformer_mt.decoding.translator import WINDOW, Translator
 
-    translator = Translator.from_run(run, checkpoint)
-    translations = translator.translate_n_best(
-        decode_lines(sys.stdin.buffer.read(), "standard input"),
-        n_best,
-        beam_size,
-        length_penalty,
-        show_progress=sys.stderr.isatty(),
-    )
-    if n_best == 1:
-        _print_lines(hypotheses[0].text for hypotheses in translations)
-    else:
-        _print_lines(
-            f"{index} ||| {hypothesis.text} ||| {hypothesis.score:.6f}"
-            for index, hypotheses in enumerate(translations)
-            for hypothesis in hypotheses
-        )
+    form = LineFormat(input_format, output_format, alignment, tokens, attention)
+    with contextlib.ExitStack() as stack:
+        name = str(input_file) if input_file else "standard input"
+        stream: Any = stack.enter_context(opened(input_file)) if input_file else sys.stdin.buffer
+        write = stack.enter_context(_writing(output_file)) if output_file else _print_lines
+        translator = Translator.from_runs(_load_runs(run, checkpoint), decode)
+        advance = stack.enter_context(_progress_bar(stream))
+        groups = arriving_lines(stream, name, enough=WINDOW * decode.batch_tokens)
+        for line in translate_lines(translator, groups, form, name, advance):
+            write([line])
 
 
-def score(run: Path, source: Path, target: Path, checkpoint: Checkpoint = "best") -> None:
+def score(
+    run: Path,
+    source: Path,
+    target: Path,
+    checkpoint: Checkpoint = "best",
+    normalize: Literal["none", "tokens", "search"] = "none",
+    tokens: bool = False,
+    alignment: Literal["words", "pieces"] | None = None,
+    alignment_layer: int | None = None,
+    alignment_head: int | None = None,
+    contrast: tuple[Path, ...] = (),
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
+    summary: bool = False,
+) -> None:
     """Prints the log-probability (natural, end token included) of each target given its source.
+
+    Further columns are parted by tabs. Some commands to start from:
+
+      flaxformer-mt score --run RUN --source test.en --target test.de --summary
+      flaxformer-mt score --run RUN --source test.en --target test.de --alignment words
+      flaxformer-mt score --run RUN --source test.en --target right.de --contrast wrong.de
 
     Args:
       run: Folder of the trained model.
       source: Text file, one sentence a line (also .gz).
       target: Text file, the translation of each.
       checkpoint: The best by validation, the last, or that of a step.
+      normalize: What log-probabilities are divided by: nothing; the number of tokens, end included;
+        or the length penalty of the run's search, which gives the scores that it sorts by.
+      tokens: Add a column, the log-probability of each token, parted by spaces.
+      alignment: Add a column that links each target word, or piece, to the source word or piece
+        that it attends to most: `0-0 1-2`, source-target, both counted from 0.
+      alignment_layer: Decoder layer whose attention aligns, from 0; negative from the last.
+        Default: as the run is configured.
+      alignment_head: Head whose attention aligns, from 0; -1 = the mean of all. Default: as the
+        run is configured.
+      contrast: Files with other translations of each line, which should be less probable. A line
+        then is the number of the translation that the model prefers, 0 being that of --target, and
+        the score of each.
+      as_json: Print one JSON object a line, with all that is known of the pair.
+      summary: Print one JSON object about all lines instead: the perplexity of the targets, and
+        with --contrast how often they are preferred.
     """
-    sources, targets = read_parallel(source, target)
+    if contrast or summary:
+        columns = {"tokens": tokens or None, "alignment": None if as_json else alignment}
+        _refuse("lines without --contrast and --summary", **columns)
+    from rich.console import Console
+    from rich.progress import track
+
     from flaxformer_mt.decoding.run import load_run
-    from flaxformer_mt.decoding.scoring import score_pairs
+    from flaxformer_mt.decoding.score_report import Totals, to_json, to_text
+    from flaxformer_mt.decoding.scoring import PairScore, Scorer
 
     model = load_run(run, checkpoint)
-    scores = score_pairs(model.config, model.params, model.tokenizers, sources, targets)
-    _print_lines(f"{pair.log_probability:.6f}" for pair in scores)
+    places = {"alignment_layer": alignment_layer, "alignment_head": alignment_head}
+    given: Any = {name: place for name, place in places.items() if place is not None}
+    decode = dataclasses.replace(model.config.decode, **given)
+    config = dataclasses.replace(model.config, decode=decode)
+    scorer = Scorer(config, model.params, model.tokenizers)
+    scored = track(
+        scorer.stream_candidates(_candidates(source, (target, *contrast)), alignment),
+        "Scoring",
+        console=Console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty() or sys.stdout.isatty(),
+    )
+
+    def value(pair: PairScore) -> float:
+        return pair.normalized(normalize, decode)
+
+    if summary:
+        totals = Totals()
+        for each in scored:
+            totals.add(each, value)
+        _print_json(totals.figures())
+    elif as_json:
+        _print_lines(json.dumps(to_json(each, value), ensure_ascii=False) for each in scored)
+    else:
+        _print_lines(to_text(each, value, tokens) for each in scored)
+
+
+def _candidates(source: Path, targets: Sequence[Path]) -> Iterator[tuple[str, list[str]]]:
+    """Each line of `source` with its line in each of `targets`."""
+    for pairs in zip(*(stream_parallel(source, target) for target in targets), strict=True):
+        yield pairs[0][0], [target for _, target in pairs]
 
 
 def evaluate(
-    run: Path,
     source: Path,
     reference: Path,
-    beam_size: int | None = None,
-    length_penalty: float | None = None,
+    run: Runs = (),
     checkpoint: Checkpoint = "best",
+    decode: Search = DEFAULT_SEARCH,
 ) -> None:
     """Translates a file and compares with a reference: BLEU, chrF and TER as JSON.
 
     Args:
-      run: Folder of the trained model.
       source: Text file, one sentence a line (also .gz).
       reference: Text file, a translation of each by a person.
-      beam_size: Hypotheses that the search follows, 1 = greedy. Default: as the run is configured.
-      length_penalty: alpha of ((5 + length) / 6)**alpha. Default: as the run is configured.
+      run: Folder of the trained model; several as for `translate`.
       checkpoint: The best by validation, the last, or that of a step.
+      decode: How translations are searched for. Defaults are those of the run.
     """
     sources, references = read_parallel(source, reference)
     from flaxformer_mt import evaluation
-    from flaxformer_mt.decoding.run import load_run
     from flaxformer_mt.decoding.translator import Translator
 
-    model = load_run(run, checkpoint)
-    hypotheses = Translator(model.config, model.params, model.tokenizers).translate(
-        sources, beam_size, length_penalty, show_progress=sys.stderr.isatty()
+    runs = _load_runs(run, checkpoint)
+    hypotheses = Translator.from_runs(runs, decode).translate(
+        sources, show_progress=sys.stderr.isatty()
     )
     figures = evaluation.evaluate(hypotheses, references)
-    _print_json({"step": model.step, "sentences": len(sources), **figures})
+    steps = [model.step for model in runs]
+    step = steps[0] if len(steps) == 1 else steps
+    _print_json({"step": step, "sentences": len(sources), **figures})
 
 
 def inspect(
@@ -200,13 +338,42 @@ def average(
     _print_lines([f"{output}: the mean of the checkpoints of steps {', '.join(map(str, steps))}"])
 
 
+def lexicon(
+    run: Path,
+    source: Path,
+    target: Path,
+    output_file: Annotated[Path, tyro.conf.arg(name="output", metavar="FILE")],
+) -> None:
+    """Learns from parallel text which pieces translate which: a file for `translate --shortlist`.
+
+      flaxformer-mt lexicon --run RUN --source train.en --target train.de --output lex.gz
+
+    Args:
+      run: Folder of the trained model, whose vocabulary is used.
+      source: Text file, one sentence a line (also .gz).
+      target: Text file, the translation of each.
+      output_file: Text file to write, "target source probability" a line (also .gz).
+    """
+    from flaxformer_mt.data.tokenizer import Tokenizers, evenly
+    from flaxformer_mt.decoding.lexicon import MAX_PAIRS, learn, write_table
+
+    _require_folders(output_file)
+    tokenizers = Tokenizers.load(run / "tokenizer")
+    pairs = evenly(stream_parallel(source, target), MAX_PAIRS)
+    sources, targets = zip(*pairs, strict=True)
+    table = learn(tokenizers.source.encode(sources), tokenizers.target.encode(targets))
+    write_table(output_file, table, tokenizers)
+    _note(f"{output_file}: {len(table):,} entries from {len(pairs):,} pairs")
+
+
 def convert(
     input_file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="INPUT")],
     output_file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUTPUT")],
     source: Annotated[str, tyro.conf.arg(name="from", metavar="FAMILY")],
-    target: Annotated[str, tyro.conf.arg(name="to", metavar="FAMILY")],
+    target: Annotated[str, tyro.conf.arg(name="to", metavar="FAMILY")] = "flaxformer_mt",
     settings: Annotated[tuple[str, ...], tyro.conf.arg(name="set", metavar="NAME=VALUE")] = (),
     accept: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME")] = (),
+    quantization: str | None = None,
 ) -> None:
     """Turns the checkpoint of one published model into that of another, or of our own.
 
@@ -218,20 +385,33 @@ def convert(
       flaxformer-mt convert --from opennmt --to torch model.pt model.safetensors
       flaxformer-mt convert --from torch --to flaxformer_mt a.pt b.safetensors --set num_heads=8
 
+    Either side can be a folder with a whole model, vocabulary included. A run made so can be used
+    like any other, and any run whose model has a place in the other format can be written:
+
+      flaxformer-mt convert --from marian opus-mt-en-de RUN
+      flaxformer-mt convert --from marian-native firefox-en-pt RUN
+      flaxformer-mt convert --from flaxformer_mt --to marian RUN FOLDER
+      flaxformer-mt convert --from flaxformer_mt --to ctranslate2 RUN FOLDER
+      flaxformer-mt convert --from flaxformer_mt --to jax RUN FOLDER
+
     Args:
-      input_file: The checkpoint: .pt, or .safetensors.
-      output_file: The file to write: .pt, or .safetensors, which has no place for Adam's state.
+      input_file: The checkpoint: .pt, or .safetensors; or a folder: a run, or one of Hugging Face.
+      output_file: The file to write: .pt, or .safetensors, which has no place for Adam's state; or
+        the folder to make.
       source: The model that the checkpoint is of: a published one, or `flaxformer_mt`, which is our
-        parameters in a .safetensors.
+        parameters in a .safetensors, or a run.
       target: The model to turn it into.
       settings: Fields of the configuration that the checkpoint cannot tell: `num_heads=8
         norm_position=pre`.
       accept: Switches in which the result may compute something slightly else: `norm_epsilon`.
+      quantization: For --to ctranslate2, what its weights are stored in: int8, int8_float32,
+        int8_float16, int8_bfloat16, int16, float16, bfloat16 or float32, the default.
     """
-    from flaxformer_mt.interop.convert import convert as convert_file
+    from flaxformer_mt.interop.folders import convert as convert_model
 
     overrides = dict(map(_field_of_model, settings))
-    for note in convert_file(source, target, input_file, output_file, overrides, accept):
+    notes = convert_model(source, target, input_file, output_file, overrides, accept, quantization)
+    for note in notes:
         _note(note)
 
 
@@ -297,6 +477,42 @@ def prepare(
             + " ".join(f"--data.{name}={value}" for name, value in options.items()),
         ]
     )
+
+
+def _load_runs(folders: Sequence[Path], checkpoint: Checkpoint) -> list[Any]:
+    from flaxformer_mt.decoding.run import load_run
+
+    if not folders:
+        raise UserError("--run is missing: give the folder of a trained model")
+    return [load_run(folder, checkpoint) for folder in folders]
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[Callable[[Iterable[str]], None]]:
+    """A function that writes lines to a file, which appears under its name when it is whole."""
+    from flaxformer_mt.interop.files import replaced_when_whole
+
+    with replaced_when_whole(path) as unfinished, unfinished.open("wb") as file:
+        yield lambda lines: file.writelines(f"{line}\n".encode() for line in lines)
+
+
+@contextlib.contextmanager
+def _progress_bar(stream: io.BufferedIOBase) -> Iterator[Callable[[], object]]:
+    """Draws how many of a file's lines are done; a pipe, and a log of errors, get no bar.
+
+    Yields:
+      What to call for each line that is done.
+    """
+    if not (sys.stderr.isatty() and stream.seekable()):
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
+
+    columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("Translating", total=count_lines(stream))
+        yield lambda: progress.advance(task)
 
 
 def _split_and_files(setting: str) -> tuple[str, str]:

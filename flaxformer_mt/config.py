@@ -108,7 +108,7 @@ class TransformerConfig:
     """Hide target padding from the decoder's self-attention (else it is causal only)."""
 
     pad_id: int = 0
-    """Token that fills rows."""
+    """Token that fills rows; -1 if the vocabulary has none for that."""
     bos_id: int = 1
     """Token that starts decoding; -1 embeds to the zero vector."""
     eos_id: int = 2
@@ -728,6 +728,11 @@ def from_json(text: str) -> ExperimentConfig:
     except json.JSONDecodeError as error:
         raise UserError(f"not a configuration: {error}") from error
     _require(isinstance(values, dict), "not a configuration: no JSON object")
+    _require(
+        "model_type" not in values,
+        "a model of Hugging Face: make a run of its folder with `flaxformer-mt convert --from "
+        "marian FOLDER RUN`",
+    )
     return from_dict(values)
 
 

@@ -23,6 +23,22 @@ XLA_FLAGS = {
 }
 """Value of each flag, and how the version of jaxlib must begin for it to be set."""
 
+
+def decoding_options() -> dict[str, str]:
+    """What XLA is told when it compiles a step of decoding.
+
+    Its products are many and small, and there the newer library is up to three times as fast as
+    Eigen (docs/speed.md). The user's own flag counts for decoding, too.
+    """
+    name = "xla_cpu_experimental_ynn_fusion_type"
+    flag, (ours, version) = f"--{name}", XLA_FLAGS[f"--{name}"]
+    given = [text for text in os.environ.get("XLA_FLAGS", "").split() if text.startswith(flag)]
+    is_known = importlib.metadata.version("jaxlib").startswith(version)
+    if not is_known or any(text != f"{flag}={ours}" for text in given):
+        return {}
+    return {name: "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,LIBRARY_FUSION_TYPE_REDUCE"}
+
+
 MALLOC_OPTIONS = {
     # (name in the environment): (number of the option in malloc.h, value). Each training step
     # allocates its large arrays anew. By default glibc maps each one and unmaps it afterwards, and

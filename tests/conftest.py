@@ -23,3 +23,11 @@ def float64():
     """Lets JAX compute in float64 during one test."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture(scope="session")
+def trained_run(tmp_path_factory):
+    """Run folder of a tiny trained model in Marian's arrangement; copy it to change it."""
+    from trained_run import place, shared_run  # It imports all of train.py.
+
+    return shared_run(place(tmp_path_factory))

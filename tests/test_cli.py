@@ -1,8 +1,10 @@
 """The console script: what it prints, and how it refuses."""
 
-import io
+import dataclasses
+import gzip
 import json
 import os
+import re
 import subprocess
 import sys
 import types
@@ -11,18 +13,24 @@ import jax
 import numpy as np
 import optax
 import pytest
-from talker import make_talker, random_params, sentences
+from talker import DATA, make_talker, random_params, sentences
 
 from flaxformer_mt.cli import main
-from flaxformer_mt.config import to_json
+from flaxformer_mt.config import DecodeConfig, to_json
+from flaxformer_mt.data.corpus import ParallelCorpus
+from flaxformer_mt.data.tokenizer import Tokenizers
+from flaxformer_mt.decoding.lines import read_sentence
 from flaxformer_mt.decoding.run import load_run
 from flaxformer_mt.decoding.scoring import score_pairs
-from flaxformer_mt.decoding.translator import Translator
+from flaxformer_mt.decoding.shortlist import Shortlist
+from flaxformer_mt.decoding.translator import Sentence, Translator
+from flaxformer_mt.errors import UserError
 from flaxformer_mt.evaluation import evaluate
 from flaxformer_mt.training.checkpoint import Checkpointer
 from flaxformer_mt.training.state import TrainState
 
-LINES = [*sentences(3), "", *sentences(2, seed=7)]
+# All are short: another length of rows is a compilation.
+LINES = [*sentences(3, longest=2), "", *sentences(2, seed=7, longest=2)]
 
 
 @pytest.fixture(scope="module")
@@ -47,15 +55,16 @@ def run(tmp_path_factory):
 
 
 @pytest.fixture
-def command(capsys, monkeypatch):
+def command(capfdbinary, monkeypatch, tmp_path):
     """Runs the console script: (exit code, standard output, standard error)."""
 
     def execute(*arguments, stdin=b""):
-        stream = types.SimpleNamespace(buffer=io.BytesIO(stdin))
-        monkeypatch.setattr(sys, "stdin", stream)
-        code = main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
+        (tmp_path / "stdin").write_bytes(stdin)
+        with (tmp_path / "stdin").open("rb") as stream:
+            monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(buffer=stream))
+            code = main([str(argument) for argument in arguments])
+        captured = capfdbinary.readouterr()
+        return code, captured.out.decode(), captured.err.decode()
 
     return execute
 
@@ -80,12 +89,120 @@ def test_translate_takes_search_options_and_checkpoints(run, command):
         "translate", "--run", run, "--checkpoint", "2", "--beam-size", "2",
         "--length-penalty", "0", "--n-best", "2", stdin="\n".join(LINES).encode(),
     )  # fmt: skip
-    expected = Translator.from_run(run, 2).translate_n_best(LINES, 2, 2, 0.0)
+    expected = Translator.from_run(run, 2).translate_n_best(
+        LINES, 2, beam_size=2, length_penalty=0.0
+    )
     assert out.splitlines() == [
         f"{index} ||| {hypothesis.text} ||| {hypothesis.score:.6f}"
         for index, hypotheses in enumerate(expected)
         for hypothesis in hypotheses
     ]
+
+
+def test_translate_reads_and_writes_files(run, command, tmp_path):
+    expected = command("translate", "--run", run, stdin="\n".join(LINES).encode())[1]
+    source, output = tmp_path / "source.gz", tmp_path / "output"
+    source.write_bytes(gzip.compress("\n".join(LINES).encode()))
+    files = ("--input", source, "--output", output)
+    assert command("translate", "--run", run, *files) == (0, "", "")
+    assert output.read_text() == expected
+    source.write_bytes(gzip.compress(b"Hund\n\xff\n"))
+    assert_refused(command("translate", "--run", run, *files), f"{source}, line 2: not UTF-8")
+    assert output.read_text() == expected
+
+
+def test_json_lines_have_what_was_asked_for(run, command):
+    lines = [{"text": "ein Hund"}, {"text": ""}]
+    _, out, _ = command(
+        "translate", "--run", run, "--input-format", "jsonl", "--format", "jsonl",
+        "--alignment", "pieces", "--tokens", "--attention",
+        stdin="\n".join(map(json.dumps, lines)).encode(),
+    )  # fmt: skip
+    ((found,), (empty,)) = (json.loads(line)["translations"] for line in out.splitlines())
+    translator = Translator.from_run(run)
+    ((expected,),) = translator.translate_n_best(["ein Hund"], unit="pieces", attention=True)
+    assert found["text"] == expected.text
+    assert found["score"] == pytest.approx(expected.score, abs=1e-5)
+    assert found["log_probability"] == pytest.approx(expected.log_probability, abs=1e-5)
+    assert tuple(found["tokens"]) == expected.tokens
+    assert tuple(found["pieces"]) == expected.pieces
+    assert tuple(found["source_pieces"]) == expected.source_pieces
+    assert found["alignment"] == " ".join(f"{s}-{t}" for s, t in expected.alignment)
+    np.testing.assert_allclose(found["attention"], expected.attention, atol=1e-4)
+    assert (empty["text"], empty["alignment"], empty["attention"]) == ("", "", None)
+    text = command("translate", "--run", run, "--alignment", "pieces", stdin=b"ein Hund\n\n")[1]
+    assert text.split("\n") == [f"{found['text']} ||| {found['alignment']}", " ||| ", ""]
+
+
+def test_json_lines_say_what_a_translation_must_have():
+    line = '{"text": "a", "prefix": "b", "phrases": ["c", "d e"]}'
+    assert read_sentence(line, "jsonl", "here") == Sentence("a", "b", ("c", "d e"))
+    assert read_sentence('{"text": "a"}', "jsonl", "here") == Sentence("a")
+    assert read_sentence(line, "text", "here") == Sentence(line)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("Hund", "not JSON: Expecting value"),
+        ("3", 'not a JSON object with a "text"'),
+        ('{"prefix": "ein"}', 'not a JSON object with a "text"'),
+        ('{"text": 3}', '"text" must be a text'),
+        ('{"text": "", "phrase": ["a"]}', 'unknown field "phrase"; known: text, prefix, phrases'),
+        ('{"text": "", "phrases": "a"}', '"phrases" must be a list of texts'),
+    ],
+)
+def test_json_lines_that_are_none_are_refused(line, message):
+    with pytest.raises(UserError, match=f"^here: {re.escape(message)}"):
+        read_sentence(line, "jsonl", "here")
+
+
+AWKWARD = [
+    "Hund\u2028bellt", "ein\rHund", "ein\x0cHund", "ein\x00Hund", "\x00", "\x85", "Hund\x0b",
+    "\ufeffHund", "👩‍🚀", " ",
+]  # fmt: skip
+
+
+def test_every_line_has_one_translation(run, command):
+    """Whatever characters it is made of, and whether or not the last line has an end."""
+    for stdin in ("\n".join(AWKWARD), "\n".join(AWKWARD) + "\n"):
+        code, out, err = command(
+            "translate", "--run", run, "--max-length", "9", stdin=stdin.encode(),
+        )  # fmt: skip
+        assert (code, err) == (0, "")
+        assert out.count("\n") == len(out.splitlines()) == len(AWKWARD)
+
+
+def test_a_line_of_a_million_characters_is_translated(run, command):
+    line = "Hund bellt " * 90_000 + "x" * 10_000
+    code, out, err = command(
+        "translate", "--run", run, "--beam-size", "1", "--max-length", "1",
+        "--max-source-length", "32", "--batch-tokens", "8192",
+        stdin=f"ein\n{line}\nHund\n".encode(),
+    )  # fmt: skip
+    assert (code, err) == (0, "")
+    first, middle, last, end = out.split("\n")
+    assert end == ""
+    assert len(middle) > 5_000 > len(first) + len(last)
+
+
+START = "import sys; from flaxformer_mt.cli import main; sys.exit(main())"
+
+
+def test_a_line_is_answered_before_the_next_is_there(run):
+    reading, writing = os.pipe()
+    with subprocess.Popen(
+        [sys.executable, "-c", START, "translate", "--run", run, "--beam-size", "1"],
+        stdin=reading,
+        stdout=subprocess.PIPE,
+    ) as process:
+        os.close(reading)
+        for _ in range(2):
+            os.write(writing, b"Hund\n")
+            assert process.stdout.readline().endswith(b"\n")
+        os.close(writing)
+        assert process.stdout.read() == b""
+        assert process.wait() == 0
 
 
 def test_score_prints_one_log_probability_a_line(run, command, tmp_path):
@@ -104,7 +221,7 @@ def test_score_prints_one_log_probability_a_line(run, command, tmp_path):
 
 
 def test_evaluate_prints_json(run, command, tmp_path):
-    sources, references = sentences(4), sentences(4, seed=5)
+    sources, references = sentences(4, longest=2), sentences(4, seed=5)
     code, out, _ = command(
         "evaluate", "--run", run,
         "--source", write(tmp_path / "source", sources),
@@ -140,6 +257,17 @@ def test_options_that_do_not_exist_are_refused_with_the_right_one(run, capsys):
         main(["translate", "--run", str(run), "--beem-size", "4"])
     assert exit_info.value.code == 2
     assert "--beam-size" in capsys.readouterr().err
+
+
+def test_help_shows_the_defaults_of_the_run(run, capsys):
+    for command in ("translate", "evaluate"):
+        with pytest.raises(SystemExit) as exit_info:
+            main([command, "--run", str(run), "--help"])
+        assert exit_info.value.code == 0
+        text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+        for field in dataclasses.fields(DecodeConfig):
+            assert f"--{field.name.replace('_', '-')} " in text
+        assert "1 = greedy. (default: 3)" in text
 
 
 def without(run, folder, *missing):
@@ -181,11 +309,28 @@ def test_what_cannot_be_used_is_refused_in_one_line(run, command, tmp_path):
     )
     assert_refused(
         command("translate", "--run", run, "--n-best", "9"),
-        "decode.n_best=9 is more than decode.beam_size=3",
+        "--n-best=9 is more than --beam-size=3",
+    )
+    assert_refused(command("translate"), "--run is missing")
+    several = ("--run", run, "--run", tmp_path / "other")
+    assert_refused(command("translate", *several), f"there is no run folder {tmp_path / 'other'}")
+    assert_refused(command("translate", "--run", run, "--tokens"), "--tokens needs --format jsonl")
+    assert_refused(
+        command("translate", "--run", run, "--input", tmp_path / "no"),
+        f"there is no file {tmp_path / 'no'}",
     )
     damaged = without(run, tmp_path / "damaged", "config.json")
     (damaged / "config.json").write_text("{")
     assert_refused(command("inspect", "--run", damaged), f"{damaged / 'config.json'}: ")
+
+
+def test_a_vocabulary_that_does_not_fit_the_weights_is_refused(run, command, tmp_path):
+    folder = without(run, tmp_path / "run", "tokenizer")
+    corpus = ParallelCorpus(sentences(50), sentences(50), "made up")
+    Tokenizers.train([corpus], dataclasses.replace(DATA, vocab_size=290)).save(folder / "tokenizer")
+    message = "has 290 source tokens, but the model was trained with 300"
+    for name in ("inspect", "translate"):
+        assert_refused(command(name, "--run", folder), f"{folder / 'tokenizer'} {message}")
 
 
 def assert_refused(result, *messages):
@@ -198,13 +343,14 @@ def assert_refused(result, *messages):
         assert message in err
 
 
-def test_a_pipe_that_closes_early_ends_quietly(run, capsys, monkeypatch):
+@pytest.mark.parametrize("name", ["inspect", "translate"])
+def test_a_pipe_that_closes_early_ends_quietly(run, command, monkeypatch, name):
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
-        assert main(["inspect", "--run", str(run)]) == 1
-    assert capsys.readouterr().err == ""
+        code, _, err = command(name, "--run", run, stdin=b"Hund\n")
+    assert (code, err) == (1, "")
 
 
 def test_help_does_not_wait_for_jax():
@@ -216,3 +362,19 @@ def test_help_does_not_wait_for_jax():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
     assert b"--beam-size" in result.stdout
+
+
+def test_lexicon_makes_a_file_that_shortlist_takes(run, command, tmp_path):
+    text, lexicon = tmp_path / "text", tmp_path / "lex.gz"
+    text.write_text("\n".join(LINES))
+    both = ("--source", str(text), "--target", str(text))
+    code, _, error = command("lexicon", "--run", str(run), *both, "--output", str(lexicon))
+    assert (code, error.count("\n")) == (0, 1)
+    options = ("--shortlist", str(lexicon), "--shortlist-first", "0", "--shortlist-best", "1")
+    form = ("--format", "jsonl", "--tokens")
+    code, output, _ = command("translate", "--run", str(run), *options, *form, stdin=b"Hund")
+    assert code == 0
+    tokenizers = Tokenizers.load(run / "tokenizer")
+    shortlist = Shortlist.read(lexicon, tokenizers, first=0, best=1)
+    allowed = shortlist.allowed(tokenizers.source.encode(["Hund"])[0])
+    assert set(json.loads(output)["translations"][0]["tokens"]) <= set(allowed.tolist())

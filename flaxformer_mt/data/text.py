@@ -10,11 +10,17 @@ import gzip
 import hashlib
 import io
 import itertools
+import os
+import select
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from flaxformer_mt.errors import UserError
+
+_CHUNK_BYTES = 2**20
+_PAUSE_SECONDS = 0.02
+"""Who writes lines at shorter intervals to a pipe does not wait for answers."""
 
 
 def stream_lines(path: Path) -> Iterator[str]:
@@ -27,7 +33,7 @@ def stream_lines(path: Path) -> Iterator[str]:
       UserError: the file is missing, empty, no whole gzip file, or not UTF-8 (names the line).
         What comes after the lines that were read so far is found out later than they are given.
     """
-    with _opened(path) as file:
+    with opened(path) as file:
         lines = _decoded(file, str(path))
         first = next(lines, None)
         if first is None:
@@ -41,13 +47,35 @@ def read_lines(path: Path) -> list[str]:
     return list(stream_lines(path))
 
 
-def decode_lines(data: bytes, name: str) -> list[str]:
-    """The lines of UTF-8 text, as `stream_lines` parts them; no text has no lines.
+def arriving_lines(stream: io.BufferedIOBase, name: str, enough: int) -> Iterator[list[str]]:
+    """Lines as they come: what has come from a terminal or a pipe does not wait for what follows.
+
+    Args:
+      stream: UTF-8 text, which may be empty; lines end where they do for `stream_lines`.
+      name: where it comes from, for messages.
+      enough: bytes of a group, if so many come without a pause.
+
+    Yields:
+      Groups of lines, none of them empty.
 
     Raises:
-      UserError: `name`, where the text was read from, is not UTF-8.
+      UserError: `name` is not UTF-8 (names the line).
     """
-    return list(_decoded(io.BytesIO(data), name))
+    number = 1
+    for lines in _arriving(stream, enough):
+        yield list(_decoded(lines, name, number))
+        number += len(lines)
+
+
+def count_lines(stream: io.BufferedIOBase) -> int:
+    """How many lines follow in a stream that can be read again, which is left where it is."""
+    start = stream.tell()
+    count, last = 0, b"\n"
+    while chunk := stream.read1(_CHUNK_BYTES):
+        count += chunk.count(b"\n")
+        last = chunk[-1:]
+    stream.seek(start)
+    return count + (last != b"\n")
 
 
 def stream_parallel(source_path: Path, target_path: Path) -> Iterator[tuple[str, str]]:
@@ -97,7 +125,7 @@ def digest_file(path: Path) -> bytes:
     Raises:
       UserError: the file is missing or no whole gzip file.
     """
-    with _opened(path) as file:
+    with opened(path) as file:
         return hashlib.file_digest(file, "sha256").digest()
 
 
@@ -134,8 +162,12 @@ def find_files(folder: Path, names: str, ending: str, option: str) -> dict[str, 
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[gzip.GzipFile | io.BufferedReader]:
-    """The file to be read, unzipped if it is gzipped; what goes wrong while it is read is named."""
+def opened(path: Path) -> Iterator[gzip.GzipFile | io.BufferedReader]:
+    """The file to be read, unzipped if it is gzipped (`.gz`).
+
+    Raises:
+      UserError: it is missing, or, while it is read, turns out not to be readable.
+    """
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             yield file
@@ -147,8 +179,31 @@ def _opened(path: Path) -> Iterator[gzip.GzipFile | io.BufferedReader]:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
 
 
-def _decoded(lines: Iterable[bytes], name: str) -> Iterator[str]:
-    for number, line in enumerate(lines, start=1):
+def _arriving(stream: io.BufferedIOBase, enough: int) -> Iterator[list[bytes]]:
+    """The groups of `arriving_lines`, with their line ends."""
+    chunks: list[bytes] = []
+    while chunk := stream.read1(_CHUNK_BYTES):
+        chunks.append(chunk)
+        # A line can be long: the chunks are only joined when they are given away.
+        if sum(map(len, chunks)) < enough and _is_waiting(stream):
+            continue
+        if any(b"\n" in chunk for chunk in chunks):
+            text, _, rest = b"".join(chunks).rpartition(b"\n")
+            yield [line + b"\n" for line in text.split(b"\n")]
+            chunks = [rest]
+    rest = b"".join(chunks)
+    if rest:
+        yield [line + b"\n" for line in rest.removesuffix(b"\n").split(b"\n")]
+
+
+def _is_waiting(stream: io.BufferedIOBase) -> bool:
+    """Whether there is more to read, now or in a moment."""
+    # Windows can only wait for sockets: there a group is what comes in one piece.
+    return os.name != "nt" and bool(select.select([stream], [], [], _PAUSE_SECONDS)[0])
+
+
+def _decoded(lines: Iterable[bytes], name: str, first: int = 1) -> Iterator[str]:
+    for number, line in enumerate(lines, first):
         if number == 1:
             line = line.removeprefix(codecs.BOM_UTF8)
             if not line:
@@ -156,5 +211,8 @@ def _decoded(lines: Iterable[bytes], name: str) -> Iterator[str]:
         try:
             text = line.decode()
         except UnicodeDecodeError as error:
-            raise UserError(f"{name}, line {number}: not UTF-8; convert it to UTF-8") from error
+            raise UserError(
+                f"{name}, line {number}: not UTF-8 (byte {error.start + 1} of the line is "
+                f"{line[error.start]:#04x}); convert it to UTF-8"
+            ) from error
         yield text.removesuffix("\n").removesuffix("\r")

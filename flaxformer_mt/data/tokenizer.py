@@ -1,5 +1,7 @@
 """Text to token ids and back: one protocol, and SentencePiece behind it.
 
+The vocabularies of OPUS-MT models, behind the same protocol, are in `marian_tokenizer.py`.
+
 Texts are taken as they are, without Unicode normalisation, so that `decode(encode(text))` is `text`
 again. Only spaces are tidied: those at either end go, and several in a row become one. (With
 `data.byte_fallback` off, characters outside the vocabulary come back as " \u2047 ".)
@@ -14,18 +16,18 @@ import hashlib
 import io
 import itertools
 import logging
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import sentencepiece
-from sentencepiece import sentencepiece_model_pb2
 
 from flaxformer_mt.config import DataConfig
+from flaxformer_mt.data import marian_tokenizer
 from flaxformer_mt.data.corpus import Corpus
 from flaxformer_mt.data.counting import counted
-from flaxformer_mt.data.sampling import MOST_SPLITS, BpeDropout, UnigramSampling, WordSampler
+from flaxformer_mt.data.marian_tokenizer import MarianTokenizer
+from flaxformer_mt.data.pieces import SPACE, TextSampler, open_model
 from flaxformer_mt.errors import UserError
 
 PAD_ID, BOS_ID, EOS_ID, UNK_ID = 0, 1, 2, 3
@@ -34,9 +36,6 @@ PAD_ID, BOS_ID, EOS_ID, UNK_ID = 0, 1, 2, 3
 MAX_TRAINING_PAIRS = 1_000_000
 """Pairs that a vocabulary is learned from, at most. Larger corpora give more than half as many, at
 equal distances: more text would take much longer and hardly change the pieces."""
-
-_SPACE = "\u2581"  # How SentencePiece writes a space, also the one that it puts before a text.
-_WORD = re.compile(f"{_SPACE}[^{_SPACE}]*")
 
 _Item = TypeVar("_Item")
 
@@ -73,6 +72,25 @@ class Tokenizer(Protocol):
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """The token ids of each text, without start and end."""
 
+    def split(self, texts: Sequence[str]) -> list[list[str]]:
+        """What each token of `encode` was in the text; a word's first piece starts with U+2581."""
+
+    def pieces(self, tokens: Sequence[int]) -> list[str]:
+        """The vocabulary's entry of each token."""
+
+    def sample(self, texts: Sequence[str], seed: int, amount: float) -> list[list[int]]:
+        """Token ids of the texts, each split at random in one of the ways that give it back.
+
+        The same arguments give the same ids, whatever was drawn before, in any thread and process.
+
+        Args:
+          texts: as for `encode`.
+          seed: from 0 to 2**32 - 1.
+          amount: bpe: the probability with which a merge is left out (BPE-dropout, Provilkov et
+            al. 2020); unigram: the exponent of a split's probability (subword regularisation, Kudo
+            2018). See `data.subword_sampling`.
+        """
+
     def decode(self, sentences: Sequence[Sequence[int]]) -> list[str]:
         """The text of each sentence up to its first `eos_id`; special ids give no text."""
 
@@ -82,11 +100,15 @@ class SentencePieceTokenizer:
 
     Args:
       model: the bytes of a `.model` file.
+      name: what a message calls it.
+
+    Raises:
+      UserError: this is no SentencePiece model.
     """
 
-    def __init__(self, model: bytes):
+    def __init__(self, model: bytes, name: str = "the vocabulary"):
         self.model = model
-        self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+        self._processor = open_model(model, name)
         self.vocab_size: int = self._processor.vocab_size()
         self.pad_id: int = self._processor.pad_id()
         self.bos_id: int = self._processor.bos_id()
@@ -102,46 +124,21 @@ class SentencePieceTokenizer:
         """See `Tokenizer.encode`."""
         return self._processor.encode(list(texts))
 
+    def split(self, texts: Sequence[str]) -> list[list[str]]:
+        """See `Tokenizer.split`."""
+        return self._processor.encode(list(texts), out_type=str)
+
+    def pieces(self, tokens: Sequence[int]) -> list[str]:
+        """See `Tokenizer.pieces`."""
+        return self._processor.id_to_piece([int(token) for token in tokens])
+
     def sample(self, texts: Sequence[str], seed: int, amount: float) -> list[list[int]]:
-        """Token ids of the texts, each split at random in one of the ways that give it back.
-
-        The same arguments give the same ids, whatever was drawn before, in any thread and process.
-
-        Args:
-          texts: as for `encode`.
-          seed: from 0 to 2**32 - 1.
-          amount: bpe: the probability with which a merge is left out (BPE-dropout, Provilkov et
-            al. 2020); unigram: the exponent of a split's probability (subword regularisation, Kudo
-            2018). See `data.subword_sampling`.
-        """
-        words = [_WORD.findall(text) for text in self._processor.normalize(list(texts))]
-        sampled = self._sampler.sample(list(itertools.chain(*words)), seed, amount)
-        left = iter(sampled)
-        return [list(itertools.chain(*itertools.islice(left, len(own)))) for own in words]
+        """See `Tokenizer.sample`."""
+        return self._sampler.sample(texts, seed, amount)
 
     @functools.cached_property
-    def _sampler(self) -> WordSampler:
-        model: Any = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
-        model.ParseFromString(self.model)
-        pieces = list(enumerate(model.pieces))
-
-        def without_space(word: str) -> str:
-            return word.removeprefix(_SPACE)  # SentencePiece puts it there again.
-
-        if model.trainer_spec.model_type == model.trainer_spec.UNIGRAM:
-            return UnigramSampling(
-                lambda word: self._processor.nbest_encode(
-                    without_space(word), nbest_size=MOST_SPLITS
-                ),
-                [piece.score for _, piece in pieces],
-            )
-        normal = [(token, piece) for token, piece in pieces if piece.type == piece.NORMAL]
-        return BpeDropout(
-            ranks={piece.piece: -piece.score for _, piece in normal},
-            ids={piece.piece: token for token, piece in normal},
-            encode=lambda word: self._processor.encode(without_space(word)),
-            whole=[piece.piece for _, piece in pieces if piece.type == piece.USER_DEFINED],
-        )
+    def _sampler(self) -> TextSampler:
+        return TextSampler(self.model, self._processor)
 
     def decode(self, sentences: Sequence[Sequence[int]]) -> list[str]:
         """See `Tokenizer.decode`."""
@@ -185,7 +182,7 @@ def train_sentencepiece(
             eos_id=EOS_ID,
             unk_id=UNK_ID,
             # With its space: without, that would be a second piece.
-            user_defined_symbols=[_SPACE + tag for tag in tags],
+            user_defined_symbols=[SPACE + tag for tag in tags],
             # Sums over threads would make the pieces depend on the machine.
             num_threads=1,
             minloglevel=2,
@@ -233,8 +230,8 @@ def evenly(items: Iterable[_Item], limit: int) -> list[_Item]:
 class Tokenizers:
     """The vocabularies of one model; with a joint vocabulary both are the same object."""
 
-    source: SentencePieceTokenizer
-    target: SentencePieceTokenizer
+    source: SentencePieceTokenizer | MarianTokenizer
+    target: SentencePieceTokenizer | MarianTokenizer
 
     @classmethod
     def for_run(
@@ -301,21 +298,32 @@ class Tokenizers:
         return self.source is self.target
 
     def save(self, folder: str | Path) -> None:
-        """Writes `joint.model`, or `source.model` and `target.model`, into `folder`."""
+        """Writes what `load` reads into `folder`."""
         Path(folder).mkdir(parents=True, exist_ok=True)
+        for name, content in self._files().items():
+            Path(folder, name).write_bytes(content)
+
+    def _files(self) -> Mapping[str, bytes]:
+        if isinstance(self.source, MarianTokenizer):
+            return self.source.files  # They say all about both sides.
+        assert isinstance(self.target, SentencePieceTokenizer)
         if self.joint:
-            Path(folder, "joint.model").write_bytes(self.source.model)
-        else:
-            Path(folder, "source.model").write_bytes(self.source.model)
-            Path(folder, "target.model").write_bytes(self.target.model)
+            return {"joint.model": self.source.model}
+        return {"source.model": self.source.model, "target.model": self.target.model}
 
     @classmethod
     def load(cls, folder: str | Path) -> "Tokenizers":
-        """Reads what `save` wrote.
+        """Reads `joint.model`; or `source.model` and `target.model`; or an OPUS-MT vocabulary.
 
         Raises:
-          UserError: a model file is missing or damaged.
+          UserError: a file is missing or damaged.
         """
+        if Path(folder, marian_tokenizer.VOCABULARY).exists():
+            files = marian_tokenizer.read_files(folder)
+            return cls(
+                MarianTokenizer(files, "source", str(folder)),
+                MarianTokenizer(files, "target", str(folder)),
+            )
         joint_path = Path(folder, "joint.model")
         if joint_path.exists():
             joint = _read_model(joint_path)
@@ -327,8 +335,6 @@ class Tokenizers:
 
 def _read_model(path: Path) -> SentencePieceTokenizer:
     try:
-        return SentencePieceTokenizer(path.read_bytes())
+        return SentencePieceTokenizer(path.read_bytes(), str(path))
     except FileNotFoundError as error:
         raise UserError(f"the tokenizer {path} is missing") from error
-    except RuntimeError as error:
-        raise UserError(f"{path} is not a SentencePiece model: {error}") from error

@@ -27,7 +27,7 @@ class Bucket(NamedTuple):
 
 
 def plan_buckets(
-    lengths: Sequence[int], batch_tokens: int, model: TransformerConfig
+    lengths: Sequence[int], batch_tokens: int, model: TransformerConfig, first: int = 1
 ) -> list[Bucket]:
     """Groups sentences of similar length, the longest first.
 
@@ -38,6 +38,7 @@ def plan_buckets(
       lengths: tokens of each sentence, end token included. Those of length 0 are left out.
       batch_tokens: tokens in a bucket, padding included; a longer sentence gets one of its own.
       model: which positions it knows.
+      first: number of the first sentence, for messages.
 
     Raises:
       UserError: a sentence is longer than the position table.
@@ -47,11 +48,11 @@ def plan_buckets(
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         if limit is not None and lengths[index] > limit:
             raise UserError(
-                f"sentence {index + 1} has {lengths[index]} tokens, but the model knows only "
+                f"sentence {index + first} has {lengths[index]} tokens, but the model knows only "
                 f"model.max_length={limit} positions: split it"
             )
         if lengths[index] > 0:
-            groups.setdefault(_row_length(lengths[index], limit), []).append(index)
+            groups.setdefault(row_length(lengths[index], limit), []).append(index)
     buckets = []
     for length, indices in groups.items():
         num_rows = max(1, batch_tokens // length)
@@ -73,7 +74,8 @@ def fill_rows(sequences: Sequence[Sequence[int]], bucket: Bucket, pad_id: int) -
     return rows
 
 
-def _row_length(length: int, limit: int | None) -> int:
+def row_length(length: int, limit: int | None) -> int:
+    """Tokens of the row that a sentence of `length` tokens, at most `limit`, gets."""
     row = SHORTEST_BUCKET
     while row < length:
         row *= 2

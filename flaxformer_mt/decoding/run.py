@@ -1,4 +1,7 @@
-"""A run folder, read: all that using a trained model needs."""
+"""A run folder, read: all that using a trained model needs.
+
+JAX and Orbax are imported where parameters are read: the configuration alone is there at once.
+"""
 
 import dataclasses
 import hashlib
@@ -7,13 +10,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from flax.traverse_util import flatten_dict
 
 from flaxformer_mt import config as configuration
-from flaxformer_mt.config import ExperimentConfig
+from flaxformer_mt.config import ExperimentConfig, TransformerConfig, with_vocabulary_sizes
 from flaxformer_mt.data.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.training.checkpoint import restore_params
 
 Checkpoint = Literal["best", "last"] | int
 """The best by validation, the newest, or that of a step."""
@@ -29,13 +30,21 @@ class Run:
     tokenizers: Tokenizers
     step: int
     """Training steps behind the parameters."""
+    folder: Path = Path()
+    """Where it was read."""
+
+    @property
+    def model(self) -> TransformerConfig:
+        """Which Transformer, with the sizes of the vocabularies filled in."""
+        source, target = self.tokenizers.source, self.tokenizers.target
+        return with_vocabulary_sizes(self.config.model, source.vocab_size, target.vocab_size)
 
 
-def load_run(folder: str | Path, checkpoint: Checkpoint = "best") -> Run:
-    """Reads a run folder, with one of its checkpoints.
+def read_config(folder: str | Path) -> ExperimentConfig:
+    """Reads the configuration of a run.
 
     Raises:
-      UserError: the folder, or a part of it, is missing or damaged.
+      UserError: there is no such folder, or its config.json is missing or damaged.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -44,12 +53,41 @@ def load_run(folder: str | Path, checkpoint: Checkpoint = "best") -> Run:
     if not path.is_file():
         raise UserError(f"{folder} is no run folder: it has no config.json")
     try:
-        config = configuration.from_json(path.read_text(encoding="utf-8"))
-    except UserError as error:
+        return configuration.from_json(path.read_text(encoding="utf-8"))
+    except (UserError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: {error}") from error
-    tokenizers = Tokenizers.load(folder / "tokenizer")
+
+
+def load_run(folder: str | Path, checkpoint: Checkpoint = "best") -> Run:
+    """Reads a run folder, with one of its checkpoints.
+
+    Raises:
+      UserError: the folder, or a part of it, is missing or damaged, or its vocabulary is not the
+        one that the parameters were trained with.
+    """
+    config = read_config(folder)
+    tokenizers = Tokenizers.load(Path(folder) / "tokenizer")
+    from flaxformer_mt.training.checkpoint import restore_params
+
     step, params = restore_params(folder, checkpoint)
-    return Run(config, params, tokenizers, step)
+    run = Run(config, params, tokenizers, step, Path(folder))
+    _check_vocabularies(run)
+    return run
+
+
+def _check_vocabularies(run: Run) -> None:
+    """Refuses tokenizers with more, or other, tokens than the parameters have rows for."""
+    tokenizers, model = run.tokenizers, run.model
+    for side, tokenizer, size in (
+        ("source", tokenizers.source, model.source_vocab_size),
+        ("target", tokenizers.target, model.target_vocab_size),
+    ):
+        table = run.params.get(f"{side}_embedding", run.params["target_embedding"])["embedding"]
+        if not tokenizer.vocab_size <= size == len(table):
+            raise UserError(
+                f"{run.folder / 'tokenizer'} has {tokenizer.vocab_size} {side} tokens, but the "
+                f"model was trained with {len(table)}: put back the tokenizer of that training"
+            )
 
 
 def describe_run(folder: str | Path, checkpoint: Checkpoint = "last") -> dict[str, Any]:
@@ -60,6 +98,8 @@ def describe_run(folder: str | Path, checkpoint: Checkpoint = "last") -> dict[st
     Raises:
       UserError: see `load_run`.
     """
+    from flax.traverse_util import flatten_dict
+
     run = load_run(folder, checkpoint)
     data = Path(folder) / "data.json"
     return {
@@ -81,6 +121,8 @@ def parameters_sha256(params: Any) -> str:
     The arrays follow each other in the order of their paths (`decoder/final_norm/scale`, ...),
     the elements of each in C order.
     """
+    from flax.traverse_util import flatten_dict
+
     digest = hashlib.sha256()
     for _, leaf in sorted(flatten_dict(params, sep="/").items()):
         digest.update(np.asarray(leaf).astype("<f4").tobytes())

@@ -1,14 +1,11 @@
 """Text in, text out."""
 
 import dataclasses
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import jax
-import numpy as np
-from jax import Array
 from rich.console import Console
 from rich.progress import track
 
@@ -19,213 +16,211 @@ from flaxformer_mt.config import (
     with_vocabulary_sizes,
 )
 from flaxformer_mt.data.tokenizer import Tokenizers
-from flaxformer_mt.decoding.buckets import Bucket, fill_rows, longest_sentence, plan_buckets
-from flaxformer_mt.decoding.run import Checkpoint, load_run
-from flaxformer_mt.decoding.search import SearchResult, beam_search, greedy_search
+from flaxformer_mt.decoding.ensemble import require_same_vocabularies
+from flaxformer_mt.decoding.run import Checkpoint, Run, load_run
+from flaxformer_mt.decoding.scoring import Unit
+from flaxformer_mt.decoding.text_decoder import Hypothesis, Sentence, TextDecoder
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.model.transformer import ZERO_VECTOR, Transformer, reorder_cache
 
+WINDOW = 128
+"""Characters that `Translator.stream` reads before the first is translated, for each token of a
+batch: enough for some thirty batches, of which the last are not full."""
 
-@dataclasses.dataclass(frozen=True)
-class Hypothesis:
-    """One translation of a sentence."""
-
-    text: str
-    """Detokenised, on one line."""
-    score: float
-    """Log-probability / length penalty."""
-    tokens: tuple[int, ...]
-    """Target tokens; the end token is the last, if the model came to an end."""
+_T = TypeVar("_T")
 
 
 class Translator:
-    """Translates with a trained model.
+    """Translates with a trained model, or with several together.
 
     What is compiled is shared by all translators of one model configuration: a new one, for new
     parameters, costs nothing.
     """
 
-    def __init__(self, config: ExperimentConfig, params: Any, tokenizers: Tokenizers) -> None:
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        params: Any,
+        tokenizers: Tokenizers,
+        others: Sequence[tuple[TransformerConfig, Any]] = (),
+    ) -> None:
         """Makes a translator.
 
         Args:
           config: of the run; `model` and `decode` are used.
           params: the model's parameters, nested dicts of arrays.
           tokenizers: of the run.
+          others: configuration and parameters of more models, which choose each token together with
+            the first. Alignments are those of the first alone.
 
         Raises:
-          UserError: the model has no encoder.
+          UserError: a model has no encoder.
         """
-        if not config.model.has_inputs:
+        sizes = tokenizers.source.vocab_size, tokenizers.target.vocab_size
+        self.models = [
+            (with_vocabulary_sizes(model, *sizes), jax.device_put(parameters))
+            for model, parameters in ((config.model, params), *others)
+        ]
+        if not all(model.has_inputs for model, _ in self.models):
             raise UserError("model.has_inputs=False: a language model cannot translate")
-        self.model = with_vocabulary_sizes(
-            config.model, tokenizers.source.vocab_size, tokenizers.target.vocab_size
-        )
         self.decode = config.decode
-        self.params = jax.device_put(params)
         self.tokenizers = tokenizers
+        self._decoders: dict[Any, TextDecoder] = {}
+        """One for each set of options that was asked for."""
 
     @classmethod
-    def from_run(cls, folder: str | Path, checkpoint: Checkpoint = "best") -> Self:
-        """The translator of a run folder.
+    def from_run(
+        cls, folders: str | Path | Sequence[str | Path], checkpoint: Checkpoint = "best"
+    ) -> Self:
+        """The translator of a run folder, or of several: an ensemble.
 
         Raises:
-          UserError: the folder, or a part of it, is missing or damaged.
+          UserError: a folder, or a part of it, is missing or damaged; or their vocabularies differ.
         """
-        run = load_run(folder, checkpoint)
-        return cls(run.config, run.params, run.tokenizers)
+        several = [folders] if isinstance(folders, str | Path) else folders
+        return cls.from_runs([load_run(folder, checkpoint) for folder in several])
+
+    @classmethod
+    def from_runs(cls, runs: Sequence[Run], decode: DecodeConfig | None = None) -> Self:
+        """The translator of one run, or of several together.
+
+        Args:
+          runs: at least one.
+          decode: options; by default as configured for the first.
+
+        Raises:
+          UserError: their vocabularies differ.
+        """
+        require_same_vocabularies([(str(run.folder), run) for run in runs])
+        first, *others = runs
+        config = dataclasses.replace(first.config, decode=decode or first.config.decode)
+        pairs = [(run.config.model, run.params) for run in others]
+        return cls(config, first.params, first.tokenizers, pairs)
 
     def translate(
         self,
-        sentences: Sequence[str],
+        sentences: Sequence[str | Sentence],
         beam_size: int | None = None,
-        length_penalty: float | None = None,
         *,
         show_progress: bool = False,
+        **options: Any,
     ) -> list[str]:
         """The best translation of each sentence; arguments as in `translate_n_best`."""
-        n_best_lists = self.translate_n_best(
-            sentences, 1, beam_size, length_penalty, show_progress=show_progress
+        lists = self.translate_n_best(
+            sentences, 1, beam_size=beam_size, show_progress=show_progress, **options
         )
-        return [hypotheses[0].text for hypotheses in n_best_lists]
+        return [hypotheses[0].text for hypotheses in lists]
 
     def translate_n_best(
         self,
-        sentences: Sequence[str],
+        sentences: Sequence[str | Sentence],
         n_best: int | None = None,
-        beam_size: int | None = None,
-        length_penalty: float | None = None,
         *,
+        unit: Unit | None = None,
+        attention: bool = False,
         show_progress: bool = False,
+        **options: Any,
     ) -> list[list[Hypothesis]]:
         """The best translations of each sentence.
 
         Args:
-          sentences: source sentences, in any order and of any length. An empty one has one
-            translation, the empty one.
+          sentences: in any order and of any length.
           n_best: translations per sentence; by default as configured.
-          beam_size: hypotheses that the search follows, 1 = greedy; by default as configured.
-          length_penalty: alpha, see `search.length_penalty`; by default as configured.
+          unit: align these.
+          attention: give the attention that alignments are made from.
           show_progress: draw a progress bar on standard error.
+          **options: fields of `DecodeConfig`; those that are left out, or None, are as configured.
 
         Returns:
-          For each sentence, in the order given, its translations from best to worst.
+          For each sentence, in the order given, its translations from best to worst. They depend on
+          the sentence and the options alone, not on the other sentences.
 
         Raises:
-          UserError: an option is out of range, a sentence is longer than a learned position
-            table, or the parameters are not finite.
+          UserError: an option is out of range or does not fit the model, a sentence cannot have
+            what is asked of it, or the parameters are not finite.
         """
-        options = {"n_best": n_best, "beam_size": beam_size, "length_penalty": length_penalty}
-        given: dict[str, Any] = {name: v for name, v in options.items() if v is not None}
-        decode = dataclasses.replace(self.decode, **given)
-        sources = self.tokenizers.source.encode([sentence.strip() for sentence in sentences])
-        sources = [[*tokens, self.model.eos_id] if tokens else [] for tokens in sources]
-        translations = [[Hypothesis("", 0.0, ())] for _ in sources]
-        lengths = [len(source) for source in sources]
-        for bucket in track(
-            plan_buckets(lengths, decode.batch_tokens, self.model),
+        decoder = self._decoder({**options, "n_best": n_best}, unit, attention)
+        finished = track(
+            decoder.translate(list(map(_as_sentence, sentences))),
             "Translating",
+            total=len(sentences),
             console=Console(stderr=True),
             transient=True,
             disable=not show_progress,
-        ):
-            found = self._translate_bucket(sources, bucket, decode)
-            for index, hypotheses in zip(bucket.indices, found, strict=True):
-                translations[index] = hypotheses
-        return translations
-
-    def _translate_bucket(
-        self, sources: Sequence[Sequence[int]], bucket: Bucket, decode: DecodeConfig
-    ) -> list[list[Hypothesis]]:
-        max_lengths = np.zeros(bucket.num_rows, np.int32)
-        for row, index in enumerate(bucket.indices):
-            max_lengths[row] = longest_target(len(sources[index]), decode, self.model)
-        result = search_targets(
-            self.params,
-            fill_rows(sources, bucket, self.model.pad_id),
-            max_lengths,
-            float(decode.length_penalty),
-            model=self.model,
-            max_length=longest_target(bucket.length, decode, self.model),
-            beam_size=decode.beam_size,
-            n_best=decode.n_best,
         )
-        return self._detokenise(result, len(bucket.indices))
+        return list(in_order(finished))
 
-    def _detokenise(self, result: SearchResult, num_rows: int) -> list[list[Hypothesis]]:
-        tokens, lengths, scores, _ = (array.tolist() for array in jax.device_get(result))
-        hypotheses = []
-        for row in range(num_rows):
-            kept = [t[:n] for t, n in zip(tokens[row], lengths[row], strict=True) if n]
-            if not kept:
-                raise UserError("the model's parameters are not finite: training has diverged")
-            texts = self.tokenizers.target.decode(kept)
-            hypotheses.append(
-                [
-                    Hypothesis(_on_one_line(text), score, tuple(sequence))
-                    for text, score, sequence in zip(texts, scores[row], kept, strict=False)
-                ]
-            )
-        return hypotheses
+    def stream(
+        self,
+        sentences: Iterable[str | Sentence],
+        *,
+        unit: Unit | None = None,
+        attention: bool = False,
+        advance: Callable[[], object] = lambda: None,
+        **options: Any,
+    ) -> Iterator[list[Hypothesis]]:
+        """The best translations of each sentence, as soon as they and all before are finished.
+
+        Sentences are read in portions of some thousands, the next when all of one are finished:
+        memory does not grow with their number. Arguments that are not explained here, and errors,
+        are those of `translate_n_best`.
+
+        Args:
+          sentences: any number.
+          unit: see there.
+          attention: see there.
+          advance: called when a sentence is finished, which may be before its turn.
+          **options: see there.
+        """
+        decoder = self._decoder(options, unit, attention)
+
+        def finished(window: Sequence[Sentence]) -> Iterator[tuple[int, list[Hypothesis]]]:
+            for result in decoder.translate(window):
+                advance()
+                yield result
+
+        for window in windows(map(_as_sentence, sentences), WINDOW * decoder.decode.batch_tokens):
+            yield from in_order(finished(window))
+
+    def _decoder(self, options: dict[str, Any], unit: Unit | None, attention: bool) -> TextDecoder:
+        given = {name: value for name, value in options.items() if value is not None}
+        decode = dataclasses.replace(self.decode, **given)
+        key = (decode, unit, attention)
+        if key not in self._decoders:
+            self._decoders[key] = TextDecoder(self.models, decode, self.tokenizers, unit, attention)
+        return self._decoders[key]
 
 
-@functools.partial(jax.jit, static_argnames=("model", "max_length", "beam_size", "n_best"))
-def search_targets(
-    params: Any,
-    source_tokens: Array,
-    max_lengths: Array,
-    length_penalty: float,
-    *,
-    model: TransformerConfig,
-    max_length: int,
-    beam_size: int,
-    n_best: int,
-) -> SearchResult:
-    """The best target token sequences of a batch of source token sequences.
+def windows(sentences: Iterable[Sentence], size: int) -> Iterator[list[Sentence]]:
+    """Sentences in their order, as many together as have about `size` characters.
+
+    Each window has at least one sentence, and no more than `size`.
+    """
+    window: list[Sentence] = []
+    room = size
+    for sentence in sentences:
+        window.append(sentence)
+        room -= max(1, len(sentence.text))
+        if room <= 0:
+            yield window
+            window, room = [], size
+    if window:
+        yield window
+
+
+def in_order(finished: Iterable[tuple[int, _T]]) -> Iterator[_T]:
+    """Results with the indices 0, 1, 2 ... in that order, each as soon as all before it are there.
 
     Args:
-      params: of `model`.
-      source_tokens: int32 [B, S], with end token, padded.
-      max_lengths: int32 [B], the most target tokens of each row; 0 = an empty row.
-      length_penalty: alpha, see `search.length_penalty`.
-      model: which Transformer.
-      max_length: P, the largest value that `max_lengths` may have.
-      beam_size: W; 1 searches greedily.
-      n_best: N, at most W.
+      finished: (index, result) in any order.
     """
-    transformer = Transformer(model)
-    variables = {"params": params}
-    encoded = transformer.apply(variables, source_tokens, method="encode")
-    cache = transformer.apply(
-        variables, encoded, source_tokens, beam_size, max_length, method="init_cache"
-    )
-
-    def step(tokens, cache, position):
-        return transformer.apply(variables, tokens, cache, position, method="decode_step")
-
-    options: dict[str, Any] = {
-        "max_lengths": max_lengths,
-        "max_length": max_length,
-        "bos_id": model.bos_id,
-        "eos_id": model.eos_id,
-        "pad_id": model.pad_id,
-        "forbidden_ids": sorted({model.pad_id, model.bos_id} - {model.eos_id, ZERO_VECTOR}),
-        "alpha": length_penalty,
-    }
-    if beam_size == 1:
-        return greedy_search(step, cache, **options)
-    return beam_search(
-        step, cache, beam_size=beam_size, n_best=n_best, reorder=reorder_cache, **options
-    )
+    waiting: dict[int, _T] = {}
+    following = 0
+    for index, result in finished:
+        waiting[index] = result
+        while following in waiting:
+            yield waiting.pop(following)
+            following += 1
 
 
-def longest_target(source_length: int, decode: DecodeConfig, model: TransformerConfig) -> int:
-    """The most tokens that a translation of so many source tokens (end included) may have."""
-    length = int(decode.max_length_factor * (source_length - 1)) + decode.max_length_extra
-    limit = longest_sentence(model)
-    return length if limit is None else min(length, limit)
-
-
-def _on_one_line(text: str) -> str:
-    # Pieces for single bytes can spell a line break, which would shift all lines after it.
-    return text.replace("\n", " ").replace("\r", " ")
+def _as_sentence(sentence: str | Sentence) -> Sentence:
+    return Sentence(sentence) if isinstance(sentence, str) else sentence

@@ -132,15 +132,36 @@ def convert(
         state, origin = read_own(Path(source), overrides)
     else:
         state, origin = interop.load_training(source_family, source, **overrides), source_family
+    try:
+        return write(state, origin, target_family, Path(target), accepted)
+    except UserError as error:
+        raise UserError(f"{source} cannot become {target_family}: {error}") from error
+
+
+def write(
+    state: TrainingState, origin: str, target_family: str, target: Path, accepted: Collection[str]
+) -> tuple[str, ...]:
+    """Writes a training state as the checkpoint of a family, adapted to it.
+
+    Args:
+      state: what to write.
+      origin: the family whose tensors it carries.
+      target_family: see `convert`.
+      target: see `convert`.
+      accepted: see `convert`.
+
+    Returns:
+      See `convert`.
+
+    Raises:
+      UserError: see `convert`.
+    """
     if target_family == OWN:
-        write_own(Path(target), state, origin)
+        write_own(target, state, origin)
         return state.notes
     if target_family != origin:
-        try:
-            state = adapt_training(state, interop.FAMILIES[target_family], accepted)
-        except UserError as error:
-            raise UserError(f"{source} cannot become {target_family}: {error}") from error
-    if state.adam is not None and Path(target).suffix == ".safetensors":
+        state = adapt_training(state, interop.FAMILIES[target_family], accepted)
+    if state.adam is not None and target.suffix == ".safetensors":
         note = "Adam's state is left out: PyTorch reads it from .pt files only"
         state = state._replace(adam=None, notes=(*state.notes, note))
     interop.save(target_family, state.config, state.params, target, state.adam)

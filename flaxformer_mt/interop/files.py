@@ -11,7 +11,7 @@ import os
 import pickle
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -113,6 +113,38 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> Checkpoint:
         first(SETTINGS_KEYS) or {},
         first(OPTIMIZER_KEYS),
     )
+
+
+def read_widened(paths: Sequence[Path]) -> tuple[dict[str, np.ndarray], str]:
+    """Reads tensors that may stand in several files, and may have 16 bits.
+
+    Args:
+      paths: safetensors or PyTorch files, each with a state dict.
+
+    Returns:
+      The tensors, float16 as float32, which changes none; and the dtype that most of them had.
+
+    Raises:
+      UserError: as `read`, with the file's name; or two files have a tensor of one name.
+    """
+    tensors: dict[str, np.ndarray] = {}
+    dtypes: collections.Counter[str] = collections.Counter()
+    for path in paths:
+        try:
+            content = _read_file(path)
+            if not isinstance(content, Mapping):
+                raise UserError(f"a {type(content).__name__}, not a state dict")
+            for name, value in content.items():
+                if name in tensors:
+                    raise UserError(f"tensor {name} is in another file, too")
+                dtype = str(getattr(value, "dtype", "")).removeprefix("torch.")
+                if dtype == "float16":
+                    value = np.asarray(value).astype(np.float32)
+                tensors[name] = to_numpy(name, value)
+                dtypes[dtype] += 1
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from error
+    return tensors, dtypes.most_common(1)[0][0] if dtypes else "float32"
 
 
 def write(path: str | os.PathLike[str], tensors: Tensors) -> None:

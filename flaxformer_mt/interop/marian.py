@@ -51,7 +51,7 @@ _FIELDS_OF_SETTINGS = {
     "eos_token_id": "eos_id",
     "decoder_start_token_id": "bos_id",
 }
-_ACTIVATIONS = {
+ACTIVATIONS = {
     "relu": "relu",
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
@@ -88,7 +88,7 @@ def _guess(checkpoint: Checkpoint) -> dict[str, Any]:
     if TABLES[0] in tensors:
         fields["max_length"] = checkpoint.size((TABLES[0], 0))
     fields |= fields_of_settings(settings, _FIELDS_OF_SETTINGS)
-    fields |= activation_of_settings(settings, "activation_function", _ACTIVATIONS)
+    fields |= activation_of_settings(settings, "activation_function", ACTIVATIONS)
     return fields
 
 

@@ -28,7 +28,7 @@ class Rule(NamedTuple):
     """Some of our parameters, the reference's tensors that say the same, and the maps between.
 
     Below `encoder/layers` and `decoder/layers` a rule is applied once a layer: our arrays are
-    slices without the axis L, and "{layer}" in a name is the layer's index.
+    slices without the axis L, and "{layer}" in a name is the layer's index ("{number}": from 1).
     """
 
     ours: tuple[str, ...]

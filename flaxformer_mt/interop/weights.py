@@ -242,7 +242,8 @@ def applications(
             yield rule, None, rule.theirs
             continue
         for layer in range(depths[stack]):
-            yield rule, layer, tuple(name.format(layer=layer) for name in rule.theirs)
+            names = (name.format(layer=layer, number=layer + 1) for name in rule.theirs)
+            yield rule, layer, tuple(names)
 
 
 def _configure(

@@ -1,21 +1,43 @@
 """The decoder: its layer, and the stack of them, for whole targets or one token at a time."""
 
+from collections.abc import Sequence
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jax import Array, lax
+from jax import Array
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.model.attention import KeyValue, MultiHeadAttention
 from flaxformer_mt.model.feed_forward import FeedForward
 from flaxformer_mt.model.normalization import Norm, residual
 from flaxformer_mt.model.numerics import Dropout
+from flaxformer_mt.model.recurrence import SSRU
 from flaxformer_mt.model.stack import stack
+
+
+def append(past: KeyValue, new: KeyValue, positions: Array) -> KeyValue:
+    """Writes one token's keys and values of every hypothesis to its place.
+
+    Args:
+      past: keys [B, H, P, W, K] and values [B, H, P, W, U].
+      new: keys [B, H, W, K] and values [B, H, W, U].
+      positions: int32 [B], below P.
+    """
+    rows = jnp.arange(positions.shape[0])
+
+    def write(old: Array, token: Array) -> Array:
+        return old.at[rows, :, positions].set(token, mode="promise_in_bounds", unique_indices=True)
+
+    return KeyValue(*map(write, past, new))
 
 
 class DecoderLayer(nn.Module):
     """Self-attention, attention to the encoder, feed-forward, each with residual and norm.
 
-    Without inputs (`config.has_inputs`) there is no attention to the encoder.
+    Without inputs (`config.has_inputs`) there is no attention to the encoder. A recurrent unit can
+    take the place of self-attention (`config.decoder_kind`).
     """
 
     config: TransformerConfig
@@ -23,8 +45,12 @@ class DecoderLayer(nn.Module):
     def setup(self) -> None:
         """Makes the sub-layers."""
         c = self.config
-        self.self_attention = MultiHeadAttention(c)
-        self.self_attention_norm = Norm(c)
+        if c.decoder_kind == "ssru":
+            self.recurrence = SSRU(c)
+            self.recurrence_norm = Norm(c)
+        else:
+            self.self_attention = MultiHeadAttention(c)
+            self.self_attention_norm = Norm(c)
         if c.has_inputs:
             self.cross_attention = MultiHeadAttention(c)
             self.cross_attention_norm = Norm(c)
@@ -50,17 +76,20 @@ class DecoderLayer(nn.Module):
         Args:
           x: [B, T, D].
           cross: keys [B, H, S, K] and values [B, H, S, U] of the encoder's output.
-          self_mask: broadcastable to [B, H, T, T].
+          self_mask: broadcastable to [B, H, T, T]; for a recurrent unit bool [B, T], where a
+            sentence starts.
           cross_mask: broadcastable to [B, H, T, S].
           deterministic: no dropout.
-          return_attention: also return weights of self- [B, H, T, T] and cross-attention
-            [B, H, T, S].
+          return_attention: also return weights of self- [B, H, T, T] (None of a recurrent unit)
+            and cross-attention [B, H, T, S].
         """
 
-        def attend_to_self(y: Array) -> tuple[Array, Array]:
+        def look_back(y: Array) -> tuple[Array, Array | None]:
+            if self.config.decoder_kind == "ssru":
+                return self.recurrence(y, self_mask), None
             return self.self_attention(y, self.self_attention.project(y), self_mask, deterministic)
 
-        x, self_weights = self._residual(x, attend_to_self, self.self_attention_norm, deterministic)
+        x, self_weights = self._residual(x, look_back, self._look_back_norm(), deterministic)
         x, cross_weights = self._attend_and_transform(x, cross, cross_mask, deterministic)
         return x, (self_weights, cross_weights) if return_attention else None
 
@@ -68,48 +97,44 @@ class DecoderLayer(nn.Module):
         self,
         x: Array,
         cross: KeyValue | None,
-        past: KeyValue,
+        past: KeyValue | Array,
+        positions: Array,
+        visible: Array,
         cross_mask: Array | None,
-        decode_position: Array,
-    ) -> tuple[Array, KeyValue]:
-        """Maps one position of W hypotheses per sentence, given all earlier ones.
+    ) -> tuple[Array, KeyValue | Array, Array | None]:
+        """Maps one token of W hypotheses per sentence, given all earlier ones.
 
         Args:
           x: [B, W, D].
           cross: keys [B, H, S, K] and values [B, H, S, U], one for all hypotheses of a sentence.
-          past: keys [B, W, H, P, K] and values [B, W, H, P, U]; positions from `decode_position`
-            on are not read.
+          past: keys [B, H, P, W, K] and values [B, H, P, W, U]; of a recurrent unit its memory
+            [B, W, D].
+          positions: int32 [B], the place of each sentence's token, from 0.
+          visible: [B, 1, W, P * W], which of all the sentence's keys a hypothesis attends to.
           cross_mask: [B, 1, 1, S].
-          decode_position: int32 scalar, from 0.
 
         Returns:
-          [B, W, D], and `past` with this position filled in.
+          [B, W, D], `past` with these tokens in it, and the cross-attention weights [B, H, W, S].
         """
-        batch, beams, d_model = x.shape
-        visible = jnp.arange(past.key.shape[3], dtype=jnp.int32) <= decode_position
 
-        def attend_to_past(y: Array) -> tuple[Array, KeyValue]:
-            new = self.self_attention.project(y)
-            now = KeyValue(
-                *(
-                    # Projected, hypotheses stand in the time axis: [B, H, W, K].
-                    lax.dynamic_update_slice_in_dim(
-                        old, row.swapaxes(1, 2)[..., None, :], decode_position, axis=3
-                    )
-                    for old, row in zip(past, new, strict=True)
-                )
+        def look_back(y: Array) -> tuple[Array, KeyValue | Array]:
+            if not isinstance(past, KeyValue):
+                return self.recurrence.step(y, past, positions)
+            now = append(past, self.self_attention.project(y), positions)
+            # All that hypotheses have written, as the keys of one sentence: [B, H, P * W, K].
+            joined = KeyValue(
+                *(array.reshape(*array.shape[:2], -1, array.shape[-1]) for array in now)
             )
-            # Each hypothesis attends to its own past: hypotheses stand in the batch axis.
-            rows = KeyValue(*(old.reshape(batch * beams, *old.shape[2:]) for old in now))
-            z, _ = self.self_attention(
-                y.reshape(batch * beams, 1, d_model), rows, visible[None, None, None], True
-            )
-            return z.reshape(batch, beams, d_model), now
+            return self.self_attention(y, joined, visible, True)[0], now
 
-        x, past = self._residual(x, attend_to_past, self.self_attention_norm, True)
-        # All hypotheses attend to the same source: they stand in the query axis.
-        x, _ = self._attend_and_transform(x, cross, cross_mask, True)
-        return x, past
+        x, now = self._residual(x, look_back, self._look_back_norm(), True)
+        # Hypotheses stand in the time axis: all of them attend to the same source.
+        x, cross_weights = self._attend_and_transform(x, cross, cross_mask, True)
+        return x, now, cross_weights
+
+    def _look_back_norm(self) -> Norm:
+        is_recurrent = self.config.decoder_kind == "ssru"
+        return self.recurrence_norm if is_recurrent else self.self_attention_norm
 
     def _attend_and_transform(
         self, x: Array, cross: KeyValue | None, cross_mask: Array | None, deterministic: bool
@@ -155,7 +180,6 @@ class Decoder(nn.Module):
             c.num_decoder_layers,
             {
                 "__call__": (0, same, same, same, same),
-                "step": (0, 0, same, same),
                 "project_encoded": (),
             },
         )
@@ -181,14 +205,15 @@ class Decoder(nn.Module):
         Args:
           x: [B, T, D] embedded decoder inputs.
           encoded: [B, S, D], or None without inputs.
-          self_mask: bool, broadcastable to [B, H, T, T], True = attend.
+          self_mask: bool, broadcastable to [B, H, T, T], True = attend; for recurrent units
+            [B, T], where a sentence starts.
           cross_mask: bool, broadcastable to [B, H, T, S].
           deterministic: no dropout.
           return_attention: return the weights of every layer.
 
         Returns:
-          [B, T, D]; self-attention weights [L, B, H, T, T] and cross-attention weights
-          [L, B, H, T, S], or None.
+          [B, T, D]; self-attention weights [L, B, H, T, T] (None of recurrent units) and
+          cross-attention weights [L, B, H, T, S], or None.
         """
         cross = None if encoded is None else self.project_encoded(encoded)
         x, weights = self.layers(
@@ -200,14 +225,38 @@ class Decoder(nn.Module):
     def step(
         self,
         x: Array,
-        cross: KeyValue | None,
-        past: KeyValue,
+        cross: Sequence[KeyValue | None],
+        past: Sequence[KeyValue | Array],
+        positions: Array,
+        visible: Array,
         cross_mask: Array | None,
-        decode_position: Array,
-    ) -> tuple[Array, KeyValue]:
-        """`DecoderLayer.step` for every layer: `cross` and `past` have a leading axis L."""
-        x, past = self.layers.step(self._below(x), cross, past, cross_mask, decode_position)
-        return self._above(x), past
+    ) -> tuple[Array, tuple[KeyValue | Array, ...], Array | None]:
+        """`DecoderLayer.step` for every layer, each with its own `cross` and `past`.
+
+        The layers are not a loop here: a loop would copy every layer's past at every token. Nor
+        are their parameters cut out of the stacked ones at every token, because that does not
+        depend on the token, and XLA moves it out of the loop over tokens.
+        """
+        x = self._below(x)
+        stacked = self.layers.variables["params"]
+        layer = DecoderLayer(self.config, parent=None)
+        now = []
+        cross_weights = None
+        for index, (layer_cross, layer_past) in enumerate(zip(cross, past, strict=True)):
+            params = jax.tree.map(lambda leaf, index=index: leaf[index], stacked)
+            applied: Any = layer.apply(
+                {"params": params},
+                x,
+                layer_cross,
+                layer_past,
+                positions,
+                visible,
+                cross_mask,
+                method="step",
+            )
+            x, layer_now, cross_weights = applied
+            now.append(layer_now)
+        return self._above(x), tuple(now), cross_weights
 
     def _below(self, x: Array) -> Array:
         return self.embedding_norm(x) if self.config.embedding_norm else x

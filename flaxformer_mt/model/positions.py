@@ -91,7 +91,7 @@ class PositionEncoding(nn.Module):
         else:
             table = jnp.asarray(
                 sinusoidal_table(
-                    max(length, c.max_length),
+                    max(c.max_length, length),  # In this order also for a symbolic length.
                     c.d_model,
                     base=c.position_base,
                     layout=c.position_layout,

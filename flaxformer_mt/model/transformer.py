@@ -13,7 +13,13 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.model.attention import KeyValue
 from flaxformer_mt.model.decoder import Decoder
 from flaxformer_mt.model.encoder import Encoder
-from flaxformer_mt.model.masks import causal_mask, padding_mask, segment_mask
+from flaxformer_mt.model.masks import (
+    ancestor_mask,
+    causal_mask,
+    padding_mask,
+    segment_mask,
+    sentence_starts,
+)
 from flaxformer_mt.model.numerics import Dropout, at_least_float32, dense, embedding_init
 from flaxformer_mt.model.positions import PositionEncoding
 
@@ -37,29 +43,70 @@ class AttentionWeights:
 class Cache:
     """All that decoding one more token needs to know of source and target so far.
 
-    W hypotheses of a sentence have a past each, and share the sentence's keys and values.
+    A sentence has W hypotheses. What each has written stays where it is, however often they go on
+    from one another: only `ancestry` follows them, and the memory of recurrent units.
     """
 
-    past: KeyValue
-    """Keys [L, B, W, H, P, K] and values [L, B, W, H, P, U]; P is the longest target that fits."""
-    cross: KeyValue | None
-    """Keys [L, B, H, S, K] and values [L, B, H, S, U], projected once; None without inputs."""
+    past: tuple[KeyValue | Array, ...]
+    """Of each layer, keys [B, H, P, W, K] and values [B, H, P, W, U] of the target, where P is the
+    longest that fits; or its recurrent unit's memory [B, W, D]."""
+    cross: tuple[KeyValue | None, ...]
+    """Of each layer, keys [B, H, S, K] and values [B, H, S, U] of the source; None without inputs.
+    """
     cross_mask: Array | None
     """[B, 1, 1, S], True = attend."""
+    ancestry: Array
+    """int32 [B, W, P], by which hypothesis each token of hypothesis w was written."""
 
 
-def reorder_cache(cache: Cache, beams: Array) -> Cache:
+def reorder_cache(cache: Cache, parents: Array) -> Cache:
     """Lets each hypothesis continue another one of its sentence.
 
     Args:
       cache: what the old hypotheses have seen.
-      beams: int32 [B, W]; new hypothesis w of sentence b continues old hypothesis beams[b, w].
+      parents: int32 [B, W]; new hypothesis w of sentence b continues old hypothesis parents[b, w].
     """
 
-    def gather(past: Array) -> Array:  # [L, B, W, H, P, K]
-        return jnp.take_along_axis(past, beams[None, :, :, None, None, None], axis=2)
+    def gather(array: Array) -> Array:
+        return jnp.take_along_axis(array, parents[:, :, None], axis=1)
 
-    return dataclasses.replace(cache, past=jax.tree.map(gather, cache.past))
+    past = tuple(p if isinstance(p, KeyValue) else gather(p) for p in cache.past)
+    return dataclasses.replace(cache, past=past, ancestry=gather(cache.ancestry))
+
+
+def insert_rows(cache: Cache, new: Cache, rows: Array) -> Cache:
+    """Gives rows of the cache to new sentences, which have no target yet.
+
+    Args:
+      cache: of B sentences.
+      new: of R sentences, as `Transformer.init_cache` makes it, of the same S, W and P.
+      rows: int32 [R], where they go; a number that is not below B leaves the sentence out.
+    """
+
+    def replace(old: Array, inserted: Array) -> Array:
+        return old.at[rows].set(inserted, mode="drop")
+
+    # Of its row's past, a sentence reads nothing that it has not written itself.
+    cross, cross_mask = jax.tree.map(
+        replace, (cache.cross, cache.cross_mask), (new.cross, new.cross_mask)
+    )
+    return dataclasses.replace(cache, cross=cross, cross_mask=cross_mask)
+
+
+def resize_cache(cache: Cache, max_length: int) -> Cache:
+    """The same cache, with room for targets of `max_length` tokens; those that it has must fit."""
+
+    def resize(array: Array, axis: int) -> Array:
+        kept = lax.slice_in_dim(array, 0, min(max_length, array.shape[axis]), axis=axis)
+        padding = [(0, 0)] * array.ndim
+        padding[axis] = (0, max_length - kept.shape[axis])
+        return jnp.pad(kept, padding)
+
+    past = tuple(
+        KeyValue(resize(p.key, 2), resize(p.value, 2)) if isinstance(p, KeyValue) else p
+        for p in cache.past
+    )
+    return dataclasses.replace(cache, past=past, ancestry=resize(cache.ancestry, 2))
 
 
 class Unprojected(NamedTuple):
@@ -206,8 +253,11 @@ class Transformer(nn.Module):
                 encoder_input_tokens, decoder_segment_ids, encoder_segment_ids
             )
 
-        self_mask = causal_mask(decoder_input_tokens.shape[1])
-        if c.mask_target_padding or decoder_segment_ids is not None:
+        self_mask: Array | None = causal_mask(decoder_input_tokens.shape[1])
+        if c.decoder_kind == "ssru":
+            segments = decoder_segment_ids
+            self_mask = None if segments is None else sentence_starts(segments)
+        elif c.mask_target_padding or decoder_segment_ids is not None:
             key_mask = self._key_mask(
                 decoder_input_tokens, decoder_segment_ids, decoder_segment_ids
             )
@@ -263,38 +313,68 @@ class Transformer(nn.Module):
           batch_size: B, needed only without inputs.
         """
         c = self.config
-        cross, cross_mask = None, None
+        layers = range(c.num_decoder_layers)
+        cross: tuple[KeyValue | None, ...] = tuple(None for _ in layers)
+        cross_mask = None
         if encoded is not None and encoder_input_tokens is not None:
-            cross = self.decoder.project_encoded(encoded)
+            stacked = self.decoder.project_encoded(encoded)
+            cross = tuple(KeyValue(stacked.key[layer], stacked.value[layer]) for layer in layers)
             cross_mask = padding_mask(encoder_input_tokens, c.pad_id)
             batch_size = encoded.shape[0]
-        shape = (c.num_decoder_layers, batch_size, beam_size, c.num_heads, max_length)
         dtype = jnp.dtype(c.dtype)
-        past = KeyValue(
-            jnp.zeros((*shape, c.key_width), dtype), jnp.zeros((*shape, c.value_width), dtype)
-        )
-        return Cache(past, cross, cross_mask)
+        past: tuple[KeyValue | Array, ...]
+        if c.decoder_kind == "ssru":
+            memory = jnp.zeros((batch_size, beam_size, c.d_model), at_least_float32(dtype))
+            past = tuple(memory for _ in layers)
+        else:
+            shape = (batch_size, c.num_heads, max_length, beam_size)
+            past = tuple(
+                KeyValue(
+                    jnp.zeros((*shape, c.key_width), dtype),
+                    jnp.zeros((*shape, c.value_width), dtype),
+                )
+                for _ in layers
+            )
+        ancestry = jnp.zeros((batch_size, beam_size, max_length), jnp.int32)
+        return Cache(past, cross, cross_mask, ancestry)
 
     def decode_step(
-        self, tokens: Array, cache: Cache, decode_position: Array | int
-    ) -> tuple[Array, Cache]:
+        self, tokens: Array, cache: Cache, positions: Array, *, return_attention: bool = False
+    ) -> tuple[Array, Cache] | tuple[Array, Cache, Array]:
         """Logits of the token after `tokens`; equals that position of the full pass.
 
         Args:
-          tokens: int32 [B, W], the token at `decode_position` of each hypothesis.
+          tokens: int32 [B, W], the last token of each hypothesis.
           cache: filled at all earlier positions.
-          decode_position: int32 scalar, from 0.
+          positions: int32 [B], below P: where each sentence's tokens stand in the target, from 0.
+          return_attention: also return the cross-attention of the last layer.
 
         Returns:
-          [B, W, V], and the cache with this position filled in.
+          [B, W, V], and the cache with these tokens added; and the mean over heads of the last
+          layer's cross-attention weights [B, W, S], if asked for.
         """
-        positions = jnp.full(tokens.shape, decode_position, jnp.int32)
-        max_length = cache.past.key.shape[4]
-        x = self._embed_target(tokens, positions, True, max_length)
-        x, past = self.decoder.step(
-            x, cache.cross, cache.past, cache.cross_mask, jnp.int32(decode_position)
+        beams, length = cache.ancestry.shape[1:]
+        own = jnp.arange(beams, dtype=jnp.int32)[:, None]
+        now = jnp.arange(length, dtype=jnp.int32) == positions[:, None, None]  # [B, 1, P]
+        ancestry = jnp.where(now, own, cache.ancestry)
+        x = self._embed_target(
+            tokens, jnp.broadcast_to(positions[:, None], tokens.shape), True, length
         )
-        return self._logits(x), dataclasses.replace(cache, past=past)
+        x, past, attention = self.decoder.step(
+            x,
+            cache.cross,
+            cache.past,
+            positions,
+            ancestor_mask(ancestry, positions),
+            cache.cross_mask,
+        )
+        cache = dataclasses.replace(cache, past=past, ancestry=ancestry)
+        logits = self._logits(x)
+        if not return_attention:
+            return logits, cache
+        if attention is None:
+            raise ValueError("without inputs there is no cross-attention")
+        return logits, cache, attention.mean(axis=1)
 
     def _key_mask(self, tokens, query_segments, key_segments):
         """Who may attend to the keys `tokens` [B, K]: by segment if given, else all but padding."""

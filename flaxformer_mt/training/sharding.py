@@ -40,6 +40,7 @@ BUILT_IN = (
     Rule(r"(query|key|value)/kernel$", ("fsdp", "tensor")),  # [L, D, H*K]
     Rule(r"(query|key|value)/bias$", ("tensor",)),  # [L, H*K]
     Rule(r"attention/output/kernel$", ("tensor", "fsdp")),  # [L, H*U, D]
+    Rule(r"recurrence/(candidate|forget)/kernel$", ("fsdp", None)),  # [L, D, D]
     Rule(r"feed_forward/hidden/kernel$", ("fsdp", "tensor")),  # [L, D, F]
     Rule(r"feed_forward/hidden/bias$", ("tensor",)),  # [L, F]
     Rule(r"feed_forward/output/kernel$", ("tensor", "fsdp")),  # [L, F, D]

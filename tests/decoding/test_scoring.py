@@ -1,12 +1,15 @@
 """Forced decoding agrees with the model and with the search."""
 
+import dataclasses
 import math
 
 import numpy as np
 import pytest
-from talker import sentences, with_decode
+from talker import full_pass, padded, sentences, with_decode
 
-from flaxformer_mt.decoding.scoring import PairScore, perplexity, score_pairs
+from flaxformer_mt.config import DecodeConfig
+from flaxformer_mt.decoding import scoring
+from flaxformer_mt.decoding.scoring import PairScore, Scorer, score_pairs
 from flaxformer_mt.errors import UserError
 
 SOURCES = [*sentences(5), "", *sentences(2, seed=3, longest=8)]
@@ -37,12 +40,76 @@ def test_a_score_does_not_depend_on_its_company(talker):
         )
 
 
-def test_perplexity_is_of_tokens():
-    scores = [
-        PairScore((5, 2), (math.log(0.5), math.log(0.25))),
-        PairScore((2,), (math.log(0.125),)),
-    ]
-    assert math.isclose(perplexity(scores), 4.0)
+def test_with_renormalization_padding_and_start_have_no_probability(talker):
+    renormalized = score(with_decode(talker, renormalize=True))
+    for source, found, plain in zip(SOURCES, renormalized, score(talker), strict=True):
+        row = padded([*talker.tokenizers.source.encode([source])[0], talker.model.eos_id])
+        inputs = padded([talker.model.bos_id, *found.tokens[:-1]])
+        every = full_pass(talker.params, row, inputs, model=talker.model)[0, : len(found.tokens)]
+        left = -np.log1p(-np.exp(every[:, [0, 1]]).sum(axis=1))
+        expected = np.add(plain.token_log_probabilities, left)
+        np.testing.assert_allclose(found.token_log_probabilities, expected, rtol=1e-4, atol=1e-5)
+        assert left.max() > 1e-4  # Both have a part in the sum of this random model.
+
+
+def test_scores_know_their_pieces(talker):
+    for target, found in zip(TARGETS, score(talker), strict=True):
+        assert list(found.pieces) == [*talker.tokenizers.target.split([target])[0], "</s>"]
+
+
+def test_scores_can_be_normalized():
+    decode = DecodeConfig(length_penalty=0.5)
+    found = PairScore((7, 8, 9, 2), (-1.0, -2.0, -3.0, -4.0))
+    assert found.normalized("none", decode) == -10
+    assert found.normalized("tokens", decode) == -2.5
+    assert math.isclose(found.normalized("search", decode), -10 / 1.5**0.5, rel_tol=1e-6)
+    average = DecodeConfig(length_penalty=0.5, length_penalty_kind="average")
+    assert math.isclose(found.normalized("search", average), -5, rel_tol=1e-6)
+
+
+def test_pairs_are_read_as_far_as_they_are_needed(talker, monkeypatch):
+    monkeypatch.setattr(scoring, "CHUNK", 3)
+    read = []
+
+    def pairs():
+        for pair in zip(SOURCES, TARGETS, strict=True):
+            read.append(pair)
+            yield pair
+
+    scorer = Scorer(talker.config, talker.params, talker.tokenizers)
+    stream = scorer.stream(pairs())
+    first = next(stream)
+    assert len(read) == 3
+    assert [first, *stream] == score(talker)
+
+
+def test_several_translations_of_a_sentence_are_scored_as_pairs(talker):
+    scorer = Scorer(talker.config, talker.params, talker.tokenizers)
+    candidates = [(SOURCES[0], TARGETS[:3]), (SOURCES[1], TARGETS[3:4])]
+    found = list(scorer.stream_candidates(candidates))
+    assert [(each.source, list(each.targets)) for each in found] == candidates
+    pairs = score(talker, [SOURCES[0]] * 3 + [SOURCES[1]], TARGETS[:4])
+    assert [each.scores for each in found] == [pairs[:3], pairs[3:]]
+
+
+def test_messages_count_sentences_from_the_first_of_all(talker, monkeypatch):
+    monkeypatch.setattr(scoring, "CHUNK", 3)
+    model = dataclasses.replace(talker.config.model, position_kind="learned", max_length=12)
+    config = dataclasses.replace(talker.config, model=model)
+    params = {
+        **talker.params,
+        **{f"{side}_positions": {"embedding": np.zeros((12, 16))} for side in ("source", "target")},
+    }
+    pairs = [("ein", "ein")] * 4 + [("Hund " * 20, "ein")]
+    with pytest.raises(UserError, match="sentence 5 has"):
+        list(Scorer(config, params, talker.tokenizers).stream(pairs))
+
+
+def test_language_models_are_refused(talker):
+    model = dataclasses.replace(talker.config.model, has_inputs=False, tie_embeddings="none")
+    config = dataclasses.replace(talker.config, model=model)
+    with pytest.raises(UserError, match=r"model\.has_inputs=False"):
+        Scorer(config, talker.params, talker.tokenizers)
 
 
 def test_different_numbers_of_sentences_are_refused(talker):

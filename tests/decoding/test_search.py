@@ -1,261 +1,342 @@
-"""Search over toy vocabularies, against enumeration and against a plain, slow beam search."""
+"""Search in a toy world, against a plain, slow search and against enumeration."""
 
-import functools
+import dataclasses
+import itertools
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slow_search import Found, Wish, is_ruled_out, penalty_of, slow_search, token_scores
+from toy_search import (
+    EOS,
+    PAD,
+    SPECIAL,
+    WORDS,
+    B,
+    P,
+    S,
+    V,
+    find,
+    find_one_after_the_other,
+    node_of,
+    random_world,
+    rows_of,
+)
 
-from flaxformer_mt.decoding.search import IMPOSSIBLE, beam_search, greedy_search, length_penalty
+from flaxformer_mt.config import DecodeConfig
+from flaxformer_mt.decoding import search as search_room
+from flaxformer_mt.decoding.search import (
+    IMPOSSIBLE,
+    SearchOptions,
+    StepOutput,
+    length_penalty,
+    plain_rows,
+)
 
-V, P, B = 5, 4, 3  # Vocabulary, longest hypothesis, rows.
-PAD, BOS, EOS = 0, 1, 2
-ALL = (V - 2) ** P  # A beam that holds every sequence of the tokens that may be chosen.
-NODES = sum(V**depth for depth in range(P))  # Prefixes of fewer than P tokens.
+BEAM = SearchOptions(**SPECIAL, beam_size=3, n_best=3, length_penalty=1.0)
+GREEDY = SearchOptions(**SPECIAL)
+BAD_PHRASES = ((3, 4), (5, 5), (4, 3, 5))
+WITHOUT_LIMITS = [Wish(P)] * B
+
+# What options are compiled for; the numbers among them are drawn anew for each example.
+ARRANGEMENTS = {
+    "greedy": GREEDY,
+    "greedy, penalties": dataclasses.replace(
+        GREEDY, coverage_penalty=0.2, repetition_penalty=1.0, renormalize=True, min_length=True
+    ),
+    "never": BEAM,
+    "heuristic": dataclasses.replace(
+        BEAM, early_stopping="heuristic", length_penalty_kind="average"
+    ),
+    "first": dataclasses.replace(BEAM, early_stopping="first", beam_size=2, n_best=1),
+    "coverage": dataclasses.replace(BEAM, early_stopping="heuristic", coverage_penalty=0.2),
+    "rules": dataclasses.replace(
+        BEAM, no_repeat_ngram_size=2, bad_phrases=BAD_PHRASES, min_length=True, renormalize=True
+    ),
+    "forced end": dataclasses.replace(
+        BEAM, force_end=True, repetition_penalty=1.0, min_length=True
+    ),
+    "groups": dataclasses.replace(BEAM, beam_groups=3),
+    "all": dataclasses.replace(
+        BEAM,
+        beam_size=4,
+        n_best=4,
+        beam_groups=2,
+        early_stopping="heuristic",
+        coverage_penalty=0.2,
+        repetition_penalty=1.0,
+        no_repeat_ngram_size=1,
+        bad_phrases=BAD_PHRASES,
+        min_length=True,
+        force_end=True,
+        renormalize=True,
+    ),
+}
 
 seeds = st.integers(0, 2**32 - 1)
-alphas = st.floats(0, 2, width=32)
-limits = st.lists(st.integers(0, P), min_size=B, max_size=B)
+ends = st.floats(-4, 4)
+numbers = st.fixed_dictionaries(
+    {
+        "length_penalty": st.floats(0, 4),
+        "coverage_penalty": st.floats(0.01, 1),
+        "repetition_penalty": st.floats(0.5, 3),
+        "diversity_penalty": st.floats(0, 3),
+    }
+)
+three_wishes = st.lists(
+    st.builds(
+        Wish,
+        limit=st.integers(0, P),
+        minimum=st.integers(0, P),
+        prefix=st.lists(st.sampled_from(WORDS), max_size=2).map(tuple),
+        allowed=st.none() | st.frozensets(st.sampled_from(WORDS)).map(lambda some: some | {EOS}),
+    ),
+    min_size=B,
+    max_size=B,
+)
 
 
-def random_logits(seed, end=0.0):
-    """Logits [B, NODES, V] of the token after each prefix; `end` is added to the end token's."""
-    logits = np.random.default_rng(seed).normal(size=(B, NODES, V)).astype(np.float32) * 2
-    logits[..., EOS] += end
-    return logits
+def with_numbers(options, drawn):
+    """The options, with other numbers where they have numbers at all."""
+    kept = {name: v for name, v in drawn.items() if getattr(options, name) is not None}
+    return dataclasses.replace(options, **kept)
 
 
-def child(node, token):
-    """The number of the prefix that is prefix `node` and one more token; 0 is the empty one."""
-    return node * V + token + 1
-
-
-def tree_step(tables, tokens, nodes, position):
-    """A step function whose logits depend on all that came before: its state is the prefix."""
-    nodes = jnp.where(position == 0, 0, child(nodes, tokens))
-    return jnp.take_along_axis(tables, nodes[..., None], axis=1), nodes
-
-
-@functools.partial(jax.jit, static_argnames=("beam_size", "n_best", "forbidden_ids"))
-def search(tables, max_lengths, alpha, *, beam_size, n_best=1, forbidden_ids=(PAD, BOS)):
-    return beam_search(
-        functools.partial(tree_step, tables),
-        jnp.zeros((B, beam_size), jnp.int32),
-        max_lengths=max_lengths,
-        max_length=P,
-        beam_size=beam_size,
-        n_best=n_best,
-        bos_id=BOS,
-        eos_id=EOS,
-        pad_id=PAD,
-        forbidden_ids=forbidden_ids,
-        alpha=alpha,
+def search_slowly(world, row, wish, options):
+    """The hypotheses of one row of the toy world."""
+    logits, attention = (array[row].astype(np.float64) for array in world)
+    return slow_search(
+        lambda tokens: logits[node_of(tokens)].tolist(),
+        wish,
+        options,
+        lambda tokens: attention[node_of(tokens)].tolist(),
     )
-
-
-@jax.jit
-def search_greedily(tables, max_lengths, alpha):
-    return greedy_search(
-        functools.partial(tree_step, tables),
-        jnp.zeros((B, 1), jnp.int32),
-        max_lengths=max_lengths,
-        max_length=P,
-        bos_id=BOS,
-        eos_id=EOS,
-        pad_id=PAD,
-        forbidden_ids=(PAD, BOS),
-        alpha=alpha,
-    )
-
-
-def log_softmax(logits):
-    logits = logits.astype(np.float64)
-    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-
-
-def penalty(length, alpha):
-    return ((5 + length) / 6) ** alpha
-
-
-def next_tokens(log_probabilities, prefix, forbidden):
-    """Every allowed (prefix + token, log-probability of the token)."""
-    node = functools.reduce(child, prefix, 0)
-    for token in set(range(V)) - set(forbidden):
-        yield (*prefix, token), log_probabilities[node, token]
-
-
-def enumerate_hypotheses(log_probabilities, limit, alpha, forbidden=(PAD, BOS)):
-    """Every complete hypothesis as (score, log-probability, tokens), best first."""
-    complete, unfinished = [], [((), 0.0)]
-    for length in range(1, limit + 1):
-        grown = [
-            (tokens, total + gain)
-            for prefix, total in unfinished
-            for tokens, gain in next_tokens(log_probabilities, prefix, forbidden)
-        ]
-        unfinished = [(t, total) for t, total in grown if t[-1] != EOS and length < limit]
-        complete += [
-            (total / penalty(length, alpha), total, t)
-            for t, total in grown
-            if t[-1] == EOS or length == limit
-        ]
-    return sorted(complete, reverse=True)
-
-
-def slow_beam_search(log_probabilities, limit, alpha, beam_size, n_best, forbidden=(PAD, BOS)):
-    """What `beam_search` documents, one row, one hypothesis at a time, never stopping early."""
-    complete, beam = [], [((), 0.0)]
-    for length in range(1, limit + 1):
-        grown = [
-            (tokens, total + gain)
-            for prefix, total in beam
-            for tokens, gain in next_tokens(log_probabilities, prefix, forbidden)
-        ]
-        grown.sort(key=lambda hypothesis: -hypothesis[1])
-        complete += [
-            (total / penalty(length, alpha), total, t)
-            for t, total in grown[:beam_size]
-            if t[-1] == EOS or length == limit
-        ]
-        beam = [(t, total) for t, total in grown[: 2 * beam_size] if t[-1] != EOS][:beam_size]
-    return sorted(complete, reverse=True)[:n_best]
 
 
 def assert_row_is(result, row, expected):
-    """The row holds exactly the expected (score, log-probability, tokens), in this order."""
-    n_best = result.lengths.shape[1]
-    assert result.lengths[row].tolist() == [len(t) for _, _, t in expected] + [0] * (
-        n_best - len(expected)
-    )
-    for n, (score, total, tokens) in enumerate(expected):
-        assert result.tokens[row, n].tolist() == [*tokens] + [PAD] * (P - len(tokens))
-        np.testing.assert_allclose(result.scores[row, n], score, rtol=1e-5, atol=1e-5)
-        np.testing.assert_allclose(result.log_probabilities[row, n], total, rtol=1e-5, atol=1e-5)
+    """The row holds exactly the expected hypotheses, in this order."""
+    empty = result.lengths.shape[1] - len(expected)
+    assert result.lengths[row].tolist() == [len(found.tokens) for found in expected] + [0] * empty
+    for place, found in enumerate(expected):
+        padding = [PAD] * (P - len(found.tokens))
+        assert result.tokens[row, place].tolist() == [*found.tokens, *padding]
+        np.testing.assert_allclose(result.scores[row, place], found.score, atol=2e-5)
+        np.testing.assert_allclose(
+            result.log_probabilities[row, place], found.log_probability, atol=2e-5
+        )
     assert (result.scores[row, len(expected) :] == np.float32(IMPOSSIBLE)).all()
+    assert (result.tokens[row, len(expected) :] == PAD).all()
 
 
-@settings(max_examples=50, deadline=None)
-@given(seeds, alphas, limits, st.floats(-4, 4))
-def test_a_wide_beam_finds_what_enumeration_finds(seed, alpha, max_lengths, end):
-    tables, n_best = random_logits(seed, end), 5
-    result = search(tables, np.array(max_lengths, np.int32), alpha, beam_size=ALL, n_best=n_best)
-    for row, limit in enumerate(max_lengths):
-        expected = enumerate_hypotheses(log_softmax(tables[row]), limit, alpha)[:n_best]
-        assert_row_is(result, row, expected if limit else [])
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+@settings(max_examples=25, deadline=None)
+@given(seeds, ends, numbers, three_wishes)
+def test_it_finds_what_a_slow_search_finds(arrangement, seed, end, numbers, wishes):
+    world, options = random_world(seed, end), with_numbers(ARRANGEMENTS[arrangement], numbers)
+    result = find(world, rows_of(wishes), options)
+    for row, wish in enumerate(wishes):
+        assert_row_is(result, row, search_slowly(world, row, wish, options))
 
 
-@settings(max_examples=100, deadline=None)
-@given(seeds, alphas, limits, st.floats(-4, 4), st.sampled_from([(1, 1), (2, 2), (3, 1), (3, 3)]))
-def test_a_narrow_beam_finds_what_a_slow_one_finds(seed, alpha, max_lengths, end, size):
-    tables, (beam_size, n_best) = random_logits(seed, end), size
-    result = search(
-        tables, np.array(max_lengths, np.int32), alpha, beam_size=beam_size, n_best=n_best
-    )
-    for row, limit in enumerate(max_lengths):
-        expected = slow_beam_search(log_softmax(tables[row]), limit, alpha, beam_size, n_best)
-        assert_row_is(result, row, expected)
+WIDEST = dataclasses.replace(
+    BEAM,
+    beam_size=len(WORDS) ** (P - 1) * (len(WORDS) + 1),  # It holds every hypothesis.
+    n_best=6,
+    no_repeat_ngram_size=2,
+    bad_phrases=BAD_PHRASES,
+    min_length=True,
+)
 
 
-@settings(max_examples=50, deadline=None)
-@given(seeds, limits, st.floats(-4, 4))
-def test_greedy_is_a_beam_of_one_without_length_penalty(seed, max_lengths, end):
-    tables, max_lengths = random_logits(seed, end), np.array(max_lengths, np.int32)
-    greedy = search_greedily(tables, max_lengths, 0.0)
-    chex.assert_trees_all_equal_shapes_and_dtypes(
-        greedy, search(tables, max_lengths, 0.0, beam_size=1)
-    )
-    chex.assert_trees_all_close(greedy, search(tables, max_lengths, 0.0, beam_size=1), rtol=1e-6)
+def enumerate_hypotheses(world, row, wish, options):
+    """Every hypothesis that the rules allow, best first."""
+    logits = world[0][row].astype(np.float64)
+    every = [
+        (*words, *end)
+        for length in range(wish.limit + 1)
+        for words in itertools.product(WORDS, repeat=length)
+        for end in ((), (EOS,))
+        if length + len(end) == wish.limit or (end and length < wish.limit)
+    ]
+    complete = []
+    for tokens in every if wish.limit else []:
+        beginnings = [tokens[:place] for place in range(len(tokens))]
+        follows_rules = tokens[: len(wish.prefix)] == wish.prefix[: len(tokens)] and not any(
+            is_ruled_out(beginning, token, wish, options)
+            for beginning, token in zip(beginnings, tokens, strict=True)
+            if len(beginning) >= len(wish.prefix)
+        )
+        if follows_rules:
+            total = sum(
+                token_scores(logits[node_of(beginning)].tolist(), beginning, wish, options)[token]
+                for beginning, token in zip(beginnings, tokens, strict=True)
+            )
+            complete.append(Found(total / penalty_of(len(tokens), options), total, tokens))
+    return sorted(complete, reverse=True)
 
 
-def test_greedy_reports_the_score_of_its_hypothesis():
-    result = search_greedily(random_logits(0), np.full(B, P, np.int32), 0.7)
-    expected = result.log_probabilities / length_penalty(result.lengths, 0.7)
-    np.testing.assert_allclose(result.scores, expected, rtol=1e-6)
+@settings(max_examples=12, deadline=None)
+@given(seeds, ends, numbers, three_wishes)
+def test_a_wide_beam_finds_what_enumeration_finds(seed, end, numbers, wishes):
+    world, options = random_world(seed, end), with_numbers(WIDEST, numbers)
+    result = find(world, rows_of(wishes), options)
+    for row, wish in enumerate(wishes):
+        assert_row_is(
+            result, row, enumerate_hypotheses(world, row, wish, options)[: options.n_best]
+        )
 
 
-@pytest.mark.parametrize("find", [search_greedily, functools.partial(search, beam_size=3)])
-def test_a_hypothesis_without_end_token_keeps_all_its_tokens(find):
-    max_lengths = np.array([P, 2, 1], np.int32)
-    result = find(random_logits(1, end=-50.0), max_lengths, 0.6)
-    np.testing.assert_array_equal(result.lengths[:, 0], max_lengths)
-    assert not (result.tokens == EOS).any()
-    assert (result.scores > IMPOSSIBLE).all()
+@pytest.mark.parametrize("arrangement", ["greedy", "all"])
+def test_rows_that_join_late_find_what_they_find_alone(arrangement):
+    options, world = ARRANGEMENTS[arrangement], random_world(0, end=1.0)
+    rows = rows_of([Wish(P), Wish(3, minimum=1), Wish(P, minimum=2, prefix=(3,))])
+    late = find_one_after_the_other(world, rows, options)
+    for ours, theirs in zip(late, find(world, rows, options), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
 
 
-def test_hypotheses_with_and_without_end_token_compete_by_score():
-    # The end token is improbable at every step, so what never ends is better than what does.
-    logits = np.full((B, NODES, V), -100.0, np.float32)
-    logits[..., 3], logits[..., EOS] = 0.0, -3.0
-    result = search(logits, np.full(B, P, np.int32), 1.0, beam_size=2, n_best=2)
-    assert result.tokens[0].tolist() == [[3, 3, 3, 3], [3, 3, 3, EOS]]
-
-
-def test_results_are_sorted_and_distinct():
-    result = search(random_logits(2), np.full(B, P, np.int32), 0.6, beam_size=8, n_best=8)
-    assert (np.diff(result.scores, axis=1) <= 0).all()
-    for row in result.tokens.tolist():
-        assert len({tuple(tokens) for tokens in row}) == 8
-
-
-def test_rows_do_not_influence_each_other():
-    tables, lengths = random_logits(3), np.array([P, 3, 2], np.int32)
-    together = search(tables, lengths, 0.6, beam_size=3, n_best=3)
-    for row in range(B):
-        only = np.arange(B) == row
-        alone = search(tables, np.where(only, lengths, 0), 0.6, beam_size=3, n_best=3)
+@pytest.mark.parametrize("arrangement", ["greedy", "never", "all"])
+def test_rows_do_not_influence_each_other(arrangement):
+    options, world = ARRANGEMENTS[arrangement], random_world(1)
+    wishes = [Wish(P), Wish(4), Wish(2)]
+    together = find(world, rows_of(wishes), options)
+    for row, wish in enumerate(wishes):
+        alone = find(world, rows_of([wish if r == row else Wish(0) for r in range(B)]), options)
         for ours, theirs in zip(alone, together, strict=True):
             np.testing.assert_array_equal(ours[row], theirs[row])
 
 
-def test_forbidden_tokens_are_never_chosen():
-    result = search(
-        random_logits(4), np.full(B, P, np.int32), 0.6, beam_size=3, n_best=3, forbidden_ids=(3,)
-    )
-    assert not (result.tokens == 3).any()
-    assert (result.tokens == BOS).any()
-
-
-@pytest.mark.parametrize(("alpha", "steps"), [(0.0, 2), (2.0, 3)])
-def test_search_stops_when_nothing_can_get_better(alpha, steps):
-    # To end at once has log 0.46 = -0.78; going on comes to log 0.54 = -0.62, -1.23, -1.85, so two
-    # steps show that nothing can win. A penalty of 1.5**2 for four tokens makes that -0.27, -0.55,
-    # -0.82: three steps.
+@pytest.mark.parametrize(
+    ("alpha", "early_stopping", "steps"),
+    [(0.0, "never", 3), (1.0, "never", 4), (1.0, "heuristic", 3), (1.0, "first", 2)],
+)
+def test_search_stops_when_nothing_better_is_expected(alpha, early_stopping, steps):
+    # To end at once has log 0.46 = -0.78; to end after one more token, -0.62 - 0.78 = -1.39, is to
+    # beat. To go on comes to -1.23, -1.85, -2.46 after 2, 3, 4 tokens. If alpha is 1, what is to
+    # beat is -1.39 / (7 / 6) = -1.19. The others divided by (10 / 6), the penalty of 5 tokens, are
+    # -0.74, -1.11, -1.48; divided by (7 / 6) and (8 / 6), their own, -1.06, -1.39.
+    logits = jnp.log(jnp.array([1e-9, 1e-9, 0.46, 0.54, 1e-9, 1e-9]))
     steps_taken = []
 
-    def step(tokens, state, position):
-        jax.debug.callback(lambda position: steps_taken.append(int(position)), position)
-        logits = jnp.log(jnp.array([1e-9, 1e-9, 0.46, 0.54, 1e-9]))
-        return jnp.broadcast_to(logits, (*tokens.shape, V)), state
+    def step(tokens, state, positions):
+        jax.debug.callback(lambda positions: steps_taken.append(int(positions[0])), positions)
+        return StepOutput(jnp.broadcast_to(logits, (*tokens.shape, V))), state
 
-    result = beam_search(
-        step,
-        (),
-        max_lengths=jnp.array([P]),
-        max_length=P,
-        beam_size=2,
-        bos_id=BOS,
-        eos_id=EOS,
-        pad_id=PAD,
-        alpha=alpha,
+    options = dataclasses.replace(
+        BEAM, beam_size=2, n_best=1, length_penalty=alpha, early_stopping=early_stopping
     )
+    result = search_room.search(step, (), plain_rows(jnp.array([P])), options, P)
     jax.effects_barrier()
     assert result.tokens[0, 0, 0] == EOS
     assert sorted(steps_taken) == list(range(steps))
 
 
-@pytest.mark.parametrize("find", [search_greedily, functools.partial(search, beam_size=3)])
-def test_logits_that_are_not_finite_give_no_hypothesis(find):
-    result = find(np.full((B, NODES, V), np.nan, np.float32), np.full(B, P, np.int32), 0.6)
-    assert not result.lengths.any()
-    assert (result.scores == np.float32(IMPOSSIBLE)).all()
+@pytest.mark.parametrize("arrangement", ["greedy", "never", "all"])
+def test_logits_that_are_not_finite_give_no_hypothesis(arrangement):
+    logits, attention = random_world(0)
+    rows = rows_of(WITHOUT_LIMITS)
+    for bad in (np.nan, np.inf, -np.inf):
+        world = np.full_like(logits, bad), attention
+        result = find(world, rows, ARRANGEMENTS[arrangement])
+        assert not result.lengths.any()
+        assert (result.scores == np.float32(IMPOSSIBLE)).all()
 
 
-def test_length_penalty_is_that_of_gnmt():
+@pytest.mark.parametrize("arrangement", ["greedy, penalties", "rules", "all"])
+def test_logits_of_minus_infinity_only_rule_out_tokens(arrangement):
+    logits, attention = random_world(0)
+    logits[:, :, 4] = -np.inf
+    result = find((logits, attention), rows_of(WITHOUT_LIMITS), ARRANGEMENTS[arrangement])
+    assert result.lengths[:, 0].all()
+    assert not (result.tokens == 4).any()
+    for array in result:
+        assert np.isfinite(array).all()
+
+
+@pytest.mark.parametrize("arrangement", ["greedy, penalties", "rules"])
+def test_an_impossible_wish_gives_no_hypothesis_and_disturbs_no_other(arrangement):
+    # Only the end token is left to choose from, and it would come too early.
+    impossible = Wish(P, minimum=2, allowed=frozenset({EOS}))
+    world, options = random_world(0), ARRANGEMENTS[arrangement]
+    result = find(world, rows_of([Wish(P), impossible, Wish(P)]), options)
+    assert (result.lengths[:, 0] > 0).tolist() == [True, False, True]
+    assert not np.isnan(result.scores).any()
+    assert_row_is(result, 0, search_slowly(world, 0, Wish(P), options))
+
+
+def test_a_prefix_counts_like_all_other_tokens():
+    world, wish = random_world(3), Wish(P, prefix=(5, 4))
+    result = find(world, rows_of([wish] * B), GREEDY)
+    log_probabilities = jax.nn.log_softmax(world[0][0])
+    tokens = result.tokens[0, 0, : result.lengths[0, 0]].tolist()
+    assert tokens[:2] == [5, 4]
+    expected = sum(log_probabilities[node_of(tokens[:i]), t] for i, t in enumerate(tokens))
+    np.testing.assert_allclose(result.log_probabilities[0, 0], expected, rtol=1e-5)
+
+
+def test_length_penalties():
     lengths = jnp.array([1, 7, 13])
     np.testing.assert_allclose(length_penalty(lengths, 1.0), [1, 2, 3], rtol=1e-6)
     np.testing.assert_allclose(length_penalty(lengths, 0.0), [1, 1, 1])
     np.testing.assert_allclose(length_penalty(lengths, 0.5), np.sqrt([1, 2, 3]), rtol=1e-6)
+    np.testing.assert_allclose(length_penalty(lengths, 1.0, "average"), lengths)
+
+
+def test_coverage_needs_attention_and_mask():
+    options = dataclasses.replace(BEAM, coverage_penalty=0.2)
+    rows = plain_rows(jnp.array([P]))
+
+    def blind_step(tokens, state, positions):
+        return StepOutput(jnp.zeros((*tokens.shape, V))), state
+
+    with pytest.raises(ValueError, match="source_mask"):
+        search_room.start(rows, (), options, P)
+    rows = rows._replace(source_mask=jnp.ones((1, S), bool))
+    with pytest.raises(ValueError, match="returns attention"):
+        search_room.search(blind_step, (), rows, options, P)
+
+
+def test_padding_of_the_source_needs_no_coverage():
+    logits, attention = random_world(0)
+    rows, options = rows_of(WITHOUT_LIMITS), ARRANGEMENTS["coverage"]
+    without, fully = (attention * [1, 1, 1, 0] + [0, 0, 0, all_of_it] for all_of_it in (0, 1))
+    mask = rows.source_mask & [True, True, True, False]
+    masked = find((logits, without.astype(np.float32)), rows._replace(source_mask=mask), options)
+    expected = find((logits, fully.astype(np.float32)), rows, options)
+    for ours, theirs in zip(masked, expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    unmasked = find((logits, without.astype(np.float32)), rows, options)
+    assert (unmasked.scores < masked.scores - 10).all()
+
+
+def test_options_follow_from_the_configuration():
+    nothing = SearchOptions.from_config(DecodeConfig(), bos_id=1, eos_id=2, pad_id=0)
+    assert nothing == SearchOptions(1, 2, 0, beam_size=4, length_penalty=0.6)
+    some = SearchOptions.from_config(
+        DecodeConfig(
+            sampling=True, n_best=3, top_p=0.9, min_length_factor=0.5, coverage_penalty=0.1
+        ),
+        bos_id=1,
+        eos_id=2,
+        pad_id=0,
+        forbidden_ids=(0, 1),
+        bad_phrases=([5], [2], [3, 4]),
+    )
+    assert some == SearchOptions(
+        1, 2, 0, beam_size=3, n_best=3, length_penalty=0.6, sampling=True, top_p=0.9,
+        min_length=True, coverage_penalty=0.1, forbidden_ids=(0, 1, 5), bad_phrases=((3, 4),),
+    )  # fmt: skip
+
+
+def test_only_switches_make_another_program():
+    options = SearchOptions.from_config(
+        DecodeConfig(temperature=0.5, sampling=True), bos_id=1, eos_id=2, pad_id=0
+    )
+    other = dataclasses.replace(options, temperature=0.7, length_penalty=0.1)
+    assert jax.tree.structure(options) == jax.tree.structure(other)
+    assert jax.tree.structure(options) != jax.tree.structure(
+        dataclasses.replace(options, temperature=None)
+    )

@@ -1,18 +1,32 @@
 """Text in, text out: what a translation depends on, and what not."""
 
 import dataclasses
+import itertools
 import random
 
 import jax
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from talker import random_params, sentences, with_decode, with_end_bias
 
-from flaxformer_mt.decoding import translator as translator_room
-from flaxformer_mt.decoding.translator import Translator, longest_target
+from flaxformer_mt.decoding import mbr
+from flaxformer_mt.decoding.alignment import align
+from flaxformer_mt.decoding.text_decoder import longest_target, on_one_line, sampling_seed
+from flaxformer_mt.decoding.translator import Sentence, Translator, in_order, windows
 from flaxformer_mt.errors import UserError
 
-SENTENCES = [*sentences(12), "", *sentences(3, seed=3, longest=8), " "]
+# All are short, and few options are used: another length of rows, or option, is a compilation.
+SENTENCES = [*sentences(12, longest=2), "", *sentences(2, seed=3, longest=2), " "]
+BEAM = {"beam_size": 3, "n_best": 3}
+GREEDY = {"beam_size": 1, "n_best": 1}
+SAMPLING = {"sampling": True, "n_best": 4, "top_p": 0.9, "temperature": 0.7, "seed": 5}
+CONSTRAINED = [
+    Sentence("Hund bellt", prefix="die", phrases=("grüne",)),
+    Sentence("", prefix="die", phrases=("grüne",)),
+    Sentence("kleiner Hund", prefix="und", phrases=("roter",)),
+]
 
 
 def make_translator(talker):
@@ -21,7 +35,9 @@ def make_translator(talker):
 
 @pytest.mark.parametrize("beam_size", [1, 3])
 def test_log_probabilities_of_the_cached_search_are_those_of_the_full_pass(talker, beam_size):
-    found = make_translator(talker).translate_n_best(SENTENCES, beam_size, beam_size, 0.0)
+    found = make_translator(talker).translate_n_best(
+        SENTENCES, beam_size, beam_size=beam_size, length_penalty=0.0
+    )
     for sentence, hypotheses in zip(SENTENCES, found, strict=True):
         for hypothesis in hypotheses:
             if hypothesis.tokens:
@@ -31,7 +47,7 @@ def test_log_probabilities_of_the_cached_search_are_those_of_the_full_pass(talke
 
 def test_greedy_search_takes_what_the_full_pass_finds_most_probable(talker):
     for sentence in SENTENCES[:3]:
-        ((best,),) = make_translator(talker).translate_n_best([sentence], 1, 1)
+        ((best,),) = make_translator(talker).translate_n_best([sentence], 1, beam_size=1)
         for position, token in enumerate(best.tokens):
             prefix = best.tokens[:position]
             rivals = [
@@ -41,21 +57,83 @@ def test_greedy_search_takes_what_the_full_pass_finds_most_probable(talker):
             assert talker.full_pass(sentence, (*prefix, token))[-1] >= max(rivals) - 1e-5
 
 
-@pytest.mark.parametrize("beam_size", [1, 3])
-def test_a_translation_does_not_depend_on_its_company(talker, beam_size):
+CONSTRAINTS = {**BEAM, "no_repeat_ngram_size": 3, "bad_words": ("Hund",), "max_length": 24}
+
+
+@pytest.mark.parametrize(
+    ("options", "sentences"),
+    [(GREEDY, SENTENCES), (CONSTRAINTS, [*CONSTRAINED, *SENTENCES[:6]]), (SAMPLING, SENTENCES)],
+    ids=["greedy", "beam", "sampling"],
+)
+def test_a_translation_depends_on_its_sentence_and_the_options_alone(talker, options, sentences):
     translator = make_translator(talker)
-    together = translator.translate_n_best(SENTENCES, beam_size, beam_size)
-    alone = [translator.translate_n_best([one], beam_size, beam_size)[0] for one in SENTENCES]
-    assert alone == together
-    order = random.Random(0).sample(range(len(SENTENCES)), len(SENTENCES))
-    shuffled = translator.translate_n_best([SENTENCES[i] for i in order], beam_size, beam_size)
+    together = translator.translate_n_best(sentences, **options)
+    assert [translator.translate_n_best([one], **options)[0] for one in sentences] == together
+    order = random.Random(0).sample(range(len(sentences)), len(sentences))
+    shuffled = translator.translate_n_best([sentences[i] for i in order], **options)
     assert shuffled == [together[i] for i in order]
+    assert list(translator.stream(iter(sentences), **options)) == together
+    other_batches = translator.translate_n_best(sentences, batch_tokens=16, **options)
+    for ours, theirs in zip(other_batches, together, strict=True):
+        assert [(h.text, h.tokens) for h in ours] == [(h.text, h.tokens) for h in theirs]
+        np.testing.assert_allclose([h.score for h in ours], [h.score for h in theirs], rtol=1e-5)
     assert len({hypotheses[0].text for hypotheses in together}) > 5
 
 
-def test_a_translation_does_not_depend_on_the_batch_size(talker):
-    one_by_one = make_translator(with_decode(talker, batch_tokens=1))
-    assert one_by_one.translate(SENTENCES, 1) == make_translator(talker).translate(SENTENCES, 1)
+def test_a_translation_has_what_it_must_have(talker):
+    found = make_translator(talker).translate_n_best(CONSTRAINED, **CONSTRAINTS)
+    for sentence, hypotheses in zip(CONSTRAINED, found, strict=True):
+        if not sentence.text:
+            assert [hypothesis.text for hypothesis in hypotheses] == [""]
+            continue
+        assert all(phrase in hypotheses[0].text for phrase in sentence.phrases)
+        for hypothesis in hypotheses:
+            assert "Hund" not in hypothesis.text.split()
+            assert hypothesis.text.startswith(sentence.prefix)
+
+
+def test_samples_follow_from_seed_and_sentence(talker):
+    translator = make_translator(talker)
+    first = translator.translate_n_best(SENTENCES, **SAMPLING)
+    assert translator.translate_n_best(SENTENCES, **SAMPLING) == first
+    assert translator.translate_n_best(SENTENCES, **{**SAMPLING, "seed": 6}) != first
+    # Stable over versions and machines.
+    assert sampling_seed(0, [4, 5]) == 1_627_639_789
+    assert len({sampling_seed(seed, [4, token]) for seed in range(9) for token in range(9)}) == 81
+
+
+def test_minimum_bayes_risk_chooses_among_the_samples(talker):
+    translator = make_translator(talker)
+    samples = translator.translate_n_best(SENTENCES[:3], **SAMPLING)
+    risk = {**SAMPLING, "sampling": False, "n_best": 2, "mbr_samples": 4}
+    for own, drawn in zip(translator.translate_n_best(SENTENCES[:3], **risk), samples, strict=True):
+        texts = [hypothesis.text for hypothesis in drawn]
+        assert own == [drawn[index] for index in mbr.choose(texts, 2)]
+
+
+def test_an_ensemble_of_one_model_twice_is_that_model(talker):
+    pair = [(talker.config.model, talker.params)]
+    ensemble = Translator(talker.config, talker.params, talker.tokenizers, pair)
+    single = make_translator(talker)
+    assert ensemble.translate(SENTENCES, 1) == single.translate(SENTENCES, 1)
+    other = [(talker.config.model, random_params(talker.model, seed=1))]
+    mixed = Translator(talker.config, talker.params, talker.tokenizers, other)
+    assert mixed.translate(SENTENCES, 1) != single.translate(SENTENCES, 1)
+
+
+def test_attention_is_that_of_the_full_pass_and_aligns(talker):
+    translator = make_translator(talker)
+    (plain,) = translator.translate_n_best(["kleiner Hund bellt"], **BEAM)
+    (found,) = translator.translate_n_best(
+        ["kleiner Hund bellt"], unit="pieces", attention=True, **BEAM
+    )
+    assert [h.text for h in found] == [h.text for h in plain]
+    source = talker.tokenizers.source.split(["kleiner Hund bellt"])[0]
+    for hypothesis in found:
+        assert list(hypothesis.source_pieces) == source
+        assert hypothesis.attention.shape == (len(hypothesis.pieces), len(source))
+        assert hypothesis.alignment == align(hypothesis.attention)
+        assert len(hypothesis.pieces) in (len(hypothesis.tokens), len(hypothesis.tokens) - 1)
 
 
 def test_hypotheses_without_end_token_keep_all_their_tokens(talker):
@@ -64,7 +142,7 @@ def test_hypotheses_without_end_token_keep_all_their_tokens(talker):
     for source, hypotheses in zip(talker.tokenizers.source.encode(SENTENCES), found, strict=True):
         expected = len(source) + 3 if source else 0
         assert [len(hypothesis.tokens) for hypothesis in hypotheses] == [expected] * len(hypotheses)
-        assert all(translator.model.eos_id not in h.tokens for h in hypotheses)
+        assert all(talker.model.eos_id not in h.tokens for h in hypotheses)
 
 
 def test_n_best_lists_are_sorted_distinct_and_begin_with_the_translation(talker):
@@ -81,8 +159,8 @@ def test_n_best_lists_are_sorted_distinct_and_begin_with_the_translation(talker)
 def test_scores_are_log_probabilities_by_length_penalty(talker):
     translator = make_translator(with_end_bias(talker, 5.0))
     # Greedy search finds the same tokens whatever the penalty.
-    plain = translator.translate_n_best(SENTENCES[:5], 1, 1, 0.0)
-    divided = translator.translate_n_best(SENTENCES[:5], 1, 1, 2.0)
+    plain = translator.translate_n_best(SENTENCES[:5], 1, beam_size=1, length_penalty=0.0)
+    divided = translator.translate_n_best(SENTENCES[:5], 1, beam_size=1, length_penalty=2.0)
     for (ours,), (theirs,) in zip(plain, divided, strict=True):
         penalty = ((5 + len(ours.tokens)) / 6) ** 2
         np.testing.assert_allclose(theirs.score, ours.score / penalty, rtol=1e-5)
@@ -96,14 +174,6 @@ def test_empty_lines_are_not_translated(talker):
     assert (empty.text, empty.score, empty.tokens) == ("", 0.0, ())
 
 
-def test_new_parameters_need_no_compilation(talker):
-    make_translator(talker).translate(SENTENCES)
-    compiled = translator_room.search_targets._cache_size()
-    others = random_params(talker.model, seed=1)
-    make_translator(dataclasses.replace(talker, params=others)).translate(SENTENCES, 3, 0.1)
-    assert translator_room.search_targets._cache_size() == compiled
-
-
 def test_a_translation_is_one_line(talker, monkeypatch):
     # Pieces for single bytes can spell a line break.
     monkeypatch.setattr(
@@ -112,14 +182,43 @@ def test_a_translation_is_one_line(talker, monkeypatch):
     assert make_translator(talker).translate(["Hund"]) == ["a b c"]
 
 
-def test_a_sentence_longer_than_a_learned_position_table_is_refused(talker):
+def test_what_ends_a_line_somewhere_is_a_space():
+    assert on_one_line("a\nb\r\nc\u2028d\x0ce\x85f") == "a b c d e f"
+
+
+def test_long_input_is_translated_in_pieces(talker):
+    translator = make_translator(with_decode(talker, max_source_length=20))
+    parts = ["Die Wiese und der Hund.", "Ein kleiner roter Hund.", "Hund."]
+    lengths = [len(tokens) for tokens in talker.tokenizers.source.encode(parts)]
+    assert max(lengths) < 20 < sum(lengths)
+    together, *alone = translator.translate_n_best([" ".join(parts), *parts], unit="words", **BEAM)
+    for rank, whole in enumerate(together):
+        own = [hypotheses[rank] for hypotheses in alone]
+        assert whole.text == " ".join(h.text for h in own if h.text)
+        assert whole.tokens == tuple(itertools.chain(*(h.tokens for h in own)))
+        assert whole.score == pytest.approx(sum(h.score for h in own))
+        assert len(whole.alignment) == sum(len(h.alignment) for h in own)
+        assert max(source for source, _ in whole.alignment) > max(
+            source for source, _ in own[0].alignment
+        )
+    with pytest.raises(UserError, match=r"phrases .* more than 20 tokens"):
+        translator.translate([Sentence(" ".join(parts), phrases=("Hund",))])
+
+
+def test_samples_cannot_be_made_to_have_phrases(talker):
+    with pytest.raises(UserError, match=r"not sampled: leave out decode\.sampling"):
+        make_translator(talker).translate([Sentence("Hund", phrases=("Hund",))], mbr_samples=2)
+
+
+def test_no_input_is_longer_than_a_learned_position_table(talker):
     model = dataclasses.replace(talker.config.model, position_kind="learned", max_length=20)
     talker = dataclasses.replace(talker, config=dataclasses.replace(talker.config, model=model))
     talker = dataclasses.replace(talker, params=random_params(talker.model))
     translator = make_translator(talker)
-    assert len(translator.translate(["Hund"])) == 1
-    with pytest.raises(UserError, match=r"sentence 2 has \d+ tokens.*model.max_length=20"):
-        translator.translate(["Hund", "Hund " * 30])
+    for hypotheses in translator.translate_n_best(["Hund", "Hund " * 30], max_length=50, **GREEDY):
+        assert hypotheses[0].text
+    with pytest.raises(UserError, match=r"given tokens.*model.max_length=20"):
+        translator.translate([Sentence("Hund", prefix="Wiese " * 10)])
 
 
 @pytest.mark.parametrize(
@@ -128,6 +227,9 @@ def test_a_sentence_longer_than_a_learned_position_table_is_refused(talker):
         ({"n_best": 4}, "decode.n_best=4 is more than decode.beam_size=3"),
         ({"beam_size": 0}, "decode.beam_size must be positive"),
         ({"length_penalty": -0.5}, "decode.length_penalty must not be negative"),
+        ({"bad_word_ids": ("7,9999",)}, "decode.bad_word_ids: 9999 is no token"),
+        ({"copy_unknown": True, "alignment_layer": 3}, "decode.alignment_layer=3"),
+        ({"shortlist": "nowhere"}, "decode.shortlist=nowhere: there is no such file"),
     ],
 )
 def test_options_out_of_range_are_refused(talker, options, message):
@@ -151,6 +253,49 @@ def test_a_language_model_cannot_translate(talker):
 
 def test_longest_target_counts_source_tokens_without_their_end(talker):
     decode = dataclasses.replace(talker.config.decode, max_length_factor=1.5, max_length_extra=20)
-    assert longest_target(11, decode, talker.config.model) == 35
-    learned = dataclasses.replace(talker.config.model, position_kind="learned", max_length=32)
-    assert longest_target(11, decode, learned) == 32
+    assert longest_target(10, decode) == 35
+
+
+def test_a_stream_is_read_in_portions(talker):
+    """The first translations are there before the last sentences are read."""
+    read = 0
+
+    def lines():
+        nonlocal read
+        for text in itertools.repeat("Hund bellt", 3000):
+            read += 1
+            yield text
+
+    translator = make_translator(with_decode(talker, max_length=1, batch_tokens=64))
+    finished = []
+    stream = translator.stream(lines(), beam_size=1, advance=lambda: finished.append(read))
+    first = next(stream)
+    assert 800 < read < 1600
+    assert [first, *stream] == [first] * 3000
+    assert len(finished) == 3000
+
+
+@given(st.lists(st.integers(0, 9)), st.integers(1, 12))
+def test_windows_are_full_but_not_more(lengths, size):
+    texts = [Sentence("x" * length) for length in lengths]
+    portions = list(windows(texts, size))
+    assert list(itertools.chain(*portions)) == texts
+    for portion in portions[:-1]:
+        assert sum(max(1, len(sentence.text)) for sentence in portion) >= size
+    for portion in portions:
+        assert sum(max(1, len(sentence.text)) for sentence in portion[:-1]) < size
+
+
+@given(st.permutations(range(6)))
+def test_results_come_in_order_as_soon_as_they_can(order):
+    given = 0
+
+    def finished():
+        nonlocal given
+        for index in order:
+            given += 1
+            yield index, index
+
+    for expected, result in enumerate(in_order(finished())):
+        assert result == expected
+        assert given == max(order.index(index) for index in range(expected + 1)) + 1

@@ -34,6 +34,7 @@ CONFIGS = {
     "annotated norm": dataclasses.replace(TINY, norm_kind="unbiased_std", output_bias=True),
     "zero start": dataclasses.replace(TINY, bos_id=-1, zero_pad_embeddings=True),
     "language model": dataclasses.replace(TINY, has_inputs=False),
+    "recurrent": dataclasses.replace(TINY, decoder_kind="ssru"),
     "unrolled": dataclasses.replace(TINY, scan_layers=False),
 }
 
@@ -75,7 +76,7 @@ def check_cached_steps(config, tolerance):
     for position in range(3):  # Row 1 has padding at position 3, which decoding never feeds.
         tokens = jnp.repeat(target[:, position, None], 2, axis=1)
         logits, cache = model.apply(
-            variables, tokens, cache, jnp.int32(position), method="decode_step"
+            variables, tokens, cache, jnp.full(2, position), method="decode_step"
         )
         chex.assert_trees_all_close(logits[:, 0], full[:, position], rtol=0, atol=tolerance)
         chex.assert_trees_all_close(logits[:, 1], full[:, position], rtol=0, atol=tolerance)
@@ -86,20 +87,21 @@ def test_a_cached_step_equals_the_full_pass(name):
     check_cached_steps(CONFIGS[name], tolerance=1e-5)
 
 
-@pytest.mark.parametrize("name", ["post", "pre"])
+@pytest.mark.parametrize("name", ["post", "pre", "recurrent"])
 def test_a_cached_step_equals_the_full_pass_in_float64(float64, name):
     config = dataclasses.replace(CONFIGS[name], dtype="float64", param_dtype="float64")
     check_cached_steps(config, tolerance=1e-12)
 
 
-def test_hypotheses_can_continue_one_another():
-    model, variables, source, _ = initialise(TINY)
+@pytest.mark.parametrize("name", ["post", "recurrent"])
+def test_hypotheses_can_continue_one_another(name):
+    model, variables, source, _ = initialise(CONFIGS[name])
     encoded = model.apply(variables, source, method="encode")
-    cache = Transformer(TINY).apply(variables, encoded, source, 2, 4, method="init_cache")
+    cache = Transformer(CONFIGS[name]).apply(variables, encoded, source, 2, 4, method="init_cache")
 
     def step(tokens, cache, position):
         return model.apply(
-            variables, jnp.array(tokens), cache, jnp.int32(position), method="decode_step"
+            variables, jnp.array(tokens), cache, jnp.full(2, position), method="decode_step"
         )
 
     _, cache = step([[1, 1], [1, 1]], cache, 0)
@@ -129,8 +131,9 @@ def test_without_segments_padding_does_not_matter():
     chex.assert_trees_all_close(padded[1:, :3], alone, atol=1e-6)
 
 
-def test_segments_of_a_row_do_not_see_each_other():
-    model, variables, _, _ = initialise(TINY)
+@pytest.mark.parametrize("name", ["post", "recurrent"])
+def test_segments_of_a_row_do_not_see_each_other(name):
+    model, variables, _, _ = initialise(CONFIGS[name])
 
     def pack(rows):
         tokens = jnp.array([[token for row in rows for token in row] + [0]], jnp.int32)

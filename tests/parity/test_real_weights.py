@@ -21,8 +21,8 @@ import torch
 from wheels import file_of_wheel
 
 from flaxformer_mt import interop
-from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.decoding.translator import search_targets
+from flaxformer_mt.config import DecodeConfig, TransformerConfig
+from flaxformer_mt.decoding.engine import Engine, Request
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop import Family, files
 from flaxformer_mt.model.transformer import Transformer
@@ -153,17 +153,12 @@ def greedy_outputs(
 ) -> np.ndarray:
     """What our greedy search finds: int32 [200, T]."""
     longest = source.shape[1] + 10
-    result = search_targets(
-        interop.model_params(params),
-        source,
-        np.full(len(source), longest, np.int32),
-        0.0,
-        model=config,
-        max_length=longest,
-        beam_size=1,
-        n_best=1,
-    )
-    return np.asarray(result.tokens[:, 0, : result.lengths.max()])
+    engine = Engine([(config, interop.model_params(params))], DecodeConfig(beam_size=1))
+    requests = [Request(row[row != config.pad_id].tolist(), 0, longest) for row in source]
+    targets = np.full((len(source), longest), config.pad_id, np.int32)
+    for index, found in engine.decode(requests):
+        targets[index, : len(found.tokens[0])] = found.tokens[0]
+    return targets[:, : (targets != config.pad_id).any(axis=0).sum()]
 
 
 def both_logits(

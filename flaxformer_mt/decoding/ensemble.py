@@ -1,0 +1,108 @@
+"""Several models that choose each token together."""
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from flaxformer_mt.decoding.run import Run
+from flaxformer_mt.decoding.search import Reorder, State, Step, StepOutput
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.model.numerics import at_least_float32
+
+
+def combine(steps: Sequence[Step], how: Literal["log", "probability"]) -> Step:
+    r"""The step function of an ensemble of M models, all of the same weight.
+
+    .. math::
+        \text{log:}\ \frac{1}{M} \sum_m \log p_m(v) \qquad
+        \text{probability:}\ \log \frac{1}{M} \sum_m p_m(v)
+
+    A token that one model rules out (its logit is minus infinity) is impossible for "log", and for
+    "probability" only if all models rule it out. The attention is the mean of all models'.
+
+    Args:
+      steps: one a model; see `search`. They may be models of any configuration that have the same
+        vocabularies (see `require_same_vocabularies`).
+      how: the mean of what; the first is a geometric mean, whose probabilities sum to less than 1.
+
+    Returns:
+      A step function over a tuple of the models' states. Its logits are the logarithms above, in
+      float32 or wider; one model's alone are passed on as they are.
+    """
+
+    def step(tokens: Array, states: State, positions: Array) -> tuple[StepOutput, State]:
+        outputs, new_states = zip(
+            *(
+                single(tokens, state, positions)
+                for single, state in zip(steps, states, strict=True)
+            ),
+            strict=True,
+        )
+        if len(outputs) == 1:
+            return outputs[0], new_states
+        attentions = [output.attention for output in outputs if output.attention is not None]
+        return (
+            StepOutput(
+                mean_log_probabilities([output.logits for output in outputs], how),
+                jnp.mean(_stack(attentions), axis=0) if attentions else None,
+            ),
+            new_states,
+        )
+
+    return step
+
+
+def reorder_each(reorder: Reorder) -> Reorder:
+    """The same `reorder` for every state of a tuple."""
+    return lambda states, parents: tuple(reorder(state, parents) for state in states)
+
+
+def mean_log_probabilities(logits: Sequence[Array], how: Literal["log", "probability"]) -> Array:
+    """What M models make of V tokens together; see `combine`.
+
+    Args:
+      logits: [..., V] of each model; minus infinity where it rules a token out.
+      how: see `combine`.
+
+    Returns:
+      float32 [..., V] (float64 of float64).
+    """
+    log_probabilities = jax.nn.log_softmax(_stack(logits))
+    if how == "log":
+        return jnp.mean(log_probabilities, axis=0)
+    return jax.nn.logsumexp(log_probabilities, axis=0) - math.log(len(logits))
+
+
+def _stack(arrays: Sequence[Array]) -> Array:
+    return jnp.stack([array.astype(at_least_float32(array.dtype)) for array in arrays])
+
+
+def require_same_vocabularies(runs: Sequence[tuple[str, Run]]) -> None:
+    """Checks that the models of an ensemble speak of the same tokens.
+
+    Args:
+      runs: (folder, what it holds) of each model.
+
+    Raises:
+      UserError: the vocabularies, or the special tokens, of two runs differ.
+    """
+    first_folder, first = runs[0]
+    for folder, run in runs[1:]:
+        for side in ("source", "target"):
+            fingerprints = {getattr(r.tokenizers, side).fingerprint for r in (first, run)}
+            if len(fingerprints) > 1:
+                raise UserError(
+                    f"{first_folder} and {folder} cannot translate together: their {side} "
+                    "vocabularies differ; train one with data.tokenizer_path naming the other"
+                )
+        for name in ("pad_id", "bos_id", "eos_id"):
+            ours, theirs = (getattr(r.config.model, name) for r in (first, run))
+            if ours != theirs:
+                raise UserError(
+                    f"{first_folder} and {folder} cannot translate together: model.{name} is "
+                    f"{ours} in one and {theirs} in the other"
+                )

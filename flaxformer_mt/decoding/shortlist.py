@@ -1,0 +1,193 @@
+"""Which target tokens a source sentence can have as translations, from a lexical table.
+
+Source: Marian, `src/data/shortlist.cpp`, whose text and binary files are read.
+"""
+
+import dataclasses
+import functools
+import gzip
+import struct
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+
+from flaxformer_mt.data.tokenizer import Tokenizer, Tokenizers
+from flaxformer_mt.errors import UserError
+
+_MAGIC = struct.pack("<Q", 0xF11A48D5013417F5)
+_HEADER = struct.Struct("<6Q")  # Magic, checksum, first, best, number of offsets, of tokens.
+_GZIP_MAGIC = b"\x1f\x8b"
+_SPACE = "\u2581"  # How SentencePiece writes a space.
+
+
+@dataclasses.dataclass(frozen=True)
+class Shortlist:
+    """The translations of each source token."""
+
+    offsets: np.ndarray
+    """int64 [source vocabulary + 1]: the translations of source token s are those from offsets[s]
+    to offsets[s + 1]."""
+    translations: np.ndarray
+    """int32, target tokens."""
+    always: np.ndarray
+    """int32, target tokens that any sentence may have, the end token among them."""
+    joint: bool
+    """Whether source and target have one vocabulary, so that a source token may be copied."""
+
+    @classmethod
+    def read(cls, path: str | Path, tokenizers: Tokenizers, first: int, best: int) -> Self:
+        """Reads a lexical table.
+
+        The text form has "target source probability" a line, as `fast_align` and Marian's scripts
+        write it; lines with NULL say nothing of a token, and what is not in the vocabulary cannot
+        be chosen or met. The table is one of pieces, if any of its entries has the sign for a
+        space, else of words: then each piece of a word has all pieces of its translations.
+
+        The binary form is Marian's (`lex.s2t.bin` beside a model for a browser). It was made with
+        its own `first` and `best`, which are used instead of those given.
+
+        Args:
+          path: the file; either form may be compressed by gzip.
+          tokenizers: of the model.
+          first: target tokens that are always allowed, from id 0 on.
+          best: translations of each source token that are kept, by probability.
+
+        Raises:
+          UserError: the file is missing or damaged, or made for another vocabulary.
+        """
+        try:
+            content = Path(path).read_bytes()
+            if content.startswith(_GZIP_MAGIC):
+                content = gzip.decompress(content)
+            if content.startswith(_MAGIC):
+                first, offsets, translations = _parse_binary(content)
+            else:
+                offsets, translations = _parse_text(content, tokenizers, best)
+        except FileNotFoundError as error:
+            raise UserError(f"decode.shortlist={path}: there is no such file") from error
+        except (OSError, EOFError, zlib.error, ValueError) as error:
+            raise UserError(f"decode.shortlist={path}: {error}") from error
+        source_size, target_size = tokenizers.source.vocab_size, tokenizers.target.vocab_size
+        if len(offsets) != source_size + 1 or translations.max(initial=0) >= target_size:
+            raise UserError(
+                f"decode.shortlist={path} was made for another vocabulary: it has "
+                f"{len(offsets) - 1} source tokens, the model {source_size}"
+            )
+        always = {*range(min(first, target_size)), tokenizers.target.eos_id}
+        return cls(offsets, translations, np.array(sorted(always), np.int32), tokenizers.joint)
+
+    def allowed(self, source_tokens: Sequence[int], also: Sequence[int] = ()) -> np.ndarray:
+        """The target tokens that a translation may have.
+
+        Args:
+          source_tokens: of the sentence.
+          also: more target tokens, such as those of a forced prefix.
+
+        Returns:
+          int32, sorted, each once.
+        """
+        sources = np.unique(np.array(source_tokens, np.int32))
+        found = [self.translations[self.offsets[s] : self.offsets[s + 1]] for s in sources]
+        copied = sources if self.joint else sources[:0]
+        return np.unique(np.concatenate([self.always, copied, np.array(also, np.int32), *found]))
+
+
+def _parse_binary(content: bytes) -> tuple[int, np.ndarray, np.ndarray]:
+    """Reads the binary form; ValueError says what is wrong with it."""
+    if len(content) < _HEADER.size:
+        raise ValueError("the file is cut short")
+    _, checksum, first, _, num_offsets, num_tokens = _HEADER.unpack_from(content)
+    if len(content) != _HEADER.size + 8 * num_offsets + 4 * num_tokens:
+        raise ValueError("the file is cut short, or longer than it says")
+    if _checksum(content) != checksum:
+        raise ValueError("the file is damaged: its checksum is wrong")
+    offsets = np.frombuffer(content, "<u8", num_offsets, _HEADER.size).astype(np.int64)
+    tokens = np.frombuffer(content, "<u4", num_tokens, _HEADER.size + 8 * num_offsets)
+    if not len(offsets) or offsets[-1] != num_tokens or (np.diff(offsets, prepend=0) < 0).any():
+        raise ValueError("the file is damaged: its offsets do not fit its tokens")
+    return first, offsets, tokens.astype(np.int32)
+
+
+def _checksum(content: bytes) -> int:
+    """Marian's `hashMem` of all that follows the checksum in the header.
+
+    It goes by words of 8 bytes and so leaves out the last token, if their number is odd.
+    """
+    words = np.frombuffer(content, "<u8", (len(content) - 16) // 8, 16)
+    seed = 0
+    for word in words.tolist():
+        seed ^= (word + 0x9E3779B9 + (seed << 6) + (seed >> 2)) & 0xFFFFFFFFFFFFFFFF
+    return seed
+
+
+def _parse_text(content: bytes, tokenizers: Tokenizers, best: int) -> tuple[np.ndarray, np.ndarray]:
+    """Reads the text form; ValueError says what is wrong with it."""
+    are_pieces = _SPACE.encode() in content
+    to_source = _token_finder(tokenizers.source, are_pieces)
+    to_target = _token_finder(tokenizers.target, are_pieces)
+    sources, targets, probabilities = [], [], []
+    for number, line in enumerate(content.splitlines(), 1):
+        try:
+            # Bytes part at ASCII spaces only; others can be pieces.
+            target, source, probability = (field.decode() for field in line.split())
+            value = float(probability)
+        except ValueError as error:
+            shown = line[:80].decode(errors="replace")
+            raise ValueError(
+                f'line {number} is not "target source probability": {shown}'
+            ) from error
+        if value > 0 and "NULL" not in (source, target):
+            for source_token in to_source(source):
+                for target_token in to_target(target):
+                    sources.append(source_token)
+                    targets.append(target_token)
+                    probabilities.append(value)
+    return best_translations(
+        np.array(sources, np.int64),
+        np.array(targets, np.int32),
+        np.array(probabilities),
+        tokenizers.source.vocab_size,
+        best,
+    )
+
+
+def _token_finder(tokenizer: Tokenizer, are_pieces: bool) -> Callable[[str], Sequence[int]]:
+    """From an entry of a table to its tokens."""
+    if not are_pieces:
+        return functools.cache(lambda word: tokenizer.encode([word])[0])
+    pieces = tokenizer.pieces(range(tokenizer.vocab_size))
+    ids = {piece: (token,) for token, piece in enumerate(pieces)}
+    return lambda piece: ids.get(piece, ())
+
+
+def best_translations(
+    sources: np.ndarray,
+    targets: np.ndarray,
+    probabilities: np.ndarray,
+    source_size: int,
+    best: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Sorts a table by source token, and keeps the most probable translations of each.
+
+    Args:
+      sources: int64 [N], source token of each entry.
+      targets: int32 [N], target token of each entry.
+      probabilities: float64 [N]; of entries for the same two tokens the highest counts.
+      source_size: tokens in the source vocabulary.
+      best: translations kept of each; of equally probable ones those with the smallest ids.
+
+    Returns:
+      `offsets` and `translations` of a `Shortlist`.
+    """
+    order = np.lexsort((-probabilities, targets, sources))
+    sources, targets, probabilities = sources[order], targets[order], probabilities[order]
+    is_new = (np.diff(sources, prepend=-1) != 0) | (np.diff(targets, prepend=-1) != 0)
+    sources, targets, probabilities = sources[is_new], targets[is_new], probabilities[is_new]
+    order = np.lexsort((targets, -probabilities, sources))
+    sources, targets = sources[order], targets[order]
+    rank = np.arange(len(sources)) - np.searchsorted(sources, sources)
+    sources, targets = sources[rank < best], targets[rank < best]
+    return np.searchsorted(sources, np.arange(source_size + 1)), targets

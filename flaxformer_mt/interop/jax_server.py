@@ -1,0 +1,155 @@
+"""Translates greedily with a model that was exported by `flaxformer-mt convert --to jax`.
+
+    python server.py < source.txt > translation.txt
+
+It stands in the folder of the model, and needs jax and flatbuffers, and sentencepiece for text. It
+is as simple as can be, to be changed: a server would keep running, and might search with a beam,
+for which there is `reorder`.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export
+
+BATCH = 16
+"""Sentences that are translated together."""
+
+SHORTEST = 16
+"""Lengths are padded to this, or a power of two times this, so that there is little to compile."""
+
+
+class Model:
+    """Token ids in, token ids out.
+
+    Args:
+      folder: of the model.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.facts: dict[str, Any] = json.loads((folder / "metadata.json").read_bytes())
+        with np.load(folder / "parameters.npz") as parameters:
+            self.parameters = jax.device_put(dict(parameters))
+        functions = {
+            name: export.deserialize(bytearray((folder / f"{name}.jax").read_bytes()))
+            for name in ("encode", "step")
+        }
+        self.encode = jax.jit(functions["encode"].call)
+        # Each call may write into the cache that it is given: nobody needs the old one.
+        self.step = jax.jit(functions["step"].call, donate_argnums=2)
+
+    def translate(self, sources: Sequence[Sequence[int]]) -> list[list[int]]:
+        """The most probable next token, again and again.
+
+        Args:
+          sources: token ids, without end token.
+
+        Returns:
+          The translations, without end tokens, in the same order.
+
+        Raises:
+          ValueError: one is longer than the model was exported for.
+        """
+        longest = max(map(len, sources), default=0) + 1
+        if longest > self.facts["longest"]:
+            raise ValueError(f"{longest} tokens, but the model takes {self.facts['longest']}")
+        found: dict[int, list[int]] = {}
+        order = sorted(range(len(sources)), key=lambda index: len(sources[index]))
+        for start in range(0, len(order), BATCH):
+            indices = order[start : start + BATCH]
+            found |= zip(indices, self._batch([sources[i] for i in indices]), strict=True)
+        return [found[index] for index in range(len(sources))]
+
+    def _batch(self, sources: Sequence[Sequence[int]]) -> list[list[int]]:
+        facts = self.facts
+        source = np.full((BATCH, self._padded(max(map(len, sources)) + 1)), facts["pad_id"])
+        limits = np.zeros(BATCH, np.int32)
+        for row, tokens in enumerate(sources):
+            source[row, : len(tokens) + 1] = [*tokens, facts["eos_id"]]
+            limits[row] = self._longest(len(tokens))
+        room = np.zeros((1, self._padded(limits.max())), bool)
+        cache = self.encode(self.parameters, source.astype(np.int32), room)
+        last = np.full((BATCH, 1), facts["bos_id"], np.int32)
+        translations: list[list[int]] = [[] for _ in sources]
+        for position in range(limits.max()):
+            positions = np.full(BATCH, position, np.int32)
+            logits, cache = self.step(self.parameters, last, cache, positions)
+            logits = logits.at[..., np.array(facts["never_chosen"], int)].set(-jnp.inf)
+            last = np.asarray(logits.argmax(axis=-1), np.int32)
+            has_ended = last[:, 0] == facts["eos_id"]
+            limits = np.where(has_ended, np.minimum(limits, position), limits)
+            for translation, token, limit in zip(translations, last[:, 0], limits, strict=False):
+                if position < limit:
+                    translation.append(int(token))
+            if limits.max() <= position + 1:
+                break
+        return translations
+
+    def _longest(self, num_tokens: int) -> int:
+        """The most tokens of a translation, end token included."""
+        facts = self.facts
+        by_source = int(facts["max_length_factor"] * num_tokens) + facts["max_length_extra"]
+        return min(facts["max_length"] or by_source, facts["longest"])
+
+    def _padded(self, length: int) -> int:
+        padded = SHORTEST
+        while padded < length:
+            padded *= 2
+        return min(padded, self.facts["longest"])
+
+
+class Text:
+    """Text to token ids and back.
+
+    Args:
+      folder: of the model.
+      facts: its metadata.
+    """
+
+    def __init__(self, folder: Path, facts: dict[str, Any]) -> None:
+        import sentencepiece
+
+        self.source, self.target = (
+            sentencepiece.SentencePieceProcessor(model_file=str(folder / f"{side}.spm"))
+            for side in ("source", "target")
+        )
+        self.ids = {piece: token for token, piece in enumerate(facts["pieces"]["source"])}
+        self.pieces = facts["pieces"]["target"]
+        self.unknown = facts["unk_id"]
+        self.silent = {facts["pad_id"], facts["bos_id"], facts["eos_id"]}
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text; it may begin with the code of a language, such as ">>fra<<"."""
+        code = re.match(">>.*?<<", text)
+        pieces = [code[0]] if code else []
+        pieces += self.source.encode(text[code.end() if code else 0 :], out_type=str)
+        return [self.ids.get(piece, self.unknown["source"]) for piece in pieces]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of token ids, on one line."""
+        pieces = [self.pieces[token] for token in tokens if token not in self.silent]
+        return " ".join(self.target.decode_pieces(pieces).split("\n"))
+
+
+def main() -> None:
+    """Standard input to standard output, line by line."""
+    folder = Path(__file__).parent
+    model = Model(folder)
+    text = Text(folder, model.facts)
+    lines = sys.stdin.buffer.read().decode().split("\n")
+    sources = [text.encode(line) for line in lines if line.strip()]
+    translations = iter(model.translate(sources))
+    for line in lines[: -1 if lines[-1] == "" else None]:
+        translation = text.decode(next(translations)) if line.strip() else ""
+        sys.stdout.buffer.write(f"{translation}\n".encode())
+
+
+if __name__ == "__main__":
+    main()

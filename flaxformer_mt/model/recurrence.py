@@ -1,0 +1,73 @@
+"""The simple recurrent unit that can take the place of a decoder layer's self-attention."""
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax import Array, lax
+
+from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.model.numerics import at_least_float32, dense
+
+
+class SSRU(nn.Module):
+    r"""Remembers a running average of its inputs, whose weights the inputs choose.
+
+    .. math:: c_t = f_t \odot c_{t-1} + (1 - f_t) \odot W x_t,\quad
+        f_t = \sigma(W_f x_t + b_f),\quad h_t = \mathrm{relu}(c_t)
+
+    The memory c has D numbers however long the target is, and starts at zero. As neither f nor W x
+    depends on it, all c_t of a whole target are found together, in log T rounds.
+
+    Source: Kim et al. 2019, "From Research to Production and Back: Ludicrously Fast Neural Machine
+    Translation", section 3.1; Marian, `SSRU` in src/rnn/cells.h, without its own layer norms.
+    """
+
+    config: TransformerConfig
+
+    def setup(self) -> None:
+        """Makes the two linear maps."""
+        c = self.config
+        self.candidate = dense(c, c.d_model, c.d_model, False)
+        self.forget = dense(c, c.d_model, c.d_model, True)
+
+    def _gate(self, x: Array) -> tuple[Array, Array]:
+        """Gives f and (1 - f) W x of `x` [..., D], in float32 at least: c sums up small numbers."""
+        dtype = at_least_float32(x.dtype)
+        forget = jax.nn.sigmoid(self.forget(x).astype(dtype))
+        return forget, (1 - forget) * self.candidate(x).astype(dtype)
+
+    def __call__(self, x: Array, starts: Array | None) -> Array:
+        """Maps whole targets.
+
+        Args:
+          x: [B, T, D].
+          starts: bool [B, T], where a sentence starts, whose memory has nothing of the row's
+            earlier sentences; None = a row is one sentence.
+
+        Returns:
+          [B, T, D].
+        """
+        forget, new = self._gate(x)
+        kept = forget if starts is None else jnp.where(starts[..., None], 0, forget)
+
+        def joined(earlier: tuple[Array, Array], later: tuple[Array, Array]) -> tuple[Array, Array]:
+            (kept, memory), (later_kept, later_memory) = earlier, later
+            return kept * later_kept, later_kept * memory + later_memory
+
+        _, memory = lax.associative_scan(joined, (kept, new), axis=1)
+        return jax.nn.relu(memory).astype(x.dtype)
+
+    def step(self, x: Array, memory: Array, positions: Array) -> tuple[Array, Array]:
+        """Maps one token of W hypotheses per sentence.
+
+        Args:
+          x: [B, W, D].
+          memory: [B, W, D] after the token before, float32 at least; not read at position 0.
+          positions: int32 [B], the place of each sentence's token.
+
+        Returns:
+          [B, W, D], and the memory after these tokens.
+        """
+        forget, new = self._gate(x)
+        memory = jnp.where(positions[:, None, None] == 0, 0, forget * memory) + new
+        return jax.nn.relu(memory).astype(x.dtype), memory

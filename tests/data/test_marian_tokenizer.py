@@ -1,0 +1,265 @@
+"""Against Hugging Face's `MarianTokenizer`, on text that nobody would write and on real text."""
+
+import functools
+import gzip
+import json
+import os
+import random
+import string
+import warnings
+from pathlib import Path
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+from opus_mt import CODES, train_model, write_tokenizer
+
+from flaxformer_mt.config import DataConfig
+from flaxformer_mt.data.corpus import load_corpus
+from flaxformer_mt.data.tokenizer import Tokenizers
+from flaxformer_mt.errors import UserError
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from transformers import MarianTokenizer
+
+PHRASES = load_corpus(DataConfig(corpus="phrases", generated_pairs=1000), "train")
+BPE = {"model_type": "bpe", "byte_fallback": True}
+AS_GIVEN = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+
+
+@functools.cache
+def models():
+    """SentencePiece models of both sides, of different kinds."""
+    return train_model(PHRASES.sources, 300), train_model(PHRASES.targets, 500, **BPE, **AS_GIVEN)
+
+
+VARIANTS = {
+    "joint": {},
+    "separate": {"separate": True},
+    "holes": {"missing": ("\u2581zwei", "ten", "e", "\u2581")},
+    "saved by version 4": {
+        "clean_up_tokenization_spaces": True,
+        "model_max_length": 512,
+        "additional_special_tokens": ["<eop>", "Kilo", "Kilometer", "eine"],
+        "mask_token": {"__type": "AddedToken", "content": "kg", "lstrip": True, "rstrip": True},
+        "added_tokens_decoder": {
+            "0": {"content": "</s>", "lstrip": False, "rstrip": False, "special": True},
+            "1": {"content": "<unk>", "lstrip": False, "rstrip": False, "special": True},
+            "699": {"content": "</s>", "special": True},
+            "700": {"content": "<mask>", "lstrip": True, "rstrip": True, "special": True},
+            "701": {"content": "eine", "lstrip": True, "special": False},
+        },
+    },
+    "special tokens are text": {"split_special_tokens": True, "bos_token": "<s>"},
+    "special tokens with other names": {"eos_token": ">>deu<<", "cls_token": "zwei"},
+}
+
+
+def both(folder, **options):
+    """Our tokenizers and Hugging Face's of one folder."""
+    write_tokenizer(folder, *models(), **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # It recommends a package that it then does not use.
+        theirs = MarianTokenizer.from_pretrained(folder)
+    return Tokenizers.load(folder), theirs
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def pair(request, tmp_path_factory):
+    return both(tmp_path_factory.mktemp("opus"), **VARIANTS[request.param])
+
+
+CHARACTERS = (
+    " ", "  ", "\u2581", "\t", "\n", "\r\n", "\0", "\x07", "\x85", "\u00a0", "\u2028", "\u200b",
+    "\ufeff", "\u202e", "é", "e\u0301", "ﬁ", "½", "Å", "＜", "＞", "猫", "한국", "🏠", "👩\u200d👧",
+    "\U0010ffff", "ß", "İ",
+    "</s>", "</s", "<s>", "<unk>", "<pad>", "<mask>", "<eop>", ">>fra<<", ">>deu<<",
+    ">>xx<<", ">>", "<<", "<0x41>", "<0xC3>", " .", " ,", " 's", " ' ", "zwei", "eine ", "Kilo",
+    "7  eine  7", "Kilometer", " kg ",
+)  # fmt: skip
+
+
+def nasty(count, seed=0):
+    """Text of special tokens, codes, spaces of all kinds, control characters, broken up words."""
+    draw = random.Random(seed)
+    alphabet = (*CHARACTERS, *string.printable, *CODES, *" ".join(PHRASES.sources[:50]).split())
+    return ["".join(draw.choices(alphabet, k=draw.randint(0, 12))) for _ in range(count)]
+
+
+def assert_same(pair, texts):
+    """That text becomes the same ids, and ids the same text."""
+    ours, theirs = pair
+    separate = theirs.separate_vocabs
+    sources = ours.source.encode(texts)
+    targets = ours.target.encode(texts)
+    assert sources == theirs(texts, add_special_tokens=False).input_ids
+    # Without ids of its own, the target side has to be left again by hand.
+    expected = theirs(text_target=texts, add_special_tokens=False)
+    assert targets == expected.input_ids
+    assert ours.target.split(texts[:50]) == _as_target(theirs, texts[:50])
+    for tokens, text in zip(targets, ours.target.decode(targets), strict=True):
+        end = tokens.index(ours.target.eos_id) if ours.target.eos_id in tokens else len(tokens)
+        assert text == theirs.decode(tokens[:end], skip_special_tokens=True), tokens
+    if not separate:  # Else `MarianTokenizer` knows no way back from source ids.
+        assert ours.source.decode(targets) == ours.target.decode(targets)
+
+
+def _as_target(theirs, texts):
+    theirs._switch_to_target_mode()
+    pieces = [theirs.tokenize(text) for text in texts]
+    theirs._switch_to_input_mode()
+    return pieces
+
+
+def test_ids_and_texts_are_those_of_the_published_tokenizer(pair):
+    assert_same(
+        pair, ["", *CHARACTERS, *nasty(400), *PHRASES.sources[:100], *PHRASES.targets[:100]]
+    )
+
+
+def test_any_id_has_the_text_that_it_has_there(pair):
+    ours, theirs = pair
+    draw = random.Random(1)
+    # Theirs cannot decode an id that is neither in the vocabulary nor SentencePiece's.
+    pieces = ours.target.pieces(range(ours.target.vocab_size))
+    ids = [token for token, piece in enumerate(pieces) if piece]
+    sentences = [draw.choices(ids, k=draw.randint(0, 9)) for _ in range(300)]
+    sentences += [[token] for token in ids]
+    sentences = [[t for t in each if t != ours.target.eos_id] for each in sentences]
+    expected = [theirs.decode(sentence, skip_special_tokens=True) for sentence in sentences]
+    assert ours.target.decode(sentences) == expected
+
+
+@hypothesis.given(st.lists(st.text() | st.sampled_from(CHARACTERS)).map("".join))
+@hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
+def test_any_text(joint, text):
+    assert_same(joint, [text])
+
+
+@pytest.fixture(scope="module")
+def joint(tmp_path_factory):
+    return both(tmp_path_factory.mktemp("joint"))
+
+
+def test_five_thousand_sentences(joint):
+    texts = [*PHRASES.sources, *PHRASES.targets, *nasty(3000, seed=1)]
+    assert len(texts) == 5000
+    assert_same(joint, texts)
+
+
+@pytest.mark.slow
+def test_five_thousand_real_sentences(tmp_path):
+    if "FLAXFORMER_MT_DATA" not in os.environ:
+        pytest.skip("FLAXFORMER_MT_DATA names no folder with multi30k-en-de")
+    folder = Path(os.environ["FLAXFORMER_MT_DATA"], "multi30k-en-de")
+    sources, targets = (
+        gzip.decompress((folder / f"train.{language}.gz").read_bytes()).decode().split("\n")[:5000]
+        for language in ("en", "de")
+    )
+    write_tokenizer(tmp_path, train_model(sources, 4000), train_model(targets, 4000))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = MarianTokenizer.from_pretrained(tmp_path)
+    assert len(sources) == 5000
+    assert_same((Tokenizers.load(tmp_path), theirs), [*sources, *targets])
+
+
+def test_special_ids(joint, tmp_path):
+    ours, theirs = joint
+    for side in (ours.source, ours.target):
+        assert (side.eos_id, side.unk_id, side.pad_id) == (0, 1, side.vocab_size - 1)
+        assert side.bos_id == side.pad_id
+        assert side.vocab_size == theirs.vocab_size
+        assert side.pieces([2, 3]) == list(CODES)
+    assert not ours.joint
+
+
+def test_a_copy_is_the_same_to_the_byte(pair, tmp_path):
+    ours, _ = pair
+    ours.save(tmp_path)
+    again = Tokenizers.load(tmp_path)
+    assert again.source.files == ours.source.files
+    assert again.source.fingerprint == ours.source.fingerprint != ours.target.fingerprint
+    assert again.target.fingerprint == ours.target.fingerprint
+
+
+def test_other_ids_are_another_vocabulary(joint, tmp_path):
+    ours, _ = both(tmp_path, missing=("\u2581zwei",))
+    assert ours.source.fingerprint != joint[0].source.fingerprint
+
+
+@pytest.mark.parametrize("amount", [0.1, 0.5])
+def test_random_splits_give_the_same_text(joint, amount):
+    ours, theirs = joint
+    texts = [">>fra<< " + text for text in PHRASES.targets[:60]]
+    sampled = ours.target.sample(texts, 1, amount)
+    assert sampled == ours.target.sample(texts, 1, amount)
+    assert sampled != ours.target.sample(texts, 2, amount)
+    assert sampled != ours.target.encode(texts)
+    assert ours.target.decode(sampled) == ours.target.decode(ours.target.encode(texts))
+    assert {tokens[0] for tokens in sampled} == {theirs.convert_tokens_to_ids(">>fra<<")}
+
+
+def test_unknown_text_is_not_split_at_random(joint):
+    ours, _ = joint
+    texts = ["twelve 猫 kilometers", "</s> seven"]
+    exact = ours.source.encode(texts)
+    assert ours.source.sample(texts, 3, 0.5)[0] == exact[0]
+    assert ours.source.unk_id in exact[0]
+    assert exact[1][0] == ours.source.eos_id
+
+
+DAMAGES = {
+    "source.spm": (b"no model", "source.spm is not a SentencePiece model"),
+    "target.spm": (None, "target.spm is missing"),
+    "vocab.json": (b'["a"]', "vocab.json is damaged: no JSON object"),
+    "tokenizer_config.json": (b"{", "tokenizer_config.json is damaged"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_or_missing_file_is_named(name, tmp_path):
+    write_tokenizer(tmp_path, *models())
+    content, message = DAMAGES[name]
+    if content is None:
+        (tmp_path / name).unlink()
+    else:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        Tokenizers.load(tmp_path)
+    assert message in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+
+
+REFUSED = {
+    "sp_model_kwargs is not known": {"sp_model_kwargs": {"enable_sampling": True}},
+    "'<mask>' is single_word": {
+        "added_tokens_decoder": {"9": {"content": "<mask>", "single_word": True}}
+    },
+    "is damaged: KeyError": {"mask_token": {"lstrip": True}},
+    "vocab.json has no <what>": {"unk_token": "<what>"},
+    "a special token is empty": {"pad_token": ""},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_is_not_known_is_refused(message, tmp_path):
+    write_tokenizer(tmp_path, *models(), **REFUSED[message])
+    with pytest.raises(UserError) as caught:
+        Tokenizers.load(tmp_path)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_vocabulary_of_the_target_must_be_there(tmp_path):
+    write_tokenizer(tmp_path, *models(), separate_vocabs=True)
+    with pytest.raises(UserError, match=r"target_vocab\.json is missing"):
+        Tokenizers.load(tmp_path)
+
+
+def test_ids_that_are_no_numbers(tmp_path):
+    write_tokenizer(tmp_path, *models())
+    (tmp_path / "vocab.json").write_text(json.dumps({"<unk>": "0"}))
+    with pytest.raises(UserError, match=r"vocab\.json is damaged: it does not give an id"):
+        Tokenizers.load(tmp_path)

@@ -1,0 +1,161 @@
+"""What `decoding/search.py` documents, for one row: plain, slow, one hypothesis at a time."""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+
+@dataclasses.dataclass(frozen=True)
+class Wish:
+    """What is asked of a row; see `Rows`."""
+
+    limit: int
+    minimum: int = 0
+    prefix: tuple[int, ...] = ()
+    allowed: frozenset[int] | None = None
+
+
+class Found(NamedTuple):
+    """A complete hypothesis."""
+
+    score: float
+    log_probability: float
+    tokens: tuple[int, ...]
+
+
+def log_sum_exp(values):
+    highest = max(values)
+    if highest == -math.inf:
+        return -math.inf
+    return highest + math.log(sum(math.exp(value - highest) for value in values))
+
+
+def is_ruled_out(tokens, token, wish, options):
+    """Whether a rule forbids that `token` follows `tokens`."""
+    grown, size = (*tokens, token), options.no_repeat_ngram_size
+    earlier = [tokens[place : place + size] for place in range(len(tokens) - size + 1)]
+    return (
+        token in options.forbidden_ids
+        or (wish.allowed is not None and token not in wish.allowed)
+        or (size > 0 and grown[-size:] in earlier)
+        or any(grown[-len(phrase) :] == phrase for phrase in options.bad_phrases)
+        or (options.min_length and token == options.eos_id and len(tokens) < wish.minimum)
+    )
+
+
+def penalise(score, penalty):
+    return score * penalty if score < 0 else score / penalty
+
+
+def token_scores(logits, tokens, wish, options, chosen_by_others=()):
+    """What each next token adds to the log-probability of the hypothesis `tokens`, a list."""
+    allowed = range(len(logits)) if wish.allowed is None else wish.allowed
+    normaliser = log_sum_exp([logits[token] for token in allowed])
+    originals = [logit - normaliser for logit in logits]
+    scores = []
+    for token, score in enumerate(originals):
+        score -= options.diversity_penalty * chosen_by_others.count(token)
+        if options.repetition_penalty is not None and token in tokens:
+            shift = normaliser if options.independent else 0.0
+            score = penalise(score + shift, options.repetition_penalty) - shift
+        scores.append(-math.inf if is_ruled_out(tokens, token, wish, options) else score)
+    if len(tokens) < len(wish.prefix):
+        forced = wish.prefix[len(tokens)]
+        scores = [-math.inf] * len(logits)
+        scores[forced] = originals[forced]
+    if options.force_end and len(tokens) == wish.limit - 1:
+        scores = [-math.inf] * len(logits)
+        scores[options.eos_id] = 0.0
+    if options.renormalize:
+        total = log_sum_exp(scores)
+        scores = [score - total if score > -math.inf else score for score in scores]
+    return scores
+
+
+def penalty_of(length, options):
+    base = (5 + length) / 6 if options.length_penalty_kind == "gnmt" else length
+    return base**options.length_penalty
+
+
+def score_of(tokens, total, options, attention_after):
+    """The score that a hypothesis has if it ends now."""
+    score = total / penalty_of(len(tokens), options)
+    if options.coverage_penalty is not None:
+        received = [attention_after(tokens[:place]) for place in range(len(tokens))]
+        for one_source_token in zip(*received, strict=True):
+            score += options.coverage_penalty * math.log(min(sum(one_source_token), 1.0))
+    return score
+
+
+def is_complete(tokens, wish, options):
+    return tokens[-1] == options.eos_id or len(tokens) == wish.limit
+
+
+def is_decided(beam, finished, size, wish, options, attention_after):
+    """Whether a beam that has `finished` hypotheses, best first, stops; see `DecodeConfig`."""
+    if not beam:
+        return True
+    if len(finished) < size:
+        return False
+    if options.early_stopping == "first":
+        return True
+    if options.early_stopping == "heuristic":
+        attainable = [score_of(t, total, options, attention_after) for t, total in beam]
+    else:
+        attainable = [total / penalty_of(wish.limit, options) for _, total in beam]
+    return finished[-1].score >= max(attainable)
+
+
+def slow_beam_search(logits_after, wish, options, attention_after):
+    """Every finished hypothesis that is kept, of all groups, best first."""
+    size = options.beam_size // options.beam_groups
+    beams = [[((), 0.0)] for _ in range(options.beam_groups)]
+    kept = [[] for _ in range(options.beam_groups)]
+    for length in range(1, wish.limit + 1):
+        chosen_by_others = []
+        for group, beam in enumerate(beams):
+            candidates = []
+            for tokens, total in beam:
+                scores = token_scores(logits_after(tokens), tokens, wish, options, chosen_by_others)
+                for token, score in enumerate(scores):
+                    if score > -math.inf:
+                        candidates.append(((*tokens, token), total + score))
+            candidates.sort(key=lambda candidate: -candidate[1])
+            for tokens, total in candidates[:size]:
+                if is_complete(tokens, wish, options):
+                    score = score_of(tokens, total, options, attention_after)
+                    kept[group].append(Found(score, total, tokens))
+            kept[group] = sorted(kept[group], reverse=True)[:size]
+            beam = [c for c in candidates[: 2 * size] if not is_complete(c[0], wish, options)]
+            beam = beam[:size]
+            if is_decided(beam, kept[group], size, wish, options, attention_after):
+                beam = []
+            beams[group] = beam
+            chosen_by_others += [tokens[-1] for tokens, _ in beam]
+        assert all(len(tokens) == length for beam in beams for tokens, _ in beam)
+    return sorted((found for group in kept for found in group), reverse=True)
+
+
+def slow_greedy_search(logits_after, wish, options, attention_after):
+    """The hypothesis that takes the best token each time, in a list; none if there is none."""
+    tokens, total = (), 0.0
+    while len(tokens) < wish.limit and (not tokens or tokens[-1] != options.eos_id):
+        scores = token_scores(logits_after(tokens), tokens, wish, options)
+        best = max(range(len(scores)), key=lambda token: scores[token])
+        if scores[best] == -math.inf:
+            return []
+        tokens, total = (*tokens, best), total + scores[best]
+    return [Found(score_of(tokens, total, options, attention_after), total, tokens)] * bool(tokens)
+
+
+def slow_search(logits_after, wish, options, attention_after=None):
+    """The `options.n_best` hypotheses of a row, best first.
+
+    Args:
+      logits_after: gives the logits, a list, of the token that follows a tuple of tokens.
+      wish: what is asked of the row.
+      options: `SearchOptions` without sampling.
+      attention_after: gives the attention to each source token, a list, when it is chosen.
+    """
+    one_row = slow_greedy_search if options.independent else slow_beam_search
+    return one_row(logits_after, wish, options, attention_after)[: options.n_best]

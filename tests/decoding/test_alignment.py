@@ -1,0 +1,196 @@
+"""Links between words, from attention that is made by hand and from a model that copies."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from talker import padded, random_params, sentences, with_decode
+
+from flaxformer_mt.data.pieces import SPACE
+from flaxformer_mt.decoding import forcing
+from flaxformer_mt.decoding.alignment import (
+    align,
+    align_words,
+    copy_unknown,
+    pharaoh,
+    without_ends,
+    words,
+)
+from flaxformer_mt.decoding.forcing import force
+from flaxformer_mt.decoding.scoring import Scorer
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.model.transformer import Transformer
+
+# "the big dog" in four pieces, "der Hund" in three.
+SOURCE_PIECES = ["▁the", "▁b", "ig", "▁dog"]
+TARGET_PIECES = ["▁der", "▁Hu", "nd"]
+ATTENTION = np.array(
+    [
+        [0.4, 0.3, 0.2, 0.1],
+        [0.1, 0.35, 0.0, 0.4],
+        [0.1, 0.0, 0.3, 0.5],
+    ],
+    np.float32,
+)
+
+
+def test_tokens_are_linked_to_what_they_attend_to_most():
+    assert align(ATTENTION) == [(0, 0), (3, 1), (3, 2)]
+    assert pharaoh(align(ATTENTION)) == "0-0 3-1 3-2"
+    assert align(np.zeros((2, 0))) == []
+    assert pharaoh(align(np.zeros((0, 2)))) == ""
+
+
+def test_words_attend_as_the_mean_of_their_pieces_and_receive_the_sum():
+    # der: 0.4 to "the", but 0.3 + 0.2 to "big". Hund: 0.325 to "big", 0.45 to "dog".
+    assert align_words(ATTENTION, SOURCE_PIECES, TARGET_PIECES) == [(1, 0), (2, 1)]
+    assert align_words(np.zeros((0, 4)), SOURCE_PIECES, []) == []
+    assert align_words(np.zeros((3, 0)), [], TARGET_PIECES) == []
+
+
+def test_words_start_with_a_space_or_the_text():
+    assert words(SOURCE_PIECES) == [0, 1, 1, 2]
+    assert words([">>fra<<", "▁a", SPACE, "<0xE2>", "<0x98>", "▁b"]) == [0, 1, 2, 2, 2, 3]
+    assert words([]) == []
+
+
+def test_words_are_those_of_the_text(talker):
+    texts = [*sentences(5, longest=6), "  ein ☃  Hund. ", "x", ""]
+    for text, pieces in zip(texts, talker.tokenizers.source.split(texts), strict=True):
+        found = "".join(pieces).replace(SPACE, " ").split()
+        assert max(words(pieces), default=-1) + 1 == len(found) == len(text.split())
+
+
+def test_ends_are_taken_away_where_they_are():
+    attention = np.arange(12).reshape(3, 4)
+    np.testing.assert_array_equal(without_ends(attention, (7, 8, 2), 2), attention[:2, :3])
+    np.testing.assert_array_equal(without_ends(attention, (7, 8, 9), 2), attention[:, :3])
+    assert without_ends(np.zeros((0, 4)), (), 2).shape == (0, 3)
+
+
+class Vocabulary:
+    """Enough of a tokenizer for a translation with unknown tokens."""
+
+    unk_id = 0
+    entries = ("<unk>", "▁der", "▁Hu", "nd", ".")
+
+    def pieces(self, tokens):
+        return [self.entries[token] for token in tokens]
+
+    def decode(self, sequences):
+        return ["".join(self.pieces(s)).replace(SPACE, " ").strip() for s in sequences]
+
+
+@pytest.mark.parametrize(
+    ("target", "attended", "text"),
+    [
+        ((1, 2, 3), (0, 1, 1), "der Hund"),
+        ((1, 0), (0, 1), "der big"),  # both pieces of "big" together
+        ((1, 0, 0, 4), (0, 1, 2, 3), "der big."),  # an unknown word is often several tokens
+        ((0, 0, 2, 3), (0, 3, 0, 0), "the dog Hund"),
+        ((0,), (3,), "dog"),
+        ((), (), ""),
+    ],
+)
+def test_unknown_tokens_become_the_word_that_they_attend_to(target, attended, text):
+    attention = np.eye(4)[list(attended)] if attended else np.zeros((0, 4))
+    assert copy_unknown(target, attention, SOURCE_PIECES, Vocabulary()) == text
+
+
+@pytest.fixture(scope="module")
+def copier(talker):
+    """A model whose target tokens attend to the source token at their own position.
+
+    Embeddings are zero, and positions unit vectors: all that queries and keys can tell apart.
+    """
+    width = talker.config.model.d_model
+    model = dataclasses.replace(
+        talker.config.model,
+        num_decoder_layers=2,
+        head_dim=width,
+        norm_position="pre",
+        position_kind="learned",
+        max_length=width,
+    )
+    copier = dataclasses.replace(talker, config=dataclasses.replace(talker.config, model=model))
+    params = jax.tree.map(jnp.zeros_like, random_params(copier.model))
+    for side in ("source", "target"):
+        params[f"{side}_positions"]["embedding"] = jnp.eye(width)
+    decoder = params["decoder"]["layers"]
+    decoder["cross_attention_norm"]["scale"] = jnp.ones((2, width))
+    # [L, D, H * K]: the first head of the second layer attends evenly, the others sharply.
+    sharp = jnp.tile(20 * jnp.eye(width), (2, 1, 2))
+    for name in ("query", "key"):
+        decoder["cross_attention"][name]["kernel"] = sharp.at[1, :, :width].set(0)
+    return dataclasses.replace(copier, params=params)
+
+
+def test_a_model_that_copies_is_aligned_one_to_one(copier):
+    scorer = Scorer(copier.config, copier.params, copier.tokenizers)
+    texts = sentences(6, longest=3)
+    for unit in ("pieces", "words"):
+        for text, score in zip(
+            texts, scorer.stream(zip(texts, texts, strict=True), unit), strict=True
+        ):
+            count = len(score.pieces) - 1 if unit == "pieces" else len(text.split())
+            assert score.alignment == [(place, place) for place in range(count)]
+
+
+def test_layer_and_head_can_be_chosen(copier):
+    row = [*copier.tokenizers.source.encode(["ein kleiner Hund"])[0], copier.model.eos_id]
+
+    def attention(layer, head):
+        decode = with_decode(copier, alignment_layer=layer, alignment_head=head).config.decode
+        (found,) = force(copier.params, copier.model, decode, [row], [row], attention=True)
+        assert found.attention.shape == (len(row), len(row))
+        return found.attention
+
+    sharp, even = attention(1, 1), attention(1, 0)
+    np.testing.assert_allclose(even, 1 / len(row), rtol=1e-5)
+    assert sharp.diagonal().min() > 0.9
+    np.testing.assert_allclose(attention(-1, -1), (sharp + even) / 2, rtol=1e-5, atol=1e-6)
+    assert attention(0, 0).diagonal().min() > 0.9
+
+
+def test_attention_is_that_of_the_full_model(talker):
+    source = [*talker.tokenizers.source.encode(["ein Hund bellt"])[0], talker.model.eos_id]
+    target = [*talker.tokenizers.source.encode(["die Wiese"])[0], talker.model.eos_id]
+    (found,) = force(
+        talker.params, talker.model, talker.config.decode, [source], [target], attention=True
+    )
+    _, weights = Transformer(talker.model).apply(
+        {"params": talker.params},
+        padded(source),
+        padded([talker.model.bos_id, *target[:-1]]),
+        return_attention=True,
+    )
+    expected = weights.decoder_cross[-1, 0].mean(axis=0)[: len(target), : len(source)]
+    np.testing.assert_allclose(found.attention, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found.attention.sum(axis=1), 1, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"alignment_layer": 1}, "decode.alignment_layer=1: the decoder has 1 layers"),
+        ({"alignment_layer": -2}, "decode.alignment_layer=-2"),
+        ({"alignment_head": 2}, "decode.alignment_head=2: the decoder has 2 heads"),
+        ({"alignment_head": -2}, "decode.alignment_head=-2"),
+    ],
+)
+def test_layers_and_heads_that_do_not_exist_are_refused(talker, options, message):
+    decode = with_decode(talker, **options).config.decode
+    with pytest.raises(UserError, match=message):
+        force(talker.params, talker.model, decode, [[5, 2]], [[5, 2]], attention=True)
+
+
+def test_tokens_that_are_never_chosen(talker):
+    assert forcing.never_chosen(talker.model) == (0, 1)
+    from_padding = dataclasses.replace(talker.model, bos_id=0)
+    assert forcing.never_chosen(from_padding) == (0,)
+    from_nothing = dataclasses.replace(talker.model, bos_id=-1)
+    assert forcing.never_chosen(from_nothing) == (0,)
+    from_the_end = dataclasses.replace(talker.model, bos_id=2)
+    assert forcing.never_chosen(from_the_end) == (0,)

@@ -1,0 +1,140 @@
+"""Batches whose rows change hands: every sentence gets what it would get alone."""
+
+import dataclasses
+import functools
+import threading
+
+import jax
+import numpy as np
+import pytest
+
+from flaxformer_mt.config import DecodeConfig, TransformerConfig
+from flaxformer_mt.decoding import engine as engine_module
+from flaxformer_mt.decoding.engine import Engine, Request
+from flaxformer_mt.decoding.search import SearchOptions, plain_rows, search
+from flaxformer_mt.model.transformer import Transformer
+
+MODEL = TransformerConfig(
+    source_vocab_size=30,
+    target_vocab_size=30,
+    d_model=16,
+    num_heads=2,
+    d_ff=16,
+    num_encoder_layers=1,
+    num_decoder_layers=2,
+)
+BEAM = DecodeConfig(beam_size=3, n_best=2, early_stopping="heuristic", batch_tokens=64)
+"""12 sentences of up to 16 tokens share a batch, and 3 at a time join it."""
+
+
+@functools.cache
+def params():
+    source = np.ones((1, 4), np.int32)
+    shapes = jax.eval_shape(Transformer(MODEL).init, jax.random.key(0), source, source)["params"]
+    rng = np.random.default_rng(1)
+    return jax.tree.map(lambda leaf: (rng.normal(size=leaf.shape) * 0.7).astype("f4"), shapes)
+
+
+@functools.cache
+def make_engine(decode=BEAM):
+    return Engine([(MODEL, params())], decode)
+
+
+@functools.cache
+def requests():
+    rng = np.random.default_rng(0)
+    sources = [[*rng.integers(3, 30, size=length).tolist(), 2] for length in range(1, 30)]
+    return [
+        Request(source, 0, 8 if place % 2 else 40, seed=place)
+        for place, source in enumerate(sources)
+    ]
+
+
+@functools.cache
+def together(decode=BEAM):
+    return dict(make_engine(decode).decode(requests()))
+
+
+def assert_same(found, expected):
+    """The same translations, with scores equal up to rounding."""
+    assert found.keys() == expected.keys()
+    for index, one in found.items():
+        assert one.tokens == expected[index].tokens
+        np.testing.assert_allclose(one.scores, expected[index].scores, rtol=1e-6)
+
+
+def test_a_search_without_other_sentences_finds_the_same():
+    options = SearchOptions.from_config(
+        BEAM, bos_id=MODEL.bos_id, eos_id=MODEL.eos_id, pad_id=0, forbidden_ids=(0, 1)
+    )
+
+    @jax.jit
+    def alone(source, max_lengths):
+        state = engine_module._begin(
+            (params(),), source, plain_rows(max_lengths), options, configs=(MODEL,), max_length=40
+        )
+        step = engine_module._step(MODEL, params(), options)
+        return search(
+            step, state.state[0], plain_rows(max_lengths), options, 40, engine_module.reorder_cache
+        )
+
+    for index in (0, 13, 14):
+        request = requests()[index]
+        source = np.zeros((1, 16), np.int32)
+        source[0, : len(request.source)] = request.source
+        expected = alone(source, np.array([request.max_length], np.int32))
+        found = together()[index]
+        for place, tokens in enumerate(found.tokens):
+            length = expected.lengths[0, place]
+            assert tokens == tuple(expected.tokens[0, place, :length].tolist())
+        np.testing.assert_allclose(found.scores, expected.scores[0], atol=1e-5)
+
+
+SAMPLES = dataclasses.replace(BEAM, beam_size=1, sampling=True, n_best=3)
+
+
+@pytest.mark.parametrize("decode", [BEAM, SAMPLES], ids=["beam", "samples"])
+def test_neither_order_nor_company_changes_what_is_found(decode):
+    all_found = together(decode)
+    assert sorted(all_found) == list(range(29))
+    # Rows change hands at different times, and some hypotheses outgrow the first arrays.
+    assert {len(found.tokens[0]) for found in all_found.values()} >= {8, 40}
+    order = np.random.default_rng(2).permutation(29)
+    for some in (order, order[:5]):
+        found = dict(make_engine(decode).decode([requests()[index] for index in some]))
+        assert_same(
+            {int(some[place]): item for place, item in found.items()},
+            {int(index): all_found[int(index)] for index in some},
+        )
+
+
+def test_the_batch_size_does_not_change_translations():
+    small = make_engine(dataclasses.replace(BEAM, batch_tokens=1))
+    found = dict(small.decode(requests()[:4]))
+    assert_same(found, {index: together()[index] for index in range(4)})
+
+
+def test_longer_arrays_change_nothing(monkeypatch):
+    monkeypatch.setattr(engine_module, "SHORTEST_TARGET", 64)
+    found = dict(make_engine().decode(requests()[15:]))
+    assert_same(found, {index: together()[index + 15] for index in range(14)})
+
+
+def test_an_engine_of_parameters_that_are_not_finite_finds_nothing():
+    broken = jax.tree.map(lambda leaf: leaf * np.nan, params())
+    (found,) = (found for _, found in Engine([(MODEL, broken)], BEAM).decode(requests()[:1]))
+    assert found.tokens == found.scores == found.log_probabilities == []
+
+
+def test_a_reader_that_stops_early_leaves_no_thread_behind():
+    before = threading.active_count()
+    results = make_engine().decode(requests())
+    next(results)
+    results.close()
+    assert threading.active_count() == before
+
+
+def test_errors_of_a_worker_reach_the_reader():
+    wrong = requests()[0]._replace(prefix=[5], allowed=np.array([99]))
+    with pytest.raises(IndexError, match="99"):
+        list(make_engine().decode([wrong]))

@@ -1,0 +1,274 @@
+"""The same weights find the same translations here and with Hugging Face's `generate`."""
+
+import dataclasses
+import functools
+import gzip
+import itertools
+import os
+import warnings
+from pathlib import Path
+
+import chex
+import jax
+import numpy as np
+import opus_mt
+import pytest
+import torch
+
+from flaxformer_mt import interop
+from flaxformer_mt.config import DataConfig
+from flaxformer_mt.data.corpus import load_corpus
+from flaxformer_mt.decoding.engine import Engine, Request
+from flaxformer_mt.decoding.run import load_run
+from flaxformer_mt.interop import folders, generation
+from flaxformer_mt.interop.convert import OWN
+from flaxformer_mt.model.transformer import Transformer
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from transformers import MarianMTModel
+
+BEAMS = (1, 4, 6)
+EARLY_STOPPING = ("never", False, True)
+PENALTIES = (0.6, 1.0, 2.0)
+TIE = 1e-5
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """One model on both sides."""
+
+    config: interop.weights.TransformerConfig
+    params: dict
+    theirs: MarianMTModel
+    max_length: int
+    """Of translations, with the token that starts decoding."""
+
+    def random_sources(self, count, longest=12, seed=0):
+        draw = np.random.default_rng(seed)
+        top = self.config.source_vocab_size - 1
+        lengths = draw.integers(1, longest, count)
+        return [[*draw.integers(3, top, n).tolist(), self.config.eos_id] for n in lengths]
+
+
+# Widths, layers, tying and activations that differ; and a bias that makes translations end.
+SHAPES = {
+    "one layer": ({"encoder_layers": 1, "decoder_layers": 1, "d_model": 8}, 40, 4.0),
+    "deep encoder": (
+        {
+            "encoder_layers": 3,
+            "decoder_ffn_dim": 40,
+            "encoder_ffn_dim": 40,
+            "activation_function": "gelu",
+            "init_std": 0.5,
+            "scale_embedding": False,
+        },
+        60,
+        5.5,
+    ),
+    "separate": (
+        {
+            "d_model": 32,
+            "decoder_layers": 3,
+            "activation_function": "relu",
+            "init_std": 0.4,
+            "share_encoder_decoder_embeddings": False,
+            "decoder_vocab_size": 71,
+            "tie_word_embeddings": False,
+        },
+        50,
+        3.5,
+    ),
+}
+
+
+@functools.cache
+def random_pair(name):
+    options, size, end_bias = SHAPES[name]
+    vocabulary = {"</s>": 0, "<unk>": 1, "<pad>": size - 1}
+    theirs = opus_mt.random_model(
+        opus_mt.config([vocabulary, vocabulary], **{"init_std": 0.6} | options)
+    )
+    with torch.no_grad():
+        theirs.final_logits_bias[:, 0] += end_bias
+    checkpoint = {"model": theirs.state_dict(), "settings": theirs.config.to_dict()}
+    config, params = interop.load("marian", checkpoint)
+    return Pair(config, interop.model_params(params), theirs, max_length=24)
+
+
+def trained_pair(run_folder, folder):
+    folders.convert(OWN, "marian", run_folder, folder)
+    run = load_run(run_folder)
+    return Pair(run.model, run.params, MarianMTModel.from_pretrained(folder).eval(), max_length=80)
+
+
+def padded(sources, pad_id):
+    width = max(map(len, sources))
+    return np.array([[*source, *[pad_id] * (width - len(source))] for source in sources], np.int32)
+
+
+def generate(pair, sources, options, batch_size=50):
+    """What `generate` finds for each source: (tokens without the start, score), best first."""
+    found = []
+    for start in range(0, len(sources), batch_size):
+        rows = torch.tensor(padded(sources[start : start + batch_size], pair.config.pad_id))
+        result = pair.theirs.generate(
+            input_ids=rows.long(),
+            attention_mask=rows != pair.config.pad_id,
+            output_scores=True,
+            return_dict_in_generate=True,
+            **options,
+        )
+        sequences = [
+            _until_end(row, pair.config.eos_id) for row in result.sequences[:, 1:].tolist()
+        ]
+        if options["num_beams"] > 1:
+            scores = result.sequences_scores.tolist()
+        else:
+            scores = _greedy_scores(pair, result, sequences, options["length_penalty"])
+        hypotheses = list(zip(sequences, scores, strict=True))
+        count = options["num_return_sequences"]
+        found += [hypotheses[i : i + count] for i in range(0, len(hypotheses), count)]
+    return found
+
+
+def _until_end(tokens, eos_id):
+    return tuple(tokens[: tokens.index(eos_id) + 1] if eos_id in tokens else tokens)
+
+
+def _greedy_scores(pair, result, sequences, length_penalty):
+    steps = pair.theirs.compute_transition_scores(
+        result.sequences, result.scores, normalize_logits=False
+    )
+    # `scores` of a greedy search are logits, in which what may not be chosen is -inf already.
+    norms = torch.stack([torch.logsumexp(scores, -1) for scores in result.logits], 1)
+    return [
+        (row[: len(tokens)] - norm[: len(tokens)]).sum().item() / len(tokens) ** length_penalty
+        for row, norm, tokens in zip(steps, norms, sequences, strict=True)
+    ]
+
+
+def differences(pair, sources, beam_size, early_stopping, length_penalty):
+    """Searches on both sides; returns what differs and is allowed to.
+
+    Returns:
+      The mean length of the translations, and a line for each pair of translations that differ, all
+      of which have scores that tie.
+    """
+    options = {
+        "num_beams": beam_size,
+        "num_return_sequences": min(beam_size, 4),
+        "early_stopping": early_stopping,
+        "length_penalty": length_penalty,
+        "max_length": pair.max_length,
+    }
+    settings = pair.theirs.generation_config.to_dict() | options
+    decode, notes = generation.to_decode(settings, pair.config)
+    assert notes == []
+    if beam_size == 1:
+        options["output_logits"] = True
+        del options["early_stopping"]
+    expected = generate(pair, sources, options)
+    requests = [Request(source, 0, decode.max_length) for source in sources]
+    lines, lengths = [], []
+    for index, found in Engine([(pair.config, pair.params)], decode).decode(requests):
+        ours = list(zip(found.tokens, found.scores, strict=True))
+        assert len(ours) == len(expected[index]) == options["num_return_sequences"]
+        for rank, ((own, score), (their, their_score)) in enumerate(
+            zip(ours, expected[index], strict=True)
+        ):
+            lengths.append(len(own))
+            assert abs(score - their_score) <= 1e-4, (index, rank, ours, expected[index])
+            if own != their:
+                assert abs(score - their_score) <= TIE, (index, rank, ours, expected[index])
+                lines.append(f"source {index}, rank {rank}: {own} and {their} at {score:.6f}")
+    return np.mean(lengths), lines
+
+
+def assert_logits_agree(pair):
+    source = padded(pair.random_sources(6), pair.config.pad_id)
+    target = padded(pair.random_sources(6, seed=1), pair.config.pad_id)
+    target = np.minimum(target, pair.config.target_vocab_size - 1)
+    target[:, 0] = pair.config.bos_id
+    apply = jax.jit(
+        Transformer(pair.config).apply, compiler_options={"xla_backend_optimization_level": 0}
+    )
+    with torch.no_grad():
+        theirs = pair.theirs(
+            input_ids=torch.tensor(source).long(),
+            attention_mask=torch.tensor(source != pair.config.pad_id),
+            decoder_input_ids=torch.tensor(target).long(),
+        ).logits
+    ours = np.asarray(apply({"params": pair.params}, source, target))
+    chex.assert_trees_all_close(ours, theirs.numpy(), rtol=0, atol=2e-5)
+
+
+@pytest.fixture(scope="module")
+def trained(trained_run, tmp_path_factory):
+    return trained_pair(trained_run, tmp_path_factory.mktemp("exported") / "marian")
+
+
+def phrases(run_folder, count):
+    corpus = load_corpus(DataConfig(corpus="phrases", generated_pairs=count), "train")
+    run = load_run(run_folder)
+    return [[*ids, run.model.eos_id] for ids in run.tokenizers.source.encode(corpus.sources)]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_logits_of_random_weights(name):
+    assert_logits_agree(random_pair(name))
+
+
+def test_logits_of_trained_weights(trained):
+    assert_logits_agree(trained)
+
+
+@pytest.mark.parametrize("early_stopping", EARLY_STOPPING)
+def test_random_weights_find_the_same(early_stopping):
+    pair = random_pair("one layer")
+    sources = pair.random_sources(20)
+    means = []
+    for length_penalty in PENALTIES:
+        mean, lines = differences(pair, sources, 4, early_stopping, length_penalty)
+        assert lines == []
+        means.append(mean)
+    # Some translations end, and how many depends on the penalty.
+    assert 2 < means[0] < means[-1] <= pair.max_length - 1
+
+
+@pytest.mark.parametrize("beam_size", [1, 6])
+def test_trained_weights_find_the_same(trained, trained_run, beam_size):
+    sources = sorted(phrases(trained_run, 60), key=len)[:16]
+    _, lines = differences(trained, sources, beam_size, "never", 1.0)
+    assert lines == []
+
+
+GRID = list(itertools.product(BEAMS, EARLY_STOPPING, PENALTIES))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHAPES)
+def test_random_weights_find_the_same_in_all_ways(name):
+    pair = random_pair(name)
+    sources = pair.random_sources(500, longest=20)
+    for combination in GRID:
+        mean, lines = differences(pair, sources, *combination)
+        print(name, *combination, f"mean length {mean:.1f}, {len(lines)} ties", *lines, sep="\n  ")
+        assert len(lines) <= 5
+
+
+@pytest.mark.slow
+def test_trained_weights_find_the_same_in_all_ways(trained_run, tmp_path):
+    folder = Path(os.environ.get("FLAXFORMER_MT_RUN", trained_run))
+    pair = trained_pair(folder, tmp_path / "marian")
+    run = load_run(folder)
+    if "FLAXFORMER_MT_DATA" in os.environ:
+        path = Path(os.environ["FLAXFORMER_MT_DATA"], "multi30k-en-de", "test.en.gz")
+        texts = gzip.decompress(path.read_bytes()).decode().split("\n")[:500]
+        sources = [[*ids, run.model.eos_id] for ids in run.tokenizers.source.encode(texts)]
+    else:
+        sources = phrases(folder, 500)
+    for combination in GRID:
+        mean, lines = differences(pair, sources, *combination)
+        print(*combination, f"mean length {mean:.1f}, {len(lines)} ties", *lines, sep="\n  ")
+        assert len(lines) <= 5

@@ -1,0 +1,65 @@
+import collections
+import types
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flaxformer_mt.decoding.lexicon import LEAST_PROBABILITY, learn, write_table
+from flaxformer_mt.decoding.shortlist import Shortlist
+
+sentences = st.lists(st.integers(0, 4), max_size=4)
+corpora = st.lists(st.tuples(sentences, sentences), min_size=1, max_size=5)
+
+
+def slow_learn(pairs, iterations):
+    """What `learn` documents, one link at a time."""
+    table = collections.defaultdict(lambda: 1.0)
+    for _ in range(iterations):
+        counts = collections.Counter()
+        for source, target in pairs:
+            writers = [*source, None]
+            for token in target:
+                total = sum(table[writer, token] for writer in writers)
+                for writer in writers:
+                    counts[writer, token] += table[writer, token] / total
+        totals = collections.Counter()
+        for (writer, _), count in counts.items():
+            totals[writer] += count
+        table = {key: count / totals[key[0]] for key, count in counts.items()}
+        table = collections.defaultdict(float, table)
+    return {key: p for key, p in table.items() if key[0] is not None and p >= LEAST_PROBABILITY}
+
+
+@settings(deadline=None)
+@given(corpora, st.integers(1, 4))
+def test_the_probabilities_are_those_of_a_slow_search(pairs, iterations):
+    sources, targets = zip(*pairs, strict=True)
+    assert learn(sources, targets, iterations) == pytest.approx(slow_learn(pairs, iterations))
+
+
+class Vocabulary:
+    eos_id = 0
+
+    def __init__(self, *words):
+        self.words = ["</s>", "a\tb", *(f"\u2581{word}" for word in words)]
+        self.vocab_size = len(self.words)
+
+    def pieces(self, tokens):
+        return [self.words[token] for token in tokens]
+
+    def encode(self, texts):
+        return [[self.words.index(f"\u2581{word}") for word in text.split()] for text in texts]
+
+
+@pytest.mark.parametrize("name", ["lex", "lex.gz"])
+def test_a_learned_table_can_be_read(tmp_path, name):
+    source, target = Vocabulary("the", "dog", "cat"), Vocabulary("Hund", "Katze", "der", "die")
+    tokenizers = types.SimpleNamespace(source=source, target=target, joint=False)
+    sources = source.encode(["the dog", "the dog", "the cat", "the cat"])
+    targets = target.encode(["der Hund", "Hund", "die Katze", "Katze"])
+    table = learn([*sources, [1]], [*targets, [1]])
+    write_table(tmp_path / name, table, tokenizers)
+    shortlist = Shortlist.read(tmp_path / name, tokenizers, first=0, best=1)
+    allowed = shortlist.allowed(source.encode(["dog cat"])[0])
+    assert target.pieces(allowed) == ["</s>", "\u2581Hund", "\u2581Katze"]

@@ -1,0 +1,187 @@
+"""Samples of the toy world: their distribution, and that each follows from its row's key alone."""
+
+import collections
+import dataclasses
+import itertools
+import math
+
+import numpy as np
+import pytest
+import scipy.special
+import scipy.stats
+from slow_search import Wish, token_scores
+from toy_search import (
+    EOS,
+    PAD,
+    SPECIAL,
+    B,
+    P,
+    V,
+    find,
+    find_one_after_the_other,
+    node_of,
+    random_world,
+    rows_of,
+)
+
+from flaxformer_mt.decoding.search import SearchOptions, start
+
+SAMPLES = 8
+PLAIN = SearchOptions(
+    **SPECIAL, beam_size=SAMPLES, n_best=SAMPLES, sampling=True, length_penalty=0.6
+)
+ALL = dataclasses.replace(
+    PLAIN, temperature=1.5, top_k=3, top_p=0.9, min_p=0.05, epsilon_cutoff=0.1
+)
+
+
+def distribution(logits, options):
+    """The probability of each token, in plain Python: what is unlikely goes step by step."""
+    scores = dict(enumerate(logits / (options.temperature or 1.0)))
+
+    def probabilities():
+        total = scipy.special.logsumexp(list(scores.values()))
+        return {token: math.exp(score - total) for token, score in scores.items()}
+
+    def keep(tokens):
+        return {token: scores[token] for token in tokens}
+
+    if options.top_k:
+        scores = keep(sorted(scores, key=scores.get, reverse=True)[: options.top_k])
+    if options.top_p is not None:
+        kept, total = [], 0.0
+        for token in sorted(scores, key=scores.get, reverse=True):
+            if total < options.top_p:
+                kept.append(token)
+            total += probabilities()[token]
+        scores = keep(kept)
+    if options.min_p is not None:
+        now = probabilities()
+        scores = keep(t for t in now if now[t] >= options.min_p * max(now.values()))
+    if options.epsilon_cutoff is not None:
+        now = probabilities()
+        likely = [t for t in now if now[t] >= options.epsilon_cutoff]
+        scores = keep(likely or [max(now, key=now.get)])
+    return probabilities()
+
+
+def sequence_probabilities(logits, wish, options):
+    """The probability of every sequence of tokens that can be drawn."""
+    complete, unfinished = {}, {(): 1.0}
+    while unfinished:
+        grown = {}
+        for tokens, probability in unfinished.items():
+            scores = token_scores(logits[node_of(tokens)].tolist(), tokens, wish, options)
+            for token, share in distribution(np.array(scores), options).items():
+                if share > 0:
+                    grown[*tokens, token] = probability * share
+        ends = {t for t in grown if t[-1] == EOS or len(t) == wish.limit}
+        complete |= {tokens: grown[tokens] for tokens in ends}
+        unfinished = {tokens: p for tokens, p in grown.items() if tokens not in ends}
+    return complete
+
+
+def drawn(result):
+    """All samples of all rows, as tuples of tokens."""
+    return [
+        tuple(tokens[:length].tolist())
+        for row in zip(result.tokens, result.lengths, strict=True)
+        for tokens, length in zip(*row, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("options", [PLAIN, ALL], ids=["plain", "all"])
+def test_sequences_are_drawn_with_their_probabilities(options):
+    num_rows, wish = 500, Wish(2)
+    one_world = random_world(2, batch_size=1)
+    world = tuple(np.repeat(array, num_rows, axis=0) for array in one_world)
+    result = find(world, rows_of([wish] * num_rows, seeds=range(num_rows)), options)
+    counts = collections.Counter(drawn(result))
+    expected = sequence_probabilities(one_world[0][0].astype(np.float64), wish, options)
+    assert set(counts) <= set(expected)
+    sequences = list(expected)
+    total = num_rows * SAMPLES
+    _, p_value = scipy.stats.chisquare(
+        [counts[tokens] for tokens in sequences],
+        [expected[tokens] * total for tokens in sequences],
+    )
+    assert p_value > 0.01
+    assert total > 20 * len(expected)
+
+
+def test_options_leave_fewer_sequences_to_draw():
+    logits = random_world(2, batch_size=1)[0][0].astype(np.float64)
+    every = len(sequence_probabilities(logits, Wish(2), PLAIN))
+    for name in ("top_k", "top_p", "min_p", "epsilon_cutoff"):
+        option = dataclasses.replace(PLAIN, **{name: getattr(ALL, name)})
+        assert len(sequence_probabilities(logits, Wish(2), option)) < every, name
+
+
+def test_what_is_drawn_follows_from_the_key_alone():
+    logits, attention = random_world(3, end=-3.0, batch_size=1)
+    world = np.repeat(logits, B, axis=0), np.repeat(attention, B, axis=0)
+    wishes = [Wish(P)] * B
+    first = find(world, rows_of(wishes, seeds=[7, 8, 9]), PLAIN)
+    second = find(world, rows_of(wishes, seeds=[9, 7, 7]), PLAIN)
+    for ours, theirs in zip(first, second, strict=True):
+        np.testing.assert_array_equal(ours[0], theirs[1])
+        np.testing.assert_array_equal(ours[0], theirs[2])
+        np.testing.assert_array_equal(ours[2], theirs[0])
+    assert drawn(first)[:SAMPLES] != drawn(first)[SAMPLES : 2 * SAMPLES]
+    assert len(set(drawn(first))) > SAMPLES
+
+
+def test_samples_do_not_depend_on_when_their_row_began():
+    world, rows = random_world(4), rows_of([Wish(P)] * B, seeds=[1, 2, 3])
+    late = find_one_after_the_other(world, rows, PLAIN)
+    for ours, theirs in zip(late, find(world, rows, PLAIN), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_fewer_samples_are_the_first_of_more():
+    world, rows = random_world(4), rows_of([Wish(P)] * B, seeds=[1, 2, 3])
+    fewer = find(world, rows, dataclasses.replace(PLAIN, beam_size=2, n_best=2))
+    more = drawn(find(world, rows, PLAIN))
+    for row in range(B):
+        assert set(drawn(fewer)[2 * row : 2 * row + 2]) <= set(more[SAMPLES * row :][:SAMPLES])
+
+
+def test_scores_are_those_of_the_model_whatever_the_temperature():
+    world = random_world(5)
+    result = find(world, rows_of([Wish(P)] * B, seeds=[1, 2, 3]), ALL)
+    log_probabilities = scipy.special.log_softmax(world[0].astype(np.float64), axis=-1)
+    assert (np.diff(result.scores, axis=1) <= 0).all()
+    for number, tokens in enumerate(drawn(result)):
+        row, place = divmod(number, SAMPLES)
+        total = sum(
+            log_probabilities[row, node_of(tokens[:index]), token]
+            for index, token in enumerate(tokens)
+        )
+        np.testing.assert_allclose(result.log_probabilities[row, place], total, rtol=1e-5)
+        penalty = ((5 + len(tokens)) / 6) ** PLAIN.length_penalty
+        np.testing.assert_allclose(result.scores[row, place], total / penalty, rtol=1e-5)
+
+
+def test_samples_keep_to_the_rules():
+    options = dataclasses.replace(
+        ALL, no_repeat_ngram_size=1, bad_phrases=((3, 4),), min_length=True, force_end=True
+    )
+    wishes = [Wish(P, minimum=2, prefix=(5,)), Wish(4, minimum=1), Wish(0)]
+    result = find(random_world(6), rows_of(wishes, seeds=[1, 2, 3]), options)
+    samples = drawn(result)
+    assert not result.lengths[2].any()
+    for number, tokens in enumerate(samples[: 2 * SAMPLES]):
+        wish = wishes[number // SAMPLES]
+        assert wish.minimum < len(tokens) <= wish.limit
+        assert tokens[-1] == EOS
+        assert tokens[: len(wish.prefix)] == wish.prefix
+        assert len(set(tokens)) == len(tokens)
+        assert (3, 4) not in itertools.pairwise(tokens)
+        assert PAD not in tokens
+        assert max(tokens) < V
+
+
+def test_a_phrase_cannot_be_required_of_samples():
+    rows = rows_of([Wish(P)])._replace(phrases=np.full((1, 1, 1), 3, np.int32))
+    with pytest.raises(ValueError, match="not sampled"):
+        start(rows, (), PLAIN, P)

@@ -1,0 +1,146 @@
+"""What the command `score` prints."""
+
+import json
+import math
+
+import pytest
+
+from flaxformer_mt.cli import main
+from flaxformer_mt.decoding.score_report import Totals, preferred, to_json, to_text
+from flaxformer_mt.decoding.scoring import PairScore, Scored
+
+GOOD = PairScore((5, 6, 2), (-0.5, -0.25, -0.25), ("▁ein", "▁Hund", "</s>"), [(0, 0), (2, 1)])
+BAD = PairScore((7, 2), (-2.0, -1.0), ("▁eine", "</s>"))
+
+
+def value(score):
+    return score.log_probability
+
+
+def test_one_translation_is_a_line_of_columns():
+    scored = Scored("a dog", ["ein Hund"], [GOOD])
+    assert to_text(Scored("", [""], [BAD]), value) == "-3.000000"
+    assert to_text(scored, value) == "-1.000000\t0-0 2-1"
+    assert to_text(scored, value, with_tokens=True) == (
+        "-1.000000\t-0.500000 -0.250000 -0.250000\t0-0 2-1"
+    )
+
+
+def test_several_translations_are_compared():
+    scored = Scored("a dog", ["ein Hund", "eine"], [GOOD, BAD])
+    assert to_text(scored, value) == "0\t-1.000000\t-3.000000"
+    assert to_text(Scored("", ["", ""], [BAD, GOOD]), value) == "1\t-3.000000\t-1.000000"
+    assert [preferred(v) for v in ([2, 1, 1], [1, 1], [1, 2, 3], [1, 3, 3])] == [0, 1, 2, 1]
+
+
+def test_json_has_all_that_is_known():
+    details = {
+        "target": "ein Hund",
+        "score": -1.0,
+        "log_probability": -1.0,
+        "tokens": [5, 6, 2],
+        "pieces": ["▁ein", "▁Hund", "</s>"],
+        "token_log_probabilities": [-0.5, -0.25, -0.25],
+        "alignment": "0-0 2-1",
+    }
+    alone = json.loads(json.dumps(to_json(Scored("a dog", ["ein Hund"], [GOOD]), value)))
+    assert alone == {"source": "a dog", **details}
+    several = to_json(Scored("a dog", ["eine", "ein Hund"], [BAD, GOOD]), lambda s: s.tokens[0])
+    assert (several["source"], several["preferred"]) == ("a dog", 0)
+    assert [each["score"] for each in several["candidates"]] == [7, 5]
+    assert "alignment" not in several["candidates"][0]
+
+
+def test_perplexity_is_of_tokens_and_accuracy_of_sentences():
+    totals = Totals()
+    totals.add(Scored("", ["", ""], [GOOD, BAD]), value)
+    totals.add(Scored("", ["", ""], [BAD, GOOD]), value)
+    totals.add(Scored("", [""], [BAD]), value)
+    assert totals.figures() == {
+        "sentences": 3,
+        "tokens": 7,
+        "log_probability": -7.0,
+        "perplexity": pytest.approx(math.e),
+        "preferred": 1,
+        "accuracy": 0.5,
+    }
+    alone = Totals()
+    alone.add(Scored("", [""], [BAD]), value)
+    assert alone.figures().keys() == {"sentences", "tokens", "log_probability", "perplexity"}
+
+
+@pytest.fixture
+def command(trained_run, tmp_path, capsys):
+    """Runs `score` on files with these lines: (exit code, standard output, standard error)."""
+
+    def execute(*arguments, **files):
+        for name, lines in files.items():
+            (tmp_path / name).write_text("".join(f"{line}\n" for line in lines))
+        options = [f"--{name}={tmp_path / name}" for name in files]
+        code = main(["score", f"--run={trained_run}", *options, *arguments])
+        return code, *capsys.readouterr()
+
+    return execute
+
+
+def test_a_trained_model_prefers_the_right_translation(command):
+    files = {
+        "source": ["twelve", "Monday", "three years"],
+        "target": ["zwölf", "Montag", "drei Jahre"],
+        "contrast": ["Montag", "drei Jahre", "zwölf"],
+    }
+    code, out, err = command(**files)
+    lines = out.splitlines()
+    assert (code, err) == (0, "")
+    right = [line.split("\t")[:2] for line in lines]
+    assert [winner for winner, _ in right] == ["0", "0", "0"]
+
+    del files["contrast"]
+    code, out, err = command(**files)
+    assert [["0", line] for line in out.splitlines()] == right
+
+    _, out, _ = command("--tokens", "--alignment=pieces", "--normalize=tokens", **files)
+    _, as_json, _ = command("--json", "--alignment=pieces", "--normalize=tokens", **files)
+    for line, detail in zip(out.splitlines(), map(json.loads, as_json.splitlines()), strict=True):
+        score, tokens, alignment = line.split("\t")
+        log_probabilities = detail["token_log_probabilities"]
+        assert [f"{each:.6f}" for each in log_probabilities] == tokens.split()
+        assert float(score) == pytest.approx(
+            sum(log_probabilities) / len(log_probabilities), abs=1e-5
+        )
+        assert alignment == detail["alignment"]
+        assert len(alignment.split()) == len(detail["pieces"]) - 1
+
+
+def test_layer_and_head_of_the_alignment_are_options(command):
+    files = {"source": ["three years and a month"], "target": ["drei Jahre und ein Monat"]}
+    options = [(), ("--alignment-layer=0",), ("--alignment-layer=0", "--alignment-head=1")]
+    found = [command("--alignment=pieces", *own, **files)[1] for own in options]
+    assert len(set(found)) == 3
+    code, _, err = command("--alignment=pieces", "--alignment-head=9", **files)
+    assert code == 1
+    assert "--alignment-head=9: the decoder has" in err
+
+
+def test_a_corpus_has_a_perplexity(command):
+    files = {"source": ["twelve", "Monday"], "target": ["zwölf", "Montag"]}
+    figures = json.loads(command("--summary", **files)[1])
+    lines = command("--tokens", **files)[1].splitlines()
+    tokens = [float(each) for line in lines for each in line.split("\t")[1].split()]
+    assert (figures["sentences"], figures["tokens"]) == (2, len(tokens))
+    assert figures["perplexity"] == pytest.approx(math.exp(-sum(tokens) / len(tokens)), rel=1e-4)
+    files["contrast"] = ["eins", "zwei"]
+    assert json.loads(command("--summary", **files)[1])["accuracy"] in (0, 0.5, 1)
+
+
+def test_columns_that_have_no_place_are_refused(command, tmp_path):
+    files = {"source": ["twelve"], "target": ["zwölf"]}
+    code, out, err = command("--summary", "--tokens", **files)
+    assert (code, out) == (1, "")
+    assert "--tokens is for lines without --contrast and --summary only" in err
+    code, out, err = command("--alignment=words", contrast=["eins"], **files)
+    assert (code, out) == (1, "")
+    assert "--alignment is for" in err
+    code, out, err = command(contrast=["eins", "zwei"], **files)
+    assert (code, out) == (1, "")
+    assert f"{tmp_path / 'source'} has 1 lines but {tmp_path / 'contrast'} has 2" in err

@@ -1,0 +1,189 @@
+"""CTranslate2, with a model that its own converter made of our export, finds what we find."""
+
+import dataclasses
+import json
+import os
+import warnings
+from pathlib import Path
+
+import ctranslate2
+import opus_mt
+import pytest
+import sacrebleu
+import sentencepiece
+
+from flaxformer_mt.cli import main
+from flaxformer_mt.config import DataConfig, DecodeConfig
+from flaxformer_mt.data.corpus import load_corpus
+from flaxformer_mt.data.text import read_lines
+from flaxformer_mt.decoding.scoring import Scorer
+from flaxformer_mt.decoding.translator import Translator
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.interop import folders, huggingface, run_folders
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from flaxformer_mt.interop.ctranslate2 import to_settings, write
+
+PHRASES = load_corpus(DataConfig(corpus="phrases", generated_pairs=300), "train")
+
+SAME_SEARCH = DecodeConfig(
+    beam_size=4,
+    length_penalty=1.0,
+    length_penalty_kind="average",
+    early_stopping="first",
+    renormalize=True,
+    max_length=64,
+)
+"""With these options both do the same."""
+
+
+@pytest.fixture(scope="module")
+def exported(trained_run, tmp_path_factory):
+    """A trained run with `SAME_SEARCH`, and its folder for CTranslate2."""
+    package = with_decode(run_folders.read(trained_run), SAME_SEARCH)
+    folder = tmp_path_factory.mktemp("exported") / "ctranslate2"
+    assert write(package, folder) == ()
+    return package, folder
+
+
+def with_decode(package, decode):
+    return dataclasses.replace(package, config=dataclasses.replace(package.config, decode=decode))
+
+
+class Served:
+    """A folder for CTranslate2, used with nothing but what is in it."""
+
+    def __init__(self, folder):
+        self.settings = json.loads((folder / "translate_batch.json").read_text())
+        self.source, self.target = (
+            sentencepiece.SentencePieceProcessor(model_file=str(folder / f"{side}.spm"))
+            for side in ("source", "target")
+        )
+        self.translator = ctranslate2.Translator(str(folder), intra_threads=1)
+
+    def translate(self, sentences):
+        """Pieces and score of the best translation of each sentence."""
+        results = self.translator.translate_batch(self.cut(sentences), **self.settings)
+        return [(result.hypotheses[0], result.scores[0]) for result in results]
+
+    def score(self, sources, targets):
+        """The log-probability of each token of each target."""
+        targets = self.target.encode(targets, out_type=str)
+        results = self.translator.score_batch(self.cut(sources), targets)
+        return [result.log_probs for result in results]
+
+    def cut(self, sentences):
+        return [[*pieces, "</s>"] for pieces in self.source.encode(sentences, out_type=str)]
+
+
+def differences(package, folder, sources, references):
+    """Compares search and scores; returns the share of identical translations, and both BLEUs."""
+    translator = Translator(package.config, package.params, package.tokenizers)
+    ours = [hypotheses[0] for hypotheses in translator.translate_n_best(sources)]
+    served = Served(folder)
+    theirs = served.translate(sources)
+    tokenizer = package.tokenizers.target
+    num_same = 0
+    for own, (pieces, score) in zip(ours, theirs, strict=True):
+        tokens = [token for token in own.tokens if token != package.config.model.eos_id]
+        if tokenizer.pieces(tokens) == pieces:
+            num_same += 1
+            assert own.score == pytest.approx(score, abs=1e-4)
+    scorer = Scorer(package.config, package.params, package.tokenizers)
+    scores = scorer.stream(zip(sources, references, strict=True))
+    for own, log_probs in zip(scores, served.score(sources, references), strict=True):
+        assert own.token_log_probabilities == pytest.approx(log_probs, abs=1e-4)
+    texts = [own.text for own in ours], [served.target.decode(pieces) for pieces, _ in theirs]
+    return num_same / len(sources), *(bleu(each, references) for each in texts)
+
+
+def bleu(texts, references):
+    return sacrebleu.corpus_bleu(texts, [references]).score
+
+
+def test_search_and_scores_are_ours(exported):
+    corpus = load_corpus(DataConfig(corpus="phrases", generated_pairs=400), "valid")
+    same, ours, theirs = differences(*exported, corpus.sources[:64], corpus.targets[:64])
+    assert same == 1
+    assert ours == theirs
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not {"FLAXFORMER_MT_RUN", "FLAXFORMER_MT_DATA"} <= set(os.environ),
+    reason="set FLAXFORMER_MT_DATA to a folder with multi30k-en-de, and FLAXFORMER_MT_RUN to a run "
+    "of configs/multi30k_marian_en_de.py",
+)
+def test_real_sentences_are_translated_and_scored_as_by_us(tmp_path):
+    package = with_decode(run_folders.read(Path(os.environ["FLAXFORMER_MT_RUN"])), SAME_SEARCH)
+    write(package, tmp_path / "ctranslate2")
+    data = Path(os.environ["FLAXFORMER_MT_DATA"], "multi30k-en-de")
+    sources, references = (read_lines(data / f"test.{code}.gz")[:500] for code in ("en", "de"))
+    same, ours, theirs = differences(package, tmp_path / "ctranslate2", sources, references)
+    assert same >= 0.995
+    assert abs(ours - theirs) < 0.05
+
+
+def test_published_folders_with_separate_vocabularies_go_on_to_ctranslate2(tmp_path):
+    models = (
+        opus_mt.train_model(texts, size)
+        for texts, size in ((PHRASES.sources, 140), (PHRASES.targets, 150))
+    )
+    vocabularies = opus_mt.write_tokenizer(tmp_path / "published", *models, separate=True)
+    config = opus_mt.config(vocabularies, share_encoder_decoder_embeddings=False)
+    assert config.vocab_size != config.decoder_vocab_size
+    opus_mt.random_model(config).save_pretrained(tmp_path / "published")
+    package = huggingface.read(tmp_path / "published")[0]
+    write(package, tmp_path / "ctranslate2")
+    package = with_decode(package, SAME_SEARCH)
+    sources, targets = PHRASES.sources[:20], PHRASES.targets[:20]
+    scorer = Scorer(package.config, package.params, package.tokenizers)
+    scores = Served(tmp_path / "ctranslate2").score(sources, targets)
+    for own, log_probs in zip(
+        scorer.stream(zip(sources, targets, strict=True)), scores, strict=True
+    ):
+        assert own.token_log_probabilities == pytest.approx(log_probs, abs=1e-4)
+
+
+def test_weights_can_be_quantised(trained_run, exported, tmp_path, capsys):
+    code = main(
+        ["convert", "--from", "flaxformer_mt", "--to", "ctranslate2", "--quantization", "int8",
+         str(trained_run), str(tmp_path / "int8")]
+    )  # fmt: skip
+    assert code == 0
+    assert "decode.length_penalty_kind=gnmt has no place there" in capsys.readouterr().err
+    quantised, whole = ((f / "model.bin").stat().st_size for f in (tmp_path / "int8", exported[1]))
+    assert quantised < 0.6 * whole  # Biases, norms and positions stay as they are.
+    ((pieces, _),) = Served(tmp_path / "int8").translate(["twelve"])
+    assert pieces
+
+
+def test_options_that_have_no_place_there_are_told(exported):
+    package, _ = exported
+    vocabulary = package.tokenizers.target
+    assert to_settings(package)[1] == ()
+    told = with_decode(
+        package,
+        dataclasses.replace(
+            SAME_SEARCH, early_stopping="never", coverage_penalty=0.2, bad_words=("zwölf",)
+        ),
+    )
+    settings, losses = to_settings(told)
+    assert settings["suppress_sequences"] == vocabulary.split(["zwölf"])
+    assert losses[0] == "decode.coverage_penalty=0.2 has no place in CTranslate2"
+    assert "decode.early_stopping=never has no place there" in losses[1]
+    # Without a length penalty all three meanings of early stopping find the same.
+    free = dataclasses.replace(SAME_SEARCH, early_stopping="never", length_penalty=0.0)
+    assert to_settings(with_decode(package, free))[1] == ()
+
+
+def test_what_cannot_be_written_is_refused(exported, tmp_path):
+    package, folder = exported
+    with pytest.raises(UserError, match="--quantization int3: choose one of int8"):
+        write(package, tmp_path / "folder", quantization="int3")
+    with pytest.raises(UserError, match=f"{folder} exists"):
+        write(package, folder)
+    with pytest.raises(UserError, match="--quantization is for --to ctranslate2 only"):
+        folders.convert("flaxformer_mt", "jax", folder, tmp_path / "jax", quantization="int8")
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,457 @@
+"""Hugging Face folders become runs that compute the same, and come back the same."""
+
+import dataclasses
+import functools
+import json
+import shutil
+import warnings
+
+import chex
+import jax
+import numpy as np
+import opus_mt
+import pytest
+import safetensors.numpy
+import torch
+from flax.traverse_util import unflatten_dict
+
+from flaxformer_mt import interop
+from flaxformer_mt.cli import main
+from flaxformer_mt.config import DataConfig, DecodeConfig, TransformerConfig
+from flaxformer_mt.data.corpus import load_corpus
+from flaxformer_mt.data.tokenizer import Tokenizers
+from flaxformer_mt.decoding.run import load_run
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.interop import folders, generation, huggingface, run_folders, weights
+from flaxformer_mt.interop.convert import OWN
+from flaxformer_mt.model.transformer import Transformer
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from transformers import MarianMTModel, MarianTokenizer
+
+PHRASES = load_corpus(DataConfig(corpus="phrases", generated_pairs=300), "train")
+
+
+@functools.cache
+def spm():
+    return tuple(opus_mt.train_model(texts, 150) for texts in (PHRASES.sources, PHRASES.targets))
+
+
+def save(folder, *, separate=False, shards=False, **options):
+    """A published folder, as version 5 of transformers writes it."""
+    vocabularies = opus_mt.write_tokenizer(folder, *spm(), separate=separate)
+    model = opus_mt.random_model(
+        opus_mt.config(vocabularies, share_encoder_decoder_embeddings=not separate, **options)
+    )
+    model.save_pretrained(folder, max_shard_size="20KB" if shards else "1GB")
+    return model
+
+
+def save_old(folder):
+    """One as version 4 wrote it before there was generation_config.json: all names, tables too."""
+    model = save(folder)
+    state = model.state_dict()
+    assert {"lm_head.weight", "model.encoder.embed_positions.weight"} <= state.keys()
+    (folder / "model.safetensors").unlink()
+    torch.save(state, folder / "pytorch_model.bin")
+    settings = json.loads((folder / "config.json").read_text())
+    search = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").unlink()
+    for name in ("share_encoder_decoder_embeddings", "tie_word_embeddings", "decoder_vocab_size"):
+        del settings[name]
+    settings |= {name: search[name] for name in ("num_beams", "max_length", "bad_words_ids")}
+    settings |= {"normalize_before": False, "extra_pos_embeddings": 63}
+    (folder / "config.json").write_text(json.dumps(settings))
+    return model
+
+
+def save_half(folder):
+    """One of 16 bits, as the larger models are."""
+    save(folder).half().save_pretrained(folder)
+    return MarianMTModel.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+VARIANTS = {
+    "new": save,
+    "old": save_old,
+    "half": save_half,
+    "shards": functools.partial(save, shards=True),
+    "separate": functools.partial(save, separate=True),
+    "separate, untied": functools.partial(save, separate=True, tie_word_embeddings=False),
+    "unscaled gelu": functools.partial(save, activation_function="gelu", scale_embedding=False),
+    "rows to spare": functools.partial(save, vocab_size=400, decoder_vocab_size=400),
+}
+
+
+@functools.cache
+def logits_of(config):
+    return jax.jit(
+        Transformer(config).apply, compiler_options={"xla_backend_optimization_level": 0}
+    )
+
+
+def our_logits(config: TransformerConfig, params, source, target):
+    return np.asarray(logits_of(config)({"params": params}, source, target))
+
+
+def their_logits(model, source, target):
+    with torch.no_grad():
+        return model(
+            input_ids=torch.tensor(source, dtype=torch.int64),
+            attention_mask=torch.tensor(source != model.config.pad_token_id),
+            decoder_input_ids=torch.tensor(target, dtype=torch.int64),
+        ).logits.numpy()
+
+
+def tokens(model, seed=0):
+    """Sources, one padded, and targets that start as decoding does."""
+    size, pad = model.config.vocab_size, model.config.pad_token_id
+    draw = np.random.default_rng(seed)
+    source, target = (draw.integers(3, min(size, pad or size), (2, n), np.int32) for n in (7, 5))
+    source[1, 4:] = pad
+    target[:, 0] = model.config.decoder_start_token_id
+    return source, target
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_folder_to_run_to_folder(name, tmp_path):
+    published, run, again = (tmp_path / part for part in ("published", "run", "again"))
+    theirs = VARIANTS[name](published)
+    assert folders.convert("marian", OWN, published, run) == ()
+    ours = load_run(run)
+    assert ours.step == 0
+    source, target = tokens(theirs)
+    computed = our_logits(ours.config.model, ours.params, source, target)
+    chex.assert_trees_all_close(computed, their_logits(theirs, source, target), rtol=0, atol=2e-5)
+    text = [">>fra<< twelve kilometers", "seven </s>"]
+    their_tokenizer = MarianTokenizer.from_pretrained(published)
+    expected = their_tokenizer(text, add_special_tokens=False).input_ids
+    assert ours.tokenizers.source.encode(text) == expected
+    assert ours.config.data.source_language == "en"
+    assert ours.config.decode.beam_size == 4
+    assert ours.config.decode.length_penalty_kind == "average"
+
+    assert folders.convert(OWN, "marian", run, again) == ()
+    for file in ("source.spm", "target.spm", "vocab.json", "tokenizer_config.json"):
+        assert (again / file).read_bytes() == (published / file).read_bytes()
+    before, after = (huggingface._read_tensors(folder) for folder in (published, again))
+    assert before[1] == after[1]
+    chex.assert_trees_all_equal(after[0], before[0])
+    chex.assert_trees_all_equal_dtypes(after[0], before[0])
+    settings = json.loads((published / "config.json").read_text())
+    assert json.loads((again / "config.json").read_text()) == settings
+    if (published / "generation_config.json").exists():
+        search = json.loads((published / "generation_config.json").read_text())
+        assert json.loads((again / "generation_config.json").read_text()) == search
+    loaded = MarianMTModel.from_pretrained(again, dtype=torch.float32).eval()
+    chex.assert_trees_all_equal(
+        their_logits(loaded, source, target), their_logits(theirs, source, target)
+    )
+    assert loaded.generation_config.num_beams == 4
+    assert loaded.generation_config.bad_words_ids == [[theirs.config.pad_token_id]]
+
+
+def test_a_run_of_ours_to_hugging_face_and_back(trained_run, tmp_path, capsys):
+    exported, again = tmp_path / "exported", tmp_path / "again"
+    command = ["convert", "--from", OWN, "--to", "marian", str(trained_run), str(exported)]
+    assert main(command) == 0
+    assert "length_penalty_kind=gnmt is not known there" in capsys.readouterr().err
+    ours = load_run(trained_run)
+    model = MarianMTModel.from_pretrained(exported).eval()
+    tokenizer = MarianTokenizer.from_pretrained(exported)
+    texts = ["", "twelve kilometers", "猫 </s> <unk>", "<pad>  a", *PHRASES.sources[:50]]
+    for side, own in (("text", ours.tokenizers.source), ("text_target", ours.tokenizers.target)):
+        ids = own.encode(texts)
+        assert tokenizer(**{side: texts}).input_ids == [[*each, own.eos_id] for each in ids]
+        assert tokenizer.batch_decode(ids, skip_special_tokens=True) == own.decode(ids)
+    source, target = tokens(model)
+    chex.assert_trees_all_close(
+        our_logits(ours.model, ours.params, source, target),
+        their_logits(model, source, target),
+        rtol=0,
+        atol=2e-5,
+    )
+    # Neither tables nor copies of tied tensors are written.
+    names = safetensors.numpy.load_file(exported / "model.safetensors").keys()
+    assert "model.shared.weight" in names
+    assert not {"lm_head.weight", "model.decoder.embed_positions.weight"} & names
+
+    assert main(["convert", "--from", "marian", str(exported), str(again)]) == 0
+    back = load_run(again)
+    chex.assert_trees_all_equal(back.params, ours.params)
+    assert back.config.model == dataclasses.replace(
+        ours.model, dropout_rate=back.config.model.dropout_rate
+    )
+    assert back.tokenizers.target.encode(PHRASES.targets) == ours.tokenizers.target.encode(
+        PHRASES.targets
+    )
+
+
+def package(config, tokenizers):
+    """A model with random parameters."""
+    draw = np.random.default_rng(0)
+    shapes = weights.parameter_shapes(config.model)
+    params = {path: draw.normal(0, 0.3, shape).astype("f4") for path, shape in shapes.items()}
+    return run_folders.Package(config, unflatten_dict(params, sep="/"), tokenizers)
+
+
+def own_package(trained_run, **model):
+    run = load_run(trained_run)
+    config = dataclasses.replace(run.config, model=dataclasses.replace(run.model, **model))
+    return package(config, run.tokenizers)
+
+
+def test_separate_vocabularies_of_a_run_of_ours(trained_run, tmp_path):
+    run = load_run(trained_run)
+    config = DataConfig(vocab_size=300, joint_vocabulary=False, byte_fallback=False)
+    separate = Tokenizers.train([PHRASES], config)
+    sizes = {
+        "source_vocab_size": separate.source.vocab_size,
+        "target_vocab_size": separate.target.vocab_size,
+    }
+    model = dataclasses.replace(run.model, tie_embeddings="target_output", **sizes)
+    ours = package(dataclasses.replace(run.config, model=model), separate)
+    huggingface.write(ours, tmp_path / "exported")
+    theirs = MarianMTModel.from_pretrained(tmp_path / "exported").eval()
+    tokenizer = MarianTokenizer.from_pretrained(tmp_path / "exported")
+    assert tokenizer.separate_vocabs
+    texts = ["猫", *PHRASES.sources[:20], *PHRASES.targets[:20]]
+    ids = separate.target.encode(texts)
+    sources = tokenizer(texts, add_special_tokens=False).input_ids
+    assert sources == separate.source.encode(texts)
+    assert tokenizer(text_target=texts, add_special_tokens=False).input_ids == ids
+    assert tokenizer.batch_decode(ids[1:]) == separate.target.decode(ids[1:])
+    source, target = tokens(theirs)
+    target %= separate.target.vocab_size
+    chex.assert_trees_all_close(
+        our_logits(model, ours.params, source, target),
+        their_logits(theirs, source, target),
+        rtol=0,
+        atol=2e-5,
+    )
+
+
+REFUSED = {
+    "norm_position=pre cannot become post": {"norm_position": "pre", "final_norm": True},
+    "position_layout=interleaved cannot become": {"position_layout": "interleaved"},
+    "norm_epsilon=1e-06 cannot become 1e-05": {"norm_epsilon": 1e-6},
+    "bos_id=-1 and pad_id=0 cannot be written": {"bos_id": -1},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_marian_computes_otherwise_is_refused_by_switch(message, trained_run, tmp_path):
+    ours = own_package(trained_run, **REFUSED[message])
+    with pytest.raises(UserError) as caught:
+        huggingface.write(ours, tmp_path / "exported")
+    assert message in str(caught.value)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_what_weights_can_make_up_for_is_done(trained_run, tmp_path):
+    ours = own_package(trained_run, output_bias=False, norm_epsilon=1e-6)
+    notes = huggingface.write(ours, tmp_path / "exported", ("norm_epsilon",))
+    assert [note.split("=")[0] for note in notes[:2]] == ["norm_epsilon", "output_bias"]
+    theirs = MarianMTModel.from_pretrained(tmp_path / "exported").eval()
+    source, target = tokens(theirs)
+    chex.assert_trees_all_close(
+        our_logits(ours.config.model, ours.params, source, target),
+        their_logits(theirs, source, target),
+        rtol=0,
+        atol=1e-4,
+    )
+
+
+# Settings of the search.
+
+MODEL = TransformerConfig(pad_id=9, bos_id=9, eos_id=0, max_length=512)
+OPUS = {
+    "bad_words_ids": [[9]], "decoder_start_token_id": 9, "eos_token_id": 0, "pad_token_id": 9,
+    "forced_eos_token_id": 0, "max_length": 512, "num_beams": 6, "renormalize_logits": True,
+    "bos_token_id": 0, "transformers_version": "4.32.0.dev0",
+}  # fmt: skip
+
+
+def test_the_search_of_opus_mt():
+    decode, notes = generation.to_decode(OPUS, MODEL)
+    assert notes == []
+    assert decode == DecodeConfig(
+        beam_size=6, length_penalty=1.0, length_penalty_kind="average", early_stopping="heuristic",
+        max_length_factor=2.0, max_length_extra=50, force_end=True, renormalize=True,
+    )  # fmt: skip
+    assert generation.from_decode(decode, MODEL, OPUS) == (OPUS, [])
+    greedy = dataclasses.replace(decode, beam_size=1, force_end=False)
+    changed, _ = generation.from_decode(greedy, MODEL, OPUS)
+    assert changed == OPUS | {"num_beams": 1, "forced_eos_token_id": None}
+
+
+def test_every_setting_of_the_search_there_and_back():
+    settings = {
+        "num_beams": 4, "num_return_sequences": 2, "length_penalty": 0.6, "early_stopping": "never",
+        "min_length": 3, "max_length": 100, "no_repeat_ngram_size": 3, "repetition_penalty": 1.2,
+        "bad_words_ids": [[9], [5], [3, 4]], "forced_eos_token_id": None,
+    }  # fmt: skip
+    decode, notes = generation.to_decode(settings, MODEL)
+    assert notes == []
+    assert (decode.n_best, decode.length_penalty, decode.early_stopping) == (2, 0.6, "never")
+    assert (decode.min_length, decode.max_length) == (2, 99)
+    assert decode.bad_word_ids == ("5", "3,4")
+    assert (decode.no_repeat_ngram_size, decode.repetition_penalty) == (3, 1.2)
+    assert not decode.force_end
+    written, notes = generation.from_decode(decode, MODEL, {})
+    assert notes == []
+    assert generation.to_decode(written, MODEL) == (decode, [])
+    sampling = {
+        "do_sample": True,
+        "top_k": 7,
+        "top_p": 0.9,
+        "temperature": 0.5,
+        "max_new_tokens": 8,
+    }
+    drawn, _ = generation.to_decode(sampling, MODEL)
+    assert (drawn.sampling, drawn.top_k, drawn.top_p, drawn.max_length) == (True, 7, 0.9, 8)
+
+
+def test_settings_that_are_not_known_are_told():
+    _, notes = generation.to_decode({"forced_bos_token_id": 4, "typical_p": 1.0}, MODEL)
+    assert notes == ["forced_bos_token_id=4 is not known here, and left out"]
+    decode = DecodeConfig(coverage_penalty=0.2, length_penalty_kind="gnmt")
+    _, notes = generation.from_decode(decode, MODEL, {})
+    assert notes[0] == "decode.coverage_penalty=0.2 is not known there, and left out"
+    assert "length_penalty_kind=gnmt" in notes[1]
+
+
+@pytest.mark.parametrize(
+    "settings", [{"early_stopping": "late"}, {"bad_words_ids": [1]}, {"max_length": "long"}]
+)
+def test_damaged_settings_are_refused(settings):
+    with pytest.raises(UserError, match="its generation settings are damaged"):
+        generation.to_decode(settings, MODEL)
+
+
+# Refusals.
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("published") / "opus"
+    save(folder)
+    return folder
+
+
+@pytest.fixture
+def refused(published, tmp_path, capsys):
+    """Converts a damaged copy; returns the one line of complaint, after which nothing is left."""
+
+    def run(damage, *options):
+        copy, run = tmp_path / "copy", tmp_path / "run"
+        shutil.copytree(published, copy)
+        damage(copy)
+        assert main(["convert", "--from", "marian", str(copy), str(run), *options]) == 1
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["copy"]
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        return error
+
+    return run
+
+
+def edit(name, **changes):
+    def damage(folder):
+        values = json.loads((folder / name).read_text()) | changes
+        (folder / name).write_text(json.dumps(values))
+
+    return damage
+
+
+def without(name):
+    return lambda folder: (folder / name).unlink()
+
+
+def truncated(name):
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:100])
+
+
+DAMAGES = {
+    "another model": (edit("config.json", model_type="bart"), "model_type=bart, not marian"),
+    "no weights": (without("model.safetensors"), "has no model.safetensors and no pytorch_model"),
+    "damaged weights": (truncated("model.safetensors"), "model.safetensors: a damaged"),
+    "no settings": (without("config.json"), "config.json cannot be read: No such file"),
+    "damaged settings": (truncated("config.json"), "config.json is damaged"),
+    "no vocabulary": (without("vocab.json"), "source.model is missing"),
+    "no pieces": (without("source.spm"), "source.spm is missing"),
+    "a long vocabulary": (edit("vocab.json", more=999), "ids up to 999, and there are embeddings"),
+    "another vocabulary": (edit("vocab.json", **{"<pad>": 7}), "pad_id is 7 in the source's"),
+    "two widths": (edit("config.json", decoder_attention_heads=4), "2 heads and the decoder 4"),
+    "a search that cannot be": (
+        edit("generation_config.json", num_return_sequences=9), "n-best=9 is more than"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_folder_is_refused_in_one_line(name, refused):
+    damage, message = DAMAGES[name]
+    assert message in refused(damage)
+
+
+def test_shards_outside_of_the_folder_are_not_read(refused):
+    def damage(folder):
+        (folder / "model.safetensors").unlink()
+        index = {"weight_map": {"lm_head.weight": "../secret.safetensors"}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    assert "../secret.safetensors is no file in its folder" in refused(damage)
+
+
+def test_what_is_there_is_kept(published, tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "mine").touch()
+    assert main(["convert", "--from", "marian", str(published), str(tmp_path / "run")]) == 1
+    assert "exists: remove it, or choose another folder" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "message"),
+    [
+        ("tunz", "flaxformer_mt", "is a folder: for tunz give a file"),
+        ("marian", "fairseq", "give it the suffix"),
+        ("mariam", "flaxformer_mt", "--from mariam: unknown family"),
+        ("marian", "mariam", "--to mariam: unknown family"),
+    ],
+)
+def test_what_cannot_be_asked_for(source, target, message, published, tmp_path):
+    with pytest.raises(UserError, match=message):
+        folders.convert(source, target, published, tmp_path / "output")
+
+
+def test_a_file_has_no_vocabulary(published, tmp_path):
+    with pytest.raises(UserError, match=r"model\.safetensors is no folder, so it has no vocab"):
+        folders.convert("marian", OWN, published / "model.safetensors", tmp_path / "run")
+
+
+def test_the_weights_of_a_folder_as_a_file(published, tmp_path):
+    own = tmp_path / "own.safetensors"
+    folders.convert("marian", OWN, published, own)
+    folders.convert(OWN, "marian", own, tmp_path / "marian.safetensors")
+    one, other = (
+        interop.load("marian", file, num_heads=2, pad_id=9, bos_id=9)[1]
+        for file in (published / "model.safetensors", tmp_path / "marian.safetensors")
+    )
+    chex.assert_trees_all_equal(interop.model_params(other), interop.model_params(one))
+
+
+@pytest.mark.parametrize("command", ["inspect", "translate"])
+def test_a_published_folder_is_no_run_but_can_become_one(command, published, capsys):
+    assert main([command, "--run", str(published)]) == 1
+    assert "convert --from marian FOLDER RUN" in capsys.readouterr().err
+
+
+def test_a_run_whose_vocabulary_does_not_fit_is_refused(published, tmp_path):
+    run = tmp_path / "run"
+    folders.convert("marian", OWN, published, run)
+    edit("tokenizer/vocab.json", more=999)(run)
+    with pytest.raises(UserError, match="tokens, but the model was trained with"):
+        load_run(run)

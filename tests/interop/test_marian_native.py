@@ -1,0 +1,343 @@
+"""Marian's own files: made here byte by byte, read, refused, and written back."""
+
+import io
+import struct
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import yaml
+from opus_mt import train_model
+
+from flaxformer_mt import cli
+from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.decoding.run import load_run
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.interop import marian_files, marian_native, weights
+from flaxformer_mt.interop.marian_names import FAMILY
+from flaxformer_mt.interop.marian_names import options as options_of
+from flaxformer_mt.model.transformer import Transformer
+
+D, F, H, V = 8, 12, 2, 40
+TEXTS = ["one two three four five six", "seven eight nine ten eleven", "eins zwei drei vier"] * 9
+SPECIAL = {"model_type": "bpe", "pad_id": -1, "bos_id": -1, "eos_id": 0, "unk_id": 1}
+FLOAT32, INT8 = 0x404, 0x10001
+STUDENT = {
+    "type": "transformer",
+    "dim-vocabs": [V, V],
+    "dim-emb": D,
+    "enc-depth": 2,
+    "dec-depth": 1,
+    "transformer-heads": H,
+    "transformer-dim-ffn": F,
+    "transformer-ffn-activation": "relu",
+    "transformer-preprocess": "",
+    "transformer-postprocess": "dan",
+    "tied-embeddings-all": True,
+    "transformer-decoder-autoreg": "rnn",
+    "dec-cell": "ssru",
+}
+TEACHER = STUDENT | {
+    "transformer-decoder-autoreg": "self-attention",
+    "transformer-ffn-activation": "swish",
+    "transformer-preprocess": "n",
+    "transformer-postprocess": "da",
+    "transformer-postprocess-top": "n",
+    "transformer-postprocess-emb": "nd",
+    "tied-embeddings-all": False,
+}
+
+
+def tensors(options, seed=0):
+    """Random tensors with the names and shapes that Marian gives them."""
+    rng = np.random.default_rng(seed)
+    pre = "_pre" if options["transformer-preprocess"] else ""
+    is_recurrent = options["transformer-decoder-autoreg"] == "rnn"
+    shapes = {"decoder_ff_logit_out_b": (1, V)}
+    if options["tied-embeddings-all"]:
+        shapes["Wemb"] = (V, D)
+    else:
+        tables = ("encoder_Wemb", "decoder_Wemb", "decoder_ff_logit_out_Wt")
+        shapes |= dict.fromkeys(tables, (V, D))
+    attentions = ["encoder_l1_self", "encoder_l2_self", "decoder_l1_context"]
+    if not is_recurrent:
+        attentions.append("decoder_l1_self")
+    for name in attentions:
+        shapes |= {f"{name}_W{letter}": (D, D) for letter in "qkvo"}
+        shapes |= {f"{name}_b{letter}": (1, D) for letter in "qkvo"}
+        shapes |= {f"{name}_Wo_ln_{part}{pre}": (1, D) for part in ("scale", "bias")}
+    for name in ("encoder_l1_ffn", "encoder_l2_ffn", "decoder_l1_ffn"):
+        shapes |= {f"{name}_W1": (D, F), f"{name}_b1": (1, F)}
+        shapes |= {f"{name}_W2": (F, D), f"{name}_b2": (1, D)}
+        shapes |= {f"{name}_ffn_ln_{part}{pre}": (1, D) for part in ("scale", "bias")}
+    if is_recurrent:
+        name = "decoder_l1_rnn"
+        shapes |= {f"{name}_W": (D, D), f"{name}_Wf": (D, D), f"{name}_bf": (1, D)}
+        shapes |= {f"{name}_ffn_ln_{part}": (1, D) for part in ("scale", "bias")}
+    if pre:
+        for stack in ("encoder", "decoder"):
+            shapes |= {f"{stack}_emb_ln_{part}_pre": (1, D) for part in ("scale", "bias")}
+            shapes |= {f"{stack}_top_ln_{part}": (1, D) for part in ("scale", "bias")}
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def quantised(tensor, is_embedding, scale=40.0):
+    """The bytes of a matrix in 8 bits, and what they stand for."""
+    numbers = np.clip(np.rint(tensor * scale), -127, 127).astype(np.int8)
+    stored = numbers if is_embedding else numbers.T
+    return stored.tobytes() + struct.pack("<f", scale), numbers.astype(np.float32) / scale
+
+
+def binary(options, arrays, int8=(), kind=INT8):
+    """A file of the binary format; padded to 256 bytes everywhere, as Marian does it."""
+    items = [("special:model.yml", 0x101, None, yaml.safe_dump(options).encode() + b"\0")]
+    for name, array in arrays.items():
+        if name in int8:
+            data = quantised(array, name.endswith("Wemb"))[0]
+            items.append((f"{name}_QuantMultA", FLOAT32, (1, 1), struct.pack("<f", 3)))
+        else:
+            data = array.tobytes()
+        items.append((name, kind if name in int8 else FLOAT32, array.shape, data))
+    items = [(n, k, s or (len(d),), d + bytes(-len(d) % 256)) for n, k, s, d in items]
+    head = struct.pack("<2Q", 1, len(items))
+    for name, type_, shape, data in items:
+        head += struct.pack("<4Q", len(name) + 1, type_, len(shape), len(data))
+    head += b"".join(name.encode() + b"\0" for name, *_ in items)
+    head += b"".join(struct.pack(f"<{len(shape)}i", *shape) for _, _, shape, _ in items)
+    padding = -(len(head) + 8) % 256
+    head += struct.pack("<Q", padding) + bytes(padding)
+    return head + b"".join(data for *_, data in items)
+
+
+def npz(options, arrays):
+    text = np.frombuffer(yaml.safe_dump(options).encode() + b"\0", np.int8)
+    file = io.BytesIO()
+    np.savez(file, **arrays, **{"special:model.yml": text})
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def vocabulary():
+    """A SentencePiece model with Marian's special tokens."""
+    return train_model(TEXTS, V, **SPECIAL)
+
+
+@pytest.fixture
+def folder(tmp_path, vocabulary):
+    """What a student is published as."""
+    path = tmp_path / "student"
+    path.mkdir()
+    matrices = [name for name in tensors(STUDENT) if "_W" in name[-3:] or name == "Wemb"]
+    (path / "model.bin").write_bytes(binary(STUDENT, tensors(STUDENT), matrices))
+    (path / "vocab.spm").write_bytes(vocabulary)
+    settings = {
+        "models": ["model.bin"],
+        "vocabs": ["vocab.spm", "vocab.spm"],
+        "shortlist": ["lex.bin", False],
+        "beam-size": 2,
+        "normalize": 0.8,
+    }
+    (path / "config.yml").write_text(yaml.safe_dump(settings))
+    (path / "lex.bin").write_bytes(b"a lexical table")
+    return path
+
+
+def convert(source, target, *, back=False):
+    families = ("flaxformer_mt", "marian-native")
+    start, end = families if back else families[::-1]
+    return cli.main(["convert", str(source), str(target), "--from", start, "--to", end])
+
+
+@pytest.mark.parametrize("options", [STUDENT, TEACHER], ids=["student", "teacher"])
+@pytest.mark.parametrize("form", [npz, binary])
+def test_every_number_arrives_and_goes_back(options, form, tmp_path):
+    arrays = tensors(options)
+    (tmp_path / "model").write_bytes(form(options, arrays))
+    config, params = marian_native.load(tmp_path / "model")
+    assert weights.CARRIED not in params
+    back = weights.to_state_dict(FAMILY, config, params)
+    assert back.keys() == arrays.keys()
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(back[name], array)
+    again = marian_files.read(tmp_path / "model").settings | options_of(config)
+    assert {name: again[name] for name in options} == options | (
+        {"transformer-postprocess-emb": "dn"} if config.embedding_norm else {}
+    )
+
+
+def test_a_teacher_is_a_transformer_with_attention(tmp_path):
+    (tmp_path / "model.npz").write_bytes(npz(TEACHER, tensors(TEACHER)))
+    config, params = marian_native.load(tmp_path / "model.npz")
+    assert config == TransformerConfig(
+        source_vocab_size=V, target_vocab_size=V, d_model=D, num_heads=H, d_ff=F,
+        num_encoder_layers=2, num_decoder_layers=1, norm_position="pre", norm_epsilon=1e-6,
+        embedding_norm=True, final_norm=True, output_bias=True, activation="silu",
+        position_layout="concatenated", position_exponent="tensor2tensor", tie_embeddings="none",
+        mask_target_padding=False, pad_id=-1, bos_id=-1, eos_id=0,
+    )  # fmt: skip
+    weights.check_params(config, weights.by_path(params))
+
+
+def test_integers_become_the_numbers_that_they_stand_for(folder):
+    read = marian_files.read(folder / "model.bin").tensors
+    arrays = tensors(STUDENT)
+    assert read.keys() == arrays.keys()
+    for name, array in arrays.items():
+        if name == "Wemb" or "_W" in name[-3:]:
+            array = quantised(array, name == "Wemb")[1]
+        np.testing.assert_array_equal(read[name], array)
+
+
+def test_a_folder_becomes_a_run_and_goes_back(folder, tmp_path, capsys):
+    assert convert(folder, tmp_path / "run") == 0
+    assert "its shortlist is left out" in capsys.readouterr().err
+    run = load_run(tmp_path / "run")
+    assert run.model.decoder_kind == "ssru"
+    assert (run.config.decode.beam_size, run.config.decode.length_penalty) == (2, 0.8)
+    assert run.config.decode.length_penalty_kind == "average"
+    assert convert(tmp_path / "run", tmp_path / "back", back=True) == 0
+    (tmp_path / "back" / "model.npz").rename(tmp_path / "back" / "other.npz")
+    assert convert(tmp_path / "back" / "other.npz", tmp_path / "again") == 0
+    again = load_run(tmp_path / "again")
+    assert again.model == run.model
+    jax.tree.map(np.testing.assert_array_equal, again.params, run.params)
+
+
+def test_a_step_against_the_gradient_lowers_the_loss(folder):
+    package, _ = marian_native.read(folder)
+    model = package.config.model
+    # Two sentences in a row, and padding.
+    source, target = np.int32([[4, 5, 0, 6, 0, -1]]), np.int32([[7, 8, 0, 9, 0, -1]])
+    target_input = np.int32([[-1, 7, 8, -1, 9, -1]])
+    segments = np.int32([[1, 1, 1, 2, 2, 0]])
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss(params):
+        logits = Transformer(model).apply(
+            {"params": params},
+            source,
+            target_input,
+            encoder_segment_ids=segments,
+            decoder_segment_ids=segments,
+        )
+        log_probabilities = jax.nn.log_softmax(logits)[0]
+        return -log_probabilities[jnp.arange(5), target[0, :5]].mean()
+
+    before, gradient = loss(package.params)
+    moved = jax.tree.map(lambda leaf, slope: leaf - 1e-3 * slope, package.params, gradient)
+    assert loss(moved)[0] < before
+    for leaf in jax.tree.leaves(gradient["decoder"]["layers"]["recurrence"]):
+        assert np.isfinite(leaf).all()
+        assert np.any(leaf)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"type": "s2s"}, "cannot have type: s2s, only transformer"),
+        ({"dec-cell": "gru"}, "cannot have dec-cell: gru, only ssru"),
+        ({"transformer-ffn-activation": "gelu"}, "cannot have transformer-ffn-activation=gelu"),
+        ({"transformer-postprocess": "dhn"}, "transformer-postprocess: dhn, only dan after"),
+        ({"transformer-postprocess-top": "an"}, "transformer-postprocess-top: an, only d and n"),
+        ({"transformer-tied-layers": [1, 1]}, r"cannot have transformer-tied-layers: \[1, 1\]"),
+        ({"lemma-dim-emb": 8}, "cannot have lemma-dim-emb: 8, only 0"),
+        ({"enc-depth": 3}, "num_encoder_layers should be 3, but by its tensors it is 2"),
+        ({"dim-vocabs": [V]}, "no two numbers dim-vocabs"),
+        ({"transformer-heads": None}, "no number transformer-heads"),
+        ({"output-omit-bias": True}, "tensor decoder_ff_logit_out_b is left over"),
+    ],
+)
+def test_what_we_do_not_compute_is_refused_by_name(change, message, tmp_path):
+    path = tmp_path / "model.npz"
+    path.write_bytes(npz(STUDENT | change, tensors(STUDENT)))
+    with pytest.raises(
+        UserError, match=rf"^[^\n]*model.npz as {FAMILY.name}: [^\n]*{message}[^\n]*$"
+    ):
+        marian_native.load(path)
+
+
+def test_matrices_laid_out_for_a_processor_are_refused(tmp_path):
+    content = binary(STUDENT, tensors(STUDENT), ["decoder_l1_rnn_W"], kind=0x11001)
+    (tmp_path / "model.bin").write_bytes(content)
+    with pytest.raises(UserError, match=r"decoder_l1_rnn_W has the type 0x11001, .*processor"):
+        marian_native.load(tmp_path / "model.bin")
+
+
+@pytest.mark.parametrize("form", [npz, binary])
+def test_a_damaged_file_is_refused_in_one_line(form, tmp_path):
+    content = form(STUDENT, tensors(STUDENT))
+    path = tmp_path / "model"
+    rng = np.random.default_rng(0)
+    for length in (0, 1, 8, 9, 300, len(content) // 2, len(content) - 1):
+        path.write_bytes(content[:length])
+        with pytest.raises(UserError, match=r"^[^\n]*$"):
+            marian_native.load(path)
+    for _ in range(200):  # Any other bytes give a model, or one line.
+        bytes_ = bytearray(content)
+        for place in rng.integers(len(bytes_) if form is npz else 4000, size=3):
+            bytes_[place] ^= 1 << rng.integers(8)
+        path.write_bytes(bytes_)
+        message = complaint(path)
+        assert message is None or "\n" not in message
+
+
+def complaint(path):
+    """What is said about a file, or None if it is a model."""
+    try:
+        marian_native.load(path)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / "vocab.spm").unlink(), "vocab.spm cannot be read"),
+        (lambda folder: (folder / "vocab.spm").write_bytes(b"?"), "vocab.spm"),
+        (lambda folder: (folder / "model.bin").unlink(), "model.bin"),
+        (
+            lambda folder: (folder / "config.yml").write_bytes(b"\xff: ["),
+            "config.yml cannot be read",
+        ),
+    ],
+)
+def test_a_damaged_folder_leaves_nothing(folder, tmp_path, damage, message, capsys):
+    damage(folder)
+    before = sorted(tmp_path.iterdir())
+    assert convert(folder, tmp_path / "run") == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_without_yaml_names_must_tell(folder, tmp_path):
+    (folder / "config.yml").unlink()
+    found = marian_native.find(folder)
+    assert (found.model.name, found.source, found.target) == (
+        "model.bin", folder / "vocab.spm", folder / "vocab.spm",
+    )  # fmt: skip
+    for name in ("srcvocab.spm", "trgvocab.spm"):
+        (folder / name).write_bytes((folder / "vocab.spm").read_bytes())
+    with pytest.raises(UserError, match="3 vocabularies"):
+        marian_native.find(folder)
+    (folder / "vocab.spm").unlink()
+    found = marian_native.find(folder)
+    assert (found.source.name, found.target.name) == ("srcvocab.spm", "trgvocab.spm")
+    (folder / "model.npz").touch()
+    with pytest.raises(UserError, match=r"2 models \(model.bin, model.npz\)"):
+        marian_native.find(folder)
+    with pytest.raises(UserError, match="missing does not exist"):
+        marian_native.find(tmp_path / "missing")
+
+
+def test_another_vocabulary_is_refused(folder, vocabulary):
+    other = train_model(TEXTS, V - 1, **SPECIAL)
+    (folder / "vocab.spm").write_bytes(other)
+    with pytest.raises(UserError, match=f"vocab.spm has {V - 1} tokens, but the model {V}"):
+        marian_native.read(folder)
+    (folder / "vocab.spm").write_bytes(train_model(TEXTS, V, model_type="bpe"))
+    with pytest.raises(UserError, match=r"vocab.spm has eos_id=2, but Marian's have 0"):
+        marian_native.read(folder)

@@ -1,0 +1,74 @@
+"""A published folder becomes a run, is trained on, and goes back to where it came from."""
+
+import warnings
+
+import chex
+import opus_mt
+import pytest
+from small_runs import metrics
+
+import train
+from flaxformer_mt.decoding.run import load_run
+from flaxformer_mt.interop import folders
+from flaxformer_mt.interop.convert import OWN
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from transformers import MarianMTModel, MarianTokenizer
+
+
+@pytest.fixture(scope="module")
+def published(text, tmp_path_factory):
+    """A folder with random weights, and the vocabulary of `text`."""
+    folder = tmp_path_factory.mktemp("published") / "opus"
+    sides = ((text / f"train.{language}").read_text().splitlines() for language in ("en", "de"))
+    vocabularies = opus_mt.write_tokenizer(folder, *(opus_mt.train_model(s, 150) for s in sides))
+    config = opus_mt.config(vocabularies, encoder_layers=1, init_std=0.1, dropout=0.0)
+    opus_mt.random_model(config).save_pretrained(folder)
+    return folder
+
+
+def test_a_published_model_is_trained_further(published, text, tmp_path):
+    run, tuned, exported = (tmp_path / name for name in ("run", "tuned", "exported"))
+    folders.convert("marian", OWN, published, run)
+    options = [
+        f"--config={run / 'config.json'}",
+        f"--workdir={tuned}",
+        f"--train.init-from={run}",
+        f"--data.path={text}",
+        "--optimizer.learning-rate=3e-2",
+        "--optimizer.warmup-steps=5",
+        "--train.num-steps=30",
+        "--train.log-every=10",
+        "--train.batch-tokens=512",
+        "--train.eval-sentences=1",
+        "--decode.beam-size=1",
+        "--decode.max-length=4",
+        "--parallel.num-devices=1",
+    ]
+    flags = train.parse_flags(options)
+    with train.open_folder(flags):
+        train.train_to_the_end(train.prepare(flags, tuned), tuned)
+    losses = [line["loss"] for line in metrics(tuned) if line["split"] == "train"]
+    assert losses[-1] < losses[0] - 0.5
+    ours, before = load_run(tuned), load_run(run)
+    assert ours.tokenizers.source.files == before.tokenizers.source.files
+
+    folders.convert(OWN, "marian", tuned, exported)
+    theirs = MarianMTModel.from_pretrained(exported)
+    chex.assert_trees_all_equal(
+        theirs.get_input_embeddings().weight.detach().numpy(),
+        ours.params["target_embedding"]["embedding"],
+    )
+    assert theirs.config.to_diff_dict().keys() >= {"scale_embedding", "decoder_start_token_id"}
+    assert theirs.generation_config.max_length == 5  # With the token that starts decoding.
+    sentence = "seven kilometers"
+    expected = MarianTokenizer.from_pretrained(published)(sentence).input_ids
+    assert MarianTokenizer.from_pretrained(exported)(sentence).input_ids == expected
+    (own,) = ours.tokenizers.source.encode([sentence])
+    assert [*own, ours.config.model.eos_id] == expected
+
+
+def test_a_published_folder_is_no_configuration(refuse, published, tmp_path):
+    error = refuse(f"--config={published / 'config.json'}", f"--workdir={tmp_path / 'run'}")
+    assert "make a run of its folder with `flaxformer-mt convert --from marian" in error
