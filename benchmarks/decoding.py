@@ -59,7 +59,7 @@ def make_ours(task: dict[str, Any], beam_size: int, folder: Path) -> list[Decode
         length_penalty_kind="average",
         early_stopping="heuristic",
     )
-    engine = Engine([(task["model"], task["params"])], config)
+    engine = Engine([(task["model"], task["params"])], config, scores=False)
 
     def decode(sources: Sequence[Tokens]) -> list[Tokens]:
         requests = [

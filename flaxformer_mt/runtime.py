@@ -85,18 +85,23 @@ def keep_memory() -> None:
 def use_compilation_cache() -> None:
     """Lets JAX keep compiled programs in the user's cache folder.
 
-    It is used for programs that take over a second to compile. JAX_COMPILATION_CACHE_DIR names
-    another folder, or, if it is empty, none.
+    JAX_COMPILATION_CACHE_DIR names another folder, or, if it is empty, none. Programs are kept
+    however little time they took, because decoding has many of them, unless
+    JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS says otherwise.
     """
-    if "JAX_COMPILATION_CACHE_DIR" in os.environ:
-        return
-    folder = str(cache_folder())
-    # For this process, if it has imported JAX already, and for those that it starts.
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
-    if "jax" in sys.modules:
-        import jax
+    settings = {
+        "jax_compilation_cache_dir": str(cache_folder()),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+    }
+    for name, value in settings.items():
+        if name.upper() in os.environ:
+            continue
+        # For this process, if it has imported JAX already, and for those that it starts.
+        os.environ[name.upper()] = str(value)
+        if "jax" in sys.modules:
+            import jax
 
-        jax.config.update("jax_compilation_cache_dir", folder)
+            jax.config.update(name, value)
 
 
 def cache_folder() -> Path:

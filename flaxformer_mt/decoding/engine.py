@@ -56,8 +56,11 @@ SHORTEST_TARGET = 32
 USUAL_BEAM = 4
 """The number of hypotheses that `decode.batch_tokens` is meant for."""
 
-FEWEST_ROWS = 8
-"""A batch does not get smaller than this: it would hardly be faster."""
+FEWEST_ROWS = 4
+"""A batch for few sentences has at least so many rows: with less it would hardly be faster."""
+
+FEWEST_ROWS_LEFT = 16
+"""A batch at its end does not get smaller than this: that is over before a program is loaded."""
 
 MOST_WORKERS = 8
 
@@ -98,6 +101,7 @@ class Engine:
         models: Sequence[tuple[TransformerConfig, Any]],
         decode: DecodeConfig,
         bad_phrases: Sequence[Sequence[int]] = (),
+        scores: bool = True,
     ) -> None:
         """Makes an engine.
 
@@ -105,6 +109,7 @@ class Engine:
           models: configuration and parameters of each; all have the same vocabularies.
           decode: the options. Its texts are not looked at, and lengths are those of the requests.
           bad_phrases: token sequences that must not appear.
+          scores: whether they are needed; see `SearchOptions.scores`.
         """
         self._configs = tuple(config for config, _ in models)
         self._params = jax.device_put(tuple(params for _, params in models))
@@ -118,10 +123,11 @@ class Engine:
             pad_id=model.pad_id,
             forbidden_ids=never_chosen(model),
             bad_phrases=bad_phrases,
+            scores=scores,
         )
         limits = [limit for config in self._configs if (limit := longest_sentence(config))]
         self._limit = min(limits, default=None)
-        self._shapes: dict[Any, Any] = {}
+        self._shapes: dict[tuple[int, _Widths], SearchState] = {}
 
     def decode(self, requests: Sequence[Request]) -> Iterator[tuple[int, Found]]:
         """Searches for translations.
@@ -154,6 +160,9 @@ class Engine:
             for (length, has_wishes), indices in groups.items()
         ]
 
+        for length, widths, _, _ in queues:
+            self._state_shape(length, widths)  # Now, so that workers do not all trace it at once.
+
         def work(put: Callable[[tuple[int, Found]], None]) -> None:
             for length, widths, waiting, share in queues:
                 if not waiting:
@@ -170,20 +179,29 @@ class Engine:
         """The numbers of rows that batches may have, falling, for `length` source tokens."""
         tokens = self._decode.batch_tokens * USUAL_BEAM
         sizes = [max(1, tokens // (length * self._options.beam_size))]
-        while sizes[-1] >= 4 * FEWEST_ROWS:
-            sizes.append(sizes[-1] // 4)
+        # Most of what is left at the end of a file fits into half a batch, and little needs less:
+        # a program for each power of two would gain nothing more.
+        smaller = sizes[0] // 2
+        while smaller >= FEWEST_ROWS:
+            sizes.append(smaller)
+            smaller //= 4
         return sizes
 
-    def _empty_state(
-        self, num_rows: int, length: int, widths: "_Widths", max_length: int
-    ) -> SearchState:
-        """Of `num_rows` rows without sentences, for S = `length` and P = `max_length`."""
-        key = num_rows, length, widths, max_length
+    def _state_shape(self, length: int, widths: "_Widths") -> SearchState:
+        """The shapes of a search of one row, for S = `length` and the shortest P."""
+        key = length, widths
         if key not in self._shapes:
-            sources, rows = self._arrays(length, widths, [None] * num_rows)
-            begin = functools.partial(_begin, configs=self._configs, max_length=max_length)
+            sources, rows = self._arrays(length, widths, [None])
+            begin = functools.partial(
+                _begin, configs=self._configs, max_length=self._target_length(1)
+            )
             self._shapes[key] = jax.eval_shape(begin, self._params, sources, rows, self._options)
-        return _nothing(self._shapes[key])
+        return self._shapes[key]
+
+    def _target_length(self, length: int) -> int:
+        """P for hypotheses of at least `length` tokens."""
+        fitting = max(SHORTEST_TARGET, _power_of_two(length))
+        return fitting if self._limit is None else min(fitting, self._limit)
 
     def _arrays(
         self, length: int, widths: "_Widths", requests: Sequence[Request | None]
@@ -257,15 +275,16 @@ class _Batch:
         self._length = length
         self._widths = widths
         sizes = engine._batch_sizes(length)
-        self._sizes = [size for size in sizes if size <= share] or sizes[-1:]
+        first, *smaller = [size for size in sizes if size <= share] or sizes[-1:]
+        self._sizes = [first, *(size for size in smaller if size >= FEWEST_ROWS_LEFT)]
         """B, and what it may become, falling."""
-        self._admitted = max(1, self._sizes[0] // 4)  # R: rows that are given away together.
-        self._target_length = self._fitting(1)
+        self._admitted = max(1, self._sizes[0] // 8)  # R: rows that are given away together.
+        self._target_length = engine._target_length(1)
         self._owners: list[int | None] = [None] * self._sizes[0]
         """The request that each row works for."""
         self._longest = 0
         """Tokens of the longest unfinished hypothesis."""
-        self._state = engine._empty_state(self._sizes[0], length, widths, self._target_length)
+        self._state = _nothing(engine._state_shape(length, widths), self._sizes[0])
 
     @property
     def is_busy(self) -> bool:
@@ -315,7 +334,7 @@ class _Batch:
           The requests that are finished.
         """
         engine = self._engine
-        fitting = self._fitting(self._longest + 1)
+        fitting = engine._target_length(self._longest + 1)
         if fitting != self._target_length:
             self._state = _resize(self._state, max_length=fitting)
             self._target_length = fitting
@@ -339,12 +358,6 @@ class _Batch:
                 finished.append((index, _found(found, row)))
                 self._owners[row] = None
         return finished
-
-    def _fitting(self, length: int) -> int:
-        """P for hypotheses of at least `length` tokens."""
-        fitting = max(SHORTEST_TARGET, _power_of_two(length))
-        limit = self._engine._limit
-        return fitting if limit is None else min(fitting, limit)
 
     def _shrink(self) -> None:
         """Leaves out rows that nobody needs."""
@@ -395,11 +408,17 @@ def _begin(
     return start(rows, tuple(caches), options, max_length)
 
 
-def _nothing(shape: SearchState) -> SearchState:
-    """A search of this shape in which no row has a sentence."""
-    state: SearchState = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shape)
-    none = jnp.full_like(state.hypotheses.log_probabilities, IMPOSSIBLE)
-    return state._replace(hypotheses=state.hypotheses._replace(log_probabilities=none))
+def _nothing(of_one_row: SearchState, num_rows: int) -> SearchState:
+    """A search in which no row has a sentence; `of_one_row` tells the shape of one that has one."""
+
+    def zeros(leaf: Any) -> np.ndarray:
+        return np.zeros((num_rows, *leaf.shape[1:]), leaf.dtype)
+
+    state: Any = jax.tree.map(zeros, of_one_row)
+    state.hypotheses.log_probabilities[:] = IMPOSSIBLE
+    # Nothing is compiled for this; and memory of numpy's could not be written over later.
+    moved: SearchState = jax.device_put(state, may_alias=False)
+    return moved
 
 
 @functools.partial(

@@ -57,6 +57,7 @@ def translate_lines(
       UserError: a line is not what `form` says, or see `Translator.translate_n_best`.
     """
     first = 0
+    scores = form.output == "jsonl" or translator.decode.n_best > 1
     for group in groups:
         found = translator.stream(
             [
@@ -65,6 +66,7 @@ def translate_lines(
             ],
             unit=form.unit,
             attention=form.attention or form.tokens,
+            scores=scores,
             advance=advance,
         )
         for index, hypotheses in enumerate(found, first):

@@ -94,7 +94,7 @@ def plain_rows(max_lengths: Array) -> Rows:
     meta_fields=(
         "beam_size", "n_best", "beam_groups", "sampling", "top_k", "length_penalty_kind",
         "early_stopping", "min_length", "force_end", "renormalize", "no_repeat_ngram_size",
-        "bos_id", "eos_id", "pad_id", "forbidden_ids", "bad_phrases",
+        "bos_id", "eos_id", "pad_id", "forbidden_ids", "bad_phrases", "scores",
     ),
 )  # fmt: skip
 @dataclasses.dataclass(frozen=True)
@@ -137,6 +137,9 @@ class SearchOptions:
     top_p: float | Array | None = None
     min_p: float | Array | None = None
     epsilon_cutoff: float | Array | None = None
+    scores: bool = True
+    """Whether log-probabilities and scores are needed. Greedy search does not compute them then:
+    they mean nothing."""
 
     @classmethod
     def from_config(
@@ -148,6 +151,7 @@ class SearchOptions:
         pad_id: int,
         forbidden_ids: Sequence[int] = (),
         bad_phrases: Sequence[Sequence[int]] = (),
+        scores: bool = True,
     ) -> Self:
         """The options that a configuration asks for.
 
@@ -158,6 +162,7 @@ class SearchOptions:
           pad_id: see above.
           forbidden_ids: tokens that are never chosen.
           bad_phrases: token sequences that never appear; a single end token among them is ignored.
+          scores: see above.
         """
         bad_words = {phrase[0] for phrase in bad_phrases if len(phrase) == 1} - {eos_id}
 
@@ -189,6 +194,7 @@ class SearchOptions:
             top_p=unless(decode.top_p, 1),
             min_p=unless(decode.min_p, 0),
             epsilon_cutoff=unless(decode.epsilon_cutoff, 0),
+            scores=scores,
         )
 
     @property
@@ -425,7 +431,8 @@ class _TokenScores(NamedTuple):
 
     def _finite(self, logits: Array) -> Array:
         gains = logits - self.normaliser
-        return jnp.where(_is_possible(gains), gains, IMPOSSIBLE)  # Also in the place of NaN.
+        possible = _is_possible(gains) & (gains < jnp.inf)
+        return jnp.where(possible, gains, IMPOSSIBLE)  # Also in the place of NaN.
 
 
 def _token_scores(
@@ -447,11 +454,14 @@ def _token_scores(
         scores = jnp.where(rows.allowed[:, None], scores, -jnp.inf)
     forbidden = scores[..., np.array(options.forbidden_ids, int)]
     scores = processors.forbid(scores, options.forbidden_ids)
-    # What is forbidden has its share in the sum. Added up apart, it spares writing the whole array
-    # twice, with and without.
-    normaliser = jnp.logaddexp(
-        logsumexp(scores), jax.nn.logsumexp(forbidden, axis=-1, keepdims=True)
-    )
+    if options.scores or not options.independent or options.sampling or rows.phrases.shape[1]:
+        # What is forbidden has its share in the sum. Added up apart, it spares writing the whole
+        # array twice, with and without.
+        normaliser = jnp.logaddexp(
+            logsumexp(scores), jax.nn.logsumexp(forbidden, axis=-1, keepdims=True)
+        )
+    else:
+        normaliser = jnp.zeros((*scores.shape[:2], 1), jnp.float32)
     if earlier_groups:
         earlier = jax.tree.map(lambda *groups: jnp.concatenate(groups, axis=1), *earlier_groups)
         going_on = _is_possible(earlier.log_probabilities)

@@ -51,7 +51,8 @@ class Hypothesis:
     text: str
     """Detokenised, on one line."""
     score: float = 0.0
-    """As the search ranks it: log-probability / length penalty, plus coverage penalty."""
+    """As the search ranks it: log-probability / length penalty, plus coverage penalty. It is NaN,
+    as is the log-probability, where they were not asked for."""
     tokens: tuple[int, ...] = ()
     """Target tokens; the end token is the last, if the model came to an end."""
     log_probability: float = 0.0
@@ -89,6 +90,7 @@ class TextDecoder:
         tokenizers: Tokenizers,
         unit: Unit | None = None,
         attention: bool = False,
+        scores: bool = True,
     ) -> None:
         """Makes a decoder.
 
@@ -99,6 +101,7 @@ class TextDecoder:
           tokenizers: of all models.
           unit: what to align; None = nothing.
           attention: also give the attention itself.
+          scores: give scores and log-probabilities; a greedy search is faster without.
 
         Raises:
           UserError: an option does not fit the models, or names a file that cannot be read.
@@ -108,6 +111,7 @@ class TextDecoder:
         self.tokenizers = tokenizers
         self.unit = unit
         self.attention = attention
+        self.scores = scores
         self.needs_attention = attention or unit is not None or decode.copy_unknown
         if self.needs_attention:
             check_alignment_options(self.model, decode)
@@ -120,7 +124,7 @@ class TextDecoder:
         self.limit = min(limits, default=None)
         """Tokens of the longest sentence, or translation, that all models know positions for."""
         self.longest_source = min([decode.max_source_length or LONGEST_SOURCE, *limits])
-        self.engine = Engine(models, decode, self._bad_phrases())
+        self.engine = Engine(models, decode, self._bad_phrases(), scores)
 
     def translate(self, sentences: Sequence[Sentence]) -> Iterator[tuple[int, list[Hypothesis]]]:
         """The translations of each sentence, best first, with its index, as they finish.
@@ -221,11 +225,13 @@ class TextDecoder:
         if not found.tokens:
             raise UserError("the model's parameters are not finite: training has diverged")
         texts = map(on_one_line, self.tokenizers.target.decode(found.tokens))
+        unknown = [math.nan] * len(found.tokens)
+        scores, log_probabilities = (
+            (found.scores, found.log_probabilities) if self.scores else (unknown, unknown)
+        )
         hypotheses = [
             Hypothesis(*values)
-            for values in zip(
-                texts, found.scores, found.tokens, found.log_probabilities, strict=True
-            )
+            for values in zip(texts, scores, found.tokens, log_probabilities, strict=True)
         ]
         if not self.decode.mbr_samples:
             return hypotheses

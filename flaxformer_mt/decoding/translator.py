@@ -106,7 +106,7 @@ class Translator:
     ) -> list[str]:
         """The best translation of each sentence; arguments as in `translate_n_best`."""
         lists = self.translate_n_best(
-            sentences, 1, beam_size=beam_size, show_progress=show_progress, **options
+            sentences, 1, beam_size=beam_size, scores=False, show_progress=show_progress, **options
         )
         return [hypotheses[0].text for hypotheses in lists]
 
@@ -117,6 +117,7 @@ class Translator:
         *,
         unit: Unit | None = None,
         attention: bool = False,
+        scores: bool = True,
         show_progress: bool = False,
         **options: Any,
     ) -> list[list[Hypothesis]]:
@@ -127,6 +128,7 @@ class Translator:
           n_best: translations per sentence; by default as configured.
           unit: align these.
           attention: give the attention that alignments are made from.
+          scores: give scores and log-probabilities; a greedy search is faster without.
           show_progress: draw a progress bar on standard error.
           **options: fields of `DecodeConfig`; those that are left out, or None, are as configured.
 
@@ -138,7 +140,7 @@ class Translator:
           UserError: an option is out of range or does not fit the model, a sentence cannot have
             what is asked of it, or the parameters are not finite.
         """
-        decoder = self._decoder({**options, "n_best": n_best}, unit, attention)
+        decoder = self._decoder({**options, "n_best": n_best}, unit, attention, scores)
         finished = track(
             decoder.translate(list(map(_as_sentence, sentences))),
             "Translating",
@@ -155,6 +157,7 @@ class Translator:
         *,
         unit: Unit | None = None,
         attention: bool = False,
+        scores: bool = True,
         advance: Callable[[], object] = lambda: None,
         **options: Any,
     ) -> Iterator[list[Hypothesis]]:
@@ -168,10 +171,11 @@ class Translator:
           sentences: any number.
           unit: see there.
           attention: see there.
+          scores: see there.
           advance: called when a sentence is finished, which may be before its turn.
           **options: see there.
         """
-        decoder = self._decoder(options, unit, attention)
+        decoder = self._decoder(options, unit, attention, scores)
 
         def finished(window: Sequence[Sentence]) -> Iterator[tuple[int, list[Hypothesis]]]:
             for result in decoder.translate(window):
@@ -181,12 +185,16 @@ class Translator:
         for window in windows(map(_as_sentence, sentences), WINDOW * decoder.decode.batch_tokens):
             yield from in_order(finished(window))
 
-    def _decoder(self, options: dict[str, Any], unit: Unit | None, attention: bool) -> TextDecoder:
+    def _decoder(
+        self, options: dict[str, Any], unit: Unit | None, attention: bool, scores: bool
+    ) -> TextDecoder:
         given = {name: value for name, value in options.items() if value is not None}
         decode = dataclasses.replace(self.decode, **given)
-        key = (decode, unit, attention)
+        key = (decode, unit, attention, scores)
         if key not in self._decoders:
-            self._decoders[key] = TextDecoder(self.models, decode, self.tokenizers, unit, attention)
+            self._decoders[key] = TextDecoder(
+                self.models, decode, self.tokenizers, unit, attention, scores
+            )
         return self._decoders[key]
 
 

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import linen as nn
 from jax import Array
 
@@ -13,24 +12,9 @@ from flaxformer_mt.model.attention import KeyValue, MultiHeadAttention
 from flaxformer_mt.model.feed_forward import FeedForward
 from flaxformer_mt.model.normalization import Norm, residual
 from flaxformer_mt.model.numerics import Dropout
+from flaxformer_mt.model.past import Past
 from flaxformer_mt.model.recurrence import SSRU
 from flaxformer_mt.model.stack import stack
-
-
-def append(past: KeyValue, new: KeyValue, positions: Array) -> KeyValue:
-    """Writes one token's keys and values of every hypothesis to its place.
-
-    Args:
-      past: keys [B, H, P, W, K] and values [B, H, P, W, U].
-      new: keys [B, H, W, K] and values [B, H, W, U].
-      positions: int32 [B], below P.
-    """
-    rows = jnp.arange(positions.shape[0])
-
-    def write(old: Array, token: Array) -> Array:
-        return old.at[rows, :, positions].set(token, mode="promise_in_bounds", unique_indices=True)
-
-    return KeyValue(*map(write, past, new))
 
 
 class DecoderLayer(nn.Module):
@@ -97,18 +81,17 @@ class DecoderLayer(nn.Module):
         self,
         x: Array,
         cross: KeyValue | None,
-        past: KeyValue | Array,
+        past: Past | Array,
         positions: Array,
         visible: Array,
         cross_mask: Array | None,
-    ) -> tuple[Array, KeyValue | Array, Array | None]:
+    ) -> tuple[Array, Past | Array, Array | None]:
         """Maps one token of W hypotheses per sentence, given all earlier ones.
 
         Args:
           x: [B, W, D].
           cross: keys [B, H, S, K] and values [B, H, S, U], one for all hypotheses of a sentence.
-          past: keys [B, H, P, W, K] and values [B, H, P, W, U]; of a recurrent unit its memory
-            [B, W, D].
+          past: the memory of self-attention, or of a recurrent unit [B, W, D].
           positions: int32 [B], the place of each sentence's token, from 0.
           visible: [B, 1, W, P * W], which of all the sentence's keys a hypothesis attends to.
           cross_mask: [B, 1, 1, S].
@@ -117,15 +100,11 @@ class DecoderLayer(nn.Module):
           [B, W, D], `past` with these tokens in it, and the cross-attention weights [B, H, W, S].
         """
 
-        def look_back(y: Array) -> tuple[Array, KeyValue | Array]:
-            if not isinstance(past, KeyValue):
+        def look_back(y: Array) -> tuple[Array, Past | Array]:
+            if not isinstance(past, Past):
                 return self.recurrence.step(y, past, positions)
-            now = append(past, self.self_attention.project(y), positions)
-            # All that hypotheses have written, as the keys of one sentence: [B, H, P * W, K].
-            joined = KeyValue(
-                *(array.reshape(*array.shape[:2], -1, array.shape[-1]) for array in now)
-            )
-            return self.self_attention(y, joined, visible, True)[0], now
+            now = past.append(self.self_attention.project(y), positions)
+            return self.self_attention(y, now.joined(), visible, True)[0], now
 
         x, now = self._residual(x, look_back, self._look_back_norm(), True)
         # Hypotheses stand in the time axis: all of them attend to the same source.
@@ -226,11 +205,11 @@ class Decoder(nn.Module):
         self,
         x: Array,
         cross: Sequence[KeyValue | None],
-        past: Sequence[KeyValue | Array],
+        past: Sequence[Past | Array],
         positions: Array,
         visible: Array,
         cross_mask: Array | None,
-    ) -> tuple[Array, tuple[KeyValue | Array, ...], Array | None]:
+    ) -> tuple[Array, tuple[Past | Array, ...], Array | None]:
         """`DecoderLayer.step` for every layer, each with its own `cross` and `past`.
 
         The layers are not a loop here: a loop would copy every layer's past at every token. Nor
@@ -240,21 +219,18 @@ class Decoder(nn.Module):
         x = self._below(x)
         stacked = self.layers.variables["params"]
         layer = DecoderLayer(self.config, parent=None)
+
+        @jax.jit  # So that it is traced for one layer only.
+        def step(params: Any, *inputs: Any) -> Any:
+            return layer.apply({"params": params}, *inputs, method="step")
+
         now = []
         cross_weights = None
         for index, (layer_cross, layer_past) in enumerate(zip(cross, past, strict=True)):
             params = jax.tree.map(lambda leaf, index=index: leaf[index], stacked)
-            applied: Any = layer.apply(
-                {"params": params},
-                x,
-                layer_cross,
-                layer_past,
-                positions,
-                visible,
-                cross_mask,
-                method="step",
+            x, layer_now, cross_weights = step(
+                params, x, layer_cross, layer_past, positions, visible, cross_mask
             )
-            x, layer_now, cross_weights = applied
             now.append(layer_now)
         return self._above(x), tuple(now), cross_weights
 

@@ -21,6 +21,7 @@ from flaxformer_mt.model.masks import (
     sentence_starts,
 )
 from flaxformer_mt.model.numerics import Dropout, at_least_float32, dense, embedding_init
+from flaxformer_mt.model.past import Past, resize
 from flaxformer_mt.model.positions import PositionEncoding
 
 ZERO_VECTOR = -1
@@ -47,9 +48,9 @@ class Cache:
     from one another: only `ancestry` follows them, and the memory of recurrent units.
     """
 
-    past: tuple[KeyValue | Array, ...]
-    """Of each layer, keys [B, H, P, W, K] and values [B, H, P, W, U] of the target, where P is the
-    longest that fits; or its recurrent unit's memory [B, W, D]."""
+    past: tuple[Past | Array, ...]
+    """Of each layer, keys and values of the target, where P is the longest that fits; or its
+    recurrent unit's memory [B, W, D]."""
     cross: tuple[KeyValue | None, ...]
     """Of each layer, keys [B, H, S, K] and values [B, H, S, U] of the source; None without inputs.
     """
@@ -70,7 +71,7 @@ def reorder_cache(cache: Cache, parents: Array) -> Cache:
     def gather(array: Array) -> Array:
         return jnp.take_along_axis(array, parents[:, :, None], axis=1)
 
-    past = tuple(p if isinstance(p, KeyValue) else gather(p) for p in cache.past)
+    past = tuple(p if isinstance(p, Past) else gather(p) for p in cache.past)
     return dataclasses.replace(cache, past=past, ancestry=gather(cache.ancestry))
 
 
@@ -95,18 +96,8 @@ def insert_rows(cache: Cache, new: Cache, rows: Array) -> Cache:
 
 def resize_cache(cache: Cache, max_length: int) -> Cache:
     """The same cache, with room for targets of `max_length` tokens; those that it has must fit."""
-
-    def resize(array: Array, axis: int) -> Array:
-        kept = lax.slice_in_dim(array, 0, min(max_length, array.shape[axis]), axis=axis)
-        padding = [(0, 0)] * array.ndim
-        padding[axis] = (0, max_length - kept.shape[axis])
-        return jnp.pad(kept, padding)
-
-    past = tuple(
-        KeyValue(resize(p.key, 2), resize(p.value, 2)) if isinstance(p, KeyValue) else p
-        for p in cache.past
-    )
-    return dataclasses.replace(cache, past=past, ancestry=resize(cache.ancestry, 2))
+    past = tuple(p.resized(max_length) if isinstance(p, Past) else p for p in cache.past)
+    return dataclasses.replace(cache, past=past, ancestry=resize(cache.ancestry, max_length, 2))
 
 
 class Unprojected(NamedTuple):
@@ -321,20 +312,16 @@ class Transformer(nn.Module):
             cross = tuple(KeyValue(stacked.key[layer], stacked.value[layer]) for layer in layers)
             cross_mask = padding_mask(encoder_input_tokens, c.pad_id)
             batch_size = encoded.shape[0]
+        if batch_size is None:
+            raise ValueError("without inputs, init_cache needs batch_size")
         dtype = jnp.dtype(c.dtype)
-        past: tuple[KeyValue | Array, ...]
+        past: tuple[Past | Array, ...]
         if c.decoder_kind == "ssru":
             memory = jnp.zeros((batch_size, beam_size, c.d_model), at_least_float32(dtype))
             past = tuple(memory for _ in layers)
         else:
-            shape = (batch_size, c.num_heads, max_length, beam_size)
-            past = tuple(
-                KeyValue(
-                    jnp.zeros((*shape, c.key_width), dtype),
-                    jnp.zeros((*shape, c.value_width), dtype),
-                )
-                for _ in layers
-            )
+            shape = (batch_size, c.num_heads, max_length, beam_size, c.key_width)
+            past = tuple(Past.empty(shape, c.value_width, dtype) for _ in layers)
         ancestry = jnp.zeros((batch_size, beam_size, max_length), jnp.int32)
         return Cache(past, cross, cross_mask, ancestry)
 

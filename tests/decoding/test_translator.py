@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import random
 
 import jax
@@ -299,3 +300,12 @@ def test_results_come_in_order_as_soon_as_they_can(order):
     for expected, result in enumerate(in_order(finished())):
         assert result == expected
         assert given == max(order.index(index) for index in range(expected + 1)) + 1
+
+
+def test_a_search_without_scores_finds_the_same(talker):
+    translator = make_translator(talker)
+    for options in ({"beam_size": 1}, {"beam_size": 3}, {"beam_size": 1, "sampling": True}):
+        found = translator.translate_n_best(SENTENCES, scores=False, **options)
+        expected = translator.translate_n_best(SENTENCES, **options)
+        assert [best.tokens for (best,) in found] == [best.tokens for (best,) in expected]
+        assert all(math.isnan(best.score) == bool(best.tokens) for (best,) in found)

@@ -153,9 +153,8 @@ def test_each_continues_the_others_checkpoint(start, folders, expected, first, s
     assert_same_losses(workdir, expected)
 
 
-@pytest.mark.parametrize(
-    ("victim", "successors"), [(1, 1), pytest.param(0, 2, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("victim", "successors"), [(1, 1), (0, 2)])
 def test_when_one_is_killed_the_other_ends_and_the_run_goes_on(
     start, folders, expected, victim, successors
 ):
