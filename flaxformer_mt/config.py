@@ -559,12 +559,14 @@ class DecodeConfig:
     """What several models agree on: the mean of their log-probabilities, or the logarithm of the
     mean of their probabilities."""
     shortlist: str = ""
-    """File of a lexical table, "target source probability" a line, as Marian's: only translations
-    of the source's tokens, and frequent tokens, can be chosen."""
+    """File of a lexical table, "target source probability" a line, or Marian's binary one: only
+    translations of the source's tokens, and frequent tokens, can be chosen."""
     shortlist_first: int = 100
-    """Tokens of the vocabulary, from the first on, that are always in the shortlist."""
+    """Tokens of the vocabulary, from the first on, that are always in the shortlist; a binary table
+    says itself how many."""
     shortlist_best: int = 100
-    """Translations of each source token that are in the shortlist."""
+    """Translations of each source token that are in the shortlist; a binary table has so many as
+    were written."""
     copy_unknown: bool = False
     """Write in the place of an unknown token the source word that it attends to most."""
     alignment_layer: int = -1
@@ -575,7 +577,8 @@ class DecodeConfig:
     """Longer input, in tokens, is split at sentence borders, and its translations are joined; 0 =
     512, or what the model has positions for."""
     batch_tokens: int = 1024
-    """Source tokens decoded at a time, padding included; an accelerator is faster with more."""
+    """Source tokens decoded at a time with a beam of 4, padding included (with a smaller beam, more
+    sentences); an accelerator is faster with more."""
 
     def __post_init__(self) -> None:
         for name in ("beam_size", "n_best", "batch_tokens", "beam_groups", "shortlist_best"):

@@ -18,7 +18,15 @@ ALLOWED = {
     "model": {"config"} | LEAVES,
     "data": {"config"} | LEAVES,
     "training": {"config", "model", "data", "parameter_file"} | LEAVES,
-    "decoding": {"config", "model", "data.tokenizer", "runtime", "training.checkpoint"} | LEAVES,
+    "decoding": {
+        "config",
+        "model",
+        "data.pieces",
+        "data.tokenizer",
+        "runtime",
+        "training.checkpoint",
+    }
+    | LEAVES,
     "evaluation": {"config", "decoding"} | LEAVES,
     "interop": {"config", "model", "parameter_file", "presets"} | LEAVES,
     "parity": {"config", "model", "presets", "interop", "training.losses", "training.optimizer"}

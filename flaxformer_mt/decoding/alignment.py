@@ -10,10 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from flaxformer_mt.data.pieces import SPACE
 from flaxformer_mt.data.tokenizer import Tokenizer
-
-SPACE = "\u2581"
-"""How a piece starts that has a space before it, and so starts a word."""
 
 Pairs = list[tuple[int, int]]
 """(source, target), both counted from 0, in the order of the target."""

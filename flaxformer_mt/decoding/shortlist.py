@@ -14,13 +14,13 @@ from typing import Self
 
 import numpy as np
 
+from flaxformer_mt.data.pieces import SPACE
 from flaxformer_mt.data.tokenizer import Tokenizer, Tokenizers
 from flaxformer_mt.errors import UserError
 
 _MAGIC = struct.pack("<Q", 0xF11A48D5013417F5)
 _HEADER = struct.Struct("<6Q")  # Magic, checksum, first, best, number of offsets, of tokens.
 _GZIP_MAGIC = b"\x1f\x8b"
-_SPACE = "\u2581"  # How SentencePiece writes a space.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +125,7 @@ def _checksum(content: bytes) -> int:
 
 def _parse_text(content: bytes, tokenizers: Tokenizers, best: int) -> tuple[np.ndarray, np.ndarray]:
     """Reads the text form; ValueError says what is wrong with it."""
-    are_pieces = _SPACE.encode() in content
+    are_pieces = SPACE.encode() in content
     to_source = _token_finder(tokenizers.source, are_pieces)
     to_target = _token_finder(tokenizers.target, are_pieces)
     sources, targets, probabilities = [], [], []
