@@ -127,7 +127,7 @@ class Engine:
         )
         limits = [limit for config in self._configs if (limit := longest_sentence(config))]
         self._limit = min(limits, default=None)
-        self._shapes: dict[tuple[int, _Widths], SearchState] = {}
+        self._shapes: dict[tuple[int, _Widths, int], SearchState] = {}
 
     def decode(self, requests: Sequence[Request]) -> Iterator[tuple[int, Found]]:
         """Searches for translations.
@@ -189,12 +189,10 @@ class Engine:
 
     def _state_shape(self, length: int, widths: "_Widths") -> SearchState:
         """The shapes of a search of one row, for S = `length` and the shortest P."""
-        key = length, widths
+        key = length, widths, self._target_length(1)
         if key not in self._shapes:
             sources, rows = self._arrays(length, widths, [None])
-            begin = functools.partial(
-                _begin, configs=self._configs, max_length=self._target_length(1)
-            )
+            begin = functools.partial(_begin, configs=self._configs, max_length=key[-1])
             self._shapes[key] = jax.eval_shape(begin, self._params, sources, rows, self._options)
         return self._shapes[key]
 

@@ -141,7 +141,14 @@ def _greedy_scores(pair, result, sequences, length_penalty):
         result.sequences, result.scores, normalize_logits=False
     )
     # `scores` of a greedy search are logits, in which what may not be chosen is -inf already.
-    norms = torch.stack([torch.logsumexp(scores, -1) for scores in result.logits], 1)
+    # An end that is forced at the last place costs nothing, as in a beam.
+    norms = torch.stack(
+        [
+            torch.where(scores.isfinite().sum(-1) == 1, 0.0, torch.logsumexp(logits, -1))
+            for scores, logits in zip(result.scores, result.logits, strict=True)
+        ],
+        1,
+    )
     return [
         (row[: len(tokens)] - norm[: len(tokens)]).sum().item() / len(tokens) ** length_penalty
         for row, norm, tokens in zip(steps, norms, sequences, strict=True)

@@ -304,8 +304,9 @@ def test_results_come_in_order_as_soon_as_they_can(order):
 
 def test_a_search_without_scores_finds_the_same(talker):
     translator = make_translator(talker)
-    for options in ({"beam_size": 1}, {"beam_size": 3}, {"beam_size": 1, "sampling": True}):
+    for options in (GREEDY, SAMPLING):
         found = translator.translate_n_best(SENTENCES, scores=False, **options)
         expected = translator.translate_n_best(SENTENCES, **options)
-        assert [best.tokens for (best,) in found] == [best.tokens for (best,) in expected]
-        assert all(math.isnan(best.score) == bool(best.tokens) for (best,) in found)
+        for own, theirs in zip(found, expected, strict=True):
+            assert [one.tokens for one in own] == [one.tokens for one in theirs]
+            assert all(math.isnan(one.score) == bool(one.tokens) for one in own)

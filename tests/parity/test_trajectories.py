@@ -43,7 +43,7 @@ def learned(found: parity.Trajectory) -> bool:
     return found.theirs.loss[-BATCHES:].mean() < found.theirs.loss[:BATCHES].mean()
 
 
-@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize("name", [pytest.param(LONG[0], marks=pytest.mark.slow), *LONG[1:]])
 def test_a_thousand_steps_in_float64(name):
     found = train(ALL[name], 1000)
     assert found.first_divergence is None
