@@ -125,7 +125,7 @@ def generate(pair, sources, options, batch_size=50):
         if options["num_beams"] > 1:
             scores = result.sequences_scores.tolist()
         else:
-            scores = _greedy_scores(pair, result, sequences, options["length_penalty"])
+            scores = _greedy_scores(result, sequences, options["length_penalty"])
         hypotheses = list(zip(sequences, scores, strict=True))
         count = options["num_return_sequences"]
         found += [hypotheses[i : i + count] for i in range(0, len(hypotheses), count)]
@@ -136,22 +136,20 @@ def _until_end(tokens, eos_id):
     return tuple(tokens[: tokens.index(eos_id) + 1] if eos_id in tokens else tokens)
 
 
-def _greedy_scores(pair, result, sequences, length_penalty):
-    steps = pair.theirs.compute_transition_scores(
-        result.sequences, result.scores, normalize_logits=False
-    )
-    # `scores` of a greedy search are logits, in which what may not be chosen is -inf already.
-    # An end that is forced at the last place costs nothing, as in a beam.
-    norms = torch.stack(
-        [
-            torch.where(scores.isfinite().sum(-1) == 1, 0.0, torch.logsumexp(logits, -1))
-            for scores, logits in zip(result.scores, result.logits, strict=True)
-        ],
-        1,
-    )
+def _greedy_scores(result, sequences, length_penalty):
+    # `scores` of a greedy search are logits, in which what may not be chosen is -inf already. (The
+    # library's own `compute_transition_scores` takes the source's vocabulary for the target's.)
+    gains = []
+    for scores, logits, tokens in zip(
+        result.scores, result.logits, result.sequences[:, 1:].T, strict=True
+    ):
+        # An end that is forced at the last place costs nothing, as in a beam.
+        is_forced = scores.isfinite().sum(-1) == 1
+        norms = torch.where(is_forced, 0.0, torch.logsumexp(logits, -1))
+        gains.append(scores.gather(1, tokens[:, None])[:, 0] - norms)
     return [
-        (row[: len(tokens)] - norm[: len(tokens)]).sum().item() / len(tokens) ** length_penalty
-        for row, norm, tokens in zip(steps, norms, sequences, strict=True)
+        row[: len(tokens)].sum().item() / len(tokens) ** length_penalty
+        for row, tokens in zip(torch.stack(gains, 1), sequences, strict=True)
     ]
 
 

@@ -230,7 +230,8 @@ def test_the_publishers_program_finds_nearly_the_same(runs, direction):
 
 @pytest.mark.slow
 def test_training_further_lowers_the_loss(runs, tmp_path):
-    pairs = messages()
+    pairs = [pair for pair in messages() if all(text == " ".join(text.split()) for text in pair)]
+    assert len(pairs) > 200
     for name in ("train", "valid", "test"):
         lines = [f"{english}\t{portuguese}\n" for english, portuguese in pairs]
         (tmp_path / f"{name}.tsv").write_text("".join(lines), encoding="utf-8")
