@@ -23,6 +23,9 @@ MODEL = TransformerConfig(
     num_encoder_layers=1,
     num_decoder_layers=2,
 )
+ROUNDING = 1e-4
+"""Of sums of up to 40 log-probabilities; weights, and so logits, are large here."""
+
 BEAM = DecodeConfig(beam_size=3, n_best=2, early_stopping="heuristic", batch_tokens=64)
 """12 sentences of up to 16 tokens share a batch, and 3 at a time join it."""
 
@@ -60,7 +63,7 @@ def assert_same(found, expected):
     assert found.keys() == expected.keys()
     for index, one in found.items():
         assert one.tokens == expected[index].tokens
-        np.testing.assert_allclose(one.scores, expected[index].scores, rtol=1e-6)
+        np.testing.assert_allclose(one.scores, expected[index].scores, rtol=ROUNDING)
 
 
 def test_a_search_without_other_sentences_finds_the_same():
@@ -87,7 +90,7 @@ def test_a_search_without_other_sentences_finds_the_same():
         for place, tokens in enumerate(found.tokens):
             length = expected.lengths[0, place]
             assert tokens == tuple(expected.tokens[0, place, :length].tolist())
-        np.testing.assert_allclose(found.scores, expected.scores[0], atol=1e-5)
+        np.testing.assert_allclose(found.scores, expected.scores[0], rtol=ROUNDING)
 
 
 SAMPLES = dataclasses.replace(BEAM, beam_size=1, sampling=True, n_best=3)
