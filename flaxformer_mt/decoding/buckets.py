@@ -74,9 +74,9 @@ def fill_rows(sequences: Sequence[Sequence[int]], bucket: Bucket, pad_id: int) -
     return rows
 
 
-def row_length(length: int, limit: int | None) -> int:
+def row_length(length: int, limit: int | None, shortest: int = SHORTEST_BUCKET) -> int:
     """Tokens of the row that a sentence of `length` tokens, at most `limit`, gets."""
-    row = SHORTEST_BUCKET
+    row = shortest
     while row < length:
         row *= 2
     return row if limit is None else min(row, limit)

@@ -198,8 +198,7 @@ class Engine:
 
     def _target_length(self, length: int) -> int:
         """P for hypotheses of at least `length` tokens."""
-        fitting = max(SHORTEST_TARGET, _power_of_two(length))
-        return fitting if self._limit is None else min(fitting, self._limit)
+        return row_length(length, self._limit, SHORTEST_TARGET)
 
     def _arrays(
         self, length: int, widths: "_Widths", requests: Sequence[Request | None]

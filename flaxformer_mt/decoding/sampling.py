@@ -4,13 +4,11 @@ Source of the formulas: the classes of the same names in `generation/logits_proc
 Face transformers. All logits are float32 [..., V]; what is ruled out is minus infinity.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from flaxformer_mt.decoding.top_k import top_k
+from flaxformer_mt.decoding.top_k import in_blocks, top_k
 
 
 def likely_tokens(
@@ -103,12 +101,10 @@ def draw(keys: Array, positions: Array, logits: Array) -> Array:
     Returns:
       int32 [B, W].
     """
-    batch_size, num_samples, vocab_size = logits.shape
-    width = math.isqrt(vocab_size)
-    missing = -vocab_size % width
-    blocks = jnp.pad(logits, ((0, 0), (0, 0), (0, missing)), constant_values=-jnp.inf)
-    blocks = blocks.reshape(batch_size, num_samples, -1, width)
-    num_blocks = blocks.shape[2]
+    num_samples = logits.shape[1]
+    blocks = in_blocks(logits)
+    num_blocks, width = blocks.shape[1:]
+    blocks = blocks.reshape(*logits.shape[:2], num_blocks, width)
 
     def noise(key: Array, position: Array, sample: Array) -> Array:
         key = jax.random.fold_in(jax.random.fold_in(key, sample), position)

@@ -21,7 +21,7 @@ def top_k(scores: Array, count: int) -> tuple[Array, Array]:
       The largest numbers of each row, falling, and their columns int32, both [..., count]. Of
       equals those further left come first, as in `jax.lax.top_k`.
     """
-    best, places = _top_k_of_blocks(_in_blocks(scores), min(count, scores.shape[-1]))
+    best, places = _top_k_of_blocks(in_blocks(scores), min(count, scores.shape[-1]))
     shape = (*scores.shape[:-1], -1)
     return best.reshape(shape), places.reshape(shape)
 
@@ -32,7 +32,7 @@ def logsumexp(scores: Array) -> Array:
     Where both are asked for, there is one array of blocks to be written, and one search for the
     largest number of each.
     """
-    blocks = _in_blocks(scores)
+    blocks = in_blocks(scores)
     # Without barriers XLA makes one step of two, and reads the rows undivided, from another array.
     largest = lax.optimization_barrier(blocks.max(axis=-1)).max(axis=-1)
     largest = jnp.where(jnp.isfinite(largest), largest, 0.0)
@@ -40,8 +40,11 @@ def logsumexp(scores: Array) -> Array:
     return (jnp.log(sums.sum(axis=-1)) + largest).reshape(*scores.shape[:-1], 1)
 
 
-def _in_blocks(scores: Array) -> Array:
-    """All rows of [..., V], each as about sqrt(V) blocks of sqrt(V), the last one filled up."""
+def in_blocks(scores: Array) -> Array:
+    """All rows of [..., V], each as about sqrt(V) blocks of sqrt(V): [rows, blocks, columns].
+
+    The last block is filled up with minus infinity.
+    """
     size = scores.shape[-1]
     width = math.isqrt(size)
     flat = scores.reshape(-1, size)  # XLA is fast with matrices only.
