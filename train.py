@@ -27,17 +27,19 @@ from rich.console import Console
 
 from flaxformer_mt import runtime
 from flaxformer_mt.config import ExperimentConfig, from_json
-from flaxformer_mt.data.batches import Batch, DataPosition, evaluation_batches
 from flaxformer_mt.data.checks import check_sides, warn_of_shared_pairs
 from flaxformer_mt.data.dataset import Dataset, EvaluationSet, open_all, open_dataset
-from flaxformer_mt.data.prefetch import Prefetched
-from flaxformer_mt.data.tokenizer import Tokenizers
+from flaxformer_mt.data.stream.batches import Batch, DataPosition, evaluation_batches
+from flaxformer_mt.data.stream.prefetch import Prefetched
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.decoding.translator import Translator
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.evaluation import evaluate
 from flaxformer_mt.model.transformer import Transformer
+from flaxformer_mt.runs.checkpoint import Checkpointer, restore_params
+from flaxformer_mt.runs.folder import check_unchanged, holds_run, write_run
+from flaxformer_mt.runs.lock import locked
 from flaxformer_mt.training import distributed, loop
-from flaxformer_mt.training.checkpoint import Checkpointer, restore_params
 from flaxformer_mt.training.initial import load_parameters, start_from, tokenizer_path
 from flaxformer_mt.training.interruption import (
     EXIT_AT_ONCE,
@@ -45,7 +47,6 @@ from flaxformer_mt.training.interruption import (
     Interrupted,
     Interruption,
 )
-from flaxformer_mt.training.lock import locked
 from flaxformer_mt.training.memory import step_cost
 from flaxformer_mt.training.metrics import (
     ConsoleWriter,
@@ -57,7 +58,6 @@ from flaxformer_mt.training.metrics import (
 from flaxformer_mt.training.optimizer import make_optimizer, make_schedule
 from flaxformer_mt.training.parallel import Strategy, make_strategy
 from flaxformer_mt.training.parameters import Params, describe
-from flaxformer_mt.training.run_folder import check_unchanged, holds_run, write_run
 from flaxformer_mt.training.state import TrainState, create_state
 from flaxformer_mt.training.step import eval_step, train_step
 

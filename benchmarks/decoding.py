@@ -6,7 +6,7 @@ RUN is a run folder of a model in Marian's arrangement (configs/multi30k_marian_
 one source sentence a line (or is a .gz of it). Every competitor gets the same weights and the same
 token sequences, and gives back token sequences:
 
-    ours           `decoding/engine.py`
+    ours           `decoding/continuous_batching.py`
     transformers   `MarianMTModel.generate`, its cache on, on batches sorted by length
     ctranslate2    in float32, sorted into batches by itself
     int8           CTranslate2 with weights in int8
@@ -51,7 +51,7 @@ def make_ours(task: dict[str, Any], beam_size: int, folder: Path) -> list[Decode
 
     runtime.configure()
     from flaxformer_mt.config import DecodeConfig
-    from flaxformer_mt.decoding.engine import Engine, Request
+    from flaxformer_mt.decoding.continuous_batching import Engine, Request
 
     config = DecodeConfig(
         beam_size=beam_size,

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from flaxformer_mt.config import OptimizerConfig, TrainConfig, TransformerConfig
-from flaxformer_mt.data.batches import Batch
+from flaxformer_mt.data.stream.batches import Batch
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.training.optimizer import make_optimizer, make_schedule
 from flaxformer_mt.training.state import create_state

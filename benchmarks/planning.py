@@ -22,13 +22,18 @@ from pathlib import Path
 import numpy as np
 
 from flaxformer_mt.config import DataConfig, ExperimentConfig
-from flaxformer_mt.data.batches import DataPosition
-from flaxformer_mt.data.corpus import ParallelCorpus
-from flaxformer_mt.data.encoding import CorpusReport, EncodedCorpus, SideReport, encode_corpus
-from flaxformer_mt.data.packing import Sentences, plan_rows
-from flaxformer_mt.data.stream import TrainingStream, choose_source_row_length
-from flaxformer_mt.data.text import read_parallel
-from flaxformer_mt.data.tokenizer import Tokenizers
+from flaxformer_mt.data.corpora.corpus import ParallelCorpus
+from flaxformer_mt.data.corpora.text_files import read_parallel
+from flaxformer_mt.data.stream.batches import DataPosition
+from flaxformer_mt.data.stream.encoding import (
+    CorpusReport,
+    EncodedCorpus,
+    SideReport,
+    encode_corpus,
+)
+from flaxformer_mt.data.stream.packing import Sentences, plan_rows
+from flaxformer_mt.data.stream.training_stream import TrainingStream, choose_source_row_length
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 
 ROUNDS = 5
 PART = 1_000_000  # Synthetic pairs that are written at a time.

@@ -67,7 +67,7 @@ def measure(name: str, num_devices: int) -> list[dict]:
     """The figures of one model on as many devices as this process has: a dict for each mesh."""
     import jax
 
-    from flaxformer_mt.data.batches import BatchShape
+    from flaxformer_mt.data.stream.batches import BatchShape
     from flaxformer_mt.model.transformer import Transformer
     from flaxformer_mt.training.memory import step_cost
     from flaxformer_mt.training.optimizer import make_optimizer, make_schedule

@@ -141,10 +141,10 @@ def make_ours(task: Task) -> Step:
         TrainConfig,
         TransformerConfig,
     )
-    from flaxformer_mt.data.batches import DataPosition
-    from flaxformer_mt.data.encoding import CorpusReport, EncodedCorpus, SideReport
-    from flaxformer_mt.data.packing import Sentences
-    from flaxformer_mt.data.stream import TrainingStream, choose_source_row_length
+    from flaxformer_mt.data.stream.batches import DataPosition
+    from flaxformer_mt.data.stream.encoding import CorpusReport, EncodedCorpus, SideReport
+    from flaxformer_mt.data.stream.packing import Sentences
+    from flaxformer_mt.data.stream.training_stream import TrainingStream, choose_source_row_length
     from flaxformer_mt.model.transformer import Transformer
     from flaxformer_mt.training.optimizer import make_optimizer, make_schedule
     from flaxformer_mt.training.state import create_state

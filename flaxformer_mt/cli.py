@@ -23,7 +23,7 @@ import tyro
 
 from flaxformer_mt import runtime
 from flaxformer_mt.config import CorpusConfig, DataConfig, DecodeConfig, TransformerConfig
-from flaxformer_mt.data.text import (
+from flaxformer_mt.data.corpora.text_files import (
     arriving_lines,
     count_lines,
     opened,
@@ -354,7 +354,7 @@ def lexicon(
       target: Text file, the translation of each.
       output_file: Text file to write, "target source probability" a line (also .gz).
     """
-    from flaxformer_mt.data.tokenizer import Tokenizers, evenly
+    from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers, evenly
     from flaxformer_mt.decoding.lexicon import MAX_PAIRS, learn, write_table
 
     _require_folders(output_file)
@@ -444,8 +444,8 @@ def prepare(
       splits: The splits to make, each with the names, or patterns of names, of its files, without
         their endings, parted by commas.
     """
-    from flaxformer_mt.data import tfds_builder
-    from flaxformer_mt.data.corpus import open_corpus
+    from flaxformer_mt.data.corpora import tfds_builder
+    from flaxformer_mt.data.corpora.corpus import open_corpus
 
     corpora = {
         name: open_corpus(
@@ -490,7 +490,7 @@ def _load_runs(folders: Sequence[Path], checkpoint: Checkpoint) -> list[Any]:
 @contextlib.contextmanager
 def _writing(path: Path) -> Iterator[Callable[[Iterable[str]], None]]:
     """A function that writes lines to a file, which appears under its name when it is whole."""
-    from flaxformer_mt.interop.files import replaced_when_whole
+    from flaxformer_mt.interop.checkpoint_files import replaced_when_whole
 
     with replaced_when_whole(path) as unfinished, unfinished.open("wb") as file:
         yield lambda lines: file.writelines(f"{line}\n".encode() for line in lines)
@@ -569,7 +569,8 @@ def parity(
     fields = dict(map(_field_of_model, settings))
     _require_folders(json_file, html, markdown)
     try:
-        from flaxformer_mt.parity import families, survey
+        from flaxformer_mt.parity import families
+        from flaxformer_mt.parity.reports import family_summary as survey
     except ImportError as error:
         raise UserError(str(error)) from error
 
@@ -660,7 +661,7 @@ def _deliver(result: Any, json_file: Path | None, verbose: bool) -> int:
 
 
 def _write(path: Path, text: str) -> None:
-    from flaxformer_mt.interop.files import replaced_when_whole
+    from flaxformer_mt.interop.checkpoint_files import replaced_when_whole
 
     with replaced_when_whole(path) as unfinished:
         unfinished.write_text(text, encoding="utf-8")

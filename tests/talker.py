@@ -14,8 +14,8 @@ from flaxformer_mt.config import (
     TransformerConfig,
     with_vocabulary_sizes,
 )
-from flaxformer_mt.data.corpus import ParallelCorpus
-from flaxformer_mt.data.tokenizer import Tokenizers
+from flaxformer_mt.data.corpora.corpus import ParallelCorpus
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.model.transformer import Transformer
 
 WORDS = [

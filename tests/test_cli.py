@@ -17,8 +17,8 @@ from talker import DATA, make_talker, random_params, sentences
 
 from flaxformer_mt.cli import main
 from flaxformer_mt.config import DecodeConfig, to_json
-from flaxformer_mt.data.corpus import ParallelCorpus
-from flaxformer_mt.data.tokenizer import Tokenizers
+from flaxformer_mt.data.corpora.corpus import ParallelCorpus
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.decoding.lines import read_sentence
 from flaxformer_mt.decoding.run import load_run
 from flaxformer_mt.decoding.scoring import score_pairs
@@ -26,7 +26,7 @@ from flaxformer_mt.decoding.shortlist import Shortlist
 from flaxformer_mt.decoding.translator import Sentence, Translator
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.evaluation import evaluate
-from flaxformer_mt.training.checkpoint import Checkpointer
+from flaxformer_mt.runs.checkpoint import Checkpointer
 from flaxformer_mt.training.state import TrainState
 
 # All are short: another length of rows is a compilation.

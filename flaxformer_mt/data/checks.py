@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from flaxformer_mt.config import DataConfig
-from flaxformer_mt.data.corpus import Corpus
-from flaxformer_mt.data.encoding import EncodedCorpus
-from flaxformer_mt.data.languages import Profile, cldr_profile, letters_of
-from flaxformer_mt.data.packing import Sentences
+from flaxformer_mt.data.corpora.corpus import Corpus
+from flaxformer_mt.data.corpora.languages import Profile, cldr_profile, letters_of
+from flaxformer_mt.data.stream.encoding import EncodedCorpus
+from flaxformer_mt.data.stream.packing import Sentences
 from flaxformer_mt.errors import UserError
 
 _PAIRS = 500

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from flaxformer_mt.config import ExperimentConfig, with_vocabulary_sizes
 from flaxformer_mt.data.checks import check_unknown_rate
-from flaxformer_mt.data.corpus import Corpus, ParallelCorpus, open_corpora, read_corpus
-from flaxformer_mt.data.encoding import EncodedCorpus, encode_corpus
-from flaxformer_mt.data.store import open_stores
-from flaxformer_mt.data.stream import TrainingStream, choose_source_row_length
-from flaxformer_mt.data.tokenizer import Tokenizers
+from flaxformer_mt.data.corpora.corpus import Corpus, ParallelCorpus, open_corpora, read_corpus
+from flaxformer_mt.data.stream.encoding import EncodedCorpus, encode_corpus
+from flaxformer_mt.data.stream.token_store import open_stores
+from flaxformer_mt.data.stream.training_stream import TrainingStream, choose_source_row_length
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 
 
 @dataclasses.dataclass(frozen=True)

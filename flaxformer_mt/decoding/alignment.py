@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from flaxformer_mt.data.pieces import SPACE
-from flaxformer_mt.data.tokenizer import Tokenizer
+from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer
 
 Pairs = list[tuple[int, int]]
 """(source, target), both counted from 0, in the order of the target."""

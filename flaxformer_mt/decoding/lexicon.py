@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from flaxformer_mt.data.tokenizer import Tokenizers
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 
 LEAST_PROBABILITY = 1e-4
 """What is less probable is not written."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from flaxformer_mt import config as configuration
 from flaxformer_mt.config import ExperimentConfig, TransformerConfig, with_vocabulary_sizes
-from flaxformer_mt.data.tokenizer import Tokenizers
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
 
 Checkpoint = Literal["best", "last"] | int
@@ -67,7 +67,7 @@ def load_run(folder: str | Path, checkpoint: Checkpoint = "best") -> Run:
     """
     config = read_config(folder)
     tokenizers = Tokenizers.load(Path(folder) / "tokenizer")
-    from flaxformer_mt.training.checkpoint import restore_params
+    from flaxformer_mt.runs.checkpoint import restore_params
 
     step, params = restore_params(folder, checkpoint)
     run = Run(config, params, tokenizers, step, Path(folder))

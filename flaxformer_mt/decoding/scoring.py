@@ -10,10 +10,10 @@ import jax
 import numpy as np
 
 from flaxformer_mt.config import DecodeConfig, ExperimentConfig, with_vocabulary_sizes
-from flaxformer_mt.data.tokenizer import Tokenizers
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.decoding.alignment import Pairs, align, align_words, without_ends
-from flaxformer_mt.decoding.forcing import force
-from flaxformer_mt.decoding.search import length_penalty
+from flaxformer_mt.decoding.search.search import length_penalty
+from flaxformer_mt.decoding.teacher_forcing import force
 from flaxformer_mt.errors import UserError
 
 Unit = Literal["words", "pieces"]

@@ -14,8 +14,8 @@ from typing import Self
 
 import numpy as np
 
-from flaxformer_mt.data.pieces import SPACE
-from flaxformer_mt.data.tokenizer import Tokenizer, Tokenizers
+from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers
 from flaxformer_mt.errors import UserError
 
 _MAGIC = struct.pack("<Q", 0xF11A48D5013417F5)

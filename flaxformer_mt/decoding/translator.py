@@ -15,11 +15,11 @@ from flaxformer_mt.config import (
     TransformerConfig,
     with_vocabulary_sizes,
 )
-from flaxformer_mt.data.tokenizer import Tokenizers
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.decoding.ensemble import require_same_vocabularies
 from flaxformer_mt.decoding.run import Checkpoint, Run, load_run
 from flaxformer_mt.decoding.scoring import Unit
-from flaxformer_mt.decoding.text_decoder import Hypothesis, Sentence, TextDecoder
+from flaxformer_mt.decoding.sentence_decoder import Hypothesis, Sentence, TextDecoder
 from flaxformer_mt.errors import UserError
 
 WINDOW = 128

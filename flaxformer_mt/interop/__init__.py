@@ -10,7 +10,9 @@ from typing import Any
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop import adam as adam_state
-from flaxformer_mt.interop import (
+from flaxformer_mt.interop import weights
+from flaxformer_mt.interop.adam import AdamState, TrainingState
+from flaxformer_mt.interop.families import (
     annotated,
     fairseq,
     jadore801120,
@@ -20,9 +22,7 @@ from flaxformer_mt.interop import (
     questions,
     torch,
     tunz,
-    weights,
 )
-from flaxformer_mt.interop.adam import AdamState, TrainingState
 from flaxformer_mt.interop.rules import Family
 from flaxformer_mt.interop.weights import model_params
 

@@ -21,8 +21,9 @@ from flax.traverse_util import unflatten_dict
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.interop import files, weights
-from flaxformer_mt.interop.files import Checkpoint, Tensors
+from flaxformer_mt.interop import checkpoint_files as files
+from flaxformer_mt.interop import weights
+from flaxformer_mt.interop.checkpoint_files import Checkpoint, Tensors
 from flaxformer_mt.interop.rules import Family, Rule
 from flaxformer_mt.interop.weights import CARRIED
 

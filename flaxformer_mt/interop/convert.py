@@ -19,17 +19,19 @@ from typing import Any, NamedTuple
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
-from flaxformer_mt import interop, parameter_file
+from flaxformer_mt import interop
 from flaxformer_mt.config import TransformerConfig, to_dict
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop import adam as adam_state
-from flaxformer_mt.interop import files, weights
+from flaxformer_mt.interop import checkpoint_files as files
+from flaxformer_mt.interop import weights
 from flaxformer_mt.interop.adam import AdamState, TrainingState
-from flaxformer_mt.interop.files import Tensors
+from flaxformer_mt.interop.checkpoint_files import Tensors
 from flaxformer_mt.interop.rules import Family, sinusoids
 from flaxformer_mt.interop.weights import CARRIED
 from flaxformer_mt.model.transformer import ZERO_VECTOR
-from flaxformer_mt.parameter_file import ADAM
+from flaxformer_mt.runs import parameter_file
+from flaxformer_mt.runs.parameter_file import ADAM
 
 OWN = parameter_file.FORMAT
 

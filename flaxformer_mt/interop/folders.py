@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.interop import FAMILIES, run_folders
+from flaxformer_mt.interop import FAMILIES
 from flaxformer_mt.interop import convert as checkpoint_files
 from flaxformer_mt.interop.adam import TrainingState
+from flaxformer_mt.interop.checkpoint_files import TORCH_SUFFIXES
 from flaxformer_mt.interop.convert import OWN
-from flaxformer_mt.interop.files import TORCH_SUFFIXES
-from flaxformer_mt.interop.run_folders import Package, refuse_existing
+from flaxformer_mt.interop.formats import run_folders
+from flaxformer_mt.interop.formats.run_folders import Package, refuse_existing
 
 Notes = tuple[str, ...]
 """What was done, or got lost, a line each."""
@@ -102,7 +103,7 @@ def _read(family: str, source: Path, overrides: Mapping[str, Any]) -> tuple[Pack
 
 
 def _function(module: str, name: str) -> Any:
-    return getattr(importlib.import_module(f"flaxformer_mt.interop.{module}"), name)
+    return getattr(importlib.import_module(f"flaxformer_mt.interop.formats.{module}"), name)
 
 
 def _check_family(option: str, family: str, known: Collection[str]) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.interop.files import Checkpoint, Tensors
+from flaxformer_mt.interop.checkpoint_files import Checkpoint, Tensors
 from flaxformer_mt.model.positions import sinusoidal_table
 from flaxformer_mt.presets import check_fields, preset
 

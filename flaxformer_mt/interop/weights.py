@@ -33,8 +33,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.interop import files
-from flaxformer_mt.interop.files import Checkpoint, Tensors, identical
+from flaxformer_mt.interop import checkpoint_files as files
+from flaxformer_mt.interop.checkpoint_files import Checkpoint, Tensors, identical
 from flaxformer_mt.interop.rules import Family, Rule
 from flaxformer_mt.model.transformer import Transformer
 

@@ -12,9 +12,9 @@ if importlib.util.find_spec("torch") is None:
     raise ImportError("comparing with PyTorch needs it: pip install 'flaxformer_mt[parity]'")
 
 from flaxformer_mt.parity.compare import compare
-from flaxformer_mt.parity.diagnosis import Diagnosis
-from flaxformer_mt.parity.plots import plot_trajectory
-from flaxformer_mt.parity.report import Report, Row
+from flaxformer_mt.parity.diagnosis.diagnose import Diagnosis
+from flaxformer_mt.parity.reports.plots import plot_trajectory
+from flaxformer_mt.parity.reports.report import Report, Row
 from flaxformer_mt.parity.tokens import Tokens, example
 from flaxformer_mt.parity.trace import Tap, for_layers, softmax_input, softmax_output, time_major
 from flaxformer_mt.parity.trajectory import Trajectory, trajectory

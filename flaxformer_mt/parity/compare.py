@@ -13,8 +13,8 @@ from torch import nn
 from flaxformer_mt import interop
 from flaxformer_mt.interop import weights
 from flaxformer_mt.parity import references
-from flaxformer_mt.parity.diagnosis import Diagnosis, diagnose
-from flaxformer_mt.parity.evidence import Evidence, select_rows
+from flaxformer_mt.parity.diagnosis.diagnose import Diagnosis, diagnose
+from flaxformer_mt.parity.diagnosis.evidence import Evidence, select_rows
 from flaxformer_mt.parity.pair import (
     COMPILER_OPTIONS,
     Forward,
@@ -27,7 +27,7 @@ from flaxformer_mt.parity.pair import (
 )
 from flaxformer_mt.parity.recipes import Recipe
 from flaxformer_mt.parity.recipes import recipe as recipe_of
-from flaxformer_mt.parity.report import Report, Row
+from flaxformer_mt.parity.reports.report import Report, Row
 from flaxformer_mt.parity.tokens import Padding, Tokens
 from flaxformer_mt.parity.trace import Tap, Values, values_of_model, values_of_module
 from flaxformer_mt.parity.trajectory import Curves, Trajectory, train_both

@@ -11,11 +11,11 @@ from torch import nn
 from flaxformer_mt import interop
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.interop import files
+from flaxformer_mt.interop import checkpoint_files as files
 from flaxformer_mt.parity import references
 from flaxformer_mt.parity.compare import compare
 from flaxformer_mt.parity.recipes import recipe
-from flaxformer_mt.parity.report import Report
+from flaxformer_mt.parity.reports.report import Report
 from flaxformer_mt.parity.tokens import example
 from flaxformer_mt.presets import FAMILIES, check_fields, preset
 

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.training.checkpoint import (
+from flaxformer_mt.runs.checkpoint import (
     ranked,
     restore_params,
     whole_checkpoints,

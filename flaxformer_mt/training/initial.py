@@ -9,10 +9,10 @@ import jax
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from flaxformer_mt import parameter_file
 from flaxformer_mt.config import ExperimentConfig, TransformerConfig, from_json
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.training.checkpoint import restore_params
+from flaxformer_mt.runs import parameter_file
+from flaxformer_mt.runs.checkpoint import restore_params
 from flaxformer_mt.training.parameters import Params
 from flaxformer_mt.training.state import TrainState
 

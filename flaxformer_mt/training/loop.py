@@ -10,10 +10,10 @@ import jax
 import optax
 
 from flaxformer_mt.config import TrainConfig
-from flaxformer_mt.data.batches import Batch, DataPosition
-from flaxformer_mt.data.prefetch import Prefetched
+from flaxformer_mt.data.stream.batches import Batch, DataPosition
+from flaxformer_mt.data.stream.prefetch import Prefetched
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.training.checkpoint import Checkpointer
+from flaxformer_mt.runs.checkpoint import Checkpointer
 from flaxformer_mt.training.interruption import Interrupted
 from flaxformer_mt.training.metrics import Figures, Writer
 from flaxformer_mt.training.parallel import Compiled

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxformer_mt.data.batches import Batch, BatchShape
+from flaxformer_mt.data.stream.batches import Batch, BatchShape
 from flaxformer_mt.training.parallel import Strategy
 from flaxformer_mt.training.state import TrainState
 

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from flaxformer_mt.data.batches import Batch
+from flaxformer_mt.data.stream.batches import Batch
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.training.parameters import Params
 from flaxformer_mt.training.progress import Sums

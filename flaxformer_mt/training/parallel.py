@@ -19,7 +19,7 @@ from flax import linen as nn
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from flaxformer_mt.config import ExperimentConfig, ParallelConfig
-from flaxformer_mt.data.batches import Batch, Shard
+from flaxformer_mt.data.stream.batches import Batch, Shard
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.model.transformer import Embedding
 from flaxformer_mt.training.parameters import Params

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flaxformer_mt.config import ValidationMetric
-from flaxformer_mt.data.batches import DataPosition
+from flaxformer_mt.data.stream.batches import DataPosition
 
 _LESS_IS_BETTER = {"loss", "cross_entropy", "perplexity"}
 

@@ -16,7 +16,7 @@ import optax
 from jax import Array
 
 from flaxformer_mt.config import TrainConfig
-from flaxformer_mt.data.batches import Batch
+from flaxformer_mt.data.stream.batches import Batch
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.training.losses import (
     Projection,

@@ -1,7 +1,7 @@
 """Made-up corpora of tokens, and what of them is found in batches."""
 
-from flaxformer_mt.data.encoding import CorpusReport, EncodedCorpus, SideReport
-from flaxformer_mt.data.packing import Sentences
+from flaxformer_mt.data.stream.encoding import CorpusReport, EncodedCorpus, SideReport
+from flaxformer_mt.data.stream.packing import Sentences
 
 
 def encoded(sources, targets, **fields):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from flaxformer_mt.config import DataConfig, ExperimentConfig, TrainConfig, TransformerConfig
-from flaxformer_mt.data.batches import (
+from flaxformer_mt.data.stream.batches import (
     BatchShape,
     Shard,
     evaluation_batches,
@@ -12,7 +12,7 @@ from flaxformer_mt.data.batches import (
     packed_shape,
     padding_fraction,
 )
-from flaxformer_mt.data.packing import Sentences
+from flaxformer_mt.data.stream.packing import Sentences
 from tests.data.pairs import all_pairs, encoded, pairs_in, pairs_of_lengths
 
 MODEL = TransformerConfig(pad_id=9, bos_id=1, eos_id=2)

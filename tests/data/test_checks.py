@@ -4,17 +4,17 @@ import numpy as np
 import pytest
 
 from flaxformer_mt.config import DataConfig, ExperimentConfig
-from flaxformer_mt.data import phrases
 from flaxformer_mt.data.checks import (
     check_sides,
     check_unknown_rate,
     count_shared_pairs,
     warn_of_shared_pairs,
 )
-from flaxformer_mt.data.corpus import ParallelCorpus, load_corpus, open_corpora
-from flaxformer_mt.data.encoding import encode_corpus
-from flaxformer_mt.data.languages import cldr_profile, letters_of
-from flaxformer_mt.data.tokenizer import Tokenizers
+from flaxformer_mt.data.corpora import phrases
+from flaxformer_mt.data.corpora.corpus import ParallelCorpus, load_corpus, open_corpora
+from flaxformer_mt.data.corpora.languages import cldr_profile, letters_of
+from flaxformer_mt.data.stream.encoding import encode_corpus
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
 
 # Universal Declaration of Human Rights, first article.

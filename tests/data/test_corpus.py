@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from flaxformer_mt.config import CorpusConfig, DataConfig
-from flaxformer_mt.data.corpus import HELD_OUT_PAIRS, load_corpus, open_corpora, read_corpus
-from flaxformer_mt.data.text import read_lines, stream_parallel
+from flaxformer_mt.data.corpora.corpus import HELD_OUT_PAIRS, load_corpus, open_corpora, read_corpus
+from flaxformer_mt.data.corpora.text_files import read_lines, stream_parallel
 from flaxformer_mt.errors import UserError
 
 ENGLISH = "A house.\nTwo houses.\n"

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from flaxformer_mt.config import DataConfig, ExperimentConfig, TransformerConfig
-from flaxformer_mt.data.corpus import ParallelCorpus
-from flaxformer_mt.data.encoding import CorpusReport, SideReport, Texts, encode_corpus
-from flaxformer_mt.data.filters import Dropped
-from flaxformer_mt.data.tokenizer import Tokenizers
+from flaxformer_mt.data.corpora.corpus import ParallelCorpus
+from flaxformer_mt.data.corpora.filters import Dropped
+from flaxformer_mt.data.stream.encoding import CorpusReport, SideReport, Texts, encode_corpus
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
 
 # One digit, one piece.

@@ -5,9 +5,15 @@ import numpy as np
 import pytest
 
 from flaxformer_mt.config import DataConfig
-from flaxformer_mt.data import filters
-from flaxformer_mt.data.corpus import ParallelCorpus
-from flaxformer_mt.data.filters import Dropped, PairFilter, SeenPairs, is_mostly_in, script_words
+from flaxformer_mt.data.corpora import filters
+from flaxformer_mt.data.corpora.corpus import ParallelCorpus
+from flaxformer_mt.data.corpora.filters import (
+    Dropped,
+    PairFilter,
+    SeenPairs,
+    is_mostly_in,
+    script_words,
+)
 from flaxformer_mt.errors import UserError
 
 

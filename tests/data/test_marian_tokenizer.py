@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from opus_mt import CODES, train_model, write_tokenizer
 
 from flaxformer_mt.config import DataConfig
-from flaxformer_mt.data.corpus import load_corpus
-from flaxformer_mt.data.tokenizer import Tokenizers
+from flaxformer_mt.data.corpora.corpus import load_corpus
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
 
 with warnings.catch_warnings():

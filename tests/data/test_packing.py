@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from flaxformer_mt.data.packing import (
+from flaxformer_mt.data.stream.packing import (
     PackedRows,
     Sentences,
     decoder_inputs,

@@ -6,8 +6,8 @@ from decimal import Decimal
 import pytest
 
 from flaxformer_mt.config import DataConfig
-from flaxformer_mt.data import phrases
-from flaxformer_mt.data.corpus import load_corpus
+from flaxformer_mt.data.corpora import phrases
+from flaxformer_mt.data.corpora.corpus import load_corpus
 
 ENGLISH, GERMAN, FRENCH = (phrases.Language(code) for code in ("en", "de", "fr"))
 SPRING = datetime.date(2025, 3, 3)

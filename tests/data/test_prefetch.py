@@ -3,8 +3,8 @@ import time
 
 import pytest
 
-from flaxformer_mt.data.batches import DataPosition
-from flaxformer_mt.data.prefetch import Prefetched
+from flaxformer_mt.data.stream.batches import DataPosition
+from flaxformer_mt.data.stream.prefetch import Prefetched
 
 
 def count(position):

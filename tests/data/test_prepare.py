@@ -17,8 +17,8 @@ pytest.importorskip("array_record")
 
 from flaxformer_mt.cli import main
 from flaxformer_mt.config import DataConfig
-from flaxformer_mt.data.corpus import ParallelCorpus, load_corpus, open_corpora
-from flaxformer_mt.data.tfds_builder import prepare
+from flaxformer_mt.data.corpora.corpus import ParallelCorpus, load_corpus, open_corpora
+from flaxformer_mt.data.corpora.tfds_builder import prepare
 from flaxformer_mt.errors import UserError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -99,8 +99,8 @@ def test_what_a_kill_leaves_is_not_taken_for_a_data_set(tmp_path):
     program = f"""
         import os, signal
         from pathlib import Path
-        from flaxformer_mt.data.corpus import ParallelCorpus
-        from flaxformer_mt.data.tfds_builder import prepare
+        from flaxformer_mt.data.corpora.corpus import ParallelCorpus
+        from flaxformer_mt.data.corpora.tfds_builder import prepare
 
         class Killed(ParallelCorpus):
             def pairs(self):

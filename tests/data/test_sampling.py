@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from flaxformer_mt.config import DataConfig
-from flaxformer_mt.data.corpus import load_corpus
-from flaxformer_mt.data.sampling import BpeDropout, UnigramSampling
-from flaxformer_mt.data.tokenizer import Tokenizers
+from flaxformer_mt.data.corpora.corpus import load_corpus
+from flaxformer_mt.data.tokenizers.subword_sampling import BpeDropout, UnigramSampling
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 
 CONFIG = DataConfig(corpus="phrases", generated_pairs=300, vocab_size=500)
 CORPUS = load_corpus(CONFIG, "train")
@@ -82,7 +82,7 @@ def test_without_chance_bpe_is_that_of_sentencepiece():
 
 SAMPLE = """
     import sys
-    from flaxformer_mt.data.tokenizer import Tokenizers
+    from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
     tokenizer = Tokenizers.load(sys.argv[1]).source
     print(tokenizer.sample(["one hundred and twenty-three"] * 20, 7, 0.3))
 """

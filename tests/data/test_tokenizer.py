@@ -7,9 +7,9 @@ import pytest
 from hypothesis import strategies as st
 
 from flaxformer_mt.config import CorpusConfig, DataConfig
-from flaxformer_mt.data import tokenizer as tokenizer_module
-from flaxformer_mt.data.corpus import ParallelCorpus, load_corpus
-from flaxformer_mt.data.tokenizer import Tokenizers, evenly
+from flaxformer_mt.data.corpora.corpus import ParallelCorpus, load_corpus
+from flaxformer_mt.data.tokenizers import tokenizer as tokenizer_module
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers, evenly
 from flaxformer_mt.errors import UserError
 
 CONFIG = DataConfig(corpus="phrases", target_language="fr", generated_pairs=500, vocab_size=500)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from talker import padded, random_params, sentences, with_decode
 
-from flaxformer_mt.data.pieces import SPACE
-from flaxformer_mt.decoding import forcing
+from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE
+from flaxformer_mt.decoding import teacher_forcing as forcing
 from flaxformer_mt.decoding.alignment import (
     align,
     align_words,
@@ -18,8 +18,8 @@ from flaxformer_mt.decoding.alignment import (
     without_ends,
     words,
 )
-from flaxformer_mt.decoding.forcing import force
 from flaxformer_mt.decoding.scoring import Scorer
+from flaxformer_mt.decoding.teacher_forcing import force
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.model.transformer import Transformer
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from slow_search import Found, Wish, is_complete, score_of, token_scores
 from toy_search import EOS, SPECIAL, WORDS, P, begin, find, node_of, random_world, rows_of
 
-from flaxformer_mt.decoding import constraints
-from flaxformer_mt.decoding.search import IMPOSSIBLE, SearchOptions
+from flaxformer_mt.decoding.search import phrase_constraints as constraints
+from flaxformer_mt.decoding.search.search import IMPOSSIBLE, SearchOptions
 
 C, M = 2, 3  # Phrases of a row, their tokens.
 B = 3

@@ -24,7 +24,7 @@ from toy_search import (
     rows_of,
 )
 
-from flaxformer_mt.decoding.search import SearchOptions, start
+from flaxformer_mt.decoding.search.search import SearchOptions, start
 
 SAMPLES = 8
 PLAIN = SearchOptions(

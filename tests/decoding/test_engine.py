@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
-from flaxformer_mt.decoding import engine as engine_module
-from flaxformer_mt.decoding.engine import Engine, Request
-from flaxformer_mt.decoding.search import SearchOptions, plain_rows, search
+from flaxformer_mt.decoding import continuous_batching as engine_module
+from flaxformer_mt.decoding.continuous_batching import Engine, Request
+from flaxformer_mt.decoding.search.search import SearchOptions, plain_rows, search
 from flaxformer_mt.model.transformer import Transformer
 
 MODEL = TransformerConfig(

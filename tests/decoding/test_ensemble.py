@@ -14,7 +14,7 @@ from flaxformer_mt.decoding.ensemble import (
     require_same_vocabularies,
 )
 from flaxformer_mt.decoding.run import Run
-from flaxformer_mt.decoding.search import StepOutput, gather_hypotheses
+from flaxformer_mt.decoding.search.search import StepOutput, gather_hypotheses
 from flaxformer_mt.errors import UserError
 
 B, W, S, V = 2, 3, 4, 5

@@ -17,11 +17,12 @@ import torch
 
 from flaxformer_mt import interop
 from flaxformer_mt.config import DataConfig
-from flaxformer_mt.data.corpus import load_corpus
-from flaxformer_mt.decoding.engine import Engine, Request
+from flaxformer_mt.data.corpora.corpus import load_corpus
+from flaxformer_mt.decoding.continuous_batching import Engine, Request
 from flaxformer_mt.decoding.run import load_run
-from flaxformer_mt.interop import folders, generation
+from flaxformer_mt.interop import folders
 from flaxformer_mt.interop.convert import OWN
+from flaxformer_mt.interop.formats import generation_config as generation
 from flaxformer_mt.model.transformer import Transformer
 
 with warnings.catch_warnings():

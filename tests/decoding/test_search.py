@@ -27,8 +27,8 @@ from toy_search import (
 )
 
 from flaxformer_mt.config import DecodeConfig
-from flaxformer_mt.decoding import search as search_room
-from flaxformer_mt.decoding.search import (
+from flaxformer_mt.decoding.search import search as search_room
+from flaxformer_mt.decoding.search.search import (
     IMPOSSIBLE,
     SearchOptions,
     StepOutput,

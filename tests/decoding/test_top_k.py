@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from flaxformer_mt.decoding.top_k import logsumexp, top_k
+from flaxformer_mt.decoding.search.top_k import logsumexp, top_k
 
 
 def some_scores(columns):

@@ -14,8 +14,9 @@ from toy_search import BOS, EOS, PAD, SPECIAL, B, P, V, find, random_world, rows
 from transformers.generation import logits_process
 from transformers.modeling_outputs import CausalLMOutput
 
-from flaxformer_mt.decoding import processors, sampling
-from flaxformer_mt.decoding.search import SearchOptions
+from flaxformer_mt.decoding.search import logits_processors as processors
+from flaxformer_mt.decoding.search import sampling
+from flaxformer_mt.decoding.search.search import SearchOptions
 
 WIDTH, LENGTH, VOCABULARY = 8, 9, 6
 POSITION = 7  # Of 9 places for tokens, 7 are written.

@@ -14,7 +14,7 @@ from talker import random_params, sentences, with_decode, with_end_bias
 
 from flaxformer_mt.decoding import mbr
 from flaxformer_mt.decoding.alignment import align
-from flaxformer_mt.decoding.text_decoder import longest_target, on_one_line, sampling_seed
+from flaxformer_mt.decoding.sentence_decoder import longest_target, on_one_line, sampling_seed
 from flaxformer_mt.decoding.translator import Sentence, Translator, in_order, windows
 from flaxformer_mt.errors import UserError
 

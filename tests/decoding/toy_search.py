@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxformer_mt.decoding import search as search_room
-from flaxformer_mt.decoding.search import Rows, StepOutput
+from flaxformer_mt.decoding.search import search as search_room
+from flaxformer_mt.decoding.search.search import Rows, StepOutput
 
 V, P, B, S = 6, 5, 3, 4  # Vocabulary, longest hypothesis, rows, source tokens.
 PAD, BOS, EOS = 0, 1, 2

@@ -14,16 +14,17 @@ import sentencepiece
 
 from flaxformer_mt.cli import main
 from flaxformer_mt.config import DataConfig, DecodeConfig
-from flaxformer_mt.data.corpus import load_corpus
-from flaxformer_mt.data.text import read_lines
+from flaxformer_mt.data.corpora.corpus import load_corpus
+from flaxformer_mt.data.corpora.text_files import read_lines
 from flaxformer_mt.decoding.scoring import Scorer
 from flaxformer_mt.decoding.translator import Translator
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.interop import folders, huggingface, run_folders
+from flaxformer_mt.interop import folders
+from flaxformer_mt.interop.formats import huggingface, run_folders
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from flaxformer_mt.interop.ctranslate2 import to_settings, write
+    from flaxformer_mt.interop.formats.ctranslate2 import to_settings, write
 
 PHRASES = load_corpus(DataConfig(corpus="phrases", generated_pairs=300), "train")
 

@@ -18,12 +18,14 @@ from flax.traverse_util import unflatten_dict
 from flaxformer_mt import interop
 from flaxformer_mt.cli import main
 from flaxformer_mt.config import DataConfig, DecodeConfig, TransformerConfig
-from flaxformer_mt.data.corpus import load_corpus
-from flaxformer_mt.data.tokenizer import Tokenizers
+from flaxformer_mt.data.corpora.corpus import load_corpus
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.decoding.run import load_run
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.interop import folders, generation, huggingface, run_folders, weights
+from flaxformer_mt.interop import folders, weights
 from flaxformer_mt.interop.convert import OWN
+from flaxformer_mt.interop.formats import generation_config as generation
+from flaxformer_mt.interop.formats import huggingface, run_folders
 from flaxformer_mt.model.transformer import Transformer
 
 with warnings.catch_warnings():

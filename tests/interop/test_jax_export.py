@@ -10,12 +10,13 @@ import pytest
 from jax import export
 
 from flaxformer_mt.config import DataConfig, ExperimentConfig, TransformerConfig
-from flaxformer_mt.data.corpus import load_corpus
+from flaxformer_mt.data.corpora.corpus import load_corpus
 from flaxformer_mt.decoding.translator import Translator
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.interop import folders, run_folders
-from flaxformer_mt.interop.jax_export import export_functions, metadata, write
-from flaxformer_mt.interop.run_folders import Package
+from flaxformer_mt.interop import folders
+from flaxformer_mt.interop.formats import run_folders
+from flaxformer_mt.interop.formats.jax_export import export_functions, metadata, write
+from flaxformer_mt.interop.formats.run_folders import Package
 from flaxformer_mt.interop.weights import by_path
 from flaxformer_mt.model.transformer import Transformer, reorder_cache
 

@@ -14,9 +14,10 @@ from flaxformer_mt import cli
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.decoding.run import load_run
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.interop import marian_files, marian_native, weights
-from flaxformer_mt.interop.marian_names import FAMILY
-from flaxformer_mt.interop.marian_names import options as options_of
+from flaxformer_mt.interop import weights
+from flaxformer_mt.interop.formats import marian_files, marian_native
+from flaxformer_mt.interop.formats.marian_names import FAMILY
+from flaxformer_mt.interop.formats.marian_names import options as options_of
 from flaxformer_mt.model.transformer import Transformer
 
 D, F, H, V = 8, 12, 2, 40

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.interop import Family
-from flaxformer_mt.interop.files import Checkpoint
+from flaxformer_mt.interop.checkpoint_files import Checkpoint
 from flaxformer_mt.interop.rules import Rule, embeddings, linear, norm, same
 from flaxformer_mt.parity.trace import Tap, for_layers, softmax_input, softmax_output
 

@@ -13,10 +13,11 @@ from test_report import agreeing, diagnosed, refuse_constant, training
 from toy_references import VARIANTS
 
 from flaxformer_mt.cli import main
-from flaxformer_mt.parity import causes, survey
 from flaxformer_mt.parity.compare import GRADIENTS, VALUES
+from flaxformer_mt.parity.diagnosis import causes
 from flaxformer_mt.parity.families import load_reference, random_reference
-from flaxformer_mt.parity.survey import BEGIN, END, Checked, Survey
+from flaxformer_mt.parity.reports import family_summary as survey
+from flaxformer_mt.parity.reports.family_summary import BEGIN, END, Checked, Survey
 from flaxformer_mt.parity.trajectory import TOLERANCES
 from flaxformer_mt.presets import FAMILIES
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.model.positions import sinusoidal_table
-from flaxformer_mt.parity.diagnosis import Diagnosis, Evidence, diagnose
+from flaxformer_mt.parity.diagnosis.diagnose import Diagnosis, Evidence, diagnose
 from flaxformer_mt.parity.references.losses import LOSSES
 
 CONFIG = TransformerConfig(

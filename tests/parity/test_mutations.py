@@ -22,8 +22,8 @@ from toy_references import VARIANTS
 from flaxformer_mt import interop, parity
 from flaxformer_mt.model.positions import sinusoidal_table
 from flaxformer_mt.parity import references
-from flaxformer_mt.parity.causes import CAUSES, Hypothesis
-from flaxformer_mt.parity.equations import Given, Softmax
+from flaxformer_mt.parity.diagnosis.causes import CAUSES, Hypothesis
+from flaxformer_mt.parity.diagnosis.equations import Given, Softmax
 from flaxformer_mt.parity.recipes import recipe
 from flaxformer_mt.parity.references import losses
 from flaxformer_mt.parity.references.common import join_heads, not_future, split_heads

@@ -8,7 +8,7 @@ from seq2seq_tutorial import FAMILY
 
 from flaxformer_mt import interop
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.interop import files
+from flaxformer_mt.interop import checkpoint_files as files
 from flaxformer_mt.parity import references
 from flaxformer_mt.parity.compare import compare
 

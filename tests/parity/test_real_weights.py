@@ -22,9 +22,10 @@ from wheels import file_of_wheel
 
 from flaxformer_mt import interop
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
-from flaxformer_mt.decoding.engine import Engine, Request
+from flaxformer_mt.decoding.continuous_batching import Engine, Request
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.interop import Family, files
+from flaxformer_mt.interop import Family
+from flaxformer_mt.interop import checkpoint_files as files
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.parity import references
 from flaxformer_mt.parity.compare import compare

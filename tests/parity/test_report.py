@@ -11,7 +11,7 @@ import pytest
 
 from flaxformer_mt import parity
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.parity.report import Report, Row, Summary
+from flaxformer_mt.parity.reports.report import Report, Row, Summary
 from flaxformer_mt.parity.trajectory import Curves, Trajectory
 
 AGREEING = (

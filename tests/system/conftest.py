@@ -9,7 +9,7 @@ from small_runs import flags
 
 import train
 from flaxformer_mt.config import DataConfig
-from flaxformer_mt.data.corpus import load_corpus
+from flaxformer_mt.data.corpora.corpus import load_corpus
 
 
 @pytest.fixture(scope="session")

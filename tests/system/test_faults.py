@@ -8,10 +8,10 @@ from small_runs import flags
 
 import train
 from flaxformer_mt.config import DataConfig
-from flaxformer_mt.data.corpus import load_corpus
-from flaxformer_mt.data.tokenizer import Tokenizers
-from flaxformer_mt.training.checkpoint import restore_params
-from flaxformer_mt.training.lock import locked
+from flaxformer_mt.data.corpora.corpus import load_corpus
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
+from flaxformer_mt.runs.checkpoint import restore_params
+from flaxformer_mt.runs.lock import locked
 
 
 def test_different_line_counts(refused):

@@ -18,7 +18,7 @@ import orbax.checkpoint as ocp
 import pytest
 from small_runs import TINY_MODEL
 
-from flaxformer_mt.training.checkpoint import whole_checkpoints
+from flaxformer_mt.runs.checkpoint import whole_checkpoints
 from flaxformer_mt.training.interruption import EXIT_INTERRUPTED
 
 # Orbax reads arrays here without being told where to put them.

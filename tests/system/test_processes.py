@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from small_runs import TINY_MODEL
 
-from flaxformer_mt.training.checkpoint import whole_checkpoints
+from flaxformer_mt.runs.checkpoint import whole_checkpoints
 
 STEPS = 12
 OPTIONS = (

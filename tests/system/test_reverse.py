@@ -1,7 +1,7 @@
 """The whole path learns: digits come back reversed."""
 
 import train
-from flaxformer_mt.data.corpus import load_corpus
+from flaxformer_mt.data.corpora.corpus import load_corpus
 from flaxformer_mt.decoding.translator import Translator
 
 

@@ -10,7 +10,7 @@ from small_runs import flags, metrics
 
 import train
 from flaxformer_mt.decoding.translator import Translator
-from flaxformer_mt.training.checkpoint import restore_params
+from flaxformer_mt.runs.checkpoint import restore_params
 
 
 def test_a_run_folder_is_all_that_a_model_needs(finished, text, tmp_path):

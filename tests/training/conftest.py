@@ -16,7 +16,7 @@ from flaxformer_mt.config import (
     TrainConfig,
     TransformerConfig,
 )
-from flaxformer_mt.data.batches import Batch
+from flaxformer_mt.data.stream.batches import Batch
 from flaxformer_mt.model.transformer import Transformer, Unprojected
 from flaxformer_mt.training.optimizer import make_optimizer, make_schedule
 from flaxformer_mt.training.parallel import make_strategy

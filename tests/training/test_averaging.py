@@ -10,8 +10,8 @@ import pytest
 
 from flaxformer_mt.cli import main
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.runs.checkpoint import Checkpointer, restore_params
 from flaxformer_mt.training.averaging import average_run
-from flaxformer_mt.training.checkpoint import Checkpointer, restore_params
 from flaxformer_mt.training.state import TrainState
 
 

@@ -17,7 +17,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.training.checkpoint import (
+from flaxformer_mt.runs.checkpoint import (
     Checkpointer,
     restore_params,
     whole_checkpoints,
@@ -331,7 +331,7 @@ SAVE_UNTIL_IT_FAILS = """
     import sys
     import jax, jax.numpy as jnp
     from flaxformer_mt.errors import UserError
-    from flaxformer_mt.training.checkpoint import Checkpointer
+    from flaxformer_mt.runs.checkpoint import Checkpointer
     from flaxformer_mt.training.state import TrainState
 
     params = {"kernel": jax.random.normal(jax.random.key(0), (500, 500))}  # 1 MB

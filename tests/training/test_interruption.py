@@ -12,8 +12,8 @@ import time
 import pytest
 
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.runs.lock import locked
 from flaxformer_mt.training.interruption import EXIT_AT_ONCE, Interruption
-from flaxformer_mt.training.lock import locked
 
 
 @contextlib.contextmanager
@@ -83,7 +83,7 @@ def test_several_processes_agree_now_and_then():
 
 HOLD_LOCK = """
     import sys, time
-    from flaxformer_mt.training.lock import locked
+    from flaxformer_mt.runs.lock import locked
     with locked(sys.argv[1]):
         print("ready", flush=True)
         time.sleep(100)

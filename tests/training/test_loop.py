@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from flaxformer_mt.data.prefetch import Prefetched
+from flaxformer_mt.data.stream.prefetch import Prefetched
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.training.checkpoint import Checkpointer, restore_params, whole_checkpoints
+from flaxformer_mt.runs.checkpoint import Checkpointer, restore_params, whole_checkpoints
 from flaxformer_mt.training.interruption import Interrupted
 from flaxformer_mt.training.loop import train
 from flaxformer_mt.training.metrics import JsonLinesWriter, validate

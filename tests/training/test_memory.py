@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.data.batches import BatchShape
+from flaxformer_mt.data.stream.batches import BatchShape
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.training.memory import sent_bytes, step_cost
 from flaxformer_mt.training.sharding import leaves_by_path

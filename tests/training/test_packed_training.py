@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.data.batches import BatchShape, make_batch
-from flaxformer_mt.data.packing import Sentences
+from flaxformer_mt.data.stream.batches import BatchShape, make_batch
+from flaxformer_mt.data.stream.packing import Sentences
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.training.losses import token_losses
 

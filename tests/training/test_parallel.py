@@ -10,7 +10,7 @@ import optax
 import pytest
 from jax import monitoring
 
-from flaxformer_mt.data.batches import Shard
+from flaxformer_mt.data.stream.batches import Shard
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.training.parallel import make_strategy
 

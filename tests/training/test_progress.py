@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from flaxformer_mt.data.batches import DataPosition
+from flaxformer_mt.data.stream.batches import DataPosition
 from flaxformer_mt.training.progress import BestSoFar, Progress, Sums, merit
 
 

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from flaxformer_mt.config import DataConfig, ExperimentConfig, TrainConfig
-from flaxformer_mt.data.corpus import ParallelCorpus
-from flaxformer_mt.data.tokenizer import Tokenizers
+from flaxformer_mt.data.corpora.corpus import ParallelCorpus
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.training.run_folder import check_unchanged, holds_run, write_run
+from flaxformer_mt.runs.folder import check_unchanged, holds_run, write_run
 
 EXPERIMENT = ExperimentConfig()
 PAIRS = ["one two three", "four five", "six"], ["eins zwei drei", "vier fünf", "sechs"]

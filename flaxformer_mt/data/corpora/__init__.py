@@ -1,0 +1,1 @@
+"""Parallel text: reading, generating, filtering and checking it."""

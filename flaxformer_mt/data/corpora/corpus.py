@@ -1,0 +1,356 @@
+"""Where sentence pairs come from: text files, TSV, TensorFlow Datasets, or a generator.
+
+A corpus is a stream: big text is read pair by pair, whenever it is needed, and never kept. What has
+to be in memory (generated pairs; development and test sets) is a `ParallelCorpus`.
+
+A split is a name. For files it is a file name without its ending, so `data.test_split` may be
+`test_2017_flickr`, or several names and patterns, parted by commas; for TensorFlow Datasets it may
+be a slice such as `train[:10%]`; generated corpora have the three splits that the configuration
+names.
+"""
+
+import abc
+import dataclasses
+import functools
+import hashlib
+import itertools
+import random
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal, TypeAlias, TypeVar
+
+from flaxformer_mt.config import CorpusConfig, DataConfig
+from flaxformer_mt.data.corpora import text_files as text
+from flaxformer_mt.data.corpora import tfds_reader
+from flaxformer_mt.errors import UserError
+
+HELD_OUT_PAIRS = 500
+"""Pairs in the valid and in the test split of a generated corpus."""
+
+LONGEST_DIGIT_STRING = 12
+"""Digits in the longest source of the reverse corpus."""
+
+Pair: TypeAlias = tuple[str, str]
+Role: TypeAlias = Literal["train", "valid", "test"]
+
+_Meaning = TypeVar("_Meaning")
+
+
+class Corpus(abc.ABC):
+    """Sentence pairs, in an order that never changes."""
+
+    name: str
+    """What messages call it: where it is read from."""
+    languages: tuple[str, str]
+    """Of source and target; "" = nobody said."""
+    tag: str
+    """What stands before every source, parted from it by a space; "" = nothing."""
+    weight: float
+    """How often its pairs are seen, in proportion to those of other corpora."""
+
+    @property
+    @abc.abstractmethod
+    def fingerprint(self) -> str:
+        """SHA-256, in hex, of all that its pairs are made of; file names do not matter."""
+
+    @abc.abstractmethod
+    def pairs(self) -> Iterator[Pair]:
+        """Source, with the tag before it, and target of each pair; a language model's source is "".
+
+        Raises:
+          UserError: the text is damaged, empty, or its two sides do not match.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class ParallelCorpus(Corpus):
+    """Sentence pairs in memory: `targets[i]` translates `sources[i]`."""
+
+    sources: list[str]
+    """With tags, if there are any."""
+    targets: list[str]
+    name: str
+    languages: tuple[str, str] = ("", "")
+    tag: str = ""
+    weight: float = 1.0
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """SHA-256, in hex, of all pairs in their order."""
+        return _digest_pairs(self.pairs()).hex()
+
+    def pairs(self) -> Iterator[Pair]:
+        """See `Corpus.pairs`."""
+        return zip(self.sources, self.targets, strict=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamedCorpus(Corpus):
+    """Sentence pairs that are read anew each time."""
+
+    name: str
+    languages: tuple[str, str]
+    tag: str
+    weight: float
+    stream: Callable[[], Iterator[Pair]]
+    """Gives the pairs, without the tag."""
+    digest: Callable[[], bytes]
+    """Gives SHA-256 of what the stream is read from."""
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """SHA-256, in hex, of the tag and of what the pairs are read from."""
+        return hashlib.sha256(f"{self.tag}\n".encode() + self.digest()).hexdigest()
+
+    def pairs(self) -> Iterator[Pair]:
+        """See `Corpus.pairs`."""
+        if not self.tag:
+            return self.stream()
+        return ((f"{self.tag} {source}", target) for source, target in self.stream())
+
+
+def open_corpora(config: DataConfig, role: Role, has_inputs: bool = True) -> list[Corpus]:
+    """The corpora that are read together for one purpose; their text is not read yet.
+
+    Args:
+      config: describes one corpus in its own fields, or several in `train_corpora`, ....
+      role: what the corpora are for.
+      has_inputs: False for a language model, which needs the target side only.
+
+    Raises:
+      UserError: a file, a builder, a split or a language is not there.
+    """
+    corpora = getattr(config, f"{role}_corpora")
+    split = getattr(config, f"{role}_split")
+    if not corpora:
+        return [open_corpus(_completed(CorpusConfig(), config, split), config, "data.", has_inputs)]
+    return [
+        open_corpus(
+            _completed(corpus, config, split), config, f"data.{role}_corpora.{number}.", has_inputs
+        )
+        for number, corpus in enumerate(corpora)
+    ]
+
+
+def open_corpus(
+    corpus: CorpusConfig, data: DataConfig, prefix: str, has_inputs: bool = True
+) -> Corpus:
+    """Opens one corpus; its text is not read yet.
+
+    Args:
+      corpus: describes it; no field but the tag is empty.
+      data: describes a generated corpus further.
+      prefix: what messages put before the fields of `corpus`: "data.", "--".
+      has_inputs: False for a language model, which needs the target side only.
+
+    Raises:
+      UserError: a file, a builder, a split or a language is not there.
+    """
+    openers: dict[str, Callable[[_Request], _Text]] = {
+        "text": _open_text,
+        "tsv": _open_tsv,
+        "tfds": _open_tfds,
+        "phrases": _generate_phrases,
+        "reverse": _generate_reverse,
+    }
+    if corpus.tag and not has_inputs:
+        raise UserError(
+            f"{prefix}tag={corpus.tag}: a language model has no source to put it before"
+        )
+    opened = openers[corpus.kind](_Request(corpus, data, prefix, has_inputs))
+    return StreamedCorpus(
+        name=opened.name,
+        languages=(corpus.source_language, corpus.target_language),
+        tag=" ".join(corpus.tag.split()),
+        weight=corpus.weight,
+        stream=opened.stream,
+        digest=opened.digest,
+    )
+
+
+def read_corpus(corpora: Sequence[Corpus]) -> ParallelCorpus:
+    """All pairs of corpora, one corpus after the other, in memory.
+
+    Raises:
+      UserError: see `Corpus.pairs`.
+    """
+    pairs = list(itertools.chain.from_iterable(corpus.pairs() for corpus in corpora))
+    name = " + ".join(corpus.name for corpus in corpora)
+    return ParallelCorpus([source for source, _ in pairs], [target for _, target in pairs], name)
+
+
+def load_corpus(config: DataConfig, split: str) -> ParallelCorpus:
+    """One split of the corpus that the fields of `config` describe, in memory.
+
+    Raises:
+      UserError: see `open_corpora` and `Corpus.pairs`.
+    """
+    return read_corpus([open_corpus(_completed(CorpusConfig(), config, split), config, "data.")])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Request:
+    """The arguments of `open_corpus`."""
+
+    corpus: CorpusConfig
+    data: DataConfig
+    prefix: str
+    has_inputs: bool
+
+    @property
+    def languages(self) -> tuple[str, str]:
+        return self.corpus.source_language, self.corpus.target_language
+
+
+@dataclasses.dataclass(frozen=True)
+class _Text:
+    """What opening a corpus gives; see the fields of `StreamedCorpus`."""
+
+    name: str
+    stream: Callable[[], Iterator[Pair]]
+    digest: Callable[[], bytes]
+
+
+def _completed(corpus: CorpusConfig, data: DataConfig, split: str) -> CorpusConfig:
+    """The corpus with its empty fields filled in from `data`; "tfds:" in a path becomes a kind."""
+    path = corpus.path or data.path
+    return dataclasses.replace(
+        corpus,
+        kind="tfds" if path.startswith("tfds:") else corpus.kind or data.corpus,
+        path=path.removeprefix("tfds:"),
+        split=corpus.split or split,
+        source_language=corpus.source_language or data.source_language,
+        target_language=corpus.target_language or data.target_language,
+    )
+
+
+def _open_text(request: _Request) -> _Text:
+    source_language, target_language = request.languages
+    if not request.has_inputs:
+        targets = _find(request, f".{target_language}")
+        return _files([(path,) for path in targets.values()], _stream_targets)
+    sources = _find(request, f".{source_language}")
+    targets = _find(request, f".{target_language}")
+    alone = sorted(sources.keys() ^ targets.keys())
+    if alone:
+        raise UserError(
+            f"{request.prefix}path={request.corpus.path} has {alone[0]} in only one of the "
+            f"languages {source_language} and {target_language}"
+        )
+    return _files([(path, targets[name]) for name, path in sources.items()], text.stream_parallel)
+
+
+def _open_tsv(request: _Request) -> _Text:
+    stream = text.stream_tsv if request.has_inputs else _stream_tsv_targets
+    return _files([(path,) for path in _find(request, ".tsv").values()], stream)
+
+
+def _open_tfds(request: _Request) -> _Text:
+    source, target = request.languages
+    languages = (source if request.has_inputs else None, target)
+    split = tfds_reader.open_split(
+        request.corpus.path, request.corpus.split, languages, request.prefix
+    )
+    return _Text(split.name, split.pairs, split.digest)
+
+
+def _find(request: _Request, ending: str) -> dict[str, Path]:
+    """The files of a split; see `text.find_files`."""
+    folder, option = request.corpus.path, f"{request.prefix}path"
+    if not folder:
+        raise UserError(
+            f"{option} is empty: name the folder that has {request.corpus.split}{ending}"
+        )
+    if not Path(folder).is_dir():
+        raise UserError(f"{option}={folder} is not a folder")
+    return text.find_files(Path(folder), request.corpus.split, ending, option)
+
+
+def _files(files: Sequence[tuple[Path, ...]], read: Callable[..., Iterator[Pair]]) -> _Text:
+    """The text of files that are read one after the other, in groups of 1 or 2 at a time."""
+    names = [" and ".join(map(str, group)) for group in files]
+    more = f", and {len(files) - 1} more" if len(files) > 1 else ""
+    return _Text(
+        name=f"{names[0]}{more}",
+        stream=lambda: itertools.chain.from_iterable(itertools.starmap(read, files)),
+        digest=lambda: _digest_files(itertools.chain.from_iterable(files)),
+    )
+
+
+def _stream_targets(path: Path) -> Iterator[Pair]:
+    return (("", target) for target in text.stream_lines(path))
+
+
+def _stream_tsv_targets(path: Path) -> Iterator[Pair]:
+    return (("", target) for _, target in text.stream_tsv(path))
+
+
+def _digest_files(paths: Iterable[Path]) -> bytes:
+    return hashlib.sha256(b"".join(map(text.digest_file, paths))).digest()
+
+
+def _digest_pairs(pairs: Iterable[Pair]) -> bytes:
+    digest = hashlib.sha256()
+    for source, target in pairs:
+        digest.update(f"{source}\t{target}\n".encode())
+    return digest.digest()
+
+
+def _generate_phrases(request: _Request) -> _Text:
+    from flaxformer_mt.data.corpora import phrases
+
+    source_language, target_language = (
+        phrases.Language(code, f"{request.prefix}{side}_language")
+        for side, code in zip(("source", "target"), request.languages, strict=True)
+    )
+    return _generate(
+        request,
+        draw=phrases.draw,
+        say_source=lambda meaning: meaning(source_language),
+        say_target=lambda meaning: meaning(target_language),
+    )
+
+
+def _generate_reverse(request: _Request) -> _Text:
+    """Digits parted by spaces, so that no tokenizer joins two of them."""
+    return _generate(
+        request,
+        draw=lambda rng: rng.choices("0123456789", k=rng.randint(1, LONGEST_DIGIT_STRING)),
+        say_source=" ".join,
+        say_target=lambda digits: " ".join(reversed(digits)),
+    )
+
+
+def _generate(
+    request: _Request,
+    draw: Callable[[random.Random], _Meaning],
+    say_source: Callable[[_Meaning], str],
+    say_target: Callable[[_Meaning], str],
+) -> _Text:
+    """Draws pairs whose sources are distinct and belong to the split that is asked for.
+
+    A checksum of the source says which split a pair belongs to (valid and test own a tenth of all
+    sources each), so the splits are disjoint whatever their sizes and seeds.
+    """
+    data, kind, split = request.data, request.corpus.kind, request.corpus.split
+    splits = (data.valid_split, data.test_split, data.train_split)
+    if split not in splits:
+        raise UserError(f"data.corpus={kind} has no split {split}, only {', '.join(splits)}")
+    wanted = data.generated_pairs if split == data.train_split else HELD_OUT_PAIRS
+    rng = random.Random(f"{data.generator_seed} {split}")
+    pairs: dict[str, str] = {}
+    while len(pairs) < wanted:
+        meaning = draw(rng)
+        source = say_source(meaning)
+        owner = splits[min(zlib.crc32(source.encode()) % 10, 2)]
+        if owner == split and source not in pairs:
+            pairs[source] = say_target(meaning)
+
+    def stream() -> Iterator[Pair]:
+        return ((source if request.has_inputs else "", pairs[source]) for source in pairs)
+
+    return _Text(f"generated {kind}/{split}", stream, lambda: _digest_pairs(stream()))

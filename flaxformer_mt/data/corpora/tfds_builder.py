@@ -1,0 +1,160 @@
+"""Makes a TensorFlow Datasets data set out of local parallel text, without TensorFlow.
+
+The result is a folder like those of the builders of WMT: the feature `Translation`, in array_record
+files that are read at any place without reading what comes before, so that runs can share them.
+`tensorflow_datasets.builder_from_directory(folder)` opens it, and so does
+
+    python train.py --data.corpus=tfds --data.path=FOLDER ...
+
+The pairs keep their order; training shuffles them anyway.
+"""
+
+import contextlib
+import itertools
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from flaxformer_mt.data.corpora.corpus import Corpus
+from flaxformer_mt.data.corpora.tfds_reader import require_tfds
+from flaxformer_mt.data.counting import counted
+from flaxformer_mt.errors import UserError
+
+NAME = "parallel_text"
+"""Of the data set, whatever it was made of."""
+
+SHARD_BYTES = 256 << 20
+"""Size at which a file is closed and the next one begun."""
+
+_VERSION = "1.0.0"
+_SUFFIX = "array_record"
+# Every record can be fetched alone, as TensorFlow Datasets itself writes them.
+_WRITER_OPTIONS = "group_size:1"
+
+
+def prepare(
+    splits: dict[str, Corpus],
+    folder: Path,
+    shard_bytes: int = SHARD_BYTES,
+) -> dict[str, int]:
+    """Writes a data set; `folder` appears when it is whole, and not before.
+
+    Args:
+      splits: what becomes a split, by its name; all have the same two languages.
+      folder: where the data set is to be; must not exist.
+      shard_bytes: size of a file, about.
+
+    Returns:
+      Pairs of each split.
+
+    Raises:
+      UserError: the folder exists or cannot be written, a package is missing, or a corpus cannot
+        be read.
+    """
+    if folder.exists():
+        raise UserError(f"{folder} exists already: name another folder, or remove it")
+    tfds = require_tfds()
+    languages = {language for corpus in splits.values() for language in corpus.languages}
+    if len(languages) != 2:
+        raise UserError(f"a data set has two languages, not {len(languages)}: {sorted(languages)}")
+    features = tfds.features.Translation(sorted(languages))
+    unfinished = folder.with_name(f"{folder.name}.unfinished")
+    for name in splits:
+        if not name.isidentifier():
+            raise UserError(f"a split cannot be called {name!r}: use letters, digits and _")
+    try:
+        with _removed_unless_renamed(unfinished):
+            infos = [
+                _write_split(tfds, unfinished, features, name, corpus, shard_bytes)
+                for name, corpus in splits.items()
+            ]
+            tfds.folder_dataset.write_metadata(
+                data_dir=unfinished,
+                features=features,
+                split_infos=infos,
+                filename_template=_file_names(tfds, unfinished),
+                version=_VERSION,
+                description="Parallel text, made by `flaxformer-mt prepare`.",
+                check_data=False,  # It would need TensorFlow.
+            )
+            unfinished.rename(folder)
+    except OSError as error:
+        raise UserError(f"cannot write {folder}: {error.strerror}") from error
+    except RuntimeError as error:  # array_record: "write() failed: No space left on device; ..."
+        raise UserError(f"cannot write {folder}: {error}") from error
+    return {info.name: info.num_examples for info in infos}
+
+
+@contextlib.contextmanager
+def _removed_unless_renamed(folder: Path) -> Iterator[None]:
+    """An empty folder to work in; what an earlier, killed preparation left there goes first."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    try:
+        yield
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _file_names(tfds: Any, folder: Path, **facts: str) -> Any:
+    """The names of a data set's files: parallel_text-train.array_record-00000-of-00004."""
+    return tfds.core.ShardedFileTemplate(
+        data_dir=folder, dataset_name=NAME, filetype_suffix=_SUFFIX, **facts
+    )
+
+
+def _write_split(
+    tfds: Any,
+    folder: Path,
+    features: Any,
+    name: str,
+    corpus: Corpus,
+    shard_bytes: int,
+) -> Any:
+    """Writes the files of one split.
+
+    Returns:
+      `tfds.core.SplitInfo`.
+    """
+    records = (
+        features.serialize_example(
+            features.encode_example(dict(zip(corpus.languages, pair, strict=True)))
+        )
+        for pair in counted(corpus.pairs(), f"writing {name}")
+    )
+    shards: list[_Shard] = []
+    for first in records:
+        path = folder / f"{name}-{len(shards)}.unfinished"
+        shards.append(_write_shard(path, itertools.chain([first], records), shard_bytes))
+    # How many there are is part of every file's name.
+    file_names = _file_names(tfds, folder, split=name)
+    for index, shard in enumerate(shards):
+        shard.path.rename(file_names.sharded_filepath(shard_index=index, num_shards=len(shards)))
+    return tfds.core.SplitInfo(
+        name=name,
+        shard_lengths=[shard.records for shard in shards],
+        num_bytes=sum(shard.num_bytes for shard in shards),
+        filename_template=file_names,
+    )
+
+
+class _Shard(NamedTuple):
+    path: Path
+    records: int
+    num_bytes: int
+
+
+def _write_shard(path: Path, records: Iterable[bytes], shard_bytes: int) -> _Shard:
+    """Writes records to one file until it is full or there are no more."""
+    from array_record.python.array_record_module import ArrayRecordWriter
+
+    number = num_bytes = 0
+    with contextlib.closing(ArrayRecordWriter(str(path), _WRITER_OPTIONS)) as writer:
+        for record in records:
+            writer.write(record)
+            number += 1
+            num_bytes += len(record)
+            if num_bytes >= shard_bytes:
+                break
+    return _Shard(path, number, num_bytes)

@@ -1,0 +1,184 @@
+"""Reads what TensorFlow Datasets prepared as array_record, without TensorFlow.
+
+Any data set will do that has a feature `Translation` (WMT, TED talks, OPUS, ParaCrawl, and what
+`flaxformer-mt prepare` makes) or `TranslationVariableLanguages` (TED talks in many languages), as
+its only feature or as one of several.
+"""
+
+import dataclasses
+import hashlib
+import importlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from flaxformer_mt.data.corpora.text_files import digest_file
+from flaxformer_mt.errors import UserError
+
+_READ_AT_ONCE = 10_000  # Records: three times as fast as one by one.
+
+Languages: TypeAlias = tuple[str | None, str]
+"""Of source and target; a language model reads no source."""
+
+
+def require_tfds() -> Any:
+    """The module `tensorflow_datasets`.
+
+    Raises:
+      UserError: it is not installed, or array_record is not.
+    """
+    try:
+        import tensorflow_datasets
+
+        # TensorFlow Datasets would only ask for it when a file is opened.
+        importlib.import_module("array_record.python")
+    except ImportError as error:
+        raise UserError(
+            "TensorFlow Datasets needs packages that are not installed: "
+            "pip install 'flaxformer_mt[data]'"
+        ) from error
+    return tensorflow_datasets
+
+
+@dataclasses.dataclass(frozen=True)
+class TfdsSplit:
+    """The pairs of one split, or of a slice of one such as `train[:10%]`."""
+
+    records: Any
+    """A sequence of bytes, read from disk when it is indexed."""
+    take: Callable[[Any], tuple[str, str] | None]
+    """Makes an example a pair; None if the example lacks one of the languages."""
+    name: str
+    """What messages call it."""
+    languages: Languages
+    """Those that are read."""
+
+    def pairs(self) -> Iterator[tuple[str, str]]:
+        """The pairs in the order in which they are stored.
+
+        Raises:
+          UserError: a file is damaged (array_record has checksums), or no example has both
+            languages.
+        """
+        found = False
+        for first in range(0, len(self.records), _READ_AT_ONCE):
+            numbers = range(first, min(first + _READ_AT_ONCE, len(self.records)))
+            for pair in map(self.take, self._read(numbers)):
+                if pair is not None:
+                    found = True
+                    yield pair
+        if not found:
+            wanted = " and ".join(filter(None, self.languages))
+            raise UserError(f"{self.name} has no example in {wanted}")
+
+    def _read(self, numbers: range) -> Iterator[Any]:
+        try:
+            records = self.records.__getitems__(numbers)
+        except RuntimeError as error:
+            raise UserError(
+                f"{self.name} cannot be read ({error}): prepare or copy it again"
+            ) from error
+        # What a shortened file has lost may come back as empty records, without an error.
+        if not all(records):
+            raise UserError(f"{self.name} has lost a part of a file: prepare or copy it again")
+        return map(self.records.dataset_info.features.deserialize_example_np, records)
+
+    def digest(self) -> bytes:
+        """SHA-256 of the languages and of the stored files, as far as they belong to the split."""
+        digest = hashlib.sha256(repr(self.languages).encode())
+        split = self.records.dataset_info.splits[self.records.split]
+        for part in split.file_instructions:
+            digest.update(f"\t{part.skip} {part.take}\t".encode())
+            digest.update(digest_file(Path(part.filename)))
+        return digest.digest()
+
+
+def open_split(path: str, split: str, languages: Languages, prefix: str) -> TfdsSplit:
+    """Opens a split of a builder, by name, or by the folder in which it was prepared.
+
+    Args:
+      path: "wmt14_translate/de-en", or a folder with `dataset_info.json`.
+      split: "train", "train[:10%]", "train+validation".
+      languages: which to read.
+      prefix: what messages put before the options "path" and "source_language": "data.".
+
+    Raises:
+      UserError: TensorFlow Datasets is not installed, or the split is not there to be read, or
+        lacks a language.
+    """
+    if not path:
+        raise UserError(f"{prefix}path is empty: name a builder, such as wmt14_translate/de-en")
+    tfds = require_tfds()
+    from google.protobuf.json_format import ParseError
+
+    # The builders of WMT and Flores are registered when their class is first touched.
+    getattr(tfds.translate, path.partition("/")[0].title().replace("_", ""), None)
+    is_folder = Path(path).is_dir()
+    try:
+        builder = tfds.builder_from_directory(path) if is_folder else tfds.builder(path)
+        records = builder.as_data_source(
+            split, deserialize_method=tfds.decode.DeserializeMethod.RAW_BYTES
+        )
+    except (ImportError, NotImplementedError) as error:
+        raise UserError(_how_to_prepare(path, is_folder, prefix)) from error
+    except (OSError, ValueError, ParseError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"{prefix}path={path}, split {split}: {reason}") from error
+    take = _find_languages(tfds, builder.info.features, languages, f"{prefix}path={path}", prefix)
+    return TfdsSplit(records, take, f"{path}/{split}", languages)
+
+
+def _how_to_prepare(path: str, is_folder: bool, prefix: str) -> str:
+    if is_folder:
+        return (
+            f"{prefix}path={path} is not prepared as array_record, the only format that is read "
+            "without TensorFlow; prepare it again with file_format='array_record'"
+        )
+    return (
+        f"{prefix}path={path} is not prepared as array_record; once, with tensorflow (pip install "
+        f"'flaxformer_mt[tensorflow]'): tensorflow_datasets.builder({path!r}, "
+        "file_format='array_record').download_and_prepare()"
+    )
+
+
+def _find_languages(
+    tfds: Any, features: Any, languages: Languages, where: str, prefix: str
+) -> Callable[[Any], tuple[str, str] | None]:
+    """What makes an example of these features a pair; see `TfdsSplit.take`.
+
+    Raises:
+      UserError: the features have no translations, or none in one of the languages.
+    """
+    kinds = (tfds.features.Translation, tfds.features.TranslationVariableLanguages)
+    if isinstance(features, kinds):
+        key, feature = None, features
+    else:
+        key = next((name for name in features if isinstance(features[name], kinds)), None)
+        if key is None:
+            raise UserError(f"{where} has no feature Translation, only {', '.join(features)}")
+        feature = features[key]
+    is_fixed = isinstance(feature, kinds[0])
+    known = sorted(feature) if is_fixed else feature.languages
+    for side, language in zip(("source", "target"), languages, strict=True):
+        if language and known and language not in known:
+            raise UserError(
+                f"{prefix}{side}_language={language}: {where} has only {', '.join(known)}"
+            )
+
+    def take(example: Any) -> tuple[str, str] | None:
+        texts = example if key is None else example[key]
+        if not is_fixed:
+            texts = _by_language(texts)
+        if any(language and language not in texts for language in languages):
+            return None
+        source_language, target_language = languages
+        source = texts[source_language].decode() if source_language else ""
+        return source, texts[target_language].decode()
+
+    return take
+
+
+def _by_language(translations: Any) -> dict[str, bytes]:
+    """{language: its first translation} of {"language": [...], "translation": [...]}."""
+    listed = zip(translations["language"], translations["translation"], strict=True)
+    return {language.decode(): text for language, text in reversed(list(listed))}

@@ -1,0 +1,1 @@
+"""From tokenised corpora to an endless, resumable stream of training batches."""

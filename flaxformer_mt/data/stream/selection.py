@@ -1,0 +1,62 @@
+"""Which training pairs go into rows: those that fit, or all of them, cut."""
+
+import dataclasses
+
+import numpy as np
+
+from flaxformer_mt.config import DataConfig
+from flaxformer_mt.data.corpora.filters import Dropped
+from flaxformer_mt.data.stream.batches import pair_lengths
+from flaxformer_mt.data.stream.encoding import EncodedCorpus
+from flaxformer_mt.errors import UserError
+
+
+def select_pairs(corpus: EncodedCorpus, config: DataConfig) -> tuple[EncodedCorpus, np.ndarray]:
+    """Deals with the pairs that are longer than a row as `data.long_sentences` says.
+
+    Args:
+      corpus: the pairs, of any length.
+      config: has the row lengths.
+
+    Returns:
+      The corpus with a report that counts the pairs that were too long, and the indices of the
+      pairs to train on, int64 [kept], rising; if they are to be cut, they still have to be.
+
+    Raises:
+      UserError: a pair is longer than a row and `data.long_sentences` is "error"; no pair is left.
+    """
+    source_row_length, target_row_length = config.row_lengths
+    source_lengths, target_lengths = pair_lengths(corpus)
+    fits = (source_lengths <= source_row_length) & (target_lengths <= target_row_length)
+    too_long = np.flatnonzero(~fits)
+    if not len(too_long):
+        return corpus, np.arange(len(fits))
+
+    first = too_long[0]
+    example = (
+        f"pair {first + 1:,} ({source_lengths[first]:,} source and {target_lengths[first]:,} "
+        "target tokens)"
+    )
+    problem = (
+        f"{corpus.name}: {len(too_long):,} of {len(fits):,} pairs are longer than a row "
+        f"({_row_lengths(config)}), the first is {example}"
+    )
+    if config.long_sentences == "error":
+        raise UserError(f"{problem}; raise these, or set data.long_sentences to drop or truncate")
+    if config.long_sentences == "truncate":
+        report = corpus.report.fitted_to_rows(truncated=len(too_long))
+        return dataclasses.replace(corpus, report=report), np.arange(len(fits))
+    if len(too_long) == len(fits):
+        raise UserError(f"{problem}; raise these, or set data.long_sentences to truncate")
+    report = corpus.report.fitted_to_rows(Dropped(len(too_long), example))
+    return dataclasses.replace(corpus, report=report), np.flatnonzero(fits)
+
+
+def _row_lengths(config: DataConfig) -> str:
+    """The options that say how long rows are, with their values."""
+    if config.batching == "buckets":
+        return f"the last of data.bucket_lengths={config.bucket_lengths}"
+    return (
+        f"data.source_row_length={config.source_row_length}, "
+        f"data.target_row_length={config.target_row_length}"
+    )

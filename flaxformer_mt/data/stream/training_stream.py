@@ -1,0 +1,398 @@
+"""The endless stream of training batches, a function of the configuration and the data.
+
+The pairs of an epoch, in random order (`mixture.py`), are cut into blocks of some ten thousands.
+A block is made when it is reached, from (seed, epoch, block) alone: its sources are split anew if
+`data.subword_sampling` asks for it, its pairs are planned into rows, and the rows are shuffled. So
+nothing has to be saved but the position in the stream, and a corpus of any size starts at once.
+Batches take row after row, across the borders of blocks and epochs, so that no batch is smaller
+than the others.
+"""
+
+import concurrent.futures
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from flaxformer_mt.config import ExperimentConfig
+from flaxformer_mt.data.stream.batches import (
+    WHOLE_BATCH,
+    Batch,
+    BatchShape,
+    DataPosition,
+    Shard,
+    make_batch,
+    packed_shape,
+    pair_lengths,
+)
+from flaxformer_mt.data.stream.encoding import EncodedCorpus
+from flaxformer_mt.data.stream.mixture import Mixture, generator
+from flaxformer_mt.data.stream.packing import Sentences, plan_rows
+from flaxformer_mt.data.stream.selection import select_pairs
+
+BLOCK_PAIRS = 65_536
+"""Pairs of a block, roughly. Larger blocks fill rows a little better, and take longer to make."""
+
+GOOD_FILL = 0.955
+"""With so large a share of positions in use, a row length that suits accelerators is taken."""
+
+_SAMPLE_PAIRS = 32_768
+# Of random numbers; the mixture has 0 and 1.
+_BLOCK_KEY, _SAMPLE_KEY = 2, 3
+
+
+class Sampler(Protocol):
+    """A vocabulary that can split a text in many ways."""
+
+    def sample(self, texts: Sequence[str], seed: int, amount: float) -> list[list[int]]:
+        """Token ids of each text, without the end token; a function of the arguments."""
+
+
+class PlannedRow(NamedTuple):
+    """A row of a batch to come."""
+
+    shape: BatchShape
+    """Of the batch."""
+    pairs: list[int]
+    """Indices of the pairs in the row, counted in their block."""
+
+
+class Fill(NamedTuple):
+    """Shares of the positions in training rows that hold a token."""
+
+    source: float
+    """0 in a language model."""
+    target: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """Some of the pairs of an epoch, and the rows in which they stand, in the order of both."""
+
+    sources: Sentences | None
+    targets: Sentences
+    rows: list[PlannedRow]
+
+    def followed_by(self, other: "Block") -> "Block":
+        """Both as one."""
+        sources = None
+        if self.sources is not None and other.sources is not None:
+            sources = Sentences.join([self.sources, other.sources])
+        pairs = len(self.targets)
+        return Block(
+            sources=sources,
+            targets=Sentences.join([self.targets, other.targets]),
+            rows=self.rows
+            + [PlannedRow(row.shape, [pairs + i for i in row.pairs]) for row in other.rows],
+        )
+
+    @property
+    def fill(self) -> Fill:
+        """How much of the rows is used."""
+        source_tokens = 0 if self.sources is None else len(self.sources.tokens)
+        return Fill(
+            source_tokens / sum(row.shape.source_length for row in self.rows),
+            len(self.targets.tokens) / sum(row.shape.target_length for row in self.rows),
+        )
+
+
+class TrainingStream:
+    """Training batches without end.
+
+    Attributes:
+      corpora: as given, with reports that also say what became of pairs longer than a row.
+      shapes: what batches look like; there are no others.
+      pairs: pairs in an epoch.
+
+    Args:
+      corpora: what to train on.
+      config: the experiment; `data.source_row_length` must have been chosen.
+      sampler: the vocabulary of the sources, for `data.subword_sampling`.
+
+    Raises:
+      UserError: pairs are longer than a row, and that is refused, or none is left.
+    """
+
+    def __init__(
+        self,
+        corpora: Sequence[EncodedCorpus],
+        config: ExperimentConfig,
+        sampler: Sampler | None = None,
+    ) -> None:
+        self._config = config
+        selected = [select_pairs(corpus, config.data) for corpus in corpora]
+        self.corpora = tuple(corpus for corpus, _ in selected)
+        kept = [pairs for _, pairs in selected]
+        self.shapes = _shapes(self.corpora, kept, config)
+        _, source_row_length, target_row_length = self.shapes[-1]
+        self._reader = _PairReader(
+            corpora, kept, source_row_length, target_row_length, config, sampler
+        )
+        self._mixture = _mixture(corpora, kept, config)
+        self.pairs = self._mixture.size(0)
+        # Blocks are made ahead, in a thread: the one that is read and the next are kept.
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "blocks")
+        self._future = functools.lru_cache(maxsize=2)(self._start_block)
+
+    def read(
+        self, position: DataPosition, shard: Shard = WHOLE_BATCH
+    ) -> tuple[Batch, DataPosition]:
+        """The batch at a position, and the position after it.
+
+        Args:
+          position: where a batch begins: the start, or what an earlier call returned.
+          shard: the part of the batch that is wanted; the position is the same for all parts.
+        """
+        epoch, number, first = position
+        block = self._block(epoch, number)
+        shape = block.rows[first].shape
+        last = first + shape.rows
+        rows_before = 0
+        while last > len(block.rows):
+            rows_before = len(block.rows)
+            epoch, number = self._after(epoch, number)
+            block = block.followed_by(self._block(epoch, number))
+        rows = [row.pairs for row in block.rows[first:last]]
+        batch = make_batch(block.sources, block.targets, rows, shape, self._config.model, shard)
+        if last == len(block.rows):
+            return batch, DataPosition(*self._after(epoch, number), row=0)
+        return batch, DataPosition(epoch, number, last - rows_before)
+
+    @property
+    def fill(self) -> Fill:
+        """How much of the rows is used, in the first block."""
+        return self._block(0, 0).fill
+
+    @property
+    def batches_per_epoch(self) -> float:
+        """As many as the first block has, pair for pair."""
+        block = self._block(0, 0)
+        return sum(1 / row.shape.rows for row in block.rows) * self.pairs / len(block.targets)
+
+    def _block(self, epoch: int, number: int) -> Block:
+        """A block, and sees to it that the next is under way."""
+        future = self._future(epoch, number)
+        self._future(*self._after(epoch, number))
+        return future.result()
+
+    def _start_block(self, epoch: int, number: int) -> concurrent.futures.Future[Block]:
+        return self._thread.submit(self._make_block, epoch, number)
+
+    def _make_block(self, epoch: int, number: int) -> Block:
+        random = generator(self._config.train.seed, _BLOCK_KEY, epoch, number)
+        draws, blocks = self._mixture.epoch(epoch), self._blocks(epoch)
+        first, last = (len(draws) * border // blocks for border in (number, number + 1))
+        sources, targets = self._reader.read(draws[first:last], random)
+        source_lengths = np.zeros(len(targets), np.int64) if sources is None else sources.lengths
+        plan = _pack_rows if self._config.data.batching == "packed" else _sort_into_buckets
+        rows = plan(source_lengths, targets.lengths, self.shapes, random)
+        return Block(sources, targets, rows)
+
+    def _after(self, epoch: int, number: int) -> tuple[int, int]:
+        """Epoch and number of the next block."""
+        return (epoch, number + 1) if number + 1 < self._blocks(epoch) else (epoch + 1, 0)
+
+    def _blocks(self, epoch: int) -> int:
+        """Blocks in an epoch, of about equal size."""
+        return max(1, round(self._mixture.size(epoch) / BLOCK_PAIRS))
+
+
+class _PairReader:
+    """Reads the tokens of pairs that may come from several corpora.
+
+    Args:
+      corpora: the pairs.
+      kept: of each corpus, the indices of the pairs that are drawn from, int64.
+      source_row_length: tokens that are kept of a source.
+      target_row_length: tokens that are kept of a target.
+      config: the experiment.
+      sampler: the vocabulary of the sources, for `data.subword_sampling`.
+    """
+
+    def __init__(
+        self,
+        corpora: Sequence[EncodedCorpus],
+        kept: Sequence[np.ndarray],
+        source_row_length: int,
+        target_row_length: int,
+        config: ExperimentConfig,
+        sampler: Sampler | None,
+    ) -> None:
+        self._sources = [corpus.sources for corpus in corpora if corpus.sources is not None]
+        self._targets = [corpus.targets for corpus in corpora]
+        self._texts = [corpus.texts for corpus in corpora if corpus.texts is not None]
+        self._kept = kept
+        self._source_row_length = source_row_length
+        self._target_row_length = target_row_length
+        self._eos_id = config.model.eos_id
+        self._sampling = config.data.subword_sampling if self._sources else 0.0
+        self._sampler = sampler
+
+    def read(
+        self, draws: np.ndarray, random: np.random.Generator
+    ) -> tuple[Sentences | None, Sentences]:
+        """Sources and targets of pairs.
+
+        Args:
+          draws: int64 [pairs], counted through the kept pairs of all corpora. They are read from
+            front to back, whatever their order: stores of many pairs lie on a disk.
+          random: decides how sources are split.
+        """
+        ends = np.cumsum([len(kept) for kept in self._kept])
+        draws = np.sort(draws)
+        parts = np.split(draws, np.searchsorted(draws, ends[:-1]))
+        chosen = [
+            kept[part - (end - len(kept))]
+            for kept, end, part in zip(self._kept, ends, parts, strict=True)
+        ]
+        targets = _take(self._targets, chosen).truncate(self._target_row_length)
+        if not self._sources:
+            return None, targets
+        sources = _take(self._sources, chosen).truncate(self._source_row_length)
+        return (self._split_anew(sources, chosen, random) if self._sampling else sources), targets
+
+    def _split_anew(
+        self, sources: Sentences, chosen: list[np.ndarray], random: np.random.Generator
+    ) -> Sentences:
+        """Sources in other tokens; those that would not fit into a row stay what they are."""
+        if self._sampler is None:
+            raise ValueError("data.subword_sampling needs a vocabulary to sample from")
+        texts = [
+            texts[index]
+            for texts, indices in zip(self._texts, chosen, strict=True)
+            for index in indices.tolist()
+        ]
+        sampled = self._sampler.sample(texts, int(random.integers(2**32)), self._sampling)
+        drawn = Sentences.from_lists([[*tokens, self._eos_id] for tokens in sampled])
+        too_long = drawn.lengths > self._source_row_length
+        indices = np.arange(len(texts)) + len(texts) * too_long
+        return Sentences.join([drawn, sources]).take(indices)
+
+
+def _take(sides: Sequence[Sentences], indices: Sequence[np.ndarray]) -> Sentences:
+    """The sentences with the indices that are given for each of `sides`, joined."""
+    taken = [side.take(chosen) for side, chosen in zip(sides, indices, strict=True)]
+    return Sentences.join(taken)
+
+
+def _shapes(
+    corpora: Sequence[EncodedCorpus], kept: Sequence[np.ndarray], config: ExperimentConfig
+) -> tuple[BatchShape, ...]:
+    """The shapes of training batches: one if packed, or else one for each bucket that has pairs.
+
+    Buckets have rows in proportion to those of the longest, so that whatever divides the rows of
+    one shape (devices, accumulation) divides those of all.
+    """
+    if config.data.batching == "packed":
+        return (packed_shape(config),)
+    lengths = np.array(config.data.bucket_lengths)
+    used = set()
+    for corpus, pairs in zip(corpora, kept, strict=True):
+        longest = np.minimum(np.maximum(*pair_lengths(corpus))[pairs], lengths[-1])
+        used.update(lengths[np.unique(np.searchsorted(lengths, longest))].tolist())
+    return tuple(
+        BatchShape(config.rows_per_batch * (int(lengths[-1]) // length), length, length)
+        for length in sorted(used)
+    )
+
+
+def _mixture(
+    corpora: Sequence[EncodedCorpus], kept: Sequence[np.ndarray], config: ExperimentConfig
+) -> Mixture:
+    return Mixture(
+        [len(pairs) for pairs in kept],
+        [corpus.weight for corpus in corpora],
+        config.data.mixture_temperature,
+        config.train.seed,
+    )
+
+
+def _pack_rows(
+    source_lengths: np.ndarray,
+    target_lengths: np.ndarray,
+    shapes: tuple[BatchShape, ...],
+    random: np.random.Generator,
+) -> list[PlannedRow]:
+    """Several pairs a row, in rows of the only shape; in random order."""
+    (shape,) = shapes
+    order = random.permutation(len(target_lengths))
+    rows = plan_rows(
+        source_lengths, target_lengths, shape.source_length, shape.target_length, order
+    )
+    return [PlannedRow(shape, rows[i]) for i in random.permutation(len(rows))]
+
+
+def _sort_into_buckets(
+    source_lengths: np.ndarray,
+    target_lengths: np.ndarray,
+    shapes: tuple[BatchShape, ...],
+    random: np.random.Generator,
+) -> list[PlannedRow]:
+    """One pair a row, batch after batch in random order.
+
+    The rows of a batch stand together. What a shape has left at the end is filled up with empty
+    rows, so that no batch needs rows of the next block.
+    """
+    longest = np.maximum(source_lengths, target_lengths)
+    buckets = np.searchsorted([shape.target_length for shape in shapes], longest)
+    batches = []
+    for bucket, shape in enumerate(shapes):
+        pairs = random.permutation(np.flatnonzero(buckets == bucket)).tolist()
+        for first in range(0, len(pairs), shape.rows):
+            rows = [[pair] for pair in pairs[first : first + shape.rows]]
+            rows += [[]] * (shape.rows - len(rows))
+            batches.append([PlannedRow(shape, row) for row in rows])
+    return [row for i in random.permutation(len(batches)) for row in batches[i]]
+
+
+def choose_source_row_length(
+    corpora: Sequence[EncodedCorpus], config: ExperimentConfig, sampler: Sampler | None = None
+) -> int:
+    """S for which source rows and target rows are filled alike; for `data.source_row_length=0`.
+
+    Row lengths that are multiples of 8, or else of 4, suit accelerators, and are taken if they can
+    be filled well. No more than one source in a thousand is longer than a row. A sample of the
+    pairs decides, always the same.
+
+    Args:
+      corpora: what to train on.
+      config: the experiment.
+      sampler: the vocabulary of the sources, for `data.subword_sampling`.
+    """
+    target_row_length = config.data.row_lengths[1]
+    if config.data.batching == "buckets":
+        return target_row_length
+    pairs = [np.arange(len(corpus.targets)) for corpus in corpora]
+    longest = max(int(pair_lengths(corpus)[0].max()) for corpus in corpora)
+    reader = _PairReader(corpora, pairs, longest, target_row_length, config, sampler)
+    random = generator(config.train.seed, _SAMPLE_KEY)
+    draws = _mixture(corpora, pairs, config).epoch(0)[:_SAMPLE_PAIRS]
+    sources, targets = reader.read(draws, random)
+    if sources is None:
+        return target_row_length
+    order = random.permutation(len(draws))
+    source_lengths, target_lengths = sources.lengths[order], targets.lengths[order]
+
+    def fill(source_row_length: int) -> float:
+        """Of the side that is filled less."""
+        fits = source_lengths <= source_row_length
+        fitting = source_lengths[fits], target_lengths[fits]
+        rows = len(plan_rows(*fitting, source_row_length, target_row_length))
+        return min(
+            fitting[0].sum() / (rows * source_row_length),
+            fitting[1].sum() / (rows * target_row_length),
+        )
+
+    least = max(2, int(np.quantile(source_lengths, 0.999, method="inverted_cdf")))
+    even = target_row_length * source_lengths.sum() / target_lengths.sum()
+    fills: dict[int, float] = {}
+    for multiple in (8, 4, 1):
+        below = int(max(least, even)) // multiple * multiple
+        for length in (below, below + multiple):
+            if length >= least:
+                fills[length] = fill(length)
+        if max(fills.values()) >= GOOD_FILL:
+            break
+    return max(fills, key=fills.__getitem__)

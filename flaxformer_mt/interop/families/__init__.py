@@ -1,0 +1,1 @@
+"""One module per published model: the map between its parameters and ours."""

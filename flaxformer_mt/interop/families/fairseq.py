@@ -1,0 +1,231 @@
+"""The weight map of `fairseq`.
+
+A checkpoint has its options under "args" or, if newer, under "cfg"; they tell the number of heads,
+activation and scale. Names tell norms, positions and tying.
+
+A bare state dict needs `num_heads`, and `activation` or `scale_embeddings` where they are not the
+published defaults.
+"""
+
+import argparse
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.interop.checkpoint_files import Checkpoint
+from flaxformer_mt.interop.rules import (
+    Buffer,
+    Family,
+    Rule,
+    activation_of_settings,
+    embeddings,
+    fields_of_settings,
+    guess_tying,
+    linear,
+    norm,
+    same,
+)
+
+SOURCE = "encoder.embed_tokens.weight"
+TARGET = "decoder.embed_tokens.weight"
+OUTPUT = "decoder.output_projection.weight"
+PAD_ID = 1  # In all of fairseq's dictionaries.
+
+_FIELDS_OF_OPTIONS = {
+    "encoder_attention_heads": "num_heads",
+    "dropout": "dropout_rate",
+    "attention_dropout": "attention_dropout_rate",
+    "activation_dropout": "activation_dropout_rate",
+}
+_ACTIVATIONS = {
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_accurate": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+}
+
+
+# What MarianMT has in common with fairseq, which its layers are copies of.
+
+LAYER_ORDER = (
+    "layers", "self_attn", "self_attn_layer_norm", "encoder_attn", "encoder_attn_layer_norm",
+    "k_proj", "v_proj", "q_proj", "out_proj", "fc1", "fc2", "final_layer_norm",
+)  # fmt: skip
+"""For `Family.order`."""
+
+
+def layers(encoder: str, decoder: str) -> list[Rule]:
+    """The maps of all layers, whose names start with `encoder` and `decoder`."""
+    return [
+        *_attention("encoder/layers/self_attention", f"{encoder}.layers.{{layer}}.self_attn"),
+        *_feed_forward("encoder/layers/feed_forward", f"{encoder}.layers.{{layer}}"),
+        *_attention("decoder/layers/self_attention", f"{decoder}.layers.{{layer}}.self_attn"),
+        *_attention("decoder/layers/cross_attention", f"{decoder}.layers.{{layer}}.encoder_attn"),
+        *_feed_forward("decoder/layers/feed_forward", f"{decoder}.layers.{{layer}}"),
+    ]
+
+
+def layer_sizes(checkpoint: Checkpoint, encoder: str, decoder: str) -> dict[str, Any]:
+    """What the tensors of these layers tell about the configuration."""
+    layer = f"{decoder}.layers.0"
+    hidden, narrow, layer_norm = f"{layer}.fc1", f"{layer}.fc2", f"{layer}.final_layer_norm.weight"
+    return {
+        "d_model": checkpoint.size(
+            (f"{hidden}.weight", 1), (f"{narrow}.weight", 0), (layer_norm, 0)
+        ),
+        "d_ff": checkpoint.size(
+            (f"{hidden}.weight", 0), (f"{hidden}.bias", 0), (f"{narrow}.weight", 1)
+        ),
+        "num_encoder_layers": checkpoint.num_layers(f"{encoder}.layers."),
+        "num_decoder_layers": checkpoint.num_layers(f"{decoder}.layers."),
+    }
+
+
+def refuse_unequal_heads(settings: Mapping[str, Any]) -> None:
+    """Encoder and decoder have the same number of heads here, but have an option each there."""
+    encoder, decoder = (settings.get(f"{side}_attention_heads") for side in ("encoder", "decoder"))
+    if None not in (encoder, decoder) and encoder != decoder:
+        raise UserError(f"the encoder has {encoder} heads and the decoder {decoder}: unsupported")
+
+
+def _attention(ours: str, theirs: str) -> list[Rule]:
+    return [
+        *linear(f"{ours}/query", f"{theirs}.q_proj", bias=True),
+        *linear(f"{ours}/key", f"{theirs}.k_proj", bias=True),
+        *linear(f"{ours}/value", f"{theirs}.v_proj", bias=True),
+        *linear(f"{ours}/output", f"{theirs}.out_proj", bias=True),
+        *norm(f"{ours}_norm", f"{theirs}_layer_norm"),
+    ]
+
+
+def _feed_forward(ours: str, theirs: str) -> list[Rule]:
+    return [
+        *linear(f"{ours}/hidden", f"{theirs}.fc1", bias=True),
+        *linear(f"{ours}/output", f"{theirs}.fc2", bias=True),
+        *norm(f"{ours}_norm", f"{theirs}.final_layer_norm"),
+    ]
+
+
+# What is fairseq's alone.
+
+
+def _sizes(checkpoint: Checkpoint, num_heads: int) -> dict[str, Any]:
+    target = [(name, 0) for name in (TARGET, OUTPUT) if name in checkpoint.tensors]
+    return {
+        "source_vocab_size": checkpoint.size((SOURCE, 0)),
+        "target_vocab_size": checkpoint.size(*target or [(TARGET, 0)]),
+        **layer_sizes(checkpoint, "encoder", "decoder"),
+    }
+
+
+def _options(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The model's options under their older, flat names: {"encoder_attention_heads": 8, ...}."""
+
+    def to_dict(value: Any) -> Any:
+        return vars(value) if isinstance(value, argparse.Namespace) else value
+
+    options = to_dict(settings.get("model", settings))
+    stacks = {side: to_dict(options.get(side)) for side in ("encoder", "decoder")}
+    return dict(options) | {
+        f"{side}_{name}": value
+        for side, nested in stacks.items()
+        if isinstance(nested, Mapping)
+        for name, value in nested.items()
+    }
+
+
+def _guess(checkpoint: Checkpoint) -> dict[str, Any]:
+    tensors, options = checkpoint.tensors, _options(checkpoint.settings)
+    refuse_unequal_heads(options)
+    has_final_norm = checkpoint.has_any(".layer_norm.weight")
+    pre_norm = options.get("encoder_normalize_before", has_final_norm)
+    fields: dict[str, Any] = {
+        **guess_tying(checkpoint, SOURCE, TARGET, OUTPUT if OUTPUT in tensors else None),
+        "norm_position": "pre" if pre_norm else "post",
+        "final_norm": has_final_norm,
+        "embedding_norm": checkpoint.has_any(".layernorm_embedding.weight"),
+    }
+    if checkpoint.has_any(".embed_positions.weight"):
+        tables = [(f"{stack}.embed_positions.weight", 0) for stack in ("encoder", "decoder")]
+        fields["position_kind"] = "learned"
+        fields["max_length"] = checkpoint.size(*tables) - PAD_ID - 1
+    elif options.get("no_token_positional_embeddings"):
+        fields["position_kind"] = "none"
+    fields |= fields_of_settings(options, _FIELDS_OF_OPTIONS)
+    fields |= activation_of_settings(options, "activation_fn", _ACTIVATIONS)
+    if "no_scale_embedding" in options:
+        fields["scale_embeddings"] = not options["no_scale_embedding"]
+    return fields
+
+
+def _stack_norms(ours: str, theirs: str) -> list[Rule]:
+    return [
+        *norm("encoder/" + ours, "encoder." + theirs),
+        *norm("decoder/" + ours, "decoder." + theirs),
+    ]
+
+
+def _rules(config: TransformerConfig, layout: str) -> list[Rule]:
+    learned_positions = [
+        same("source_positions/embedding", "encoder.embed_positions.weight"),
+        same("target_positions/embedding", "decoder.embed_positions.weight"),
+    ]
+    return [
+        *embeddings(config, SOURCE, TARGET, OUTPUT),
+        *(learned_positions if config.position_kind == "learned" else []),
+        *(_stack_norms("embedding_norm", "layernorm_embedding") if config.embedding_norm else []),
+        *layers("encoder", "decoder"),
+        *(_stack_norms("final_norm", "layer_norm") if config.final_norm else []),
+    ]
+
+
+def _buffers(config: TransformerConfig) -> list[Buffer]:
+    values = {"version": 3.0}
+    if config.position_kind == "sinusoidal":
+        # It says nothing: older versions asked it for the dtype of their positions.
+        values["embed_positions._float_tensor"] = 0.0
+    return [
+        Buffer(f"{stack}.{name}", functools.partial(_scalar, value), rows=1, exact=False)
+        for stack in ("encoder", "decoder")
+        for name, value in values.items()
+    ]
+
+
+def _scalar(value: float, rows: int) -> np.ndarray:
+    return np.full(1, value)
+
+
+def _omitted(config: TransformerConfig) -> frozenset[str]:
+    output = {OUTPUT} if config.shares_target_and_output else set()
+    return frozenset(output | {buffer.name for buffer in _buffers(config)})
+
+
+FAMILY = Family(
+    name="fairseq",
+    sizes=_sizes,
+    guess=_guess,
+    rules=_rules,
+    buffers=_buffers,
+    open_switches=frozenset(
+        {
+            "norm_position",
+            "final_norm",
+            "embedding_norm",
+            "activation",
+            "position_kind",
+            "scale_embeddings",
+            "tie_embeddings",
+            "pad_id",
+        }
+    ),
+    order=(
+        "encoder", "decoder", "version", "embed_tokens", "embed_positions", "_float_tensor",
+        "layernorm_embedding", *LAYER_ORDER, "layer_norm", "output_projection", "weight", "bias",
+    ),
+    omitted=_omitted,
+    optimizer_key="last_optimizer_state",
+)  # fmt: skip

@@ -1,0 +1,144 @@
+"""The weight map of `marian`: Hugging Face's `MarianMTModel`.
+
+The bias of the logits is a buffer there, [1, V], and not trained. Its writers leave out the tables
+of sinusoids and, of tied tensors, all but one.
+
+Names and shapes tell the tying. The settings, which are those of the model's `config.json`, tell
+the rest; without them give `num_heads`, and `activation`, `scale_embeddings`, `pad_id` and `eos_id`
+where they are not those of OPUS-MT.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.interop.checkpoint_files import Checkpoint
+from flaxformer_mt.interop.families.fairseq import (
+    LAYER_ORDER,
+    layer_sizes,
+    layers,
+    refuse_unequal_heads,
+)
+from flaxformer_mt.interop.rules import (
+    Arrays,
+    Buffer,
+    Family,
+    Rule,
+    activation_of_settings,
+    embeddings,
+    fields_of_settings,
+    sinusoids,
+    tied,
+)
+
+SHARED = "model.shared.weight"
+SOURCE = "model.encoder.embed_tokens.weight"
+TARGET = "model.decoder.embed_tokens.weight"
+OUTPUT = "lm_head.weight"
+BIAS = "final_logits_bias"
+TABLES = ("model.encoder.embed_positions.weight", "model.decoder.embed_positions.weight")
+
+_FIELDS_OF_SETTINGS = {
+    "encoder_attention_heads": "num_heads",
+    "d_model": "d_model",
+    "scale_embedding": "scale_embeddings",
+    "max_position_embeddings": "max_length",
+    "dropout": "dropout_rate",
+    "attention_dropout": "attention_dropout_rate",
+    "activation_dropout": "activation_dropout_rate",
+    "pad_token_id": "pad_id",
+    "eos_token_id": "eos_id",
+    "decoder_start_token_id": "bos_id",
+}
+ACTIVATIONS = {
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "silu": "silu",
+    "swish": "silu",
+}
+
+
+def _sizes(checkpoint: Checkpoint, num_heads: int) -> dict[str, Any]:
+    def present(*witnesses: tuple[str, int]) -> list[tuple[str, int]]:
+        return [pair for pair in witnesses if pair[0] in checkpoint.tensors] or [witnesses[0]]
+
+    return {
+        "source_vocab_size": checkpoint.size(*present((SOURCE, 0), (SHARED, 0))),
+        "target_vocab_size": checkpoint.size(
+            *present((TARGET, 0), (SHARED, 0), (OUTPUT, 0), (BIAS, 1))
+        ),
+        **layer_sizes(checkpoint, "model.encoder", "model.decoder"),
+    }
+
+
+def _guess(checkpoint: Checkpoint) -> dict[str, Any]:
+    tensors, settings = checkpoint.tensors, checkpoint.settings
+    refuse_unequal_heads(settings)
+    ties_source = SHARED in tensors or checkpoint.same(SOURCE, TARGET)
+    target = TARGET if TARGET in tensors else SHARED
+    ties_output = OUTPUT not in tensors or checkpoint.same(OUTPUT, target)
+    if ties_source:
+        tying = "all" if ties_output else "source_target"
+    else:
+        tying = "target_output" if ties_output else "none"
+    fields: dict[str, Any] = {"tie_embeddings": tying}
+    if TABLES[0] in tensors:
+        fields["max_length"] = checkpoint.size((TABLES[0], 0))
+    fields |= fields_of_settings(settings, _FIELDS_OF_SETTINGS)
+    fields |= activation_of_settings(settings, "activation_function", ACTIVATIONS)
+    return fields
+
+
+def _embeddings(config: TransformerConfig) -> list[Rule]:
+    rules = embeddings(config, SOURCE, TARGET, OUTPUT)
+    if not config.shares_source_and_target:
+        return rules
+    *others, target = rules
+    return [*others, tied(*target.ours, SHARED, *target.theirs)]
+
+
+def _output_bias() -> Rule:
+    def to_ours(bias: np.ndarray) -> Arrays:
+        return (bias.reshape(-1),)
+
+    def to_theirs(bias: np.ndarray) -> Arrays:
+        return (bias.reshape(1, -1),)
+
+    return Rule(("output/bias",), (BIAS,), to_ours, to_theirs)
+
+
+def _rules(config: TransformerConfig, layout: str) -> list[Rule]:
+    return [*_embeddings(config), _output_bias(), *layers("model.encoder", "model.decoder")]
+
+
+def _buffers(config: TransformerConfig) -> list[Buffer]:
+    table = sinusoids(config)
+    return [Buffer(name, table, rows=config.max_length, is_parameter=True) for name in TABLES]
+
+
+def _omitted(config: TransformerConfig) -> frozenset[str]:
+    names = {*TABLES}
+    if config.shares_source_and_target:
+        names |= {SOURCE, TARGET}
+    if config.shares_target_and_output:
+        names.add(OUTPUT)
+    return frozenset(names)
+
+
+FAMILY = Family(
+    name="marian",
+    sizes=_sizes,
+    guess=_guess,
+    rules=_rules,
+    buffers=_buffers,
+    open_switches=frozenset({"tie_embeddings", "activation", "scale_embeddings"}),
+    order=(
+        BIAS, "model", "shared", "encoder", "decoder", "embed_tokens", "embed_positions",
+        *LAYER_ORDER, "lm_head", "weight", "bias",
+    ),
+    omitted=_omitted,
+    constants=frozenset({BIAS}),
+)  # fmt: skip

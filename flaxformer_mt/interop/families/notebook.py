@@ -1,0 +1,152 @@
+"""The weight map of `notebook`.
+
+A head's query is W'(W x + b) + b', with W, b of its own and W', b' shared by all heads. Two linear
+maps are one, so the core needs no second: each head gets the kernel W' W and the bias W' b + b'.
+(The same for keys and values.) The original four tensors are carried along; parameters that have
+been trained are written with W' = 1 and b' = 0, which is the same function.
+
+The notebook has layers and no model around them. So names start as the layers are held: bare for a
+single layer, "0.", "1.", ... for a list of encoder layers or of decoder layers, and "encoder.0.",
+..., "decoder.0.", ... for both.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.interop.checkpoint_files import Checkpoint
+from flaxformer_mt.interop.rules import Arrays, Family, Rule, linear, norm
+
+
+def _prefixes(num_encoder_layers: int, num_decoder_layers: int) -> tuple[str, str]:
+    """What the names of encoder and decoder layers start with."""
+    if num_encoder_layers + num_decoder_layers == 1:
+        return "", ""
+    if not num_encoder_layers or not num_decoder_layers:
+        return "{layer}.", "{layer}."
+    return "encoder.{layer}.", "decoder.{layer}."
+
+
+def _depths(checkpoint: Checkpoint) -> tuple[int, int]:
+    """The number of encoder and of decoder layers; only the latter have cross-attention."""
+    encoder, decoder = checkpoint.num_layers("encoder."), checkpoint.num_layers("decoder.")
+    if encoder or decoder:
+        return encoder, decoder
+    layers = checkpoint.num_layers("") or 1
+    has_decoder_layers = any("cross_attention." in name for name in checkpoint.tensors)
+    return (0, layers) if has_decoder_layers else (layers, 0)
+
+
+def _first_layer(checkpoint: Checkpoint) -> str:
+    depths = _depths(checkpoint)
+    return _prefixes(*depths)[0 if depths[0] else 1].format(layer=0)
+
+
+def _d_model(checkpoint: Checkpoint, layer: str) -> int:
+    joined = f"{layer}self_attention.W_o"
+    return checkpoint.size(
+        (f"{joined}.weight", 0), (f"{joined}.bias", 0), (f"{layer}norm1.weight", 0)
+    )
+
+
+def _sizes(checkpoint: Checkpoint, num_heads: int) -> dict[str, Any]:
+    num_encoder_layers, num_decoder_layers = _depths(checkpoint)
+    layer = _first_layer(checkpoint)
+    hidden, narrow = f"{layer}feed_forward.0", f"{layer}feed_forward.2.weight"
+    return {
+        "d_model": _d_model(checkpoint, layer),
+        "d_ff": checkpoint.size((f"{hidden}.weight", 0), (f"{hidden}.bias", 0), (narrow, 1)),
+        "num_encoder_layers": num_encoder_layers,
+        "num_decoder_layers": num_decoder_layers,
+    }
+
+
+def _guess(checkpoint: Checkpoint) -> dict[str, Any]:
+    layer = _first_layer(checkpoint)
+    second = f"{layer}self_attention.attention.W_q"
+    head_dim = checkpoint.size(
+        (f"{second}.weight", 0), (f"{second}.weight", 1), (f"{second}.bias", 0)
+    )
+    return {"num_heads": _d_model(checkpoint, layer) // head_dim}
+
+
+def _folded(ours: str, attention: str, name: str, num_heads: int) -> Rule:
+    """The two linear maps of every head, `name` being W_q, W_k or W_v."""
+
+    def to_ours(w: np.ndarray, b: np.ndarray, w2: np.ndarray, b2: np.ndarray) -> Arrays:
+        # In float64, so that the folding costs float32 weights no more than their own rounding.
+        # JAX may know no float64; there one differentiates, and rounds in every step anyway.
+        dtype = np.float64 if isinstance(w, np.ndarray) else w.dtype
+        heads = w.T.reshape(len(w), num_heads, -1).astype(dtype)  # [D, H, K]
+        kernel = (heads @ w2.T).reshape(w.shape)
+        bias = (b.reshape(num_heads, -1).astype(dtype) @ w2.T + b2).reshape(b.shape)
+        return kernel.astype(w.dtype), bias.astype(b.dtype)
+
+    def to_theirs(kernel: np.ndarray, bias: np.ndarray) -> Arrays:
+        head_dim = len(bias) // num_heads
+        return kernel.T, bias, np.eye(head_dim, dtype=bias.dtype), np.zeros(head_dim, bias.dtype)
+
+    return Rule(
+        (f"{ours}/kernel", f"{ours}/bias"),
+        (
+            f"{attention}.{name}.weight",
+            f"{attention}.{name}.bias",
+            f"{attention}.attention.{name}.weight",
+            f"{attention}.attention.{name}.bias",
+        ),
+        to_ours,
+        to_theirs,
+        rearranges=False,
+    )
+
+
+def _attention(ours: str, theirs: str, num_heads: int) -> list[Rule]:
+    return [
+        _folded(f"{ours}/query", theirs, "W_q", num_heads),
+        _folded(f"{ours}/key", theirs, "W_k", num_heads),
+        _folded(f"{ours}/value", theirs, "W_v", num_heads),
+        *linear(f"{ours}/output", f"{theirs}.W_o", bias=True),
+    ]
+
+
+def _feed_forward(ours: str, theirs: str) -> list[Rule]:
+    return [
+        *linear(f"{ours}/hidden", f"{theirs}.0", bias=True),
+        *linear(f"{ours}/output", f"{theirs}.2", bias=True),
+    ]
+
+
+def _rules(config: TransformerConfig, layout: str) -> list[Rule]:
+    heads = config.num_heads
+    encoder, decoder = _prefixes(config.num_encoder_layers, config.num_decoder_layers)
+    encoder_rules = [
+        *_attention("encoder/layers/self_attention", f"{encoder}self_attention", heads),
+        *norm("encoder/layers/self_attention_norm", f"{encoder}norm1"),
+        *_feed_forward("encoder/layers/feed_forward", f"{encoder}feed_forward"),
+        *norm("encoder/layers/feed_forward_norm", f"{encoder}norm2"),
+    ]
+    decoder_rules = [
+        *_attention("decoder/layers/self_attention", f"{decoder}self_attention", heads),
+        *norm("decoder/layers/self_attention_norm", f"{decoder}norm1"),
+        *_attention("decoder/layers/cross_attention", f"{decoder}cross_attention", heads),
+        *norm("decoder/layers/cross_attention_norm", f"{decoder}norm2"),
+        *_feed_forward("decoder/layers/feed_forward", f"{decoder}feed_forward"),
+        *norm("decoder/layers/feed_forward_norm", f"{decoder}norm3"),
+    ]
+    return [
+        *(encoder_rules if config.num_encoder_layers else []),
+        *(decoder_rules if config.num_decoder_layers else []),
+    ]
+
+
+FAMILY = Family(
+    name="notebook",
+    sizes=_sizes,
+    guess=_guess,
+    rules=_rules,
+    order=(
+        "encoder", "decoder", "self_attention", "cross_attention", "W_q", "W_k", "W_v", "W_o",
+        "attention", "feed_forward", "norm1", "norm2", "norm3", "weight", "bias",
+    ),
+)  # fmt: skip

@@ -1,0 +1,151 @@
+"""The weight map of `opennmt`: OpenNMT-py 3.
+
+A checkpoint has the state dict in two parts, "model" and "generator", and its options under "opt";
+they tell the number of heads, activation and epsilon. Names tell biases, and tensors tying and
+positions.
+
+A bare state dict needs `num_heads`, and `activation` or `norm_epsilon` where they are not the
+published defaults.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.interop.checkpoint_files import Checkpoint
+from flaxformer_mt.interop.rules import (
+    Buffer,
+    Family,
+    Rule,
+    activation_of_settings,
+    embeddings,
+    fields_of_settings,
+    guess_tying,
+    linear,
+    norm,
+    same,
+    sinusoids,
+)
+
+SOURCE = "encoder.embeddings.make_embedding.emb_luts.0.weight"
+TARGET = "decoder.embeddings.make_embedding.emb_luts.0.weight"
+OUTPUT = "generator.weight"
+ENCODER = "encoder.transformer.{layer}"
+DECODER = "decoder.transformer_layers.{layer}"
+TABLE = "encoder.embeddings.make_embedding.pe.pe"
+
+_FIELDS_OF_OPTIONS = {"heads": "num_heads", "norm_eps": "norm_epsilon"}
+_DROPOUT_OPTIONS = {"dropout": "dropout_rate", "attention_dropout": "attention_dropout_rate"}
+
+
+def _sizes(checkpoint: Checkpoint, num_heads: int) -> dict[str, Any]:
+    layer = f"{DECODER.format(layer=0)}.feed_forward"
+    hidden, narrow = f"{layer}.w_1.weight", f"{layer}.w_2.weight"
+    return {
+        "source_vocab_size": checkpoint.size((SOURCE, 0)),
+        "target_vocab_size": checkpoint.size((TARGET, 0), (OUTPUT, 0), ("generator.bias", 0)),
+        "d_model": checkpoint.size((hidden, 1), (narrow, 0), (f"{layer}.layer_norm.weight", 0)),
+        "d_ff": checkpoint.size((hidden, 0), (narrow, 1)),
+        "num_encoder_layers": checkpoint.num_layers("encoder.transformer."),
+        "num_decoder_layers": checkpoint.num_layers("decoder.transformer_layers."),
+    }
+
+
+def _guess(checkpoint: Checkpoint) -> dict[str, Any]:
+    options = checkpoint.settings
+    fields: dict[str, Any] = {
+        **guess_tying(checkpoint, SOURCE, TARGET, OUTPUT),
+        "qkv_bias": checkpoint.has_any(".linear_query.bias"),
+        "attention_output_bias": checkpoint.has_any(".final_linear.bias"),
+        "feed_forward_bias": checkpoint.has_any(".w_1.bias"),
+    }
+    if not checkpoint.has_any(".pe.pe"):
+        fields["position_kind"] = "none"
+    elif checkpoint.size((TABLE, 0)) > 1 and checkpoint.size((TABLE, 2)) > 2:
+        # Position 1, column 1 is the cosine of the first frequency, or the sine of the second.
+        second = checkpoint.tensors[TABLE][1, 0, 1]
+        is_cosine = np.isclose(second, np.cos(1.0), rtol=0, atol=1e-5)
+        fields["position_layout"] = "interleaved" if is_cosine else "concatenated"
+    fields |= fields_of_settings(options, _FIELDS_OF_OPTIONS)
+    fields |= activation_of_settings(
+        options, "pos_ffn_activation_fn", {"relu": "relu", "gelu": "gelu"}
+    )
+    # A rate may be a list: one for each stage of training.
+    return fields | {
+        name: rate[-1] if isinstance(rate, list) else rate
+        for name, rate in fields_of_settings(options, _DROPOUT_OPTIONS).items()
+    }
+
+
+def _attention(config: TransformerConfig, ours: str, theirs: str) -> list[Rule]:
+    return [
+        *linear(f"{ours}/query", f"{theirs}.linear_query", bias=config.qkv_bias),
+        *linear(f"{ours}/key", f"{theirs}.linear_keys", bias=config.qkv_bias),
+        *linear(f"{ours}/value", f"{theirs}.linear_values", bias=config.qkv_bias),
+        *linear(f"{ours}/output", f"{theirs}.final_linear", bias=config.attention_output_bias),
+    ]
+
+
+def _feed_forward(config: TransformerConfig, ours: str, theirs: str) -> list[Rule]:
+    return [
+        *norm(f"{ours}_norm", f"{theirs}.layer_norm"),
+        *linear(f"{ours}/hidden", f"{theirs}.w_1", bias=config.feed_forward_bias),
+        *linear(f"{ours}/output", f"{theirs}.w_2", bias=config.feed_forward_bias),
+    ]
+
+
+def _rules(config: TransformerConfig, layout: str) -> list[Rule]:
+    return [
+        *embeddings(config, SOURCE, TARGET, OUTPUT),
+        same("output/bias", "generator.bias"),
+        *norm("encoder/layers/self_attention_norm", f"{ENCODER}.layer_norm"),
+        *_attention(config, "encoder/layers/self_attention", f"{ENCODER}.self_attn"),
+        *_feed_forward(config, "encoder/layers/feed_forward", f"{ENCODER}.feed_forward"),
+        *norm("encoder/final_norm", "encoder.layer_norm"),
+        *norm("decoder/layers/self_attention_norm", f"{DECODER}.layer_norm_1"),
+        *_attention(config, "decoder/layers/self_attention", f"{DECODER}.self_attn"),
+        *norm("decoder/layers/cross_attention_norm", f"{DECODER}.layer_norm_2"),
+        *_attention(config, "decoder/layers/cross_attention", f"{DECODER}.context_attn"),
+        *_feed_forward(config, "decoder/layers/feed_forward", f"{DECODER}.feed_forward"),
+        *norm("decoder/final_norm", "decoder.layer_norm"),
+    ]
+
+
+def _buffers(config: TransformerConfig) -> list[Buffer]:
+    if config.position_kind == "none":
+        return []
+    table = sinusoids(config)
+    return [
+        Buffer(name, lambda rows: table(rows)[:, None], rows=5000)
+        for name in (TABLE, TABLE.replace("encoder", "decoder"))
+    ]
+
+
+FAMILY = Family(
+    name="opennmt",
+    sizes=_sizes,
+    guess=_guess,
+    rules=_rules,
+    buffers=_buffers,
+    open_switches=frozenset(
+        {
+            "norm_epsilon",
+            "qkv_bias",
+            "attention_output_bias",
+            "feed_forward_bias",
+            "activation",
+            "position_kind",
+            "position_layout",
+            "tie_embeddings",
+        }
+    ),
+    order=(
+        "encoder", "decoder", "generator", "embeddings", "make_embedding", "emb_luts", "pe",
+        "transformer", "self_attn", "linear_keys", "linear_values", "linear_query", "final_linear",
+        "feed_forward", "w_1", "w_2", "layer_norm", "transformer_layers", "layer_norm_1",
+        "context_attn", "layer_norm_2", "weight", "bias",
+    ),
+    parts=("generator",),
+    optimizer_key="optim",
+)  # fmt: skip

@@ -1,0 +1,1 @@
+"""Whole models on disk: Hugging Face, Marian, CTranslate2, jax.export, run folders."""

@@ -1,0 +1,322 @@
+"""Hugging Face folders of Marian models: what OPUS-MT is published as.
+
+`marian.py` has the map of the weights, `generation.py` that of the search. A run that was made of
+such a folder keeps what only Hugging Face needs (`Package.origin`), so that the way back gives the
+same files: settings with no meaning here, names of tensors that were left out, and tables that are
+computed.
+"""
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+
+from flaxformer_mt.config import DataConfig, TransformerConfig
+from flaxformer_mt.data.tokenizers.marian import SETTINGS as TOKENIZER_SETTINGS
+from flaxformer_mt.data.tokenizers.marian import TARGET_VOCABULARY, VOCABULARY, MarianTokenizer
+from flaxformer_mt.data.tokenizers.tokenizer import SentencePieceTokenizer, Tokenizers
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.interop import checkpoint_files as files
+from flaxformer_mt.interop import weights
+from flaxformer_mt.interop.checkpoint_files import Checkpoint
+from flaxformer_mt.interop.convert import adapt
+from flaxformer_mt.interop.families import marian
+from flaxformer_mt.interop.formats import generation_config as generation
+from flaxformer_mt.interop.formats.run_folders import Package, experiment, made_when_whole
+from flaxformer_mt.interop.weights import CARRIED
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+_CARRIED_FILE = "carried.safetensors"
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+_INDEX = ".index.json"
+
+# What `config.json` says where it does not say it.
+_DEFAULTS: dict[str, Any] = {
+    "is_encoder_decoder": True, "share_encoder_decoder_embeddings": True,
+    "tie_word_embeddings": True, "attention_dropout": 0.0, "activation_dropout": 0.0,
+    "dropout": 0.1, "scale_embedding": False,
+}  # fmt: skip
+
+
+def is_folder(path: Path) -> bool:
+    """Whether a folder is Hugging Face's, of whatever model."""
+    try:
+        return "model_type" in json.loads((path / CONFIG).read_bytes())
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def read(
+    folder: Path, overrides: Mapping[str, Any] | None = None
+) -> tuple[Package, tuple[str, ...]]:
+    """Reads a folder that `MarianMTModel` and `MarianTokenizer` were saved to.
+
+    Args:
+      folder: with config.json, weights, and the tokenizer's files.
+      overrides: fields of `TransformerConfig` that shall have other values.
+
+    Returns:
+      The model, and a line about each setting of `generate` that is not known here.
+
+    Raises:
+      UserError: a file is missing or damaged, they do not go together, or the model is another.
+    """
+    settings = _read_json(folder / CONFIG)
+    if settings.get("model_type") != "marian":
+        raise UserError(
+            f"{folder / CONFIG} is of model_type={settings.get('model_type')}, not marian"
+        )
+    tensors, dtype = _read_tensors(folder)
+    with weights.refusals_name(folder, marian.FAMILY.name):
+        known = {name: value for name, value in settings.items() if value is not None}
+        model, params = weights.from_checkpoint(
+            marian.FAMILY, Checkpoint(tensors, known), dict(overrides or {})
+        )
+        tokenizers = Tokenizers.load(folder)
+        _check_tokenizers(model, tokenizers)
+        kept = {CONFIG: (folder / CONFIG).read_bytes()}
+        search = settings
+        if (folder / GENERATION).is_file():
+            kept[GENERATION] = (folder / GENERATION).read_bytes()
+            search = _read_json(folder / GENERATION)
+        decode, notes = generation.to_decode(search, model)
+    carried = params.pop(CARRIED, {})
+    kept[_CARRIED_FILE] = safetensors.numpy.save(carried, {"dtype": dtype})
+    names = _read_json(folder / TOKENIZER_SETTINGS, {})
+    config = experiment(model, _data(names, tokenizers), decode)
+    return Package(config, params, tokenizers, kept), tuple(notes)
+
+
+def write(package: Package, folder: Path, accepted: Collection[str] = ()) -> tuple[str, ...]:
+    """Makes a folder that `MarianMTModel` and `MarianTokenizer` load, whole or not at all.
+
+    Args:
+      package: the model.
+      folder: to be made.
+      accepted: see `convert`.
+
+    Returns:
+      What was done to the weights, and what has no place there, a line each.
+
+    Raises:
+      UserError: Marian computes something else, or the folder exists or cannot be written.
+    """
+    model, params = package.config.model, package.params
+    notes: tuple[str, ...] = ()
+    kept = package.origin if _CARRIED_FILE in package.origin else {}
+    if not kept:
+        model, params, notes = adapt(model, params, marian.FAMILY, accepted)
+        # The start of decoding is a setting there, whatever the published models have.
+        notes = tuple(note for note in notes if not note.startswith("decoding starts from"))
+    if min(model.bos_id, model.pad_id) < 0:
+        raise UserError(
+            f"bos_id={model.bos_id} and pad_id={model.pad_id} cannot be written: marian starts "
+            "decoding from a token, and has one for padding"
+        )
+    carried, dtype = _carried(kept, model)
+    tensors = weights.to_state_dict(marian.FAMILY, model, params | {CARRIED: carried})
+    tokenizer = _tokenizer_files(package)
+    old = json.loads(kept.get(GENERATION, b"{}"))
+    if not old:  # Before there was this file, settings of `generate` stood in the other one.
+        stored = json.loads(kept.get(CONFIG, b"{}"))
+        old = {name: stored[name] for name in stored.keys() & generation.FIELDS}
+    search, losses = generation.from_decode(package.config.decode, model, old)
+    with made_when_whole(folder) as unfinished:
+        for name, content in tokenizer.items():
+            (unfinished / name).write_bytes(content)
+        _write_json(unfinished / CONFIG, _settings(model, json.loads(kept.get(CONFIG, b"{}"))))
+        _write_json(unfinished / GENERATION, search)
+        files.write(unfinished / "model.safetensors", _narrowed(tensors, dtype))
+    return (*notes, *losses)
+
+
+# Reading.
+
+
+def _read_json(path: Path, default: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    if default is not None and not path.exists():
+        return dict(default)
+    try:
+        values = json.loads(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(f"{path} is damaged: {error}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path} is damaged: no JSON object")
+    return values
+
+
+def _read_tensors(folder: Path) -> tuple[dict[str, np.ndarray], str]:
+    """All tensors, those of 16 bits widened to 32; and the dtype that most of them had."""
+    for name in _WEIGHTS:
+        if (folder / name).is_file():
+            return files.read_widened([folder / name])
+        if (folder / (name + _INDEX)).is_file():
+            return files.read_widened(_shards(folder / (name + _INDEX)))
+    raise UserError(f"{folder} has no {' and no '.join(_WEIGHTS)}")
+
+
+def _shards(index: Path) -> list[Path]:
+    """The files that an index names; none outside of its folder."""
+    places = _read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise UserError(f"{index} is damaged: it has no weight_map")
+    names = sorted({str(name) for name in places.values()})
+    for name in names:
+        if Path(name).name != name:
+            raise UserError(f"{index} is damaged: {name} is no file in its folder")
+    return [index.with_name(name) for name in names]
+
+
+def _check_tokenizers(model: TransformerConfig, tokenizers: Tokenizers) -> None:
+    for side in ("source", "target"):
+        tokenizer, rows = getattr(tokenizers, side), getattr(model, f"{side}_vocab_size")
+        if tokenizer.vocab_size > rows:
+            raise UserError(
+                f"its vocabulary does not fit its weights: the {side}'s has ids up to "
+                f"{tokenizer.vocab_size - 1}, and there are embeddings of {rows} tokens"
+            )
+        for name in ("pad_id", "eos_id"):
+            ours, theirs = getattr(model, name), getattr(tokenizer, name)
+            if ours != theirs:
+                raise UserError(
+                    f"its vocabulary does not fit its {CONFIG}: {name} is {theirs} in the "
+                    f"{side}'s, and {ours} there"
+                )
+
+
+def _data(names: Mapping[str, Any], tokenizers: Tokenizers) -> DataConfig:
+    """The data of a further training, as far as the tokenizer tells."""
+    languages = {
+        f"{side}_language": names[short]
+        for side, short in (("source", "source_lang"), ("target", "target_lang"))
+        if isinstance(names.get(short), str)
+    }
+    return DataConfig(
+        **languages,
+        vocab_size=max(tokenizers.source.vocab_size, tokenizers.target.vocab_size),
+        joint_vocabulary=not names.get("separate_vocabs", False),
+        byte_fallback=False,
+        target_row_length=128,
+    )
+
+
+# Writing.
+
+
+def _carried(
+    kept: Mapping[str, bytes], model: TransformerConfig
+) -> tuple[dict[str, np.ndarray], str]:
+    """What a folder had besides parameters, and its dtype."""
+    if _CARRIED_FILE in kept:
+        content = kept[_CARRIED_FILE]
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        return safetensors.numpy.load(content), header["__metadata__"]["dtype"]
+    # As its writer leaves them out: computed tables, and all but one of tied tensors.
+    omitted = marian.FAMILY.omitted(model)
+    if model.tie_embeddings == "source_target":  # Version 5 ties these only with the output.
+        omitted = frozenset(marian.TABLES)
+    empty = np.empty(0, model.param_dtype)
+    return dict.fromkeys(sorted(omitted), empty), model.param_dtype
+
+
+def _narrowed(tensors: Mapping[str, np.ndarray], dtype: str) -> Mapping[str, np.ndarray]:
+    """The tensors in the dtype that they were read in, if they still fit into it."""
+    narrow = {name: tensor.astype(dtype) for name, tensor in tensors.items()}
+    fits = all(np.array_equal(narrow[name], tensor) for name, tensor in tensors.items())
+    return narrow if fits else tensors
+
+
+def _settings(model: TransformerConfig, kept: Mapping[str, Any]) -> dict[str, Any]:
+    """`config.json`: as it was, where that says the same."""
+    activations = {ours: theirs for theirs, ours in marian.ACTIVATIONS.items()}
+    activation = kept.get("activation_function")
+    if marian.ACTIVATIONS.get(str(activation)) != model.activation:
+        activation = activations[model.activation]
+    values = {
+        "architectures": ["MarianMTModel"],
+        "model_type": "marian",
+        "is_encoder_decoder": True,
+        "vocab_size": model.source_vocab_size,
+        "decoder_vocab_size": model.target_vocab_size,
+        "d_model": model.d_model,
+        "encoder_layers": model.num_encoder_layers,
+        "decoder_layers": model.num_decoder_layers,
+        "encoder_attention_heads": model.num_heads,
+        "decoder_attention_heads": model.num_heads,
+        "encoder_ffn_dim": model.d_ff,
+        "decoder_ffn_dim": model.d_ff,
+        "activation_function": activation,
+        "dropout": model.dropout_rate,
+        "attention_dropout": model.attention_dropout_rate,
+        "activation_dropout": model.activation_dropout_rate,
+        "max_position_embeddings": model.max_length,
+        "scale_embedding": model.scale_embeddings,
+        "share_encoder_decoder_embeddings": model.shares_source_and_target,
+        "tie_word_embeddings": model.shares_target_and_output,
+        "pad_token_id": model.pad_id,
+        "eos_token_id": model.eos_id,
+        "decoder_start_token_id": model.bos_id,
+    }
+    if not kept:
+        # What converters other than transformers read.
+        return values | {
+            "forced_eos_token_id": model.eos_id,
+            "normalize_before": False,
+            "normalize_embedding": False,
+            "static_position_embeddings": True,
+            "add_bias_logits": False,
+            "add_final_layer_norm": False,
+            "dtype": model.param_dtype,
+        }
+    implied = _DEFAULTS | {"decoder_vocab_size": kept.get("vocab_size")} | dict(kept)
+    changed = {name: v for name, v in values.items() if name not in implied or implied[name] != v}
+    return dict(kept) | changed
+
+
+def _tokenizer_files(package: Package) -> Mapping[str, bytes]:
+    source, target = package.tokenizers.source, package.tokenizers.target
+    if isinstance(source, MarianTokenizer):
+        return source.files
+    assert isinstance(target, SentencePieceTokenizer)
+    joint = package.tokenizers.joint
+    vocabularies = {VOCABULARY: source}
+    if not joint:
+        vocabularies[TARGET_VOCABULARY] = target
+    special = {
+        f"{name}_token": source.pieces([getattr(source, f"{name}_id")])[0]
+        for name in ("eos", "unk", "pad")
+    }
+    settings = special | {
+        "tokenizer_class": "MarianTokenizer",
+        "source_lang": package.config.data.source_language,
+        "target_lang": package.config.data.target_language,
+        "separate_vocabs": not joint,
+        "model_max_length": package.config.model.max_length,
+        "clean_up_tokenization_spaces": False,
+        # So that "</s>" in a text is text, as in the run.
+        "split_special_tokens": True,
+    }
+    return {
+        "source.spm": source.model,
+        "target.spm": target.model,
+        **{name: _to_json(_ids(own)) for name, own in vocabularies.items()},
+        TOKENIZER_SETTINGS: _to_json(settings),
+    }
+
+
+def _ids(tokenizer: SentencePieceTokenizer) -> dict[str, int]:
+    pieces = tokenizer.pieces(range(tokenizer.vocab_size))
+    return {piece: number for number, piece in enumerate(pieces)}
+
+
+def _to_json(values: Mapping[str, Any]) -> bytes:
+    return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    path.write_bytes(_to_json(values))

@@ -1,0 +1,172 @@
+"""Models as compiled-to-be functions and a file of numbers, for servers that have JAX alone.
+
+`jax.export` writes what JAX has traced: StableHLO, for any size of batch, length and beam, and for
+CPU, CUDA and TPU. Neither this package nor Flax is needed to run it. `server.py`, which is written
+beside it, translates with it, and shows how.
+"""
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax import Array, export
+
+from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.data.tokenizers.marian import MarianTokenizer
+from flaxformer_mt.data.tokenizers.tokenizer import SentencePieceTokenizer, Tokenizer
+from flaxformer_mt.decoding.teacher_forcing import never_chosen
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.interop.formats.run_folders import Package, made_when_whole
+from flaxformer_mt.interop.weights import by_path, model_params
+from flaxformer_mt.model.transformer import Cache, Transformer, reorder_cache
+
+PLATFORMS = ("cpu", "cuda", "tpu")
+SERVER = Path(__file__).with_name("jax_server.py")
+
+SIGNATURES = {
+    "encode": "(parameters, source int32 [b, s], room bool [w, p]) -> cache",
+    "step": (
+        "(parameters, tokens int32 [b, w], cache, positions int32 [b]) -> (logits [b, w, v], cache)"
+    ),
+    "reorder": "(cache, parents int32 [b, w]) -> cache",
+}
+"""What is exported: for b sentences of s tokens, and w hypotheses of each, of at most p tokens.
+`parameters` is a dict of arrays, `cache` a tuple of them; `room` only says w and p."""
+
+
+def write(package: Package, folder: Path, accepted: Collection[str] = ()) -> tuple[str, ...]:
+    """Makes a folder that can be used without this package, whole or not at all.
+
+    It holds the functions of `SIGNATURES`, the parameters (.npz), the SentencePiece models,
+    `metadata.json` with vocabularies and special tokens, and `server.py`.
+
+    Args:
+      package: the model.
+      folder: to be made.
+      accepted: nothing is changed, so there is nothing to accept.
+
+    Returns:
+      No notes: the functions are the model's own.
+
+    Raises:
+      UserError: the model has no encoder, flatbuffers is not installed, or the folder exists or
+        cannot be written.
+    """
+    try:
+        import flatbuffers  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            "jax.export needs flatbuffers: pip install 'flaxformer_mt[export]'"
+        ) from error
+    model, params = package.config.model, model_params(package.params)
+    if not model.has_inputs:
+        raise UserError("model.has_inputs=False: a language model has no source to encode")
+    with made_when_whole(folder) as unfinished:
+        for name, exported in export_functions(model, params).items():
+            (unfinished / f"{name}.jax").write_bytes(exported.serialize())
+        np.savez(unfinished / "parameters.npz", **by_path(params))  # type: ignore[arg-type]
+        for side, content in _sentencepiece_models(package).items():
+            (unfinished / f"{side}.spm").write_bytes(content)
+        (unfinished / "metadata.json").write_text(
+            json.dumps(metadata(package), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
+        (unfinished / "server.py").write_bytes(SERVER.read_bytes())
+    return ()
+
+
+def export_functions(model: TransformerConfig, params: Any) -> dict[str, export.Exported]:
+    """The functions of `SIGNATURES`, by name.
+
+    Args:
+      model: which Transformer.
+      params: its parameters, of which only shapes and dtypes are looked at.
+    """
+    transformer = Transformer(model)
+    flat = {
+        path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        for path, leaf in flatten_dict(params, sep="/").items()
+    }
+
+    def variables(parameters: dict[str, Array]) -> dict[str, Any]:
+        return {"params": unflatten_dict(parameters, sep="/")}
+
+    def start(parameters: dict[str, Array], source: Array, room: Array) -> Cache:
+        encoded: Any = transformer.apply(variables(parameters), source, method="encode")
+        cache: Any = transformer.apply(
+            variables(parameters), encoded, source, *room.shape, method="init_cache"
+        )
+        return cache
+
+    b, s, w, p = export.symbolic_shape(
+        "b, s, w, p", constraints=[f"s <= {model.max_length}", f"p <= {model.max_length}"]
+    )
+    source = jax.ShapeDtypeStruct((b, s), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((b, w), jnp.int32)
+    positions = jax.ShapeDtypeStruct((b,), jnp.int32)
+    room = jax.ShapeDtypeStruct((w, p), jnp.bool_)
+    cache, cache_structure = jax.tree.flatten(jax.eval_shape(start, flat, source, room))
+
+    def encode(parameters, source, room):
+        return tuple(jax.tree.leaves(start(parameters, source, room)))
+
+    def step(parameters, tokens, cache, positions):
+        logits, after = transformer.apply(
+            variables(parameters),
+            tokens,
+            jax.tree.unflatten(cache_structure, cache),
+            positions,
+            method="decode_step",
+        )
+        return logits, tuple(jax.tree.leaves(after))
+
+    def reorder(cache, parents):
+        before = jax.tree.unflatten(cache_structure, cache)
+        return tuple(jax.tree.leaves(reorder_cache(before, parents)))
+
+    def exported(function, *arguments) -> export.Exported:
+        return export.export(jax.jit(function), platforms=PLATFORMS)(*arguments)
+
+    return {
+        "encode": exported(encode, flat, source, room),
+        "step": exported(step, flat, tokens, tuple(cache), positions),
+        "reorder": exported(reorder, tuple(cache), tokens),
+    }
+
+
+def metadata(package: Package) -> dict[str, Any]:
+    """What a server has to know besides the functions, as JSON values."""
+    model, decode = package.config.model, package.config.decode
+    source, target = package.tokenizers.source, package.tokenizers.target
+    return {
+        "functions": SIGNATURES,
+        "platforms": PLATFORMS,
+        "jax_version": jax.__version__,
+        "longest": model.max_length,
+        "pad_id": model.pad_id,
+        "bos_id": model.bos_id,
+        "eos_id": model.eos_id,
+        "unk_id": {"source": source.unk_id, "target": target.unk_id},
+        "never_chosen": never_chosen(model),
+        "max_length": decode.max_length,
+        "max_length_factor": decode.max_length_factor,
+        "max_length_extra": decode.max_length_extra,
+        "pieces": {"source": _pieces(source), "target": _pieces(target)},
+    }
+
+
+def _pieces(tokenizer: Tokenizer) -> list[str]:
+    return tokenizer.pieces(range(tokenizer.vocab_size))
+
+
+def _sentencepiece_models(package: Package) -> dict[str, bytes]:
+    source, target = package.tokenizers.source, package.tokenizers.target
+    if isinstance(source, MarianTokenizer):
+        return {side: source.files[f"{side}.spm"] for side in ("source", "target")}
+    assert isinstance(source, SentencePieceTokenizer)
+    assert isinstance(target, SentencePieceTokenizer)
+    return {"source": source.model, "target": target.model}

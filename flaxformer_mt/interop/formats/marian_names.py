@@ -1,0 +1,324 @@
+"""The weight map of Marian's own models, and what their options say.
+
+Names and options are those of Marian, src/models/transformer.h: a number in a name counts layers
+from 1, and biases have the shape [1, D]. Decoding starts from a zero vector. No token is padding.
+"""
+
+import functools
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+import yaml
+
+from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.interop.checkpoint_files import Checkpoint
+from flaxformer_mt.interop.rules import (
+    Arrays,
+    Family,
+    Rule,
+    activation_of_settings,
+    embeddings,
+    same,
+)
+from flaxformer_mt.model.transformer import ZERO_VECTOR
+
+NAME = "marian-native"
+
+SHARED = "Wemb"
+SOURCE, TARGET = "encoder_Wemb", "decoder_Wemb"
+OUTPUT = "decoder_ff_logit_out_Wt"
+# Older models have it the other way round.
+LEGACY_OUTPUT = "decoder_ff_logit_out_W"
+BIAS = "decoder_ff_logit_out_b"
+
+NO_TOKEN = -1
+"""The padding of a vocabulary that has none."""
+END = 0
+"""`</s>` in all of Marian's vocabularies."""
+
+_SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "type": ("transformer",),
+    "transformer-decoder-autoreg": ("self-attention", "rnn"),
+    "transformer-ffn-depth": (2,),
+    "transformer-decoder-ffn-depth": (0, 2),
+    "transformer-no-projection": (False,),
+    "transformer-pool": (False,),
+    "transformer-rnn-projection": (False,),
+    "transformer-train-position-embeddings": (False,),
+    "transformer-train-positions": (False,),
+    "transformer-disable-position-embeddings": (False,),
+    "transformer-tied-layers": ([],),
+    "lemma-dim-emb": (0,),
+    "right-left": (False,),
+    "ulr": (False,),
+}
+"""What options may say, if they are there; the others say nothing here, or sizes."""
+_RECURRENT = {"dec-cell": ("ssru",), "layer-normalization": (False,)}
+"""The same, where the decoder is recurrent."""
+_NORMS = {("", "an"): "post", ("n", "a"): "pre"}
+"""What is done before and after a sub-layer: normalise, add the residual."""
+# Marian's gelu is x * sigmoid(1.702 x), which is neither of ours.
+_ACTIVATIONS = {"relu": "relu", "swish": "silu"}
+_FIELDS_OF_OPTIONS = {
+    "transformer-heads": "num_heads",
+    "dim-emb": "d_model",
+    "transformer-dim-ffn": "d_ff",
+    "enc-depth": "num_encoder_layers",
+    "dec-depth": "num_decoder_layers",
+}
+
+
+# The map.
+
+
+def _row(ours: str, theirs: str) -> Rule:
+    """A vector [D] that is [1, D] there."""
+
+    def to_ours(row: np.ndarray) -> Arrays:
+        return (row.reshape(-1),)
+
+    def to_theirs(vector: np.ndarray) -> Arrays:
+        return (vector.reshape(1, -1),)
+
+    return Rule((ours,), (theirs,), to_ours, to_theirs)
+
+
+def _linear(ours: str, theirs: str, suffix: str) -> list[Rule]:
+    """A matrix [in, out], as here, and its bias."""
+    return [
+        same(f"{ours}/kernel", f"{theirs}_W{suffix}"),
+        _row(f"{ours}/bias", f"{theirs}_b{suffix}"),
+    ]
+
+
+def _norm(ours: str, theirs: str, suffix: str) -> list[Rule]:
+    return [_row(f"{ours}/{part}", f"{theirs}_ln_{part}{suffix}") for part in ("scale", "bias")]
+
+
+def _rules(config: TransformerConfig, layout: str) -> list[Rule]:
+    # A norm that stands before something is named so.
+    suffix = "_pre" if config.norm_position == "pre" else ""
+
+    def attention(ours: str, theirs: str) -> list[Rule]:
+        projections = {"query": "q", "key": "k", "value": "v", "output": "o"}
+        return [
+            *(
+                rule
+                for part, letter in projections.items()
+                for rule in _linear(f"{ours}/{part}", theirs, letter)
+            ),
+            *_norm(f"{ours}_norm", f"{theirs}_Wo", suffix),
+        ]
+
+    def feed_forward(ours: str, theirs: str) -> list[Rule]:
+        return [
+            *_linear(f"{ours}/hidden", theirs, "1"),
+            *_linear(f"{ours}/output", theirs, "2"),
+            *_norm(f"{ours}_norm", f"{theirs}_ffn", suffix),
+        ]
+
+    def recurrence(ours: str, theirs: str) -> list[Rule]:
+        return [
+            same(f"{ours}/candidate/kernel", f"{theirs}_W"),
+            *_linear(f"{ours}/forget", theirs, "f"),
+            *_norm(f"{ours}_norm", theirs if suffix else f"{theirs}_ffn", suffix),
+        ]
+
+    if config.decoder_kind == "ssru":
+        looking_back = recurrence("decoder/layers/recurrence", "decoder_l{number}_rnn")
+    else:
+        looking_back = attention("decoder/layers/self_attention", "decoder_l{number}_self")
+    stacks = ("encoder", "decoder")
+    return [
+        *_embeddings(config, layout),
+        *([_row("output/bias", BIAS)] if config.output_bias else []),
+        *attention("encoder/layers/self_attention", "encoder_l{number}_self"),
+        *feed_forward("encoder/layers/feed_forward", "encoder_l{number}_ffn"),
+        *looking_back,
+        *attention("decoder/layers/cross_attention", "decoder_l{number}_context"),
+        *feed_forward("decoder/layers/feed_forward", "decoder_l{number}_ffn"),
+        *(
+            rule
+            for stack in stacks
+            if config.embedding_norm
+            for rule in _norm(f"{stack}/embedding_norm", f"{stack}_emb", "_pre")
+        ),
+        *(
+            rule
+            for stack in stacks
+            if config.final_norm
+            for rule in _norm(f"{stack}/final_norm", f"{stack}_top", "")
+        ),
+    ]
+
+
+def _embeddings(config: TransformerConfig, layout: str) -> list[Rule]:
+    source, target = (None, SHARED) if config.shares_source_and_target else (SOURCE, TARGET)
+    if config.shares_target_and_output:
+        return embeddings(config, source, target, None)
+    if layout != LEGACY_OUTPUT:
+        return embeddings(config, source, target, OUTPUT)
+    return [*embeddings(config, source, target, None), same("output/kernel", LEGACY_OUTPUT)]
+
+
+def _layout(names: Collection[str]) -> str:
+    return LEGACY_OUTPUT if LEGACY_OUTPUT in names else OUTPUT
+
+
+# What a file says about its configuration.
+
+
+def _sizes(checkpoint: Checkpoint, num_heads: int) -> dict[str, Any]:
+    tables = [name for name in (SHARED, SOURCE, TARGET) if name in checkpoint.tensors] or [SHARED]
+    hidden, narrow = "encoder_l1_ffn_W1", "encoder_l1_ffn_W2"
+    return {
+        "source_vocab_size": checkpoint.size((tables[0], 0)),
+        "target_vocab_size": checkpoint.size((tables[-1], 0)),
+        "d_model": checkpoint.size((tables[0], 1), (hidden, 0), (narrow, 1)),
+        "d_ff": checkpoint.size((hidden, 1), ("encoder_l1_ffn_b1", 1), (narrow, 0)),
+        "num_encoder_layers": _num_layers(checkpoint, "encoder"),
+        "num_decoder_layers": _num_layers(checkpoint, "decoder"),
+    }
+
+
+def _num_layers(checkpoint: Checkpoint, stack: str) -> int:
+    found = (re.match(rf"{stack}_l(\d+)_", name) for name in checkpoint.tensors)
+    return max((int(match[1]) for match in found if match), default=0)
+
+
+def _guess(checkpoint: Checkpoint) -> dict[str, Any]:
+    options = checkpoint.settings
+    _refuse_unsupported(options, _SUPPORTED)
+    is_recurrent = options.get("transformer-decoder-autoreg") == "rnn"
+    if is_recurrent:
+        _refuse_unsupported(options, _RECURRENT)
+    source_vocabulary, target_vocabulary = _vocabulary_sizes(options)
+    ties_source = _is_on(options, "tied-embeddings-all") or _is_on(options, "tied-embeddings-src")
+    ties_output = _is_on(options, "tied-embeddings-all") or _is_on(options, "tied-embeddings")
+    return {
+        **{ours: _number(options, theirs) for theirs, ours in _FIELDS_OF_OPTIONS.items()},
+        **activation_of_settings(options, "transformer-ffn-activation", _ACTIVATIONS),
+        "source_vocab_size": source_vocabulary,
+        "target_vocab_size": target_vocabulary,
+        "decoder_kind": "ssru" if is_recurrent else "attention",
+        "norm_position": _norm_position(options),
+        "embedding_norm": _has_norm(options, "transformer-postprocess-emb"),
+        "final_norm": _has_norm(options, "transformer-postprocess-top"),
+        "output_bias": not _is_on(options, "output-omit-bias"),
+        "tie_embeddings": {
+            (True, True): "all",
+            (True, False): "source_target",
+            (False, True): "target_output",
+            (False, False): "none",
+        }[ties_source, ties_output],
+    }
+
+
+def _refuse_unsupported(
+    options: Mapping[str, Any], supported: Mapping[str, tuple[Any, ...]]
+) -> None:
+    for name, values in supported.items():
+        if options.get(name, values[0]) not in values:
+            can_be = " or ".join(map(_spelt, values))
+            raise UserError(f"the model cannot have {name}: {_spelt(options[name])}, only {can_be}")
+
+
+def _spelt(value: Any) -> str:
+    """A value as YAML has it."""
+    return yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()
+
+
+def _number(options: Mapping[str, Any], name: str) -> int:
+    if type(options.get(name)) is not int:
+        raise UserError(f"its options have no number {name}")
+    return options[name]
+
+
+def _vocabulary_sizes(options: Mapping[str, Any]) -> tuple[int, int]:
+    match options.get("dim-vocabs"):
+        case [int(source), int(target)]:
+            return source, target
+    raise UserError("its options have no two numbers dim-vocabs")
+
+
+def _is_on(options: Mapping[str, Any], name: str) -> bool:
+    return options.get(name, False) is True
+
+
+def _steps(options: Mapping[str, Any], name: str) -> str:
+    """The letters of what is done somewhere, without dropout."""
+    return str(options.get(name, "")).replace("d", "")
+
+
+def _norm_position(options: Mapping[str, Any]) -> str:
+    names = ("transformer-preprocess", "transformer-postprocess")
+    before, after = (_steps(options, name) for name in names)
+    if (before, after) not in _NORMS:
+        given = " and ".join(f"{name}: {_spelt(options.get(name, ''))}" for name in names)
+        raise UserError(f"the model cannot have {given}, only dan after or n before and da after")
+    return _NORMS[before, after]
+
+
+def _has_norm(options: Mapping[str, Any], name: str) -> bool:
+    if _steps(options, name) not in ("", "n"):
+        raise UserError(f"the model cannot have {name}: {_spelt(options[name])}, only d and n")
+    return _steps(options, name) == "n"
+
+
+def options(config: TransformerConfig) -> dict[str, Any]:
+    """What Marian reads this configuration from."""
+    letters = {position: steps for steps, position in _NORMS.items()}
+    before, after = letters[config.norm_position]
+    names = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
+    return {
+        **{theirs: getattr(config, ours) for theirs, ours in _FIELDS_OF_OPTIONS.items()},
+        **{name: values[0] for name, values in (_SUPPORTED | _RECURRENT).items()},
+        "dim-vocabs": [config.source_vocab_size, config.target_vocab_size],
+        "output-omit-bias": not config.output_bias,
+        "tied-embeddings": config.tie_embeddings == "target_output",
+        "tied-embeddings-all": config.tie_embeddings == "all",
+        "tied-embeddings-src": config.tie_embeddings == "source_target",
+        "transformer-decoder-autoreg": _SUPPORTED["transformer-decoder-autoreg"][
+            config.decoder_kind == "ssru"
+        ],
+        "transformer-ffn-activation": names[config.activation],
+        "transformer-postprocess": after.replace("a", "da"),
+        "transformer-postprocess-emb": "dn" if config.embedding_norm else "d",
+        "transformer-postprocess-top": "n" if config.final_norm else "",
+        "transformer-preprocess": before,
+    }
+
+
+FAMILY = Family(
+    name=NAME,
+    sizes=_sizes,
+    guess=_guess,
+    rules=_rules,
+    open_switches=frozenset(
+        {
+            "activation",
+            "decoder_kind",
+            "embedding_norm",
+            "final_norm",
+            "norm_position",
+            "output_bias",
+            "tie_embeddings",
+        }
+    ),
+    layout_of_tensors=_layout,
+    layout_of_params=lambda arrays, carried: OUTPUT,
+    preset=functools.partial(
+        TransformerConfig,
+        norm_epsilon=1e-6,
+        activation="silu",
+        position_layout="concatenated",
+        position_exponent="tensor2tensor",
+        mask_target_padding=False,
+        pad_id=NO_TOKEN,
+        bos_id=ZERO_VECTOR,
+        eos_id=END,
+    ),
+)

@@ -1,0 +1,220 @@
+"""Models of Marian itself: what it trains, and what browsers translate with.
+
+The latter (Firefox Translations, Bergamot) have a recurrent unit in the decoder in place of
+self-attention, and weights of 8 bits, which become the float32 numbers that they stand for.
+
+`marian_files.py` knows the formats of the files, `marian_names.py` the map of the weights.
+"""
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from flaxformer_mt.config import DataConfig, DecodeConfig, TransformerConfig
+from flaxformer_mt.data.tokenizers.tokenizer import SentencePieceTokenizer, Tokenizer, Tokenizers
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.interop import weights
+from flaxformer_mt.interop.formats import marian_files
+from flaxformer_mt.interop.formats.marian_names import END, FAMILY, NO_TOKEN, options
+from flaxformer_mt.interop.formats.run_folders import Package, experiment, made_when_whole
+
+_MODEL, _OPTIONS = "model.npz", "config.yml"
+
+
+class Files(NamedTuple):
+    """The files of a model."""
+
+    model: Path
+    source: Path
+    """The vocabulary of sources."""
+    target: Path
+    """The vocabulary of targets; may be the same."""
+    options: Mapping[str, Any]
+    """How Marian is to decode with it; empty if no file says so."""
+
+
+def read(path: Path, overrides: Mapping[str, Any] | None = None) -> tuple[Package, tuple[str, ...]]:
+    """Reads a model, its vocabularies, and how it is searched.
+
+    Args:
+      path: the model's file, .npz or .bin, which lies beside its vocabularies; or the folder. A
+        YAML file there that names both, as Marian's decoder takes it, says which they are.
+      overrides: fields of `TransformerConfig` that shall have other values.
+
+    Returns:
+      The model, and a line about what has no place here.
+
+    Raises:
+      UserError: a file is missing, damaged or not supported, or they do not go together.
+    """
+    files = find(path)
+    config, params = load(files.model, **overrides or {})
+    tokenizers = _read_vocabularies(files, config)
+    data = DataConfig(
+        vocab_size=config.target_vocab_size,
+        joint_vocabulary=tokenizers.joint,
+        byte_fallback=False,
+        target_row_length=128,
+    )
+    package = Package(experiment(config, data, _decode(files.options)), params, tokenizers)
+    if not files.options.get("shortlist"):
+        return package, ()
+    return package, ("its shortlist is left out: translations may have any token",)
+
+
+def write(package: Package, folder: Path, accepted: Collection[str] = ()) -> tuple[str, ...]:
+    """Makes a folder that Marian's decoder can use: a model in float32, vocabulary, options.
+
+    Args:
+      package: the model.
+      folder: to be made.
+      accepted: nothing is adapted, so there is nothing to accept.
+
+    Returns:
+      Nothing.
+
+    Raises:
+      UserError: Marian computes something else, cannot have such a vocabulary, or the folder exists
+        or cannot be written.
+    """
+    model, tokenizers = package.config.model, package.tokenizers
+    tensors = weights.to_state_dict(FAMILY, model, package.params)
+    names = ("vocab.spm",) if tokenizers.joint else ("source.spm", "target.spm")
+    vocabularies = {
+        name: _checked(tokenizer, "the run's vocabulary").model
+        for name, tokenizer in zip(names, (tokenizers.source, tokenizers.target), strict=False)
+    }
+    decode = package.config.decode
+    settings = {
+        "relative-paths": True,
+        "models": [_MODEL],
+        "vocabs": [names[0], names[-1]],
+        "beam-size": decode.beam_size,
+        "normalize": decode.length_penalty if decode.length_penalty_kind == "average" else 0,
+        "max-length-factor": decode.max_length_factor,
+    }
+    with made_when_whole(folder) as unfinished:
+        marian_files.write_npz(unfinished / _MODEL, tensors, options(model))
+        for name, content in vocabularies.items():
+            (unfinished / name).write_bytes(content)
+        (unfinished / _OPTIONS).write_text(yaml.safe_dump(settings, sort_keys=False))
+    return ()
+
+
+def load(path: Path, **overrides: Any) -> tuple[TransformerConfig, dict[str, Any]]:
+    """Reads a model's file.
+
+    Args:
+      path: .npz or binary.
+      **overrides: as for `read`.
+
+    Returns:
+      The configuration, and the parameters as nested dicts of float32 arrays.
+
+    Raises:
+      UserError: see `marian_files.read` and `interop.load`; or an option is not supported.
+    """
+    with weights.refusals_name(path, FAMILY.name):
+        return weights.from_checkpoint(FAMILY, marian_files.read(path), overrides)
+
+
+def find(path: Path) -> Files:
+    """The files of the model that `path`, a file or a folder, names.
+
+    Raises:
+      UserError: there are none, or it is not clear which.
+    """
+    if not path.exists():
+        raise UserError(f"{path} does not exist")
+    folder = path if path.is_dir() else path.parent
+    for settings in filter(None, map(_read_options, sorted(folder.glob("*.yml")))):
+        model, (source, target) = settings["models"][0], settings["vocabs"]
+        if path in (folder, folder / model):
+            return Files(folder / model, folder / source, folder / target, settings)
+    model = _only_model(folder) if path.is_dir() else path
+    return Files(model, *_only_vocabularies(folder), {})
+
+
+def _read_options(path: Path) -> Mapping[str, Any] | None:
+    """The options of a decoder with one model, or None if the file holds something else."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"{path} cannot be read, or is no YAML") from error
+    match content:
+        case {"models": [str()], "vocabs": [str(), str()]}:
+            return content
+    return None
+
+
+def _only_model(folder: Path) -> Path:
+    # Lexical tables have the same ending.
+    found = [path for path in folder.glob("*.bin") if not path.name.startswith("lex")]
+    models = sorted([*folder.glob("*.npz"), *found])
+    if len(models) != 1:
+        names = ", ".join(path.name for path in models) or "no .npz, no .bin"
+        raise UserError(f"{folder} has {len(models)} models ({names}): name the file of one")
+    return models[0]
+
+
+def _only_vocabularies(folder: Path) -> tuple[Path, Path]:
+    match sorted(folder.glob("*.spm")):
+        case [one]:
+            return one, one
+        # source.spm and target.spm, or srcvocab.deen.spm and trgvocab.deen.spm.
+        case [source, target] if source.name[0] == "s" and target.name[0] == "t":
+            return source, target
+        case others:
+            raise UserError(
+                f"{folder} has {len(others)} vocabularies (.spm), and no YAML file says which is "
+                "the model's: name them vocab.spm, or source.spm and target.spm"
+            )
+
+
+def _read_vocabularies(files: Files, config: TransformerConfig) -> Tokenizers:
+    source = _read_vocabulary(files.source, config.source_vocab_size)
+    if files.source == files.target:
+        return Tokenizers(source, source)
+    return Tokenizers(source, _read_vocabulary(files.target, config.target_vocab_size))
+
+
+def _read_vocabulary(path: Path, size: int) -> SentencePieceTokenizer:
+    if path.suffix != ".spm":
+        raise UserError(f"{path}: only SentencePiece vocabularies (.spm) are supported")
+    try:
+        tokenizer = SentencePieceTokenizer(path.read_bytes(), str(path))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    _checked(tokenizer, str(path))
+    if tokenizer.vocab_size != size:
+        raise UserError(
+            f"{path} has {tokenizer.vocab_size} tokens, but the model {size}: it is another model's"
+        )
+    return tokenizer
+
+
+def _checked(tokenizer: Tokenizer, name: str) -> SentencePieceTokenizer:
+    """A vocabulary as Marian has them."""
+    if not isinstance(tokenizer, SentencePieceTokenizer):
+        raise UserError(f"{name} cannot be written: only SentencePiece vocabularies can")
+    for field, wanted in (("eos_id", END), ("pad_id", NO_TOKEN)):
+        given = getattr(tokenizer, field)
+        if given != wanted:
+            raise UserError(f"{name} has {field}={given}, but Marian's have {wanted}")
+    return tokenizer
+
+
+def _decode(settings: Mapping[str, Any]) -> DecodeConfig:
+    """How to search, as far as the options of Marian's decoder say so."""
+    fields: dict[str, Any] = {
+        ours: kind(settings[theirs])
+        for theirs, ours, kind in (
+            ("beam-size", "beam_size", int),
+            ("normalize", "length_penalty", float),
+            ("max-length-factor", "max_length_factor", float),
+        )
+        if isinstance(settings.get(theirs), int | float)
+    }
+    return DecodeConfig(length_penalty_kind="average", **fields)

@@ -1,0 +1,1 @@
+"""Finds the cause of a first difference among the known causes."""

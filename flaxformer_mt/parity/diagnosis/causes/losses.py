@@ -1,0 +1,61 @@
+"""Causes in the loss."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from flaxformer_mt.parity.diagnosis.causes.registry import (
+    Clue,
+    Hypothesis,
+    cause,
+    combinations,
+    shown,
+)
+from flaxformer_mt.parity.diagnosis.equations import CONVENTIONS, NO_PADDING, REDUCTIONS, Loss
+
+
+@cause(Loss)
+def conventions(loss: Loss, clue: Clue) -> Iterator[Hypothesis]:
+    """Another label, amount of smoothing or mean, or padding counts, or two of these."""
+    names = {
+        "convention": "label-smoothing convention",
+        "smoothing": "smoothing amount",
+        "pad_id": "padding in the loss",
+        "reduction": "loss reduction",
+    }
+    choices: dict[str, list[Any]] = {
+        "convention": [*CONVENTIONS],
+        "smoothing": [0.0, 0.1, 0.05, 0.15, 0.2, 0.3],
+        "pad_id": [NO_PADDING],
+        "reduction": [*REDUCTIONS],
+    }
+    ours = {name: getattr(loss, name) for name in choices}
+    for change in combinations(ours, choices, most=2):
+        changed = loss.but(**change)
+        # These two label padding as a class of its own.
+        if changed.pad_id == NO_PADDING and changed.convention in ("non_pad_kl", "questions"):
+            continue
+        yield Hypothesis(
+            " and ".join(names[name] for name in change),
+            "the reference's loss has "
+            + ", ".join(
+                "padding counted in"
+                if name == "pad_id"
+                else f"{names[name]} {shown(value)} in place of {shown(ours[name])}"
+                for name, value in change.items()
+            ),
+            changed,
+        )
+
+
+@cause(Loss)
+def shifted_targets(loss: Loss, clue: Clue) -> Iterator[Hypothesis]:
+    """Logits are compared with the decoder's inputs."""
+    inputs = clue.evidence.target_input
+    if inputs.min() >= 0:
+        yield Hypothesis(
+            "shifted targets",
+            "the reference's loss compares logits with the decoder's inputs, not with its targets",
+            loss.but(targets=inputs.astype(np.int64)),
+        )

@@ -1,0 +1,91 @@
+"""Draws two trainings side by side."""
+
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.interop.checkpoint_files import replaced_when_whole
+from flaxformer_mt.parity.trajectory import Curves, Trajectory
+
+FORMATS = ("png", "svg", "pdf")
+
+# Readable on white and on black.
+_OURS, _THEIRS, _INK = "#3b82f6", "#f59e0b", "#888888"
+
+# Below float64's resolution; where a logarithmic axis puts "no difference".
+_FLOOR = 1e-17
+
+
+def plot_trajectory(trajectory: Trajectory, path: str | os.PathLike[str]) -> None:
+    """Writes a plot: loss and gradient norm of both sides, and their relative differences.
+
+    Args:
+      trajectory: what `parity.trajectory` returned.
+      path: ends in .png, .svg or .pdf.
+
+    Raises:
+      UserError: the suffix is another, the folder does not exist, or matplotlib is not installed.
+    """
+    path = Path(path)
+    suffix = path.suffix.removeprefix(".")
+    if suffix not in FORMATS:
+        raise UserError(f"{path}: a plot's name ends in one of {', '.join(FORMATS)}")
+    figure = _figure(trajectory)
+    with replaced_when_whole(path) as unfinished:
+        figure.savefig(unfinished, format=suffix)
+
+
+def as_svg(trajectory: Trajectory) -> str:
+    """The same plot as an `<svg>` element that can stand in a page, transparent.
+
+    Raises:
+      UserError: matplotlib is not installed.
+    """
+    figure, output = _figure(trajectory), io.StringIO()
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    figure.savefig(output, format="svg", transparent=True, metadata=nothing)
+    text = output.getvalue()
+    return text[text.index("<svg") :]
+
+
+def _figure(trajectory: Trajectory) -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UserError(
+            "plotting a training needs matplotlib: pip install 'flaxformer_mt[parity]'"
+        ) from error
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    loss, norm, differences = figure.subplot_mosaic([["loss", "norm"], ["both", "both"]]).values()
+    steps = np.arange(1, len(trajectory.ours.loss) + 1)
+    for axes, name in ((loss, "loss"), (norm, "gradient_norm")):
+        theirs, ours = getattr(trajectory.theirs, name), getattr(trajectory.ours, name)
+        axes.plot(steps, theirs, color=_THEIRS, linewidth=4, alpha=0.6, label="reference")
+        axes.plot(steps, ours, color=_OURS, linewidth=1.2, label="ours")
+        axes.set_title(name.replace("_", " "))
+        axes.legend(labelcolor=_INK, framealpha=0)
+    for name, relative in zip(Curves._fields, trajectory.differences(), strict=True):
+        # What is infinite or NaN has no place on the axis, and leaves a gap.
+        visible = np.where(np.isfinite(relative), np.maximum(relative, _FLOOR), np.nan)
+        differences.plot(steps, visible, linewidth=1.2, label=name.replace("_", " "))
+    differences.axhline(trajectory.tolerance, color="#dc2626", linestyle="--", label="tolerance")
+    differences.set_yscale("log")
+    differences.set_title("relative difference")
+    figure.legend(
+        *differences.get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=len(Curves._fields) + 1,
+        labelcolor=_INK,
+        framealpha=0,
+    )
+    for axes in (loss, norm, differences):
+        axes.set_xlabel("step", color=_INK)
+        axes.title.set_color(_INK)
+        axes.tick_params(which="both", color=_INK, labelcolor=_INK)
+        for spine in axes.spines.values():
+            spine.set_color(_INK)
+    return figure

@@ -1,0 +1,1 @@
+"""The run folder: its layout, configuration, checkpoints, manifest and lock."""
