@@ -1,0 +1,37 @@
+"""The configuration of a whole experiment."""
+
+import dataclasses
+
+from flaxformer_mt.config.data import DataConfig
+from flaxformer_mt.config.decode import DecodeConfig
+from flaxformer_mt.config.fields import require
+from flaxformer_mt.config.model import TransformerConfig
+from flaxformer_mt.config.optimizer import OptimizerConfig
+from flaxformer_mt.config.parallel import ParallelConfig
+from flaxformer_mt.config.train import TrainConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class ExperimentConfig:
+    """One experiment: all that `train.py` needs besides a folder to write to."""
+
+    model: TransformerConfig = dataclasses.field(default_factory=TransformerConfig)
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+    parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
+    decode: DecodeConfig = dataclasses.field(default_factory=DecodeConfig)
+
+    def __post_init__(self) -> None:
+        field = "target_row_length" if self.data.batching == "packed" else "bucket_lengths[-1]"
+        _, row_length = self.data.row_lengths
+        require(
+            self.train.batch_tokens % row_length == 0,
+            f"train.batch_tokens={self.train.batch_tokens} is not a multiple of "
+            f"data.{field}={row_length}",
+        )
+
+    @property
+    def rows_per_batch(self) -> int:
+        """B: rows in a training batch of the longest rows."""
+        return self.train.batch_tokens // self.data.row_lengths[1]
