@@ -31,7 +31,7 @@ from flaxformer_mt.data.corpora.text_files import (
     stream_parallel,
 )
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.presets import FAMILIES, check_fields
+from flaxformer_mt.presets import FAMILIES, FAMILY_ALIASES, canonical_family, check_fields
 
 Checkpoint = Literal["best", "last"] | int
 Runs = tyro.conf.UseAppendAction[
@@ -44,8 +44,9 @@ EXIT_INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
 
 ALL = "all"
+FAMILY_CHOICES = (*FAMILIES, *FAMILY_ALIASES, ALL)
 PublishedFamily = Annotated[
-    str, tyro.conf.arg(constructor=tyro.extras.literal_type_from_choices((*FAMILIES, ALL)))
+    str, tyro.conf.arg(constructor=tyro.extras.literal_type_from_choices(FAMILY_CHOICES))
 ]
 
 
@@ -593,7 +594,7 @@ def parity(
 
     _refuse(markdown=markdown, is_for="--family all")
     with _announcements() as announce:
-        announce(f"{family} in {dtype or 'float64'}")
+        announce(f"{canonical_family(family)} in {dtype or 'float64'}")
         report = families.check_family(
             family,
             dtype=dtype or "float64",

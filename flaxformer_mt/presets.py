@@ -18,17 +18,23 @@ def preset(family: str, **overrides: Any) -> TransformerConfig:
     """The configuration of a published Transformer.
 
     Args:
-      family: a key of `FAMILIES`.
+      family: a key of `FAMILIES` or `FAMILY_ALIASES`.
       **overrides: fields of `TransformerConfig` that shall have other values. Fields that the
         source derives from these (a dropout site that follows the rate, say) follow.
 
     Raises:
       UserError: the family or a field is unknown, or the values do not go together.
     """
+    family = canonical_family(family)
     if family not in FAMILIES:
         raise UserError(f"unknown family {family!r}: choose one of {', '.join(FAMILIES)}")
     check_fields(overrides)
     return FAMILIES[family](**overrides)
+
+
+def canonical_family(name: str) -> str:
+    """Returns the family that an alias stands for; any other name is returned unchanged."""
+    return FAMILY_ALIASES.get(name, name)
 
 
 def check_fields(names: Iterable[str]) -> None:
@@ -69,12 +75,12 @@ def jadore801120(**overrides: Any) -> TransformerConfig:
     return TransformerConfig(**values | overrides | scales)
 
 
-def notebook(**overrides: Any) -> TransformerConfig:
-    """Post-norm layers only: no embeddings, no positions, no output projection.
+def double_projection(**overrides: Any) -> TransformerConfig:
+    """Post-norm layers whose heads are projected twice; no embeddings, positions or output.
 
-    To train from scratch, use it with positions: `preset("notebook",
-    position_kind="sinusoidal")`. A head's two linear maps are one here, see
-    `interop/notebook.py`.
+    To train from scratch, use it with positions: `preset("double_projection",
+    position_kind="sinusoidal")`. Each head's two linear maps are composed into one, see
+    `interop/families/double_projection.py`.
 
     Source: a study notebook on attention ("ScaledDotProductAttention, It's fundermental for
     multi-head attention").
@@ -115,8 +121,8 @@ def annotated(**overrides: Any) -> TransformerConfig:
     return TransformerConfig(**values | overrides)
 
 
-def questions(**overrides: Any) -> TransformerConfig:
-    """The Annotated Transformer with heads that do not divide the width: D 300, H*K 384.
+def annotated_wide_heads(**overrides: Any) -> TransformerConfig:
+    """The Annotated Transformer with heads wider than the model: H*K = 384, D = 300.
 
     Source: a French-English question translator ("Transformers?, why not RNNS ?").
     """
@@ -278,8 +284,8 @@ def _check_choice(
 
 FAMILIES: dict[str, Callable[..., TransformerConfig]] = {
     "jadore801120": jadore801120,
-    "notebook": notebook,
-    "questions": questions,
+    "double_projection": double_projection,
+    "annotated_wide_heads": annotated_wide_heads,
     "annotated": annotated,
     "tunz": tunz,
     "torch": torch,
@@ -288,3 +294,6 @@ FAMILIES: dict[str, Callable[..., TransformerConfig]] = {
     "opennmt": opennmt,
 }
 """Every family's name, and the function that makes its configuration."""
+
+FAMILY_ALIASES = {"notebook": "double_projection", "questions": "annotated_wide_heads"}
+"""Former names of families, which are still accepted wherever a family is given by name."""

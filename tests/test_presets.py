@@ -11,6 +11,14 @@ def test_every_preset_is_valid_at_its_default_sizes(family):
     assert presets.preset(family, d_ff=64).d_ff == 64
 
 
+@pytest.mark.parametrize("alias", presets.FAMILY_ALIASES)
+def test_former_family_names_are_aliases(alias):
+    name = presets.canonical_family(alias)
+    assert alias not in presets.FAMILIES
+    assert presets.preset(alias, d_ff=64) == presets.preset(name, d_ff=64)
+    assert presets.canonical_family(name) == name
+
+
 def test_unknown_names_are_refused():
     with pytest.raises(UserError, match="unknown family 'annotate'"):
         presets.preset("annotate")
@@ -26,8 +34,8 @@ def test_dropout_sites_follow_the_rate_where_the_source_does():
     }
     assert sites == {
         "jadore801120": (0.1, 0.0),
-        "notebook": (0.0, 0.0),
-        "questions": (0.3, 0.3),
+        "double_projection": (0.0, 0.0),
+        "annotated_wide_heads": (0.3, 0.3),
         "annotated": (0.1, 0.3),
         "tunz": (0.3, 0.3),
         "torch": (0.3, 0.3),
@@ -45,8 +53,8 @@ def test_jadore801120_scales_nothing_without_a_tied_output(tying):
     assert not presets.jadore801120(scale_embeddings=True).scale_logits
 
 
-def test_questions_has_wider_heads_than_its_model():
-    config = presets.questions()
+def test_annotated_wide_heads_has_wider_heads_than_its_model():
+    config = presets.annotated_wide_heads()
     assert (config.d_model, config.num_heads * config.key_width) == (300, 384)
 
 

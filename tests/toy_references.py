@@ -120,7 +120,7 @@ VARIANTS: dict[str, Variant] = _jadore801120() | {
     "annotated_1000_shared": Variant("annotated", {"source_attention": "self_attn"}),
     "annotated_1000": Variant("annotated"),
     "annotated_10000": Variant("annotated", {"position_base": 10000.0}),
-    "questions": Variant("questions", {"d_model": 300, "num_heads": 6}),
+    "annotated_wide_heads": Variant("annotated_wide_heads", {"d_model": 300, "num_heads": 6}),
     "tunz": Variant("tunz", ONE_VOCABULARY),
     "tunz_two_tables": Variant("tunz", {"tie_embeddings": "target_output"}),
     "tunz_language_model": Variant("tunz", {"has_inputs": False}),
@@ -135,6 +135,6 @@ VARIANTS: dict[str, Variant] = _jadore801120() | {
     **_fairseq(),
     **_opennmt(),
 }
-"""The variants that map tokens to logits: all but the layers of `notebook`."""
+"""The variants that map tokens to logits: all but the layers of `double_projection`."""
 
-NOTEBOOK = Variant("notebook")
+DOUBLE_PROJECTION = Variant("double_projection")

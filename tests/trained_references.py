@@ -3,9 +3,9 @@
 from typing import Any
 
 import torch
-from toy_references import NOTEBOOK, VARIANTS, Variant
+from toy_references import DOUBLE_PROJECTION, VARIANTS, Variant
 
-ALL = VARIANTS | {"notebook": NOTEBOOK}
+ALL = VARIANTS | {"double_projection": DOUBLE_PROJECTION}
 ONE_OF_EACH = list({variant.family: name for name, variant in ALL.items()}.values())
 """One variant of every family."""
 
@@ -21,7 +21,7 @@ def train(variant: Variant, dtype: str = "float32") -> tuple[Any, torch.optim.Ad
     reference = variant.build(dtype)
     adam = torch.optim.Adam(reference.parameters(), lr=0.01)
     inputs: Any = (SOURCE, TARGET)
-    if variant.family == "notebook":
+    if variant.family == "double_projection":
         vectors = torch.randn(2, 2, 5, reference.encoder[0].norm1.weight.numel())
         masks = torch.ones(2, 1, 5, dtype=torch.bool), torch.ones(2, 5, 5, dtype=torch.bool)
         inputs = (*vectors.to(getattr(torch, dtype)), *masks)

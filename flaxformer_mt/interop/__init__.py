@@ -14,17 +14,18 @@ from flaxformer_mt.interop import weights
 from flaxformer_mt.interop.adam import AdamState, TrainingState
 from flaxformer_mt.interop.families import (
     annotated,
+    annotated_wide_heads,
+    double_projection,
     fairseq,
     jadore801120,
     marian,
-    notebook,
     opennmt,
-    questions,
     torch,
     tunz,
 )
 from flaxformer_mt.interop.rules import Family
 from flaxformer_mt.interop.weights import model_params
+from flaxformer_mt.presets import canonical_family
 
 __all__ = [
     "FAMILIES", "AdamState", "Family", "TrainingState", "differentiable", "load", "load_training",
@@ -35,8 +36,8 @@ FAMILIES: dict[str, Family] = {
     module.FAMILY.name: module.FAMILY
     for module in (
         jadore801120,
-        notebook,
-        questions,
+        double_projection,
+        annotated_wide_heads,
         annotated,
         tunz,
         torch,
@@ -56,7 +57,7 @@ def load(
     """Reads a published checkpoint.
 
     Args:
-      family: a key of `FAMILIES`, or a map of your own.
+      family: a key of `FAMILIES`, an alias of one (`presets.FAMILY_ALIASES`), or a map of your own.
       path_or_state_dict: a PyTorch or safetensors file, or a state dict of PyTorch tensors or numpy
         arrays. A dict that holds one under "model" or "state_dict" will do, too; training options
         that it has beside it, under "settings", "opt", "args" or "cfg", are read.
@@ -102,7 +103,7 @@ def save(
     """Writes parameters as a checkpoint that the published code loads.
 
     Args:
-      family: a key of `FAMILIES`, or a map of your own.
+      family: a key of `FAMILIES`, an alias of one (`presets.FAMILY_ALIASES`), or a map of your own.
       config: what `params` are the parameters of.
       params: from `load`, or from our model; with the subtree `carried` or without.
       path: ends in .safetensors or, for a PyTorch file, in .pt.
@@ -126,7 +127,7 @@ def differentiable(
     """Our parameters as a function of a published model's own, to differentiate and train these.
 
     Args:
-      family: a key of `FAMILIES`, or a map of your own.
+      family: a key of `FAMILIES`, an alias of one (`presets.FAMILY_ALIASES`), or a map of your own.
       config: from `load`.
       names: of the reference's parameters, as `torch.nn.Module.named_parameters` lists them: each
         tied one once, no buffers. (A buffer that is one of our parameters, as Marian's
@@ -145,6 +146,7 @@ def differentiable(
 def _family(family: str | Family) -> Family:
     if isinstance(family, Family):
         return family
+    family = canonical_family(family)
     if family not in FAMILIES:
         raise UserError(f"unknown family {family!r}: choose one of {', '.join(FAMILIES)}")
     return FAMILIES[family]

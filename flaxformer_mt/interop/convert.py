@@ -30,6 +30,7 @@ from flaxformer_mt.interop.checkpoint_files import Tensors
 from flaxformer_mt.interop.rules import Family, sinusoids
 from flaxformer_mt.interop.weights import CARRIED
 from flaxformer_mt.model.transformer import ZERO_VECTOR
+from flaxformer_mt.presets import canonical_family
 from flaxformer_mt.runs import parameter_file
 from flaxformer_mt.runs.parameter_file import ADAM
 
@@ -121,6 +122,7 @@ def convert(
       UserError: the source cannot be read; the families differ in a switch that weights cannot
         make up for; the target cannot be written, or is the source.
     """
+    source_family, target_family = canonical_family(source_family), canonical_family(target_family)
     for family in (source_family, target_family):
         if family not in (OWN, *interop.FAMILIES):
             choices = ", ".join([*interop.FAMILIES, OWN])
@@ -471,7 +473,7 @@ def read_own(path: Path, overrides: Mapping[str, Any]) -> tuple[TrainingState, s
         if adam is not None:
             weights.check_params(config, weights.by_path(adam.mean), "Adam's mean of")
             weights.check_params(config, weights.by_path(adam.variance), "Adam's variance of")
-        return TrainingState(config, params, adam), metadata.get("origin", OWN)
+        return TrainingState(config, params, adam), canonical_family(metadata.get("origin", OWN))
 
 
 def _adam_of(metadata: Mapping[str, str], tensors: Tensors) -> AdamState | None:

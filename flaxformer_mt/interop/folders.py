@@ -17,6 +17,7 @@ from flaxformer_mt.interop.checkpoint_files import TORCH_SUFFIXES
 from flaxformer_mt.interop.convert import OWN
 from flaxformer_mt.interop.formats import run_folders
 from flaxformer_mt.interop.formats.run_folders import Package, refuse_existing
+from flaxformer_mt.presets import canonical_family
 
 Notes = tuple[str, ...]
 """What was done, or got lost, a line each."""
@@ -62,6 +63,7 @@ def convert(
     Raises:
       UserError: as `convert.convert`; the output folder exists; a vocabulary is missing.
     """
+    source_family, target_family = canonical_family(source_family), canonical_family(target_family)
     _check_family("--from", source_family, {OWN, *READERS, *FAMILIES})
     _check_family("--to", target_family, {OWN, *WRITERS, *FAMILIES})
     options = {} if quantization is None else {"quantization": quantization}

@@ -17,7 +17,7 @@ from flaxformer_mt.parity.compare import compare
 from flaxformer_mt.parity.recipes import recipe
 from flaxformer_mt.parity.reports.report import Report
 from flaxformer_mt.parity.tokens import example
-from flaxformer_mt.presets import FAMILIES, check_fields, preset
+from flaxformer_mt.presets import FAMILIES, canonical_family, check_fields, preset
 
 Dtype = Literal["float64", "float32"]
 Size = Literal["toy", "base"]
@@ -41,7 +41,7 @@ SIZES: dict[Size, dict[str, int]] = {
 # Heads that are not as wide as D / H.
 _TOY_HEADS = {
     "jadore801120": {"head_dim": 5, "value_dim": 3},
-    "questions": {"head_dim": 5, "value_dim": 5},
+    "annotated_wide_heads": {"head_dim": 5, "value_dim": 5},
 }
 _NOT_IN_TENSORS = ("num_heads", "pad_id", "bos_id", "eos_id")
 _SOURCE_LENGTH, _TARGET_LENGTH = 11, 9
@@ -75,6 +75,7 @@ def check_family(
     Raises:
       UserError: the family, a setting or the checkpoint cannot be used.
     """
+    family = canonical_family(family)
     if family not in FAMILIES:
         raise UserError(f"unknown family {family!r}: choose one of {', '.join(FAMILIES)}")
     check_fields(settings)
@@ -106,6 +107,7 @@ def random_reference(
 
     Arguments and errors are those of `check_family`.
     """
+    family = canonical_family(family)
     sizes: dict[str, Any] = {**SIZES[size], **settings}
     if size == "toy":
         sizes = _TOY_HEADS.get(family, {}) | sizes
@@ -150,6 +152,7 @@ def load_reference(
     Raises:
       UserError: as `interop.load`; or the reference has no place for a tensor of the file.
     """
+    family = canonical_family(family)
     config, _ = interop.load(family, path, **overrides)
     tensors = files.read(path).tensors
     module = _build(family, config, dtype, **_options(family, tensors))
@@ -171,6 +174,7 @@ def load_reference(
 
 def _options(family: str, tensors: Iterable[str]) -> dict[str, Any]:
     """What the names of a checkpoint tell about the reference, beyond the configuration."""
-    if family in ("annotated", "questions") and not any(".src_attn." in name for name in tensors):
+    has_source_attention = any(".src_attn." in name for name in tensors)
+    if family in ("annotated", "annotated_wide_heads") and not has_source_attention:
         return {"source_attention": "self_attn"}
     return {}

@@ -28,6 +28,7 @@ from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.parity import references
 from flaxformer_mt.parity.recipes import Recipe, ReferenceLoss, recipe
 from flaxformer_mt.parity.tokens import Padding, Tokens, as_tokens, padding
+from flaxformer_mt.presets import canonical_family
 from flaxformer_mt.training.losses import Convention, label_smoothed_cross_entropy
 
 # Nearly all of the time would go into compiling; what a program computes does not depend on it.
@@ -158,7 +159,8 @@ def pair(
       UserError: its tensors are not the family's.
     """
     config, params = interop.load(family, module.state_dict(), **overrides)
-    family = interop.FAMILIES[family] if isinstance(family, str) else family
+    if isinstance(family, str):
+        family = interop.FAMILIES[canonical_family(family)]
     default: Forward = _on_tokens
     if not config.target_vocab_size:
         run = _torch_transformer if isinstance(module, nn.Transformer) else _layers

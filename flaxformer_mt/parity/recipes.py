@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flaxformer_mt.config import OptimizerConfig
 from flaxformer_mt.parity.references import losses
+from flaxformer_mt.presets import canonical_family
 from flaxformer_mt.training.losses import Convention
 
 ReferenceLoss: TypeAlias = Callable[[Tensor, Tensor, float, int], tuple[Tensor, Tensor]]
@@ -48,9 +49,9 @@ def recipe(family: str, warmup_steps: int = 4000, num_steps: int = 100_000) -> R
     Args:
       family: its name.
       warmup_steps: updates in which the rate rises.
-      num_steps: all updates, where the schedule depends on that (`questions`).
+      num_steps: all updates, where the schedule depends on that (`annotated_wide_heads`).
     """
-    return _RECIPES.get(family, _torch)(warmup_steps, num_steps)
+    return _RECIPES.get(canonical_family(family), _torch)(warmup_steps, num_steps)
 
 
 def _recipe(
@@ -97,7 +98,7 @@ def _annotated(warmup: int, num_steps: int) -> Recipe:
     )
 
 
-def _questions(warmup: int, num_steps: int) -> Recipe:
+def _annotated_wide_heads(warmup: int, num_steps: int) -> Recipe:
     # fastai's Adam: beta1 is moved along with the rate there, which is left out on both sides.
     total = max(num_steps, 10)
     rise = round(0.3 * total)
@@ -179,7 +180,7 @@ def _opennmt(warmup: int, num_steps: int) -> Recipe:
 
 _RECIPES: dict[str, Callable[[int, int], Recipe]] = {
     "jadore801120": _jadore801120,
-    "questions": _questions,
+    "annotated_wide_heads": _annotated_wide_heads,
     "annotated": _annotated,
     "tunz": _tunz,
     "torch": _torch,

@@ -38,7 +38,7 @@ def token_losses(
     uniform      1 - e + e/V  e / V                          torch, opennmt, marian
     others       1 - e        e / (V - 1)                    jadore801120, fairseq
     others_kl    1 - e        e / (V - 1)           H(q)     tunz, tensor2tensor
-    non_pad_kl   1 - e        e / (V - 2), pad: 0   H(q)     annotated, questions
+    non_pad_kl   1 - e        e / (V - 2), pad: 0   H(q)     annotated, annotated_wide_heads
     ============ ============ ===================== ======== ======================================
 
     Less the entropy H(q) the cross entropy is the Kullback-Leibler divergence of p from q: the

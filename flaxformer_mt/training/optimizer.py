@@ -70,7 +70,7 @@ def one_cycle_schedule(peak: float, warmup_steps: int, total_steps: int) -> opta
     """Half a cosine up from peak/25 at the first update, and half a cosine down to peak/250,000.
 
     The peak is the rate of the update after w others. Source: Smith and Topin 2018, with cosines
-    and constants as in fastai (and `questions`), where w is 0.3 of all steps.
+    and constants as in fastai (and `annotated_wide_heads`), where w is 0.3 of all steps.
 
     Raises:
       UserError: the peak does not lie inside the schedule.

@@ -11,16 +11,17 @@ import pytest
 import safetensors.torch
 import torch
 from flax.traverse_util import flatten_dict
-from toy_references import NOTEBOOK, ONE_VOCABULARY, VARIANTS, Variant
+from toy_references import DOUBLE_PROJECTION, ONE_VOCABULARY, VARIANTS, Variant
 from trained_references import ALL, ONE_OF_EACH, assert_identical, trained_checkpoint
 
 from flaxformer_mt import interop
 from flaxformer_mt.cli import main
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.interop.convert import OWN, adapt, convert
+from flaxformer_mt.interop.convert import OWN, adapt, convert, read_own
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.parity import references
+from flaxformer_mt.presets import FAMILY_ALIASES, canonical_family
 
 EPSILON = ("norm_epsilon",)
 
@@ -71,9 +72,9 @@ class Case:
 
 
 CASES = {
-    "annotated to questions": Case(Variant("annotated"), "questions"),
-    "questions to annotated": Case(
-        Variant("questions", {"head_dim": 5, "value_dim": 5}), "annotated"
+    "annotated to annotated_wide_heads": Case(Variant("annotated"), "annotated_wide_heads"),
+    "annotated_wide_heads to annotated": Case(
+        Variant("annotated_wide_heads", {"head_dim": 5, "value_dim": 5}), "annotated"
     ),
     "torch to opennmt": Case(VARIANTS["torch_pre_gelu"], "opennmt"),
     "opennmt to torch": Case(
@@ -191,7 +192,7 @@ REFUSED = {
     ("jadore801120_prj_all", "tunz"): "norm_position=post cannot become pre",
     ("annotated_1000", "torch"): "norm_kind=unbiased_std cannot become layer_norm",
     ("annotated_1000", "jadore801120"): "norm_position=pre cannot become post",
-    ("questions", "opennmt"): "norm_kind=unbiased_std cannot become layer_norm",
+    ("annotated_wide_heads", "opennmt"): "norm_kind=unbiased_std cannot become layer_norm",
     ("tunz", "annotated"): "norm_kind=layer_norm cannot become unbiased_std",
     ("tunz", "torch"): "position_layout=concatenated cannot become interleaved",
     ("tunz", "fairseq"): "norm_epsilon=1e-06 cannot become 1e-05: results would differ a little",
@@ -206,9 +207,9 @@ REFUSED = {
     ("fairseq_post_shared", "marian"): "position_exponent=tensor2tensor cannot become paper",
     ("fairseq_learned", "opennmt"): "opennmt has no position_kind=learned",
     ("opennmt_unbiased", "annotated"): "norm_kind=layer_norm cannot become unbiased_std",
-    ("torch_post", "notebook"): "final_norm=True cannot become False",
-    ("notebook", "annotated"): "norm_position=post cannot become pre",
-    ("notebook", "marian"): "marian needs parameter",
+    ("torch_post", "double_projection"): "final_norm=True cannot become False",
+    ("double_projection", "annotated"): "norm_position=post cannot become pre",
+    ("double_projection", "marian"): "marian needs parameter",
 }
 
 
@@ -226,8 +227,8 @@ def test_what_weights_cannot_make_up_for_is_refused_by_name(name, target, tmp_pa
 
 
 def test_heads_that_the_other_family_cannot_have_are_refused():
-    variant = Variant("questions", {"head_dim": 5, "value_dim": 3})
-    config, params = interop.load("questions", variant.build().state_dict(), num_heads=4)
+    variant = Variant("annotated_wide_heads", {"head_dim": 5, "value_dim": 3})
+    config, params = interop.load("annotated_wide_heads", variant.build().state_dict(), num_heads=4)
     annotated = dataclasses.replace(interop.FAMILIES["annotated"], head_widths="even")
     with pytest.raises(UserError, match=r"head_dim=d_model/num_heads, which is 16/4, not 5"):
         adapt(config, params, annotated)
@@ -317,13 +318,43 @@ def test_only_a_key_bias_may_be_lost():
 
 
 def test_layers_without_embeddings_are_converted_as_they_are(tmp_path):
-    state = NOTEBOOK.build().state_dict()
-    torch.save(state, tmp_path / "notebook.pt")
-    assert convert("notebook", "torch", tmp_path / "notebook.pt", tmp_path / "torch.pt") == ()
-    _, expected = interop.load("notebook", state)
-    config, params = interop.load("torch", tmp_path / "torch.pt", num_heads=4, final_norm=False)
+    state = DOUBLE_PROJECTION.build().state_dict()
+    source, target = tmp_path / "layers.pt", tmp_path / "torch.pt"
+    torch.save(state, source)
+    assert convert("double_projection", "torch", source, target) == ()
+    _, expected = interop.load("double_projection", state)
+    config, params = interop.load("torch", target, num_heads=4, final_norm=False)
     assert config.target_vocab_size == 0
     chex.assert_trees_all_equal(params, interop.model_params(expected))
+
+
+@pytest.mark.parametrize("alias", FAMILY_ALIASES)
+def test_a_former_family_name_converts_as_the_current_one(alias, tmp_path):
+    name = canonical_family(alias)
+    variant = ALL[name]
+    source = tmp_path / "source.pt"
+    torch.save(variant.build().state_dict(), source)
+    config, params = interop.load(alias, source, **variant.hints)
+    assert config == interop.load(name, source, **variant.hints)[0]
+    interop.save(alias, config, params, tmp_path / "saved.pt")
+
+    own = tmp_path / "own.safetensors"
+    options = ["--from", alias, "--to", OWN, "--set", f"num_heads={config.num_heads}"]
+    assert main(["convert", *options, str(source), str(own)]) == 0
+    with safetensors.safe_open(own, framework="np") as file:
+        assert file.metadata()["origin"] == name
+    convert(OWN, alias, own, tmp_path / "back.pt")
+    assert_identical(torch.load(tmp_path / "back.pt"), torch.load(source))
+
+
+def test_our_own_file_may_name_the_family_of_its_tensors_by_an_alias(tmp_path):
+    variant = VARIANTS["annotated_wide_heads"]
+    source, own = tmp_path / "source.pt", tmp_path / "own.safetensors"
+    torch.save(variant.build().state_dict(), source)
+    convert("annotated_wide_heads", OWN, source, own, variant.hints)
+    metadata = safetensors.safe_open(own, framework="np").metadata() | {"origin": "questions"}
+    safetensors.torch.save_file(safetensors.torch.load_file(own), own, metadata)
+    assert read_own(own, {})[1] == "annotated_wide_heads"
 
 
 # Adam, and our own files.
@@ -390,7 +421,7 @@ def test_new_biases_have_no_moments(tmp_path):
     ("variant", "target", "reason"),
     [
         (UNSCALED_TORCH, "opennmt", "scale_embeddings=False becomes True"),
-        (NOTEBOOK, "torch", "some of them are carried"),
+        (DOUBLE_PROJECTION, "torch", "some of them are carried"),
     ],
 )
 def test_adam_that_cannot_follow_is_left_out_with_a_note(variant, target, reason, tmp_path):

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from toy_references import NOTEBOOK, VARIANTS
+from toy_references import DOUBLE_PROJECTION, VARIANTS
 
 from flaxformer_mt import interop
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.model.transformer import Transformer
 
-ALL = VARIANTS | {"notebook": NOTEBOOK}
+ALL = VARIANTS | {"double_projection": DOUBLE_PROJECTION}
 QUICK = {"xla_backend_optimization_level": 0}
 
 SOURCE = np.array([[5, 3, 8, 2, 0, 0], [4, 7, 2, 0, 0, 0], [9, 3, 10, 6, 5, 2]])
@@ -72,11 +72,11 @@ def test_gradients_in_the_reference_s_own_tensors(name):
     chex.assert_trees_all_close(ours, theirs, rtol=0, atol=1e-5 * largest)
 
 
-def test_gradients_through_the_fold_of_the_notebook():
-    layer = NOTEBOOK.build().encoder[0]
-    config, _ = interop.load("notebook", layer.state_dict())
+def test_gradients_through_the_fold_of_double_projection():
+    layer = DOUBLE_PROJECTION.build().encoder[0]
+    config, _ = interop.load("double_projection", layer.state_dict())
     tensors = named_parameters(layer)
-    function = interop.differentiable("notebook", config, tensors)
+    function = interop.differentiable("double_projection", config, tensors)
     generator = np.random.default_rng(0)
     x, cotangent = generator.normal(size=(2, 3, 5, config.d_model)).astype(np.float32)
     mask = np.ones((3, 1, 5), bool)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from toy_references import NOTEBOOK, VARIANTS
+from toy_references import DOUBLE_PROJECTION, VARIANTS
 
 from flaxformer_mt import interop
 from flaxformer_mt.cli import main
@@ -18,8 +18,8 @@ from flaxformer_mt.errors import UserError
 
 FAMILIES = {
     "jadore801120": VARIANTS["jadore801120_prj_all"],
-    "notebook": NOTEBOOK,
-    "questions": VARIANTS["questions"],
+    "double_projection": DOUBLE_PROJECTION,
+    "annotated_wide_heads": VARIANTS["annotated_wide_heads"],
     "annotated": VARIANTS["annotated_1000"],
     "tunz": VARIANTS["tunz"],
     "torch": VARIANTS["torch_post"],
@@ -80,7 +80,7 @@ def test_an_entry_that_is_no_tensor_is_named():
     assert "version is a int" in refusal("tunz", state_dict("tunz") | {"version": 3})
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "notebook"])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "double_projection"])
 def test_the_number_of_heads_must_be_given(family):
     assert "give num_heads=" in refusal(family, state_dict(family), num_heads=None)
 

@@ -10,7 +10,7 @@ import pytest
 import safetensors.numpy
 import torch
 from flax.traverse_util import flatten_dict
-from toy_references import NOTEBOOK, VARIANTS, Variant
+from toy_references import DOUBLE_PROJECTION, VARIANTS, Variant
 
 from flaxformer_mt import interop
 from flaxformer_mt.errors import UserError
@@ -18,7 +18,7 @@ from flaxformer_mt.interop import weights
 from flaxformer_mt.parity import references
 from flaxformer_mt.presets import FAMILIES
 
-ALL = VARIANTS | {"notebook": NOTEBOOK}
+ALL = VARIANTS | {"double_projection": DOUBLE_PROJECTION}
 
 
 def load(variant: Variant, source: Any):
@@ -108,13 +108,13 @@ def test_what_has_no_place_in_our_model_is_carried():
 
     assert carried("jadore801120_prj_all") == set()
     assert carried("annotated_1000") <= {"src_embed.1.pe", "tgt_embed.1.pe"}
-    assert "encoder.0.self_attention.attention.W_q.weight" in carried("notebook")
+    assert "encoder.0.self_attention.attention.W_q.weight" in carried("double_projection")
     assert "decoder.layers.1.enc_dec_attention.linear_q.weight" in carried("tunz_language_model")
 
 
 def test_a_folded_projection_is_its_two_maps():
-    layer = references.build("notebook", d_model=16, num_heads=4, d_ff=8).encoder[0]
-    config, params = interop.load("notebook", layer.state_dict())
+    layer = references.build("double_projection", d_model=16, num_heads=4, d_ff=8).encoder[0]
+    config, params = interop.load("double_projection", layer.state_dict())
     attention = layer.self_attention
     x = torch.randn(5, 16)
     with torch.no_grad():
@@ -127,13 +127,13 @@ def test_a_folded_projection_is_its_two_maps():
 
 @pytest.mark.parametrize("stack", ["encoder", "decoder"])
 @pytest.mark.parametrize("depth", [1, 3])
-def test_notebook_layers_of_one_kind_need_no_model_around_them(stack, depth, tmp_path):
-    reference = getattr(NOTEBOOK.build(), stack)
+def test_double_projection_layers_of_one_kind_need_no_model_around_them(stack, depth, tmp_path):
+    reference = getattr(DOUBLE_PROJECTION.build(), stack)
     layers = torch.nn.ModuleList([reference[0], reference[1], reference[0]][:depth])
     state = (layers if depth > 1 else layers[0]).state_dict()
-    config, params = interop.load("notebook", state)
+    config, params = interop.load("double_projection", state)
     assert set(params) == {stack, "carried"}
-    interop.save("notebook", config, params, tmp_path / "layers.pt")
+    interop.save("double_projection", config, params, tmp_path / "layers.pt")
     assert_identical(read(tmp_path / "layers.pt"), state)
 
 

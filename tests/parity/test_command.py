@@ -64,6 +64,14 @@ def test_a_family_agrees_and_its_reports_are_written(command, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"report.json", "report.html"}
 
 
+def test_a_former_family_name_reports_the_current_one(command, tmp_path):
+    json_file = tmp_path / "report.json"
+    code, out, _ = command("--family", "questions", *SET, "--json", json_file)
+    assert code == 0
+    assert out.startswith("annotated_wide_heads in float64: ")
+    assert json.loads(json_file.read_text())["family"] == "annotated_wide_heads"
+
+
 def test_a_checkpoint_agrees_in_either_dtype(command, checkpoint):
     settings = ("--family", "tunz", "--checkpoint", checkpoint, "--set", f"num_heads={NUM_HEADS}")
     code, out, _ = command(*settings, "--verbose")

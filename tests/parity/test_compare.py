@@ -7,7 +7,7 @@ import chex
 import numpy as np
 import pytest
 import torch
-from toy_references import NOTEBOOK, VARIANTS, Variant
+from toy_references import DOUBLE_PROJECTION, VARIANTS, Variant
 
 from flaxformer_mt import interop, parity
 from flaxformer_mt.errors import UserError
@@ -17,14 +17,14 @@ from flaxformer_mt.parity.tokens import as_tokens
 from flaxformer_mt.parity.trace import sites
 from flaxformer_mt.presets import FAMILIES, preset
 
-ALL = VARIANTS | {"notebook": NOTEBOOK}
+ALL = VARIANTS | {"double_projection": DOUBLE_PROJECTION}
 ONE_OF_EACH = {
     family: next(name for name, variant in ALL.items() if variant.family == family)
     for family in FAMILIES
 }
 
 BASE = {"source_vocab_size": 4000, "target_vocab_size": 4000, "d_ff": 2048}
-"""The paper's base model; questions keeps its own width and heads."""
+"""The paper's base model; annotated_wide_heads keeps its own width and heads."""
 
 
 def compare(variant: Variant, dtype: str) -> parity.Report:

@@ -310,7 +310,7 @@ def lost(loss: float) -> Diagnosis | None:
         ("torch", "uniform"),
         ("tunz", "others_kl"),
         ("annotated", "non_pad_kl"),
-        ("questions", "questions"),
+        ("annotated_wide_heads", "annotated_wide_heads"),
     ],
 )
 def test_another_convention_of_label_smoothing(name, convention):

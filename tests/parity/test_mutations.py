@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from toy_references import NOTEBOOK as NOTEBOOK_LAYERS
+from toy_references import DOUBLE_PROJECTION as DOUBLE_PROJECTION_LAYERS
 from toy_references import VARIANTS
 
 from flaxformer_mt import interop, parity
@@ -32,7 +32,7 @@ FAMILIES = {
     "annotated": VARIANTS["annotated_1000"],
     "jadore801120": VARIANTS["jadore801120_prj_all"],
     "tunz": VARIANTS["tunz"],
-    "notebook": NOTEBOOK_LAYERS,
+    "double_projection": DOUBLE_PROJECTION_LAYERS,
 }
 
 Change = Callable[[nn.Module], object]
@@ -562,7 +562,7 @@ TUNZ = [
     ),
 ]
 
-NOTEBOOK = [
+DOUBLE_PROJECTION = [
     # As published: heads are put together along the batch axis.
     Mutation(
         "head order",
@@ -590,7 +590,7 @@ CASES = [
         "annotated": ANNOTATED,
         "jadore801120": JADORE801120,
         "tunz": TUNZ,
-        "notebook": NOTEBOOK,
+        "double_projection": DOUBLE_PROJECTION,
     }.items()
     for mutation in mutations
 ]
@@ -640,7 +640,12 @@ def test_an_unchanged_reference_has_no_diagnosis(family):
 def test_layers_alone_of_which_only_the_results_are_tapped():
     taps = {IN_ENCODER: parity.Tap("encoder.0")}
     change = with_values("encoder.0.norm2", eps=1e-3)
-    check(compared("notebook", change, taps=taps), IN_ENCODER, "norm epsilon", "epsilon 0.001")
+    check(
+        compared("double_projection", change, taps=taps),
+        IN_ENCODER,
+        "norm epsilon",
+        "epsilon 0.001",
+    )
 
 
 def test_what_stands_at_padding_is_not_compared():
@@ -652,7 +657,7 @@ def test_what_stands_at_padding_is_not_compared():
 
 
 def test_a_positional_encoding_in_place_of_the_feed_forward_network():
-    """What the published `make_model` of `questions` builds; `annotated` has the same layers."""
+    """The published `make_model` of `annotated_wide_heads`, with the layers of `annotated`."""
     network = f"{IN_ENCODER}/feed_forward"
     taps = annotated_taps()
     del taps[f"{network}/hidden"], taps[f"{network}/activated"]

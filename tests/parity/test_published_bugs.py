@@ -24,7 +24,7 @@ def test_pytorch_s_fast_path_differs_at_padding_alone():
     assert expected[padding].all()
 
 
-def test_the_initialiser_of_questions_has_an_old_name_for_the_same():
+def test_the_initialiser_of_annotated_wide_heads_has_an_old_name_for_the_same():
     """`xavier_uniform` without an underscore: it warns, and changes the matrix in place."""
     old, new = torch.zeros(3, 4), torch.zeros(3, 4)
     torch.manual_seed(0)

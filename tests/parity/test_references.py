@@ -18,7 +18,7 @@ import pytest
 import torch
 from absl.testing import parameterized
 from flax.traverse_util import flatten_dict, unflatten_dict
-from toy_references import NOTEBOOK, VARIANTS, Variant
+from toy_references import DOUBLE_PROJECTION, VARIANTS, Variant
 
 from flaxformer_mt import interop
 from flaxformer_mt.config import TransformerConfig
@@ -170,9 +170,9 @@ def unfolded_params(state: dict[str, Any], params: Any, num_heads: int) -> Any:
     return unflatten_dict(flat, sep="/")
 
 
-def check_notebook(dtype: str) -> None:
-    reference = NOTEBOOK.build(dtype)
-    config, params = interop.load("notebook", reference.state_dict())
+def check_double_projection(dtype: str) -> None:
+    reference = DOUBLE_PROJECTION.build(dtype)
+    config, params = interop.load("double_projection", reference.state_dict())
     generator = np.random.default_rng(0)
     source = generator.normal(size=(*SOURCE.shape, config.d_model)).astype(dtype)
     target = generator.normal(size=(*TARGET.shape, config.d_model)).astype(dtype)
@@ -221,25 +221,27 @@ def check_notebook(dtype: str) -> None:
     close(found, expected, atol=GRADIENTS[dtype] * largest)
 
 
-def test_notebook_layers_equal_ours_in_float32():
-    check_notebook("float32")
+def test_double_projection_layers_equal_ours_in_float32():
+    check_double_projection("float32")
 
 
 @pytest.mark.usefixtures("float64")
-def test_notebook_layers_equal_ours_in_float64():
-    check_notebook("float64")
+def test_double_projection_layers_equal_ours_in_float64():
+    check_double_projection("float64")
 
 
-def test_notebook_joins_heads_in_its_own_way_only_on_request():
+def test_double_projection_joins_heads_in_its_own_way_only_on_request():
     correct, published = (
-        Variant("notebook", {"published_head_join": join}).build().encoder[0]
+        Variant("double_projection", {"published_head_join": join}).build().encoder[0]
         for join in (False, True)
     )
     x = torch.randn(3, 5, 16)
     with torch.no_grad():
         assert not torch.allclose(correct(x)[0], published(x)[0], atol=1e-2)
     one_head = [
-        Variant("notebook", {"published_head_join": join, "num_heads": 1}).build().encoder[0]
+        Variant("double_projection", {"published_head_join": join, "num_heads": 1})
+        .build()
+        .encoder[0]
         for join in (False, True)
     ]
     with torch.no_grad():

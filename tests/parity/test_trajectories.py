@@ -5,15 +5,21 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from toy_references import NOTEBOOK, VARIANTS, Variant
+from toy_references import DOUBLE_PROJECTION, VARIANTS, Variant
 
 from flaxformer_mt import interop, parity
 from flaxformer_mt.parity.recipes import recipe
 
-ALL = VARIANTS | {"notebook": NOTEBOOK}
+ALL = VARIANTS | {"double_projection": DOUBLE_PROJECTION}
 
 LONG = ["annotated_10000", "jadore801120_prj_all", "tunz", "torch_post"]
-SHORT = ["questions", "notebook", "marian_all", "fairseq_post_shared", "opennmt_unbiased"]
+SHORT = [
+    "annotated_wide_heads",
+    "double_projection",
+    "marian_all",
+    "fairseq_post_shared",
+    "opennmt_unbiased",
+]
 """The other families."""
 
 # So many that they are not learned by heart: a loss near 0 is all rounding.

@@ -23,7 +23,7 @@ PAD = 3
 CONVENTIONS = {
     "jadore801120": "others",
     "annotated": "non_pad_kl",
-    "questions": "non_pad_kl",
+    "annotated_wide_heads": "non_pad_kl",
     "tunz": "others_kl",
     "torch": "uniform",
     "fairseq": "others",
@@ -44,8 +44,8 @@ class LossesTest(chex.TestCase):
     @chex.variants(with_jit=True, without_jit=True)
     @parameterized.product(family=list(CONVENTIONS), dtype=["float32", "float64"])
     def test_equals_the_published_loss_and_its_gradient(self, family, dtype, smoothing=0.1):
-        # `questions` also counts padding, as an ordinary class; all others leave it out.
-        logits, targets, weights = example(dtype, padded=family != "questions")
+        # `annotated_wide_heads` also counts padding, as an ordinary class; all others leave it out.
+        logits, targets, weights = example(dtype, padded=family != "annotated_wide_heads")
         tensor = torch.tensor(logits, requires_grad=True)
         loss, tokens = LOSSES[family](
             tensor.flatten(0, 1), torch.tensor(targets).long().flatten(), smoothing, PAD

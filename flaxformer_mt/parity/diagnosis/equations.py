@@ -321,7 +321,7 @@ CONVENTIONS = {
     "others": "jadore801120",
     "others_kl": "tunz",
     "non_pad_kl": "annotated",
-    "questions": "questions",
+    "annotated_wide_heads": "annotated_wide_heads",
 }
 """Label smoothing by our names (the last is of a model that counts padding), and a family that has
 it."""

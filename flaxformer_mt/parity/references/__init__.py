@@ -13,7 +13,7 @@ Every reference is used the same way:
 
 with int64 tokens `source` [B, S] and `target_input` [B, T], the decoder's input as our model takes
 it, and logits [B, T, V]. Two things differ by nature: a `tunz` without inputs ignores `source`;
-`notebook` is layers only and takes vectors [B, S, D], [B, T, D] and masks (see its file).
+`double_projection` is layers only and takes vectors [B, S, D], [B, T, D] and masks (see its file).
 
 Sinusoids are computed in the dtype in which a reference is built, so that a float64 reference is
 float64 throughout; `.double()` on a float32 one would keep tables rounded to float32.
@@ -30,7 +30,7 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.parity.references.common import default_dtype
 from flaxformer_mt.parity.trace import Tap
-from flaxformer_mt.presets import FAMILIES, preset
+from flaxformer_mt.presets import FAMILIES, canonical_family, preset
 
 __all__ = ["build", "default_dtype", "perturb", "taps"]
 
@@ -42,8 +42,8 @@ def build(family: str, **sizes: Any) -> nn.Module:
       family: a key of `presets.FAMILIES`.
       **sizes: fields of `TransformerConfig` whose value differs from the family's preset;
         `param_dtype` is the dtype. Whatever is no such field is an option of the reference:
-        `published_head_join` (notebook), `source_attention` (annotated, questions), `batch_first`
-        (torch); the files say what they mean.
+        `published_head_join` (double_projection), `source_attention` (annotated,
+        annotated_wide_heads), `batch_first` (torch); the files say what they mean.
 
     Raises:
       UserError: the family or a size is unknown.
@@ -62,14 +62,14 @@ def taps(family: str, config: TransformerConfig, module: nn.Module) -> dict[str,
     Raises:
       UserError: the family has no reference.
     """
-    if family not in FAMILIES:
+    if canonical_family(family) not in FAMILIES:
         raise UserError(f"{family} has no reference whose taps are known: give taps=...")
     return _module(family).taps(config, module)
 
 
 def _module(family: str) -> ModuleType:
     try:
-        return importlib.import_module(f"{__name__}.{family}")
+        return importlib.import_module(f"{__name__}.{canonical_family(family)}")
     except ModuleNotFoundError as error:
         raise UserError(
             f"the reference of {family} needs {error.name}: pip install 'flaxformer_mt[parity]'"

@@ -334,8 +334,8 @@ def build(
 ) -> EncoderDecoder:
     """The reference with the sizes and the position base of `config`.
 
-    `questions` uses it, too: the same code, with d_k and d_v of its own and the attention's dropout
-    following the rate.
+    `annotated_wide_heads` uses it, too: the same code, with d_k and d_v of its own and the
+    attention's dropout following the rate.
     """
     return make_model(
         config.source_vocab_size,

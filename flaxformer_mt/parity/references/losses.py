@@ -32,7 +32,9 @@ def annotated(logits: Tensor, targets: Tensor, e: float, pad_id: int) -> tuple[T
     return divergence, (targets != pad_id).sum()
 
 
-def questions(logits: Tensor, targets: Tensor, e: float, pad_id: int) -> tuple[Tensor, Tensor]:
+def annotated_wide_heads(
+    logits: Tensor, targets: Tensor, e: float, pad_id: int
+) -> tuple[Tensor, Tensor]:
     """As `annotated`, but one smoothed row is made for all targets, and padding counts as well."""
     smoothed = torch.full((1, logits.shape[1]), e / (logits.shape[1] - 2), dtype=logits.dtype)
     smoothed[0, pad_id] = 0
@@ -70,7 +72,7 @@ def fairseq(logits: Tensor, targets: Tensor, e: float, pad_id: int) -> tuple[Ten
 LOSSES: dict[str, Callable[[Tensor, Tensor, float, int], tuple[Tensor, Tensor]]] = {
     "jadore801120": jadore801120,
     "annotated": annotated,
-    "questions": questions,
+    "annotated_wide_heads": annotated_wide_heads,
     "tunz": tunz,
     "torch": torch_cross_entropy,
     "fairseq": fairseq,
@@ -96,7 +98,7 @@ def inverse_square_root_rate(t: int, peak: float, warmup: int) -> float:
 
 
 def one_cycle_rate(t: int, peak: float, warmup: int, total: int) -> float:
-    """`questions`, by fastai: half cosines from peak/25 to the peak to peak/250,000."""
+    """`annotated_wide_heads`, by fastai: half cosines from peak/25 to the peak to peak/250,000."""
 
     def anneal(start: float, end: float, share: float) -> float:
         return end + (start - end) / 2 * (1 + math.cos(math.pi * share))

@@ -33,8 +33,9 @@ def conventions(loss: Loss, clue: Clue) -> Iterator[Hypothesis]:
     ours = {name: getattr(loss, name) for name in choices}
     for change in combinations(ours, choices, most=2):
         changed = loss.but(**change)
-        # These two label padding as a class of its own.
-        if changed.pad_id == NO_PADDING and changed.convention in ("non_pad_kl", "questions"):
+        # Two conventions label padding as a class of its own.
+        labels_padding = changed.convention in ("non_pad_kl", "annotated_wide_heads")
+        if changed.pad_id == NO_PADDING and labels_padding:
             continue
         yield Hypothesis(
             " and ".join(names[name] for name in change),

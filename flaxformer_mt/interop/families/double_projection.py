@@ -1,13 +1,13 @@
-"""The weight map of `notebook`.
+"""The weight map of `double_projection`.
 
 A head's query is W'(W x + b) + b', with W, b of its own and W', b' shared by all heads. Two linear
 maps are one, so the core needs no second: each head gets the kernel W' W and the bias W' b + b'.
 (The same for keys and values.) The original four tensors are carried along; parameters that have
 been trained are written with W' = 1 and b' = 0, which is the same function.
 
-The notebook has layers and no model around them. So names start as the layers are held: bare for a
-single layer, "0.", "1.", ... for a list of encoder layers or of decoder layers, and "encoder.0.",
-..., "decoder.0.", ... for both.
+The publication has layers but no model around them, so the names depend on how the layers are held:
+no prefix for a single layer, "0.", "1.", ... for a list of encoder or of decoder layers, and
+"encoder.0.", ..., "decoder.0.", ... for both.
 """
 
 from typing import Any
@@ -141,7 +141,7 @@ def _rules(config: TransformerConfig, layout: str) -> list[Rule]:
 
 
 FAMILY = Family(
-    name="notebook",
+    name="double_projection",
     sizes=_sizes,
     guess=_guess,
     rules=_rules,
