@@ -32,6 +32,7 @@ from flaxformer_mt.data.corpora.text_files import (
 )
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.presets import FAMILIES, FAMILY_ALIASES, canonical_family, check_fields
+from flaxformer_mt.runs import atomic
 
 Checkpoint = Literal["best", "last"] | int
 Runs = tyro.conf.UseAppendAction[
@@ -491,9 +492,7 @@ def _load_runs(folders: Sequence[Path], checkpoint: Checkpoint) -> list[Any]:
 @contextlib.contextmanager
 def _writing(path: Path) -> Iterator[Callable[[Iterable[str]], None]]:
     """A function that writes lines to a file, which appears under its name when it is whole."""
-    from flaxformer_mt.interop.checkpoint_files import replaced_when_whole
-
-    with replaced_when_whole(path) as unfinished, unfinished.open("wb") as file:
+    with atomic.new_file(path) as partial, partial.open("wb") as file:
         yield lambda lines: file.writelines(f"{line}\n".encode() for line in lines)
 
 
@@ -589,7 +588,7 @@ def parity(
             )
         if markdown:
             document = survey.read_document(markdown)
-            _write(markdown, survey.with_table(document, table.to_markdown()))
+            atomic.write_text(markdown, survey.with_table(document, table.to_markdown()))
         return _deliver(table, json_file, verbose)
 
     _refuse(markdown=markdown, is_for="--family all")
@@ -605,7 +604,7 @@ def parity(
             **fields,
         )
     if html:
-        _write(html, report.to_html())
+        atomic.write_text(html, report.to_html())
     return _deliver(report, json_file, verbose)
 
 
@@ -654,18 +653,11 @@ def _announcements() -> Iterator[Callable[[str], None]]:
 def _deliver(result: Any, json_file: Path | None, verbose: bool) -> int:
     """Writes and prints a result of `parity`; returns the exit code."""
     if json_file:
-        _write(json_file, result.to_json())
+        atomic.write_text(json_file, result.to_json())
     is_terminal = sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if is_terminal else 100
     _print_lines([result.to_text(verbose=verbose, width=width, color=is_terminal)])
     return int(not result.passed)
-
-
-def _write(path: Path, text: str) -> None:
-    from flaxformer_mt.interop.checkpoint_files import replaced_when_whole
-
-    with replaced_when_whole(path) as unfinished:
-        unfinished.write_text(text, encoding="utf-8")
 
 
 def _note(line: str) -> None:

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "flaxformer_mt"
 
 # What each room may import from the package, besides itself.
-LEAVES = {"errors"}
+LEAVES = {"errors", "runs.atomic"}
 ALLOWED = {
     "errors": set(),
     "config": LEAVES,
@@ -74,10 +74,18 @@ def imported_modules(path):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            if node.module == "flaxformer_mt":
-                yield from (f"flaxformer_mt.{alias.name}" for alias in node.names)
-            else:
-                yield node.module
+            for alias in node.names:
+                # A name that is imported from a package may be one of its modules.
+                full_name = f"{node.module}.{alias.name}"
+                yield full_name if full_name in MODULE_NAMES else node.module
+
+
+MODULE_NAMES = {
+    f"flaxformer_mt.{'.'.join(path.relative_to(PACKAGE).with_suffix('').parts)}".removesuffix(
+        ".__init__"
+    )
+    for path in PACKAGE.rglob("*.py")
+}
 
 
 def is_within(module, rooms):

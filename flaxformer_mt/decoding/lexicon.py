@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
+from flaxformer_mt.runs import atomic
 
 LEAST_PROBABILITY = 1e-4
 """What is less probable is not written."""
@@ -85,7 +86,7 @@ def write_table(
         if _is_one_field(source_pieces[source]) and _is_one_field(target_pieces[target])
     )
     content = text.encode()
-    Path(path).write_bytes(gzip.compress(content) if str(path).endswith(".gz") else content)
+    atomic.write_bytes(Path(path), gzip.compress(content) if str(path).endswith(".gz") else content)
 
 
 def _is_one_field(piece: str) -> bool:

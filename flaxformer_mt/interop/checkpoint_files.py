@@ -6,12 +6,11 @@ dicts of numpy arrays need none.
 
 import argparse
 import collections
-import contextlib
 import os
 import pickle
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -20,7 +19,8 @@ import numpy as np
 import safetensors.numpy
 
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.runs.parameter_file import first_bytes, first_line, read_safetensors
+from flaxformer_mt.runs import atomic
+from flaxformer_mt.runs.parameter_file import first_bytes, read_safetensors
 
 Tensors = Mapping[str, np.ndarray]
 
@@ -167,8 +167,8 @@ def write_safetensors(path: Path, tensors: Tensors, metadata: Mapping[str, str])
     """Writes arrays and a few strings as a safetensors file; errors as in `write`."""
     # It takes arrays as they lie in memory, and so must have them in row-major order.
     arrays = {name: np.array(array, order="C") for name, array in tensors.items()}
-    with replaced_when_whole(path) as unfinished:
-        safetensors.numpy.save_file(arrays, unfinished, metadata=dict(metadata))
+    with atomic.new_file(path) as partial:
+        safetensors.numpy.save_file(arrays, partial, metadata=dict(metadata))
 
 
 def write_torch(path: Path, content: Mapping[str, Any]) -> None:
@@ -187,23 +187,8 @@ def write_torch(path: Path, content: Mapping[str, Any]) -> None:
             tensors[id(value)] = torch.from_numpy(np.array(value, order="C"))
         return tensors[id(value)]
 
-    with replaced_when_whole(path) as unfinished:
-        torch.save(to_torch(content), unfinished)
-
-
-@contextlib.contextmanager
-def replaced_when_whole(path: Path) -> Iterator[Path]:
-    """Where to write first, so that a failure leaves nothing at `path`, or what was there."""
-    if not path.parent.is_dir():
-        raise UserError(f"{path.parent} is no folder")
-    unfinished = path.with_name(path.name + ".partial")
-    try:
-        yield unfinished
-        os.replace(unfinished, path)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {first_line(error)}") from error
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with atomic.new_file(path) as partial:
+        torch.save(to_torch(content), partial)
 
 
 def _read_file(path: Path) -> Any:

@@ -16,8 +16,9 @@ from flaxformer_mt.interop.adam import TrainingState
 from flaxformer_mt.interop.checkpoint_files import TORCH_SUFFIXES
 from flaxformer_mt.interop.convert import OWN
 from flaxformer_mt.interop.formats import run_folders
-from flaxformer_mt.interop.formats.run_folders import Package, refuse_existing
+from flaxformer_mt.interop.formats.run_folders import Package
 from flaxformer_mt.presets import canonical_family
+from flaxformer_mt.runs import atomic
 
 Notes = tuple[str, ...]
 """What was done, or got lost, a line each."""
@@ -79,7 +80,7 @@ def convert(
         return notes + checkpoint_files.write(state, OWN, target_family, target, accepted)
     if target_family not in (OWN, *WRITERS):
         raise UserError(f"{target}: give it the suffix .safetensors or .pt")
-    refuse_existing(target)  # Before anything is read.
+    atomic.require_absent(target)  # Before anything is read.
     package, notes = _read(source_family, source, overrides)
     if target_family == OWN:
         run_folders.write(package, target)

@@ -32,7 +32,8 @@ from orbax.checkpoint.args import Composite, StandardRestore, StandardSave
 
 from flaxformer_mt.config import ValidationMetric
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.runs.manifest import damage, sync_folder, write_manifest
+from flaxformer_mt.runs import atomic
+from flaxformer_mt.runs.manifest import damage, write_manifest
 from flaxformer_mt.training import distributed
 from flaxformer_mt.training.parameters import Params
 from flaxformer_mt.training.progress import merit
@@ -354,8 +355,7 @@ def _verified(folder: Path) -> tuple[dict[int, float], dict[int, str]]:
 def _set_aside(folder: Path, step: int) -> Path:
     """Renames a damaged checkpoint; an earlier one of that step gives way."""
     aside = folder / f"{step}.damaged"
-    shutil.rmtree(aside, ignore_errors=True)
-    return (folder / str(step)).rename(aside)
+    return atomic.rename(folder / str(step), aside, replace=True)
 
 
 def _commit(folder: Path, step: int, record: Mapping[str, Any]) -> None:
@@ -363,14 +363,12 @@ def _commit(folder: Path, step: int, record: Mapping[str, Any]) -> None:
     partial = _partial(folder, step)
     (partial / _PROGRESS).write_text(json.dumps(record) + "\n", encoding="utf-8")
     write_manifest(partial)
-    partial.rename(folder / str(step))
-    sync_folder(folder)
+    atomic.rename(partial, folder / str(step))
 
 
 def _remove(folder: Path, step: int) -> None:
     """Removes a checkpoint so that no half of it is ever seen under its name."""
-    partial = (folder / str(step)).rename(_partial(folder, step))
-    shutil.rmtree(partial)
+    shutil.rmtree(atomic.rename(folder / str(step), _partial(folder, step)))
 
 
 def _remove_partial(folder: Path, ignore_errors: bool = False) -> None:
@@ -379,7 +377,7 @@ def _remove_partial(folder: Path, ignore_errors: bool = False) -> None:
 
 
 def _partial(folder: Path, step: int) -> Path:
-    return folder / f"{step}.partial"
+    return atomic.partial_path(folder / str(step))
 
 
 def _folder(run_folder: str | Path) -> Path:

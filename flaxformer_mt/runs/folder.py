@@ -14,6 +14,7 @@ from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.data.corpora.corpus import Corpus
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.runs import atomic
 
 Corpora: TypeAlias = Mapping[str, Sequence[Corpus]]
 """The corpora of "train", "valid" and "test"."""
@@ -77,10 +78,8 @@ def write_run(
         split: [corpus.fingerprint for corpus in parts] for split, parts in corpora.items()
     }
     data["tokenizer"] = _fingerprints(tokenizers)
-    (workdir / "data.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-    unfinished = workdir / "config.json.new"
-    unfinished.write_text(configuration.to_json(experiment), encoding="utf-8")
-    unfinished.replace(workdir / "config.json")
+    atomic.write_text(workdir / "data.json", json.dumps(data, indent=2) + "\n")
+    atomic.write_text(workdir / "config.json", configuration.to_json(experiment))
 
 
 def _fingerprints(tokenizers: Tokenizers) -> dict[str, str]:

@@ -11,6 +11,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from flaxformer_mt.runs import atomic
+
 MANIFEST = "manifest.json"
 
 
@@ -21,13 +23,9 @@ def write_manifest(folder: Path) -> None:
         entries = dict(
             zip((_name(folder, path) for path in paths), pool.map(_synced, paths), strict=True)
         )
-    with (folder / MANIFEST).open("w", encoding="utf-8") as file:
-        json.dump({"files": entries}, file, indent=1)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    for path in (*filter(Path.is_dir, folder.rglob("*")), folder):
-        sync_folder(path)
+    atomic.write_text(folder / MANIFEST, json.dumps({"files": entries}, indent=1) + "\n")
+    for path in filter(Path.is_dir, folder.rglob("*")):
+        atomic.sync_folder(path)
 
 
 def damage(folder: Path) -> str | None:
@@ -48,15 +46,6 @@ def damage(folder: Path) -> str | None:
         names = list(expected)
         causes = pool.map(lambda name: _difference(folder / name, name, *expected[name]), names)
         return next(filter(None, causes), None)
-
-
-def sync_folder(folder: Path) -> None:
-    """Returns when names that were made, changed or removed in a folder are on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _files(folder: Path) -> list[Path]:

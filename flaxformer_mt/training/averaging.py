@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.runs import atomic
 from flaxformer_mt.runs.checkpoint import (
     ranked,
     restore_params,
@@ -55,19 +56,12 @@ def average_run(
     steps = _choose(run_folder, count, which, announce)
     params = average(run_folder, steps)
 
-    unfinished = output.with_name(output.name + ".partial")
-    try:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
+    with atomic.new_folder(output, parents=True) as partial:
         for name in ("config.json", "data.json"):
             if (run_folder / name).is_file():
-                shutil.copy(run_folder / name, unfinished)
-        shutil.copytree(run_folder / "tokenizer", unfinished / "tokenizer")
-        write_params(unfinished, max(steps), params)
-        unfinished.rename(output)
-    except OSError as error:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise UserError(f"{output} cannot be written: {error.strerror}") from error
+                shutil.copy(run_folder / name, partial)
+        shutil.copytree(run_folder / "tokenizer", partial / "tokenizer")
+        write_params(partial, max(steps), params)
     return steps
 
 

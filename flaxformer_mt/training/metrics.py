@@ -1,21 +1,19 @@
 """Figures of a run: from sums on a device to lines in its folder."""
 
-import contextlib
 import datetime
 import json
 import math
-import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, TextIO, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import jax
 import numpy as np
 from rich.console import Console
 
 from flaxformer_mt.data.stream.batches import Batch
-from flaxformer_mt.errors import UserError
+from flaxformer_mt.runs import atomic
 from flaxformer_mt.training.parameters import Params
 from flaxformer_mt.training.progress import Sums
 from flaxformer_mt.training.step import Metrics
@@ -85,11 +83,7 @@ class JsonLinesWriter:
             # The end of a file that a power cut has damaged may be no text.
             lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines()
             kept = [line + "\n" for line in lines if _stays(line, step)]
-        replacement = self._path.with_name(self._path.name + ".new")
-        with _writable(self._path):
-            with replacement.open("w", encoding="utf-8") as file:
-                _write_durably(file, "".join(kept))
-            os.replace(replacement, self._path)
+        atomic.write_text(self._path, "".join(kept))
 
     def write(self, step: int, split: str, figures: Figures) -> None:
         """See `Writer`. JSON knows neither infinity nor NaN: they become null.
@@ -101,9 +95,8 @@ class JsonLinesWriter:
         for name, value in figures.items():
             is_writable = isinstance(value, str) or math.isfinite(value)
             line[name] = value if is_writable else None
-        with _writable(self._path), self._path.open("a", encoding="utf-8") as file:
-            # A checkpoint that comes after this line must not outlive it.
-            _write_durably(file, json.dumps(line, allow_nan=False) + "\n")
+        # Durably: a checkpoint that is written after this line must not outlive it.
+        atomic.append_text(self._path, json.dumps(line, allow_nan=False) + "\n")
 
     def close(self) -> None:
         """See `Writer`."""
@@ -135,7 +128,7 @@ class TensorBoardWriter:
 
         if self._events is None:
             self._open()
-        with _writable(self._folder):
+        with atomic.explained(self._folder):
             for name, value in figures.items():
                 if not isinstance(value, str):
                     summary = scalar(f"{split}/{name}", value)
@@ -148,7 +141,7 @@ class TensorBoardWriter:
         """See `Writer`."""
         events, self._events = self._events, None
         if events is not None:
-            with _writable(self._folder):
+            with atomic.explained(self._folder):
                 events.close()
 
     def _open(self) -> None:
@@ -158,7 +151,7 @@ class TensorBoardWriter:
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-        with _writable(self._folder):
+        with atomic.explained(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
             self._events = EventsWriter(str(self._folder / "events"), f".{time.time_ns()}")
             start = SessionLog(status=SessionLog.START)
@@ -226,22 +219,6 @@ _FORMATS = {
     "target_tokens_per_second": "{:,.0f} tokens/s",
     "learning_rate": "rate {:.2e}",
 }
-
-
-@contextlib.contextmanager
-def _writable(path: Path) -> Iterator[None]:
-    """Tells the user of what cannot be written."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}") from error
-
-
-def _write_durably(file: TextIO, text: str) -> None:
-    """Returns when the text is on the disk."""
-    file.write(text)
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def _stays(line: str, step: int) -> bool:

@@ -114,7 +114,7 @@ def test_what_a_kill_leaves_is_not_taken_for_a_data_set(tmp_path):
     killed = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=False)
     assert killed.returncode == -signal.SIGKILL
     (leftover,) = tmp_path.iterdir()
-    assert leftover.name == "data.unfinished"
+    assert leftover.name == "data.partial"
     with pytest.raises(UserError, match="Could not read dataset info"):
         read(leftover, "train")
     prepare({"train": corpus_of(PAIRS)}, folder)
@@ -136,11 +136,11 @@ def test_a_file_that_cannot_be_written(tmp_path):
     text = [(str(os.urandom(2000)), "b") for _ in range(500)]
     with (
         files_no_longer_than(10_000),
-        pytest.raises(UserError, match=r"cannot write .*File too la"),
+        pytest.raises(UserError, match=r"cannot be written: .*File too la"),
     ):
         prepare({"train": corpus_of(text)}, tmp_path / "data")
     (tmp_path / "file").write_text("no folder")
-    with pytest.raises(UserError, match=r"cannot write .*file/data: Not a directory"):
+    with pytest.raises(UserError, match=r"file/data cannot be written: Not a directory"):
         prepare({"train": corpus_of(PAIRS)}, tmp_path / "file" / "data")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 

@@ -136,8 +136,8 @@ def test_an_interrupted_store_leaves_nothing_behind(tmp_path, monkeypatch, error
 
 
 def test_what_a_killed_process_left_is_removed(tmp_path):
-    (tmp_path / "train-0.unfinished").mkdir()
-    (tmp_path / "train-0.unfinished" / "target.tokens").write_bytes(b"half")
+    (tmp_path / "train-0.partial").mkdir()
+    (tmp_path / "train-0.partial" / "target.tokens").write_bytes(b"half")
     (tmp_path / "train-7").mkdir()
     open_stores(tmp_path, [CORPUS], TOKENIZERS, CONFIG)
     assert [path.name for path in tmp_path.iterdir()] == ["train-0"]
@@ -148,7 +148,7 @@ def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(store, "_append", fail)
-    with pytest.raises(UserError, match=r"cannot write the tokens of A to .*train-0: No space"):
+    with pytest.raises(UserError, match=r"train-0 cannot be written: No space"):
         open_stores(tmp_path, [CORPUS], TOKENIZERS, CONFIG)
     assert list(tmp_path.iterdir()) == []
 

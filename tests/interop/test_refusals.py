@@ -204,7 +204,7 @@ def test_saving_refuses_what_cannot_be_written(tmp_path):
 
     path = tmp_path / "model.pt"
     assert "suffix" in refused("tunz", config, params, tmp_path / "model.npz")
-    assert "is no folder" in refused("tunz", config, params, tmp_path / "no" / "model.pt")
+    assert "is not a folder" in refused("tunz", config, params, tmp_path / "no" / "model.pt")
     assert "annotated has norm_kind=unbiased_std" in refused("annotated", config, params, path)
     without = {k: v for k, v in params.items() if k != "target_embedding"}
     assert "target_embedding/embedding is missing" in refused("tunz", config, without, path)

@@ -251,7 +251,7 @@ def test_plots_are_written_in_the_format_of_their_name(tmp_path):
     assert "<svg" in (tmp_path / "steps.svg").read_text()
     with pytest.raises(UserError, match=r"steps\.txt: a plot's name ends in one of png, svg, pdf"):
         parity.plot_trajectory(trajectory, tmp_path / "steps.txt")
-    with pytest.raises(UserError, match="no is no folder"):
+    with pytest.raises(UserError, match="no is not a folder"):
         parity.plot_trajectory(trajectory, tmp_path / "no" / "steps.png")
     assert {path.name for path in tmp_path.iterdir()} == {"steps.png", "steps.svg"}
 

@@ -11,8 +11,7 @@ The pairs keep their order; training shuffles them anyway.
 
 import contextlib
 import itertools
-import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from flaxformer_mt.data.corpora.corpus import Corpus
 from flaxformer_mt.data.corpora.tfds_reader import require_tfds
 from flaxformer_mt.data.counting import counted
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.runs import atomic
 
 NAME = "parallel_text"
 """Of the data set, whatever it was made of."""
@@ -59,42 +59,27 @@ def prepare(
     if len(languages) != 2:
         raise UserError(f"a data set has two languages, not {len(languages)}: {sorted(languages)}")
     features = tfds.features.Translation(sorted(languages))
-    unfinished = folder.with_name(f"{folder.name}.unfinished")
     for name in splits:
         if not name.isidentifier():
             raise UserError(f"a split cannot be called {name!r}: use letters, digits and _")
     try:
-        with _removed_unless_renamed(unfinished):
+        with atomic.new_folder(folder, parents=True) as partial:
             infos = [
-                _write_split(tfds, unfinished, features, name, corpus, shard_bytes)
+                _write_split(tfds, partial, features, name, corpus, shard_bytes)
                 for name, corpus in splits.items()
             ]
             tfds.folder_dataset.write_metadata(
-                data_dir=unfinished,
+                data_dir=partial,
                 features=features,
                 split_infos=infos,
-                filename_template=_file_names(tfds, unfinished),
+                filename_template=_file_names(tfds, partial),
                 version=_VERSION,
                 description="Parallel text, made by `flaxformer-mt prepare`.",
                 check_data=False,  # It would need TensorFlow.
             )
-            unfinished.rename(folder)
-    except OSError as error:
-        raise UserError(f"cannot write {folder}: {error.strerror}") from error
     except RuntimeError as error:  # array_record: "write() failed: No space left on device; ..."
-        raise UserError(f"cannot write {folder}: {error}") from error
+        raise UserError(f"{folder} cannot be written: {error}") from error
     return {info.name: info.num_examples for info in infos}
-
-
-@contextlib.contextmanager
-def _removed_unless_renamed(folder: Path) -> Iterator[None]:
-    """An empty folder to work in; what an earlier, killed preparation left there goes first."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    try:
-        yield
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _file_names(tfds: Any, folder: Path, **facts: str) -> Any:

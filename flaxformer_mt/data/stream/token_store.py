@@ -18,7 +18,6 @@ import dataclasses
 import itertools
 import json
 import logging
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -41,6 +40,7 @@ from flaxformer_mt.data.stream.encoding import (
 from flaxformer_mt.data.stream.packing import Sentences
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.runs import atomic
 
 _LAYOUT = 1  # Stores of another layout are made again.
 _CHUNK = 20_000  # Pairs that are text in memory at a time.
@@ -166,35 +166,16 @@ def _make(
       UserError: the corpus cannot be read, or none of its pairs is left; the folder cannot be
         written.
     """
-    unfinished = folder.with_name(f"{folder.name}.unfinished")
-    try:
-        unfinished.mkdir(parents=True)
-        report = _write_arrays(unfinished, corpus, tokenizers, config, seen)
+    with atomic.new_folder(folder, replace=True, parents=True) as partial:
+        report = _write_arrays(partial, corpus, tokenizers, config, seen)
         description = {
             "origin": origin,
-            "bytes": {path.name: path.stat().st_size for path in sorted(unfinished.iterdir())},
+            "bytes": {path.name: path.stat().st_size for path in sorted(partial.iterdir())},
             "report": dataclasses.asdict(report),
         }
-        (unfinished / "store.json").write_text(
+        (partial / "store.json").write_text(
             json.dumps(description, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
         )
-        _flush(unfinished)
-        if folder.exists():
-            shutil.rmtree(folder)
-        unfinished.rename(folder)
-    except OSError as error:
-        raise UserError(
-            f"cannot write the tokens of {corpus.name} to {folder}: {error.strerror}"
-        ) from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def _flush(folder: Path) -> None:
-    """Waits until the files are on the disk: a rename must not get there before them."""
-    for path in folder.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
 
 
 def _write_arrays(

@@ -29,6 +29,7 @@ from flaxformer_mt.data.tokenizers import marian as marian_tokenizer
 from flaxformer_mt.data.tokenizers.marian import MarianTokenizer
 from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE, TextSampler, open_model
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.runs import atomic
 
 PAD_ID, BOS_ID, EOS_ID, UNK_ID = 0, 1, 2, 3
 """The special ids of every tokenizer that is trained here."""
@@ -301,7 +302,7 @@ class Tokenizers:
         """Writes what `load` reads into `folder`."""
         Path(folder).mkdir(parents=True, exist_ok=True)
         for name, content in self._files().items():
-            Path(folder, name).write_bytes(content)
+            atomic.write_bytes(Path(folder, name), content)
 
     def _files(self) -> Mapping[str, bytes]:
         if isinstance(self.source, MarianTokenizer):

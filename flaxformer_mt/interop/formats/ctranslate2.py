@@ -18,7 +18,8 @@ from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer
 from flaxformer_mt.decoding.teacher_forcing import never_chosen
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.formats import huggingface
-from flaxformer_mt.interop.formats.run_folders import Package, made_when_whole
+from flaxformer_mt.interop.formats.run_folders import Package
+from flaxformer_mt.runs import atomic
 
 try:
     import torch  # noqa: F401
@@ -73,16 +74,16 @@ def write(
     disable_progress_bar()
     # The converter reads no settings of the search: those that have no place there are no loss.
     plain = dataclasses.replace(package.config, decode=DecodeConfig(length_penalty_kind="average"))
-    with tempfile.TemporaryDirectory() as scratch, made_when_whole(folder) as unfinished:
+    with tempfile.TemporaryDirectory() as scratch, atomic.new_folder(folder) as partial:
         exported = Path(scratch, "huggingface")
         notes = huggingface.write(dataclasses.replace(package, config=plain), exported, accepted)
         _Converter(exported, package).convert(
-            str(unfinished), quantization=quantization or "float32", force=True
+            str(partial), quantization=quantization or "float32", force=True
         )
         for name in VOCABULARY_MODELS:
-            (unfinished / name).write_bytes((exported / name).read_bytes())
+            (partial / name).write_bytes((exported / name).read_bytes())
         settings, losses = to_settings(package)
-        (unfinished / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        (partial / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     return (*notes, *losses)
 
 

@@ -25,8 +25,9 @@ from flaxformer_mt.interop.checkpoint_files import Checkpoint
 from flaxformer_mt.interop.convert import adapt
 from flaxformer_mt.interop.families import marian
 from flaxformer_mt.interop.formats import generation_config as generation
-from flaxformer_mt.interop.formats.run_folders import Package, experiment, made_when_whole
+from flaxformer_mt.interop.formats.run_folders import Package, experiment
 from flaxformer_mt.interop.weights import CARRIED
+from flaxformer_mt.runs import atomic
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 _CARRIED_FILE = "carried.safetensors"
@@ -124,12 +125,12 @@ def write(package: Package, folder: Path, accepted: Collection[str] = ()) -> tup
         stored = json.loads(kept.get(CONFIG, b"{}"))
         old = {name: stored[name] for name in stored.keys() & generation.FIELDS}
     search, losses = generation.from_decode(package.config.decode, model, old)
-    with made_when_whole(folder) as unfinished:
+    with atomic.new_folder(folder) as partial:
         for name, content in tokenizer.items():
-            (unfinished / name).write_bytes(content)
-        _write_json(unfinished / CONFIG, _settings(model, json.loads(kept.get(CONFIG, b"{}"))))
-        _write_json(unfinished / GENERATION, search)
-        files.write(unfinished / "model.safetensors", _narrowed(tensors, dtype))
+            (partial / name).write_bytes(content)
+        _write_json(partial / CONFIG, _settings(model, json.loads(kept.get(CONFIG, b"{}"))))
+        _write_json(partial / GENERATION, search)
+        files.write(partial / "model.safetensors", _narrowed(tensors, dtype))
     return (*notes, *losses)
 
 

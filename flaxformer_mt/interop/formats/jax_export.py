@@ -21,9 +21,10 @@ from flaxformer_mt.data.tokenizers.marian import MarianTokenizer
 from flaxformer_mt.data.tokenizers.tokenizer import SentencePieceTokenizer, Tokenizer
 from flaxformer_mt.decoding.teacher_forcing import never_chosen
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.interop.formats.run_folders import Package, made_when_whole
+from flaxformer_mt.interop.formats.run_folders import Package
 from flaxformer_mt.interop.weights import by_path, model_params
 from flaxformer_mt.model.transformer import Cache, Transformer, reorder_cache
+from flaxformer_mt.runs import atomic
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 SERVER = Path(__file__).with_name("jax_server.py")
@@ -66,16 +67,16 @@ def write(package: Package, folder: Path, accepted: Collection[str] = ()) -> tup
     model, params = package.config.model, model_params(package.params)
     if not model.has_inputs:
         raise UserError("model.has_inputs=False: a language model has no source to encode")
-    with made_when_whole(folder) as unfinished:
+    with atomic.new_folder(folder) as partial:
         for name, exported in export_functions(model, params).items():
-            (unfinished / f"{name}.jax").write_bytes(exported.serialize())
-        np.savez(unfinished / "parameters.npz", **by_path(params))  # type: ignore[arg-type]
+            (partial / f"{name}.jax").write_bytes(exported.serialize())
+        np.savez(partial / "parameters.npz", **by_path(params))  # type: ignore[arg-type]
         for side, content in _sentencepiece_models(package).items():
-            (unfinished / f"{side}.spm").write_bytes(content)
-        (unfinished / "metadata.json").write_text(
+            (partial / f"{side}.spm").write_bytes(content)
+        (partial / "metadata.json").write_text(
             json.dumps(metadata(package), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
         )
-        (unfinished / "server.py").write_bytes(SERVER.read_bytes())
+        (partial / "server.py").write_bytes(SERVER.read_bytes())
     return ()
 
 

@@ -18,7 +18,8 @@ import numpy as np
 import yaml
 
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.interop.checkpoint_files import Checkpoint, replaced_when_whole
+from flaxformer_mt.interop.checkpoint_files import Checkpoint
+from flaxformer_mt.runs import atomic
 from flaxformer_mt.runs.parameter_file import first_bytes
 
 OPTIONS = "special:model.yml"
@@ -70,7 +71,7 @@ def write_npz(path: Path, tensors: Mapping[str, np.ndarray], options: Mapping[st
     """
     text = yaml.safe_dump(dict(options)).encode() + b"\0"
     arrays = dict(tensors) | {OPTIONS: np.frombuffer(text, np.int8)}
-    with replaced_when_whole(path) as unfinished, unfinished.open("wb") as file:
+    with atomic.new_file(path) as partial, partial.open("wb") as file:
         np.savez(file, **arrays)  # type: ignore[arg-type]
 
 

@@ -18,7 +18,8 @@ from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop import weights
 from flaxformer_mt.interop.formats import marian_files
 from flaxformer_mt.interop.formats.marian_names import END, FAMILY, NO_TOKEN, options
-from flaxformer_mt.interop.formats.run_folders import Package, experiment, made_when_whole
+from flaxformer_mt.interop.formats.run_folders import Package, experiment
+from flaxformer_mt.runs import atomic
 
 _MODEL, _OPTIONS = "model.npz", "config.yml"
 
@@ -95,11 +96,11 @@ def write(package: Package, folder: Path, accepted: Collection[str] = ()) -> tup
         "normalize": decode.length_penalty if decode.length_penalty_kind == "average" else 0,
         "max-length-factor": decode.max_length_factor,
     }
-    with made_when_whole(folder) as unfinished:
-        marian_files.write_npz(unfinished / _MODEL, tensors, options(model))
+    with atomic.new_folder(folder) as partial:
+        marian_files.write_npz(partial / _MODEL, tensors, options(model))
         for name, content in vocabularies.items():
-            (unfinished / name).write_bytes(content)
-        (unfinished / _OPTIONS).write_text(yaml.safe_dump(settings, sort_keys=False))
+            (partial / name).write_bytes(content)
+        (partial / _OPTIONS).write_text(yaml.safe_dump(settings, sort_keys=False))
     return ()
 
 

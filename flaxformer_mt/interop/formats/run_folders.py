@@ -3,10 +3,8 @@
 A run folder made of a published model has a single checkpoint, 0, and can be used like any other.
 """
 
-import contextlib
 import dataclasses
-import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,8 @@ from flaxformer_mt.config import (
 )
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.decoding.run import load_run
-from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop import weights
+from flaxformer_mt.runs import atomic
 
 ORIGIN = "origin"
 """The folder in a run that keeps what a published folder said besides."""
@@ -78,44 +76,12 @@ def write(package: Package, folder: Path) -> None:
     """
     from flaxformer_mt.runs.checkpoint import write_params
 
-    with made_when_whole(folder) as unfinished:
-        package.tokenizers.save(unfinished / "tokenizer")
-        write_params(unfinished, 0, weights.model_params(package.params))
+    with atomic.new_folder(folder) as partial:
+        package.tokenizers.save(partial / "tokenizer")
+        write_params(partial, 0, weights.model_params(package.params))
         if package.origin:
-            (unfinished / ORIGIN).mkdir()
+            (partial / ORIGIN).mkdir()
         for name, content in package.origin.items():
-            (unfinished / ORIGIN / name).write_bytes(content)
+            (partial / ORIGIN / name).write_bytes(content)
         text = configuration.to_json(package.config)
-        (unfinished / "config.json").write_text(text, encoding="utf-8")
-
-
-@contextlib.contextmanager
-def made_when_whole(folder: Path) -> Iterator[Path]:
-    """A folder to fill, which gets its name at the end; a failure leaves nothing.
-
-    Raises:
-      UserError: there is something of that name already, or it cannot be written.
-    """
-    refuse_existing(folder)
-    if not folder.absolute().parent.is_dir():
-        raise UserError(f"{folder} cannot be written: {folder.parent} is no folder")
-    unfinished = folder.with_name(folder.name + ".partial")
-    try:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir()
-        yield unfinished
-        unfinished.rename(folder)
-    except OSError as error:
-        raise UserError(f"{folder} cannot be written: {error.strerror}") from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def refuse_existing(folder: Path) -> None:
-    """Keeps what is there already.
-
-    Raises:
-      UserError: there is something of that name.
-    """
-    if folder.exists():
-        raise UserError(f"{folder} exists: remove it, or choose another folder for the output")
+        (partial / "config.json").write_text(text, encoding="utf-8")

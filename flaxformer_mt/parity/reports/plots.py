@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.interop.checkpoint_files import replaced_when_whole
 from flaxformer_mt.parity.trajectory import Curves, Trajectory
+from flaxformer_mt.runs import atomic
 
 FORMATS = ("png", "svg", "pdf")
 
@@ -35,8 +35,8 @@ def plot_trajectory(trajectory: Trajectory, path: str | os.PathLike[str]) -> Non
     if suffix not in FORMATS:
         raise UserError(f"{path}: a plot's name ends in one of {', '.join(FORMATS)}")
     figure = _figure(trajectory)
-    with replaced_when_whole(path) as unfinished:
-        figure.savefig(unfinished, format=suffix)
+    with atomic.new_file(path) as partial:
+        figure.savefig(partial, format=suffix)
 
 
 def as_svg(trajectory: Trajectory) -> str:
