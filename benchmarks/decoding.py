@@ -51,7 +51,7 @@ def make_ours(task: dict[str, Any], beam_size: int, folder: Path) -> list[Decode
 
     runtime.configure()
     from flaxformer_mt.config import DecodeConfig
-    from flaxformer_mt.decoding.continuous_batching import Engine, Request
+    from flaxformer_mt.decoding.batching.continuous_batching import ContinuousBatcher, Request
 
     config = DecodeConfig(
         beam_size=beam_size,
@@ -59,7 +59,7 @@ def make_ours(task: dict[str, Any], beam_size: int, folder: Path) -> list[Decode
         length_penalty_kind="average",
         early_stopping="heuristic",
     )
-    engine = Engine([(task["model"], task["params"])], config, scores=False)
+    engine = ContinuousBatcher([(task["model"], task["params"])], config, scores=False)
 
     def decode(sources: Sequence[Tokens]) -> list[Tokens]:
         requests = [
@@ -176,7 +176,7 @@ def write_task(run_folder: Path, source: Path, count: int, folder: Path) -> None
     import jax
 
     from flaxformer_mt.config import with_vocabulary_sizes
-    from flaxformer_mt.decoding.run import load_run
+    from flaxformer_mt.runs.trained_run import load_run
 
     run = load_run(run_folder, "last")
     sides = run.tokenizers.source, run.tokenizers.target

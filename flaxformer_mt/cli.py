@@ -106,7 +106,7 @@ def configured_search(arguments: Sequence[str]) -> DecodeConfig:
     runs = finder.parse_known_args(arguments)[0].run
     if not runs:
         return DEFAULT_SEARCH
-    from flaxformer_mt.decoding.run import read_config
+    from flaxformer_mt.runs.trained_run import read_config
 
     return read_config(runs[0]).decode
 
@@ -158,7 +158,7 @@ def translate(
       checkpoint: The best by validation, the last, or that of a step.
       decode: How translations are searched for. Defaults are those of the run.
     """
-    from flaxformer_mt.decoding.lines import LineFormat, translate_lines
+    from flaxformer_mt.decoding.line_format import LineFormat, translate_lines
     from flaxformer_mt.decoding.translator import WINDOW, Translator
 
     form = LineFormat(input_format, output_format, alignment, tokens, attention)
@@ -222,9 +222,9 @@ def score(
     from rich.console import Console
     from rich.progress import track
 
-    from flaxformer_mt.decoding.run import load_run
-    from flaxformer_mt.decoding.score_report import Totals, to_json, to_text
-    from flaxformer_mt.decoding.scoring import PairScore, Scorer
+    from flaxformer_mt.decoding.scoring.score_report import Totals, to_json, to_text
+    from flaxformer_mt.decoding.scoring.scorer import PairScore, Scorer
+    from flaxformer_mt.runs.trained_run import load_run
 
     model = load_run(run, checkpoint)
     places = {"alignment_layer": alignment_layer, "alignment_head": alignment_head}
@@ -302,7 +302,7 @@ def inspect(
       checkpoint: The best by validation, the last, or that of a step.
       as_json: Print one JSON object instead of lines.
     """
-    from flaxformer_mt.decoding.run import describe_run
+    from flaxformer_mt.runs.trained_run import describe_run
 
     description = describe_run(run, checkpoint)
     if as_json:
@@ -357,7 +357,7 @@ def lexicon(
       output_file: Text file to write, "target source probability" a line (also .gz).
     """
     from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers, evenly
-    from flaxformer_mt.decoding.lexicon import MAX_PAIRS, learn, write_table
+    from flaxformer_mt.decoding.shortlists.lexicon import MAX_PAIRS, learn, write_table
 
     _require_folders(output_file)
     tokenizers = Tokenizers.load(run / "tokenizer")
@@ -482,7 +482,7 @@ def prepare(
 
 
 def _load_runs(folders: Sequence[Path], checkpoint: Checkpoint) -> list[Any]:
-    from flaxformer_mt.decoding.run import load_run
+    from flaxformer_mt.runs.trained_run import load_run
 
     if not folders:
         raise UserError("--run is missing: give the folder of a trained model")

@@ -19,14 +19,14 @@ from flaxformer_mt.cli import main
 from flaxformer_mt.config import DecodeConfig, to_json
 from flaxformer_mt.data.corpora.corpus import ParallelCorpus
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
-from flaxformer_mt.decoding.lines import read_sentence
-from flaxformer_mt.decoding.run import load_run
-from flaxformer_mt.decoding.scoring import score_pairs
-from flaxformer_mt.decoding.shortlist import Shortlist
+from flaxformer_mt.decoding.line_format import read_sentence
+from flaxformer_mt.decoding.scoring.scorer import score_pairs
+from flaxformer_mt.decoding.shortlists.shortlist import Shortlist
 from flaxformer_mt.decoding.translator import Sentence, Translator
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.evaluation import evaluate
 from flaxformer_mt.runs.checkpoint import Checkpointer
+from flaxformer_mt.runs.trained_run import load_run
 from flaxformer_mt.training.state import TrainState
 
 # All are short: another length of rows is a compilation.

@@ -35,8 +35,7 @@ ALLOWED = {
 # Modules that handle whole models, with vocabulary and search options, need more than weight maps.
 WHOLE_MODELS = ALLOWED["interop"] | {
     "data.tokenizers",
-    "decoding.teacher_forcing",
-    "decoding.run",
+    "decoding.scoring.teacher_forcing",
     "runs",
 }
 ALLOWED |= dict.fromkeys(

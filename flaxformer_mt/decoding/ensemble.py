@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from flaxformer_mt.decoding.run import Run
 from flaxformer_mt.decoding.search.search import Reorder, State, Step, StepOutput
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.model.numerics import at_least_float32
+from flaxformer_mt.runs.trained_run import Run
 
 
 def combine(steps: Sequence[Step], how: Literal["log", "probability"]) -> Step:

@@ -11,14 +11,15 @@ import numpy as np
 
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
-from flaxformer_mt.decoding import alignment, mbr, splitting
-from flaxformer_mt.decoding.alignment import Pairs
-from flaxformer_mt.decoding.continuous_batching import Engine, Found, Request
-from flaxformer_mt.decoding.length_buckets import longest_sentence
-from flaxformer_mt.decoding.scoring import Unit
-from flaxformer_mt.decoding.shortlist import Shortlist
-from flaxformer_mt.decoding.splitting import Piece
-from flaxformer_mt.decoding.teacher_forcing import check_alignment_options, force
+from flaxformer_mt.decoding import minimum_bayes_risk, sentence_splitting
+from flaxformer_mt.decoding.batching.continuous_batching import ContinuousBatcher, Found, Request
+from flaxformer_mt.decoding.batching.length_buckets import longest_sentence
+from flaxformer_mt.decoding.scoring import alignment
+from flaxformer_mt.decoding.scoring.alignment import Pairs
+from flaxformer_mt.decoding.scoring.scorer import Unit
+from flaxformer_mt.decoding.scoring.teacher_forcing import check_alignment_options, teacher_force
+from flaxformer_mt.decoding.sentence_splitting import Piece
+from flaxformer_mt.decoding.shortlists.shortlist import Shortlist
 from flaxformer_mt.errors import UserError
 
 LONGEST_SOURCE = 512
@@ -80,7 +81,7 @@ class _Part(NamedTuple):
     """What its translation must have."""
 
 
-class TextDecoder:
+class SentenceDecoder:
     """Translates sentences with one set of options."""
 
     def __init__(
@@ -124,7 +125,7 @@ class TextDecoder:
         self.limit = min(limits, default=None)
         """Tokens of the longest sentence, or translation, that all models know positions for."""
         self.longest_source = min([decode.max_source_length or LONGEST_SOURCE, *limits])
-        self.engine = Engine(models, decode, self._bad_phrases(), scores)
+        self.engine = ContinuousBatcher(models, decode, self._bad_phrases(), scores)
 
     def translate(self, sentences: Sequence[Sentence]) -> Iterator[tuple[int, list[Hypothesis]]]:
         """The translations of each sentence, best first, with its index, as they finish.
@@ -160,7 +161,7 @@ class TextDecoder:
                 )
             pieces, encoded = [Piece(text)] * bool(text), [tokens]
             if len(tokens) > limit:
-                pieces = splitting.split(text, limit, self._source_lengths)
+                pieces = sentence_splitting.split(text, limit, self._source_lengths)
                 encoded = source.encode([piece.text for piece in pieces])
             if len(pieces) > 1 and sentence.phrases:
                 raise UserError(
@@ -236,7 +237,9 @@ class TextDecoder:
         if not self.decode.mbr_samples:
             return hypotheses
         samples = [hypothesis.text for hypothesis in hypotheses]
-        return [hypotheses[index] for index in mbr.choose(samples, self.decode.n_best)]
+        return [
+            hypotheses[index] for index in minimum_bayes_risk.choose(samples, self.decode.n_best)
+        ]
 
     def _aligned(
         self, parts: Sequence[_Part], group: Sequence[tuple[int, list[Hypothesis]]]
@@ -244,7 +247,7 @@ class TextDecoder:
         """The same hypotheses with what their attention tells."""
         pairs = [(parts[number], h) for number, hypotheses in group for h in hypotheses]
         eos_id = self.model.eos_id
-        forced = force(
+        results = teacher_force(
             self.params,
             self.model,
             self.decode,
@@ -254,7 +257,7 @@ class TextDecoder:
         )
         aligned = (
             self._with_attention(part, hypothesis, result.attention)
-            for (part, hypothesis), result in zip(pairs, forced, strict=True)
+            for (part, hypothesis), result in zip(pairs, results, strict=True)
         )
         for number, hypotheses in group:
             yield number, list(itertools.islice(aligned, len(hypotheses)))
@@ -306,7 +309,9 @@ class TextDecoder:
             num_source += self._num_units(hypothesis.source_pieces)
             num_target += self._num_units(hypothesis.pieces)
         return Hypothesis(
-            text=splitting.join([h.text for h in hypotheses], [part.piece for part in parts]),
+            text=sentence_splitting.join(
+                [h.text for h in hypotheses], [part.piece for part in parts]
+            ),
             score=math.fsum(h.score for h in hypotheses),
             tokens=tuple(itertools.chain(*(h.tokens for h in hypotheses))),
             log_probability=math.fsum(h.log_probability for h in hypotheses),

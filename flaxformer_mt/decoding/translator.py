@@ -17,10 +17,10 @@ from flaxformer_mt.config import (
 )
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.decoding.ensemble import require_same_vocabularies
-from flaxformer_mt.decoding.run import Checkpoint, Run, load_run
-from flaxformer_mt.decoding.scoring import Unit
-from flaxformer_mt.decoding.sentence_decoder import Hypothesis, Sentence, TextDecoder
+from flaxformer_mt.decoding.scoring.scorer import Unit
+from flaxformer_mt.decoding.sentence_decoder import Hypothesis, Sentence, SentenceDecoder
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.runs.trained_run import CheckpointSelector, Run, load_run
 
 WINDOW = 128
 """Characters that `Translator.stream` reads before the first is translated, for each token of a
@@ -64,12 +64,12 @@ class Translator:
             raise UserError("model.has_inputs=False: a language model cannot translate")
         self.decode = config.decode
         self.tokenizers = tokenizers
-        self._decoders: dict[Any, TextDecoder] = {}
+        self._decoders: dict[Any, SentenceDecoder] = {}
         """One for each set of options that was asked for."""
 
     @classmethod
     def from_run(
-        cls, folders: str | Path | Sequence[str | Path], checkpoint: Checkpoint = "best"
+        cls, folders: str | Path | Sequence[str | Path], checkpoint: CheckpointSelector = "best"
     ) -> Self:
         """The translator of a run folder, or of several: an ensemble.
 
@@ -187,12 +187,12 @@ class Translator:
 
     def _decoder(
         self, options: dict[str, Any], unit: Unit | None, attention: bool, scores: bool
-    ) -> TextDecoder:
+    ) -> SentenceDecoder:
         given = {name: value for name, value in options.items() if value is not None}
         decode = dataclasses.replace(self.decode, **given)
         key = (decode, unit, attention, scores)
         if key not in self._decoders:
-            self._decoders[key] = TextDecoder(
+            self._decoders[key] = SentenceDecoder(
                 self.models, decode, self.tokenizers, unit, attention, scores
             )
         return self._decoders[key]

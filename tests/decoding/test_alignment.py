@@ -9,8 +9,8 @@ import pytest
 from talker import padded, random_params, sentences, with_decode
 
 from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE
-from flaxformer_mt.decoding import teacher_forcing as forcing
-from flaxformer_mt.decoding.alignment import (
+from flaxformer_mt.decoding.scoring import teacher_forcing
+from flaxformer_mt.decoding.scoring.alignment import (
     align,
     align_words,
     copy_unknown,
@@ -18,8 +18,8 @@ from flaxformer_mt.decoding.alignment import (
     without_ends,
     words,
 )
-from flaxformer_mt.decoding.scoring import Scorer
-from flaxformer_mt.decoding.teacher_forcing import force
+from flaxformer_mt.decoding.scoring.scorer import Scorer
+from flaxformer_mt.decoding.scoring.teacher_forcing import teacher_force
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.model.transformer import Transformer
 
@@ -143,7 +143,7 @@ def test_layer_and_head_can_be_chosen(copier):
 
     def attention(layer, head):
         decode = with_decode(copier, alignment_layer=layer, alignment_head=head).config.decode
-        (found,) = force(copier.params, copier.model, decode, [row], [row], attention=True)
+        (found,) = teacher_force(copier.params, copier.model, decode, [row], [row], attention=True)
         assert found.attention.shape == (len(row), len(row))
         return found.attention
 
@@ -157,7 +157,7 @@ def test_layer_and_head_can_be_chosen(copier):
 def test_attention_is_that_of_the_full_model(talker):
     source = [*talker.tokenizers.source.encode(["ein Hund bellt"])[0], talker.model.eos_id]
     target = [*talker.tokenizers.source.encode(["die Wiese"])[0], talker.model.eos_id]
-    (found,) = force(
+    (found,) = teacher_force(
         talker.params, talker.model, talker.config.decode, [source], [target], attention=True
     )
     _, weights = Transformer(talker.model).apply(
@@ -183,14 +183,14 @@ def test_attention_is_that_of_the_full_model(talker):
 def test_layers_and_heads_that_do_not_exist_are_refused(talker, options, message):
     decode = with_decode(talker, **options).config.decode
     with pytest.raises(UserError, match=message):
-        force(talker.params, talker.model, decode, [[5, 2]], [[5, 2]], attention=True)
+        teacher_force(talker.params, talker.model, decode, [[5, 2]], [[5, 2]], attention=True)
 
 
 def test_tokens_that_are_never_chosen(talker):
-    assert forcing.never_chosen(talker.model) == (0, 1)
+    assert teacher_forcing.never_chosen(talker.model) == (0, 1)
     from_padding = dataclasses.replace(talker.model, bos_id=0)
-    assert forcing.never_chosen(from_padding) == (0,)
+    assert teacher_forcing.never_chosen(from_padding) == (0,)
     from_nothing = dataclasses.replace(talker.model, bos_id=-1)
-    assert forcing.never_chosen(from_nothing) == (0,)
+    assert teacher_forcing.never_chosen(from_nothing) == (0,)
     from_the_end = dataclasses.replace(talker.model, bos_id=2)
-    assert forcing.never_chosen(from_the_end) == (0,)
+    assert teacher_forcing.never_chosen(from_the_end) == (0,)

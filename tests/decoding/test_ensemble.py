@@ -13,9 +13,9 @@ from flaxformer_mt.decoding.ensemble import (
     reorder_each,
     require_same_vocabularies,
 )
-from flaxformer_mt.decoding.run import Run
 from flaxformer_mt.decoding.search.search import StepOutput, gather_hypotheses
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.runs.trained_run import Run
 
 B, W, S, V = 2, 3, 4, 5
 TOKENS, POSITIONS = jnp.zeros((B, W), jnp.int32), jnp.zeros(B, jnp.int32)

@@ -18,12 +18,12 @@ import torch
 from flaxformer_mt import interop
 from flaxformer_mt.config import DataConfig
 from flaxformer_mt.data.corpora.corpus import load_corpus
-from flaxformer_mt.decoding.continuous_batching import Engine, Request
-from flaxformer_mt.decoding.run import load_run
+from flaxformer_mt.decoding.batching.continuous_batching import ContinuousBatcher, Request
 from flaxformer_mt.interop import folders
 from flaxformer_mt.interop.convert import OWN
 from flaxformer_mt.interop.formats import generation_config as generation
 from flaxformer_mt.model.transformer import Transformer
+from flaxformer_mt.runs.trained_run import load_run
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -180,7 +180,7 @@ def differences(pair, sources, beam_size, early_stopping, length_penalty):
     expected = generate(pair, sources, options)
     requests = [Request(source, 0, decode.max_length) for source in sources]
     lines, lengths = [], []
-    for index, found in Engine([(pair.config, pair.params)], decode).decode(requests):
+    for index, found in ContinuousBatcher([(pair.config, pair.params)], decode).decode(requests):
         ours = list(zip(found.tokens, found.scores, strict=True))
         assert len(ours) == len(expected[index]) == options["num_return_sequences"]
         for rank, ((own, score), (their, their_score)) in enumerate(

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flaxformer_mt.decoding.lexicon import LEAST_PROBABILITY, learn, write_table
-from flaxformer_mt.decoding.shortlist import Shortlist
+from flaxformer_mt.decoding.shortlists.lexicon import LEAST_PROBABILITY, learn, write_table
+from flaxformer_mt.decoding.shortlists.shortlist import Shortlist
 
 sentences = st.lists(st.integers(0, 4), max_size=4)
 corpora = st.lists(st.tuples(sentences, sentences), min_size=1, max_size=5)

@@ -6,8 +6,8 @@ import math
 import pytest
 
 from flaxformer_mt.cli import main
-from flaxformer_mt.decoding.score_report import Totals, preferred, to_json, to_text
-from flaxformer_mt.decoding.scoring import PairScore, Scored
+from flaxformer_mt.decoding.scoring.score_report import Totals, preferred, to_json, to_text
+from flaxformer_mt.decoding.scoring.scorer import PairScore, Scored
 
 GOOD = PairScore((5, 6, 2), (-0.5, -0.25, -0.25), ("▁ein", "▁Hund", "</s>"), [(0, 0), (2, 1)])
 BAD = PairScore((7, 2), (-2.0, -1.0), ("▁eine", "</s>"))

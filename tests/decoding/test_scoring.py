@@ -1,4 +1,4 @@
-"""Forced decoding agrees with the model and with the search."""
+"""TeacherForcingResult decoding agrees with the model and with the search."""
 
 import dataclasses
 import math
@@ -8,8 +8,8 @@ import pytest
 from talker import full_pass, padded, sentences, with_decode
 
 from flaxformer_mt.config import DecodeConfig
-from flaxformer_mt.decoding import scoring
-from flaxformer_mt.decoding.scoring import PairScore, Scorer, score_pairs
+from flaxformer_mt.decoding.scoring import scorer as scorer_module
+from flaxformer_mt.decoding.scoring.scorer import PairScore, Scorer, score_pairs
 from flaxformer_mt.errors import UserError
 
 SOURCES = [*sentences(5), "", *sentences(2, seed=3, longest=8)]
@@ -68,7 +68,7 @@ def test_scores_can_be_normalized():
 
 
 def test_pairs_are_read_as_far_as_they_are_needed(talker, monkeypatch):
-    monkeypatch.setattr(scoring, "CHUNK", 3)
+    monkeypatch.setattr(scorer_module, "CHUNK", 3)
     read = []
 
     def pairs():
@@ -93,7 +93,7 @@ def test_several_translations_of_a_sentence_are_scored_as_pairs(talker):
 
 
 def test_messages_count_sentences_from_the_first_of_all(talker, monkeypatch):
-    monkeypatch.setattr(scoring, "CHUNK", 3)
+    monkeypatch.setattr(scorer_module, "CHUNK", 3)
     model = dataclasses.replace(talker.config.model, position_kind="learned", max_length=12)
     config = dataclasses.replace(talker.config, model=model)
     params = {

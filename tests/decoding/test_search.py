@@ -33,7 +33,7 @@ from flaxformer_mt.decoding.search.search import (
     SearchOptions,
     StepOutput,
     length_penalty,
-    plain_rows,
+    unconstrained,
 )
 
 BEAM = SearchOptions(**SPECIAL, beam_size=3, n_best=3, length_penalty=1.0)
@@ -228,7 +228,7 @@ def test_search_stops_when_nothing_better_is_expected(alpha, early_stopping, ste
     options = dataclasses.replace(
         BEAM, beam_size=2, n_best=1, length_penalty=alpha, early_stopping=early_stopping
     )
-    result = search_room.search(step, (), plain_rows(jnp.array([P])), options, P)
+    result = search_room.search(step, (), unconstrained(jnp.array([P])), options, P)
     jax.effects_barrier()
     assert result.tokens[0, 0, 0] == EOS
     assert sorted(steps_taken) == list(range(steps))
@@ -287,7 +287,7 @@ def test_length_penalties():
 
 def test_coverage_needs_attention_and_mask():
     options = dataclasses.replace(BEAM, coverage_penalty=0.2)
-    rows = plain_rows(jnp.array([P]))
+    rows = unconstrained(jnp.array([P]))
 
     def blind_step(tokens, state, positions):
         return StepOutput(jnp.zeros((*tokens.shape, V))), state

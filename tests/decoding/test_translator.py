@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from talker import random_params, sentences, with_decode, with_end_bias
 
-from flaxformer_mt.decoding import mbr
-from flaxformer_mt.decoding.alignment import align
+from flaxformer_mt.decoding import minimum_bayes_risk
+from flaxformer_mt.decoding.scoring.alignment import align
 from flaxformer_mt.decoding.sentence_decoder import longest_target, on_one_line, sampling_seed
 from flaxformer_mt.decoding.translator import Sentence, Translator, in_order, windows
 from flaxformer_mt.errors import UserError
@@ -109,7 +109,7 @@ def test_minimum_bayes_risk_chooses_among_the_samples(talker):
     risk = {**SAMPLING, "sampling": False, "n_best": 2, "mbr_samples": 4}
     for own, drawn in zip(translator.translate_n_best(SENTENCES[:3], **risk), samples, strict=True):
         texts = [hypothesis.text for hypothesis in drawn]
-        assert own == [drawn[index] for index in mbr.choose(texts, 2)]
+        assert own == [drawn[index] for index in minimum_bayes_risk.choose(texts, 2)]
 
 
 def test_an_ensemble_of_one_model_twice_is_that_model(talker):

@@ -16,7 +16,7 @@ from flaxformer_mt.cli import main
 from flaxformer_mt.config import DataConfig, DecodeConfig
 from flaxformer_mt.data.corpora.corpus import load_corpus
 from flaxformer_mt.data.corpora.text_files import read_lines
-from flaxformer_mt.decoding.scoring import Scorer
+from flaxformer_mt.decoding.scoring.scorer import Scorer
 from flaxformer_mt.decoding.translator import Translator
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop import folders

@@ -20,13 +20,13 @@ from flaxformer_mt.cli import main
 from flaxformer_mt.config import DataConfig, DecodeConfig, TransformerConfig
 from flaxformer_mt.data.corpora.corpus import load_corpus
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
-from flaxformer_mt.decoding.run import load_run
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop import folders, weights
 from flaxformer_mt.interop.convert import OWN
 from flaxformer_mt.interop.formats import generation_config as generation
 from flaxformer_mt.interop.formats import huggingface, run_folders
 from flaxformer_mt.model.transformer import Transformer
+from flaxformer_mt.runs.trained_run import load_run
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

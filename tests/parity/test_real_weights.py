@@ -22,7 +22,7 @@ from wheels import file_of_wheel
 
 from flaxformer_mt import interop
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
-from flaxformer_mt.decoding.continuous_batching import Engine, Request
+from flaxformer_mt.decoding.batching.continuous_batching import ContinuousBatcher, Request
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop import Family
 from flaxformer_mt.interop import checkpoint_files as files
@@ -154,7 +154,7 @@ def greedy_outputs(
 ) -> np.ndarray:
     """What our greedy search finds: int32 [200, T]."""
     longest = source.shape[1] + 10
-    engine = Engine([(config, interop.model_params(params))], DecodeConfig(beam_size=1))
+    engine = ContinuousBatcher([(config, interop.model_params(params))], DecodeConfig(beam_size=1))
     requests = [Request(row[row != config.pad_id].tolist(), 0, longest) for row in source]
     targets = np.full((len(source), longest), config.pad_id, np.int32)
     for index, found in engine.decode(requests):

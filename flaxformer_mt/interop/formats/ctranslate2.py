@@ -15,7 +15,7 @@ from typing import Any
 
 from flaxformer_mt.config import DecodeConfig
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer
-from flaxformer_mt.decoding.teacher_forcing import never_chosen
+from flaxformer_mt.decoding.scoring.teacher_forcing import never_chosen
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.formats import huggingface
 from flaxformer_mt.interop.formats.run_folders import Package

@@ -19,7 +19,7 @@ from jax import Array, export
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.data.tokenizers.marian import MarianTokenizer
 from flaxformer_mt.data.tokenizers.tokenizer import SentencePieceTokenizer, Tokenizer
-from flaxformer_mt.decoding.teacher_forcing import never_chosen
+from flaxformer_mt.decoding.scoring.teacher_forcing import never_chosen
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.formats.run_folders import Package
 from flaxformer_mt.interop.weights import by_path, model_params

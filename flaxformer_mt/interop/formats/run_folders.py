@@ -18,9 +18,9 @@ from flaxformer_mt.config import (
     TransformerConfig,
 )
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
-from flaxformer_mt.decoding.run import load_run
 from flaxformer_mt.interop import weights
 from flaxformer_mt.runs import atomic
+from flaxformer_mt.runs.trained_run import load_run
 
 ORIGIN = "origin"
 """The folder in a run that keeps what a published folder said besides."""

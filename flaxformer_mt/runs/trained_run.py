@@ -16,7 +16,7 @@ from flaxformer_mt.config import ExperimentConfig, TransformerConfig, with_vocab
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
 
-Checkpoint = Literal["best", "last"] | int
+CheckpointSelector = Literal["best", "last"] | int
 """The best by validation, the newest, or that of a step."""
 
 
@@ -58,7 +58,7 @@ def read_config(folder: str | Path) -> ExperimentConfig:
         raise UserError(f"{path}: {error}") from error
 
 
-def load_run(folder: str | Path, checkpoint: Checkpoint = "best") -> Run:
+def load_run(folder: str | Path, checkpoint: CheckpointSelector = "best") -> Run:
     """Reads a run folder, with one of its checkpoints.
 
     Raises:
@@ -90,7 +90,7 @@ def _check_vocabularies(run: Run) -> None:
             )
 
 
-def describe_run(folder: str | Path, checkpoint: Checkpoint = "last") -> dict[str, Any]:
+def describe_run(folder: str | Path, checkpoint: CheckpointSelector = "last") -> dict[str, Any]:
     """What tells one trained model from another, as JSON values.
 
     The fingerprints of the training data are None in a folder that does not have them.

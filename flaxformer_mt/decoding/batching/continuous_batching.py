@@ -25,8 +25,9 @@ import numpy as np
 from jax import Array, lax
 
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
+from flaxformer_mt.decoding.batching.length_buckets import longest_sentence, row_length
 from flaxformer_mt.decoding.ensemble import combine, reorder_each
-from flaxformer_mt.decoding.length_buckets import longest_sentence, row_length
+from flaxformer_mt.decoding.scoring.teacher_forcing import never_chosen
 from flaxformer_mt.decoding.search.search import (
     IMPOSSIBLE,
     Reorder,
@@ -41,7 +42,6 @@ from flaxformer_mt.decoding.search.search import (
     results,
     start,
 )
-from flaxformer_mt.decoding.teacher_forcing import never_chosen
 from flaxformer_mt.model.transformer import (
     Transformer,
     insert_rows,
@@ -93,7 +93,7 @@ class Found(NamedTuple):
     log_probabilities: list[float]
 
 
-class Engine:
+class ContinuousBatcher:
     """Searches with one model, or an ensemble, and one set of options."""
 
     def __init__(
@@ -259,7 +259,7 @@ def _power_of_two(number: int) -> int:
 class _Batch:
     """B rows, each with a sentence or without, that are searched together."""
 
-    def __init__(self, engine: Engine, length: int, widths: _Widths, share: int) -> None:
+    def __init__(self, engine: ContinuousBatcher, length: int, widths: _Widths, share: int) -> None:
         """Makes a batch without sentences.
 
         Args:

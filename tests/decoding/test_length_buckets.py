@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.decoding.length_buckets import Bucket, fill_rows, plan_buckets
+from flaxformer_mt.decoding.batching.length_buckets import Bucket, fill_rows, plan_buckets
 from flaxformer_mt.errors import UserError
 
 ANY_LENGTH = TransformerConfig()

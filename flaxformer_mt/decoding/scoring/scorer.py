@@ -11,9 +11,9 @@ import numpy as np
 
 from flaxformer_mt.config import DecodeConfig, ExperimentConfig, with_vocabulary_sizes
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
-from flaxformer_mt.decoding.alignment import Pairs, align, align_words, without_ends
+from flaxformer_mt.decoding.scoring.alignment import Pairs, align, align_words, without_ends
+from flaxformer_mt.decoding.scoring.teacher_forcing import teacher_force
 from flaxformer_mt.decoding.search.search import length_penalty
-from flaxformer_mt.decoding.teacher_forcing import force
 from flaxformer_mt.errors import UserError
 
 Unit = Literal["words", "pieces"]
@@ -118,7 +118,7 @@ class Scorer:
         sources, targets = zip(*pairs, strict=True)
         source, target, eos_id = self.tokenizers.source, self.tokenizers.target, self.model.eos_id
         target_rows = [[*tokens, eos_id] for tokens in target.encode(targets)]
-        forced = force(
+        results = teacher_force(
             self.params,
             self.model,
             self.decode,
@@ -129,7 +129,7 @@ class Scorer:
         )
         end = target.pieces([eos_id])
         source_pieces, target_pieces = source.split(sources), target.split(targets)
-        for index, (tokens, result) in enumerate(zip(target_rows, forced, strict=True)):
+        for index, (tokens, result) in enumerate(zip(target_rows, results, strict=True)):
             links = None
             if result.attention is not None:
                 attention = without_ends(result.attention, tokens, eos_id)

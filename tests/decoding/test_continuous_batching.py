@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
-from flaxformer_mt.decoding import continuous_batching as engine_module
-from flaxformer_mt.decoding.continuous_batching import Engine, Request
-from flaxformer_mt.decoding.search.search import SearchOptions, plain_rows, search
+from flaxformer_mt.decoding.batching import continuous_batching
+from flaxformer_mt.decoding.batching.continuous_batching import ContinuousBatcher, Request
+from flaxformer_mt.decoding.search.search import SearchOptions, search, unconstrained
 from flaxformer_mt.model.transformer import Transformer
 
 MODEL = TransformerConfig(
@@ -40,7 +40,7 @@ def params():
 
 @functools.cache
 def make_engine(decode=BEAM):
-    return Engine([(MODEL, params())], decode)
+    return ContinuousBatcher([(MODEL, params())], decode)
 
 
 @functools.cache
@@ -73,12 +73,22 @@ def test_a_search_without_other_sentences_finds_the_same():
 
     @jax.jit
     def alone(source, max_lengths):
-        state = engine_module._begin(
-            (params(),), source, plain_rows(max_lengths), options, configs=(MODEL,), max_length=40
+        state = continuous_batching._begin(
+            (params(),),
+            source,
+            unconstrained(max_lengths),
+            options,
+            configs=(MODEL,),
+            max_length=40,
         )
-        step = engine_module._step(MODEL, params(), options)
+        step = continuous_batching._step(MODEL, params(), options)
         return search(
-            step, state.state[0], plain_rows(max_lengths), options, 40, engine_module.reorder_cache
+            step,
+            state.state[0],
+            unconstrained(max_lengths),
+            options,
+            40,
+            continuous_batching.reorder_cache,
         )
 
     for index in (0, 13, 14):
@@ -118,14 +128,16 @@ def test_the_batch_size_does_not_change_translations():
 
 
 def test_longer_arrays_change_nothing(monkeypatch):
-    monkeypatch.setattr(engine_module, "SHORTEST_TARGET", 64)
+    monkeypatch.setattr(continuous_batching, "SHORTEST_TARGET", 64)
     found = dict(make_engine().decode(requests()[15:]))
     assert_same(found, {index: together()[index + 15] for index in range(14)})
 
 
 def test_an_engine_of_parameters_that_are_not_finite_finds_nothing():
     broken = jax.tree.map(lambda leaf: leaf * np.nan, params())
-    (found,) = (found for _, found in Engine([(MODEL, broken)], BEAM).decode(requests()[:1]))
+    (found,) = (
+        found for _, found in ContinuousBatcher([(MODEL, broken)], BEAM).decode(requests()[:1])
+    )
     assert found.tokens == found.scores == found.log_probabilities == []
 
 

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sacrebleu.metrics import CHRF
 
-from flaxformer_mt.decoding.mbr import choose, chrf_matrix
+from flaxformer_mt.decoding.minimum_bayes_risk import choose, chrf_matrix
 
 words = st.lists(st.sampled_from(["a", "ab", "aba", "b", "c\u00e4", "\U0001f600", ","]), max_size=8)
 texts = st.lists(st.one_of(words.map(" ".join), st.text(max_size=10)), min_size=1, max_size=6)

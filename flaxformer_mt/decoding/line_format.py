@@ -8,8 +8,8 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
-from flaxformer_mt.decoding.alignment import pharaoh
-from flaxformer_mt.decoding.scoring import Unit
+from flaxformer_mt.decoding.scoring.alignment import pharaoh
+from flaxformer_mt.decoding.scoring.scorer import Unit
 from flaxformer_mt.decoding.translator import Hypothesis, Sentence, Translator
 from flaxformer_mt.errors import UserError
 

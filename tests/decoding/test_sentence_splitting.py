@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flaxformer_mt.decoding.splitting import Piece, join, sentences, split
+from flaxformer_mt.decoding.sentence_splitting import Piece, join, sentences, split
 
 
 def count_words(texts):

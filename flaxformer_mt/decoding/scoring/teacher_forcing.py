@@ -10,12 +10,12 @@ import numpy as np
 from jax import Array
 
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
-from flaxformer_mt.decoding.length_buckets import fill_rows, plan_buckets
+from flaxformer_mt.decoding.batching.length_buckets import fill_rows, plan_buckets
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.model.transformer import ZERO_VECTOR, Transformer
 
 
-class Forced(NamedTuple):
+class TeacherForcingResult(NamedTuple):
     """What the model thinks of one pair."""
 
     log_probabilities: list[float]
@@ -25,7 +25,7 @@ class Forced(NamedTuple):
     """
 
 
-def force(
+def teacher_force(
     params: Any,
     model: TransformerConfig,
     decode: DecodeConfig,
@@ -34,7 +34,7 @@ def force(
     *,
     attention: bool = False,
     first: int = 1,
-) -> list[Forced]:
+) -> list[TeacherForcingResult]:
     """Decodes targets that are given instead of searched for.
 
     What is found for a pair depends on that pair alone, not on the others.
@@ -60,7 +60,7 @@ def force(
     inputs = [[model.bos_id, *tokens[:-1]] for tokens in targets]
     # A pair is as long as the longer of its sides, so that shapes stay few.
     lengths = [max(map(len, pair)) for pair in zip(sources, targets, strict=True)]
-    results: dict[int, Forced] = {}
+    results: dict[int, TeacherForcingResult] = {}
     for bucket in plan_buckets(lengths, decode.batch_tokens, model, first):
         log_probabilities, weights = full_pass(
             params,
@@ -75,7 +75,7 @@ def force(
         matrices = None if weights is None else np.asarray(weights)
         for row, index in enumerate(bucket.indices):
             num_target, num_source = len(targets[index]), len(sources[index])
-            results[index] = Forced(
+            results[index] = TeacherForcingResult(
                 rows[row][:num_target],
                 None if matrices is None else matrices[row, :num_target, :num_source],
             )

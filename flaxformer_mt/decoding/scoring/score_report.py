@@ -5,8 +5,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flaxformer_mt.decoding.alignment import pharaoh
-from flaxformer_mt.decoding.scoring import PairScore, Scored
+from flaxformer_mt.decoding.scoring.alignment import pharaoh
+from flaxformer_mt.decoding.scoring.scorer import PairScore, Scored
 
 Value = Callable[[PairScore], float]
 """The score of a pair: its log-probability, normalised or not."""

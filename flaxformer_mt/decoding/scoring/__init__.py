@@ -1,0 +1,1 @@
+"""Scores, alignments and reports for given translations."""

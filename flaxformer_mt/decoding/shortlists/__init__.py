@@ -1,0 +1,1 @@
+"""Lexical shortlists: learned from parallel text, and read to restrict the target vocabulary."""
