@@ -15,7 +15,7 @@ import optax
 import pytest
 from talker import DATA, make_talker, random_params, sentences
 
-from flaxformer_mt.cli import main
+from flaxformer_mt.cli import main, program
 from flaxformer_mt.config import DecodeConfig, to_json
 from flaxformer_mt.data.corpora.corpus import ParallelCorpus
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
@@ -378,3 +378,53 @@ def test_lexicon_makes_a_file_that_shortlist_takes(run, command, tmp_path):
     shortlist = Shortlist.read(lexicon, tokenizers, first=0, best=1)
     allowed = shortlist.allowed(tokenizers.source.encode(["Hund"])[0])
     assert set(json.loads(output)["translations"][0]["tokens"]) <= set(allowed.tolist())
+
+
+COMMANDS = [name for group in program.COMMANDS.values() for name in group]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_fits_80_columns_and_keeps_the_examples(name, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as exit_info:
+        main([name, "--help"])
+    assert exit_info.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    usage = next(index for index, line in enumerate(lines) if line.startswith("usage: "))
+    text = "\n".join(lines[:usage]).replace(" \\\n", " ")
+    examples = [line.split() for line in text.splitlines() if line.startswith("  ")]
+    assert examples
+    for words in examples:
+        assert words[0] == "flaxformer-mt"
+        assert words[1] in COMMANDS
+    documented = text_of_docstring(name).replace(" \\\n", " ")
+    in_source = [line.split() for line in documented.splitlines() if "  flaxformer-mt " in line]
+    assert examples == in_source
+
+
+def text_of_docstring(name):
+    commands = {name: each for group in program.COMMANDS.values() for name, each in group.items()}
+    return commands[name].__doc__
+
+
+def test_the_overview_fits_a_screen(capsys, monkeypatch):
+    for arguments in (["--help"], ["-h"], []):
+        with pytest.raises(SystemExit) as exit_info:
+            main(arguments)
+        assert exit_info.value.code == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) <= 24
+        assert max(map(len, lines)) <= 80
+        assert all(any(line.startswith(f"  {name} ") for line in lines) for name in COMMANDS)
+
+
+def test_unknown_commands_are_rejected_with_a_suggestion(capsys):
+    for name, message in {
+        "tranlate": "unknown command tranlate; did you mean translate?",
+        "x": "unknown command x; see flaxformer-mt --help",
+    }.items():
+        with pytest.raises(SystemExit) as exit_info:
+            main([name])
+        assert exit_info.value.code == 2
+        assert capsys.readouterr().err == f"flaxformer-mt: error: {message}\n"

@@ -1,0 +1,10 @@
+"""The console script `flaxformer-mt`.
+
+`program` dispatches to the commands, which are functions in `translate`, `evaluate`, `checkpoints`,
+`corpora`, `convert` and `parity`: their arguments are the options, their docstrings the help.
+`options` and `output` hold what several commands share; `help_text` formats the help.
+"""
+
+from flaxformer_mt.cli.program import main
+
+__all__ = ["main"]

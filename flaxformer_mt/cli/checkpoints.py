@@ -1,0 +1,79 @@
+"""Commands on the checkpoints of a run folder: `inspect` and `average`."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from flaxformer_mt.cli import output
+from flaxformer_mt.cli.options import CheckpointChoice, RunFolder
+from flaxformer_mt.errors import UserError
+
+
+def inspect(
+    run: RunFolder,
+    checkpoint: CheckpointChoice = "last",
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
+) -> None:
+    """Describes a run: step, parameters, fingerprints, configuration.
+
+    Examples:
+      flaxformer-mt inspect --run RUN
+      flaxformer-mt inspect --run RUN --checkpoint best --json
+
+    Args:
+      run: Run folder of the trained model.
+      checkpoint: "best" by validation, "last", or the step of a checkpoint.
+      as_json: Print a JSON object instead of `name: value` lines.
+    """
+    from flaxformer_mt.runs.trained_run import describe_run
+
+    description = describe_run(run, checkpoint)
+    if as_json:
+        output.print_json(description)
+    else:
+        output.print_lines(f"{name}: {value}" for name, value in _flatten(description))
+
+
+def average(
+    run: RunFolder,
+    last: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
+    best: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
+    output_folder: Annotated[Path | None, tyro.conf.arg(name="output", metavar="RUN")] = None,
+) -> None:
+    """Averages the parameters of several checkpoints of a run.
+
+    The average often translates better than each of the checkpoints. The result is a run folder
+    that every other command accepts.
+
+    Examples:
+      flaxformer-mt average --run RUN --last 5
+      flaxformer-mt translate --run RUN/averaged < source.txt
+
+    Args:
+      run: Run folder of the trained model.
+      last: Average the N newest checkpoints; training keeps as many as
+        --train.keep-last.
+      best: Average the N best checkpoints instead; training keeps as many as
+        --train.keep-best.
+      output_folder: Run folder to create. Default: `averaged` in the run folder.
+    """
+    from flaxformer_mt.training.averaging import average_run
+
+    if (last is None) == (best is None):
+        raise UserError("give --last or --best, the number of checkpoints to average")
+    which: Literal["last", "best"] = "best" if last is None else "last"
+    folder = output_folder or run / "averaged"
+    steps = average_run(run, folder, last or best or 0, which, announce=output.print_note)
+    listed = ", ".join(map(str, steps))
+    output.print_lines([f"{folder}: the mean of the checkpoints of steps {listed}"])
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    """Yields the leaves of nested mappings with their dotted names."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value

@@ -1,0 +1,63 @@
+"""The command `convert`: checkpoints and whole models between frameworks."""
+
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from flaxformer_mt.cli import output
+from flaxformer_mt.cli.options import model_fields
+
+
+def convert(
+    input_file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="INPUT")],
+    output_file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUTPUT")],
+    source: Annotated[str, tyro.conf.arg(name="from", metavar="FAMILY")],
+    target: Annotated[str, tyro.conf.arg(name="to", metavar="FAMILY")] = "flaxformer_mt",
+    settings: Annotated[tuple[str, ...], tyro.conf.arg(name="set", metavar="NAME=VALUE")] = (),
+    accept: Annotated[
+        tuple[str, ...], tyro.conf.arg(metavar="NAME ...", help_behavior_hint="(optional)")
+    ] = (),
+    quantization: Annotated[str | None, tyro.conf.arg(metavar="TYPE")] = None,
+) -> None:
+    r"""Converts a checkpoint or a whole model between frameworks.
+
+    The result computes the same function; if the target format cannot represent it, the conversion
+    fails. Every change made to the weights is reported on standard error. The state of Adam is
+    converted where both formats store one.
+
+    Examples:
+      flaxformer-mt convert --from opennmt --to torch model.pt model.safetensors
+      flaxformer-mt convert --from torch model.pt model.safetensors \
+          --set num_heads=8
+
+    Input and output may also be folders that hold a whole model, vocabulary included. Imported run
+    folders work with every other command, and runs can be exported:
+
+      flaxformer-mt convert --from marian opus-mt-en-de RUN
+      flaxformer-mt convert --from marian-native firefox-en-pt RUN
+      flaxformer-mt convert --from flaxformer_mt --to marian RUN FOLDER
+      flaxformer-mt convert --from flaxformer_mt --to ctranslate2 RUN FOLDER
+      flaxformer-mt convert --from flaxformer_mt --to jax RUN FOLDER
+
+    Args:
+      input_file: Checkpoint file (.pt or .safetensors), run folder, or model folder such as those
+        on the Hugging Face Hub.
+      output_file: File to write (.pt, or .safetensors, which does not store the state of Adam) or
+        folder to create.
+      source: Family of the input: a published model, or `flaxformer_mt` for a run folder or for
+        parameters in a .safetensors file.
+      target: Family of the output.
+      settings: Configuration fields that cannot be inferred from the checkpoint, such as
+        `num_heads=8 norm_position=pre`.
+      accept: Configuration fields in which the output may differ slightly from the input, such as
+        `norm_epsilon`.
+      quantization: Storage type of the weights, with --to ctranslate2: float32 (the default), int8,
+        int8_float32, int8_float16, int8_bfloat16, int16, float16 or bfloat16.
+    """
+    from flaxformer_mt.interop.folders import convert as convert_model
+
+    overrides = model_fields(settings)
+    notes = convert_model(source, target, input_file, output_file, overrides, accept, quantization)
+    for note in notes:
+        output.print_note(note)

@@ -1,0 +1,124 @@
+"""Commands that process parallel text: `prepare` and `lexicon`."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from flaxformer_mt.cli import output
+from flaxformer_mt.cli.options import RunFolder, TextFile, require_folders
+from flaxformer_mt.config import CorpusConfig, DataConfig
+from flaxformer_mt.data.corpora.text_files import stream_parallel
+from flaxformer_mt.errors import UserError
+
+
+def prepare(
+    path: Annotated[Path, tyro.conf.arg(metavar="FOLDER")],
+    output_folder: Annotated[Path, tyro.conf.arg(name="output", metavar="FOLDER")],
+    source_language: Annotated[str, tyro.conf.arg(metavar="CODE")],
+    target_language: Annotated[str, tyro.conf.arg(metavar="CODE")],
+    form: Annotated[Literal["text", "tsv"], tyro.conf.arg(name="format")] = "text",
+    splits: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=FILES ...")] = (
+        "train=train",
+        "validation=valid",
+        "test=test",
+    ),
+) -> None:
+    r"""Builds a TensorFlow Datasets data set from parallel text.
+
+    Runs can share the data set, and read it without loading it into memory.
+
+    Examples:
+      flaxformer-mt prepare --path TEXT --output DATA \
+          --source-language en --target-language de
+      flaxformer-mt prepare --path TEXT --output DATA \
+          --source-language en --target-language de \
+          --splits train=europarl,news-* validation=newstest2013
+
+    Args:
+      path: Folder of the text files.
+      output_folder: Folder to create. It appears under its name only when the data set is complete.
+      source_language: Suffix of the source files and name of the source language in the data set.
+      target_language: Suffix of the target files and name of the target language in the data set.
+      form: text: FILE.LANGUAGE or FILE.LANGUAGE.gz, one sentence per line; tsv: FILE.tsv or
+        FILE.tsv.gz, tab-separated source and target sentences.
+      splits: Splits to build, each with the comma-separated names (or glob patterns) of its files,
+        without their suffixes.
+    """
+    from flaxformer_mt.data.corpora import tfds_builder
+    from flaxformer_mt.data.corpora.corpus import open_corpus
+
+    corpora = {
+        name: open_corpus(
+            CorpusConfig(
+                kind=form,
+                path=str(path),
+                split=files,
+                source_language=source_language,
+                target_language=target_language,
+            ),
+            DataConfig(),
+            prefix="--",
+        )
+        for name, files in map(_split_and_files, splits)
+    }
+    counts = tfds_builder.prepare(corpora, output_folder)
+    options = {
+        "corpus": "tfds",
+        "path": output_folder,
+        "source-language": source_language,
+        "target-language": target_language,
+    }
+    for role in ("train", "valid", "test"):
+        options |= {f"{role}-split": name for name in counts if name.startswith(role)}
+    sizes = ", ".join(f"{count:,} pairs {name}" for name, count in counts.items())
+    output.print_lines(
+        [
+            f"{output_folder}: {sizes}",
+            "train on it with: python train.py --config=FILE --workdir=RUN "
+            + " ".join(f"--data.{name}={value}" for name, value in options.items()),
+        ]
+    )
+
+
+def _split_and_files(setting: str) -> tuple[str, str]:
+    """Parses `NAME=FILES`."""
+    name, sign, files = setting.partition("=")
+    if not (name and sign and files):
+        raise UserError(f"--splits {setting}: write NAME=FILES, such as train=europarl,news-*")
+    return name, files
+
+
+def lexicon(
+    run: RunFolder,
+    source: TextFile,
+    target: TextFile,
+    output_file: Annotated[Path, tyro.conf.arg(name="output", metavar="F")],
+) -> None:
+    r"""Learns a lexical table from parallel text, for --shortlist.
+
+    The table lists probable translations of each source token. `translate --shortlist` restricts
+    the output vocabulary to them, which makes decoding on CPUs faster.
+
+    Examples:
+      flaxformer-mt lexicon --run RUN --source train.en --target train.de \
+          --output lex.gz
+      flaxformer-mt translate --run RUN --shortlist lex.gz < source.txt
+
+    Args:
+      run: Run folder of the trained model, whose vocabulary is used.
+      source: Text file of source sentences, one per line (.gz: decompressed).
+      target: Text file of their translations.
+      output_file: Text file to write, one "target source probability" entry per line (.gz:
+        compressed).
+    """
+    from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers, evenly
+    from flaxformer_mt.decoding.shortlists.lexicon import MAX_PAIRS, learn, write_table
+
+    require_folders(output_file)
+    tokenizers = Tokenizers.load(run / "tokenizer")
+    pairs = evenly(stream_parallel(source, target), MAX_PAIRS)
+    sources, targets = zip(*pairs, strict=True)
+    table = learn(tokenizers.source.encode(sources), tokenizers.target.encode(targets))
+    write_table(output_file, table, tokenizers)
+    output.print_note(f"{output_file}: {len(table):,} entries from {len(pairs):,} pairs")

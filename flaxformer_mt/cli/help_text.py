@@ -1,0 +1,139 @@
+"""Formats docstrings as help: prose is wrapped to the terminal, examples keep their lines.
+
+By itself, tyro neither wraps descriptions nor joins the lines of a docstring's source.
+"""
+
+import dataclasses
+import functools
+import inspect
+import re
+import shutil
+import textwrap
+import typing
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+import docstring_parser
+import tyro
+from tyro.constructors import (
+    ConstructorRegistry,
+    StructConstructorSpec,
+    StructFieldSpec,
+    StructTypeInfo,
+)
+
+MAX_WIDTH = 100
+"""Prose is wrapped to this width on wider terminals."""
+
+
+def call(function: Callable[..., Any], prog: str, arguments: Sequence[str]) -> Any:
+    """Calls a function with parameters parsed from the command line.
+
+    Args:
+      function: The function. Its docstring is the help: the section "Args:" describes the options,
+        and indented lines of the description are kept as they are.
+      prog: Name of the program and the command in the help.
+      arguments: The command line after `prog`.
+
+    Returns:
+      The result of the function.
+
+    Raises:
+      SystemExit: with code 2 for invalid options, with code 0 after `--help`.
+    """
+    description, _, options = _docstring(function).partition("\nArgs:\n")
+    documentation = dict(re.findall(r"^ *(\w+): (.+)$", join_lines(options), re.MULTILINE))
+    types = typing.get_type_hints(function, include_extras=True)
+    signature = inspect.signature(function)
+
+    def documented(**values: Any) -> Any:
+        return function(**values)
+
+    documented.__annotations__ = {
+        name: Annotated[types[name], _documented(documentation[name], parameter.default)]
+        for name, parameter in signature.parameters.items()
+    }
+    documented.__signature__ = signature  # type: ignore[attr-defined]
+    if {"-h", "--help"} & set(arguments):
+        print(wrap(description), end="\n\n")
+    return tyro.cli(
+        documented,
+        prog=prog,
+        description="",  # tyro would join its lines again.
+        args=arguments,
+        config=(tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone),
+        registry=registry,
+    )
+
+
+def _documented(text: str, default: object) -> Any:
+    """Returns an argument with this help text. The default None is not shown."""
+    return tyro.conf.arg(help=text, help_behavior_hint="(optional)" if default is None else None)
+
+
+def summary(function: Callable[..., Any]) -> str:
+    """Returns the first line of a function's docstring."""
+    return _docstring(function).splitlines()[0]
+
+
+def _docstring(function: Callable[..., Any]) -> str:
+    return inspect.cleandoc(function.__doc__ or "")
+
+
+def wrap(text: str) -> str:
+    """Wraps paragraphs to the width of the terminal, except for indented lines."""
+    width = min(shutil.get_terminal_size().columns, MAX_WIDTH)
+    unwrapped = re.sub(r"(?<=\S)\n(?=\S)", " ", text.strip())
+    lines = (
+        line if line.startswith(" ") else textwrap.fill(line, width)
+        for line in unwrapped.splitlines()
+    )
+    return "\n".join(lines)
+
+
+def join_lines(text: str) -> str:
+    """Joins each line that is indented by more than two spaces to the one before."""
+    return re.sub(r"\n {3,}", " ", text)
+
+
+registry = ConstructorRegistry()
+"""How tyro reads our dataclasses."""
+
+
+@registry.struct_rule
+def _dataclass_rule(info: StructTypeInfo) -> StructConstructorSpec | None:
+    """Tyro's rule for dataclasses, but the docstring of a field becomes one line."""
+    if not dataclasses.is_dataclass(info.type):
+        return None
+    types = typing.get_type_hints(info.type, include_extras=True)
+    fields = tuple(
+        StructFieldSpec(
+            name=field.name,
+            type=types[field.name],
+            default=_default(field, info.default),
+            helptext=functools.partial(_field_help, info.type, field.name),
+        )
+        for field in dataclasses.fields(info.type)
+    )
+    return StructConstructorSpec(instantiate=info.type, fields=fields)
+
+
+def _default(field: dataclasses.Field[Any], instance: Any) -> Any:
+    """The default of a field, given the default of the whole dataclass, which may be missing."""
+    if hasattr(instance, field.name):
+        return getattr(instance, field.name)
+    if field.default is not dataclasses.MISSING:
+        return field.default
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return tyro.MISSING
+
+
+def _field_help(cls: type, name: str) -> str:
+    documented = (docstring_parser.parse_from_object(base) for base in cls.__mro__[:-1])
+    descriptions = {
+        parameter.arg_name: parameter.description or ""
+        for docstring in documented
+        for parameter in reversed(docstring.params)
+    }
+    return join_lines(descriptions.get(name, ""))

@@ -1,0 +1,96 @@
+"""Options that several commands share: their types, their defaults and how they are read."""
+
+import argparse
+import typing
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from flaxformer_mt.config import DecodeConfig, TransformerConfig
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.presets import check_fields
+
+if typing.TYPE_CHECKING:
+    from flaxformer_mt.runs.trained_run import Run
+
+CheckpointChoice = Annotated[Literal["best", "last"] | int, tyro.conf.arg(metavar="CHECKPOINT")]
+RunFolder = Annotated[Path, tyro.conf.arg(metavar="RUN")]
+RunFolders = tyro.conf.UseAppendAction[Annotated[tuple[Path, ...], tyro.conf.arg(metavar="RUN")]]
+Settings = Annotated[
+    tuple[str, ...],
+    tyro.conf.arg(name="set", metavar="NAME=VALUE ...", help_behavior_hint="(optional)"),
+]
+TextFile = Annotated[Path, tyro.conf.arg(metavar="F")]
+SearchOptions = tyro.conf.OmitArgPrefixes[DecodeConfig]
+DEFAULT_SEARCH = DecodeConfig()
+
+
+def configured_search(arguments: Sequence[str]) -> DecodeConfig:
+    """Returns the search configuration of the first run that the command line names.
+
+    Its values are the defaults of the search options, also in `--help`.
+
+    Raises:
+      UserError: the run folder does not exist or cannot be read.
+    """
+    finder = argparse.ArgumentParser("flaxformer-mt", add_help=False, allow_abbrev=False)
+    finder.add_argument("--run", action="append", type=Path)
+    runs = finder.parse_known_args(arguments)[0].run
+    if not runs:
+        return DEFAULT_SEARCH
+    from flaxformer_mt.runs.trained_run import read_config
+
+    return read_config(runs[0]).decode
+
+
+def load_runs(folders: Sequence[Path], checkpoint: CheckpointChoice) -> list["Run"]:
+    """Loads one model per folder.
+
+    Raises:
+      UserError: no folder is given, or one cannot be loaded.
+    """
+    from flaxformer_mt.runs.trained_run import load_run
+
+    if not folders:
+        raise UserError("--run is missing: give the folder of a trained model")
+    return [load_run(folder, checkpoint) for folder in folders]
+
+
+def model_fields(settings: Iterable[str]) -> dict[str, Any]:
+    """Parses the `NAME=VALUE` settings of `--set` as fields of `TransformerConfig`.
+
+    Raises:
+      UserError: a field does not exist, or its value is not of its type.
+    """
+    return dict(map(_model_field, settings))
+
+
+def _model_field(setting: str) -> tuple[str, Any]:
+    name, _, text = setting.partition("=")
+    check_fields([name])
+    kind: Any = typing.get_type_hints(TransformerConfig)[name]
+    choices = typing.get_args(kind) or (("true", "false") if kind is bool else ())
+    if choices and text not in choices:
+        raise UserError(f"--set {setting}: {name} is one of {', '.join(choices)}")
+    if kind is bool:
+        return name, text == "true"
+    try:
+        return name, text if choices else kind(text)
+    except ValueError as error:
+        raise UserError(f"--set {setting}: {name} is a number, {kind.__name__}") from error
+
+
+def reject_options(valid_for: str, **options: object) -> None:
+    """Raises UserError if one of the options is given; `valid_for` names where they are valid."""
+    for name, value in options.items():
+        if value is not None:
+            raise UserError(f"--{name} is for {valid_for} only: leave it out")
+
+
+def require_folders(*files: Path | None) -> None:
+    """Raises UserError if the folder of a file to be written does not exist."""
+    for file in files:
+        if file is not None and not file.parent.is_dir():
+            raise UserError(f"{file} cannot be written: {file.parent} is no folder")

@@ -1,0 +1,72 @@
+"""Standard output, standard error and files, as the commands write them."""
+
+import contextlib
+import io
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from flaxformer_mt.data.corpora.text_files import count_lines
+from flaxformer_mt.runs import atomic
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Prints lines as UTF-8, whatever the locale, with a newline character as line end."""
+    sys.stdout.buffer.writelines(f"{line}\n".encode() for line in lines)
+    sys.stdout.buffer.flush()
+
+
+def print_json(values: Mapping[str, Any]) -> None:
+    """Prints an indented JSON object."""
+    print_lines([json.dumps(values, indent=2)])
+
+
+def print_note(line: str) -> None:
+    """Prints a note to standard error."""
+    print(f"flaxformer-mt: note: {line}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def line_writer(path: Path) -> Iterator[Callable[[Iterable[str]], None]]:
+    """Yields a function that appends lines to a file, which is renamed to `path` on success."""
+    with atomic.new_file(path) as partial, partial.open("wb") as file:
+        yield lambda lines: file.writelines(f"{line}\n".encode() for line in lines)
+
+
+@contextlib.contextmanager
+def line_progress(stream: io.BufferedIOBase) -> Iterator[Callable[[], object]]:
+    """Shows a progress bar over the lines of a file on a terminal.
+
+    Pipes, whose length is unknown, get no bar, nor does standard error that is not a terminal.
+
+    Yields:
+      A function to call after each line.
+    """
+    if not (sys.stderr.isatty() and stream.seekable()):
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
+
+    columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("Translating", total=count_lines(stream))
+        yield lambda: progress.advance(task)
+
+
+@contextlib.contextmanager
+def status_line() -> Iterator[Callable[[str], None]]:
+    """Yields a function that shows the current activity on the terminal, replacing the last one.
+
+    Without a terminal it prints nothing.
+    """
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if console.is_terminal:
+        with console.status("") as status:
+            yield status.update
+    else:
+        yield lambda text: None
