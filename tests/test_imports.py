@@ -121,4 +121,6 @@ def test_arrows_point_one_way(name):
 def test_nothing_imports_the_entry_points():
     paths = [*PACKAGE.rglob("*.py"), *(ROOT / "configs").glob("*.py")]
     for path in paths:
-        assert not {"train", "flaxformer_mt.cli"} & set(imported_modules(path)), path
+        if path.parent != PACKAGE / "cli":
+            for module in imported_modules(path):
+                assert not is_within(module, {"train", "flaxformer_mt.cli"}), path

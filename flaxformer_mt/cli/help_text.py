@@ -26,7 +26,7 @@ MAX_WIDTH = 100
 """Prose is wrapped to this width on wider terminals."""
 
 
-def call(function: Callable[..., Any], prog: str, arguments: Sequence[str]) -> Any:
+def call(function: Callable[..., Any], prog: str, arguments: Sequence[str], **defaults: Any) -> Any:
     """Calls a function with parameters parsed from the command line.
 
     Args:
@@ -34,6 +34,7 @@ def call(function: Callable[..., Any], prog: str, arguments: Sequence[str]) -> A
         and indented lines of the description are kept as they are.
       prog: Name of the program and the command in the help.
       arguments: The command line after `prog`.
+      **defaults: Replace the defaults of these parameters.
 
     Returns:
       The result of the function.
@@ -44,16 +45,19 @@ def call(function: Callable[..., Any], prog: str, arguments: Sequence[str]) -> A
     description, _, options = _docstring(function).partition("\nArgs:\n")
     documentation = dict(re.findall(r"^ *(\w+): (.+)$", join_lines(options), re.MULTILINE))
     types = typing.get_type_hints(function, include_extras=True)
-    signature = inspect.signature(function)
+    parameters = {
+        name: parameter.replace(default=defaults.get(name, parameter.default))
+        for name, parameter in inspect.signature(function).parameters.items()
+    }
 
     def documented(**values: Any) -> Any:
         return function(**values)
 
     documented.__annotations__ = {
         name: Annotated[types[name], _documented(documentation[name], parameter.default)]
-        for name, parameter in signature.parameters.items()
+        for name, parameter in parameters.items()
     }
-    documented.__signature__ = signature  # type: ignore[attr-defined]
+    documented.__signature__ = inspect.Signature([*parameters.values()])  # type: ignore[attr-defined]
     if {"-h", "--help"} & set(arguments):
         print(wrap(description), end="\n\n")
     return tyro.cli(

@@ -1,7 +1,6 @@
 """The entry point: finds the command, parses its options and calls it."""
 
 import difflib
-import functools
 import inspect
 import os
 import re
@@ -72,12 +71,11 @@ def _run(arguments: Sequence[str]) -> int:
         hint = f"did you mean {close[0]}?" if close else "see flaxformer-mt --help"
         print(f"flaxformer-mt: error: unknown command {name}; {hint}", file=sys.stderr)
         raise SystemExit(2)
-    command: Callable[..., Any] = commands[name]
+    command = commands[name]
+    defaults: dict[str, Any] = {}
     if "decode" in inspect.signature(command).parameters:
-        command = functools.wraps(command)(
-            functools.partial(command, decode=configured_search(options))
-        )
-    return help_text.call(command, f"flaxformer-mt {name}", options) or 0
+        defaults["decode"] = configured_search(options)
+    return help_text.call(command, f"flaxformer-mt {name}", options, **defaults) or 0
 
 
 def overview() -> str:

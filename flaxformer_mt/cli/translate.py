@@ -105,7 +105,7 @@ def score(
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
     summary: bool = False,
 ) -> None:
-    r"""Scores given translations: log-probabilities, perplexity, alignments.
+    r"""Scores given translations: log-probabilities and alignments.
 
     Prints the natural log-probability of each target sentence, end token included, given its source
     sentence. Additional columns are tab-separated.
@@ -141,7 +141,7 @@ def score(
     """
     if contrast or summary:
         columns = {"tokens": tokens or None, "alignment": None if as_json else alignment}
-        reject_options("output without --contrast and --summary", **columns)
+        reject_options("lines without --contrast and --summary", **columns)
     from rich.console import Console
     from rich.progress import track
 
