@@ -27,8 +27,8 @@ from rich.console import Console
 
 from flaxformer_mt import runtime
 from flaxformer_mt.config import ExperimentConfig, from_json
-from flaxformer_mt.data.checks import check_sides, warn_of_shared_pairs
 from flaxformer_mt.data.dataset import Dataset, EvaluationSet, open_all, open_dataset
+from flaxformer_mt.data.sanity_checks import check_sides, warn_of_shared_pairs
 from flaxformer_mt.data.stream.batches import Batch, DataPosition, evaluation_batches
 from flaxformer_mt.data.stream.prefetch import Prefetched
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers

@@ -25,7 +25,7 @@ from flaxformer_mt.config import DataConfig, ExperimentConfig
 from flaxformer_mt.data.corpora.corpus import ParallelCorpus
 from flaxformer_mt.data.corpora.text_files import read_parallel
 from flaxformer_mt.data.stream.batches import DataPosition
-from flaxformer_mt.data.stream.encoding import (
+from flaxformer_mt.data.stream.encoded_corpus import (
     CorpusReport,
     EncodedCorpus,
     SideReport,

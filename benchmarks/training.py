@@ -142,7 +142,7 @@ def make_ours(task: Task) -> Step:
         TransformerConfig,
     )
     from flaxformer_mt.data.stream.batches import DataPosition
-    from flaxformer_mt.data.stream.encoding import CorpusReport, EncodedCorpus, SideReport
+    from flaxformer_mt.data.stream.encoded_corpus import CorpusReport, EncodedCorpus, SideReport
     from flaxformer_mt.data.stream.packing import Sentences
     from flaxformer_mt.data.stream.training_stream import TrainingStream, choose_source_row_length
     from flaxformer_mt.model.transformer import Transformer

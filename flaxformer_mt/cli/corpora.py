@@ -62,7 +62,7 @@ def prepare(
         )
         for name, files in map(_split_and_files, splits)
     }
-    counts = tfds_builder.prepare(corpora, output_folder)
+    counts = tfds_builder.build_dataset(corpora, output_folder)
     options = {
         "corpus": "tfds",
         "path": output_folder,

@@ -6,8 +6,8 @@ from flaxformer_mt.cli import output
 from flaxformer_mt.cli.options import (
     DEFAULT_SEARCH,
     CheckpointChoice,
+    DecodeOptions,
     RunFolders,
-    SearchOptions,
     TextFile,
     load_runs,
 )
@@ -19,7 +19,7 @@ def evaluate(
     reference: TextFile,
     run: RunFolders = (),
     checkpoint: CheckpointChoice = "best",
-    decode: SearchOptions = DEFAULT_SEARCH,
+    decode: DecodeOptions = DEFAULT_SEARCH,
 ) -> None:
     r"""Translates a test set and prints BLEU, chrF and TER as JSON.
 

@@ -23,7 +23,7 @@ Settings = Annotated[
     tyro.conf.arg(name="set", metavar="NAME=VALUE ...", help_behavior_hint="(optional)"),
 ]
 TextFile = Annotated[Path, tyro.conf.arg(metavar="F")]
-SearchOptions = tyro.conf.OmitArgPrefixes[DecodeConfig]
+DecodeOptions = tyro.conf.OmitArgPrefixes[DecodeConfig]
 DEFAULT_SEARCH = DecodeConfig()
 
 

@@ -14,9 +14,9 @@ from flaxformer_mt.cli import output
 from flaxformer_mt.cli.options import (
     DEFAULT_SEARCH,
     CheckpointChoice,
+    DecodeOptions,
     RunFolder,
     RunFolders,
-    SearchOptions,
     TextFile,
     load_runs,
     reject_options,
@@ -34,7 +34,7 @@ def translate(
     tokens: bool = False,
     attention: bool = False,
     checkpoint: CheckpointChoice = "best",
-    decode: SearchOptions = DEFAULT_SEARCH,
+    decode: DecodeOptions = DEFAULT_SEARCH,
 ) -> None:
     """Translates text, one sentence per line.
 

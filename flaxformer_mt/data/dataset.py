@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from flaxformer_mt.config import ExperimentConfig, with_vocabulary_sizes
-from flaxformer_mt.data.checks import check_unknown_rate
 from flaxformer_mt.data.corpora.corpus import Corpus, ParallelCorpus, open_corpora, read_corpus
-from flaxformer_mt.data.stream.encoding import EncodedCorpus, encode_corpus
+from flaxformer_mt.data.sanity_checks import check_unknown_rate
+from flaxformer_mt.data.stream.encoded_corpus import EncodedCorpus, encode_corpus
 from flaxformer_mt.data.stream.token_store import open_stores
 from flaxformer_mt.data.stream.training_stream import TrainingStream, choose_source_row_length
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers

@@ -1,6 +1,6 @@
 """Made-up corpora of tokens, and what of them is found in batches."""
 
-from flaxformer_mt.data.stream.encoding import CorpusReport, EncodedCorpus, SideReport
+from flaxformer_mt.data.stream.encoded_corpus import CorpusReport, EncodedCorpus, SideReport
 from flaxformer_mt.data.stream.packing import Sentences
 
 

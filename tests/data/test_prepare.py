@@ -18,7 +18,7 @@ pytest.importorskip("array_record")
 from flaxformer_mt.cli import main
 from flaxformer_mt.config import DataConfig
 from flaxformer_mt.data.corpora.corpus import ParallelCorpus, load_corpus, open_corpora
-from flaxformer_mt.data.corpora.tfds_builder import prepare
+from flaxformer_mt.data.corpora.tfds_builder import build_dataset
 from flaxformer_mt.errors import UserError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -45,7 +45,7 @@ def test_pairs_come_back_in_their_order(tmp_path):
     import tensorflow_datasets as tfds
 
     folder = tmp_path / "some" / "data"
-    counts = prepare({"train": corpus_of(PAIRS), "test": corpus_of(PAIRS[:3])}, folder)
+    counts = build_dataset({"train": corpus_of(PAIRS), "test": corpus_of(PAIRS[:3])}, folder)
     assert counts == {"train": 500, "test": 3}
     assert read(folder, "train") == PAIRS
     assert read(folder, "train[2:4]+test") == PAIRS[2:4] + PAIRS[:3]
@@ -58,7 +58,7 @@ def test_pairs_come_back_in_their_order(tmp_path):
 
 def test_big_splits_are_several_files(tmp_path):
     folder = tmp_path / "data"
-    prepare({"train": corpus_of(PAIRS)}, folder, shard_bytes=8000)
+    build_dataset({"train": corpus_of(PAIRS)}, folder, shard_bytes=8000)
     names = sorted(path.name for path in folder.glob("*array_record*"))
     assert names == [f"parallel_text-train.array_record-0000{i}-of-00004" for i in range(4)]
     assert read(folder, "train") == PAIRS
@@ -66,7 +66,7 @@ def test_big_splits_are_several_files(tmp_path):
 
 def test_the_same_text_gives_the_same_bytes(tmp_path):
     for name in ("a", "b"):
-        prepare({"train": corpus_of(PAIRS)}, tmp_path / name)
+        build_dataset({"train": corpus_of(PAIRS)}, tmp_path / name)
     prints = {
         open_corpora(DataConfig(path=f"tfds:{tmp_path / name}"), "train")[0].fingerprint
         for name in ("a", "b")
@@ -76,7 +76,7 @@ def test_the_same_text_gives_the_same_bytes(tmp_path):
 
 def test_a_folder_that_exists_is_left_alone(tmp_path):
     with pytest.raises(UserError, match="exists already: name another folder, or remove it"):
-        prepare({"train": corpus_of(PAIRS)}, tmp_path)
+        build_dataset({"train": corpus_of(PAIRS)}, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -90,7 +90,7 @@ def test_an_interruption_leaves_nothing(tmp_path, interruption):
     corpus = Interrupted(["a"], ["b"], "a corpus", ("en", "de"))
     kind = interruption if isinstance(interruption, type) else type(interruption)
     with pytest.raises(kind):
-        prepare({"train": corpus_of(PAIRS), "test": corpus}, tmp_path / "data")
+        build_dataset({"train": corpus_of(PAIRS), "test": corpus}, tmp_path / "data")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -100,7 +100,7 @@ def test_what_a_kill_leaves_is_not_taken_for_a_data_set(tmp_path):
         import os, signal
         from pathlib import Path
         from flaxformer_mt.data.corpora.corpus import ParallelCorpus
-        from flaxformer_mt.data.corpora.tfds_builder import prepare
+        from flaxformer_mt.data.corpora.tfds_builder import build_dataset
 
         class Killed(ParallelCorpus):
             def pairs(self):
@@ -109,7 +109,7 @@ def test_what_a_kill_leaves_is_not_taken_for_a_data_set(tmp_path):
 
         corpus = ParallelCorpus(["a"], ["b"], "a corpus", ("en", "de"))
         killed = Killed(["a"], ["b"], "a corpus", ("en", "de"))
-        prepare({{"train": corpus, "test": killed}}, Path({str(folder)!r}))
+        build_dataset({{"train": corpus, "test": killed}}, Path({str(folder)!r}))
     """
     killed = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=False)
     assert killed.returncode == -signal.SIGKILL
@@ -117,7 +117,7 @@ def test_what_a_kill_leaves_is_not_taken_for_a_data_set(tmp_path):
     assert leftover.name == "data.partial"
     with pytest.raises(UserError, match="Could not read dataset info"):
         read(leftover, "train")
-    prepare({"train": corpus_of(PAIRS)}, folder)
+    build_dataset({"train": corpus_of(PAIRS)}, folder)
     assert list(tmp_path.iterdir()) == [folder]
 
 
@@ -138,19 +138,19 @@ def test_a_file_that_cannot_be_written(tmp_path):
         files_no_longer_than(10_000),
         pytest.raises(UserError, match=r"cannot be written: .*File too la"),
     ):
-        prepare({"train": corpus_of(text)}, tmp_path / "data")
+        build_dataset({"train": corpus_of(text)}, tmp_path / "data")
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(UserError, match=r"file/data cannot be written: Not a directory"):
-        prepare({"train": corpus_of(PAIRS)}, tmp_path / "file" / "data")
+        build_dataset({"train": corpus_of(PAIRS)}, tmp_path / "file" / "data")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_what_cannot_be_a_data_set(tmp_path):
     with pytest.raises(UserError, match="a split cannot be called 'news-2013'"):
-        prepare({"news-2013": corpus_of(PAIRS)}, tmp_path / "data")
+        build_dataset({"news-2013": corpus_of(PAIRS)}, tmp_path / "data")
     english = ParallelCorpus(["a"], ["b"], "a corpus", ("en", "en"))
     with pytest.raises(UserError, match=r"a data set has two languages, not 1: \['en'\]"):
-        prepare({"train": english}, tmp_path / "data")
+        build_dataset({"train": english}, tmp_path / "data")
 
 
 def test_on_the_command_line(tmp_path, capfd):
@@ -191,7 +191,7 @@ def test_tsv_on_the_command_line(tmp_path):
 def test_a_data_set_takes_the_place_of_wmt(tmp_path, name):
     folder = tmp_path / "data"
     splits = {"train": PAIRS, "validation": PAIRS[:3], "test": PAIRS[3:5]}
-    prepare({split: corpus_of(pairs) for split, pairs in splits.items()}, folder)
+    build_dataset({split: corpus_of(pairs) for split, pairs in splits.items()}, folder)
     config = runpy.run_path(str(CONFIGS / f"{name}.py"))["get_config"]().data
     for role, pairs in zip(("train", "valid", "test"), splits.values(), strict=True):
         (corpus,) = open_corpora(dataclasses.replace(config, path=str(folder)), role)

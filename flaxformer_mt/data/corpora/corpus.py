@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias, TypeVar
 
 from flaxformer_mt.config import CorpusConfig, DataConfig
-from flaxformer_mt.data.corpora import text_files as text
-from flaxformer_mt.data.corpora import tfds_reader
+from flaxformer_mt.data.corpora import text_files, tfds_reader
 from flaxformer_mt.errors import UserError
 
 HELD_OUT_PAIRS = 500
@@ -31,7 +30,7 @@ HELD_OUT_PAIRS = 500
 LONGEST_DIGIT_STRING = 12
 """Digits in the longest source of the reverse corpus."""
 
-Pair: TypeAlias = tuple[str, str]
+SentencePair: TypeAlias = tuple[str, str]
 Role: TypeAlias = Literal["train", "valid", "test"]
 
 _Meaning = TypeVar("_Meaning")
@@ -55,7 +54,7 @@ class Corpus(abc.ABC):
         """SHA-256, in hex, of all that its pairs are made of; file names do not matter."""
 
     @abc.abstractmethod
-    def pairs(self) -> Iterator[Pair]:
+    def pairs(self) -> Iterator[SentencePair]:
         """Source, with the tag before it, and target of each pair; a language model's source is "".
 
         Raises:
@@ -83,7 +82,7 @@ class ParallelCorpus(Corpus):
         """SHA-256, in hex, of all pairs in their order."""
         return _digest_pairs(self.pairs()).hex()
 
-    def pairs(self) -> Iterator[Pair]:
+    def pairs(self) -> Iterator[SentencePair]:
         """See `Corpus.pairs`."""
         return zip(self.sources, self.targets, strict=True)
 
@@ -96,7 +95,7 @@ class StreamedCorpus(Corpus):
     languages: tuple[str, str]
     tag: str
     weight: float
-    stream: Callable[[], Iterator[Pair]]
+    stream: Callable[[], Iterator[SentencePair]]
     """Gives the pairs, without the tag."""
     digest: Callable[[], bytes]
     """Gives SHA-256 of what the stream is read from."""
@@ -106,7 +105,7 @@ class StreamedCorpus(Corpus):
         """SHA-256, in hex, of the tag and of what the pairs are read from."""
         return hashlib.sha256(f"{self.tag}\n".encode() + self.digest()).hexdigest()
 
-    def pairs(self) -> Iterator[Pair]:
+    def pairs(self) -> Iterator[SentencePair]:
         """See `Corpus.pairs`."""
         if not self.tag:
             return self.stream()
@@ -211,7 +210,7 @@ class _Text:
     """What opening a corpus gives; see the fields of `StreamedCorpus`."""
 
     name: str
-    stream: Callable[[], Iterator[Pair]]
+    stream: Callable[[], Iterator[SentencePair]]
     digest: Callable[[], bytes]
 
 
@@ -241,11 +240,13 @@ def _open_text(request: _Request) -> _Text:
             f"{request.prefix}path={request.corpus.path} has {alone[0]} in only one of the "
             f"languages {source_language} and {target_language}"
         )
-    return _files([(path, targets[name]) for name, path in sources.items()], text.stream_parallel)
+    return _files(
+        [(path, targets[name]) for name, path in sources.items()], text_files.stream_parallel
+    )
 
 
 def _open_tsv(request: _Request) -> _Text:
-    stream = text.stream_tsv if request.has_inputs else _stream_tsv_targets
+    stream = text_files.stream_tsv if request.has_inputs else _stream_tsv_targets
     return _files([(path,) for path in _find(request, ".tsv").values()], stream)
 
 
@@ -259,7 +260,7 @@ def _open_tfds(request: _Request) -> _Text:
 
 
 def _find(request: _Request, ending: str) -> dict[str, Path]:
-    """The files of a split; see `text.find_files`."""
+    """The files of a split; see `text_files.find_files`."""
     folder, option = request.corpus.path, f"{request.prefix}path"
     if not folder:
         raise UserError(
@@ -267,10 +268,10 @@ def _find(request: _Request, ending: str) -> dict[str, Path]:
         )
     if not Path(folder).is_dir():
         raise UserError(f"{option}={folder} is not a folder")
-    return text.find_files(Path(folder), request.corpus.split, ending, option)
+    return text_files.find_files(Path(folder), request.corpus.split, ending, option)
 
 
-def _files(files: Sequence[tuple[Path, ...]], read: Callable[..., Iterator[Pair]]) -> _Text:
+def _files(files: Sequence[tuple[Path, ...]], read: Callable[..., Iterator[SentencePair]]) -> _Text:
     """The text of files that are read one after the other, in groups of 1 or 2 at a time."""
     names = [" and ".join(map(str, group)) for group in files]
     more = f", and {len(files) - 1} more" if len(files) > 1 else ""
@@ -281,19 +282,19 @@ def _files(files: Sequence[tuple[Path, ...]], read: Callable[..., Iterator[Pair]
     )
 
 
-def _stream_targets(path: Path) -> Iterator[Pair]:
-    return (("", target) for target in text.stream_lines(path))
+def _stream_targets(path: Path) -> Iterator[SentencePair]:
+    return (("", target) for target in text_files.stream_lines(path))
 
 
-def _stream_tsv_targets(path: Path) -> Iterator[Pair]:
-    return (("", target) for _, target in text.stream_tsv(path))
+def _stream_tsv_targets(path: Path) -> Iterator[SentencePair]:
+    return (("", target) for _, target in text_files.stream_tsv(path))
 
 
 def _digest_files(paths: Iterable[Path]) -> bytes:
-    return hashlib.sha256(b"".join(map(text.digest_file, paths))).digest()
+    return hashlib.sha256(b"".join(map(text_files.digest_file, paths))).digest()
 
 
-def _digest_pairs(pairs: Iterable[Pair]) -> bytes:
+def _digest_pairs(pairs: Iterable[SentencePair]) -> bytes:
     digest = hashlib.sha256()
     for source, target in pairs:
         digest.update(f"{source}\t{target}\n".encode())
@@ -301,15 +302,15 @@ def _digest_pairs(pairs: Iterable[Pair]) -> bytes:
 
 
 def _generate_phrases(request: _Request) -> _Text:
-    from flaxformer_mt.data.corpora import phrases
+    from flaxformer_mt.data.corpora import generated_phrases
 
     source_language, target_language = (
-        phrases.Language(code, f"{request.prefix}{side}_language")
+        generated_phrases.Language(code, f"{request.prefix}{side}_language")
         for side, code in zip(("source", "target"), request.languages, strict=True)
     )
     return _generate(
         request,
-        draw=phrases.draw,
+        draw=generated_phrases.draw_phrase,
         say_source=lambda meaning: meaning(source_language),
         say_target=lambda meaning: meaning(target_language),
     )
@@ -350,7 +351,7 @@ def _generate(
         if owner == split and source not in pairs:
             pairs[source] = say_target(meaning)
 
-    def stream() -> Iterator[Pair]:
+    def stream() -> Iterator[SentencePair]:
         return ((source if request.has_inputs else "", pairs[source]) for source in pairs)
 
     return _Text(f"generated {kind}/{split}", stream, lambda: _digest_pairs(stream()))

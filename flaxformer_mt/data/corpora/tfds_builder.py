@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 from flaxformer_mt.data.corpora.corpus import Corpus
 from flaxformer_mt.data.corpora.tfds_reader import require_tfds
-from flaxformer_mt.data.counting import counted
+from flaxformer_mt.data.progress import counted
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs import atomic
 
-NAME = "parallel_text"
+DATASET_NAME = "parallel_text"
 """Of the data set, whatever it was made of."""
 
 SHARD_BYTES = 256 << 20
@@ -33,7 +33,7 @@ _SUFFIX = "array_record"
 _WRITER_OPTIONS = "group_size:1"
 
 
-def prepare(
+def build_dataset(
     splits: dict[str, Corpus],
     folder: Path,
     shard_bytes: int = SHARD_BYTES,
@@ -85,7 +85,7 @@ def prepare(
 def _file_names(tfds: Any, folder: Path, **facts: str) -> Any:
     """The names of a data set's files: parallel_text-train.array_record-00000-of-00004."""
     return tfds.core.ShardedFileTemplate(
-        data_dir=folder, dataset_name=NAME, filetype_suffix=_SUFFIX, **facts
+        data_dir=folder, dataset_name=DATASET_NAME, filetype_suffix=_SUFFIX, **facts
     )
 
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from flaxformer_mt.config import ExperimentConfig, TransformerConfig
-from flaxformer_mt.data.stream.encoding import EncodedCorpus
+from flaxformer_mt.data.stream.encoded_corpus import EncodedCorpus
 from flaxformer_mt.data.stream.packing import PackedRows, Sentences, decoder_inputs, pack, plan_rows
 
 Array: TypeAlias = np.ndarray | jax.Array

@@ -27,10 +27,10 @@ import numpy as np
 import numpy.typing as npt
 
 from flaxformer_mt.config import ExperimentConfig
-from flaxformer_mt.data.corpora.corpus import Corpus, Pair
+from flaxformer_mt.data.corpora.corpus import Corpus, SentencePair
 from flaxformer_mt.data.corpora.filters import PairFilter, SeenPairs
-from flaxformer_mt.data.counting import counted
-from flaxformer_mt.data.stream.encoding import (
+from flaxformer_mt.data.progress import counted
+from flaxformer_mt.data.stream.encoded_corpus import (
     CorpusReport,
     EncodedCorpus,
     SideEncoder,
@@ -220,7 +220,7 @@ def _write_arrays(
     )
 
 
-def _chunks(corpus: Corpus) -> Iterator[list[Pair]]:
+def _chunks(corpus: Corpus) -> Iterator[list[SentencePair]]:
     """The pairs of a corpus, `_CHUNK` at a time; on a terminal, a line counts them."""
     pairs = counted(corpus.pairs(), f"tokenising {corpus.name}")
     while chunk := list(itertools.islice(pairs, _CHUNK)):

@@ -27,10 +27,10 @@ from flaxformer_mt.data.stream.batches import (
     packed_shape,
     pair_lengths,
 )
-from flaxformer_mt.data.stream.encoding import EncodedCorpus
+from flaxformer_mt.data.stream.encoded_corpus import EncodedCorpus
+from flaxformer_mt.data.stream.long_pairs import select_pairs
 from flaxformer_mt.data.stream.mixture import Mixture, generator
 from flaxformer_mt.data.stream.packing import Sentences, plan_rows
-from flaxformer_mt.data.stream.selection import select_pairs
 
 BLOCK_PAIRS = 65_536
 """Pairs of a block, roughly. Larger blocks fill rows a little better, and take longer to make."""

@@ -11,28 +11,23 @@ another.
 """
 
 import dataclasses
-import functools
-import hashlib
-import io
 import itertools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-import sentencepiece
-
 from flaxformer_mt.config import DataConfig
 from flaxformer_mt.data.corpora.corpus import Corpus
-from flaxformer_mt.data.counting import counted
-from flaxformer_mt.data.tokenizers import marian as marian_tokenizer
-from flaxformer_mt.data.tokenizers.marian import MarianTokenizer
-from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE, TextSampler, open_model
+from flaxformer_mt.data.progress import counted
+from flaxformer_mt.data.tokenizers import marian_tokenizer
+from flaxformer_mt.data.tokenizers.marian_tokenizer import MarianTokenizer
+from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import (
+    SentencePieceTokenizer,
+    train_sentencepiece,
+)
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs import atomic
-
-PAD_ID, BOS_ID, EOS_ID, UNK_ID = 0, 1, 2, 3
-"""The special ids of every tokenizer that is trained here."""
 
 MAX_TRAINING_PAIRS = 1_000_000
 """Pairs that a vocabulary is learned from, at most. Larger corpora give more than half as many, at
@@ -94,114 +89,6 @@ class Tokenizer(Protocol):
 
     def decode(self, sentences: Sequence[Sequence[int]]) -> list[str]:
         """The text of each sentence up to its first `eos_id`; special ids give no text."""
-
-
-class SentencePieceTokenizer:
-    """A trained SentencePiece model (Kudo and Richardson 2018).
-
-    Args:
-      model: the bytes of a `.model` file.
-      name: what a message calls it.
-
-    Raises:
-      UserError: this is no SentencePiece model.
-    """
-
-    def __init__(self, model: bytes, name: str = "the vocabulary"):
-        self.model = model
-        self._processor = open_model(model, name)
-        self.vocab_size: int = self._processor.vocab_size()
-        self.pad_id: int = self._processor.pad_id()
-        self.bos_id: int = self._processor.bos_id()
-        self.eos_id: int = self._processor.eos_id()
-        self.unk_id: int = self._processor.unk_id()
-
-    @functools.cached_property
-    def fingerprint(self) -> str:
-        """SHA-256, in hex, of the model file."""
-        return hashlib.sha256(self.model).hexdigest()
-
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """See `Tokenizer.encode`."""
-        return self._processor.encode(list(texts))
-
-    def split(self, texts: Sequence[str]) -> list[list[str]]:
-        """See `Tokenizer.split`."""
-        return self._processor.encode(list(texts), out_type=str)
-
-    def pieces(self, tokens: Sequence[int]) -> list[str]:
-        """See `Tokenizer.pieces`."""
-        return self._processor.id_to_piece([int(token) for token in tokens])
-
-    def sample(self, texts: Sequence[str], seed: int, amount: float) -> list[list[int]]:
-        """See `Tokenizer.sample`."""
-        return self._sampler.sample(texts, seed, amount)
-
-    @functools.cached_property
-    def _sampler(self) -> TextSampler:
-        return TextSampler(self.model, self._processor)
-
-    def decode(self, sentences: Sequence[Sequence[int]]) -> list[str]:
-        """See `Tokenizer.decode`."""
-        return self._processor.decode([self._until_end(sentence) for sentence in sentences])
-
-    def _until_end(self, sentence: Sequence[int]) -> list[int]:
-        tokens = [int(token) for token in sentence]
-        return tokens[: tokens.index(self.eos_id)] if self.eos_id in tokens else tokens
-
-
-def train_sentencepiece(
-    texts: Sequence[str], config: DataConfig, tags: Sequence[str] = ()
-) -> SentencePieceTokenizer:
-    """Learns a vocabulary from `texts`; the same texts give the same bytes.
-
-    A corpus too small for `config.vocab_size` pieces gets as many as it yields.
-
-    Args:
-      texts: one sentence each.
-      config: the kind of model, and how many pieces.
-      tags: words that are to be one piece each.
-
-    Raises:
-      UserError: there is no text, or `config.vocab_size` has no room for its characters.
-    """
-    if not any(text.strip() for text in texts):
-        raise UserError("the corpus has no text to learn a vocabulary from")
-    model = io.BytesIO()
-    try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(texts),
-            model_writer=model,
-            model_type=config.tokenizer,
-            vocab_size=config.vocab_size,
-            hard_vocab_limit=False,
-            character_coverage=config.character_coverage,
-            byte_fallback=config.byte_fallback,
-            normalization_rule_name="identity",
-            pad_id=PAD_ID,
-            bos_id=BOS_ID,
-            eos_id=EOS_ID,
-            unk_id=UNK_ID,
-            # With its space: without, that would be a second piece.
-            user_defined_symbols=[SPACE + tag for tag in tags],
-            # Sums over threads would make the pieces depend on the machine.
-            num_threads=1,
-            minloglevel=2,
-        )
-    except RuntimeError as error:
-        # "INTERNAL: src/trainer_interface.cc(638) [condition] Vocabulary size is smaller than ..."
-        reason = str(error).rpartition("] ")[2].strip()
-        raise UserError(
-            f"SentencePiece cannot learn data.vocab_size={config.vocab_size} pieces: {reason}"
-        ) from error
-    tokenizer = SentencePieceTokenizer(model.getvalue())
-    if tokenizer.vocab_size < config.vocab_size:
-        _log.info(
-            "the corpus yields %d pieces, fewer than data.vocab_size=%d",
-            tokenizer.vocab_size,
-            config.vocab_size,
-        )
-    return tokenizer
 
 
 def tags(config: DataConfig) -> list[str]:
@@ -319,7 +206,7 @@ class Tokenizers:
         Raises:
           UserError: a file is missing or damaged.
         """
-        if Path(folder, marian_tokenizer.VOCABULARY).exists():
+        if Path(folder, marian_tokenizer.VOCABULARY_FILE).exists():
             files = marian_tokenizer.read_files(folder)
             return cls(
                 MarianTokenizer(files, "source", str(folder)),

@@ -15,9 +15,14 @@ import numpy as np
 import safetensors.numpy
 
 from flaxformer_mt.config import DataConfig, TransformerConfig
-from flaxformer_mt.data.tokenizers.marian import SETTINGS as TOKENIZER_SETTINGS
-from flaxformer_mt.data.tokenizers.marian import TARGET_VOCABULARY, VOCABULARY, MarianTokenizer
-from flaxformer_mt.data.tokenizers.tokenizer import SentencePieceTokenizer, Tokenizers
+from flaxformer_mt.data.tokenizers.marian_tokenizer import (
+    TARGET_VOCABULARY_FILE,
+    TOKENIZER_CONFIG,
+    VOCABULARY_FILE,
+    MarianTokenizer,
+)
+from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop import checkpoint_files as files
 from flaxformer_mt.interop import weights
@@ -86,7 +91,7 @@ def read(
         decode, notes = generation.to_decode(search, model)
     carried = params.pop(CARRIED, {})
     kept[_CARRIED_FILE] = safetensors.numpy.save(carried, {"dtype": dtype})
-    names = _read_json(folder / TOKENIZER_SETTINGS, {})
+    names = _read_json(folder / TOKENIZER_CONFIG, {})
     config = experiment(model, _data(names, tokenizers), decode)
     return Package(config, params, tokenizers, kept), tuple(notes)
 
@@ -285,9 +290,9 @@ def _tokenizer_files(package: Package) -> Mapping[str, bytes]:
         return source.files
     assert isinstance(target, SentencePieceTokenizer)
     joint = package.tokenizers.joint
-    vocabularies = {VOCABULARY: source}
+    vocabularies = {VOCABULARY_FILE: source}
     if not joint:
-        vocabularies[TARGET_VOCABULARY] = target
+        vocabularies[TARGET_VOCABULARY_FILE] = target
     special = {
         f"{name}_token": source.pieces([getattr(source, f"{name}_id")])[0]
         for name in ("eos", "unk", "pad")
@@ -306,7 +311,7 @@ def _tokenizer_files(package: Package) -> Mapping[str, bytes]:
         "source.spm": source.model,
         "target.spm": target.model,
         **{name: _to_json(_ids(own)) for name, own in vocabularies.items()},
-        TOKENIZER_SETTINGS: _to_json(settings),
+        TOKENIZER_CONFIG: _to_json(settings),
     }
 
 

@@ -17,8 +17,9 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array, export
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.data.tokenizers.marian import MarianTokenizer
-from flaxformer_mt.data.tokenizers.tokenizer import SentencePieceTokenizer, Tokenizer
+from flaxformer_mt.data.tokenizers.marian_tokenizer import MarianTokenizer
+from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer
 from flaxformer_mt.decoding.scoring.teacher_forcing import never_chosen
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.formats.run_folders import Package

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import yaml
 
 from flaxformer_mt.config import DataConfig, DecodeConfig, TransformerConfig
-from flaxformer_mt.data.tokenizers.tokenizer import SentencePieceTokenizer, Tokenizer, Tokenizers
+from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop import weights
 from flaxformer_mt.interop.formats import marian_files

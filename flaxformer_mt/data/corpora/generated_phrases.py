@@ -142,7 +142,7 @@ def _plain(text: str) -> str:
 Meaning: TypeAlias = Callable[[Language], str]
 
 
-def draw(rng: random.Random) -> Meaning:
+def draw_phrase(rng: random.Random) -> Meaning:
     """Draws a phrase of any kind."""
     (kind,) = rng.choices(list(_KINDS), weights=list(_KINDS.values()))
     return kind(rng)

@@ -7,7 +7,7 @@ import pytest
 from flaxformer_mt.config import DataConfig, ExperimentConfig, TransformerConfig
 from flaxformer_mt.data.corpora.corpus import Corpus, ParallelCorpus
 from flaxformer_mt.data.stream import token_store as store
-from flaxformer_mt.data.stream.encoding import encode_corpus
+from flaxformer_mt.data.stream.encoded_corpus import encode_corpus
 from flaxformer_mt.data.stream.token_store import open_stores
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError

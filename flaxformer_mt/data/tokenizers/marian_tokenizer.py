@@ -21,14 +21,14 @@ from typing import Any, Literal
 from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE, TextSampler, open_model
 from flaxformer_mt.errors import UserError
 
-VOCABULARY, TARGET_VOCABULARY = "vocab.json", "target_vocab.json"
-SETTINGS = "tokenizer_config.json"
+VOCABULARY_FILE, TARGET_VOCABULARY_FILE = "vocab.json", "target_vocab.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 
-REQUIRED_FILES = ("source.spm", "target.spm", VOCABULARY)
-FILES = (
-    *REQUIRED_FILES,
-    TARGET_VOCABULARY,
-    SETTINGS,
+_REQUIRED_FILES = ("source.spm", "target.spm", VOCABULARY_FILE)
+_FILES = (
+    *_REQUIRED_FILES,
+    TARGET_VOCABULARY_FILE,
+    TOKENIZER_CONFIG,
     "special_tokens_map.json",
     "added_tokens.json",
 )
@@ -47,8 +47,8 @@ _CLEANED = (
     (" 'm", "'m"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"),
 )  # fmt: skip
 
-Files = Mapping[str, bytes]
-"""The content of those of `FILES` that there are, by name."""
+TokenizerFiles = Mapping[str, bytes]
+"""The content of those of `_FILES` that there are, by name."""
 Split = Callable[[list[str]], list[list[str]]]
 """Cuts texts, in which nothing is a token as it stands, into pieces."""
 
@@ -61,7 +61,9 @@ class MarianTokenizer:
       vocab_size: the highest id, plus 1. Not every id below it need be that of a token.
     """
 
-    def __init__(self, files: Files, side: Literal["source", "target"], folder: str = "") -> None:
+    def __init__(
+        self, files: TokenizerFiles, side: Literal["source", "target"], folder: str = ""
+    ) -> None:
         """Makes the tokenizer of a side.
 
         Args:
@@ -77,10 +79,10 @@ class MarianTokenizer:
         settings = _Settings.read(files, label)
         name = f"{side}.spm"
         self._processor = open_model(files[name], str(label(name)))
-        vocabulary_name = TARGET_VOCABULARY if settings.is_separate(side) else VOCABULARY
+        vocabulary_name = TARGET_VOCABULARY_FILE if settings.is_separate(side) else VOCABULARY_FILE
         vocabulary = _read_vocabulary(files, vocabulary_name, label)
         # Ids of special tokens are the source's, whichever the side.
-        added = settings.added_tokens(_read_vocabulary(files, VOCABULARY, label))
+        added = settings.added_tokens(_read_vocabulary(files, VOCABULARY_FILE, label))
         self._added = {token.content: token for token in added.values()}
         self._cleans_up = settings.cleans_up
         self._cut = settings.cutter(self._added)
@@ -101,7 +103,12 @@ class MarianTokenizer:
         # With one vocabulary, Hugging Face decodes targets, too, by the source's model.
         decoder_name = name if settings.separate else "source.spm"
         self._decoder = open_model(files[decoder_name], str(label(decoder_name)))
-        used = {name, decoder_name, vocabulary_name, *FILES[len(REQUIRED_FILES) + 1 :]}
+        used = {
+            name,
+            decoder_name,
+            vocabulary_name,
+            *_FILES[len(_REQUIRED_FILES) + 1 :],
+        }
         self.fingerprint = _fingerprint({name: files[name] for name in used & files.keys()})
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
@@ -226,13 +233,13 @@ class _Settings:
     """Tokens that were added to the vocabulary, or are in it and special."""
 
     @classmethod
-    def read(cls, files: Files, label: Callable[[str], Path]) -> "_Settings":
+    def read(cls, files: TokenizerFiles, label: Callable[[str], Path]) -> "_Settings":
         """Reads the JSON files.
 
         Raises:
           UserError: one is damaged, or asks for something that is not known here.
         """
-        values = dict(_DEFAULTS) | _read_json(files, SETTINGS, label)
+        values = dict(_DEFAULTS) | _read_json(files, TOKENIZER_CONFIG, label)
         try:
             if "added_tokens_decoder" in values:
                 own = {
@@ -247,11 +254,13 @@ class _Settings:
             if not all(settings.special):
                 raise UserError("a special token is empty")
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{label(SETTINGS)} is damaged: {error!r}") from error
+            raise UserError(f"{label(TOKENIZER_CONFIG)} is damaged: {error!r}") from error
         except UserError as error:
-            raise UserError(f"{label(SETTINGS)}: {error}") from error
+            raise UserError(f"{label(TOKENIZER_CONFIG)}: {error}") from error
         if values.get("sp_model_kwargs"):
-            raise UserError(f"{label(SETTINGS)}: sp_model_kwargs is not known here: remove it")
+            raise UserError(
+                f"{label(TOKENIZER_CONFIG)}: sp_model_kwargs is not known here: remove it"
+            )
         return settings
 
     @property
@@ -311,7 +320,7 @@ def _content(token: str | Mapping[str, Any]) -> str:
     return token if isinstance(token, str) else token["content"]
 
 
-def read_files(folder: str | Path) -> Files:
+def read_files(folder: str | Path) -> TokenizerFiles:
     """The files of a folder that say something about its tokenizer.
 
     Raises:
@@ -319,17 +328,17 @@ def read_files(folder: str | Path) -> Files:
     """
     try:
         files = {
-            name: Path(folder, name).read_bytes() for name in FILES if Path(folder, name).exists()
+            name: Path(folder, name).read_bytes() for name in _FILES if Path(folder, name).exists()
         }
     except OSError as error:
         raise UserError(f"{error.filename} cannot be read: {error.strerror}") from error
-    for name in REQUIRED_FILES:
+    for name in _REQUIRED_FILES:
         if name not in files:
             raise UserError(f"the tokenizer {Path(folder, name)} is missing")
     return files
 
 
-def _read_json(files: Files, name: str, label: Callable[[str], Path]) -> dict[str, Any]:
+def _read_json(files: TokenizerFiles, name: str, label: Callable[[str], Path]) -> dict[str, Any]:
     """A JSON object; an empty one if there is no such file."""
     try:
         values = json.loads(files.get(name, b"{}"))
@@ -340,7 +349,9 @@ def _read_json(files: Files, name: str, label: Callable[[str], Path]) -> dict[st
     return values
 
 
-def _read_vocabulary(files: Files, name: str, label: Callable[[str], Path]) -> dict[str, int]:
+def _read_vocabulary(
+    files: TokenizerFiles, name: str, label: Callable[[str], Path]
+) -> dict[str, int]:
     if name not in files:
         raise UserError(f"the vocabulary {label(name)} is missing")
     vocabulary = _read_json(files, name, label)
@@ -349,7 +360,7 @@ def _read_vocabulary(files: Files, name: str, label: Callable[[str], Path]) -> d
     return vocabulary
 
 
-def _fingerprint(files: Files) -> str:
+def _fingerprint(files: TokenizerFiles) -> str:
     digest = hashlib.sha256()
     for name, content in sorted(files.items()):
         digest.update(f"{name} {len(content)}\n".encode() + content)

@@ -4,16 +4,16 @@ import numpy as np
 import pytest
 
 from flaxformer_mt.config import DataConfig, ExperimentConfig
-from flaxformer_mt.data.checks import (
+from flaxformer_mt.data.corpora import generated_phrases
+from flaxformer_mt.data.corpora.corpus import ParallelCorpus, load_corpus, open_corpora
+from flaxformer_mt.data.corpora.language_profiles import cldr_profile, letters_of
+from flaxformer_mt.data.sanity_checks import (
     check_sides,
     check_unknown_rate,
     count_shared_pairs,
     warn_of_shared_pairs,
 )
-from flaxformer_mt.data.corpora import phrases
-from flaxformer_mt.data.corpora.corpus import ParallelCorpus, load_corpus, open_corpora
-from flaxformer_mt.data.corpora.languages import cldr_profile, letters_of
-from flaxformer_mt.data.stream.encoding import encode_corpus
+from flaxformer_mt.data.stream.encoded_corpus import encode_corpus
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
 
@@ -83,7 +83,7 @@ def test_sides_that_are_all_swapped_are_told_by_their_language(languages):
     source, target = languages
     train = swapped(phrase_corpus("train", source, target))
     valid = swapped(phrase_corpus("valid", source, target))
-    assert set(languages) <= set(phrases.LANGUAGES)
+    assert set(languages) <= set(generated_phrases.LANGUAGES)
     with pytest.raises(
         UserError,
         match=f"train: the sides are swapped, its sources read like {target} and its targets like "
@@ -160,7 +160,7 @@ def test_shared_pairs_are_counted(caplog):
 
 
 def test_pairs_are_shared_whatever_the_storage_of_their_tokens(monkeypatch):
-    monkeypatch.setattr("flaxformer_mt.data.checks._HASHED", 2)
+    monkeypatch.setattr("flaxformer_mt.data.sanity_checks._HASHED", 2)
     training = encode_corpus(DIGITS, TOKENIZERS, CONFIG)
     small = dataclasses.replace(
         training,

@@ -7,7 +7,7 @@ import numpy as np
 from flaxformer_mt.config import DataConfig
 from flaxformer_mt.data.corpora.filters import Dropped
 from flaxformer_mt.data.stream.batches import pair_lengths
-from flaxformer_mt.data.stream.encoding import EncodedCorpus
+from flaxformer_mt.data.stream.encoded_corpus import EncodedCorpus
 from flaxformer_mt.errors import UserError
 
 

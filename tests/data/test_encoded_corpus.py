@@ -6,7 +6,7 @@ import pytest
 from flaxformer_mt.config import DataConfig, ExperimentConfig, TransformerConfig
 from flaxformer_mt.data.corpora.corpus import ParallelCorpus
 from flaxformer_mt.data.corpora.filters import Dropped
-from flaxformer_mt.data.stream.encoding import CorpusReport, SideReport, Texts, encode_corpus
+from flaxformer_mt.data.stream.encoded_corpus import CorpusReport, SideReport, Texts, encode_corpus
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from flaxformer_mt.config import DataConfig
 from flaxformer_mt.data.corpora.corpus import Corpus
-from flaxformer_mt.data.corpora.languages import Profile, cldr_profile, letters_of
-from flaxformer_mt.data.stream.encoding import EncodedCorpus
+from flaxformer_mt.data.corpora.language_profiles import Profile, cldr_profile, letters_of
+from flaxformer_mt.data.stream.encoded_corpus import EncodedCorpus
 from flaxformer_mt.data.stream.packing import Sentences
 from flaxformer_mt.errors import UserError
 

@@ -6,10 +6,10 @@ from decimal import Decimal
 import pytest
 
 from flaxformer_mt.config import DataConfig
-from flaxformer_mt.data.corpora import phrases
+from flaxformer_mt.data.corpora import generated_phrases
 from flaxformer_mt.data.corpora.corpus import load_corpus
 
-ENGLISH, GERMAN, FRENCH = (phrases.Language(code) for code in ("en", "de", "fr"))
+ENGLISH, GERMAN, FRENCH = (generated_phrases.Language(code) for code in ("en", "de", "fr"))
 SPRING = datetime.date(2025, 3, 3)
 
 
@@ -45,11 +45,11 @@ def test_what_is_said_in_three_languages(say, english, german, french):
     assert (say(ENGLISH), say(GERMAN), say(FRENCH)) == (english, german, french)
 
 
-@pytest.mark.parametrize("code", phrases.LANGUAGES)
+@pytest.mark.parametrize("code", generated_phrases.LANGUAGES)
 def test_phrases_are_finished_text_in_plain_spaces(code):
-    language, rng = phrases.Language(code), random.Random(0)
+    language, rng = generated_phrases.Language(code), random.Random(0)
     for _ in range(3000):
-        text = phrases.draw(rng)(language)
+        text = generated_phrases.draw_phrase(rng)(language)
         # The CLDR names what it lacks by its identifier: duration-hour.
         assert not re.search(r"\b(area|digital|duration|energy|length|mass|volume)-", text)
         assert not re.search(r"[^\S ]|  |^ | $", text)
@@ -58,15 +58,15 @@ def test_phrases_are_finished_text_in_plain_spaces(code):
 
 def test_counts_never_end_in_one():
     rng = random.Random(0)
-    assert all(phrases._count(rng) % 10 != 1 for _ in range(2000))
+    assert all(generated_phrases._count(rng) % 10 != 1 for _ in range(2000))
 
 
 @pytest.mark.parametrize("target_language", ["de", "fr"])
 def test_a_source_has_one_translation_wherever_it_is_drawn(target_language):
     translations: dict[str, str] = {}
-    target, rng = phrases.Language(target_language), random.Random(1)
+    target, rng = generated_phrases.Language(target_language), random.Random(1)
     for _ in range(5000):
-        meaning = phrases.draw(rng)
+        meaning = generated_phrases.draw_phrase(rng)
         assert translations.setdefault(meaning(ENGLISH), meaning(target)) == meaning(target)
 
 
