@@ -1,7 +1,9 @@
-"""Configurations: validation, JSON, and what a run may be continued with."""
+"""Configurations: roles and bounds of fields, validation, JSON, continuation of runs."""
 
 import dataclasses
 import json
+import math
+import typing
 
 import pytest
 
@@ -16,8 +18,22 @@ from flaxformer_mt.config import (
     TrainConfig,
     TransformerConfig,
 )
+from flaxformer_mt.config.experiment import groups, values_with
+from flaxformer_mt.config.fields import (
+    Bounds,
+    FieldRole,
+    bounds_of,
+    names_with,
+    option,
+    roles_of,
+    type_hints,
+)
 from flaxformer_mt.errors import UserError
 
+CLASSES = (*groups().values(), CorpusConfig)
+FIELDS = [(kind, field) for kind in CLASSES for field in dataclasses.fields(kind)]
+NUMBERS = (int, float, tuple[int, ...])
+NUMERIC = [(kind, field) for kind, field in FIELDS if type_hints(kind)[field.name] in NUMBERS]
 CHANGED = ExperimentConfig(
     model=TransformerConfig(d_model=24, num_heads=3, dtype="bfloat16"),
     optimizer=OptimizerConfig(kind="adamw", weight_decay=0.1),
@@ -44,13 +60,17 @@ def test_json_and_back(experiment):
     ("change", "message"),
     [
         ({"d_modle": 3}, "unknown configuration field model.d_modle"),
-        ({"d_model": "wide"}, "model.d_model cannot be 'wide'"),
-        ({"d_model": True}, "model.d_model cannot be True"),
-        ({"norm_position": "middle"}, "model.norm_position cannot be 'middle'"),
-        ({"dropout_rate": None}, "model.dropout_rate cannot be None"),
+        ({"d_model": "wide"}, "model.d_model='wide': must be an integer"),
+        ({"d_model": True}, "model.d_model=True: must be an integer"),
+        ({"d_model": 64.0}, "model.d_model=64.0: must be an integer"),
+        ({"has_inputs": 1}, "model.has_inputs=1: must be True or False"),
+        ({"norm_position": "middle"}, "model.norm_position='middle': must be one of 'post', 'pre'"),
+        ({"dropout_rate": None}, "model.dropout_rate=None: must be a number"),
+        ({"dropout_rate": True}, "model.dropout_rate=True: must be a number"),
+        ({"dropout_rate": math.nan}, "model.dropout_rate=nan: must be a finite number"),
     ],
 )
-def test_damaged_json_names_the_field(change, message):
+def test_invalid_json_values_name_the_field(change, message):
     values = configuration.to_dict(ExperimentConfig())
     values["model"] |= change
     with pytest.raises(UserError, match=message):
@@ -60,14 +80,29 @@ def test_damaged_json_names_the_field(change, message):
 @pytest.mark.parametrize(
     ("group", "change", "message"),
     [
-        ("data", {"bucket_lengths": [8, "x"]}, "data.bucket_lengths.1 cannot be 'x'"),
-        ("data", {"bucket_lengths": 8}, "data.bucket_lengths is no list"),
+        ("data", {"bucket_lengths": [8, "x"]}, "data.bucket_lengths.1='x': must be an integer"),
+        (
+            "data",
+            {"bucket_lengths": [8, 10**9]},
+            "data.bucket_lengths.1=1000000000: must be at most",
+        ),
+        ("data", {"bucket_lengths": 8}, "data.bucket_lengths=8: must be a list"),
         ("data", {"train_corpora": [{"pth": 1}]}, "unknown configuration field data.train_corpora"),
-        ("data", {"train_corpora": [{"kind": "csv"}]}, "train_corpora.0.kind cannot be 'csv'"),
-        ("parallel", {"sharding_rules": [["x"]]}, "sharding_rules.0 needs 2 values"),
+        (
+            "data",
+            {"train_corpora": [{"kind": "csv"}]},
+            "train_corpora.0.kind='csv': must be one of",
+        ),
+        (
+            "data",
+            {"train_corpora": [{"weight": 0}]},
+            "data.train_corpora.0.weight=0: must be above 0",
+        ),
+        ("data", {"train_corpora": [3]}, "data.train_corpora.0=3: must be a group of fields"),
+        ("parallel", {"sharding_rules": [["x"]]}, "sharding_rules.0: must have 2 values"),
     ],
 )
-def test_damaged_lists_name_the_place(group, change, message):
+def test_invalid_items_of_lists_name_the_item(group, change, message):
     values = configuration.to_dict(NESTED)
     values[group] |= change
     with pytest.raises(UserError, match=message):
@@ -75,7 +110,7 @@ def test_damaged_lists_name_the_place(group, change, message):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"model": 3}'])
-def test_json_that_is_no_configuration(text):
+def test_json_that_is_not_a_configuration_is_rejected(text):
     with pytest.raises(UserError):
         configuration.from_json(text)
 
@@ -83,25 +118,25 @@ def test_json_that_is_no_configuration(text):
 @pytest.mark.parametrize(
     ("kind", "values", "message"),
     [
-        (TransformerConfig, {"dropout_rate": 1.0}, "model.dropout_rate"),
+        (TransformerConfig, {"dropout_rate": 1.0}, "model.dropout_rate=1.0: must be below 1"),
         (TransformerConfig, {"source_vocab_size": 5, "target_vocab_size": 6}, "one vocabulary"),
-        (TrainConfig, {"num_steps": 0}, "train.num_steps"),
+        (TrainConfig, {"num_steps": 0}, "train.num_steps=0: must be at least 1"),
         (DecodeConfig, {"n_best": 9}, "decode.n_best=9 is more than decode.beam_size=4"),
         (OptimizerConfig, {"weight_decay": 0.1}, "needs optimizer.kind=adamw"),
         (ExperimentConfig, {"train": TrainConfig(batch_tokens=100)}, "not a multiple"),
-        (DataConfig, {"bucket_lengths": (32, 16)}, "must be rising"),
-        (DataConfig, {"max_unknown_rate": 2}, "data.max_unknown_rate"),
-        (CorpusConfig, {"weight": 0}, "weight must be positive"),
-        (TrainConfig, {"ema_decay": 1.0}, "train.ema_decay"),
-        (ParallelConfig, {"strategy": "pmap", "fsdp": 2}, "pmap cannot cut parameters"),
+        (DataConfig, {"bucket_lengths": (32, 16)}, "must be in increasing order"),
+        (DataConfig, {"max_unknown_rate": 2}, "data.max_unknown_rate=2: must be at most 1"),
+        (CorpusConfig, {"weight": 0}, "CorpusConfig.weight=0: must be above 0"),
+        (TrainConfig, {"ema_decay": 1.0}, "train.ema_decay=1.0: must be below 1"),
+        (ParallelConfig, {"strategy": "pmap", "fsdp": 2}, "pmap cannot shard parameters"),
     ],
 )
-def test_values_that_do_not_go_together(kind, values, message):
+def test_invalid_values_are_rejected(kind, values, message):
     with pytest.raises(UserError, match=message):
         kind(**values)
 
 
-def test_differences_name_the_fields_that_forbid_going_on():
+def test_differences_name_the_fields_that_forbid_continuation():
     longer = dataclasses.replace(ExperimentConfig(), train=TrainConfig(num_steps=7, log_every=3))
     assert configuration.differences(ExperimentConfig(), longer) == []
     assert configuration.differences(ExperimentConfig(), CHANGED) == [
@@ -123,14 +158,145 @@ def test_corpora_may_move_but_not_change():
     assert changed[0].startswith("data.train_corpora: ")
 
 
-def test_a_schedule_that_knows_its_end_forbids_another_end():
+def test_one_cycle_forbids_another_number_of_steps():
     cycle = ExperimentConfig(optimizer=OptimizerConfig(schedule="one_cycle"))
     longer = dataclasses.replace(cycle, train=TrainConfig(num_steps=7))
     assert configuration.differences(cycle, longer) == ["train.num_steps: 100000 in the run, 7 now"]
 
 
-def test_resumable_fields_exist():
-    values = configuration.to_dict(ExperimentConfig())
-    for field in configuration.RESUMABLE_FIELDS:
-        group, name = field.split(".")
-        assert name in values[group]
+# Written out, because the roles decide it: a changed role must not let a run be continued with
+# another model, or forbid what was allowed.
+CONTINUABLE = {
+    "data": {"path"},
+    "model": {"remat"},
+    "optimizer": set(),
+    "train": {
+        "num_steps", "log_every", "eval_every", "eval_sentences", "checkpoint_every", "keep_last",
+        "keep_best", "show_translations", "early_stopping_patience", "max_skipped_steps",
+        "init_from",
+    },
+    "parallel": {field.name for field in dataclasses.fields(ParallelConfig)},
+    "decode": {field.name for field in dataclasses.fields(DecodeConfig)},
+}  # fmt: skip
+
+
+def test_the_roles_decide_what_a_run_is_continued_with():
+    names = {f"{group}.{name}" for group, names in CONTINUABLE.items() for name in names}
+    assert names == configuration.RESUMABLE_FIELDS
+
+
+# Roles and bounds.
+
+
+def identify(value):
+    return value.__name__ if isinstance(value, type) else getattr(value, "name", None)
+
+
+@pytest.mark.parametrize(("kind", "field"), FIELDS, ids=identify)
+def test_every_field_has_a_role(kind, field):
+    assert roles_of(field)
+    assert roles_of(field) <= set(FieldRole)
+    assert all(field.name in names_with(kind, role) for role in roles_of(field))
+
+
+def test_a_field_without_a_role_cannot_be_declared():
+    with pytest.raises(TypeError, match="needs a role"):
+        option("relu")
+    with pytest.raises(TypeError, match="needs a lower bound"):
+        option(3, FieldRole.RUNNING)
+
+
+def test_an_undeclared_field_is_rejected():
+    @dataclasses.dataclass(frozen=True)
+    class Undeclared:
+        name: str = ""
+
+    with pytest.raises(TypeError, match="name is not declared with option"):
+        roles_of(dataclasses.fields(Undeclared)[0])
+
+
+@pytest.mark.parametrize(("kind", "field"), FIELDS, ids=identify)
+def test_exactly_the_numbers_have_bounds_and_defaults_are_within(kind, field):
+    bounds = bounds_of(field)
+    assert (bounds is not None) == ((kind, field) in NUMERIC)
+    if bounds is not None:
+        assert -math.inf < bounds.lowest < bounds.highest < math.inf
+
+
+def numbers(kind, field, *values):
+    """The field set to each of these numbers."""
+    is_tuple = typing.get_origin(type_hints(kind)[field.name]) is tuple
+    return [{field.name: (value,) if is_tuple else value} for value in values]
+
+
+@pytest.mark.parametrize(("kind", "field"), NUMERIC, ids=identify)
+def test_numbers_out_of_bounds_are_rejected_by_name(kind, field):
+    bounds = bounds_of(field)
+    invalid = [math.nan, math.inf, -math.inf, 1e20, 10**20, 10**400, -(10**400), "1", None, True]
+    if type_hints(kind)[field.name] is not float:
+        invalid += [bounds.lowest + 0.5, float(bounds.highest)]
+    below = bounds.lowest if bounds.excludes_lowest else bounds.lowest - 1
+    above = bounds.highest if bounds.excludes_highest else bounds.highest + 1
+    invalid += [value for value in (below, above) if value not in bounds.also]
+    if bounds.lowest > -1 and -1 not in bounds.also:
+        invalid.append(-1)
+    for values in numbers(kind, field, *invalid):
+        with pytest.raises(UserError, match=rf"\.{field.name}(\.0)?=.*: must be "):
+            kind(**values)
+        with pytest.raises(UserError, match=rf"{field.name}(\.0)?=.*: must be "):
+            configuration.from_dict(values, kind)
+
+
+@pytest.mark.parametrize(("kind", "field"), NUMERIC, ids=identify)
+def test_the_ends_of_an_interval_and_sentinels_are_valid(kind, field):
+    bounds = bounds_of(field)
+    ends = [
+        (bounds.lowest, bounds.excludes_lowest),
+        (bounds.highest, bounds.excludes_highest),
+    ]
+    valid = [end for end, is_excluded in ends if not is_excluded] + list(bounds.also)
+    assert [bounds.problem(value) for value in valid] == [""] * len(valid)
+    assert bounds.problem(field.default if field.default != (16, 32, 64) else 16) == ""
+
+
+@pytest.mark.parametrize(
+    ("bounds", "text", "problem"),
+    [
+        (Bounds(0, 1, excludes_highest=True), "in [0, 1)", "must be below 1"),
+        (Bounds(0, 1, excludes_lowest=True), "in (0, 1]", "must be at most 1"),
+        (Bounds(0, 1, also=(-1,)), "in [0, 1] or -1", "must be at most 1, or -1"),
+        (Bounds(1, 999, is_limit=True), ">= 1", "must be at most 999"),
+        (Bounds(0, 999, excludes_lowest=True, is_limit=True), "> 0", "must be at most 999"),
+        (Bounds(0, 999, is_limit=True), "", "must be at most 999"),
+    ],
+)
+def test_bounds_print_what_is_worth_knowing(bounds, text, problem):
+    assert str(bounds) == text
+    assert bounds.problem(1000) == problem
+
+
+def test_values_with_a_role_are_named_as_on_the_command_line():
+    values = values_with(ExperimentConfig(data=DataConfig(max_words=7)), FieldRole.TOKENS)
+    assert values["data.max_words"] == 7
+    assert values["model.has_inputs"] is True
+    assert "data.path" not in values
+
+
+# An excerpt of what earlier versions wrote.
+EARLIER = """{
+  "model": {"source_vocab_size": 0, "d_model": 64, "num_heads": 4, "head_dim": 0,
+            "embedding_dropout_rate": -1.0, "pad_id": 0, "bos_id": -1, "scan_layers": true},
+  "data": {"corpus": "tsv", "path": "corpora/a", "source_row_length": 0, "generator_seed": -3,
+           "train_corpora": [{"kind": "", "path": "b", "weight": 2}], "bucket_lengths": [16, 32]},
+  "optimizer": {"total_steps": 0, "clip_norm": 0},
+  "train": {"seed": 4294967296, "freeze": [], "batch_tokens": 4096},
+  "parallel": {"num_devices": 0, "sharding_rules": [["embedding", "fsdp,tensor"]]},
+  "decode": {"max_source_length": 0, "alignment_layer": -2, "alignment_head": -1}
+}"""
+
+
+def test_configurations_of_earlier_versions_load():
+    experiment = configuration.from_json(EARLIER)
+    assert experiment.train.seed == 2**32
+    assert experiment.data.train_corpora == (CorpusConfig(path="b", weight=2),)
+    assert configuration.from_json(configuration.to_json(experiment)) == experiment

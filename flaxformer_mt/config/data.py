@@ -3,142 +3,140 @@
 import dataclasses
 from typing import Literal, TypeAlias
 
-from flaxformer_mt.config.fields import require
+from flaxformer_mt.config.fields import (
+    MAX_INTEGER,
+    MAX_VOCABULARY,
+    MAX_WIDTH,
+    FieldRole,
+    option,
+    require,
+    validate,
+)
 
 CorpusKind: TypeAlias = Literal["text", "tsv", "phrases", "reverse", "tfds"]
-"""Where pairs are read from; the help of `DataConfig.corpus` explains each."""
+"""A source of sentence pairs; the help of `DataConfig.corpus` explains each."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CorpusConfig:
-    """One of several corpora that are read together; what is left empty is as in `data`."""
+    """One of several corpora that are read together; empty fields default to those of `data`."""
 
-    kind: CorpusKind | Literal[""] = ""
-    """As data.corpus."""
-    path: str = ""
-    """As data.path."""
-    split: str = ""
-    """As data.train_split, data.valid_split or data.test_split."""
-    source_language: str = ""
-    """As data.source_language."""
-    target_language: str = ""
-    """As data.target_language."""
-    tag: str = ""
-    """Put before every source sentence: "<2de>" names the target language, "<bt>" a back-translated
-    source, "<news>" a domain. Several are parted by spaces; each is one piece of the vocabulary."""
-    weight: float = 1.0
-    """How often its pairs are seen, in proportion to those of the other corpora; see
-    data.mixture_temperature."""
+    kind: CorpusKind | Literal[""] = option("", FieldRole.TEXT)
+    """Like data.corpus."""
+    path: str = option("", FieldRole.RUNNING)
+    """Like data.path."""
+    split: str = option("", FieldRole.TEXT)
+    """Like data.train_split, data.valid_split or data.test_split."""
+    source_language: str = option("", FieldRole.TEXT)
+    """Like data.source_language."""
+    target_language: str = option("", FieldRole.TEXT)
+    """Like data.target_language."""
+    tag: str = option("", FieldRole.TEXT)
+    """Prefix of every source sentence: "<2de>" names the target language, "<bt>" a back-translated
+    source, "<news>" a domain. Several are separated by spaces; each is one token of the
+    vocabulary."""
+    weight: float = option(1.0, FieldRole.ROWS, above=0)
+    """Sampling weight of its pairs relative to the other corpora; see data.mixture_temperature."""
 
     def __post_init__(self) -> None:
-        require(self.weight > 0, "a corpus' weight must be positive")
+        validate(self, "CorpusConfig")
 
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """Where sentence pairs come from and how they become rows of tokens."""
+    """Where sentence pairs come from, how they are filtered, tokenized and batched."""
 
-    corpus: CorpusKind = "text"
-    """text: SPLIT.LANGUAGE or SPLIT.LANGUAGE.gz in data.path, one sentence a line; tsv: SPLIT.tsv
-    or SPLIT.tsv.gz in data.path, source and target parted by a tab; phrases: generated numbers,
+    corpus: CorpusKind = option("text", FieldRole.TEXT)
+    """text: SPLIT.LANGUAGE or SPLIT.LANGUAGE.gz in data.path, one sentence per line; tsv: SPLIT.tsv
+    or SPLIT.tsv.gz in data.path, source and target separated by a tab; phrases: generated numbers,
     dates, times, units, currencies and lists; reverse: generated digit strings, to be reversed;
     tfds: the TensorFlow Datasets builder that data.path names."""
-    path: str = ""
-    """Folder of the corpus (text, tsv); name of a TensorFlow Datasets builder, or the folder in
-    which it was prepared (tfds). "tfds:NAME" is a builder whatever data.corpus says."""
-    source_language: str = "en"
-    """Language translated from: the file ending of text, the locale of phrases."""
-    target_language: str = "de"
-    """Language translated into."""
-    train_split: str = "train"
-    """Name of the split to train on. Of files it may be several names and patterns, parted by
-    commas: "europarl,news-*"."""
-    valid_split: str = "valid"
-    """Name of the split that steers training (best checkpoint)."""
-    test_split: str = "test"
-    """Name of the split that is only measured at the end."""
-    generated_pairs: int = 20000
-    """Training pairs of a generated corpus; valid and test get 500 each."""
-    generator_seed: int = 0
-    """Seed of a generated corpus."""
-    train_corpora: tuple[CorpusConfig, ...] = ()
+    # The text that is read there is identified by its fingerprint, wherever it lies.
+    path: str = option("", FieldRole.RUNNING)
+    """Folder of the corpus (text, tsv); name of a TensorFlow Datasets builder, or the folder that
+    it was prepared in (tfds). "tfds:NAME" is a builder whatever data.corpus is."""
+    source_language: str = option("en", FieldRole.TEXT)
+    """Language to translate from: the file suffix of text, the locale of phrases."""
+    target_language: str = option("de", FieldRole.TEXT)
+    """Language to translate into."""
+    train_split: str = option("train", FieldRole.TEXT)
+    """Name of the split to train on. For text and tsv it may be several comma-separated names and
+    patterns: "europarl,news-*"."""
+    valid_split: str = option("valid", FieldRole.TEXT)
+    """Name of the split to validate on, which selects the best checkpoint."""
+    test_split: str = option("test", FieldRole.TEXT)
+    """Name of the split that is evaluated only once, at the end."""
+    generated_pairs: int = option(20000, FieldRole.TEXT, lowest=1)
+    """Training pairs of a generated corpus; valid and test have 500 each."""
+    generator_seed: int = option(0, FieldRole.TEXT, lowest=-MAX_INTEGER)
+    """Random seed of a generated corpus."""
+    train_corpora: tuple[CorpusConfig, ...] = option((), FieldRole.TEXT)
     """Corpora to train on together; none = the one that the fields above describe."""
-    valid_corpora: tuple[CorpusConfig, ...] = ()
+    valid_corpora: tuple[CorpusConfig, ...] = option((), FieldRole.TEXT)
     """Corpora to validate on together; none = the one that the fields above describe."""
-    test_corpora: tuple[CorpusConfig, ...] = ()
+    test_corpora: tuple[CorpusConfig, ...] = option((), FieldRole.TEXT)
     """Corpora to test on together; none = the one that the fields above describe."""
-    mixture_temperature: float = 1.0
-    """t: a corpus of n pairs is seen in proportion to weight * n**(1/t). 1 takes every pair of all
-    corpora equally often; more favours small corpora; 1e9 makes all equal."""
+    mixture_temperature: float = option(1.0, FieldRole.ROWS, above=0)
+    """t: a corpus of n pairs is sampled in proportion to weight * n**(1/t). 1 samples every pair of
+    all corpora equally often; higher values favour small corpora; 1e9 makes all corpora equal."""
 
-    max_length_ratio: float = 0.0
-    """Drop training pairs of which one side has more than this times the words of the other; 0 =
-    keep."""
-    max_words: int = 0
-    """Drop training pairs with more words than this on a side; 0 = keep."""
-    drop_identical: bool = False
+    max_length_ratio: float = option(0.0, FieldRole.TOKENS, lowest=0)
+    """Drop training pairs with more than this many times the words on one side than on the other;
+    0 = no limit."""
+    max_words: int = option(0, FieldRole.TOKENS, lowest=0)
+    """Drop training pairs with more than this many words on either side; 0 = no limit."""
+    drop_identical: bool = option(False, FieldRole.TOKENS)
     """Drop training pairs whose two sides are the same text."""
-    drop_duplicates: bool = False
-    """Drop training pairs that were seen before, in this corpus or an earlier one."""
-    drop_wrong_script: bool = False
-    """Drop training pairs of which a side is mostly not in the script of its language."""
-    max_unknown_rate: float = 0.1
-    """Refuse a corpus of whose tokens a larger share is unknown."""
+    drop_duplicates: bool = option(False, FieldRole.TOKENS)
+    """Drop training pairs that occurred before, in the same corpus or in an earlier one."""
+    drop_wrong_script: bool = option(False, FieldRole.TOKENS)
+    """Drop training pairs with a side that is mostly not in the script of its language."""
+    max_unknown_rate: float = option(0.1, FieldRole.TEXT, lowest=0, highest=1)
+    """Reject a corpus with a larger share of unknown tokens."""
 
-    tokenizer: Literal["bpe", "unigram"] = "bpe"
-    """SentencePiece model, trained on the training split on first use."""
-    vocab_size: int = 10000
-    """Pieces to learn (of each language, unless joint_vocabulary). Small corpora get fewer."""
-    joint_vocabulary: bool = True
+    tokenizer: Literal["bpe", "unigram"] = option("bpe", FieldRole.VOCABULARY)
+    """Algorithm of the SentencePiece model, which is trained on the training split on first
+    use."""
+    vocab_size: int = option(10000, FieldRole.VOCABULARY, lowest=1, limit=MAX_VOCABULARY)
+    """Vocabulary size to learn (per language, unless joint_vocabulary). Small corpora get a
+    smaller one."""
+    joint_vocabulary: bool = option(True, FieldRole.VOCABULARY)
     """One vocabulary for both languages."""
-    byte_fallback: bool = True
-    """Spell characters outside the vocabulary as bytes instead of <unk>."""
-    character_coverage: float = 1.0
-    """Share of the corpus' characters that get a piece of their own."""
-    tokenizer_path: str = ""
-    """Run folder, or its folder `tokenizer`, whose vocabulary is used instead of learning one."""
-    subword_sampling: float = 0.0
-    """Split sources anew each time they are seen. bpe: the probability with which a merge is left
-    out (BPE-dropout; 0.1 is usual); unigram: the exponent of a split's probability (subword
-    regularisation; 0.1 is usual, 1 varies least). 0 = always the best split."""
+    byte_fallback: bool = option(True, FieldRole.VOCABULARY)
+    """Encode characters outside the vocabulary as bytes instead of <unk>."""
+    character_coverage: float = option(1.0, FieldRole.VOCABULARY, lowest=0.98, highest=1)
+    """Share of the corpus' characters that the vocabulary covers."""
+    tokenizer_path: str = option("", FieldRole.VOCABULARY)
+    """Run folder, or its `tokenizer` folder, whose vocabulary is used instead of a learned one."""
+    subword_sampling: float = option(0.0, FieldRole.ROWS, lowest=0, highest=1)
+    """Sample a new segmentation of each source every time it is used. bpe: the probability of
+    skipping a merge (BPE-dropout; 0.1 is usual); unigram: the exponent of a segmentation's
+    probability (subword regularization; 0.1 is usual, 1 varies least). 0 = always the best
+    segmentation."""
 
-    batching: Literal["packed", "buckets"] = "packed"
-    """packed: several pairs in a row, one shape; buckets: one pair in a row, a shape for each of
-    data.bucket_lengths. Validation always packs."""
-    bucket_lengths: tuple[int, ...] = (16, 32, 64)
-    """Row lengths of buckets, of source and target; the longest takes the place of
-    data.source_row_length and data.target_row_length. A batch has the more rows the shorter they
-    are."""
-    source_row_length: int = 0
-    """S: tokens in a packed source row; also the longest source sentence, end token included.
-    0 = as many as fill as well as the target rows do."""
-    target_row_length: int = 64
-    """T: tokens in a packed target row; also the longest target sentence, end token included."""
-    long_sentences: Literal["drop", "truncate", "error"] = "drop"
-    """What happens to training pairs longer than a row; the count is reported."""
+    batching: Literal["packed", "buckets"] = option("packed", FieldRole.ROWS)
+    """packed: several pairs per row, one shape; buckets: one pair per row, one shape for each of
+    data.bucket_lengths. Validation is always packed."""
+    bucket_lengths: tuple[int, ...] = option(
+        (16, 32, 64), FieldRole.ROWS, lowest=2, limit=MAX_WIDTH
+    )
+    """Row lengths of buckets, for source and target alike, in increasing order; the longest
+    replaces data.source_row_length and data.target_row_length. Batches of shorter rows have more
+    rows."""
+    source_row_length: int = option(0, FieldRole.ROWS, lowest=2, limit=MAX_WIDTH, also=0)
+    """S: tokens per packed source row; also the longest source sentence, end token included.
+    0 = the length that fills source rows as well as target rows."""
+    target_row_length: int = option(64, FieldRole.ROWS, lowest=2, limit=MAX_WIDTH)
+    """T: tokens per packed target row; also the longest target sentence, end token included."""
+    long_sentences: Literal["drop", "truncate", "error"] = option("drop", FieldRole.ROWS)
+    """What happens to training pairs longer than a row; their number is reported."""
 
     def __post_init__(self) -> None:
-        require(
-            self.source_row_length == 0 or self.source_row_length > 1,
-            "data.source_row_length must be at least 2, or 0",
-        )
-        require(self.target_row_length > 1, "data.target_row_length must be at least 2")
-        require(self.mixture_temperature > 0, "data.mixture_temperature must be positive")
-        for name in ("max_length_ratio", "max_words"):
-            require(getattr(self, name) >= 0, f"data.{name} must not be negative")
-        for name in ("max_unknown_rate", "subword_sampling"):
-            require(0 <= getattr(self, name) <= 1, f"data.{name} must be in [0, 1]")
+        validate(self, "data")
         require(
             bool(self.bucket_lengths)
-            and self.bucket_lengths[0] > 1
             and list(self.bucket_lengths) == sorted(set(self.bucket_lengths)),
-            "data.bucket_lengths must be rising and at least 2",
-        )
-        require(self.vocab_size > 0, "data.vocab_size must be positive")
-        require(self.generated_pairs > 0, "data.generated_pairs must be positive")
-        require(
-            0.98 <= self.character_coverage <= 1,
-            "data.character_coverage must be in [0.98, 1], as SentencePiece wants it",
+            f"data.bucket_lengths={self.bucket_lengths} must be in increasing order",
         )
 
     @property

@@ -1,10 +1,12 @@
 """The configuration of a whole experiment."""
 
 import dataclasses
+import typing
+from typing import Any
 
 from flaxformer_mt.config.data import DataConfig
 from flaxformer_mt.config.decode import DecodeConfig
-from flaxformer_mt.config.fields import require
+from flaxformer_mt.config.fields import FieldRole, names_with, require
 from flaxformer_mt.config.model import TransformerConfig
 from flaxformer_mt.config.optimizer import OptimizerConfig
 from flaxformer_mt.config.parallel import ParallelConfig
@@ -13,7 +15,7 @@ from flaxformer_mt.config.train import TrainConfig
 
 @dataclasses.dataclass(frozen=True)
 class ExperimentConfig:
-    """One experiment: all that `train.py` needs besides a folder to write to."""
+    """Everything that defines a training run, apart from the folder that it is written to."""
 
     model: TransformerConfig = dataclasses.field(default_factory=TransformerConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
@@ -35,3 +37,18 @@ class ExperimentConfig:
     def rows_per_batch(self) -> int:
         """B: rows in a training batch of the longest rows."""
         return self.train.batch_tokens // self.data.row_lengths[1]
+
+
+def groups() -> dict[str, type]:
+    """Returns the configuration class of each group of an experiment, by name."""
+    return typing.get_type_hints(ExperimentConfig)
+
+
+def values_with(config: ExperimentConfig, *roles: FieldRole) -> dict[str, Any]:
+    """Returns the values of all options that have any of the roles: {"data.max_words": 0, ...}."""
+    return {
+        f"{group}.{field.name}": getattr(getattr(config, group), field.name)
+        for group, kind in groups().items()
+        for field in dataclasses.fields(kind)
+        if field.name in names_with(kind, *roles)
+    }

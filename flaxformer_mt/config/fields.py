@@ -1,9 +1,279 @@
-"""What the declarations of configuration fields share."""
+"""What each field of a configuration declares beside its docstring: its roles and its bounds.
+
+    dropout_rate: float = option(0.1, FieldRole.TRAINING, lowest=0, below=1)
+
+The roles decide what a change of the field means elsewhere: whether a run may be continued with
+it, whether trained parameters still fit, whether a corpus is tokenized again. The bounds of numbers
+are checked when a configuration is made and printed by `--help`. Both are written here only, so a
+new field needs no entry in any list: a field without a role cannot be declared.
+"""
+
+import dataclasses
+import enum
+import functools
+import types
+import typing
+from typing import Any, Literal, TypeVar
 
 from flaxformer_mt.errors import UserError
+
+T = TypeVar("T")
+
+MAX_WIDTH = 2**20
+"""Limit of layer widths and of row lengths."""
+MAX_LAYERS = 10_000
+"""Limit of the number of layers."""
+MAX_VOCABULARY = 2**24
+"""Limit of vocabulary sizes."""
+MAX_INTEGER = 2**31 - 1
+"""Limit of integers that declare no other: they are computed with as int32."""
+MAX_SEED = 2**63 - 1
+"""Limit of seeds."""
+MAX_NUMBER = 1e12
+"""Limit of real numbers that declare no other."""
+
+
+class FieldRole(enum.Enum):
+    """What depends on the value of a field. Most fields have one role, some have several."""
+
+    # The parameters.
+    SHAPES = "shapes"
+    """The shapes of the parameters, or how many there are."""
+    VOCABULARY = "vocabulary"
+    """Which tokens there are and what their ids mean."""
+    INITIALIZATION = "initialization"
+    """The initial values of the parameters."""
+
+    # The mathematics.
+    ARCHITECTURE = "architecture"
+    """The function that the model computes from its parameters, or which parameters it has."""
+    TRAINING = "training"
+    """How parameters are learned: dropout, the loss, the optimizer."""
+    SELECTION = "selection"
+    """Which checkpoints of a run count as better than others."""
+    NUMERICS = "numerics"
+    """Rounding or random draws of the same mathematics: precision, order of computation."""
+    SEARCH = "search"
+    """Which translations a trained model gives."""
+
+    # The data.
+    TEXT = "text"
+    """Which sentence pairs are read and accepted; the data fingerprint covers them."""
+    TOKENS = "tokens"
+    """Which of these pairs are kept, and as which tokens: part of the key of the token store."""
+    ROWS = "rows"
+    """How stored tokens become batches."""
+
+    # How a program runs.
+    START = "start"
+    """Only the start of a run; continuing it does not read the value again."""
+    RUNNING = "running"
+    """Nothing but where, how fast and how long a program runs, and what it reports and keeps."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """The interval of a field's valid numbers. Infinity and NaN are never valid."""
+
+    lowest: float
+    """Lower end of the interval."""
+    highest: float
+    """Upper end of the interval."""
+    excludes_lowest: bool = False
+    """Whether the lower end itself is invalid."""
+    excludes_highest: bool = False
+    """Whether the upper end itself is invalid."""
+    also: tuple[float, ...] = ()
+    """Valid numbers outside the interval that have a meaning of their own, such as -1."""
+    is_limit: bool = False
+    """Whether the upper end only catches mistyped numbers; `--help` does not print it then."""
+
+    def problem(self, value: float) -> str:
+        """Returns what `value` must be ("must be at least 1"), or "" if it is valid."""
+        if value in self.also:
+            return ""
+        sentinels = "".join(f", or {number}" for number in self.also)
+        if value != value:
+            return f"must be a finite number{sentinels}"
+        if value < self.lowest or (self.excludes_lowest and value == self.lowest):
+            relation = "above" if self.excludes_lowest else "at least"
+            return f"must be {relation} {self.lowest}{sentinels}"
+        if value > self.highest or (self.excludes_highest and value == self.highest):
+            relation = "below" if self.excludes_highest else "at most"
+            return f"must be {relation} {self.highest}{sentinels}"
+        return ""
+
+    def __str__(self) -> str:
+        """The interval as `--help` prints it: "> 0", "in [0, 1)", "" if it goes without saying."""
+        left, right = "(" if self.excludes_lowest else "[", ")" if self.excludes_highest else "]"
+        if not self.is_limit:
+            text = f"in {left}{self.lowest}, {self.highest}{right}"
+        elif self.excludes_lowest:
+            text = f"> {self.lowest}"
+        elif self.lowest > 0:
+            text = f">= {self.lowest}"
+        else:
+            return ""  # The docstring says what 0 and negative numbers mean.
+        return " or ".join([text, *map(str, self.also)])
+
+
+def option(
+    default: T,
+    *roles: FieldRole,
+    lowest: float | None = None,
+    above: float | None = None,
+    highest: float | None = None,
+    below: float | None = None,
+    limit: float | None = None,
+    also: float | None = None,
+) -> T:
+    """Declares a field of a configuration dataclass.
+
+    Args:
+      default: the value of the field unless another is given.
+      *roles: what depends on the field, at least one.
+      lowest: the lowest valid number; for tuples of numbers, of each.
+      above: a number that valid ones are greater than, instead of `lowest`.
+      highest: the highest valid number.
+      below: a number that valid ones are less than, instead of `highest`.
+      limit: an upper bound, instead of `highest`, that only catches mistyped numbers; by default
+        `MAX_INTEGER` or `MAX_NUMBER`.
+      also: a number that is valid besides the interval.
+
+    Returns:
+      The dataclass field, typed as the default.
+
+    Raises:
+      TypeError: there is no role, or a number has no lower bound.
+    """
+    if not roles:
+        raise TypeError("a configuration field needs a role")
+    lower = above if lowest is None else lowest
+    if lower is None:
+        if _is_number(default):
+            raise TypeError("a configuration field of numbers needs a lower bound")
+        return dataclasses.field(default=default, metadata={"roles": frozenset(roles)})
+    default_limit = MAX_NUMBER if isinstance(default, float) else MAX_INTEGER
+    upper = highest if below is None else below
+    bounds = Bounds(
+        lower,
+        (default_limit if limit is None else limit) if upper is None else upper,
+        excludes_lowest=lowest is None,
+        excludes_highest=below is not None,
+        also=() if also is None else (also,),
+        is_limit=upper is None,
+    )
+    return dataclasses.field(
+        default=default, metadata={"roles": frozenset(roles), "bounds": bounds}
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def roles_of(field: dataclasses.Field[Any]) -> frozenset[FieldRole]:
+    """Returns the roles that the field was declared with.
+
+    Raises:
+      TypeError: it was not declared with `option`.
+    """
+    if "roles" not in field.metadata:
+        raise TypeError(f"configuration field {field.name} is not declared with option()")
+    return field.metadata["roles"]
+
+
+def bounds_of(field: dataclasses.Field[Any]) -> Bounds | None:
+    """Returns the bounds of the field's numbers; None if it holds no numbers."""
+    return field.metadata.get("bounds")
+
+
+def names_with(kind: type, *roles: FieldRole) -> frozenset[str]:
+    """Returns the names of the fields of a configuration class that have any of the roles."""
+    return frozenset(
+        field.name for field in dataclasses.fields(kind) if not roles_of(field).isdisjoint(roles)
+    )
 
 
 def require(condition: bool, message: str) -> None:
     """Raises `UserError` with the message unless the condition holds."""
     if not condition:
         raise UserError(message)
+
+
+def validate(config: Any, group: str) -> None:
+    """Checks the type and the bounds of every field of a configuration.
+
+    Args:
+      config: an instance of a configuration dataclass.
+      group: what its fields' names are prefixed with in messages, such as "model".
+
+    Raises:
+      UserError: a value has the wrong type or is out of bounds; names the option, the value and
+        the bound.
+    """
+    hints = type_hints(config.__class__)
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        check_value(value, hints[field.name], bounds_of(field), f"{group}.{field.name}")
+
+
+def check_value(value: Any, hint: Any, bounds: Bounds | None, name: str) -> None:
+    """Checks one value of a configuration against its type and its bounds.
+
+    Args:
+      value: of a field or, in turn, of a tuple.
+      hint: its type.
+      bounds: of its numbers, if it holds any.
+      name: what it is called in messages.
+
+    Raises:
+      UserError: it has the wrong type or is out of bounds.
+    """
+    if typing.get_origin(hint) is tuple:
+        require(isinstance(value, tuple), f"{name}={value!r}: must be a tuple")
+        for number, (item, kind) in enumerate(items_of(value, hint, name)):
+            check_value(item, kind, bounds, f"{name}.{number}")
+        return
+    choices = choices_of(hint)
+    if choices:
+        expected = f"one of {', '.join(map(repr, choices))}"
+        require(value in choices, f"{name}={value!r}: must be {expected}")
+        return
+    if hint is float:
+        require(_is_number(value), f"{name}={value!r}: must be a number")
+    else:
+        valid = isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
+        require(valid, f"{name}={value!r}: must be {_TYPE_NAMES.get(hint, hint.__name__)}")
+    if bounds is not None:
+        problem = bounds.problem(value)
+        require(not problem, f"{name}={value!r}: {problem}")
+
+
+_TYPE_NAMES = {int: "an integer", bool: "True or False", str: "a string"}
+
+
+@functools.cache
+def type_hints(kind: type) -> dict[str, Any]:
+    """Returns the resolved types of the fields of a configuration class, by name."""
+    return typing.get_type_hints(kind)
+
+
+def items_of(values: typing.Sequence[Any], hint: Any, name: str) -> list[tuple[Any, Any]]:
+    """Returns each item of a tuple together with its type.
+
+    Raises:
+      UserError: the tuple has a fixed length, and there are more or fewer items.
+    """
+    kinds = typing.get_args(hint)
+    if kinds[-1] is Ellipsis:
+        kinds = kinds[:1] * len(values)
+    require(len(values) == len(kinds), f"{name}: must have {len(kinds)} values")
+    return list(zip(values, kinds, strict=True))
+
+
+def choices_of(hint: Any) -> tuple[Any, ...]:
+    """Returns the values that a Literal, or a union of Literals, admits; () for other types."""
+    if typing.get_origin(hint) is typing.Union or isinstance(hint, types.UnionType):
+        return tuple(choice for part in typing.get_args(hint) for choice in choices_of(part))
+    return typing.get_args(hint) if typing.get_origin(hint) is Literal else ()

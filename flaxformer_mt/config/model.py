@@ -3,136 +3,158 @@
 import dataclasses
 from typing import Literal
 
-from flaxformer_mt.config.fields import require
+from flaxformer_mt.config.fields import (
+    MAX_LAYERS,
+    MAX_VOCABULARY,
+    MAX_WIDTH,
+    FieldRole,
+    option,
+    require,
+    validate,
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig:
     """The encoder-decoder Transformer (Vaswani et al. 2017) and its published variants.
 
-    The defaults are the base model of the paper, in the arrangement of its text: post-norm,
-    interleaved sinusoids, one embedding table shared by source, target and output.
+    The defaults are the paper's base model as its text describes it: post-norm, interleaved
+    sinusoids, one embedding table shared by source, target and output.
     """
 
-    source_vocab_size: int = 0
-    """V of the source; 0 = as many as the run's tokenizer has."""
-    target_vocab_size: int = 0
-    """V of the target and of the logits; 0 = as many as the run's tokenizer has."""
-    d_model: int = 512
-    """D: width of embeddings, of every layer's input and of its output."""
-    num_heads: int = 8
-    """H: attention heads."""
-    head_dim: int = 0
-    """K: width of one head's queries and keys; 0 = d_model / num_heads. H*K need not be D."""
-    value_dim: int = 0
-    """U: width of one head's values; 0 = head_dim."""
-    d_ff: int = 2048
+    source_vocab_size: int = option(0, FieldRole.SHAPES, lowest=0, limit=MAX_VOCABULARY)
+    """V of the source: its vocabulary size; 0 = that of the run's tokenizer."""
+    target_vocab_size: int = option(0, FieldRole.SHAPES, lowest=0, limit=MAX_VOCABULARY)
+    """V of the target: its vocabulary size and the width of the logits; 0 = that of the run's
+    tokenizer."""
+    d_model: int = option(512, FieldRole.SHAPES, lowest=1, limit=MAX_WIDTH)
+    """D: width of the embeddings and of every layer's input and output."""
+    num_heads: int = option(8, FieldRole.SHAPES, lowest=1, limit=MAX_WIDTH)
+    """H: number of attention heads."""
+    head_dim: int = option(0, FieldRole.SHAPES, lowest=0, limit=MAX_WIDTH)
+    """K: width of each head's queries and keys; 0 = d_model / num_heads. H * K may differ from
+    D."""
+    value_dim: int = option(0, FieldRole.SHAPES, lowest=0, limit=MAX_WIDTH)
+    """U: width of each head's values; 0 = head_dim."""
+    d_ff: int = option(2048, FieldRole.SHAPES, lowest=1, limit=MAX_WIDTH)
     """F: hidden width of the feed-forward network."""
-    num_encoder_layers: int = 6
-    """L of the encoder."""
-    num_decoder_layers: int = 6
-    """L of the decoder."""
-    has_inputs: bool = True
-    """False: a decoder-only language model, without encoder and cross-attention."""
+    num_encoder_layers: int = option(6, FieldRole.SHAPES, lowest=0, limit=MAX_LAYERS)
+    """Number of encoder layers."""
+    num_decoder_layers: int = option(6, FieldRole.SHAPES, lowest=0, limit=MAX_LAYERS)
+    """Number of decoder layers."""
+    has_inputs: bool = option(True, FieldRole.ARCHITECTURE, FieldRole.TOKENS)
+    """Whether the model has a source: False is a decoder-only language model, without encoder and
+    cross-attention."""
 
-    dropout_rate: float = 0.1
-    """Dropout of each sub-layer's output before it is added to the residual."""
-    embedding_dropout_rate: float = -1.0
-    """Dropout of the embeddings after positions are added; -1 = dropout_rate."""
-    attention_dropout_rate: float = 0.0
-    """Dropout of the attention weights."""
-    activation_dropout_rate: float = 0.0
-    """Dropout inside the feed-forward network, after the activation."""
+    dropout_rate: float = option(0.1, FieldRole.TRAINING, lowest=0, below=1)
+    """Dropout rate of each sub-layer's output, before it is added to the residual."""
+    embedding_dropout_rate: float = option(-1.0, FieldRole.TRAINING, lowest=0, below=1, also=-1)
+    """Dropout rate of the embeddings after positions are added; -1 = dropout_rate."""
+    attention_dropout_rate: float = option(0.0, FieldRole.TRAINING, lowest=0, below=1)
+    """Dropout rate of the attention weights."""
+    activation_dropout_rate: float = option(0.0, FieldRole.TRAINING, lowest=0, below=1)
+    """Dropout rate inside the feed-forward network, after the activation."""
 
-    norm_position: Literal["post", "pre"] = "post"
+    norm_position: Literal["post", "pre"] = option("post", FieldRole.ARCHITECTURE)
     """post: norm(x + f(x)), as in the paper; pre: x + f(norm(x))."""
-    norm_kind: Literal["layer_norm", "unbiased_std"] = "layer_norm"
-    """layer_norm: biased variance, epsilon inside the root; unbiased_std: standard deviation with
-    n - 1, epsilon added to it outside the root."""
-    norm_epsilon: float = 1e-6
-    """The small number that keeps the normalisation finite."""
-    embedding_norm: bool = False
-    """One more norm after embedding, positions and dropout."""
-    final_norm: bool = False
+    norm_kind: Literal["layer_norm", "unbiased_std"] = option("layer_norm", FieldRole.ARCHITECTURE)
+    """layer_norm: divides by sqrt(biased variance + epsilon); unbiased_std: divides by (standard
+    deviation with n - 1) + epsilon."""
+    norm_epsilon: float = option(1e-6, FieldRole.ARCHITECTURE, lowest=0, limit=1)
+    """Epsilon of the norms."""
+    embedding_norm: bool = option(False, FieldRole.ARCHITECTURE)
+    """Another norm after the embeddings, their positions and their dropout."""
+    final_norm: bool = option(False, FieldRole.ARCHITECTURE)
     """A norm after the last layer of each stack (pre-norm models need it)."""
 
-    qkv_bias: bool = True
+    qkv_bias: bool = option(True, FieldRole.ARCHITECTURE)
     """Biases in the query, key and value projections."""
-    attention_output_bias: bool = True
-    """Bias in the projection that joins the heads."""
-    feed_forward_bias: bool = True
+    attention_output_bias: bool = option(True, FieldRole.ARCHITECTURE)
+    """Bias in the output projection of attention."""
+    feed_forward_bias: bool = option(True, FieldRole.ARCHITECTURE)
     """Biases in the feed-forward network."""
-    output_bias: bool = False
+    output_bias: bool = option(False, FieldRole.ARCHITECTURE)
     """Bias of the logits."""
-    activation: Literal["relu", "gelu", "gelu_tanh", "silu"] = "relu"
-    """gelu is the exact one (error function), gelu_tanh its approximation."""
+    activation: Literal["relu", "gelu", "gelu_tanh", "silu"] = option(
+        "relu", FieldRole.ARCHITECTURE
+    )
+    """Activation of the feed-forward network: gelu is exact (error function), gelu_tanh its
+    approximation."""
 
-    position_kind: Literal["sinusoidal", "learned", "none"] = "sinusoidal"
-    """What is added to the embeddings to say where a token stands."""
-    position_layout: Literal["interleaved", "concatenated"] = "interleaved"
-    """interleaved: sin, cos, sin, cos ...; concatenated: all sines, then all cosines."""
-    position_exponent: Literal["paper", "tensor2tensor"] = "paper"
-    """Frequency j is base**(-2j/D) in the paper, base**(-j/(D/2-1)) in tensor2tensor."""
-    position_base: float = 10000.0
-    """The base of the frequencies."""
-    position_offset: int = 0
-    """The position of a sentence's first token."""
-    max_length: int = 1024
-    """Rows of a learned position table: the longest sentence that it can hold. Sinusoids have no
+    position_kind: Literal["sinusoidal", "learned", "none"] = option(
+        "sinusoidal", FieldRole.ARCHITECTURE
+    )
+    """How positions are encoded. sinusoidal, learned: by a vector added to each embedding; none:
+    not at all."""
+    position_layout: Literal["interleaved", "concatenated"] = option(
+        "interleaved", FieldRole.ARCHITECTURE
+    )
+    """Order of the sinusoids. interleaved: sin, cos, sin, cos ...; concatenated: all sines, then
+    all cosines."""
+    position_exponent: Literal["paper", "tensor2tensor"] = option("paper", FieldRole.ARCHITECTURE)
+    """Frequency j of the sinusoids: base**(-2j/D) in the paper, base**(-j/(D/2-1)) in
+    tensor2tensor."""
+    position_base: float = option(10000.0, FieldRole.ARCHITECTURE, above=0)
+    """Base of the frequencies of the sinusoids."""
+    position_offset: int = option(0, FieldRole.ARCHITECTURE, lowest=0)
+    """Position of the first token of a sentence."""
+    max_length: int = option(1024, FieldRole.SHAPES, lowest=1, limit=MAX_VOCABULARY)
+    """Rows of a learned position table, the length of the longest sentence. Sinusoids have no
     limit."""
 
-    scale_embeddings: bool = True
+    scale_embeddings: bool = option(True, FieldRole.ARCHITECTURE)
     """Multiply embeddings by sqrt(D)."""
-    scale_logits: bool = False
+    scale_logits: bool = option(False, FieldRole.ARCHITECTURE)
     """Multiply logits by 1 / sqrt(D)."""
-    tie_embeddings: Literal["none", "target_output", "source_target", "all"] = "all"
-    """Which of source embedding, target embedding and output projection are one table."""
-    zero_pad_embeddings: bool = False
-    """Embed the padding token to the zero vector, whatever the table says."""
-    decoder_kind: Literal["attention", "ssru"] = "attention"
-    """How a decoder layer knows the earlier target tokens: by self-attention, or by a simple
+    tie_embeddings: Literal["none", "target_output", "source_target", "all"] = option(
+        "all", FieldRole.ARCHITECTURE
+    )
+    """Which of source embedding, target embedding and output projection share one table."""
+    zero_pad_embeddings: bool = option(False, FieldRole.ARCHITECTURE)
+    """Embed the padding token as the zero vector, regardless of its row in the table."""
+    decoder_kind: Literal["attention", "ssru"] = option("attention", FieldRole.ARCHITECTURE)
+    """What connects a decoder layer to the previous target tokens: self-attention, or a simpler
     recurrent unit (SSRU; Kim et al. 2019), as in the small models that run in browsers."""
-    mask_target_padding: bool = True
-    """Hide target padding from the decoder's self-attention (else it is causal only)."""
+    mask_target_padding: bool = option(True, FieldRole.ARCHITECTURE)
+    """Mask target padding in the decoder's self-attention (otherwise only future tokens)."""
 
-    pad_id: int = 0
-    """Token that fills rows; -1 if the vocabulary has none for that."""
-    bos_id: int = 1
-    """Token that starts decoding; -1 embeds to the zero vector."""
-    eos_id: int = 2
-    """Token that ends a sentence."""
+    pad_id: int = option(0, FieldRole.VOCABULARY, lowest=-1)
+    """Token id of padding; -1 if the vocabulary has none."""
+    bos_id: int = option(1, FieldRole.VOCABULARY, lowest=-1)
+    """Token id that decoding starts from; -1 is embedded as the zero vector."""
+    eos_id: int = option(2, FieldRole.VOCABULARY, lowest=0)
+    """Token id that ends a sentence."""
 
-    kernel_init: Literal["xavier_uniform", "xavier_normal", "torch_default"] = "xavier_uniform"
-    """Initial matrices; torch_default is uniform in +-1/sqrt(fan_in)."""
-    embedding_init: Literal["normal", "xavier_uniform", "xavier_normal"] = "normal"
-    """Initial embeddings; normal has standard deviation 1/sqrt(D)."""
-    bias_init: Literal["zeros", "torch_default"] = "zeros"
-    """Initial biases; torch_default is uniform in +-1/sqrt(fan_in)."""
+    kernel_init: Literal["xavier_uniform", "xavier_normal", "torch_default"] = option(
+        "xavier_uniform", FieldRole.INITIALIZATION
+    )
+    """Initial values of matrices; torch_default is uniform within +-1/sqrt(fan_in)."""
+    embedding_init: Literal["normal", "xavier_uniform", "xavier_normal"] = option(
+        "normal", FieldRole.INITIALIZATION
+    )
+    """Initial values of embeddings; normal has standard deviation 1/sqrt(D)."""
+    bias_init: Literal["zeros", "torch_default"] = option("zeros", FieldRole.INITIALIZATION)
+    """Initial values of biases; torch_default is uniform within +-1/sqrt(fan_in)."""
 
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """What the layers compute in. Softmax, norms and losses never go below float32."""
-    param_dtype: Literal["float32", "float64"] = "float32"
-    """What the parameters are stored in."""
-    scan_layers: bool = True
+    dtype: Literal["float32", "bfloat16", "float64"] = option("float32", FieldRole.NUMERICS)
+    """Data type of the computation. Softmax, norms and losses use at least float32."""
+    param_dtype: Literal["float32", "float64"] = option("float32", FieldRole.NUMERICS)
+    """Data type of the parameters."""
+    scan_layers: bool = option(True, FieldRole.NUMERICS)
     """Run each stack as one compiled loop over its layers (compiles faster); False unrolls it.
     The parameters are the same."""
-    remat: bool = False
-    """Compute a layer's inside again in the backward pass instead of keeping it: less memory, a
-    third more work. The results are the same."""
+    remat: bool = option(False, FieldRole.RUNNING)
+    """Recompute the activations inside each layer in the backward pass instead of storing them:
+    less memory, a third more computation, the same results."""
 
     def __post_init__(self) -> None:
+        validate(self, "model")
         if not self.head_dim:
             require(
                 self.d_model % self.num_heads == 0,
                 f"model.d_model={self.d_model} is not a multiple of model.num_heads="
                 f"{self.num_heads}: change one or set model.head_dim",
             )
-        for name in ("d_model", "num_heads", "d_ff", "max_length"):
-            require(getattr(self, name) > 0, f"model.{name} must be positive")
-        for name in ("head_dim", "value_dim", "num_encoder_layers", "num_decoder_layers"):
-            require(getattr(self, name) >= 0, f"model.{name} must not be negative")
-        for name in ("dropout_rate", "attention_dropout_rate", "activation_dropout_rate"):
-            require(0 <= getattr(self, name) < 1, f"model.{name} must be in [0, 1)")
         require(
             self.tie_embeddings not in ("source_target", "all")
             or not self.has_inputs
@@ -169,12 +191,12 @@ class TransformerConfig:
 
     @property
     def shares_target_and_output(self) -> bool:
-        """Whether the output projection is the target embedding, transposed."""
+        """Whether the output projection is the transposed target embedding."""
         return self.tie_embeddings in ("target_output", "all")
 
 
 def with_vocabulary_sizes(model: TransformerConfig, source: int, target: int) -> TransformerConfig:
-    """The model with the vocabulary sizes that were left open (0) filled in."""
+    """Returns the model with the vocabulary sizes that are still 0 replaced by these."""
     return dataclasses.replace(
         model,
         source_vocab_size=model.source_vocab_size or source,

@@ -2,87 +2,83 @@
 
 import dataclasses
 import json
-import types
 import typing
-from typing import Any, Literal
+from typing import Any
 
 from flaxformer_mt.config.experiment import ExperimentConfig
-from flaxformer_mt.config.fields import require
+from flaxformer_mt.config.fields import (
+    Bounds,
+    bounds_of,
+    check_value,
+    items_of,
+    require,
+    type_hints,
+)
 from flaxformer_mt.errors import UserError
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """The configuration as nested dicts of JSON values."""
+    """Returns a configuration as nested dictionaries of JSON values."""
     return dataclasses.asdict(config)
 
 
 def from_dict(values: dict[str, Any], kind: type = ExperimentConfig, prefix: str = "") -> Any:
-    """The inverse of `to_dict`.
+    """Makes a configuration from nested dictionaries; the inverse of `to_dict`.
+
+    Args:
+      values: by field name; absent fields get their defaults.
+      kind: the configuration class.
+      prefix: of field names in messages: "model.".
 
     Raises:
-      UserError: a field is unknown, or its value has the wrong type.
+      UserError: a field is unknown, or its value has the wrong type or is out of bounds.
     """
-    hints = typing.get_type_hints(kind)
-    unknown = sorted(set(values) - set(hints))
-    if unknown:
-        raise UserError(f"unknown configuration field {prefix}{unknown[0]}")
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    for name in sorted(values.keys() - fields.keys()):
+        raise UserError(f"unknown configuration field {prefix}{name}")
+    hints = type_hints(kind)
     return kind(
-        **{name: _typed(value, hints[name], f"{prefix}{name}") for name, value in values.items()}
+        **{
+            name: _from_json_value(value, hints[name], bounds_of(fields[name]), f"{prefix}{name}")
+            for name, value in values.items()
+        }
     )
 
 
-def _typed(value: Any, hint: Any, name: str) -> Any:
-    """The value of the field `name`, made of JSON values, as the type that `hint` wants."""
+def _from_json_value(value: Any, hint: Any, bounds: Bounds | None, name: str) -> Any:
+    """Converts lists to tuples and dictionaries to configurations, and checks all other values."""
     if dataclasses.is_dataclass(hint):
-        require(isinstance(value, dict), f"configuration field {name} is no group")
+        require(isinstance(value, dict), f"{name}={value!r}: must be a group of fields")
         return from_dict(value, typing.cast(type, hint), f"{name}.")
     if typing.get_origin(hint) is tuple:
-        require(isinstance(value, list | tuple), f"configuration field {name} is no list")
-        kinds = typing.get_args(hint)
-        if kinds[-1] is Ellipsis:
-            kinds = kinds[:1] * len(value)
-        require(len(value) == len(kinds), f"configuration field {name} needs {len(kinds)} values")
+        require(isinstance(value, list | tuple), f"{name}={value!r}: must be a list")
         return tuple(
-            _typed(item, kind, f"{name}.{number}")
-            for number, (item, kind) in enumerate(zip(value, kinds, strict=True))
+            _from_json_value(item, kind, bounds, f"{name}.{number}")
+            for number, (item, kind) in enumerate(items_of(value, hint, name))
         )
-    choices = _choices(hint)
-    if choices:
-        valid = value in choices
-    elif hint is float:
-        valid = isinstance(value, int | float) and not isinstance(value, bool)
-    else:
-        valid = type(value) is hint
-    require(valid, f"configuration field {name} cannot be {value!r}")
+    check_value(value, hint, bounds, name)
     return value
 
 
-def _choices(hint: Any) -> tuple[Any, ...]:
-    """The values that a Literal, or a union of some, allows; none for other types."""
-    if typing.get_origin(hint) is typing.Union or isinstance(hint, types.UnionType):
-        return tuple(choice for part in typing.get_args(hint) for choice in _choices(part))
-    return typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
-
-
 def to_json(config: ExperimentConfig) -> str:
-    """The configuration as the text of a run folder's `config.json`."""
+    """Returns a configuration as the text of a run folder's `config.json`."""
     return json.dumps(to_dict(config), indent=2) + "\n"
 
 
 def from_json(text: str) -> ExperimentConfig:
-    """The inverse of `to_json`.
+    """Makes a configuration from JSON; the inverse of `to_json`.
 
     Raises:
-      UserError: the text is no JSON object, or does not describe an experiment.
+      UserError: the text is not a JSON object, or does not describe an experiment.
     """
     try:
         values = json.loads(text)
     except json.JSONDecodeError as error:
         raise UserError(f"not a configuration: {error}") from error
-    require(isinstance(values, dict), "not a configuration: no JSON object")
+    require(isinstance(values, dict), "not a configuration: not a JSON object")
     require(
         "model_type" not in values,
-        "a model of Hugging Face: make a run of its folder with `flaxformer-mt convert --from "
-        "marian FOLDER RUN`",
+        "this is the configuration of a Hugging Face model: make a run of its folder with "
+        "`flaxformer-mt convert --from marian FOLDER RUN`",
     )
     return from_dict(values)

@@ -226,8 +226,8 @@ def test_no_input_is_longer_than_a_learned_position_table(talker):
     ("options", "message"),
     [
         ({"n_best": 4}, "decode.n_best=4 is more than decode.beam_size=3"),
-        ({"beam_size": 0}, "decode.beam_size must be positive"),
-        ({"length_penalty": -0.5}, "decode.length_penalty must not be negative"),
+        ({"beam_size": 0}, "decode.beam_size=0: must be at least 1"),
+        ({"length_penalty": -0.5}, "decode.length_penalty=-0.5: must be at least 0"),
         ({"bad_word_ids": ("7,9999",)}, "decode.bad_word_ids: 9999 is no token"),
         ({"copy_unknown": True, "alignment_layer": 3}, "decode.alignment_layer=3"),
         ({"shortlist": "nowhere"}, "decode.shortlist=nowhere: there is no such file"),
