@@ -25,7 +25,7 @@ import jax
 import tyro
 from rich.console import Console
 
-from flaxformer_mt import runtime
+from flaxformer_mt import distributed, runtime
 from flaxformer_mt.config import ExperimentConfig, from_json
 from flaxformer_mt.data.dataset import Dataset, EvaluationSet, open_all, open_dataset
 from flaxformer_mt.data.sanity_checks import check_sides, warn_of_shared_pairs
@@ -35,18 +35,18 @@ from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.decoding.translator import Translator
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.evaluation import evaluate
-from flaxformer_mt.model.transformer import Transformer
-from flaxformer_mt.runs.checkpoint import Checkpointer, restore_params
-from flaxformer_mt.runs.folder import check_unchanged, holds_run, write_run
-from flaxformer_mt.runs.lock import locked
-from flaxformer_mt.training import distributed, loop
-from flaxformer_mt.training.initial import load_parameters, start_from, tokenizer_path
-from flaxformer_mt.training.interruption import (
+from flaxformer_mt.interruption import (
     EXIT_AT_ONCE,
     EXIT_INTERRUPTED,
     Interrupted,
     Interruption,
 )
+from flaxformer_mt.model.transformer import Transformer
+from flaxformer_mt.runs.checkpoint import Checkpointer, restore_params
+from flaxformer_mt.runs.folder import check_unchanged, holds_run, write_run
+from flaxformer_mt.runs.lock import locked
+from flaxformer_mt.training import loop
+from flaxformer_mt.training.initial import load_parameters, start_from, tokenizer_path
 from flaxformer_mt.training.memory import step_cost
 from flaxformer_mt.training.metrics import (
     ConsoleWriter,

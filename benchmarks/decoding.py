@@ -176,7 +176,7 @@ def write_task(run_folder: Path, source: Path, count: int, folder: Path) -> None
     import jax
 
     from flaxformer_mt.config import with_vocabulary_sizes
-    from flaxformer_mt.runs.trained_run import load_run
+    from flaxformer_mt.runs.trained_model import load_run
 
     run = load_run(run_folder, "last")
     sides = run.tokenizers.source, run.tokenizers.target

@@ -26,7 +26,7 @@ from flaxformer_mt.decoding.translator import Sentence, Translator
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.evaluation import evaluate
 from flaxformer_mt.runs.checkpoint import Checkpointer
-from flaxformer_mt.runs.trained_run import load_run
+from flaxformer_mt.runs.trained_model import load_run
 from flaxformer_mt.training.state import TrainState
 
 # All are short: another length of rows is a compilation.
@@ -47,7 +47,7 @@ def run(tmp_path_factory):
                 opt_state=optax.sgd(0.1, momentum=0.9).init(params),
                 key=jax.random.key_data(jax.random.key(0)),
             )
-            checkpointer.save(step, state, figures={"loss": loss})
+            checkpointer.save(step, state, metrics={"loss": loss})
     talker.tokenizers.save(folder / "tokenizer")
     (folder / "data.json").write_text('{"train": "0123"}')
     (folder / "config.json").write_text(to_json(talker.config))
@@ -282,7 +282,7 @@ def without(run, folder, *missing):
 @pytest.mark.parametrize(
     ("missing", "message"),
     [
-        ("config.json", "is no run folder: it has no config.json"),
+        ("config.json", "is not a run folder: it has no config.json"),
         ("tokenizer", "is missing"),
         ("checkpoints", "holds no checkpoint"),
     ],

@@ -13,11 +13,13 @@ LEAVES = {"errors", "runs.atomic"}
 ALLOWED = {
     "errors": set(),
     "config": LEAVES,
-    "runs": {"config", "model", "data", "training"} | LEAVES,
+    "distributed": LEAVES,
+    "interruption": LEAVES,
+    "runs": {"config", "distributed", "data.corpora.corpus", "data.tokenizers"} | LEAVES,
     "presets": {"config"} | LEAVES,
     "model": {"config"} | LEAVES,
     "data": {"config"} | LEAVES,
-    "training": {"config", "model", "data", "runs"} | LEAVES,
+    "training": {"config", "model", "data", "runs", "interruption"} | LEAVES,
     "decoding": {
         "config",
         "model",

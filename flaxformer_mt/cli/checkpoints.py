@@ -27,7 +27,7 @@ def inspect(
       checkpoint: "best" by validation, "last", or the step of a checkpoint.
       as_json: Print a JSON object instead of `name: value` lines.
     """
-    from flaxformer_mt.runs.trained_run import describe_run
+    from flaxformer_mt.runs.trained_model import describe_run
 
     description = describe_run(run, checkpoint)
     if as_json:
@@ -59,7 +59,7 @@ def average(
         --train.keep-best.
       output_folder: Run folder to create. Default: `averaged` in the run folder.
     """
-    from flaxformer_mt.training.averaging import average_run
+    from flaxformer_mt.runs.averaging import average_run
 
     if (last is None) == (best is None):
         raise UserError("give --last or --best, the number of checkpoints to average")

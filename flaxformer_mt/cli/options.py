@@ -13,7 +13,7 @@ from flaxformer_mt.errors import UserError
 from flaxformer_mt.presets import check_fields
 
 if typing.TYPE_CHECKING:
-    from flaxformer_mt.runs.trained_run import Run
+    from flaxformer_mt.runs.trained_model import TrainedModel
 
 CheckpointChoice = Annotated[Literal["best", "last"] | int, tyro.conf.arg(metavar="CHECKPOINT")]
 RunFolder = Annotated[Path, tyro.conf.arg(metavar="RUN")]
@@ -40,18 +40,18 @@ def configured_search(arguments: Sequence[str]) -> DecodeConfig:
     runs = finder.parse_known_args(arguments)[0].run
     if not runs:
         return DEFAULT_SEARCH
-    from flaxformer_mt.runs.trained_run import read_config
+    from flaxformer_mt.runs.folder import read_config
 
     return read_config(runs[0]).decode
 
 
-def load_runs(folders: Sequence[Path], checkpoint: CheckpointChoice) -> list["Run"]:
+def load_runs(folders: Sequence[Path], checkpoint: CheckpointChoice) -> list["TrainedModel"]:
     """Loads one model per folder.
 
     Raises:
       UserError: no folder is given, or one cannot be loaded.
     """
-    from flaxformer_mt.runs.trained_run import load_run
+    from flaxformer_mt.runs.trained_model import load_run
 
     if not folders:
         raise UserError("--run is missing: give the folder of a trained model")

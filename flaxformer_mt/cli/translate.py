@@ -147,7 +147,7 @@ def score(
 
     from flaxformer_mt.decoding.scoring.score_report import Totals, to_json, to_text
     from flaxformer_mt.decoding.scoring.scorer import PairScore, Scorer
-    from flaxformer_mt.runs.trained_run import load_run
+    from flaxformer_mt.runs.trained_model import load_run
 
     model = load_run(run, checkpoint)
     given: Any = {"alignment_layer": alignment_layer, "alignment_head": alignment_head}

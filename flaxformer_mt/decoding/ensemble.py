@@ -11,7 +11,7 @@ from jax import Array
 from flaxformer_mt.decoding.search.search import Reorder, State, Step, StepOutput
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.model.numerics import at_least_float32
-from flaxformer_mt.runs.trained_run import Run
+from flaxformer_mt.runs.trained_model import TrainedModel
 
 
 def combine(steps: Sequence[Step], how: Literal["log", "probability"]) -> Step:
@@ -81,7 +81,7 @@ def _stack(arrays: Sequence[Array]) -> Array:
     return jnp.stack([array.astype(at_least_float32(array.dtype)) for array in arrays])
 
 
-def require_same_vocabularies(runs: Sequence[tuple[str, Run]]) -> None:
+def require_same_vocabularies(runs: Sequence[tuple[str, TrainedModel]]) -> None:
     """Checks that the models of an ensemble speak of the same tokens.
 
     Args:

@@ -20,7 +20,8 @@ from flaxformer_mt.decoding.ensemble import require_same_vocabularies
 from flaxformer_mt.decoding.scoring.scorer import Unit
 from flaxformer_mt.decoding.sentence_decoder import Hypothesis, Sentence, SentenceDecoder
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.runs.trained_run import CheckpointSelector, Run, load_run
+from flaxformer_mt.runs.layout import CheckpointSelector
+from flaxformer_mt.runs.trained_model import TrainedModel, load_run
 
 WINDOW = 128
 """Characters that `Translator.stream` reads before the first is translated, for each token of a
@@ -80,7 +81,7 @@ class Translator:
         return cls.from_runs([load_run(folder, checkpoint) for folder in several])
 
     @classmethod
-    def from_runs(cls, runs: Sequence[Run], decode: DecodeConfig | None = None) -> Self:
+    def from_runs(cls, runs: Sequence[TrainedModel], decode: DecodeConfig | None = None) -> Self:
         """The translator of one run, or of several together.
 
         Args:

@@ -1,13 +1,13 @@
-"""Checkpoints in a run folder, and the only import of orbax.
+"""Checkpoints of a run, and the only import of Orbax.
 
-`checkpoints/<step>/` holds the items `params`, `ema` (where there is a moving average) and
-`training`, the rest of the state, none of which depends on the devices that it was written from;
-`progress.json`, what the loop has to remember; and `manifest.json`, by which it is known to be
-whole.
+`checkpoints/<step>/` holds the Orbax items `params`, `ema` (if there is a moving average) and
+`training` (the rest of the state), all independent of the devices that wrote them; `progress.json`,
+the state of the training loop; and `manifest.json`, against which the other files are verified.
 
-A checkpoint is written to `<step>.partial`, which gets its name when everything, the manifest last,
-is on the disk. Only then are older ones removed, under that same name. So whatever happens, and
-whenever, a folder whose name is a number was whole once, and there is no moment without one.
+A checkpoint is written to `<step>.partial`, which is renamed once everything is on disk, the
+manifest last. Only then are older checkpoints removed, after being renamed to `.partial` as well.
+So a process may be killed at any moment: a folder whose name is a number was complete once, and
+there is always one.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -30,27 +30,44 @@ from jax.experimental import multihost_utils
 from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint.args import Composite, StandardRestore, StandardSave
 
+from flaxformer_mt import distributed
 from flaxformer_mt.config import ValidationMetric
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs import atomic
+from flaxformer_mt.runs.layout import (
+    CHECKPOINTS,
+    EMA,
+    PARAMS,
+    PROGRESS,
+    TRAINING,
+    CheckpointSelector,
+)
 from flaxformer_mt.runs.manifest import damage, write_manifest
-from flaxformer_mt.training import distributed
-from flaxformer_mt.training.parameters import Params
-from flaxformer_mt.training.progress import merit
-from flaxformer_mt.training.state import TrainState
+from flaxformer_mt.runs.ranking import ranked, ranking_score
 
-Which: TypeAlias = Literal["best", "last"] | int
-"""A checkpoint: the best by validation, the newest, or that of a step."""
 
-_PARAMS, _EMA, _TRAINING = "params", "ema", "training"
-_PROGRESS = "progress.json"
+class Checkpointable(Protocol):
+    """A training state: a dataclass of arrays with at least these fields."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def params(self) -> Any:
+        """Nested dicts of arrays."""
+
+    @property
+    def ema(self) -> Any:
+        """The moving average of `params`, or None."""
+
+
+State = TypeVar("State", bound=Checkpointable)
 
 
 class Checkpointer:
-    """Writes checkpoints while training goes on, and reads the newest when it starts again.
+    """Writes checkpoints in the background, and restores the newest one.
 
-    A context manager: leaving it waits until everything is written. Under several processes, which
-    share the folder, each has one, and all call the same methods.
+    A context manager: leaving it waits until everything is written. If several processes train
+    together, each has a `Checkpointer` of the same folder, and all call the same methods.
     """
 
     def __init__(
@@ -61,17 +78,17 @@ class Checkpointer:
         best_metric: ValidationMetric = "loss",
         announce: Callable[[str], None] = print,
     ) -> None:
-        """Opens the run's folder of checkpoints, or makes it.
+        """Opens or creates the run's folder of checkpoints.
 
-        What an unfinished save left behind is removed. Each damaged checkpoint is announced and
-        moved aside, to `<step>.damaged`, so that training can write that step again.
+        Removes what an unfinished save left behind. Renames each damaged checkpoint to
+        `<step>.damaged`, so that training can write that step again.
 
         Args:
-          run_folder: where `checkpoints` is.
-          keep_last: checkpoints kept because they are the newest.
-          keep_best: checkpoints kept because they are the best by `best_metric`.
-          best_metric: the validation figure that ranks them.
-          announce: is told in one line what was found damaged, and why.
+          run_folder: the run folder.
+          keep_last: number of newest checkpoints to keep.
+          keep_best: number of best checkpoints to keep, by `best_metric`.
+          best_metric: the validation metric that ranks checkpoints.
+          announce: called with one line for each damaged checkpoint.
 
         Raises:
           UserError: the folder cannot be written to.
@@ -81,71 +98,72 @@ class Checkpointer:
         self._keep_last = keep_last
         self._keep_best = keep_best
         self._best_metric = best_metric
-        self._merits: dict[int, float] = {}
-        """Of all checkpoints that are whole; kept by the first process only, which writes them."""
+        self._scores: dict[int, float] = {}
+        """Ranking scores of all intact checkpoints; kept by the first process only."""
         if distributed.is_main():
             with _explained(f"{self._folder} cannot be written to: {{}}"):
                 self._folder.mkdir(parents=True, exist_ok=True)
                 _remove_partial(self._folder)
-                # Better refused now than when there is something to save.
+                # Fails now rather than at the first save.
                 _partial(self._folder, 0).mkdir()
                 _partial(self._folder, 0).rmdir()
-                self._merits, damaged = _verified(self._folder)
+                self._scores, damaged = _verified(self._folder)
                 for step, cause in damaged.items():
                     aside = _set_aside(self._folder, step)
                     announce(f"{self._folder / str(step)} is damaged: {cause}; moved to {aside}")
-        newest = _from_first_process(max(self._merits, default=-1))
+        newest = _from_first_process(max(self._scores, default=-1))
         self._latest = None if newest < 0 else newest
 
         logging.getLogger("absl").addFilter(_is_not_raised)
-        # Folders are made before the threads start: these would wait for them, and keep the process
-        # from ending, if they could not be made.
+        # Folders are created before the threads start: if creation failed, these would wait for
+        # them forever and keep the process from exiting.
         at_once = ocp.options.AsyncOptions(create_directories_asynchronously=False)
         self._orbax = ocp.AsyncCheckpointer(_handlers(), async_options=at_once)
-        # One thread, in which a checkpoint becomes whole once Orbax has written its part.
+        # One thread, which completes a checkpoint once Orbax has written its part.
         self._finisher = ThreadPoolExecutor(1, "checkpoint")
         self._unfinished: Future[None] | None = None
 
     def __enter__(self) -> "Checkpointer":
-        """Nothing to do."""
+        """Returns itself."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        """Waits and closes, whatever happened."""
+        """Waits and closes, also after an exception."""
         self.close()
-        if kind is None:  # else the other processes may be anywhere
+        if kind is None:  # Otherwise the other processes may never reach the barrier.
             distributed.barrier("checkpoints are written")
 
     def save(
         self,
         step: int,
-        state: TrainState,
+        state: Checkpointable,
         progress: Mapping[str, Any] | None = None,
-        figures: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, Any] | None = None,
     ) -> None:
-        """Begins to write a checkpoint, once the one before is written.
+        """Starts writing a checkpoint, after waiting for the previous one.
 
         Args:
-          step: its name; steps made.
+          step: the number of training steps made; names the checkpoint.
           state: copied before this returns, so the next training step may donate it.
-          progress: JSON values that `restore` gives back.
-          figures: of the validation after this step, if there was one. A checkpoint without a
-            finite `best_metric` among them ranks below all that have one.
+          progress: JSON values, returned by `restore`.
+          metrics: of the validation after this step, if there was one. A checkpoint without a
+            finite `best_metric` ranks below all that have one.
 
         Raises:
-          UserError: this or the one before cannot be written, as the disk is full or the like.
+          UserError: this or the previous checkpoint cannot be written, for example because the disk
+            is full.
         """
         self.wait()
         params, training = _divided(state)
-        items = {_PARAMS: params, _TRAINING: training}
+        items = {PARAMS: params, TRAINING: training}
         if state.ema is not None:
-            items[_EMA] = state.ema
+            items[EMA] = state.ema
         with self._explained(step):
             self._orbax.save(
                 _partial(self._folder, step),
                 args=Composite(**{name: StandardSave(item) for name, item in items.items()}),
             )
-        record = _record(self._best_metric, figures or {}, progress or {})
+        record = _record(self._best_metric, metrics or {}, progress or {})
         self._unfinished = self._finisher.submit(self._finish, step, record)
         self._latest = step
 
@@ -153,48 +171,48 @@ class Checkpointer:
         """The step of the newest checkpoint, or None."""
         return self._latest
 
-    def restore(self, template: TrainState) -> tuple[TrainState, dict[str, Any]]:
-        """The newest checkpoint, which must exist.
+    def restore(self, template: State) -> tuple[State, dict[str, Any]]:
+        """Restores the newest checkpoint, which must exist.
 
         Args:
-          template: a state of the same shapes and dtypes. Its arrays are on the devices that the
-            restored ones shall be on, which need not be those that the checkpoint was written from.
+          template: a state with the shapes, dtypes and shardings to restore to; the shardings need
+            not be those that the checkpoint was written with.
 
         Returns:
           The state, and the progress that was saved with it.
 
         Raises:
-          UserError: it holds parameters only, as an averaged one does.
+          UserError: the checkpoint holds parameters only, as an averaged one does.
         """
         self.wait()
         path = self._folder / str(self._latest)
-        if not (path / _TRAINING).is_dir():
+        if not (path / TRAINING).is_dir():
             raise UserError(
-                f"{path} holds parameters only, which cannot be trained on: start a run in another "
+                f"{path} holds parameters only and cannot be continued: start a run in another "
                 f"--workdir with --train.init-from={self.run_folder}"
             )
         params, training = _divided(jax.tree.map(_like, template))
-        items = {_PARAMS: params, _TRAINING: training}
+        items = {PARAMS: params, TRAINING: training}
         if template.ema is not None:
-            items[_EMA] = jax.tree.map(_like, template.ema)
+            items[EMA] = jax.tree.map(_like, template.ema)
         restored = self._orbax.restore(
             path, args=Composite(**{name: StandardRestore(item) for name, item in items.items()})
         )
-        state = TrainState(params=restored[_PARAMS], ema=restored.get(_EMA), **restored[_TRAINING])
-        return state, _read_record(path)["progress"]
+        restored = {PARAMS: restored[PARAMS], EMA: restored.get(EMA), **restored[TRAINING]}
+        return dataclasses.replace(template, **restored), _read_record(path)["progress"]
 
     def wait(self) -> None:
-        """Returns when everything is written.
+        """Waits until everything is written.
 
         Raises:
-          UserError: the newest checkpoint could not be written. Those before it are whole.
+          UserError: the newest checkpoint could not be written; earlier ones are intact.
         """
         unfinished, self._unfinished = self._unfinished, None
         if unfinished is not None:
             unfinished.result()
 
     def close(self) -> None:
-        """Waits, and ends the threads that write; errors as in `wait`."""
+        """Waits and stops the writing threads; errors as in `wait`."""
         try:
             self.wait()
         finally:
@@ -202,27 +220,27 @@ class Checkpointer:
             self._orbax.close()
 
     def _finish(self, step: int, record: Mapping[str, Any]) -> None:
-        """Makes a checkpoint whole that Orbax is writing, then removes what need not be kept."""
+        """Completes the checkpoint that Orbax is writing, then removes superfluous ones."""
         with self._explained(step):
             self._orbax.wait_until_finished()
             if distributed.is_main():
                 _commit(self._folder, step, record)
-                self._merits[step] = _merit(record)
-                for superfluous in self._merits.keys() - self._kept():
+                self._scores[step] = _score(record)
+                for superfluous in self._scores.keys() - self._kept():
                     _remove(self._folder, superfluous)
-                    del self._merits[superfluous]
+                    del self._scores[superfluous]
 
     def _kept(self) -> set[int]:
-        best = [step for step in ranked(self._merits) if math.isfinite(self._merits[step])]
-        return {*sorted(self._merits)[-self._keep_last :], *best[: self._keep_best]}
+        best = [step for step in ranked(self._scores) if math.isfinite(self._scores[step])]
+        return {*sorted(self._scores)[-self._keep_last :], *best[: self._keep_best]}
 
     @contextlib.contextmanager
     def _explained(self, step: int) -> Iterator[None]:
-        """As `_explained`, of a failed save; frees the space that it has taken."""
+        """As `_explained`, for a save; removes what a failed one has written."""
         try:
             with _explained(
                 f"the checkpoint of step {step} could not be written to {self._folder}: {{}}; "
-                "earlier checkpoints are whole"
+                "earlier checkpoints are intact"
             ):
                 yield
         except UserError:
@@ -231,19 +249,21 @@ class Checkpointer:
             raise
 
 
-def restore_params(run_folder: str | Path, checkpoint: Which = "best") -> tuple[int, Params]:
-    """Reads parameters only, to one device, whatever devices they were trained on.
+def restore_params(
+    run_folder: str | Path, checkpoint: CheckpointSelector = "best"
+) -> tuple[int, dict[str, Any]]:
+    """Restores parameters only, onto one device.
 
-    Where training has kept a moving average of them, that is what is read. Each process may call
-    this by itself.
+    If training kept a moving average of the parameters, that is restored. Each process may call
+    this independently of the others.
 
     Args:
-      run_folder: where `checkpoints` is.
+      run_folder: the run folder.
       checkpoint: the best by the run's `train.best_metric` (the newest, if none was validated),
         the newest, or that of a step.
 
     Returns:
-      The checkpoint's step and its parameters.
+      The checkpoint's step, and its parameters as nested dicts of arrays.
 
     Raises:
       UserError: there is no such checkpoint, or it is damaged.
@@ -254,7 +274,7 @@ def restore_params(run_folder: str | Path, checkpoint: Which = "best") -> tuple[
     cause = damage(path)
     if cause:
         raise UserError(f"{path} is damaged: {cause}; {_advice(folder, step)}")
-    name = _EMA if (path / _EMA).is_dir() else _PARAMS
+    name = EMA if (path / EMA).is_dir() else PARAMS
     with ocp.Checkpointer(_handlers(alone=True), multiprocessing_options=_alone()) as orbax:
         sharding = SingleDeviceSharding(jax.local_devices()[0])
         template = jax.tree.map(
@@ -265,48 +285,42 @@ def restore_params(run_folder: str | Path, checkpoint: Which = "best") -> tuple[
     return step, items[name]
 
 
-def write_params(run_folder: str | Path, step: int, params: Params) -> None:
-    """Writes a checkpoint of parameters alone, which can be used but not trained on.
+def write_params(run_folder: str | Path, step: int, params: Mapping[str, Any]) -> None:
+    """Writes a checkpoint of parameters only, which cannot be continued.
 
     Args:
-      run_folder: where `checkpoints` is, or will be.
-      step: its name.
-      params: to be used for translating.
+      run_folder: the run folder; must not have checkpoints.
+      step: names the checkpoint.
+      params: nested dicts of arrays.
     """
     folder = _folder(run_folder)
     folder.mkdir(parents=True)
     with ocp.Checkpointer(_handlers(alone=True), multiprocessing_options=_alone()) as orbax:
-        orbax.save(_partial(folder, step), args=Composite(**{_PARAMS: StandardSave(params)}))
+        orbax.save(_partial(folder, step), args=Composite(**{PARAMS: StandardSave(params)}))
     _commit(folder, step, _record("loss", {}, {}))
 
 
 def whole_checkpoints(
     run_folder: str | Path, announce: Callable[[str], None] = print
 ) -> dict[int, float]:
-    """The steps of all checkpoints that are as they were written, each with its merit.
+    """Verifies all checkpoints and returns the ranking scores of those that are intact.
 
     Args:
-      run_folder: where `checkpoints` is.
-      announce: is told in one line of each that is damaged.
+      run_folder: the run folder.
+      announce: called with one line for each damaged checkpoint.
 
     Returns:
-      By step, how good the checkpoint is by the run's `train.best_metric`, more being better;
-      -inf where there was no validation.
+      By step, the `ranking_score` by the run's `train.best_metric`; -inf without a validation.
     """
     folder = _folder(run_folder)
-    merits, damaged = _verified(folder)
+    scores, damaged = _verified(folder)
     for step, cause in damaged.items():
         announce(f"{folder / str(step)} is damaged: {cause}")
-    return merits
+    return scores
 
 
-def ranked(merits: Mapping[int, float]) -> list[int]:
-    """Steps by merit, the best first; of equal ones the earliest, as a later one was no better."""
-    return sorted(merits, key=lambda step: (-merits[step], step))
-
-
-def _choose(folder: Path, checkpoint: Which) -> int:
-    """The step of a checkpoint that exists; arguments and errors as in `restore_params`."""
+def _choose(folder: Path, checkpoint: CheckpointSelector) -> int:
+    """The step of the selected checkpoint; arguments and errors as in `restore_params`."""
     steps = _steps(folder)
     if not steps:
         raise UserError(f"{folder} holds no checkpoint: train until one is written")
@@ -319,21 +333,21 @@ def _choose(folder: Path, checkpoint: Which) -> int:
                 f"{', '.join(map(str, steps))}"
             )
         return checkpoint
-    merits = {}
+    scores = {}
     for step in steps:
         try:
-            merits[step] = _merit(_read_record(folder / str(step)))
+            scores[step] = _score(_read_record(folder / str(step)))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(
-                f"{folder / str(step) / _PROGRESS} is missing or damaged, so it is not known which "
-                f"checkpoint is the best; {_advice(folder, step)}"
+                f"{folder / str(step) / PROGRESS} is missing or damaged, so the best checkpoint "
+                f"is unknown; {_advice(folder, step)}"
             ) from error
-    best = ranked(merits)[0]
-    return best if math.isfinite(merits[best]) else steps[-1]
+    best = ranked(scores)[0]
+    return best if math.isfinite(scores[best]) else steps[-1]
 
 
 def _advice(folder: Path, damaged: int) -> str:
-    """What can be done about a damaged checkpoint."""
+    """Advice for the user of a damaged checkpoint."""
     others = [str(step) for step in _steps(folder) if step != damaged]
     if others:
         return f"give another --checkpoint ({', '.join(others)}), or continue training"
@@ -341,33 +355,33 @@ def _advice(folder: Path, damaged: int) -> str:
 
 
 def _verified(folder: Path) -> tuple[dict[int, float], dict[int, str]]:
-    """By step, the merit of each whole checkpoint, and what is wrong with each damaged one."""
-    merits, causes = {}, {}
+    """By step, the score of each intact checkpoint, and the damage of each other one."""
+    scores, causes = {}, {}
     for step in _steps(folder):
         cause = damage(folder / str(step))
         if cause:
             causes[step] = cause
         else:
-            merits[step] = _merit(_read_record(folder / str(step)))
-    return merits, causes
+            scores[step] = _score(_read_record(folder / str(step)))
+    return scores, causes
 
 
 def _set_aside(folder: Path, step: int) -> Path:
-    """Renames a damaged checkpoint; an earlier one of that step gives way."""
+    """Renames a damaged checkpoint, replacing an earlier one of that step."""
     aside = folder / f"{step}.damaged"
     return atomic.rename(folder / str(step), aside, replace=True)
 
 
 def _commit(folder: Path, step: int, record: Mapping[str, Any]) -> None:
-    """Completes a partial checkpoint and gives it its name, durably."""
+    """Completes a partial checkpoint and renames it, durably."""
     partial = _partial(folder, step)
-    (partial / _PROGRESS).write_text(json.dumps(record) + "\n", encoding="utf-8")
+    (partial / PROGRESS).write_text(json.dumps(record) + "\n", encoding="utf-8")
     write_manifest(partial)
     atomic.rename(partial, folder / str(step))
 
 
 def _remove(folder: Path, step: int) -> None:
-    """Removes a checkpoint so that no half of it is ever seen under its name."""
+    """Removes a checkpoint; renamed first, so that it is never incomplete under its name."""
     shutil.rmtree(atomic.rename(folder / str(step), _partial(folder, step)))
 
 
@@ -381,39 +395,39 @@ def _partial(folder: Path, step: int) -> Path:
 
 
 def _folder(run_folder: str | Path) -> Path:
-    return Path(run_folder).absolute() / "checkpoints"
+    return Path(run_folder).absolute() / CHECKPOINTS
 
 
 def _steps(folder: Path) -> list[int]:
-    """The steps of all checkpoints, whole or damaged, in order."""
+    """The steps of all checkpoints, intact or damaged, in ascending order."""
     return sorted(
         int(path.name) for path in folder.glob("*") if path.name.isdecimal() and path.is_dir()
     )
 
 
 def _record(
-    best_metric: str, figures: Mapping[str, Any], progress: Mapping[str, Any]
+    best_metric: str, metrics: Mapping[str, Any], progress: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What `progress.json` holds."""
-    value = figures.get(best_metric, math.nan)
-    figures = {best_metric: value} if math.isfinite(value) else {}
-    return {"best_metric": best_metric, "figures": figures, "progress": progress}
+    """The content of `progress.json`."""
+    value = metrics.get(best_metric, math.nan)
+    metrics = {best_metric: value} if math.isfinite(value) else {}
+    return {"best_metric": best_metric, "figures": metrics, "progress": progress}
 
 
 def _read_record(path: Path) -> dict[str, Any]:
-    return json.loads((path / _PROGRESS).read_bytes())
+    return json.loads((path / PROGRESS).read_bytes())
 
 
-def _merit(record: Mapping[str, Any]) -> float:
-    return merit(record["best_metric"], record["figures"])
+def _score(record: Mapping[str, Any]) -> float:
+    return ranking_score(record["best_metric"], record["figures"])
 
 
-def _divided(state: TrainState) -> tuple[Params, dict[str, Any]]:
-    """The parameters of a state, and all else but their average."""
+def _divided(state: Any) -> tuple[Any, dict[str, Any]]:
+    """Splits a state into its parameters and all other fields but the moving average."""
     training = {
         field.name: getattr(state, field.name)
         for field in dataclasses.fields(state)
-        if field.name not in (_PARAMS, _EMA)
+        if field.name not in (PARAMS, EMA)
     }
     return state.params, training
 
@@ -428,13 +442,13 @@ def _handlers(alone: bool = False) -> ocp.CompositeCheckpointHandler:
         composite_options=ocp.CompositeOptions(multiprocessing_options=options),
         **{
             name: ocp.StandardCheckpointHandler(multiprocessing_options=options)
-            for name in (_PARAMS, _EMA, _TRAINING)
+            for name in (PARAMS, EMA, TRAINING)
         },
     )
 
 
 def _alone() -> ocp.options.MultiprocessingOptions:
-    """Lets a process read or write without waiting for the others."""
+    """Options for a process that reads or writes independently of the others."""
     process = jax.process_index()
     return ocp.options.MultiprocessingOptions(
         primary_host=process, active_processes={process}, barrier_sync_key_prefix=f"{process}"
@@ -442,7 +456,7 @@ def _alone() -> ocp.options.MultiprocessingOptions:
 
 
 def _from_first_process(number: int) -> int:
-    """What the first of several processes knows, to all of them."""
+    """Broadcasts a number from the first process to all."""
     if jax.process_count() == 1:
         return number
     return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
@@ -450,26 +464,26 @@ def _from_first_process(number: int) -> int:
 
 @contextlib.contextmanager
 def _explained(message: str) -> Iterator[None]:
-    """Tells the user of what the operating system refuses.
+    """Converts errors of the operating system.
 
     Raises:
-      UserError: `message`, with the reason for {}.
+      UserError: `message`, with the reason in place of {}.
     """
     try:
         yield
     except Exception as error:
-        reason = _refusal(error)
+        reason = _system_error(error)
         if reason is None:
             raise
         raise UserError(message.format(reason)) from error
 
 
-def _refusal(error: BaseException | None) -> str | None:
-    """What the operating system refused, such as "No space left on device"; None if nothing."""
+def _system_error(error: BaseException | None) -> str | None:
+    """The operating system's error, such as "No space left on device"; None for other errors."""
     while error is not None:
         if isinstance(error, OSError) and error.errno:
             return os.strerror(error.errno)
-        # TensorStore, which writes for Orbax, has errors of its own.
+        # TensorStore, which writes for Orbax, has its own exceptions.
         number = re.search(r"os_error_code='(\d+)'", str(error))
         if number:
             return os.strerror(int(number[1]))
@@ -478,5 +492,5 @@ def _refusal(error: BaseException | None) -> str | None:
 
 
 def _is_not_raised(record: logging.LogRecord) -> bool:
-    """Keeps Orbax from logging, with a traceback, the errors that it also raises."""
+    """Filters the errors that Orbax logs, with a traceback, and raises as well."""
     return record.levelno < logging.ERROR or "orbax" not in record.pathname

@@ -1,4 +1,4 @@
-"""One process a run folder: two that train in the same one would destroy each other's work."""
+"""A lock that keeps two processes from training in the same run folder."""
 
 import contextlib
 import errno
@@ -8,22 +8,23 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.runs.layout import LOCK
 
-_FILE = "lock"
-# What a file system says that knows no locks, or whose server keeps none.
+# Errors of file systems that do not support locks.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
 @contextlib.contextmanager
 def locked(run_folder: str | Path, announce: Callable[[str], None] = print) -> Iterator[None]:
-    """Keeps other processes from training in a run folder.
+    """Locks a run folder against other processes that train.
 
-    The operating system ends the lock with the process, however that dies; only the file `lock`,
-    which means nothing by itself, stays.
+    The operating system releases the lock when the process ends, however it ends. The file `lock`
+    remains; it has no meaning by itself.
 
     Args:
-      run_folder: made if missing.
-      announce: is told if the file system knows no locks. Then there is none.
+      run_folder: created if missing.
+      announce: called with a warning if the file system does not support locks; the folder is then
+        not locked.
 
     Raises:
       UserError: another process holds the lock, or the folder cannot be written to.
@@ -31,7 +32,7 @@ def locked(run_folder: str | Path, announce: Callable[[str], None] = print) -> I
     run_folder = Path(run_folder)
     try:
         run_folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(run_folder / _FILE, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = os.open(run_folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise UserError(
             f"{run_folder} cannot be written to: {error.strerror}; give another --workdir"
@@ -42,14 +43,14 @@ def locked(run_folder: str | Path, announce: Callable[[str], None] = print) -> I
         except BlockingIOError as error:
             owner = os.pread(descriptor, 100, 0).decode().strip()
             raise UserError(
-                f"process {owner} is training in {run_folder} already: wait for it, end it, or "
+                f"process {owner} is training in {run_folder} already: wait for it, stop it, or "
                 "give another --workdir"
             ) from error
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
             announce(
-                f"{run_folder} is on a file system without locks: see to it that only one process "
+                f"{run_folder} is on a file system without locks: make sure that only one process "
                 "trains in it"
             )
         os.ftruncate(descriptor, 0)

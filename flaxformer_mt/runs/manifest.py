@@ -1,7 +1,7 @@
-"""Proof that a folder still is what was written: the size and SHA-256 of each of its files.
+"""Manifests, which detect damaged folders: the size and SHA-256 of every file.
 
-Neither the file system nor Orbax notices a flipped bit; a manifest does. It is written last, so a
-folder without one was not finished.
+Neither the file system nor Orbax detects a flipped bit. The manifest is written last, so a folder
+without one is incomplete.
 """
 
 import concurrent.futures
@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from flaxformer_mt.runs import atomic
-
-MANIFEST = "manifest.json"
+from flaxformer_mt.runs.layout import MANIFEST
 
 
 def write_manifest(folder: Path) -> None:
-    """Writes `manifest.json`; all files are on the disk, not only on their way, on return."""
+    """Writes `manifest.json`, after flushing all files and folders to disk."""
     with concurrent.futures.ThreadPoolExecutor() as pool:
         paths = _files(folder)
         entries = dict(
@@ -29,15 +28,16 @@ def write_manifest(folder: Path) -> None:
 
 
 def damage(folder: Path) -> str | None:
-    """What is wrong with a folder, in words; None if all its files are as they were written.
+    """Verifies a folder against its manifest; files not listed there are ignored.
 
-    Files that the manifest does not know are not looked at.
+    Returns:
+      A description of the first difference, or None if there is none.
     """
     try:
         entries = json.loads((folder / MANIFEST).read_bytes())["files"]
         expected = {name: (entry["bytes"], entry["sha256"]) for name, entry in entries.items()}
     except FileNotFoundError:
-        return f"{MANIFEST} is missing: it was not finished, or the file was deleted"
+        return f"{MANIFEST} is missing: the checkpoint is incomplete, or the file was deleted"
     except OSError as error:
         return f"{MANIFEST} cannot be read: {error.strerror}"
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -57,7 +57,7 @@ def _name(folder: Path, path: Path) -> str:
 
 
 def _synced(path: Path) -> dict[str, Any]:
-    """The entry of a file, which is on the disk from here on."""
+    """Flushes a file to disk and returns its entry."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -65,7 +65,7 @@ def _synced(path: Path) -> dict[str, Any]:
 
 
 def _difference(path: Path, name: str, size: int, digest: str) -> str | None:
-    """How a file differs from its entry, in words; None if it does not."""
+    """Describes how a file differs from its entry; None if it does not."""
     try:
         with path.open("rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
@@ -80,5 +80,5 @@ def _difference(path: Path, name: str, size: int, digest: str) -> str | None:
     return (
         None
         if found == digest
-        else f"{name} differs from its manifest: a bit flipped, or it was changed"
+        else f"{name} differs from its manifest: it is corrupted or was changed"
     )

@@ -1,7 +1,8 @@
-"""Reads our parameters from a file: what `flaxformer-mt convert --to flaxformer_mt` writes.
+"""Reads parameter files, as written by `flaxformer-mt convert --to flaxformer_mt`.
 
-It is a .safetensors: the model's arrays with their paths as names, the configuration as JSON in its
-metadata, Adam's state under "adam/", and under "carried/" what another toolkit's file had besides.
+A parameter file is a safetensors file: the model's arrays, named by their paths; the configuration
+as JSON in the metadata; Adam's state under "adam/"; and under "carried/" the carried tensors, which
+another toolkit's file had and our model has no use for.
 """
 
 import contextlib
@@ -17,13 +18,13 @@ from flaxformer_mt.config import TransformerConfig, from_dict
 from flaxformer_mt.errors import UserError
 
 FORMAT = "flaxformer_mt"
-"""What the metadata calls such a file."""
+"""Value of `format` in the metadata."""
 ADAM, CARRIED = "adam/", "carried/"
-"""How the names of arrays begin that are no parameters of the model."""
+"""Prefixes of the names of arrays that are not parameters."""
 
 
 class ParameterFile(NamedTuple):
-    """What is in a file."""
+    """The content of a parameter file."""
 
     config: TransformerConfig
     tensors: dict[str, np.ndarray]
@@ -32,7 +33,7 @@ class ParameterFile(NamedTuple):
 
     @property
     def parameters(self) -> dict[str, np.ndarray]:
-        """The arrays of the model, by path."""
+        """The parameters of the model, by path."""
         return {
             name: tensor
             for name, tensor in self.tensors.items()
@@ -41,14 +42,14 @@ class ParameterFile(NamedTuple):
 
 
 def read(path: Path) -> ParameterFile:
-    """Reads a file of parameters.
+    """Reads a parameter file.
 
     Raises:
       UserError: there is no such file, or it is damaged or of another kind.
     """
     tensors, metadata = read_safetensors(path)
     if metadata.get("format") != FORMAT:
-        raise UserError("its metadata has no configuration")
+        raise UserError("its metadata holds no configuration")
     with refusing_damaged_metadata():
         config = from_dict(json.loads(metadata["config"]), TransformerConfig)
     return ParameterFile(config, tensors, metadata)
@@ -56,7 +57,7 @@ def read(path: Path) -> ParameterFile:
 
 @contextlib.contextmanager
 def refusing_damaged_metadata() -> Iterator[None]:
-    """Turns what goes wrong where metadata is not as it was written into a `UserError`."""
+    """Converts errors of parsing damaged metadata into `UserError`."""
     try:
         yield
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -64,7 +65,7 @@ def refusing_damaged_metadata() -> Iterator[None]:
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """The arrays of a safetensors file, and the strings that stand beside them.
+    """Reads the arrays and the metadata of a safetensors file.
 
     Raises:
       UserError: there is no such file, or it is damaged or of another kind.
@@ -72,15 +73,15 @@ def read_safetensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]
     first_bytes(path)
     try:
         with safetensors.safe_open(path, framework="np") as file:
-            # The file is no dict: it has keys, but cannot be iterated over.
+            # Not a dict: it has keys(), but cannot be iterated over.
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             return tensors, file.metadata() or {}
-    except Exception as error:  # Whatever the parser trips over, the file is unusable.
-        raise UserError(f"a damaged safetensors file, or none: {first_line(error)}") from error
+    except Exception as error:  # Any error of the parser means that the file is unusable.
+        raise UserError(f"not a safetensors file, or a damaged one: {first_line(error)}") from error
 
 
 def first_bytes(path: Path) -> bytes:
-    """The first nine bytes of a file, fewer if it has not so many.
+    """Returns the first nine bytes of a file, or all if it is shorter.
 
     Raises:
       UserError: it cannot be read, or is empty.
@@ -98,5 +99,5 @@ def first_bytes(path: Path) -> bytes:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, shortened to a line."""
+    """Returns the first line of an error message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,4 +1,4 @@
-"""The training loop: steps, validations, checkpoints. Meant to be copied and changed."""
+"""The training loop: steps, validations, checkpoints. Meant to be forked."""
 
 import contextlib
 import functools
@@ -13,12 +13,13 @@ from flaxformer_mt.config import TrainConfig
 from flaxformer_mt.data.stream.batches import Batch, DataPosition
 from flaxformer_mt.data.stream.prefetch import Prefetched
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.interruption import Interrupted
 from flaxformer_mt.runs.checkpoint import Checkpointer
-from flaxformer_mt.training.interruption import Interrupted
-from flaxformer_mt.training.metrics import Figures, Writer
+from flaxformer_mt.runs.ranking import ranking_score
+from flaxformer_mt.training.metrics import MetricValues, Writer
 from flaxformer_mt.training.parallel import Compiled
 from flaxformer_mt.training.parameters import Params
-from flaxformer_mt.training.progress import Progress, Sums, merit
+from flaxformer_mt.training.progress import Progress, Sums
 from flaxformer_mt.training.state import TrainState
 from flaxformer_mt.training.step import Metrics
 
@@ -28,7 +29,7 @@ def train(
     *,
     train_step: Compiled,
     stream: Callable[[DataPosition], Prefetched[Batch]],
-    evaluate: Callable[[Params, int], Figures],
+    evaluate: Callable[[Params, int], MetricValues],
     schedule: optax.Schedule,
     checkpointer: Checkpointer,
     writers: Sequence[Writer],
@@ -39,28 +40,28 @@ def train(
     """Trains up to `config.num_steps`, from the newest checkpoint if there is one.
 
     Args:
-      state: the initial one, placed by the strategy that compiled `train_step`; donated. Where
-        there is a checkpoint, only its shapes, dtypes and shardings matter.
+      state: the initial state, placed by the strategy that compiled `train_step`; donated. If there
+        is a checkpoint, only its shapes, dtypes and shardings are used.
       train_step: (state, batch) -> (state, metrics).
-      stream: from a position in the data to the placed batches from there on.
-      evaluate: (params, step) -> figures of the validation corpus; called every
+      stream: from a position in the data to an iterator of placed batches.
+      evaluate: (params, step) -> metrics of the validation corpus; called every
         `config.eval_every` steps and at the end.
-      schedule: of the optimizer; only reported.
+      schedule: the learning rate schedule of the optimizer, for reporting.
       checkpointer: saves every `config.checkpoint_every` steps, after each validation that is the
         best so far, and at the end.
-      writers: get the figures of training every `config.log_every` steps and at the end, and
-        those of each validation. Speed is that of the steps alone; the first includes compiling.
-      config: lengths and intervals, and when to stop early.
-      should_stop: whether somebody has asked the run to stop, which it does after this step.
-      announce: is told in one line what else the user should know.
+      writers: receive training metrics every `config.log_every` steps and at the end, and the
+        metrics of each validation. Speed is that of the steps only; the first includes compilation.
+      config: number of steps, intervals, and early stopping.
+      should_stop: called with the step after each step; returns whether to save and stop.
+      announce: called with each line of other news for the user.
 
     Returns:
-      The state at the end.
+      The final state.
 
     Raises:
-      Interrupted: `should_stop` said so; a checkpoint was written.
-      UserError: too many steps in a row had no finite loss or gradient, and the run is back at its
-        newest checkpoint; or a checkpoint cannot be written.
+      Interrupted: `should_stop` returned True; a checkpoint was written.
+      UserError: the loss or gradient of too many steps in a row was not finite, and the run is back
+        at its newest checkpoint; or a checkpoint cannot be written.
     """
     progress = Progress()
     if checkpointer.latest_step() is not None:
@@ -75,9 +76,9 @@ def train(
         if first >= last or _is_patience_over(progress, config, announce):
             return state
 
-        def write(step: int, split: str, figures: Figures) -> None:
+        def write(step: int, split: str, values: MetricValues) -> None:
             for writer in writers:
-                writer.write(step, split, figures)
+                writer.write(step, split, values)
 
         batches = stack.enter_context(stream(progress.position))
         give_up = functools.partial(_go_back, checkpointer, writers)
@@ -89,29 +90,29 @@ def train(
 
             if _is_due(step, config.log_every, last):
                 started.wait()
-                figures = {
-                    **_figures(progress.interval),
-                    # A skipped step does not count for the optimizer.
+                values = {
+                    **_training_metrics(progress.interval),
+                    # Skipped steps do not advance the schedule.
                     "learning_rate": float(schedule(step - 1 - progress.skipped)),
                     "compilations": train_step.compilations,
                 }
-                write(step, "train", figures)
+                write(step, "train", values)
                 progress.interval = Sums()
 
-            validation: Figures | None = None
+            validation: MetricValues | None = None
             is_best = stops_early = False
             if _is_due(step, config.eval_every, last):
                 with started.paused():
                     validation = evaluate(state.eval_params, step)
                     write(step, "valid", validation)
-                is_best = _note_validation(progress, validation, config)
+                is_best = _record_validation(progress, validation, config)
                 stops_early = _is_patience_over(progress, config, announce)
 
             is_interrupted = should_stop(step)
             is_due = _is_due(step, config.checkpoint_every, last)
             if is_due or is_best or stops_early or is_interrupted:
                 with started.paused():
-                    # Amid skipped steps there is nothing new, and maybe nothing good to come.
+                    # While steps are being skipped, the state does not change and may not recover.
                     if step == last or not started.skipped_in_a_row:
                         checkpointer.save(step, state, progress.to_json(), validation)
             if is_interrupted:
@@ -129,11 +130,11 @@ def _is_due(step: int, every: int, last: int) -> bool:
     return step % every == 0 or step == last
 
 
-def _note_validation(progress: Progress, validation: Figures, config: TrainConfig) -> bool:
-    """Remembers a validation; returns whether it is the best so far and its checkpoint is wanted.
+def _record_validation(progress: Progress, validation: MetricValues, config: TrainConfig) -> bool:
+    """Records a validation; returns whether it is the best so far and its checkpoint is kept.
 
     Raises:
-      UserError: it does not have the figure that early stopping goes by.
+      UserError: it lacks the metric of early stopping.
     """
     metric = config.early_stopping_metric
     if config.early_stopping_patience and metric not in validation:
@@ -142,9 +143,9 @@ def _note_validation(progress: Progress, validation: Figures, config: TrainConfi
             f"{', '.join(validation)}"
         )
     progress.stopping = progress.stopping.after(
-        merit(metric, validation), config.early_stopping_min_delta
+        ranking_score(metric, validation), config.early_stopping_min_delta
     )
-    progress.best = progress.best.after(merit(config.best_metric, validation))
+    progress.best = progress.best.after(ranking_score(config.best_metric, validation))
     return config.keep_best > 0 and progress.best.validations_since == 0
 
 
@@ -163,15 +164,15 @@ def _is_patience_over(
 def _go_back(
     checkpointer: Checkpointer, writers: Sequence[Writer], step: int, causes: Sequence[str]
 ) -> NoReturn:
-    """Ends a run whose last steps, up to `step`, were all skipped for these causes."""
+    """Rewinds and stops a run whose last steps, up to `step`, were skipped for these causes."""
     checkpointer.wait()
     good = checkpointer.latest_step() or 0
     for writer in writers:
         writer.rewind(good)
-    advice = "begin a new run with a lower optimizer.learning_rate, more optimizer.warmup_steps or "
+    advice = "start a new run with a lower optimizer.learning_rate, more optimizer.warmup_steps or "
     advice += "optimizer.clip_norm=1"
     if good:
-        advice += f" (and with train.init_from={checkpointer.run_folder} to go on from there)"
+        advice += f" (and with train.init_from={checkpointer.run_folder} to continue from there)"
     raise UserError(
         f"the {' and the '.join(sorted(set(causes)))} was not finite in steps "
         f"{step - len(causes) + 1} to {step} (train.max_skipped_steps={len(causes)}), so the run "
@@ -179,9 +180,9 @@ def _go_back(
     )
 
 
-def _figures(interval: Sums) -> dict[str, Any]:
-    """What a line of training figures says of the steps since the line before."""
-    sums = interval.figures
+def _training_metrics(interval: Sums) -> dict[str, Any]:
+    """The training metrics of the steps since the last line."""
+    sums = interval.metrics
     counts = {name: int(sums[name][0]) for name in (_SKIPPED, *_CAUSES)}
     return {
         **interval.means(),
@@ -196,16 +197,16 @@ _CAUSES = {"nonfinite_loss": "loss", "nonfinite_gradient": "gradient"}
 
 
 class _StartedSteps:
-    """The steps that the devices are computing.
+    """The steps dispatched to the devices.
 
-    Waiting for a step only after the next one was started keeps the devices busy, and lets no
-    more than two steps pile up.
+    Waiting for a step only after the next one was dispatched keeps the devices busy, with at most
+    two steps in flight.
 
     Args:
-      progress: gets what the steps have done.
-      batches: that they take.
-      max_skipped: give up after so many skipped steps in a row.
-      give_up: (step, causes) -> nothing; raises.
+      progress: updated with the metrics of finished steps.
+      batches: the stream of batches, for the time spent waiting for it.
+      max_skipped: the number of skipped steps in a row at which to give up.
+      give_up: called with the step and the causes; must raise.
     """
 
     def __init__(
@@ -216,7 +217,7 @@ class _StartedSteps:
         give_up: Callable[[int, Sequence[str]], NoReturn],
     ) -> None:
         self.skipped_in_a_row: list[str] = []
-        """Why each of the last steps was skipped; empty if the last one was not."""
+        """Causes for which the most recent steps were skipped; empty if the last one was not."""
         self._progress = progress
         self._batches = batches
         self._max_skipped = max_skipped
@@ -226,12 +227,12 @@ class _StartedSteps:
         self._clock = time.perf_counter()
 
     def add(self, step: int, metrics: Metrics) -> None:
-        """Takes the metrics of a step that was just started, and waits for the one before."""
+        """Adds the metrics of a step just dispatched, and waits for the previous step."""
         self.wait()
         self._running = step, metrics
 
     def wait(self) -> None:
-        """Waits for the last step; raises what `give_up` raises."""
+        """Waits for the last step; errors as of `give_up`."""
         if self._running is None:
             return
         step, metrics = self._running
@@ -255,7 +256,7 @@ class _StartedSteps:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Waits for the last step; what is done inside does not count as time of the steps."""
+        """Waits for the last step, and excludes the block from the time of the steps."""
         self.wait()
         yield
         self._clock = time.perf_counter()

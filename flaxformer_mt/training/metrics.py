@@ -1,4 +1,4 @@
-"""Figures of a run: from sums on a device to lines in its folder."""
+"""Metrics of a run: aggregation over steps, validation, and writers."""
 
 import datetime
 import json
@@ -18,12 +18,12 @@ from flaxformer_mt.training.parameters import Params
 from flaxformer_mt.training.progress import Sums
 from flaxformer_mt.training.step import Metrics
 
-Figures: TypeAlias = Mapping[str, float | int | str]
-"""What is reported of a step, by name."""
+MetricValues: TypeAlias = Mapping[str, float | int | str]
+"""Metrics as reported, by name."""
 
 
 def means(metrics: Iterable[Metrics]) -> dict[str, float]:
-    """The figures of several steps together, without those that nothing counted for."""
+    """Returns the weighted means of the metrics of several steps, without those of weight 0."""
     sums = Sums()
     for step in jax.device_get(list(metrics)):
         sums.add(step)
@@ -33,66 +33,66 @@ def means(metrics: Iterable[Metrics]) -> dict[str, float]:
 def validate(
     eval_step: Callable[[Params, Batch], Metrics], params: Params, batches: Iterable[Batch]
 ) -> dict[str, float]:
-    """Loss, perplexity and accuracy of a whole corpus.
+    """Computes the loss, perplexity and accuracy of a corpus.
 
     Args:
-      eval_step: as compiled by a strategy.
-      params: placed by that strategy.
-      batches: the corpus, placed likewise.
+      eval_step: the evaluation step, compiled by a strategy.
+      params: parameters, placed on devices by that strategy.
+      batches: the corpus, placed on devices likewise.
 
     Returns:
       "loss" (what training minimises), "accuracy", "cross_entropy" (the loss without label
-      smoothing) and "perplexity", its exponential.
+      smoothing) and "perplexity" (its exponential).
     """
-    figures = means([eval_step(params, batch) for batch in batches])
-    return {**figures, "perplexity": float(np.exp(figures["cross_entropy"]))}
+    values = means([eval_step(params, batch) for batch in batches])
+    return {**values, "perplexity": float(np.exp(values["cross_entropy"]))}
 
 
 class Writer(Protocol):
-    """Something that wants to know a run's figures."""
+    """Writes the metrics of a run to a file or the console."""
 
     def rewind(self, step: int) -> None:
-        """Forgets what it was told about later steps.
+        """Discards the metrics of later steps.
 
-        Called before the first `write`, and when a run goes back to its newest checkpoint.
+        Called before the first `write`, and when a run returns to its newest checkpoint.
         """
 
-    def write(self, step: int, split: str, figures: Figures) -> None:
-        """Takes the figures of a split ("train", "valid") after a step."""
+    def write(self, step: int, split: str, values: MetricValues) -> None:
+        """Writes the metrics of a split ("train", "valid") after a step."""
 
     def close(self) -> None:
-        """Nothing more will come."""
+        """Called after the last `write`."""
 
 
 class JsonLinesWriter:
-    """`metrics.jsonl`: {"step": 50, "split": "train", "loss": ...}, one object a line."""
+    """Writes `metrics.jsonl`: {"step": 50, "split": "train", "loss": ...}, one object per line."""
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
 
     def rewind(self, step: int) -> None:
-        """See `Writer`. A half-written last line, of a run that was killed, goes too.
+        """See `Writer`. Also removes an incomplete last line, of a run that was killed.
 
-        So do figures of the test corpus: they belong to the end of a run, which is yet to come.
+        Metrics of the test corpus are removed as well: they belong to the end of the run.
 
         Raises:
           UserError: the file cannot be written.
         """
         kept = []
         if self._path.exists():
-            # The end of a file that a power cut has damaged may be no text.
+            # After a power cut the end of the file may not be text.
             lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines()
             kept = [line + "\n" for line in lines if _stays(line, step)]
         atomic.write_text(self._path, "".join(kept))
 
-    def write(self, step: int, split: str, figures: Figures) -> None:
-        """See `Writer`. JSON knows neither infinity nor NaN: they become null.
+    def write(self, step: int, split: str, values: MetricValues) -> None:
+        """See `Writer`. Infinity and NaN, which JSON does not have, are written as null.
 
         Raises:
           UserError: the file cannot be written.
         """
         line: dict[str, float | int | str | None] = {"step": step, "split": split}
-        for name, value in figures.items():
+        for name, value in values.items():
             is_writable = isinstance(value, str) or math.isfinite(value)
             line[name] = value if is_writable else None
         # Durably: a checkpoint that is written after this line must not outlive it.
@@ -103,7 +103,7 @@ class JsonLinesWriter:
 
 
 class TensorBoardWriter:
-    """Event files for TensorBoard, a chart for each "split/figure"."""
+    """Writes event files for TensorBoard, with one chart per "split/metric"."""
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder)
@@ -117,8 +117,8 @@ class TensorBoardWriter:
             self.close()
             self._open()
 
-    def write(self, step: int, split: str, figures: Figures) -> None:
-        """See `Writer`. Text is left out.
+    def write(self, step: int, split: str, values: MetricValues) -> None:
+        """See `Writer`. Metrics that are text are omitted.
 
         Raises:
           UserError: the files cannot be written.
@@ -129,7 +129,7 @@ class TensorBoardWriter:
         if self._events is None:
             self._open()
         with atomic.explained(self._folder):
-            for name, value in figures.items():
+            for name, value in values.items():
                 if not isinstance(value, str):
                     summary = scalar(f"{split}/{name}", value)
                     self._events.write_event(
@@ -145,9 +145,8 @@ class TensorBoardWriter:
                 events.close()
 
     def _open(self) -> None:
-        """Begins a new file, which makes TensorBoard forget what earlier ones say of its steps."""
-        # Not SummaryWriter: it writes in a thread, for which it would wait forever if the disk
-        # were full.
+        """Opens a new file, which makes TensorBoard discard later steps of earlier files."""
+        # Not SummaryWriter: it writes in a thread, and waits for it forever if the disk is full.
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
 
@@ -160,7 +159,7 @@ class TensorBoardWriter:
 
 
 class ConsoleWriter:
-    """A line that is rewritten in a terminal; a line each time elsewhere."""
+    """Prints metrics: to a terminal as a status line, elsewhere line by line."""
 
     def __init__(self, num_steps: int, console: Console | None = None) -> None:
         self._num_steps = num_steps
@@ -169,7 +168,7 @@ class ConsoleWriter:
         self._has_begun = False
 
     def rewind(self, step: int) -> None:
-        """See `Writer`. Also says what is about to happen."""
+        """See `Writer`. Also prints where training starts."""
         if self._has_begun:
             self._status.stop()
             self._print(f"back at step {step:,}")
@@ -184,12 +183,12 @@ class ConsoleWriter:
         self._status.update(f"step {step + 1:,} of {self._num_steps:,}: compiling")
         self._status.start()
 
-    def write(self, step: int, split: str, figures: Figures) -> None:
+    def write(self, step: int, split: str, values: MetricValues) -> None:
         """See `Writer`."""
         parts = [f"step {step:,}/{self._num_steps:,} {split}"]
-        parts += [_FORMATS[name].format(figures[name]) for name in _FORMATS if name in figures]
-        if figures.get("skipped_steps"):
-            count = figures["skipped_steps"]
+        parts += [_FORMATS[name].format(values[name]) for name in _FORMATS if name in values]
+        if values.get("skipped_steps"):
+            count = values["skipped_steps"]
             self._print(f"step {step:,}: {count} skipped: loss or gradient was not finite")
         if split != "train":
             self._print("  ".join(parts))
@@ -222,9 +221,9 @@ _FORMATS = {
 
 
 def _stays(line: str, step: int) -> bool:
-    """Whether a line of `metrics.jsonl` is whole and no later than `step`."""
+    """Whether a line of `metrics.jsonl` is complete and not later than `step`."""
     try:
-        figures = json.loads(line)
-        return figures["step"] <= step and figures["split"] != "test"
+        values = json.loads(line)
+        return values["step"] <= step and values["split"] != "test"
     except (json.JSONDecodeError, KeyError, TypeError):
         return False

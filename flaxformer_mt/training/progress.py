@@ -1,95 +1,106 @@
-"""What a run has to remember besides its state, as plain values that JSON can hold."""
+"""The progress of a run: what the training loop keeps besides the training state."""
 
 import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
 
-from flaxformer_mt.config import ValidationMetric
 from flaxformer_mt.data.stream.batches import DataPosition
-
-_LESS_IS_BETTER = {"loss", "cross_entropy", "perplexity"}
-
-
-def merit(metric: ValidationMetric, figures: Mapping[str, Any]) -> float:
-    """How good a validation is by one of its figures; more is better.
-
-    Returns:
-      The figure, with its sign changed if less of it is better; -inf if it is missing or not
-      finite.
-    """
-    value = figures.get(metric, math.nan)
-    if not math.isfinite(value):
-        return -math.inf
-    return -value if metric in _LESS_IS_BETTER else value
 
 
 @dataclasses.dataclass(frozen=True)
 class BestSoFar:
-    """The best of a run's validations by one figure."""
+    """The best validation of a run so far, by one metric."""
 
-    merit: float | None = None
-    """See `merit`; None before the first validation that has the figure."""
+    score: float | None = None
+    """Its `ranking_score`; None before the first validation that has the metric."""
     validations_since: int = 0
-    """Validations after it, none of which was better."""
+    """Number of validations after it, none of which was better."""
 
-    def after(self, merit: float, min_delta: float = 0.0) -> "BestSoFar":
-        """The same after one more validation, which is better if it is so by over `min_delta`."""
-        if math.isfinite(merit) and (self.merit is None or merit > self.merit + min_delta):
-            return BestSoFar(merit)
-        return BestSoFar(self.merit, self.validations_since + 1)
+    def after(self, score: float, min_delta: float = 0.0) -> "BestSoFar":
+        """Returns the best after one more validation, which must improve by over `min_delta`."""
+        if math.isfinite(score) and (self.score is None or score > self.score + min_delta):
+            return BestSoFar(score)
+        return BestSoFar(self.score, self.validations_since + 1)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns JSON values."""
+        return {"merit": self.score, "validations_since": self.validations_since}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "BestSoFar":
+        """Returns the inverse of `to_json`."""
+        return cls(values["merit"], values["validations_since"])
 
 
 @dataclasses.dataclass
 class Sums:
-    """The figures of some steps, added up in float64, and the time that they took."""
+    """Metrics of several steps, summed in float64, and the time that the steps took."""
 
-    figures: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
-    """For each figure the sum, and the weight to divide it by."""
+    metrics: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
+    """For each metric the sum, and the weight to divide it by."""
     seconds: float = 0.0
-    """Time of the steps alone, without validations and checkpoints."""
+    """Time of the steps, without validations and checkpoints."""
     seconds_waited: float = 0.0
-    """Part of it in which there was no batch."""
+    """Time of that spent waiting for batches."""
 
     def add(self, metrics: Mapping[str, Any]) -> None:
-        """Adds the figures of a step: for each a sum and a weight, as `train_step` returns them."""
+        """Adds the metrics of a step, each a sum and a weight, as `train_step` returns them."""
         for name, (value, weight) in metrics.items():
-            total, total_weight = self.figures.get(name, (0.0, 0.0))
-            self.figures[name] = (total + float(value), total_weight + float(weight))
+            total, total_weight = self.metrics.get(name, (0.0, 0.0))
+            self.metrics[name] = (total + float(value), total_weight + float(weight))
 
     def means(self) -> dict[str, float]:
-        """Each figure by its weight, but for those that nothing counted for."""
-        return {name: total / weight for name, (total, weight) in self.figures.items() if weight}
+        """Returns each metric divided by its weight, without those of weight 0."""
+        return {name: total / weight for name, (total, weight) in self.metrics.items() if weight}
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns JSON values."""
+        return {
+            "figures": dict(self.metrics),  # A copy: the checkpoint is written later.
+            "seconds": self.seconds,
+            "seconds_waited": self.seconds_waited,
+        }
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "Sums":
+        """Returns the inverse of `to_json`."""
+        metrics = {name: (total, weight) for name, (total, weight) in values["figures"].items()}
+        return cls(metrics, values["seconds"], values["seconds_waited"])
 
 
 @dataclasses.dataclass
 class Progress:
-    """Where a run stands."""
+    """The progress of a run; saved with every checkpoint."""
 
     position: DataPosition = dataclasses.field(default_factory=DataPosition)
-    """Of the next batch."""
+    """Position of the next batch in the data."""
     interval: Sums = dataclasses.field(default_factory=Sums)
-    """Of the steps since the last line of training figures."""
+    """Metrics of the steps since training metrics were last written."""
     skipped: int = 0
-    """Steps that changed nothing, since the start."""
+    """Number of steps skipped since the start."""
     best: BestSoFar = BestSoFar()
     """By `train.best_metric`."""
     stopping: BestSoFar = BestSoFar()
     """By `train.early_stopping_metric`."""
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
-        return {**dataclasses.asdict(self), "position": self.position._asdict()}
+        """Returns JSON values."""
+        return {
+            "position": self.position._asdict(),
+            "interval": self.interval.to_json(),
+            "skipped": self.skipped,
+            "best": self.best.to_json(),
+            "stopping": self.stopping.to_json(),
+        }
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Progress":
-        """The inverse of `to_json`."""
-        interval = values["interval"]
-        figures = {name: (total, weight) for name, (total, weight) in interval["figures"].items()}
+        """Returns the inverse of `to_json`."""
         return cls(
             position=DataPosition(**values["position"]),
-            interval=Sums(figures, interval["seconds"], interval["seconds_waited"]),
+            interval=Sums.from_json(values["interval"]),
             skipped=values["skipped"],
-            best=BestSoFar(**values["best"]),
-            stopping=BestSoFar(**values["stopping"]),
+            best=BestSoFar.from_json(values["best"]),
+            stopping=BestSoFar.from_json(values["stopping"]),
         )

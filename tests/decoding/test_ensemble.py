@@ -15,7 +15,7 @@ from flaxformer_mt.decoding.ensemble import (
 )
 from flaxformer_mt.decoding.search.search import StepOutput, gather_hypotheses
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.runs.trained_run import Run
+from flaxformer_mt.runs.trained_model import TrainedModel
 
 B, W, S, V = 2, 3, 4, 5
 TOKENS, POSITIONS = jnp.zeros((B, W), jnp.int32), jnp.zeros(B, jnp.int32)
@@ -103,7 +103,7 @@ def run(source="s", target="t", **model):
         target=types.SimpleNamespace(fingerprint=target),
     )
     config = ExperimentConfig(model=TransformerConfig(**model))
-    return Run(config, {}, vocabularies, step=0)
+    return TrainedModel(config, {}, vocabularies, step=0)
 
 
 def test_models_that_differ_in_size_may_translate_together():

@@ -23,7 +23,7 @@ from flaxformer_mt.interop import folders
 from flaxformer_mt.interop.convert import OWN
 from flaxformer_mt.interop.formats import generation_config as generation
 from flaxformer_mt.model.transformer import Transformer
-from flaxformer_mt.runs.trained_run import load_run
+from flaxformer_mt.runs.trained_model import load_run
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

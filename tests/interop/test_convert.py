@@ -473,7 +473,7 @@ def test_what_cannot_be_asked_for_is_refused(tmp_path):
     assert "unknown family 'tuns'" in refused("tunz", "tuns", source, target)
     assert "only norm_epsilon" in refused("tunz", "tunz", source, target, hints, ["final_norm"])
     assert ".safetensors" in refused("tunz", OWN, source, target, hints)
-    assert "a damaged safetensors file, or none" in refused(OWN, "tunz", source, target)
+    assert "not a safetensors file, or a damaged one" in refused(OWN, "tunz", source, target)
     foreign = tmp_path / "foreign.safetensors"
     convert("tunz", "tunz", source, foreign, hints)
     assert "no configuration" in refused(OWN, "tunz", foreign, target)

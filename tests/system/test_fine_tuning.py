@@ -10,7 +10,7 @@ from small_runs import metrics
 import train
 from flaxformer_mt.interop import folders
 from flaxformer_mt.interop.convert import OWN
-from flaxformer_mt.runs.trained_run import load_run
+from flaxformer_mt.runs.trained_model import load_run
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

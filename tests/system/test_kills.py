@@ -18,8 +18,8 @@ import orbax.checkpoint as ocp
 import pytest
 from small_runs import TINY_MODEL
 
+from flaxformer_mt.interruption import EXIT_INTERRUPTED
 from flaxformer_mt.runs.checkpoint import whole_checkpoints
-from flaxformer_mt.training.interruption import EXIT_INTERRUPTED
 
 # Orbax reads arrays here without being told where to put them.
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")

@@ -177,7 +177,7 @@ def test_the_others_not_coming_is_said_in_one_line(tmp_path):
     """Of the first process, which waits, and of another, which finds nobody."""
     port = free_port()
     code = (
-        "import sys; from flaxformer_mt.training import distributed\n"
+        "import sys; from flaxformer_mt import distributed\n"
         f"distributed.initialize('127.0.0.1:{port}', 2, int(sys.argv[1]), timeout=3)"
     )
     late = subprocess.run([sys.executable, "-c", code, "1"], capture_output=True, text=True)

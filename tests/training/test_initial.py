@@ -74,8 +74,8 @@ def test_of_a_run_the_best_checkpoint_is_taken_and_its_average(setup, tmp_path, 
     stored = dataclasses.replace(tiny.experiment, model=model)
     (tmp_path / "config.json").write_text(to_json(stored), encoding="utf-8")
     with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(1, best, figures={"loss": 1.0})
-        checkpointer.save(2, last, figures={"loss": 2.0})
+        checkpointer.save(1, best, metrics={"loss": 1.0})
+        checkpointer.save(2, last, metrics={"loss": 2.0})
     chex.assert_trees_all_equal(load(tmp_path, tiny), params)
 
 
@@ -123,7 +123,7 @@ def test_what_is_no_parameters_is_refused(setup, tmp_path):
     assert "cannot be read: No such file" in refusal(tmp_path / "missing", tiny)
     assert "no run folder" in refusal(tmp_path, tiny)
     (tmp_path / "text").write_text("not weights")
-    assert "damaged safetensors file" in refusal(tmp_path / "text", tiny)
+    assert "not a safetensors file" in refusal(tmp_path / "text", tiny)
     write_file(tmp_path / "foreign", tiny, trained_elsewhere(tiny), format="pt")
     assert "no configuration" in refusal(tmp_path / "foreign", tiny)
     write_file(tmp_path / "damaged", tiny, trained_elsewhere(tiny), config="{")

@@ -12,8 +12,8 @@ import pytest
 
 from flaxformer_mt.data.stream.prefetch import Prefetched
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.interruption import Interrupted
 from flaxformer_mt.runs.checkpoint import Checkpointer, restore_params, whole_checkpoints
-from flaxformer_mt.training.interruption import Interrupted
 from flaxformer_mt.training.loop import train
 from flaxformer_mt.training.metrics import JsonLinesWriter, validate
 

@@ -20,7 +20,7 @@ from flaxformer_mt.config import (
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.interop import weights
 from flaxformer_mt.runs import atomic
-from flaxformer_mt.runs.trained_run import load_run
+from flaxformer_mt.runs.trained_model import load_run
 
 ORIGIN = "origin"
 """The folder in a run that keeps what a published folder said besides."""

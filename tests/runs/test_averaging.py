@@ -10,8 +10,8 @@ import pytest
 
 from flaxformer_mt.cli import main
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.runs.averaging import average_run
 from flaxformer_mt.runs.checkpoint import Checkpointer, restore_params
-from flaxformer_mt.training.averaging import average_run
 from flaxformer_mt.training.state import TrainState
 
 
@@ -34,7 +34,7 @@ def make_run(folder, with_ema=False, losses=((1, 3.0), (2, 1.0), (3, 2.0), (4, N
     with Checkpointer(folder, keep_last=10) as checkpointer:
         for step, loss in losses:
             figures = {"loss": loss} if loss else None
-            checkpointer.save(step, make_state(step, with_ema), figures=figures)
+            checkpointer.save(step, make_state(step, with_ema), metrics=figures)
     (folder / "config.json").write_text("{}")
     (folder / "data.json").write_text("{}")
     (folder / "tokenizer").mkdir()
@@ -93,12 +93,12 @@ def test_a_damaged_checkpoint_is_left_out_and_told(run, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--last", "5"], "holds 4 whole checkpoints, fewer than --last 5: .*train.keep_last=5"),
+        (["--last", "5"], "holds 4 intact checkpoints, fewer than --last 5: .*train.keep_last=5"),
         (
             ["--best", "4"],
             "holds 3 validated checkpoints, fewer than --best 4: .*train.keep_best=4",
         ),
-        (["--last", "0"], "at least one"),
+        (["--last", "0"], "must be at least 1"),
         (["--last", "1", "--best", "1"], "give --last or --best"),
         ([], "give --last or --best"),
     ],
@@ -120,7 +120,7 @@ def test_what_exists_is_not_written_over(run, capsys):
 
 
 def test_no_run_folder(tmp_path):
-    with pytest.raises(UserError, match=r"is no run folder: it has no config\.json"):
+    with pytest.raises(UserError, match=r"is not a run folder: it has no config\.json"):
         average_run(tmp_path, tmp_path / "output", 1, "last")
 
 

@@ -1,4 +1,4 @@
-"""The mean of several checkpoints of a run, which often translates better than each of them.
+"""Averaging of checkpoints, which often translates better than each of them.
 
 Source: Vaswani et al. 2017, section 6.1, who average the last 5 (base) or 20 (big).
 """
@@ -6,20 +6,17 @@ Source: Vaswani et al. 2017, section 6.1, who average the last 5 (base) or 20 (b
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
 
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs import atomic
-from flaxformer_mt.runs.checkpoint import (
-    ranked,
-    restore_params,
-    whole_checkpoints,
-    write_params,
-)
-from flaxformer_mt.training.parameters import Params
+from flaxformer_mt.runs.checkpoint import restore_params, whole_checkpoints, write_params
+from flaxformer_mt.runs.folder import require_run
+from flaxformer_mt.runs.layout import CONFIG, DATA, TOKENIZER
+from flaxformer_mt.runs.ranking import ranked
 
 
 def average_run(
@@ -29,48 +26,47 @@ def average_run(
     which: Literal["last", "best"],
     announce: Callable[[str], None] = print,
 ) -> list[int]:
-    """Writes a run folder whose only checkpoint is the mean of some of another run's.
+    """Writes a run folder whose only checkpoint is the mean of checkpoints of another run.
 
-    It has all that using a model needs, and can be the `train.init_from` of another run. Its
-    checkpoint is named after the newest that went into it.
+    The new run folder can be translated with, and named by `train.init_from`. Its checkpoint has
+    the step of the newest one averaged.
 
     Args:
-      run_folder: of a trained model.
-      output: the folder to make.
-      count: how many checkpoints.
+      run_folder: the run folder to read.
+      output: the run folder to create.
+      count: the number of checkpoints.
       which: the newest, or the best by the run's `train.best_metric`.
-      announce: is told in one line of each damaged checkpoint, which is left out.
+      announce: called with one line for each damaged checkpoint, which is left out.
 
     Returns:
       The steps that were averaged.
 
     Raises:
-      UserError: there are fewer whole checkpoints, this is no run folder, or the output exists or
-        cannot be written.
+      UserError: there are too few intact checkpoints, `run_folder` is not a run folder, or the
+        output exists or cannot be written.
     """
     run_folder, output = Path(run_folder), Path(output)
-    if not (run_folder / "config.json").is_file():
-        raise UserError(f"{run_folder} is no run folder: it has no config.json")
+    require_run(run_folder)
     if output.exists():
         raise UserError(f"{output} exists: remove it, or give another --output")
     steps = _choose(run_folder, count, which, announce)
     params = average(run_folder, steps)
 
     with atomic.new_folder(output, parents=True) as partial:
-        for name in ("config.json", "data.json"):
+        for name in (CONFIG, DATA):
             if (run_folder / name).is_file():
                 shutil.copy(run_folder / name, partial)
-        shutil.copytree(run_folder / "tokenizer", partial / "tokenizer")
+        shutil.copytree(run_folder / TOKENIZER, partial / TOKENIZER)
         write_params(partial, max(steps), params)
     return steps
 
 
-def average(run_folder: str | Path, steps: Sequence[int]) -> Params:
-    """The mean of the parameters of some checkpoints, each of which weighs the same.
+def average(run_folder: str | Path, steps: Sequence[int]) -> dict[str, Any]:
+    """Returns the unweighted mean of the parameters of checkpoints, summed in float64.
 
-    Where the run has kept a moving average, it is the mean of that. Sums are taken in float64.
+    If the run kept a moving average, it is the mean of that.
     """
-    total: Params = {}
+    total: dict[str, Any] = {}
     for step in steps:
         params = jax.device_get(restore_params(run_folder, step)[1])
         wide = jax.tree.map(lambda leaf: leaf.astype(np.float64), params)
@@ -81,16 +77,16 @@ def average(run_folder: str | Path, steps: Sequence[int]) -> Params:
 def _choose(
     run_folder: Path, count: int, which: Literal["last", "best"], announce: Callable[[str], None]
 ) -> list[int]:
-    """The steps to average, in order; arguments and errors as in `average_run`."""
+    """The steps to average, ascending; arguments and errors as in `average_run`."""
     if count < 1:
-        raise UserError(f"--{which} {count}: at least one checkpoint has to be averaged")
-    merits = whole_checkpoints(run_folder, announce)
+        raise UserError(f"--{which} {count}: must be at least 1")
+    scores = whole_checkpoints(run_folder, announce)
     if which == "last":
-        candidates = sorted(merits, reverse=True)
+        candidates = sorted(scores, reverse=True)
     else:
-        candidates = [step for step in ranked(merits) if np.isfinite(merits[step])]
+        candidates = [step for step in ranked(scores) if np.isfinite(scores[step])]
     if len(candidates) < count:
-        kind = "whole" if which == "last" else "validated"
+        kind = "intact" if which == "last" else "validated"
         raise UserError(
             f"{run_folder} holds {len(candidates)} {kind} checkpoints, fewer than --{which} "
             f"{count}: train with train.keep_{which}={count}"

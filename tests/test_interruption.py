@@ -12,8 +12,8 @@ import time
 import pytest
 
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.interruption import EXIT_AT_ONCE, Interruption
 from flaxformer_mt.runs.lock import locked
-from flaxformer_mt.training.interruption import EXIT_AT_ONCE, Interruption
 
 
 @contextlib.contextmanager
@@ -32,7 +32,7 @@ def process(script, *arguments):
 
 LONG_COMPUTATION = """
     import hashlib
-    from flaxformer_mt.training.interruption import Interruption
+    from flaxformer_mt.interruption import Interruption
     with Interruption():
         print("ready", flush=True)
         # Like a compilation: no Python runs in this thread until it is over.

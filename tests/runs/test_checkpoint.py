@@ -127,7 +127,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path, metric, figures, best):
         for step, value in figures.items():
             others = {"ter": 0.5, "bleu_signature": "text"}
             figures = None if value is None else {metric: value, **others}
-            checkpointer.save(step, make_state(step), figures=figures)
+            checkpointer.save(step, make_state(step), metrics=figures)
             checkpointer.wait()
     assert steps_in(tmp_path) == sorted({best, 4})
     assert restore_params(tmp_path, "best")[0] == best
@@ -140,7 +140,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path, metric, figures, best):
 def test_no_best_is_kept_when_none_is_wanted(tmp_path):
     with Checkpointer(tmp_path, keep_last=2, keep_best=0) as checkpointer:
         for step in (1, 2, 3):
-            checkpointer.save(step, make_state(step), figures={"loss": float(step)})
+            checkpointer.save(step, make_state(step), metrics={"loss": float(step)})
             checkpointer.wait()
     assert steps_in(tmp_path) == [2, 3]
 
@@ -219,9 +219,9 @@ def change_the_progress(path):
 
 DAMAGES = [
     (truncate, r"params/\S+ is truncated: it has 100 of \d+ bytes"),
-    (flip_a_bit, r"params/\S+ differs from its manifest: a bit flipped"),
+    (flip_a_bit, r"params/\S+ differs from its manifest: it is corrupted"),
     (delete_a_file, r"params/\S+ is missing"),
-    (delete_the_manifest, r"manifest\.json is missing: it was not finished, or .* deleted"),
+    (delete_the_manifest, r"manifest\.json is missing: the checkpoint is incomplete"),
     (damage_the_manifest, r"manifest\.json is damaged"),
     (change_the_progress, r"progress\.json differs from its manifest"),
 ]  # fmt: skip
@@ -265,12 +265,12 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(copy, damage, c
 def test_a_damaged_earlier_checkpoint_is_not_kept_as_the_best(tmp_path):
     with Checkpointer(tmp_path, keep_last=10, keep_best=1) as checkpointer:
         for step, loss in ((1, 1.0), (2, 2.0), (3, 3.0)):
-            checkpointer.save(step, make_state(step), figures={"loss": loss})
+            checkpointer.save(step, make_state(step), metrics={"loss": loss})
     flip_a_bit(tmp_path / "checkpoints" / "1")
     lines = []
     with Checkpointer(tmp_path, keep_last=1, keep_best=1, announce=lines.append) as checkpointer:
         assert checkpointer.latest_step() == 3
-        checkpointer.save(4, make_state(4), figures={"loss": 4.0})
+        checkpointer.save(4, make_state(4), metrics={"loss": 4.0})
     assert len(lines) == 1
     assert entries(tmp_path) == ["1.damaged", "2", "4"]
     assert restore_params(tmp_path, "best")[0] == 2
@@ -381,7 +381,7 @@ def test_a_full_disk(tmp_path):
     assert len(steps) >= 2
     assert result.stderr == (
         f"error: the checkpoint of step {steps[-1] + 1} could not be written to "
-        f"{folder}/checkpoints: No space left on device; earlier checkpoints are whole\n"
+        f"{folder}/checkpoints: No space left on device; earlier checkpoints are intact\n"
     )
     assert entries(kept) == sorted(map(str, steps))
 
@@ -400,7 +400,7 @@ def test_a_read_only_folder(tmp_path):
     assert result.returncode == 1, result.stderr
     assert result.stderr == (
         f"error: the checkpoint of step 2 could not be written to {tmp_path}/checkpoints: "
-        "Read-only file system; earlier checkpoints are whole\n"
+        "Read-only file system; earlier checkpoints are intact\n"
         f"error: {tmp_path}/checkpoints cannot be written to: Read-only file system\n"
     )
     assert restore_params(tmp_path)[0] == 1

@@ -1,0 +1,36 @@
+"""The layout of a run folder: the names of its files and folders."""
+
+from typing import Literal, TypeAlias
+
+CheckpointSelector: TypeAlias = Literal["best", "last"] | int
+"""Selects a checkpoint: the best by validation, the newest, or that of a step."""
+
+CONFIG = "config.json"
+"""The configuration as it was given; its presence marks a run folder."""
+DATA = "data.json"
+"""Fingerprints of the text and of the vocabulary."""
+TOKENIZER = "tokenizer"
+"""Folder of the vocabulary."""
+METRICS = "metrics.jsonl"
+"""One JSON object per line, with `step`, `split` and metrics."""
+TENSORBOARD = "tensorboard"
+"""Folder of the same metrics as event files."""
+CACHE = "cache"
+"""Folder of the tokenised training text; may be deleted."""
+LOCK = "lock"
+"""Locked by the process that trains."""
+AVERAGED = "averaged"
+"""Default name, in a run folder, of the run folder made of averaged checkpoints."""
+
+CHECKPOINTS = "checkpoints"
+"""Folder of checkpoints, one folder per step, with these in each:"""
+PARAMS = "params"
+"""Orbax item: the parameters."""
+EMA = "ema"
+"""Orbax item: their moving average, if the run keeps one."""
+TRAINING = "training"
+"""Orbax item: the rest of the training state."""
+PROGRESS = "progress.json"
+"""Validation metric and position of the training loop."""
+MANIFEST = "manifest.json"
+"""Size and SHA-256 of every other file; written last."""

@@ -1,0 +1,25 @@
+"""Ranking of checkpoints by a validation metric."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from flaxformer_mt.config import ValidationMetric
+
+_LOWER_IS_BETTER = {"loss", "cross_entropy", "perplexity"}
+
+
+def ranking_score(metric: ValidationMetric, metrics: Mapping[str, Any]) -> float:
+    """Returns the score that ranks a validation by one of its metrics; higher is better.
+
+    The score is the metric, negated if lower is better; -inf if it is missing or not finite.
+    """
+    value = metrics.get(metric, math.nan)
+    if not math.isfinite(value):
+        return -math.inf
+    return -value if metric in _LOWER_IS_BETTER else value
+
+
+def ranked(scores: Mapping[int, float]) -> list[int]:
+    """Returns steps by descending score; of equal ones the earlier first."""
+    return sorted(scores, key=lambda step: (-scores[step], step))

@@ -1,0 +1,29 @@
+"""Ranking scores of validations."""
+
+import math
+
+import pytest
+
+from flaxformer_mt.runs.ranking import ranked, ranking_score
+
+
+@pytest.mark.parametrize(
+    ("metric", "better", "worse"),
+    [
+        ("loss", 1.0, 2.0),
+        ("cross_entropy", 1.0, 2.0),
+        ("perplexity", 1.0, 2.0),
+        ("accuracy", 2.0, 1.0),
+        ("bleu", 2.0, 1.0),
+        ("chrf", 2.0, 1.0),
+        ("bleu", -1.0, math.nan),
+        ("loss", 1e9, math.inf),
+    ],
+)
+def test_which_metric_value_is_better(metric, better, worse):
+    assert ranking_score(metric, {metric: better}) > ranking_score(metric, {metric: worse})
+    assert ranking_score(metric, {metric: better}) > ranking_score(metric, {})
+
+
+def test_of_equal_scores_the_earlier_step_ranks_first():
+    assert ranked({3: 1.0, 1: 1.0, 2: 2.0, 4: -math.inf}) == [2, 1, 3, 4]
