@@ -145,11 +145,11 @@ def test_json_lines_say_what_a_translation_must_have():
     ("line", "message"),
     [
         ("Hund", "not JSON: Expecting value"),
-        ("3", 'not a JSON object with a "text"'),
-        ('{"prefix": "ein"}', 'not a JSON object with a "text"'),
-        ('{"text": 3}', '"text" must be a text'),
+        ("3", 'not a JSON object with the field "text"'),
+        ('{"prefix": "ein"}', 'not a JSON object with the field "text"'),
+        ('{"text": 3}', '"text" must be a string'),
         ('{"text": "", "phrase": ["a"]}', 'unknown field "phrase"; known: text, prefix, phrases'),
-        ('{"text": "", "phrases": "a"}', '"phrases" must be a list of texts'),
+        ('{"text": "", "phrases": "a"}', '"phrases" must be a list of strings'),
     ],
 )
 def test_json_lines_that_are_none_are_refused(line, message):

@@ -37,7 +37,7 @@ ALLOWED = {
 # Modules that handle whole models, with vocabulary and search options, need more than weight maps.
 WHOLE_MODELS = ALLOWED["interop"] | {
     "data.tokenizers",
-    "decoding.scoring.teacher_forcing",
+    "decoding.search.options",
     "runs",
 }
 ALLOWED |= dict.fromkeys(

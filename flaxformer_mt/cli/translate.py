@@ -71,7 +71,7 @@ def translate(
       decode: Search options. Their defaults are those of the run.
     """
     from flaxformer_mt.decoding.line_format import LineFormat, translate_lines
-    from flaxformer_mt.decoding.translator import WINDOW, Translator
+    from flaxformer_mt.decoding.translator import WINDOW_CHARACTERS, Translator
 
     form = LineFormat(input_format, output_format, alignment, tokens, attention)
     with contextlib.ExitStack() as stack:
@@ -84,7 +84,7 @@ def translate(
         )
         translator = Translator.from_runs(load_runs(run, checkpoint), decode)
         advance = stack.enter_context(output.line_progress(stream))
-        groups = arriving_lines(stream, name, enough=WINDOW * decode.batch_tokens)
+        groups = arriving_lines(stream, name, enough=WINDOW_CHARACTERS * decode.batch_tokens)
         for line in translate_lines(translator, groups, form, name, advance):
             write([line])
 
@@ -145,7 +145,7 @@ def score(
     from rich.console import Console
     from rich.progress import track
 
-    from flaxformer_mt.decoding.scoring.score_report import Totals, to_json, to_text
+    from flaxformer_mt.decoding.scoring.score_report import CorpusTotals, to_json, to_text
     from flaxformer_mt.decoding.scoring.scorer import PairScore, Scorer
     from flaxformer_mt.runs.trained_model import load_run
 
@@ -167,10 +167,10 @@ def score(
         return pair.normalized(normalize, decode)
 
     if summary:
-        totals = Totals()
+        totals = CorpusTotals()
         for each in scored:
             totals.add(each, value)
-        output.print_json(totals.figures())
+        output.print_json(totals.metrics())
     elif as_json:
         output.print_lines(json.dumps(to_json(each, value), ensure_ascii=False) for each in scored)
     else:

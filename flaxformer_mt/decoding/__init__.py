@@ -1,1 +1,1 @@
-"""From a trained model to text: search, translation, scoring."""
+"""Decoding with a trained model: search, translation and scoring of text."""

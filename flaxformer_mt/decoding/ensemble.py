@@ -1,4 +1,4 @@
-"""Several models that choose each token together."""
+"""Ensembles: the next-token distributions of several models, averaged."""
 
 import math
 from collections.abc import Sequence
@@ -8,33 +8,33 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from flaxformer_mt.decoding.search.search import Reorder, State, Step, StepOutput
+from flaxformer_mt.decoding.search.state import ReorderFunction, StepFunction, StepOutput, StepState
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.model.numerics import at_least_float32
 from flaxformer_mt.runs.trained_model import TrainedModel
 
 
-def combine(steps: Sequence[Step], how: Literal["log", "probability"]) -> Step:
-    r"""The step function of an ensemble of M models, all of the same weight.
+def combine(steps: Sequence[StepFunction], how: Literal["log", "probability"]) -> StepFunction:
+    r"""Returns the step function of an ensemble of M models with equal weights.
 
     .. math::
         \text{log:}\ \frac{1}{M} \sum_m \log p_m(v) \qquad
         \text{probability:}\ \log \frac{1}{M} \sum_m p_m(v)
 
-    A token that one model rules out (its logit is minus infinity) is impossible for "log", and for
-    "probability" only if all models rule it out. The attention is the mean of all models'.
+    A token to which one model gives a logit of minus infinity is impossible with "log", and with
+    "probability" only if all models do. The attention is averaged over the models.
 
     Args:
-      steps: one a model; see `search`. They may be models of any configuration that have the same
-        vocabularies (see `require_same_vocabularies`).
-      how: the mean of what; the first is a geometric mean, whose probabilities sum to less than 1.
+      steps: one per model. The models may differ in everything but their vocabularies (see
+        `require_same_vocabularies`).
+      how: what to average. "log" is a geometric mean, whose probabilities sum to less than 1.
 
     Returns:
       A step function over a tuple of the models' states. Its logits are the logarithms above, in
-      float32 or wider; one model's alone are passed on as they are.
+      float32 or wider; those of a single model are returned unchanged.
     """
 
-    def step(tokens: Array, states: State, positions: Array) -> tuple[StepOutput, State]:
+    def step(tokens: Array, states: StepState, positions: Array) -> tuple[StepOutput, StepState]:
         outputs, new_states = zip(
             *(
                 single(tokens, state, positions)
@@ -56,20 +56,20 @@ def combine(steps: Sequence[Step], how: Literal["log", "probability"]) -> Step:
     return step
 
 
-def reorder_each(reorder: Reorder) -> Reorder:
-    """The same `reorder` for every state of a tuple."""
+def reorder_each(reorder: ReorderFunction) -> ReorderFunction:
+    """Returns a function that applies `reorder` to every state of a tuple."""
     return lambda states, parents: tuple(reorder(state, parents) for state in states)
 
 
 def mean_log_probabilities(logits: Sequence[Array], how: Literal["log", "probability"]) -> Array:
-    """What M models make of V tokens together; see `combine`.
+    """Averages the distributions of M models over V tokens; see `combine`.
 
     Args:
-      logits: [..., V] of each model; minus infinity where it rules a token out.
+      logits: [..., V] of each model; minus infinity for an impossible token.
       how: see `combine`.
 
     Returns:
-      float32 [..., V] (float64 of float64).
+      float32 [..., V], or float64 for float64 logits.
     """
     log_probabilities = jax.nn.log_softmax(_stack(logits))
     if how == "log":
@@ -82,10 +82,10 @@ def _stack(arrays: Sequence[Array]) -> Array:
 
 
 def require_same_vocabularies(runs: Sequence[tuple[str, TrainedModel]]) -> None:
-    """Checks that the models of an ensemble speak of the same tokens.
+    """Checks that the models of an ensemble have the same vocabularies.
 
     Args:
-      runs: (folder, what it holds) of each model.
+      runs: (folder, run) of each model.
 
     Raises:
       UserError: the vocabularies, or the special tokens, of two runs differ.
@@ -96,13 +96,13 @@ def require_same_vocabularies(runs: Sequence[tuple[str, TrainedModel]]) -> None:
             fingerprints = {getattr(r.tokenizers, side).fingerprint for r in (first, run)}
             if len(fingerprints) > 1:
                 raise UserError(
-                    f"{first_folder} and {folder} cannot translate together: their {side} "
-                    "vocabularies differ; train one with data.tokenizer_path naming the other"
+                    f"{first_folder} and {folder} cannot form an ensemble: their {side} "
+                    "vocabularies differ; train one with data.tokenizer_path set to the other"
                 )
         for name in ("pad_id", "bos_id", "eos_id"):
             ours, theirs = (getattr(r.config.model, name) for r in (first, run))
             if ours != theirs:
                 raise UserError(
-                    f"{first_folder} and {folder} cannot translate together: model.{name} is "
+                    f"{first_folder} and {folder} cannot form an ensemble: model.{name} is "
                     f"{ours} in one and {theirs} in the other"
                 )

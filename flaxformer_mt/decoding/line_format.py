@@ -1,6 +1,6 @@
-"""Lines in, lines out: what `flaxformer-mt translate` reads and writes.
+"""The line formats that `flaxformer-mt translate` reads and writes.
 
-Each input line gives one output line, or, of n-best lists as text, one for each translation.
+Each input line results in one output line, or, for n-best lists as text, in one per translation.
 """
 
 import dataclasses
@@ -9,31 +9,31 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 from flaxformer_mt.decoding.scoring.alignment import pharaoh
-from flaxformer_mt.decoding.scoring.scorer import Unit
+from flaxformer_mt.decoding.scoring.scorer import AlignmentUnit
 from flaxformer_mt.decoding.translator import Hypothesis, Sentence, Translator
 from flaxformer_mt.errors import UserError
 
-Format = Literal["text", "jsonl"]
-"""Text, or a JSON object, in each line."""
+LineEncoding = Literal["text", "jsonl"]
+"""Plain text, or one JSON object per line."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LineFormat:
-    """How lines are read and written."""
+    """The format of input and output lines."""
 
-    input: Format = "text"
-    output: Format = "text"
-    unit: Unit | None = None
-    """What is aligned."""
+    input: LineEncoding = "text"
+    output: LineEncoding = "text"
+    unit: AlignmentUnit | None = None
+    """The unit to align; None = no alignment."""
     tokens: bool = False
-    """Also write token ids, and the pieces that they stand for."""
+    """Whether to write token ids and their pieces."""
     attention: bool = False
-    """Also write the attention."""
+    """Whether to write the attention."""
 
     def __post_init__(self) -> None:
         for name in ("tokens", "attention"):
             if getattr(self, name) and self.output == "text":
-                raise UserError(f"--{name} needs --format jsonl: it has no place in plain text")
+                raise UserError(f"--{name} requires --format jsonl: plain text cannot represent it")
 
 
 def translate_lines(
@@ -43,18 +43,19 @@ def translate_lines(
     name: str,
     advance: Callable[[], object] = lambda: None,
 ) -> Iterator[str]:
-    """What to write for each input line, as soon as it and all lines before it are translated.
+    """Yields the output lines, each as soon as all preceding input lines are translated.
 
     Args:
-      translator: of a model.
-      groups: input lines, as many together as are there; a group is answered before the next is
-        read.
-      form: of the lines.
-      name: where the lines come from, for messages.
-      advance: called when a line is translated, which may be before its turn.
+      translator: translates the lines.
+      groups: input lines in groups of those available together; a group is translated completely
+        before the next is read.
+      form: the format of the lines.
+      name: the source of the lines, for error messages.
+      advance: called when a line is translated, possibly before its output is yielded.
 
     Raises:
-      UserError: a line is not what `form` says, or see `Translator.translate_n_best`.
+      UserError: a line does not have the input format, or one of the errors of
+        `Translator.translate_n_best`.
     """
     first = 0
     scores = form.output == "jsonl" or translator.decode.n_best > 1
@@ -80,40 +81,40 @@ def translate_lines(
         first += len(group)
 
 
-def read_sentence(line: str, form: Format, place: str) -> Sentence:
-    """The sentence of an input line.
+def read_sentence(line: str, form: LineEncoding, location: str) -> Sentence:
+    """Parses an input line.
 
     Args:
       line: without line end.
-      form: text; or jsonl: {"text": "...", "prefix": "...", "phrases": ["...", ...]}, of which only
-        the text is needed.
-      place: where the line is, for messages.
+      form: text; or jsonl: {"text": "...", "prefix": "...", "phrases": ["...", ...]}, where only
+        "text" is required.
+      location: where the line is, for error messages.
 
     Raises:
-      UserError: it is no such JSON object.
+      UserError: the line is not such a JSON object.
     """
     if form == "text":
         return Sentence(line)
     try:
         values = json.loads(line)
     except json.JSONDecodeError as error:
-        raise UserError(f"{place}: not JSON: {error}") from error
+        raise UserError(f"{location}: not JSON: {error}") from error
     if not isinstance(values, dict) or "text" not in values:
-        raise UserError(f'{place}: not a JSON object with a "text"')
+        raise UserError(f'{location}: not a JSON object with the field "text"')
     for field, value in values.items():
         if field not in Sentence._fields:
             known = ", ".join(Sentence._fields)
-            raise UserError(f'{place}: unknown field "{field}"; known: {known}')
+            raise UserError(f'{location}: unknown field "{field}"; known: {known}')
         if field != "phrases" and not isinstance(value, str):
-            raise UserError(f'{place}: "{field}" must be a text')
+            raise UserError(f'{location}: "{field}" must be a string')
     phrases = values.get("phrases", [])
     if not isinstance(phrases, list) or not all(isinstance(phrase, str) for phrase in phrases):
-        raise UserError(f'{place}: "phrases" must be a list of texts')
+        raise UserError(f'{location}: "phrases" must be a list of strings')
     return Sentence(values["text"], values.get("prefix", ""), tuple(phrases))
 
 
 def write_text(hypothesis: Hypothesis, form: LineFormat, with_score: bool = False) -> str:
-    """A translation as text: `text`, or `text ||| score`, and ` ||| 0-0 1-2` if it is aligned."""
+    """Formats a translation as `text`, or `text ||| score`, and ` ||| 0-0 1-2` with alignment."""
     columns = [hypothesis.text]
     if with_score:
         columns.append(f"{hypothesis.score:.6f}")
@@ -123,7 +124,7 @@ def write_text(hypothesis: Hypothesis, form: LineFormat, with_score: bool = Fals
 
 
 def write_json(hypotheses: Sequence[Hypothesis], form: LineFormat) -> str:
-    """The translations of a sentence as a JSON object, best first."""
+    """Formats the translations of a sentence, best first, as a JSON object."""
     return json.dumps(
         {"translations": [dict(_fields(hypothesis, form)) for hypothesis in hypotheses]},
         ensure_ascii=False,

@@ -1,4 +1,4 @@
-"""Minimum Bayes risk: of translations drawn at random, those that are most like all others.
+"""Minimum Bayes risk decoding: selects the samples that are most similar to all others.
 
 Source: Kumar and Byrne 2004; over samples, Eikema and Aziz 2020.
 """
@@ -10,44 +10,44 @@ from collections.abc import Sequence
 import numpy as np
 
 CHARACTER_ORDER = 6
-"""Longest n-grams of characters that chrF compares."""
+"""Longest character n-grams that chrF compares."""
 
 BETA = 2
-"""How much more recall counts for chrF than precision."""
+"""Weight of recall relative to precision in chrF."""
 
 
 def choose(samples: Sequence[str], n_best: int) -> list[int]:
-    """The translations with the highest expected chrF.
+    """Chooses the translations with the highest expected chrF.
 
     A translation's expected chrF is its mean chrF with every sample as the reference, itself and
-    its repetitions included: what is drawn often counts often.
+    its duplicates included.
 
     Args:
-      samples: translations of one sentence, drawn from the model.
-      n_best: how many to choose.
+      samples: translations of one sentence, sampled from the model.
+      n_best: number of translations to choose.
 
     Returns:
-      Indices into `samples`, best first; of equal translations the first, so at most as many as
-      there are different ones. Of equally good ones the earlier comes first.
+      Indices into `samples`, best first. Of equal translations only the first is returned, so there
+      may be fewer than `n_best`. In a tie, the earlier one comes first.
     """
-    counts = Counter(samples)  # Keeps the order in which they first appear.
+    counts = Counter(samples)  # Preserves the order of first occurrence.
     expected = chrf_matrix(list(counts)) @ np.array(list(counts.values())) / len(samples)
-    first_places = {text: place for place, text in reversed(list(enumerate(samples)))}
-    places = [first_places[text] for text in counts]
-    # Sums of floating-point numbers that should be equal differ in their last bits.
+    first_indices = {text: index for index, text in reversed(list(enumerate(samples)))}
+    indices = [first_indices[text] for text in counts]
+    # Floating-point sums that should be equal differ in their last bits.
     best = np.argsort(-expected.round(9), kind="stable")[:n_best]
-    return [places[index] for index in best]
+    return [indices[index] for index in best]
 
 
 def chrf_matrix(texts: Sequence[str]) -> np.ndarray:
-    """The chrF of each text with each other one as its reference.
+    """Computes the chrF of each text with every text as its reference.
 
     Args:
-      texts: any number N.
+      texts: N texts.
 
     Returns:
-      float64 [N, N], in percent, hypotheses times references; what
-      `sacrebleu.CHRF().sentence_score` gives for each pair, some forty times faster.
+      float64 [N, N], in percent, hypotheses by references. It equals
+      `sacrebleu.CHRF().sentence_score` of each pair and is about forty times faster to compute.
 
     Source: Popović 2015; sacrebleu, `metrics/chrf.py`.
     """
@@ -58,7 +58,7 @@ def chrf_matrix(texts: Sequence[str]) -> np.ndarray:
         hypothesis, reference = totals[:, None], totals[None, :]
         precision += matches / np.maximum(hypothesis, 1)
         recall += matches / np.maximum(reference, 1)
-        # An order for which one of the two texts is too short is left out of the means.
+        # The means exclude orders for which either text is too short.
         orders += (hypothesis > 0) & (reference > 0)
     precision, recall = precision / np.maximum(orders, 1), recall / np.maximum(orders, 1)
     denominator = BETA**2 * precision + recall
@@ -66,13 +66,13 @@ def chrf_matrix(texts: Sequence[str]) -> np.ndarray:
 
 
 def _matches(texts: Sequence[str], order: int) -> tuple[np.ndarray, np.ndarray]:
-    """How many n-grams of characters each two texts have in common, and how many each has.
+    """Counts the character n-grams that each pair of texts shares, and those of each text.
 
     Returns:
-      float32 [N, N] and [N], whole numbers.
+      float32 [N, N] and [N], integers.
     """
-    # The second occurrence of an n-gram in a text is an element of its own, so that what two texts
-    # have in common is the intersection of two sets: a product of matrices of zeros and ones.
+    # Each occurrence of an n-gram in a text is a separate element. The number that two texts share
+    # is then the size of the intersection of two sets: a product of matrices of zeros and ones.
     columns: dict[tuple[str, int], int] = {}
     rows = []
     for text in texts:

@@ -1,4 +1,4 @@
-"""Sentences in, hypotheses out, for one set of options: from text to token requests and back."""
+"""From text to tokens to hypotheses, for one set of options."""
 
 import dataclasses
 import hashlib
@@ -12,73 +12,77 @@ import numpy as np
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.decoding import minimum_bayes_risk, sentence_splitting
-from flaxformer_mt.decoding.batching.continuous_batching import ContinuousBatcher, Found, Request
+from flaxformer_mt.decoding.batching.continuous_batching import (
+    ContinuousBatcher,
+    Request,
+    TokenHypotheses,
+)
 from flaxformer_mt.decoding.batching.length_buckets import longest_sentence
 from flaxformer_mt.decoding.scoring import alignment
-from flaxformer_mt.decoding.scoring.alignment import Pairs
-from flaxformer_mt.decoding.scoring.scorer import Unit
+from flaxformer_mt.decoding.scoring.alignment import Links
+from flaxformer_mt.decoding.scoring.scorer import AlignmentUnit
 from flaxformer_mt.decoding.scoring.teacher_forcing import check_alignment_options, teacher_force
-from flaxformer_mt.decoding.sentence_splitting import Piece
+from flaxformer_mt.decoding.sentence_splitting import Segment
 from flaxformer_mt.decoding.shortlists.shortlist import Shortlist
 from flaxformer_mt.errors import UserError
 
-LONGEST_SOURCE = 512
-"""Tokens of the longest input that is not split, unless `decode.max_source_length` says another."""
+MAX_SOURCE_LENGTH = 512
+"""Tokens of the longest input that is not split, unless `decode.max_source_length` is set."""
 
-ALIGNED_TOGETHER = 64
-"""Parts whose translations are aligned in one go."""
+ALIGNMENT_CHUNK_SIZE = 64
+"""Number of segments whose translations are aligned together."""
 
 _T = TypeVar("_T")
 
 
 class Sentence(NamedTuple):
-    """What is to be translated, and what its translation must have."""
+    """A source text and the constraints on its translation."""
 
     text: str
-    """A sentence, or a longer text. An empty one has one translation, the empty one."""
+    """A sentence, or a longer text. The translation of an empty text is empty."""
     prefix: str = ""
-    """What the translation begins with."""
+    """The beginning of the translation."""
     phrases: tuple[str, ...] = ()
-    """What it must have somewhere."""
+    """Phrases that must appear in the translation."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Hypothesis:
     """One translation of a sentence.
 
-    Of input that was split, numbers are sums over its parts, and sequences are joined.
+    For input that was split, numbers are sums over its segments, and sequences are concatenated.
     """
 
     text: str
-    """Detokenised, on one line."""
+    """Detokenized, on one line."""
     score: float = 0.0
-    """As the search ranks it: log-probability / length penalty, plus coverage penalty. It is NaN,
-    as is the log-probability, where they were not asked for."""
+    """Ranking score of the search: log-probability / length penalty, plus coverage penalty. NaN,
+    like the log-probability, if scores were not requested."""
     tokens: tuple[int, ...] = ()
-    """Target tokens; the end token is the last, if the model came to an end."""
+    """Target tokens; the end token is the last one, unless the maximum length was reached."""
     log_probability: float = 0.0
-    """Natural logarithm, sum over the tokens."""
+    """Natural logarithm, summed over the tokens."""
     source_pieces: tuple[str, ...] = ()
-    """What the tokens of the source are in its text, and ..."""
+    """Text of the source tokens, without end token; empty unless attention is needed."""
     pieces: tuple[str, ...] = ()
-    """... those of the target, without end tokens; both only where attention was asked for."""
-    alignment: Pairs = dataclasses.field(default_factory=list)
-    """(source, target) pairs of words, or of pieces, counted from 0; empty if not asked for."""
+    """Text of the target tokens, without end token; empty unless attention is needed."""
+    alignment: Links = dataclasses.field(default_factory=list)
+    """(source, target) links of words or pieces, counted from 0; empty if not requested."""
     attention: np.ndarray | None = dataclasses.field(default=None, compare=False)
-    """[target pieces, source pieces], how much was attended to each; None if not asked for, and of
-    input that was split."""
+    """[target pieces, source pieces], the cross-attention; None if not requested, and for input
+    that was split."""
 
 
-class _Part(NamedTuple):
-    """A part of the input that fits the model: nearly always a whole sentence."""
+class _TokenizedSegment(NamedTuple):
+    """A segment of the input that fits the model, mostly a whole sentence."""
 
-    piece: Piece
+    segment: Segment
     tokens: list[int]
-    """Of the source, without end token."""
+    """Source tokens, without end token."""
     prefix: Sequence[int] = ()
-    """What its translation begins with."""
+    """The first tokens of its translation."""
     phrases: Sequence[Sequence[int]] = ()
-    """What its translation must have."""
+    """Token sequences that must appear in its translation."""
 
 
 class SentenceDecoder:
@@ -89,20 +93,20 @@ class SentenceDecoder:
         models: Sequence[tuple[TransformerConfig, Any]],
         decode: DecodeConfig,
         tokenizers: Tokenizers,
-        unit: Unit | None = None,
+        unit: AlignmentUnit | None = None,
         attention: bool = False,
         scores: bool = True,
     ) -> None:
-        """Makes a decoder.
+        """Creates a decoder.
 
         Args:
-          models: configuration and parameters of each model of an ensemble. Alignments are those
-            of the first.
+          models: configuration and parameters of each model of an ensemble. Alignments are
+            computed with the first.
           decode: the options.
-          tokenizers: of all models.
-          unit: what to align; None = nothing.
-          attention: also give the attention itself.
-          scores: give scores and log-probabilities; a greedy search is faster without.
+          tokenizers: shared by all models.
+          unit: the unit to align; None = no alignment.
+          attention: whether to return the attention.
+          scores: whether to return scores and log-probabilities; greedy search is faster without.
 
         Raises:
           UserError: an option does not fit the models, or names a file that cannot be read.
@@ -123,106 +127,114 @@ class SentenceDecoder:
             )
         limits = [limit for model, _ in models if (limit := longest_sentence(model)) is not None]
         self.limit = min(limits, default=None)
-        """Tokens of the longest sentence, or translation, that all models know positions for."""
-        self.longest_source = min([decode.max_source_length or LONGEST_SOURCE, *limits])
-        self.engine = ContinuousBatcher(models, decode, self._bad_phrases(), scores)
+        """Maximum number of tokens of a source or target that all models support; None = any."""
+        self.longest_source = min([decode.max_source_length or MAX_SOURCE_LENGTH, *limits])
+        self.batcher = ContinuousBatcher(models, decode, self._bad_phrases(), scores)
 
     def translate(self, sentences: Sequence[Sentence]) -> Iterator[tuple[int, list[Hypothesis]]]:
-        """The translations of each sentence, best first, with its index, as they finish.
+        """Yields the index and the translations, best first, of each sentence as it finishes.
 
         Raises:
-          UserError: a sentence cannot have what is asked of it, or parameters are not finite.
+          UserError: the constraints of a sentence cannot be met, or the parameters are not finite.
         """
         divided = self._divide(sentences)
-        for index, own in enumerate(divided):
-            if not own:
+        for index, segments in enumerate(divided):
+            if not segments:
                 yield index, [Hypothesis("")]
-        places = [(index, place) for index, own in enumerate(divided) for place in range(len(own))]
+        positions = [
+            (index, position)
+            for index, segments in enumerate(divided)
+            for position in range(len(segments))
+        ]
         translated: list[dict[int, list[Hypothesis]]] = [{} for _ in sentences]
-        for number, hypotheses in self._translate_parts(list(itertools.chain(*divided))):
-            index, place = places[number]
+        for number, hypotheses in self._translate_segments(list(itertools.chain(*divided))):
+            index, position = positions[number]
             done = translated[index]
-            done[place] = hypotheses
+            done[position] = hypotheses
             if len(done) == len(divided[index]):
-                yield index, self._joined([done[p] for p in sorted(done)], divided[index])
+                yield index, self._join_n_best([done[p] for p in sorted(done)], divided[index])
                 done.clear()
 
-    def _divide(self, sentences: Sequence[Sentence]) -> list[list[_Part]]:
-        """Each sentence's parts: one, or none of an empty one, or several of a long text."""
+    def _divide(self, sentences: Sequence[Sentence]) -> list[list[_TokenizedSegment]]:
+        """Returns each sentence's segments: one, none for an empty one, several for a long one."""
         source, target = self.tokenizers.source, self.tokenizers.target
         texts = [sentence.text.strip() for sentence in sentences]
-        limit = self.longest_source - 1  # The end token needs a place, too.
+        limit = self.longest_source - 1  # One position is needed for the end token.
         divided = []
         for sentence, text, tokens in zip(sentences, texts, source.encode(texts), strict=True):
             if sentence.phrases and self.decode.samples:
                 raise UserError(
-                    "phrases that must appear can be searched for, but not sampled: leave out "
-                    "decode.sampling and decode.mbr_samples"
+                    "required phrases are not supported with sampling: remove decode.sampling and "
+                    "decode.mbr_samples"
                 )
-            pieces, encoded = [Piece(text)] * bool(text), [tokens]
+            segments, encoded = [Segment(text)] * bool(text), [tokens]
             if len(tokens) > limit:
-                pieces = sentence_splitting.split(text, limit, self._source_lengths)
-                encoded = source.encode([piece.text for piece in pieces])
-            if len(pieces) > 1 and sentence.phrases:
+                segments = sentence_splitting.split(text, limit, self._source_lengths)
+                encoded = source.encode([segment.text for segment in segments])
+            if len(segments) > 1 and sentence.phrases:
                 raise UserError(
-                    f'"{text[:30]}...": phrases that must appear cannot be given for input of more '
-                    f"than {self.longest_source} tokens, which is split: give its sentences one by "
-                    "one, or a larger decode.max_source_length"
+                    f'"{text[:30]}...": required phrases are not supported for input of more than '
+                    f"{self.longest_source} tokens, which is split: pass its sentences separately, "
+                    "or increase decode.max_source_length"
                 )
-            parts = [_Part(*part) for part in zip(pieces, encoded, strict=False)]
-            if parts and (sentence.prefix or sentence.phrases):
+            tokenized = [_TokenizedSegment(*pair) for pair in zip(segments, encoded, strict=False)]
+            if tokenized and (sentence.prefix or sentence.phrases):
                 prefix, *phrases = target.encode([sentence.prefix, *sentence.phrases])
-                parts[0] = parts[0]._replace(prefix=prefix, phrases=[p for p in phrases if p])
-            divided.append(parts)
+                tokenized[0] = tokenized[0]._replace(
+                    prefix=prefix, phrases=[phrase for phrase in phrases if phrase]
+                )
+            divided.append(tokenized)
         return divided
 
     def _source_lengths(self, texts: Sequence[str]) -> list[int]:
         return list(map(len, self.tokenizers.source.encode(texts)))
 
-    def _translate_parts(self, parts: Sequence[_Part]) -> Iterator[tuple[int, list[Hypothesis]]]:
-        """The translations of each part, with its number, as they finish."""
-        with_text = [number for number, part in enumerate(parts) if part.tokens]
-        for number, part in enumerate(parts):
-            if not part.tokens:
+    def _translate_segments(
+        self, segments: Sequence[_TokenizedSegment]
+    ) -> Iterator[tuple[int, list[Hypothesis]]]:
+        """Yields the index and the translations of each segment as it finishes."""
+        nonempty = [number for number, segment in enumerate(segments) if segment.tokens]
+        for number, segment in enumerate(segments):
+            if not segment.tokens:
                 yield number, [Hypothesis("")]
-        found = self.engine.decode([self._request(parts[number]) for number in with_text])
-        hypotheses = ((with_text[place], self._hypotheses(found)) for place, found in found)
+        finished = self.batcher.decode([self._request(segments[number]) for number in nonempty])
+        hypotheses = ((nonempty[index], self._hypotheses(found)) for index, found in finished)
         if not self.needs_attention:
             yield from hypotheses
             return
-        for group in grouped(hypotheses, ALIGNED_TOGETHER):
-            yield from self._aligned(parts, group)
+        for group in chunked(hypotheses, ALIGNMENT_CHUNK_SIZE):
+            yield from self._align(segments, group)
 
-    def _request(self, part: _Part) -> Request:
-        """What is asked of a part's translation."""
-        decode, num_tokens = self.decode, len(part.tokens)
+    def _request(self, segment: _TokenizedSegment) -> Request:
+        decode, num_tokens = self.decode, len(segment.tokens)
         max_length = decode.max_length or longest_target(num_tokens, decode)
-        # What must be there is there, however short the translation should be.
-        must = [*part.prefix, *itertools.chain(*part.phrases)]
-        max_length = max(max_length, len(must) + 1)
+        # Required tokens take precedence over the maximum length.
+        required = [*segment.prefix, *itertools.chain(*segment.phrases)]
+        max_length = max(max_length, len(required) + 1)
         if self.limit is not None:
-            if len(must) + 1 > self.limit:
+            if len(required) + 1 > self.limit:
                 raise UserError(
-                    f'"{part.piece.text[:30]}": its translation shall have {len(must)} given '
-                    f"tokens, but the model knows only model.max_length={self.limit} positions"
+                    f'"{segment.segment.text[:30]}": its prefix and phrases have {len(required)} '
+                    "tokens, but the position table holds only "
+                    f"model.max_length={self.limit}"
                 )
             max_length = min(max_length, self.limit)
         min_length = max(decode.min_length, int(decode.min_length_factor * num_tokens))
         allowed = None
         if self.shortlist is not None:
-            allowed = self.shortlist.allowed([*part.tokens, self.model.eos_id], must)
+            allowed = self.shortlist.allowed([*segment.tokens, self.model.eos_id], required)
         return Request(
-            source=[*part.tokens, self.model.eos_id],
+            source=[*segment.tokens, self.model.eos_id],
             min_length=min(min_length, max_length - 1),
             max_length=max_length,
-            prefix=part.prefix,
-            phrases=part.phrases,
-            seed=sampling_seed(decode.seed, part.tokens),
+            prefix=segment.prefix,
+            phrases=segment.phrases,
+            seed=sampling_seed(decode.seed, segment.tokens),
             allowed=allowed,
         )
 
-    def _hypotheses(self, found: Found) -> list[Hypothesis]:
-        """The hypotheses of a part as text; of samples those that minimise the Bayes risk."""
+    def _hypotheses(self, found: TokenHypotheses) -> list[Hypothesis]:
+        """Detokenizes the hypotheses of a segment, and selects those of minimum Bayes risk."""
         if not found.tokens:
             raise UserError("the model's parameters are not finite: training has diverged")
         texts = map(on_one_line, self.tokenizers.target.decode(found.tokens))
@@ -237,46 +249,47 @@ class SentenceDecoder:
         if not self.decode.mbr_samples:
             return hypotheses
         samples = [hypothesis.text for hypothesis in hypotheses]
-        return [
-            hypotheses[index] for index in minimum_bayes_risk.choose(samples, self.decode.n_best)
-        ]
+        chosen = minimum_bayes_risk.choose(samples, self.decode.n_best)
+        return [hypotheses[index] for index in chosen]
 
-    def _aligned(
-        self, parts: Sequence[_Part], group: Sequence[tuple[int, list[Hypothesis]]]
+    def _align(
+        self,
+        segments: Sequence[_TokenizedSegment],
+        group: Sequence[tuple[int, list[Hypothesis]]],
     ) -> Iterator[tuple[int, list[Hypothesis]]]:
-        """The same hypotheses with what their attention tells."""
-        pairs = [(parts[number], h) for number, hypotheses in group for h in hypotheses]
+        """Adds to the hypotheses what is computed from their attention."""
+        pairs = [(segments[number], h) for number, hypotheses in group for h in hypotheses]
         eos_id = self.model.eos_id
         results = teacher_force(
             self.params,
             self.model,
             self.decode,
-            [[*part.tokens, eos_id] for part, _ in pairs],
+            [[*segment.tokens, eos_id] for segment, _ in pairs],
             [hypothesis.tokens for _, hypothesis in pairs],
             attention=True,
         )
         aligned = (
-            self._with_attention(part, hypothesis, result.attention)
-            for (part, hypothesis), result in zip(pairs, results, strict=True)
+            self._with_attention(segment, hypothesis, result.attention)
+            for (segment, hypothesis), result in zip(pairs, results, strict=True)
         )
         for number, hypotheses in group:
             yield number, list(itertools.islice(aligned, len(hypotheses)))
 
     def _with_attention(
-        self, part: _Part, hypothesis: Hypothesis, attention: np.ndarray | None
+        self, segment: _TokenizedSegment, hypothesis: Hypothesis, attention: np.ndarray | None
     ) -> Hypothesis:
-        """A hypothesis with what its attention [T, S], that of the ends included, tells."""
+        """Adds to a hypothesis what is computed from its attention [T, S], end tokens included."""
         assert attention is not None
         target = self.tokenizers.target
         attention = alignment.without_ends(attention, hypothesis.tokens, self.model.eos_id)
         tokens = hypothesis.tokens[: len(attention)]
-        source_pieces = self.tokenizers.source.split([part.piece.text])[0]
+        source_pieces = self.tokenizers.source.split([segment.segment.text])[0]
         pieces = target.pieces(tokens)
-        pairs: Pairs = []
+        links: Links = []
         if self.unit == "words":
-            pairs = alignment.align_words(attention, source_pieces, pieces)
+            links = alignment.align_words(attention, source_pieces, pieces)
         elif self.unit == "pieces":
-            pairs = alignment.align(attention)
+            links = alignment.align(attention)
         text = hypothesis.text
         if self.decode.copy_unknown and target.unk_id in tokens:
             text = on_one_line(alignment.copy_unknown(tokens, attention, source_pieces, target))
@@ -285,81 +298,88 @@ class SentenceDecoder:
             text=text,
             source_pieces=tuple(source_pieces),
             pieces=tuple(pieces),
-            alignment=pairs,
+            alignment=links,
             attention=attention if self.attention else None,
         )
 
-    def _joined(
-        self, translations: Sequence[Sequence[Hypothesis]], parts: Sequence[_Part]
+    def _join_n_best(
+        self,
+        translations: Sequence[Sequence[Hypothesis]],
+        segments: Sequence[_TokenizedSegment],
     ) -> list[Hypothesis]:
-        """The translations of a text from those of its parts: the best with the best, and so on."""
-        if len(parts) == 1:
+        """Joins the translations of a text's segments: the best ones, the second best, and so on.
+
+        A segment with fewer translations than others contributes its last one repeatedly.
+        """
+        if len(segments) == 1:
             return list(translations[0])
         ranks = range(max(map(len, translations)))
         return [
-            self._join([own[min(rank, len(own) - 1)] for own in translations], parts)
+            self._join([n_best[min(rank, len(n_best) - 1)] for n_best in translations], segments)
             for rank in ranks
         ]
 
-    def _join(self, hypotheses: Sequence[Hypothesis], parts: Sequence[_Part]) -> Hypothesis:
-        pairs: Pairs = []
+    def _join(
+        self, hypotheses: Sequence[Hypothesis], segments: Sequence[_TokenizedSegment]
+    ) -> Hypothesis:
+        links: Links = []
         num_source = num_target = 0
         for hypothesis in hypotheses:
-            pairs += [(num_source + s, num_target + t) for s, t in hypothesis.alignment]
+            links += [(num_source + s, num_target + t) for s, t in hypothesis.alignment]
             num_source += self._num_units(hypothesis.source_pieces)
             num_target += self._num_units(hypothesis.pieces)
         return Hypothesis(
             text=sentence_splitting.join(
-                [h.text for h in hypotheses], [part.piece for part in parts]
+                [h.text for h in hypotheses], [segment.segment for segment in segments]
             ),
             score=math.fsum(h.score for h in hypotheses),
             tokens=tuple(itertools.chain(*(h.tokens for h in hypotheses))),
             log_probability=math.fsum(h.log_probability for h in hypotheses),
             source_pieces=tuple(itertools.chain(*(h.source_pieces for h in hypotheses))),
             pieces=tuple(itertools.chain(*(h.pieces for h in hypotheses))),
-            alignment=pairs,
+            alignment=links,
         )
 
     def _num_units(self, pieces: Sequence[str]) -> int:
-        """How many words, or pieces, an alignment counts."""
+        """Returns the number of words, or pieces, that an alignment counts."""
         if self.unit == "pieces":
             return len(pieces)
         return max(alignment.words(pieces), default=-1) + 1
 
     def _bad_phrases(self) -> tuple[tuple[int, ...], ...]:
-        """The token sequences that must not appear."""
+        """Returns the token sequences that must not appear."""
         words = self.tokenizers.target.encode([word.strip() for word in self.decode.bad_words])
         ids = [[int(token) for token in phrase.split(",")] for phrase in self.decode.bad_word_ids]
         for phrase in ids:
             if max(phrase) >= self.model.target_vocab_size:
                 raise UserError(
-                    f"decode.bad_word_ids: {max(phrase)} is no token; the vocabulary has "
-                    f"{self.model.target_vocab_size}, from 0"
+                    f"decode.bad_word_ids: {max(phrase)} is not a token; ids must be less than "
+                    f"{self.model.target_vocab_size}, the size of the vocabulary"
                 )
         return tuple(tuple(phrase) for phrase in (*words, *ids) if phrase)
 
 
 def longest_target(num_source_tokens: int, decode: DecodeConfig) -> int:
-    """The most tokens that a translation of so many source tokens (end not counted) may have."""
+    """Returns the maximum number of target tokens, given that of source tokens without end."""
     return int(decode.max_length_factor * num_source_tokens) + decode.max_length_extra
 
 
 def sampling_seed(seed: int, tokens: Sequence[int]) -> int:
-    """32 bits that follow from the seed and the sentence's tokens, on any machine."""
+    """Returns a 32-bit hash of the seed and the sentence's tokens, equal on every machine."""
     text = f"{seed}: {' '.join(map(str, tokens))}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest())
 
 
 def on_one_line(text: str) -> str:
-    """The text without what some program takes for the end of a line, such as U+2028.
+    """Replaces everything that some program treats as a line end, such as U+2028, by spaces.
 
-    Pieces for single bytes can spell it.
+    Byte-fallback pieces can produce such characters.
     """
     return " ".join(text.splitlines())
 
 
-def grouped(items: Iterable[_T], size: int) -> Iterator[list[_T]]:
-    """Lists of `size` items; the last may be shorter."""
-    left = iter(items)
-    while group := list(itertools.islice(left, size)):
-        yield group
+def chunked(items: Iterable[_T], size: int) -> Iterator[list[_T]]:
+    """Yields lists of `size` items; the last may be shorter."""
+    remaining = iter(items)
+    while chunk := list(itertools.islice(remaining, size)):
+        yield chunk

@@ -1,8 +1,8 @@
-"""Input that is too long, in pieces that are not: at the ends of sentences where that is enough.
+"""Splits input that is too long into segments, preferably at the ends of sentences.
 
-What is still too long is divided at commas and the like, then at spaces, then anywhere, so that any
-text, however long and however strange, becomes pieces that fit; in time about proportional to its
-length.
+A sentence that is still too long is split at commas and similar marks, then at spaces, then between
+any two characters, so that every text becomes segments that fit. The time is about proportional to
+the length of the text.
 """
 
 import itertools
@@ -12,19 +12,19 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 MeasureLengths = Callable[[Sequence[str]], list[int]]
-"""Tokens of each text."""
+"""Returns the number of tokens of each text."""
 
 # Latin, Greek and Cyrillic, Armenian, Arabic and Urdu, Devanagari, Ethiopic, Khmer, Burmese,
-# Tibetan, Chinese and Japanese: what Unicode calls Sentence_Terminal, where it is in common use.
+# Tibetan, Chinese and Japanese: the commonly used characters of Unicode's Sentence_Terminal.
 _ENDS = "!?.…\u203c\u2047\u2048\u2049։؟۔।॥።፧፨។៕။།"
 _WIDE_ENDS = "。．！？｡"
 _CLOSING = "\"'”“’‘»«›‹)\\]}」』）］】〉》"
 _SENTENCE_END = re.compile(
-    # French has a space before its closing quotation marks.
+    # In French, a space precedes the closing quotation mark.
     f"([{_ENDS}{_WIDE_ENDS}]+)[{_CLOSING}]*(?:[ \u00a0\u202f]»(?!\\w))?"
     "|[\r\x0b\x0c\x85\u2028\u2029]+"
 )
-# Possessive, and only from the first of several marks on: a million commas would else take hours.
+# Possessive, and anchored at the first of several marks; otherwise a million commas take hours.
 _CLAUSE_END = re.compile(
     f"(?<![,;:،؛၊])[,;:،؛၊]++[{_CLOSING}]*+(?=\\s)|[，、；：—]+|(?<=\\s)[-–](?=\\s)"
 )
@@ -37,11 +37,11 @@ feb fig figs fr ggf gen geb hr hrsg inc inkl jan jr kap lt ltd m max mio min mll
 mt nov no nos nr oct op p pp prof resp rev s sec sen sep sept sr st str tab tel u usw vgl viz vol vs
 z zzgl г им проф см ср стр т ул
 """
-"""What is written with a full stop inside a sentence; a single letter always is."""
-_KNOWN = frozenset(_ABBREVIATIONS.split())
-_LONGEST = max(map(len, _KNOWN))
+"""Abbreviations that end with a full stop inside a sentence; single letters are always such."""
+_ABBREVIATION_SET = frozenset(_ABBREVIATIONS.split())
+_MAX_ABBREVIATION_LENGTH = max(map(len, _ABBREVIATION_SET))
 
-# Scripts that put no space between words: Thai, Lao, Burmese, Khmer, Tibetan; Chinese and Japanese
+# Scripts without spaces between words: Thai, Lao, Burmese, Khmer, Tibetan; Chinese and Japanese
 # with their punctuation and full-width forms. (Korean has spaces.)
 _SPACELESS = re.compile(
     "[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3000-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
@@ -49,41 +49,42 @@ _SPACELESS = re.compile(
 )
 
 
-class Piece(NamedTuple):
+class Segment(NamedTuple):
     """A part of a text."""
 
     text: str
     inside_word: bool = False
-    """Whether it begins inside a word of a script that puts spaces between words."""
+    """Whether it begins inside a word of a script with spaces between words."""
 
 
-def split(text: str, limit: int, measure_lengths: MeasureLengths) -> list[Piece]:
-    """Divides a text into its sentences, and those that are too long further.
+def split(text: str, limit: int, measure_lengths: MeasureLengths) -> list[Segment]:
+    """Splits a text into its sentences, and those that are too long into smaller segments.
 
     Args:
       text: of any length.
-      limit: the most tokens that a piece may have. Only a single character can have more.
-      measure_lengths: tells the number of tokens of texts.
+      limit: maximum number of tokens of a segment. Only a single character can have more.
+      measure_lengths: returns the numbers of tokens of texts.
 
     Returns:
-      The pieces, none of them empty; together they are the text but for spaces at their borders.
+      The segments, none of them empty. Concatenated they are the text, except for spaces at their
+      boundaries.
     """
-    return list(_divided(Piece(text.strip()), limit, measure_lengths, _LEVELS))
+    return list(_split_levels(Segment(text.strip()), limit, measure_lengths, _LEVELS))
 
 
-def join(translations: Sequence[str], pieces: Sequence[Piece]) -> str:
-    """The translations of a text's pieces as one text.
+def join(translations: Sequence[str], segments: Sequence[Segment]) -> str:
+    """Joins the translations of a text's segments.
 
-    Between two of them is a space, unless the piece began inside a word or one of the characters
-    that would be next to the space belongs to a script that has none.
+    They are joined by a space, unless the segment begins inside a word or one of the characters
+    adjacent to the space belongs to a script without spaces.
     """
     joined: list[str] = []
     end = ""
-    for translation, piece in zip(translations, pieces, strict=True):
+    for translation, segment in zip(translations, segments, strict=True):
         if not translation:
             continue
         spaceless = _SPACELESS.match(end) or _SPACELESS.match(translation)
-        if joined and not piece.inside_word and not spaceless:
+        if joined and not segment.inside_word and not spaceless:
             joined.append(" ")
         joined.append(translation)
         end = translation[-1]
@@ -91,11 +92,11 @@ def join(translations: Sequence[str], pieces: Sequence[Piece]) -> str:
 
 
 def sentences(text: str) -> list[str]:
-    """The text after each end of a sentence, including it, up to the next.
+    """Splits a text after the end of each sentence; concatenated, the parts are the text.
 
-    A full stop is none after an abbreviation or a number of one or two digits ("3. Mai"), nor
-    where no space or a small letter follows ("3.14", "e.g. this"). Marks without a word before
-    them are part of the sentence that follows.
+    A full stop does not end a sentence after an abbreviation or a number of one or two digits ("3.
+    Mai"), nor if no space or a lower-case letter follows ("3.14", "e.g. this"). Marks that follow
+    no word belong to the next sentence.
     """
     return _parts(text, _sentence_ends(text))
 
@@ -118,14 +119,14 @@ def _is_end(text: str, match: re.Match[str]) -> bool:
     if not following[:1].isspace() or following[1:].islower():
         return False
     start = match.start()
-    before = text[max(0, start - _LONGEST - 1) : start]
+    before = text[max(0, start - _MAX_ABBREVIATION_LENGTH - 1) : start]
     return marks != "." or not _is_abbreviated(before)
 
 
 def _is_abbreviated(before: str) -> bool:
-    """Whether a full stop after this belongs to its last word alone."""
+    """Whether the last word is an abbreviation, number or letter that takes a full stop."""
     word = re.search(r"\w*$", before)[0].lower()  # type: ignore[index]  # "" always matches.
-    return word in _KNOWN or (len(word) == 1 or (len(word) == 2 and word.isdecimal()))
+    return word in _ABBREVIATION_SET or (len(word) == 1 or (len(word) == 2 and word.isdecimal()))
 
 
 def _clauses(text: str) -> list[str]:
@@ -136,48 +137,48 @@ def _words(text: str) -> list[str]:
     return _parts(text, (match.end() for match in _SPACE.finditer(text)))
 
 
-def _parts(text: str, borders: Iterator[int]) -> list[str]:
-    """The text between the borders; joined they are the text."""
-    places = [0, *borders, len(text)]
-    parts = (text[start:end] for start, end in itertools.pairwise(places))
+def _parts(text: str, boundaries: Iterator[int]) -> list[str]:
+    """Splits a text at the boundaries; concatenated, the parts are the text."""
+    indices = [0, *boundaries, len(text)]
+    parts = (text[start:end] for start, end in itertools.pairwise(indices))
     return [part for part in parts if part]
 
 
 _LEVELS = (sentences, _clauses, _words)
-"""Where to divide, the best places first."""
+"""How to split a text, in order of preference."""
 
 
-def _divided(
-    piece: Piece,
+def _split_levels(
+    segment: Segment,
     limit: int,
     measure_lengths: MeasureLengths,
     levels: Sequence[Callable[[str], list[str]]],
-) -> Iterator[Piece]:
+) -> Iterator[Segment]:
     if not levels:
-        yield from _cut(piece, limit, measure_lengths)
+        yield from _split_anywhere(segment, limit, measure_lengths)
         return
-    parts = levels[0](piece.text)
+    parts = levels[0](segment.text)
     lengths = measure_lengths(parts)
-    # Sentences are what a model has learned to translate; smaller parts are worth more together.
+    # Models are trained on sentences, which stay separate; smaller parts are merged.
     groups = [[part] for part in parts]
     if levels[0] is not sentences:
-        groups = _grouped(parts, lengths, limit)
+        groups = _group_neighbours(parts, lengths, limit)
         lengths = measure_lengths(["".join(group) for group in groups])
-    inside_word = piece.inside_word
+    inside_word = segment.inside_word
     for group, length in zip(groups, lengths, strict=True):
         if length > limit and len(group) == 1:
-            yield from _divided(
-                Piece(group[0].strip(), inside_word), limit, measure_lengths, levels[1:]
+            yield from _split_levels(
+                Segment(group[0].strip(), inside_word), limit, measure_lengths, levels[1:]
             )
         else:
-            # Where neighbours have more tokens together than apart, they stay apart.
+            # Merged neighbours may have more tokens than separate ones; they are not merged then.
             texts = group if length > limit else ["".join(group)]
-            yield from (Piece(text.strip(), inside_word) for text in texts if text.strip())
+            yield from (Segment(text.strip(), inside_word) for text in texts if text.strip())
         inside_word = False
 
 
-def _grouped(parts: Sequence[str], lengths: Sequence[int], limit: int) -> list[list[str]]:
-    """Neighbours together, as many as have at most `limit` tokens."""
+def _group_neighbours(parts: Sequence[str], lengths: Sequence[int], limit: int) -> list[list[str]]:
+    """Groups consecutive parts, each group of at most `limit` tokens if possible."""
     groups: list[list[str]] = []
     room = 0
     for part, length in zip(parts, lengths, strict=True):
@@ -189,14 +190,16 @@ def _grouped(parts: Sequence[str], lengths: Sequence[int], limit: int) -> list[l
     return groups
 
 
-def _cut(piece: Piece, limit: int, measure_lengths: MeasureLengths) -> Iterator[Piece]:
-    """Equal numbers of characters, so few that each part fits."""
-    (length,) = measure_lengths([piece.text])
-    if length <= limit or len(piece.text) == 1:
-        yield piece
+def _split_anywhere(
+    segment: Segment, limit: int, measure_lengths: MeasureLengths
+) -> Iterator[Segment]:
+    """Splits into equal numbers of characters until every part fits."""
+    (length,) = measure_lengths([segment.text])
+    if length <= limit or len(segment.text) == 1:
+        yield segment
         return
-    size = math.ceil(len(piece.text) / math.ceil(length / limit))
-    for start in range(0, len(piece.text), size):
-        text = piece.text[start : start + size]
-        inside_word = piece.inside_word if start == 0 else not _SPACELESS.match(text)
-        yield from _cut(Piece(text, inside_word), limit, measure_lengths)
+    size = math.ceil(len(segment.text) / math.ceil(length / limit))
+    for start in range(0, len(segment.text), size):
+        text = segment.text[start : start + size]
+        inside_word = segment.inside_word if start == 0 else not _SPACELESS.match(text)
+        yield from _split_anywhere(Segment(text, inside_word), limit, measure_lengths)

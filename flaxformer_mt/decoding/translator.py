@@ -1,4 +1,4 @@
-"""Text in, text out."""
+"""Translation of text: the public interface of a trained model."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,24 +17,24 @@ from flaxformer_mt.config import (
 )
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.decoding.ensemble import require_same_vocabularies
-from flaxformer_mt.decoding.scoring.scorer import Unit
+from flaxformer_mt.decoding.scoring.scorer import AlignmentUnit
 from flaxformer_mt.decoding.sentence_decoder import Hypothesis, Sentence, SentenceDecoder
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs.layout import CheckpointSelector
 from flaxformer_mt.runs.trained_model import TrainedModel, load_run
 
-WINDOW = 128
-"""Characters that `Translator.stream` reads before the first is translated, for each token of a
-batch: enough for some thirty batches, of which the last are not full."""
+WINDOW_CHARACTERS = 128
+"""Characters per token of a batch that `Translator.stream` reads ahead: enough for about thirty
+batches, the last few of which are not full."""
 
 _T = TypeVar("_T")
 
 
 class Translator:
-    """Translates with a trained model, or with several together.
+    """Translates text with a trained model, or with an ensemble of several.
 
-    What is compiled is shared by all translators of one model configuration: a new one, for new
-    parameters, costs nothing.
+    All translators of one model configuration share their compiled programs: another one, for other
+    parameters, compiles nothing.
     """
 
     def __init__(
@@ -44,14 +44,14 @@ class Translator:
         tokenizers: Tokenizers,
         others: Sequence[tuple[TransformerConfig, Any]] = (),
     ) -> None:
-        """Makes a translator.
+        """Creates a translator.
 
         Args:
-          config: of the run; `model` and `decode` are used.
+          config: the run's configuration, of which `model` and `decode` are used.
           params: the model's parameters, nested dicts of arrays.
-          tokenizers: of the run.
-          others: configuration and parameters of more models, which choose each token together with
-            the first. Alignments are those of the first alone.
+          tokenizers: the run's tokenizers.
+          others: configuration and parameters of the other models of an ensemble. Alignments are
+            computed with the first model.
 
         Raises:
           UserError: a model has no encoder.
@@ -66,30 +66,35 @@ class Translator:
         self.decode = config.decode
         self.tokenizers = tokenizers
         self._decoders: dict[Any, SentenceDecoder] = {}
-        """One for each set of options that was asked for."""
+        """One per set of options."""
 
     @classmethod
     def from_run(
         cls, folders: str | Path | Sequence[str | Path], checkpoint: CheckpointSelector = "best"
     ) -> Self:
-        """The translator of a run folder, or of several: an ensemble.
+        """Loads the model of a run folder, or those of several folders as an ensemble.
+
+        Args:
+          folders: one or more run folders.
+          checkpoint: which checkpoint of each to read.
 
         Raises:
-          UserError: a folder, or a part of it, is missing or damaged; or their vocabularies differ.
+          UserError: a folder, or a part of it, is missing or damaged, or the vocabularies differ.
         """
-        several = [folders] if isinstance(folders, str | Path) else folders
-        return cls.from_runs([load_run(folder, checkpoint) for folder in several])
+        if isinstance(folders, str | Path):
+            folders = [folders]
+        return cls.from_runs([load_run(folder, checkpoint) for folder in folders])
 
     @classmethod
     def from_runs(cls, runs: Sequence[TrainedModel], decode: DecodeConfig | None = None) -> Self:
-        """The translator of one run, or of several together.
+        """Creates a translator from one run, or from several as an ensemble.
 
         Args:
           runs: at least one.
-          decode: options; by default as configured for the first.
+          decode: the options; by default those of the first run.
 
         Raises:
-          UserError: their vocabularies differ.
+          UserError: the vocabularies of the runs differ.
         """
         require_same_vocabularies([(str(run.folder), run) for run in runs])
         first, *others = runs
@@ -105,7 +110,7 @@ class Translator:
         show_progress: bool = False,
         **options: Any,
     ) -> list[str]:
-        """The best translation of each sentence; arguments as in `translate_n_best`."""
+        """Returns the best translation of each sentence; arguments as for `translate_n_best`."""
         lists = self.translate_n_best(
             sentences, 1, beam_size=beam_size, scores=False, show_progress=show_progress, **options
         )
@@ -116,30 +121,30 @@ class Translator:
         sentences: Sequence[str | Sentence],
         n_best: int | None = None,
         *,
-        unit: Unit | None = None,
+        unit: AlignmentUnit | None = None,
         attention: bool = False,
         scores: bool = True,
         show_progress: bool = False,
         **options: Any,
     ) -> list[list[Hypothesis]]:
-        """The best translations of each sentence.
+        """Returns the best translations of each sentence.
 
         Args:
           sentences: in any order and of any length.
-          n_best: translations per sentence; by default as configured.
-          unit: align these.
-          attention: give the attention that alignments are made from.
-          scores: give scores and log-probabilities; a greedy search is faster without.
-          show_progress: draw a progress bar on standard error.
-          **options: fields of `DecodeConfig`; those that are left out, or None, are as configured.
+          n_best: number of translations per sentence; by default as configured.
+          unit: the unit to align; None = no alignment.
+          attention: whether to return the attention from which alignments are computed.
+          scores: whether to return scores and log-probabilities; greedy search is faster without.
+          show_progress: whether to show a progress bar on standard error.
+          **options: fields of `DecodeConfig`; those omitted, or None, are as configured.
 
         Returns:
           For each sentence, in the order given, its translations from best to worst. They depend on
           the sentence and the options alone, not on the other sentences.
 
         Raises:
-          UserError: an option is out of range or does not fit the model, a sentence cannot have
-            what is asked of it, or the parameters are not finite.
+          UserError: an option is out of range or does not fit the model, the constraints of a
+            sentence cannot be met, or the parameters are not finite.
         """
         decoder = self._decoder({**options, "n_best": n_best}, unit, attention, scores)
         finished = track(
@@ -156,25 +161,28 @@ class Translator:
         self,
         sentences: Iterable[str | Sentence],
         *,
-        unit: Unit | None = None,
+        unit: AlignmentUnit | None = None,
         attention: bool = False,
         scores: bool = True,
         advance: Callable[[], object] = lambda: None,
         **options: Any,
     ) -> Iterator[list[Hypothesis]]:
-        """The best translations of each sentence, as soon as they and all before are finished.
+        """Yields the best translations of each sentence, in the order of the sentences.
 
-        Sentences are read in portions of some thousands, the next when all of one are finished:
-        memory does not grow with their number. Arguments that are not explained here, and errors,
-        are those of `translate_n_best`.
+        Sentences are read in windows of a few thousand, each when the previous one is finished, so
+        that memory does not grow with their number. The translations of a sentence are yielded as
+        soon as they and those of all preceding sentences are finished.
 
         Args:
-          sentences: any number.
-          unit: see there.
-          attention: see there.
-          scores: see there.
-          advance: called when a sentence is finished, which may be before its turn.
-          **options: see there.
+          sentences: any number of sentences, read lazily.
+          unit: see `translate_n_best`.
+          attention: see `translate_n_best`.
+          scores: see `translate_n_best`.
+          advance: called when a sentence is finished, possibly before its translations are yielded.
+          **options: see `translate_n_best`.
+
+        Raises:
+          UserError: see `translate_n_best`.
         """
         decoder = self._decoder(options, unit, attention, scores)
 
@@ -183,11 +191,13 @@ class Translator:
                 advance()
                 yield result
 
-        for window in windows(map(_as_sentence, sentences), WINDOW * decoder.decode.batch_tokens):
+        for window in windows(
+            map(_as_sentence, sentences), WINDOW_CHARACTERS * decoder.decode.batch_tokens
+        ):
             yield from in_order(finished(window))
 
     def _decoder(
-        self, options: dict[str, Any], unit: Unit | None, attention: bool, scores: bool
+        self, options: dict[str, Any], unit: AlignmentUnit | None, attention: bool, scores: bool
     ) -> SentenceDecoder:
         given = {name: value for name, value in options.items() if value is not None}
         decode = dataclasses.replace(self.decode, **given)
@@ -200,9 +210,9 @@ class Translator:
 
 
 def windows(sentences: Iterable[Sentence], size: int) -> Iterator[list[Sentence]]:
-    """Sentences in their order, as many together as have about `size` characters.
+    """Groups consecutive sentences into windows of about `size` characters.
 
-    Each window has at least one sentence, and no more than `size`.
+    An empty sentence counts as one character. Each window has at least one sentence.
     """
     window: list[Sentence] = []
     room = size
@@ -217,10 +227,10 @@ def windows(sentences: Iterable[Sentence], size: int) -> Iterator[list[Sentence]
 
 
 def in_order(finished: Iterable[tuple[int, _T]]) -> Iterator[_T]:
-    """Results with the indices 0, 1, 2 ... in that order, each as soon as all before it are there.
+    """Yields results in the order of their indices, each as early as possible.
 
     Args:
-      finished: (index, result) in any order.
+      finished: (index, result) pairs in any order, with the indices 0, 1, 2, ...
     """
     waiting: dict[int, _T] = {}
     following = 0

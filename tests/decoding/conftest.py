@@ -1,4 +1,4 @@
-"""What all tests of decoding share."""
+"""Fixtures of the decoding tests."""
 
 import pytest
 from talker import make_talker

@@ -1,4 +1,4 @@
-"""What `decoding/search.py` documents, for one row: plain, slow, one hypothesis at a time."""
+"""A reference implementation of `decoding/search`: one row, one hypothesis per step, no JAX."""
 
 import dataclasses
 import math
@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 
 @dataclasses.dataclass(frozen=True)
-class Wish:
-    """What is asked of a row; see `Rows`."""
+class Constraints:
+    """The constraints of one row; see `SentenceConstraints`."""
 
     limit: int
     minimum: int = 0
@@ -30,16 +30,16 @@ def log_sum_exp(values):
     return highest + math.log(sum(math.exp(value - highest) for value in values))
 
 
-def is_ruled_out(tokens, token, wish, options):
-    """Whether a rule forbids that `token` follows `tokens`."""
+def is_ruled_out(tokens, token, constraints, options):
+    """Whether a rule forbids `token` after `tokens`."""
     grown, size = (*tokens, token), options.no_repeat_ngram_size
     earlier = [tokens[place : place + size] for place in range(len(tokens) - size + 1)]
     return (
         token in options.forbidden_ids
-        or (wish.allowed is not None and token not in wish.allowed)
+        or (constraints.allowed is not None and token not in constraints.allowed)
         or (size > 0 and grown[-size:] in earlier)
         or any(grown[-len(phrase) :] == phrase for phrase in options.bad_phrases)
-        or (options.min_length and token == options.eos_id and len(tokens) < wish.minimum)
+        or (options.min_length and token == options.eos_id and len(tokens) < constraints.minimum)
     )
 
 
@@ -47,9 +47,9 @@ def penalise(score, penalty):
     return score * penalty if score < 0 else score / penalty
 
 
-def token_scores(logits, tokens, wish, options, chosen_by_others=()):
-    """What each next token adds to the log-probability of the hypothesis `tokens`, a list."""
-    allowed = range(len(logits)) if wish.allowed is None else wish.allowed
+def token_scores(logits, tokens, constraints, options, chosen_by_others=()):
+    """Returns a list of what each next token adds to the log-probability of `tokens`."""
+    allowed = range(len(logits)) if constraints.allowed is None else constraints.allowed
     normaliser = log_sum_exp([logits[token] for token in allowed])
     originals = [logit - normaliser for logit in logits]
     scores = []
@@ -58,12 +58,12 @@ def token_scores(logits, tokens, wish, options, chosen_by_others=()):
         if options.repetition_penalty is not None and token in tokens:
             shift = normaliser if options.independent else 0.0
             score = penalise(score + shift, options.repetition_penalty) - shift
-        scores.append(-math.inf if is_ruled_out(tokens, token, wish, options) else score)
-    if len(tokens) < len(wish.prefix):
-        forced = wish.prefix[len(tokens)]
+        scores.append(-math.inf if is_ruled_out(tokens, token, constraints, options) else score)
+    if len(tokens) < len(constraints.prefix):
+        required = constraints.prefix[len(tokens)]
         scores = [-math.inf] * len(logits)
-        scores[forced] = originals[forced]
-    if options.force_end and len(tokens) == wish.limit - 1:
+        scores[required] = originals[required]
+    if options.force_end and len(tokens) == constraints.limit - 1:
         scores = [-math.inf] * len(logits)
         scores[options.eos_id] = 0.0
     if options.renormalize:
@@ -78,7 +78,7 @@ def penalty_of(length, options):
 
 
 def score_of(tokens, total, options, attention_after):
-    """The score that a hypothesis has if it ends now."""
+    """Returns the ranking score of a hypothesis that ends now."""
     score = total / penalty_of(len(tokens), options)
     if options.coverage_penalty is not None:
         received = [attention_after(tokens[:place]) for place in range(len(tokens))]
@@ -87,12 +87,12 @@ def score_of(tokens, total, options, attention_after):
     return score
 
 
-def is_complete(tokens, wish, options):
-    return tokens[-1] == options.eos_id or len(tokens) == wish.limit
+def is_complete(tokens, constraints, options):
+    return tokens[-1] == options.eos_id or len(tokens) == constraints.limit
 
 
-def is_decided(beam, finished, size, wish, options, attention_after):
-    """Whether a beam that has `finished` hypotheses, best first, stops; see `DecodeConfig`."""
+def is_decided(beam, finished, size, constraints, options, attention_after):
+    """Whether a beam with `finished` hypotheses, best first, stops; see `DecodeConfig`."""
     if not beam:
         return True
     if len(finished) < size:
@@ -102,33 +102,37 @@ def is_decided(beam, finished, size, wish, options, attention_after):
     if options.early_stopping == "heuristic":
         attainable = [score_of(t, total, options, attention_after) for t, total in beam]
     else:
-        attainable = [total / penalty_of(wish.limit, options) for _, total in beam]
+        attainable = [total / penalty_of(constraints.limit, options) for _, total in beam]
     return finished[-1].score >= max(attainable)
 
 
-def slow_beam_search(logits_after, wish, options, attention_after):
-    """Every finished hypothesis that is kept, of all groups, best first."""
+def slow_beam_search(logits_after, constraints, options, attention_after):
+    """Returns the finished hypotheses that the groups keep, best first."""
     size = options.beam_size // options.beam_groups
     beams = [[((), 0.0)] for _ in range(options.beam_groups)]
     kept = [[] for _ in range(options.beam_groups)]
-    for length in range(1, wish.limit + 1):
+    for length in range(1, constraints.limit + 1):
         chosen_by_others = []
         for group, beam in enumerate(beams):
             candidates = []
             for tokens, total in beam:
-                scores = token_scores(logits_after(tokens), tokens, wish, options, chosen_by_others)
+                scores = token_scores(
+                    logits_after(tokens), tokens, constraints, options, chosen_by_others
+                )
                 for token, score in enumerate(scores):
                     if score > -math.inf:
                         candidates.append(((*tokens, token), total + score))
             candidates.sort(key=lambda candidate: -candidate[1])
             for tokens, total in candidates[:size]:
-                if is_complete(tokens, wish, options):
+                if is_complete(tokens, constraints, options):
                     score = score_of(tokens, total, options, attention_after)
                     kept[group].append(Found(score, total, tokens))
             kept[group] = sorted(kept[group], reverse=True)[:size]
-            beam = [c for c in candidates[: 2 * size] if not is_complete(c[0], wish, options)]
+            beam = [
+                c for c in candidates[: 2 * size] if not is_complete(c[0], constraints, options)
+            ]
             beam = beam[:size]
-            if is_decided(beam, kept[group], size, wish, options, attention_after):
+            if is_decided(beam, kept[group], size, constraints, options, attention_after):
                 beam = []
             beams[group] = beam
             chosen_by_others += [tokens[-1] for tokens, _ in beam]
@@ -136,11 +140,11 @@ def slow_beam_search(logits_after, wish, options, attention_after):
     return sorted((found for group in kept for found in group), reverse=True)
 
 
-def slow_greedy_search(logits_after, wish, options, attention_after):
-    """The hypothesis that takes the best token each time, in a list; none if there is none."""
+def slow_greedy_search(logits_after, constraints, options, attention_after):
+    """Returns a list of the hypothesis of the best tokens, empty if there is none."""
     tokens, total = (), 0.0
-    while len(tokens) < wish.limit and (not tokens or tokens[-1] != options.eos_id):
-        scores = token_scores(logits_after(tokens), tokens, wish, options)
+    while len(tokens) < constraints.limit and (not tokens or tokens[-1] != options.eos_id):
+        scores = token_scores(logits_after(tokens), tokens, constraints, options)
         best = max(range(len(scores)), key=lambda token: scores[token])
         if scores[best] == -math.inf:
             return []
@@ -148,14 +152,14 @@ def slow_greedy_search(logits_after, wish, options, attention_after):
     return [Found(score_of(tokens, total, options, attention_after), total, tokens)] * bool(tokens)
 
 
-def slow_search(logits_after, wish, options, attention_after=None):
-    """The `options.n_best` hypotheses of a row, best first.
+def slow_search(logits_after, constraints, options, attention_after=None):
+    """Returns the `options.n_best` hypotheses of a row, best first.
 
     Args:
-      logits_after: gives the logits, a list, of the token that follows a tuple of tokens.
-      wish: what is asked of the row.
+      logits_after: returns the logits, a list, of the token that follows a tuple of tokens.
+      constraints: of the row.
       options: `SearchOptions` without sampling.
-      attention_after: gives the attention to each source token, a list, when it is chosen.
+      attention_after: returns the attention to each source token, a list, in that step.
     """
     one_row = slow_greedy_search if options.independent else slow_beam_search
-    return one_row(logits_after, wish, options, attention_after)[: options.n_best]
+    return one_row(logits_after, constraints, options, attention_after)[: options.n_best]

@@ -1,4 +1,4 @@
-"""Links between words, from attention that is made by hand and from a model that copies."""
+"""Word alignment, from hand-made attention and from a model that copies."""
 
 import dataclasses
 
@@ -9,7 +9,6 @@ import pytest
 from talker import padded, random_params, sentences, with_decode
 
 from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE
-from flaxformer_mt.decoding.scoring import teacher_forcing
 from flaxformer_mt.decoding.scoring.alignment import (
     align,
     align_words,
@@ -20,6 +19,7 @@ from flaxformer_mt.decoding.scoring.alignment import (
 )
 from flaxformer_mt.decoding.scoring.scorer import Scorer
 from flaxformer_mt.decoding.scoring.teacher_forcing import teacher_force
+from flaxformer_mt.decoding.search.options import forbidden_token_ids
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.model.transformer import Transformer
 
@@ -56,14 +56,14 @@ def test_words_start_with_a_space_or_the_text():
     assert words([]) == []
 
 
-def test_words_are_those_of_the_text(talker):
+def test_words_match_the_text(talker):
     texts = [*sentences(5, longest=6), "  ein ☃  Hund. ", "x", ""]
     for text, pieces in zip(texts, talker.tokenizers.source.split(texts), strict=True):
         found = "".join(pieces).replace(SPACE, " ").split()
         assert max(words(pieces), default=-1) + 1 == len(found) == len(text.split())
 
 
-def test_ends_are_taken_away_where_they_are():
+def test_end_tokens_are_removed():
     attention = np.arange(12).reshape(3, 4)
     np.testing.assert_array_equal(without_ends(attention, (7, 8, 2), 2), attention[:2, :3])
     np.testing.assert_array_equal(without_ends(attention, (7, 8, 9), 2), attention[:, :3])
@@ -71,7 +71,7 @@ def test_ends_are_taken_away_where_they_are():
 
 
 class Vocabulary:
-    """Enough of a tokenizer for a translation with unknown tokens."""
+    """A minimal tokenizer with an unknown token."""
 
     unk_id = 0
     entries = ("<unk>", "▁der", "▁Hu", "nd", ".")
@@ -103,7 +103,8 @@ def test_unknown_tokens_become_the_word_that_they_attend_to(target, attended, te
 def copier(talker):
     """A model whose target tokens attend to the source token at their own position.
 
-    Embeddings are zero, and positions unit vectors: all that queries and keys can tell apart.
+    Embeddings are zero and positions unit vectors, so that queries and keys depend on positions
+    alone.
     """
     width = talker.config.model.d_model
     model = dataclasses.replace(
@@ -120,7 +121,7 @@ def copier(talker):
         params[f"{side}_positions"]["embedding"] = jnp.eye(width)
     decoder = params["decoder"]["layers"]
     decoder["cross_attention_norm"]["scale"] = jnp.ones((2, width))
-    # [L, D, H * K]: the first head of the second layer attends evenly, the others sharply.
+    # [L, D, H * K]: the first head of the second layer attends uniformly, the others sharply.
     sharp = jnp.tile(20 * jnp.eye(width), (2, 1, 2))
     for name in ("query", "key"):
         decoder["cross_attention"][name]["kernel"] = sharp.at[1, :, :width].set(0)
@@ -147,10 +148,10 @@ def test_layer_and_head_can_be_chosen(copier):
         assert found.attention.shape == (len(row), len(row))
         return found.attention
 
-    sharp, even = attention(1, 1), attention(1, 0)
-    np.testing.assert_allclose(even, 1 / len(row), rtol=1e-5)
+    sharp, uniform = attention(1, 1), attention(1, 0)
+    np.testing.assert_allclose(uniform, 1 / len(row), rtol=1e-5)
     assert sharp.diagonal().min() > 0.9
-    np.testing.assert_allclose(attention(-1, -1), (sharp + even) / 2, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(attention(-1, -1), (sharp + uniform) / 2, rtol=1e-5, atol=1e-6)
     assert attention(0, 0).diagonal().min() > 0.9
 
 
@@ -180,17 +181,17 @@ def test_attention_is_that_of_the_full_model(talker):
         ({"alignment_head": -2}, "decode.alignment_head=-2"),
     ],
 )
-def test_layers_and_heads_that_do_not_exist_are_refused(talker, options, message):
+def test_layers_and_heads_that_do_not_exist_are_rejected(talker, options, message):
     decode = with_decode(talker, **options).config.decode
     with pytest.raises(UserError, match=message):
         teacher_force(talker.params, talker.model, decode, [[5, 2]], [[5, 2]], attention=True)
 
 
-def test_tokens_that_are_never_chosen(talker):
-    assert teacher_forcing.never_chosen(talker.model) == (0, 1)
+def test_forbidden_tokens(talker):
+    assert forbidden_token_ids(talker.model) == (0, 1)
     from_padding = dataclasses.replace(talker.model, bos_id=0)
-    assert teacher_forcing.never_chosen(from_padding) == (0,)
+    assert forbidden_token_ids(from_padding) == (0,)
     from_nothing = dataclasses.replace(talker.model, bos_id=-1)
-    assert teacher_forcing.never_chosen(from_nothing) == (0,)
+    assert forbidden_token_ids(from_nothing) == (0,)
     from_the_end = dataclasses.replace(talker.model, bos_id=2)
-    assert teacher_forcing.never_chosen(from_the_end) == (0,)
+    assert forbidden_token_ids(from_the_end) == (0,)

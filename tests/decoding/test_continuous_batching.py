@@ -1,4 +1,4 @@
-"""Batches whose rows change hands: every sentence gets what it would get alone."""
+"""Continuous batching: the result for a sentence is the same as without other sentences."""
 
 import dataclasses
 import functools
@@ -11,8 +11,11 @@ import pytest
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
 from flaxformer_mt.decoding.batching import continuous_batching
 from flaxformer_mt.decoding.batching.continuous_batching import ContinuousBatcher, Request
-from flaxformer_mt.decoding.search.search import SearchOptions, search, unconstrained
-from flaxformer_mt.model.transformer import Transformer
+from flaxformer_mt.decoding.batching.search_programs import begin_search, step_function
+from flaxformer_mt.decoding.search.options import SearchOptions
+from flaxformer_mt.decoding.search.search import search
+from flaxformer_mt.decoding.search.state import unconstrained
+from flaxformer_mt.model.transformer import Transformer, reorder_cache
 
 MODEL = TransformerConfig(
     source_vocab_size=30,
@@ -24,10 +27,10 @@ MODEL = TransformerConfig(
     num_decoder_layers=2,
 )
 ROUNDING = 1e-4
-"""Of sums of up to 40 log-probabilities; weights, and so logits, are large here."""
+"""Relative rounding error of sums of up to 40 log-probabilities, with large logits."""
 
 BEAM = DecodeConfig(beam_size=3, n_best=2, early_stopping="heuristic", batch_tokens=64)
-"""12 sentences of up to 16 tokens share a batch, and 3 at a time join it."""
+"""Batches are small enough that rows are reused."""
 
 
 @functools.cache
@@ -39,7 +42,7 @@ def params():
 
 
 @functools.cache
-def make_engine(decode=BEAM):
+def make_batcher(decode=BEAM):
     return ContinuousBatcher([(MODEL, params())], decode)
 
 
@@ -55,11 +58,11 @@ def requests():
 
 @functools.cache
 def together(decode=BEAM):
-    return dict(make_engine(decode).decode(requests()))
+    return dict(make_batcher(decode).decode(requests()))
 
 
 def assert_same(found, expected):
-    """The same translations, with scores equal up to rounding."""
+    """Asserts equal translations, with scores equal up to rounding."""
     assert found.keys() == expected.keys()
     for index, one in found.items():
         assert one.tokens == expected[index].tokens
@@ -73,7 +76,7 @@ def test_a_search_without_other_sentences_finds_the_same():
 
     @jax.jit
     def alone(source, max_lengths):
-        state = continuous_batching._begin(
+        state = begin_search(
             (params(),),
             source,
             unconstrained(max_lengths),
@@ -81,14 +84,14 @@ def test_a_search_without_other_sentences_finds_the_same():
             configs=(MODEL,),
             max_length=40,
         )
-        step = continuous_batching._step(MODEL, params(), options)
+        step = step_function(MODEL, params(), options)
         return search(
             step,
             state.state[0],
             unconstrained(max_lengths),
             options,
             40,
-            continuous_batching.reorder_cache,
+            reorder_cache,
         )
 
     for index in (0, 13, 14):
@@ -107,14 +110,14 @@ SAMPLES = dataclasses.replace(BEAM, beam_size=1, sampling=True, n_best=3)
 
 
 @pytest.mark.parametrize("decode", [BEAM, SAMPLES], ids=["beam", "samples"])
-def test_neither_order_nor_company_changes_what_is_found(decode):
+def test_results_do_not_depend_on_order_or_other_sentences(decode):
     all_found = together(decode)
     assert sorted(all_found) == list(range(29))
-    # Rows change hands at different times, and some hypotheses outgrow the first arrays.
+    # Rows are reused at different times, and some hypotheses outgrow the initial arrays.
     assert {len(found.tokens[0]) for found in all_found.values()} >= {8, 40}
     order = np.random.default_rng(2).permutation(29)
     for some in (order, order[:5]):
-        found = dict(make_engine(decode).decode([requests()[index] for index in some]))
+        found = dict(make_batcher(decode).decode([requests()[index] for index in some]))
         assert_same(
             {int(some[place]): item for place, item in found.items()},
             {int(index): all_found[int(index)] for index in some},
@@ -122,18 +125,18 @@ def test_neither_order_nor_company_changes_what_is_found(decode):
 
 
 def test_the_batch_size_does_not_change_translations():
-    small = make_engine(dataclasses.replace(BEAM, batch_tokens=1))
+    small = make_batcher(dataclasses.replace(BEAM, batch_tokens=1))
     found = dict(small.decode(requests()[:4]))
     assert_same(found, {index: together()[index] for index in range(4)})
 
 
 def test_longer_arrays_change_nothing(monkeypatch):
-    monkeypatch.setattr(continuous_batching, "SHORTEST_TARGET", 64)
-    found = dict(make_engine().decode(requests()[15:]))
+    monkeypatch.setattr(continuous_batching, "MIN_TARGET_LENGTH", 64)
+    found = dict(make_batcher().decode(requests()[15:]))
     assert_same(found, {index: together()[index + 15] for index in range(14)})
 
 
-def test_an_engine_of_parameters_that_are_not_finite_finds_nothing():
+def test_parameters_that_are_not_finite_find_nothing():
     broken = jax.tree.map(lambda leaf: leaf * np.nan, params())
     (found,) = (
         found for _, found in ContinuousBatcher([(MODEL, broken)], BEAM).decode(requests()[:1])
@@ -141,15 +144,15 @@ def test_an_engine_of_parameters_that_are_not_finite_finds_nothing():
     assert found.tokens == found.scores == found.log_probabilities == []
 
 
-def test_a_reader_that_stops_early_leaves_no_thread_behind():
+def test_a_consumer_that_stops_early_ends_all_threads():
     before = threading.active_count()
-    results = make_engine().decode(requests())
+    results = make_batcher().decode(requests())
     next(results)
     results.close()
     assert threading.active_count() == before
 
 
-def test_errors_of_a_worker_reach_the_reader():
+def test_errors_of_a_worker_are_raised_by_the_iterator():
     wrong = requests()[0]._replace(prefix=[5], allowed=np.array([99]))
     with pytest.raises(IndexError, match="99"):
-        list(make_engine().decode([wrong]))
+        list(make_batcher().decode([wrong]))

@@ -13,7 +13,7 @@ from flaxformer_mt.decoding.ensemble import (
     reorder_each,
     require_same_vocabularies,
 )
-from flaxformer_mt.decoding.search.search import StepOutput, gather_hypotheses
+from flaxformer_mt.decoding.search.state import StepOutput, gather_hypotheses
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs.trained_model import TrainedModel
 
@@ -27,7 +27,7 @@ def random_logits(count):
 
 
 def counting_step(logits, attention=None):
-    """A step that always gives the same, and counts its calls."""
+    """Returns a step function with constant output that counts its calls."""
     return lambda tokens, count, positions: (StepOutput(logits, attention), count + 1)
 
 
@@ -47,7 +47,7 @@ def test_models_are_averaged(how):
 
 
 @pytest.mark.parametrize("how", ["log", "probability"])
-def test_a_model_together_with_itself_says_the_same(how):
+def test_an_ensemble_of_equal_models_is_that_model(how):
     (logits,) = random_logits(1)
     together = mean_log_probabilities([logits, logits], how)
     np.testing.assert_allclose(together, jax.nn.log_softmax(logits), atol=1e-6)
@@ -69,7 +69,7 @@ def test_attention_is_averaged():
     np.testing.assert_allclose(output.attention, np.full((B, W, S), 0.3), rtol=1e-6)
 
 
-def test_what_a_model_rules_out_is_impossible_or_improbable():
+def test_a_token_excluded_by_one_model():
     first = jnp.array([0.0, 0.0, -jnp.inf, -jnp.inf])
     second = jnp.array([0.0, -jnp.inf, 0.0, -jnp.inf])
     np.testing.assert_allclose(
@@ -106,7 +106,7 @@ def run(source="s", target="t", **model):
     return TrainedModel(config, {}, vocabularies, step=0)
 
 
-def test_models_that_differ_in_size_may_translate_together():
+def test_models_of_different_sizes_can_form_an_ensemble():
     require_same_vocabularies([("a", run()), ("b", run(num_encoder_layers=1))])
 
 
@@ -118,6 +118,6 @@ def test_models_that_differ_in_size_may_translate_together():
         (run(eos_id=7), "model.eos_id is 2 in one and 7 in the other"),
     ],
 )
-def test_models_of_different_vocabularies_are_refused(other, cause):
-    with pytest.raises(UserError, match=f"^runs/a and runs/c cannot translate together: .*{cause}"):
+def test_different_vocabularies_are_rejected(other, cause):
+    with pytest.raises(UserError, match=f"^runs/a and runs/c cannot form an ensemble: .*{cause}"):
         require_same_vocabularies([("runs/a", run()), ("runs/b", run()), ("runs/c", other)])

@@ -1,4 +1,4 @@
-"""Sentences into few shapes."""
+"""Length buckets."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def test_a_plan_by_hand():
 
 
 @given(st.lists(st.integers(0, 300)), st.integers(1, 500))
-def test_every_sentence_is_in_one_bucket_whose_shape_follows_from_its_length(lengths, tokens):
+def test_the_shape_is_a_function_of_the_length_alone(lengths, tokens):
     buckets = plan_buckets(lengths, tokens, ANY_LENGTH)
     indices = sorted(index for bucket in buckets for index in bucket.indices)
     assert indices == [index for index, length in enumerate(lengths) if length]

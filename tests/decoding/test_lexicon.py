@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flaxformer_mt.decoding.shortlists.lexicon import LEAST_PROBABILITY, learn, write_table
+from flaxformer_mt.decoding.shortlists.lexicon import MIN_PROBABILITY, learn, write_table
 from flaxformer_mt.decoding.shortlists.shortlist import Shortlist
 
 sentences = st.lists(st.integers(0, 4), max_size=4)
@@ -13,27 +13,27 @@ corpora = st.lists(st.tuples(sentences, sentences), min_size=1, max_size=5)
 
 
 def slow_learn(pairs, iterations):
-    """What `learn` documents, one link at a time."""
+    """Computes the same as `learn`, one link per step."""
     table = collections.defaultdict(lambda: 1.0)
     for _ in range(iterations):
         counts = collections.Counter()
         for source, target in pairs:
-            writers = [*source, None]
+            generators = [*source, None]
             for token in target:
-                total = sum(table[writer, token] for writer in writers)
-                for writer in writers:
-                    counts[writer, token] += table[writer, token] / total
+                total = sum(table[generator, token] for generator in generators)
+                for generator in generators:
+                    counts[generator, token] += table[generator, token] / total
         totals = collections.Counter()
-        for (writer, _), count in counts.items():
-            totals[writer] += count
+        for (generator, _), count in counts.items():
+            totals[generator] += count
         table = {key: count / totals[key[0]] for key, count in counts.items()}
         table = collections.defaultdict(float, table)
-    return {key: p for key, p in table.items() if key[0] is not None and p >= LEAST_PROBABILITY}
+    return {key: p for key, p in table.items() if key[0] is not None and p >= MIN_PROBABILITY}
 
 
 @settings(deadline=None)
 @given(corpora, st.integers(1, 4))
-def test_the_probabilities_are_those_of_a_slow_search(pairs, iterations):
+def test_probabilities_match_a_slow_implementation(pairs, iterations):
     sources, targets = zip(*pairs, strict=True)
     assert learn(sources, targets, iterations) == pytest.approx(slow_learn(pairs, iterations))
 

@@ -11,7 +11,7 @@ texts = st.lists(st.one_of(words.map(" ".join), st.text(max_size=10)), min_size=
 
 
 def slow_choice(samples, n_best):
-    """What `choose` documents, one sentence score of sacrebleu at a time."""
+    """Computes the same as `choose` from individual sentence scores of sacrebleu."""
     different = list(dict.fromkeys(samples))
     expected = {
         text: sum(CHRF().sentence_score(text, [other]).score for other in samples) / len(samples)
@@ -30,11 +30,11 @@ def test_chrf_is_that_of_sacrebleu(samples):
 
 @settings(max_examples=100, deadline=None)
 @given(texts, st.integers(1, 4))
-def test_a_slow_search_chooses_the_same(samples, n_best):
+def test_choices_match_a_slow_implementation(samples, n_best):
     assert choose(samples, n_best) == slow_choice(samples, n_best)
 
 
-def test_the_one_in_the_middle_is_chosen_and_repetitions_count():
+def test_the_most_similar_is_chosen_and_duplicates_count():
     samples = ["ein Hund rennt", "zwei Katzen schlafen", "ein Hund läuft", "ein Hund rennt"]
     assert choose(samples, 3) == [0, 2, 1]
     assert choose(["x", "y", "y"], 1) == [1]
@@ -42,7 +42,7 @@ def test_the_one_in_the_middle_is_chosen_and_repetitions_count():
 
 def test_equally_good_ones_stay_in_order():
     assert choose(["abc", "def", "ghi"], 3) == [0, 1, 2]
-    # Equal but for the order of the sums that their expected chrF is.
+    # The expected chrF differ only in the order of summation.
     around = [f"{'x' * 7}{letter}" for letter in "abcdefg"]
     assert choose(around, 7) == list(range(7))
 

@@ -1,4 +1,4 @@
-"""Samples of the toy world: their distribution, and that each follows from its row's key alone."""
+"""Samples: their distribution, and that each is a function of its row's key alone."""
 
 import collections
 import dataclasses
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import scipy.special
 import scipy.stats
-from slow_search import Wish, token_scores
+from slow_search import Constraints, token_scores
 from toy_search import (
     EOS,
     PAD,
@@ -17,14 +17,15 @@ from toy_search import (
     B,
     P,
     V,
+    batched,
     find,
-    find_one_after_the_other,
+    find_with_staggered_starts,
     node_of,
     random_world,
-    rows_of,
 )
 
-from flaxformer_mt.decoding.search.search import SearchOptions, start
+from flaxformer_mt.decoding.search.options import SearchOptions
+from flaxformer_mt.decoding.search.search import start
 
 SAMPLES = 8
 PLAIN = SearchOptions(
@@ -36,7 +37,7 @@ ALL = dataclasses.replace(
 
 
 def distribution(logits, options):
-    """The probability of each token, in plain Python: what is unlikely goes step by step."""
+    """Returns the probability of each token, applying the options sequentially in Python."""
     scores = dict(enumerate(logits / (options.temperature or 1.0)))
 
     def probabilities():
@@ -65,24 +66,24 @@ def distribution(logits, options):
     return probabilities()
 
 
-def sequence_probabilities(logits, wish, options):
-    """The probability of every sequence of tokens that can be drawn."""
+def sequence_probabilities(logits, constraints, options):
+    """Returns the probability of every sequence of tokens that can be sampled."""
     complete, unfinished = {}, {(): 1.0}
     while unfinished:
         grown = {}
         for tokens, probability in unfinished.items():
-            scores = token_scores(logits[node_of(tokens)].tolist(), tokens, wish, options)
+            scores = token_scores(logits[node_of(tokens)].tolist(), tokens, constraints, options)
             for token, share in distribution(np.array(scores), options).items():
                 if share > 0:
                     grown[*tokens, token] = probability * share
-        ends = {t for t in grown if t[-1] == EOS or len(t) == wish.limit}
+        ends = {t for t in grown if t[-1] == EOS or len(t) == constraints.limit}
         complete |= {tokens: grown[tokens] for tokens in ends}
         unfinished = {tokens: p for tokens, p in grown.items() if tokens not in ends}
     return complete
 
 
 def drawn(result):
-    """All samples of all rows, as tuples of tokens."""
+    """Returns all samples of all rows, as tuples of tokens."""
     return [
         tuple(tokens[:length].tolist())
         for row in zip(result.tokens, result.lengths, strict=True)
@@ -92,12 +93,12 @@ def drawn(result):
 
 @pytest.mark.parametrize("options", [PLAIN, ALL], ids=["plain", "all"])
 def test_sequences_are_drawn_with_their_probabilities(options):
-    num_rows, wish = 500, Wish(2)
+    num_rows, constraints = 500, Constraints(2)
     one_world = random_world(2, batch_size=1)
     world = tuple(np.repeat(array, num_rows, axis=0) for array in one_world)
-    result = find(world, rows_of([wish] * num_rows, seeds=range(num_rows)), options)
+    result = find(world, batched([constraints] * num_rows, seeds=range(num_rows)), options)
     counts = collections.Counter(drawn(result))
-    expected = sequence_probabilities(one_world[0][0].astype(np.float64), wish, options)
+    expected = sequence_probabilities(one_world[0][0].astype(np.float64), constraints, options)
     assert set(counts) <= set(expected)
     sequences = list(expected)
     total = num_rows * SAMPLES
@@ -109,20 +110,20 @@ def test_sequences_are_drawn_with_their_probabilities(options):
     assert total > 20 * len(expected)
 
 
-def test_options_leave_fewer_sequences_to_draw():
+def test_options_exclude_sequences():
     logits = random_world(2, batch_size=1)[0][0].astype(np.float64)
-    every = len(sequence_probabilities(logits, Wish(2), PLAIN))
+    every = len(sequence_probabilities(logits, Constraints(2), PLAIN))
     for name in ("top_k", "top_p", "min_p", "epsilon_cutoff"):
         option = dataclasses.replace(PLAIN, **{name: getattr(ALL, name)})
-        assert len(sequence_probabilities(logits, Wish(2), option)) < every, name
+        assert len(sequence_probabilities(logits, Constraints(2), option)) < every, name
 
 
-def test_what_is_drawn_follows_from_the_key_alone():
+def test_samples_depend_on_the_key_alone():
     logits, attention = random_world(3, end=-3.0, batch_size=1)
     world = np.repeat(logits, B, axis=0), np.repeat(attention, B, axis=0)
-    wishes = [Wish(P)] * B
-    first = find(world, rows_of(wishes, seeds=[7, 8, 9]), PLAIN)
-    second = find(world, rows_of(wishes, seeds=[9, 7, 7]), PLAIN)
+    per_row = [Constraints(P)] * B
+    first = find(world, batched(per_row, seeds=[7, 8, 9]), PLAIN)
+    second = find(world, batched(per_row, seeds=[9, 7, 7]), PLAIN)
     for ours, theirs in zip(first, second, strict=True):
         np.testing.assert_array_equal(ours[0], theirs[1])
         np.testing.assert_array_equal(ours[0], theirs[2])
@@ -132,23 +133,23 @@ def test_what_is_drawn_follows_from_the_key_alone():
 
 
 def test_samples_do_not_depend_on_when_their_row_began():
-    world, rows = random_world(4), rows_of([Wish(P)] * B, seeds=[1, 2, 3])
-    late = find_one_after_the_other(world, rows, PLAIN)
+    world, rows = random_world(4), batched([Constraints(P)] * B, seeds=[1, 2, 3])
+    late = find_with_staggered_starts(world, rows, PLAIN)
     for ours, theirs in zip(late, find(world, rows, PLAIN), strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
 
 def test_fewer_samples_are_the_first_of_more():
-    world, rows = random_world(4), rows_of([Wish(P)] * B, seeds=[1, 2, 3])
+    world, rows = random_world(4), batched([Constraints(P)] * B, seeds=[1, 2, 3])
     fewer = find(world, rows, dataclasses.replace(PLAIN, beam_size=2, n_best=2))
     more = drawn(find(world, rows, PLAIN))
     for row in range(B):
         assert set(drawn(fewer)[2 * row : 2 * row + 2]) <= set(more[SAMPLES * row :][:SAMPLES])
 
 
-def test_scores_are_those_of_the_model_whatever_the_temperature():
+def test_scores_do_not_depend_on_the_temperature():
     world = random_world(5)
-    result = find(world, rows_of([Wish(P)] * B, seeds=[1, 2, 3]), ALL)
+    result = find(world, batched([Constraints(P)] * B, seeds=[1, 2, 3]), ALL)
     log_probabilities = scipy.special.log_softmax(world[0].astype(np.float64), axis=-1)
     assert (np.diff(result.scores, axis=1) <= 0).all()
     for number, tokens in enumerate(drawn(result)):
@@ -166,15 +167,15 @@ def test_samples_keep_to_the_rules():
     options = dataclasses.replace(
         ALL, no_repeat_ngram_size=1, bad_phrases=((3, 4),), min_length=True, force_end=True
     )
-    wishes = [Wish(P, minimum=2, prefix=(5,)), Wish(4, minimum=1), Wish(0)]
-    result = find(random_world(6), rows_of(wishes, seeds=[1, 2, 3]), options)
+    per_row = [Constraints(P, minimum=2, prefix=(5,)), Constraints(4, minimum=1), Constraints(0)]
+    result = find(random_world(6), batched(per_row, seeds=[1, 2, 3]), options)
     samples = drawn(result)
     assert not result.lengths[2].any()
     for number, tokens in enumerate(samples[: 2 * SAMPLES]):
-        wish = wishes[number // SAMPLES]
-        assert wish.minimum < len(tokens) <= wish.limit
+        constraints = per_row[number // SAMPLES]
+        assert constraints.minimum < len(tokens) <= constraints.limit
         assert tokens[-1] == EOS
-        assert tokens[: len(wish.prefix)] == wish.prefix
+        assert tokens[: len(constraints.prefix)] == constraints.prefix
         assert len(set(tokens)) == len(tokens)
         assert (3, 4) not in itertools.pairwise(tokens)
         assert PAD not in tokens
@@ -182,6 +183,6 @@ def test_samples_keep_to_the_rules():
 
 
 def test_a_phrase_cannot_be_required_of_samples():
-    rows = rows_of([Wish(P)])._replace(phrases=np.full((1, 1, 1), 3, np.int32))
-    with pytest.raises(ValueError, match="not sampled"):
+    rows = batched([Constraints(P)])._replace(phrases=np.full((1, 1, 1), 3, np.int32))
+    with pytest.raises(ValueError, match="not supported with sampling"):
         start(rows, (), PLAIN, P)

@@ -1,4 +1,4 @@
-"""What the command `score` prints."""
+"""The output of the command `score`."""
 
 import json
 import math
@@ -6,8 +6,8 @@ import math
 import pytest
 
 from flaxformer_mt.cli import main
-from flaxformer_mt.decoding.scoring.score_report import Totals, preferred, to_json, to_text
-from flaxformer_mt.decoding.scoring.scorer import PairScore, Scored
+from flaxformer_mt.decoding.scoring.score_report import CorpusTotals, preferred, to_json, to_text
+from flaxformer_mt.decoding.scoring.scorer import PairScore, ScoredSentence
 
 GOOD = PairScore((5, 6, 2), (-0.5, -0.25, -0.25), ("▁ein", "▁Hund", "</s>"), [(0, 0), (2, 1)])
 BAD = PairScore((7, 2), (-2.0, -1.0), ("▁eine", "</s>"))
@@ -18,8 +18,8 @@ def value(score):
 
 
 def test_one_translation_is_a_line_of_columns():
-    scored = Scored("a dog", ["ein Hund"], [GOOD])
-    assert to_text(Scored("", [""], [BAD]), value) == "-3.000000"
+    scored = ScoredSentence("a dog", ["ein Hund"], [GOOD])
+    assert to_text(ScoredSentence("", [""], [BAD]), value) == "-3.000000"
     assert to_text(scored, value) == "-1.000000\t0-0 2-1"
     assert to_text(scored, value, with_tokens=True) == (
         "-1.000000\t-0.500000 -0.250000 -0.250000\t0-0 2-1"
@@ -27,13 +27,13 @@ def test_one_translation_is_a_line_of_columns():
 
 
 def test_several_translations_are_compared():
-    scored = Scored("a dog", ["ein Hund", "eine"], [GOOD, BAD])
+    scored = ScoredSentence("a dog", ["ein Hund", "eine"], [GOOD, BAD])
     assert to_text(scored, value) == "0\t-1.000000\t-3.000000"
-    assert to_text(Scored("", ["", ""], [BAD, GOOD]), value) == "1\t-3.000000\t-1.000000"
+    assert to_text(ScoredSentence("", ["", ""], [BAD, GOOD]), value) == "1\t-3.000000\t-1.000000"
     assert [preferred(v) for v in ([2, 1, 1], [1, 1], [1, 2, 3], [1, 3, 3])] == [0, 1, 2, 1]
 
 
-def test_json_has_all_that_is_known():
+def test_json_has_all_fields():
     details = {
         "target": "ein Hund",
         "score": -1.0,
@@ -43,20 +43,22 @@ def test_json_has_all_that_is_known():
         "token_log_probabilities": [-0.5, -0.25, -0.25],
         "alignment": "0-0 2-1",
     }
-    alone = json.loads(json.dumps(to_json(Scored("a dog", ["ein Hund"], [GOOD]), value)))
+    alone = json.loads(json.dumps(to_json(ScoredSentence("a dog", ["ein Hund"], [GOOD]), value)))
     assert alone == {"source": "a dog", **details}
-    several = to_json(Scored("a dog", ["eine", "ein Hund"], [BAD, GOOD]), lambda s: s.tokens[0])
+    several = to_json(
+        ScoredSentence("a dog", ["eine", "ein Hund"], [BAD, GOOD]), lambda s: s.tokens[0]
+    )
     assert (several["source"], several["preferred"]) == ("a dog", 0)
     assert [each["score"] for each in several["candidates"]] == [7, 5]
     assert "alignment" not in several["candidates"][0]
 
 
 def test_perplexity_is_of_tokens_and_accuracy_of_sentences():
-    totals = Totals()
-    totals.add(Scored("", ["", ""], [GOOD, BAD]), value)
-    totals.add(Scored("", ["", ""], [BAD, GOOD]), value)
-    totals.add(Scored("", [""], [BAD]), value)
-    assert totals.figures() == {
+    totals = CorpusTotals()
+    totals.add(ScoredSentence("", ["", ""], [GOOD, BAD]), value)
+    totals.add(ScoredSentence("", ["", ""], [BAD, GOOD]), value)
+    totals.add(ScoredSentence("", [""], [BAD]), value)
+    assert totals.metrics() == {
         "sentences": 3,
         "tokens": 7,
         "log_probability": -7.0,
@@ -64,9 +66,9 @@ def test_perplexity_is_of_tokens_and_accuracy_of_sentences():
         "preferred": 1,
         "accuracy": 0.5,
     }
-    alone = Totals()
-    alone.add(Scored("", [""], [BAD]), value)
-    assert alone.figures().keys() == {"sentences", "tokens", "log_probability", "perplexity"}
+    alone = CorpusTotals()
+    alone.add(ScoredSentence("", [""], [BAD]), value)
+    assert alone.metrics().keys() == {"sentences", "tokens", "log_probability", "perplexity"}
 
 
 @pytest.fixture
@@ -124,16 +126,16 @@ def test_layer_and_head_of_the_alignment_are_options(command):
 
 def test_a_corpus_has_a_perplexity(command):
     files = {"source": ["twelve", "Monday"], "target": ["zwölf", "Montag"]}
-    figures = json.loads(command("--summary", **files)[1])
+    metrics = json.loads(command("--summary", **files)[1])
     lines = command("--tokens", **files)[1].splitlines()
     tokens = [float(each) for line in lines for each in line.split("\t")[1].split()]
-    assert (figures["sentences"], figures["tokens"]) == (2, len(tokens))
-    assert figures["perplexity"] == pytest.approx(math.exp(-sum(tokens) / len(tokens)), rel=1e-4)
+    assert (metrics["sentences"], metrics["tokens"]) == (2, len(tokens))
+    assert metrics["perplexity"] == pytest.approx(math.exp(-sum(tokens) / len(tokens)), rel=1e-4)
     files["contrast"] = ["eins", "zwei"]
     assert json.loads(command("--summary", **files)[1])["accuracy"] in (0, 0.5, 1)
 
 
-def test_columns_that_have_no_place_are_refused(command, tmp_path):
+def test_unsupported_columns_are_rejected(command, tmp_path):
     files = {"source": ["twelve"], "target": ["zwölf"]}
     code, out, err = command("--summary", "--tokens", **files)
     assert (code, out) == (1, "")

@@ -1,4 +1,4 @@
-"""TeacherForcingResult decoding agrees with the model and with the search."""
+"""Scores of given translations agree with the model and with the search."""
 
 import dataclasses
 import math
@@ -29,7 +29,7 @@ def test_scores_are_those_of_the_full_pass_of_each_pair(talker):
         np.testing.assert_allclose(found.log_probability, expected.sum(), rtol=1e-5)
 
 
-def test_a_score_does_not_depend_on_its_company(talker):
+def test_a_score_does_not_depend_on_other_pairs(talker):
     together = score(talker)
     alone = [score(talker, [s], [t])[0] for s, t in zip(SOURCES, TARGETS, strict=True)]
     assert alone == together
@@ -49,10 +49,10 @@ def test_with_renormalization_padding_and_start_have_no_probability(talker):
         left = -np.log1p(-np.exp(every[:, [0, 1]]).sum(axis=1))
         expected = np.add(plain.token_log_probabilities, left)
         np.testing.assert_allclose(found.token_log_probabilities, expected, rtol=1e-4, atol=1e-5)
-        assert left.max() > 1e-4  # Both have a part in the sum of this random model.
+        assert left.max() > 1e-4  # Neither probability is negligible in this random model.
 
 
-def test_scores_know_their_pieces(talker):
+def test_scores_have_their_pieces(talker):
     for target, found in zip(TARGETS, score(talker), strict=True):
         assert list(found.pieces) == [*talker.tokenizers.target.split([target])[0], "</s>"]
 
@@ -67,8 +67,8 @@ def test_scores_can_be_normalized():
     assert math.isclose(found.normalized("search", average), -5, rel_tol=1e-6)
 
 
-def test_pairs_are_read_as_far_as_they_are_needed(talker, monkeypatch):
-    monkeypatch.setattr(scorer_module, "CHUNK", 3)
+def test_pairs_are_read_lazily(talker, monkeypatch):
+    monkeypatch.setattr(scorer_module, "CHUNK_SIZE", 3)
     read = []
 
     def pairs():
@@ -92,8 +92,8 @@ def test_several_translations_of_a_sentence_are_scored_as_pairs(talker):
     assert [each.scores for each in found] == [pairs[:3], pairs[3:]]
 
 
-def test_messages_count_sentences_from_the_first_of_all(talker, monkeypatch):
-    monkeypatch.setattr(scorer_module, "CHUNK", 3)
+def test_error_messages_count_sentences_across_chunks(talker, monkeypatch):
+    monkeypatch.setattr(scorer_module, "CHUNK_SIZE", 3)
     model = dataclasses.replace(talker.config.model, position_kind="learned", max_length=12)
     config = dataclasses.replace(talker.config, model=model)
     params = {
@@ -105,13 +105,13 @@ def test_messages_count_sentences_from_the_first_of_all(talker, monkeypatch):
         list(Scorer(config, params, talker.tokenizers).stream(pairs))
 
 
-def test_language_models_are_refused(talker):
+def test_language_models_are_rejected(talker):
     model = dataclasses.replace(talker.config.model, has_inputs=False, tie_embeddings="none")
     config = dataclasses.replace(talker.config, model=model)
     with pytest.raises(UserError, match=r"model\.has_inputs=False"):
         Scorer(config, talker.params, talker.tokenizers)
 
 
-def test_different_numbers_of_sentences_are_refused(talker):
+def test_different_numbers_of_sentences_are_rejected(talker):
     with pytest.raises(UserError, match="8 source sentences, but 7 target sentences"):
         score(talker, targets=TARGETS[1:])

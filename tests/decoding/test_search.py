@@ -1,4 +1,4 @@
-"""Search in a toy world, against a plain, slow search and against enumeration."""
+"""Searches compared with a slow reference implementation and with enumeration."""
 
 import dataclasses
 import itertools
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slow_search import Found, Wish, is_ruled_out, penalty_of, slow_search, token_scores
+from slow_search import Constraints, Found, is_ruled_out, penalty_of, slow_search, token_scores
 from toy_search import (
     EOS,
     PAD,
@@ -19,29 +19,25 @@ from toy_search import (
     P,
     S,
     V,
+    batched,
     find,
-    find_one_after_the_other,
+    find_with_staggered_starts,
     node_of,
     random_world,
-    rows_of,
 )
 
 from flaxformer_mt.config import DecodeConfig
-from flaxformer_mt.decoding.search import search as search_room
-from flaxformer_mt.decoding.search.search import (
-    IMPOSSIBLE,
-    SearchOptions,
-    StepOutput,
-    length_penalty,
-    unconstrained,
-)
+from flaxformer_mt.decoding.search.options import SearchOptions
+from flaxformer_mt.decoding.search.ranking import length_penalty
+from flaxformer_mt.decoding.search.search import search, start
+from flaxformer_mt.decoding.search.state import IMPOSSIBLE, StepOutput, unconstrained
 
 BEAM = SearchOptions(**SPECIAL, beam_size=3, n_best=3, length_penalty=1.0)
 GREEDY = SearchOptions(**SPECIAL)
 BAD_PHRASES = ((3, 4), (5, 5), (4, 3, 5))
-WITHOUT_LIMITS = [Wish(P)] * B
+UNCONSTRAINED = [Constraints(P)] * B
 
-# What options are compiled for; the numbers among them are drawn anew for each example.
+# Options that are compiled once each; Hypothesis draws the numbers among them.
 ARRANGEMENTS = {
     "greedy": GREEDY,
     "greedy, penalties": dataclasses.replace(
@@ -56,7 +52,7 @@ ARRANGEMENTS = {
     "rules": dataclasses.replace(
         BEAM, no_repeat_ngram_size=2, bad_phrases=BAD_PHRASES, min_length=True, renormalize=True
     ),
-    "forced end": dataclasses.replace(
+    "required end": dataclasses.replace(
         BEAM, force_end=True, repetition_penalty=1.0, min_length=True
     ),
     "groups": dataclasses.replace(BEAM, beam_groups=3),
@@ -86,9 +82,9 @@ numbers = st.fixed_dictionaries(
         "diversity_penalty": st.floats(0, 3),
     }
 )
-three_wishes = st.lists(
+three_constraints = st.lists(
     st.builds(
-        Wish,
+        Constraints,
         limit=st.integers(0, P),
         minimum=st.integers(0, P),
         prefix=st.lists(st.sampled_from(WORDS), max_size=2).map(tuple),
@@ -100,24 +96,24 @@ three_wishes = st.lists(
 
 
 def with_numbers(options, drawn):
-    """The options, with other numbers where they have numbers at all."""
+    """Returns the options with those numbers replaced that are not None."""
     kept = {name: v for name, v in drawn.items() if getattr(options, name) is not None}
     return dataclasses.replace(options, **kept)
 
 
-def search_slowly(world, row, wish, options):
-    """The hypotheses of one row of the toy world."""
+def search_slowly(world, row, constraints, options):
+    """Returns the hypotheses of one row."""
     logits, attention = (array[row].astype(np.float64) for array in world)
     return slow_search(
         lambda tokens: logits[node_of(tokens)].tolist(),
-        wish,
+        constraints,
         options,
         lambda tokens: attention[node_of(tokens)].tolist(),
     )
 
 
 def assert_row_is(result, row, expected):
-    """The row holds exactly the expected hypotheses, in this order."""
+    """Asserts that the row has exactly the expected hypotheses, in order."""
     empty = result.lengths.shape[1] - len(expected)
     assert result.lengths[row].tolist() == [len(found.tokens) for found in expected] + [0] * empty
     for place, found in enumerate(expected):
@@ -133,17 +129,17 @@ def assert_row_is(result, row, expected):
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 @settings(max_examples=25, deadline=None)
-@given(seeds, ends, numbers, three_wishes)
-def test_it_finds_what_a_slow_search_finds(arrangement, seed, end, numbers, wishes):
+@given(seeds, ends, numbers, three_constraints)
+def test_search_matches_the_slow_search(arrangement, seed, end, numbers, per_row):
     world, options = random_world(seed, end), with_numbers(ARRANGEMENTS[arrangement], numbers)
-    result = find(world, rows_of(wishes), options)
-    for row, wish in enumerate(wishes):
-        assert_row_is(result, row, search_slowly(world, row, wish, options))
+    result = find(world, batched(per_row), options)
+    for row, constraints in enumerate(per_row):
+        assert_row_is(result, row, search_slowly(world, row, constraints, options))
 
 
 WIDEST = dataclasses.replace(
     BEAM,
-    beam_size=len(WORDS) ** (P - 1) * (len(WORDS) + 1),  # It holds every hypothesis.
+    beam_size=len(WORDS) ** (P - 1) * (len(WORDS) + 1),  # Wide enough for every hypothesis.
     n_best=6,
     no_repeat_ngram_size=2,
     bad_phrases=BAD_PHRASES,
@@ -151,27 +147,31 @@ WIDEST = dataclasses.replace(
 )
 
 
-def enumerate_hypotheses(world, row, wish, options):
-    """Every hypothesis that the rules allow, best first."""
+def enumerate_hypotheses(world, row, constraints, options):
+    """Returns every hypothesis that the rules allow, best first."""
     logits = world[0][row].astype(np.float64)
     every = [
         (*words, *end)
-        for length in range(wish.limit + 1)
+        for length in range(constraints.limit + 1)
         for words in itertools.product(WORDS, repeat=length)
         for end in ((), (EOS,))
-        if length + len(end) == wish.limit or (end and length < wish.limit)
+        if length + len(end) == constraints.limit or (end and length < constraints.limit)
     ]
     complete = []
-    for tokens in every if wish.limit else []:
+    for tokens in every if constraints.limit else []:
         beginnings = [tokens[:place] for place in range(len(tokens))]
-        follows_rules = tokens[: len(wish.prefix)] == wish.prefix[: len(tokens)] and not any(
-            is_ruled_out(beginning, token, wish, options)
+        follows_rules = tokens[: len(constraints.prefix)] == constraints.prefix[
+            : len(tokens)
+        ] and not any(
+            is_ruled_out(beginning, token, constraints, options)
             for beginning, token in zip(beginnings, tokens, strict=True)
-            if len(beginning) >= len(wish.prefix)
+            if len(beginning) >= len(constraints.prefix)
         )
         if follows_rules:
             total = sum(
-                token_scores(logits[node_of(beginning)].tolist(), beginning, wish, options)[token]
+                token_scores(logits[node_of(beginning)].tolist(), beginning, constraints, options)[
+                    token
+                ]
                 for beginning, token in zip(beginnings, tokens, strict=True)
             )
             complete.append(Found(total / penalty_of(len(tokens), options), total, tokens))
@@ -179,21 +179,23 @@ def enumerate_hypotheses(world, row, wish, options):
 
 
 @settings(max_examples=12, deadline=None)
-@given(seeds, ends, numbers, three_wishes)
-def test_a_wide_beam_finds_what_enumeration_finds(seed, end, numbers, wishes):
+@given(seeds, ends, numbers, three_constraints)
+def test_a_wide_beam_finds_what_enumeration_finds(seed, end, numbers, per_row):
     world, options = random_world(seed, end), with_numbers(WIDEST, numbers)
-    result = find(world, rows_of(wishes), options)
-    for row, wish in enumerate(wishes):
+    result = find(world, batched(per_row), options)
+    for row, constraints in enumerate(per_row):
         assert_row_is(
-            result, row, enumerate_hypotheses(world, row, wish, options)[: options.n_best]
+            result, row, enumerate_hypotheses(world, row, constraints, options)[: options.n_best]
         )
 
 
 @pytest.mark.parametrize("arrangement", ["greedy", "all"])
-def test_rows_that_join_late_find_what_they_find_alone(arrangement):
+def test_rows_admitted_late_find_the_same(arrangement):
     options, world = ARRANGEMENTS[arrangement], random_world(0, end=1.0)
-    rows = rows_of([Wish(P), Wish(3, minimum=1), Wish(P, minimum=2, prefix=(3,))])
-    late = find_one_after_the_other(world, rows, options)
+    rows = batched(
+        [Constraints(P), Constraints(3, minimum=1), Constraints(P, minimum=2, prefix=(3,))]
+    )
+    late = find_with_staggered_starts(world, rows, options)
     for ours, theirs in zip(late, find(world, rows, options), strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
@@ -201,10 +203,12 @@ def test_rows_that_join_late_find_what_they_find_alone(arrangement):
 @pytest.mark.parametrize("arrangement", ["greedy", "never", "all"])
 def test_rows_do_not_influence_each_other(arrangement):
     options, world = ARRANGEMENTS[arrangement], random_world(1)
-    wishes = [Wish(P), Wish(4), Wish(2)]
-    together = find(world, rows_of(wishes), options)
-    for row, wish in enumerate(wishes):
-        alone = find(world, rows_of([wish if r == row else Wish(0) for r in range(B)]), options)
+    per_row = [Constraints(P), Constraints(4), Constraints(2)]
+    together = find(world, batched(per_row), options)
+    for row, constraints in enumerate(per_row):
+        alone = find(
+            world, batched([constraints if r == row else Constraints(0) for r in range(B)]), options
+        )
         for ours, theirs in zip(alone, together, strict=True):
             np.testing.assert_array_equal(ours[row], theirs[row])
 
@@ -214,10 +218,11 @@ def test_rows_do_not_influence_each_other(arrangement):
     [(0.0, "never", 3), (1.0, "never", 4), (1.0, "heuristic", 3), (1.0, "first", 2)],
 )
 def test_search_stops_when_nothing_better_is_expected(alpha, early_stopping, steps):
-    # To end at once has log 0.46 = -0.78; to end after one more token, -0.62 - 0.78 = -1.39, is to
-    # beat. To go on comes to -1.23, -1.85, -2.46 after 2, 3, 4 tokens. If alpha is 1, what is to
-    # beat is -1.39 / (7 / 6) = -1.19. The others divided by (10 / 6), the penalty of 5 tokens, are
-    # -0.74, -1.11, -1.48; divided by (7 / 6) and (8 / 6), their own, -1.06, -1.39.
+    # Ending immediately has log-probability log 0.46 = -0.78. Ending after one more token has -0.62
+    # - 0.78 = -1.39, the score to beat. Continuing reaches -1.23, -1.85, -2.46 after 2, 3, 4
+    # tokens. With alpha = 1, the score to beat is -1.39 / (7 / 6) = -1.19; the others, divided by
+    # (10 / 6), the penalty of 5 tokens, are -0.74, -1.11, -1.48, and divided by their own, (7 / 6)
+    # and (8 / 6), -1.06, -1.39.
     logits = jnp.log(jnp.array([1e-9, 1e-9, 0.46, 0.54, 1e-9, 1e-9]))
     steps_taken = []
 
@@ -228,7 +233,7 @@ def test_search_stops_when_nothing_better_is_expected(alpha, early_stopping, ste
     options = dataclasses.replace(
         BEAM, beam_size=2, n_best=1, length_penalty=alpha, early_stopping=early_stopping
     )
-    result = search_room.search(step, (), unconstrained(jnp.array([P])), options, P)
+    result = search(step, (), unconstrained(jnp.array([P])), options, P)
     jax.effects_barrier()
     assert result.tokens[0, 0, 0] == EOS
     assert sorted(steps_taken) == list(range(steps))
@@ -237,7 +242,7 @@ def test_search_stops_when_nothing_better_is_expected(alpha, early_stopping, ste
 @pytest.mark.parametrize("arrangement", ["greedy", "never", "all"])
 def test_logits_that_are_not_finite_give_no_hypothesis(arrangement):
     logits, attention = random_world(0)
-    rows = rows_of(WITHOUT_LIMITS)
+    rows = batched(UNCONSTRAINED)
     for bad in (np.nan, np.inf, -np.inf):
         world = np.full_like(logits, bad), attention
         result = find(world, rows, ARRANGEMENTS[arrangement])
@@ -249,7 +254,7 @@ def test_logits_that_are_not_finite_give_no_hypothesis(arrangement):
 def test_logits_of_minus_infinity_only_rule_out_tokens(arrangement):
     logits, attention = random_world(0)
     logits[:, :, 4] = -np.inf
-    result = find((logits, attention), rows_of(WITHOUT_LIMITS), ARRANGEMENTS[arrangement])
+    result = find((logits, attention), batched(UNCONSTRAINED), ARRANGEMENTS[arrangement])
     assert result.lengths[:, 0].all()
     assert not (result.tokens == 4).any()
     for array in result:
@@ -259,17 +264,17 @@ def test_logits_of_minus_infinity_only_rule_out_tokens(arrangement):
 @pytest.mark.parametrize("arrangement", ["greedy, penalties", "rules"])
 def test_an_impossible_wish_gives_no_hypothesis_and_disturbs_no_other(arrangement):
     # Only the end token is left to choose from, and it would come too early.
-    impossible = Wish(P, minimum=2, allowed=frozenset({EOS}))
+    impossible = Constraints(P, minimum=2, allowed=frozenset({EOS}))
     world, options = random_world(0), ARRANGEMENTS[arrangement]
-    result = find(world, rows_of([Wish(P), impossible, Wish(P)]), options)
+    result = find(world, batched([Constraints(P), impossible, Constraints(P)]), options)
     assert (result.lengths[:, 0] > 0).tolist() == [True, False, True]
     assert not np.isnan(result.scores).any()
-    assert_row_is(result, 0, search_slowly(world, 0, Wish(P), options))
+    assert_row_is(result, 0, search_slowly(world, 0, Constraints(P), options))
 
 
 def test_a_prefix_counts_like_all_other_tokens():
-    world, wish = random_world(3), Wish(P, prefix=(5, 4))
-    result = find(world, rows_of([wish] * B), GREEDY)
+    world, constraints = random_world(3), Constraints(P, prefix=(5, 4))
+    result = find(world, batched([constraints] * B), GREEDY)
     log_probabilities = jax.nn.log_softmax(world[0][0])
     tokens = result.tokens[0, 0, : result.lengths[0, 0]].tolist()
     assert tokens[:2] == [5, 4]
@@ -293,16 +298,16 @@ def test_coverage_needs_attention_and_mask():
         return StepOutput(jnp.zeros((*tokens.shape, V))), state
 
     with pytest.raises(ValueError, match="source_mask"):
-        search_room.start(rows, (), options, P)
+        start(rows, (), options, P)
     rows = rows._replace(source_mask=jnp.ones((1, S), bool))
     with pytest.raises(ValueError, match="returns attention"):
-        search_room.search(blind_step, (), rows, options, P)
+        search(blind_step, (), rows, options, P)
 
 
 def test_padding_of_the_source_needs_no_coverage():
     logits, attention = random_world(0)
-    rows, options = rows_of(WITHOUT_LIMITS), ARRANGEMENTS["coverage"]
-    without, fully = (attention * [1, 1, 1, 0] + [0, 0, 0, all_of_it] for all_of_it in (0, 1))
+    rows, options = batched(UNCONSTRAINED), ARRANGEMENTS["coverage"]
+    without, fully = (attention * [1, 1, 1, 0] + [0, 0, 0, share] for share in (0, 1))
     mask = rows.source_mask & [True, True, True, False]
     masked = find((logits, without.astype(np.float32)), rows._replace(source_mask=mask), options)
     expected = find((logits, fully.astype(np.float32)), rows, options)

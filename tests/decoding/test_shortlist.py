@@ -13,7 +13,7 @@ from flaxformer_mt.errors import UserError
 
 
 class Vocabulary:
-    """A vocabulary that spells a word by its longest pieces, from the left."""
+    """A vocabulary that splits words greedily into their longest pieces."""
 
     eos_id = 0
 
@@ -84,7 +84,7 @@ def test_a_piece_may_be_a_space_that_is_not_ascii(write):
     assert translations(Shortlist.read(path, tokenizers, first=0, best=1), 2) == [3]
 
 
-def test_what_a_sentence_may_have(write):
+def test_allowed_tokens_of_a_sentence(write):
     shortlist = Shortlist.read(write(PIECES), SEPARATE, first=2, best=2)
     allowed = shortlist.allowed([2, 4, 2])
     assert allowed.tolist() == [0, 1, 2, 3, 5]
@@ -106,7 +106,7 @@ def test_with_one_vocabulary_the_source_can_be_copied(write):
     assert shortlist.allowed([3, 5]).tolist() == [0, 2, 3, 5]
 
 
-def test_a_table_of_words_goes_by_their_pieces(write):
+def test_a_table_of_words_applies_to_their_pieces(write):
     table = "der the 0.6\nHunde dogs 0.7\nDe hotdog 0.2\n"
     shortlist = Shortlist.read(write(table), SEPARATE, first=0, best=9)
     assert translations(shortlist, 3) == translations(shortlist, 4) == [4, 5]
@@ -114,7 +114,7 @@ def test_a_table_of_words_goes_by_their_pieces(write):
 
 
 def binary(first, best, lists):
-    """Marian's binary form of the translations of tokens 0, 1, ..."""
+    """Returns the translations of tokens 0, 1, ... in Marian's binary format."""
     offsets = np.cumsum([0, *map(len, lists)]).astype("<u8")
     tokens = np.array(list(itertools.chain(*lists)), "<u4")
     body = struct.pack("<4Q", first, best, len(offsets), len(tokens))
@@ -130,7 +130,7 @@ LISTS = [[], [], [2, 3], [4], [5], [6], [2, 8]]
 
 @pytest.mark.parametrize("lists", [LISTS, [*LISTS[:-1], [2]]])  # 7 and 6 tokens
 @pytest.mark.parametrize("compress", [bytes, gzip.compress])
-def test_the_binary_form_has_its_own_numbers(write, lists, compress):
+def test_the_binary_format_overrides_first_and_best(write, lists, compress):
     path = write(compress(binary(3, 2, lists)))
     shortlist = Shortlist.read(path, SEPARATE, first=1, best=1)
     assert [translations(shortlist, token) for token in range(7)] == lists
@@ -144,19 +144,19 @@ def test_the_binary_form_has_its_own_numbers(write, lists, compress):
         ("der the 1\na b one", 'line 2 is not "target source probability": a b one'),
         (b"a b \xff\xfe", "line 1 is not"),
         (gzip.compress(b"die the 1", mtime=0)[:-9], "end-of-stream marker"),
-        (binary(1, 1, LISTS)[:40], "cut short"),
-        (binary(1, 1, LISTS)[:-1], "cut short"),
+        (binary(1, 1, LISTS)[:40], "truncated"),
+        (binary(1, 1, LISTS)[:-1], "does not match its header"),
         (binary(1, 1, LISTS)[:-9] + b"\x01" + binary(1, 1, LISTS)[-8:], "checksum is wrong"),
         (binary(1, 1, LISTS[:-1]), "another vocabulary: it has 6 source tokens, the model 7"),
         (binary(1, 1, [*LISTS[:-1], [9]]), "another vocabulary"),
     ],
 )
-def test_a_damaged_table_is_refused(write, content, cause):
+def test_a_damaged_table_is_rejected(write, content, cause):
     with pytest.raises(UserError, match=f"^decode.shortlist=.*lex.*{cause}"):
         Shortlist.read(write(content), SEPARATE, first=1, best=1)
 
 
-def test_a_missing_table_is_refused(tmp_path):
+def test_a_missing_table_is_rejected(tmp_path):
     with pytest.raises(UserError, match="there is no such file"):
         Shortlist.read(tmp_path / "lex", SEPARATE, first=1, best=1)
 
@@ -165,7 +165,7 @@ entries = st.tuples(st.integers(0, 3), st.integers(0, 5), st.sampled_from([0.1, 
 
 
 @given(st.lists(entries), st.integers(1, 3))
-def test_the_best_are_those_of_a_slow_search(table, best):
+def test_best_translations_match_a_slow_implementation(table, best):
     sources, targets, probabilities = zip(*table, strict=True) if table else ((), (), ())
     offsets, kept = best_translations(
         np.array(sources, np.int64),

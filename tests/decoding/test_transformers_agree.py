@@ -1,4 +1,4 @@
-"""Rules, samplers and searches against those of Hugging Face transformers, on random scores."""
+"""Rules, samplers and searches compared with those of transformers, on random scores."""
 
 import dataclasses
 import functools
@@ -9,17 +9,16 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from slow_search import Wish
-from toy_search import BOS, EOS, PAD, SPECIAL, B, P, V, find, random_world, rows_of
+from slow_search import Constraints
+from toy_search import BOS, EOS, PAD, SPECIAL, B, P, V, batched, find, random_world
 from transformers.generation import logits_process
 from transformers.modeling_outputs import CausalLMOutput
 
-from flaxformer_mt.decoding.search import logits_processors as processors
-from flaxformer_mt.decoding.search import sampling
-from flaxformer_mt.decoding.search.search import SearchOptions
+from flaxformer_mt.decoding.search import logits_processors, sampling
+from flaxformer_mt.decoding.search.options import SearchOptions
 
 WIDTH, LENGTH, VOCABULARY = 8, 9, 6
-POSITION = 7  # Of 9 places for tokens, 7 are written.
+POSITION = 7  # 7 of the 9 tokens are defined.
 PHRASES = ((3, 4), (5, 5), (4, 3, 5), (0, 1), (2, 2))
 
 
@@ -37,42 +36,42 @@ def theirs(processor, tokens, scores, position=POSITION):
 
 RULES = {
     "repetition penalty": (
-        lambda scores, tokens, positions: processors.penalise_repetition(
+        lambda scores, tokens, positions: logits_processors.penalize_repetition(
             scores, tokens, positions, 1.7
         ),
         logits_process.RepetitionPenaltyLogitsProcessor(1.7),
     ),
     **{
         f"no {size}-gram twice": (
-            functools.partial(processors.forbid_repeated_ngrams, size=size),
+            functools.partial(logits_processors.forbid_repeated_ngrams, size=size),
             logits_process.NoRepeatNGramLogitsProcessor(size),
         )
         for size in (1, 2, 3)
     },
     "bad phrases": (
-        functools.partial(processors.forbid_phrases, phrases=PHRASES),
+        functools.partial(logits_processors.forbid_phrases, phrases=PHRASES),
         logits_process.NoBadWordsLogitsProcessor([list(phrase) for phrase in PHRASES], EOS),
     ),
     "minimum": (
-        lambda scores, tokens, positions: processors.forbid_early_end(
+        lambda scores, tokens, positions: logits_processors.forbid_early_end(
             scores, positions, jnp.array([8]), EOS
         ),
         logits_process.MinNewTokensLengthLogitsProcessor(0, 8, EOS),
     ),
     "minimum reached": (
-        lambda scores, tokens, positions: processors.forbid_early_end(
+        lambda scores, tokens, positions: logits_processors.forbid_early_end(
             scores, positions, jnp.array([7]), EOS
         ),
         logits_process.MinLengthLogitsProcessor(7, EOS),
     ),
-    "forced end": (
-        lambda scores, tokens, positions: processors.force_end(
+    "required end": (
+        lambda scores, tokens, positions: logits_processors.require_end(
             scores, jnp.zeros((1, WIDTH, 1)), positions, jnp.array([8]), EOS
         ),
         logits_process.ForcedEOSTokenLogitsProcessor(8, EOS),
     ),
-    "end not yet forced": (
-        lambda scores, tokens, positions: processors.force_end(
+    "end not yet required": (
+        lambda scores, tokens, positions: logits_processors.require_end(
             scores, jnp.zeros((1, WIDTH, 1)), positions, jnp.array([9]), EOS
         ),
         logits_process.ForcedEOSTokenLogitsProcessor(9, EOS),
@@ -119,7 +118,7 @@ SAMPLERS = {
         logits_process.EpsilonLogitsWarper(0.99),
     ),
     "temperature and all others": (
-        lambda logits: sampling.likely_tokens(
+        lambda logits: sampling.filter_logits(
             logits, temperature=1.5, top_k=5, top_p=0.9, min_p=0.05, epsilon_cutoff=0.1
         ),
         logits_process.LogitsProcessorList(
@@ -159,8 +158,8 @@ class ToyModel(transformers.PreTrainedModel, transformers.GenerationMixin):
         return CausalLMOutput(logits=self.table[node][:, None])
 
 
-def generate(table, options, wish):
-    """The hypotheses that transformers finds, and their scores; NaN if greedy."""
+def generate(table, options, constraints):
+    """Returns the hypotheses of transformers and their scores, NaN for greedy search."""
     model = ToyModel(table)
     found = model.generate(
         torch.tensor([[BOS]]),
@@ -173,8 +172,8 @@ def generate(table, options, wish):
             ]
             if options.beam_size > 1
             else None,
-            max_new_tokens=wish.limit,
-            min_new_tokens=wish.minimum,
+            max_new_tokens=constraints.limit,
+            min_new_tokens=constraints.minimum,
             bad_words_ids=[[PAD], [BOS], *map(list, options.bad_phrases)],
             no_repeat_ngram_size=options.no_repeat_ngram_size,
             repetition_penalty=options.repetition_penalty,
@@ -232,10 +231,10 @@ def test_searches_agree(name):
         [(1.0, 0.0, 0), (0.0, 1.0, 0), (2.0, 2.0, 1), (0.6, 1.0, 2), (2.0, 3.0, 0), (1.0, 2.0, 0)]
     ):
         options = dataclasses.replace(GENERATE[name], length_penalty=alpha)
-        world, wish = random_world(seed, end), Wish(P, minimum)
-        result = jax.device_get(find(world, rows_of([wish] * B), options))
+        world, constraints = random_world(seed, end), Constraints(P, minimum)
+        result = jax.device_get(find(world, batched([constraints] * B), options))
         for row in range(B):
-            tokens, scores = generate(world[0][row], options, wish)
+            tokens, scores = generate(world[0][row], options, constraints)
             lengths = result.lengths[row].tolist()
             ours = [t[:n].tolist() for t, n in zip(result.tokens[row], lengths, strict=True)]
             assert ours == tokens

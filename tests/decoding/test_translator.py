@@ -1,4 +1,4 @@
-"""Text in, text out: what a translation depends on, and what not."""
+"""Translation of text: constraints, options, batches and order of results."""
 
 import dataclasses
 import itertools
@@ -18,7 +18,7 @@ from flaxformer_mt.decoding.sentence_decoder import longest_target, on_one_line,
 from flaxformer_mt.decoding.translator import Sentence, Translator, in_order, windows
 from flaxformer_mt.errors import UserError
 
-# All are short, and few options are used: another length of rows, or option, is a compilation.
+# All are short, and few options are used: each row length and set of options is compiled.
 SENTENCES = [*sentences(12, longest=2), "", *sentences(2, seed=3, longest=2), " "]
 BEAM = {"beam_size": 3, "n_best": 3}
 GREEDY = {"beam_size": 1, "n_best": 1}
@@ -46,7 +46,7 @@ def test_log_probabilities_of_the_cached_search_are_those_of_the_full_pass(talke
                 np.testing.assert_allclose(hypothesis.score, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_greedy_search_takes_what_the_full_pass_finds_most_probable(talker):
+def test_greedy_search_chooses_the_most_probable_token_of_the_full_pass(talker):
     for sentence in SENTENCES[:3]:
         ((best,),) = make_translator(talker).translate_n_best([sentence], 1, beam_size=1)
         for position, token in enumerate(best.tokens):
@@ -81,7 +81,7 @@ def test_a_translation_depends_on_its_sentence_and_the_options_alone(talker, opt
     assert len({hypotheses[0].text for hypotheses in together}) > 5
 
 
-def test_a_translation_has_what_it_must_have(talker):
+def test_prefix_and_phrases_appear(talker):
     found = make_translator(talker).translate_n_best(CONSTRAINED, **CONSTRAINTS)
     for sentence, hypotheses in zip(CONSTRAINED, found, strict=True):
         if not sentence.text:
@@ -183,11 +183,11 @@ def test_a_translation_is_one_line(talker, monkeypatch):
     assert make_translator(talker).translate(["Hund"]) == ["a b c"]
 
 
-def test_what_ends_a_line_somewhere_is_a_space():
+def test_line_ends_become_spaces():
     assert on_one_line("a\nb\r\nc\u2028d\x0ce\x85f") == "a b c d e f"
 
 
-def test_long_input_is_translated_in_pieces(talker):
+def test_long_input_is_split(talker):
     translator = make_translator(with_decode(talker, max_source_length=20))
     parts = ["Die Wiese und der Hund.", "Ein kleiner roter Hund.", "Hund."]
     lengths = [len(tokens) for tokens in talker.tokenizers.source.encode(parts)]
@@ -206,8 +206,8 @@ def test_long_input_is_translated_in_pieces(talker):
         translator.translate([Sentence(" ".join(parts), phrases=("Hund",))])
 
 
-def test_samples_cannot_be_made_to_have_phrases(talker):
-    with pytest.raises(UserError, match=r"not sampled: leave out decode\.sampling"):
+def test_phrases_are_not_supported_with_sampling(talker):
+    with pytest.raises(UserError, match=r"not supported with sampling: remove decode\.sampling"):
         make_translator(talker).translate([Sentence("Hund", phrases=("Hund",))], mbr_samples=2)
 
 
@@ -218,7 +218,7 @@ def test_no_input_is_longer_than_a_learned_position_table(talker):
     translator = make_translator(talker)
     for hypotheses in translator.translate_n_best(["Hund", "Hund " * 30], max_length=50, **GREEDY):
         assert hypotheses[0].text
-    with pytest.raises(UserError, match=r"given tokens.*model.max_length=20"):
+    with pytest.raises(UserError, match=r"prefix and phrases have.*model.max_length=20"):
         translator.translate([Sentence("Hund", prefix="Wiese " * 10)])
 
 
@@ -228,18 +228,18 @@ def test_no_input_is_longer_than_a_learned_position_table(talker):
         ({"n_best": 4}, "decode.n_best=4 is more than decode.beam_size=3"),
         ({"beam_size": 0}, "decode.beam_size=0: must be at least 1"),
         ({"length_penalty": -0.5}, "decode.length_penalty=-0.5: must be at least 0"),
-        ({"bad_word_ids": ("7,9999",)}, "decode.bad_word_ids: 9999 is no token"),
+        ({"bad_word_ids": ("7,9999",)}, "decode.bad_word_ids: 9999 is not a token"),
         ({"copy_unknown": True, "alignment_layer": 3}, "decode.alignment_layer=3"),
         ({"shortlist": "nowhere"}, "decode.shortlist=nowhere: there is no such file"),
     ],
 )
-def test_options_out_of_range_are_refused(talker, options, message):
+def test_options_out_of_range_are_rejected(talker, options, message):
     with pytest.raises(UserError, match=message):
         make_translator(talker).translate_n_best(SENTENCES, **options)
 
 
 @pytest.mark.parametrize("beam_size", [1, 3])
-def test_parameters_that_are_not_finite_are_refused(talker, beam_size):
+def test_parameters_that_are_not_finite_are_rejected(talker, beam_size):
     params = jax.tree.map(lambda leaf: leaf * np.nan, talker.params)
     with pytest.raises(UserError, match="not finite"):
         Translator(talker.config, params, talker.tokenizers).translate(["Hund"], beam_size)
@@ -252,13 +252,13 @@ def test_a_language_model_cannot_translate(talker):
         Translator(config, talker.params, talker.tokenizers)
 
 
-def test_longest_target_counts_source_tokens_without_their_end(talker):
+def test_longest_target_excludes_the_source_end_token(talker):
     decode = dataclasses.replace(talker.config.decode, max_length_factor=1.5, max_length_extra=20)
     assert longest_target(10, decode) == 35
 
 
-def test_a_stream_is_read_in_portions(talker):
-    """The first translations are there before the last sentences are read."""
+def test_a_stream_is_read_in_windows(talker):
+    """The first translations are yielded before the last sentences are read."""
     read = 0
 
     def lines():
@@ -277,7 +277,7 @@ def test_a_stream_is_read_in_portions(talker):
 
 
 @given(st.lists(st.integers(0, 9)), st.integers(1, 12))
-def test_windows_are_full_but_not_more(lengths, size):
+def test_windows_have_about_their_size(lengths, size):
     texts = [Sentence("x" * length) for length in lengths]
     portions = list(windows(texts, size))
     assert list(itertools.chain(*portions)) == texts
@@ -288,7 +288,7 @@ def test_windows_are_full_but_not_more(lengths, size):
 
 
 @given(st.permutations(range(6)))
-def test_results_come_in_order_as_soon_as_they_can(order):
+def test_results_are_yielded_in_order_as_early_as_possible(order):
     given = 0
 
     def finished():

@@ -1,4 +1,4 @@
-"""A toy world to search: every logit is a random number that depends on all tokens before it."""
+"""Search problems with random logits that depend on all preceding tokens."""
 
 import functools
 
@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxformer_mt.decoding.search import search as search_room
-from flaxformer_mt.decoding.search.search import Rows, StepOutput
+from flaxformer_mt.decoding.search import search
+from flaxformer_mt.decoding.search.state import SentenceConstraints, StepOutput
 
 V, P, B, S = 6, 5, 3, 4  # Vocabulary, longest hypothesis, rows, source tokens.
 PAD, BOS, EOS = 0, 1, 2
@@ -17,7 +17,7 @@ NODES = sum(V**depth for depth in range(P))  # Prefixes of fewer than P tokens.
 
 
 def child(node, token):
-    """The number of the prefix that is prefix `node` and one more token; 0 is the empty one."""
+    """Returns the index of prefix `node` extended by a token; 0 is the empty prefix."""
     return node * V + token + 1
 
 
@@ -26,8 +26,8 @@ def node_of(tokens):
 
 
 def random_world(seed, end=0.0, batch_size=B):
-    """Logits [B, NODES, V] of the token after each prefix, to whose end tokens `end` is added, and
-    attentions [B, NODES, S] when it is chosen."""
+    """Returns logits [B, NODES, V] after each prefix, with `end` added to those of the end token,
+    and attention [B, NODES, S]."""
     random = np.random.default_rng(seed)
     logits = random.normal(size=(batch_size, NODES, V)).astype(np.float32) * 2
     logits[..., EOS] += end
@@ -36,7 +36,7 @@ def random_world(seed, end=0.0, batch_size=B):
 
 
 def step(tokens, state, positions):
-    """Looks up logits and attention; the state is the world and the prefix of each hypothesis."""
+    """Looks up logits and attention; the state holds them and the prefix of each hypothesis."""
     nodes, logits, attention = state
     nodes = jnp.where(positions[:, None] == 0, 0, child(nodes, tokens))
     found = (jnp.take_along_axis(array, nodes[..., None], axis=1) for array in (logits, attention))
@@ -48,51 +48,51 @@ def reorder(state, parents):
     return jnp.take_along_axis(nodes, parents, axis=1), logits, attention
 
 
-# Tests run each program a few times only: it need not be fast.
+# Tests run each program only a few times: compiling fast matters more than running fast.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 @jit
 def begin(world, rows, options):
-    """The beginning of a search in a `random_world`."""
+    """Starts a search in a `random_world`."""
     nodes = jnp.zeros((rows.max_lengths.shape[0], options.beam_size), jnp.int32)
-    return search_room.start(rows, (nodes, *world), options, P)
+    return search.start(rows, (nodes, *world), options, P)
 
 
-advance = jit(functools.partial(search_room.advance, step, reorder))
-active = jit(search_room.active)
-results = jit(search_room.results)
+advance = jit(functools.partial(search.advance, step, reorder))
+active = jit(search.active)
+results = jit(search.results)
 
 
 @jit
 def find(world, rows, options):
     """Searches a `random_world`."""
     nodes = jnp.zeros((rows.max_lengths.shape[0], options.beam_size), jnp.int32)
-    return search_room.search(step, (nodes, *world), rows, options, P, reorder)
+    return search.search(step, (nodes, *world), rows, options, P, reorder)
 
 
-def rows_of(wishes, seeds=None, prefix_length=2):
-    """`Rows` of `Wish`es; all sources have S tokens."""
-    prefix = np.full((len(wishes), prefix_length), -1, np.int32)
-    allowed = np.ones((len(wishes), V), bool)
-    for row, wish in enumerate(wishes):
-        prefix[row, : len(wish.prefix)] = wish.prefix
-        if wish.allowed is not None:
-            allowed[row] = np.isin(np.arange(V), list(wish.allowed))
-    seeds = np.zeros(len(wishes)) if seeds is None else np.array(seeds)
-    return Rows(
-        max_lengths=np.array([wish.limit for wish in wishes], np.int32),
-        min_lengths=np.array([wish.minimum for wish in wishes], np.int32),
+def batched(per_row, seeds=None, prefix_length=2):
+    """Converts `Constraints` of each row to `SentenceConstraints`; all sources have S tokens."""
+    prefix = np.full((len(per_row), prefix_length), -1, np.int32)
+    allowed = np.ones((len(per_row), V), bool)
+    for row, constraints in enumerate(per_row):
+        prefix[row, : len(constraints.prefix)] = constraints.prefix
+        if constraints.allowed is not None:
+            allowed[row] = np.isin(np.arange(V), list(constraints.allowed))
+    seeds = np.zeros(len(per_row)) if seeds is None else np.array(seeds)
+    return SentenceConstraints(
+        max_lengths=np.array([constraints.limit for constraints in per_row], np.int32),
+        min_lengths=np.array([constraints.minimum for constraints in per_row], np.int32),
         prefix=prefix,
-        keys=np.stack([np.zeros(len(wishes)), seeds], axis=1).astype(np.uint32),
-        phrases=np.zeros((len(wishes), 0, 0), np.int32),
-        source_mask=np.ones((len(wishes), S), bool),
+        keys=np.stack([np.zeros(len(per_row)), seeds], axis=1).astype(np.uint32),
+        phrases=np.zeros((len(per_row), 0, 0), np.int32),
+        source_mask=np.ones((len(per_row), S), bool),
         allowed=allowed,
     )
 
 
-def find_one_after_the_other(world, rows, options):
-    """Like `find`, but each row begins two steps after the one before it."""
+def find_with_staggered_starts(world, rows, options):
+    """Like `find`, but each row starts two steps after the previous one."""
     newcomers = begin(world, rows, options)
     together = begin(world, rows._replace(max_lengths=np.zeros_like(rows.max_lengths)), options)
     for row in np.eye(B, dtype=bool):

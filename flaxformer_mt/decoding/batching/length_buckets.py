@@ -1,7 +1,7 @@
-"""Sentences into batches of few shapes.
+"""Length buckets: sentences grouped into batches of few shapes.
 
-A sentence's shape follows from its own length alone, never from what else is translated, so that
-neither its result nor the number of compilations depends on the company that it is in.
+The shape for a sentence is a function of its own length, never of the other sentences, so that
+neither its result nor the number of compilations depends on what else is in the batch.
 """
 
 from collections.abc import Sequence
@@ -12,18 +12,18 @@ import numpy as np
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
 
-SHORTEST_BUCKET = 16
+MIN_ROW_LENGTH = 16
 
 
 class Bucket(NamedTuple):
     """Sentences that are computed together."""
 
     length: int
-    """Tokens in a row."""
+    """Tokens per row."""
     num_rows: int
-    """B, the same for every bucket of this length; rows without sentence are padding."""
+    """B, the same for every bucket of this length; rows without a sentence are padding."""
     indices: list[int]
-    """Which sentences."""
+    """Indices of the sentences."""
 
 
 def plan_buckets(
@@ -31,14 +31,13 @@ def plan_buckets(
 ) -> list[Bucket]:
     """Groups sentences of similar length, the longest first.
 
-    Row lengths are 16, 32, 64, ... tokens, as far as needed; the last is what a learned position
-    table holds.
+    Row lengths are 16, 32, 64, ... tokens, up to the size of a learned position table.
 
     Args:
-      lengths: tokens of each sentence, end token included. Those of length 0 are left out.
-      batch_tokens: tokens in a bucket, padding included; a longer sentence gets one of its own.
-      model: which positions it knows.
-      first: number of the first sentence, for messages.
+      lengths: number of tokens of each sentence, end token included. Those of length 0 are skipped.
+      batch_tokens: tokens per bucket, padding included; a longer sentence gets its own bucket.
+      model: the configuration that limits the positions.
+      first: number of the first sentence, for error messages.
 
     Raises:
       UserError: a sentence is longer than the position table.
@@ -48,8 +47,8 @@ def plan_buckets(
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         if limit is not None and lengths[index] > limit:
             raise UserError(
-                f"sentence {index + first} has {lengths[index]} tokens, but the model knows only "
-                f"model.max_length={limit} positions: split it"
+                f"sentence {index + first} has {lengths[index]} tokens, but the position table "
+                f"holds only model.max_length={limit}: split the sentence"
             )
         if lengths[index] > 0:
             groups.setdefault(row_length(lengths[index], limit), []).append(index)
@@ -62,20 +61,20 @@ def plan_buckets(
 
 
 def longest_sentence(model: TransformerConfig) -> int | None:
-    """Tokens of the longest sentence that the model can represent; None = any."""
+    """Returns the maximum number of tokens of a sentence that the model supports; None = any."""
     return model.max_length if model.position_kind == "learned" else None
 
 
 def fill_rows(sequences: Sequence[Sequence[int]], bucket: Bucket, pad_id: int) -> np.ndarray:
-    """A bucket's token sequences as int32 [B, length]; what is left over is padding."""
+    """Returns a bucket's token sequences as int32 [B, length], padded."""
     rows = np.full((bucket.num_rows, bucket.length), pad_id, np.int32)
     for row, index in zip(rows, bucket.indices, strict=False):
         row[: len(sequences[index])] = sequences[index]
     return rows
 
 
-def row_length(length: int, limit: int | None, shortest: int = SHORTEST_BUCKET) -> int:
-    """Tokens of the row that a sentence of `length` tokens, at most `limit`, gets."""
+def row_length(length: int, limit: int | None, shortest: int = MIN_ROW_LENGTH) -> int:
+    """Returns the length of the row for a sentence of `length` tokens, at most `limit`."""
     row = shortest
     while row < length:
         row *= 2

@@ -1,8 +1,7 @@
-"""Which source word each target word comes from, as the decoder's attention tells.
+"""Word alignment from the decoder's cross-attention.
 
-Attention says what was looked at when a token was chosen, which is not always what it translates:
-good layers and heads differ from model to model, and the last layer but one is often better than
-the last (Garg et al. 2019).
+A token does not always attend most to the word that it translates: good layers and heads differ
+from model to model, and the second-to-last layer is often better than the last (Garg et al. 2019).
 """
 
 import itertools
@@ -13,28 +12,28 @@ import numpy as np
 from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer
 
-Pairs = list[tuple[int, int]]
+Links = list[tuple[int, int]]
 """(source, target), both counted from 0, in the order of the target."""
 
 
 def without_ends(attention: np.ndarray, target: Sequence[int], eos_id: int) -> np.ndarray:
-    """The attention of all tokens but the ends, which is what the functions below take.
+    """Removes the end tokens' rows and columns from the attention.
 
     Args:
-      attention: [T, S] from `forcing.force`. The source always has an end token.
-      target: T tokens; a translation that was cut off has no end token.
+      attention: [T, S] from `teacher_force`. The source always has an end token.
+      target: T tokens; a truncated translation has no end token.
       eos_id: the end token.
     """
     ends = len(target) > 0 and target[-1] == eos_id
     return attention[: len(target) - ends, :-1]
 
 
-def align(attention: np.ndarray) -> Pairs:
+def align(attention: np.ndarray) -> Links:
     """Links each target token to the source token that it attends to most.
 
     Args:
-      attention: [T, S] without rows and columns for end tokens: an end token that is attended to is
-        a place to rest, not a translation.
+      attention: [T, S] without rows and columns for end tokens. (Attention to the end token mostly
+        means attention to nothing.)
     """
     if not attention.shape[1]:
         return []
@@ -43,10 +42,11 @@ def align(attention: np.ndarray) -> Pairs:
 
 def align_words(
     attention: np.ndarray, source_pieces: Sequence[str], target_pieces: Sequence[str]
-) -> Pairs:
+) -> Links:
     """Links each target word to the source word that it attends to most.
 
-    A word attends as the mean of its pieces does, and is attended to as much as all its pieces.
+    The attention from a target word is the mean over its pieces (up to a factor, which the argmax
+    ignores); the attention to a source word is the sum over its pieces.
 
     Args:
       attention: [T, S] as for `align`.
@@ -58,22 +58,22 @@ def align_words(
 
 
 def words(pieces: Sequence[str]) -> list[int]:
-    """The word, counted from 0, that each piece belongs to.
+    """Returns the index of the word, from 0, that each piece belongs to.
 
-    Words are what the spaces of a text part, as the tokenizer has tidied it. A piece starts one if
-    it starts with `SPACE`, or is the first (as is a language's tag: ">>fra<<").
+    Words are separated by the spaces of the text as the tokenizer normalized it. A piece starts a
+    word if it starts with `SPACE` or is the first one (such as a language tag, ">>fra<<").
     """
     starts = [index == 0 or piece.startswith(SPACE) for index, piece in enumerate(pieces)]
     return [count - 1 for count in itertools.accumulate(map(int, starts))]
 
 
 def one_hot(groups: Sequence[int]) -> np.ndarray:
-    """[N, G] of 0 and 1 for the groups, 0 to G - 1, of N things."""
+    """Returns the one-hot encoding [N, G] of group indices 0 to G - 1."""
     return np.eye(max(groups, default=-1) + 1, dtype=np.float32)[np.asarray(groups, int)]
 
 
-def pharaoh(pairs: Pairs) -> str:
-    """`0-0 1-2 2-1`: source-target, the format of Pharaoh, Moses and fast_align."""
+def pharaoh(pairs: Links) -> str:
+    """Formats links as `0-0 1-2 2-1`, source-target, like Pharaoh, Moses and fast_align."""
     return " ".join(f"{source}-{target}" for source, target in pairs)
 
 
@@ -83,16 +83,16 @@ def copy_unknown(
     source_pieces: Sequence[str],
     tokenizer: Tokenizer,
 ) -> str:
-    """The text of a translation, with source words in the place of unknown tokens.
+    """Returns the text of a translation, with unknown tokens replaced by source words.
 
-    Each unknown token becomes the source word that it attends to most; several in a row that attend
+    Each unknown token becomes the source word that it attends to most; consecutive ones that attend
     to the same word become that word once.
 
     Args:
       target: T tokens, without end token.
       attention: [T, S] as for `align`.
       source_pieces: S pieces, from `Tokenizer.split`.
-      tokenizer: of the target.
+      tokenizer: the target tokenizer.
     """
     groups = words(source_pieces)
     most = (attention @ one_hot(groups)).argmax(axis=1)

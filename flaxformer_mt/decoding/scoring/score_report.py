@@ -1,4 +1,4 @@
-"""What there is to say about scores: a line of text, a line of JSON, or figures of a corpus."""
+"""Reports of scores: lines of text or JSON, and the metrics of a corpus."""
 
 import dataclasses
 import math
@@ -6,25 +6,26 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from flaxformer_mt.decoding.scoring.alignment import pharaoh
-from flaxformer_mt.decoding.scoring.scorer import PairScore, Scored
+from flaxformer_mt.decoding.scoring.scorer import PairScore, ScoredSentence
 
-Value = Callable[[PairScore], float]
-"""The score of a pair: its log-probability, normalised or not."""
+ScoreFunction = Callable[[PairScore], float]
+"""Maps a pair to its reported score: its log-probability, optionally normalized."""
 
 
 def preferred(values: Sequence[float]) -> int:
-    """Which of several translations has the highest value; in a tie, not the first.
+    """Returns the index of the highest value; in a tie, not the first.
 
-    The first is the right one, and a model that cannot tell it from another does not prefer it.
+    The first translation is the correct one, and a model that scores another one equally does not
+    prefer it.
     """
     return max(range(len(values)), key=lambda index: (values[index], index > 0))
 
 
-def to_text(scored: Scored, value: Value, with_tokens: bool = False) -> str:
-    """Columns parted by tabs.
+def to_text(scored: ScoredSentence, value: ScoreFunction, with_tokens: bool = False) -> str:
+    """Formats a sentence as tab-separated columns.
 
-    For one translation: its value; the log-probabilities of its tokens, if asked for; its
-    alignment, if it has one. For several: which one is preferred, and the value of each.
+    With one translation: its score; the log-probabilities of its tokens, if `with_tokens`; its
+    alignment, if it has one. With several: the index of the preferred one, and the score of each.
     """
     values = [value(score) for score in scored.scores]
     columns = [f"{each:.6f}" for each in values]
@@ -38,8 +39,8 @@ def to_text(scored: Scored, value: Value, with_tokens: bool = False) -> str:
     return "\t".join(columns)
 
 
-def to_json(scored: Scored, value: Value) -> dict[str, Any]:
-    """All that is known, as JSON values; several translations stand in a list, `candidates`."""
+def to_json(scored: ScoredSentence, value: ScoreFunction) -> dict[str, Any]:
+    """Formats a sentence as JSON values; several translations become a list, `candidates`."""
     details = [
         _details(target, score, value(score))
         for target, score in zip(scored.targets, scored.scores, strict=True)
@@ -66,20 +67,20 @@ def _details(target: str, score: PairScore, value: float) -> dict[str, Any]:
 
 
 @dataclasses.dataclass
-class Totals:
-    """Sums over a corpus. Those of tokens are of the first translation of each sentence."""
+class CorpusTotals:
+    """Sums over a corpus; those over tokens count the first translation of each sentence."""
 
     sentences: int = 0
     tokens: int = 0
-    """End tokens included."""
+    """Number of tokens, end tokens included."""
     log_probability: float = 0.0
     compared: int = 0
-    """Sentences with several translations."""
+    """Number of sentences with several translations."""
     preferred: int = 0
-    """Those in which the first is preferred."""
+    """Number of those whose first translation is preferred."""
 
-    def add(self, scored: Scored, value: Value) -> None:
-        """Counts one sentence more."""
+    def add(self, scored: ScoredSentence, value: ScoreFunction) -> None:
+        """Adds one sentence."""
         first = scored.scores[0]
         self.sentences += 1
         self.tokens += len(first.tokens)
@@ -88,18 +89,18 @@ class Totals:
             self.compared += 1
             self.preferred += preferred([value(score) for score in scored.scores]) == 0
 
-    def figures(self) -> dict[str, float]:
-        """The sums, and what follows from them.
+    def metrics(self) -> dict[str, float]:
+        """Returns the sums, the perplexity and the accuracy.
 
-        The perplexity is exp(-mean log-probability of a token), end tokens included; the accuracy
-        is the share of sentences in which the first translation is preferred.
+        The perplexity is exp(-mean log-probability per token), end tokens included; the accuracy is
+        the fraction of sentences whose first translation is preferred.
         """
-        figures: dict[str, float] = {
+        metrics: dict[str, float] = {
             "sentences": self.sentences,
             "tokens": self.tokens,
             "log_probability": self.log_probability,
             "perplexity": math.exp(-self.log_probability / self.tokens),
         }
         if self.compared:
-            figures |= {"preferred": self.preferred, "accuracy": self.preferred / self.compared}
-        return figures
+            metrics |= {"preferred": self.preferred, "accuracy": self.preferred / self.compared}
+        return metrics

@@ -1,4 +1,4 @@
-"""How probable given translations are."""
+"""Scores given translations by their log-probability."""
 
 import dataclasses
 import itertools
@@ -11,42 +11,42 @@ import numpy as np
 
 from flaxformer_mt.config import DecodeConfig, ExperimentConfig, with_vocabulary_sizes
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
-from flaxformer_mt.decoding.scoring.alignment import Pairs, align, align_words, without_ends
+from flaxformer_mt.decoding.scoring.alignment import Links, align, align_words, without_ends
 from flaxformer_mt.decoding.scoring.teacher_forcing import teacher_force
-from flaxformer_mt.decoding.search.search import length_penalty
+from flaxformer_mt.decoding.search.ranking import length_penalty
 from flaxformer_mt.errors import UserError
 
-Unit = Literal["words", "pieces"]
+AlignmentUnit = Literal["words", "pieces"]
 """What an alignment links."""
 
-Normalization = Literal["none", "tokens", "search"]
-"""What a log-probability is divided by: nothing; the number of tokens; or the length penalty of the
-search, which gives the score that the search would give this translation."""
+ScoreNormalization = Literal["none", "tokens", "search"]
+"""The divisor of a log-probability: none; the number of tokens; or the length penalty of the
+search, which results in the score by which the search would rank the translation."""
 
-CHUNK = 4096
-"""Pairs that are read before the first of them is scored: enough to sort them by length."""
+CHUNK_SIZE = 4096
+"""Number of pairs that are read, sorted by length and scored together."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PairScore:
-    """What the model thinks of one sentence pair."""
+    """The log-probabilities of one sentence pair."""
 
     tokens: tuple[int, ...]
     """Target tokens, the end token included."""
     token_log_probabilities: tuple[float, ...]
-    """Of each token, given the source and the tokens before it; natural logarithm."""
+    """Of each token, given the source and the preceding tokens; natural logarithm."""
     pieces: tuple[str, ...] = ()
-    """What each token was in the text; the last is the end token's entry in the vocabulary."""
-    alignment: Pairs | None = None
-    """Where each target word, or piece, comes from; None if not asked for."""
+    """The text of each token; the last is the end token's entry in the vocabulary."""
+    alignment: Links | None = None
+    """Links from source to target words, or pieces; None if not requested."""
 
     @property
     def log_probability(self) -> float:
-        """Of the target sentence, its end included, given the source."""
+        """Log-probability of the target sentence, end token included, given the source."""
         return math.fsum(self.token_log_probabilities)
 
-    def normalized(self, normalization: Normalization, decode: DecodeConfig) -> float:
-        """The log-probability, divided as `Normalization` says."""
+    def normalized(self, normalization: ScoreNormalization, decode: DecodeConfig) -> float:
+        """Returns the log-probability, divided as described for `ScoreNormalization`."""
         if normalization == "none":
             return self.log_probability
         if normalization == "tokens":
@@ -56,8 +56,8 @@ class PairScore:
         return self.log_probability / float(penalty)
 
 
-class Scored(NamedTuple):
-    """A source sentence and what the model thinks of each of its translations."""
+class ScoredSentence(NamedTuple):
+    """A source sentence and the scores of its translations."""
 
     source: str
     targets: Sequence[str]
@@ -67,16 +67,16 @@ class Scored(NamedTuple):
 class Scorer:
     """Scores given translations with a trained model.
 
-    What is compiled is shared by all scorers of one model configuration.
+    All scorers of one model configuration share their compiled programs.
     """
 
     def __init__(self, config: ExperimentConfig, params: Any, tokenizers: Tokenizers) -> None:
-        """Makes a scorer.
+        """Creates a scorer.
 
         Args:
-          config: of the run; `model` and `decode` are used.
+          config: the run's configuration, of which `model` and `decode` are used.
           params: the model's parameters.
-          tokenizers: of the run.
+          tokenizers: the run's tokenizers.
 
         Raises:
           UserError: the model has no encoder.
@@ -91,29 +91,29 @@ class Scorer:
         self.tokenizers = tokenizers
 
     def stream(
-        self, pairs: Iterable[tuple[str, str]], alignment: Unit | None = None
+        self, pairs: Iterable[tuple[str, str]], alignment: AlignmentUnit | None = None
     ) -> Iterator[PairScore]:
-        """Scores each target as a translation of its source, in their order.
+        """Scores each target as a translation of its source, in the given order.
 
         Empty sentences are scored like all others: they consist of the end token. A score does not
         depend on the other pairs.
 
         Args:
-          pairs: source and target sentences; they are read as far as they are needed.
-          alignment: also align these.
+          pairs: source and target sentences, read lazily.
+          alignment: the unit to align; None = no alignment.
 
         Raises:
-          UserError: a sentence is longer than a learned position table, or there is no such layer
-            or head to align by.
+          UserError: a sentence is longer than a learned position table, or the decoder does not
+            have the configured alignment layer or head.
         """
-        left = iter(pairs)
+        remaining = iter(pairs)
         first = 1
-        while chunk := list(itertools.islice(left, CHUNK)):
+        while chunk := list(itertools.islice(remaining, CHUNK_SIZE)):
             yield from self._score(chunk, alignment, first)
             first += len(chunk)
 
     def _score(
-        self, pairs: Sequence[tuple[str, str]], alignment: Unit | None, first: int
+        self, pairs: Sequence[tuple[str, str]], alignment: AlignmentUnit | None, first: int
     ) -> Iterator[PairScore]:
         sources, targets = zip(*pairs, strict=True)
         source, target, eos_id = self.tokenizers.source, self.tokenizers.target, self.model.eos_id
@@ -145,19 +145,21 @@ class Scorer:
             )
 
     def stream_candidates(
-        self, candidates: Iterable[tuple[str, Sequence[str]]], alignment: Unit | None = None
-    ) -> Iterator[Scored]:
-        """Scores several translations of each sentence; otherwise as `stream`.
+        self,
+        candidates: Iterable[tuple[str, Sequence[str]]],
+        alignment: AlignmentUnit | None = None,
+    ) -> Iterator[ScoredSentence]:
+        """Scores several translations of each sentence; otherwise like `stream`.
 
         Args:
-          candidates: each source sentence with its translations.
+          candidates: source sentences, each with its translations.
           alignment: see `stream`.
         """
         counted, paired = itertools.tee(candidates)
         pairs = ((source, target) for source, targets in paired for target in targets)
         scores = self.stream(pairs, alignment)
         for source, targets in counted:
-            yield Scored(source, targets, list(itertools.islice(scores, len(targets))))
+            yield ScoredSentence(source, targets, list(itertools.islice(scores, len(targets))))
 
 
 def score_pairs(
@@ -170,7 +172,7 @@ def score_pairs(
     """Scores each target as a translation of its source; see `Scorer`.
 
     Raises:
-      UserError: the numbers of sentences differ; or see `Scorer`.
+      UserError: the numbers of sentences differ, or one of the errors of `Scorer`.
     """
     if len(sources) != len(targets):
         raise UserError(f"{len(sources)} source sentences, but {len(targets)} target sentences")

@@ -1,4 +1,4 @@
-"""One full pass over finished pairs: how probable each target token is, and what it attends to."""
+"""Teacher forcing: log-probabilities and attention of given targets, in one full pass."""
 
 import functools
 from collections.abc import Sequence
@@ -11,18 +11,19 @@ from jax import Array
 
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
 from flaxformer_mt.decoding.batching.length_buckets import fill_rows, plan_buckets
+from flaxformer_mt.decoding.search.options import forbidden_token_ids
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.model.transformer import ZERO_VECTOR, Transformer
+from flaxformer_mt.model.transformer import Transformer
 
 
 class TeacherForcingResult(NamedTuple):
-    """What the model thinks of one pair."""
+    """The log-probabilities, and optionally the attention, of one sentence pair."""
 
     log_probabilities: list[float]
-    """Of each of the T target tokens, given the source and the tokens before it."""
+    """Of each of the T target tokens, given the source and the preceding tokens."""
     attention: np.ndarray | None
-    """[T, S], the cross-attention with which each target token was chosen; None if not asked for.
-    """
+    """[T, S], the cross-attention of the step that predicts each target token; None if not
+    requested."""
 
 
 def teacher_force(
@@ -35,40 +36,40 @@ def teacher_force(
     attention: bool = False,
     first: int = 1,
 ) -> list[TeacherForcingResult]:
-    """Decodes targets that are given instead of searched for.
+    """Computes the log-probabilities of given targets.
 
-    What is found for a pair depends on that pair alone, not on the others.
+    The result for a pair depends on that pair alone, not on the others.
 
     Args:
-      params: of `model`.
-      model: which Transformer, with its vocabulary sizes.
+      params: parameters of `model`.
+      model: configuration of the Transformer, with its vocabulary sizes.
       decode: `batch_tokens`; `renormalize`, which makes the probabilities those of a search that
         never chooses padding or the start token; `alignment_layer` and `alignment_head`.
       sources: token ids, the end token included.
-      targets: as many, each of at least one token.
-      attention: also give the attention of that layer and head.
-      first: number of the first pair, for messages.
+      targets: token ids of equally many targets, each of at least one token.
+      attention: whether to return the attention of that layer and head.
+      first: number of the first pair, for error messages.
 
     Returns:
-      One result a pair, in the order given.
+      One result per pair, in the order given.
 
     Raises:
-      UserError: the model has no such layer or head, or a sentence is longer than its table of
-        positions.
+      UserError: the model has no such layer or head, or a sentence is longer than its position
+        table.
     """
     check_alignment_options(model, decode)
     inputs = [[model.bos_id, *tokens[:-1]] for tokens in targets]
-    # A pair is as long as the longer of its sides, so that shapes stay few.
+    # Both sides get the length of the longer one, which limits the number of shapes.
     lengths = [max(map(len, pair)) for pair in zip(sources, targets, strict=True)]
     results: dict[int, TeacherForcingResult] = {}
     for bucket in plan_buckets(lengths, decode.batch_tokens, model, first):
-        log_probabilities, weights = full_pass(
+        log_probabilities, weights = target_log_probabilities(
             params,
             fill_rows(sources, bucket, model.pad_id),
             fill_rows(inputs, bucket, model.pad_id),
             fill_rows(targets, bucket, model.pad_id),
             model=model,
-            excluded=never_chosen(model) if decode.renormalize else (),
+            excluded=forbidden_token_ids(model) if decode.renormalize else (),
             attention=(decode.alignment_layer, decode.alignment_head) if attention else None,
         )
         rows = log_probabilities.tolist()
@@ -82,13 +83,12 @@ def teacher_force(
     return [results[index] for index in range(len(targets))]
 
 
-def never_chosen(model: TransformerConfig) -> tuple[int, ...]:
-    """Tokens that no search may choose: padding and the start token, if they are not the end."""
-    return tuple(sorted({model.pad_id, model.bos_id} - {model.eos_id, ZERO_VECTOR}))
-
-
 def check_alignment_options(model: TransformerConfig, decode: DecodeConfig) -> None:
-    """Refuses a layer or head that the decoder does not have."""
+    """Checks that the decoder has the configured alignment layer and head.
+
+    Raises:
+      UserError: it does not.
+    """
     layers, heads = model.num_decoder_layers, model.num_heads
     if not -layers <= decode.alignment_layer < layers:
         raise UserError(
@@ -103,7 +103,7 @@ def check_alignment_options(model: TransformerConfig, decode: DecodeConfig) -> N
 
 
 @functools.partial(jax.jit, static_argnames=("model", "excluded", "attention"))
-def full_pass(
+def target_log_probabilities(
     params: Any,
     source_tokens: Array,
     input_tokens: Array,
@@ -113,20 +113,20 @@ def full_pass(
     excluded: tuple[int, ...] = (),
     attention: tuple[int, int] | None = None,
 ) -> tuple[Array, Array | None]:
-    """Log-probability of each target token, given the source and the target before it.
+    """Computes the log-probability of each target token, given the source and preceding tokens.
 
     Args:
-      params: of `model`.
+      params: parameters of `model`.
       source_tokens: int32 [B, S], with end token, padded.
-      input_tokens: int32 [B, T], the targets shifted right by the start token.
+      input_tokens: int32 [B, T], the targets shifted right, beginning with the start token.
       target_tokens: int32 [B, T], with end token, padded.
-      model: which Transformer.
-      excluded: tokens that have no part in the sum of probabilities.
-      attention: decoder layer and head whose cross-attention is wanted; head -1 is the mean of all.
+      model: configuration of the Transformer.
+      excluded: tokens that are left out of the sum of probabilities.
+      attention: decoder layer and head whose cross-attention to return; head -1 is the mean of all.
 
     Returns:
-      float32 (or float64, where the model computes in it) [B, T]; and [B, T, S] if asked for. Both
-      are meaningless at padding.
+      The log-probabilities, float32 (or float64, if the model computes in it) [B, T], and the
+      attention [B, T, S] if requested. Both are meaningless at padding.
     """
     result: Any = Transformer(model).apply(
         {"params": params}, source_tokens, input_tokens, return_attention=attention is not None

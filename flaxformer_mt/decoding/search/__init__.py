@@ -1,1 +1,1 @@
-"""Search over any step function: greedy, beam search, sampling; it knows no model."""
+"""Greedy search, beam search and sampling over a step function, independent of any model."""

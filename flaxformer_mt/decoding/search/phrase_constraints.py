@@ -1,21 +1,21 @@
-"""Phrases that must appear in a translation: dynamic beam allocation.
+"""Phrases that must appear in a translation: beam search with dynamic beam allocation.
 
-A beam that only follows the best continuations would never get to a phrase that the model finds
-improbable. So every hypothesis is also continued by the next token of each phrase that it lacks,
-and hypotheses compete for places in the beam only with those that have as many tokens of phrases as
-they: their bank. A hypothesis may end when it has all phrases. If the length leaves no room for
-that, or other rules forbid a phrase, the results are those that lack the fewest phrases.
+A beam that only follows the best continuations would never reach a phrase that the model considers
+improbable. Every hypothesis is therefore also continued with the next token of each phrase that it
+lacks, and hypotheses compete only with those that contain the same number of phrase tokens, their
+bank. A hypothesis may end when it contains all phrases. If the maximum length or another rule makes
+that impossible, the results are those that lack the fewest phrases.
 
-Which phrases a hypothesis has is read from its tokens. A phrase is there if its tokens follow each
-other anywhere, the forced prefix included; a phrase that is asked for k times must be there k
-times. Phrases may share tokens: "a b c" has both "a b" and "b c". What has been begun counts for
-the bank until a token that does not fit: "a x" has nothing of "a b".
+Which phrases a hypothesis contains is computed from its tokens. A phrase may appear anywhere, the
+prefix included; a phrase that is given k times must appear k times. Phrases may overlap: "a b c"
+contains both "a b" and "b c". A partial match counts for the bank until the next token breaks it:
+"a x" contains no token of "a b".
 
-Hypotheses' tokens are int32 [B, W, P], of which the first `lengths` int32 [B, 1] or [B, W] count;
-phrases are int32 [B, C, M], filled with -1. A row without phrases has one bank, and so an ordinary
-beam.
+The tokens of the hypotheses are int32 [B, W, P], the first `lengths` int32 [B, 1] or [B, W] of them
+being defined; phrases are int32 [B, C, M], padded with -1. A row without phrases has one bank,
+which is an ordinary beam.
 
-Source: Post and Vilar 2018; Hu et al. 2019, section 3.3, for the places taken in turns.
+Source: Post and Vilar 2018; Hu et al. 2019, section 3.3, for the round-robin allocation.
 """
 
 from typing import NamedTuple
@@ -24,94 +24,94 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 
-class Progress(NamedTuple):
-    """How far each hypothesis is with each phrase."""
+class PhraseProgress(NamedTuple):
+    """How much of each phrase each hypothesis contains."""
 
     lacking: Array
     """bool [B, W, C], whether the phrase must still appear."""
-    begun: Array
-    """int32 [B, W, C], the most tokens at the end of the hypothesis that are the beginning of the
-    phrase, but not all of it."""
+    matched: Array
+    """int32 [B, W, C], length of the longest proper prefix of the phrase that the hypothesis ends
+    with."""
 
 
-def progress(tokens: Array, lengths: Array, phrases: Array) -> Progress:
-    """Looks for the phrases in the hypotheses; see the top of this file."""
+def phrase_progress(tokens: Array, lengths: Array, phrases: Array) -> PhraseProgress:
+    """Searches the hypotheses for the phrases; see the module docstring for the arguments."""
     sizes = (phrases >= 0).sum(axis=-1)[:, None]  # [B, 1, C]
-    places = jnp.arange(tokens.shape[2])
-    # matches[b, w, c, p]: the first m tokens of the phrase stand at p, for one m after the other.
+    positions = jnp.arange(tokens.shape[2])
+    # matches[b, w, c, p]: the first `size` tokens of the phrase are at p.
     matches = jnp.ones((*tokens.shape[:2], phrases.shape[1], tokens.shape[2]), bool)
-    begun = jnp.zeros(matches.shape[:3], jnp.int32)
+    matched = jnp.zeros(matches.shape[:3], jnp.int32)
     found = jnp.zeros(matches.shape[:3], jnp.int32)
     for size in range(1, phrases.shape[2] + 1):
         next_tokens = jnp.roll(tokens, 1 - size, axis=2)[:, :, None]
         matches = matches & (next_tokens == phrases[:, None, :, size - 1, None])
-        ends = places + size
+        ends = positions + size
         inside = matches & (ends <= lengths[:, :, None, None])
         found = found + jnp.where(sizes == size, inside.sum(axis=-1), 0)
         at_end = (inside & (ends == lengths[:, :, None, None])).any(axis=-1)
-        begun = jnp.where(at_end & (size < sizes), size, begun)
-    return Progress(found < _times(phrases)[:, None], begun)
+        matched = jnp.where(at_end & (size < sizes), size, matched)
+    return PhraseProgress(found < _required_counts(phrases)[:, None], matched)
 
 
-def banks(hypotheses: Progress, phrases: Array) -> Array:
-    """How many tokens of phrases each hypothesis has, int32 [B, W].
+def banks(progress: PhraseProgress, phrases: Array) -> Array:
+    """Returns the number of phrase tokens that each hypothesis contains, int32 [B, W].
 
-    Of the phrases that are begun the one that is farthest counts.
+    Of partially matched phrases, only the longest match counts.
     """
     sizes = (phrases >= 0).sum(axis=-1)[:, None]
-    complete = jnp.where(hypotheses.lacking, 0, sizes).sum(axis=-1)
-    return complete + jnp.where(hypotheses.lacking, hypotheses.begun, 0).max(axis=-1)
+    complete = jnp.where(progress.lacking, 0, sizes).sum(axis=-1)
+    return complete + jnp.where(progress.lacking, progress.matched, 0).max(axis=-1)
 
 
-def next_tokens(hypotheses: Progress, phrases: Array) -> Array:
-    """The tokens that continue, or begin, the phrases that a hypothesis lacks.
+def next_tokens(progress: PhraseProgress, phrases: Array) -> Array:
+    """Returns the tokens that start or continue the phrases that a hypothesis lacks.
 
     Returns:
-      int32 [B, W, C]; -1 where the phrase is complete.
+      int32 [B, W, C]; -1 if the phrase is complete.
     """
-    wanted = jnp.take_along_axis(phrases[:, None], hypotheses.begun[..., None], axis=3)[..., 0]
-    return jnp.where(hypotheses.lacking, wanted, -1)
+    tokens = jnp.take_along_axis(phrases[:, None], progress.matched[..., None], axis=3)[..., 0]
+    return jnp.where(progress.lacking, tokens, -1)
 
 
-def forbid_early_end(
+def forbid_end_before_phrases(
     scores: Array, tokens: Array, positions: Array, phrases: Array, eos_id: int
 ) -> Array:
-    """Rules out the end token, in scores [B, W, V], for hypotheses that lack a phrase."""
-    lacking = progress(tokens, positions[:, None], phrases).lacking.any(axis=-1)
+    """Forbids the end token, in scores [B, W, V], for hypotheses that lack a phrase."""
+    lacking = phrase_progress(tokens, positions[:, None], phrases).lacking.any(axis=-1)
     return scores.at[..., eos_id].add(jnp.where(lacking, -jnp.inf, 0.0))
 
 
-def only_new(wanted: Array, tokens: Array) -> Array:
-    """`wanted` int32 [B, W, C], with -1 for what is in `tokens` int32 [B, W, X] or twice in it."""
-    known = (wanted[..., None] == tokens[:, :, None]).any(axis=-1)
-    earlier = jnp.tri(wanted.shape[2], k=-1, dtype=bool)
-    repeated = ((wanted[..., None] == wanted[:, :, None]) & earlier).any(axis=-1)
-    return jnp.where(known | repeated, -1, wanted)
+def only_new(required: Array, tokens: Array) -> Array:
+    """Replaces duplicates, and elements of `tokens` [B, W, X], in `required` [B, W, C] by -1."""
+    known = (required[..., None] == tokens[:, :, None]).any(axis=-1)
+    earlier = jnp.tri(required.shape[2], k=-1, dtype=bool)
+    repeated = ((required[..., None] == required[:, :, None]) & earlier).any(axis=-1)
+    return jnp.where(known | repeated, -1, required)
 
 
-def in_turns(banks: Array, scores: Array) -> Array:
-    """The order in which candidates get places in the beam.
+def round_robin(banks: Array, scores: Array) -> Array:
+    """Returns the order in which candidates enter the beam.
 
-    First comes the best of every bank, those with most tokens of phrases at the head, then the
-    second best of every bank, and so on.
+    The best candidate of each bank comes first, starting with the bank of most phrase tokens, then
+    the second best of each bank, and so on.
 
     Args:
-      banks: int32 [B, K]; -1 for what is no candidate and comes last.
+      banks: int32 [B, K]; -1 for entries that are no candidates, which come last.
       scores: float32 [B, K]; of equal ones the earlier comes first.
 
     Returns:
       int32 [B, K], indices of the candidates.
     """
-    places = jnp.broadcast_to(jnp.arange(banks.shape[1]), banks.shape)
-    falling, _, index = lax.sort((-banks, -scores, places), num_keys=2)
-    first_of_bank = jnp.diff(falling, axis=1, prepend=falling[:, :1] - 1) != 0
-    turns = places - lax.cummax(jnp.where(first_of_bank, places, 0), axis=1)
-    turns = jnp.where(falling > 0, banks.shape[1], turns)
-    return lax.sort((turns, index), num_keys=1)[1]
+    indices = jnp.broadcast_to(jnp.arange(banks.shape[1]), banks.shape)
+    descending, _, order = lax.sort((-banks, -scores, indices), num_keys=2)
+    first_of_bank = jnp.diff(descending, axis=1, prepend=descending[:, :1] - 1) != 0
+    turns = indices - lax.cummax(jnp.where(first_of_bank, indices, 0), axis=1)
+    turns = jnp.where(descending > 0, banks.shape[1], turns)
+    return lax.sort((turns, order), num_keys=1)[1]
 
 
-def _times(phrases: Array) -> Array:
-    """How often each phrase must appear, int32 [B, C]: once more than the equal ones before it."""
+def _required_counts(phrases: Array) -> Array:
+    """How often each phrase must appear, int32 [B, C]: its ordinal among equal phrases."""
     equal = (phrases[:, :, None] == phrases[:, None]).all(axis=-1)  # [B, C, C]
     count = (equal & jnp.tri(phrases.shape[1], dtype=bool)).sum(axis=-1)
     return jnp.where(phrases[:, :, 0] >= 0, count, 0)

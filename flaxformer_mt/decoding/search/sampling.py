@@ -1,7 +1,8 @@
-"""Drawing tokens at random, from all or from the more probable ones.
+"""Sampling of tokens, optionally restricted to the more probable ones.
 
-Source of the formulas: the classes of the same names in `generation/logits_process.py` of Hugging
-Face transformers. All logits are float32 [..., V]; what is ruled out is minus infinity.
+All logits are float32 [..., V]; an excluded token has minus infinity.
+
+Source of the formulas: `generation/logits_process.py` of Hugging Face transformers.
 """
 
 import jax
@@ -11,7 +12,7 @@ from jax import Array, lax
 from flaxformer_mt.decoding.search.top_k import in_blocks, top_k
 
 
-def likely_tokens(
+def filter_logits(
     logits: Array,
     *,
     temperature: float | Array | None = None,
@@ -20,9 +21,9 @@ def likely_tokens(
     min_p: float | Array | None = None,
     epsilon_cutoff: float | Array | None = None,
 ) -> Array:
-    """The logits to draw from, after all options that are asked for, in this order.
+    """Applies the given options to the logits, in the order of the arguments.
 
-    `config.DecodeConfig` explains the options; None, and 0 for `top_k`, asks for nothing.
+    `config.DecodeConfig` explains the options; None, and 0 for `top_k`, disables one.
     """
     if temperature is not None:
         logits = logits / temperature
@@ -38,15 +39,15 @@ def likely_tokens(
 
 
 def keep_top_k(logits: Array, count: int) -> Array:
-    """Rules out all but the `count` most probable tokens, and those equal to the last of them."""
+    """Keeps the `count` most probable tokens, and those as probable as the last of them."""
     best, _ = top_k(logits, count)
-    return _rule_out(logits, logits < best[..., -1:])
+    return _exclude(logits, logits < best[..., -1:])
 
 
 def keep_top_p(logits: Array, probability: float | Array) -> Array:
-    """Rules out all but the most probable tokens that together have at least `probability`.
+    """Keeps the most probable tokens whose probabilities sum to at least `probability`.
 
-    What is equal to the last that stays also stays, and the most probable token always does.
+    Tokens as probable as the last one kept, and the most probable token, are always kept.
 
     Source: Holtzman et al. 2020.
     """
@@ -55,48 +56,48 @@ def keep_top_p(logits: Array, probability: float | Array) -> Array:
     def as_float(bits: Array) -> Array:
         return lax.bitcast_convert_type(bits, jnp.float32)
 
-    def halve(_: int, interval: tuple[Array, Array]) -> tuple[Array, Array]:
+    def bisect(_: int, interval: tuple[Array, Array]) -> tuple[Array, Array]:
         too_low, high_enough = interval
         middle = too_low + (high_enough - too_low) // 2
         above = jnp.where(probabilities > as_float(middle), probabilities, 0.0)
         is_enough = above.sum(axis=-1, keepdims=True) < probability
         return jnp.where(is_enough, too_low, middle), jnp.where(is_enough, middle, high_enough)
 
-    # The least probability that stays is the lowest above which there is less than asked for. Bits
-    # of positive numbers are ordered like the numbers, so 30 halvings of the interval from 0 to 1
-    # find it exactly. To sort the vocabulary takes a hundred times longer.
+    # The smallest probability kept is the lowest value above which the sum is too small. The bit
+    # patterns of positive floats are ordered like the floats, so 30 bisections of [0, 1] find it
+    # exactly. Sorting the vocabulary takes a hundred times longer.
     zero = jnp.zeros((*logits.shape[:-1], 1), jnp.int32)
     one = lax.bitcast_convert_type(jnp.float32(1), jnp.int32)
-    _, least = lax.fori_loop(0, 30, halve, (zero - 1, zero + one))
-    return _rule_out(logits, probabilities < as_float(least))
+    _, least = lax.fori_loop(0, 30, bisect, (zero - 1, zero + one))
+    return _exclude(logits, probabilities < as_float(least))
 
 
 def keep_min_p(logits: Array, share: float | Array) -> Array:
-    """Rules out tokens of less than `share` of the highest probability."""
+    """Keeps tokens with at least `share` of the highest probability."""
     probabilities = jax.nn.softmax(logits, axis=-1)
     highest = probabilities.max(axis=-1, keepdims=True)
-    return _rule_out(logits, probabilities < share * highest)
+    return _exclude(logits, probabilities < share * highest)
 
 
 def keep_above_epsilon(logits: Array, epsilon: float | Array) -> Array:
-    """Rules out tokens of a lower probability than `epsilon`, but never the most probable one.
+    """Keeps tokens with at least probability `epsilon`, and the most probable one.
 
     Source: Hewitt et al. 2022.
     """
     highest = logits.max(axis=-1, keepdims=True)
-    return _rule_out(logits, (jax.nn.softmax(logits, axis=-1) < epsilon) & (logits < highest))
+    return _exclude(logits, (jax.nn.softmax(logits, axis=-1) < epsilon) & (logits < highest))
 
 
-def draw(keys: Array, positions: Array, logits: Array) -> Array:
-    """Draws each sample's next token.
+def sample(keys: Array, positions: Array, logits: Array) -> Array:
+    """Samples the next token of each hypothesis.
 
-    What is drawn follows from the row's key, the number of the sample, its position and its logits
+    The result is a function of the row's key, the index of the sample, its position and its logits
     alone.
 
     Args:
-      keys: uint32 [B, 2], one threefry key a row.
-      positions: int32 [B], tokens that the samples of a row already have.
-      logits: [B, W, V], of the W samples of a row.
+      keys: uint32 [B, 2], one Threefry key per row.
+      positions: int32 [B], number of tokens that the samples of a row have.
+      logits: [B, W, V], of the W samples of each row.
 
     Returns:
       int32 [B, W].
@@ -106,8 +107,8 @@ def draw(keys: Array, positions: Array, logits: Array) -> Array:
     num_blocks, width = blocks.shape[1:]
     blocks = blocks.reshape(*logits.shape[:2], num_blocks, width)
 
-    def noise(key: Array, position: Array, sample: Array) -> Array:
-        key = jax.random.fold_in(jax.random.fold_in(key, sample), position)
+    def noise(key: Array, position: Array, index: Array) -> Array:
+        key = jax.random.fold_in(jax.random.fold_in(key, index), position)
         return jax.random.gumbel(key, (num_blocks + width,), jnp.float32)
 
     keys = jax.random.wrap_key_data(keys, impl="threefry2x32")
@@ -115,13 +116,13 @@ def draw(keys: Array, positions: Array, logits: Array) -> Array:
     of_rows = jax.vmap(of_samples, in_axes=(0, 0, None))
     noises = of_rows(keys, positions, jnp.arange(num_samples, dtype=jnp.int32))
 
-    # The largest sum of logit and Gumbel noise is a draw (Gumbel 1954). Random numbers are dear: a
-    # block of the vocabulary is drawn, and then a token of it, with 2 sqrt(V) of them and not V.
+    # The argmax of logits plus Gumbel noise is a sample (Gumbel 1954). Random numbers are
+    # expensive: sampling a block, then a token in it, takes 2 sqrt(V) of them instead of V.
     block = jnp.argmax(jax.nn.logsumexp(blocks, axis=-1) + noises[..., :num_blocks], axis=-1)
     within = jnp.take_along_axis(blocks, block[..., None, None], axis=2)[:, :, 0]
     token = jnp.argmax(within + noises[..., num_blocks:], axis=-1)
     return (block * width + token).astype(jnp.int32)
 
 
-def _rule_out(logits: Array, tokens: Array) -> Array:
-    return jnp.where(tokens, -jnp.inf, logits)
+def _exclude(logits: Array, excluded: Array) -> Array:
+    return jnp.where(excluded, -jnp.inf, logits)

@@ -1,4 +1,4 @@
-"""The largest of many numbers, without sorting them."""
+"""Top-k and log-sum-exp over the vocabulary, computed in blocks."""
 
 import math
 
@@ -7,33 +7,32 @@ from jax import Array, lax
 
 
 def top_k(scores: Array, count: int) -> tuple[Array, Array]:
-    """`jax.lax.top_k`, which on CPUs takes as long as half of the product that gives the logits.
+    """Returns the same as `jax.lax.top_k`, faster on CPUs.
 
-    The columns are parted into blocks. The `count` largest numbers of a row are in those `count`
-    blocks whose largest numbers are the largest, and finding the largest number of each block is
-    no more than reading the row once.
+    `jax.lax.top_k` takes half as long as the matrix product that computes the logits. Here the
+    columns are divided into blocks: the `count` largest values of a row are in the `count` blocks
+    with the largest maxima, and finding the maximum of each block takes one pass over the row.
 
     Args:
       scores: [..., V].
-      count: if it is more than V, V.
+      count: at most V; a larger value means V.
 
     Returns:
-      The largest numbers of each row, falling, and their columns int32, both [..., count]. Of
-      equals those further left come first, as in `jax.lax.top_k`.
+      The largest values of each row, descending, and their columns int32, both [..., count]. Of
+      equal values the first comes first, as in `jax.lax.top_k`.
     """
-    best, places = _top_k_of_blocks(in_blocks(scores), min(count, scores.shape[-1]))
+    best, columns = _top_k_of_blocks(in_blocks(scores), min(count, scores.shape[-1]))
     shape = (*scores.shape[:-1], -1)
-    return best.reshape(shape), places.reshape(shape)
+    return best.reshape(shape), columns.reshape(shape)
 
 
 def logsumexp(scores: Array) -> Array:
-    """`jax.nn.logsumexp` of each row, [..., V] to [..., 1], by the blocks of `top_k`.
+    """Computes `jax.nn.logsumexp` of each row, [..., V] to [..., 1], in the blocks of `top_k`.
 
-    Where both are asked for, there is one array of blocks to be written, and one search for the
-    largest number of each.
+    A program that computes both writes one array of blocks and computes its maxima once.
     """
     blocks = in_blocks(scores)
-    # Without barriers XLA makes one step of two, and reads the rows undivided, from another array.
+    # Without the barriers XLA fuses the two reductions and reads the rows from an unblocked array.
     largest = lax.optimization_barrier(blocks.max(axis=-1)).max(axis=-1)
     largest = jnp.where(jnp.isfinite(largest), largest, 0.0)
     sums = lax.optimization_barrier(jnp.exp(blocks - largest[:, None, None]).sum(axis=-1))
@@ -41,24 +40,24 @@ def logsumexp(scores: Array) -> Array:
 
 
 def in_blocks(scores: Array) -> Array:
-    """All rows of [..., V], each as about sqrt(V) blocks of sqrt(V): [rows, blocks, columns].
+    """Divides each row of [..., V] into about sqrt(V) blocks of sqrt(V): [rows, blocks, columns].
 
-    The last block is filled up with minus infinity.
+    The last block is padded with minus infinity.
     """
     size = scores.shape[-1]
     width = math.isqrt(size)
-    flat = scores.reshape(-1, size)  # XLA is fast with matrices only.
-    filled = jnp.pad(flat, ((0, 0), (0, -size % width)), constant_values=-jnp.inf)
-    return filled.reshape(flat.shape[0], -1, width)
+    flat = scores.reshape(-1, size)  # XLA is fast only for matrices.
+    padded = jnp.pad(flat, ((0, 0), (0, -size % width)), constant_values=-jnp.inf)
+    return padded.reshape(flat.shape[0], -1, width)
 
 
 def _top_k_of_blocks(blocks: Array, count: int) -> tuple[Array, Array]:
     rows, num_blocks, width = blocks.shape
-    if num_blocks < 2 * count:  # Hardly anything could be left out.
+    if num_blocks < 2 * count:  # Few blocks could be skipped.
         return lax.top_k(blocks.reshape(rows, -1), count)
     _, chosen = lax.top_k(blocks.max(axis=-1), count)
-    chosen = jnp.sort(chosen, axis=-1)  # So that of equals the first is found.
+    chosen = jnp.sort(chosen, axis=-1)  # The first of equal values wins.
     candidates = jnp.take_along_axis(blocks, chosen[:, :, None], axis=1).reshape(rows, -1)
-    places = (chosen[:, :, None] * width + jnp.arange(width, dtype=jnp.int32)).reshape(rows, -1)
+    columns = (chosen[:, :, None] * width + jnp.arange(width, dtype=jnp.int32)).reshape(rows, -1)
     best, index = lax.top_k(candidates, count)
-    return best, jnp.take_along_axis(places, index, axis=1)
+    return best, jnp.take_along_axis(columns, index, axis=1)

@@ -1,4 +1,4 @@
-"""Which target tokens a source sentence can have as translations, from a lexical table.
+"""Lexical shortlists: restrict the target vocabulary to likely translations of the source.
 
 Source: Marian, `src/data/shortlist.cpp`, whose text and binary files are read.
 """
@@ -25,38 +25,38 @@ _GZIP_MAGIC = b"\x1f\x8b"
 
 @dataclasses.dataclass(frozen=True)
 class Shortlist:
-    """The translations of each source token."""
+    """The candidate translations of each source token."""
 
     offsets: np.ndarray
-    """int64 [source vocabulary + 1]: the translations of source token s are those from offsets[s]
-    to offsets[s + 1]."""
+    """int64 [source vocabulary + 1]: the translations of source token s are
+    translations[offsets[s] : offsets[s + 1]]."""
     translations: np.ndarray
     """int32, target tokens."""
     always: np.ndarray
-    """int32, target tokens that any sentence may have, the end token among them."""
+    """int32, target tokens that are allowed for every sentence, end token included."""
     joint: bool
-    """Whether source and target have one vocabulary, so that a source token may be copied."""
+    """Whether source and target share one vocabulary, so that source tokens may be copied."""
 
     @classmethod
     def read(cls, path: str | Path, tokenizers: Tokenizers, first: int, best: int) -> Self:
         """Reads a lexical table.
 
-        The text form has "target source probability" a line, as `fast_align` and Marian's scripts
-        write it; lines with NULL say nothing of a token, and what is not in the vocabulary cannot
-        be chosen or met. The table is one of pieces, if any of its entries has the sign for a
-        space, else of words: then each piece of a word has all pieces of its translations.
+        The text format has lines of "target source probability", as written by `fast_align` and
+        Marian's scripts. Lines with NULL, and entries outside the vocabulary, are ignored. If any
+        entry contains the SentencePiece space symbol, the entries are pieces; otherwise they are
+        words, and each piece of a word gets all pieces of its translations.
 
-        The binary form is Marian's (`lex.s2t.bin` beside a model for a browser). It was made with
-        its own `first` and `best`, which are used instead of those given.
+        The binary format is Marian's (`lex.s2t.bin` beside a model for browsers). It contains its
+        own `first` and `best`, which override the arguments.
 
         Args:
-          path: the file; either form may be compressed by gzip.
-          tokenizers: of the model.
-          first: target tokens that are always allowed, from id 0 on.
-          best: translations of each source token that are kept, by probability.
+          path: the file; either format may be compressed with gzip.
+          tokenizers: the model's tokenizers.
+          first: number of target tokens, from id 0, that are always allowed.
+          best: number of translations kept per source token, by probability.
 
         Raises:
-          UserError: the file is missing or damaged, or made for another vocabulary.
+          UserError: the file is missing or damaged, or was made for another vocabulary.
         """
         try:
             content = Path(path).read_bytes()
@@ -80,14 +80,14 @@ class Shortlist:
         return cls(offsets, translations, np.array(sorted(always), np.int32), tokenizers.joint)
 
     def allowed(self, source_tokens: Sequence[int], also: Sequence[int] = ()) -> np.ndarray:
-        """The target tokens that a translation may have.
+        """Returns the target tokens that are allowed in a translation.
 
         Args:
-          source_tokens: of the sentence.
-          also: more target tokens, such as those of a forced prefix.
+          source_tokens: tokens of the sentence.
+          also: additional target tokens, such as those of a prefix.
 
         Returns:
-          int32, sorted, each once.
+          int32, sorted, without duplicates.
         """
         sources = np.unique(np.array(source_tokens, np.int32))
         found = [self.translations[self.offsets[s] : self.offsets[s + 1]] for s in sources]
@@ -96,12 +96,12 @@ class Shortlist:
 
 
 def _parse_binary(content: bytes) -> tuple[int, np.ndarray, np.ndarray]:
-    """Reads the binary form; ValueError says what is wrong with it."""
+    """Parses the binary format; raises ValueError if the file is damaged."""
     if len(content) < _HEADER.size:
-        raise ValueError("the file is cut short")
+        raise ValueError("the file is truncated")
     _, checksum, first, _, num_offsets, num_tokens = _HEADER.unpack_from(content)
     if len(content) != _HEADER.size + 8 * num_offsets + 4 * num_tokens:
-        raise ValueError("the file is cut short, or longer than it says")
+        raise ValueError("the size of the file does not match its header")
     if _checksum(content) != checksum:
         raise ValueError("the file is damaged: its checksum is wrong")
     offsets = np.frombuffer(content, "<u8", num_offsets, _HEADER.size).astype(np.int64)
@@ -112,9 +112,9 @@ def _parse_binary(content: bytes) -> tuple[int, np.ndarray, np.ndarray]:
 
 
 def _checksum(content: bytes) -> int:
-    """Marian's `hashMem` of all that follows the checksum in the header.
+    """Computes Marian's `hashMem` of everything that follows the checksum in the header.
 
-    It goes by words of 8 bytes and so leaves out the last token, if their number is odd.
+    It processes words of 8 bytes and therefore skips the last token of an odd number of them.
     """
     words = np.frombuffer(content, "<u8", (len(content) - 16) // 8, 16)
     seed = 0
@@ -124,14 +124,14 @@ def _checksum(content: bytes) -> int:
 
 
 def _parse_text(content: bytes, tokenizers: Tokenizers, best: int) -> tuple[np.ndarray, np.ndarray]:
-    """Reads the text form; ValueError says what is wrong with it."""
+    """Parses the text format; raises ValueError for an invalid line."""
     are_pieces = SPACE.encode() in content
     to_source = _token_finder(tokenizers.source, are_pieces)
     to_target = _token_finder(tokenizers.target, are_pieces)
     sources, targets, probabilities = [], [], []
     for number, line in enumerate(content.splitlines(), 1):
         try:
-            # Bytes part at ASCII spaces only; others can be pieces.
+            # Bytes are split at ASCII spaces only; other spaces can be pieces.
             target, source, probability = (field.decode() for field in line.split())
             value = float(probability)
         except ValueError as error:
@@ -155,7 +155,7 @@ def _parse_text(content: bytes, tokenizers: Tokenizers, best: int) -> tuple[np.n
 
 
 def _token_finder(tokenizer: Tokenizer, are_pieces: bool) -> Callable[[str], Sequence[int]]:
-    """From an entry of a table to its tokens."""
+    """Returns a function that maps an entry of a table to its tokens."""
     if not are_pieces:
         return functools.cache(lambda word: tokenizer.encode([word])[0])
     pieces = tokenizer.pieces(range(tokenizer.vocab_size))
@@ -170,17 +170,17 @@ def best_translations(
     source_size: int,
     best: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Sorts a table by source token, and keeps the most probable translations of each.
+    """Sorts a table by source token and keeps the most probable translations of each.
 
     Args:
       sources: int64 [N], source token of each entry.
       targets: int32 [N], target token of each entry.
-      probabilities: float64 [N]; of entries for the same two tokens the highest counts.
-      source_size: tokens in the source vocabulary.
-      best: translations kept of each; of equally probable ones those with the smallest ids.
+      probabilities: float64 [N]; of duplicate entries the highest counts.
+      source_size: size of the source vocabulary.
+      best: number of translations kept per token; in a tie, those with the smallest ids.
 
     Returns:
-      `offsets` and `translations` of a `Shortlist`.
+      The `offsets` and `translations` of a `Shortlist`.
     """
     order = np.lexsort((-probabilities, targets, sources))
     sources, targets, probabilities = sources[order], targets[order], probabilities[order]

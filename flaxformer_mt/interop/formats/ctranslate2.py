@@ -15,7 +15,7 @@ from typing import Any
 
 from flaxformer_mt.config import DecodeConfig
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer
-from flaxformer_mt.decoding.scoring.teacher_forcing import never_chosen
+from flaxformer_mt.decoding.search.options import forbidden_token_ids
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.formats import huggingface
 from flaxformer_mt.interop.formats.run_folders import Package
@@ -131,7 +131,7 @@ def _suppressed(package: Package) -> list[list[str]]:
     decode, target = package.config.decode, package.tokenizers.target
     words = target.encode([word.strip() for word in decode.bad_words])
     ids = [[int(token) for token in phrase.split(",")] for phrase in decode.bad_word_ids]
-    always = [[token] for token in never_chosen(package.config.model)]
+    always = [[token] for token in forbidden_token_ids(package.config.model)]
     phrases = [phrase for phrase in (*words, *ids, *always) if phrase]
     pad_id = package.config.model.pad_id
     return [target.pieces(phrase) for phrase in phrases if pad_id not in phrase]

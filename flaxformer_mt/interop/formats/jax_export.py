@@ -20,7 +20,7 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.data.tokenizers.marian_tokenizer import MarianTokenizer
 from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer
-from flaxformer_mt.decoding.scoring.teacher_forcing import never_chosen
+from flaxformer_mt.decoding.search.options import forbidden_token_ids
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.formats.run_folders import Package
 from flaxformer_mt.interop.weights import by_path, model_params
@@ -153,7 +153,7 @@ def metadata(package: Package) -> dict[str, Any]:
         "bos_id": model.bos_id,
         "eos_id": model.eos_id,
         "unk_id": {"source": source.unk_id, "target": target.unk_id},
-        "never_chosen": never_chosen(model),
+        "never_chosen": forbidden_token_ids(model),
         "max_length": decode.max_length,
         "max_length_factor": decode.max_length_factor,
         "max_length_extra": decode.max_length_extra,

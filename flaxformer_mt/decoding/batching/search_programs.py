@@ -1,0 +1,189 @@
+"""The compiled programs of a batched search with one model or an ensemble.
+
+Shapes: B batch rows, R admitted rows, S source tokens, P target tokens. Each shape and each
+structure of `SearchOptions` is one compilation.
+"""
+
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.decoding.ensemble import combine, reorder_each
+from flaxformer_mt.decoding.search.options import SearchOptions
+from flaxformer_mt.decoding.search.search import active, advance, results, start
+from flaxformer_mt.decoding.search.state import (
+    IMPOSSIBLE,
+    ReorderFunction,
+    SearchResult,
+    SearchState,
+    SentenceConstraints,
+    StepFunction,
+    StepOutput,
+)
+from flaxformer_mt.model.transformer import (
+    Transformer,
+    insert_rows,
+    reorder_cache,
+    resize_cache,
+)
+from flaxformer_mt.runtime import decoding_options
+
+
+def begin_search(
+    params: Any,
+    sources: Array,
+    constraints: SentenceConstraints,
+    options: SearchOptions,
+    *,
+    configs: tuple[TransformerConfig, ...],
+    max_length: int,
+) -> SearchState:
+    """Encodes source tokens int32 [R, S] and starts their search; `max_length` is P."""
+    caches = []
+    for config, model_params in zip(configs, params, strict=True):
+        model, variables = Transformer(config), {"params": model_params}
+        encoded = model.apply(variables, sources, method="encode")
+        caches.append(
+            model.apply(
+                variables, encoded, sources, options.beam_size, max_length, method="init_cache"
+            )
+        )
+    return start(constraints, tuple(caches), options, max_length)
+
+
+def empty_search(single_row: SearchState, num_rows: int) -> SearchState:
+    """Returns a search of rows without sentences, with shapes and dtypes as in `single_row`."""
+
+    def zeros(leaf: Any) -> np.ndarray:
+        return np.zeros((num_rows, *leaf.shape[1:]), leaf.dtype)
+
+    state: Any = jax.tree.map(zeros, single_row)
+    state.hypotheses.log_probabilities[:] = IMPOSSIBLE
+    # NumPy needs no compilation. Aliased memory could not be donated later.
+    on_device: SearchState = jax.device_put(state, may_alias=False)
+    return on_device
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("configs", "max_length"),
+    donate_argnames="search_state",
+    compiler_options=decoding_options(),
+)
+def admit_rows(
+    params: Any,
+    sources: Array,
+    constraints: SentenceConstraints,
+    options: SearchOptions,
+    search_state: SearchState,
+    slots: Array,
+    *,
+    configs: tuple[TransformerConfig, ...],
+    max_length: int,
+) -> SearchState:
+    """Starts new searches in the rows `slots` int32 [R]; indices from B on are ignored."""
+    new = begin_search(
+        params, sources, constraints, options, configs=configs, max_length=max_length
+    )
+
+    def replace(old: Array, inserted: Array) -> Array:
+        return old.at[slots].set(inserted, mode="drop")
+
+    caches = tuple(
+        insert_rows(old, inserted, slots)
+        for old, inserted in zip(search_state.state, new.state, strict=True)
+    )
+    others = jax.tree.map(replace, search_state._replace(state=()), new._replace(state=()))
+    return others._replace(state=caches)
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("configs", "ensemble"),
+    donate_argnames="search_state",
+    compiler_options=decoding_options(),
+)
+def run_search(
+    params: Any,
+    search_state: SearchState,
+    options: SearchOptions,
+    max_active: int,
+    *,
+    configs: tuple[TransformerConfig, ...],
+    ensemble: Literal["log", "probability"],
+) -> tuple[SearchState, Array, Array, SearchResult]:
+    """Advances until at most `max_active` rows are active, or one of them is full.
+
+    Returns:
+      The search; which rows are active, bool [B]; the positions, int32 [B]; and the results, which
+      are final for the rows that are not active.
+    """
+    steps = [
+        step_function(config, model_params, options)
+        for config, model_params in zip(configs, params, strict=True)
+    ]
+    step = combine(steps, ensemble)
+    reorder: ReorderFunction = reorder_each(reorder_cache)
+    max_length = search_state.hypotheses.tokens.shape[-1]
+
+    def proceed(state: SearchState) -> Array:
+        running = active(state)
+        is_full = running & (state.positions >= max_length)
+        return (running.sum() > max_active) & ~is_full.any()
+
+    search_state = lax.while_loop(
+        proceed, functools.partial(advance, step, reorder, options), search_state
+    )
+    return (
+        search_state,
+        active(search_state),
+        search_state.positions,
+        results(search_state, options),
+    )
+
+
+def step_function(config: TransformerConfig, params: Any, options: SearchOptions) -> StepFunction:
+    """Returns a model's step function for the search."""
+    model, variables = Transformer(config), {"params": params}
+    needs_attention = options.coverage_penalty is not None
+
+    def step(tokens: Array, cache: Any, positions: Array) -> tuple[StepOutput, Any]:
+        logits, cache, *attention = model.apply(
+            variables,
+            tokens,
+            cache,
+            positions,
+            method="decode_step",
+            return_attention=needs_attention,
+        )
+        return StepOutput(logits, *attention), cache
+
+    return step
+
+
+@jax.jit
+def select_rows(search_state: SearchState, rows: Array) -> SearchState:
+    """Returns the search restricted to the given rows, int32 [R]."""
+    selected: SearchState = jax.tree.map(lambda leaf: leaf[rows], search_state)
+    return selected
+
+
+@functools.partial(jax.jit, static_argnames="max_length")
+def resize_search(search_state: SearchState, *, max_length: int) -> SearchState:
+    """Returns the search with arrays for hypotheses of `max_length` tokens."""
+
+    def resize(tokens: Array) -> Array:
+        missing = max(0, max_length - tokens.shape[-1])
+        return jnp.pad(tokens, ((0, 0), (0, 0), (0, missing)))[..., :max_length]
+
+    hypotheses, finished = search_state.hypotheses, search_state.finished
+    return search_state._replace(
+        hypotheses=hypotheses._replace(tokens=resize(hypotheses.tokens)),
+        finished=finished._replace(tokens=resize(finished.tokens)),
+        state=tuple(resize_cache(cache, max_length) for cache in search_state.state),
+    )

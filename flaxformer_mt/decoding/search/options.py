@@ -1,0 +1,138 @@
+"""The options of a search that apply to all rows."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Literal, Self
+
+import jax
+from jax import Array
+
+from flaxformer_mt.config import DecodeConfig, TransformerConfig
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=(
+        "length_penalty", "coverage_penalty", "repetition_penalty", "diversity_penalty",
+        "temperature", "top_p", "min_p", "epsilon_cutoff",
+    ),
+    meta_fields=(
+        "beam_size", "n_best", "beam_groups", "sampling", "top_k", "length_penalty_kind",
+        "early_stopping", "min_length", "force_end", "renormalize", "no_repeat_ngram_size",
+        "bos_id", "eos_id", "pad_id", "forbidden_ids", "bad_phrases", "scores",
+    ),
+)  # fmt: skip
+@dataclasses.dataclass(frozen=True)
+class SearchOptions:
+    """Options for all rows of a search; `DecodeConfig` explains the fields of the same names.
+
+    A pytree whose leaves are the numbers that a compiled program takes as arguments. An option that
+    is None adds nothing to the program.
+    """
+
+    bos_id: int
+    """Start token, the input of the first step."""
+    eos_id: int
+    """End token, after which a hypothesis is complete."""
+    pad_id: int
+    """Padding of the result after a hypothesis."""
+    beam_size: int = 1
+    """W: number of hypotheses, or samples, per row."""
+    n_best: int = 1
+    """N: number of hypotheses returned per row."""
+    length_penalty: float | Array = 0.0
+    length_penalty_kind: Literal["gnmt", "average"] = "gnmt"
+    coverage_penalty: float | Array | None = None
+    early_stopping: Literal["never", "heuristic", "first"] = "never"
+    min_length: bool = False
+    """Whether any row has a minimum length."""
+    force_end: bool = False
+    no_repeat_ngram_size: int = 0
+    repetition_penalty: float | Array | None = None
+    forbidden_ids: tuple[int, ...] = ()
+    """Tokens that are never chosen."""
+    bad_phrases: tuple[tuple[int, ...], ...] = ()
+    """Sequences of two or more tokens that must not appear."""
+    renormalize: bool = False
+    beam_groups: int = 1
+    diversity_penalty: float | Array = 0.0
+    sampling: bool = False
+    temperature: float | Array | None = None
+    top_k: int = 0
+    top_p: float | Array | None = None
+    min_p: float | Array | None = None
+    epsilon_cutoff: float | Array | None = None
+    scores: bool = True
+    """Whether log-probabilities and scores are needed. If not, greedy search skips their
+    computation and returns meaningless values."""
+
+    @classmethod
+    def from_config(
+        cls,
+        decode: DecodeConfig,
+        *,
+        bos_id: int,
+        eos_id: int,
+        pad_id: int,
+        forbidden_ids: Sequence[int] = (),
+        bad_phrases: Sequence[Sequence[int]] = (),
+        scores: bool = True,
+    ) -> Self:
+        """Returns the options that correspond to a configuration.
+
+        Args:
+          decode: the configuration; its texts (`bad_words`, `bad_word_ids`) are ignored.
+          bos_id: start token.
+          eos_id: end token.
+          pad_id: padding token.
+          forbidden_ids: tokens that are never chosen.
+          bad_phrases: token sequences that must not appear; a sequence that consists of the end
+            token alone is ignored.
+          scores: whether log-probabilities and scores are needed.
+        """
+        bad_words = {phrase[0] for phrase in bad_phrases if len(phrase) == 1} - {eos_id}
+
+        def unless(value: float, neutral: float) -> float | None:
+            return None if value == neutral else value
+
+        return cls(
+            bos_id=bos_id,
+            eos_id=eos_id,
+            pad_id=pad_id,
+            beam_size=(decode.mbr_samples or decode.n_best) if decode.samples else decode.beam_size,
+            n_best=decode.mbr_samples or decode.n_best,
+            length_penalty=decode.length_penalty,
+            length_penalty_kind=decode.length_penalty_kind,
+            coverage_penalty=unless(decode.coverage_penalty, 0),
+            early_stopping=decode.early_stopping,
+            min_length=decode.min_length > 0 or decode.min_length_factor > 0,
+            force_end=decode.force_end,
+            no_repeat_ngram_size=decode.no_repeat_ngram_size,
+            repetition_penalty=unless(decode.repetition_penalty, 1),
+            forbidden_ids=tuple(sorted(bad_words.union(forbidden_ids))),
+            bad_phrases=tuple(tuple(phrase) for phrase in bad_phrases if len(phrase) > 1),
+            renormalize=decode.renormalize,
+            beam_groups=1 if decode.samples else decode.beam_groups,
+            diversity_penalty=decode.diversity_penalty,
+            sampling=decode.samples,
+            temperature=unless(decode.temperature, 1),
+            top_k=decode.top_k,
+            top_p=unless(decode.top_p, 1),
+            min_p=unless(decode.min_p, 0),
+            epsilon_cutoff=unless(decode.epsilon_cutoff, 0),
+            scores=scores,
+        )
+
+    @property
+    def independent(self) -> bool:
+        """Whether a row's hypotheses do not compete: greedy search and sampling."""
+        return self.sampling or self.beam_size == 1
+
+
+def forbidden_token_ids(model: TransformerConfig) -> tuple[int, ...]:
+    """Returns the tokens that no search may choose: padding and the start token.
+
+    Either is left out if it is also the end token; a start id of -1 (the zero vector) is no token.
+    """
+    return tuple(sorted({model.pad_id, model.bos_id} - {model.eos_id, -1}))

@@ -1,0 +1,106 @@
+"""Ranking of hypotheses: length and coverage penalties, finished hypotheses, n-best lists.
+
+See `state` for the shapes.
+"""
+
+from typing import Literal
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from flaxformer_mt.decoding.search import phrase_constraints
+from flaxformer_mt.decoding.search.options import SearchOptions
+from flaxformer_mt.decoding.search.state import (
+    IMPOSSIBLE,
+    Hypotheses,
+    SearchResult,
+    SentenceConstraints,
+    gather_hypotheses,
+    is_possible,
+)
+
+
+def length_penalty(
+    length: Array, alpha: float | Array, kind: Literal["gnmt", "average"] = "gnmt"
+) -> Array:
+    """Returns the divisor of a log-probability: ((5 + length) / 6)**alpha, or length**alpha.
+
+    Args:
+      length: int32, number of tokens of the hypothesis, end token included.
+      alpha: 0 for no penalty; a larger value favours longer hypotheses.
+      kind: "gnmt" for the first formula, "average" for the second.
+
+    Source: Wu et al. 2016, equation 14, without coverage; Hugging Face transformers.
+    """
+    tokens = length.astype(jnp.float32)
+    return ((5.0 + tokens) / 6.0 if kind == "gnmt" else tokens) ** alpha
+
+
+def coverage_penalty(coverage: Array, beta: float | Array) -> Array:
+    r"""Returns the term that penalizes source tokens which received too little attention.
+
+    .. math:: \beta \sum_i \log \min(\sum_j p_{ij}, 1)
+
+    Args:
+      coverage: float32 [B, W, S], attention p_ij of target token j to source token i, summed over
+        all target tokens.
+      beta: 0 for no penalty.
+
+    Returns:
+      float32 [B, W], to be added to the score. It is finite: attention below the smallest normal
+      number is replaced by that number.
+
+    Source: Wu et al. 2016, equation 14.
+    """
+    received = jnp.clip(coverage, jnp.finfo(jnp.float32).tiny, 1.0)
+    return beta * jnp.log(received).sum(axis=-1)
+
+
+def ranking_scores(extended: Hypotheses, positions: Array, options: SearchOptions) -> Array:
+    """Returns the scores, float32 [B, K], of hypotheses with `positions` + 1 tokens."""
+    penalty = length_penalty(positions + 1, options.length_penalty, options.length_penalty_kind)
+    scores = extended.log_probabilities / penalty[:, None]
+    if extended.coverage is None or options.coverage_penalty is None:
+        return scores
+    return scores + coverage_penalty(extended.coverage, options.coverage_penalty)
+
+
+def is_complete(
+    extended: Hypotheses,
+    positions: Array,
+    constraints: SentenceConstraints,
+    options: SearchOptions,
+) -> Array:
+    """Whether each hypothesis, bool [B, K], of `positions` + 1 tokens ends with the last one."""
+    is_longest = positions + 1 >= constraints.max_lengths
+    return (extended.last == options.eos_id) | is_longest[:, None]
+
+
+def as_finished(
+    extended: Hypotheses, complete: Array, positions: Array, options: SearchOptions
+) -> SearchResult:
+    """Converts the hypotheses where `complete` bool [B, K] is true; all others become empty."""
+    is_finished = complete & is_possible(extended.log_probabilities)
+    return SearchResult(
+        tokens=extended.tokens,
+        lengths=jnp.where(is_finished, positions[:, None] + 1, 0),
+        scores=jnp.where(is_finished, ranking_scores(extended, positions, options), IMPOSSIBLE),
+        log_probabilities=jnp.where(is_finished, extended.log_probabilities, IMPOSSIBLE),
+    )
+
+
+def select_best(found: SearchResult, count: int, constraints: SentenceConstraints) -> SearchResult:
+    """Selects the `count` best results among those that lack the fewest required phrases."""
+    if constraints.phrases.shape[1]:
+        lacking = phrase_constraints.phrase_progress(
+            found.tokens, found.lengths, constraints.phrases
+        ).lacking
+        num_phrases = constraints.phrases.shape[1]
+        lacking = jnp.where(found.lengths > 0, lacking.sum(axis=-1), num_phrases)
+        kept = (lacking == lacking.min(axis=1, keepdims=True)) & (found.lengths > 0)
+        found = found._replace(
+            lengths=jnp.where(kept, found.lengths, 0),
+            scores=jnp.where(kept, found.scores, IMPOSSIBLE),
+            log_probabilities=jnp.where(kept, found.log_probabilities, IMPOSSIBLE),
+        )
+    return gather_hypotheses(found, lax.top_k(found.scores, count)[1])

@@ -1,0 +1,151 @@
+"""The values that a search takes, carries from step to step and returns.
+
+Shapes: B batch rows (one sentence each), W hypotheses per row, P the longest hypothesis, S source
+tokens, V vocabulary, N returned hypotheses.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+StepState = Any
+"""A pytree that the step function carries along, such as the model's key/value cache."""
+
+IMPOSSIBLE = -1e30
+"""The log-probability of a hypothesis that must not be chosen. It is finite, so that sums and
+quotients of it stay ordered and never become NaN."""
+
+
+class StepOutput(NamedTuple):
+    """What a step function returns about the next token."""
+
+    logits: Array
+    """[B, W, V]"""
+    attention: Array | None = None
+    """float32 [B, W, S], attention to each source token; only needed for the coverage penalty."""
+
+
+StepFunction = Callable[[Array, StepState, Array], tuple[StepOutput, StepState]]
+"""step(tokens int32 [B, W], state, positions int32 [B]) -> (output, state): the logits of the next
+token. `tokens` are the last token of each hypothesis, initially `bos_id`; `positions` are the
+numbers of tokens that the hypotheses of each row have."""
+
+ReorderFunction = Callable[[StepState, Array], StepState]
+"""reorder(state, parents int32 [B, W]): the state in which hypothesis w of row b continues the
+former hypothesis parents[b, w]."""
+
+
+class SentenceConstraints(NamedTuple):
+    """The constraints and inputs of each row's search."""
+
+    max_lengths: Array
+    """int32 [B], maximum number of tokens of a hypothesis, end token included. A hypothesis that
+    reaches it without an end token is complete as it is. 0 marks a row without a sentence."""
+    min_lengths: Array
+    """int32 [B], minimum number of tokens of a hypothesis, end token excluded."""
+    prefix: Array
+    """int32 [B, F], the first tokens of every hypothesis, padded with -1. They count towards
+    lengths and scores like all others."""
+    keys: Array
+    """uint32 [B, 2], Threefry keys for sampling."""
+    phrases: Array
+    """int32 [B, C, M], token sequences that must appear, padded with -1."""
+    source_mask: Array | None = None
+    """bool [B, S], True = a source token; only needed for the coverage penalty."""
+    allowed: Array | None = None
+    """bool [B, V], the tokens that may be chosen, over which probabilities are normalized. None =
+    all."""
+
+
+def unconstrained(max_lengths: Array) -> SentenceConstraints:
+    """Returns the constraints of rows that only have a maximum length, int32 [B]."""
+    batch_size = max_lengths.shape[0]
+    return SentenceConstraints(
+        max_lengths=max_lengths,
+        min_lengths=jnp.zeros_like(max_lengths),
+        prefix=jnp.zeros((batch_size, 0), jnp.int32),
+        keys=jnp.zeros((batch_size, 2), jnp.uint32),
+        phrases=jnp.zeros((batch_size, 0, 0), jnp.int32),
+    )
+
+
+class Hypotheses(NamedTuple):
+    """Unfinished hypotheses, K per row: W, or more while the best W are not yet chosen."""
+
+    tokens: Array
+    """int32 [B, K, P]; only as many as the row's position are defined."""
+    last: Array
+    """int32 [B, K], the last token, initially `bos_id`."""
+    log_probabilities: Array
+    """float32 [B, K], summed over the tokens; IMPOSSIBLE if the hypothesis is not continued."""
+    coverage: Array | None
+    """float32 [B, K, S], attention that each source token has received, 1 for padding; None without
+    coverage penalty."""
+
+
+class SearchResult(NamedTuple):
+    """The N best hypotheses of each row, best first.
+
+    An entry without a hypothesis (a row without a sentence, fewer than N possible hypotheses, or
+    logits that are not finite) has length 0 and the score `IMPOSSIBLE`.
+    """
+
+    tokens: Array
+    """int32 [B, N, P], end token included, padded with `pad_id`."""
+    lengths: Array
+    """int32 [B, N], end token included."""
+    scores: Array
+    """float32 [B, N], the ranking score: log-probability / length penalty + coverage penalty."""
+    log_probabilities: Array
+    """float32 [B, N], summed over the tokens, end token included, with the options applied: a
+    forced end has probability 1, and repetition and diversity penalties are subtracted."""
+
+
+class SearchState(NamedTuple):
+    """A search that can be continued. All arrays except those of `state` have B as first axis."""
+
+    constraints: SentenceConstraints
+    positions: Array
+    """int32 [B], number of tokens of every unfinished hypothesis."""
+    hypotheses: Hypotheses
+    finished: SearchResult
+    """The W best complete hypotheses so far; with beam groups, those of each group."""
+    state: StepState
+    """State of the step function."""
+
+
+def gather_hypotheses(tree: Any, indices: Array) -> Any:
+    """Gathers hypotheses in every array [B, W, ...] of a pytree, by index [B, W']."""
+
+    def gather(leaf: Array) -> Array:
+        index = indices.reshape(indices.shape + (1,) * (leaf.ndim - 2))
+        return jnp.take_along_axis(leaf, index, axis=1)
+
+    return jax.tree.map(gather, tree)
+
+
+def append_tokens(
+    hypotheses: Hypotheses, tokens: Array, log_probabilities: Array, positions: Array
+) -> Hypotheses:
+    """Appends one token [B, K] to each hypothesis, and replaces the log-probabilities [B, K]."""
+    is_position = jnp.arange(hypotheses.tokens.shape[2]) == positions[:, None, None]
+    return hypotheses._replace(
+        tokens=jnp.where(is_position, tokens[:, :, None], hypotheses.tokens),
+        last=tokens,
+        log_probabilities=jnp.where(is_possible(log_probabilities), log_probabilities, IMPOSSIBLE),
+    )
+
+
+def drop(hypotheses: Hypotheses, dropped: Array) -> Hypotheses:
+    """Marks the hypotheses where `dropped` bool [B, K] is true as not to be continued."""
+    kept = jnp.where(dropped, IMPOSSIBLE, hypotheses.log_probabilities)
+    return hypotheses._replace(log_probabilities=kept)
+
+
+def is_possible(log_probabilities: Array) -> Array:
+    """Whether each log-probability is that of a hypothesis that may be chosen."""
+    # Whatever is added to IMPOSSIBLE, the sum stays far below any real log-probability.
+    return log_probabilities > IMPOSSIBLE / 2
