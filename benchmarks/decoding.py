@@ -1,20 +1,20 @@
-"""How fast is decoding, next to Hugging Face transformers and CTranslate2?
+"""Compares the speed of decoding with Hugging Face transformers and CTranslate2.
 
     python benchmarks/decoding.py --run RUN --source FILE [--sentences 1000] [--json FILE]
 
-RUN is a run folder of a model in Marian's arrangement (configs/multi30k_marian_en_de.py), FILE has
-one source sentence a line (or is a .gz of it). Every competitor gets the same weights and the same
-token sequences, and gives back token sequences:
+RUN is a run folder of a model with Marian's architecture (configs/multi30k_marian_en_de.py). FILE
+has one source sentence per line and may be compressed (.gz). Every competitor gets the same weights
+and the same token sequences, and returns token sequences:
 
-    ours           `decoding/continuous_batching.py`
-    transformers   `MarianMTModel.generate`, its cache on, on batches sorted by length
-    ctranslate2    in float32, sorted into batches by itself
-    int8           CTranslate2 with weights in int8
+    ours           `ContinuousBatcher` with the default settings
+    transformers   `MarianMTModel.generate` with its cache, on batches sorted by length
+    ctranslate2    CTranslate2 in float32, which sorts sentences into batches itself
+    int8           CTranslate2 with int8 weights
 
-Each has a process of its own. First it tries some batch sizes on a part of the sentences and keeps
-the fastest (not ours: it has what the program sets). Then all take turns, so that they see the same
-machine, whatever else it does. Figures are medians over the rounds, ratios are medians of the
-rounds' ratios. Start-up is told apart: reading weights, compiling, and a first sentence.
+Each runs in a separate process. It first tries several batch sizes on a part of the sentences and
+keeps the fastest (except `ours`). Then the competitors alternate, so that other work on the machine
+affects all of them. Metrics are medians over the rounds, and ratios are medians of the ratios in
+each round. Start-up is reported separately: reading weights, compiling, and the first sentence.
 """
 
 import argparse
@@ -35,18 +35,18 @@ import numpy as np
 
 MAX_LENGTH_FACTOR, MAX_LENGTH_EXTRA = 1.5, 20
 LONGEST = 96
-"""Target tokens for competitors that have one limit for all sentences."""
+"""Maximum number of target tokens for competitors that have one limit for all sentences."""
 
 THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
-"""Threads that wait for work must not take the processor from the others."""
+"""Idle threads must not use CPU time of the other competitors."""
 
 Tokens = list[int]
 Decode = Callable[[Sequence[Tokens]], list[Tokens]]
-"""Translates source sentences, end token included, and returns the same of the targets."""
+"""Translates source sentences and returns target sentences, both with end tokens."""
 
 
 def make_ours(task: dict[str, Any], beam_size: int, folder: Path) -> list[Decode]:
-    """The toolkit's own engine."""
+    """Returns the decoder of this package."""
     from flaxformer_mt import runtime
 
     runtime.configure()
@@ -59,20 +59,20 @@ def make_ours(task: dict[str, Any], beam_size: int, folder: Path) -> list[Decode
         length_penalty_kind="average",
         early_stopping="heuristic",
     )
-    engine = ContinuousBatcher([(task["model"], task["params"])], config, scores=False)
+    batcher = ContinuousBatcher([(task["model"], task["params"])], config, scores=False)
 
     def decode(sources: Sequence[Tokens]) -> list[Tokens]:
         requests = [
             Request(s, 0, int(MAX_LENGTH_FACTOR * (len(s) - 1)) + MAX_LENGTH_EXTRA) for s in sources
         ]
-        found = dict(engine.decode(requests))
+        found = dict(batcher.decode(requests))
         return [list(found[index].tokens[0]) for index in range(len(sources))]
 
     return [decode]
 
 
 def make_transformers(task: dict[str, Any], beam_size: int, folder: Path) -> list[Decode]:
-    """`generate`, with a number of batch sizes to choose from."""
+    """Returns `generate` with several batch sizes to choose from."""
     import torch
     import transformers
 
@@ -115,7 +115,7 @@ def make_transformers(task: dict[str, Any], beam_size: int, folder: Path) -> lis
 def make_ctranslate2(
     task: dict[str, Any], beam_size: int, folder: Path, kind: str = "float32"
 ) -> list[Decode]:
-    """CTranslate2, with one batch a core or one for all cores, and some batch sizes."""
+    """Returns CTranslate2 with one batch per core or one for all cores, and several batch sizes."""
     import ctranslate2
 
     cores = len(os.sched_getaffinity(0))
@@ -155,7 +155,7 @@ def make_ctranslate2(
 
 
 def make_int8(task: dict[str, Any], beam_size: int, folder: Path) -> list[Decode]:
-    """CTranslate2 with weights in int8."""
+    """Returns CTranslate2 with int8 weights."""
     return make_ctranslate2(task, beam_size, folder, "int8")
 
 
@@ -172,7 +172,7 @@ def _as_text(token: int) -> str:
 
 
 def write_task(run_folder: Path, source: Path, count: int, folder: Path) -> None:
-    """Tokenises the sentences and writes the weights in each competitor's form."""
+    """Tokenizes the sentences and writes the weights in each competitor's format."""
     import jax
 
     from flaxformer_mt.config import with_vocabulary_sizes
@@ -192,9 +192,9 @@ def write_task(run_folder: Path, source: Path, count: int, folder: Path) -> None
 
 
 def write_peers(model: Any, params: Any, folder: Path) -> None:
-    """Writes the weights as folders of Hugging Face and of CTranslate2.
+    """Writes the weights as folders of Hugging Face and CTranslate2.
 
-    Token 17 is "t17" to CTranslate2: nothing here needs a tokenizer.
+    CTranslate2 gets names such as "t17" for token 17, so that no tokenizer is needed.
     """
     import torch
     import transformers
@@ -227,7 +227,7 @@ def write_peers(model: Any, params: Any, folder: Path) -> None:
     peer.save_pretrained(folder / "huggingface")
 
     class Loader(converters.MarianMTLoader):
-        """Unlike the published models, a run's start token has a vector and stands anywhere."""
+        """Supports start tokens with an embedding and any id, unlike published models."""
 
         def get_vocabulary(self, model: Any, tokenizer: Any) -> list[str]:
             return [_as_text(token) for token in range(model.config.vocab_size)]
@@ -255,25 +255,27 @@ def write_peers(model: Any, params: Any, folder: Path) -> None:
 
 
 def serve(name: str, beam_size: int, folder: Path) -> None:
-    """The competitor's process: translates all sentences for each line on its standard input."""
+    """Runs a competitor: translates all sentences for each line on standard input."""
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # What libraries print must not get between the replies.
+    os.dup2(2, 1)  # Output of libraries must not mix with the replies.
 
-    def reply(**figures: Any) -> None:
-        print(json.dumps(figures), file=replies, flush=True)
+    def reply(**values: Any) -> None:
+        print(json.dumps(values), file=replies, flush=True)
 
     start = time.perf_counter()
     task = pickle.loads((folder / "task.pickle").read_bytes())
     sources = task["sources"]
-    ways = COMPETITORS[name](task, beam_size, folder)
-    ways[0](sources[:1])
+    variants = COMPETITORS[name](task, beam_size, folder)
+    variants[0](sources[:1])
     reply(start_seconds=time.perf_counter() - start)
     sys.stdin.readline()
-    some = sources[:: max(1, len(sources) // 256)]
+    sample = sources[:: max(1, len(sources) // 256)]
     start = time.perf_counter()
-    decode = ways[0] if len(ways) == 1 else min(ways, key=lambda way: _seconds(way, some))
-    if len(ways) == 1:
-        decode(sources)  # Other shapes are compiled now.
+    if len(variants) == 1:
+        decode = variants[0]
+        decode(sources)  # Compiles the remaining shapes.
+    else:
+        decode = min(variants, key=lambda variant: _seconds(variant, sample))
     reply(trial_seconds=time.perf_counter() - start)
     for _ in sys.stdin:
         cpu, start = time.process_time(), time.perf_counter()
@@ -292,7 +294,7 @@ def _seconds(decode: Decode, sources: Sequence[Tokens]) -> float:
 
 
 class Competitor:
-    """A process that translates when it is told to."""
+    """A competitor's process, which translates on request."""
 
     def __init__(self, name: str, beam_size: int, folder: Path):
         self.name = name
@@ -330,16 +332,16 @@ class Competitor:
     def _answer(self) -> dict[str, Any]:
         line = self._process.stdout.readline() if self._process.stdout else ""
         if not line:
-            raise RuntimeError(f"{self.name} failed; what it printed stands above")
+            raise RuntimeError(f"{self.name} failed; see its output above")
         return json.loads(line)
 
 
 def measure(names: list[str], beam_size: int, rounds: int, folder: Path) -> dict[str, Any]:
-    """Lets the competitors take turns, and returns the figures of each."""
+    """Runs the competitors alternately and returns the metrics of each."""
     with contextlib.ExitStack() as ends:
         running = [ends.enter_context(Competitor(name, beam_size, folder)) for name in names]
         for number in range(rounds):
-            # Every second round goes the other way: nobody always follows the same one.
+            # Every second round is reversed, so that no competitor always follows the same one.
             for competitor in running if number % 2 else reversed(running):
                 competitor.translate()
                 print(
@@ -348,12 +350,12 @@ def measure(names: list[str], beam_size: int, rounds: int, folder: Path) -> dict
                     flush=True,
                 )
     first = running[0]
-    figures = {}
+    metrics = {}
     for competitor in running:
         ratios = np.array(competitor.seconds) / np.array(first.seconds)
         by_processor = np.array(competitor.processor_seconds) / np.array(first.processor_seconds)
         pairs = list(zip(first.targets, competitor.targets, strict=True))
-        figures[competitor.name] = {
+        metrics[competitor.name] = {
             "sentences_per_second": len(pairs) / float(np.median(competitor.seconds)),
             "ratio": float(np.median(ratios)),
             "ratio_quartiles": np.quantile(ratios, [0.25, 0.75]).tolist(),
@@ -364,11 +366,11 @@ def measure(names: list[str], beam_size: int, rounds: int, folder: Path) -> dict
             "start_seconds": competitor.start_seconds,
             "trial_seconds": competitor.trial_seconds,
         }
-    return figures
+    return metrics
 
 
 def print_table(beam_size: int, results: dict[str, Any]) -> None:
-    """A table of `measure`'s figures."""
+    """Prints the metrics as a table."""
     first = next(iter(results))
     print(
         f"\nbeam {beam_size:<9}{'sentences/s':>12}  {first + ' is faster by':<22}{'(CPU time)':>10}"
@@ -386,25 +388,25 @@ def print_table(beam_size: int, results: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Measures every beam size that was asked for."""
+    """Measures every requested beam size."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--serve", nargs=3, help=argparse.SUPPRESS)
-    parser.add_argument("--run", type=Path, help="run folder of a model in Marian's arrangement")
+    parser.add_argument("--run", type=Path, help="run folder of a model with Marian's architecture")
     parser.add_argument("--source", type=Path, help="file of source sentences")
     parser.add_argument("--sentences", type=int, default=1000)
     parser.add_argument("--beams", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--competitors", nargs="+", choices=COMPETITORS, default=list(COMPETITORS))
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--json", type=Path, help="file for the metrics in JSON format")
     arguments = parser.parse_args()
     if arguments.serve:
         name, beam_size, folder = arguments.serve
         serve(name, int(beam_size), Path(folder))
         return
     if not arguments.run or not arguments.source:
-        parser.error("--run and --source are needed")
+        parser.error("--run and --source are required")
 
     results = {}
     with tempfile.TemporaryDirectory() as name:
