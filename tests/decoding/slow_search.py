@@ -33,7 +33,7 @@ def log_sum_exp(values):
 def is_ruled_out(tokens, token, constraints, options):
     """Whether a rule forbids `token` after `tokens`."""
     grown, size = (*tokens, token), options.no_repeat_ngram_size
-    earlier = [tokens[place : place + size] for place in range(len(tokens) - size + 1)]
+    earlier = [tokens[start : start + size] for start in range(len(tokens) - size + 1)]
     return (
         token in options.forbidden_ids
         or (constraints.allowed is not None and token not in constraints.allowed)
@@ -81,7 +81,7 @@ def score_of(tokens, total, options, attention_after):
     """Returns the ranking score of a hypothesis that ends now."""
     score = total / penalty_of(len(tokens), options)
     if options.coverage_penalty is not None:
-        received = [attention_after(tokens[:place]) for place in range(len(tokens))]
+        received = [attention_after(tokens[:start]) for start in range(len(tokens))]
         for one_source_token in zip(*received, strict=True):
             score += options.coverage_penalty * math.log(min(sum(one_source_token), 1.0))
     return score

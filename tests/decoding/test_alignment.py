@@ -136,7 +136,7 @@ def test_a_model_that_copies_is_aligned_one_to_one(copier):
             texts, scorer.stream(zip(texts, texts, strict=True), unit), strict=True
         ):
             count = len(score.pieces) - 1 if unit == "pieces" else len(text.split())
-            assert score.alignment == [(place, place) for place in range(count)]
+            assert score.alignment == [(position, position) for position in range(count)]
 
 
 def test_layer_and_head_can_be_chosen(copier):

@@ -51,8 +51,8 @@ def requests():
     rng = np.random.default_rng(0)
     sources = [[*rng.integers(3, 30, size=length).tolist(), 2] for length in range(1, 30)]
     return [
-        Request(source, 0, 8 if place % 2 else 40, seed=place)
-        for place, source in enumerate(sources)
+        Request(source, 0, 8 if number % 2 else 40, seed=number)
+        for number, source in enumerate(sources)
     ]
 
 
@@ -100,9 +100,9 @@ def test_a_search_without_other_sentences_finds_the_same():
         source[0, : len(request.source)] = request.source
         expected = alone(source, np.array([request.max_length], np.int32))
         found = together()[index]
-        for place, tokens in enumerate(found.tokens):
-            length = expected.lengths[0, place]
-            assert tokens == tuple(expected.tokens[0, place, :length].tolist())
+        for number, tokens in enumerate(found.tokens):
+            length = expected.lengths[0, number]
+            assert tokens == tuple(expected.tokens[0, number, :length].tolist())
         np.testing.assert_allclose(found.scores, expected.scores[0], rtol=ROUNDING)
 
 
@@ -119,7 +119,7 @@ def test_results_do_not_depend_on_order_or_other_sentences(decode):
     for some in (order, order[:5]):
         found = dict(make_batcher(decode).decode([requests()[index] for index in some]))
         assert_same(
-            {int(some[place]): item for place, item in found.items()},
+            {int(some[number]): item for number, item in found.items()},
             {int(index): all_found[int(index)] for index in some},
         )
 

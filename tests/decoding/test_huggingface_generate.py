@@ -147,9 +147,9 @@ def _greedy_scores(result, sequences, length_penalty):
     for scores, logits, tokens in zip(
         result.scores, result.logits, result.sequences[:, 1:].T, strict=True
     ):
-        # An end that is forced at the last place costs nothing, as in a beam.
-        is_forced = scores.isfinite().sum(-1) == 1
-        norms = torch.where(is_forced, 0.0, torch.logsumexp(logits, -1))
+        # The end token that is required at the maximum length has probability 1, as in a beam.
+        is_required = scores.isfinite().sum(-1) == 1
+        norms = torch.where(is_required, 0.0, torch.logsumexp(logits, -1))
         gains.append(scores.gather(1, tokens[:, None])[:, 0] - norms)
     return [
         row[: len(tokens)].sum().item() / len(tokens) ** length_penalty

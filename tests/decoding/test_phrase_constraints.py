@@ -59,13 +59,13 @@ def options_of(beam_size, **others):
 def search_for(world, per_row, options, num_phrases=C):
     required = np.full((B, num_phrases, M), -1, np.int32)
     for row, constraints in enumerate(per_row):
-        for place, phrase in enumerate(constraints.phrases):
-            required[row, place, : len(phrase)] = phrase
+        for index, phrase in enumerate(constraints.phrases):
+            required[row, index, : len(phrase)] = phrase
     return find(world, batched(per_row)._replace(phrases=required), options)
 
 
 def occurrences(tokens, phrase):
-    return sum(tokens[place : place + len(phrase)] == phrase for place in range(len(tokens)))
+    return sum(tokens[index : index + len(phrase)] == phrase for index in range(len(tokens)))
 
 
 def matched_length(tokens, phrase):
@@ -78,8 +78,8 @@ def lacking(tokens, constraints):
     """Returns the phrases that must still appear; one given twice must appear twice."""
     return [
         phrase
-        for place, phrase in enumerate(constraints.phrases)
-        if occurrences(tokens, phrase) <= constraints.phrases[:place].count(phrase)
+        for index, phrase in enumerate(constraints.phrases)
+        if occurrences(tokens, phrase) <= constraints.phrases[:index].count(phrase)
     ]
 
 
@@ -133,8 +133,8 @@ def slow_search(logits, constraints, options):
                 phrase[matched_length(tokens, phrase)] for phrase in lacking(tokens, constraints)
             }
             grown = continuations(logits, (tokens, total), constraints, options)
-            for place, continuation in enumerate(grown):
-                if place < 2 * width or continuation[0][-1] in required:
+            for index, continuation in enumerate(grown):
+                if index < 2 * width or continuation[0][-1] in required:
                     banks.setdefault(bank(continuation[0], constraints), []).append(continuation)
         for members in banks.values():
             members.sort(key=lambda hypothesis: -hypothesis[1])

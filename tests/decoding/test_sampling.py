@@ -153,14 +153,14 @@ def test_scores_do_not_depend_on_the_temperature():
     log_probabilities = scipy.special.log_softmax(world[0].astype(np.float64), axis=-1)
     assert (np.diff(result.scores, axis=1) <= 0).all()
     for number, tokens in enumerate(drawn(result)):
-        row, place = divmod(number, SAMPLES)
+        row, rank = divmod(number, SAMPLES)
         total = sum(
             log_probabilities[row, node_of(tokens[:index]), token]
             for index, token in enumerate(tokens)
         )
-        np.testing.assert_allclose(result.log_probabilities[row, place], total, rtol=1e-5)
+        np.testing.assert_allclose(result.log_probabilities[row, rank], total, rtol=1e-5)
         penalty = ((5 + len(tokens)) / 6) ** PLAIN.length_penalty
-        np.testing.assert_allclose(result.scores[row, place], total / penalty, rtol=1e-5)
+        np.testing.assert_allclose(result.scores[row, rank], total / penalty, rtol=1e-5)
 
 
 def test_samples_keep_to_the_rules():

@@ -116,12 +116,12 @@ def assert_row_is(result, row, expected):
     """Asserts that the row has exactly the expected hypotheses, in order."""
     empty = result.lengths.shape[1] - len(expected)
     assert result.lengths[row].tolist() == [len(found.tokens) for found in expected] + [0] * empty
-    for place, found in enumerate(expected):
+    for position, found in enumerate(expected):
         padding = [PAD] * (P - len(found.tokens))
-        assert result.tokens[row, place].tolist() == [*found.tokens, *padding]
-        np.testing.assert_allclose(result.scores[row, place], found.score, atol=2e-5)
+        assert result.tokens[row, position].tolist() == [*found.tokens, *padding]
+        np.testing.assert_allclose(result.scores[row, position], found.score, atol=2e-5)
         np.testing.assert_allclose(
-            result.log_probabilities[row, place], found.log_probability, atol=2e-5
+            result.log_probabilities[row, position], found.log_probability, atol=2e-5
         )
     assert (result.scores[row, len(expected) :] == np.float32(IMPOSSIBLE)).all()
     assert (result.tokens[row, len(expected) :] == PAD).all()
@@ -159,7 +159,7 @@ def enumerate_hypotheses(world, row, constraints, options):
     ]
     complete = []
     for tokens in every if constraints.limit else []:
-        beginnings = [tokens[:place] for place in range(len(tokens))]
+        beginnings = [tokens[:position] for position in range(len(tokens))]
         follows_rules = tokens[: len(constraints.prefix)] == constraints.prefix[
             : len(tokens)
         ] and not any(

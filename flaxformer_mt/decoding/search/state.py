@@ -101,7 +101,7 @@ class SearchResult(NamedTuple):
     """float32 [B, N], the ranking score: log-probability / length penalty + coverage penalty."""
     log_probabilities: Array
     """float32 [B, N], summed over the tokens, end token included, with the options applied: a
-    forced end has probability 1, and repetition and diversity penalties are subtracted."""
+    required end has probability 1, and repetition and diversity penalties are subtracted."""
 
 
 class SearchState(NamedTuple):
