@@ -1,20 +1,21 @@
-"""Proves that our model computes what a published one computes, or finds where they part.
+"""Compares our model with a published one in PyTorch, and locates the first difference.
 
     report = parity.compare("annotated", module, batch, num_heads=8)
     print(report)
 
-`compare` looks at one batch, `trajectory` at a training. Both need PyTorch.
+`compare` compares one batch, `trajectory` a training run. Both require PyTorch.
 """
 
 import importlib.util
 
 if importlib.util.find_spec("torch") is None:
-    raise ImportError("comparing with PyTorch needs it: pip install 'flaxformer_mt[parity]'")
+    raise ImportError("parity needs PyTorch: pip install 'flaxformer_mt[parity]'")
 
 from flaxformer_mt.parity.compare import compare
 from flaxformer_mt.parity.diagnosis.diagnose import Diagnosis
+from flaxformer_mt.parity.reports.comparison import Row
 from flaxformer_mt.parity.reports.plots import plot_trajectory
-from flaxformer_mt.parity.reports.report import Report, Row
+from flaxformer_mt.parity.reports.report import Report
 from flaxformer_mt.parity.tokens import Tokens, example
 from flaxformer_mt.parity.trace import Tap, for_layers, softmax_input, softmax_output, time_major
 from flaxformer_mt.parity.trajectory import Trajectory, trajectory

@@ -1,4 +1,4 @@
-"""Compares our model with a PyTorch module on the same weights, value by value."""
+"""Compares our model with a PyTorch module that has the same weights, value by value."""
 
 import dataclasses
 import functools
@@ -14,32 +14,33 @@ from flaxformer_mt import interop
 from flaxformer_mt.interop import weights
 from flaxformer_mt.parity import references
 from flaxformer_mt.parity.diagnosis.diagnose import Diagnosis, diagnose
-from flaxformer_mt.parity.diagnosis.evidence import Evidence, select_rows
-from flaxformer_mt.parity.pair import (
+from flaxformer_mt.parity.diagnosis.inputs import DiagnosisInputs, select_rows
+from flaxformer_mt.parity.model_pair import (
     COMPILER_OPTIONS,
     Forward,
-    Ours,
-    Pair,
-    pair,
+    ModelPair,
+    OurModel,
+    model_pair,
     precision,
     real_tokens,
     without_dropout,
 )
 from flaxformer_mt.parity.recipes import Recipe
 from flaxformer_mt.parity.recipes import recipe as recipe_of
-from flaxformer_mt.parity.reports.report import Report, Row
+from flaxformer_mt.parity.reports.comparison import Row
+from flaxformer_mt.parity.reports.report import Report
 from flaxformer_mt.parity.tokens import Padding, Tokens
 from flaxformer_mt.parity.trace import Tap, Values, values_of_model, values_of_module
 from flaxformer_mt.parity.trajectory import Curves, Trajectory, train_both
 
 VALUES = {"float64": 1e-10, "float32": 2e-5}
-"""What a value may differ by, as a share of the site's largest magnitude (in float32 of 1 at the
-least: there small values are what is left of large ones)."""
+"""Tolerance of values, relative to the site's largest magnitude; in float32 to at least 1, because
+small values are often differences of large ones."""
 GRADIENTS = {"float64": 1e-10, "float32": 1e-5}
-"""What a gradient may differ by, as a share of the largest gradient."""
+"""Tolerance of gradients, relative to the largest gradient."""
 
 LOSS_FAMILIES = ("jadore801120", "annotated", "tunz", "torch", "fairseq")
-"""Families that between them have every convention of label smoothing."""
+"""Families that together cover every convention of label smoothing."""
 
 
 def compare(
@@ -54,31 +55,31 @@ def compare(
     batches: Sequence[Any] = (),
     **overrides: Any,
 ) -> Report:
-    """Runs both sides on the same weights and batch, and compares all that they compute.
+    """Compares all values of our model and a reference on the same weights and batch.
 
-    Compared are, in this order: every sub-layer's value at real tokens, the logits, the loss in
-    the family's convention and in all others, the gradient of every parameter, and as many
-    optimizer steps as are asked for. All without dropout.
+    Compared are, in this order: the value of every sub-layer at real tokens, the logits, the loss
+    in the family's convention and in all others, the gradient of every parameter and, on request,
+    optimizer steps. Dropout is disabled.
 
     Args:
-      family: the map of the module's weights: a name, or a map of your own.
-      torch_module: the reference, in float32 or float64, which is also what ours computes in. It
-        is not changed.
-      batch: one sentence pair a row, see `tokens.as_tokens`.
-      taps: where the module computes each site of `trace.py`; sites without one are not compared.
-        By default as the family's reference does, as far as the module is laid out like that.
-      forward: a function of (module, tokens) to logits [B, T, V]; by default
+      family: the weight map of the module: the name of a family, or a custom map.
+      torch_module: the reference, in float32 or float64; our model uses the same dtype. It is not
+        modified.
+      batch: one sentence pair per row, see `tokens.as_tokens`.
+      taps: where the module computes each site of `trace.py`; sites without a tap are not
+        compared. The default is the taps of the family's reference that fit the module.
+      forward: maps (module, tokens) to logits [B, T, V]; by default
         `module(source, target_input)` on int64 tensors.
       recipe: loss, schedule and optimizer, by default the family's.
-      num_steps: optimizer steps.
-      batches: what they are made on, in turn; by default on the one batch.
-      **overrides: what the module's tensors cannot tell, as `num_heads`; see `interop.load`.
+      num_steps: the number of optimizer steps to compare.
+      batches: the batches of the steps, used in turn; by default the one batch.
+      **overrides: settings that tensors do not determine, such as `num_heads`; see `interop.load`.
 
     Raises:
       UserError: the module's tensors are not the family's, a tap does not fit the module, or the
-        batch has another form.
+        batch is invalid.
     """
-    sides = pair(family, torch_module, overrides, forward, recipe)
+    sides = model_pair(family, torch_module, overrides, forward, recipe)
     tokens, real = real_tokens(sides, batch)
     strict = taps is not None
     if taps is None:
@@ -108,16 +109,16 @@ def compare(
 
 
 class _Side(NamedTuple):
-    """What one side has computed."""
+    """The values computed by one side."""
 
     values: Values
     losses: dict[str, float]
-    """Per token: "loss" by the recipe, and one by the convention of each of `LOSS_FAMILIES`."""
+    """Per target token: "loss" by the recipe, and one by each convention of `LOSS_FAMILIES`."""
     gradients: dict[str, np.ndarray]
-    """By the reference's name."""
+    """By parameter name of the reference."""
 
 
-def _run_ours(sides: Pair, tokens: Tokens) -> _Side:
+def _run_ours(sides: ModelPair, tokens: Tokens) -> _Side:
     gradients, (logits, kept, losses) = _program(sides.ours)(sides.trained(), sides.fixed(), tokens)
     values = values_of_model(sides.ours.config, kept) | {"logits": np.asarray(logits)}
     return _Side(
@@ -128,8 +129,8 @@ def _run_ours(sides: Pair, tokens: Tokens) -> _Side:
 
 
 @functools.lru_cache(maxsize=8)
-def _program(ours: Ours) -> Any:
-    """The compiled function of (trained, fixed, tokens) to gradients and all else."""
+def _program(ours: OurModel) -> Any:
+    """Returns the compiled function of (trained, fixed, tokens) to gradients and other values."""
 
     def loss_of(trained, fixed, tokens):
         logits, kept = ours.logits(trained | fixed, tokens, with_intermediates=True)
@@ -144,7 +145,7 @@ def _program(ours: Ours) -> Any:
 
 
 def _run_reference(
-    sides: Pair, tokens: Tokens, taps: Mapping[str, Tap | str], ours: Values, strict: bool
+    sides: ModelPair, tokens: Tokens, taps: Mapping[str, Tap | str], ours: Values, strict: bool
 ) -> _Side:
     shapes = {site: value.shape for site, value in ours.items()}
     module = sides.module
@@ -155,7 +156,7 @@ def _run_reference(
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     found = torch.autograd.grad(losses["loss"], list(parameters.values()), allow_unused=True)
     gradients = {
-        # A parameter that is never used has the gradient 0.
+        # The gradient of an unused parameter is 0.
         name: (torch.zeros_like(parameter) if gradient is None else gradient).numpy()
         for (name, parameter), gradient in zip(parameters.items(), found, strict=True)
     }
@@ -211,15 +212,15 @@ def _step_rows(steps: Trajectory) -> Iterator[Row]:
 def _row(
     site: str, ours: np.ndarray, theirs: np.ndarray, tolerance: float, scale: float | None = None
 ) -> Row:
-    """A row whose relative difference is a share of `scale`, by default theirs' largest."""
+    """Builds a row; `scale` normalizes the relative difference, by default theirs' largest."""
     difference, largest = _difference(ours, theirs), scale or _largest(theirs)
     relative = difference / largest if largest else difference
     return Row(site, ours.shape, difference, relative, tolerance)
 
 
 def _difference(ours: np.ndarray, theirs: np.ndarray) -> float:
-    """The largest; inf where only one side is masked (-inf) or either is NaN."""
-    same = ours == theirs  # Two infinities have no difference, but are equal.
+    """Returns the largest difference; inf where only one side is masked (-inf) or either is NaN."""
+    same = ours == theirs  # inf - inf is NaN, but the values are equal.
     with np.errstate(invalid="ignore"):
         differences = np.where(same, 0.0, np.abs(ours - theirs))
     return float(np.max(np.nan_to_num(differences, nan=np.inf, posinf=np.inf), initial=0.0))
@@ -230,13 +231,13 @@ def _largest(array: np.ndarray) -> float:
 
 
 def _diagnosis(
-    report: Report, sides: Pair, tokens: Tokens, real: Padding, ours: _Side, theirs: _Side
+    report: Report, sides: ModelPair, tokens: Tokens, real: Padding, ours: _Side, theirs: _Side
 ) -> Diagnosis | None:
     first = report.first_divergence
     if first is None:
         return None
     return diagnose(
-        Evidence(
+        DiagnosisInputs(
             site=first.site,
             config=sides.ours.config,
             params=weights.by_path(sides.params),

@@ -1,4 +1,4 @@
-"""Checks a family against its reference, with random weights or those of a checkpoint."""
+"""Compares a family with its reference, with random weights or those of a checkpoint."""
 
 import dataclasses
 import os
@@ -11,7 +11,7 @@ from torch import nn
 from flaxformer_mt import interop
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.interop import checkpoint_files as files
+from flaxformer_mt.interop import checkpoint_files
 from flaxformer_mt.parity import references
 from flaxformer_mt.parity.compare import compare
 from flaxformer_mt.parity.recipes import recipe
@@ -23,7 +23,7 @@ Dtype = Literal["float64", "float32"]
 Size = Literal["toy", "base"]
 
 SIZES: dict[Size, dict[str, int]] = {
-    # No two are equal where they need not be, so that no axis passes for another.
+    # Sizes are distinct where possible, so that swapped axes are detected.
     "toy": {
         "source_vocab_size": 13,
         "target_vocab_size": 11,
@@ -33,19 +33,19 @@ SIZES: dict[Size, dict[str, int]] = {
         "num_encoder_layers": 3,
         "num_decoder_layers": 2,
     },
-    # All else is the preset's: D 512, F 2048, H 8, 6 and 6 layers, unless a family has its own.
+    # The other sizes are those of the preset, usually D 512, F 2048, H 8 and 6 + 6 layers.
     "base": {"source_vocab_size": 4001, "target_vocab_size": 3989},
 }
-"""Of references with random weights."""
+"""Sizes of references with random weights."""
 
-# Heads that are not as wide as D / H.
+# Heads whose width is not D / H.
 _TOY_HEADS = {
     "jadore801120": {"head_dim": 5, "value_dim": 3},
     "annotated_wide_heads": {"head_dim": 5, "value_dim": 5},
 }
 _NOT_IN_TENSORS = ("num_heads", "pad_id", "bos_id", "eos_id")
 _SOURCE_LENGTH, _TARGET_LENGTH = 11, 9
-# As many as are not learned by heart in some hundred steps: a loss near 0 is all rounding.
+# Enough not to be memorized within some hundred steps: a loss near 0 is dominated by rounding.
 _BATCHES = 32
 
 
@@ -63,17 +63,16 @@ def check_family(
 
     Args:
       family: a key of `presets.FAMILIES`.
-      dtype: what both sides compute in.
-      size: of a reference with random weights; no bias and no norm is at its initial value.
-      num_steps: optimizer steps to compare as well, by the family's recipe.
-      seed: of the weights and the sentences.
-      checkpoint: a file whose weights the reference shall have, in place of random ones. It says
-        the sizes, too.
-      **settings: fields of `TransformerConfig` that differ from the size, or that the checkpoint
-        cannot tell.
+      dtype: the dtype of both sides.
+      size: the size of a reference with random weights; biases and norms are perturbed, too.
+      num_steps: optimizer steps to compare, by the family's recipe.
+      seed: seed of the weights and the sentences.
+      checkpoint: a file with the weights (and sizes) of the reference; by default random weights.
+      **settings: fields of `TransformerConfig` that override the size, or that the checkpoint does
+        not determine.
 
     Raises:
-      UserError: the family, a setting or the checkpoint cannot be used.
+      UserError: the family, a setting or the checkpoint is invalid.
     """
     family = canonical_family(family)
     if family not in FAMILIES:
@@ -103,9 +102,9 @@ def check_family(
 def random_reference(
     family: str, dtype: Dtype, size: Size, seed: int, **settings: Any
 ) -> tuple[TransformerConfig, nn.Module]:
-    """The reference of a family with random weights, and its configuration.
+    """Returns the configuration and the reference of a family with random weights.
 
-    Arguments and errors are those of `check_family`.
+    See `check_family` for arguments and errors.
     """
     family = canonical_family(family)
     sizes: dict[str, Any] = {**SIZES[size], **settings}
@@ -114,7 +113,7 @@ def random_reference(
     if "source_vocab_size" not in settings and _needs_one_vocabulary(family, settings):
         sizes["source_vocab_size"] = sizes["target_vocab_size"]
     given = preset(family, **sizes)
-    # The map knows the special tokens that such models are published with.
+    # The weight map provides the published special tokens.
     told = {"num_heads": given.num_heads} | settings
     config, _ = interop.load(family, _build(family, given, dtype).state_dict(), **told)
     with torch.random.fork_rng(devices=[]):
@@ -136,25 +135,25 @@ def _build(family: str, config: TransformerConfig, dtype: Dtype, **options: Any)
 def load_reference(
     family: str, path: str | os.PathLike[str], dtype: Dtype, **overrides: Any
 ) -> tuple[TransformerConfig, nn.Module]:
-    """The reference of a family with the weights of a file.
+    """Returns the configuration and the reference of a family with the weights of a file.
 
-    Tables that are computed, not learned, are computed anew in `dtype`.
+    Tables that are not learned are recomputed in `dtype`.
 
     Args:
       family: a key of `presets.FAMILIES`.
       path: the checkpoint.
-      dtype: what the weights are cast to.
-      **overrides: what the file cannot tell, see `interop.load`.
+      dtype: the dtype that the weights are cast to.
+      **overrides: settings that the file does not determine, see `interop.load`.
 
     Returns:
-      The configuration that the file has, and the module.
+      The configuration of the file, and the module.
 
     Raises:
-      UserError: as `interop.load`; or the reference has no place for a tensor of the file.
+      UserError: as `interop.load`; or the reference lacks a tensor of the file.
     """
     family = canonical_family(family)
     config, _ = interop.load(family, path, **overrides)
-    tensors = files.read(path).tensors
+    tensors = checkpoint_files.read(path).tensors
     module = _build(family, config, dtype, **_options(family, tensors))
     its_map = interop.FAMILIES[family]
     computed = {buffer.name for buffer in its_map.buffers(config)}
@@ -173,7 +172,7 @@ def load_reference(
 
 
 def _options(family: str, tensors: Iterable[str]) -> dict[str, Any]:
-    """What the names of a checkpoint tell about the reference, beyond the configuration."""
+    """Infers options of the reference that are not part of the configuration."""
     has_source_attention = any(".src_attn." in name for name in tensors)
     if family in ("annotated", "annotated_wide_heads") and not has_source_attention:
         return {"source_attention": "self_attn"}

@@ -1,4 +1,4 @@
-"""How each family is fed and trained: the publication's way in PyTorch, and our words for it."""
+"""How each family is trained: as published, in PyTorch, and the equivalent configuration."""
 
 import dataclasses
 import functools
@@ -14,42 +14,42 @@ from flaxformer_mt.presets import canonical_family
 from flaxformer_mt.training.losses import Convention
 
 ReferenceLoss: TypeAlias = Callable[[Tensor, Tensor, float, int], tuple[Tensor, Tensor]]
-"""Logits [N, V], targets [N], smoothing and padding id, to a sum and what it is divided by."""
+"""Maps logits [N, V], targets [N], smoothing and padding id to a sum and its normalizer."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A publication's loss, learning rate and optimizer, on both sides.
+    """The published loss, schedule and optimizer, and their equivalents in our configuration.
 
-    Recipes are equal if our side is: what is compiled for one serves for the other.
+    Recipes compare equal if our side is equal, so that compiled programs are shared.
     """
 
     convention: Convention
-    """Our name of its label smoothing."""
+    """Our convention of label smoothing."""
     optimizer: OptimizerConfig
-    """Our description of its optimizer and schedule."""
+    """Our optimizer and schedule."""
     loss: ReferenceLoss = dataclasses.field(compare=False)
-    """Its label smoothing."""
+    """The published loss."""
     adam: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = dataclasses.field(compare=False)
-    """Its optimizer."""
+    """The published optimizer."""
     rate: Callable[[int, int], float] = dataclasses.field(compare=False)
-    """Its learning rate, of the update t = 1, 2, ... and D."""
+    """The published learning rate, of the update t = 1, 2, ... and D."""
     smoothing: float = 0.1
-    """e, on both sides."""
+    """e of the label smoothing, on both sides."""
     source_padding: Literal["left", "right"] = "right"
-    """Where short source sentences are filled up."""
+    """The side on which source sentences are padded."""
     counts_tokens: bool = False
-    """Positions are counted over real source tokens, not over columns."""
+    """Count positions over real source tokens instead of columns."""
 
 
 @functools.lru_cache
 def recipe(family: str, warmup_steps: int = 4000, num_steps: int = 100_000) -> Recipe:
-    """A family's recipe; a family that published none is trained as `torch`.
+    """Returns the recipe of a family, by default that of `torch`.
 
     Args:
       family: its name.
-      warmup_steps: updates in which the rate rises.
-      num_steps: all updates, where the schedule depends on that (`annotated_wide_heads`).
+      warmup_steps: the number of warm-up updates.
+      num_steps: the total number of updates, for schedules that depend on it (`annotated_wide_heads`).
     """
     return _RECIPES.get(canonical_family(family), _torch)(warmup_steps, num_steps)
 
@@ -64,7 +64,7 @@ def _recipe(
     counts_tokens: bool = False,
     **schedule: Any,
 ) -> Recipe:
-    """A recipe with Adam; `schedule` is the rest of our `OptimizerConfig`."""
+    """Returns a recipe with Adam; `schedule` has further fields of our `OptimizerConfig`."""
     return Recipe(
         convention=convention,
         optimizer=OptimizerConfig(beta1=0.9, beta2=beta2, epsilon=epsilon, **schedule),
@@ -99,11 +99,11 @@ def _annotated(warmup: int, num_steps: int) -> Recipe:
 
 
 def _annotated_wide_heads(warmup: int, num_steps: int) -> Recipe:
-    # fastai's Adam: beta1 is moved along with the rate there, which is left out on both sides.
+    # fastai also schedules Adam's beta1, which is omitted on both sides.
     total = max(num_steps, 10)
     rise = round(0.3 * total)
     return _recipe(
-        # Its own loss counts padding as a class to be learned; ours leaves it out, as `annotated`.
+        # The published loss treats padding as a class; ours ignores it, as `annotated` does.
         "non_pad_kl",
         losses.annotated,
         lambda t, d_model: losses.one_cycle_rate(t, 1e-3, rise, total),

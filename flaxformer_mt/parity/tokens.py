@@ -1,4 +1,4 @@
-"""The sentences that both sides are given."""
+"""The tokens that both sides are given."""
 
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
@@ -10,30 +10,32 @@ from flaxformer_mt.errors import UserError
 
 
 class Tokens(NamedTuple):
-    """One sentence pair a row, padded; int32."""
+    """A padded batch with one sentence pair per row; int32."""
 
     source: np.ndarray
     """[B, S]"""
     target_input: np.ndarray
-    """[B, T]: the targets shifted right, behind whatever starts decoding."""
+    """[B, T]: the targets shifted right, after the start token."""
     target_output: np.ndarray
     """[B, T]: the targets."""
 
 
 class Padding(NamedTuple):
-    """Where tokens are real; what is computed at padding means nothing and is not compared."""
+    """The masks of real tokens; values at padding are not compared."""
 
     source: np.ndarray
-    """bool [B, S], True = a token of the sentence."""
+    """bool [B, S], True = real token."""
     target: np.ndarray
-    """bool [B, T], the same."""
+    """bool [B, T], True = real token."""
 
 
 def padding(tokens: Tokens, pad_id: int) -> Padding:
-    """Where `tokens` are real: by their outputs, because some models start decoding with `pad_id`.
+    """Returns the masks of real tokens; the target's is that of its outputs.
+
+    (Some models start decoding with `pad_id`, so that the inputs are ambiguous.)
 
     Raises:
-      UserError: no target token is real.
+      UserError: the batch has no real target token.
     """
     found = Padding(tokens.source != pad_id, tokens.target_output != pad_id)
     if not found.target.any():
@@ -42,17 +44,17 @@ def padding(tokens: Tokens, pad_id: int) -> Padding:
 
 
 def as_tokens(batch: Any, config: TransformerConfig) -> Tokens:
-    """Takes a batch in any of the usual forms.
+    """Converts a batch in any of the usual forms.
 
     Args:
       batch: a mapping or an object with `encoder_input_tokens`, `decoder_input_tokens` and
         `decoder_target_tokens`; or (source, target_input), (source, target_input, target_output).
-        Without outputs each row's are its inputs without the first, and the end token. Arrays may
-        be of numpy, JAX or PyTorch.
-      config: its `pad_id` and `eos_id` are used.
+        Missing outputs are the inputs without the first token, followed by the end token. Arrays
+        may be of NumPy, JAX or PyTorch.
+      config: provides `pad_id` and `eos_id`.
 
     Raises:
-      UserError: the batch has another form, or its shapes do not go together, or it is packed.
+      UserError: the batch has another form, inconsistent shapes, or packed rows.
     """
     names = ("encoder_input_tokens", "decoder_input_tokens", "decoder_target_tokens")
     if isinstance(batch, tuple | list):
@@ -62,7 +64,9 @@ def as_tokens(batch: Any, config: TransformerConfig) -> Tokens:
     else:
         arrays = [getattr(batch, name) for name in names if hasattr(batch, name)]
     if len(arrays) not in (2, 3):
-        raise UserError(f"a batch has {', '.join(names)}, or is a tuple of these in this order")
+        raise UserError(
+            f"a batch must have {', '.join(names)}, or be a tuple of these in this order"
+        )
     _refuse_packed(batch)
     arrays = [np.asarray(array).astype(np.int32) for array in arrays]
     if len(arrays) == 2:
@@ -71,7 +75,7 @@ def as_tokens(batch: Any, config: TransformerConfig) -> Tokens:
     rows = {array.shape[:1] for array in tokens}
     if any(array.ndim != 2 for array in tokens) or len(rows) != 1:
         shapes = ", ".join(str(array.shape) for array in tokens)
-        raise UserError(f"a batch's tokens should be [B, S], [B, T] and [B, T], not {shapes}")
+        raise UserError(f"the tokens of a batch must be [B, S], [B, T] and [B, T], not {shapes}")
     return tokens
 
 
@@ -79,14 +83,16 @@ def _refuse_packed(batch: Any) -> None:
     name = "decoder_segment_ids"
     segments = batch.get(name) if isinstance(batch, Mapping) else getattr(batch, name, None)
     if segments is not None and np.max(np.asarray(segments)) > 1:
-        raise UserError("published models know no packed rows: give one sentence pair a row")
+        raise UserError(
+            "published models do not support packed rows: use one sentence pair per row"
+        )
 
 
 def _without_start(target_input: np.ndarray, config: TransformerConfig) -> np.ndarray:
     outputs = np.roll(target_input, -1, axis=1)
     real = np.roll(target_input != config.pad_id, -1, axis=1)
     real[:, -1] = False
-    # Each row's end token stands where its last token was read.
+    # The end token is the output at the last input token of each row.
     outputs = np.where(real, outputs, config.pad_id)
     outputs[np.arange(len(outputs)), real.sum(axis=1)] = config.eos_id
     return outputs
@@ -101,16 +107,16 @@ def example(
     source_padding: Literal["left", "right"] = "right",
     seed: int = 0,
 ) -> Tokens:
-    """Sentences of random tokens and lengths; the first row is full, all others are padded.
+    """Returns sentences of random tokens and lengths; all but the first row are padded.
 
     Args:
-      config: tells vocabularies and special tokens; without vocabularies (layers only) tokens are
-        below D.
+      config: provides vocabulary sizes and special tokens; without vocabularies (bare layers)
+        token ids are below D.
       rows: B.
       source_length: S.
       target_length: T.
-      source_padding: where short sources are filled up; targets always are on the right.
-      seed: the same seed gives the same sentences.
+      source_padding: the side on which sources are padded; targets are padded on the right.
+      seed: seed of the sentences.
     """
     random = np.random.default_rng(seed)
     source_lengths = np.append(source_length, random.integers(2, source_length, rows - 1))
@@ -123,7 +129,7 @@ def example(
     output = _sentences(random, config, config.target_vocab_size, target_lengths)
     start = np.full((rows, 1), config.bos_id, np.int32)
     target_input = np.concatenate([start, output[:, :-1]], axis=1)
-    # The end token is output, never input.
+    # The end token is never an input.
     target_input = np.where(output == config.pad_id, config.pad_id, target_input)
     return Tokens(source, target_input, output)
 

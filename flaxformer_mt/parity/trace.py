@@ -1,14 +1,14 @@
-"""Taps every sub-layer, in our model and in a PyTorch module, under the same names.
+"""Captures the value of every sub-layer, in our model and in a PyTorch module.
 
-A *site* is a value that both sides compute: "encoder/layers/0/self_attention/query", say. `sites`
-lists those of a configuration in the order in which they are computed, which is what makes the
-first difference the one to look at:
+A *site* names a value that both sides compute, such as "encoder/layers/0/self_attention/query".
+`sites` lists those of a configuration in the order of computation, so that the first difference is
+the relevant one:
 
     source/embedding                     [B, S, D], looked up and scaled
     source/embedded                      [B, S, D], positions added
     encoder/embedding_norm               [B, S, D]
     encoder/layers/0/self_attention/query, key, value    [B, S, H*K], value [B, S, H*U]
-    encoder/layers/0/self_attention/scores               [B, H, S, S], masked ones are -inf
+    encoder/layers/0/self_attention/scores               [B, H, S, S], -inf where masked
     encoder/layers/0/self_attention/weights              [B, H, S, S]
     encoder/layers/0/self_attention/context              [B, S, H*U]
     encoder/layers/0/self_attention/output               [B, S, D]
@@ -17,13 +17,13 @@ first difference the one to look at:
     encoder/layers/0/feed_forward/hidden, activated      [B, S, F]
     encoder/layers/0/feed_forward/output                 [B, S, D]
     encoder/layers/0/feed_forward_sum, feed_forward_norm [B, S, D]
-    encoder/layers/0                                     [B, S, D], the layer's result
+    encoder/layers/0                                     [B, S, D], the layer's output
     encoder/final_norm                                   [B, S, D]
     target/..., decoder/... with self_attention, cross_attention and feed_forward
     logits                                               [B, T, V]
 
-Our model shows its values through Linen's "intermediates"; a PyTorch module through hooks, and
-through a dispatch mode for what it computes between modules. Neither needs to be changed for it.
+The values of our model come from Linen's "intermediates" collection; those of a PyTorch module from
+hooks, and from a dispatch mode for operations between modules. Neither model needs to be modified.
 """
 
 import contextlib
@@ -44,23 +44,23 @@ Values = dict[str, np.ndarray]
 """Arrays by site, in the order of computation."""
 
 MASKED = -1e8
-"""A score below that hides its key: publications write -1e9, -inf or a dtype's minimum."""
+"""Scores below this are masked: publications write -1e9, -inf or the minimum of a dtype."""
 
 
 class Site(NamedTuple):
-    """A value that is compared, and where our model keeps it."""
+    """A value that is compared, and its location among our intermediates."""
 
     name: str
     path: str
-    """Among the intermediates."""
+    """Path in the intermediates."""
     call: int
-    """Which of several values that were kept there."""
+    """Index among the values recorded at the path."""
     layer: int | None
     """Index into the leading axis L; None outside of the stacks."""
 
 
 def sites(config: TransformerConfig) -> list[Site]:
-    """Every site of a model, in the order of computation, without the logits."""
+    """Returns every site of a model except the logits, in the order of computation."""
     found: list[Site] = []
     attentions: tuple[str, ...] = ("self_attention",)
     if config.has_inputs:
@@ -82,9 +82,7 @@ def sites(config: TransformerConfig) -> list[Site]:
 def _embedding_sites(
     side: str, stack: str, table: str, call: int, dropout_call: int, config: TransformerConfig
 ) -> list[Site]:
-    if not config.target_vocab_size:  # Layers alone are given vectors.
-        return []
-    if not config.target_vocab_size:  # Layers alone begin with vectors.
+    if not config.target_vocab_size:  # Bare layers take vectors.
         return []
     found = [Site(f"{side}/embedding", f"{table}/__call__", call, None)]
     if config.position_kind != "none":
@@ -140,10 +138,10 @@ _FEED_FORWARD = {
 
 
 def values_of_model(config: TransformerConfig, intermediates: Mapping[str, Any]) -> Values:
-    """What our model kept, by site.
+    """Returns the values of our model by site.
 
     Args:
-      config: the model's.
+      config: the configuration of the model.
       intermediates: the collection that `Transformer.apply(..., capture_intermediates=True,
         mutable=["intermediates"])` returns.
     """
@@ -168,39 +166,39 @@ class Tap(NamedTuple):
     """Where a PyTorch module computes the value of a site."""
 
     module: str
-    """The sub-module's dotted name; "" is the module itself. "{layer}" stands for a layer."""
+    """The dotted name of a sub-module; "" is the module itself. "{layer}" is a layer index."""
     side: Literal["output", "input"] = "output"
-    """What goes out of the module (or operation), or what goes in."""
+    """Whether to capture the output or an input of the module (or operation)."""
     op: str = ""
-    """An ATen operation, as "_softmax", that the module runs itself or, if it runs none, in its
-    parts; "" = the module as a whole."""
+    """An ATen operation, such as "_softmax", that the module runs itself or, failing that, in its
+    sub-modules; "" = the module as a whole."""
     call: int = 0
-    """Which call, from 0; -1 is the last. A module that has several names counts under all."""
+    """The index of the call; -1 is the last. A shared module has one count for all its names."""
     argument: int = 0
-    """Which input or output, where there are several."""
+    """The index of the input or output, if there are several."""
     reshape: Reshape | None = None
-    """To the site's shape, which it gets as its second argument. Without, [T, B, D] is read as such
-    if B is not T, and axes that were merged in front, as [B*H, T, S], are parted."""
+    """A function of (value, shape of the site). By default [T, B, D] is transposed unless B = T, and
+    merged leading axes, such as [B*H, T, S], are split."""
 
 
 def softmax_input(module: str, call: int = 0) -> Tap:
-    """The scores of an attention."""
+    """Returns the tap of attention scores."""
     return Tap(module, "input", "_softmax", call)
 
 
 def softmax_output(module: str, call: int = 0) -> Tap:
-    """The weights of an attention."""
+    """Returns the tap of attention weights."""
     return Tap(module, "output", "_softmax", call)
 
 
 def time_major(value: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """A `reshape` for PyTorch's older layout: [T, B, D], or [T*B, D], to [B, T, D]."""
+    """Converts a time-major value, [T, B, D] or [T*B, D], to [B, T, D]; for `Tap.reshape`."""
     batch, length, width = shape
     return value.reshape(length, batch, width).swapaxes(0, 1)
 
 
 def for_layers(num_layers: int, taps: Mapping[str, Tap]) -> dict[str, Tap]:
-    """`taps` for every layer, with "{layer}" replaced in sites and modules."""
+    """Repeats `taps` for every layer, with "{layer}" replaced in sites and modules."""
     return {
         site.format(layer=layer): tap._replace(module=tap.module.format(layer=layer))
         for layer in range(num_layers)
@@ -215,21 +213,21 @@ def values_of_module(
     shapes: Mapping[str, tuple[int, ...]],
     strict: bool = True,
 ) -> tuple[torch.Tensor, Values]:
-    """Runs a module and looks at it.
+    """Runs a module and captures the tapped values.
 
     Args:
       module: any PyTorch module.
-      taps: where it computes a site; a string is the module whose output it is.
-      call: how to run it; gives the logits [B, T, V].
-      shapes: of every site, in the order of computation.
-      strict: a tap that does not fit the module is an error; otherwise its site is left out.
+      taps: where the module computes each site; a string is the sub-module whose output it is.
+      call: runs the module and returns the logits [B, T, V].
+      shapes: the shape of every site, in the order of computation.
+      strict: raise for a tap that does not fit the module; otherwise its site is omitted.
 
     Returns:
-      The logits, with their gradient's graph, and the values of all sites that have a tap.
+      The logits, differentiable, and the values of all tapped sites.
 
     Raises:
-      UserError: a tap names a site or module that does not exist, was never reached, or has a
-        value of another size.
+      UserError: a tap names a site or module that does not exist, is never called, or has a value
+        of another size.
     """
     wanted = {site: Tap(tap) if isinstance(tap, str) else tap for site, tap in taps.items()}
     modules = dict(module.named_modules(remove_duplicate=False))
@@ -239,7 +237,7 @@ def values_of_module(
         if site not in shapes:
             raise UserError(f"there is no site {site}; the first is {next(iter(shapes))}")
         if tap.module not in modules:
-            raise UserError(f"tap of {site}: the module has no part called {tap.module!r}")
+            raise UserError(f"tap of {site}: the module has no sub-module {tap.module!r}")
     keys = {site: (modules[tap.module], tap.op, tap.side) for site, tap in wanted.items()}
     with _recording(module, set(keys.values())) as seen:
         logits = call(module)
@@ -265,7 +263,7 @@ def _tapped(site: str, tap: Tap, calls: list[list[Any]]) -> np.ndarray:
         )
     values = calls[tap.call]
     if not 0 <= tap.argument < len(values) or not isinstance(values[tap.argument], np.ndarray):
-        raise UserError(f"tap of {site}: {tap.side} {tap.argument} of {what} is no tensor")
+        raise UserError(f"tap of {site}: {tap.side} {tap.argument} of {what} is not a tensor")
     return values[tap.argument]
 
 
@@ -275,7 +273,7 @@ def _shaped(
     if reshape is not None:
         value = reshape(value, shape)
     elif len(shape) == 3 and value.shape == (shape[1], shape[0], shape[2]) != shape:
-        value = value.swapaxes(0, 1)  # [T, B, D], which many toolkits prefer.
+        value = value.swapaxes(0, 1)  # Time-major: [T, B, D].
     merged = value.ndim < len(shape) and value.size == np.prod(shape)
     if value.shape != shape and not merged:
         raise UserError(f"{site} has shape {value.shape} in the reference, but {shape} here")
@@ -283,12 +281,12 @@ def _shaped(
 
 
 Key: TypeAlias = tuple[nn.Module, str, str]
-"""A module, the operation in it or "", and the side."""
+"""A module, an operation of it or "", and the side."""
 
 
 @contextlib.contextmanager
 def _recording(root: nn.Module, wanted: Set[Key]) -> Iterator[dict[Key, list[list[Any]]]]:
-    """Collects, for every call, what the wanted modules and operations take or give."""
+    """Records the inputs or outputs of the given modules and operations for every call."""
     seen: dict[Key, list[list[Any]]] = {key: [] for key in wanted}
     in_parts: dict[Key, list[list[Any]]] = {key: [] for key in wanted}
     running = [root]
@@ -314,9 +312,9 @@ def _recording(root: nn.Module, wanted: Set[Key]) -> Iterator[dict[Key, list[lis
 
     class Operations(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            # In-place and safe variants do the same: "mul_", "_safe_softmax".
+            # In-place and safe variants compute the same: "mul_", "_safe_softmax".
             name = func.overloadpacket.__name__.removesuffix("_").replace("_safe_", "_")
-            record_operation(name, "input", args)  # Before it changes them.
+            record_operation(name, "input", args)  # Before they are modified in place.
             output = func(*args, **kwargs or {})
             record_operation(name, "output", output)
             return output
@@ -328,8 +326,8 @@ def _recording(root: nn.Module, wanted: Set[Key]) -> Iterator[dict[Key, list[lis
                 module.register_forward_hook(leave),
             ]
             if isinstance(module, nn.MultiheadAttention):
-                handles.append(module.register_forward_pre_hook(_ask_for_weights, with_kwargs=True))
-        # PyTorch's fused attention has no scores and no weights that could be looked at.
+                handles.append(module.register_forward_pre_hook(_request_weights, with_kwargs=True))
+        # PyTorch's fused attention does not expose scores and weights.
         with Operations(), sdpa_kernel(SDPBackend.MATH):
             yield seen
         seen.update({key: in_parts[key] for key, calls in seen.items() if not calls})
@@ -338,12 +336,12 @@ def _recording(root: nn.Module, wanted: Set[Key]) -> Iterator[dict[Key, list[lis
             handle.remove()
 
 
-def _ask_for_weights(
+def _request_weights(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return args, kwargs | {"need_weights": True, "average_attn_weights": False}
 
 
 def _copied(value: Any) -> Any:
-    """A tensor as a numpy array that later in-place operations cannot change; the rest as it is."""
+    """Copies a tensor to a NumPy array, because of in-place operations; returns other values."""
     return value.detach().clone().numpy() if isinstance(value, torch.Tensor) else value

@@ -1,9 +1,9 @@
 """Trains both sides from the same weights on the same batches, and compares every step.
 
-Both train the reference's own parameters: PyTorch with the publication's loss, schedule and
-`torch.optim`, we with ours. Training amplifies rounding, in float32 and at high rates within some
-steps. So where the curves part, PyTorch is asked to train once more, from weights that differ in
-the last bit: what it then does to itself is no bug of ours.
+Both sides train the reference's parameters: PyTorch with the published loss, schedule and
+`torch.optim`, our model with ours. Training amplifies rounding, in float32 and at high learning
+rates within a few steps. Where the curves diverge, PyTorch therefore trains a second time, from
+weights that differ in the last bit: a divergence of the same size is not a bug.
 """
 
 import contextlib
@@ -20,12 +20,12 @@ import torch
 from torch import nn
 
 from flaxformer_mt import interop
-from flaxformer_mt.parity.pair import (
+from flaxformer_mt.parity.model_pair import (
     COMPILER_OPTIONS,
     Forward,
-    Ours,
-    Pair,
-    pair,
+    ModelPair,
+    OurModel,
+    model_pair,
     precision,
     real_tokens,
     without_dropout,
@@ -35,20 +35,20 @@ from flaxformer_mt.parity.tokens import Tokens
 from flaxformer_mt.training.optimizer import make_optimizer, make_schedule
 
 TOLERANCES = {"float64": 1e-8, "float32": 1e-3}
-"""Relative; what a step's loss may differ by."""
+"""Relative tolerance of the loss of a step."""
 
 
 class Curves(NamedTuple):
-    """One side's training, a number a step; float64 [N]."""
+    """The training curves of one side, one value per step; float64 [N]."""
 
     rate: np.ndarray
     """Learning rate of the update."""
     loss: np.ndarray
-    """Per token, before the update."""
+    """Loss per target token, before the update."""
     gradient_norm: np.ndarray
-    """Of all trained parameters together, as the next."""
+    """Global norm of the gradients."""
     parameter_norm: np.ndarray
-    """After the update."""
+    """Global norm of the trained parameters, after the update."""
 
 
 class Divergence(NamedTuple):
@@ -57,31 +57,31 @@ class Divergence(NamedTuple):
     step: int
     """From 1."""
     quantity: str
-    """A field of `Curves`; within a step the first one in the order of that class."""
+    """A field of `Curves`: the first in the order of that class that differs in the step."""
     difference: float
-    """Relative."""
+    """Relative difference."""
     explanation: str
-    """Where to look."""
+    """The likely kind of cause."""
 
 
 class Trajectory(NamedTuple):
-    """Two trainings from the same weights."""
+    """Two training runs from the same weights."""
 
     ours: Curves
     theirs: Curves
     tolerance: float
-    """Relative."""
+    """Relative tolerance."""
     control: Curves | None = None
-    """The reference's, from weights that differ in the last bit, up to the step at which the sides
-    part; only if they part, and not at once."""
+    """The reference's curves from weights that differ in the last bit, up to the first divergence;
+    None if there is none, or if it precedes the second update."""
 
     def differences(self) -> Curves:
-        """Relative differences, by step."""
+        """Returns the relative differences by step."""
         return Curves(*map(_relative, self.ours, self.theirs))
 
     @property
     def first_divergence(self) -> Divergence | None:
-        """The first step out of tolerance, if there is one."""
+        """The first step out of tolerance, if any."""
         differences = np.stack(self.differences())  # [4, N]
         bad = ~(differences <= self.tolerance)
         if not bad.any():
@@ -102,8 +102,8 @@ def _relative(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
 
 
 def _update(quantity: str, step: int) -> int:
-    """The update that a difference is due to, from 1; 0 if it is there before any."""
-    # A wrong update is seen in the parameters, or only in what the next step makes of them.
+    """Returns the update that causes a difference, from 1; 0 if it precedes all updates."""
+    # A wrong update shows in the parameter norm, or only in the values of the next step.
     return step if quantity == "parameter_norm" else step - 1
 
 
@@ -113,22 +113,22 @@ def _explain(quantity: str, step: int) -> str:
     update = _update(quantity, step)
     if update == 0:
         return {
-            "loss": "the losses differ before any update: look at the forward pass and the loss",
-            "gradient_norm": "the losses agree and the gradients do not: look at what is trained",
+            "loss": "the losses differ before any update: check the forward pass and the loss",
+            "gradient_norm": "the losses agree and the gradients do not: check what is trained",
         }[quantity]
     if update == 1:
-        return "the first update differs: look at epsilon, weight decay and bias correction"
+        return "the first update differs: check epsilon, weight decay and bias correction"
     return (
-        f"update {update} is the first to show: look at the decay of Adam's moments, at clipping, "
-        "and whether both sides see the same batches"
+        f"update {update} is the first to differ: check the decay rates of Adam's moments, "
+        "clipping, and that both sides get the same batches"
     )
 
 
 def _verdict(difference: float, by_itself: float) -> str:
-    run = f"PyTorch itself, from weights that differ in the last bit, is {by_itself:.1e} off there"
-    # Rounding is a matter of luck: two runs with the same amount of it differ by some factor.
+    run = f"PyTorch from weights that differ in the last bit differs by {by_itself:.1e} there"
+    # The effect of rounding varies: two equally accurate runs differ by some factor.
     if by_itself > difference / 100:
-        return f"but {run}: this training amplifies rounding, and what differs may be no more"
+        return f"but {run}: this training amplifies rounding, which may be the only difference"
     return f"{run}: it is not rounding"
 
 
@@ -146,26 +146,26 @@ def trajectory(
     """Trains a reference and our model side by side.
 
     Args:
-      family: the map of the module's weights.
+      family: the weight map of the module.
       module: the reference; it is trained without dropout, and then restored.
-      batches: taken in turn; their shapes should be equal, each new one is compiled.
+      batches: used in turn; each new shape is compiled.
       num_steps: N.
-      forward: how to run the module, see `pair`.
-      recipe: loss, schedule and optimizer of both sides, by default the family's.
-      tolerance: relative, by default that of `TOLERANCES`.
-      **overrides: what the module's tensors cannot tell, see `interop.load`.
+      forward: how to run the module, see `model_pair`.
+      recipe: loss, schedule and optimizer of both sides; by default the family's.
+      tolerance: relative tolerance; by default from `TOLERANCES`.
+      **overrides: settings that tensors do not determine, see `interop.load`.
 
     Raises:
-      UserError: the tensors are not the family's, or a batch has another form.
+      UserError: the tensors are not the family's, or a batch is invalid.
     """
-    sides = pair(family, module, overrides, forward, recipe)
+    sides = model_pair(family, module, overrides, forward, recipe)
     return train_both(sides, batches, num_steps, tolerance)
 
 
 def train_both(
-    sides: Pair, batches: Sequence[Any], num_steps: int, tolerance: float | None = None
+    sides: ModelPair, batches: Sequence[Any], num_steps: int, tolerance: float | None = None
 ) -> Trajectory:
-    """What `trajectory` does, for a pair; its module is restored in the end."""
+    """Trains both sides of a pair; the module is restored at the end."""
     module = sides.module
     tokens = [real_tokens(sides, batch)[0] for batch in batches]
     with precision(sides.dtype), without_dropout(module):
@@ -183,9 +183,9 @@ def train_both(
 
 @contextlib.contextmanager
 def _restored(module: nn.Module) -> Iterator[None]:
-    """Gives a module its tensors and gradients back in the end."""
-    # Not a deep copy: modules that keep a value of their last call cannot be copied. Nor
-    # load_state_dict, which some publications have changed.
+    """Restores the tensors and gradients of a module on exit."""
+    # No deep copy: modules that keep a non-leaf tensor of their last call cannot be copied. No
+    # load_state_dict: some publications override it.
     tensors = [*module.parameters(), *module.buffers()]
     values = [tensor.detach().clone() for tensor in tensors]
     gradients = {parameter: parameter.grad for parameter in module.parameters()}
@@ -205,23 +205,23 @@ def _change_the_last_bit(module: nn.Module) -> None:
             parameter.copy_(torch.nextafter(parameter, torch.full_like(parameter, torch.inf)))
 
 
-def train_ours(sides: Pair, tokens: Sequence[Tokens], num_steps: int) -> Curves:
-    """Trains our model, from the weights of the pair."""
+def train_ours(sides: ModelPair, tokens: Sequence[Tokens], num_steps: int) -> Curves:
+    """Trains our model from the weights of the pair."""
     optimizer, step = _program(sides.ours, num_steps)
     trained: Any = jax.tree.map(jnp.asarray, sides.trained())
     fixed = sides.fixed()
     state = optimizer.init(trained)
-    figures = []
+    rows = []
     for count in range(num_steps):
         batch = tokens[count % len(tokens)]
         trained, state, line = step(trained, state, fixed, np.int32(count), batch)
-        figures.append(line)
-    return _curves(jax.device_get(figures))
+        rows.append(line)
+    return _curves(jax.device_get(rows))
 
 
 @functools.lru_cache(maxsize=8)
-def _program(ours: Ours, num_steps: int) -> tuple[optax.GradientTransformation, Any]:
-    """The optimizer, and the compiled step with it."""
+def _program(ours: OurModel, num_steps: int) -> tuple[optax.GradientTransformation, Any]:
+    """Returns the optimizer and the compiled training step."""
     schedule = make_schedule(ours.recipe.optimizer, ours.config.d_model, num_steps)
     optimizer = make_optimizer(ours.recipe.optimizer, schedule)
 
@@ -232,17 +232,17 @@ def _program(ours: Ours, num_steps: int) -> tuple[optax.GradientTransformation, 
         loss, gradients = jax.value_and_grad(loss_of)(trained)
         updates, state = optimizer.update(gradients, state, trained)
         trained = optax.apply_updates(trained, updates)
-        figures = schedule(count), loss, optax.tree.norm(gradients), optax.tree.norm(trained)
-        return trained, state, figures
+        rows = schedule(count), loss, optax.tree.norm(gradients), optax.tree.norm(trained)
+        return trained, state, rows
 
     return optimizer, jax.jit(step, donate_argnums=(0, 1), compiler_options=COMPILER_OPTIONS)
 
 
-def train_reference(sides: Pair, tokens: Sequence[Tokens], num_steps: int) -> Curves:
-    """Trains the reference's module in place."""
+def train_reference(sides: ModelPair, tokens: Sequence[Tokens], num_steps: int) -> Curves:
+    """Trains the reference in place."""
     parameters = [p for p in sides.module.parameters() if p.requires_grad]
     optimizer = sides.ours.recipe.adam(parameters)
-    figures = []
+    rows = []
     for count in range(num_steps):
         rate = sides.ours.recipe.rate(count + 1, sides.ours.config.d_model)
         for group in optimizer.param_groups:
@@ -253,8 +253,8 @@ def train_reference(sides: Pair, tokens: Sequence[Tokens], num_steps: int) -> Cu
         loss.backward()
         gradients = _norm([p.grad for p in parameters if p.grad is not None])
         optimizer.step()
-        figures.append((rate, loss.item(), gradients, _norm(parameters)))
-    return _curves(figures)
+        rows.append((rate, loss.item(), gradients, _norm(parameters)))
+    return _curves(rows)
 
 
 def _norm(tensors: Sequence[torch.Tensor]) -> float:
@@ -262,5 +262,5 @@ def _norm(tensors: Sequence[torch.Tensor]) -> float:
         return math.sqrt(sum(tensor.square().sum().item() for tensor in tensors))
 
 
-def _curves(figures: Sequence[tuple[Any, ...]]) -> Curves:
-    return Curves(*(np.array(column, np.float64) for column in zip(*figures, strict=True)))
+def _curves(rows: Sequence[tuple[Any, ...]]) -> Curves:
+    return Curves(*(np.array(column, np.float64) for column in zip(*rows, strict=True)))

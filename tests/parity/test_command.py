@@ -16,8 +16,13 @@ from flaxformer_mt.cli import main
 from flaxformer_mt.parity.compare import GRADIENTS, VALUES
 from flaxformer_mt.parity.diagnosis import causes
 from flaxformer_mt.parity.families import load_reference, random_reference
-from flaxformer_mt.parity.reports import family_summary as survey
-from flaxformer_mt.parity.reports.family_summary import BEGIN, END, Checked, Survey
+from flaxformer_mt.parity.reports import family_summary
+from flaxformer_mt.parity.reports.family_summary import (
+    BEGIN,
+    END,
+    FamilyReports,
+    FamilySummary,
+)
 from flaxformer_mt.parity.trajectory import TOLERANCES
 from flaxformer_mt.presets import FAMILIES
 
@@ -118,9 +123,9 @@ def test_tables_are_computed_in_the_dtype_of_the_comparison(tmp_path):
     assert torch.equal(state[weight], state[weight].float().double())
 
 
-def make_survey(**reports):
+def make_summary(**reports):
     values = {"wide": training(differs=False), "narrow": agreeing} | reports
-    return Survey((Checked(values["wide"], values["narrow"]),), 3)
+    return FamilySummary((FamilyReports(values["wide"], values["narrow"]),), 3)
 
 
 def test_the_table_of_all_families_replaces_the_one_in_a_document(command, tmp_path, monkeypatch):
@@ -128,9 +133,9 @@ def test_the_table_of_all_families_replaces_the_one_in_a_document(command, tmp_p
 
     def check_all(**options):
         calls.append(options)
-        return make_survey()
+        return make_summary()
 
-    monkeypatch.setattr(survey, "check_all", check_all)
+    monkeypatch.setattr(family_summary, "check_all", check_all)
     document = tmp_path / "parity.md"
     document.write_text(f"before\n{BEGIN}\n| old |\n{END}\nafter\n")
     json_file = tmp_path / "all.json"
@@ -144,29 +149,31 @@ def test_the_table_of_all_families_replaces_the_one_in_a_document(command, tmp_p
     assert text.startswith(f"before\n{BEGIN}\n{heading}")
     assert text.endswith(f"--: |\n{row}{END}\nafter\n")
     assert "annotated" in out
-    figures = json.loads(json_file.read_text(), parse_constant=refuse_constant)
-    assert figures["families"][0]["values"] == 2e-16
+    differences = json.loads(json_file.read_text(), parse_constant=refuse_constant)
+    assert differences["families"][0]["values"] == 2e-16
     new = tmp_path / "new.md"
     assert command("--family", "all", "--markdown", new)[0] == 0
     assert new.read_text().endswith(f"{row}{END}\n")
 
 
 def test_the_table_shows_the_reports_that_failed(command, monkeypatch):
-    monkeypatch.setattr(survey, "check_all", lambda **options: make_survey(narrow=diagnosed))
+    monkeypatch.setattr(
+        family_summary, "check_all", lambda **options: make_summary(narrow=diagnosed)
+    )
     code, out, _ = command("--family", "all")
     assert code == 1
     assert "Likely cause: mask sign;" in out
     assert "DIFFERS FIRST" in out
 
 
-def test_a_survey_has_both_dtypes():
+def test_a_summary_has_both_dtypes():
     announced = []
-    result = survey.check_all(["tunz"], announce=announced.append, **LAYERS)
+    result = family_summary.check_all(["tunz"], announce=announced.append, **LAYERS)
     assert announced == ["tunz in float64", "tunz in float32"]
     assert result.passed
-    (checked,) = result.checked
-    assert (checked.float64.dtype, checked.float32.dtype) == ("float64", "float32")
-    assert checked.figures.steps is None
+    (reports,) = result.reports
+    assert (reports.float64.dtype, reports.float32.dtype) == ("float64", "float32")
+    assert reports.differences.steps is None
 
 
 def test_what_cannot_be_used_is_refused_in_one_line(command, checkpoint, tmp_path):
@@ -191,7 +198,7 @@ def test_what_cannot_be_used_is_refused_in_one_line(command, checkpoint, tmp_pat
         (*one, "--json", no_folder): f"{no_folder} cannot be written: {no_folder.parent} is no",
         (*one, "--markdown", plain): "--markdown is for --family all only: leave it out",
         ("--family", "all", "--html", plain): "--html is for a single family only: leave it out",
-        ("--family", "all", "--markdown", plain): "plain.md has no place for the table",
+        ("--family", "all", "--markdown", plain): "plain.md does not contain the lines",
     }
     for arguments, message in refusals.items():
         code, out, err = command(*arguments)
@@ -229,14 +236,14 @@ def test_the_table_in_the_docs_has_every_family_within_tolerance():
     text = DOCS.read_text(encoding="utf-8")
     table = text[text.index(BEGIN) : text.index(END)].splitlines()[1:]
     heads, _, *rows = [line.strip("| ").split(" | ") for line in table]
-    assert heads == list(Survey((), 100).headings)
+    assert heads == list(FamilySummary((), 100).headings)
     assert [family for family, *_ in rows] == list(FAMILIES)
     bounds = (
         VALUES["float64"], GRADIENTS["float64"], TOLERANCES["float64"], VALUES["float32"],
         GRADIENTS["float32"],
     )  # fmt: skip
-    for _, *figures in rows:
-        assert (np.array(figures, float) <= bounds).all()
+    for _, *differences in rows:
+        assert (np.array(differences, float) <= bounds).all()
 
 
 def test_the_examples_in_the_docs_run(capsys, monkeypatch, tmp_path):

@@ -186,8 +186,8 @@ def test_flattened_logits_will_do_and_others_are_refused():
 
     assert parity.compare("tunz", reference, batch, forward=flattened, num_steps=2, **hints).passed
     for forward, message in (
-        (lambda *args: (run(*args), None), "gives <class 'tuple'>, not logits"),
-        (lambda *args: run(*args)[:, :2], r"gives \(4, 2, 11\), not logits of shape \(4, 6, 11\)"),
+        (lambda *args: (run(*args), None), "returns <class 'tuple'>, not logits"),
+        (lambda *args: run(*args)[:, :2], r"returns \(4, 2, 11\), not logits \(4, 6, 11\)"),
     ):
         with pytest.raises(UserError, match=message):
             parity.compare("tunz", reference, batch, forward=forward, **hints)
@@ -197,10 +197,10 @@ def test_flattened_logits_will_do_and_others_are_refused():
     ("taps", "message"),
     [
         ({"encoder/norm": "encoder"}, "there is no site encoder/norm"),
-        ({"encoder/final_norm": "encoder.norm"}, "no part called 'encoder.norm'"),
+        ({"encoder/final_norm": "encoder.norm"}, "no sub-module 'encoder.norm'"),
         ({"encoder/final_norm": parity.Tap("encoder.last_norm", call=3)}, "there is no call 3"),
         ({"encoder/final_norm": parity.Tap("encoder.layers", op="add")}, "was called 0 times"),
-        ({"encoder/final_norm": parity.Tap("encoder.last_norm", argument=4)}, "is no tensor"),
+        ({"encoder/final_norm": parity.Tap("encoder.last_norm", argument=4)}, "is not a tensor"),
         ({"encoder/final_norm": "encoder.layers.0.ffn.layer1"}, "has shape"),
     ],
 )
@@ -262,7 +262,7 @@ def test_batches_are_taken_in_every_usual_form():
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        ((np.zeros((2, 3)),), "a batch has encoder_input_tokens"),
+        ((np.zeros((2, 3)),), "a batch must have encoder_input_tokens"),
         ((np.zeros((2, 3)), np.zeros((3, 3)), np.zeros((3, 3))), r"not \(2, 3\), \(3, 3\)"),
         ((np.zeros((2, 3)), np.zeros((2, 3)), np.zeros((2, 3))), "no target token"),
         (
@@ -271,7 +271,7 @@ def test_batches_are_taken_in_every_usual_form():
                 "decoder_input_tokens": np.ones((1, 4)),
                 "decoder_segment_ids": np.array([[1, 1, 2, 2]]),
             },
-            "one sentence pair a row",
+            "one sentence pair per row",
         ),
     ],
 )

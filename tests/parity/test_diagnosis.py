@@ -1,4 +1,4 @@
-"""The known causes, on hand-made evidence: what the comparison of whole models hardly shows."""
+"""Known causes on hand-made inputs: those that rarely show in comparisons of whole models."""
 
 import dataclasses
 from typing import Any
@@ -10,7 +10,8 @@ import torch.nn.functional as F
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.model.positions import sinusoidal_table
-from flaxformer_mt.parity.diagnosis.diagnose import Diagnosis, Evidence, diagnose
+from flaxformer_mt.parity.diagnosis.diagnose import Diagnosis, diagnose
+from flaxformer_mt.parity.diagnosis.inputs import DiagnosisInputs
 from flaxformer_mt.parity.references.losses import LOSSES
 
 CONFIG = TransformerConfig(
@@ -42,13 +43,13 @@ PARAMS = {
 }
 
 
-def evidence(
+def diagnosis_inputs(
     site: str, ours: dict[str, np.ndarray], theirs: np.ndarray | None = None, **changes: Any
-) -> Evidence:
+) -> DiagnosisInputs:
     """That the reference has our values, but at `site` has `theirs`."""
     source = changes.pop("source", SOURCE)
     config = dataclasses.replace(CONFIG, **changes.pop("config", {}))
-    return Evidence(
+    return DiagnosisInputs(
         site=site,
         config=config,
         params=PARAMS | changes.pop("params", {}),
@@ -79,7 +80,9 @@ def check(found: Diagnosis | None, cause: str, says: str = "") -> None:
 def looked_up(theirs: np.ndarray, side: str = "source", **changes: Any) -> Diagnosis | None:
     tokens = SOURCE if side == "source" else TARGET_INPUT
     ours = PARAMS[f"{side}_embedding/embedding"][tokens] * 12**0.5
-    return diagnose(evidence(f"{side}/embedding", {f"{side}/embedding": ours}, theirs, **changes))
+    return diagnose(
+        diagnosis_inputs(f"{side}/embedding", {f"{side}/embedding": ours}, theirs, **changes)
+    )
 
 
 def test_source_tokens_looked_up_in_the_target_embedding():
@@ -89,7 +92,7 @@ def test_source_tokens_looked_up_in_the_target_embedding():
 
 def test_tokens_looked_up_in_the_matrix_of_the_output():
     theirs = PARAMS["output/kernel"].T[TARGET_INPUT] * 12**0.5
-    check(looked_up(theirs, "target"), "wrong embedding table", "in the output's matrix")
+    check(looked_up(theirs, "target"), "wrong embedding table", "in the output matrix")
 
 
 def test_a_token_that_embeds_to_the_zero_vector():
@@ -100,13 +103,13 @@ def test_a_token_that_embeds_to_the_zero_vector():
 
 def test_a_decoder_that_reads_its_targets():
     theirs = PARAMS["target_embedding/embedding"][TARGET_OUTPUT] * 12**0.5
-    check(looked_up(theirs, "target"), "shifted tokens", "the targets that shall be predicted")
+    check(looked_up(theirs, "target"), "shifted tokens", "the targets to be predicted")
 
 
 def test_a_decoder_that_starts_from_zeros():
     theirs = PARAMS["target_embedding/embedding"][np.roll(TARGET_INPUT, 1, axis=1)] * 12**0.5
     theirs[:, 0] = 0
-    check(looked_up(theirs, "target"), "shifted tokens", "behind a zero vector")
+    check(looked_up(theirs, "target"), "shifted tokens", "after a zero vector")
 
 
 def positioned(
@@ -115,7 +118,7 @@ def positioned(
     embedding = random(3, 4, 12)
     ours = {"source/embedding": embedding, "source/embedded": embedding + positions}
     return diagnose(
-        evidence("source/embedded", ours, embedding + expected, source=source, **changes)
+        diagnosis_inputs("source/embedded", ours, embedding + expected, source=source, **changes)
     )
 
 
@@ -195,7 +198,7 @@ def summed_up(weights: np.ndarray | None = None, values: np.ndarray | None = Non
         own_weights if weights is None else weights, own_values if values is None else values
     )
     ours[CONTEXT] = context(own_weights, own_values)
-    return diagnose(evidence(CONTEXT, ours, theirs))
+    return diagnose(diagnosis_inputs(CONTEXT, ours, theirs))
 
 
 def own_weights() -> np.ndarray:
@@ -224,7 +227,7 @@ def test_dropout_of_attention_weights():
     ("source", "cause", "says"),
     [
         ("decoder/layers/0/cross_attention_norm", "attends to the decoder", "the decoder itself"),
-        ("source/embedded", "attends to the embeddings", "what goes into the encoder"),
+        ("source/embedded", "attends to the embeddings", "the input of the encoder"),
         ("encoder/layers/0", "final norm missing", "before its final norm"),
     ],
 )
@@ -233,7 +236,7 @@ def test_cross_attention_that_attends_to_something_else(source, cause, says):
     ours, site = attention(), "decoder/layers/0/cross_attention/key"
     ours[site] = ours["encoder/final_norm"] @ kernel[0]
     params = {"decoder/layers/cross_attention/key/kernel": kernel}
-    found = diagnose(evidence(site, ours, ours[source] @ kernel[0], params=params))
+    found = diagnose(diagnosis_inputs(site, ours, ours[source] @ kernel[0], params=params))
     check(found, cause, says)
 
 
@@ -250,9 +253,9 @@ def test_whose_weights_are_used(site, layer, cause):
     theirs = ours["encoder/final_norm"] @ kernels[site][layer]
     if cause is None:
         theirs = np.sin(theirs)
-        assert diagnose(evidence(key, ours, theirs, params=params)) is None
+        assert diagnose(diagnosis_inputs(key, ours, theirs, params=params)) is None
     else:
-        check(diagnose(evidence(key, ours, theirs, params=params)), cause)
+        check(diagnose(diagnosis_inputs(key, ours, theirs, params=params)), cause)
 
 
 # The output
@@ -261,7 +264,7 @@ def test_whose_weights_are_used(site, layer, cause):
 def logits_of(theirs: np.ndarray, ours: np.ndarray, **changes: Any) -> Diagnosis | None:
     values = {"decoder/layers/1": random(3, 4, 12, seed=12), "decoder/final_norm": ours}
     values["logits"] = ours @ PARAMS["output/kernel"]
-    return diagnose(evidence("logits", values, theirs, **changes))
+    return diagnose(diagnosis_inputs("logits", values, theirs, **changes))
 
 
 def test_an_output_that_is_tied_to_the_wrong_table():
@@ -301,7 +304,7 @@ def by_row(name: str, smoothing: float, pad_id: int = 0) -> tuple[np.ndarray, np
 
 
 def lost(loss: float) -> Diagnosis | None:
-    return diagnose(evidence("loss", {"logits": LOGITS}, loss=loss))
+    return diagnose(diagnosis_inputs("loss", {"logits": LOGITS}, loss=loss))
 
 
 @pytest.mark.parametrize(
@@ -359,4 +362,4 @@ def test_a_loss_that_nothing_explains():
 
 @pytest.mark.parametrize("site", ["gradient/encoder.weight", "steps/loss", "loss/tunz"])
 def test_what_follows_from_the_loss_has_no_cause_of_its_own(site):
-    assert diagnose(evidence(site, {"logits": LOGITS})) is None
+    assert diagnose(diagnosis_inputs(site, {"logits": LOGITS})) is None

@@ -22,8 +22,9 @@ from toy_references import VARIANTS
 from flaxformer_mt import interop, parity
 from flaxformer_mt.model.positions import sinusoidal_table
 from flaxformer_mt.parity import references
-from flaxformer_mt.parity.diagnosis.causes import CAUSES, Hypothesis
-from flaxformer_mt.parity.diagnosis.equations import Given, Softmax
+from flaxformer_mt.parity.diagnosis.causes import CAUSES, Candidate
+from flaxformer_mt.parity.diagnosis.operations.attention import Softmax
+from flaxformer_mt.parity.diagnosis.operations.base import Given
 from flaxformer_mt.parity.recipes import recipe
 from flaxformer_mt.parity.references import losses
 from flaxformer_mt.parity.references.common import join_heads, not_future, split_heads
@@ -395,13 +396,13 @@ ANNOTATED = [
         with_forward(
             FIRST_ATTENTION, attention(hide=lambda scores, mask: scores.masked_fill(~mask, -12.0))
         ),
-        "become -12, in ours -inf",
+        "replaced by -12 .* by -inf in ours",
     ),
     Mutation(
         "mask sign",
         DECODER_SCORES,
         with_forward(LAST_ATTENTION, attention(hide=lambda scores, mask: scores + ~mask * 1e9)),
-        r"is added 1e\+09",
+        r"increased by 1e\+09",
     ),
     Mutation(
         "float32 scores",
@@ -762,12 +763,12 @@ def test_what_is_no_known_cause_is_found_and_not_named(part, site):
 
 
 def test_a_cause_of_ones_own(monkeypatch):
-    def scores_squared(softmax, clue):
-        yield Hypothesis("squared", "the reference squares weights", Given(softmax.value() ** 2))
+    def weights_squared(softmax, site):
+        yield Candidate("squared", "the reference squares weights", Given(softmax.value() ** 2))
 
     change = with_forward(FIRST_ATTENTION, attention(between=lambda weights: weights**2))
     site = f"{IN_ENCODER}/self_attention/weights"
     taps = annotated_taps() | {site: parity.Tap(FIRST_ATTENTION, op="bmm", call=1, side="input")}
     assert compared("annotated", change, taps=taps).diagnosis is None
-    monkeypatch.setitem(CAUSES, Softmax, [*CAUSES[Softmax], scores_squared])
+    monkeypatch.setitem(CAUSES, Softmax, [*CAUSES[Softmax], weights_squared])
     check(compared("annotated", change, taps=taps), site, "squared")

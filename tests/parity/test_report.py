@@ -11,7 +11,8 @@ import pytest
 
 from flaxformer_mt import parity
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.parity.reports.report import Report, Row, Summary
+from flaxformer_mt.parity.reports.comparison import Row, Summary
+from flaxformer_mt.parity.reports.report import Report
 from flaxformer_mt.parity.trajectory import Curves, Trajectory
 
 AGREEING = (
@@ -132,7 +133,7 @@ def test_text_is_colored_on_demand_and_fits_narrow_terminals():
     ("report", "words"),
     [
         (agreeing, ""),
-        (diverging(), "No known cause explains it. All that was compared before encoder/layers/1"),
+        (diverging(), "No known cause explains it. Every value compared before encoder/layers/1"),
         (training(), "The loss of step 2 differs: "),
         (Report("tunz", "float64", (Row("loss", (), 1.0, 1.0, 0.1),)), "The logits agree"),
         (Report("tunz", "float64", (Row("gradient/w", (), 1.0, 1.0, 0.1),)), "The losses agree"),
@@ -147,7 +148,7 @@ def test_what_was_not_compared_is_said_in_every_form():
     report = Report("tunz", "float32", AGREEING, untapped=("encoder/<a>", "encoder/b"), kinks=3)
     unread = "Not compared, because they have no tap: 2 sites, the first is encoder/<a>."
     assert report.remarks()[0] == unread
-    assert report.remarks()[1].startswith("Rounding puts 3 hidden units")
+    assert report.remarks()[1].startswith("Rounding gives 3 hidden units")
     text = " ".join(report.to_text().split())
     assert all(remark in text for remark in report.remarks())
     assert unread in Page(report.to_html()).data
@@ -249,7 +250,9 @@ def test_plots_are_written_in_the_format_of_their_name(tmp_path):
     assert (tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
     parity.plot_trajectory(trajectory, tmp_path / "steps.svg")
     assert "<svg" in (tmp_path / "steps.svg").read_text()
-    with pytest.raises(UserError, match=r"steps\.txt: a plot's name ends in one of png, svg, pdf"):
+    with pytest.raises(
+        UserError, match=r"steps\.txt: the name of a plot must end in one of png, svg, pdf"
+    ):
         parity.plot_trajectory(trajectory, tmp_path / "steps.txt")
     with pytest.raises(UserError, match="no is not a folder"):
         parity.plot_trajectory(trajectory, tmp_path / "no" / "steps.png")

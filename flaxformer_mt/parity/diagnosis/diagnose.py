@@ -1,9 +1,9 @@
-"""Finds the cause of a first difference among the known ones, by computing what each would give.
+"""Finds the known cause of the first difference.
 
-At the first site where the two sides differ, what they compute it from is known: all sites before
-it agree. So each known cause (`causes`) predicts the reference's value, and the one whose
-prediction is right is the diagnosis. Where sites before have no tap, the cause may be at any of
-these: what follows from it is then computed up to the first site that shows a difference.
+All sites before the first difference agree, so the inputs of the operation that computes it are
+known. Each known cause (`causes`) predicts the reference's value, and the diagnosis is the cause
+whose prediction is right. If preceding sites have no tap, the cause may be at any of them: its
+consequences are then computed up to the first site that shows a difference.
 """
 
 import itertools
@@ -12,156 +12,157 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flaxformer_mt.parity.diagnosis import equations
-from flaxformer_mt.parity.diagnosis.causes import Clue, Hypothesis, hypotheses
-from flaxformer_mt.parity.diagnosis.equations import NotComputed, Operation
-from flaxformer_mt.parity.diagnosis.evidence import Evidence, place, select_rows, with_values
+from flaxformer_mt.parity.diagnosis.causes import Candidate, SuspectSite, candidates
+from flaxformer_mt.parity.diagnosis.inputs import (
+    DiagnosisInputs,
+    parse_site,
+    select_rows,
+    with_values,
+)
+from flaxformer_mt.parity.diagnosis.operations.base import Operation
+from flaxformer_mt.parity.diagnosis.site_operations import NotComputed
+from flaxformer_mt.parity.diagnosis.site_operations import operation as operation_at
 
-__all__ = ["Diagnosis", "Evidence", "diagnose"]
-
-
-MOST_NUMBERS = 10**7
-"""How far before a difference causes are sought where nothing is tapped: sites there, times the
-numbers that they hold. A hypothesis about each is followed through all of them, which may
-take a minute."""
+MAX_UNTAPPED_SIZE = 10**7
+"""The limit of the search through untapped sites: their number times the elements they hold. The
+consequences of each candidate are computed through all of them, which may take a minute."""
 
 
 class Diagnosis(NamedTuple):
     """A known cause, and how well it explains the difference."""
 
     cause: str
-    """Short and stable, as "norm epsilon"."""
+    """Short and stable, such as "norm epsilon"."""
     explanation: str
-    """One sentence with the numbers: what the reference does, and what our model does."""
+    """One sentence that states what the reference and our model compute."""
     residual: float
-    """What is left of the difference, as a share of the largest magnitude, if the cause is
-    assumed."""
+    """The difference that remains if the cause is assumed, relative to the largest magnitude."""
 
 
-def diagnose(evidence: Evidence) -> Diagnosis | None:
-    """The known cause that explains the difference best; None if none does within tolerance."""
-    if evidence.site != "loss" and evidence.site not in evidence.theirs:
+def diagnose(inputs: DiagnosisInputs) -> Diagnosis | None:
+    """Returns the known cause that explains the difference best; None if there is none."""
+    if inputs.site != "loss" and inputs.site not in inputs.theirs:
         return None  # Gradients and optimizer steps have no causes of their own.
-    evidence = _in_float64(evidence)
-    # Wrong hypotheses may divide by zero or overflow, and are then no explanation.
+    inputs = _in_float64(inputs)
+    # Wrong candidates may divide by zero or overflow, which rules them out.
     with np.errstate(all="ignore"):
         found = [
             diagnosis
-            for diagnosis in _predictions(evidence)
-            if diagnosis.residual <= evidence.tolerance
+            for diagnosis in _predictions(inputs)
+            if diagnosis.residual <= inputs.tolerance
         ]
     if not found:
         return None
-    # Of those that are right but for rounding the first is the most specific.
+    # Of those that are right up to rounding, the first is the most specific.
     best = min(diagnosis.residual for diagnosis in found)
-    enough = 10 * best + 0.05 * evidence.tolerance
+    enough = 10 * best + 0.05 * inputs.tolerance
     return next(diagnosis for diagnosis in found if diagnosis.residual <= enough)
 
 
-def _in_float64(evidence: Evidence) -> Evidence:
+def _in_float64(inputs: DiagnosisInputs) -> DiagnosisInputs:
     def widened(arrays):
         return {name: np.asarray(array, np.float64) for name, array in arrays.items()}
 
-    return evidence._replace(
-        params=widened(evidence.params),
-        ours=widened(evidence.ours),
-        theirs=widened(evidence.theirs),
+    return inputs._replace(
+        params=widened(inputs.params),
+        ours=widened(inputs.ours),
+        theirs=widened(inputs.theirs),
     )
 
 
-def _predictions(evidence: Evidence) -> Iterator[Diagnosis]:
-    """Every hypothesis, with what it leaves unexplained."""
-    expected = evidence.theirs.get(evidence.site, np.asarray(evidence.loss))
-    for site in _suspects(evidence):
-        operation = _operation(evidence, site)
+def _predictions(inputs: DiagnosisInputs) -> Iterator[Diagnosis]:
+    """Yields every candidate with its residual."""
+    expected = inputs.theirs.get(inputs.site, np.asarray(inputs.loss))
+    for site in _suspects(inputs):
+        operation = _operation(inputs, site)
         if operation is None:
             continue
-        here = site == evidence.site
+        here = site == inputs.site
         where, theirs = ("", expected) if here else (f" (at {site})", None)
-        for hypothesis in hypotheses(operation, Clue(evidence, site, theirs)):
-            # A wrong epsilon is seldom wrong in one norm alone.
+        for candidate in candidates(operation, SuspectSite(inputs, site, theirs)):
+            # A wrong epsilon is rarely wrong in only one norm.
             for everywhere in (False,) if here else (True, False):
-                predicted = _consequence(evidence, site, hypothesis, everywhere)
-                residual = _residual(evidence, predicted, expected)
-                yield Diagnosis(hypothesis.cause, hypothesis.explanation + where, residual)
+                predicted = _consequence(inputs, site, candidate, everywhere)
+                residual = _residual(inputs, predicted, expected)
+                yield Diagnosis(candidate.cause, candidate.explanation + where, residual)
 
 
-def _suspects(evidence: Evidence) -> list[str]:
-    """The site, and those before it that no tap has cleared, nearest first."""
-    if evidence.site == "loss":  # The logits have been compared.
-        return [evidence.site]
-    before = list(itertools.takewhile(lambda site: site != evidence.site, evidence.ours))[::-1]
-    gap = list(itertools.takewhile(lambda site: site not in evidence.theirs, before))
-    own = place(evidence.site)._replace(part="")
+def _suspects(inputs: DiagnosisInputs) -> list[str]:
+    """Returns the site and the preceding sites without a tap, nearest first."""
+    if inputs.site == "loss":  # The logits have been compared.
+        return [inputs.site]
+    before = list(itertools.takewhile(lambda site: site != inputs.site, inputs.ours))[::-1]
+    gap = list(itertools.takewhile(lambda site: site not in inputs.theirs, before))
+    own = parse_site(inputs.site)._replace(part="")
     beside = [
         site
         for site in before[len(gap) :]
-        if site not in evidence.theirs and place(site)._replace(part="") == own
+        if site not in inputs.theirs and parse_site(site)._replace(part="") == own
     ]
-    sizes = np.cumsum([evidence.ours[site].size for site in gap])
+    sizes = np.cumsum([inputs.ours[site].size for site in gap])
     within_reach = [
-        site for number, site in enumerate(gap) if number * sizes[number] <= MOST_NUMBERS
+        site for number, site in enumerate(gap) if number * sizes[number] <= MAX_UNTAPPED_SIZE
     ]
-    return [evidence.site, *within_reach, *beside]
+    return [inputs.site, *within_reach, *beside]
 
 
-def _operation(evidence: Evidence, site: str) -> Operation | None:
-    """What our model computes there; None if it is not known from what."""
+def _operation(inputs: DiagnosisInputs, site: str) -> Operation | None:
+    """Returns our operation at a site; None if its inputs are unknown."""
     try:
-        return equations.operation(evidence, site)
+        return operation_at(inputs, site)
     except NotComputed:
         return None
 
 
 def _consequence(
-    evidence: Evidence, site: str, hypothesis: Hypothesis, everywhere: bool
+    inputs: DiagnosisInputs, site: str, candidate: Candidate, everywhere: bool
 ) -> np.ndarray | None:
-    """The value at the site of the difference if the hypothesis holds at `site`.
+    """Computes the value at the site of the difference if the candidate holds at `site`.
 
-    Sites between them that have a tap are as they are; the others follow.
+    Sites in between keep their values if they have a tap; the others are recomputed.
 
     Args:
-      evidence: of the difference.
-      site: where the cause is assumed to be.
-      hypothesis: the cause.
-      everywhere: the hypothesis in the same words is assumed of the sites that follow, too.
+      inputs: the inputs of the diagnosis.
+      site: where the candidate is assumed.
+      candidate: the candidate.
+      everywhere: assume the candidate with the same explanation at the following sites, too.
 
     Returns:
-      The value; None where the hypothesis gives one of another shape, or what follows is unknown.
+      The value; None if a shape differs or the inputs of a following site are unknown.
     """
-    value = hypothesis.operation.value()
-    if site == evidence.site:
+    value = candidate.operation.value()
+    if site == inputs.site:
         return value
-    sites = list(evidence.ours)
-    following = sites[sites.index(site) + 1 : sites.index(evidence.site) + 1]
+    sites = list(inputs.ours)
+    following = sites[sites.index(site) + 1 : sites.index(inputs.site) + 1]
     for later in following:
-        if value.shape != evidence.ours[site].shape:
+        if value.shape != inputs.ours[site].shape:
             return None
-        if later in evidence.theirs and later != evidence.site:
+        if later in inputs.theirs and later != inputs.site:
             continue
-        evidence = with_values(evidence, {site: value})
-        operation = _operation(evidence, later)
+        inputs = with_values(inputs, {site: value})
+        operation = _operation(inputs, later)
         if operation is None:
             return None
         if everywhere:
-            operation = _same(evidence, later, operation, hypothesis)
+            operation = _same(inputs, later, operation, candidate)
         site, value = later, operation.value()
     return value
 
 
-def _same(evidence: Evidence, site: str, operation: Operation, like: Hypothesis) -> Operation:
-    """The operation under the hypothesis that is in the same words; as it is, if there is none."""
-    found = hypotheses(operation, Clue(evidence, site, None))
+def _same(inputs: DiagnosisInputs, site: str, operation: Operation, like: Candidate) -> Operation:
+    """Returns the operation of the candidate with the same explanation; ours if there is none."""
+    found = candidates(operation, SuspectSite(inputs, site, None))
     return next((h.operation for h in found if h.explanation == like.explanation), operation)
 
 
-def _residual(evidence: Evidence, predicted: np.ndarray | None, expected: np.ndarray) -> float:
-    """The largest difference as a share of the largest magnitude, in rows of real tokens."""
+def _residual(inputs: DiagnosisInputs, predicted: np.ndarray | None, expected: np.ndarray) -> float:
+    """Returns the largest difference relative to the largest magnitude, over real tokens."""
     if predicted is None or predicted.shape != expected.shape:
         return np.inf
-    if evidence.site != "loss":
+    if inputs.site != "loss":
         predicted, expected = (
-            select_rows(evidence.site, array, evidence.real) for array in (predicted, expected)
+            select_rows(inputs.site, array, inputs.real) for array in (predicted, expected)
         )
     finite = np.isfinite(expected)
     if not np.array_equal(predicted[~finite], expected[~finite]):

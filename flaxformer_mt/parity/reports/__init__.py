@@ -1,1 +1,1 @@
-"""The forms of a parity report: terminal text, JSON, HTML, plots, the table of families."""
+"""Parity reports: terminal text, JSON, HTML, plots, and the table of all families."""

@@ -1,4 +1,4 @@
-"""Checks all families, and makes one table of it."""
+"""Compares several families with their references and tabulates the results."""
 
 import io
 import json
@@ -13,15 +13,16 @@ from rich.table import Table
 
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.parity.families import Size, check_family
-from flaxformer_mt.parity.reports.report import Report, figure, finite
+from flaxformer_mt.parity.reports.comparison import format_difference
+from flaxformer_mt.parity.reports.report import Report, json_values
 from flaxformer_mt.presets import FAMILIES
 
 BEGIN = "<!-- table: made by flaxformer-mt parity --family all --markdown docs/parity.md -->"
 END = "<!-- end of table -->"
 
 
-class Figures(NamedTuple):
-    """How far a family is from its reference: a line of the table."""
+class FamilyDifferences(NamedTuple):
+    """The worst differences between a family and its reference: one row of the table."""
 
     family: str
     values: float | None
@@ -29,84 +30,87 @@ class Figures(NamedTuple):
     gradients: float | None
     """float64: the worst difference of any gradient, relative to the largest."""
     steps: float | None
-    """float64: the worst relative difference of the loss at any optimizer step, if there were."""
+    """float64: the worst relative difference of the loss over all optimizer steps, if any."""
     logits_float32: float | None
-    """The largest difference of the logits, absolute."""
+    """float32: the largest absolute difference of the logits."""
     gradients_float32: float | None
-    """As `gradients`."""
+    """float32: as `gradients`."""
 
     def cells(self) -> list[str]:
-        """As they are printed."""
+        """The cells as printed."""
         family, *numbers = self
-        return [family, *("-" if number is None else figure(number) for number in numbers)]
+        return [
+            family,
+            *("-" if number is None else format_difference(number) for number in numbers),
+        ]
 
 
-class Checked(NamedTuple):
-    """A family's two comparisons."""
+class FamilyReports(NamedTuple):
+    """The reports of one family in both dtypes."""
 
     float64: Report
     float32: Report
 
     @property
-    def figures(self) -> Figures:
-        """The line of the table."""
+    def differences(self) -> FamilyDifferences:
+        """The row of the table."""
         wide, narrow = self.float64.summary, self.float32.summary
-        return Figures(
+        return FamilyDifferences(
             self.float64.family,
             wide.values, wide.gradients, wide.steps, narrow.logits, narrow.gradients,
         )  # fmt: skip
 
 
-class Survey(NamedTuple):
-    """The comparisons of several families."""
+class FamilySummary(NamedTuple):
+    """The reports of several families."""
 
-    checked: tuple[Checked, ...]
+    reports: tuple[FamilyReports, ...]
     num_steps: int
 
     @property
     def passed(self) -> bool:
-        """Whether all values of all families agree."""
+        """Whether every value of every family agrees."""
         return not self.failed
 
     @property
     def failed(self) -> list[Report]:
-        """The reports that say otherwise."""
-        return [report for both in self.checked for report in both if not report.passed]
+        """The reports that found a difference."""
+        return [report for both in self.reports for report in both if not report.passed]
 
     @property
     def headings(self) -> tuple[str, ...]:
-        """What stands over the columns of `Figures`."""
+        """The column headings of `FamilyDifferences`."""
         steps = f"{self.num_steps} steps, float64"
         values, gradients = "values, float64", "gradients, float64"
         return "family", values, gradients, steps, "logits, float32", "gradients, float32"
 
     def to_text(self, *, verbose: bool = False, width: int = 100, color: bool = False) -> str:
-        """The table for a terminal, and the report of each comparison that failed."""
+        """Returns the table for a terminal, followed by the reports of failed comparisons."""
         table = Table(*self.headings, box=box.SIMPLE, pad_edge=False, show_edge=False)
-        for both in self.checked:
+        for both in self.reports:
             failed = not (both.float64.passed and both.float32.passed)
-            table.add_row(*both.figures.cells(), style="bold red" if failed else "")
+            table.add_row(*both.differences.cells(), style="bold red" if failed else "")
         output = io.StringIO()
         Console(file=output, width=width, force_terminal=color, no_color=not color).print(table)
-        reports = [
+        failures = [
             report.to_text(verbose=verbose, width=width, color=color) for report in self.failed
         ]
-        return "\n\n".join([output.getvalue().rstrip("\n"), *reports])
+        return "\n\n".join([output.getvalue().rstrip("\n"), *failures])
 
     def to_markdown(self) -> str:
-        """The table for docs."""
+        """Returns the table as Markdown."""
         ruler = ["---", *["--:"] * (len(self.headings) - 1)]
-        rows = [self.headings, ruler, *(both.figures.cells() for both in self.checked)]
+        rows = [self.headings, ruler, *(both.differences.cells() for both in self.reports)]
         return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
     def to_json(self) -> str:
-        """The figures of every family, in full; what JSON cannot say is "inf" or "nan"."""
+        """Returns the differences of every family as JSON; non-finite numbers are strings."""
         families = [
-            both.figures._asdict() | {"passed": both.float64.passed and both.float32.passed}
-            for both in self.checked
+            both.differences._asdict() | {"passed": both.float64.passed and both.float32.passed}
+            for both in self.reports
         ]
         values = {"passed": self.passed, "num_steps": self.num_steps, "families": families}
-        return json.dumps(finite(values), indent=2, allow_nan=False) + "\n"
+        return json.dumps(json_values(values), indent=2, allow_nan=False) + "\n"
 
 
 def check_all(
@@ -117,35 +121,35 @@ def check_all(
     seed: int = 0,
     announce: Callable[[str], Any] = lambda comparison: None,
     **settings: Any,
-) -> Survey:
-    """Checks families with random weights in both dtypes, the optimizer steps in float64 only.
+) -> FamilySummary:
+    """Compares families with random weights in both dtypes; optimizer steps in float64 only.
 
     Args:
-      families: their names.
-      size: as all that follows: see `families.check_family`.
-      num_steps: of the comparison in float64.
-      seed: of weights and sentences.
-      announce: is told what is about to be compared.
+      families: keys of `presets.FAMILIES`.
+      size: see `families.check_family`.
+      num_steps: optimizer steps to compare in float64.
+      seed: seed of the weights and sentences.
+      announce: called with a description of each comparison before it starts.
       **settings: fields of every configuration.
 
     Raises:
-      UserError: a family or setting cannot be used.
+      UserError: a family or setting is invalid.
     """
-    checked = []
+    reports = []
     for family in families:
         announce(f"{family} in float64")
         wide = check_family(family, size=size, num_steps=num_steps, seed=seed, **settings)
         announce(f"{family} in float32")
         narrow = check_family(family, dtype="float32", size=size, seed=seed, **settings)
-        checked.append(Checked(wide, narrow))
-    return Survey(tuple(checked), num_steps)
+        reports.append(FamilyReports(wide, narrow))
+    return FamilySummary(tuple(reports), num_steps)
 
 
 def read_document(path: Path) -> str:
-    """The text of a document that has a place for the table; of a new one, if there is no file.
+    """Reads a document that contains the table markers; a missing file reads as empty markers.
 
     Raises:
-      UserError: the file cannot be read, or has no such place.
+      UserError: the file cannot be read, or has no markers.
     """
     if not path.exists():
         return f"{BEGIN}\n{END}\n"
@@ -153,14 +157,16 @@ def read_document(path: Path) -> str:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
-    if not _PLACE.search(text):
-        raise UserError(f"{path} has no place for the table: it needs the lines {BEGIN} and {END}")
+    if not _MARKED.search(text):
+        raise UserError(
+            f"{path} does not contain the lines {BEGIN} and {END}, between which the table goes"
+        )
     return text
 
 
 def with_table(document: str, table: str) -> str:
-    """The document with `table` in its place, instead of what is there."""
-    return _PLACE.sub(lambda _: f"{BEGIN}\n{table}{END}", document, count=1)
+    """Returns the document with the content between the markers replaced by `table`."""
+    return _MARKED.sub(lambda _: f"{BEGIN}\n{table}{END}", document, count=1)
 
 
-_PLACE = re.compile(f"{re.escape(BEGIN)}\n.*?{re.escape(END)}", re.DOTALL)
+_MARKED = re.compile(f"{re.escape(BEGIN)}\n.*?{re.escape(END)}", re.DOTALL)

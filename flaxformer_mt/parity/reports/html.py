@@ -1,15 +1,15 @@
-"""A report as one page of HTML that needs no other file."""
+"""Renders a comparison as a self-contained HTML page."""
 
 import itertools
 import math
 from collections.abc import Iterator
 from html import escape
 
+from flaxformer_mt.parity.reports.comparison import Comparison, Row, format_difference
 from flaxformer_mt.parity.reports.plots import as_svg
-from flaxformer_mt.parity.reports.report import Report, Row, figure
 from flaxformer_mt.parity.reports.text import TITLES
 
-# The ends of the logarithmic bars: float64's resolution, and a difference as large as the value.
+# The range of the logarithmic bars: from float64's resolution to a difference of 100%.
 _SMALLEST, _LARGEST = 1e-17, 1.0
 
 _STYLE = """
@@ -33,13 +33,13 @@ svg { max-width: 100%; height: auto; }
 """
 
 
-def to_html(report: Report) -> str:
-    """The page; its bars are logarithmic, from 1e-17 to 1.
+def to_html(comparison: Comparison) -> str:
+    """Returns the page; its bars are logarithmic, from 1e-17 to 1.
 
     Raises:
-      UserError: there were optimizer steps, and matplotlib is not installed.
+      UserError: the comparison has optimizer steps, and matplotlib is not installed.
     """
-    title = f"Parity: {report.family}, {report.dtype}"
+    title = f"Parity: {comparison.family}, {comparison.dtype}"
     return "\n".join(
         [
             '<!DOCTYPE html>\n<html lang="en">',
@@ -47,39 +47,39 @@ def to_html(report: Report) -> str:
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<style>{_STYLE}</style></head>",
             f"<body><h1>{escape(title)}</h1>",
-            *_opening(report),
-            *_plot(report),
-            *_tables(report),
+            *_opening(comparison),
+            *_plot(comparison),
+            *_tables(comparison),
             "</body></html>\n",
         ]
     )
 
 
-def _opening(report: Report) -> Iterator[str]:
-    kind = "agrees" if report.passed else "differs"
-    yield f'<p class="{kind}"><strong>{escape(report.headline())}</strong></p>'
-    first = report.first_divergence
+def _opening(comparison: Comparison) -> Iterator[str]:
+    kind = "agrees" if comparison.passed else "differs"
+    yield f'<p class="{kind}"><strong>{escape(comparison.headline())}</strong></p>'
+    first = comparison.first_divergence
     if first is not None:
         link = f'<a href="#first-divergence">{escape(first.site)}</a>'
-        yield f"<p>First difference: {link}. {escape(report.explanation())}</p>"
-    for sentence in (*report.remarks(), report.closing()):
+        yield f"<p>First difference: {link}. {escape(comparison.explanation())}</p>"
+    for sentence in (*comparison.remarks(), comparison.closing()):
         yield f'<p class="quiet">{escape(sentence)}</p>'
 
 
-def _plot(report: Report) -> Iterator[str]:
-    if report.trajectory is not None:
-        yield f"<h2>Training side by side</h2>\n{as_svg(report.trajectory)}"
+def _plot(comparison: Comparison) -> Iterator[str]:
+    if comparison.trajectory is not None:
+        yield f"<h2>Training side by side</h2>\n{as_svg(comparison.trajectory)}"
 
 
-def _tables(report: Report) -> Iterator[str]:
-    for section, rows in itertools.groupby(report.rows, key=lambda row: row.section):
+def _tables(comparison: Comparison) -> Iterator[str]:
+    for section, rows in itertools.groupby(comparison.rows, key=lambda row: row.section):
         yield f"<h2>{escape(TITLES[section].capitalize())}</h2>\n<table>"
         yield (
             "<thead><tr><th>site</th><th>shape</th><th>difference</th><th>relative</th>"
             '<th class="scale">1e-17 to 1</th><th>tolerance</th><th>result</th></tr></thead><tbody>'
         )
         for row in rows:
-            yield _row(row, row is report.first_divergence)
+            yield _row(row, row is comparison.first_divergence)
         yield "</tbody></table>"
 
 
@@ -88,9 +88,9 @@ def _row(row: Row, is_first: bool) -> str:
     shape = "×".join(map(str, row.shape))
     cells = [
         f"<td>{escape(row.site)}</td><td>{shape}</td>",
-        f"<td>{figure(row.max_abs)}</td><td>{figure(row.max_rel)}</td>",
+        f"<td>{format_difference(row.max_abs)}</td><td>{format_difference(row.max_rel)}</td>",
         f'<td class="scale {word}"><span class="bar" style="width: {_width(row.max_rel):.0f}%">',
-        f"</span></td><td>{figure(row.tolerance)}</td>",
+        f"</span></td><td>{format_difference(row.tolerance)}</td>",
         f'<td class="{word}">{word}{" first" if is_first else ""}</td>',
     ]
     mark = ' id="first-divergence"' if is_first else ""
@@ -98,7 +98,7 @@ def _row(row: Row, is_first: bool) -> str:
 
 
 def _width(relative: float) -> float:
-    """Of a bar, in percent: none for no difference, all for one that is not finite."""
+    """Returns the width of a bar in percent: 0 for no difference, 100 for a non-finite one."""
     if not math.isfinite(relative):
         return 100.0
     inside = min(max(relative, _SMALLEST), _LARGEST)

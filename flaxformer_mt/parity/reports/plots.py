@@ -1,4 +1,4 @@
-"""Draws two trainings side by side."""
+"""Plots two training runs side by side."""
 
 import io
 import os
@@ -13,34 +13,34 @@ from flaxformer_mt.runs import atomic
 
 FORMATS = ("png", "svg", "pdf")
 
-# Readable on white and on black.
+# Readable on white and on black backgrounds.
 _OURS, _THEIRS, _INK = "#3b82f6", "#f59e0b", "#888888"
 
-# Below float64's resolution; where a logarithmic axis puts "no difference".
+# Where the logarithmic axis shows a difference of 0: below float64's resolution.
 _FLOOR = 1e-17
 
 
 def plot_trajectory(trajectory: Trajectory, path: str | os.PathLike[str]) -> None:
-    """Writes a plot: loss and gradient norm of both sides, and their relative differences.
+    """Writes a plot of the loss and gradient norm of both sides and their relative differences.
 
     Args:
-      trajectory: what `parity.trajectory` returned.
-      path: ends in .png, .svg or .pdf.
+      trajectory: the result of `parity.trajectory`.
+      path: the output file; the suffix must be .png, .svg or .pdf.
 
     Raises:
-      UserError: the suffix is another, the folder does not exist, or matplotlib is not installed.
+      UserError: the suffix is not supported, the folder does not exist, or matplotlib is missing.
     """
     path = Path(path)
     suffix = path.suffix.removeprefix(".")
     if suffix not in FORMATS:
-        raise UserError(f"{path}: a plot's name ends in one of {', '.join(FORMATS)}")
+        raise UserError(f"{path}: the name of a plot must end in one of {', '.join(FORMATS)}")
     figure = _figure(trajectory)
     with atomic.new_file(path) as partial:
         figure.savefig(partial, format=suffix)
 
 
 def as_svg(trajectory: Trajectory) -> str:
-    """The same plot as an `<svg>` element that can stand in a page, transparent.
+    """Returns the same plot as a transparent inline `<svg>` element.
 
     Raises:
       UserError: matplotlib is not installed.
@@ -57,7 +57,7 @@ def _figure(trajectory: Trajectory) -> Any:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UserError(
-            "plotting a training needs matplotlib: pip install 'flaxformer_mt[parity]'"
+            "plotting a trajectory needs matplotlib: pip install 'flaxformer_mt[parity]'"
         ) from error
     figure = Figure(figsize=(9, 6), layout="constrained")
     loss, norm, differences = figure.subplot_mosaic([["loss", "norm"], ["both", "both"]]).values()
@@ -69,7 +69,7 @@ def _figure(trajectory: Trajectory) -> Any:
         axes.set_title(name.replace("_", " "))
         axes.legend(labelcolor=_INK, framealpha=0)
     for name, relative in zip(Curves._fields, trajectory.differences(), strict=True):
-        # What is infinite or NaN has no place on the axis, and leaves a gap.
+        # Non-finite values leave a gap.
         visible = np.where(np.isfinite(relative), np.maximum(relative, _FLOOR), np.nan)
         differences.plot(steps, visible, linewidth=1.2, label=name.replace("_", " "))
     differences.axhline(trajectory.tolerance, color="#dc2626", linestyle="--", label="tolerance")

@@ -1,4 +1,4 @@
-"""A report as a table for the terminal."""
+"""Renders a comparison as a table for the terminal."""
 
 import io
 import itertools
@@ -11,7 +11,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from flaxformer_mt.parity.reports.report import Report, Row, Section, figure
+from flaxformer_mt.parity.reports.comparison import (
+    Comparison,
+    Row,
+    Section,
+    format_difference,
+)
 
 TITLES: dict[Section, str] = {
     "values": "values, in the order of computation",
@@ -19,58 +24,60 @@ TITLES: dict[Section, str] = {
     "gradients": "gradients, relative to the largest",
     "steps": "optimizer steps, each at its worst",
 }
-"""What the sections of a report are called."""
+"""The headings of the sections."""
 
 
 class Line(NamedTuple):
-    """A line of the table: one row of the report, or several of one layer."""
+    """One line of the table: a single row, or all rows of a layer."""
 
     where: str
     row: Row
-    """The worst of them."""
+    """The row, or the worst of the layer."""
     verdict: str
     style: str
 
 
-def to_text(report: Report, verbose: bool, width: int, color: bool) -> str:
-    """The report for a terminal.
+def to_text(comparison: Comparison, verbose: bool, width: int, color: bool) -> str:
+    """Returns the comparison as text.
 
     Args:
-      report: what to show.
-      verbose: every row has a line; otherwise rows of a layer share one, unless the first
-        divergence is among them.
+      comparison: the comparison to render.
+      verbose: print one line per row; otherwise one line per layer, except for the layer with
+        the first divergence.
       width: columns of the terminal.
-      color: whether the terminal understands ANSI colors.
+      color: use ANSI colors.
     """
     output = io.StringIO()
     console = Console(
         file=output, width=width, force_terminal=color, no_color=not color, highlight=False
     )
-    console.print(Text(report.headline(), style="bold green" if report.passed else "bold red"))
-    console.print(_table(report, verbose))
-    if not report.passed:
-        console.print(Text(f"\n{report.explanation()}"))
-    for remark in report.remarks():
+    console.print(
+        Text(comparison.headline(), style="bold green" if comparison.passed else "bold red")
+    )
+    console.print(_table(comparison, verbose))
+    if not comparison.passed:
+        console.print(Text(f"\n{comparison.explanation()}"))
+    for remark in comparison.remarks():
         console.print(Text(f"\n{remark}"))
-    console.print(Text(f"\n{report.closing()}"))
+    console.print(Text(f"\n{comparison.closing()}"))
     return "\n".join(line.rstrip() for line in output.getvalue().splitlines())
 
 
-def _table(report: Report, verbose: bool) -> Table:
+def _table(comparison: Comparison, verbose: bool) -> Table:
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     table.add_column("", overflow="fold")
     for heading in ("difference", "relative", "tolerance", ""):
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
-    for section, rows in itertools.groupby(report.rows, key=lambda row: row.section):
+    for section, rows in itertools.groupby(comparison.rows, key=lambda row: row.section):
         table.add_section()
         table.add_row(Text(TITLES[section], style="bold"))
-        for line in _lines(list(rows), report.first_divergence, verbose):
+        for line in _lines(list(rows), comparison.first_divergence, verbose):
             row = line.row
             table.add_row(
                 Text(line.where),
-                figure(row.max_abs),
-                figure(row.max_rel),
-                figure(row.tolerance),
+                format_difference(row.max_abs),
+                format_difference(row.max_rel),
+                format_difference(row.tolerance),
                 line.verdict,
                 style=line.style,
             )
@@ -106,7 +113,7 @@ def _summary_of(name: str, group: Sequence[Row]) -> Line:
 
 
 def group_of(row: Row) -> str:
-    """The layer that a row belongs to; outside of layers, the first part of its name."""
+    """Returns the layer of a row or, outside of the layers, the first component of its name."""
     name = _name(row)
     layer = re.match(r".*?[/.]\d+(?=[/.]|$)", name)
     return layer[0] if layer else re.split("[/.]", name)[0]

@@ -1,16 +1,16 @@
-"""The known causes of a difference: what a reference may do where our model does something else.
+"""The known causes of a difference between a reference and our model.
 
-A cause is a function of our operation at a site (`parity/equations.py`) and a `Clue`. It yields
-hypotheses: the operation that the reference may have instead, and what that means in words. Its
-prediction is then held against the reference's value. To add a cause, write such a function and
-name with `@cause` the operation that it is about:
+A cause is a function of the operation of our model at a site (`diagnosis/operations`) and a
+`SuspectSite`. It yields candidates: an operation that the reference may have instead, with a
+description. The prediction of each candidate is compared with the reference's value. To add a
+cause, write such a function and register it with `@cause` for the operation that it concerns:
 
-    @cause(Norm)
-    def mean_left_in(norm: Norm, clue: Clue) -> Iterator[Hypothesis]:
-        yield Hypothesis("mean left in", "the reference does not centre", norm.but(centres=False))
+    @cause(Normalization)
+    def mean_kept(norm: Normalization, site: SuspectSite) -> Iterator[Candidate]:
+        yield Candidate("mean kept", "the reference does not center", norm.but(centers=False))
 
-Specific causes stand before general ones: of two that explain a difference equally well the first
-is reported.
+Register specific causes before general ones: of two candidates that explain a difference equally
+well, the first is reported.
 """
 
 from flaxformer_mt.parity.diagnosis.causes import (
@@ -23,20 +23,20 @@ from flaxformer_mt.parity.diagnosis.causes import (
 )
 from flaxformer_mt.parity.diagnosis.causes.registry import (
     CAUSES,
-    Clue,
-    Hypothesis,
+    Candidate,
+    SuspectSite,
+    candidates,
     cause,
-    hypotheses,
 )
 
 __all__ = [
     "CAUSES",
-    "Clue",
-    "Hypothesis",
+    "Candidate",
+    "SuspectSite",
     "attention",
+    "candidates",
     "cause",
     "embeddings",
-    "hypotheses",
     "losses",
     "norms",
     "projections",

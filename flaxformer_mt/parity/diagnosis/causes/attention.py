@@ -5,126 +5,133 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from flaxformer_mt.parity.diagnosis.causes.registry import Clue, Hypothesis, cause
-from flaxformer_mt.parity.diagnosis.causes.sublayers import left_on
-from flaxformer_mt.parity.diagnosis.equations import JOINS, SPLITS, Context, Given, Scores, Softmax
+from flaxformer_mt.parity.diagnosis.causes.registry import Candidate, SuspectSite, cause
+from flaxformer_mt.parity.diagnosis.causes.sublayers import active_dropout
+from flaxformer_mt.parity.diagnosis.operations.attention import (
+    JOINS,
+    SPLITS,
+    Context,
+    Scores,
+    Softmax,
+)
+from flaxformer_mt.parity.diagnosis.operations.base import Given
 
 
 @cause(Scores)
-def attention_scale(scores: Scores, clue: Clue) -> Iterator[Hypothesis]:
-    """Products multiplied by 1, 1 / K, 1 / sqrt(D), or whatever the reference's scores tell."""
+def attention_scale(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
+    """Another factor of the scores: 1, 1 / K, 1 / sqrt(D), or solved for."""
     features = scores.query.shape[-1]
     width = features // scores.num_heads
     listed = {
         "1": 1.0,
         "1 / K": 1 / width,
         "sqrt(K)": width**0.5,
-        "1 / sqrt(D)": clue.evidence.config.d_model**-0.5,
+        "1 / sqrt(D)": site.inputs.config.d_model**-0.5,
         "1 / sqrt(H*K)": features**-0.5,
     }
-    solved = clue.solved_scale(scores.but(scale=1.0).value())
+    solved = site.solved_scale(scores.but(scale=1.0).value())
     for name, scale in (listed | solved).items():
-        yield Hypothesis(
+        yield Candidate(
             "attention scale",
-            f"the reference multiplies products of queries and keys by {name}, ours by 1 / sqrt(K)",
+            f"the reference multiplies scores by {name}, ours by 1 / sqrt(K)",
             scores.but(scale=scale),
         )
 
 
 @cause(Scores)
-def padding_mask(scores: Scores, clue: Clue) -> Iterator[Hypothesis]:
-    """Padding is not hidden, or nothing else is; or is, where our model shows it."""
+def padding_mask(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
+    """A missing, inverted or additional padding mask."""
     everything = np.ones_like(scores.padding)
-    yield Hypothesis(
+    yield Candidate(
         "missing padding mask",
-        "the reference does not hide padding from attention, ours does",
+        "the reference does not mask padding, ours does",
         scores.but(padding=everything),
     )
-    yield Hypothesis(
+    yield Candidate(
         "inverted mask",
-        "the reference shows padding and hides all other keys",
+        "the reference attends to padding and masks all other keys",
         scores.but(padding=~scores.padding),
     )
-    if clue.place.stack == "decoder" and clue.place.group == "self_attention":
-        real = clue.evidence.target_input != clue.evidence.config.pad_id
-        yield Hypothesis(
+    if site.parsed.stack == "decoder" and site.parsed.group == "self_attention":
+        real = site.inputs.target_input != site.inputs.config.pad_id
+        yield Candidate(
             "extra padding mask",
-            "the reference hides padding of the target, ours does not",
+            "the reference masks target padding, ours does not",
             scores.but(padding=real[:, None, None]),
         )
 
 
 @cause(Scores)
-def causal_mask(scores: Scores, clue: Clue) -> Iterator[Hypothesis]:
-    """The future is not hidden, or something else is; or is, where our model shows it."""
+def causal_mask(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
+    """A missing, shifted, inverted or additional causal mask."""
     everything = np.ones_like(scores.causal)
     if scores.causal.all():
-        yield Hypothesis(
+        yield Candidate(
             "extra causal mask",
-            "the reference hides all keys behind the query's column, ours does not",
+            "the reference masks all keys after the query, ours does not",
             scores.but(causal=np.tril(everything)),
         )
         return
     others = [
-        ("missing causal mask", "does not hide the future", everything),
-        ("causal mask off by one", "hides each position from itself", np.tril(everything, -1)),
-        ("causal mask off by one", "shows the next position", np.tril(everything, 1)),
-        ("inverted mask", "hides the past, not the future", scores.causal.T),
-        ("inverted mask", "shows the future and nothing else", ~scores.causal),
+        ("missing causal mask", "does not mask the future", everything),
+        ("causal mask off by one", "masks each position from itself", np.tril(everything, -1)),
+        ("causal mask off by one", "attends to the next position", np.tril(everything, 1)),
+        ("inverted mask", "masks the past, not the future", scores.causal.T),
+        ("inverted mask", "attends only to the future", ~scores.causal),
     ]
     for name, words, causal in others:
-        yield Hypothesis(name, f"the reference {words}", scores.but(causal=causal))
-    yield Hypothesis(
+        yield Candidate(name, f"the reference {words}", scores.but(causal=causal))
+    yield Candidate(
         "missing mask",
-        "the reference hides neither padding nor the future",
+        "the reference masks neither padding nor the future",
         scores.but(causal=everything, padding=np.ones_like(scores.padding)),
     )
 
 
 @cause(Scores)
-def inverted_mask(scores: Scores, clue: Clue) -> Iterator[Hypothesis]:
-    """Both parts of the mask at once are turned round."""
-    yield Hypothesis(
+def inverted_mask(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
+    """The complement of the combined mask."""
+    yield Candidate(
         "inverted mask",
-        "the reference hides what ours shows, and shows what ours hides",
+        "the reference's mask is the complement of ours",
         Given(np.where(scores.mask(), -np.inf, scores.products())),
     )
 
 
 @cause(Scores)
-def mask_value(scores: Scores, clue: Clue) -> Iterator[Hypothesis]:
-    """Hidden scores are only made smaller, or larger, by replacing them or adding to them."""
-    for adds, words in ((False, "hidden scores become"), (True, "to hidden scores is added")):
+def mask_value(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
+    """Masked scores are replaced by, or increased by, a finite number."""
+    for adds, words in ((False, "replaced by"), (True, "increased by")):
         listed = [-10.0, -100.0, -1e4, 0.0, 1e9]
-        for fill in dict.fromkeys([*listed, *_solved_fill(scores, clue, adds)]):
-            yield Hypothesis(
+        for fill in dict.fromkeys([*listed, *_solved_fill(scores, site, adds)]):
+            yield Candidate(
                 "mask sign" if fill > 0 else "mask value",
-                f"in the reference {words} {fill:.6g}, in ours -inf",
+                f"masked scores are {words} {fill:.6g} in the reference, by -inf in ours",
                 scores.but(fill=fill, adds_fill=adds),
             )
 
 
-def _solved_fill(scores: Scores, clue: Clue, adds: bool) -> list[float]:
-    if clue.theirs is None:
+def _solved_fill(scores: Scores, site: SuspectSite, adds: bool) -> list[float]:
+    if site.theirs is None:
         return []
-    hidden = clue.rows(np.broadcast_to(scores.mask(), clue.theirs.shape)) == 0
-    found = clue.rows(clue.theirs)[hidden]
+    masked = site.rows(np.broadcast_to(scores.mask(), site.theirs.shape)) == 0
+    found = site.rows(site.theirs)[masked]
     if adds:
-        found = found - clue.rows(scores.products())[hidden]
+        found = found - site.rows(scores.products())[masked]
     return [float(np.median(found))] if found.size and np.isfinite(found).all() else []
 
 
 @cause(Scores)
-def narrow_scores(scores: Scores, clue: Clue) -> Iterator[Hypothesis]:
-    """The right scores, but cast to float32 before the softmax, as mixed precision asks for."""
-    if clue.theirs is None or clue.evidence.config.dtype != "float64":
+def narrow_scores(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
+    """The same scores, cast to float32 before the softmax as in mixed precision."""
+    if site.theirs is None or site.inputs.config.dtype != "float64":
         return
-    ours, theirs = scores.value(), clue.theirs
-    found, expected = clue.rows(ours), clue.rows(theirs)
+    ours, theirs = scores.value(), site.theirs
+    found, expected = site.rows(ours), site.rows(theirs)
     finite = np.isfinite(found) & np.isfinite(expected)
     close = np.allclose(found[finite], expected[finite], rtol=1e-6, atol=1e-6)
     if close and np.array_equal(expected, expected.astype(np.float32)):
-        yield Hypothesis(
+        yield Candidate(
             "float32 scores",
             "the reference casts scores to float32 before the softmax, ours are float64",
             Given(theirs),
@@ -133,10 +140,10 @@ def narrow_scores(scores: Scores, clue: Clue) -> Iterator[Hypothesis]:
 
 @cause(Scores)
 @cause(Context)
-def split_heads(attention: Scores | Context, clue: Clue) -> Iterator[Hypothesis]:
-    """Queries and keys, or values, are split into heads in another way."""
+def split_heads(attention: Scores | Context, site: SuspectSite) -> Iterator[Candidate]:
+    """Another split of queries and keys, or of values, into heads."""
     for split in SPLITS:
-        yield Hypothesis(
+        yield Candidate(
             "head order",
             f"the reference splits into heads as ({split}), ours as ({attention.split})",
             attention.but(split=split),
@@ -144,10 +151,10 @@ def split_heads(attention: Scores | Context, clue: Clue) -> Iterator[Hypothesis]
 
 
 @cause(Scores)
-def swapped_query_and_key(scores: Scores, clue: Clue) -> Iterator[Hypothesis]:
-    """Keys ask and queries answer."""
+def swapped_query_and_key(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
+    """Queries and keys are swapped."""
     if scores.query.shape == scores.key.shape:
-        yield Hypothesis(
+        yield Candidate(
             "swapped query and key",
             "the reference attends from keys to queries: its scores are transposed",
             scores.but(query=scores.key, key=scores.query),
@@ -155,12 +162,12 @@ def swapped_query_and_key(scores: Scores, clue: Clue) -> Iterator[Hypothesis]:
 
 
 @cause(Softmax)
-def softmax_axis(softmax: Softmax, clue: Clue) -> Iterator[Hypothesis]:
-    """Weights sum to 1 over queries, heads or sentences."""
-    # Where all is hidden, the finite scores of published masks give equal weights.
+def softmax_axis(softmax: Softmax, site: SuspectSite) -> Iterator[Candidate]:
+    """A softmax over queries, heads or sentences."""
+    # Where everything is masked, the finite fill values of published masks give equal weights.
     scores = np.maximum(softmax.scores, -1e9)
     for axis, over in ((-2, "queries"), (1, "heads"), (0, "sentences")):
-        yield Hypothesis(
+        yield Candidate(
             "softmax axis",
             f"the reference's softmax runs over {over}, ours over keys",
             Softmax(scores, axis),
@@ -168,23 +175,23 @@ def softmax_axis(softmax: Softmax, clue: Clue) -> Iterator[Hypothesis]:
 
 
 @cause(Softmax)
-def scaled_weights(softmax: Softmax, clue: Clue) -> Iterator[Hypothesis]:
-    """Multiplied by a number behind the softmax."""
+def scaled_weights(softmax: Softmax, site: SuspectSite) -> Iterator[Candidate]:
+    """Attention weights scaled after the softmax."""
     weights = softmax.value()
-    for name, scale in clue.solved_scale(weights).items():
-        yield Hypothesis(
+    for name, scale in site.solved_scale(weights).items():
+        yield Candidate(
             "attention scale",
-            f"the reference multiplies attention weights by {name} behind the softmax",
+            f"the reference multiplies attention weights by {name} after the softmax",
             Given(scale * weights),
         )
 
 
 @cause(Context)
-def join_heads(context: Context, clue: Clue) -> Iterator[Hypothesis]:
-    """Heads are joined in another way, and values perhaps split in another way, too."""
+def join_heads(context: Context, site: SuspectSite) -> Iterator[Candidate]:
+    """Another way to join heads, possibly with another split of the values."""
     for split, join in itertools.product(SPLITS, JOINS):
         also = "" if split == context.split else f" and splits values as ({split})"
-        yield Hypothesis(
+        yield Candidate(
             "head order",
             f"the reference joins heads as ({join}){also}, ours as ({context.join})",
             context.but(join=join, split=split),
@@ -192,32 +199,32 @@ def join_heads(context: Context, clue: Clue) -> Iterator[Hypothesis]:
 
 
 @cause(Context)
-def other_values_or_weights(context: Context, clue: Clue) -> Iterator[Hypothesis]:
-    """Keys are summed up, or with weights that are transposed or averaged."""
-    keys = clue.evidence.ours[f"{clue.place.prefix}/{clue.place.group}/key"]
-    yield Hypothesis(
-        "keys for values", "the reference sums up keys, ours values", context.but(values=keys)
+def other_values_or_weights(context: Context, site: SuspectSite) -> Iterator[Candidate]:
+    """Sums of keys instead of values, or transposed or averaged weights."""
+    keys = site.inputs.ours[f"{site.parsed.prefix}/{site.parsed.group}/key"]
+    yield Candidate(
+        "keys for values", "the reference averages keys, ours values", context.but(values=keys)
     )
     if context.weights.shape[2] == context.weights.shape[3]:
-        yield Hypothesis(
+        yield Candidate(
             "transposed weights",
-            "the reference transposes attention weights before it applies them",
+            "the reference transposes attention weights before applying them",
             context.but(weights=context.weights.swapaxes(2, 3)),
         )
     average = np.mean(context.weights, axis=1, keepdims=True)
-    yield Hypothesis(
+    yield Candidate(
         "averaged weights",
-        "the reference gives all heads the average of their weights",
+        "the reference averages attention weights over heads",
         context.but(weights=np.broadcast_to(average, context.weights.shape)),
     )
 
 
 @cause(Context)
-def attention_dropout(context: Context, clue: Clue) -> Iterator[Hypothesis]:
-    """Weights went through a dropout: found if a head has more features than there are keys."""
-    if clue.theirs is None:
+def attention_dropout(context: Context, site: SuspectSite) -> Iterator[Candidate]:
+    """Dropout of attention weights; detectable if a head has more features than keys."""
+    if site.theirs is None:
         return
     attended = np.max(context.weights, axis=(1, 2))[:, None, :, None] > 0
-    heads = SPLITS["head, feature"](clue.theirs, context.num_heads)
+    heads = SPLITS["head, feature"](site.theirs, context.num_heads)
     found = heads @ np.linalg.pinv(np.where(attended, context.heads(), 0))
-    yield from left_on(context.weights, found, lambda kept: context.but(weights=kept))
+    yield from active_dropout(context.weights, found, lambda kept: context.but(weights=kept))

@@ -1,4 +1,4 @@
-"""Causes in the embeddings and positions."""
+"""Causes in embeddings and position vectors."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,23 +6,28 @@ from typing import Any
 import numpy as np
 
 from flaxformer_mt.parity.diagnosis.causes.registry import (
-    Clue,
-    Hypothesis,
+    Candidate,
+    SuspectSite,
     cause,
     combinations,
     shown,
 )
-from flaxformer_mt.parity.diagnosis.equations import AddPositions, Given, Lookup, token_positions
+from flaxformer_mt.parity.diagnosis.operations.base import Given
+from flaxformer_mt.parity.diagnosis.operations.embeddings import (
+    AddPositions,
+    Lookup,
+    token_positions,
+)
 
 
 @cause(Lookup)
-def embedding_scale(lookup: Lookup, clue: Clue) -> Iterator[Hypothesis]:
-    """Multiplied by 1, sqrt(D), D, 1 / sqrt(D), or whatever the reference's vectors tell."""
+def embedding_scale(lookup: Lookup, site: SuspectSite) -> Iterator[Candidate]:
+    """Another factor: 1, sqrt(D), D, 1 / sqrt(D), or solved for."""
     root = lookup.table.shape[1] ** 0.5
     listed = {"1": 1.0, "sqrt(D)": root, "D": root**2, "1 / sqrt(D)": 1 / root}
-    solved = clue.solved_scale(lookup.but(scale=1.0).value())
+    solved = site.solved_scale(lookup.but(scale=1.0).value())
     for name, scale in (listed | solved).items():
-        yield Hypothesis(
+        yield Candidate(
             "embedding scale",
             f"the reference multiplies embeddings by {name}, ours by {lookup.scale:g}",
             lookup.but(scale=scale),
@@ -30,31 +35,31 @@ def embedding_scale(lookup: Lookup, clue: Clue) -> Iterator[Hypothesis]:
 
 
 @cause(Lookup)
-def shifted_tokens(lookup: Lookup, clue: Clue) -> Iterator[Hypothesis]:
-    """Looked up one column too early or too late, or targets in place of decoder inputs."""
-    behind_zero = np.pad(lookup.tokens, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
+def shifted_tokens(lookup: Lookup, site: SuspectSite) -> Iterator[Candidate]:
+    """Tokens shifted by one column, or targets in place of decoder inputs."""
+    after_zero = np.pad(lookup.tokens, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
     shifted = {
         "ours, shifted one column to the left": np.roll(lookup.tokens, -1, axis=1),
         "ours, shifted one column to the right": np.roll(lookup.tokens, 1, axis=1),
-        "ours, shifted to the right behind a zero vector": behind_zero,
+        "ours, shifted to the right after a zero vector": after_zero,
     }
-    if clue.place.stack == "decoder":
-        shifted["the targets that shall be predicted"] = clue.evidence.target_output
+    if site.parsed.stack == "decoder":
+        shifted["the targets to be predicted"] = site.inputs.target_output
     for what, tokens in shifted.items():
-        yield Hypothesis(
+        yield Candidate(
             "shifted tokens",
-            f"the reference's {clue.place.stack} tokens are {what}",
+            f"the reference's {site.parsed.stack} tokens are {what}",
             lookup.but(tokens=tokens),
         )
 
 
 @cause(Lookup)
-def zeroed_tokens(lookup: Lookup, clue: Clue) -> Iterator[Hypothesis]:
-    """Other tokens give the zero vector: those that do in the reference's values."""
-    if clue.theirs is not None:
-        zero = ~clue.theirs.any(axis=-1) & clue.real
+def zeroed_tokens(lookup: Lookup, site: SuspectSite) -> Iterator[Candidate]:
+    """Other tokens embed to the zero vector: those that do so in the reference."""
+    if site.theirs is not None:
+        zero = ~site.theirs.any(axis=-1) & site.real
         tokens = tuple(int(token) for token in np.unique(lookup.tokens[zero]))
-        yield Hypothesis(
+        yield Candidate(
             "zeroed tokens",
             f"the tokens {tokens} of this batch embed to the zero vector in the reference; in "
             f"ours {lookup.zeroed} do",
@@ -63,27 +68,27 @@ def zeroed_tokens(lookup: Lookup, clue: Clue) -> Iterator[Hypothesis]:
 
 
 @cause(Lookup)
-def wrong_table(lookup: Lookup, clue: Clue) -> Iterator[Hypothesis]:
-    """The other side's embedding, or the output's matrix."""
-    params = clue.evidence.params
+def wrong_table(lookup: Lookup, site: SuspectSite) -> Iterator[Candidate]:
+    """The embedding of the other language, or the output matrix."""
+    params = site.inputs.params
     tables = {
         "source embedding": params.get("source_embedding/embedding"),
         "target embedding": params.get("target_embedding/embedding"),
-        "output's matrix": params["output/kernel"].T if "output/kernel" in params else None,
+        "output matrix": params["output/kernel"].T if "output/kernel" in params else None,
     }
     for name, table in tables.items():
         if table is not None and lookup.tokens.max() < len(table):
-            yield Hypothesis(
+            yield Candidate(
                 "wrong embedding table",
-                f"the reference looks {clue.place.stack} tokens up in the {name}",
+                f"the reference looks {site.parsed.stack} tokens up in the {name}",
                 lookup.but(table=table),
             )
 
 
 @cause(AddPositions)
-def positions_missing(added: AddPositions, clue: Clue) -> Iterator[Hypothesis]:
-    """Nothing is added."""
-    yield Hypothesis(
+def positions_missing(added: AddPositions, site: SuspectSite) -> Iterator[Candidate]:
+    """No position vectors."""
+    yield Candidate(
         "positions missing",
         "the reference does not add positions to the embeddings",
         Given(added.embedding),
@@ -91,17 +96,17 @@ def positions_missing(added: AddPositions, clue: Clue) -> Iterator[Hypothesis]:
 
 
 @cause(AddPositions)
-def position_counting(added: AddPositions, clue: Clue) -> Iterator[Hypothesis]:
-    """Counted along the wrong axis or from the wrong end, with or without padding."""
+def position_counting(added: AddPositions, site: SuspectSite) -> Iterator[Candidate]:
+    """Positions counted along another axis, from the end, or with or without padding."""
     batch, length = added.embedding.shape[:2]
     counted = {
         "sentences of the batch, not tokens": np.arange(batch)[:, None],
-        "real tokens only": token_positions(clue.real),
+        "real tokens only": token_positions(site.real),
         "columns, padding included": np.arange(length)[None],
         "from the end of the row": np.arange(length)[None, ::-1],
     }
     for what, positions in counted.items():
-        yield Hypothesis(
+        yield Candidate(
             "position counting",
             f"the reference's positions count {what}",
             added.but(positions=positions),
@@ -109,8 +114,8 @@ def position_counting(added: AddPositions, clue: Clue) -> Iterator[Hypothesis]:
 
 
 @cause(AddPositions)
-def position_table(added: AddPositions, clue: Clue) -> Iterator[Hypothesis]:
-    """Another layout, exponent, base or first position, or several of these; fewest first."""
+def position_table(added: AddPositions, site: SuspectSite) -> Iterator[Candidate]:
+    """Another layout, exponent, base or offset, or several of these; fewest first."""
     names = {
         "layout": "sine layout",
         "exponent": "sine exponent",
@@ -121,13 +126,13 @@ def position_table(added: AddPositions, clue: Clue) -> Iterator[Hypothesis]:
         "layout": ["interleaved", "concatenated"],
         "exponent": ["paper", "tensor2tensor"],
         "base": [1e4, 1e3, 1e2, 1e5, 5e5],
-        "offset": [0, 1, -1, 2, clue.evidence.config.pad_id + 1],
+        "offset": [0, 1, -1, 2, site.inputs.config.pad_id + 1],
     }
     if added.learned is not None:
         choices = {"offset": choices["offset"]}
     ours = {name: getattr(added, name) for name in choices}
     for change in combinations(ours, choices, most=len(choices)):
-        yield Hypothesis(
+        yield Candidate(
             " and ".join(names[name] for name in change),
             "; ".join(
                 f"the reference's position {name} is {shown(value)}, ours {shown(ours[name])}"
@@ -138,18 +143,18 @@ def position_table(added: AddPositions, clue: Clue) -> Iterator[Hypothesis]:
 
 
 @cause(AddPositions)
-def unlisted_base(added: AddPositions, clue: Clue) -> Iterator[Hypothesis]:
-    """Solved for from the second frequency, which is the angle of a token at position 1."""
+def unlisted_base(added: AddPositions, site: SuspectSite) -> Iterator[Candidate]:
+    """Another base, solved for from the second frequency: the angle at position 1."""
     d_model = added.embedding.shape[-1]
-    at_one = (added.positions + added.offset == 1) & clue.real
-    if clue.theirs is None or added.learned is not None or d_model < 4 or not at_one.any():
+    at_one = (added.positions + added.offset == 1) & site.real
+    if site.theirs is None or added.learned is not None or d_model < 4 or not at_one.any():
         return
-    wave = (clue.theirs - added.embedding)[at_one][0]
+    wave = (site.theirs - added.embedding)[at_one][0]
     sine, cosine = (2, 3) if added.layout == "interleaved" else (1, 1 + (d_model + 1) // 2)
     frequency = np.arctan2(wave[sine], wave[cosine])
     power = 2 / d_model if added.exponent == "paper" else 1 / max(d_model // 2 - 1, 1)
     base = float(frequency ** (-1 / power))
-    yield Hypothesis(
+    yield Candidate(
         "sine base",
         f"the reference's position base is {base:.6g}, ours {added.base:g}",
         added.but(base=base),
@@ -157,16 +162,16 @@ def unlisted_base(added: AddPositions, clue: Clue) -> Iterator[Hypothesis]:
 
 
 @cause(AddPositions)
-def positions_scaled(added: AddPositions, clue: Clue) -> Iterator[Hypothesis]:
-    """Added before the embeddings are scaled, or with a scale of their own."""
+def positions_scaled(added: AddPositions, site: SuspectSite) -> Iterator[Candidate]:
+    """Positions added before the embeddings are scaled, or with a factor of their own."""
     listed = {"sqrt(D)": added.embedding.shape[-1] ** 0.5}
     solved = {}
-    if clue.theirs is not None:
-        difference = clue._replace(theirs=clue.theirs - added.embedding)
+    if site.theirs is not None:
+        difference = site._replace(theirs=site.theirs - added.embedding)
         vectors = np.broadcast_to(added.vectors(), added.embedding.shape)
         solved = difference.solved_scale(vectors)
     for name, scale in (listed | solved).items():
-        yield Hypothesis(
+        yield Candidate(
             "positions scaled",
             f"the reference multiplies positions by {name}, as if they were added before the "
             "embeddings are scaled; ours does not",
@@ -175,16 +180,16 @@ def positions_scaled(added: AddPositions, clue: Clue) -> Iterator[Hypothesis]:
 
 
 @cause(AddPositions)
-def narrow_table(added: AddPositions, clue: Clue) -> Iterator[Hypothesis]:
-    """The right table in float32: so are those of float32 modules that were cast to float64."""
-    if clue.theirs is None or clue.evidence.config.dtype != "float64":
+def narrow_table(added: AddPositions, site: SuspectSite) -> Iterator[Candidate]:
+    """The same table in float32, as in a float32 module that was cast to float64."""
+    if site.theirs is None or site.inputs.config.dtype != "float64":
         return
-    off = float(np.max(np.abs(clue.rows(clue.theirs - added.value())), initial=0.0))
-    # An angle in float32 is off by its last bit, and so the more, the larger it is.
+    off = float(np.max(np.abs(site.rows(site.theirs - added.value())), initial=0.0))
+    # The rounding error of a float32 angle is proportional to the angle.
     if off < 1e-6 * (1 + np.max(added.positions + added.offset)):
-        yield Hypothesis(
+        yield Candidate(
             "float32 positions",
-            f"the reference's sinusoids are off by {off:.1e}, as those are whose table, angles or "
-            "frequencies were computed in float32; casting the module to float64 comes too late",
-            Given(clue.theirs),
+            f"the reference's sinusoids differ by {off:.1e}, as if the table, angles or "
+            "frequencies were computed in float32; casting to float64 does not restore them",
+            Given(site.theirs),
         )

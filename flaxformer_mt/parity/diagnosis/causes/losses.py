@@ -6,18 +6,23 @@ from typing import Any
 import numpy as np
 
 from flaxformer_mt.parity.diagnosis.causes.registry import (
-    Clue,
-    Hypothesis,
+    Candidate,
+    SuspectSite,
     cause,
     combinations,
     shown,
 )
-from flaxformer_mt.parity.diagnosis.equations import CONVENTIONS, NO_PADDING, REDUCTIONS, Loss
+from flaxformer_mt.parity.diagnosis.operations.losses import (
+    CONVENTIONS,
+    NO_PADDING,
+    REDUCTIONS,
+    Loss,
+)
 
 
 @cause(Loss)
-def conventions(loss: Loss, clue: Clue) -> Iterator[Hypothesis]:
-    """Another label, amount of smoothing or mean, or padding counts, or two of these."""
+def conventions(loss: Loss, site: SuspectSite) -> Iterator[Candidate]:
+    """Another convention, smoothing or reduction, or counted padding, or two of these."""
     names = {
         "convention": "label-smoothing convention",
         "smoothing": "smoothing amount",
@@ -37,7 +42,7 @@ def conventions(loss: Loss, clue: Clue) -> Iterator[Hypothesis]:
         labels_padding = changed.convention in ("non_pad_kl", "annotated_wide_heads")
         if changed.pad_id == NO_PADDING and labels_padding:
             continue
-        yield Hypothesis(
+        yield Candidate(
             " and ".join(names[name] for name in change),
             "the reference's loss has "
             + ", ".join(
@@ -51,12 +56,12 @@ def conventions(loss: Loss, clue: Clue) -> Iterator[Hypothesis]:
 
 
 @cause(Loss)
-def shifted_targets(loss: Loss, clue: Clue) -> Iterator[Hypothesis]:
-    """Logits are compared with the decoder's inputs."""
-    inputs = clue.evidence.target_input
+def shifted_targets(loss: Loss, site: SuspectSite) -> Iterator[Candidate]:
+    """The decoder's inputs as targets."""
+    inputs = site.inputs.target_input
     if inputs.min() >= 0:
-        yield Hypothesis(
+        yield Candidate(
             "shifted targets",
-            "the reference's loss compares logits with the decoder's inputs, not with its targets",
+            "the reference's loss compares logits with the decoder's inputs instead of its targets",
             loss.but(targets=inputs.astype(np.int64)),
         )

@@ -1,32 +1,28 @@
-"""Causes in the norms."""
+"""Causes in norms."""
 
 from collections.abc import Iterator
 
 import numpy as np
 
-from flaxformer_mt.parity.diagnosis.causes.registry import Clue, Hypothesis, cause
-from flaxformer_mt.parity.diagnosis.equations import (
-    DIVISORS,
-    Given,
-    Norm,
-    Residual,
-    norm,
-    operation,
-)
-from flaxformer_mt.parity.diagnosis.evidence import with_values
+from flaxformer_mt.parity.diagnosis.causes.registry import Candidate, SuspectSite, cause
+from flaxformer_mt.parity.diagnosis.inputs import with_values
+from flaxformer_mt.parity.diagnosis.operations.base import Given
+from flaxformer_mt.parity.diagnosis.operations.norms import DIVISORS, Normalization
+from flaxformer_mt.parity.diagnosis.operations.sublayers import Residual
+from flaxformer_mt.parity.diagnosis.site_operations import normalization, operation
 
 EPSILONS = (1e-5, 1e-6, 1e-8, 1e-12, 1e-3, 0.0)
 
 
-@cause(Norm)
-def epsilon_or_divisor(ours: Norm, clue: Clue) -> Iterator[Hypothesis]:
-    """Another epsilon, or another divisor, or both; an epsilon that is not listed is solved for."""
+@cause(Normalization)
+def epsilon_or_divisor(ours: Normalization, site: SuspectSite) -> Iterator[Candidate]:
+    """Another epsilon, another divisor, or both; an epsilon that is not listed is solved for."""
     for kind in sorted(DIVISORS, key=lambda kind: kind != ours.kind):
         other = ours.but(kind=kind)
         their, our = DIVISORS[kind], DIVISORS[ours.kind]
         cause = "norm epsilon" if their.unbiased == our.unbiased else "biased variance"
-        for epsilon in dict.fromkeys([ours.epsilon, *EPSILONS, *_solved_epsilon(other, clue)]):
-            yield Hypothesis(
+        for epsilon in dict.fromkeys([ours.epsilon, *EPSILONS, *_solved_epsilon(other, site)]):
+            yield Candidate(
                 cause,
                 f"the reference's norm has epsilon {epsilon:.6g} {their.words}, ours "
                 f"{ours.epsilon:g} {our.words}",
@@ -34,13 +30,13 @@ def epsilon_or_divisor(ours: Norm, clue: Clue) -> Iterator[Hypothesis]:
             )
 
 
-def _solved_epsilon(ours: Norm, clue: Clue) -> list[float]:
-    """From the row that varies least, where epsilon weighs most."""
-    if clue.theirs is None:
+def _solved_epsilon(ours: Normalization, site: SuspectSite) -> list[float]:
+    """Solves for epsilon in the row with the smallest variance, where it matters most."""
+    if site.theirs is None:
         return []
-    directions = clue.rows(ours.centred() * ours.scale)
-    differences = clue.rows(clue.theirs - ours.bias)
-    spreads = clue.rows(DIVISORS[ours.kind](ours.centred(), 0.0))[:, 0]
+    directions = site.rows(ours.centered() * ours.scale)
+    differences = site.rows(site.theirs - ours.bias)
+    spreads = site.rows(DIVISORS[ours.kind](ours.centered(), 0.0))[:, 0]
     row = np.argmin(spreads)
     direction, spread = directions[row], spreads[row]
     divisor = np.vdot(direction, direction) / np.vdot(direction, differences[row])
@@ -48,63 +44,65 @@ def _solved_epsilon(ours: Norm, clue: Clue) -> list[float]:
     return [float(divisor**2 - spread**2 if inside else divisor - spread)]
 
 
-@cause(Norm)
-def norm_missing(ours: Norm, clue: Clue) -> Iterator[Hypothesis]:
-    """What goes in comes out."""
-    name = "final norm missing" if clue.place.group == "final" else "norm missing"
-    yield Hypothesis(name, "the reference does not normalise here", Given(ours.x))
+@cause(Normalization)
+def norm_missing(ours: Normalization, site: SuspectSite) -> Iterator[Candidate]:
+    """No normalization."""
+    name = "final norm missing" if site.parsed.group == "final" else "norm missing"
+    yield Candidate(name, "the reference does not normalize here", Given(ours.x))
 
 
-@cause(Norm)
-def norm_parameters(ours: Norm, clue: Clue) -> Iterator[Hypothesis]:
-    """Scale or bias are left out, or those of another norm are used."""
+@cause(Normalization)
+def norm_parameters(ours: Normalization, site: SuspectSite) -> Iterator[Candidate]:
+    """No scale or bias, or those of another norm."""
     without = {
         "scale": ours.but(scale=1.0),
         "bias": ours.but(bias=0.0),
         "scale and bias": ours.but(scale=1.0, bias=0.0),
     }
     for name, changed in without.items():
-        yield Hypothesis(f"norm {name} missing", f"the reference's norm has no {name}", changed)
-    params = clue.evidence.params
+        yield Candidate(f"norm {name} missing", f"the reference's norm has no {name}", changed)
+    params = site.inputs.params
     for path in [path for path in params if path.endswith("_norm/scale")]:
         scales = np.atleast_2d(params[path])
         biases = np.atleast_2d(params[path.removesuffix("scale") + "bias"])
         for layer, (scale, bias) in enumerate(zip(scales, biases, strict=True)):
-            yield Hypothesis(
+            yield Candidate(
                 "wrong norm",
-                f"the reference's norm has scale and bias of {path.removesuffix('/scale')}, "
-                f"number {layer} there",
+                f"the reference's norm uses the scale and bias of {path.removesuffix('/scale')}, "
+                f"index {layer}",
                 ours.but(scale=scale, bias=bias),
             )
 
 
-@cause(Norm)
-def root_mean_square(ours: Norm, clue: Clue) -> Iterator[Hypothesis]:
-    """The mean is not taken off, with or without a bias."""
+@cause(Normalization)
+def root_mean_square(ours: Normalization, site: SuspectSite) -> Iterator[Candidate]:
+    """The mean is not subtracted, with or without a bias."""
     for bias, words in ((ours.bias, ""), (0.0, " and adds no bias")):
         for epsilon in dict.fromkeys([ours.epsilon, *EPSILONS]):
-            yield Hypothesis(
+            yield Candidate(
                 "root-mean-square norm",
-                f"the reference's norm does not take the mean off{words}; its epsilon is "
+                f"the reference's norm does not subtract the mean{words}; its epsilon is "
                 f"{epsilon:g}",
-                ours.but(kind="layer_norm", epsilon=epsilon, bias=bias, centres=False),
+                ours.but(kind="layer_norm", epsilon=epsilon, bias=bias, centers=False),
             )
 
 
-@cause(Norm)
+@cause(Normalization)
 @cause(Residual)
-def norm_behind_the_sublayer(ours: Norm | Residual, clue: Clue) -> Iterator[Hypothesis]:
-    """Pre-norm of ours stands where the reference has norm(x + f(x))."""
-    found, evidence = clue.place, clue.evidence
-    if evidence.config.norm_position == "post" or found.layer is None:
+def norm_after_the_sublayer(
+    ours: Normalization | Residual, site: SuspectSite
+) -> Iterator[Candidate]:
+    """The reference has norm(x + f(x)) where our model is pre-norm."""
+    found, inputs = site.parsed, site.inputs
+    if inputs.config.norm_position == "post" or found.layer is None:
         return
     group = f"{found.prefix}/{found.group}"
-    evidence = with_values(evidence, {f"{group}_norm": ours.x})
-    parts = [site for site in evidence.ours if site.startswith(f"{group}/")]
-    for site in [*parts, f"{group}_sum"]:
-        evidence = with_values(evidence, {site: operation(evidence, site).value()})
-    yield Hypothesis(
+    inputs = with_values(inputs, {f"{group}_norm": ours.x})
+    parts = [name for name in inputs.ours if name.startswith(f"{group}/")]
+    for name in [*parts, f"{group}_sum"]:
+        inputs = with_values(inputs, {name: operation(inputs, name).value()})
+    yield Candidate(
         "norm position",
         f"the reference is post-norm, norm(x + f(x)) around its {found.group}; ours is pre-norm",
-        norm(evidence, found, evidence.ours[f"{group}_sum"]),
+        normalization(inputs, found, inputs.ours[f"{group}_sum"]),
     )

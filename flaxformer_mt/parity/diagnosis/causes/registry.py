@@ -1,4 +1,4 @@
-"""What a cause is, and where causes are entered."""
+"""The types of a cause, and the registry of causes."""
 
 import collections
 import contextlib
@@ -8,45 +8,52 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from flaxformer_mt.parity.diagnosis.equations import NotComputed, Operation
-from flaxformer_mt.parity.diagnosis.evidence import Evidence, Place, place, real_rows, select_rows
+from flaxformer_mt.parity.diagnosis.inputs import (
+    DiagnosisInputs,
+    ParsedSite,
+    parse_site,
+    real_rows,
+    select_rows,
+)
+from flaxformer_mt.parity.diagnosis.operations.base import Operation
+from flaxformer_mt.parity.diagnosis.site_operations import NotComputed
 
 
-class Hypothesis(NamedTuple):
-    """What the reference may do instead."""
+class Candidate(NamedTuple):
+    """An operation that the reference may have instead of ours."""
 
     cause: str
-    """Short and stable, as "norm epsilon"."""
+    """Short and stable, such as "norm epsilon"."""
     explanation: str
-    """A sentence with the numbers."""
+    """One sentence that states the difference."""
     operation: Operation
-    """What the reference then computes at the site."""
+    """The operation of the reference at the site."""
 
 
-class Clue(NamedTuple):
-    """What a cause may look at besides our operation."""
+class SuspectSite(NamedTuple):
+    """A site at which causes are tested."""
 
-    evidence: Evidence
-    site: str
+    inputs: DiagnosisInputs
+    name: str
     theirs: np.ndarray | None
-    """The reference's value, from which numbers can be solved for; None where it has no tap."""
+    """The reference's value, from which constants are solved for; None without a tap."""
 
     @property
-    def place(self) -> Place:
-        """Where the site is."""
-        return place(self.site)
+    def parse_site(self) -> ParsedSite:
+        """The components of the site's name."""
+        return parse_site(self.name)
 
     @property
     def real(self) -> np.ndarray:
-        """Which rows of the value are of real tokens, bool [B, T]."""
-        return real_rows(self.site, self.evidence.real)
+        """The mask of real tokens, bool [B, T]."""
+        return real_rows(self.name, self.inputs.real)
 
     def rows(self, value: np.ndarray) -> np.ndarray:
-        """The rows of real tokens, [N, ...], of anything that has the value's shape."""
-        return select_rows(self.site, value, self.evidence.real)
+        """Selects the rows of real tokens, [N, ...], of an array shaped like the site's value."""
+        return select_rows(self.name, value, self.inputs.real)
 
     def solved_scale(self, ours: np.ndarray) -> dict[str, float]:
-        """What `ours` would have to be multiplied by, in digits and as a number; {} if unknown."""
+        """Solves for the factor from `ours` to the reference, as {formatted: factor}; may be {}."""
         if self.theirs is None:
             return {}
         found, expected = self.rows(ours), self.rows(self.theirs)
@@ -56,34 +63,34 @@ class Clue(NamedTuple):
         return {f"{scale:.6g}": scale}
 
 
-Cause: TypeAlias = Callable[[Any, Clue], Iterator[Hypothesis]]
+Cause: TypeAlias = Callable[[Any, SuspectSite], Iterator[Candidate]]
 
 CAUSES: dict[type, list[Cause]] = collections.defaultdict(list)
-"""Causes by the operation that they are about; they are about its subclasses, too."""
+"""Causes by the operation that they concern; they apply to its subclasses, too."""
 
 
 def cause(operation: type) -> Callable[[Cause], Cause]:
-    """Enters a function into `CAUSES`."""
+    """Registers a function in `CAUSES`."""
 
-    def enter(function: Cause) -> Cause:
+    def register(function: Cause) -> Cause:
         CAUSES[operation].append(function)
         return function
 
-    return enter
+    return register
 
 
-def hypotheses(operation: Operation, clue: Clue) -> Iterator[Hypothesis]:
-    """All that the reference may compute in place of our `operation`; the most specific first."""
+def candidates(operation: Operation, site: SuspectSite) -> Iterator[Candidate]:
+    """Yields all candidates for an `operation` of our model, the most specific first."""
     for kind in type(operation).__mro__:
         for function in CAUSES.get(kind, ()):
-            with contextlib.suppress(NotComputed):  # What is not there cannot be the cause.
-                yield from function(operation, clue)
+            with contextlib.suppress(NotComputed):  # A cause must only use existing values.
+                yield from function(operation, site)
 
 
 def combinations(
     ours: Mapping[str, Any], choices: Mapping[str, list[Any]], most: int
 ) -> Iterator[dict[str, Any]]:
-    """Other values of up to `most` switches at once, fewest first; each as {switch: value}."""
+    """Yields changes of up to `most` switches at once as {switch: value}, fewest first."""
     for count in range(1, most + 1):
         for names in itertools.combinations(choices, count):
             others = [[value for value in choices[name] if value != ours[name]] for name in names]
@@ -92,5 +99,5 @@ def combinations(
 
 
 def shown(value: Any) -> str:
-    """A switch's value for a sentence."""
+    """Formats the value of a switch for messages."""
     return f"{value:.6g}" if isinstance(value, float) else str(value)

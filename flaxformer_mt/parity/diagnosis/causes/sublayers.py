@@ -1,84 +1,77 @@
-"""Causes around sub-layers: residuals, activations, and dropout that is left on."""
+"""Causes around sub-layers: residual connections, activations, and active dropout."""
 
 from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from flaxformer_mt.parity.diagnosis import equations
-from flaxformer_mt.parity.diagnosis.causes.registry import Clue, Hypothesis, cause
-from flaxformer_mt.parity.diagnosis.equations import (
-    ACTIVATIONS,
-    Activation,
-    Given,
-    Loss,
-    Operation,
-    Residual,
-    Scores,
-)
+from flaxformer_mt.parity.diagnosis import site_operations
+from flaxformer_mt.parity.diagnosis.causes.registry import Candidate, SuspectSite, cause
+from flaxformer_mt.parity.diagnosis.operations.attention import Scores
+from flaxformer_mt.parity.diagnosis.operations.base import Given, Operation
+from flaxformer_mt.parity.diagnosis.operations.losses import Loss
+from flaxformer_mt.parity.diagnosis.operations.sublayers import ACTIVATIONS, Activation, Residual
 
 
 @cause(Residual)
-def residual_connection(residual: Residual, clue: Clue) -> Iterator[Hypothesis]:
-    """One of the two is left out, or what is added is something else."""
-    found, evidence = clue.place, clue.evidence
-    yield Hypothesis(
+def residual_connection(residual: Residual, site: SuspectSite) -> Iterator[Candidate]:
+    """A missing input or output, or another input."""
+    found, inputs = site.parsed, site.inputs
+    yield Candidate(
         "residual missing",
         f"the reference does not add the input of {found.group} to its output",
         Given(residual.output),
     )
-    yield Hypothesis(
-        "sub-layer missing", f"the reference leaves {found.group} out", Given(residual.x)
-    )
+    yield Candidate("sub-layer missing", f"the reference omits {found.group}", Given(residual.x))
 
-    def normalised(x: np.ndarray) -> np.ndarray:
-        return equations.norm(evidence, found, x).value()
+    def normalized(x: np.ndarray) -> np.ndarray:
+        return site_operations.normalization(inputs, found, x).value()
 
-    yield Hypothesis(
+    yield Candidate(
         "norm position",
-        f"the reference adds the output of {found.group} to its normalised input",
-        residual.but(x=normalised(residual.x)),
+        f"the reference adds the output of {found.group} to its normalized input",
+        residual.but(x=normalized(residual.x)),
     )
-    yield Hypothesis(
+    yield Candidate(
         "norm position",
-        f"the reference normalises the output of {found.group} before it is added",
-        residual.but(output=normalised(residual.output)),
+        f"the reference normalizes the output of {found.group} before adding it",
+        residual.but(output=normalized(residual.output)),
     )
-    yield Hypothesis(
+    yield Candidate(
         "wrong residual",
-        f"the reference adds the output of {found.group} to what went into the layer",
-        residual.but(x=equations.layer_input(evidence, found.stack, found.layer or 0)),
+        f"the reference adds the output of {found.group} to the input of the layer",
+        residual.but(x=site_operations.layer_input(inputs, found.stack, found.layer or 0)),
     )
 
 
 @cause(Residual)
-def residual_dropout(residual: Residual, clue: Clue) -> Iterator[Hypothesis]:
-    """The sub-layer's output went through a dropout."""
-    if clue.theirs is not None:
-        yield from left_on(
-            residual.output, clue.theirs - residual.x, lambda kept: residual.but(output=kept)
+def residual_dropout(residual: Residual, site: SuspectSite) -> Iterator[Candidate]:
+    """Dropout of the sub-layer's output."""
+    if site.theirs is not None:
+        yield from active_dropout(
+            residual.output, site.theirs - residual.x, lambda kept: residual.but(output=kept)
         )
 
 
 @cause(Residual)
-def residual_scale(residual: Residual, clue: Clue) -> Iterator[Hypothesis]:
-    """The two are multiplied by numbers, which are solved for."""
-    if clue.theirs is None:
+def residual_scale(residual: Residual, site: SuspectSite) -> Iterator[Candidate]:
+    """Factors of the input and the output, which are solved for."""
+    if site.theirs is None:
         return
-    parts = np.stack([clue.rows(part).ravel() for part in (residual.x, residual.output)], axis=1)
-    x_scale, output_scale = np.linalg.lstsq(parts, clue.rows(clue.theirs).ravel())[0]
-    yield Hypothesis(
+    parts = np.stack([site.rows(part).ravel() for part in (residual.x, residual.output)], axis=1)
+    x_scale, output_scale = np.linalg.lstsq(parts, site.rows(site.theirs).ravel())[0]
+    yield Candidate(
         "residual scale",
         f"the reference adds {x_scale:.6g} times the input and {output_scale:.6g} times the output "
-        f"of {clue.place.group}, ours adds each as it is",
+        f"of {site.parsed.group}, ours adds them unscaled",
         Residual(x_scale * residual.x, output_scale * residual.output),
     )
 
 
 @cause(Activation)
-def other_activation(activation: Activation, clue: Clue) -> Iterator[Hypothesis]:
-    """Another function."""
+def other_activation(activation: Activation, site: SuspectSite) -> Iterator[Candidate]:
+    """Another activation."""
     for kind in ACTIVATIONS:
-        yield Hypothesis(
+        yield Candidate(
             "activation",
             f"the reference's activation is {kind}, ours {activation.kind}",
             activation.but(kind=kind),
@@ -86,32 +79,32 @@ def other_activation(activation: Activation, clue: Clue) -> Iterator[Hypothesis]
 
 
 @cause(Operation)
-def dropout(operation: Operation, clue: Clue) -> Iterator[Hypothesis]:
-    """The value itself went through a dropout."""
-    if clue.theirs is not None and not isinstance(operation, Scores | Loss):
-        yield from left_on(operation.value(), clue.theirs, Given)
+def dropout(operation: Operation, site: SuspectSite) -> Iterator[Candidate]:
+    """Dropout of the value itself."""
+    if site.theirs is not None and not isinstance(operation, Scores | Loss):
+        yield from active_dropout(operation.value(), site.theirs, Given)
 
 
-def left_on(
+def active_dropout(
     ours: np.ndarray, theirs: np.ndarray, operation: Callable[[np.ndarray], Operation]
-) -> Iterator[Hypothesis]:
-    """That `theirs` is `ours` with some numbers 0 and all others enlarged alike.
+) -> Iterator[Candidate]:
+    """Yields the candidate that `theirs` is `ours` after dropout.
 
     Args:
       ours: any shape.
       theirs: the same shape.
-      operation: what the reference then has, of the value behind the dropout.
+      operation: builds the reference's operation from the value after dropout.
     """
     known = np.abs(ours) > 1e-3 * np.max(np.abs(ours), initial=0.0)
     ratios = theirs[known] / ours[known]
-    kept = ratios > 0.5  # Enlarged are at least as large as before, dropped are 0.
+    kept = ratios > 0.5  # Dropped values are 0, kept ones are scaled up.
     if kept.all() or not kept.any():
         return
     scale = float(np.median(ratios[kept]))
     dropped = np.abs(theirs) < np.abs(theirs - scale * ours)
-    yield Hypothesis(
+    yield Candidate(
         "dropout",
-        f"the reference has dropout on, at a rate of {1 - 1 / scale:.3g}: some numbers are 0, all "
-        f"others {scale:.6g} times ours",
+        f"the reference has active dropout at a rate of {1 - 1 / scale:.3g}: some values are 0, "
+        f"the others {scale:.6g} times ours",
         operation(np.where(dropped, 0, scale * ours)),
     )

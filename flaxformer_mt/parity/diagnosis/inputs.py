@@ -1,4 +1,4 @@
-"""What is known about a first difference."""
+"""The inputs of a diagnosis, and the components of a site's name."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -10,8 +10,8 @@ from flaxformer_mt.parity.tokens import Padding
 from flaxformer_mt.parity.trace import Values
 
 
-class Evidence(NamedTuple):
-    """What is known at the first site where the two sides differ; all sites before it agree."""
+class DiagnosisInputs(NamedTuple):
+    """The values of both sides around the first difference; all earlier sites agree."""
 
     site: str
     """The first site out of tolerance; "loss" if all sites agree and the losses do not."""
@@ -31,9 +31,9 @@ class Evidence(NamedTuple):
     ours: Values
     """Our values by site, "logits" among them."""
     theirs: Values
-    """The reference's, where it has taps."""
+    """The reference's values by site, where it has taps."""
     tolerance: float
-    """The share of the largest magnitude by which equal values may differ."""
+    """The tolerance relative to the largest magnitude."""
     loss: float
     """The reference's loss per token."""
     convention: str
@@ -43,46 +43,46 @@ class Evidence(NamedTuple):
 
     @property
     def real(self) -> Padding:
-        """Where tokens are real."""
+        """The masks of real tokens."""
         return Padding(self.real_source, self.real_target)
 
 
-class Place(NamedTuple):
-    """Where in the model a site is."""
+class ParsedSite(NamedTuple):
+    """The components of a site's name."""
 
     stack: str
     """"encoder" or "decoder"."""
     layer: int | None
     """None outside of the layers."""
     group: str
-    """What the part belongs to: "self_attention", "embedding", "final" ...; "" if nothing."""
+    """The sub-layer or norm: "self_attention", "embedding", "final" ...; may be ""."""
     part: str
-    """"query", "scores", "sum", "norm" ...; "layer" is a layer's result."""
+    """"query", "scores", "sum", "norm" ...; "layer" for the output of a layer."""
 
     @property
     def prefix(self) -> str:
-        """What the sites of this layer begin with."""
+        """The common prefix of the sites of this layer."""
         return f"{self.stack}/layers/{self.layer}"
 
     @property
     def path(self) -> str:
-        """Where our parameters of this part are."""
+        """The path of our parameters."""
         return f"{self.stack}/layers/{self.group}/{self.part}"
 
     @property
     def reads_the_encoder(self) -> bool:
-        """Whether it is computed from the encoder's output, one row a source token."""
+        """Whether the value is computed from the encoder's output, one row per source token."""
         return self.group == "cross_attention" and self.part in ("key", "value")
 
     @property
     def reads_the_stream(self) -> bool:
-        """Whether it is computed from what goes into its sub-layer."""
+        """Whether the value is computed from the input of its sub-layer."""
         first = self.part in ("query", "key", "value", "hidden")
         return first and not self.reads_the_encoder
 
 
-def place(site: str) -> Place:
-    """Reads a site's name: ".../0/self_attention_norm" is part "norm" of "self_attention"."""
+def parse_site(site: str) -> ParsedSite:
+    """Parses a site's name: ".../0/self_attention_norm" is part "norm" of "self_attention"."""
     first, *rest = site.split("/")
     stack = {"source": "encoder", "target": "decoder", "logits": "decoder"}.get(first, first)
     layer = None
@@ -90,43 +90,43 @@ def place(site: str) -> Place:
         layer, rest = int(rest[1]), rest[2:]
     match rest:
         case [group, part]:
-            return Place(stack, layer, group, part)
+            return ParsedSite(stack, layer, group, part)
         case [name]:
             group, _, part = name.rpartition("_")
-            return Place(stack, layer, group, part)
+            return ParsedSite(stack, layer, group, part)
         case _:
-            return Place(stack, layer, "", first if layer is None else "layer")
+            return ParsedSite(stack, layer, "", first if layer is None else "layer")
 
 
 def real_rows(site: str, real: Padding) -> np.ndarray:
-    """Which rows of a site's value are of real tokens: bool, [B, S] or [B, T]."""
-    found = place(site)
+    """Returns the mask of real tokens that applies to a site, bool [B, S] or [B, T]."""
+    found = parse_site(site)
     return real.source if found.stack == "encoder" or found.reads_the_encoder else real.target
 
 
 def select_rows(site: str, value: np.ndarray, real: Padding) -> np.ndarray:
-    """The rows of real tokens [N, ...] of a site's value [B, T, ...] or, by heads, [B, H, T, S]."""
+    """Selects the rows of real tokens [N, ...] of a value [B, T, ...] or [B, H, T, S]."""
     by_row = value.swapaxes(1, 2) if value.ndim == 4 else value
     return by_row[real_rows(site, real)]
 
 
-def with_values(evidence: Evidence, values: Values) -> Evidence:
-    """The evidence as it would be if our model had computed other values."""
-    return evidence._replace(ours=evidence.ours | values)
+def with_values(inputs: DiagnosisInputs, values: Values) -> DiagnosisInputs:
+    """Returns the inputs with some values of our model replaced."""
+    return inputs._replace(ours=inputs.ours | values)
 
 
-def parameter(evidence: Evidence, path: str, layer: int | None = None) -> np.ndarray:
-    """One of our parameters, in a layer if there is one.
+def parameter(inputs: DiagnosisInputs, path: str, layer: int | None = None) -> np.ndarray:
+    """Returns one of our parameters, of one layer if `layer` is given.
 
     Raises:
       KeyError: our model has no such parameter.
     """
-    found = evidence.params[path]
+    found = inputs.params[path]
     return found if layer is None else found[layer]
 
 
 def optional_parameter(
-    evidence: Evidence, path: str, layer: int | None = None
+    inputs: DiagnosisInputs, path: str, layer: int | None = None
 ) -> np.ndarray | None:
-    """The same, or None if our model has no such parameter."""
-    return parameter(evidence, path, layer) if path in evidence.params else None
+    """Returns a parameter, or None if our model has no such parameter."""
+    return parameter(inputs, path, layer) if path in inputs.params else None

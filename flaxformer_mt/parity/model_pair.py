@@ -1,9 +1,9 @@
-"""The two sides of a comparison, on the same weights: how each is run.
+"""Our model and a reference with the same weights, and how each is run.
 
-Ours is written as a function of the *reference's* tensors: they are mapped to our parameters inside
-of it. So gradients come out in the reference's own terms, those of tied tensors summed, those of a
-folded matrix pulled back through the fold, and an optimizer that updates them does what the
-reference's optimizer does.
+Our model is a function of the *reference's* tensors, which it maps to its own parameters. Gradients
+are therefore with respect to the reference's tensors: those of tied tensors are summed, those of a
+folded matrix are pulled back through the fold, and an optimizer can update the same tensors as the
+reference's optimizer.
 """
 
 import contextlib
@@ -31,15 +31,15 @@ from flaxformer_mt.parity.tokens import Padding, Tokens, as_tokens, padding
 from flaxformer_mt.presets import canonical_family
 from flaxformer_mt.training.losses import Convention, label_smoothed_cross_entropy
 
-# Nearly all of the time would go into compiling; what a program computes does not depend on it.
+# Compilation would dominate the run time; the results do not depend on the optimization level.
 COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}
 
 Forward = Callable[[nn.Module, Tokens], torch.Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
-class Ours:
-    """Our side, as functions of the reference's tensors by name, each tied one once."""
+class OurModel:
+    """Our model as functions of the reference's tensors by name, with tied tensors given once."""
 
     family: interop.Family
     config: TransformerConfig
@@ -48,10 +48,10 @@ class Ours:
     def logits(
         self, tensors: Mapping[str, Any], tokens: Tokens, *, with_intermediates: bool = False
     ) -> Any:
-        """Logits [B, T, V] of our model.
+        """Computes the logits [B, T, V] of our model.
 
         Returns:
-          The logits; or, with intermediates, the logits and what the model kept on the way.
+          The logits or, with intermediates, the logits and the intermediate values.
         """
         to_params = interop.differentiable(self.family, self.config, tuple(tensors))
         variables = {"params": to_params(tensors)}
@@ -71,7 +71,7 @@ class Ours:
         )
 
     def loss(self, logits: Array, tokens: Tokens, convention: Convention | None = None) -> Array:
-        """Loss per token, by the convention of the recipe or by another."""
+        """Computes the loss per target token, by default with the convention of the recipe."""
         total, weight = label_smoothed_cross_entropy(
             logits,
             classes(tokens, logits.shape[-1]),
@@ -84,35 +84,35 @@ class Ours:
 
 
 @dataclasses.dataclass(frozen=True)
-class Pair:
-    """Our model, and the reference in PyTorch whose weights it has."""
+class ModelPair:
+    """Our model and a PyTorch reference with the same weights."""
 
-    ours: Ours
+    ours: OurModel
     params: Mapping[str, Any]
-    """Our parameters, as `interop.load` gives them."""
+    """Our parameters, as returned by `interop.load`."""
     module: nn.Module
     forward: Forward
 
     @property
     def dtype(self) -> str:
-        """What both sides compute in."""
+        """The dtype of both sides."""
         return self.ours.config.param_dtype
 
     def trained(self) -> dict[str, np.ndarray]:
-        """A copy of the reference's parameters by name, each tied one once."""
+        """Copies the reference's trainable parameters by name, with tied tensors given once."""
         return {name: _copy(p) for name, p in self.module.named_parameters() if p.requires_grad}
 
     def fixed(self) -> dict[str, np.ndarray]:
-        """Its other tensors."""
+        """Copies the reference's other tensors by name."""
         trained = {id(p) for p in self.module.parameters() if p.requires_grad}
         state = self.module.state_dict(keep_vars=True)
         return {name: _copy(tensor) for name, tensor in state.items() if id(tensor) not in trained}
 
     def logits(self, tokens: Tokens) -> torch.Tensor:
-        """Logits [B, T, V] of the reference, with their gradient's graph.
+        """Computes the logits [B, T, V] of the reference, differentiably.
 
         Raises:
-          UserError: the module gives something else; logits that are flattened, [B*T, V], will do.
+          UserError: the module returns neither [B, T, V] nor [B*T, V].
         """
         logits = self.forward(self.module, tokens)
         rows = tokens.target_output.shape
@@ -120,14 +120,14 @@ class Pair:
         if not isinstance(logits, torch.Tensor) or logits.numel() != math.prod(rows) * vocabulary:
             what = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits)
             raise UserError(
-                f"the module gives {what}, not logits of shape {(*rows, vocabulary)}: give forward="
+                f"the module returns {what}, not logits {(*rows, vocabulary)}: give forward="
             )
         return logits.reshape(*rows, vocabulary)
 
     def loss(
         self, logits: torch.Tensor, tokens: Tokens, its_loss: ReferenceLoss | None = None
     ) -> torch.Tensor:
-        """Loss per token as the reference computes it, or by another reference's way."""
+        """Computes the loss per target token, by default with the loss of the recipe."""
         targets = torch.tensor(classes(tokens, logits.shape[-1])).long()
         total, count = (its_loss or self.ours.recipe.loss)(
             logits.flatten(0, 1),
@@ -138,25 +138,25 @@ class Pair:
         return total / count
 
 
-def pair(
+def model_pair(
     family: str | interop.Family,
     module: nn.Module,
     overrides: Mapping[str, Any],
     forward: Forward | None = None,
     its_recipe: Recipe | None = None,
-) -> Pair:
-    """Our model with the weights of `module`.
+) -> ModelPair:
+    """Pairs a reference with our model, which gets its weights.
 
     Args:
-      family: the map of its weights.
-      module: the reference, float32 or float64; it is not changed.
-      overrides: what its tensors cannot tell, for `interop.load`.
-      forward: how to run it; by default `module(source, target_input)` with int64 tensors [B, S]
-        and [B, T].
-      its_recipe: how it is trained, by default the family's.
+      family: the weight map of the module.
+      module: the reference, in float32 or float64; it is not modified.
+      overrides: settings that tensors do not determine, for `interop.load`.
+      forward: how to run the module; by default `module(source, target_input)` with int64 tensors
+        [B, S] and [B, T].
+      its_recipe: how it is trained; by default the family's recipe.
 
     Raises:
-      UserError: its tensors are not the family's.
+      UserError: the module's tensors are not the family's.
     """
     config, params = interop.load(family, module.state_dict(), **overrides)
     if isinstance(family, str):
@@ -165,32 +165,32 @@ def pair(
     if not config.target_vocab_size:
         run = _torch_transformer if isinstance(module, nn.Transformer) else _layers
         default = functools.partial(run, config)
-    ours = Ours(family, config, its_recipe or recipe(family.name))
-    return Pair(ours, params, module, forward or default)
+    ours = OurModel(family, config, its_recipe or recipe(family.name))
+    return ModelPair(ours, params, module, forward or default)
 
 
-def real_tokens(pair: Pair, batch: Any) -> tuple[Tokens, Padding]:
-    """A batch in the form that a pair takes, and where it is real."""
-    config = pair.ours.config
+def real_tokens(models: ModelPair, batch: Any) -> tuple[Tokens, Padding]:
+    """Returns a batch as `Tokens`, and the masks of its real tokens."""
+    config = models.ours.config
     tokens = as_tokens(batch, config)
     return tokens, padding(tokens, config.pad_id)
 
 
 def classes(tokens: Tokens, vocabulary: int) -> np.ndarray:
-    """What the logits should say, [B, T]; layers alone have D outputs that serve as logits."""
+    """Returns the target classes, [B, T]; the D outputs of bare layers serve as logits."""
     return tokens.target_output % vocabulary
 
 
 @contextlib.contextmanager
 def precision(dtype: str) -> Iterator[None]:
-    """Lets both sides compute in `dtype` throughout."""
+    """Sets the default precision of JAX and PyTorch to `dtype`."""
     with jax.enable_x64(dtype == "float64"), references.default_dtype(dtype):
         yield
 
 
 @contextlib.contextmanager
 def without_dropout(module: nn.Module) -> Iterator[None]:
-    """Puts a module into evaluation mode, for a while."""
+    """Puts a module into evaluation mode, and restores its mode on exit."""
     was_training = {part: part.training for part in module.modules()}
     module.eval()
     try:
@@ -209,18 +209,18 @@ def _on_tokens(module: nn.Module, tokens: Tokens) -> torch.Tensor:
     return module(source, target)
 
 
-# Layers have no embeddings: every token stands for some vector, the same on both sides.
+# Bare layers have no embeddings: every token is replaced by a fixed random vector.
 
 
 def _vectors(d_model: int) -> np.ndarray:
-    """[D, D]; a token's row is its number modulo D."""
+    """Returns the vectors of bare layers, [D, D]; the row of a token is its id modulo D."""
     return np.random.default_rng(0).normal(size=(d_model, d_model))
 
 
 def _source_and_target(
     config: TransformerConfig, tokens: Tokens
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[B, S, D] and [B, T, D]."""
+    """Returns the inputs of bare layers, [B, S, D] and [B, T, D]."""
     dtype = getattr(torch, config.dtype)
     table = torch.tensor(_vectors(config.d_model), dtype=dtype)
     return table[tokens.source % config.d_model], table[tokens.target_input % config.d_model]

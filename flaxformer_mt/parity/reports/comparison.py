@@ -1,0 +1,184 @@
+"""The results of a comparison, independent of how they are presented."""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+from flaxformer_mt.parity.diagnosis.diagnose import Diagnosis
+from flaxformer_mt.parity.trajectory import Trajectory
+
+Section = Literal["values", "losses", "gradients", "steps"]
+
+_SECTIONS: dict[str, Section] = {"loss": "losses", "gradient": "gradients", "steps": "steps"}
+
+
+class Row(NamedTuple):
+    """The difference of one value that both models compute."""
+
+    site: str
+    """A site of `trace.py`; "loss", "loss/<family>"; "gradient/<name in the reference>"; or
+    "steps/<quantity>"."""
+    shape: tuple[int, ...]
+    max_abs: float
+    """The largest absolute difference; inf where only one side is masked, infinite or NaN."""
+    max_rel: float
+    """The same, relative to the reference's largest magnitude at the site or, for gradients, over
+    all parameters."""
+    tolerance: float
+    """The largest `max_abs` that passes."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether both sides agree; False where either is NaN."""
+        return bool(self.max_abs <= self.tolerance)
+
+    @property
+    def section(self) -> Section:
+        """The section of the report that the row belongs to."""
+        return _SECTIONS.get(self.site.split("/")[0], "values")
+
+    @property
+    def excess(self) -> float:
+        """The difference relative to the tolerance; above 1, or inf, if the row fails."""
+        if self.passed:
+            return self.max_abs / self.tolerance if self.max_abs else 0.0
+        return self.max_abs / self.tolerance if self.tolerance > 0 else math.inf
+
+
+class Summary(NamedTuple):
+    """The worst difference of each kind; None where nothing of that kind was compared."""
+
+    values: float | None
+    """Relative."""
+    logits: float | None
+    """Absolute."""
+    losses: float | None
+    """Relative, over all conventions."""
+    gradients: float | None
+    """Relative to the largest gradient."""
+    steps: float | None
+    """Relative, of the loss, over all optimizer steps."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """The differences between our model and a reference, in the order of computation."""
+
+    family: str
+    dtype: str
+    rows: tuple[Row, ...]
+    untapped: tuple[str, ...] = ()
+    """Sites that were not compared, because the reference has no tap for them."""
+    kinks: int = 0
+    """Hidden units of real tokens whose pre-activation has a different sign on the two sides, so
+    that only one side propagates their gradient. In float32, rounding causes this for about one
+    unit in ten million; it is not an error, and depends on the batch."""
+    diagnosis: Diagnosis | None = None
+    """The cause of the first difference, if it is a known one."""
+    trajectory: Trajectory | None = None
+    """The optimizer steps, if any were requested."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether all values agree."""
+        return all(row.passed for row in self.rows)
+
+    @property
+    def first_divergence(self) -> Row | None:
+        """The first row out of tolerance; later differences may be its consequence."""
+        return next((row for row in self.rows if not row.passed), None)
+
+    @property
+    def summary(self) -> Summary:
+        """The worst difference of each kind."""
+        of_section = {
+            section: _largest(row.max_rel for row in self.rows if row.section == section)
+            for section in ("values", "losses", "gradients")
+        }
+        return Summary(
+            logits=_largest(row.max_abs for row in self.select("logits")),
+            steps=_largest(row.max_rel for row in self.select("steps/loss")),
+            **of_section,
+        )
+
+    def select(self, prefix: str) -> tuple[Row, ...]:
+        """The rows whose site is `prefix` or is nested below it."""
+        return tuple(
+            row for row in self.rows if row.site == prefix or row.site.startswith(f"{prefix}/")
+        )
+
+    def headline(self) -> str:
+        """The result in one line."""
+        compared = f"{self.family} in {self.dtype}: {len(self.rows)} values compared"
+        first = self.first_divergence
+        if first is None:
+            return f"{compared}, all agree"
+        count = sum(not row.passed for row in self.rows)
+        return f"{compared}, {count} differ, the first is {first.site}"
+
+    def explanation(self) -> str:
+        """Why the sides differ, in one or two sentences; empty if they agree."""
+        first = self.first_divergence
+        if first is None:
+            return ""
+        if self.diagnosis is not None:
+            residual = format_difference(self.diagnosis.residual)
+            return (
+                f"Likely cause: {self.diagnosis.cause}; {self.diagnosis.explanation}. "
+                f"This leaves a relative difference of {residual}."
+            )
+        step = self.trajectory and self.trajectory.first_divergence
+        if first.section == "steps" and step:
+            return f"The {step.quantity} of step {step.step} differs: {step.explanation}."
+        return {
+            "values": f"No known cause explains it. Every value compared before {first.site} "
+            "agrees: inspect the operation that computes it, or add taps for its inputs.",
+            "losses": "The logits agree and no known convention explains the loss: check the "
+            "smoothing, the padding, and the normalizer of the sum.",
+            "gradients": "The losses agree and the gradients do not: check for detached, frozen or "
+            "tied parameters.",
+            "steps": "",
+        }[first.section]
+
+    def remarks(self) -> list[str]:
+        """Caveats about the rows, one sentence each."""
+        found = []
+        if self.untapped:
+            found.append(
+                f"Not compared, because they have no tap: {len(self.untapped)} sites, the first is "
+                f"{self.untapped[0]}."
+            )
+        if self.kinks:
+            found.append(
+                f"Rounding gives {self.kinks} hidden units different signs before the ReLU, so "
+                "their gradients may differ; repeat with another batch or in float64."
+            )
+        return found
+
+    def closing(self) -> str:
+        """The summary in one line."""
+        summary = self.summary
+        named = {
+            "values": summary.values,
+            "losses": summary.losses,
+            "gradients": summary.gradients,
+            "losses of the steps": summary.steps,
+        }
+        worst = ", ".join(
+            f"{name} {format_difference(x)}" for name, x in named.items() if x is not None
+        )
+        parts = [f"worst relative differences: {worst}"] if worst else []
+        if summary.logits is not None:
+            parts.append(f"largest difference of the logits: {format_difference(summary.logits)}")
+        return "; ".join([*parts, self.dtype])
+
+
+def format_difference(value: float) -> str:
+    """Formats a difference with two significant digits; "0" only if it is exactly 0."""
+    return "0" if value == 0 else f"{value:.1e}"
+
+
+def _largest(differences: Iterable[float]) -> float | None:
+    """Returns the maximum, NaN counting as inf; None if there are no values."""
+    return max((math.inf if math.isnan(x) else float(x) for x in differences), default=None)
