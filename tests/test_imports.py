@@ -1,6 +1,7 @@
 """The direction of imports (docs: which room may know of which), read from the source."""
 
 import ast
+import graphlib
 from pathlib import Path
 
 import pytest
@@ -130,3 +131,24 @@ def test_nothing_imports_the_entry_points():
         if path.parent != PACKAGE / "cli":
             for module in imported_modules(path):
                 assert not is_within(module, {"train", "flaxformer_mt.cli"}), path
+
+
+def imported_files(path):
+    """The modules of the package that a file imports anywhere, functions included."""
+    modules = {f"flaxformer_mt.{name}" for name in MODULES} | {"flaxformer_mt"}
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in modules)
+        elif isinstance(node, ast.ImportFrom) and node.module in modules:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from (name if name in modules else node.module for name in names)
+
+
+def test_no_circle_of_files():
+    graph = {f"flaxformer_mt.{name}": {*imported_files(path)} for name, path in MODULES.items()}
+    graph["flaxformer_mt"] = {*imported_files(PACKAGE / "__init__.py")}
+    assert sum(map(len, graph.values())) > 100
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(f"a circle of imports: {' -> '.join(error.args[1])}")
