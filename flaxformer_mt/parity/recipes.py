@@ -49,7 +49,7 @@ def recipe(family: str, warmup_steps: int = 4000, num_steps: int = 100_000) -> R
     Args:
       family: its name.
       warmup_steps: the number of warm-up updates.
-      num_steps: the total number of updates, for schedules that depend on it (`annotated_wide_heads`).
+      num_steps: the total number of updates, on which one-cycle schedules depend.
     """
     return _RECIPES.get(canonical_family(family), _torch)(warmup_steps, num_steps)
 

@@ -177,8 +177,8 @@ class Tap(NamedTuple):
     argument: int = 0
     """The index of the input or output, if there are several."""
     reshape: Reshape | None = None
-    """A function of (value, shape of the site). By default [T, B, D] is transposed, unless B = T,
-    and merged leading axes, such as [B*H, T, S], are split."""
+    """A function of (value, shape of the site). By default [T, B, D] is
+    transposed, unless B = T, and merged leading axes, such as [B*H, T, S], are split."""
 
 
 def softmax_input(module: str, call: int = 0) -> Tap:

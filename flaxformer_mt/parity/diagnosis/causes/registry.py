@@ -39,7 +39,7 @@ class SuspectSite(NamedTuple):
     """The reference's value, from which constants are solved for; None without a tap."""
 
     @property
-    def parse_site(self) -> ParsedSite:
+    def parsed(self) -> ParsedSite:
         """The components of the site's name."""
         return parse_site(self.name)
 

@@ -17,7 +17,7 @@ CONVENTIONS = {
     "non_pad_kl": "annotated",
     "annotated_wide_heads": "annotated_wide_heads",
 }
-"""A family for each convention of label smoothing; `annotated_wide_heads` counts padding as a class."""
+"""A family for each convention of label smoothing; the last counts padding as a class."""
 
 NO_PADDING = -100
 """A padding id that matches no target."""
