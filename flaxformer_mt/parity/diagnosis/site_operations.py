@@ -19,7 +19,7 @@ from flaxformer_mt.parity.diagnosis.operations.embeddings import (
     token_positions,
 )
 from flaxformer_mt.parity.diagnosis.operations.losses import Loss
-from flaxformer_mt.parity.diagnosis.operations.norms import Normalization
+from flaxformer_mt.parity.diagnosis.operations.norms import LayerNormalization
 from flaxformer_mt.parity.diagnosis.operations.projections import LinearMap, Logits
 from flaxformer_mt.parity.diagnosis.operations.sublayers import Activation, Residual
 
@@ -122,15 +122,15 @@ def _add_positions(inputs: DiagnosisInputs, site: ParsedSite) -> AddPositions:
     return min(columns, counted, key=lambda added: np.abs(added.value() - found)[real].max())
 
 
-def normalization(inputs: DiagnosisInputs, site: ParsedSite, x: np.ndarray) -> Normalization:
+def normalization(inputs: DiagnosisInputs, site: ParsedSite, x: np.ndarray) -> LayerNormalization:
     """Returns the norm at a site (sub-layer, embedding or final norm) applied to x [B, T, D]."""
     layers = "" if site.layer is None else "layers/"
     path = f"{site.stack}/{layers}{site.group}_norm"
     scale, bias = (parameter(inputs, f"{path}/{name}", site.layer) for name in ("scale", "bias"))
-    return Normalization(x, inputs.config.norm_kind, inputs.config.norm_epsilon, scale, bias)
+    return LayerNormalization(x, inputs.config.norm_kind, inputs.config.norm_epsilon, scale, bias)
 
 
-def _norm(inputs: DiagnosisInputs, site: ParsedSite) -> Normalization:
+def _norm(inputs: DiagnosisInputs, site: ParsedSite) -> LayerNormalization:
     if site.group == "embedding":
         side = "source" if site.stack == "encoder" else "target"
         sites = (f"{side}/embedded", f"{side}/embedding")

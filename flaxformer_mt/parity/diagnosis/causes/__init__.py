@@ -5,8 +5,8 @@ A cause is a function of the operation of our model at a site (`diagnosis/operat
 description. The prediction of each candidate is compared with the reference's value. To add a
 cause, write such a function and register it with `@cause` for the operation that it concerns:
 
-    @cause(Normalization)
-    def mean_kept(norm: Normalization, site: SuspectSite) -> Iterator[Candidate]:
+    @cause(LayerNormalization)
+    def mean_kept(norm: LayerNormalization, site: SuspectSite) -> Iterator[Candidate]:
         yield Candidate("mean kept", "the reference does not center", norm.but(centers=False))
 
 Register specific causes before general ones: of two candidates that explain a difference equally

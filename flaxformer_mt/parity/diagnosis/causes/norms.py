@@ -7,15 +7,15 @@ import numpy as np
 from flaxformer_mt.parity.diagnosis.causes.registry import Candidate, SuspectSite, cause
 from flaxformer_mt.parity.diagnosis.inputs import with_values
 from flaxformer_mt.parity.diagnosis.operations.base import Given
-from flaxformer_mt.parity.diagnosis.operations.norms import DIVISORS, Normalization
+from flaxformer_mt.parity.diagnosis.operations.norms import DIVISORS, LayerNormalization
 from flaxformer_mt.parity.diagnosis.operations.sublayers import Residual
 from flaxformer_mt.parity.diagnosis.site_operations import normalization, operation
 
 EPSILONS = (1e-5, 1e-6, 1e-8, 1e-12, 1e-3, 0.0)
 
 
-@cause(Normalization)
-def epsilon_or_divisor(ours: Normalization, site: SuspectSite) -> Iterator[Candidate]:
+@cause(LayerNormalization)
+def epsilon_or_divisor(ours: LayerNormalization, site: SuspectSite) -> Iterator[Candidate]:
     """Another epsilon, another divisor, or both; an epsilon that is not listed is solved for."""
     for kind in sorted(DIVISORS, key=lambda kind: kind != ours.kind):
         other = ours.but(kind=kind)
@@ -30,7 +30,7 @@ def epsilon_or_divisor(ours: Normalization, site: SuspectSite) -> Iterator[Candi
             )
 
 
-def _solved_epsilon(ours: Normalization, site: SuspectSite) -> list[float]:
+def _solved_epsilon(ours: LayerNormalization, site: SuspectSite) -> list[float]:
     """Solves for epsilon in the row with the smallest variance, where it matters most."""
     if site.theirs is None:
         return []
@@ -44,15 +44,15 @@ def _solved_epsilon(ours: Normalization, site: SuspectSite) -> list[float]:
     return [float(divisor**2 - spread**2 if inside else divisor - spread)]
 
 
-@cause(Normalization)
-def norm_missing(ours: Normalization, site: SuspectSite) -> Iterator[Candidate]:
+@cause(LayerNormalization)
+def norm_missing(ours: LayerNormalization, site: SuspectSite) -> Iterator[Candidate]:
     """No normalization."""
     name = "final norm missing" if site.parsed.group == "final" else "norm missing"
     yield Candidate(name, "the reference does not normalize here", Given(ours.x))
 
 
-@cause(Normalization)
-def norm_parameters(ours: Normalization, site: SuspectSite) -> Iterator[Candidate]:
+@cause(LayerNormalization)
+def norm_parameters(ours: LayerNormalization, site: SuspectSite) -> Iterator[Candidate]:
     """No scale or bias, or those of another norm."""
     without = {
         "scale": ours.but(scale=1.0),
@@ -74,8 +74,8 @@ def norm_parameters(ours: Normalization, site: SuspectSite) -> Iterator[Candidat
             )
 
 
-@cause(Normalization)
-def root_mean_square(ours: Normalization, site: SuspectSite) -> Iterator[Candidate]:
+@cause(LayerNormalization)
+def root_mean_square(ours: LayerNormalization, site: SuspectSite) -> Iterator[Candidate]:
     """The mean is not subtracted, with or without a bias."""
     for bias, words in ((ours.bias, ""), (0.0, " and adds no bias")):
         for epsilon in dict.fromkeys([ours.epsilon, *EPSILONS]):
@@ -87,10 +87,10 @@ def root_mean_square(ours: Normalization, site: SuspectSite) -> Iterator[Candida
             )
 
 
-@cause(Normalization)
+@cause(LayerNormalization)
 @cause(Residual)
 def norm_after_the_sublayer(
-    ours: Normalization | Residual, site: SuspectSite
+    ours: LayerNormalization | Residual, site: SuspectSite
 ) -> Iterator[Candidate]:
     """The reference has norm(x + f(x)) where our model is pre-norm."""
     found, inputs = site.parsed, site.inputs

@@ -39,7 +39,7 @@ DIVISORS = {
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Normalization(Operation):
+class LayerNormalization(Operation):
     """A norm over the last axis of x [B, T, D], with scale and bias [D]."""
 
     x: np.ndarray
