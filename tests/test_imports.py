@@ -43,7 +43,7 @@ WHOLE_MODELS = ALLOWED["interop"] | {
 }
 ALLOWED |= dict.fromkeys(
     (
-        "interop.folders",
+        "interop.convert",
         "interop.formats",
     ),
     WHOLE_MODELS,

@@ -55,7 +55,7 @@ def convert(
       quantization: Storage type of the weights, with --to ctranslate2: float32 (the default), int8,
         int8_float32, int8_float16, int8_bfloat16, int16, float16 or bfloat16.
     """
-    from flaxformer_mt.interop.folders import convert as convert_model
+    from flaxformer_mt.interop.convert import convert as convert_model
 
     overrides = model_fields(settings)
     notes = convert_model(source, target, input_file, output_file, overrides, accept, quantization)

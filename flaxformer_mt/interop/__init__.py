@@ -1,6 +1,7 @@
-"""Weights of published Transformers, to our parameters and back.
+"""Conversion between the weights of published Transformers and our parameters.
 
-One file a family holds its map, in the words of `rules.py`; `weights.py` is the engine.
+`families/` has the weight map of each published model, `formats/` the formats of whole models,
+`weight_maps/` what a map is and how it is applied. `convert.py` is the command `convert`.
 """
 
 import os
@@ -9,9 +10,6 @@ from typing import Any
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.interop import adam as adam_state
-from flaxformer_mt.interop import weights
-from flaxformer_mt.interop.adam import AdamState, TrainingState
 from flaxformer_mt.interop.families import (
     annotated,
     annotated_wide_heads,
@@ -23,8 +21,10 @@ from flaxformer_mt.interop.families import (
     torch,
     tunz,
 )
-from flaxformer_mt.interop.rules import Family
-from flaxformer_mt.interop.weights import model_params
+from flaxformer_mt.interop.weight_maps import adam_state, checkpoints
+from flaxformer_mt.interop.weight_maps.adam_state import AdamState, TrainingState
+from flaxformer_mt.interop.weight_maps.family import Family
+from flaxformer_mt.interop.weight_maps.mapping import model_params
 from flaxformer_mt.presets import canonical_family
 
 __all__ = [
@@ -73,7 +73,7 @@ def load(
         wrong shape or dtype; tensors that should be tied differ; an override is missing or does not
         go with the tensors.
     """
-    return weights.load(_family(family), path_or_state_dict, overrides)
+    return checkpoints.load(_family(family), path_or_state_dict, overrides)
 
 
 def load_training(
@@ -116,7 +116,7 @@ def save(
         not the configuration's, or the file cannot be written.
     """
     if adam is None:
-        weights.save(_family(family), config, params, path)
+        checkpoints.save(_family(family), config, params, path)
     else:
         adam_state.save(_family(family), config, params, adam, path)
 
@@ -140,7 +140,7 @@ def differentiable(
     Raises:
       UserError: a parameter of the reference is not among the names.
     """
-    return weights.differentiable(_family(family), config, names)
+    return checkpoints.differentiable(_family(family), config, names)
 
 
 def _family(family: str | Family) -> Family:

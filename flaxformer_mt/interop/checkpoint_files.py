@@ -34,7 +34,7 @@ SETTINGS_KEYS = ("settings", "opt", "args", "cfg")
 OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim", "last_optimizer_state")
 
 
-class Checkpoint(NamedTuple):
+class PublishedCheckpoint(NamedTuple):
     """What a reference was saved as. Lookups that fail raise a `UserError` naming the tensor."""
 
     tensors: Tensors
@@ -84,7 +84,7 @@ def identical(a: np.ndarray, b: np.ndarray) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
-def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> Checkpoint:
+def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> PublishedCheckpoint:
     """Reads a safetensors file, a PyTorch file, or a state dict that is already in memory.
 
     The content says which kind of file it is, not its name. A state dict may hold PyTorch tensors
@@ -98,7 +98,9 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> Checkpoint:
     if not isinstance(content, Mapping):
         raise UserError(f"a {type(content).__name__}, not a state dict")
     if not any(isinstance(value, Mapping) for value in content.values()):
-        return Checkpoint({name: to_numpy(name, value) for name, value in content.items()}, {})
+        return PublishedCheckpoint(
+            {name: to_numpy(name, value) for name, value in content.items()}, {}
+        )
     beside = {
         key: vars(value) if isinstance(value, argparse.Namespace) else value
         for key, value in content.items()
@@ -108,7 +110,7 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> Checkpoint:
         found = (beside[key] for key in keys if isinstance(beside.get(key), Mapping))
         return next(found, None)
 
-    return Checkpoint(
+    return PublishedCheckpoint(
         {name: to_numpy(name, value) for name, value in _state_dict(content).items()},
         first(SETTINGS_KEYS) or {},
         first(OPTIMIZER_KEYS),

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from flaxformer_mt import interop
-from flaxformer_mt.interop import weights
+from flaxformer_mt.interop.weight_maps.mapping import by_path
 from flaxformer_mt.parity import references
 from flaxformer_mt.parity.diagnosis.diagnose import Diagnosis, diagnose
 from flaxformer_mt.parity.diagnosis.inputs import DiagnosisInputs, select_rows
@@ -240,7 +240,7 @@ def _diagnosis(
         DiagnosisInputs(
             site=first.site,
             config=sides.ours.config,
-            params=weights.by_path(sides.params),
+            params=by_path(sides.params),
             source=tokens.source,
             target_input=tokens.target_input,
             target_output=tokens.target_output,

@@ -16,12 +16,11 @@ import pytest
 import torch
 
 from flaxformer_mt import interop
-from flaxformer_mt.config import DataConfig
+from flaxformer_mt.config import DataConfig, TransformerConfig
 from flaxformer_mt.data.corpora.corpus import load_corpus
 from flaxformer_mt.decoding.batching.continuous_batching import ContinuousBatcher, Request
-from flaxformer_mt.interop import folders
-from flaxformer_mt.interop.convert import OWN
-from flaxformer_mt.interop.formats import generation_config as generation
+from flaxformer_mt.interop.convert import OWN, convert
+from flaxformer_mt.interop.formats import generation_config
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.runs.trained_model import load_run
 
@@ -42,7 +41,7 @@ out there, and makes room for another later. Such a pair differs by more than a 
 class Pair:
     """One model on both sides."""
 
-    config: interop.weights.TransformerConfig
+    config: TransformerConfig
     params: dict
     theirs: MarianMTModel
     max_length: int
@@ -101,7 +100,7 @@ def random_pair(name):
 
 
 def trained_pair(run_folder, folder):
-    folders.convert(OWN, "marian", run_folder, folder)
+    convert(OWN, "marian", run_folder, folder)
     run = load_run(run_folder)
     return Pair(run.model, run.params, MarianMTModel.from_pretrained(folder).eval(), max_length=80)
 
@@ -172,7 +171,7 @@ def differences(pair, sources, beam_size, early_stopping, length_penalty):
         "max_length": pair.max_length,
     }
     settings = pair.theirs.generation_config.to_dict() | options
-    decode, notes = generation.to_decode(settings, pair.config)
+    decode, notes = generation_config.to_decode(settings, pair.config)
     assert notes == []
     if beam_size == 1:
         options["output_logits"] = True

@@ -146,14 +146,14 @@ def test_an_unfit_moment_is_refused_by_name():
         return before | {"optimizer": optimizer}
 
     moment = before["optimizer"]["state"][index]["exp_avg"]
-    assert f"exp_avg of {name} has shape (16, 24), but should be (24, 16)" in refusal(
+    assert f"exp_avg of {name} has shape (16, 24), but must be (24, 16)" in refusal(
         changed(exp_avg=moment.T)
     )
     assert f"exp_avg_sq of {name} is float64" in refusal(changed(exp_avg_sq=moment.double()))
     assert f"exp_avg of {name} is float16" in refusal(changed(exp_avg=moment.half()))
-    assert f"max_exp_avg_sq of {name} is left over" in refusal(changed(max_exp_avg_sq=moment))
+    assert f"max_exp_avg_sq of {name} is unsupported" in refusal(changed(max_exp_avg_sq=moment))
     assert f"3.0 steps on {name}, but 2.0 on" in refusal(changed(step=torch.tensor(3.0)))
-    assert f"step of {name} is no number" in refusal(changed(step="3"))
+    assert f"step of {name} is not a number" in refusal(changed(step="3"))
     for key in ("step", "exp_avg", "exp_avg_sq"):
         unfit = changed()
         del unfit["optimizer"]["state"][index][key]
@@ -163,7 +163,7 @@ def test_an_unfit_moment_is_refused_by_name():
     assert f"moments of {name} are missing" in refusal(unfit)
     unfit = changed()
     unfit["optimizer"]["state"][len(names)] = unfit["optimizer"]["state"][index]
-    assert f"entry {len(names)} of the optimizer's state is left over" in refusal(unfit)
+    assert f"entry {len(names)} of the optimizer's state is unexpected" in refusal(unfit)
 
 
 def test_what_is_no_adam_of_this_model_is_refused():
@@ -192,6 +192,6 @@ def test_moments_trained_further_cannot_be_unmixed(name, tmp_path):
     later = adam._replace(mean=jax.tree.map(lambda moment: moment + 1, adam.mean))
     with pytest.raises(UserError, match="save without adam"):
         interop.save(variant.family, config, params, tmp_path / "model.pt", later)
-    with pytest.raises(UserError, match=r"give it \.pt"):
+    with pytest.raises(UserError, match=r"use \.pt"):
         interop.save(variant.family, config, params, tmp_path / "model.safetensors", adam)
     assert list(tmp_path.iterdir()) == []

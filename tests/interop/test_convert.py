@@ -18,7 +18,9 @@ from flaxformer_mt import interop
 from flaxformer_mt.cli import main
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.interop.convert import OWN, adapt, convert, read_own
+from flaxformer_mt.interop.adaptation import adapt
+from flaxformer_mt.interop.convert import OWN, convert
+from flaxformer_mt.interop.formats import parameter_file
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.parity import references
 from flaxformer_mt.presets import FAMILY_ALIASES, canonical_family
@@ -46,7 +48,7 @@ UNSCALED_TORCH = Variant(
     "torch", PRE | {"scale_embeddings": False}, PRE | {"scale_embeddings": False}
 )
 LEARNED = "position_kind=sinusoidal becomes learned: tables of "
-FAIRSEQ_START = "fairseq's own code starts from the end token"
+FAIRSEQ_START = "fairseq's code starts from the end token"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,14 +106,14 @@ CASES = {
         VARIANTS["tunz"],
         "opennmt",
         ("output_bias=False becomes True: zeros", "mask_target_padding", "zero_pad_embeddings",
-         "decoding starts from a zero vector; opennmt's own code starts from the start token"),
+         "decoding starts from a zero vector; opennmt's code starts from the start token"),
     ),
     "opennmt to tunz": Case(
         TIED_OPENNMT,
         "tunz",
         ("feed_forward_bias=False becomes True: zeros",
-         "output_bias=True becomes False: biases without effect are left out",
-         "mask_target_padding", "zero_pad_embeddings", "tunz's own code starts from a zero vector"),
+         "output_bias=True becomes False: biases without effect are removed",
+         "mask_target_padding", "zero_pad_embeddings", "tunz's code starts from a zero vector"),
         zeros=("generator.bias",),
     ),
     "torch to fairseq": Case(
@@ -188,27 +190,36 @@ def test_the_published_model_of_the_other_family_computes_the_same(name, tmp_pat
 
 
 REFUSED = {
-    ("jadore801120_prj_all", "torch"): "embedding_norm=True cannot become False",
-    ("jadore801120_prj_all", "tunz"): "norm_position=post cannot become pre",
-    ("annotated_1000", "torch"): "norm_kind=unbiased_std cannot become layer_norm",
-    ("annotated_1000", "jadore801120"): "norm_position=pre cannot become post",
-    ("annotated_wide_heads", "opennmt"): "norm_kind=unbiased_std cannot become layer_norm",
-    ("tunz", "annotated"): "norm_kind=layer_norm cannot become unbiased_std",
-    ("tunz", "torch"): "position_layout=concatenated cannot become interleaved",
-    ("tunz", "fairseq"): "norm_epsilon=1e-06 cannot become 1e-05: results would differ a little",
-    ("tunz_language_model", "opennmt"): "has_inputs=False cannot become True",
+    ("jadore801120_prj_all", "torch"): "embedding_norm=True cannot be converted to False",
+    ("jadore801120_prj_all", "tunz"): "norm_position=post cannot be converted to pre",
+    ("annotated_1000", "torch"): "norm_kind=unbiased_std cannot be converted to layer_norm",
+    ("annotated_1000", "jadore801120"): "norm_position=pre cannot be converted to post",
+    ("annotated_wide_heads", "opennmt"): "norm_kind=unbiased_std cannot be converted to layer_norm",
+    ("tunz", "annotated"): "norm_kind=layer_norm cannot be converted to unbiased_std",
+    ("tunz", "torch"): "position_layout=concatenated cannot be converted to interleaved",
+    (
+        "tunz",
+        "fairseq",
+    ): "norm_epsilon=1e-06 cannot be converted to 1e-05: results would differ slightly",
+    ("tunz_language_model", "opennmt"): "has_inputs=False cannot be converted to True",
     ("torch_pre_gelu", "tunz"): "tunz has no tie_embeddings=none",
-    ("torch_pre_gelu", "marian"): "norm_position=pre cannot become post",
-    ("torch_post", "marian"): "final_norm=True cannot become False",
-    ("torch_post", "fairseq"): "output_bias=True cannot become False: output/bias is not zero",
+    ("torch_pre_gelu", "marian"): "norm_position=pre cannot be converted to post",
+    ("torch_post", "marian"): "final_norm=True cannot be converted to False",
+    (
+        "torch_post",
+        "fairseq",
+    ): "output_bias=True cannot be converted to False: output/bias is not zero",
     ("marian_all", "fairseq"): "fairseq has no activation=silu",
-    ("marian_none_relu_odd_width", "torch"): "position_layout=concatenated cannot become",
-    ("fairseq_no_positions", "marian"): "position_kind=none cannot become sinusoidal",
-    ("fairseq_post_shared", "marian"): "position_exponent=tensor2tensor cannot become paper",
+    ("marian_none_relu_odd_width", "torch"): "position_layout=concatenated cannot be converted to",
+    ("fairseq_no_positions", "marian"): "position_kind=none cannot be converted to sinusoidal",
+    (
+        "fairseq_post_shared",
+        "marian",
+    ): "position_exponent=tensor2tensor cannot be converted to paper",
     ("fairseq_learned", "opennmt"): "opennmt has no position_kind=learned",
-    ("opennmt_unbiased", "annotated"): "norm_kind=layer_norm cannot become unbiased_std",
-    ("torch_post", "double_projection"): "final_norm=True cannot become False",
-    ("double_projection", "annotated"): "norm_position=post cannot become pre",
+    ("opennmt_unbiased", "annotated"): "norm_kind=layer_norm cannot be converted to unbiased_std",
+    ("torch_post", "double_projection"): "final_norm=True cannot be converted to False",
+    ("double_projection", "annotated"): "norm_position=post cannot be converted to pre",
     ("double_projection", "marian"): "marian needs parameter",
 }
 
@@ -238,7 +249,7 @@ def test_padding_that_starts_decoding_must_embed_to_zero_on_both_sides():
     state = RELU_MARIAN.build().state_dict()
     state["final_logits_bias"].zero_()
     config, params = interop.load("marian", state, **RELU_MARIAN.hints)
-    with pytest.raises(UserError, match="zero_pad_embeddings=False cannot become True"):
+    with pytest.raises(UserError, match="zero_pad_embeddings=False cannot be converted to True"):
         adapt(config, params, interop.FAMILIES["fairseq"])
 
 
@@ -270,7 +281,9 @@ def test_a_tie_is_cut_by_copies_and_knotted_again_where_these_are_equal():
     assert again == config
     chex.assert_trees_all_equal(tied, interop.model_params(params))
     copies["source_embedding"]["embedding"] = copies["source_embedding"]["embedding"] + 1
-    with pytest.raises(UserError, match="tie_embeddings=none cannot become all: source_embedding"):
+    with pytest.raises(
+        UserError, match="tie_embeddings=none cannot be converted to all: source_embedding"
+    ):
         adapt(untied, copies, torch_with_ties("all"))
 
 
@@ -290,7 +303,9 @@ def test_no_scale_moves_into_a_table_that_is_used_twice():
     variant = VARIANTS["jadore801120_prj_all"]
     config, params = interop.load("jadore801120", variant.build().state_dict(), **variant.hints)
     fairseq = dataclasses.replace(interop.FAMILIES["fairseq"], head_widths="free")
-    with pytest.raises(UserError, match="scale_logits=True cannot become False: the table serves"):
+    with pytest.raises(
+        UserError, match="scale_logits=True cannot be converted to False: the table is both"
+    ):
         adapt(config, params, fairseq, EPSILON)
 
 
@@ -303,7 +318,9 @@ def test_only_a_key_bias_may_be_lost():
         open_switches=interop.FAMILIES["opennmt"].open_switches
         - {"qkv_bias", "attention_output_bias", "feed_forward_bias"},
     )
-    with pytest.raises(UserError, match=r"qkv_bias=True cannot become False: .*/query/bias is not"):
+    with pytest.raises(
+        UserError, match=r"qkv_bias=True cannot be converted to False: .*/query/bias is not"
+    ):
         adapt(config, params, unbiased)
     flat = flatten_dict(params, sep="/")
     for path, array in flat.items():
@@ -354,7 +371,7 @@ def test_our_own_file_may_name_the_family_of_its_tensors_by_an_alias(tmp_path):
     convert("annotated_wide_heads", OWN, source, own, variant.hints)
     metadata = safetensors.safe_open(own, framework="np").metadata() | {"origin": "questions"}
     safetensors.torch.save_file(safetensors.torch.load_file(own), own, metadata)
-    assert read_own(own, {})[1] == "annotated_wide_heads"
+    assert parameter_file.read(own, {})[1] == "annotated_wide_heads"
 
 
 # Adam, and our own files.
@@ -385,7 +402,7 @@ def test_our_own_file_becomes_whatever_its_source_can_become(tmp_path):
         torch.load(path, weights_only=True) for path in paths(tmp_path, "opennmt", "direct")
     )
     assert_identical(one, other)
-    with pytest.raises(UserError, match="norm_position=pre cannot become post"):
+    with pytest.raises(UserError, match="norm_position=pre cannot be converted to post"):
         convert(OWN, "marian", own, tmp_path / "marian.pt")
 
 
@@ -427,7 +444,7 @@ def test_new_biases_have_no_moments(tmp_path):
 def test_adam_that_cannot_follow_is_left_out_with_a_note(variant, target, reason, tmp_path):
     torch.save(trained_checkpoint(variant), tmp_path / "before.pt")
     notes = convert(variant.family, target, *paths(tmp_path, "before", "after"), variant.hints)
-    assert notes[-1].startswith("Adam's state is left out")
+    assert notes[-1].startswith("Adam's state is dropped")
     assert reason in notes[-1]
     assert not {"model", "optim"} & torch.load(tmp_path / "after.pt", weights_only=True).keys()
 
@@ -445,7 +462,7 @@ def test_the_console_script_tells_what_it_did_on_standard_error(tmp_path, capsys
     options = ["--from", "tunz", "--to", "fairseq", "--set", "num_heads=4", "dropout_rate=0.2"]
     command = ["convert", *map(str, paths(tmp_path, "tunz", "fairseq")), *options]
     assert main(command) == 1
-    assert "norm_epsilon=1e-06 cannot become 1e-05" in capsys.readouterr().err
+    assert "norm_epsilon=1e-06 cannot be converted to 1e-05" in capsys.readouterr().err
     assert main([*command, "--accept", "norm_epsilon"]) == 0
     out, err = capsys.readouterr()
     assert out == ""
@@ -468,9 +485,10 @@ def test_what_cannot_be_asked_for_is_refused(tmp_path):
         return str(caught.value)
 
     hints = {"num_heads": 4}
-    assert "choose another file" in refused("tunz", "tunz", source, source, hints)
-    assert "unknown family 'tuns'" in refused("tuns", "tunz", source, target)
-    assert "unknown family 'tuns'" in refused("tunz", "tuns", source, target)
+    assert "must not be the input" in refused("tunz", "tunz", source, source, hints)
+    assert "--from tuns: unknown family" in refused("tuns", "tunz", source, target)
+    assert "--to tuns: unknown family" in refused("tunz", "tuns", source, target)
+    assert "written as a folder" in refused("tunz", "ctranslate2", source, target, hints)
     assert "only norm_epsilon" in refused("tunz", "tunz", source, target, hints, ["final_norm"])
     assert ".safetensors" in refused("tunz", OWN, source, target, hints)
     assert "not a safetensors file, or a damaged one" in refused(OWN, "tunz", source, target)
@@ -479,7 +497,9 @@ def test_what_cannot_be_asked_for_is_refused(tmp_path):
     assert "no configuration" in refused(OWN, "tunz", foreign, target)
     own = tmp_path / "own.safetensors"
     convert("tunz", OWN, source, own, hints)
-    assert "it tells num_heads itself" in refused(OWN, "tunz", own, target, hints)
+    assert "it contains num_heads: fields cannot be overridden" in refused(
+        OWN, "tunz", own, target, hints
+    )
     assert not target.exists()
 
 

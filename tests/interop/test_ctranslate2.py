@@ -19,7 +19,7 @@ from flaxformer_mt.data.corpora.text_files import read_lines
 from flaxformer_mt.decoding.scoring.scorer import Scorer
 from flaxformer_mt.decoding.translator import Translator
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.interop import folders
+from flaxformer_mt.interop.convert import convert
 from flaxformer_mt.interop.formats import huggingface, run_folders
 
 with warnings.catch_warnings():
@@ -186,5 +186,5 @@ def test_what_cannot_be_written_is_refused(exported, tmp_path):
     with pytest.raises(UserError, match=f"{folder} exists"):
         write(package, folder)
     with pytest.raises(UserError, match="--quantization is for --to ctranslate2 only"):
-        folders.convert("flaxformer_mt", "jax", folder, tmp_path / "jax", quantization="int8")
+        convert("flaxformer_mt", "jax", folder, tmp_path / "jax", quantization="int8")
     assert not list(tmp_path.iterdir())

@@ -21,10 +21,10 @@ from flaxformer_mt.config import DataConfig, DecodeConfig, TransformerConfig
 from flaxformer_mt.data.corpora.corpus import load_corpus
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.interop import folders, weights
-from flaxformer_mt.interop.convert import OWN
-from flaxformer_mt.interop.formats import generation_config as generation
-from flaxformer_mt.interop.formats import huggingface, run_folders
+from flaxformer_mt.interop.convert import OWN, convert
+from flaxformer_mt.interop.formats import generation_config, huggingface
+from flaxformer_mt.interop.formats.bundle import ModelBundle
+from flaxformer_mt.interop.weight_maps import mapping
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.runs.trained_model import load_run
 
@@ -120,7 +120,7 @@ def tokens(model, seed=0):
 def test_folder_to_run_to_folder(name, tmp_path):
     published, run, again = (tmp_path / part for part in ("published", "run", "again"))
     theirs = VARIANTS[name](published)
-    assert folders.convert("marian", OWN, published, run) == ()
+    assert convert("marian", OWN, published, run) == ()
     ours = load_run(run)
     assert ours.step == 0
     source, target = tokens(theirs)
@@ -134,7 +134,7 @@ def test_folder_to_run_to_folder(name, tmp_path):
     assert ours.config.decode.beam_size == 4
     assert ours.config.decode.length_penalty_kind == "average"
 
-    assert folders.convert(OWN, "marian", run, again) == ()
+    assert convert(OWN, "marian", run, again) == ()
     for file in ("source.spm", "target.spm", "vocab.json", "tokenizer_config.json"):
         assert (again / file).read_bytes() == (published / file).read_bytes()
     before, after = (huggingface._read_tensors(folder) for folder in (published, again))
@@ -193,9 +193,9 @@ def test_a_run_of_ours_to_hugging_face_and_back(trained_run, tmp_path, capsys):
 def package(config, tokenizers):
     """A model with random parameters."""
     draw = np.random.default_rng(0)
-    shapes = weights.parameter_shapes(config.model)
+    shapes = mapping.parameter_shapes(config.model)
     params = {path: draw.normal(0, 0.3, shape).astype("f4") for path, shape in shapes.items()}
-    return run_folders.Package(config, unflatten_dict(params, sep="/"), tokenizers)
+    return ModelBundle(config, unflatten_dict(params, sep="/"), tokenizers)
 
 
 def own_package(trained_run, **model):
@@ -235,9 +235,9 @@ def test_separate_vocabularies_of_a_run_of_ours(trained_run, tmp_path):
 
 
 REFUSED = {
-    "norm_position=pre cannot become post": {"norm_position": "pre", "final_norm": True},
-    "position_layout=interleaved cannot become": {"position_layout": "interleaved"},
-    "norm_epsilon=1e-06 cannot become 1e-05": {"norm_epsilon": 1e-6},
+    "norm_position=pre cannot be converted to post": {"norm_position": "pre", "final_norm": True},
+    "position_layout=interleaved cannot be converted to": {"position_layout": "interleaved"},
+    "norm_epsilon=1e-06 cannot be converted to 1e-05": {"norm_epsilon": 1e-6},
     "bos_id=-1 and pad_id=0 cannot be written": {"bos_id": -1},
 }
 
@@ -276,15 +276,15 @@ OPUS = {
 
 
 def test_the_search_of_opus_mt():
-    decode, notes = generation.to_decode(OPUS, MODEL)
+    decode, notes = generation_config.to_decode(OPUS, MODEL)
     assert notes == []
     assert decode == DecodeConfig(
         beam_size=6, length_penalty=1.0, length_penalty_kind="average", early_stopping="heuristic",
         max_length_factor=2.0, max_length_extra=50, force_end=True, renormalize=True,
     )  # fmt: skip
-    assert generation.from_decode(decode, MODEL, OPUS) == (OPUS, [])
+    assert generation_config.from_decode(decode, MODEL, OPUS) == (OPUS, [])
     greedy = dataclasses.replace(decode, beam_size=1, force_end=False)
-    changed, _ = generation.from_decode(greedy, MODEL, OPUS)
+    changed, _ = generation_config.from_decode(greedy, MODEL, OPUS)
     assert changed == OPUS | {"num_beams": 1, "forced_eos_token_id": None}
 
 
@@ -294,16 +294,16 @@ def test_every_setting_of_the_search_there_and_back():
         "min_length": 3, "max_length": 100, "no_repeat_ngram_size": 3, "repetition_penalty": 1.2,
         "bad_words_ids": [[9], [5], [3, 4]], "forced_eos_token_id": None,
     }  # fmt: skip
-    decode, notes = generation.to_decode(settings, MODEL)
+    decode, notes = generation_config.to_decode(settings, MODEL)
     assert notes == []
     assert (decode.n_best, decode.length_penalty, decode.early_stopping) == (2, 0.6, "never")
     assert (decode.min_length, decode.max_length) == (2, 99)
     assert decode.bad_word_ids == ("5", "3,4")
     assert (decode.no_repeat_ngram_size, decode.repetition_penalty) == (3, 1.2)
     assert not decode.force_end
-    written, notes = generation.from_decode(decode, MODEL, {})
+    written, notes = generation_config.from_decode(decode, MODEL, {})
     assert notes == []
-    assert generation.to_decode(written, MODEL) == (decode, [])
+    assert generation_config.to_decode(written, MODEL) == (decode, [])
     sampling = {
         "do_sample": True,
         "top_k": 7,
@@ -311,15 +311,15 @@ def test_every_setting_of_the_search_there_and_back():
         "temperature": 0.5,
         "max_new_tokens": 8,
     }
-    drawn, _ = generation.to_decode(sampling, MODEL)
+    drawn, _ = generation_config.to_decode(sampling, MODEL)
     assert (drawn.sampling, drawn.top_k, drawn.top_p, drawn.max_length) == (True, 7, 0.9, 8)
 
 
 def test_settings_that_are_not_known_are_told():
-    _, notes = generation.to_decode({"forced_bos_token_id": 4, "typical_p": 1.0}, MODEL)
+    _, notes = generation_config.to_decode({"forced_bos_token_id": 4, "typical_p": 1.0}, MODEL)
     assert notes == ["forced_bos_token_id=4 is not known here, and left out"]
     decode = DecodeConfig(coverage_penalty=0.2, length_penalty_kind="gnmt")
-    _, notes = generation.from_decode(decode, MODEL, {})
+    _, notes = generation_config.from_decode(decode, MODEL, {})
     assert notes[0] == "decode.coverage_penalty=0.2 is not known there, and left out"
     assert "length_penalty_kind=gnmt" in notes[1]
 
@@ -329,7 +329,7 @@ def test_settings_that_are_not_known_are_told():
 )
 def test_damaged_settings_are_refused(settings):
     with pytest.raises(UserError, match="its generation settings are damaged"):
-        generation.to_decode(settings, MODEL)
+        generation_config.to_decode(settings, MODEL)
 
 
 # Refusals.
@@ -418,26 +418,26 @@ def test_what_is_there_is_kept(published, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("source", "target", "message"),
     [
-        ("tunz", "flaxformer_mt", "is a folder: for tunz give a file"),
-        ("marian", "fairseq", "give it the suffix"),
+        ("tunz", "flaxformer_mt", "is a folder: tunz is read from a file"),
+        ("marian", "fairseq", "use the suffix"),
         ("mariam", "flaxformer_mt", "--from mariam: unknown family"),
         ("marian", "mariam", "--to mariam: unknown family"),
     ],
 )
 def test_what_cannot_be_asked_for(source, target, message, published, tmp_path):
     with pytest.raises(UserError, match=message):
-        folders.convert(source, target, published, tmp_path / "output")
+        convert(source, target, published, tmp_path / "output")
 
 
 def test_a_file_has_no_vocabulary(published, tmp_path):
-    with pytest.raises(UserError, match=r"model\.safetensors is no folder, so it has no vocab"):
-        folders.convert("marian", OWN, published / "model.safetensors", tmp_path / "run")
+    with pytest.raises(UserError, match=r"model\.safetensors is not a folder, so it has no vocab"):
+        convert("marian", OWN, published / "model.safetensors", tmp_path / "run")
 
 
 def test_the_weights_of_a_folder_as_a_file(published, tmp_path):
     own = tmp_path / "own.safetensors"
-    folders.convert("marian", OWN, published, own)
-    folders.convert(OWN, "marian", own, tmp_path / "marian.safetensors")
+    convert("marian", OWN, published, own)
+    convert(OWN, "marian", own, tmp_path / "marian.safetensors")
     one, other = (
         interop.load("marian", file, num_heads=2, pad_id=9, bos_id=9)[1]
         for file in (published / "model.safetensors", tmp_path / "marian.safetensors")
@@ -453,7 +453,7 @@ def test_a_published_folder_is_no_run_but_can_become_one(command, published, cap
 
 def test_a_run_whose_vocabulary_does_not_fit_is_refused(published, tmp_path):
     run = tmp_path / "run"
-    folders.convert("marian", OWN, published, run)
+    convert("marian", OWN, published, run)
     edit("tokenizer/vocab.json", more=999)(run)
     with pytest.raises(UserError, match="tokens, but the model was trained with"):
         load_run(run)

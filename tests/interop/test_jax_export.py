@@ -13,11 +13,11 @@ from flaxformer_mt.config import DataConfig, ExperimentConfig, TransformerConfig
 from flaxformer_mt.data.corpora.corpus import load_corpus
 from flaxformer_mt.decoding.translator import Translator
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.interop import folders
+from flaxformer_mt.interop.convert import convert
 from flaxformer_mt.interop.formats import run_folders
+from flaxformer_mt.interop.formats.bundle import ModelBundle
 from flaxformer_mt.interop.formats.jax_export import export_functions, metadata, write
-from flaxformer_mt.interop.formats.run_folders import Package
-from flaxformer_mt.interop.weights import by_path
+from flaxformer_mt.interop.weight_maps.mapping import by_path
 from flaxformer_mt.model.transformer import Transformer, reorder_cache
 
 # Runs server.py in a world in which neither this package nor Flax can be imported.
@@ -38,7 +38,7 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 def exported(trained_run, tmp_path_factory):
     """A trained run, and its folder for JAX alone."""
     folder = tmp_path_factory.mktemp("exported") / "jax"
-    assert folders.convert("flaxformer_mt", "jax", trained_run, folder) == ()
+    assert convert("flaxformer_mt", "jax", trained_run, folder) == ()
     return run_folders.read(trained_run), folder
 
 
@@ -134,7 +134,7 @@ def test_other_models_can_be_exported(options):
 def test_language_models_are_refused(exported, tmp_path):
     package, _ = exported
     model = TransformerConfig(has_inputs=False)
-    language_model = Package(ExperimentConfig(model=model), package.params, package.tokenizers)
+    language_model = ModelBundle(ExperimentConfig(model=model), package.params, package.tokenizers)
     with pytest.raises(UserError, match=r"model\.has_inputs=False"):
         write(language_model, tmp_path / "jax")
     assert not list(tmp_path.iterdir())

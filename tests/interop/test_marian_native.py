@@ -13,10 +13,10 @@ from opus_mt import train_model
 from flaxformer_mt import cli
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.interop import weights
+from flaxformer_mt.interop.families.marian_native import FAMILY
+from flaxformer_mt.interop.families.marian_native import options as options_of
 from flaxformer_mt.interop.formats import marian_files, marian_native
-from flaxformer_mt.interop.formats.marian_names import FAMILY
-from flaxformer_mt.interop.formats.marian_names import options as options_of
+from flaxformer_mt.interop.weight_maps import checkpoints, mapping, validation
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.runs.trained_model import load_run
 
@@ -156,8 +156,8 @@ def test_every_number_arrives_and_goes_back(options, form, tmp_path):
     arrays = tensors(options)
     (tmp_path / "model").write_bytes(form(options, arrays))
     config, params = marian_native.load(tmp_path / "model")
-    assert weights.CARRIED not in params
-    back = weights.to_state_dict(FAMILY, config, params)
+    assert mapping.CARRIED not in params
+    back = checkpoints.to_state_dict(FAMILY, config, params)
     assert back.keys() == arrays.keys()
     for name, array in arrays.items():
         np.testing.assert_array_equal(back[name], array)
@@ -177,7 +177,7 @@ def test_a_teacher_is_a_transformer_with_attention(tmp_path):
         position_layout="concatenated", position_exponent="tensor2tensor", tie_embeddings="none",
         mask_target_padding=False, pad_id=-1, bos_id=-1, eos_id=0,
     )  # fmt: skip
-    weights.check_params(config, weights.by_path(params))
+    validation.check_params(config, mapping.by_path(params))
 
 
 def test_integers_become_the_numbers_that_they_stand_for(folder):
@@ -244,10 +244,10 @@ def test_a_step_against_the_gradient_lowers_the_loss(folder):
         ({"transformer-postprocess-top": "an"}, "transformer-postprocess-top: an, only d and n"),
         ({"transformer-tied-layers": [1, 1]}, r"cannot have transformer-tied-layers: \[1, 1\]"),
         ({"lemma-dim-emb": 8}, "cannot have lemma-dim-emb: 8, only 0"),
-        ({"enc-depth": 3}, "num_encoder_layers should be 3, but by its tensors it is 2"),
+        ({"enc-depth": 3}, "num_encoder_layers=3 was given, but the tensors have 2"),
         ({"dim-vocabs": [V]}, "no two numbers dim-vocabs"),
         ({"transformer-heads": None}, "no number transformer-heads"),
-        ({"output-omit-bias": True}, "tensor decoder_ff_logit_out_b is left over"),
+        ({"output-omit-bias": True}, "tensor decoder_ff_logit_out_b is unexpected"),
     ],
 )
 def test_what_we_do_not_compute_is_refused_by_name(change, message, tmp_path):

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import torch
-from flax.traverse_util import flatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 from toy_references import DOUBLE_PROJECTION, VARIANTS, Variant
 
 from flaxformer_mt import interop
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.interop import weights
+from flaxformer_mt.interop.weight_maps import mapping
 from flaxformer_mt.parity import references
 from flaxformer_mt.presets import FAMILIES
 
@@ -68,7 +68,7 @@ def test_sizes_are_read_from_the_tensors(name):
     if config.has_inputs:
         assert {name: getattr(config, name) for name in given} == given
     shapes = {path: array.shape for path, array in flat(params).items()}
-    assert shapes == weights.parameter_shapes(config)
+    assert shapes == mapping.parameter_shapes(config)
 
 
 def flat(params: Any) -> dict[str, np.ndarray]:
@@ -80,7 +80,7 @@ def test_trained_parameters_are_written_even_if_the_original_is_carried(name, tm
     variant = ALL[name]
     config, params = load(variant, variant.build().state_dict())
     trained = {path: array + np.float32(0.5) for path, array in flat(params).items()}
-    params = weights.unflatten_dict(trained, sep="/") | {"carried": params.get("carried", {})}
+    params = unflatten_dict(trained, sep="/") | {"carried": params.get("carried", {})}
     interop.save(variant.family, config, params, tmp_path / "model.pt")
     again, found = load(variant, tmp_path / "model.pt")
     assert again == config
@@ -207,7 +207,7 @@ def test_what_a_writer_left_out_is_left_out_again(name, tmp_path):
     assert read(tmp_path / "whole.pt").keys() == state.keys()
     # Trained parameters stay tied, and stay left out.
     trained = {path: array + 1 for path, array in flat(params).items()}
-    params = weights.unflatten_dict(trained, sep="/") | {"carried": params["carried"]}
+    params = unflatten_dict(trained, sep="/") | {"carried": params["carried"]}
     interop.save(variant.family, config, params, tmp_path / "trained.pt")
     assert read(tmp_path / "trained.pt").keys() == rest.keys()
     chex.assert_trees_all_equal(flat(load(variant, tmp_path / "trained.pt")[1]), trained)
@@ -245,7 +245,7 @@ def test_a_map_covers_every_parameter_of_the_model(name):
     config, _ = load(variant, variant.build().state_dict())
     family = interop.FAMILIES[variant.family]
     mapped = {path for rule in family.rules(config, "") for path in rule.ours}
-    assert mapped == set(weights.parameter_shapes(config))
+    assert mapped == set(mapping.parameter_shapes(config))
 
 
 def test_every_preset_has_a_reference_and_a_map():

@@ -18,15 +18,15 @@ from torch import Tensor, nn
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.interop import Family
-from flaxformer_mt.interop.checkpoint_files import Checkpoint
-from flaxformer_mt.interop.rules import Rule, embeddings, linear, norm, same
+from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
+from flaxformer_mt.interop.weight_maps.rules import TensorRule, embeddings, linear, norm, same
 from flaxformer_mt.parity.trace import Tap, for_layers, softmax_input, softmax_output
 
 ENCODER = "encoder.layers.{layer}"
 DECODER = "decoder.layers.{layer}"
 
 
-def _sizes(checkpoint: Checkpoint, num_heads: int) -> dict[str, Any]:
+def _sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
     return {
         "source_vocab_size": checkpoint.size(("encoder.tok_embedding.weight", 0)),
         "target_vocab_size": checkpoint.size(("decoder.tok_embedding.weight", 0)),
@@ -38,7 +38,7 @@ def _sizes(checkpoint: Checkpoint, num_heads: int) -> dict[str, Any]:
     }
 
 
-def _attention(ours: str, theirs: str) -> list[Rule]:
+def _attention(ours: str, theirs: str) -> list[TensorRule]:
     return [
         *linear(f"{ours}/query", f"{theirs}.fc_q", bias=True),
         *linear(f"{ours}/key", f"{theirs}.fc_k", bias=True),
@@ -47,7 +47,7 @@ def _attention(ours: str, theirs: str) -> list[Rule]:
     ]
 
 
-def _layer(ours: str, theirs: str) -> list[Rule]:
+def _layer(ours: str, theirs: str) -> list[TensorRule]:
     """What layers of both stacks have."""
     hidden, narrow = (f"{theirs}.positionwise_feedforward.fc_{i}" for i in (1, 2))
     return [
@@ -59,7 +59,7 @@ def _layer(ours: str, theirs: str) -> list[Rule]:
     ]
 
 
-def _rules(config: TransformerConfig, layout: str) -> list[Rule]:
+def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
     tables = ("encoder.tok_embedding.weight", "decoder.tok_embedding.weight")
     return [
         *embeddings(config, *tables, "decoder.fc_out.weight"),

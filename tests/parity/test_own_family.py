@@ -8,7 +8,7 @@ from seq2seq_tutorial import FAMILY
 
 from flaxformer_mt import interop
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.interop import checkpoint_files as files
+from flaxformer_mt.interop import checkpoint_files
 from flaxformer_mt.parity import references
 from flaxformer_mt.parity.compare import compare
 
@@ -39,13 +39,13 @@ def test_the_configuration_is_read_off_the_tensors():
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
 def test_there_and_back_every_byte_is_the_same(suffix, tmp_path):
-    state = files.read(module().state_dict()).tensors
+    state = checkpoint_files.read(module().state_dict()).tensors
     path = tmp_path / f"model{suffix}"
     config, params = interop.load(FAMILY, state, num_heads=4)
     interop.save(FAMILY, config, params, path)
-    found = files.read(path).tensors
+    found = checkpoint_files.read(path).tensors
     assert found.keys() == state.keys()
-    assert all(files.identical(found[name], state[name]) for name in state)
+    assert all(checkpoint_files.identical(found[name], state[name]) for name in state)
 
 
 def test_every_value_and_gradient_equals_ours():

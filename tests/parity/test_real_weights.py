@@ -24,8 +24,7 @@ from flaxformer_mt import interop
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
 from flaxformer_mt.decoding.batching.continuous_batching import ContinuousBatcher, Request
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.interop import Family
-from flaxformer_mt.interop import checkpoint_files as files
+from flaxformer_mt.interop import Family, checkpoint_files
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.parity import references
 from flaxformer_mt.parity.compare import compare
@@ -139,7 +138,7 @@ def load(name: str) -> Loaded:
     published = MODELS[name]
     config, params = interop.load(published.family, published.file(), **published.options)
     reference = published.build(config).eval()
-    tensors = files.read(published.file()).tensors
+    tensors = checkpoint_files.read(published.file()).tensors
     reference.load_state_dict({name: torch.tensor(array) for name, array in tensors.items()})
     lines = (INPUTS / published.inputs).read_text(encoding="utf-8").splitlines()
     source = published.encode([line.split("\t")[0] for line in lines if not line.startswith("# ")])
@@ -265,9 +264,10 @@ def test_the_optimizers_state_comes_along():
 def test_there_and_back_every_byte_is_the_same(model, suffix, tmp_path):
     path = tmp_path / f"model{suffix}"
     interop.save(model.published.family, model.config, model.params, path)
-    before, after = files.read(model.published.file()).tensors, files.read(path).tensors
+    before = checkpoint_files.read(model.published.file()).tensors
+    after = checkpoint_files.read(path).tensors
     assert before.keys() == after.keys()
-    assert all(files.identical(before[name], after[name]) for name in before)
+    assert all(checkpoint_files.identical(before[name], after[name]) for name in before)
 
 
 def test_another_familys_file_is_refused_with_the_name_of_a_tensor():

@@ -8,8 +8,7 @@ import pytest
 from small_runs import metrics
 
 import train
-from flaxformer_mt.interop import folders
-from flaxformer_mt.interop.convert import OWN
+from flaxformer_mt.interop.convert import OWN, convert
 from flaxformer_mt.runs.trained_model import load_run
 
 with warnings.catch_warnings():
@@ -30,7 +29,7 @@ def published(text, tmp_path_factory):
 
 def test_a_published_model_is_trained_further(published, text, tmp_path):
     run, tuned, exported = (tmp_path / name for name in ("run", "tuned", "exported"))
-    folders.convert("marian", OWN, published, run)
+    convert("marian", OWN, published, run)
     options = [
         f"--config={run / 'config.json'}",
         f"--workdir={tuned}",
@@ -54,7 +53,7 @@ def test_a_published_model_is_trained_further(published, text, tmp_path):
     ours, before = load_run(tuned), load_run(run)
     assert ours.tokenizers.source.files == before.tokenizers.source.files
 
-    folders.convert(OWN, "marian", tuned, exported)
+    convert(OWN, "marian", tuned, exported)
     theirs = MarianMTModel.from_pretrained(exported)
     chex.assert_trees_all_equal(
         theirs.get_input_embeddings().weight.detach().numpy(),

@@ -15,18 +15,20 @@ from typing import Any
 import numpy as np
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.interop.checkpoint_files import Checkpoint, Tensors
-from flaxformer_mt.interop.rules import (
+from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint, Tensors
+from flaxformer_mt.interop.weight_maps.family import (
     Buffer,
     Family,
-    Rule,
-    embeddings,
     guess_tying,
     head_width,
+    sinusoids,
+)
+from flaxformer_mt.interop.weight_maps.rules import (
+    TensorRule,
+    embeddings,
     linear,
     norm,
     same,
-    sinusoids,
     used_twice,
 )
 
@@ -43,7 +45,7 @@ SEPARATE = "separate"
 PUBLISHED_BASES = (10000.0, 1000.0)
 
 
-def _sizes(checkpoint: Checkpoint, num_heads: int) -> dict[str, Any]:
+def _sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
     layer = DECODER.format(layer=0)
     hidden, narrow = f"{layer}.feed_forward.w_1", f"{layer}.feed_forward.w_2.weight"
     query, key, value, joined = (f"{layer}.self_attn.linears.{index}" for index in range(4))
@@ -62,7 +64,7 @@ def _sizes(checkpoint: Checkpoint, num_heads: int) -> dict[str, Any]:
     }
 
 
-def _guess(checkpoint: Checkpoint) -> dict[str, Any]:
+def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     fields: dict[str, Any] = guess_tying(checkpoint, SOURCE, TARGET, f"{OUTPUT}.weight")
     # Position 1, column 2 is the sine of the second frequency, the first that depends on the base.
     if checkpoint.size((TABLE, 1)) > 1 and checkpoint.size((TABLE, 2)) > 2:
@@ -73,11 +75,11 @@ def _guess(checkpoint: Checkpoint) -> dict[str, Any]:
     return fields
 
 
-def _norm(ours: str, theirs: str) -> list[Rule]:
+def _norm(ours: str, theirs: str) -> list[TensorRule]:
     return norm(ours, theirs, scale="a_2", bias="b_2")
 
 
-def _attention(ours: str, theirs: str) -> list[Rule]:
+def _attention(ours: str, theirs: str) -> list[TensorRule]:
     return [
         rule
         for index, name in enumerate(("query", "key", "value", "output"))
@@ -85,7 +87,7 @@ def _attention(ours: str, theirs: str) -> list[Rule]:
     ]
 
 
-def _decoder_attentions(layout: str) -> list[Rule]:
+def _decoder_attentions(layout: str) -> list[TensorRule]:
     ours, theirs = "decoder/layers/self_attention", f"{DECODER}.self_attn"
     rules = _attention(ours, theirs)
     if layout == SEPARATE:
@@ -96,14 +98,14 @@ def _decoder_attentions(layout: str) -> list[Rule]:
     ]
 
 
-def _feed_forward(ours: str, theirs: str) -> list[Rule]:
+def _feed_forward(ours: str, theirs: str) -> list[TensorRule]:
     return [
         *linear(f"{ours}/hidden", f"{theirs}.w_1", bias=True),
         *linear(f"{ours}/output", f"{theirs}.w_2", bias=True),
     ]
 
 
-def _rules(config: TransformerConfig, layout: str) -> list[Rule]:
+def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
     return [
         *embeddings(config, SOURCE, TARGET, f"{OUTPUT}.weight"),
         same("output/bias", f"{OUTPUT}.bias"),

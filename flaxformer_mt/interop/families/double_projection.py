@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.interop.checkpoint_files import Checkpoint
-from flaxformer_mt.interop.rules import Arrays, Family, Rule, linear, norm
+from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
+from flaxformer_mt.interop.weight_maps.family import Family
+from flaxformer_mt.interop.weight_maps.rules import ArrayTuple, TensorRule, linear, norm
 
 
 def _prefixes(num_encoder_layers: int, num_decoder_layers: int) -> tuple[str, str]:
@@ -28,7 +29,7 @@ def _prefixes(num_encoder_layers: int, num_decoder_layers: int) -> tuple[str, st
     return "encoder.{layer}.", "decoder.{layer}."
 
 
-def _depths(checkpoint: Checkpoint) -> tuple[int, int]:
+def _depths(checkpoint: PublishedCheckpoint) -> tuple[int, int]:
     """The number of encoder and of decoder layers; only the latter have cross-attention."""
     encoder, decoder = checkpoint.num_layers("encoder."), checkpoint.num_layers("decoder.")
     if encoder or decoder:
@@ -38,19 +39,19 @@ def _depths(checkpoint: Checkpoint) -> tuple[int, int]:
     return (0, layers) if has_decoder_layers else (layers, 0)
 
 
-def _first_layer(checkpoint: Checkpoint) -> str:
+def _first_layer(checkpoint: PublishedCheckpoint) -> str:
     depths = _depths(checkpoint)
     return _prefixes(*depths)[0 if depths[0] else 1].format(layer=0)
 
 
-def _d_model(checkpoint: Checkpoint, layer: str) -> int:
+def _d_model(checkpoint: PublishedCheckpoint, layer: str) -> int:
     joined = f"{layer}self_attention.W_o"
     return checkpoint.size(
         (f"{joined}.weight", 0), (f"{joined}.bias", 0), (f"{layer}norm1.weight", 0)
     )
 
 
-def _sizes(checkpoint: Checkpoint, num_heads: int) -> dict[str, Any]:
+def _sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
     num_encoder_layers, num_decoder_layers = _depths(checkpoint)
     layer = _first_layer(checkpoint)
     hidden, narrow = f"{layer}feed_forward.0", f"{layer}feed_forward.2.weight"
@@ -62,7 +63,7 @@ def _sizes(checkpoint: Checkpoint, num_heads: int) -> dict[str, Any]:
     }
 
 
-def _guess(checkpoint: Checkpoint) -> dict[str, Any]:
+def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     layer = _first_layer(checkpoint)
     second = f"{layer}self_attention.attention.W_q"
     head_dim = checkpoint.size(
@@ -71,10 +72,10 @@ def _guess(checkpoint: Checkpoint) -> dict[str, Any]:
     return {"num_heads": _d_model(checkpoint, layer) // head_dim}
 
 
-def _folded(ours: str, attention: str, name: str, num_heads: int) -> Rule:
+def _folded(ours: str, attention: str, name: str, num_heads: int) -> TensorRule:
     """The two linear maps of every head, `name` being W_q, W_k or W_v."""
 
-    def to_ours(w: np.ndarray, b: np.ndarray, w2: np.ndarray, b2: np.ndarray) -> Arrays:
+    def to_ours(w: np.ndarray, b: np.ndarray, w2: np.ndarray, b2: np.ndarray) -> ArrayTuple:
         # In float64, so that the folding costs float32 weights no more than their own rounding.
         # JAX may know no float64; there one differentiates, and rounds in every step anyway.
         dtype = np.float64 if isinstance(w, np.ndarray) else w.dtype
@@ -83,11 +84,11 @@ def _folded(ours: str, attention: str, name: str, num_heads: int) -> Rule:
         bias = (b.reshape(num_heads, -1).astype(dtype) @ w2.T + b2).reshape(b.shape)
         return kernel.astype(w.dtype), bias.astype(b.dtype)
 
-    def to_theirs(kernel: np.ndarray, bias: np.ndarray) -> Arrays:
+    def to_theirs(kernel: np.ndarray, bias: np.ndarray) -> ArrayTuple:
         head_dim = len(bias) // num_heads
         return kernel.T, bias, np.eye(head_dim, dtype=bias.dtype), np.zeros(head_dim, bias.dtype)
 
-    return Rule(
+    return TensorRule(
         (f"{ours}/kernel", f"{ours}/bias"),
         (
             f"{attention}.{name}.weight",
@@ -101,7 +102,7 @@ def _folded(ours: str, attention: str, name: str, num_heads: int) -> Rule:
     )
 
 
-def _attention(ours: str, theirs: str, num_heads: int) -> list[Rule]:
+def _attention(ours: str, theirs: str, num_heads: int) -> list[TensorRule]:
     return [
         _folded(f"{ours}/query", theirs, "W_q", num_heads),
         _folded(f"{ours}/key", theirs, "W_k", num_heads),
@@ -110,14 +111,14 @@ def _attention(ours: str, theirs: str, num_heads: int) -> list[Rule]:
     ]
 
 
-def _feed_forward(ours: str, theirs: str) -> list[Rule]:
+def _feed_forward(ours: str, theirs: str) -> list[TensorRule]:
     return [
         *linear(f"{ours}/hidden", f"{theirs}.0", bias=True),
         *linear(f"{ours}/output", f"{theirs}.2", bias=True),
     ]
 
 
-def _rules(config: TransformerConfig, layout: str) -> list[Rule]:
+def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
     heads = config.num_heads
     encoder, decoder = _prefixes(config.num_encoder_layers, config.num_decoder_layers)
     encoder_rules = [

@@ -16,19 +16,15 @@ import numpy as np
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.interop.checkpoint_files import Checkpoint
-from flaxformer_mt.interop.rules import (
+from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
+from flaxformer_mt.interop.weight_maps.family import (
     Buffer,
     Family,
-    Rule,
     activation_of_settings,
-    embeddings,
     fields_of_settings,
     guess_tying,
-    linear,
-    norm,
-    same,
 )
+from flaxformer_mt.interop.weight_maps.rules import TensorRule, embeddings, linear, norm, same
 
 SOURCE = "encoder.embed_tokens.weight"
 TARGET = "decoder.embed_tokens.weight"
@@ -58,7 +54,7 @@ LAYER_ORDER = (
 """For `Family.order`."""
 
 
-def layers(encoder: str, decoder: str) -> list[Rule]:
+def layers(encoder: str, decoder: str) -> list[TensorRule]:
     """The maps of all layers, whose names start with `encoder` and `decoder`."""
     return [
         *_attention("encoder/layers/self_attention", f"{encoder}.layers.{{layer}}.self_attn"),
@@ -69,7 +65,7 @@ def layers(encoder: str, decoder: str) -> list[Rule]:
     ]
 
 
-def layer_sizes(checkpoint: Checkpoint, encoder: str, decoder: str) -> dict[str, Any]:
+def layer_sizes(checkpoint: PublishedCheckpoint, encoder: str, decoder: str) -> dict[str, Any]:
     """What the tensors of these layers tell about the configuration."""
     layer = f"{decoder}.layers.0"
     hidden, narrow, layer_norm = f"{layer}.fc1", f"{layer}.fc2", f"{layer}.final_layer_norm.weight"
@@ -92,7 +88,7 @@ def refuse_unequal_heads(settings: Mapping[str, Any]) -> None:
         raise UserError(f"the encoder has {encoder} heads and the decoder {decoder}: unsupported")
 
 
-def _attention(ours: str, theirs: str) -> list[Rule]:
+def _attention(ours: str, theirs: str) -> list[TensorRule]:
     return [
         *linear(f"{ours}/query", f"{theirs}.q_proj", bias=True),
         *linear(f"{ours}/key", f"{theirs}.k_proj", bias=True),
@@ -102,7 +98,7 @@ def _attention(ours: str, theirs: str) -> list[Rule]:
     ]
 
 
-def _feed_forward(ours: str, theirs: str) -> list[Rule]:
+def _feed_forward(ours: str, theirs: str) -> list[TensorRule]:
     return [
         *linear(f"{ours}/hidden", f"{theirs}.fc1", bias=True),
         *linear(f"{ours}/output", f"{theirs}.fc2", bias=True),
@@ -113,7 +109,7 @@ def _feed_forward(ours: str, theirs: str) -> list[Rule]:
 # What is fairseq's alone.
 
 
-def _sizes(checkpoint: Checkpoint, num_heads: int) -> dict[str, Any]:
+def _sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
     target = [(name, 0) for name in (TARGET, OUTPUT) if name in checkpoint.tensors]
     return {
         "source_vocab_size": checkpoint.size((SOURCE, 0)),
@@ -138,7 +134,7 @@ def _options(settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _guess(checkpoint: Checkpoint) -> dict[str, Any]:
+def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     tensors, options = checkpoint.tensors, _options(checkpoint.settings)
     refuse_unequal_heads(options)
     has_final_norm = checkpoint.has_any(".layer_norm.weight")
@@ -162,14 +158,14 @@ def _guess(checkpoint: Checkpoint) -> dict[str, Any]:
     return fields
 
 
-def _stack_norms(ours: str, theirs: str) -> list[Rule]:
+def _stack_norms(ours: str, theirs: str) -> list[TensorRule]:
     return [
         *norm("encoder/" + ours, "encoder." + theirs),
         *norm("decoder/" + ours, "decoder." + theirs),
     ]
 
 
-def _rules(config: TransformerConfig, layout: str) -> list[Rule]:
+def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
     learned_positions = [
         same("source_positions/embedding", "encoder.embed_positions.weight"),
         same("target_positions/embedding", "decoder.embed_positions.weight"),

@@ -8,19 +8,16 @@ scale. A bare state dict, which is also what is written, needs `num_heads`, and 
 from typing import Any
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.interop.checkpoint_files import Checkpoint
-from flaxformer_mt.interop.rules import (
+from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
+from flaxformer_mt.interop.weight_maps.family import (
     Buffer,
     Family,
-    Rule,
-    embeddings,
     fields_of_settings,
     guess_tying,
     head_width,
-    linear,
-    norm,
     sinusoids,
 )
+from flaxformer_mt.interop.weight_maps.rules import TensorRule, embeddings, linear, norm
 
 SOURCE = "encoder.src_word_emb.weight"
 TARGET = "decoder.trg_word_emb.weight"
@@ -39,7 +36,7 @@ _FIELDS_OF_SETTINGS = {
 }
 
 
-def _sizes(checkpoint: Checkpoint, num_heads: int) -> dict[str, Any]:
+def _sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
     layer = DECODER.format(layer=0)
     hidden, narrow = f"{layer}.pos_ffn.w_1", f"{layer}.pos_ffn.w_2.weight"
     query, key = f"{layer}.slf_attn.w_qs.weight", f"{layer}.slf_attn.w_ks.weight"
@@ -56,7 +53,7 @@ def _sizes(checkpoint: Checkpoint, num_heads: int) -> dict[str, Any]:
     }
 
 
-def _guess(checkpoint: Checkpoint) -> dict[str, Any]:
+def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     settings = checkpoint.settings
     fields: dict[str, Any] = guess_tying(checkpoint, SOURCE, TARGET, OUTPUT)
     fields |= fields_of_settings(settings, _FIELDS_OF_SETTINGS)
@@ -73,7 +70,7 @@ def _guess(checkpoint: Checkpoint) -> dict[str, Any]:
     return fields
 
 
-def _attention(ours: str, theirs: str) -> list[Rule]:
+def _attention(ours: str, theirs: str) -> list[TensorRule]:
     return [
         *linear(f"{ours}/query", f"{theirs}.w_qs", bias=False),
         *linear(f"{ours}/key", f"{theirs}.w_ks", bias=False),
@@ -83,7 +80,7 @@ def _attention(ours: str, theirs: str) -> list[Rule]:
     ]
 
 
-def _feed_forward(ours: str, theirs: str) -> list[Rule]:
+def _feed_forward(ours: str, theirs: str) -> list[TensorRule]:
     return [
         *linear(f"{ours}/hidden", f"{theirs}.w_1", bias=True),
         *linear(f"{ours}/output", f"{theirs}.w_2", bias=True),
@@ -91,7 +88,7 @@ def _feed_forward(ours: str, theirs: str) -> list[Rule]:
     ]
 
 
-def _rules(config: TransformerConfig, layout: str) -> list[Rule]:
+def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
     return [
         *embeddings(config, SOURCE, TARGET, OUTPUT),
         *norm("encoder/embedding_norm", "encoder.layer_norm"),

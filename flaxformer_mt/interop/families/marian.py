@@ -13,24 +13,21 @@ from typing import Any
 import numpy as np
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.interop.checkpoint_files import Checkpoint
+from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
 from flaxformer_mt.interop.families.fairseq import (
     LAYER_ORDER,
     layer_sizes,
     layers,
     refuse_unequal_heads,
 )
-from flaxformer_mt.interop.rules import (
-    Arrays,
+from flaxformer_mt.interop.weight_maps.family import (
     Buffer,
     Family,
-    Rule,
     activation_of_settings,
-    embeddings,
     fields_of_settings,
     sinusoids,
-    tied,
 )
+from flaxformer_mt.interop.weight_maps.rules import ArrayTuple, TensorRule, embeddings, tied
 
 SHARED = "model.shared.weight"
 SOURCE = "model.encoder.embed_tokens.weight"
@@ -61,7 +58,7 @@ ACTIVATIONS = {
 }
 
 
-def _sizes(checkpoint: Checkpoint, num_heads: int) -> dict[str, Any]:
+def _sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
     def present(*witnesses: tuple[str, int]) -> list[tuple[str, int]]:
         return [pair for pair in witnesses if pair[0] in checkpoint.tensors] or [witnesses[0]]
 
@@ -74,7 +71,7 @@ def _sizes(checkpoint: Checkpoint, num_heads: int) -> dict[str, Any]:
     }
 
 
-def _guess(checkpoint: Checkpoint) -> dict[str, Any]:
+def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     tensors, settings = checkpoint.tensors, checkpoint.settings
     refuse_unequal_heads(settings)
     ties_source = SHARED in tensors or checkpoint.same(SOURCE, TARGET)
@@ -92,7 +89,7 @@ def _guess(checkpoint: Checkpoint) -> dict[str, Any]:
     return fields
 
 
-def _embeddings(config: TransformerConfig) -> list[Rule]:
+def _embeddings(config: TransformerConfig) -> list[TensorRule]:
     rules = embeddings(config, SOURCE, TARGET, OUTPUT)
     if not config.shares_source_and_target:
         return rules
@@ -100,17 +97,17 @@ def _embeddings(config: TransformerConfig) -> list[Rule]:
     return [*others, tied(*target.ours, SHARED, *target.theirs)]
 
 
-def _output_bias() -> Rule:
-    def to_ours(bias: np.ndarray) -> Arrays:
+def _output_bias() -> TensorRule:
+    def to_ours(bias: np.ndarray) -> ArrayTuple:
         return (bias.reshape(-1),)
 
-    def to_theirs(bias: np.ndarray) -> Arrays:
+    def to_theirs(bias: np.ndarray) -> ArrayTuple:
         return (bias.reshape(1, -1),)
 
-    return Rule(("output/bias",), (BIAS,), to_ours, to_theirs)
+    return TensorRule(("output/bias",), (BIAS,), to_ours, to_theirs)
 
 
-def _rules(config: TransformerConfig, layout: str) -> list[Rule]:
+def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
     return [*_embeddings(config), _output_bias(), *layers("model.encoder", "model.decoder")]
 
 

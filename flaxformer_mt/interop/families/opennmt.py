@@ -13,20 +13,16 @@ from typing import Any
 import numpy as np
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.interop.checkpoint_files import Checkpoint
-from flaxformer_mt.interop.rules import (
+from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
+from flaxformer_mt.interop.weight_maps.family import (
     Buffer,
     Family,
-    Rule,
     activation_of_settings,
-    embeddings,
     fields_of_settings,
     guess_tying,
-    linear,
-    norm,
-    same,
     sinusoids,
 )
+from flaxformer_mt.interop.weight_maps.rules import TensorRule, embeddings, linear, norm, same
 
 SOURCE = "encoder.embeddings.make_embedding.emb_luts.0.weight"
 TARGET = "decoder.embeddings.make_embedding.emb_luts.0.weight"
@@ -39,7 +35,7 @@ _FIELDS_OF_OPTIONS = {"heads": "num_heads", "norm_eps": "norm_epsilon"}
 _DROPOUT_OPTIONS = {"dropout": "dropout_rate", "attention_dropout": "attention_dropout_rate"}
 
 
-def _sizes(checkpoint: Checkpoint, num_heads: int) -> dict[str, Any]:
+def _sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
     layer = f"{DECODER.format(layer=0)}.feed_forward"
     hidden, narrow = f"{layer}.w_1.weight", f"{layer}.w_2.weight"
     return {
@@ -52,7 +48,7 @@ def _sizes(checkpoint: Checkpoint, num_heads: int) -> dict[str, Any]:
     }
 
 
-def _guess(checkpoint: Checkpoint) -> dict[str, Any]:
+def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     options = checkpoint.settings
     fields: dict[str, Any] = {
         **guess_tying(checkpoint, SOURCE, TARGET, OUTPUT),
@@ -78,7 +74,7 @@ def _guess(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _attention(config: TransformerConfig, ours: str, theirs: str) -> list[Rule]:
+def _attention(config: TransformerConfig, ours: str, theirs: str) -> list[TensorRule]:
     return [
         *linear(f"{ours}/query", f"{theirs}.linear_query", bias=config.qkv_bias),
         *linear(f"{ours}/key", f"{theirs}.linear_keys", bias=config.qkv_bias),
@@ -87,7 +83,7 @@ def _attention(config: TransformerConfig, ours: str, theirs: str) -> list[Rule]:
     ]
 
 
-def _feed_forward(config: TransformerConfig, ours: str, theirs: str) -> list[Rule]:
+def _feed_forward(config: TransformerConfig, ours: str, theirs: str) -> list[TensorRule]:
     return [
         *norm(f"{ours}_norm", f"{theirs}.layer_norm"),
         *linear(f"{ours}/hidden", f"{theirs}.w_1", bias=config.feed_forward_bias),
@@ -95,7 +91,7 @@ def _feed_forward(config: TransformerConfig, ours: str, theirs: str) -> list[Rul
     ]
 
 
-def _rules(config: TransformerConfig, layout: str) -> list[Rule]:
+def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
     return [
         *embeddings(config, SOURCE, TARGET, OUTPUT),
         same("output/bias", "generator.bias"),

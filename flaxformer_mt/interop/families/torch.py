@@ -11,18 +11,15 @@ default.
 from typing import Any
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.interop.checkpoint_files import Checkpoint
-from flaxformer_mt.interop.rules import (
-    Buffer,
-    Family,
-    Rule,
+from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
+from flaxformer_mt.interop.weight_maps.family import Buffer, Family, guess_tying, sinusoids
+from flaxformer_mt.interop.weight_maps.rules import (
+    TensorRule,
     embeddings,
-    guess_tying,
     linear,
     norm,
     packed,
     same,
-    sinusoids,
     transposed,
 )
 
@@ -32,11 +29,11 @@ OUTPUT = "generator.weight"
 TABLE = "positional_encoding.pos_embedding"
 
 
-def _is_bare(checkpoint: Checkpoint) -> bool:
+def _is_bare(checkpoint: PublishedCheckpoint) -> bool:
     return all(name.startswith(("encoder.", "decoder.")) for name in checkpoint.tensors)
 
 
-def _sizes(checkpoint: Checkpoint, num_heads: int) -> dict[str, Any]:
+def _sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
     bare = _is_bare(checkpoint)
     prefix = "" if bare else "transformer."
     layer = f"{prefix}decoder.layers.0"
@@ -56,11 +53,11 @@ def _sizes(checkpoint: Checkpoint, num_heads: int) -> dict[str, Any]:
     }
 
 
-def _guess(checkpoint: Checkpoint) -> dict[str, Any]:
+def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     return {} if _is_bare(checkpoint) else guess_tying(checkpoint, SOURCE, TARGET, OUTPUT)
 
 
-def _attention(ours: str, theirs: str) -> list[Rule]:
+def _attention(ours: str, theirs: str) -> list[TensorRule]:
     projections = [f"{ours}/{name}" for name in ("query", "key", "value")]
     kernels = [f"{path}/kernel" for path in projections]
     biases = [f"{path}/bias" for path in projections]
@@ -71,14 +68,14 @@ def _attention(ours: str, theirs: str) -> list[Rule]:
     ]
 
 
-def _feed_forward(ours: str, theirs: str) -> list[Rule]:
+def _feed_forward(ours: str, theirs: str) -> list[TensorRule]:
     return [
         *linear(f"{ours}/hidden", f"{theirs}.linear1", bias=True),
         *linear(f"{ours}/output", f"{theirs}.linear2", bias=True),
     ]
 
 
-def _rules(config: TransformerConfig, layout: str) -> list[Rule]:
+def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
     bare = not config.target_vocab_size
     prefix = "" if bare else "transformer."
     encoder, decoder = f"{prefix}encoder.layers.{{layer}}", f"{prefix}decoder.layers.{{layer}}"

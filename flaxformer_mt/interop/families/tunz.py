@@ -10,18 +10,9 @@ from typing import Any
 import numpy as np
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.interop.checkpoint_files import Checkpoint
-from flaxformer_mt.interop.rules import (
-    Buffer,
-    Family,
-    Rule,
-    embeddings,
-    guess_tying,
-    head_width,
-    linear,
-    norm,
-    unused,
-)
+from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
+from flaxformer_mt.interop.weight_maps.family import Buffer, Family, guess_tying, head_width
+from flaxformer_mt.interop.weight_maps.rules import TensorRule, embeddings, linear, norm, unused
 
 SOURCE = "i_vocab_embedding.weight"
 TARGET = "t_vocab_embedding.weight"
@@ -29,11 +20,11 @@ ENCODER = "encoder.layers.{layer}"
 DECODER = "decoder.layers.{layer}"
 
 
-def _has_inputs(checkpoint: Checkpoint) -> bool:
+def _has_inputs(checkpoint: PublishedCheckpoint) -> bool:
     return any(name.startswith(("encoder.", "i_vocab_embedding.")) for name in checkpoint.tensors)
 
 
-def _sizes(checkpoint: Checkpoint, num_heads: int) -> dict[str, Any]:
+def _sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
     layer = DECODER.format(layer=0)
     hidden, narrow = f"{layer}.ffn.layer1", f"{layer}.ffn.layer2.weight"
     query, key, value = (f"{layer}.self_attention.linear_{name}.weight" for name in "qkv")
@@ -51,12 +42,12 @@ def _sizes(checkpoint: Checkpoint, num_heads: int) -> dict[str, Any]:
     }
 
 
-def _guess(checkpoint: Checkpoint) -> dict[str, Any]:
+def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     source = SOURCE if _has_inputs(checkpoint) else None
     return guess_tying(checkpoint, source, TARGET, None)
 
 
-def _attention(ours: str, theirs: str) -> list[Rule]:
+def _attention(ours: str, theirs: str) -> list[TensorRule]:
     return [
         *norm(f"{ours}_norm", f"{theirs}_norm"),
         *linear(f"{ours}/query", f"{theirs}.linear_q", bias=False),
@@ -66,7 +57,7 @@ def _attention(ours: str, theirs: str) -> list[Rule]:
     ]
 
 
-def _feed_forward(ours: str, theirs: str) -> list[Rule]:
+def _feed_forward(ours: str, theirs: str) -> list[TensorRule]:
     return [
         *norm(f"{ours}_norm", f"{theirs}_norm"),
         *linear(f"{ours}/hidden", f"{theirs}.layer1", bias=True),
@@ -74,7 +65,7 @@ def _feed_forward(ours: str, theirs: str) -> list[Rule]:
     ]
 
 
-def _decoder_attentions(config: TransformerConfig) -> list[Rule]:
+def _decoder_attentions(config: TransformerConfig) -> list[TensorRule]:
     rules = _attention("decoder/layers/self_attention", f"{DECODER}.self_attention")
     if config.has_inputs:
         cross = _attention("decoder/layers/cross_attention", f"{DECODER}.enc_dec_attention")
@@ -85,7 +76,7 @@ def _decoder_attentions(config: TransformerConfig) -> list[Rule]:
     ]
 
 
-def _rules(config: TransformerConfig, layout: str) -> list[Rule]:
+def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
     encoder = [
         *_attention("encoder/layers/self_attention", f"{ENCODER}.self_attention"),
         *_feed_forward("encoder/layers/feed_forward", f"{ENCODER}.ffn"),

@@ -18,7 +18,7 @@ from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer
 from flaxformer_mt.decoding.search.options import forbidden_token_ids
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.formats import huggingface
-from flaxformer_mt.interop.formats.run_folders import Package
+from flaxformer_mt.interop.formats.bundle import ModelBundle
 from flaxformer_mt.runs import atomic
 
 try:
@@ -46,7 +46,7 @@ _UNKNOWN = {
 
 
 def write(
-    package: Package,
+    bundle: ModelBundle,
     folder: Path,
     accepted: Collection[str] = (),
     quantization: str | None = None,
@@ -57,7 +57,7 @@ def write(
     searches as the run does. What it translates are SentencePiece's pieces with "</s>" after them.
 
     Args:
-      package: the model.
+      bundle: the model.
       folder: to be made.
       accepted: see `convert`.
       quantization: one of `QUANTIZATIONS`; None = float32.
@@ -73,27 +73,27 @@ def write(
         raise UserError(f"--quantization {quantization}: choose one of {', '.join(QUANTIZATIONS)}")
     disable_progress_bar()
     # The converter reads no settings of the search: those that have no place there are no loss.
-    plain = dataclasses.replace(package.config, decode=DecodeConfig(length_penalty_kind="average"))
+    plain = dataclasses.replace(bundle.config, decode=DecodeConfig(length_penalty_kind="average"))
     with tempfile.TemporaryDirectory() as scratch, atomic.new_folder(folder) as partial:
         exported = Path(scratch, "huggingface")
-        notes = huggingface.write(dataclasses.replace(package, config=plain), exported, accepted)
-        _Converter(exported, package).convert(
+        notes = huggingface.write(dataclasses.replace(bundle, config=plain), exported, accepted)
+        _Converter(exported, bundle).convert(
             str(partial), quantization=quantization or "float32", force=True
         )
         for name in VOCABULARY_MODELS:
             (partial / name).write_bytes((exported / name).read_bytes())
-        settings, losses = to_settings(package)
+        settings, losses = to_settings(bundle)
         (partial / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     return (*notes, *losses)
 
 
-def to_settings(package: Package) -> tuple[dict[str, Any], tuple[str, ...]]:
+def to_settings(bundle: ModelBundle) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The arguments of `translate_batch` that search as the run does, as far as there are any.
 
     Returns:
       The arguments, and a line about each option that they cannot say.
     """
-    decode, model = package.config.decode, package.config.model
+    decode, model = bundle.config.decode, bundle.config.model
     limit = decode.max_length or LONGEST_TRANSLATION
     settings = {
         "beam_size": decode.beam_size,
@@ -105,7 +105,7 @@ def to_settings(package: Package) -> tuple[dict[str, Any], tuple[str, ...]]:
         "no_repeat_ngram_size": decode.no_repeat_ngram_size,
         "repetition_penalty": decode.repetition_penalty,
         "replace_unknowns": decode.copy_unknown,
-        "suppress_sequences": _suppressed(package),
+        "suppress_sequences": _suppressed(bundle),
         "return_scores": True,
     }
     losses = [
@@ -126,14 +126,14 @@ def to_settings(package: Package) -> tuple[dict[str, Any], tuple[str, ...]]:
     return settings, tuple(losses)
 
 
-def _suppressed(package: Package) -> list[list[str]]:
+def _suppressed(bundle: ModelBundle) -> list[list[str]]:
     """What must not appear, in pieces. Padding is no token there."""
-    decode, target = package.config.decode, package.tokenizers.target
+    decode, target = bundle.config.decode, bundle.tokenizers.target
     words = target.encode([word.strip() for word in decode.bad_words])
     ids = [[int(token) for token in phrase.split(",")] for phrase in decode.bad_word_ids]
-    always = [[token] for token in forbidden_token_ids(package.config.model)]
+    always = [[token] for token in forbidden_token_ids(bundle.config.model)]
     phrases = [phrase for phrase in (*words, *ids, *always) if phrase]
-    pad_id = package.config.model.pad_id
+    pad_id = bundle.config.model.pad_id
     return [target.pieces(phrase) for phrase in phrases if pad_id not in phrase]
 
 
@@ -156,10 +156,10 @@ class _Vocabulary:
 class _Converter(converters.TransformersConverter):
     """The converter of Hugging Face folders, for models that start decoding from any token."""
 
-    def __init__(self, folder: Path, package: Package) -> None:
+    def __init__(self, folder: Path, bundle: ModelBundle) -> None:
         super().__init__(str(folder))
-        self.model = package.config.model
-        self.tokenizers = package.tokenizers
+        self.model = bundle.config.model
+        self.tokenizers = bundle.tokenizers
 
     def load_model(self, *arguments: Any, **options: Any) -> Any:
         """The PyTorch model, which starts from zero, with padding last."""

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
+from flaxformer_mt.decoding.search.options import forbidden_token_ids
 from flaxformer_mt.errors import UserError
 
 _EARLY_STOPPING: dict[Any, Literal["never", "heuristic", "first"]] = {
@@ -119,14 +120,13 @@ def from_decode(
     }
     values = {theirs: getattr(decode, ours) for theirs, ours in _SAME.items()}
     to_theirs = {ours: theirs for theirs, ours in _EARLY_STOPPING.items()}
-    forbidden = sorted({model.pad_id, model.bos_id} - {model.eos_id})
     values |= {
         "early_stopping": to_theirs[decode.early_stopping],
         "forced_eos_token_id": model.eos_id if decode.force_end else None,
         "max_length": decode.max_length + 1 if decode.max_length else model.max_length,
         "min_length": decode.min_length + 1 if decode.min_length else 0,
         "bad_words_ids": [
-            *([token] for token in forbidden),
+            *([token] for token in forbidden_token_ids(model)),
             *([int(token) for token in phrase.split(",")] for phrase in decode.bad_word_ids),
         ],
     }
@@ -171,8 +171,8 @@ def _losses(decode: DecodeConfig) -> list[str]:
 def _bad_word_ids(
     phrases: Collection[Collection[int]], model: TransformerConfig
 ) -> tuple[str, ...]:
-    """All but those that our search never chooses."""
-    never = [[token] for token in {model.pad_id, model.bos_id} - {model.eos_id}]
+    """Returns the phrases, except tokens that our search never chooses anyway."""
+    never = [[token] for token in forbidden_token_ids(model)]
     return tuple(",".join(map(str, map(int, ids))) for ids in phrases if list(ids) not in never)
 
 

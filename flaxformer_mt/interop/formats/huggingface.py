@@ -1,9 +1,9 @@
 """Hugging Face folders of Marian models: what OPUS-MT is published as.
 
-`marian.py` has the map of the weights, `generation.py` that of the search. A run that was made of
-such a folder keeps what only Hugging Face needs (`Package.origin`), so that the way back gives the
-same files: settings with no meaning here, names of tensors that were left out, and tables that are
-computed.
+`families/marian.py` maps the weights, `generation_config.py` the search options. A run converted
+from such a folder keeps what only Hugging Face needs in `ModelBundle.origin`, so that converting it
+back gives the same files: settings without a counterpart here, names of omitted tensors, and
+computed tables.
 """
 
 import json
@@ -24,14 +24,14 @@ from flaxformer_mt.data.tokenizers.marian_tokenizer import (
 from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.interop import checkpoint_files as files
-from flaxformer_mt.interop import weights
-from flaxformer_mt.interop.checkpoint_files import Checkpoint
-from flaxformer_mt.interop.convert import adapt
+from flaxformer_mt.interop import checkpoint_files
+from flaxformer_mt.interop.adaptation import adapt
+from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
 from flaxformer_mt.interop.families import marian
-from flaxformer_mt.interop.formats import generation_config as generation
-from flaxformer_mt.interop.formats.run_folders import Package, experiment
-from flaxformer_mt.interop.weights import CARRIED
+from flaxformer_mt.interop.formats import generation_config
+from flaxformer_mt.interop.formats.bundle import ModelBundle, experiment
+from flaxformer_mt.interop.weight_maps import checkpoints
+from flaxformer_mt.interop.weight_maps.mapping import CARRIED
 from flaxformer_mt.runs import atomic
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -57,7 +57,7 @@ def is_folder(path: Path) -> bool:
 
 def read(
     folder: Path, overrides: Mapping[str, Any] | None = None
-) -> tuple[Package, tuple[str, ...]]:
+) -> tuple[ModelBundle, tuple[str, ...]]:
     """Reads a folder that `MarianMTModel` and `MarianTokenizer` were saved to.
 
     Args:
@@ -76,10 +76,10 @@ def read(
             f"{folder / CONFIG} is of model_type={settings.get('model_type')}, not marian"
         )
     tensors, dtype = _read_tensors(folder)
-    with weights.refusals_name(folder, marian.FAMILY.name):
+    with checkpoints.error_context(folder, marian.FAMILY.name):
         known = {name: value for name, value in settings.items() if value is not None}
-        model, params = weights.from_checkpoint(
-            marian.FAMILY, Checkpoint(tensors, known), dict(overrides or {})
+        model, params = checkpoints.from_checkpoint(
+            marian.FAMILY, PublishedCheckpoint(tensors, known), dict(overrides or {})
         )
         tokenizers = Tokenizers.load(folder)
         _check_tokenizers(model, tokenizers)
@@ -88,19 +88,19 @@ def read(
         if (folder / GENERATION).is_file():
             kept[GENERATION] = (folder / GENERATION).read_bytes()
             search = _read_json(folder / GENERATION)
-        decode, notes = generation.to_decode(search, model)
+        decode, notes = generation_config.to_decode(search, model)
     carried = params.pop(CARRIED, {})
     kept[_CARRIED_FILE] = safetensors.numpy.save(carried, {"dtype": dtype})
     names = _read_json(folder / TOKENIZER_CONFIG, {})
     config = experiment(model, _data(names, tokenizers), decode)
-    return Package(config, params, tokenizers, kept), tuple(notes)
+    return ModelBundle(config, params, tokenizers, kept), tuple(notes)
 
 
-def write(package: Package, folder: Path, accepted: Collection[str] = ()) -> tuple[str, ...]:
+def write(bundle: ModelBundle, folder: Path, accepted: Collection[str] = ()) -> tuple[str, ...]:
     """Makes a folder that `MarianMTModel` and `MarianTokenizer` load, whole or not at all.
 
     Args:
-      package: the model.
+      bundle: the model.
       folder: to be made.
       accepted: see `convert`.
 
@@ -110,9 +110,9 @@ def write(package: Package, folder: Path, accepted: Collection[str] = ()) -> tup
     Raises:
       UserError: Marian computes something else, or the folder exists or cannot be written.
     """
-    model, params = package.config.model, package.params
+    model, params = bundle.config.model, bundle.params
     notes: tuple[str, ...] = ()
-    kept = package.origin if _CARRIED_FILE in package.origin else {}
+    kept = bundle.origin if _CARRIED_FILE in bundle.origin else {}
     if not kept:
         model, params, notes = adapt(model, params, marian.FAMILY, accepted)
         # The start of decoding is a setting there, whatever the published models have.
@@ -123,19 +123,19 @@ def write(package: Package, folder: Path, accepted: Collection[str] = ()) -> tup
             "decoding from a token, and has one for padding"
         )
     carried, dtype = _carried(kept, model)
-    tensors = weights.to_state_dict(marian.FAMILY, model, params | {CARRIED: carried})
-    tokenizer = _tokenizer_files(package)
+    tensors = checkpoints.to_state_dict(marian.FAMILY, model, params | {CARRIED: carried})
+    tokenizer = _tokenizer_files(bundle)
     old = json.loads(kept.get(GENERATION, b"{}"))
     if not old:  # Before there was this file, settings of `generate` stood in the other one.
         stored = json.loads(kept.get(CONFIG, b"{}"))
-        old = {name: stored[name] for name in stored.keys() & generation.FIELDS}
-    search, losses = generation.from_decode(package.config.decode, model, old)
+        old = {name: stored[name] for name in stored.keys() & generation_config.FIELDS}
+    search, losses = generation_config.from_decode(bundle.config.decode, model, old)
     with atomic.new_folder(folder) as partial:
         for name, content in tokenizer.items():
             (partial / name).write_bytes(content)
         _write_json(partial / CONFIG, _settings(model, json.loads(kept.get(CONFIG, b"{}"))))
         _write_json(partial / GENERATION, search)
-        files.write(partial / "model.safetensors", _narrowed(tensors, dtype))
+        checkpoint_files.write(partial / "model.safetensors", _narrowed(tensors, dtype))
     return (*notes, *losses)
 
 
@@ -160,9 +160,9 @@ def _read_tensors(folder: Path) -> tuple[dict[str, np.ndarray], str]:
     """All tensors, those of 16 bits widened to 32; and the dtype that most of them had."""
     for name in _WEIGHTS:
         if (folder / name).is_file():
-            return files.read_widened([folder / name])
+            return checkpoint_files.read_widened([folder / name])
         if (folder / (name + _INDEX)).is_file():
-            return files.read_widened(_shards(folder / (name + _INDEX)))
+            return checkpoint_files.read_widened(_shards(folder / (name + _INDEX)))
     raise UserError(f"{folder} has no {' and no '.join(_WEIGHTS)}")
 
 
@@ -284,12 +284,12 @@ def _settings(model: TransformerConfig, kept: Mapping[str, Any]) -> dict[str, An
     return dict(kept) | changed
 
 
-def _tokenizer_files(package: Package) -> Mapping[str, bytes]:
-    source, target = package.tokenizers.source, package.tokenizers.target
+def _tokenizer_files(bundle: ModelBundle) -> Mapping[str, bytes]:
+    source, target = bundle.tokenizers.source, bundle.tokenizers.target
     if isinstance(source, MarianTokenizer):
         return source.files
     assert isinstance(target, SentencePieceTokenizer)
-    joint = package.tokenizers.joint
+    joint = bundle.tokenizers.joint
     vocabularies = {VOCABULARY_FILE: source}
     if not joint:
         vocabularies[TARGET_VOCABULARY_FILE] = target
@@ -299,10 +299,10 @@ def _tokenizer_files(package: Package) -> Mapping[str, bytes]:
     }
     settings = special | {
         "tokenizer_class": "MarianTokenizer",
-        "source_lang": package.config.data.source_language,
-        "target_lang": package.config.data.target_language,
+        "source_lang": bundle.config.data.source_language,
+        "target_lang": bundle.config.data.target_language,
         "separate_vocabs": not joint,
-        "model_max_length": package.config.model.max_length,
+        "model_max_length": bundle.config.model.max_length,
         "clean_up_tokenization_spaces": False,
         # So that "</s>" in a text is text, as in the run.
         "split_special_tokens": True,

@@ -22,8 +22,8 @@ from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import SentencePieceT
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer
 from flaxformer_mt.decoding.search.options import forbidden_token_ids
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.interop.formats.run_folders import Package
-from flaxformer_mt.interop.weights import by_path, model_params
+from flaxformer_mt.interop.formats.bundle import ModelBundle
+from flaxformer_mt.interop.weight_maps.mapping import by_path, model_params
 from flaxformer_mt.model.transformer import Cache, Transformer, reorder_cache
 from flaxformer_mt.runs import atomic
 
@@ -41,14 +41,14 @@ SIGNATURES = {
 `parameters` is a dict of arrays, `cache` a tuple of them; `room` only says w and p."""
 
 
-def write(package: Package, folder: Path, accepted: Collection[str] = ()) -> tuple[str, ...]:
-    """Makes a folder that can be used without this package, whole or not at all.
+def write(bundle: ModelBundle, folder: Path, accepted: Collection[str] = ()) -> tuple[str, ...]:
+    """Makes a folder that can be used without this bundle, whole or not at all.
 
     It holds the functions of `SIGNATURES`, the parameters (.npz), the SentencePiece models,
     `metadata.json` with vocabularies and special tokens, and `server.py`.
 
     Args:
-      package: the model.
+      bundle: the model.
       folder: to be made.
       accepted: nothing is changed, so there is nothing to accept.
 
@@ -65,17 +65,17 @@ def write(package: Package, folder: Path, accepted: Collection[str] = ()) -> tup
         raise UserError(
             "jax.export needs flatbuffers: pip install 'flaxformer_mt[export]'"
         ) from error
-    model, params = package.config.model, model_params(package.params)
+    model, params = bundle.config.model, model_params(bundle.params)
     if not model.has_inputs:
         raise UserError("model.has_inputs=False: a language model has no source to encode")
     with atomic.new_folder(folder) as partial:
         for name, exported in export_functions(model, params).items():
             (partial / f"{name}.jax").write_bytes(exported.serialize())
         np.savez(partial / "parameters.npz", **by_path(params))  # type: ignore[arg-type]
-        for side, content in _sentencepiece_models(package).items():
+        for side, content in _sentencepiece_models(bundle).items():
             (partial / f"{side}.spm").write_bytes(content)
         (partial / "metadata.json").write_text(
-            json.dumps(metadata(package), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+            json.dumps(metadata(bundle), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
         )
         (partial / "server.py").write_bytes(SERVER.read_bytes())
     return ()
@@ -140,10 +140,10 @@ def export_functions(model: TransformerConfig, params: Any) -> dict[str, export.
     }
 
 
-def metadata(package: Package) -> dict[str, Any]:
+def metadata(bundle: ModelBundle) -> dict[str, Any]:
     """What a server has to know besides the functions, as JSON values."""
-    model, decode = package.config.model, package.config.decode
-    source, target = package.tokenizers.source, package.tokenizers.target
+    model, decode = bundle.config.model, bundle.config.decode
+    source, target = bundle.tokenizers.source, bundle.tokenizers.target
     return {
         "functions": SIGNATURES,
         "platforms": PLATFORMS,
@@ -165,8 +165,8 @@ def _pieces(tokenizer: Tokenizer) -> list[str]:
     return tokenizer.pieces(range(tokenizer.vocab_size))
 
 
-def _sentencepiece_models(package: Package) -> dict[str, bytes]:
-    source, target = package.tokenizers.source, package.tokenizers.target
+def _sentencepiece_models(bundle: ModelBundle) -> dict[str, bytes]:
+    source, target = bundle.tokenizers.source, bundle.tokenizers.target
     if isinstance(source, MarianTokenizer):
         return {side: source.files[f"{side}.spm"] for side in ("source", "target")}
     assert isinstance(source, SentencePieceTokenizer)

@@ -18,7 +18,7 @@ import numpy as np
 import yaml
 
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.interop.checkpoint_files import Checkpoint
+from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
 from flaxformer_mt.runs import atomic
 from flaxformer_mt.runs.parameter_file import first_bytes
 
@@ -42,7 +42,7 @@ class _Item(NamedTuple):
     data: bytes
 
 
-def read(path: Path) -> Checkpoint:
+def read(path: Path) -> PublishedCheckpoint:
     """Reads a model: its tensors in float32, under Marian's names, and its options.
 
     Quantised matrices become what their numbers stand for.
@@ -60,7 +60,7 @@ def read(path: Path) -> Checkpoint:
         raise UserError("no Marian model: neither .npz nor binary")
     if options is None:
         raise UserError(f"it has no options ({OPTIONS}): no Marian model, or one for another tool")
-    return Checkpoint(tensors, _parse(options))
+    return PublishedCheckpoint(tensors, _parse(options))
 
 
 def write_npz(path: Path, tensors: Mapping[str, np.ndarray], options: Mapping[str, Any]) -> None:

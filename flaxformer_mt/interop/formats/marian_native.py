@@ -16,10 +16,10 @@ from flaxformer_mt.config import DataConfig, DecodeConfig, TransformerConfig
 from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.interop import weights
+from flaxformer_mt.interop.families.marian_native import END, FAMILY, NO_TOKEN, options
 from flaxformer_mt.interop.formats import marian_files
-from flaxformer_mt.interop.formats.marian_names import END, FAMILY, NO_TOKEN, options
-from flaxformer_mt.interop.formats.run_folders import Package, experiment
+from flaxformer_mt.interop.formats.bundle import ModelBundle, experiment
+from flaxformer_mt.interop.weight_maps import checkpoints
 from flaxformer_mt.runs import atomic
 
 _MODEL, _OPTIONS = "model.npz", "config.yml"
@@ -37,7 +37,9 @@ class Files(NamedTuple):
     """How Marian is to decode with it; empty if no file says so."""
 
 
-def read(path: Path, overrides: Mapping[str, Any] | None = None) -> tuple[Package, tuple[str, ...]]:
+def read(
+    path: Path, overrides: Mapping[str, Any] | None = None
+) -> tuple[ModelBundle, tuple[str, ...]]:
     """Reads a model, its vocabularies, and how it is searched.
 
     Args:
@@ -60,17 +62,17 @@ def read(path: Path, overrides: Mapping[str, Any] | None = None) -> tuple[Packag
         byte_fallback=False,
         target_row_length=128,
     )
-    package = Package(experiment(config, data, _decode(files.options)), params, tokenizers)
+    bundle = ModelBundle(experiment(config, data, _decode(files.options)), params, tokenizers)
     if not files.options.get("shortlist"):
-        return package, ()
-    return package, ("its shortlist is left out: translations may have any token",)
+        return bundle, ()
+    return bundle, ("its shortlist is left out: translations may have any token",)
 
 
-def write(package: Package, folder: Path, accepted: Collection[str] = ()) -> tuple[str, ...]:
+def write(bundle: ModelBundle, folder: Path, accepted: Collection[str] = ()) -> tuple[str, ...]:
     """Makes a folder that Marian's decoder can use: a model in float32, vocabulary, options.
 
     Args:
-      package: the model.
+      bundle: the model.
       folder: to be made.
       accepted: nothing is adapted, so there is nothing to accept.
 
@@ -81,14 +83,14 @@ def write(package: Package, folder: Path, accepted: Collection[str] = ()) -> tup
       UserError: Marian computes something else, cannot have such a vocabulary, or the folder exists
         or cannot be written.
     """
-    model, tokenizers = package.config.model, package.tokenizers
-    tensors = weights.to_state_dict(FAMILY, model, package.params)
+    model, tokenizers = bundle.config.model, bundle.tokenizers
+    tensors = checkpoints.to_state_dict(FAMILY, model, bundle.params)
     names = ("vocab.spm",) if tokenizers.joint else ("source.spm", "target.spm")
     vocabularies = {
         name: _checked(tokenizer, "the run's vocabulary").model
         for name, tokenizer in zip(names, (tokenizers.source, tokenizers.target), strict=False)
     }
-    decode = package.config.decode
+    decode = bundle.config.decode
     settings = {
         "relative-paths": True,
         "models": [_MODEL],
@@ -118,8 +120,8 @@ def load(path: Path, **overrides: Any) -> tuple[TransformerConfig, dict[str, Any
     Raises:
       UserError: see `marian_files.read` and `interop.load`; or an option is not supported.
     """
-    with weights.refusals_name(path, FAMILY.name):
-        return weights.from_checkpoint(FAMILY, marian_files.read(path), overrides)
+    with checkpoints.error_context(path, FAMILY.name):
+        return checkpoints.from_checkpoint(FAMILY, marian_files.read(path), overrides)
 
 
 def find(path: Path) -> Files:

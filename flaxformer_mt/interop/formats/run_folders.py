@@ -1,66 +1,31 @@
-"""Models with all that using them needs, and run folders that hold one.
+"""Reads a whole model from a run folder, and writes one.
 
-A run folder made of a published model has a single checkpoint, 0, and can be used like any other.
+A run folder converted from a published model has a single checkpoint, of step 0, and can be used
+like any other.
 """
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from flaxformer_mt import config as configuration
-from flaxformer_mt.config import (
-    DataConfig,
-    DecodeConfig,
-    ExperimentConfig,
-    OptimizerConfig,
-    TrainConfig,
-    TransformerConfig,
-)
-from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
-from flaxformer_mt.interop import weights
+from flaxformer_mt.config import to_json
+from flaxformer_mt.interop.formats.bundle import ModelBundle
+from flaxformer_mt.interop.weight_maps.mapping import model_params
 from flaxformer_mt.runs import atomic
 from flaxformer_mt.runs.trained_model import load_run
 
 ORIGIN = "origin"
-"""The folder in a run that keeps what a published folder said besides."""
+"""Folder in a run for `ModelBundle.origin`."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Package:
-    """A model with all that using it needs."""
-
-    config: ExperimentConfig
-    """How it is searched, and what training it further starts from."""
-    params: dict[str, Any]
-    """The model's parameters, without what they carry."""
-    tokenizers: Tokenizers
-    origin: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
-    """What a published folder said besides, by file name, for the way back."""
-
-
-def experiment(
-    model: TransformerConfig, data: DataConfig, decode: DecodeConfig
-) -> ExperimentConfig:
-    """What a published model is searched with, and trained further: gently, and not for long."""
-    return ExperimentConfig(
-        model=model,
-        data=data,
-        optimizer=OptimizerConfig(learning_rate=5e-5, warmup_steps=200, clip_norm=1.0),
-        train=TrainConfig(num_steps=2000, eval_every=500, checkpoint_every=500, best_metric="bleu"),
-        decode=decode,
-    )
-
-
-def read(folder: Path) -> Package:
-    """Reads a run folder, with its best checkpoint.
+def read(folder: Path) -> ModelBundle:
+    """Reads a run folder with its best checkpoint.
 
     Raises:
       UserError: see `load_run`.
     """
     run = load_run(folder, "best")
     kept = folder / ORIGIN
-    return Package(
+    return ModelBundle(
         dataclasses.replace(run.config, model=run.model),
         run.params,
         run.tokenizers,
@@ -68,8 +33,8 @@ def read(folder: Path) -> Package:
     )
 
 
-def write(package: Package, folder: Path) -> None:
-    """Makes a run folder, whole or not at all.
+def write(bundle: ModelBundle, folder: Path) -> None:
+    """Writes a run folder atomically.
 
     Raises:
       UserError: it exists, or cannot be written.
@@ -77,11 +42,11 @@ def write(package: Package, folder: Path) -> None:
     from flaxformer_mt.runs.checkpoint import write_params
 
     with atomic.new_folder(folder) as partial:
-        package.tokenizers.save(partial / "tokenizer")
-        write_params(partial, 0, weights.model_params(package.params))
-        if package.origin:
+        bundle.tokenizers.save(partial / "tokenizer")
+        write_params(partial, 0, model_params(bundle.params))
+        if bundle.origin:
             (partial / ORIGIN).mkdir()
-        for name, content in package.origin.items():
+        for name, content in bundle.origin.items():
             (partial / ORIGIN / name).write_bytes(content)
-        text = configuration.to_json(package.config)
+        text = to_json(bundle.config)
         (partial / "config.json").write_text(text, encoding="utf-8")

@@ -14,15 +14,9 @@ import yaml
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.interop.checkpoint_files import Checkpoint
-from flaxformer_mt.interop.rules import (
-    Arrays,
-    Family,
-    Rule,
-    activation_of_settings,
-    embeddings,
-    same,
-)
+from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
+from flaxformer_mt.interop.weight_maps.family import Family, activation_of_settings
+from flaxformer_mt.interop.weight_maps.rules import ArrayTuple, TensorRule, embeddings, same
 from flaxformer_mt.model.transformer import ZERO_VECTOR
 
 NAME = "marian-native"
@@ -74,19 +68,19 @@ _FIELDS_OF_OPTIONS = {
 # The map.
 
 
-def _row(ours: str, theirs: str) -> Rule:
+def _row(ours: str, theirs: str) -> TensorRule:
     """A vector [D] that is [1, D] there."""
 
-    def to_ours(row: np.ndarray) -> Arrays:
+    def to_ours(row: np.ndarray) -> ArrayTuple:
         return (row.reshape(-1),)
 
-    def to_theirs(vector: np.ndarray) -> Arrays:
+    def to_theirs(vector: np.ndarray) -> ArrayTuple:
         return (vector.reshape(1, -1),)
 
-    return Rule((ours,), (theirs,), to_ours, to_theirs)
+    return TensorRule((ours,), (theirs,), to_ours, to_theirs)
 
 
-def _linear(ours: str, theirs: str, suffix: str) -> list[Rule]:
+def _linear(ours: str, theirs: str, suffix: str) -> list[TensorRule]:
     """A matrix [in, out], as here, and its bias."""
     return [
         same(f"{ours}/kernel", f"{theirs}_W{suffix}"),
@@ -94,15 +88,15 @@ def _linear(ours: str, theirs: str, suffix: str) -> list[Rule]:
     ]
 
 
-def _norm(ours: str, theirs: str, suffix: str) -> list[Rule]:
+def _norm(ours: str, theirs: str, suffix: str) -> list[TensorRule]:
     return [_row(f"{ours}/{part}", f"{theirs}_ln_{part}{suffix}") for part in ("scale", "bias")]
 
 
-def _rules(config: TransformerConfig, layout: str) -> list[Rule]:
+def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
     # A norm that stands before something is named so.
     suffix = "_pre" if config.norm_position == "pre" else ""
 
-    def attention(ours: str, theirs: str) -> list[Rule]:
+    def attention(ours: str, theirs: str) -> list[TensorRule]:
         projections = {"query": "q", "key": "k", "value": "v", "output": "o"}
         return [
             *(
@@ -113,14 +107,14 @@ def _rules(config: TransformerConfig, layout: str) -> list[Rule]:
             *_norm(f"{ours}_norm", f"{theirs}_Wo", suffix),
         ]
 
-    def feed_forward(ours: str, theirs: str) -> list[Rule]:
+    def feed_forward(ours: str, theirs: str) -> list[TensorRule]:
         return [
             *_linear(f"{ours}/hidden", theirs, "1"),
             *_linear(f"{ours}/output", theirs, "2"),
             *_norm(f"{ours}_norm", f"{theirs}_ffn", suffix),
         ]
 
-    def recurrence(ours: str, theirs: str) -> list[Rule]:
+    def recurrence(ours: str, theirs: str) -> list[TensorRule]:
         return [
             same(f"{ours}/candidate/kernel", f"{theirs}_W"),
             *_linear(f"{ours}/forget", theirs, "f"),
@@ -155,7 +149,7 @@ def _rules(config: TransformerConfig, layout: str) -> list[Rule]:
     ]
 
 
-def _embeddings(config: TransformerConfig, layout: str) -> list[Rule]:
+def _embeddings(config: TransformerConfig, layout: str) -> list[TensorRule]:
     source, target = (None, SHARED) if config.shares_source_and_target else (SOURCE, TARGET)
     if config.shares_target_and_output:
         return embeddings(config, source, target, None)
@@ -171,7 +165,7 @@ def _layout(names: Collection[str]) -> str:
 # What a file says about its configuration.
 
 
-def _sizes(checkpoint: Checkpoint, num_heads: int) -> dict[str, Any]:
+def _sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
     tables = [name for name in (SHARED, SOURCE, TARGET) if name in checkpoint.tensors] or [SHARED]
     hidden, narrow = "encoder_l1_ffn_W1", "encoder_l1_ffn_W2"
     return {
@@ -184,12 +178,12 @@ def _sizes(checkpoint: Checkpoint, num_heads: int) -> dict[str, Any]:
     }
 
 
-def _num_layers(checkpoint: Checkpoint, stack: str) -> int:
+def _num_layers(checkpoint: PublishedCheckpoint, stack: str) -> int:
     found = (re.match(rf"{stack}_l(\d+)_", name) for name in checkpoint.tensors)
     return max((int(match[1]) for match in found if match), default=0)
 
 
-def _guess(checkpoint: Checkpoint) -> dict[str, Any]:
+def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     options = checkpoint.settings
     _refuse_unsupported(options, _SUPPORTED)
     is_recurrent = options.get("transformer-decoder-autoreg") == "rnn"

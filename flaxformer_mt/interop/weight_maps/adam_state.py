@@ -1,14 +1,14 @@
-"""Carries Adam's state between a published checkpoint and trees like our parameters.
+"""Converts the state of PyTorch's Adam optimizer, in both directions.
 
 PyTorch's `Adam.state_dict()` is {"state": {index: {"step", "exp_avg", "exp_avg_sq"}},
-"param_groups": [...]}. The index counts parameters as `torch.nn.Module.named_parameters` lists
-them: in the order of the state dict, without buffers, a tied parameter once. One that no gradient
-has reached has no entry.
+"param_groups": [...]}. The index numbers parameters as `torch.nn.Module.named_parameters` lists
+them: in the order of the state dict, without buffers, a tied parameter once. A parameter that no
+gradient has reached has no entry.
 
-Moments go where the parameter goes, by the family's own rules. Where a rule mixes several tensors,
-or uses one twice, no moments of ours say the same as theirs: ours are zero there, and the originals
-are carried in `mean["carried"]` and `variance["carried"]`, by name, as in the parameters. So are
-those of a parameter that the reference never reads.
+Moments are converted as their parameters are, by the family's rules. Where a rule combines several
+tensors, or uses one twice, no moments of ours are equivalent: ours are zero there, and the
+originals are carried in `mean["carried"]` and `variance["carried"]`, by name, as in the parameters.
+So are the moments of parameters that the reference never reads.
 """
 
 import os
@@ -21,15 +21,16 @@ from flax.traverse_util import unflatten_dict
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.interop import checkpoint_files as files
-from flaxformer_mt.interop import weights
-from flaxformer_mt.interop.checkpoint_files import Checkpoint, Tensors
-from flaxformer_mt.interop.rules import Family, Rule
-from flaxformer_mt.interop.weights import CARRIED
+from flaxformer_mt.interop import checkpoint_files
+from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint, Tensors
+from flaxformer_mt.interop.weight_maps import checkpoints, mapping, validation
+from flaxformer_mt.interop.weight_maps.family import Family
+from flaxformer_mt.interop.weight_maps.mapping import CARRIED
+from flaxformer_mt.interop.weight_maps.rules import TensorRule
 
 MEAN, VARIANCE = "exp_avg", "exp_avg_sq"
 
-# What `torch.optim.Adam` takes if it is given no options.
+# The default options of `torch.optim.Adam`.
 DEFAULT_GROUP = {
     "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0, "amsgrad": False,
     "maximize": False, "foreach": None, "capturable": False, "differentiable": False,
@@ -38,46 +39,45 @@ DEFAULT_GROUP = {
 
 
 class AdamState(NamedTuple):
-    """What Adam remembers of the steps that it has made."""
+    """The state of an Adam optimizer."""
 
     step: int
-    """Steps made."""
+    """The number of steps made."""
     mean: dict[str, Any]
-    """Moving averages of gradients, not corrected for their start from zero: a tree like the
-    parameters, in their dtype."""
+    """The first moments, without bias correction: a tree like the parameters, in their dtype."""
     variance: dict[str, Any]
-    """The same of squared gradients."""
+    """The second moments."""
     settings: Mapping[str, Any] = {}
-    """What has no place in our optimizer: PyTorch's "param_groups", and "step_type", the dtype in
-    which it counts steps ("int" where that is no tensor)."""
+    """What has no counterpart in our optimizer: PyTorch's "param_groups", and "step_type", the
+    dtype of its step counter ("int" if that is not a tensor)."""
 
 
 class TrainingState(NamedTuple):
-    """A published checkpoint in our terms."""
+    """A published training checkpoint, converted."""
 
     config: TransformerConfig
     params: dict[str, Any]
-    """As `interop.load` gives them."""
+    """As returned by `interop.load`."""
     adam: AdamState | None
-    """None if there is no optimizer's state in the checkpoint."""
+    """None if the checkpoint has no optimizer state."""
     notes: tuple[str, ...] = ()
-    """What the reader should know about it, a line each."""
+    """One-line remarks for the user."""
 
 
 def load_training(
     family: Family, source: str | os.PathLike[str] | Mapping[str, Any], overrides: dict[str, Any]
 ) -> TrainingState:
-    """What `interop.load_training` does, for a family's map."""
-    with weights.refusals_name(source, family.name):
-        checkpoint = files.read(source)
-        config, params = weights.from_checkpoint(family, checkpoint, overrides)
+    """Implements `interop.load_training`."""
+    with checkpoints.error_context(source, family.name):
+        checkpoint = checkpoint_files.read(source)
+        config, params = checkpoints.from_checkpoint(family, checkpoint, overrides)
         if checkpoint.optimizer is None:
             return TrainingState(config, params, None)
         adam = _read(family, config, checkpoint)
-    paths = unmoved_paths(weights.rules_for(family, config, checkpoint.tensors))
+    paths = paths_without_moments(mapping.rules_for(family, config, checkpoint.tensors))
     notes = (
-        f"Adam's moments of {', '.join(paths)} start at zero: {family.name} computes these from "
-        "other parameters, whose moments are carried",
+        f"Adam's moments of {', '.join(paths)} start at zero: {family.name} computes these "
+        "parameters from others, whose moments are carried",
     )
     return TrainingState(config, params, adam, notes if paths and adam.step else ())
 
@@ -89,10 +89,10 @@ def save(
     adam: AdamState,
     path: str | os.PathLike[str],
 ) -> None:
-    """What `interop.save` does with Adam's state, for a family's map."""
+    """Implements `interop.save` with Adam's state."""
     if Path(path).suffix == ".safetensors":
-        raise UserError(f"{path}: PyTorch reads Adam's state from .pt files only: give it .pt")
-    tensors = weights.to_state_dict(family, config, params)
+        raise UserError(f"{path}: PyTorch reads Adam's state from .pt files only: use .pt")
+    tensors = checkpoints.to_state_dict(family, config, params)
     parts: dict[str, dict[str, np.ndarray]] = {part: {} for part in ("model", *family.parts)}
     for name, tensor in tensors.items():
         part, _, rest = name.partition(".")
@@ -101,35 +101,35 @@ def save(
         else:
             parts["model"][name] = tensor
     optimizer = _to_state_dict(family, config, tensors, adam)
-    files.write_torch(Path(path), {**parts, family.optimizer_key: optimizer})
+    checkpoint_files.write_torch(Path(path), {**parts, family.optimizer_key: optimizer})
 
 
-def unmoved_paths(rules: Sequence[Rule]) -> list[str]:
-    """Those of our parameters whose moments are no rearrangement of the reference's."""
+def paths_without_moments(rules: Sequence[TensorRule]) -> list[str]:
+    """Returns our parameters whose moments are not a rearrangement of the reference's."""
     return [path for rule in rules if not rule.rearranges for path in rule.ours]
 
 
-def _read(family: Family, config: TransformerConfig, checkpoint: Checkpoint) -> AdamState:
-    """The state in a checkpoint whose tensors go with `config`.
+def _read(family: Family, config: TransformerConfig, checkpoint: PublishedCheckpoint) -> AdamState:
+    """Returns the optimizer state of a checkpoint whose tensors match `config`.
 
     Raises:
-      UserError: it is not Adam's; a moment is missing, left over, or of the wrong shape or dtype;
-        parameters have made different numbers of steps.
+      UserError: it is not Adam's; a moment is missing, unexpected, or of the wrong shape or dtype;
+        the parameters' step counts differ.
     """
     groups, state = _groups_and_state(checkpoint.optimizer)
-    rules = weights.rules_for(family, config, checkpoint.tensors)
+    rules = mapping.rules_for(family, config, checkpoint.tensors)
     parameters = _parameters(family, rules, config, checkpoint.tensors)
     names = _names_by_index(groups, parameters)
     if names is None:
         raise UserError(
-            "the optimizer has other parameters than the model, or several groups without names"
+            "the optimizer's parameters are not the model's, or it has several groups without names"
         )
     entries: dict[str, Mapping[str, Any]] = {}
     for index, entry in state.items():
         if index not in names:
-            raise UserError(f"entry {index} of the optimizer's state is left over")
+            raise UserError(f"entry {index} of the optimizer's state is unexpected")
         entries[names[index]] = entry
-    shapes = weights.reference_shapes(rules, config)
+    shapes = mapping.reference_shapes(rules, config)
     moments = {
         kind: {
             name: _moment(kind, name, entry, shapes.get(name), config)
@@ -150,8 +150,8 @@ def _read(family: Family, config: TransformerConfig, checkpoint: Checkpoint) -> 
 
 
 def _groups_and_state(optimizer: Any) -> tuple[list[Any], Mapping[Any, Any]]:
-    """The two parts of an optimizer's state dict."""
-    # OpenNMT's own optimizer has PyTorch's inside.
+    """Returns the two parts of an optimizer's state dict."""
+    # OpenNMT's optimizer wraps PyTorch's.
     optimizer = optimizer.get("optimizer", optimizer)
     match optimizer:
         case {"param_groups": [*groups], "state": {**state}} if all(
@@ -162,17 +162,17 @@ def _groups_and_state(optimizer: Any) -> tuple[list[Any], Mapping[Any, Any]]:
 
 
 def _parameters(
-    family: Family, rules: Sequence[Rule], config: TransformerConfig, tensors: Tensors
+    family: Family, rules: Sequence[TensorRule], config: TransformerConfig, tensors: Tensors
 ) -> dict[str, bool]:
-    """The reference's parameters, as PyTorch lists them, and whether gradients reach each."""
+    """Returns the reference's parameters in PyTorch's order, and whether each is trained."""
     buffers = {buffer.name: buffer.is_parameter for buffer in family.buffers(config)}
-    names = {name for _, _, theirs in weights.applications(rules, config) for name in theirs}
+    names = {name for _, _, theirs in mapping.applications(rules, config) for name in theirs}
     complete = names | buffers.keys()
-    # A file that holds everything is in the order of the very model that it comes from.
+    # A complete file is in the order of the model that wrote it.
     is_complete = tensors.keys() >= complete
-    listed = [*tensors] if is_complete else weights.in_order(family, complete)
+    listed = [*tensors] if is_complete else mapping.in_order(family, complete)
     trained = {name: name not in buffers for name in listed}
-    for rule, _, theirs in weights.applications(rules, config):
+    for rule, _, theirs in mapping.applications(rules, config):
         trained |= {
             name: False
             for name, template in zip(theirs, rule.theirs, strict=True)
@@ -191,9 +191,9 @@ def _parameters(
 def _names_by_index(
     groups: Sequence[Mapping[str, Any]], parameters: Mapping[str, bool]
 ) -> dict[int, str] | None:
-    """Which parameter each index of the optimizer means; None if the two do not go together.
+    """Returns the parameter of each optimizer index; None if they do not match.
 
-    An optimizer has all parameters, or only those that are trained.
+    An optimizer has either all parameters or only those that are trained.
     """
     indices = [index for group in groups for index in group["params"]]
     named = [name for group in groups for name in group.get("param_names", ())]
@@ -201,7 +201,7 @@ def _names_by_index(
     for names in (list(parameters), trained):
         if named and sorted(named) == sorted(names):
             return dict(zip(indices, named, strict=True))
-        # Without names the groups must not have changed the order.
+        # Without names the order is known only if there is one group.
         if not named and len(groups) == 1 and len(indices) == len(names):
             return dict(zip(indices, names, strict=True))
     return None
@@ -214,16 +214,24 @@ def _moment(
     shape: tuple[int, ...] | None,
     config: TransformerConfig,
 ) -> np.ndarray:
-    """The moment of one parameter, checked; a parameter without shape is none of the map's."""
+    """Returns one moment of one parameter, after checks.
+
+    Args:
+      kind: `MEAN` or `VARIANCE`.
+      name: the parameter.
+      entry: its entry in the optimizer's state.
+      shape: its shape; None if it is not part of the map.
+      config: the configuration, for its dtype.
+    """
     for key in ("step", MEAN, VARIANCE):
         if key not in entry:
             raise UserError(f"Adam's {key} of {name} is missing")
     for key in entry:
         if key not in ("step", MEAN, VARIANCE):
-            raise UserError(f"Adam's {key} of {name} is left over: there is no such thing in ours")
-    moment = files.to_numpy(f"{kind} of {name}", entry[kind])
+            raise UserError(f"Adam's {key} of {name} is unsupported: our Adam has no such state")
+    moment = checkpoint_files.to_numpy(f"{kind} of {name}", entry[kind])
     if shape is not None and moment.shape != shape:
-        raise UserError(f"Adam's {kind} of {name} has shape {moment.shape}, but should be {shape}")
+        raise UserError(f"Adam's {kind} of {name} has shape {moment.shape}, but must be {shape}")
     if moment.dtype != config.param_dtype:
         raise UserError(
             f"Adam's {kind} of {name} is {moment.dtype}, the parameters are {config.param_dtype}"
@@ -232,46 +240,50 @@ def _moment(
 
 
 def _steps(entries: Mapping[str, Mapping[str, Any]]) -> tuple[int, str]:
-    """The number of steps that all parameters have made, and the type that it is kept in."""
+    """Returns the step count, which must be the same for all parameters, and its type."""
     if not entries:
         return 0, "float32"
     counts = {name: np.asarray(entry["step"]) for name, entry in entries.items()}
     first = next(iter(counts))
     for name, count in counts.items():
         if count.ndim or count.dtype.kind not in "if":
-            raise UserError(f"Adam's step of {name} is no number")
+            raise UserError(f"Adam's step of {name} is not a number")
         if count != counts[first]:
             raise UserError(
-                f"Adam has made {count} steps on {name}, but {counts[first]} on {first}: ours "
-                "makes the same number on all parameters"
+                f"Adam has made {count} steps on {name}, but {counts[first]} on {first}: it must "
+                "be the same number for all parameters"
             )
     is_int = isinstance(entries[first]["step"], int)
     return int(counts[first]), "int" if is_int else counts[first].dtype.name
 
 
-def _to_ours(rules: Sequence[Rule], config: TransformerConfig, moments: Tensors) -> dict[str, Any]:
-    """A tree of moments like the parameters, from those that the reference has, by name."""
-    moved = [rule for rule in rules if rule.rearranges]
-    shapes = weights.reference_shapes(rules, config)
+def _to_ours(
+    rules: Sequence[TensorRule], config: TransformerConfig, moments: Tensors
+) -> dict[str, Any]:
+    """Returns a tree of moments like the parameters, given the reference's moments by name."""
+    rearranging = [rule for rule in rules if rule.rearranges]
+    shapes = mapping.reference_shapes(rules, config)
     zeros = {name: np.zeros(shape, config.param_dtype) for name, shape in shapes.items()}
-    arrays = weights.from_reference(
-        moved, config, zeros | weights.with_ties(moved, config, moments)
+    arrays = mapping.from_reference(
+        rearranging, config, zeros | mapping.with_ties(rearranging, config, moments)
     )
-    ours = weights.parameter_shapes(config)
-    arrays |= {path: np.zeros(ours[path], config.param_dtype) for path in unmoved_paths(rules)}
+    ours = mapping.parameter_shapes(config)
+    arrays |= {
+        path: np.zeros(ours[path], config.param_dtype) for path in paths_without_moments(rules)
+    }
     tree = unflatten_dict(arrays, sep="/")
-    returned = _to_theirs(moved, config, arrays)
+    returned = _to_theirs(rearranging, config, arrays)
     carried = {name: moment for name, moment in moments.items() if name not in returned}
     return tree | {CARRIED: carried} if carried else tree
 
 
 def _to_theirs(
-    rules: Sequence[Rule], config: TransformerConfig, arrays: Tensors
+    rules: Sequence[TensorRule], config: TransformerConfig, arrays: Tensors
 ) -> dict[str, np.ndarray]:
-    """The inverse: by name, from moments by path, without those of parameters that are not read."""
+    """Returns the reference's moments by name, given ours by path, without unread parameters."""
     return {
         name: moment
-        for rule, layer, theirs in weights.applications(rules, config)
+        for rule, layer, theirs in mapping.applications(rules, config)
         for name, template, moment in zip(
             theirs,
             rule.theirs,
@@ -287,18 +299,18 @@ def _to_theirs(
 def _to_state_dict(
     family: Family, config: TransformerConfig, tensors: Tensors, adam: AdamState
 ) -> dict[str, Any]:
-    """PyTorch's state dict of an Adam over the reference's tensors.
+    """Returns the state dict of a `torch.optim.Adam` over the reference's parameters.
 
     Raises:
-      UserError: the moments are not those of the configuration's parameters, or the reference's
-        cannot be told from them.
+      UserError: the moments do not match the configuration, or the reference's cannot be computed
+        from them.
     """
-    rules = weights.rules_for(family, config, tensors)
+    rules = mapping.rules_for(family, config, tensors)
     parameters = _parameters(family, rules, config, tensors)
     groups = list(adam.settings.get("param_groups", [DEFAULT_GROUP | {"params": []}]))
     names = _names_by_index(groups, parameters)
     if names is None:
-        # From a model of other parameters: its options apply to all of this one's.
+        # The state comes from a model with other parameters: use the first group's options for all.
         names = dict(enumerate(parameters))
         options = {key: value for key, value in groups[0].items() if key != "param_names"}
         groups = [options | {"params": list(names)}]
@@ -318,26 +330,26 @@ def _to_state_dict(
 
 def _moments_by_name(
     family: Family,
-    rules: Sequence[Rule],
+    rules: Sequence[TensorRule],
     config: TransformerConfig,
     tree: Mapping[str, Any],
     what: str,
 ) -> dict[str, np.ndarray]:
-    """All moments of one kind that the reference has, from ours and what they carry."""
-    arrays = weights.by_path(tree)
-    weights.check_params(config, arrays, f"Adam's {what} of")
+    """Returns the reference's moments of one kind by name, from ours and the carried ones."""
+    arrays = mapping.by_path(tree)
+    validation.check_params(config, arrays, f"Adam's {what} of")
     carried = {name: np.asarray(moment) for name, moment in tree.get(CARRIED, {}).items()}
-    for path in unmoved_paths(rules):
+    for path in paths_without_moments(rules):
         if not carried or arrays[path].any():
             raise UserError(
                 f"Adam's {what} of {path} cannot be written for {family.name}, which computes this "
                 "parameter from others: save without adam"
             )
-    moved = [rule for rule in rules if rule.rearranges]
-    return carried | _to_theirs(moved, config, arrays)
+    rearranging = [rule for rule in rules if rule.rearranges]
+    return carried | _to_theirs(rearranging, config, arrays)
 
 
 def _step(adam: AdamState) -> int | np.ndarray:
-    """The number of steps, in the type that PyTorch keeps it in."""
+    """Returns the step count in the type that PyTorch's state had."""
     step_type = adam.settings.get("step_type", "float32")
     return adam.step if step_type == "int" else np.array(adam.step, step_type)

@@ -1,0 +1,138 @@
+"""Reads and writes whole checkpoints by a family's weight map."""
+
+import collections
+import contextlib
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from flax.traverse_util import unflatten_dict
+
+from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.interop import checkpoint_files
+from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint, identical
+from flaxformer_mt.interop.weight_maps import mapping, validation
+from flaxformer_mt.interop.weight_maps.family import Family
+from flaxformer_mt.interop.weight_maps.mapping import CARRIED
+
+
+def load(
+    family: Family, source: str | os.PathLike[str] | Mapping[str, Any], overrides: dict[str, Any]
+) -> tuple[TransformerConfig, dict[str, Any]]:
+    """Implements `interop.load`."""
+    with error_context(source, family.name):
+        return from_checkpoint(family, checkpoint_files.read(source), overrides)
+
+
+@contextlib.contextmanager
+def error_context(source: Any, family: str) -> Iterator[None]:
+    """Prefixes the message of a `UserError` with the source and the family it is read as."""
+    try:
+        yield
+    except UserError as error:
+        label = "the state dict" if isinstance(source, Mapping) else source
+        raise UserError(f"{label} as {family}: {error}") from error
+
+
+def from_checkpoint(
+    family: Family, checkpoint: PublishedCheckpoint, overrides: dict[str, Any]
+) -> tuple[TransformerConfig, dict[str, Any]]:
+    """Returns the configuration and the parameters, with carried tensors, of a checkpoint.
+
+    Raises:
+      UserError: as `interop.load`.
+    """
+    config = _configure(family, checkpoint, overrides)
+    rules = mapping.rules_for(family, config, checkpoint.tensors)
+    validation.check_tensors(family, rules, config, checkpoint.tensors)
+    arrays = mapping.from_reference(
+        rules, config, mapping.with_ties(rules, config, checkpoint.tensors)
+    )
+    returned = mapping.to_reference(family, config, arrays, {})
+    carried = {
+        name: tensor
+        for name, tensor in checkpoint.tensors.items()
+        if name not in returned or not identical(returned[name], tensor)
+    }
+    omitted = returned.keys() & family.omitted(config) - checkpoint.tensors.keys()
+    carried |= {name: np.empty(0, config.param_dtype) for name in sorted(omitted)}
+    params = unflatten_dict(arrays, sep="/")
+    return config, params | {CARRIED: carried} if carried else params
+
+
+def _configure(
+    family: Family, checkpoint: PublishedCheckpoint, overrides: dict[str, Any]
+) -> TransformerConfig:
+    """Returns the configuration of a checkpoint.
+
+    In decreasing precedence, fields come from the shapes of the tensors, the overrides, the
+    checkpoint's settings, and the family's preset.
+
+    Raises:
+      UserError: the number of heads is unknown, or an override or setting contradicts the tensors
+        or the family.
+    """
+    if not checkpoint.tensors:
+        raise UserError("it contains no tensors")
+    given = family.guess(checkpoint) | overrides
+    if given.get("num_heads", 0) < 1:
+        raise UserError(
+            "the number of heads cannot be read from the checkpoint: give num_heads=..."
+        )
+    # The most common dtype; tensors of any other are rejected by name later.
+    dtypes = collections.Counter(tensor.dtype.name for tensor in checkpoint.tensors.values())
+    dtype = dtypes.most_common(1)[0][0]
+    read = {**family.sizes(checkpoint, given["num_heads"]), "param_dtype": dtype}
+    for name in sorted(read.keys() & given.keys()):
+        if read[name] != given[name]:
+            raise UserError(f"{name}={given[name]} was given, but the tensors have {read[name]}")
+    config = family.configuration(**{"dtype": dtype} | given | read)
+    validation.check_switches(family, config)
+    return config
+
+
+def differentiable(
+    family: Family, config: TransformerConfig, names: Collection[str]
+) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """Implements `interop.differentiable`."""
+    rules = mapping.rules_for(family, config, names)
+    shapes = mapping.reference_shapes(rules, config)
+    constants = {name: np.zeros(shapes[name], config.param_dtype) for name in family.constants}
+    known = mapping.with_ties(rules, config, constants | dict.fromkeys(names))
+    for name in shapes:
+        if name not in known:
+            raise UserError(f"tensor {name} of {family.name} is missing from the names")
+
+    def to_ours(tensors: Mapping[str, Any]) -> dict[str, Any]:
+        complete = mapping.with_ties(rules, config, constants | dict(tensors))
+        return unflatten_dict(mapping.from_reference(rules, config, complete), sep="/")
+
+    return to_ours
+
+
+def save(
+    family: Family,
+    config: TransformerConfig,
+    params: Mapping[str, Any],
+    path: str | os.PathLike[str],
+) -> None:
+    """Implements `interop.save` without an optimizer state."""
+    checkpoint_files.write(path, to_state_dict(family, config, params))
+
+
+def to_state_dict(
+    family: Family, config: TransformerConfig, params: Mapping[str, Any]
+) -> dict[str, np.ndarray]:
+    """Returns the reference's state dict for our parameters, in the reference's order.
+
+    Raises:
+      UserError: the configuration is not the family's, or the parameters do not match the
+        configuration.
+    """
+    validation.check_switches(family, config)
+    arrays = mapping.by_path(params)
+    validation.check_params(config, arrays)
+    carried = {name: np.asarray(array) for name, array in params.get(CARRIED, {}).items()}
+    return mapping.to_reference(family, config, arrays, carried)

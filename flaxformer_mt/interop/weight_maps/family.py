@@ -1,0 +1,174 @@
+"""A family's description: its rules, and how its checkpoints determine a configuration."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint, Tensors
+from flaxformer_mt.interop.weight_maps.rules import TensorRule
+from flaxformer_mt.model.positions import sinusoidal_table
+from flaxformer_mt.presets import check_fields, preset
+
+# The error of float32 tables of 5000 positions whose angles were computed in float32, too.
+BUFFER_TOLERANCE = 5e-3
+
+
+class Buffer(NamedTuple):
+    """A tensor of the reference that is computed, not learned, and has no counterpart in ours."""
+
+    name: str
+    table: Callable[[int], np.ndarray]
+    """Returns its values for a number of rows."""
+    rows: int
+    """The number of rows that the published code has by default."""
+    axis: int = 0
+    """The axis of the rows."""
+    exact: bool = True
+    """False: the model reads nothing from it, so any values in any dtype are accepted."""
+    is_parameter: bool = False
+    """Whether PyTorch lists it among the parameters, as one without gradient."""
+
+    def fits(self, tensor: np.ndarray) -> bool:
+        """Returns whether `tensor` is this buffer, with any number of rows."""
+        if tensor.ndim <= self.axis:
+            return False
+        table = self.table(tensor.shape[self.axis])
+        return table.shape == tensor.shape and (
+            not self.exact or np.allclose(table, tensor, rtol=0, atol=BUFFER_TOLERANCE)
+        )
+
+
+def _no_guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
+    return {}
+
+
+def _no_buffers(config: TransformerConfig) -> list[Buffer]:
+    return []
+
+
+def _one_layout(*of: Collection[str]) -> str:
+    return ""
+
+
+def _nothing_omitted(config: TransformerConfig) -> frozenset[str]:
+    return frozenset()
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """The weight map of a published model, and how its checkpoints are interpreted."""
+
+    name: str
+    sizes: Callable[[PublishedCheckpoint, int], dict[str, Any]]
+    """Returns the configuration fields that follow from names and shapes, given the number of
+    heads."""
+    rules: Callable[[TransformerConfig, str], list[TensorRule]]
+    """Returns the rules for a configuration and a layout."""
+    guess: Callable[[PublishedCheckpoint], dict[str, Any]] = _no_guess
+    """Returns the fields that follow from the checkpoint's settings or from equal tensors."""
+    buffers: Callable[[TransformerConfig], list[Buffer]] = _no_buffers
+    """Returns the computed tensors."""
+    open_switches: frozenset[str] = frozenset()
+    """Fields of the mathematics that users of the published code can choose."""
+    head_widths: Literal["even", "rounded", "free"] = "even"
+    """Width of a head's queries, keys and values. even: D / H; rounded: D / H, rounded down; free:
+    any."""
+    layout_of_tensors: Callable[[Collection[str]], str] = _one_layout
+    """Returns which of several published layouts a checkpoint with these names has."""
+    layout_of_params: Callable[[Tensors, Tensors], str] = _one_layout
+    """Returns the layout in which our parameters (by path), with their carried tensors, are
+    written."""
+    order: tuple[str, ...] = ()
+    """The components of names, in the order in which the published modules define them. PyTorch
+    numbers parameters in this order, and optimizer states refer to these numbers."""
+    omitted: Callable[[TransformerConfig], frozenset[str]] = _nothing_omitted
+    """Returns the names that published writers may omit: buffers, and all but one of tied
+    tensors."""
+    constants: frozenset[str] = frozenset()
+    """Names in `rules` that PyTorch does not list among the parameters: never trained, and zero
+    unless present in the checkpoint."""
+    parts: tuple[str, ...] = ()
+    """First components of names whose tensors a training checkpoint stores in separate dicts."""
+    optimizer_key: str = "optimizer"
+    """Key of the optimizer's state in a training checkpoint."""
+    preset: Callable[..., TransformerConfig] | None = None
+    """Returns the published configuration with the given fields replaced. None: the preset called
+    `name` in `presets.py`. For another family `functools.partial(TransformerConfig, ...)` is
+    enough."""
+
+    def configuration(self, **fields: Any) -> TransformerConfig:
+        """Returns the published configuration with `fields` replaced."""
+        if self.preset is None:
+            return preset(self.name, **fields)
+        check_fields(fields)
+        return self.preset(**fields)
+
+
+def sinusoids(config: TransformerConfig) -> Callable[[int], np.ndarray]:
+    """Returns the function from a number of rows to the position table [rows, D] of `config`."""
+    return functools.partial(
+        sinusoidal_table,
+        d_model=config.d_model,
+        base=config.position_base,
+        layout=config.position_layout,
+        exponent=config.position_exponent,
+        offset=config.position_offset,
+    )
+
+
+def guess_tying(
+    checkpoint: PublishedCheckpoint, source: str | None, target: str, output: str | None
+) -> dict[str, str]:
+    """Returns `tie_embeddings` for a checkpoint, depending on which tables are equal.
+
+    Args:
+      checkpoint: the checkpoint.
+      source: name of the source embedding; None if the reference has none.
+      target: name of the target embedding.
+      output: name of the output projection; None if it is always the target embedding.
+    """
+    ties_source = source is not None and checkpoint.same(source, target)
+    ties_output = output is None or checkpoint.same(output, target)
+    tied_tables = {
+        (True, True): "all",
+        (True, False): "source_target",
+        (False, True): "target_output",
+        (False, False): "none",
+    }
+    return {"tie_embeddings": tied_tables[ties_source, ties_output]}
+
+
+def fields_of_settings(settings: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the settings that are configuration fields, renamed by `names` ({theirs: ours})."""
+    return {ours: settings[theirs] for theirs, ours in names.items() if theirs in settings}
+
+
+def activation_of_settings(
+    settings: Mapping[str, Any], name: str, activations: Mapping[str, str]
+) -> dict[str, str]:
+    """Returns `activation` if the settings contain it as `name`, else an empty dict.
+
+    Raises:
+      UserError: its value is not a key of `activations`, which maps their names to ours.
+    """
+    if name not in settings:
+        return {}
+    if settings[name] not in activations:
+        raise UserError(f"the model cannot have {name}={settings[name]}, only {[*activations]}")
+    return {"activation": activations[settings[name]]}
+
+
+def head_width(features: int, num_heads: int) -> int:
+    """Returns the width of one of `num_heads` heads whose projection has `features` rows.
+
+    Raises:
+      UserError: the heads do not divide the rows.
+    """
+    if features % num_heads:
+        raise UserError(f"num_heads={num_heads} does not divide the {features} rows of the heads")
+    return features // num_heads

@@ -1,0 +1,211 @@
+"""Applies a family's weight map, in both directions.
+
+Carried tensors
+---------------
+Some tensors of a reference have no counterpart in our model: buffers, a second linear map that is
+folded into the first, an attention that is never used. `interop.load` keeps them in a subtree of
+the parameters,
+
+    params["carried"]["<name in the reference>"]
+
+which the model does not read. `interop.save` writes them back, so that reference -> ours ->
+reference is byte-identical. A carried tensor that is no longer consistent with the parameters,
+because they have been trained since, is ignored: `save` then writes values equivalent to the new
+weights, as it does when nothing is carried. An empty array stands for a tensor that the file
+omitted, as its writer may (`Family.omitted`); `save` omits it again. Train on
+`model_params(params)`, which excludes this subtree.
+"""
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict
+
+from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.interop.checkpoint_files import Tensors, identical
+from flaxformer_mt.interop.weight_maps.family import Family
+from flaxformer_mt.interop.weight_maps.rules import TensorRule
+from flaxformer_mt.model.transformer import Transformer
+
+CARRIED = "carried"
+"""Name of the subtree of the parameters that holds carried tensors."""
+
+
+def by_path(params: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Returns the model's parameters as numpy arrays by path, without carried tensors."""
+    return {
+        path: np.asarray(array)
+        for path, array in flatten_dict(model_params(params), sep="/").items()
+    }
+
+
+def model_params(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the parameters that the model reads: all but the subtree `carried`."""
+    return {name: tree for name, tree in params.items() if name != CARRIED}
+
+
+def rules_for(
+    family: Family, config: TransformerConfig, names: Collection[str]
+) -> list[TensorRule]:
+    """Returns the rules for a checkpoint with tensors of these names."""
+    return family.rules(config, family.layout_of_tensors(names))
+
+
+def with_ties(
+    rules: Sequence[TensorRule], config: TransformerConfig, tensors: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns `tensors` completed with the omitted names of tied tensors."""
+    complete = dict(tensors)
+    for rule, _, theirs in applications(rules, config):
+        present = [name for name in theirs if name in tensors]
+        if rule.tied and present:
+            complete |= {name: tensors[present[0]] for name in theirs if name not in tensors}
+    return complete
+
+
+def from_reference(
+    rules: Sequence[TensorRule], config: TransformerConfig, tensors: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns our arrays by path, given the reference's by name: numpy arrays or JAX tracers."""
+    arrays: dict[str, Any] = {}
+    layers = collections.defaultdict(list)
+    for rule, layer, theirs in applications(rules, config):
+        results = rule.to_ours(*(tensors[name] for name in theirs))
+        for path, array in zip(rule.ours, results, strict=True):
+            if layer is None:
+                arrays[path] = array
+            else:
+                layers[path].append(array)
+    return arrays | {
+        path: slices[0].__array_namespace__().stack(slices) for path, slices in layers.items()
+    }
+
+
+def to_reference(
+    family: Family, config: TransformerConfig, arrays: Tensors, carried: Tensors
+) -> dict[str, np.ndarray]:
+    """Returns the reference's tensors by name, given ours by path.
+
+    A carried tensor is used if it is consistent with `arrays`.
+
+    Raises:
+      UserError: the family has no counterpart for one of our parameters, or needs one that is
+        missing.
+    """
+    tensors: dict[str, np.ndarray] = {}
+    rules = family.rules(config, family.layout_of_params(arrays, carried))
+    mapped = {path for rule in rules for path in rule.ours}
+    for path in sorted(arrays.keys() - mapped):
+        raise UserError(f"{family.name} has no counterpart for parameter {path}")
+    for path in sorted(mapped - arrays.keys()):
+        raise UserError(f"{family.name} needs parameter {path}, which is missing")
+    omitted = {name for name, tensor in carried.items() if not tensor.size}
+    kept_tensors = {name: tensor for name, tensor in carried.items() if tensor.size}
+    for rule, layer, theirs in applications(rules, config):
+        ours = tuple(arrays[path] if layer is None else arrays[path][layer] for path in rule.ours)
+        written = rule.to_theirs(*ours)
+        kept = tuple(map(kept_tensors.get, theirs, written))
+        consistent = all(map(identical, rule.to_ours(*kept), ours))
+        tensors.update(zip(theirs, kept if consistent else written, strict=True))
+    dtype = next(iter(arrays.values())).dtype
+    for buffer in family.buffers(config):
+        tensor = kept_tensors.get(buffer.name)
+        if tensor is None or not buffer.fits(tensor):
+            tensor = buffer.table(buffer.rows).astype(dtype)
+        tensors[buffer.name] = tensor
+    return {name: tensors[name] for name in in_order(family, tensors) if name not in omitted}
+
+
+def in_order(family: Family, names: Collection[str]) -> list[str]:
+    """Returns names sorted as PyTorch lists them: a module's own tensors, then its submodules'."""
+    ranks = {part: rank for rank, part in enumerate(family.order)}
+
+    def rank(part: str) -> int:
+        return int(part) if part.isdigit() else ranks.get(part, len(ranks))
+
+    def key(name: str) -> list[tuple[bool, int]]:
+        *modules, tensor = name.split(".")
+        return [*((True, rank(part)) for part in modules), (False, rank(tensor))]
+
+    return sorted(names, key=key)
+
+
+def applications(
+    rules: Sequence[TensorRule], config: TransformerConfig
+) -> Iterator[tuple[TensorRule, int | None, tuple[str, ...]]]:
+    """Yields each rule with its layer (None outside the stacks) and the tensor names there."""
+    depths = {
+        "encoder/layers": config.num_encoder_layers,
+        "decoder/layers": config.num_decoder_layers,
+    }
+    for rule in rules:
+        stack = "/".join(rule.ours[0].split("/")[:2])
+        if stack not in depths:
+            yield rule, None, rule.theirs
+            continue
+        for layer in range(depths[stack]):
+            names = (name.format(layer=layer, number=layer + 1) for name in rule.theirs)
+            yield rule, layer, tuple(names)
+
+
+@functools.lru_cache(maxsize=64)
+def parameter_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of every parameter of the model, by path.
+
+    With vocabularies of size 0 these are the parameters of the stacks alone.
+    """
+    # Layers are alike and dtypes do not matter, but the model needs some vocabulary to initialize.
+    model = Transformer(
+        dataclasses.replace(
+            config,
+            source_vocab_size=max(config.source_vocab_size, 1),
+            target_vocab_size=max(config.target_vocab_size, 1),
+            num_encoder_layers=1,
+            num_decoder_layers=1,
+            dtype="float32",
+            param_dtype="float32",
+        )
+    )
+    tokens = jnp.zeros((1, 1), jnp.int32)
+    variables = jax.eval_shape(
+        lambda: model.init(jax.random.key(0), tokens if config.has_inputs else None, tokens)
+    )
+    counts = {
+        ("source_embedding", "embedding"): config.source_vocab_size,
+        ("target_embedding", "embedding"): config.target_vocab_size,
+        ("output", "kernel"): config.target_vocab_size,
+        ("output", "bias"): config.target_vocab_size,
+        ("encoder", "layers"): config.num_encoder_layers,
+        ("decoder", "layers"): config.num_decoder_layers,
+    }
+    shapes = {}
+    for path, leaf in flatten_dict(variables["params"]).items():
+        count = counts.get(path[:2])
+        if count != 0:
+            layered = path[1] == "layers"
+            shapes["/".join(path)] = (count, *leaf.shape[1:]) if layered else leaf.shape
+    return shapes
+
+
+def reference_shapes(
+    rules: Sequence[TensorRule], config: TransformerConfig
+) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of every tensor that the rules write, by name; buffers are excluded."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    parameters = parameter_shapes(config)
+    for rule, layer, theirs in applications(rules, config):
+        # Broadcast zeros take no memory; only their shapes matter.
+        zeros = (
+            np.broadcast_to(np.float32(0), parameters[path][layer is not None :])
+            for path in rule.ours
+        )
+        written = rule.to_theirs(*zeros)
+        shapes.update((name, a.shape) for name, a in zip(theirs, written, strict=True))
+    return shapes

@@ -1,0 +1,151 @@
+"""Rules of a weight map: one or more of our parameters and the tensors that they correspond to.
+
+A weight map is a list of `TensorRule`s, built with the functions below. `family.py` adds what else
+is needed to read a family's checkpoints.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from flaxformer_mt.config import TransformerConfig
+
+ArrayTuple = tuple[np.ndarray, ...]
+"""The arrays on one side of a rule, in the order of its names."""
+
+
+class TensorRule(NamedTuple):
+    """A conversion between some of our parameters and the reference's equivalent tensors.
+
+    Below `encoder/layers` and `decoder/layers` a rule is applied once per layer: our arrays are
+    slices without the axis L, and "{layer}" in a name is the layer's index from 0 ("{number}":
+    from 1).
+    """
+
+    ours: tuple[str, ...]
+    """Paths in our parameter tree."""
+    theirs: tuple[str, ...]
+    """Names in the reference's state dict."""
+    to_ours: Callable[..., ArrayTuple]
+    """From the tensors of `theirs`, in order, to those of `ours`: numpy arrays or JAX tracers."""
+    to_theirs: Callable[..., ArrayTuple]
+    """A right inverse: to_ours(to_theirs(x)) = x."""
+    tied: bool = False
+    """Whether `theirs` are several names of one tensor."""
+    rearranges: bool = True
+    """Whether every number of ours is one of theirs and occurs once. If so, an optimizer's moments
+    are converted as the parameters are."""
+    unread: tuple[str, ...] = ()
+    """Those of `theirs` that the reference has but never reads: they get no gradient."""
+
+
+def same(ours: str, theirs: str) -> TensorRule:
+    """Returns the rule for one tensor that is equal on both sides."""
+    return tied(ours, theirs)
+
+
+def tied(ours: str, *theirs: str) -> TensorRule:
+    """Returns the rule for one parameter that the reference has under several names."""
+    return TensorRule(
+        (ours,),
+        theirs,
+        lambda *tensors: tensors[:1],
+        lambda array: (array,) * len(theirs),
+        tied=True,
+    )
+
+
+def transposed(ours: str, theirs: str) -> TensorRule:
+    """Returns the rule for a kernel [in, out] that the reference stores as [out, in]."""
+
+    def transpose(matrix: np.ndarray) -> ArrayTuple:
+        return (matrix.T,)
+
+    return TensorRule((ours,), (theirs,), transpose, transpose)
+
+
+def packed(ours: Sequence[str], theirs: str, rule: Callable[[str, str], TensorRule]) -> TensorRule:
+    """Returns the rule for parameters that the reference stores as one tensor.
+
+    Args:
+      ours: paths, all of one shape.
+      theirs: the name of the tensor, which concatenates them along its first axis.
+      rule: `same` or `transposed`, applied to each part.
+    """
+    part = rule(ours[0], theirs)
+
+    def to_ours(tensor: np.ndarray) -> ArrayTuple:
+        parts = tensor.reshape(len(ours), -1, *tensor.shape[1:])
+        return tuple(part.to_ours(rows)[0] for rows in parts)
+
+    def to_theirs(*arrays: np.ndarray) -> ArrayTuple:
+        return (np.concatenate([part.to_theirs(array)[0] for array in arrays]),)
+
+    return TensorRule(tuple(ours), (theirs,), to_ours, to_theirs)
+
+
+def used_twice(rule: TensorRule, also_ours: str) -> TensorRule:
+    """Returns `rule` extended to a second parameter of ours that uses the same tensor.
+
+    `to_theirs` reads the first parameter only: use it only where both are equal.
+    """
+    (ours,) = rule.ours
+    return TensorRule(
+        (ours, also_ours),
+        rule.theirs,
+        lambda tensor: rule.to_ours(tensor) * 2,
+        lambda array, _: rule.to_theirs(array),
+        rearranges=False,
+    )
+
+
+def unused(rule: TensorRule, also_theirs: str) -> TensorRule:
+    """Returns `rule` extended to a tensor of equal shape that the reference never reads."""
+    (theirs,) = rule.theirs
+    return TensorRule(
+        rule.ours,
+        (theirs, also_theirs),
+        lambda tensor, _: rule.to_ours(tensor),
+        lambda array: rule.to_theirs(array) * 2,
+        unread=(also_theirs,),
+    )
+
+
+def linear(ours: str, theirs: str, bias: bool) -> list[TensorRule]:
+    """Returns the rules for a `torch.nn.Linear`."""
+    rules = [transposed(f"{ours}/kernel", f"{theirs}.weight")]
+    if bias:
+        rules.append(same(f"{ours}/bias", f"{theirs}.bias"))
+    return rules
+
+
+def norm(ours: str, theirs: str, scale: str = "weight", bias: str = "bias") -> list[TensorRule]:
+    """Returns the rules for a layer norm, by default a `torch.nn.LayerNorm`."""
+    return [
+        same(f"{ours}/scale", f"{theirs}.{scale}"),
+        same(f"{ours}/bias", f"{theirs}.{bias}"),
+    ]
+
+
+def embeddings(
+    config: TransformerConfig, source: str | None, target: str, output: str | None
+) -> list[TensorRule]:
+    """Returns the rules for the three [V, D] tables, tied as in `config`.
+
+    Args:
+      config: the configuration.
+      source: name of the source embedding; None if the reference has none.
+      target: name of the target embedding.
+      output: name of the output projection; None if the reference has no separate one.
+    """
+    rules, names = [], [target]
+    if source and config.shares_source_and_target:
+        names.append(source)
+    elif source:
+        rules.append(same("source_embedding/embedding", source))
+    if output and config.shares_target_and_output:
+        names.append(output)
+    elif output:
+        rules.append(transposed("output/kernel", output))
+    return [*rules, tied("target_embedding/embedding", *names)]

@@ -1,0 +1,113 @@
+"""Checks configurations, published tensors and parameters against a family's weight map."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.interop.checkpoint_files import Tensors, identical
+from flaxformer_mt.interop.weight_maps.family import Family
+from flaxformer_mt.interop.weight_maps.mapping import (
+    applications,
+    parameter_shapes,
+    reference_shapes,
+    with_ties,
+)
+from flaxformer_mt.interop.weight_maps.rules import TensorRule
+
+# No published code fixes these fields, or none needs them to hold its weights.
+FREE_FIELDS = {
+    "source_vocab_size", "target_vocab_size", "d_model", "num_heads", "head_dim", "value_dim",
+    "d_ff", "num_encoder_layers", "num_decoder_layers", "dropout_rate", "embedding_dropout_rate",
+    "attention_dropout_rate", "activation_dropout_rate", "max_length", "pad_id", "bos_id", "eos_id",
+    "kernel_init", "embedding_init", "bias_init", "dtype", "param_dtype", "scan_layers",
+}  # fmt: skip
+
+
+def check_switches(family: Family, config: TransformerConfig) -> None:
+    """Checks that a configuration is one that the published code can have.
+
+    Raises:
+      UserError: a switch that the family fixes has another value.
+    """
+    published = family.configuration(
+        **{name: getattr(config, name) for name in family.open_switches}
+    )
+    for field in dataclasses.fields(config):
+        theirs, ours = getattr(published, field.name), getattr(config, field.name)
+        if field.name not in FREE_FIELDS | family.open_switches and ours != theirs:
+            raise UserError(f"{family.name} has {field.name}={theirs}, not {ours}")
+    check_heads(family, config)
+
+
+def check_heads(family: Family, config: TransformerConfig) -> None:
+    """Checks that the published code can have heads of these widths.
+
+    Raises:
+      UserError: it cannot.
+    """
+    width = config.d_model // config.num_heads
+    divides = family.head_widths == "rounded" or width * config.num_heads == config.d_model
+    for name, ours in (("head_dim", config.key_width), ("value_dim", config.value_width)):
+        if family.head_widths != "free" and not (divides and ours == width):
+            raise UserError(
+                f"{family.name} has {name}=d_model/num_heads, which is "
+                f"{config.d_model}/{config.num_heads}, not {ours}"
+            )
+
+
+def check_tensors(
+    family: Family, rules: Sequence[TensorRule], config: TransformerConfig, tensors: Tensors
+) -> None:
+    """Checks that a checkpoint has exactly the tensors, shapes and dtype of the map.
+
+    Raises:
+      UserError: it has not; the message names the tensor.
+    """
+    shapes = reference_shapes(rules, config)
+    buffers = {buffer.name: buffer for buffer in family.buffers(config)}
+    # A tied tensor may be omitted only if one of the tensors it is tied to is present.
+    omitted = family.omitted(config) & (with_ties(rules, config, tensors).keys() | buffers.keys())
+    for name in [*shapes, *buffers]:
+        if name not in tensors and name not in omitted:
+            raise UserError(f"tensor {name} is missing")
+    for name, tensor in tensors.items():
+        if name not in shapes and name not in buffers:
+            raise UserError(f"tensor {name} is unexpected: nothing in the model corresponds to it")
+        if name in shapes and tensor.shape != shapes[name]:
+            raise UserError(f"tensor {name} has shape {tensor.shape}, but must be {shapes[name]}")
+        exact = name in shapes or buffers[name].exact
+        if exact and tensor.dtype != config.param_dtype:
+            raise UserError(f"tensor {name} is {tensor.dtype}, the others are {config.param_dtype}")
+        if name in buffers and not buffers[name].fits(tensor):
+            raise UserError(
+                f"tensor {name} is not the table of d_model={config.d_model} and "
+                f"position_base={config.position_base}: give position_base=... if it has another"
+            )
+    for rule, _, theirs in applications(rules, config):
+        present = [name for name in theirs if name in tensors] if rule.tied else []
+        for name in present:
+            if not identical(tensors[name], tensors[present[0]]):
+                raise UserError(f"{present[0]} and {name} must be equal to be tied, but differ")
+
+
+def check_params(config: TransformerConfig, arrays: Tensors, what: str = "parameter") -> None:
+    """Checks that arrays are exactly the parameters of a configuration.
+
+    Args:
+      config: the configuration.
+      arrays: the arrays by path.
+      what: what the arrays are called in messages.
+
+    Raises:
+      UserError: an array is missing, unexpected, or of the wrong shape or dtype.
+    """
+    shapes = parameter_shapes(config)
+    for path in sorted(shapes.keys() ^ arrays.keys()):
+        state = "missing" if path in shapes else "unexpected"
+        raise UserError(f"{what} {path} is {state}: these are not the parameters of the config")
+    for path, array in arrays.items():
+        if array.shape != shapes[path]:
+            raise UserError(f"{what} {path} has shape {array.shape}, but must have {shapes[path]}")
+        if array.dtype != config.param_dtype:
+            raise UserError(f"{what} {path} is {array.dtype}, but must be {config.param_dtype}")
