@@ -1,4 +1,4 @@
-"""All the data of a run, from text to batches."""
+"""The data of a run: corpora, tokenizers, the training stream and the evaluation sets."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationSet:
-    """A development or test set, whole."""
+    """A development or test set, in memory."""
 
     texts: ParallelCorpus
     tokens: EncodedCorpus
@@ -23,7 +23,7 @@ class EvaluationSet:
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """What a run trains on and is measured with."""
+    """The training and evaluation data of a run."""
 
     config: ExperimentConfig
     """The experiment, with what it left to the data filled in: vocabulary sizes, row length."""
@@ -33,14 +33,14 @@ class Dataset:
     test: EvaluationSet
 
     def report(self) -> Iterator[tuple[str, str]]:
-        """The lines about the data at the start of a run, each with what it is about."""
+        """Yields the lines about the data in the report of a starting run, with their headings."""
         for corpus in self.training.corpora:
             yield "train", corpus.name
             yield from (("", line) for line in corpus.report.details())
         for split, evaluated in (("valid", self.valid), ("test", self.test)):
             yield split, f"{evaluated.tokens.name}: {evaluated.tokens.report}"
         fill = self.training.fill
-        sides = f"{fill.target:.1%} of the target positions in use"
+        sides = f"{fill.target:.1%} of the target positions used"
         if self.config.model.has_inputs:
             sides = f"{fill.source:.1%} of the source and {sides}"
         shapes = "; ".join(
@@ -48,11 +48,11 @@ class Dataset:
             "tokens"
             for shape in self.training.shapes
         )
-        yield "batches", f"{shapes}; {sides}; {self.training.batches_per_epoch:,.1f} an epoch"
+        yield "batches", f"{shapes}; {sides}; {self.training.batches_per_epoch:,.1f} per epoch"
 
 
 def open_all(config: ExperimentConfig) -> dict[str, list[Corpus]]:
-    """The corpora of "train", "valid" and "test", not yet read.
+    """Opens the corpora of "train", "valid" and "test" without reading them.
 
     Raises:
       UserError: see `open_corpora`.
@@ -71,13 +71,13 @@ def open_dataset(
     tokenizers: Tokenizers,
     cache_folder: Path,
 ) -> Dataset:
-    """Tokenises what is not tokenised yet, checks it, and plans batches.
+    """Tokenizes and checks all corpora, and plans the batches.
 
     Args:
       config: the experiment.
       corpora: from `open_all`.
       tokenizers: the vocabularies of the run.
-      cache_folder: where training corpora are kept as tokens.
+      cache_folder: folder of the tokenized training corpora, which are reused if up to date.
 
     Raises:
       UserError: a corpus cannot be read or used.

@@ -1,19 +1,19 @@
-"""A line on the terminal that counts what passes, for streams whose length nobody knows."""
+"""A progress line on the terminal for streams of unknown length."""
 
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
-_EVERY = 1000  # Items between two updates.
+_EVERY = 1000  # Items between updates.
 
 _Item = TypeVar("_Item")
 
 
-def counted(items: Iterable[_Item], doing: str) -> Iterator[_Item]:
-    """The same items; where standard error is a terminal, a line there counts them meanwhile.
+def counted(items: Iterable[_Item], activity: str) -> Iterator[_Item]:
+    """Yields the items of a stream, and counts them on standard error if it is a terminal.
 
     Args:
       items: the stream.
-      doing: what the line says before the number: "writing train".
+      activity: text before the count, such as "writing train".
     """
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -27,7 +27,7 @@ def counted(items: Iterable[_Item], doing: str) -> Iterator[_Item]:
     with Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal
     ) as progress:
-        task = progress.add_task(doing, total=None)
+        task = progress.add_task(activity, total=None)
         for number, item in enumerate(items, start=1):
             yield item
             if number % _EVERY == 0:

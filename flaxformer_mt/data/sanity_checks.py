@@ -1,4 +1,4 @@
-"""What is probably wrong with the data of a run, noticed before it costs a training."""
+"""Checks of a run's data before training: unknown tokens, swapped sides, leaked test pairs."""
 
 import itertools
 import logging
@@ -14,22 +14,22 @@ from flaxformer_mt.data.stream.packing import Sentences
 from flaxformer_mt.errors import UserError
 
 _PAIRS = 500
-"""First pairs of a corpus by which the languages of its sides are told."""
+"""Number of leading pairs from which the languages of a corpus are identified."""
 
 _FEWEST_LETTERS = 500
-"""Letters that both sides must have; less text tells no language."""
+"""Minimum number of letters per side; the language of shorter text cannot be identified."""
 
 _MARGIN = 0.3
-"""Nats a letter by which text must be likelier with its sides exchanged. Multi30k, Tatoeba and
-WMT news are so by 0.7 and more if they were exchanged, and less likely by as much if not."""
+"""Minimum gain in log-likelihood, in nats per letter, from exchanging the sides. Multi30k, Tatoeba
+and WMT news gain 0.7 or more if their sides are swapped, and lose as much if they are not."""
 
-_HASHED = 50_000  # Sentences at a time.
+_HASH_CHUNK = 50_000  # Sentences hashed at once.
 
 _log = logging.getLogger(__name__)
 
 
 def check_unknown_rate(corpus: EncodedCorpus, config: DataConfig) -> None:
-    """Refuses text that the vocabulary cannot spell.
+    """Checks how much of a corpus the vocabulary covers.
 
     Raises:
       UserError: more than `config.max_unknown_rate` of the tokens of a side are unknown.
@@ -46,15 +46,14 @@ def check_unknown_rate(corpus: EncodedCorpus, config: DataConfig) -> None:
 
 
 def check_sides(training: Sequence[Corpus], held_out: Sequence[Corpus]) -> None:
-    """Refuses corpora whose sources are in the language of the targets, and the reverse.
+    """Checks that sources are in the source language, and targets in the target language.
 
-    Each corpus is compared with what Babel knows of its two languages, and each training corpus
-    with each held-out corpus of the same languages. Where the languages are not known, or too much
-    alike, nothing is refused.
+    Each corpus is compared with CLDR profiles of its two languages, and each training corpus with
+    each held-out corpus of the same languages. Unknown or very similar languages always pass.
 
     Args:
       training: the training corpora of a translation model.
-      held_out: its development and test corpora.
+      held_out: the development and test corpora.
 
     Raises:
       UserError: the sides of a corpus are swapped.
@@ -65,7 +64,7 @@ def check_sides(training: Sequence[Corpus], held_out: Sequence[Corpus]) -> None:
         profiles = cldr_profile(source), cldr_profile(target)
         if _are_swapped(texts[id(corpus)], *profiles):
             raise UserError(
-                f"{corpus.name}: the sides are swapped, its sources read like {target} and its "
+                f"{corpus.name}: the sides are swapped: the sources look like {target} and the "
                 f"targets like {source}; swap the files or columns, or data.source_language and "
                 "data.target_language"
             )
@@ -76,14 +75,14 @@ def check_sides(training: Sequence[Corpus], held_out: Sequence[Corpus]) -> None:
                 texts[id(other)], source_profile, target_profile
             ):
                 raise UserError(
-                    f"{other.name} and {corpus.name} have their sides the other way round: the "
-                    "sources of one read like the targets of the other; swap the files or columns "
-                    "of one, or its source_language and target_language"
+                    f"{other.name} and {corpus.name} have opposite directions: the sources of one "
+                    "look like the targets of the other; swap the files or columns of one, or its "
+                    "source_language and target_language"
                 )
 
 
 def _letters(corpus: Corpus) -> tuple[str, str]:
-    """The letters of the first sources, without tags, and of the first targets."""
+    """Returns the letters of the leading sources, without tags, and of the leading targets."""
     pairs = list(itertools.islice(corpus.pairs(), _PAIRS))
     sources = (source.removeprefix(corpus.tag) for source, _ in pairs)
     return letters_of(sources), letters_of(target for _, target in pairs)
@@ -92,10 +91,10 @@ def _letters(corpus: Corpus) -> tuple[str, str]:
 def _are_swapped(
     sides: tuple[str, str], source_profile: Profile | None, target_profile: Profile | None
 ) -> bool:
-    """Whether the letters of the two sides are clearly likelier under each other's profile.
+    """Returns whether the two sides are clearly more likely under each other's profile.
 
-    Both sides are asked, each about both languages: so a profile that fits no text, or a side that
-    is in neither language, decides nothing.
+    The likelihoods of both sides are added up for both assignments of languages, so that neither a
+    poor profile nor a side in a third language decides the outcome.
     """
     source, target = sides
     if source_profile is None or target_profile is None:
@@ -110,12 +109,12 @@ def _are_swapped(
 def warn_of_shared_pairs(
     training: Sequence[EncodedCorpus], held_out: Sequence[EncodedCorpus]
 ) -> None:
-    """Logs how many pairs of each held-out corpus are training pairs, too."""
+    """Logs a warning for each held-out corpus that shares pairs with a training corpus."""
     for corpus in training:
         for other, shared in zip(held_out, count_shared_pairs(corpus, held_out), strict=True):
             if shared:
                 _log.warning(
-                    "%d of the %d pairs of %s are in the training corpus %s, too: its figures will "
+                    "%d of the %d pairs of %s are also in the training corpus %s: its scores will "
                     "be too good",
                     shared,
                     len(other.targets),
@@ -125,39 +124,39 @@ def warn_of_shared_pairs(
 
 
 def count_shared_pairs(training: EncodedCorpus, held_out: Sequence[EncodedCorpus]) -> list[int]:
-    """How many pairs of each held-out corpus are also training pairs, token by token.
+    """Counts, per held-out corpus, the pairs whose tokens equal those of a training pair.
 
-    Pairs are compared by 64-bit hashes: with 10 million training and 1,000 other pairs, one is
-    counted by mistake with a probability below 1e-9.
+    Pairs are compared by 64-bit hashes: with 10 million training pairs and 1,000 held-out pairs,
+    the probability of a false match is below 1e-9.
     """
     hashes = _pair_hashes(training)
     return [int(np.isin(_pair_hashes(other), hashes).sum()) for other in held_out]
 
 
 def _pair_hashes(corpus: EncodedCorpus) -> np.ndarray:
-    """uint64 [pairs]."""
+    """Returns a hash per pair, uint64 [pairs]."""
     hashes = _hashes(corpus.targets)
     if corpus.sources is not None:
-        # The factor tells the two sides apart.
+        # The factor makes the hash depend on which side a sentence is on.
         hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + _hashes(corpus.sources)
     return hashes
 
 
 def _hashes(sentences: Sentences) -> np.ndarray:
-    """A sum over tokens of their random numbers times odd numbers for their places.
+    """Returns a hash per sentence: the sum over tokens of random number times odd position factor.
 
     Returns:
       uint64 [sentences], modulo 2**64.
     """
     vocab_size = int(sentences.tokens.max(initial=0)) + 1
-    # The numbers of a vocabulary are the first ones of a larger vocabulary.
+    # The numbers do not depend on the vocabulary size: a larger vocabulary extends the sequence.
     numbers = np.random.default_rng(0).integers(1 << 64, size=vocab_size, dtype=np.uint64)
     hashes = [np.empty(0, np.uint64)]
-    for first in range(0, len(sentences), _HASHED):
-        offsets = sentences.offsets[first : first + _HASHED + 1]
+    for first in range(0, len(sentences), _HASH_CHUNK):
+        offsets = sentences.offsets[first : first + _HASH_CHUNK + 1]
         starts, lengths = offsets[:-1] - offsets[0], np.diff(offsets)
         tokens = sentences.tokens[offsets[0] : offsets[-1]]
-        places = np.arange(len(tokens)) - np.repeat(starts, lengths)
-        terms = numbers[tokens] * (2 * places + 1).astype(np.uint64)
+        positions = np.arange(len(tokens)) - np.repeat(starts, lengths)
+        terms = numbers[tokens] * (2 * positions + 1).astype(np.uint64)
         hashes.append(np.add.reduceat(terms, starts))
     return np.concatenate(hashes)

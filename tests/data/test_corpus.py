@@ -284,7 +284,7 @@ def test_generated_corpus_has_no_other_splits():
 
 
 def test_phrases_in_an_unknown_language():
-    with pytest.raises(UserError, match=r"data\.target_language=xx: .* de, en, fr only"):
+    with pytest.raises(UserError, match=r"data\.target_language=xx: .* only supports de, en, fr"):
         load_corpus(DataConfig(corpus="phrases", target_language="xx"), "train")
 
 
@@ -348,7 +348,9 @@ def test_tfds_fingerprint_follows_split_languages_and_files(prepared, tmp_path):
     assert fingerprint(tfds_config(str(moved))) != first
 
 
-@pytest.mark.parametrize(("left", "message"), [(0.5, "has lost a part"), (0.1, "cannot be read")])
+@pytest.mark.parametrize(
+    ("left", "message"), [(0.5, "has a truncated file"), (0.1, "cannot be read")]
+)
 def test_tfds_shortened_file(prepared, tmp_path, left, message):
     moved = shutil.copytree(prepared, tmp_path / "moved")
     (shard,) = moved.glob("*.array_record-*")

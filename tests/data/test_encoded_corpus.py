@@ -73,9 +73,9 @@ def test_details_say_what_was_dropped_and_how_long_the_sides_are():
     assert REPORT.details() == [
         "980 of 1,000 pairs kept (20 empty side dropped)",
         "empty side: 20, the first is pair 3: a | ",
-        "source: 5,000 tokens, 5.1 a sentence, 95% at most 9, longest 1,200; "
+        "source: 5,000 tokens, 5.1 per sentence, 95% at most 9, longest 1,200; "
         "1.00% unknown, such as '猫'",
-        "target: 6,000 tokens, 6.1 a sentence, 95% at most 11, longest 40; 0.00% unknown",
+        "target: 6,000 tokens, 6.1 per sentence, 95% at most 11, longest 40; 0.00% unknown",
     ]
 
 

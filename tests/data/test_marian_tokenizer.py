@@ -213,7 +213,7 @@ def test_unknown_text_is_not_split_at_random(joint):
 DAMAGES = {
     "source.spm": (b"no model", "source.spm is not a SentencePiece model"),
     "target.spm": (None, "target.spm is missing"),
-    "vocab.json": (b'["a"]', "vocab.json is damaged: no JSON object"),
+    "vocab.json": (b'["a"]', "vocab.json is damaged: not a JSON object"),
     "tokenizer_config.json": (b"{", "tokenizer_config.json is damaged"),
 }
 
@@ -232,8 +232,8 @@ def test_a_damaged_or_missing_file_is_named(name, tmp_path):
     assert str(tmp_path) in str(caught.value)
 
 
-REFUSED = {
-    "sp_model_kwargs is not known": {"sp_model_kwargs": {"enable_sampling": True}},
+REJECTED = {
+    "sp_model_kwargs is not supported": {"sp_model_kwargs": {"enable_sampling": True}},
     "'<mask>' is single_word": {
         "added_tokens_decoder": {"9": {"content": "<mask>", "single_word": True}}
     },
@@ -243,9 +243,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("message", REFUSED)
-def test_what_is_not_known_is_refused(message, tmp_path):
-    write_tokenizer(tmp_path, *models(), **REFUSED[message])
+@pytest.mark.parametrize("message", REJECTED)
+def test_unsupported_settings_are_rejected(message, tmp_path):
+    write_tokenizer(tmp_path, *models(), **REJECTED[message])
     with pytest.raises(UserError) as caught:
         Tokenizers.load(tmp_path)
     assert message in str(caught.value)
@@ -261,5 +261,5 @@ def test_a_vocabulary_of_the_target_must_be_there(tmp_path):
 def test_ids_that_are_no_numbers(tmp_path):
     write_tokenizer(tmp_path, *models())
     (tmp_path / "vocab.json").write_text(json.dumps({"<unk>": "0"}))
-    with pytest.raises(UserError, match=r"vocab\.json is damaged: it does not give an id"):
+    with pytest.raises(UserError, match=r"vocab\.json is damaged: it does not map every piece"):
         Tokenizers.load(tmp_path)

@@ -86,7 +86,7 @@ def test_sides_that_are_all_swapped_are_told_by_their_language(languages):
     assert set(languages) <= set(generated_phrases.LANGUAGES)
     with pytest.raises(
         UserError,
-        match=f"train: the sides are swapped, its sources read like {target} and its targets like "
+        match=f"train: the sides are swapped: the sources look like {target} and the targets like "
         f"{source}; swap the files or columns, or data.source_language",
     ):
         check_sides([train], [valid])
@@ -97,7 +97,7 @@ def test_a_swapped_split_of_unknown_languages_is_told_by_the_other_splits():
     valid = dataclasses.replace(VALID, languages=UNKNOWN_LANGUAGES)
     check_sides([train], [valid])
     check_sides([swapped(train)], [swapped(valid)])
-    with pytest.raises(UserError, match="valid and train have their sides the other way round"):
+    with pytest.raises(UserError, match="valid and train have opposite directions"):
         check_sides([train], [swapped(valid)])
     other_languages = dataclasses.replace(swapped(valid), languages=("right", "left"))
     check_sides([train], [other_languages])
@@ -109,7 +109,7 @@ def test_tags_do_not_hide_swapped_sides():
     tagged = dataclasses.replace(
         tagged, sources=[f"{tag} {source}" for source in tagged.sources], tag=tag
     )
-    with pytest.raises(UserError, match="sources read like de and its targets like en"):
+    with pytest.raises(UserError, match="sources look like de and the targets like en"):
         check_sides([tagged], [])
 
 
@@ -160,7 +160,7 @@ def test_shared_pairs_are_counted(caplog):
 
 
 def test_pairs_are_shared_whatever_the_storage_of_their_tokens(monkeypatch):
-    monkeypatch.setattr("flaxformer_mt.data.sanity_checks._HASHED", 2)
+    monkeypatch.setattr("flaxformer_mt.data.sanity_checks._HASH_CHUNK", 2)
     training = encode_corpus(DIGITS, TOKENIZERS, CONFIG)
     small = dataclasses.replace(
         training,

@@ -122,7 +122,7 @@ def test_a_damaged_store_is_made_again(tmp_path, caplog, name, fault):
         path.write_bytes(path.read_bytes()[:-2])
     (again,) = open_stores(tmp_path, [CORPUS], TOKENIZERS, CONFIG)
     (line,) = caplog.messages
-    assert line.startswith("A is filtered and tokenised anew")
+    assert line.startswith("A is filtered and tokenized again")
     assert name in line
     assert again.sources.tokens.tolist() == wanted
 
@@ -214,7 +214,7 @@ def test_large_vocabularies_need_larger_tokens(tmp_path):
 def test_no_pair_is_left(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     corpus = ParallelCorpus(["1", ""], ["", "1"], "halves")
-    with pytest.raises(UserError, match="halves: none of 2 pairs is left: 2 empty side"):
+    with pytest.raises(UserError, match="halves: all of 2 pairs were dropped: 2 empty side"):
         open_stores(tmp_path, [corpus], TOKENIZERS, CONFIG)
     assert list(tmp_path.iterdir()) == []
 

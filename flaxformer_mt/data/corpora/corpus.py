@@ -1,12 +1,12 @@
-"""Where sentence pairs come from: text files, TSV, TensorFlow Datasets, or a generator.
+"""Parallel corpora from text files, TSV files, TensorFlow Datasets and generators.
 
-A corpus is a stream: big text is read pair by pair, whenever it is needed, and never kept. What has
-to be in memory (generated pairs; development and test sets) is a `ParallelCorpus`.
+A `StreamedCorpus` reads its pairs anew each time, so text of any size needs no memory. A
+`ParallelCorpus` holds its pairs in memory: development and test sets.
 
-A split is a name. For files it is a file name without its ending, so `data.test_split` may be
-`test_2017_flickr`, or several names and patterns, parted by commas; for TensorFlow Datasets it may
-be a slice such as `train[:10%]`; generated corpora have the three splits that the configuration
-names.
+A split is selected by name. For files it is a file name without its suffix, so `data.test_split`
+may be `test_2017_flickr`, or comma-separated names and glob patterns; for TensorFlow Datasets it
+may be a slice such as `train[:10%]`; generated corpora have exactly the three splits that the
+configuration names.
 """
 
 import abc
@@ -25,37 +25,39 @@ from flaxformer_mt.data.corpora import text_files, tfds_reader
 from flaxformer_mt.errors import UserError
 
 HELD_OUT_PAIRS = 500
-"""Pairs in the valid and in the test split of a generated corpus."""
+"""Number of pairs in the valid and test splits of a generated corpus."""
 
 LONGEST_DIGIT_STRING = 12
-"""Digits in the longest source of the reverse corpus."""
+"""Maximum number of digits in a source of the "reverse" corpus."""
 
 SentencePair: TypeAlias = tuple[str, str]
+"""Source and target sentence."""
 Role: TypeAlias = Literal["train", "valid", "test"]
+"""The use of a corpus in a run."""
 
 _Meaning = TypeVar("_Meaning")
 
 
 class Corpus(abc.ABC):
-    """Sentence pairs, in an order that never changes."""
+    """Sentence pairs in a fixed order."""
 
     name: str
-    """What messages call it: where it is read from."""
+    """Origin of the text, for messages."""
     languages: tuple[str, str]
-    """Of source and target; "" = nobody said."""
+    """Codes of the source and target language; "" = unknown."""
     tag: str
-    """What stands before every source, parted from it by a space; "" = nothing."""
+    """Token prepended to every source, followed by a space; "" = none."""
     weight: float
-    """How often its pairs are seen, in proportion to those of other corpora."""
+    """Sampling weight of its pairs relative to those of other corpora."""
 
     @property
     @abc.abstractmethod
     def fingerprint(self) -> str:
-        """SHA-256, in hex, of all that its pairs are made of; file names do not matter."""
+        """SHA-256 of the content, in hexadecimal; independent of file names."""
 
     @abc.abstractmethod
     def pairs(self) -> Iterator[SentencePair]:
-        """Source, with the tag before it, and target of each pair; a language model's source is "".
+        """Yields the pairs; sources include the tag, and are "" for a language model.
 
         Raises:
           UserError: the text is damaged, empty, or its two sides do not match.
@@ -67,7 +69,7 @@ class ParallelCorpus(Corpus):
     """Sentence pairs in memory: `targets[i]` translates `sources[i]`."""
 
     sources: list[str]
-    """With tags, if there are any."""
+    """Source sentences, including tags."""
     targets: list[str]
     name: str
     languages: tuple[str, str] = ("", "")
@@ -79,7 +81,7 @@ class ParallelCorpus(Corpus):
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """SHA-256, in hex, of all pairs in their order."""
+        """SHA-256 of all pairs in order, in hexadecimal."""
         return _digest_pairs(self.pairs()).hex()
 
     def pairs(self) -> Iterator[SentencePair]:
@@ -89,20 +91,20 @@ class ParallelCorpus(Corpus):
 
 @dataclasses.dataclass(frozen=True)
 class StreamedCorpus(Corpus):
-    """Sentence pairs that are read anew each time."""
+    """Sentence pairs that are read anew on each iteration."""
 
     name: str
     languages: tuple[str, str]
     tag: str
     weight: float
     stream: Callable[[], Iterator[SentencePair]]
-    """Gives the pairs, without the tag."""
+    """Opens an iterator over the pairs, without tags."""
     digest: Callable[[], bytes]
-    """Gives SHA-256 of what the stream is read from."""
+    """Computes the SHA-256 of the underlying files or pairs."""
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """SHA-256, in hex, of the tag and of what the pairs are read from."""
+        """SHA-256 of the tag and the underlying files or pairs, in hexadecimal."""
         return hashlib.sha256(f"{self.tag}\n".encode() + self.digest()).hexdigest()
 
     def pairs(self) -> Iterator[SentencePair]:
@@ -113,15 +115,16 @@ class StreamedCorpus(Corpus):
 
 
 def open_corpora(config: DataConfig, role: Role, has_inputs: bool = True) -> list[Corpus]:
-    """The corpora that are read together for one purpose; their text is not read yet.
+    """Opens all corpora of a role without reading their text.
 
     Args:
-      config: describes one corpus in its own fields, or several in `train_corpora`, ....
-      role: what the corpora are for.
-      has_inputs: False for a language model, which needs the target side only.
+      config: describes one corpus in its own fields, or several in `train_corpora`,
+        `valid_corpora` and `test_corpora`.
+      role: which corpora to open.
+      has_inputs: False for a language model, which only needs the target side.
 
     Raises:
-      UserError: a file, a builder, a split or a language is not there.
+      UserError: a file, a builder, a split or a language does not exist.
     """
     corpora = getattr(config, f"{role}_corpora")
     split = getattr(config, f"{role}_split")
@@ -138,16 +141,16 @@ def open_corpora(config: DataConfig, role: Role, has_inputs: bool = True) -> lis
 def open_corpus(
     corpus: CorpusConfig, data: DataConfig, prefix: str, has_inputs: bool = True
 ) -> Corpus:
-    """Opens one corpus; its text is not read yet.
+    """Opens one corpus without reading its text.
 
     Args:
-      corpus: describes it; no field but the tag is empty.
-      data: describes a generated corpus further.
-      prefix: what messages put before the fields of `corpus`: "data.", "--".
-      has_inputs: False for a language model, which needs the target side only.
+      corpus: description of the corpus; only the tag may be empty.
+      data: further options of generated corpora.
+      prefix: prefix of the fields of `corpus` in messages: "data.", "--".
+      has_inputs: False for a language model, which only needs the target side.
 
     Raises:
-      UserError: a file, a builder, a split or a language is not there.
+      UserError: a file, a builder, a split or a language does not exist.
     """
     openers: dict[str, Callable[[_Request], _Text]] = {
         "text": _open_text,
@@ -158,7 +161,7 @@ def open_corpus(
     }
     if corpus.tag and not has_inputs:
         raise UserError(
-            f"{prefix}tag={corpus.tag}: a language model has no source to put it before"
+            f"{prefix}tag={corpus.tag}: a language model has no sources to prepend a tag to"
         )
     opened = openers[corpus.kind](_Request(corpus, data, prefix, has_inputs))
     return StreamedCorpus(
@@ -172,7 +175,7 @@ def open_corpus(
 
 
 def read_corpus(corpora: Sequence[Corpus]) -> ParallelCorpus:
-    """All pairs of corpora, one corpus after the other, in memory.
+    """Reads all pairs of several corpora into memory, in the order of the corpora.
 
     Raises:
       UserError: see `Corpus.pairs`.
@@ -183,7 +186,7 @@ def read_corpus(corpora: Sequence[Corpus]) -> ParallelCorpus:
 
 
 def load_corpus(config: DataConfig, split: str) -> ParallelCorpus:
-    """One split of the corpus that the fields of `config` describe, in memory.
+    """Reads one split of the corpus that the fields of `config` describe into memory.
 
     Raises:
       UserError: see `open_corpora` and `Corpus.pairs`.
@@ -207,7 +210,7 @@ class _Request:
 
 @dataclasses.dataclass(frozen=True)
 class _Text:
-    """What opening a corpus gives; see the fields of `StreamedCorpus`."""
+    """The result of opening a corpus; see the fields of `StreamedCorpus`."""
 
     name: str
     stream: Callable[[], Iterator[SentencePair]]
@@ -215,7 +218,7 @@ class _Text:
 
 
 def _completed(corpus: CorpusConfig, data: DataConfig, split: str) -> CorpusConfig:
-    """The corpus with its empty fields filled in from `data`; "tfds:" in a path becomes a kind."""
+    """Fills in the empty fields of a corpus from `data`; "tfds:" in a path selects that kind."""
     path = corpus.path or data.path
     return dataclasses.replace(
         corpus,
@@ -259,20 +262,20 @@ def _open_tfds(request: _Request) -> _Text:
     return _Text(split.name, split.pairs, split.digest)
 
 
-def _find(request: _Request, ending: str) -> dict[str, Path]:
-    """The files of a split; see `text_files.find_files`."""
+def _find(request: _Request, suffix: str) -> dict[str, Path]:
+    """Finds the files of a split; see `text_files.find_files`."""
     folder, option = request.corpus.path, f"{request.prefix}path"
     if not folder:
         raise UserError(
-            f"{option} is empty: name the folder that has {request.corpus.split}{ending}"
+            f"{option} is empty: name the folder that has {request.corpus.split}{suffix}"
         )
     if not Path(folder).is_dir():
         raise UserError(f"{option}={folder} is not a folder")
-    return text_files.find_files(Path(folder), request.corpus.split, ending, option)
+    return text_files.find_files(Path(folder), request.corpus.split, suffix, option)
 
 
 def _files(files: Sequence[tuple[Path, ...]], read: Callable[..., Iterator[SentencePair]]) -> _Text:
-    """The text of files that are read one after the other, in groups of 1 or 2 at a time."""
+    """Concatenates files, or groups of parallel files, each of which `read` reads."""
     names = [" and ".join(map(str, group)) for group in files]
     more = f", and {len(files) - 1} more" if len(files) > 1 else ""
     return _Text(
@@ -311,45 +314,45 @@ def _generate_phrases(request: _Request) -> _Text:
     return _generate(
         request,
         draw=generated_phrases.draw_phrase,
-        say_source=lambda meaning: meaning(source_language),
-        say_target=lambda meaning: meaning(target_language),
+        to_source=lambda meaning: meaning(source_language),
+        to_target=lambda meaning: meaning(target_language),
     )
 
 
 def _generate_reverse(request: _Request) -> _Text:
-    """Digits parted by spaces, so that no tokenizer joins two of them."""
+    """Generates space-separated digits, so that no tokenizer merges two of them."""
     return _generate(
         request,
         draw=lambda rng: rng.choices("0123456789", k=rng.randint(1, LONGEST_DIGIT_STRING)),
-        say_source=" ".join,
-        say_target=lambda digits: " ".join(reversed(digits)),
+        to_source=" ".join,
+        to_target=lambda digits: " ".join(reversed(digits)),
     )
 
 
 def _generate(
     request: _Request,
     draw: Callable[[random.Random], _Meaning],
-    say_source: Callable[[_Meaning], str],
-    say_target: Callable[[_Meaning], str],
+    to_source: Callable[[_Meaning], str],
+    to_target: Callable[[_Meaning], str],
 ) -> _Text:
-    """Draws pairs whose sources are distinct and belong to the split that is asked for.
+    """Generates the pairs of a split, with distinct sources.
 
-    A checksum of the source says which split a pair belongs to (valid and test own a tenth of all
-    sources each), so the splits are disjoint whatever their sizes and seeds.
+    A checksum of the source assigns each pair to a split (valid and test own a tenth of all sources
+    each), so the splits are disjoint whatever their sizes and seeds.
     """
     data, kind, split = request.data, request.corpus.kind, request.corpus.split
     splits = (data.valid_split, data.test_split, data.train_split)
     if split not in splits:
         raise UserError(f"data.corpus={kind} has no split {split}, only {', '.join(splits)}")
-    wanted = data.generated_pairs if split == data.train_split else HELD_OUT_PAIRS
+    size = data.generated_pairs if split == data.train_split else HELD_OUT_PAIRS
     rng = random.Random(f"{data.generator_seed} {split}")
     pairs: dict[str, str] = {}
-    while len(pairs) < wanted:
+    while len(pairs) < size:
         meaning = draw(rng)
-        source = say_source(meaning)
+        source = to_source(meaning)
         owner = splits[min(zlib.crc32(source.encode()) % 10, 2)]
         if owner == split and source not in pairs:
-            pairs[source] = say_target(meaning)
+            pairs[source] = to_target(meaning)
 
     def stream() -> Iterator[SentencePair]:
         return ((source if request.has_inputs else "", pairs[source]) for source in pairs)

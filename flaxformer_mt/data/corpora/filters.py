@@ -1,10 +1,10 @@
-"""Which training pairs are left out, and why: each reason with its count and an example.
+"""Filters for training pairs, with the number of dropped pairs and an example for each reason.
 
-    choose = PairFilter(config.data, corpus)
-    kept = [pair for number, pair in enumerate(corpus.pairs(), 1) if choose.keep(number, *pair)]
-    report = {reason: dataclasses.asdict(dropped) for reason, dropped in choose.dropped.items()}
+    pair_filter = PairFilter(config.data, corpus)
+    kept = [p for number, p in enumerate(corpus.pairs(), 1) if pair_filter.keep(number, *p)]
+    report = {reason: dataclasses.asdict(d) for reason, d in pair_filter.dropped.items()}
 
-Only training corpora are filtered: what a development or test set measures must not depend on the
+Only training corpora are filtered: results on development and test sets must not depend on the
 options of a run.
 """
 
@@ -21,11 +21,11 @@ from flaxformer_mt.config import DataConfig
 from flaxformer_mt.data.corpora.corpus import Corpus
 from flaxformer_mt.errors import UserError
 
-_EXAMPLE_LENGTH = 60  # Characters of a side that an example shows.
-_MERGE_AT = 1 << 20  # Hashes in a Python set before they join the sorted array.
+_EXAMPLE_LENGTH = 60  # Characters shown per side of an example.
+_MERGE_AT = 1 << 20  # Size of the Python set at which its hashes are merged into the sorted array.
 
-# First words of the Unicode names of a script's characters, where they are not the script's own
-# English name.
+# First words of the Unicode names of a script's characters, where they differ from the English name
+# of the script.
 _NAMES_OF_SCRIPTS = {
     "Hans": ("CJK",),
     "Hant": ("CJK",),
@@ -42,21 +42,21 @@ _NAMES_OF_SCRIPTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Dropped:
-    """The pairs that were left out for one reason."""
+    """The pairs dropped for one reason."""
 
     count: int
-    """How many."""
+    """Number of pairs."""
     example: str
-    """The first of them: its number, from 1, and its sides, shortened."""
+    """The first of them: its 1-based number and its two sides, shortened."""
 
 
 class SeenPairs:
-    """Remembers which pairs were seen, in 8 bytes each: a 64-bit hash.
+    """A set of pairs, stored as 64-bit hashes.
 
-    Among 10 million different pairs, two have the same hash with a probability of 3 in a million.
+    The probability of a collision among 10 million distinct pairs is 3 in a million.
 
     Args:
-      hashes: uint64 [N], those seen earlier; see `hashes`.
+      hashes: uint64 [N], initial content, as returned by `hashes`.
     """
 
     def __init__(self, hashes: np.ndarray | None = None):
@@ -65,12 +65,12 @@ class SeenPairs:
 
     @property
     def hashes(self) -> np.ndarray:
-        """uint64 [N], sorted: all pairs seen, as the constructor takes them."""
+        """Sorted hashes of all pairs, uint64 [N]."""
         self._merge()
         return self._sorted
 
     def add(self, source: str, target: str) -> bool:
-        """Remembers a pair; whether it was new."""
+        """Adds a pair, and returns whether it is new."""
         digest = hashlib.blake2b(f"{source}\t{target}".encode(), digest_size=8).digest()
         number = int.from_bytes(digest, "little")
         if number in self._recent or self._was_merged(np.uint64(number)):
@@ -81,8 +81,8 @@ class SeenPairs:
         return True
 
     def _was_merged(self, number: np.uint64) -> bool:
-        place = self._sorted.searchsorted(number)
-        return bool(place < self._sorted.size and self._sorted[place] == number)
+        index = self._sorted.searchsorted(number)
+        return bool(index < self._sorted.size and self._sorted[index] == number)
 
     def _merge(self) -> None:
         recent = np.fromiter(self._recent, np.uint64, len(self._recent))
@@ -91,19 +91,19 @@ class SeenPairs:
 
 
 class PairFilter:
-    """Decides which pairs of one training corpus are kept; a pair is dropped for one reason only.
+    """The filters of one training corpus. A dropped pair counts for the first matching reason.
 
     Args:
-      config: which filters are on.
-      corpus: whose pairs they are; its languages say which scripts are right, its tag is not text.
-      has_inputs: False for a language model, whose pairs have an empty source.
-      seen: the pairs of earlier corpora, which count as duplicates; this corpus' pairs are added.
+      config: options of the filters.
+      corpus: the corpus; its languages determine the expected scripts, and its tag is ignored.
+      has_inputs: False for a language model, whose sources are empty.
+      seen: pairs of earlier corpora, which count as duplicates; the pairs of this corpus are added.
 
     Attributes:
-      dropped: for each reason that occurred ("more than 100 words"), how often, with an example.
+      dropped: the dropped pairs by reason, such as "more than 100 words".
 
     Raises:
-      UserError: `config.drop_wrong_script`, and nobody knows the script of a language.
+      UserError: `config.drop_wrong_script` is set and the script of a language is unknown.
     """
 
     def __init__(
@@ -118,12 +118,12 @@ class PairFilter:
         self._checks = _checks(config, corpus, has_inputs, SeenPairs() if seen is None else seen)
 
     def keep(self, number: int, source: str, target: str) -> bool:
-        """Whether the pair is kept; if it is not, it is counted in `dropped`.
+        """Returns whether a pair is kept, and otherwise counts it in `dropped`.
 
         Args:
-          number: of the pair in its corpus, from 1; examples name it.
-          source: as `Corpus.pairs` gives it, with its tag.
-          target: its translation.
+          number: 1-based number of the pair in its corpus, for examples.
+          source: source sentence from `Corpus.pairs`, including the tag.
+          target: target sentence.
         """
         text = source.removeprefix(self._tag)
         for reason, applies in self._checks:
@@ -145,7 +145,7 @@ _Check = tuple[str, Callable[[str, str], bool]]
 
 
 def _checks(config: DataConfig, corpus: Corpus, has_inputs: bool, seen: SeenPairs) -> list[_Check]:
-    """The reasons to drop a pair and what finds them, in the order in which they are tried."""
+    """Returns the reasons for dropping a pair, with their predicates, in order of precedence."""
     limit, ratio = config.max_words, config.max_length_ratio
     checks: dict[str, Callable[[str, str], bool]] = {}
     checks["empty side"] = _has_empty_side if has_inputs else _has_empty_target
@@ -158,7 +158,7 @@ def _checks(config: DataConfig, corpus: Corpus, has_inputs: bool, seen: SeenPair
     if config.drop_wrong_script:
         checks["wrong script"] = _script_check(corpus.languages, has_inputs)
     if config.drop_duplicates:
-        # Last, since a pair that is dropped for another reason is not seen again in training.
+        # Last: a pair that is dropped for another reason must not count as seen.
         checks["duplicate"] = lambda *pair: not seen.add(*pair)
     return list(checks.items())
 
@@ -172,13 +172,13 @@ def _has_empty_target(source: str, target: str) -> bool:
 
 
 def _script_check(languages: tuple[str, str], has_inputs: bool) -> Callable[[str, str], bool]:
-    """What finds a pair of which a side is mostly not in the script of its language."""
-    right_target = script_words(languages[1])
+    """Returns a predicate for pairs with a side mostly outside the script of its language."""
+    target_script = script_words(languages[1])
     if not has_inputs:
-        return lambda source, target: not is_mostly_in(right_target, target)
-    right_source = script_words(languages[0])
+        return lambda source, target: not is_mostly_in(target_script, target)
+    source_script = script_words(languages[0])
     return lambda source, target: (
-        not (is_mostly_in(right_source, source) and is_mostly_in(right_target, target))
+        not (is_mostly_in(source_script, source) and is_mostly_in(target_script, target))
     )
 
 
@@ -187,27 +187,27 @@ def _words(text: str) -> int:
 
 
 def _length_ratio(source: str, target: str) -> float:
-    """Words of the longer side over words of the shorter; neither is empty."""
+    """Returns the number of words of the longer side over that of the shorter, nonempty one."""
     shorter, longer = sorted(map(_words, (source, target)))
     return longer / shorter
 
 
 def _shortened(text: str) -> str:
-    tidy = " ".join(text.split())
-    return tidy if len(tidy) <= _EXAMPLE_LENGTH else f"{tidy[:_EXAMPLE_LENGTH]}..."
+    text = " ".join(text.split())
+    return text if len(text) <= _EXAMPLE_LENGTH else f"{text[:_EXAMPLE_LENGTH]}..."
 
 
 def script_words(language: str) -> tuple[str, ...]:
-    """First words of the Unicode names of the letters that `language` is written with.
+    """Returns the first words of the Unicode character names of a language's script.
 
-    The script is the one that the code names ("sr_Latn"), or else the usual one of the language
-    (the likely subtags of the Unicode CLDR).
+    The script is the one in the language code ("sr_Latn"), or else the default script of the
+    language (from the likely subtags of the Unicode CLDR).
 
     Args:
-      language: ISO 639 code, also with script and territory: "de", "deu", "zh_Hant", "pt-BR".
+      language: ISO 639 code, optionally with script and territory: "de", "deu", "zh_Hant", "pt-BR".
 
     Raises:
-      UserError: there is no such language.
+      UserError: the language is unknown.
     """
     import babel
     from babel.core import get_global
@@ -220,28 +220,28 @@ def script_words(language: str) -> tuple[str, ...]:
     name = babel.Locale("en").scripts.get(script)
     if name is None:
         raise UserError(
-            f"data.drop_wrong_script: the script of language {language!r} is not known; name "
-            "languages by their ISO 639 codes, or turn the filter off"
+            f"data.drop_wrong_script: the script of language {language!r} is unknown; use ISO 639 "
+            "language codes, or turn the filter off"
         )
     return _NAMES_OF_SCRIPTS.get(script, (name.split()[0].upper(),))
 
 
 def is_mostly_in(script: tuple[str, ...], text: str) -> bool:
-    """Whether at least half of the letters in `text` are of a script; so are no letters at all.
+    """Returns whether at least half of the letters of a text are in a script.
 
     Args:
-      script: as `script_words` gives it.
-      text: any text.
+      script: from `script_words`.
+      text: any text; without letters the result is True.
     """
-    letters = right = 0
+    letters = matching = 0
     for character, count in collections.Counter(text).items():
         word = _first_word(character)
         letters += count * bool(word)
-        right += count * (word in script)
-    return 2 * right >= letters
+        matching += count * (word in script)
+    return 2 * matching >= letters
 
 
 @functools.cache
 def _first_word(character: str) -> str:
-    """The first word of the Unicode name of a letter ("LATIN"); "" for other characters."""
+    """Returns the first word of the Unicode name of a letter ("LATIN"); "" for non-letters."""
     return unicodedata.name(character, "").partition(" ")[0] if character.isalpha() else ""

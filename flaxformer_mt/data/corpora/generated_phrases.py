@@ -1,8 +1,8 @@
-"""The phrases corpus: numbers, dates, times, units, money and lists, said in two languages.
+"""The "phrases" corpus: generated numbers, dates, times, units, money and lists in two languages.
 
-A phrase is drawn as a meaning: a function that says it in a given language. num2words spells the
-numbers; the Unicode CLDR, read through Babel, knows names, plurals, word order and separators. One
-meaning is worded in one way, so the translation follows from the source and can be learned.
+A phrase is drawn as a meaning: a function from a language to its wording. num2words spells numbers;
+the Unicode CLDR, through Babel, has names, plurals, word order and separators. Each meaning has a
+single wording per language, so the translation is a function of the source and can be learned.
 """
 
 import datetime
@@ -22,7 +22,7 @@ from num2words import num2words
 from flaxformer_mt.errors import UserError
 
 LANGUAGES = ("de", "en", "fr")
-"""Languages in which both libraries have a correct wording for everything below."""
+"""Languages for which both libraries word every phrase correctly."""
 
 _UNITS = (
     "length-kilometer", "length-meter", "length-centimeter", "length-millimeter", "length-mile",
@@ -45,16 +45,16 @@ _LANGUAGE_NAMES = (
     "en", "de", "fr", "es", "it", "pt", "nl", "da", "sv", "fi", "pl", "cs", "hu", "el", "tr",
     "uk", "ru", "ja", "zh", "ko", "hi", "ar", "he", "sw",
 )  # fmt: skip
-# Days in a unit of time, and the most of them before the next larger unit says it shorter.
+# Days per unit of time, and the largest count before Babel switches to the next larger unit.
 _PERIODS = ((1, 6), (7, 3), (30, 10), (365, 99))
 
 
 class Language:
-    """Says things in one language.
+    """The wording of phrases in one language.
 
     Args:
       code: one of `LANGUAGES`.
-      option: what an error names if it is not.
+      option: name of the option that chose the language, for the error message.
 
     Raises:
       UserError: the language is not supported.
@@ -63,21 +63,21 @@ class Language:
     def __init__(self, code: str, option: str = "language"):
         if code not in LANGUAGES:
             raise UserError(
-                f"{option}={code}: data.corpus=phrases knows {', '.join(LANGUAGES)} only"
+                f"{option}={code}: data.corpus=phrases only supports {', '.join(LANGUAGES)}"
             )
         self._code = code
         self._locale = babel.Locale.parse(code)
 
     def cardinal(self, number: int) -> str:
-        """The number in words: twelve, douze, zwölf."""
+        """Returns a cardinal number in words: twelve, douze, zwölf."""
         return _spelled(number, self._code)
 
     def ordinal(self, number: int) -> str:
-        """The number in words: twelfth, douzième, zwölfte."""
+        """Returns an ordinal number in words: twelfth, douzième, zwölfte."""
         return num2words(number, lang=self._code, to="ordinal")
 
     def percentage(self, value: Decimal) -> str:
-        """The number in digits: 12.5%, 12,5 %."""
+        """Returns a percentage in digits: 12.5%, 12,5 %."""
         return _plain(
             babel.numbers.format_percent(
                 value / 100, locale=self._locale, decimal_quantization=False
@@ -85,57 +85,57 @@ class Language:
         )
 
     def quantity(self, count: int, unit: str) -> str:
-        """A count in words and a unit of the CLDR: twelve kilometers, douze kilomètres."""
+        """Returns a count in words and a CLDR unit: twelve kilometers, douze kilomètres."""
         in_digits = babel.units.format_unit(count, unit, "long", locale=self._locale)
         digits = babel.numbers.format_decimal(count, locale=self._locale)
         return _plain(in_digits.replace(digits, self.cardinal(count)))
 
     def money(self, count: int, currency: str) -> str:
-        """A count in words and a currency by its ISO 4217 code: twelve euros, zwölf Euro."""
+        """Returns a count in words and an ISO 4217 currency: twelve euros, zwölf Euro."""
         name = babel.numbers.get_currency_name(currency, count=count, locale=self._locale)
         return _plain(f"{self.cardinal(count)} {name}")
 
     def date(self, date: datetime.date, style: str) -> str:
-        """A date, with its weekday if `style` is full, without if it is long."""
+        """Returns a date in the style "full", with the weekday, or "long", without."""
         return _plain(babel.dates.format_date(date, style, locale=self._locale))
 
     def month(self, date: datetime.date) -> str:
-        """Month and year: March 2025, mars 2025."""
+        """Returns month and year: March 2025, mars 2025."""
         return _plain(babel.dates.format_skeleton("yMMMM", date, locale=self._locale))
 
     def weekday(self, number: int) -> str:
-        """The name of a weekday, 0 = Monday."""
+        """Returns the name of a weekday, 0 = Monday."""
         return self._locale.days["stand-alone"]["wide"][number]
 
     def time(self, time: datetime.time) -> str:
-        """A time of the day: 3:05 PM, 15:05."""
+        """Returns a time of day: 3:05 PM, 15:05."""
         return _plain(babel.dates.format_time(time, "short", locale=self._locale))
 
     def period(self, period: datetime.timedelta) -> str:
-        """The distance from now, in the largest unit that fits: in 3 days, il y a 2 ans."""
+        """Returns a relative time in the largest suitable unit: in 3 days, il y a 2 ans."""
         return _plain(babel.dates.format_timedelta(period, add_direction=True, locale=self._locale))
 
     def country(self, code: str) -> str:
-        """The name of a country by its ISO 3166 code."""
+        """Returns the name of a country with this ISO 3166 code."""
         return _plain(self._locale.territories[code])
 
     def language(self, code: str) -> str:
-        """The name of a language by its ISO 639 code."""
+        """Returns the name of a language with this ISO 639 code."""
         return _plain(self._locale.languages[code])
 
     def enumeration(self, items: Sequence[str]) -> str:
-        """The items with separators: A, B, and C; A, B et C."""
+        """Returns a list of items: A, B, and C; A, B et C."""
         return babel.lists.format_list(items, locale=self._locale)
 
 
 @functools.cache
 def _spelled(number: int, code: str) -> str:
-    """The number in words; kept, because it takes longer than all else and small ones are many."""
+    """Returns a number in words. Cached: it is the slowest step, and most numbers recur."""
     return num2words(number, lang=code)
 
 
 def _plain(text: str) -> str:
-    """The text with plain spaces for the narrow and no-break ones that typography asks for."""
+    """Replaces narrow and no-break spaces by ordinary ones."""
     return text.replace("\u202f", " ").replace("\u00a0", " ")
 
 
@@ -143,22 +143,22 @@ Meaning: TypeAlias = Callable[[Language], str]
 
 
 def draw_phrase(rng: random.Random) -> Meaning:
-    """Draws a phrase of any kind."""
+    """Draws a phrase of a random kind."""
     (kind,) = rng.choices(list(_KINDS), weights=list(_KINDS.values()))
     return kind(rng)
 
 
 def _number(rng: random.Random) -> int:
-    """Mostly small, at most 999,999."""
+    """Draws a number up to 999,999, mostly a small one."""
     (limit,) = rng.choices((100, 1_000, 10_000, 1_000_000), weights=(35, 40, 15, 10))
     return rng.randrange(limit)
 
 
 def _count(rng: random.Random) -> int:
-    """A number below 1000 that can stand before a noun.
+    """Draws a number below 1000 that can precede a noun.
 
-    None ends in one: its form follows the gender of the noun (vingt et une heures), which neither
-    library knows.
+    None ends in the digit one, whose form depends on the gender of the noun (vingt et une heures),
+    which neither library has.
     """
     number = rng.randrange(rng.choice((100, 1_000)))
     return number + 1 if number % 10 == 1 else number
@@ -254,7 +254,7 @@ def _enumeration(rng: random.Random) -> Meaning:
 
 
 def _entry(rng: random.Random) -> Meaning:
-    """A line of a ledger: a heading and what is recorded under it."""
+    """Draws a ledger entry: a heading and a value."""
     heading = rng.choice((_country, _day, _month, _weekday))(rng)
     record = rng.choice((_quantity, _money, _percentage, _time))(rng)
     return lambda language: f"{heading(language)} – {record(language)}"
@@ -274,4 +274,4 @@ _KINDS = {
     _enumeration: 14,
     _entry: 8,
 }
-"""The kinds of phrases, and out of a hundred phrases how many are of a kind."""
+"""The kinds of phrases, with their weights in percent."""

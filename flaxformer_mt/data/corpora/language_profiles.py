@@ -1,6 +1,6 @@
-"""Which of two languages a text is in, told by its triples of letters.
+"""Letter n-gram models that tell which of two languages a text is in.
 
-A profile of a language can be made of any of its text. Babel has some for hundreds of languages:
+A profile can be built from any text in a language. Babel contains text for hundreds of languages:
 the names of languages, countries, currencies, months, days and units in the Unicode CLDR.
 """
 
@@ -12,25 +12,25 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 _LETTERS = 3
-"""Letters in an n-gram: enough to tell Danish from Norwegian, few enough for some pages of text."""
+"""Order of the n-grams: separates Danish from Norwegian, and needs only a few pages of text."""
 
 _UNSEEN = 1e-4
-"""Probability of a letter of which nothing is known."""
+"""Prior probability of a letter."""
 
 _FEWEST_LETTERS = 5000
-"""Letters that a profile from the CLDR needs; languages that it hardly covers have fewer."""
+"""Minimum number of letters of a CLDR profile; languages with less text have none."""
 
 _WORD = re.compile(r"[^\W\d_]+")
 
 
 class Profile:
-    """Probabilities of letters after the two before them.
+    """A letter trigram model of a language.
 
-    They are those of a hierarchical Dirichlet model (MacKay and Peto 1995): what follows few
-    letters is the prior, with the weight of one letter, of what follows more.
+    It is a hierarchical Dirichlet model (MacKay and Peto 1995): the distribution after a shorter
+    context is the prior, with the weight of one letter, of that after a longer one.
 
     Args:
-      texts: in the language; text that occurs twice counts once.
+      texts: texts in the language; duplicates are ignored.
     """
 
     def __init__(self, texts: Iterable[str]):
@@ -45,16 +45,16 @@ class Profile:
         )
 
     def _probability(self, letters: str) -> float:
-        """Of the last letter after the others."""
+        """Returns the probability of the last letter given the others."""
         if not letters:
             return _UNSEEN
         prior = self._probability(letters[1:])
         return (self._counts[letters] + prior) / (self._counts[letters[:-1]] + 1)
 
     def log_likelihood(self, letters: str) -> float:
-        """Mean log-probability (natural) of a letter in `letters`, as `letters_of` gives them.
+        """Returns the mean natural log-probability per letter of a text from `letters_of`.
 
-        It does not depend on the length, so it can be compared for texts in two languages.
+        The mean makes texts of different lengths comparable.
         """
         ends = range(_LETTERS, len(letters) + 1)
         total = sum(self._log_probability(letters[end - _LETTERS : end]) for end in ends)
@@ -62,20 +62,20 @@ class Profile:
 
 
 def letters_of(texts: Iterable[str]) -> str:
-    """The words of the texts in lower case, parted by spaces; texts that occur twice count once."""
+    """Returns the lower-case words of the texts, space-separated, without duplicate texts."""
     words = _WORD.findall(" ".join(dict.fromkeys(texts)).lower())
     return f" {' '.join(words)} "
 
 
 @functools.cache
 def cldr_profile(language: str) -> Profile | None:
-    """The profile of a language by what the Unicode CLDR has of it.
+    """Returns the profile of a language built from the Unicode CLDR.
 
     Args:
-      language: ISO 639 code, also with script and territory: "de", "deu", "zh_Hant", "pt-BR".
+      language: ISO 639 code, optionally with script and territory: "de", "deu", "zh_Hant", "pt-BR".
 
     Returns:
-      None if the CLDR does not know the language, or has little text in it.
+      The profile, or None if the CLDR has no or too little text in the language.
     """
     import babel
 
@@ -88,7 +88,7 @@ def cldr_profile(language: str) -> Profile | None:
 
 
 def _cldr_texts(locale: Any) -> Iterator[str]:
-    """Names in the language of a `babel.Locale`."""
+    """Yields the localized names in a `babel.Locale`."""
     names = (locale.territories, locale.languages, locale.scripts, locale.currencies)
     for group in names:
         yield from group.values()

@@ -1,7 +1,7 @@
-"""Text files, plain or gzipped, read line by line: a file is never in memory as a whole.
+"""Line-by-line reading of text files, plain or gzipped, without loading them into memory.
 
-A text file has one sentence a line. Two files are parallel if line i of one translates line i of
-the other; a TSV file has both in one line, parted by a tab.
+A text file has one sentence per line. Two files are parallel if line i of one translates line i of
+the other; a TSV file has a tab-separated source and target on each line.
 """
 
 import codecs
@@ -20,18 +20,19 @@ from flaxformer_mt.errors import UserError
 
 _CHUNK_BYTES = 2**20
 _PAUSE_SECONDS = 0.02
-"""Who writes lines at shorter intervals to a pipe does not wait for answers."""
+"""Lines that arrive on a pipe at shorter intervals are grouped: their writer does not wait for
+answers."""
 
 
 def stream_lines(path: Path) -> Iterator[str]:
-    r"""The lines of a UTF-8 text file, which may be gzipped (`.gz`).
+    r"""Yields the lines of a UTF-8 text file, which may be gzipped (`.gz`).
 
-    Lines end with "\n" or "\r\n" and nowhere else: other separators that Unicode knows, such as
-    U+2028, are part of a sentence. A byte order mark at the start is not.
+    Lines end only with "\n" or "\r\n": other Unicode line separators, such as U+2028, are part of a
+    sentence. A leading byte order mark is removed.
 
     Raises:
-      UserError: the file is missing, empty, no whole gzip file, or not UTF-8 (names the line).
-        What comes after the lines that were read so far is found out later than they are given.
+      UserError: the file is missing, empty, a truncated gzip file, or not UTF-8 (the message names
+        the line). Errors are raised when the reader reaches them, after the lines before.
     """
     with opened(path) as file:
         lines = _decoded(file, str(path))
@@ -43,23 +44,23 @@ def stream_lines(path: Path) -> Iterator[str]:
 
 
 def read_lines(path: Path) -> list[str]:
-    """All lines of a file; see `stream_lines`."""
+    """Reads all lines of a file; see `stream_lines`."""
     return list(stream_lines(path))
 
 
 def arriving_lines(stream: io.BufferedIOBase, name: str, enough: int) -> Iterator[list[str]]:
-    """Lines as they come: what has come from a terminal or a pipe does not wait for what follows.
+    """Yields groups of lines as they arrive, without waiting for more input.
 
     Args:
-      stream: UTF-8 text, which may be empty; lines end where they do for `stream_lines`.
-      name: where it comes from, for messages.
-      enough: bytes of a group, if so many come without a pause.
+      stream: UTF-8 text, possibly empty, with line ends as in `stream_lines`.
+      name: origin of the text, for messages.
+      enough: size of a group in bytes if input arrives without a pause.
 
     Yields:
-      Groups of lines, none of them empty.
+      Nonempty lists of lines.
 
     Raises:
-      UserError: `name` is not UTF-8 (names the line).
+      UserError: the text is not UTF-8 (the message names the line).
     """
     number = 1
     for lines in _arriving(stream, enough):
@@ -68,7 +69,7 @@ def arriving_lines(stream: io.BufferedIOBase, name: str, enough: int) -> Iterato
 
 
 def count_lines(stream: io.BufferedIOBase) -> int:
-    """How many lines follow in a stream that can be read again, which is left where it is."""
+    """Counts the remaining lines of a seekable stream, and restores its position."""
     start = stream.tell()
     count, last = 0, b"\n"
     while chunk := stream.read1(_CHUNK_BYTES):
@@ -79,7 +80,7 @@ def count_lines(stream: io.BufferedIOBase) -> int:
 
 
 def stream_parallel(source_path: Path, target_path: Path) -> Iterator[tuple[str, str]]:
-    """The pairs of two parallel files.
+    """Yields the pairs of two parallel files.
 
     Raises:
       UserError: see `stream_lines`; or the files have different numbers of lines.
@@ -98,64 +99,64 @@ def stream_parallel(source_path: Path, target_path: Path) -> Iterator[tuple[str,
 
 
 def read_parallel(source_path: Path, target_path: Path) -> tuple[list[str], list[str]]:
-    """The lines of two parallel files; see `stream_parallel`."""
+    """Reads all lines of two parallel files; see `stream_parallel`."""
     sources, targets = zip(*stream_parallel(source_path, target_path), strict=True)
     return list(sources), list(targets)
 
 
 def stream_tsv(path: Path) -> Iterator[tuple[str, str]]:
-    """The pairs of a file whose lines are a source, one tab, a target.
+    """Yields the pairs of a file whose lines are a source, one tab and a target.
 
     Raises:
-      UserError: see `stream_lines`; or a line has another number of tabs.
+      UserError: see `stream_lines`; or a line does not have exactly one tab.
     """
     for number, line in enumerate(stream_lines(path), start=1):
         columns = line.split("\t")
         if len(columns) != 2:
             raise UserError(
                 f"{path}, line {number}: {len(columns) - 1} tabs; "
-                "a line is a source, one tab, a target"
+                "a line must be a source, one tab and a target"
             )
         yield columns[0], columns[1]
 
 
 def digest_file(path: Path) -> bytes:
-    """SHA-256 of the file's bytes; of a gzipped file, of what was zipped.
+    """Returns the SHA-256 of a file's content, decompressed if it is gzipped.
 
     Raises:
-      UserError: the file is missing or no whole gzip file.
+      UserError: the file is missing, or a truncated gzip file.
     """
     with opened(path) as file:
         return hashlib.file_digest(file, "sha256").digest()
 
 
-def find_files(folder: Path, names: str, ending: str, option: str) -> dict[str, Path]:
-    """The files of a split.
+def find_files(folder: Path, names: str, suffix: str, option: str) -> dict[str, Path]:
+    """Finds the files of a split.
 
     Args:
-      folder: where they are.
-      names: file names without their ending, or patterns of such ("news-*"), parted by commas.
-      ending: what comes after the name: ".en". The file may also have ".gz" after that.
-      option: what named the folder, for messages.
+      folder: folder of the files.
+      names: comma-separated file names or glob patterns ("news-*"), without suffix.
+      suffix: suffix of the files, such as ".en"; it may be followed by ".gz".
+      option: name of the option that gave the folder, for messages.
 
     Returns:
-      {name without ending: file}; those that a pattern matches are sorted by name.
+      {name without suffix: file}; the matches of a pattern are sorted by name.
 
     Raises:
-      UserError: a name or pattern stands for no file.
+      UserError: a name or pattern matches no file.
     """
     found: dict[str, Path] = {}
     for name in map(str.strip, names.split(",")):
-        endings = (ending, f"{ending}.gz")
+        suffixes = (suffix, f"{suffix}.gz")
         matches = {
-            str(path.relative_to(folder)).removesuffix(suffix): path
-            for suffix in reversed(endings)  # A plain file goes before a gzipped one.
-            for path in folder.glob(f"{name}{suffix}")
+            str(path.relative_to(folder)).removesuffix(end): path
+            for end in reversed(suffixes)  # A plain file takes precedence over a gzipped one.
+            for path in folder.glob(f"{name}{end}")
             if path.is_file()
         }
         if not matches:
             raise UserError(
-                f"{option}={folder} has neither {name}{endings[0]} nor {name}{endings[1]}"
+                f"{option}={folder} has neither {name}{suffixes[0]} nor {name}{suffixes[1]}"
             )
         found |= dict(sorted(matches.items()))
     return found
@@ -163,10 +164,10 @@ def find_files(folder: Path, names: str, ending: str, option: str) -> dict[str, 
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[gzip.GzipFile | io.BufferedReader]:
-    """The file to be read, unzipped if it is gzipped (`.gz`).
+    """Opens a file for reading, decompressed if its name ends in `.gz`.
 
     Raises:
-      UserError: it is missing, or, while it is read, turns out not to be readable.
+      UserError: the file is missing, or it cannot be read (raised while reading).
     """
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
@@ -180,11 +181,11 @@ def opened(path: Path) -> Iterator[gzip.GzipFile | io.BufferedReader]:
 
 
 def _arriving(stream: io.BufferedIOBase, enough: int) -> Iterator[list[bytes]]:
-    """The groups of `arriving_lines`, with their line ends."""
+    """Yields the groups of `arriving_lines` as bytes, with their line ends."""
     chunks: list[bytes] = []
     while chunk := stream.read1(_CHUNK_BYTES):
         chunks.append(chunk)
-        # A line can be long: the chunks are only joined when they are given away.
+        # Joined only once per group: a single line may span many chunks.
         if sum(map(len, chunks)) < enough and _is_waiting(stream):
             continue
         if any(b"\n" in chunk for chunk in chunks):
@@ -197,8 +198,8 @@ def _arriving(stream: io.BufferedIOBase, enough: int) -> Iterator[list[bytes]]:
 
 
 def _is_waiting(stream: io.BufferedIOBase) -> bool:
-    """Whether there is more to read, now or in a moment."""
-    # Windows can only wait for sockets: there a group is what comes in one piece.
+    """Returns whether more input is available now or within `_PAUSE_SECONDS`."""
+    # On Windows, `select` only works on sockets; there, each chunk is a group.
     return os.name != "nt" and bool(select.select([stream], [], [], _PAUSE_SECONDS)[0])
 
 

@@ -1,12 +1,12 @@
-"""Makes a TensorFlow Datasets data set out of local parallel text, without TensorFlow.
+"""Builds a TensorFlow Datasets data set from local parallel text, without TensorFlow.
 
-The result is a folder like those of the builders of WMT: the feature `Translation`, in array_record
-files that are read at any place without reading what comes before, so that runs can share them.
+The result has the layout of the WMT builders: the feature `Translation` in array_record files,
+which allow random access, so that several runs can share them.
 `tensorflow_datasets.builder_from_directory(folder)` opens it, and so does
 
     python train.py --data.corpus=tfds --data.path=FOLDER ...
 
-The pairs keep their order; training shuffles them anyway.
+The order of the pairs is kept; training shuffles them anyway.
 """
 
 import contextlib
@@ -22,14 +22,14 @@ from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs import atomic
 
 DATASET_NAME = "parallel_text"
-"""Of the data set, whatever it was made of."""
+"""Name of every data set built here."""
 
 SHARD_BYTES = 256 << 20
-"""Size at which a file is closed and the next one begun."""
+"""Size at which a file is closed and the next one started."""
 
 _VERSION = "1.0.0"
 _SUFFIX = "array_record"
-# Every record can be fetched alone, as TensorFlow Datasets itself writes them.
+# Random access to single records, as in files written by TensorFlow Datasets itself.
 _WRITER_OPTIONS = "group_size:1"
 
 
@@ -38,15 +38,15 @@ def build_dataset(
     folder: Path,
     shard_bytes: int = SHARD_BYTES,
 ) -> dict[str, int]:
-    """Writes a data set; `folder` appears when it is whole, and not before.
+    """Writes a data set atomically.
 
     Args:
-      splits: what becomes a split, by its name; all have the same two languages.
-      folder: where the data set is to be; must not exist.
-      shard_bytes: size of a file, about.
+      splits: the corpus of each split, by name; all have the same two languages.
+      folder: folder to create; must not exist.
+      shard_bytes: approximate size of a file.
 
     Returns:
-      Pairs of each split.
+      The number of pairs in each split.
 
     Raises:
       UserError: the folder exists or cannot be written, a package is missing, or a corpus cannot
@@ -75,7 +75,7 @@ def build_dataset(
                 filename_template=_file_names(tfds, partial),
                 version=_VERSION,
                 description="Parallel text, made by `flaxformer-mt prepare`.",
-                check_data=False,  # It would need TensorFlow.
+                check_data=False,  # Requires TensorFlow.
             )
     except RuntimeError as error:  # array_record: "write() failed: No space left on device; ..."
         raise UserError(f"{folder} cannot be written: {error}") from error
@@ -83,7 +83,7 @@ def build_dataset(
 
 
 def _file_names(tfds: Any, folder: Path, **facts: str) -> Any:
-    """The names of a data set's files: parallel_text-train.array_record-00000-of-00004."""
+    """Returns the template of file names: parallel_text-train.array_record-00000-of-00004."""
     return tfds.core.ShardedFileTemplate(
         data_dir=folder, dataset_name=DATASET_NAME, filetype_suffix=_SUFFIX, **facts
     )
@@ -112,7 +112,7 @@ def _write_split(
     for first in records:
         path = folder / f"{name}-{len(shards)}.unfinished"
         shards.append(_write_shard(path, itertools.chain([first], records), shard_bytes))
-    # How many there are is part of every file's name.
+    # File names contain the number of files.
     file_names = _file_names(tfds, folder, split=name)
     for index, shard in enumerate(shards):
         shard.path.rename(file_names.sharded_filepath(shard_index=index, num_shards=len(shards)))
@@ -131,7 +131,7 @@ class _Shard(NamedTuple):
 
 
 def _write_shard(path: Path, records: Iterable[bytes], shard_bytes: int) -> _Shard:
-    """Writes records to one file until it is full or there are no more."""
+    """Writes records to one file until it is full or the records end."""
     from array_record.python.array_record_module import ArrayRecordWriter
 
     number = num_bytes = 0

@@ -1,8 +1,8 @@
-"""Reads what TensorFlow Datasets prepared as array_record, without TensorFlow.
+"""Reads TensorFlow Datasets data sets in array_record format, without TensorFlow.
 
-Any data set will do that has a feature `Translation` (WMT, TED talks, OPUS, ParaCrawl, and what
-`flaxformer-mt prepare` makes) or `TranslationVariableLanguages` (TED talks in many languages), as
-its only feature or as one of several.
+Supported are all data sets with a feature `Translation` (WMT, TED talks, OPUS, ParaCrawl, and those
+built by `flaxformer-mt prepare`) or `TranslationVariableLanguages` (multilingual TED talks), as
+their only feature or as one of several.
 """
 
 import dataclasses
@@ -15,22 +15,22 @@ from typing import Any, TypeAlias
 from flaxformer_mt.data.corpora.text_files import digest_file
 from flaxformer_mt.errors import UserError
 
-_READ_AT_ONCE = 10_000  # Records: three times as fast as one by one.
+_READ_AT_ONCE = 10_000  # Records; three times as fast as reading them one by one.
 
-Languages: TypeAlias = tuple[str | None, str]
-"""Of source and target; a language model reads no source."""
+LanguagePair: TypeAlias = tuple[str | None, str]
+"""Codes of source and target language; the source is None for a language model."""
 
 
 def require_tfds() -> Any:
-    """The module `tensorflow_datasets`.
+    """Imports `tensorflow_datasets`.
 
     Raises:
-      UserError: it is not installed, or array_record is not.
+      UserError: tensorflow_datasets or array_record is not installed.
     """
     try:
         import tensorflow_datasets
 
-        # TensorFlow Datasets would only ask for it when a file is opened.
+        # TensorFlow Datasets itself imports it only when a file is opened.
         importlib.import_module("array_record.python")
     except ImportError as error:
         raise UserError(
@@ -42,19 +42,19 @@ def require_tfds() -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class TfdsSplit:
-    """The pairs of one split, or of a slice of one such as `train[:10%]`."""
+    """The pairs of a split, or of a slice of a split such as `train[:10%]`."""
 
     records: Any
-    """A sequence of bytes, read from disk when it is indexed."""
+    """A sequence of serialized examples that is read from disk when indexed."""
     take: Callable[[Any], tuple[str, str] | None]
-    """Makes an example a pair; None if the example lacks one of the languages."""
+    """Extracts the pair from an example; None if the example lacks one of the languages."""
     name: str
-    """What messages call it."""
-    languages: Languages
-    """Those that are read."""
+    """Name for messages."""
+    languages: LanguagePair
+    """The languages to read."""
 
     def pairs(self) -> Iterator[tuple[str, str]]:
-        """The pairs in the order in which they are stored.
+        """Yields the pairs in the order in which they are stored.
 
         Raises:
           UserError: a file is damaged (array_record has checksums), or no example has both
@@ -78,13 +78,13 @@ class TfdsSplit:
             raise UserError(
                 f"{self.name} cannot be read ({error}): prepare or copy it again"
             ) from error
-        # What a shortened file has lost may come back as empty records, without an error.
+        # A truncated file may return empty records instead of raising an error.
         if not all(records):
-            raise UserError(f"{self.name} has lost a part of a file: prepare or copy it again")
+            raise UserError(f"{self.name} has a truncated file: prepare or copy it again")
         return map(self.records.dataset_info.features.deserialize_example_np, records)
 
     def digest(self) -> bytes:
-        """SHA-256 of the languages and of the stored files, as far as they belong to the split."""
+        """Returns the SHA-256 of the languages and of the split's files."""
         digest = hashlib.sha256(repr(self.languages).encode())
         split = self.records.dataset_info.splits[self.records.split]
         for part in split.file_instructions:
@@ -93,25 +93,25 @@ class TfdsSplit:
         return digest.digest()
 
 
-def open_split(path: str, split: str, languages: Languages, prefix: str) -> TfdsSplit:
-    """Opens a split of a builder, by name, or by the folder in which it was prepared.
+def open_split(path: str, split: str, languages: LanguagePair, prefix: str) -> TfdsSplit:
+    """Opens a split of a data set given by its builder's name or by its folder.
 
     Args:
-      path: "wmt14_translate/de-en", or a folder with `dataset_info.json`.
+      path: builder name such as "wmt14_translate/de-en", or a folder with `dataset_info.json`.
       split: "train", "train[:10%]", "train+validation".
-      languages: which to read.
-      prefix: what messages put before the options "path" and "source_language": "data.".
+      languages: the languages to read.
+      prefix: prefix of the options "path" and "source_language" in messages: "data.".
 
     Raises:
-      UserError: TensorFlow Datasets is not installed, or the split is not there to be read, or
-        lacks a language.
+      UserError: TensorFlow Datasets is not installed; the data set or split does not exist or is
+        not prepared; or it lacks a language.
     """
     if not path:
         raise UserError(f"{prefix}path is empty: name a builder, such as wmt14_translate/de-en")
     tfds = require_tfds()
     from google.protobuf.json_format import ParseError
 
-    # The builders of WMT and Flores are registered when their class is first touched.
+    # The builders of WMT and Flores are registered when their class is first accessed.
     getattr(tfds.translate, path.partition("/")[0].title().replace("_", ""), None)
     is_folder = Path(path).is_dir()
     try:
@@ -131,20 +131,20 @@ def open_split(path: str, split: str, languages: Languages, prefix: str) -> Tfds
 def _how_to_prepare(path: str, is_folder: bool, prefix: str) -> str:
     if is_folder:
         return (
-            f"{prefix}path={path} is not prepared as array_record, the only format that is read "
-            "without TensorFlow; prepare it again with file_format='array_record'"
+            f"{prefix}path={path} is not prepared as array_record, the only format that can be "
+            "read without TensorFlow; prepare it again with file_format='array_record'"
         )
     return (
-        f"{prefix}path={path} is not prepared as array_record; once, with tensorflow (pip install "
-        f"'flaxformer_mt[tensorflow]'): tensorflow_datasets.builder({path!r}, "
+        f"{prefix}path={path} is not prepared as array_record; prepare it once with tensorflow "
+        f"(pip install 'flaxformer_mt[tensorflow]'): tensorflow_datasets.builder({path!r}, "
         "file_format='array_record').download_and_prepare()"
     )
 
 
 def _find_languages(
-    tfds: Any, features: Any, languages: Languages, where: str, prefix: str
+    tfds: Any, features: Any, languages: LanguagePair, where: str, prefix: str
 ) -> Callable[[Any], tuple[str, str] | None]:
-    """What makes an example of these features a pair; see `TfdsSplit.take`.
+    """Returns the function that extracts a pair from an example; see `TfdsSplit.take`.
 
     Raises:
       UserError: the features have no translations, or none in one of the languages.
@@ -179,6 +179,6 @@ def _find_languages(
 
 
 def _by_language(translations: Any) -> dict[str, bytes]:
-    """{language: its first translation} of {"language": [...], "translation": [...]}."""
+    """Maps each language to its first translation in {"language": ..., "translation": ...}."""
     listed = zip(translations["language"], translations["translation"], strict=True)
     return {language.decode(): text for language, text in reversed(list(listed))}

@@ -1,7 +1,7 @@
-"""What a training step computes with: batches of rows, in the few shapes that a run declares.
+"""Batches of packed token rows, in the few shapes that a run declares.
 
-A batch is made of rows, and a row of pairs that stand in it one after the other. Which pairs stand
-together is decided elsewhere: for training by `stream.py`, for validation here.
+A batch consists of rows, and each row of one or more concatenated pairs. The rows of training
+batches are planned in `training_stream`, those of evaluation batches here.
 """
 
 import dataclasses
@@ -21,15 +21,17 @@ Array: TypeAlias = np.ndarray | jax.Array
 
 @flax.struct.dataclass
 class Batch:
-    """Packed rows; int32 but for the weights. A language model has None on the encoder side.
+    """A batch of packed token rows.
+
+    Arrays are int32 unless stated otherwise. The encoder fields are None for a language model.
 
     Attributes:
-      encoder_input_tokens: [B, S], each segment its source tokens and the end token.
-      decoder_input_tokens: [B, T], each segment the start token and its target tokens.
-      decoder_target_tokens: [B, T], each segment its target tokens and the end token.
-      decoder_loss_weights: float32 [B, T], 1 where there is a target token, 0 in padding.
-      encoder_segment_ids: [B, S], 1, 2, ... in the segments of a row, 0 in padding.
-      decoder_segment_ids: [B, T], likewise; in a row, equal numbers make a pair.
+      encoder_input_tokens: [B, S], the source tokens and end token of each segment.
+      decoder_input_tokens: [B, T], the start token and target tokens of each segment.
+      decoder_target_tokens: [B, T], the target tokens and end token of each segment.
+      decoder_loss_weights: float32 [B, T], 1 for target tokens, 0 in padding.
+      encoder_segment_ids: [B, S], 1, 2, ... for the segments of a row, 0 in padding.
+      decoder_segment_ids: [B, T], likewise; equal ids in a row belong to the same pair.
       encoder_positions: [B, S], 0, 1, ... in each segment, 0 in padding.
       decoder_positions: [B, T], likewise.
     """
@@ -45,30 +47,30 @@ class Batch:
 
 
 class BatchShape(NamedTuple):
-    """The sizes of a batch: all that a step is compiled for."""
+    """The shape of a batch, for which a training step is compiled."""
 
     rows: int
     """B."""
     source_length: int
-    """S; means nothing to a language model."""
+    """S; unused by language models."""
     target_length: int
     """T."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """The part of every batch that one process reads: B / count rows, from index * B / count on."""
+    """The part of each batch that one process reads: B / count rows, from index * B / count on."""
 
     index: int = 0
-    """Which part, from 0."""
+    """0-based index of the part."""
     count: int = 1
-    """Parts in all."""
+    """Number of parts."""
 
     def part(self, rows: int) -> slice:
-        """Which of the rows of a batch these are.
+        """Returns the rows of a batch that belong to this part.
 
         Raises:
-          ValueError: `rows` cannot be divided evenly.
+          ValueError: `rows` is not a multiple of `count`.
         """
         if rows % self.count:
             raise ValueError(f"{rows} rows cannot be divided evenly among {self.count} processes")
@@ -76,22 +78,22 @@ class Shard:
 
 
 WHOLE_BATCH = Shard()
-"""What a process reads that is alone."""
+"""The shard of a single process."""
 
 
 class DataPosition(NamedTuple):
-    """Where a stream of batches stands: what a run saves to go on with the batch after the last."""
+    """A position in the training stream, saved in checkpoints to resume with the next batch."""
 
     epoch: int = 0
-    """Epochs that were read."""
+    """Completed epochs."""
     block: int = 0
-    """Blocks of this epoch that were read."""
+    """Completed blocks of this epoch."""
     row: int = 0
     """Rows of this block that were read."""
 
 
 def padding_fraction(batch: Batch) -> float:
-    """Share of a batch's source and target positions that hold no token."""
+    """Returns the fraction of a batch's source and target positions that are padding."""
     sides = [
         side for side in (batch.encoder_segment_ids, batch.decoder_segment_ids) if side is not None
     ]
@@ -107,15 +109,15 @@ def make_batch(
     model: TransformerConfig,
     shard: Shard = WHOLE_BATCH,
 ) -> Batch:
-    """Packs pairs into rows.
+    """Packs pairs into the rows of a batch.
 
     Args:
-      sources: the source side; None in a language model.
+      sources: the source side; None for a language model.
       targets: the target side.
-      rows: the indices of the pairs in each row; rows that are missing are left empty.
-      shape: of the whole batch.
-      model: says which tokens are padding and start.
-      shard: the part of the batch that is made.
+      rows: the indices of the pairs in each row; missing rows are empty.
+      shape: shape of the whole batch.
+      model: gives the padding and start tokens.
+      shard: the part of the batch to build.
     """
     rows = [*rows, *[()] * (shape.rows - len(rows))][shard.part(shape.rows)]
     packed_targets = pack(targets, rows, shape.target_length, model.pad_id)
@@ -135,12 +137,12 @@ def make_batch(
 
 
 def packed_shape(config: ExperimentConfig) -> BatchShape:
-    """The shape of packed batches: those of validation, and of training unless it has buckets."""
+    """Returns the shape of packed batches: in evaluation, and in training without buckets."""
     return BatchShape(config.rows_per_batch, *config.data.row_lengths)
 
 
 def pair_lengths(corpus: EncodedCorpus) -> tuple[np.ndarray, np.ndarray]:
-    """Source and target lengths, int64 [pairs] each; a language model has sources of length 0."""
+    """Returns source and target lengths, int64 [pairs] each; sources of language models have 0."""
     target_lengths = corpus.targets.lengths
     if corpus.sources is None:
         return np.zeros_like(target_lengths), target_lengths
@@ -153,17 +155,18 @@ def evaluation_batches(
     row_shards: int = 1,
     shard: Shard = WHOLE_BATCH,
 ) -> list[Batch]:
-    """Batches that hold every pair exactly once and whole, however long it is.
+    """Returns batches that contain every pair exactly once, without truncation.
 
-    Pairs that fit are packed into rows as in training, one shape. A longer pair has a row of its
-    own, as long as the next power of two; batches of such rows have fewer of them, so that
-    attention needs no more memory. What is left of the last batch of a shape is empty rows.
+    Pairs that fit are packed into rows of the training shape. A longer pair gets its own row, whose
+    length is the next power of two; batches of such rows have fewer rows, so that attention needs
+    no more memory. The last batch of each shape is padded with empty rows.
 
     Args:
       corpus: the pairs.
       config: the experiment.
-      row_shards: devices that share the rows of a batch; of long rows there are at least as many.
-      shard: the part of each batch that is wanted.
+      row_shards: number of devices that share the rows of a batch; the number of rows of every
+        batch is a multiple of it.
+      shard: the part of each batch to build.
     """
     packed = packed_shape(config)
     source_lengths, target_lengths = pair_lengths(corpus)
@@ -195,8 +198,8 @@ def evaluation_batches(
 
 
 def _shape_of_long_rows(longest: int, packed: BatchShape, row_shards: int) -> BatchShape:
-    """The shape for a pair that has no room in packed rows: as much attention, in fewer rows."""
+    """Returns the shape for pairs that exceed the packed rows, with no more attention weights."""
     length = 1 << (longest - 1).bit_length()
     attention = packed.rows * packed.source_length * packed.target_length
-    rows_of_a_device = max(1, attention // (length * length * row_shards))
-    return BatchShape(rows_of_a_device * row_shards, length, length)
+    rows_per_device = max(1, attention // (length * length * row_shards))
+    return BatchShape(rows_per_device * row_shards, length, length)

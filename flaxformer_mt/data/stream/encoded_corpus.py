@@ -1,7 +1,7 @@
-"""From sentence pairs to token sequences, with an account of what they are.
+"""Corpora as token sequences, with statistics.
 
-A corpus of any size is encoded once and kept on disk (`store.py`); development and test sets are
-encoded in memory, here. Nothing is cut: which pairs fit into rows is decided when rows are planned.
+Training corpora are encoded once and stored on disk (`token_store`); development and test sets are
+encoded in memory, here. Sequences are not truncated: long pairs are handled in `long_pairs`.
 """
 
 import dataclasses
@@ -20,30 +20,30 @@ from flaxformer_mt.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class SideReport:
-    """The kept sources, or the kept targets, of a corpus: counts of tokens, end tokens included."""
+    """Token statistics of one side of a corpus, after filtering; end tokens are counted."""
 
     tokens: int
-    """Tokens in all."""
+    """Total number of tokens."""
     mean_length: float
-    """Tokens in a sentence, on average."""
+    """Mean number of tokens per sentence."""
     percentile_95: int
-    """95% of the sentences have at most so many tokens."""
+    """95th percentile of the number of tokens per sentence."""
     longest: int
-    """Tokens in the longest sentence."""
+    """Number of tokens in the longest sentence."""
     unknown_tokens: int
-    """Tokens that stand for what the vocabulary cannot spell."""
+    """Number of unknown tokens."""
     unknown_example: str = ""
-    """The first character that the vocabulary cannot spell."""
+    """The first character that is not in the vocabulary."""
 
     @property
     def unknown_rate(self) -> float:
-        """Share of the tokens that are unknown."""
+        """Fraction of tokens that are unknown."""
         return self.unknown_tokens / self.tokens
 
     def __str__(self) -> str:
         example = f", such as {self.unknown_example!r}" if self.unknown_example else ""
         return (
-            f"{self.tokens:,} tokens, {self.mean_length:.1f} a sentence, 95% at most "
+            f"{self.tokens:,} tokens, {self.mean_length:.1f} per sentence, 95% at most "
             f"{self.percentile_95:,}, longest {self.longest:,}; "
             f"{self.unknown_rate:.2%} unknown{example}"
         )
@@ -51,22 +51,22 @@ class SideReport:
 
 @dataclasses.dataclass(frozen=True)
 class CorpusReport:
-    """What became of the pairs of a corpus; `str` gives one line to print."""
+    """Statistics of a corpus after filtering; `str` gives a one-line summary."""
 
     pairs: int
-    """Pairs read."""
+    """Number of pairs read."""
     dropped: dict[str, Dropped]
-    """By reason: how many pairs were left out, and the first of them."""
+    """Dropped pairs by reason."""
     sources: SideReport | None
-    """The source side, before anything is cut to the length of a row; None in a language model."""
+    """The source side, before truncation to the row length; None for a language model."""
     targets: SideReport
     """The target side, likewise."""
     truncated: int = 0
-    """Pairs kept, but cut to the length of their row."""
+    """Number of pairs truncated to the row length."""
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "CorpusReport":
-        """The inverse of `dataclasses.asdict`."""
+        """Inverts `dataclasses.asdict`."""
         sources, targets, dropped = values["sources"], values["targets"], values["dropped"]
         return cls(
             **{
@@ -79,15 +79,15 @@ class CorpusReport:
 
     @property
     def kept(self) -> int:
-        """Pairs that are left."""
+        """Number of pairs that were not dropped."""
         return self.pairs - sum(dropped.count for dropped in self.dropped.values())
 
     def fitted_to_rows(self, dropped: Dropped | None = None, truncated: int = 0) -> "CorpusReport":
-        """This report once rows have their length.
+        """Returns the report with the pairs that are longer than a row.
 
         Args:
-          dropped: the pairs left out because they are longer than a row, if there are any.
-          truncated: pairs that were cut instead.
+          dropped: the pairs dropped for this reason, if any.
+          truncated: number of pairs truncated instead.
         """
         too_long = {} if dropped is None else {"longer than a row": dropped}
         return dataclasses.replace(self, dropped={**self.dropped, **too_long}, truncated=truncated)
@@ -112,7 +112,7 @@ class CorpusReport:
         return f"{self.kept:,} of {self.pairs:,} pairs kept ({', '.join(changes)})"
 
     def details(self) -> list[str]:
-        """The lines that the report at the start of a run has for this corpus."""
+        """Returns the lines about this corpus in the report of a starting run."""
         lines = [self._pairs()]
         lines += [
             f"{reason}: {dropped.count:,}, the first is {dropped.example}"
@@ -125,7 +125,7 @@ class CorpusReport:
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
-    """Texts of different lengths, stored end to end.
+    """A ragged array of texts, stored end to end.
 
     Attributes:
       data: uint8 [all bytes], UTF-8.
@@ -137,7 +137,7 @@ class Texts:
 
     @classmethod
     def from_list(cls, texts: Sequence[str]) -> "Texts":
-        """Stores `texts` in their order."""
+        """Concatenates texts."""
         encoded = [text.encode() for text in texts]
         offsets = np.cumsum([0, *map(len, encoded)], dtype=np.int64)
         return cls(np.frombuffer(b"".join(encoded), np.uint8), offsets)
@@ -151,22 +151,22 @@ class Texts:
 
 @dataclasses.dataclass(frozen=True)
 class EncodedCorpus:
-    """Pairs of token sequences of any length; each sequence ends with the end token."""
+    """A corpus as pairs of token sequences of any length, each ending with the end token."""
 
     name: str
-    """What messages call it: where it was read from."""
+    """Origin of the text, for messages."""
     sources: Sentences | None
-    """None in a language model."""
+    """None for a language model."""
     targets: Sentences
     report: CorpusReport
     texts: Texts | None = None
-    """The text of each source, where splits are drawn anew (`data.subword_sampling`)."""
+    """The text of each source, for `data.subword_sampling`; otherwise None."""
     weight: float = 1.0
-    """How often its pairs are seen, in proportion to those of other corpora."""
+    """Sampling weight of its pairs relative to those of other corpora."""
 
 
 class SideEncoder:
-    """Encodes the texts of one side part by part, and keeps count of unknown tokens.
+    """Encodes one side of a corpus in chunks and collects its statistics.
 
     Args:
       tokenizer: the vocabulary of the side.
@@ -179,7 +179,7 @@ class SideEncoder:
         self._unknown_example = ""
 
     def encode(self, texts: Sequence[str]) -> Sentences:
-        """Tokens and end token of each text; a text of nothing but spaces is the end token."""
+        """Encodes a chunk of texts, each followed by the end token."""
         end = self._tokenizer.eos_id
         sentences = Sentences.from_lists(
             [[*tokens, end] for tokens in self._tokenizer.encode(texts)]
@@ -193,13 +193,13 @@ class SideEncoder:
         return sentences
 
     def _unknown_character(self, text: str) -> str:
-        """The first character of `text` that is unknown; all of it, if none is by itself."""
+        """Returns the first unknown character, or all of `text` if none is unknown by itself."""
         pieces = zip(text, self._tokenizer.encode(list(text)), strict=True)
         unknown = (character for character, ids in pieces if self._tokenizer.unk_id in ids)
         return next(unknown, text)
 
     def report(self) -> SideReport:
-        """The report on all that was encoded, at least one text."""
+        """Returns the statistics of all chunks, which must contain at least one text."""
         lengths = np.concatenate(self._lengths)
         return SideReport(
             tokens=int(lengths.sum()),
@@ -214,10 +214,10 @@ class SideEncoder:
 def encode_corpus(
     corpus: ParallelCorpus, tokenizers: Tokenizers, config: ExperimentConfig
 ) -> EncodedCorpus:
-    """Turns a corpus into tokens, in memory: every pair, whatever its length.
+    """Encodes all pairs of a corpus in memory, without filtering or truncation.
 
-    So a development or test set stays what it is. An empty line becomes the end token alone. A
-    language model (`config.model.has_inputs` is False) gets the targets only.
+    An empty line becomes a single end token. For a language model (`config.model.has_inputs` is
+    False) only the targets are encoded.
 
     Raises:
       UserError: model and tokenizer disagree about special ids.
@@ -236,16 +236,16 @@ def encode_corpus(
 
 
 def check_special_ids(tokenizers: Tokenizers, config: ExperimentConfig) -> None:
-    """Makes sure that model and tokenizers mean the same by padding and end.
+    """Checks that model and tokenizers agree on the padding and end tokens.
 
-    The start token is free: it is no text, so no tokenizer has to agree to it.
+    The start token may differ: it is never part of a tokenized text.
 
     Raises:
-      UserError: they do not.
+      UserError: an id differs.
     """
     for name in ("pad_id", "eos_id"):
         given = getattr(config.model, name)
         for tokenizer in (tokenizers.source, tokenizers.target):
             wanted = getattr(tokenizer, name)
             if given != wanted:
-                raise UserError(f"model.{name}={given}, but the tokenizer's is {wanted}: set that")
+                raise UserError(f"model.{name}={given}, but the tokenizer has {name}={wanted}")

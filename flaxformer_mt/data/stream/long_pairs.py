@@ -1,4 +1,4 @@
-"""Which training pairs go into rows: those that fit, or all of them, cut."""
+"""Handling of training pairs that are longer than a row: drop, truncate or reject."""
 
 import dataclasses
 
@@ -12,18 +12,19 @@ from flaxformer_mt.errors import UserError
 
 
 def select_pairs(corpus: EncodedCorpus, config: DataConfig) -> tuple[EncodedCorpus, np.ndarray]:
-    """Deals with the pairs that are longer than a row as `data.long_sentences` says.
+    """Selects the pairs to train on, according to `data.long_sentences`.
 
     Args:
-      corpus: the pairs, of any length.
-      config: has the row lengths.
+      corpus: pairs of any length.
+      config: gives the row lengths.
 
     Returns:
-      The corpus with a report that counts the pairs that were too long, and the indices of the
-      pairs to train on, int64 [kept], rising; if they are to be cut, they still have to be.
+      The corpus, with a report that includes the pairs longer than a row, and the ascending indices
+      of the pairs to train on, int64 [kept]. Truncation is left to the caller.
 
     Raises:
-      UserError: a pair is longer than a row and `data.long_sentences` is "error"; no pair is left.
+      UserError: a pair is longer than a row and `data.long_sentences` is "error", or no pair is
+        left.
     """
     source_row_length, target_row_length = config.row_lengths
     source_lengths, target_lengths = pair_lengths(corpus)
@@ -42,18 +43,18 @@ def select_pairs(corpus: EncodedCorpus, config: DataConfig) -> tuple[EncodedCorp
         f"({_row_lengths(config)}), the first is {example}"
     )
     if config.long_sentences == "error":
-        raise UserError(f"{problem}; raise these, or set data.long_sentences to drop or truncate")
+        raise UserError(f"{problem}; raise it, or set data.long_sentences to drop or truncate")
     if config.long_sentences == "truncate":
         report = corpus.report.fitted_to_rows(truncated=len(too_long))
         return dataclasses.replace(corpus, report=report), np.arange(len(fits))
     if len(too_long) == len(fits):
-        raise UserError(f"{problem}; raise these, or set data.long_sentences to truncate")
+        raise UserError(f"{problem}; raise it, or set data.long_sentences to truncate")
     report = corpus.report.fitted_to_rows(Dropped(len(too_long), example))
     return dataclasses.replace(corpus, report=report), np.flatnonzero(fits)
 
 
 def _row_lengths(config: DataConfig) -> str:
-    """The options that say how long rows are, with their values."""
+    """Returns the options that determine the row lengths, with their values."""
     if config.batching == "buckets":
         return f"the last of data.bucket_lengths={config.bucket_lengths}"
     return (

@@ -1,4 +1,4 @@
-"""Which pairs of one or several corpora an epoch has, and in which order."""
+"""Sampling of epochs from a mixture of corpora."""
 
 import functools
 from collections.abc import Sequence
@@ -9,27 +9,27 @@ _PERMUTATION, _ORDER = range(2)
 
 
 def generator(seed: int, *key: int) -> np.random.Generator:
-    """Random numbers that depend on nothing but these; another key gives others."""
+    """Returns a random number generator that is a function of the seed and the key."""
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=key))
 
 
 class Mixture:
-    """An endless stream of pairs, drawn from all corpora in proportion to their rates.
+    """Infinite sequence of epochs that mix corpora in proportion to their rates.
 
-    The rate of a corpus of n pairs is weight * n ** (1 / temperature). Each corpus is, for itself,
-    an endless stream of permutations of its pairs, of which an epoch takes the next ones, so that
-    all of its pairs come equally often. An epoch has as many draws as there are pairs: with equal
-    weights and a temperature of 1 it has every pair exactly once.
+    The rate of a corpus of n pairs is weight * n ** (1 / temperature). Each corpus is an infinite
+    sequence of permutations of its pairs, from which each epoch takes the next ones, so that all
+    pairs of a corpus are seen equally often. An epoch has as many draws as there are pairs in
+    total: with equal weights and temperature 1, it contains every pair exactly once.
 
     Attributes:
-      epoch: from the number of an epoch to its pairs, int64 [draws], counted through from the first
-        corpus on.
+      epoch: function from the number of an epoch to its pairs, int64 [draws], as indices into the
+        concatenation of all corpora.
 
     Args:
-      sizes: pairs of each corpus, all positive.
-      weights: of each corpus.
+      sizes: number of pairs of each corpus, all positive.
+      weights: weight of each corpus.
       temperature: see above.
-      seed: decides the order of everything.
+      seed: seed of all permutations.
     """
 
     def __init__(
@@ -37,15 +37,15 @@ class Mixture:
     ) -> None:
         self._sizes = sizes
         self._seed = seed
-        # Relative to the largest, for powers of large numbers may overflow.
+        # Relative to the largest size: powers of large numbers may overflow.
         relative_sizes = np.array(sizes) / max(sizes)
         rates = np.array(weights) * relative_sizes ** (1 / temperature)
-        self._draws_an_epoch = sum(sizes) * rates / rates.sum()
-        # Two at a time, since blocks are made ahead.
+        self._draws_per_epoch = sum(sizes) * rates / rates.sum()
+        # Two epochs: blocks of the next one are built ahead.
         self.epoch = functools.lru_cache(maxsize=2)(self._epoch)
 
     def size(self, epoch: int) -> int:
-        """Draws in an epoch."""
+        """Returns the number of draws in an epoch."""
         return int((self._drawn(epoch + 1) - self._drawn(epoch)).sum())
 
     def _epoch(self, epoch: int) -> np.ndarray:
@@ -59,11 +59,11 @@ class Mixture:
         return generator(self._seed, _ORDER, epoch).permutation(np.concatenate(draws))
 
     def _drawn(self, epochs: int) -> np.ndarray:
-        """How often each corpus has been drawn from in so many epochs, int64 [corpora]."""
-        return np.rint(epochs * self._draws_an_epoch).astype(np.int64)
+        """Returns the number of draws from each corpus in the first epochs, int64 [corpora]."""
+        return np.rint(epochs * self._draws_per_epoch).astype(np.int64)
 
     def _draw(self, corpus: int, first: int, last: int) -> np.ndarray:
-        """Draws number `first` to `last` - 1 of a corpus, int64 [draws]."""
+        """Returns draws `first` to `last` - 1 of a corpus, int64 [draws]."""
         size = self._sizes[corpus]
         first_round = first // size
         rounds = [

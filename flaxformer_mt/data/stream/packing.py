@@ -1,8 +1,8 @@
-"""Several sentence pairs in one row, so that few positions are padding.
+"""Packing of several sentence pairs into one row, to reduce padding.
 
-A row holds whole pairs one after the other. Source and target have rows of their own lengths; the
-two sentences of a pair stand in the same row of both and have the same segment number, which is
-how attention is kept inside a pair.
+A row holds complete pairs, concatenated. Source and target rows may have different lengths; the two
+sentences of a pair are in the same row of both sides and have the same segment id, to which
+attention is restricted.
 """
 
 import dataclasses
@@ -12,12 +12,12 @@ from collections.abc import Sequence
 import numpy as np
 
 _CANDIDATES = 16
-"""Pairs that are tried as the next in a row. More of them fill rows better, and take longer."""
+"""Number of pairs considered for the next position. More of them fill rows better, but slower."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sentences:
-    """Token sequences of different lengths, stored end to end.
+    """A ragged array of token sequences, stored end to end.
 
     Attributes:
       tokens: int32 [all tokens].
@@ -29,14 +29,14 @@ class Sentences:
 
     @classmethod
     def from_lists(cls, sentences: Sequence[Sequence[int]]) -> "Sentences":
-        """Stores `sentences` in their order."""
+        """Concatenates sequences of tokens."""
         offsets = np.cumsum([0, *map(len, sentences)], dtype=np.int64)
         tokens = itertools.chain.from_iterable(sentences)
         return cls(np.fromiter(tokens, np.int32, offsets[-1]), offsets)
 
     @classmethod
     def join(cls, parts: Sequence["Sentences"]) -> "Sentences":
-        """The sentences of `parts`, at least one part, in their order."""
+        """Concatenates ragged arrays, of which there must be at least one."""
         lengths = np.concatenate([part.lengths for part in parts])
         return cls(np.concatenate([part.tokens for part in parts]), _offsets(lengths))
 
@@ -48,17 +48,17 @@ class Sentences:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens in each sentence, int64 [sentences]."""
+        """Number of tokens in each sentence, int64 [sentences]."""
         return np.diff(self.offsets)
 
     def take(self, indices: np.ndarray) -> "Sentences":
-        """Copies of the sentences with these indices, int [taken]."""
+        """Copies the sentences with these indices, int [taken]."""
         starts = self.offsets[indices]
         lengths = self.offsets[indices + 1] - starts
         return Sentences(self.tokens[_ranges(starts, lengths)], _offsets(lengths))
 
     def truncate(self, length: int) -> "Sentences":
-        """Copies, cut to `length` tokens, of which the last is still the end token."""
+        """Copies all sentences, truncated to `length` tokens; the last remains the end token."""
         lengths = np.minimum(self.lengths, length)
         offsets = _offsets(lengths)
         tokens = self.tokens[_ranges(self.offsets[:-1], lengths)]
@@ -67,14 +67,14 @@ class Sentences:
 
 
 class _Unplaced:
-    """The pairs that have no row yet, found by their size.
+    """The pairs that are not yet assigned to a row, indexed by size.
 
-    A size is a pair's two lengths as one number, `source * radix + target`; so is the space that
-    is left in a row. The radix is large enough for differences: where a length would become
-    negative, the difference is no size that a pair can have.
+    A size encodes the two lengths of a pair as one number, `source * radix + target`; so does the
+    free space of a row. The radix is large enough for differences: if a length would become
+    negative, the difference is not a valid size.
 
     Args:
-      pairs: numbers of pairs, in the order in which they are to be placed.
+      pairs: indices of the pairs, in the order in which they are to be placed.
       sizes: their sizes, in the same order.
       radix: see above.
     """
@@ -96,7 +96,7 @@ class _Unplaced:
         return bool(self._pairs)
 
     def take(self, size: int) -> int:
-        """Removes a pair of this size, of which there must be one."""
+        """Removes and returns a pair of this size, which must exist."""
         pairs = self._pairs[size]
         pair = pairs.pop()
         if not pairs:
@@ -105,17 +105,16 @@ class _Unplaced:
         return pair
 
     def choose(self, space: int) -> tuple[int, ...]:
-        """Sizes of one or two pairs that are good to put into a row with so much space.
+        """Returns the sizes of the next one or two pairs for a row with this free space.
 
-        Best are two pairs that leave no space on either side: a candidate and what it leaves room
-        for. If there are none, the first candidate that fits; if no candidate fits, the largest
-        pair that does.
+        Preferred are a candidate and another pair that together fill the space exactly on both
+        sides; otherwise the first candidate that fits; otherwise the largest pair that fits.
 
         Returns:
-          No size if nothing fits.
+          An empty tuple if no pair fits.
         """
         pairs, queue = self._pairs, self._queue
-        # Sizes of which all pairs were taken out of turn are passed over.
+        # Skips sizes whose pairs were all taken out of order.
         while self._next < len(queue) and queue[self._next] not in pairs:
             self._next += 1
         fit = None
@@ -132,7 +131,7 @@ class _Unplaced:
         return () if fit is None else (fit,)
 
     def _largest(self, space: int) -> int | None:
-        """The size within `space` that has most tokens on both sides together."""
+        """Returns the size with the most tokens in total that fits into `space`."""
         source_space, target_space = divmod(space, self._radix)
         up_to_source_space = (2 << source_space) - 1
         most, largest = 0, None
@@ -146,7 +145,7 @@ class _Unplaced:
         return largest
 
     def _flip(self, size: int) -> None:
-        """Notes that pairs of this size have come, or are used up."""
+        """Toggles whether there are pairs of this size."""
         source, target = divmod(size, self._radix)
         self._source_lengths[target] ^= 1 << source
 
@@ -158,19 +157,19 @@ def plan_rows(
     target_row_length: int,
     order: np.ndarray | None = None,
 ) -> list[list[int]]:
-    """Fills row after row with pairs until all have their place.
+    """Assigns all pairs to rows.
 
-    A row is begun with the pairs that come next and, if it can be, finished with two that fill it
-    to the last position on both sides. As long as many pairs are left there nearly always are two
-    (a look into a dictionary for each candidate finds them), so that only the last rows of many
-    thousands have gaps. A random order fills rows better than an order by length.
+    Rows are filled sequentially: with the next pairs, and finally, if possible, with two pairs that
+    fill the row exactly on both sides. While many pairs are left, such a combination nearly always
+    exists (one dictionary lookup per candidate finds it), so only the last of many thousand rows
+    have gaps. A random order fills rows better than an order by length.
 
     Args:
-      source_lengths: int [pairs], at most `source_row_length`; zeros if there is no source.
+      source_lengths: int [pairs], at most `source_row_length`; zeros without a source side.
       target_lengths: int [pairs], from 1 to `target_row_length`.
       source_row_length: S.
       target_row_length: T.
-      order: int [pairs], the permutation in which pairs are placed; as they come, if None.
+      order: int [pairs], the permutation in which pairs are placed. Default: ascending.
 
     Returns:
       The indices of the pairs in each row.
@@ -206,8 +205,8 @@ class PackedRows:
     """One side of a batch; each array is int32 [B, row length].
 
     Attributes:
-      tokens: the sentences of a row end to end, then padding.
-      segment_ids: 1, 2, ... in the first, second, ... sentence of a row; 0 in padding.
+      tokens: the concatenated sentences of each row, followed by padding.
+      segment_ids: 1, 2, ... for the first, second, ... sentence of a row; 0 in padding.
       positions: 0, 1, ... in each sentence; 0 in padding.
     """
 
@@ -219,19 +218,19 @@ class PackedRows:
 def pack(
     sentences: Sentences, rows: Sequence[Sequence[int]], row_length: int, pad_id: int
 ) -> PackedRows:
-    """Writes the sentences whose indices `rows[b]` lists into row b, end to end.
+    """Packs sentences into rows.
 
     Args:
-      sentences: where the tokens are.
-      rows: B lists of indices; an empty list gives an empty row.
-      row_length: positions in a row; the sentences of a row must fit.
-      pad_id: token of the positions that stay free.
+      sentences: the tokens.
+      rows: B lists of sentence indices, one per row; an empty list gives an empty row.
+      row_length: number of positions per row; the sentences of each row must fit.
+      pad_id: padding token.
     """
     counts = np.array([len(members) for members in rows])
     members = np.fromiter(itertools.chain.from_iterable(rows), np.int64, counts.sum())
     taken = sentences.take(members)
     lengths = taken.lengths
-    # From here on one entry a token.
+    # From here on, one entry per token.
     row = np.repeat(np.repeat(np.arange(len(rows)), counts), lengths)
     column = _count_up(np.bincount(row, minlength=len(rows)))
 
@@ -248,31 +247,31 @@ def pack(
 
 
 def _count_up(lengths: np.ndarray) -> np.ndarray:
-    """0, 1, ... anew for each length: [2, 3] gives [0, 1, 0, 1, 2]."""
+    """Concatenates `arange(length)` for each length: [2, 3] gives [0, 1, 0, 1, 2]."""
     starts = np.cumsum(lengths) - lengths
     return np.arange(lengths.sum()) - np.repeat(starts, lengths)
 
 
 def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """So many numbers from each start on: starts [7, 1] and lengths [2, 3] give [7, 8, 1, 2, 3]."""
+    """Concatenates ranges: starts [7, 1] and lengths [2, 3] give [7, 8, 1, 2, 3]."""
     return np.repeat(starts, lengths) + _count_up(lengths)
 
 
 def _offsets(lengths: np.ndarray) -> np.ndarray:
-    """Where each of so many things begins, and the end: [2, 3] gives [0, 2, 5]."""
+    """Returns the offsets of segments with these lengths: [2, 3] gives [0, 2, 5]."""
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
 
 def decoder_inputs(targets: PackedRows, bos_id: int, pad_id: int) -> np.ndarray:
-    """What the decoder has read before each target token, int32 [B, T].
+    """Shifts targets right to obtain the decoder inputs, int32 [B, T].
 
-    Each segment starts with `bos_id` and goes on with its own tokens but the last, so that no
-    token crosses a segment border.
+    Each segment starts with `bos_id`, followed by its own tokens except the last, so that no token
+    crosses a segment boundary.
 
     Args:
-      targets: the target side, end tokens included.
+      targets: the target side, including end tokens.
       bos_id: start token; -1 if decoding starts from the zero vector.
-      pad_id: token in padding.
+      pad_id: padding token.
     """
     shifted = np.roll(targets.tokens, 1, axis=1)
     inputs = np.where(targets.positions == 0, bos_id, shifted)

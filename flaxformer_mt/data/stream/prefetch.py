@@ -1,4 +1,4 @@
-"""Batches made ready in a thread of its own while the devices compute."""
+"""Prefetching of batches in a background thread while the devices compute."""
 
 import queue
 import threading
@@ -13,20 +13,20 @@ T = TypeVar("T")
 
 
 class Prefetched(Generic[T], Iterator[tuple[T, DataPosition]]):
-    """Reads an endless stream ahead of who uses it.
+    """Reads an infinite stream ahead of its consumer, in a background thread.
 
-    An iterator over what `read` returns: each batch with the position after it, which is what a
-    checkpoint has to keep once the batch was used, however far the thread has read by then. As a
-    context manager it stops the thread at the end.
+    An iterator over the results of `read`: each batch comes with the position after it, which a
+    checkpoint must save once the batch has been used, however far the thread has read ahead.
+    Leaving it as a context manager stops the thread.
 
     Attributes:
-      seconds_waited: how long `next` has waited for a batch, in all.
+      seconds_waited: total time that `next` has waited for a batch.
 
     Args:
-      read: position -> the batch there, ready for use (read, packed, placed on the devices), and
-        the position after it. Called in the thread.
+      read: function from a position to the batch there, ready for use (packed and on the devices),
+        and the position after it. Called in the thread.
       start: position of the first batch.
-      depth: batches that are held ready, at most.
+      depth: maximum number of prefetched batches.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class Prefetched(Generic[T], Iterator[tuple[T, DataPosition]]):
         self._thread.start()
 
     def __next__(self) -> tuple[T, DataPosition]:
-        """The next batch, and the position after it.
+        """Returns the next batch and the position after it.
 
         Raises:
-          Exception: what `read` raised.
-          StopIteration: the stream was closed.
+          Exception: an exception raised by `read`.
+          StopIteration: the stream is closed.
         """
         if self._closed.is_set():
             raise StopIteration
@@ -62,9 +62,9 @@ class Prefetched(Generic[T], Iterator[tuple[T, DataPosition]]):
         return item
 
     def close(self) -> None:
-        """Stops the thread, after the batch that it is at, and forgets what is ready."""
+        """Stops the thread after its current batch, and discards prefetched batches."""
         self._closed.set()
-        # The thread may be waiting for room.
+        # The thread may be blocked on a full queue.
         while not self._ready.empty():
             self._ready.get()
         self._thread.join()
@@ -81,7 +81,7 @@ class Prefetched(Generic[T], Iterator[tuple[T, DataPosition]]):
         self.close()
 
     def _run(self, position: DataPosition) -> None:
-        """Reads until closed, or until something goes wrong, which the consumer is told."""
+        """Reads until closed, or until an exception, which is passed on to the consumer."""
         while not self._closed.is_set():
             try:
                 batch, position = self._read(position)

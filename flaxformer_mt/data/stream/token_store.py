@@ -1,17 +1,15 @@
-"""Training corpora as tokens on disk: filtered and tokenised once, mapped into memory ever after.
+"""On-disk store of training corpora: filtered and tokenized once, then memory-mapped.
 
-The store of a corpus is a folder of flat arrays, each a file without any header, and `store.json`,
+The store of a corpus is a folder of flat arrays, each a file without header, and `store.json`,
 which lists them:
 
-    source.tokens, source.offsets   all sources end to end; where each starts and the last one ends
+    source.tokens, source.offsets   the concatenated sources, and their offsets
     target.tokens, target.offsets   likewise
-    text.bytes, text.offsets        the text of the sources, where splits are drawn anew
-                                    (data.subword_sampling)
-    seen.hashes                     of all pairs so far, where duplicates are dropped
+    text.bytes, text.offsets        the text of the sources (with data.subword_sampling)
+    seen.hashes                     hashes of all pairs so far (with data.drop_duplicates)
 
-`store.json` also says what the store was made of, so that a change of text, tokenizer or options is
-noticed and the store made again. A store is written under another name and renamed when it is
-whole: one that was interrupted is not taken for finished.
+`store.json` also records what the store was built from; when text, tokenizer or options change, it
+is rebuilt. Stores are written atomically, so that an interrupted one is never used.
 """
 
 import dataclasses
@@ -42,14 +40,14 @@ from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs import atomic
 
-_LAYOUT = 1  # Stores of another layout are made again.
-_CHUNK = 20_000  # Pairs that are text in memory at a time.
+_LAYOUT = 1  # Version of the layout; stores of other versions are rebuilt.
+_CHUNK = 20_000  # Pairs held in memory as text.
 _FILTER_OPTIONS = (
     "max_length_ratio", "max_words", "drop_identical", "drop_duplicates", "drop_wrong_script",
 )  # fmt: skip
 
 _Origin: TypeAlias = dict[str, Any]
-"""What a store was made of, as JSON: {"text": ..., "tokenizer": ..., "options": {name: value}}."""
+"""The key of a store, as JSON: {"text": ..., "tokenizer": ..., "options": {name: value}}."""
 
 _log = logging.getLogger(__name__)
 
@@ -60,19 +58,19 @@ def open_stores(
     tokenizers: Tokenizers,
     config: ExperimentConfig,
 ) -> list[EncodedCorpus]:
-    """The training corpora as tokens, from their stores, which are made where they are missing.
+    """Opens the stores of the training corpora, and builds those that are missing or out of date.
 
-    Only one process at a time may work in a folder.
+    Only one process may use a cache folder at the same time.
 
     Args:
-      cache_folder: has, or gets, the stores `train-0`, `train-1`, ...; others are removed.
-      corpora: as `open_corpora` gives them, in their order.
+      cache_folder: folder of the stores `train-0`, `train-1`, ...; any others are removed.
+      corpora: the training corpora, from `open_corpora`.
       tokenizers: the vocabularies.
-      config: the experiment; says what is filtered.
+      config: the experiment, with the options of the filters.
 
     Raises:
-      UserError: model and tokenizer disagree about special ids; a corpus cannot be read, or none
-        of its pairs is left; the folder cannot be written.
+      UserError: model and tokenizer disagree on special ids; a corpus cannot be read, or all of
+        its pairs are dropped; the folder cannot be written.
     """
     check_special_ids(tokenizers, config)
     folders = [cache_folder / f"train-{number}" for number in range(len(corpora))]
@@ -91,8 +89,8 @@ def open_stores(
 
 
 def _origin(corpora: Sequence[Corpus], tokenizers: Tokenizers, config: ExperimentConfig) -> _Origin:
-    """What the store of the last of `corpora` depends on; row lengths are not among it."""
-    # A pair may be a duplicate of one in an earlier corpus.
+    """Returns everything that the store of the last corpus depends on. Row lengths are not part."""
+    # A pair may duplicate one of an earlier corpus.
     relevant = corpora if config.data.drop_duplicates else corpora[-1:]
     return {
         "text": [corpus.fingerprint for corpus in relevant],
@@ -108,23 +106,23 @@ def _origin(corpora: Sequence[Corpus], tokenizers: Tokenizers, config: Experimen
 
 
 def _is_usable(folder: Path, origin: _Origin, name: str) -> bool:
-    """Whether the store is there, whole and made of `origin`; if it must go, a log line says why.
+    """Returns whether a store is complete and up to date; otherwise logs the reason.
 
     Args:
-      folder: of the store.
-      origin: what it has to be made of.
-      name: of the corpus, for the log.
+      folder: folder of the store.
+      origin: required key of the store.
+      name: name of the corpus, for the log.
     """
     if not folder.exists():
         return False
     reason = _damage(folder) or _changes(_description(folder)["origin"], origin)
     if reason:
-        _log.warning("%s is filtered and tokenised anew: in %s, %s", name, folder, reason)
+        _log.warning("%s is filtered and tokenized again: in %s, %s", name, folder, reason)
     return not reason
 
 
 def _damage(folder: Path) -> str:
-    """What is wrong with the files of a store; "" if they are as long as they were written."""
+    """Describes damage to the files of a store; "" if all files have their recorded sizes."""
     try:
         sizes = _description(folder)["bytes"]
     except (OSError, ValueError, KeyError):
@@ -138,7 +136,7 @@ def _damage(folder: Path) -> str:
 
 
 def _changes(stored: _Origin, wanted: _Origin) -> str:
-    """In which parts and options two origins differ, in words; "" if in none."""
+    """Describes the parts and options in which two origins differ; "" if they are equal."""
     parts = [f"the {part}" for part in ("text", "tokenizer") if stored[part] != wanted[part]]
     options = [
         name for name, value in wanted["options"].items() if stored["options"].get(name) != value
@@ -148,7 +146,7 @@ def _changes(stored: _Origin, wanted: _Origin) -> str:
 
 
 def _description(folder: Path) -> dict[str, Any]:
-    """`store.json`: {"origin": ..., "bytes": {file name: size}, "report": ...}."""
+    """Reads `store.json`: {"origin": ..., "bytes": {file name: size}, "report": ...}."""
     return json.loads((folder / "store.json").read_text(encoding="utf-8"))
 
 
@@ -160,10 +158,10 @@ def _make(
     config: ExperimentConfig,
     seen: SeenPairs,
 ) -> None:
-    """Filters and tokenises `corpus` into a store that appears in `folder` when it is whole.
+    """Filters and tokenizes a corpus, and writes its store atomically.
 
     Raises:
-      UserError: the corpus cannot be read, or none of its pairs is left; the folder cannot be
+      UserError: the corpus cannot be read, or all of its pairs are dropped; the folder cannot be
         written.
     """
     with atomic.new_folder(folder, replace=True, parents=True) as partial:
@@ -185,7 +183,7 @@ def _write_arrays(
     config: ExperimentConfig,
     seen: SeenPairs,
 ) -> CorpusReport:
-    """Writes the arrays of a store, a part of the corpus at a time."""
+    """Writes the arrays of a store in chunks."""
     has_inputs = config.model.has_inputs
     keeps_text = has_inputs and config.data.subword_sampling > 0
     pair_filter = PairFilter(config.data, corpus, has_inputs, seen)
@@ -211,7 +209,7 @@ def _write_arrays(
     dropped = pair_filter.dropped
     if sum(reason.count for reason in dropped.values()) == read:
         reasons = ", ".join(f"{pairs.count:,} {reason}" for reason, pairs in dropped.items())
-        raise UserError(f"{corpus.name}: none of {read:,} pairs is left: {reasons}")
+        raise UserError(f"{corpus.name}: all of {read:,} pairs were dropped: {reasons}")
     return CorpusReport(
         pairs=read,
         dropped=dropped,
@@ -221,8 +219,8 @@ def _write_arrays(
 
 
 def _chunks(corpus: Corpus) -> Iterator[list[SentencePair]]:
-    """The pairs of a corpus, `_CHUNK` at a time; on a terminal, a line counts them."""
-    pairs = counted(corpus.pairs(), f"tokenising {corpus.name}")
+    """Yields the pairs of a corpus in chunks, and counts them on the terminal."""
+    pairs = counted(corpus.pairs(), f"tokenizing {corpus.name}")
     while chunk := list(itertools.islice(pairs, _CHUNK)):
         yield chunk
 
@@ -237,11 +235,11 @@ def _append_tokens(folder: Path, side: str, sentences: Sentences, tokenizer: Tok
 
 
 def _append_ragged(folder: Path, name: str, values: np.ndarray, offsets: np.ndarray) -> None:
-    """Adds to two files: values end to end, and where each sequence starts and the last one ends.
+    """Appends ragged values to a file of concatenated values and its file of offsets.
 
     Args:
-      folder: of both.
-      name: of the file of values.
+      folder: folder of both files.
+      name: name of the file of values.
       values: [N].
       offsets: int64 [sequences + 1], from 0 to N.
     """
@@ -260,7 +258,7 @@ def _append(path: Path, values: np.ndarray) -> None:
 
 
 def _read(folder: Path, corpus: Corpus, tokenizers: Tokenizers) -> EncodedCorpus:
-    """Maps a usable store into memory."""
+    """Memory-maps a store."""
     files = _description(folder)["bytes"]
     sources: Sentences | None = None
     if "source.tokens" in files:
@@ -283,5 +281,5 @@ def _read(folder: Path, corpus: Corpus, tokenizers: Tokenizers) -> EncodedCorpus
 
 
 def _map(path: Path, dtype: npt.DTypeLike) -> np.ndarray:
-    # A plain array over the mapped file: numpy is slower with its own subclass.
+    # A plain array over the mapped file: numpy operations on `np.memmap` are slower.
     return np.asarray(np.memmap(path, dtype, mode="r"))

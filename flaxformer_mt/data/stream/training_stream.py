@@ -1,11 +1,11 @@
-"""The endless stream of training batches, a function of the configuration and the data.
+"""The infinite stream of training batches, a function of the configuration and the data.
 
-The pairs of an epoch, in random order (`mixture.py`), are cut into blocks of some ten thousands.
-A block is made when it is reached, from (seed, epoch, block) alone: its sources are split anew if
-`data.subword_sampling` asks for it, its pairs are planned into rows, and the rows are shuffled. So
-nothing has to be saved but the position in the stream, and a corpus of any size starts at once.
-Batches take row after row, across the borders of blocks and epochs, so that no batch is smaller
-than the others.
+The pairs of an epoch, in random order (`mixture`), are divided into blocks of about 65,000. A block
+is built on demand as a function of (seed, epoch, block): its sources are tokenized again with
+`data.subword_sampling`, its pairs are packed into rows, and the rows are shuffled. Therefore a
+checkpoint only needs the position in the stream, and corpora of any size start without delay.
+Batches take rows sequentially, across the boundaries of blocks and epochs, so that all batches have
+the same size.
 """
 
 import concurrent.futures
@@ -33,50 +33,51 @@ from flaxformer_mt.data.stream.mixture import Mixture, generator
 from flaxformer_mt.data.stream.packing import Sentences, plan_rows
 
 BLOCK_PAIRS = 65_536
-"""Pairs of a block, roughly. Larger blocks fill rows a little better, and take longer to make."""
+"""Approximate number of pairs in a block. Larger blocks fill rows slightly better, but take longer
+to build."""
 
 GOOD_FILL = 0.955
-"""With so large a share of positions in use, a row length that suits accelerators is taken."""
+"""Fraction of used positions at which a row length that is efficient on accelerators is chosen."""
 
 _SAMPLE_PAIRS = 32_768
-# Of random numbers; the mixture has 0 and 1.
+# Keys of random number generators; the mixture uses 0 and 1.
 _BLOCK_KEY, _SAMPLE_KEY = 2, 3
 
 
 class Sampler(Protocol):
-    """A vocabulary that can split a text in many ways."""
+    """A vocabulary that supports subword sampling."""
 
     def sample(self, texts: Sequence[str], seed: int, amount: float) -> list[list[int]]:
-        """Token ids of each text, without the end token; a function of the arguments."""
+        """Returns the token ids of each text, without end token, as a function of the arguments."""
 
 
 class PlannedRow(NamedTuple):
-    """A row of a batch to come."""
+    """A row of a future batch."""
 
     shape: BatchShape
-    """Of the batch."""
+    """Shape of the batch."""
     pairs: list[int]
-    """Indices of the pairs in the row, counted in their block."""
+    """Indices of the pairs in the row, within their block."""
 
 
 class Fill(NamedTuple):
-    """Shares of the positions in training rows that hold a token."""
+    """Fractions of the positions in training rows that hold a token."""
 
     source: float
-    """0 in a language model."""
+    """0 for a language model."""
     target: float
 
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Some of the pairs of an epoch, and the rows in which they stand, in the order of both."""
+    """Consecutive pairs of an epoch, and the rows into which they are packed."""
 
     sources: Sentences | None
     targets: Sentences
     rows: list[PlannedRow]
 
     def followed_by(self, other: "Block") -> "Block":
-        """Both as one."""
+        """Concatenates two blocks."""
         sources = None
         if self.sources is not None and other.sources is not None:
             sources = Sentences.join([self.sources, other.sources])
@@ -90,7 +91,7 @@ class Block:
 
     @property
     def fill(self) -> Fill:
-        """How much of the rows is used."""
+        """Fractions of used positions in the rows of this block."""
         source_tokens = 0 if self.sources is None else len(self.sources.tokens)
         return Fill(
             source_tokens / sum(row.shape.source_length for row in self.rows),
@@ -99,20 +100,21 @@ class Block:
 
 
 class TrainingStream:
-    """Training batches without end.
+    """The infinite stream of training batches, with random access by position.
 
     Attributes:
-      corpora: as given, with reports that also say what became of pairs longer than a row.
-      shapes: what batches look like; there are no others.
-      pairs: pairs in an epoch.
+      corpora: the corpora, with reports that include pairs longer than a row.
+      shapes: all batch shapes that occur.
+      pairs: number of pairs in an epoch.
 
     Args:
-      corpora: what to train on.
-      config: the experiment; `data.source_row_length` must have been chosen.
+      corpora: the training corpora.
+      config: the experiment; `data.source_row_length` must be nonzero.
       sampler: the vocabulary of the sources, for `data.subword_sampling`.
 
     Raises:
-      UserError: pairs are longer than a row, and that is refused, or none is left.
+      UserError: pairs are longer than a row and `data.long_sentences` is "error", or no pair is
+        left.
     """
 
     def __init__(
@@ -132,18 +134,18 @@ class TrainingStream:
         )
         self._mixture = _mixture(corpora, kept, config)
         self.pairs = self._mixture.size(0)
-        # Blocks are made ahead, in a thread: the one that is read and the next are kept.
+        # Blocks are built ahead in a thread. The current one and the next are kept.
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "blocks")
         self._future = functools.lru_cache(maxsize=2)(self._start_block)
 
     def read(
         self, position: DataPosition, shard: Shard = WHOLE_BATCH
     ) -> tuple[Batch, DataPosition]:
-        """The batch at a position, and the position after it.
+        """Returns the batch at a position and the position after it.
 
         Args:
-          position: where a batch begins: the start, or what an earlier call returned.
-          shard: the part of the batch that is wanted; the position is the same for all parts.
+          position: the start of the stream, or a position returned by an earlier call.
+          shard: the part of the batch to build; positions are the same for all parts.
         """
         epoch, number, first = position
         block = self._block(epoch, number)
@@ -162,17 +164,17 @@ class TrainingStream:
 
     @property
     def fill(self) -> Fill:
-        """How much of the rows is used, in the first block."""
+        """Fractions of used positions in the rows of the first block."""
         return self._block(0, 0).fill
 
     @property
     def batches_per_epoch(self) -> float:
-        """As many as the first block has, pair for pair."""
+        """Number of batches per epoch, extrapolated from the first block."""
         block = self._block(0, 0)
         return sum(1 / row.shape.rows for row in block.rows) * self.pairs / len(block.targets)
 
     def _block(self, epoch: int, number: int) -> Block:
-        """A block, and sees to it that the next is under way."""
+        """Returns a block, and starts building the next one."""
         future = self._future(epoch, number)
         self._future(*self._after(epoch, number))
         return future.result()
@@ -183,7 +185,7 @@ class TrainingStream:
     def _make_block(self, epoch: int, number: int) -> Block:
         random = generator(self._config.train.seed, _BLOCK_KEY, epoch, number)
         draws, blocks = self._mixture.epoch(epoch), self._blocks(epoch)
-        first, last = (len(draws) * border // blocks for border in (number, number + 1))
+        first, last = (len(draws) * boundary // blocks for boundary in (number, number + 1))
         sources, targets = self._reader.read(draws[first:last], random)
         source_lengths = np.zeros(len(targets), np.int64) if sources is None else sources.lengths
         plan = _pack_rows if self._config.data.batching == "packed" else _sort_into_buckets
@@ -191,22 +193,22 @@ class TrainingStream:
         return Block(sources, targets, rows)
 
     def _after(self, epoch: int, number: int) -> tuple[int, int]:
-        """Epoch and number of the next block."""
+        """Returns epoch and number of the next block."""
         return (epoch, number + 1) if number + 1 < self._blocks(epoch) else (epoch + 1, 0)
 
     def _blocks(self, epoch: int) -> int:
-        """Blocks in an epoch, of about equal size."""
+        """Returns the number of blocks in an epoch, which have about equal sizes."""
         return max(1, round(self._mixture.size(epoch) / BLOCK_PAIRS))
 
 
 class _PairReader:
-    """Reads the tokens of pairs that may come from several corpora.
+    """Reads the tokens of pairs from several corpora.
 
     Args:
-      corpora: the pairs.
-      kept: of each corpus, the indices of the pairs that are drawn from, int64.
-      source_row_length: tokens that are kept of a source.
-      target_row_length: tokens that are kept of a target.
+      corpora: the corpora.
+      kept: indices of the pairs to train on, int64, for each corpus.
+      source_row_length: length to which sources are truncated.
+      target_row_length: length to which targets are truncated.
       config: the experiment.
       sampler: the vocabulary of the sources, for `data.subword_sampling`.
     """
@@ -233,12 +235,12 @@ class _PairReader:
     def read(
         self, draws: np.ndarray, random: np.random.Generator
     ) -> tuple[Sentences | None, Sentences]:
-        """Sources and targets of pairs.
+        """Reads sources and targets of pairs.
 
         Args:
-          draws: int64 [pairs], counted through the kept pairs of all corpora. They are read from
-            front to back, whatever their order: stores of many pairs lie on a disk.
-          random: decides how sources are split.
+          draws: int64 [pairs], indices into the concatenated kept pairs of all corpora. They are
+            read in ascending order, for sequential access to stores on disk.
+          random: generator for subword sampling.
         """
         ends = np.cumsum([len(kept) for kept in self._kept])
         draws = np.sort(draws)
@@ -251,12 +253,12 @@ class _PairReader:
         if not self._sources:
             return None, targets
         sources = _take(self._sources, chosen).truncate(self._source_row_length)
-        return (self._split_anew(sources, chosen, random) if self._sampling else sources), targets
+        return (self._resample(sources, chosen, random) if self._sampling else sources), targets
 
-    def _split_anew(
+    def _resample(
         self, sources: Sentences, chosen: list[np.ndarray], random: np.random.Generator
     ) -> Sentences:
-        """Sources in other tokens; those that would not fit into a row stay what they are."""
+        """Tokenizes sources with subword sampling, except where the result exceeds a row."""
         if self._sampler is None:
             raise ValueError("data.subword_sampling needs a vocabulary to sample from")
         texts = [
@@ -272,7 +274,7 @@ class _PairReader:
 
 
 def _take(sides: Sequence[Sentences], indices: Sequence[np.ndarray]) -> Sentences:
-    """The sentences with the indices that are given for each of `sides`, joined."""
+    """Concatenates sentences taken from each of `sides` by their indices."""
     taken = [side.take(chosen) for side, chosen in zip(sides, indices, strict=True)]
     return Sentences.join(taken)
 
@@ -280,10 +282,10 @@ def _take(sides: Sequence[Sentences], indices: Sequence[np.ndarray]) -> Sentence
 def _shapes(
     corpora: Sequence[EncodedCorpus], kept: Sequence[np.ndarray], config: ExperimentConfig
 ) -> tuple[BatchShape, ...]:
-    """The shapes of training batches: one if packed, or else one for each bucket that has pairs.
+    """Returns the shapes of training batches: one if packed, otherwise one per nonempty bucket.
 
-    Buckets have rows in proportion to those of the longest, so that whatever divides the rows of
-    one shape (devices, accumulation) divides those of all.
+    The number of rows of each bucket is a multiple of that of the longest, so that all of them are
+    divisible by the numbers of devices and accumulation steps.
     """
     if config.data.batching == "packed":
         return (packed_shape(config),)
@@ -315,7 +317,7 @@ def _pack_rows(
     shapes: tuple[BatchShape, ...],
     random: np.random.Generator,
 ) -> list[PlannedRow]:
-    """Several pairs a row, in rows of the only shape; in random order."""
+    """Packs pairs into rows of the only shape, in random order."""
     (shape,) = shapes
     order = random.permutation(len(target_lengths))
     rows = plan_rows(
@@ -330,10 +332,10 @@ def _sort_into_buckets(
     shapes: tuple[BatchShape, ...],
     random: np.random.Generator,
 ) -> list[PlannedRow]:
-    """One pair a row, batch after batch in random order.
+    """Assigns each pair a row of its bucket, and shuffles the batches.
 
-    The rows of a batch stand together. What a shape has left at the end is filled up with empty
-    rows, so that no batch needs rows of the next block.
+    The rows of a batch are contiguous. The last batch of each shape is padded with empty rows, so
+    that no batch extends into the next block.
     """
     longest = np.maximum(source_lengths, target_lengths)
     buckets = np.searchsorted([shape.target_length for shape in shapes], longest)
@@ -350,14 +352,14 @@ def _sort_into_buckets(
 def choose_source_row_length(
     corpora: Sequence[EncodedCorpus], config: ExperimentConfig, sampler: Sampler | None = None
 ) -> int:
-    """S for which source rows and target rows are filled alike; for `data.source_row_length=0`.
+    """Chooses S so that source and target rows are filled equally; for `data.source_row_length=0`.
 
-    Row lengths that are multiples of 8, or else of 4, suit accelerators, and are taken if they can
-    be filled well. No more than one source in a thousand is longer than a row. A sample of the
-    pairs decides, always the same.
+    Multiples of 8, or else of 4, are efficient on accelerators, and are preferred if they can be
+    filled well. At most one source in a thousand is longer than a row. The choice is based on a
+    fixed sample of the pairs.
 
     Args:
-      corpora: what to train on.
+      corpora: the training corpora.
       config: the experiment.
       sampler: the vocabulary of the sources, for `data.subword_sampling`.
     """
@@ -376,7 +378,7 @@ def choose_source_row_length(
     source_lengths, target_lengths = sources.lengths[order], targets.lengths[order]
 
     def fill(source_row_length: int) -> float:
-        """Of the side that is filled less."""
+        """Returns the fraction of used positions on the side where it is lower."""
         fits = source_lengths <= source_row_length
         fitting = source_lengths[fits], target_lengths[fits]
         rows = len(plan_rows(*fitting, source_row_length, target_row_length))

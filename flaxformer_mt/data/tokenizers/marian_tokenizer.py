@@ -1,12 +1,11 @@
-"""The vocabulary of an OPUS-MT model: text to token ids and back as `MarianTokenizer` does it.
+"""Vocabularies of OPUS-MT models, equivalent to `MarianTokenizer` in transformers.
 
-SentencePiece cuts a text, with one model for sources and one for targets, and the ids of its pieces
-stand in JSON files of their own. Two things are tokens as they stand: special tokens that are
-written in the text ("</s>"), and a language code at its beginning (">>fra<<").
+Texts are split into pieces by SentencePiece, with separate models for sources and targets; JSON
+files map pieces to ids. Special tokens in a text ("</s>") and a language code at its beginning
+(">>fra<<") are tokens of their own.
 
 Source: Hugging Face transformers 5 (models/marian/tokenization_marian.py, tokenization_python.py),
-whose results these are for any text. (`normalize`, which there has to be called by the user, is
-left to the user here, too.)
+whose results are reproduced for any text. (As there, calling `normalize` is left to the user.)
 """
 
 import dataclasses
@@ -32,9 +31,9 @@ _FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
 )
-"""What a Hugging Face folder may say about its tokenizer."""
+"""The tokenizer files of a Hugging Face folder."""
 
-# In the order in which those that the vocabulary lacks get ids.
+# In the order in which tokens that are missing from the vocabulary get ids.
 _SPECIAL = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
 )  # fmt: skip
@@ -48,31 +47,31 @@ _CLEANED = (
 )  # fmt: skip
 
 TokenizerFiles = Mapping[str, bytes]
-"""The content of those of `_FILES` that there are, by name."""
-Split = Callable[[list[str]], list[list[str]]]
-"""Cuts texts, in which nothing is a token as it stands, into pieces."""
+"""The contents of the tokenizer files that exist, by name."""
+SplitTexts = Callable[[list[str]], list[list[str]]]
+"""Function from texts without special tokens to their pieces."""
 
 
 class MarianTokenizer:
-    """One side, source or target, of an OPUS-MT vocabulary; see `Tokenizer` for the methods.
+    """The source or target side of an OPUS-MT vocabulary; implements `Tokenizer`.
 
     Attributes:
-      files: both sides were made of.
-      vocab_size: the highest id, plus 1. Not every id below it need be that of a token.
+      files: the files of both sides.
+      vocab_size: the highest id plus 1. Ids may have gaps.
     """
 
     def __init__(
         self, files: TokenizerFiles, side: Literal["source", "target"], folder: str = ""
     ) -> None:
-        """Makes the tokenizer of a side.
+        """Creates the tokenizer of a side.
 
         Args:
           files: from `read_files`.
-          side: which one.
-          folder: where messages say that the files are.
+          side: the side.
+          folder: folder of the files, for messages.
 
         Raises:
-          UserError: a file is damaged, or asks for something that is not known here.
+          UserError: a file is damaged, or requires a feature that is not supported.
         """
         self.files = files
         label = functools.partial(Path, folder)
@@ -81,11 +80,11 @@ class MarianTokenizer:
         self._processor = open_model(files[name], str(label(name)))
         vocabulary_name = TARGET_VOCABULARY_FILE if settings.is_separate(side) else VOCABULARY_FILE
         vocabulary = _read_vocabulary(files, vocabulary_name, label)
-        # Ids of special tokens are the source's, whichever the side.
+        # On both sides, the ids of special tokens are those of the source.
         added = settings.added_tokens(_read_vocabulary(files, VOCABULARY_FILE, label))
         self._added = {token.content: token for token in added.values()}
         self._cleans_up = settings.cleans_up
-        self._cut = settings.cutter(self._added)
+        self._split_at_tokens = settings.splitter(self._added)
 
         added_ids = {token.content: id for id, token in added.items()}
         self._ids = vocabulary | added_ids
@@ -100,7 +99,7 @@ class MarianTokenizer:
         self.pad_id = self.bos_id = added_ids[settings.token("pad_token")]
         self.eos_id = added_ids[settings.token("eos_token")]
 
-        # With one vocabulary, Hugging Face decodes targets, too, by the source's model.
+        # With a shared vocabulary, Hugging Face decodes targets with the source model as well.
         decoder_name = name if settings.separate else "source.spm"
         self._decoder = open_model(files[decoder_name], str(label(decoder_name)))
         used = {
@@ -125,7 +124,7 @@ class MarianTokenizer:
         def split(chunks: list[str]) -> list[list[str]]:
             unknown = self._processor.unk_id()
             drawn = self._sampler.sample(chunks, seed, amount)
-            # A piece that SentencePiece does not know has an id that does not tell which it is.
+            # The id of the unknown piece does not tell its text.
             return [
                 self._processor.id_to_piece(ids) if unknown not in ids else best
                 for ids, best in zip(drawn, self._split(chunks), strict=True)
@@ -134,7 +133,7 @@ class MarianTokenizer:
         return self._encode(texts, split)
 
     def decode(self, sentences: Sequence[Sequence[int]]) -> list[str]:
-        """See `Tokenizer.decode`; unknown tokens, too, give no text."""
+        """See `Tokenizer.decode`; unknown tokens are removed as well."""
         return [self._decode(sentence) for sentence in sentences]
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
@@ -148,24 +147,24 @@ class MarianTokenizer:
     def _split(self, chunks: list[str]) -> list[list[str]]:
         return self._processor.encode(chunks, out_type=str)
 
-    def _encode(self, texts: Sequence[str], split: Split) -> list[list[int]]:
+    def _encode(self, texts: Sequence[str], split: SplitTexts) -> list[list[int]]:
         return [
             [self._ids.get(piece, self.unk_id) for piece in pieces]
             for pieces in self._tokenize(texts, split)
         ]
 
-    def _tokenize(self, texts: Sequence[str], split: Split) -> list[list[str]]:
-        """The tokens of each text, whether the vocabulary has them or not."""
+    def _tokenize(self, texts: Sequence[str], split: SplitTexts) -> list[list[str]]:
+        """Returns the tokens of each text, whether they are in the vocabulary or not."""
         parts = [list(self._parts(text)) for text in texts]
-        left = iter(split([part for each in parts for part, whole in each if not whole]))
+        remaining = iter(split([part for each in parts for part, whole in each if not whole]))
         return [
-            [piece for part, whole in each for piece in ([part] if whole else next(left))]
+            [piece for part, whole in each for piece in ([part] if whole else next(remaining))]
             for each in parts
         ]
 
     def _parts(self, text: str) -> Iterator[tuple[str, bool]]:
-        """The parts of a text, each with whether it is one token as it stands."""
-        chunks = self._cut(text)  # text, token, text, ..., token, text
+        """Yields the parts of a text, each with whether it is a single token."""
+        chunks = self._split_at_tokens(text)  # text, token, text, ..., token, text
         for number in range(1, len(chunks), 2):
             token = self._added[chunks[number]]
             if token.lstrip:
@@ -186,7 +185,7 @@ class MarianTokenizer:
         text = ""
         pieces: list[str] = []
         for piece in (self._piece(token) for token in tokens if token not in self._special_ids):
-            # A second token of the same name is none of SentencePiece's.
+            # Special tokens are not pieces of the SentencePiece model.
             if piece in self._special:
                 text += f"{self._decoder.decode_pieces(pieces)}{piece} "
                 pieces = []
@@ -207,37 +206,39 @@ class MarianTokenizer:
 
 @dataclasses.dataclass(frozen=True)
 class _AddedToken:
-    """A token that is found in text before SentencePiece sees it."""
+    """A token that is matched in the text before SentencePiece is applied."""
 
     content: str
     lstrip: bool = False
-    """Whether it takes the spaces before it along."""
+    """Whether the spaces before it are removed."""
     rstrip: bool = False
-    """Whether it takes the spaces after it along."""
+    """Whether the spaces after it are removed."""
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> "_AddedToken":
-        """From a JSON object with its properties."""
+        """Creates a token from the JSON object of its properties."""
         if value.get("single_word"):
-            raise UserError(f"the token {value['content']!r} is single_word, which is not known")
+            raise UserError(
+                f"the token {value['content']!r} is single_word, which is not supported"
+            )
         return cls(value["content"], value.get("lstrip", False), value.get("rstrip", False))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Settings:
-    """What the files say besides pieces and ids."""
+    """The settings of a tokenizer, besides pieces and ids."""
 
     values: Mapping[str, Any]
-    """`tokenizer_config.json`, with what older versions of transformers wrote elsewhere."""
+    """`tokenizer_config.json`, merged with the files of older versions of transformers."""
     own_ids: Mapping[int, _AddedToken]
-    """Tokens that were added to the vocabulary, or are in it and special."""
+    """Added tokens and special tokens, by id."""
 
     @classmethod
     def read(cls, files: TokenizerFiles, label: Callable[[str], Path]) -> "_Settings":
         """Reads the JSON files.
 
         Raises:
-          UserError: one is damaged, or asks for something that is not known here.
+          UserError: a file is damaged, or requires a feature that is not supported.
         """
         values = dict(_DEFAULTS) | _read_json(files, TOKENIZER_CONFIG, label)
         try:
@@ -258,24 +259,22 @@ class _Settings:
         except UserError as error:
             raise UserError(f"{label(TOKENIZER_CONFIG)}: {error}") from error
         if values.get("sp_model_kwargs"):
-            raise UserError(
-                f"{label(TOKENIZER_CONFIG)}: sp_model_kwargs is not known here: remove it"
-            )
+            raise UserError(f"{label(TOKENIZER_CONFIG)}: sp_model_kwargs is not supported")
         return settings
 
     @property
     def separate(self) -> bool:
-        """Whether source and target have ids of their own."""
+        """Whether source and target have separate ids."""
         return bool(self.values.get("separate_vocabs"))
 
     @property
     def cleans_up(self) -> bool:
-        """Whether decoding takes spaces before punctuation away."""
+        """Whether decoding removes spaces before punctuation."""
         return bool(self.values.get("clean_up_tokenization_spaces"))
 
     @functools.cached_property
     def special(self) -> list[str]:
-        """All special tokens, each once."""
+        """The distinct special tokens."""
         own = [name for name in self.values if name.endswith("_token") and name not in _SPECIAL]
         named = [self.values.get(name) for name in (*_SPECIAL, *own)]
         extra = self.values.get(
@@ -286,17 +285,17 @@ class _Settings:
         return list(dict.fromkeys(map(_content, given)))
 
     def is_separate(self, side: str) -> bool:
-        """Whether a side has ids other than those of `vocab.json`."""
+        """Returns whether the ids of a side are not those of `vocab.json`."""
         return self.separate and side == "target"
 
     def token(self, name: str) -> str:
-        """The special token with this name."""
+        """Returns the special token with this name."""
         return _content(self.values[name])
 
     def added_tokens(self, vocabulary: Mapping[str, int]) -> dict[int, _AddedToken]:
-        """By id, all tokens that are found in text before SentencePiece sees it.
+        """Returns all tokens that are matched before SentencePiece is applied, by id.
 
-        Special tokens that the vocabulary lacks get the ids after it.
+        Special tokens that are missing from the vocabulary get the ids after it.
         """
         added = dict(self.own_ids)
         ids = dict(vocabulary) | {token.content: id for id, token in added.items()}
@@ -306,25 +305,25 @@ class _Settings:
                 added[ids.setdefault(token, len(ids))] = _AddedToken(token)
         return added
 
-    def cutter(self, added: Mapping[str, _AddedToken]) -> Callable[[str], list[str]]:
-        """The function that cuts a text into text, token, text, ..., token, text."""
+    def splitter(self, added: Mapping[str, _AddedToken]) -> Callable[[str], list[str]]:
+        """Returns a function that splits a text into text, token, text, ..., token, text."""
         if self.values.get("split_special_tokens"):
             return lambda text: [text]
-        # Of tokens that begin at one place the longest is found.
+        # At each position, the longest token matches.
         longest_first = sorted(added, key=len, reverse=True)
         return re.compile(f"({'|'.join(map(re.escape, longest_first))})").split
 
 
 def _content(token: str | Mapping[str, Any]) -> str:
-    """The text of a special token; its properties, which may stand there, have no effect."""
+    """Returns the text of a special token, given as such or with properties, which are ignored."""
     return token if isinstance(token, str) else token["content"]
 
 
 def read_files(folder: str | Path) -> TokenizerFiles:
-    """The files of a folder that say something about its tokenizer.
+    """Reads the tokenizer files of a folder.
 
     Raises:
-      UserError: one that every such folder has is missing, or cannot be read.
+      UserError: a required file is missing, or a file cannot be read.
     """
     try:
         files = {
@@ -339,13 +338,13 @@ def read_files(folder: str | Path) -> TokenizerFiles:
 
 
 def _read_json(files: TokenizerFiles, name: str, label: Callable[[str], Path]) -> dict[str, Any]:
-    """A JSON object; an empty one if there is no such file."""
+    """Parses a JSON object; a missing file gives an empty one."""
     try:
         values = json.loads(files.get(name, b"{}"))
     except ValueError as error:
         raise UserError(f"{label(name)} is damaged: {error}") from error
     if not isinstance(values, dict):
-        raise UserError(f"{label(name)} is damaged: no JSON object")
+        raise UserError(f"{label(name)} is damaged: not a JSON object")
     return values
 
 
@@ -356,7 +355,7 @@ def _read_vocabulary(
         raise UserError(f"the vocabulary {label(name)} is missing")
     vocabulary = _read_json(files, name, label)
     if not vocabulary or not all(type(id) is int and id >= 0 for id in vocabulary.values()):
-        raise UserError(f"{label(name)} is damaged: it does not give an id to each piece")
+        raise UserError(f"{label(name)} is damaged: it does not map every piece to an id")
     return vocabulary
 
 

@@ -1,4 +1,4 @@
-"""SentencePiece models: reading them, and splitting text at random with them."""
+"""SentencePiece model files: loading, and random segmentation of text."""
 
 import itertools
 import re
@@ -17,20 +17,20 @@ from flaxformer_mt.data.tokenizers.subword_sampling import (
 from flaxformer_mt.errors import UserError
 
 SPACE = "\u2581"
-"""How SentencePiece writes a space, also the one that it puts before a text."""
+"""SentencePiece's symbol for a space, including the one that it prepends to a text."""
 
 _WORD = re.compile(f"{SPACE}[^{SPACE}]*")
 
 
 def open_model(model: bytes, name: str) -> sentencepiece.SentencePieceProcessor:
-    """What encodes and decodes with a model.
+    """Loads a model.
 
     Args:
-      model: the bytes of its file.
-      name: what a message calls it.
+      model: content of the model file.
+      name: name of the model, for messages.
 
     Raises:
-      UserError: this is no SentencePiece model.
+      UserError: `model` is not a SentencePiece model.
     """
     try:
         return sentencepiece.SentencePieceProcessor(model_proto=model)
@@ -39,18 +39,18 @@ def open_model(model: bytes, name: str) -> sentencepiece.SentencePieceProcessor:
 
 
 def read_model(model: bytes) -> Any:
-    """The `ModelProto` of a model: its pieces with their kinds and scores, and how it was made."""
+    """Parses the `ModelProto` of a model: its pieces with types and scores, and its settings."""
     proto: Any = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
     proto.ParseFromString(model)
     return proto
 
 
 class TextSampler:
-    """Splits texts at random into pieces.
+    """Segments texts into pieces at random.
 
     Args:
-      model: the bytes of a model's file.
-      processor: from `open_model`.
+      model: content of the model file.
+      processor: the model, from `open_model`.
     """
 
     def __init__(self, model: bytes, processor: sentencepiece.SentencePieceProcessor) -> None:
@@ -58,18 +58,18 @@ class TextSampler:
         self._words = _word_sampler(read_model(model), processor)
 
     def sample(self, texts: Sequence[str], seed: int, amount: float) -> list[list[int]]:
-        """The model's own ids of each text's pieces; arguments as in `Tokenizer.sample`."""
+        """Returns the model's piece ids for each text; arguments as in `Tokenizer.sample`."""
         words = [_WORD.findall(text) for text in self._processor.normalize(list(texts))]
         sampled = self._words.sample(list(itertools.chain(*words)), seed, amount)
-        left = iter(sampled)
-        return [list(itertools.chain(*itertools.islice(left, len(own)))) for own in words]
+        remaining = iter(sampled)
+        return [list(itertools.chain(*itertools.islice(remaining, len(own)))) for own in words]
 
 
 def _word_sampler(proto: Any, processor: sentencepiece.SentencePieceProcessor) -> WordSampler:
     pieces = list(enumerate(proto.pieces))
 
     def without_space(word: str) -> str:
-        return word.removeprefix(SPACE)  # SentencePiece puts it there again.
+        return word.removeprefix(SPACE)  # SentencePiece adds it again.
 
     if proto.trainer_spec.model_type == proto.trainer_spec.UNIGRAM:
         return UnigramSampling(

@@ -18,20 +18,20 @@ from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE, TextSampler
 from flaxformer_mt.errors import UserError
 
 PAD_ID, BOS_ID, EOS_ID, UNK_ID = 0, 1, 2, 3
-"""The special ids of every tokenizer that is trained here."""
+"""Special ids of the vocabularies trained here."""
 
 _log = logging.getLogger(__name__)
 
 
 class SentencePieceTokenizer:
-    """A trained SentencePiece model (Kudo and Richardson 2018).
+    """A tokenizer with a SentencePiece model (Kudo and Richardson 2018).
 
     Args:
-      model: the bytes of a `.model` file.
-      name: what a message calls it.
+      model: content of a `.model` file.
+      name: name of the model, for messages.
 
     Raises:
-      UserError: this is no SentencePiece model.
+      UserError: `model` is not a SentencePiece model.
     """
 
     def __init__(self, model: bytes, name: str = "the vocabulary"):
@@ -45,7 +45,7 @@ class SentencePieceTokenizer:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """SHA-256, in hex, of the model file."""
+        """SHA-256 of the model file, in hexadecimal."""
         return hashlib.sha256(self.model).hexdigest()
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
@@ -80,17 +80,17 @@ class SentencePieceTokenizer:
 def train_sentencepiece(
     texts: Sequence[str], config: DataConfig, tags: Sequence[str] = ()
 ) -> SentencePieceTokenizer:
-    """Learns a vocabulary from `texts`; the same texts give the same bytes.
+    """Learns a vocabulary; deterministic.
 
-    A corpus too small for `config.vocab_size` pieces gets as many as it yields.
+    The vocabulary has fewer than `config.vocab_size` pieces if the corpus is too small.
 
     Args:
-      texts: one sentence each.
-      config: the kind of model, and how many pieces.
-      tags: words that are to be one piece each.
+      texts: training sentences.
+      config: kind and size of the model.
+      tags: words that become one piece each.
 
     Raises:
-      UserError: there is no text, or `config.vocab_size` has no room for its characters.
+      UserError: there is no text, or `config.vocab_size` is smaller than the number of characters.
     """
     if not any(text.strip() for text in texts):
         raise UserError("the corpus has no text to learn a vocabulary from")
@@ -109,9 +109,9 @@ def train_sentencepiece(
             bos_id=BOS_ID,
             eos_id=EOS_ID,
             unk_id=UNK_ID,
-            # With its space: without, that would be a second piece.
+            # With the preceding space, which would otherwise be a piece of its own.
             user_defined_symbols=[SPACE + tag for tag in tags],
-            # Sums over threads would make the pieces depend on the machine.
+            # With several threads, the order of sums and hence the pieces depend on the machine.
             num_threads=1,
             minloglevel=2,
         )

@@ -1,8 +1,8 @@
-"""Splitting words at random, so that a model meets each of them in several spellings.
+"""Random segmentation of words into subwords, as a regularizer.
 
-SentencePiece can do it, but its random numbers differ from one process to the next, whatever their
-seed (version 0.2.3), and with them no run could be continued exactly. Its pieces never cross the
-border of a word, so it is enough to split words.
+SentencePiece offers the same, but its random numbers differ between processes, whatever the seed
+(version 0.2.3), so runs could not be resumed exactly. Pieces never cross a word boundary, so it is
+sufficient to segment words.
 """
 
 import functools
@@ -14,33 +14,33 @@ from typing import Protocol, TypeAlias
 import numpy as np
 
 Encode: TypeAlias = Callable[[str], list[int]]
-"""The token ids of a word, split in the best way."""
+"""Function from a word to the token ids of its best segmentation."""
 
 MOST_SPLITS = 64
-"""Ways to split a word that a unigram model chooses from; the others are far less likely."""
+"""Number of best segmentations from which a unigram model samples; others are far less likely."""
 
-_CACHED_WORDS = 100_000  # Most text consists of few words.
+_CACHED_WORDS = 100_000  # Most text consists of few distinct words.
 
 
 class WordSampler(Protocol):
-    """Splits words at random."""
+    """Samples segmentations of words."""
 
     def sample(self, words: Sequence[str], seed: int, amount: float) -> list[list[int]]:
-        """The token ids of each word; a function of the arguments."""
+        """Returns the token ids of each word, as a function of the arguments."""
 
 
 class BpeDropout:
-    """Byte pair encoding in which some merges are left out.
+    """BPE-dropout: byte pair encoding in which merges are dropped at random.
 
-    As in SentencePiece, a merge that was left out is possible again once a neighbour has changed.
+    As in SentencePiece, a dropped merge becomes possible again when a neighbouring piece changes.
 
     Source: Provilkov et al. 2020.
 
     Args:
-      ranks: of each piece that a merge can make; of two possible merges the lower comes first.
+      ranks: rank of each merged piece; merges with lower ranks come first.
       ids: token ids of all pieces.
-      encode: for words that cannot be split at random, as a character of theirs is no piece.
-      whole: words that begin with one of these are not split at random either.
+      encode: encodes words that contain a character that is not a piece; they are not sampled.
+      whole: prefixes of words that are not sampled either.
     """
 
     def __init__(
@@ -57,42 +57,42 @@ class BpeDropout:
         self._best = functools.lru_cache(_CACHED_WORDS)(self._split_best)
 
     def sample(self, words: Sequence[str], seed: int, amount: float) -> list[list[int]]:
-        """See `WordSampler`; `amount` is the probability with which a merge is left out."""
-        # Most words lose no merge, which one number a word tells: the first merge to leave out.
-        first_left_out = np.random.default_rng(seed).geometric(amount, size=len(words))
+        """See `WordSampler`; `amount` is the probability of dropping a merge."""
+        # One random number per word gives its first dropped merge; most words have none.
+        first_dropped = np.random.default_rng(seed).geometric(amount, size=len(words))
         draw = random.Random(seed).random
         sampled = []
-        for word, first in zip(words, first_left_out.tolist(), strict=True):
+        for word, first in zip(words, first_dropped.tolist(), strict=True):
             ids, merges = self._best(word)
             if first <= merges:
-                ids, _ = self._split(word, _left_out(first, amount, draw))
+                ids, _ = self._split(word, _is_dropped(first, amount, draw))
             sampled.append(ids)
         return sampled
 
     def _split_best(self, word: str) -> tuple[list[int], int]:
-        """The ids of a word if no merge is left out, and how many merges that takes."""
+        """Returns the ids of a word without dropped merges, and the number of merges."""
         if word.startswith(self._whole) or not self._ids.keys() >= set(word):
             return self._encode(word), 0
         return self._split(word, lambda number: False)
 
-    def _split(self, word: str, leave_out: Callable[[int], bool]) -> tuple[list[int], int]:
-        """Merges characters to pieces.
+    def _split(self, word: str, is_dropped: Callable[[int], bool]) -> tuple[list[int], int]:
+        """Merges the characters of a word into pieces.
 
         Args:
-          word: consists of characters that are pieces.
-          leave_out: whether the first, second, ... merge that is possible is left out.
+          word: a word whose characters are pieces.
+          is_dropped: whether the first, second, ... possible merge is dropped.
 
         Returns:
-          The ids of the pieces, and how many merges were possible.
+          The ids of the pieces, and the number of possible merges.
         """
         pieces = list(word)
-        # Neighbours of the piece that begins at a character; merged pieces leave "" behind.
+        # Neighbours of the piece that starts at a character; merged pieces are set to "".
         left = list(range(-1, len(word) - 1))
         right = [*range(1, len(word)), -1]
         agenda: list[tuple[float, int, str]] = []
 
         def propose(start: int) -> None:
-            """Puts the merge of a piece with the one after it on the agenda, if there is one."""
+            """Adds the merge of a piece with the next one to the agenda, if there is one."""
             if start >= 0 and right[start] >= 0:
                 merged = pieces[start] + pieces[right[start]]
                 if merged in self._ranks:
@@ -105,9 +105,9 @@ class BpeDropout:
             _, start, merged = heapq.heappop(agenda)
             end = right[start]
             if not pieces[start] or end < 0 or pieces[start] + pieces[end] != merged:
-                continue  # One of the two has been merged with another piece since.
+                continue  # One of the two has since been merged with another piece.
             possible += 1
-            if leave_out(possible):
+            if is_dropped(possible):
                 continue
             pieces[start], pieces[end] = merged, ""
             right[start] = right[end]
@@ -118,19 +118,19 @@ class BpeDropout:
         return [self._ids[piece] for piece in pieces if piece], possible
 
 
-def _left_out(first: int, amount: float, draw: Callable[[], float]) -> Callable[[int], bool]:
-    """Whether a merge is left out, by its number: the first that is, and later ones by chance."""
+def _is_dropped(first: int, amount: float, draw: Callable[[], float]) -> Callable[[int], bool]:
+    """Returns the predicate for dropped merges: number `first`, and later ones at random."""
     return lambda number: number == first or (number > first and draw() < amount)
 
 
 class UnigramSampling:
-    r"""Subword regularisation: a split x of a word is drawn with probability ~ P(x)^amount.
+    r"""Subword regularization: samples segmentations x with probability ~ P(x)^amount.
 
     Source: Kudo 2018, section 3.2.
 
     Args:
-      best_splits: the token ids of the `MOST_SPLITS` best ways to split a word.
-      log_probabilities: of each token id.
+      best_splits: function from a word to the token ids of its `MOST_SPLITS` best segmentations.
+      log_probabilities: log-probability of each token id.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class UnigramSampling:
         self._splits = functools.lru_cache(_CACHED_WORDS)(self._split)
 
     def sample(self, words: Sequence[str], seed: int, amount: float) -> list[list[int]]:
-        """See `WordSampler`; the lower `amount`, the more even are the probabilities."""
+        """See `WordSampler`; a lower `amount` gives more uniform probabilities."""
         numbers = np.random.default_rng(seed).random(len(words))
         sampled = []
         for word, number in zip(words, numbers.tolist(), strict=True):
@@ -151,7 +151,7 @@ class UnigramSampling:
         return sampled
 
     def _split(self, word: str) -> tuple[list[list[int]], np.ndarray]:
-        """The splits of a word, the best first, and the log-probability of each."""
+        """Returns the segmentations of a word, best first, and their log-probabilities."""
         splits = self._best_splits(word)
         scores = [sum(self._log_probabilities[token] for token in split) for split in splits]
         return splits, np.array(scores)

@@ -1,13 +1,8 @@
-"""Text to token ids and back: one protocol, and SentencePiece behind it.
+"""The tokenizer protocol, and the vocabularies of a run.
 
-The vocabularies of OPUS-MT models, behind the same protocol, are in `marian_tokenizer.py`.
+Two implementations: `sentencepiece_tokenizer` and, for OPUS-MT models, `marian_tokenizer`.
 
-Texts are taken as they are, without Unicode normalisation, so that `decode(encode(text))` is `text`
-again. Only spaces are tidied: those at either end go, and several in a row become one. (With
-`data.byte_fallback` off, characters outside the vocabulary come back as " \u2047 ".)
-
-A tag ("<2de>", see `CorpusConfig.tag`) is a piece of its own: never split, and never part of
-another.
+A tag ("<2de>", see `CorpusConfig.tag`) is a single piece: it is never split or merged.
 """
 
 import dataclasses
@@ -30,8 +25,8 @@ from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs import atomic
 
 MAX_TRAINING_PAIRS = 1_000_000
-"""Pairs that a vocabulary is learned from, at most. Larger corpora give more than half as many, at
-equal distances: more text would take much longer and hardly change the pieces."""
+"""Maximum number of pairs from which a vocabulary is learned. Of larger corpora, evenly spaced
+pairs are used, at least half this number: more text takes longer and hardly changes the pieces."""
 
 _Item = TypeVar("_Item")
 
@@ -39,69 +34,69 @@ _log = logging.getLogger(__name__)
 
 
 class Tokenizer(Protocol):
-    """What the other rooms need to know of a vocabulary."""
+    """A vocabulary: conversion between text and token ids."""
 
     @property
     def vocab_size(self) -> int:
-        """V: ids run from 0 to vocab_size - 1."""
+        """V: the number of token ids, which are 0 to vocab_size - 1."""
 
     @property
     def pad_id(self) -> int:
-        """Id that fills rows."""
+        """Id of the padding token."""
 
     @property
     def bos_id(self) -> int:
-        """Id that starts a sentence."""
+        """Id of the start token."""
 
     @property
     def eos_id(self) -> int:
-        """Id that ends a sentence."""
+        """Id of the end token."""
 
     @property
     def unk_id(self) -> int:
-        """Id of what the vocabulary cannot spell."""
+        """Id of the unknown token."""
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256, in hex, of the vocabulary."""
+        """SHA-256 of the vocabulary, in hexadecimal."""
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """The token ids of each text, without start and end."""
+        """Returns the token ids of each text, without start and end tokens."""
 
     def split(self, texts: Sequence[str]) -> list[list[str]]:
-        """What each token of `encode` was in the text; a word's first piece starts with U+2581."""
+        """Returns the piece of text behind each token of `encode`; words start with U+2581."""
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
-        """The vocabulary's entry of each token."""
+        """Returns the vocabulary entry of each token."""
 
     def sample(self, texts: Sequence[str], seed: int, amount: float) -> list[list[int]]:
-        """Token ids of the texts, each split at random in one of the ways that give it back.
+        """Returns token ids of each text with a random segmentation into subwords.
 
-        The same arguments give the same ids, whatever was drawn before, in any thread and process.
+        The result is a function of the arguments, in any thread and process.
 
         Args:
-          texts: as for `encode`.
+          texts: the texts.
           seed: from 0 to 2**32 - 1.
-          amount: bpe: the probability with which a merge is left out (BPE-dropout, Provilkov et
-            al. 2020); unigram: the exponent of a split's probability (subword regularisation, Kudo
-            2018). See `data.subword_sampling`.
+          amount: for BPE, the probability of dropping a merge (BPE-dropout, Provilkov et al. 2020);
+            for unigram models, the exponent of the probability of a segmentation (subword
+            regularization, Kudo 2018). See `data.subword_sampling`.
         """
 
     def decode(self, sentences: Sequence[Sequence[int]]) -> list[str]:
-        """The text of each sentence up to its first `eos_id`; special ids give no text."""
+        """Returns the text of each sentence up to its first `eos_id`, without special tokens."""
 
 
 def tags(config: DataConfig) -> list[str]:
-    """The words of all tags that the corpora of `config` have, each once."""
+    """Returns the distinct words in the tags of all corpora of a configuration."""
     corpora = (*config.train_corpora, *config.valid_corpora, *config.test_corpora)
     return list(dict.fromkeys(word for corpus in corpora for word in corpus.tag.split()))
 
 
 def evenly(items: Iterable[_Item], limit: int) -> list[_Item]:
-    """Items at equal distances from the first on, read once and without knowing how many there are.
+    """Takes evenly spaced items from a stream of unknown length, in one pass.
 
     Returns:
-      All items if they are at most `limit`, or else more than half as many as `limit`.
+      All items if there are at most `limit`; otherwise between half of `limit` and `limit` items.
     """
     taken: list[_Item] = []
     distance = 1
@@ -116,7 +111,7 @@ def evenly(items: Iterable[_Item], limit: int) -> list[_Item]:
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizers:
-    """The vocabularies of one model; with a joint vocabulary both are the same object."""
+    """The vocabularies of a model; a joint vocabulary is the same object for both sides."""
 
     source: SentencePieceTokenizer | MarianTokenizer
     target: SentencePieceTokenizer | MarianTokenizer
@@ -125,11 +120,11 @@ class Tokenizers:
     def for_run(
         cls, corpora: Sequence[Corpus], config: DataConfig, has_inputs: bool = True
     ) -> "Tokenizers":
-        """Reads the vocabularies that `data.tokenizer_path` names, or learns them.
+        """Loads the vocabularies from `data.tokenizer_path`, or learns them if it is empty.
 
         Args:
           corpora: the training corpora.
-          config: says which, and how many pieces to learn.
+          config: the options of the vocabularies.
           has_inputs: False for a language model.
 
         Raises:
@@ -141,8 +136,8 @@ class Tokenizers:
         folder = given / "tokenizer" if (given / "tokenizer").is_dir() else given
         if not folder.is_dir():
             raise UserError(
-                f"data.tokenizer_path={given} is no folder: name a run folder, or its folder "
-                "tokenizer"
+                f"data.tokenizer_path={given} is not a folder: name a run folder, or its "
+                "subfolder tokenizer"
             )
         tokenizers = cls.load(folder)
         for tag, pieces in zip(tags(config), tokenizers.source.encode(tags(config)), strict=True):
@@ -159,9 +154,9 @@ class Tokenizers:
     def train(
         cls, corpora: Sequence[Corpus], config: DataConfig, has_inputs: bool = True
     ) -> "Tokenizers":
-        """Learns one joint vocabulary or two separate ones, as `config` says.
+        """Learns a joint vocabulary or two separate ones, according to `config.joint_vocabulary`.
 
-        A language model (`has_inputs` is False) has one vocabulary, that of its targets.
+        A language model (`has_inputs` is False) has a single vocabulary, learned from its targets.
 
         Raises:
           UserError: see `train_sentencepiece`.
@@ -182,18 +177,18 @@ class Tokenizers:
 
     @property
     def joint(self) -> bool:
-        """Whether source and target have one vocabulary."""
+        """Whether source and target share a vocabulary."""
         return self.source is self.target
 
     def save(self, folder: str | Path) -> None:
-        """Writes what `load` reads into `folder`."""
+        """Writes the vocabularies to a folder, for `load`."""
         Path(folder).mkdir(parents=True, exist_ok=True)
         for name, content in self._files().items():
             atomic.write_bytes(Path(folder, name), content)
 
     def _files(self) -> Mapping[str, bytes]:
         if isinstance(self.source, MarianTokenizer):
-            return self.source.files  # They say all about both sides.
+            return self.source.files  # The same files define both sides.
         assert isinstance(self.target, SentencePieceTokenizer)
         if self.joint:
             return {"joint.model": self.source.model}
@@ -201,7 +196,7 @@ class Tokenizers:
 
     @classmethod
     def load(cls, folder: str | Path) -> "Tokenizers":
-        """Reads `joint.model`; or `source.model` and `target.model`; or an OPUS-MT vocabulary.
+        """Loads `joint.model`, `source.model` and `target.model`, or an OPUS-MT vocabulary.
 
         Raises:
           UserError: a file is missing or damaged.
