@@ -101,7 +101,7 @@ def test_texts_come_back():
 
 def test_special_ids_must_be_those_of_the_tokenizer():
     config = dataclasses.replace(CONFIG, model=TransformerConfig(pad_id=5))
-    with pytest.raises(UserError, match=r"model\.pad_id=5, but the tokenizer's is 0"):
+    with pytest.raises(UserError, match=r"model\.pad_id=5, but the tokenizer has pad_id=0"):
         encode_corpus(CORPUS, TOKENIZERS, config)
     start_from_zero = dataclasses.replace(CONFIG, model=TransformerConfig(bos_id=-1))
     encode_corpus(CORPUS, TOKENIZERS, start_from_zero)

@@ -156,7 +156,9 @@ def test_shared_pairs_are_counted(caplog):
     assert count_shared_pairs(training, [held_out]) == [2]
     warn_of_shared_pairs([training, training], [held_out])
     assert len(caplog.messages) == 2
-    assert caplog.messages[0].startswith("2 of the 5 pairs of held out are in the training corpus")
+    assert caplog.messages[0].startswith(
+        "2 of the 5 pairs of held out are also in the training corpus"
+    )
 
 
 def test_pairs_are_shared_whatever_the_storage_of_their_tokens(monkeypatch):

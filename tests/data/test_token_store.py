@@ -221,5 +221,5 @@ def test_no_pair_is_left(tmp_path, caplog):
 
 def test_special_ids_must_be_those_of_the_tokenizer(tmp_path):
     config = dataclasses.replace(CONFIG, model=TransformerConfig(eos_id=5))
-    with pytest.raises(UserError, match=r"model\.eos_id=5, but the tokenizer's is 2"):
+    with pytest.raises(UserError, match=r"model\.eos_id=5, but the tokenizer has eos_id=2"):
         open_stores(tmp_path, [CORPUS], TOKENIZERS, config)

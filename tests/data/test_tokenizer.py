@@ -209,7 +209,7 @@ def test_the_vocabulary_of_another_run(tmp_path, folder):
 
 def test_a_vocabulary_that_is_not_there(tmp_path):
     config = dataclasses.replace(CONFIG, tokenizer_path=str(tmp_path / "run"))
-    with pytest.raises(UserError, match=r"data\.tokenizer_path=.*run is no folder"):
+    with pytest.raises(UserError, match=r"data\.tokenizer_path=.*run is not a folder"):
         Tokenizers.for_run([], config)
 
 
