@@ -1,33 +1,53 @@
-"""The world of the tests: 8 simulated CPU devices, strict dtype promotion, warnings are errors."""
+"""Environment of all tests: 8 simulated CPU devices, strict dtype promotion, one compile cache.
+
+XLA_FLAGS of the caller are kept, so `XLA_FLAGS=--xla_cpu_max_isa=AVX2 pytest` tests what a
+processor without AVX-512 computes.
+"""
 
 import os
+import shutil
+import tempfile
 
-# Before JAX starts: the number of devices cannot be changed afterwards.
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-).strip()
+# Before JAX is imported: the number of devices cannot be changed afterwards.
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = (
+        os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    ).strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# PyTorch's threads wait busily for each other, which toy sizes and a busy machine make slow.
+# PyTorch's threads wait busily for each other, which is slow with toy sizes on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Compiled programs of tests do not belong into the user's cache.
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", "")
 
-import jax
-import pytest
+# Workers of one test run, and the programs that its tests start, share their compiled programs in a
+# folder that is deleted at the end. They inherit the variable from the process that makes it.
+_own_cache = None
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    _own_cache = tempfile.mkdtemp(prefix="flaxformer_mt-compiled-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _own_cache
+    # Reading a program back takes some 10 ms, as does compiling a very small one.
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
+def pytest_unconfigure():
+    """Deletes the compile cache of this test run."""
+    if _own_cache is not None:
+        shutil.rmtree(_own_cache, ignore_errors=True)
+
+
 @pytest.fixture
 def float64():
-    """Lets JAX compute in float64 during one test."""
+    """Enables float64 in JAX during one test."""
     with jax.enable_x64(True):
         yield
 
 
 @pytest.fixture(scope="session")
 def trained_run(tmp_path_factory):
-    """Run folder of a tiny trained model in Marian's arrangement; copy it to change it."""
-    from trained_run import place, shared_run  # It imports all of train.py.
+    """Run folder of a tiny trained model with Marian's architecture; copy it to change it."""
+    from trained_run import shared_folder, trained_once  # Imports all of train.py.
 
-    return shared_run(place(tmp_path_factory))
+    return trained_once(shared_folder(tmp_path_factory))

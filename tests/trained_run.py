@@ -1,4 +1,4 @@
-"""A tiny model in Marian's arrangement that has learned something: generated phrases, en to de."""
+"""A tiny model with Marian's architecture, trained on generated phrases from English to German."""
 
 import fcntl
 import os
@@ -27,8 +27,8 @@ OPTIONS = (
 )
 
 
-def shared_run(folder):
-    """The run folder `folder`; of several test processes the first one that asks trains it."""
+def trained_once(folder):
+    """Returns the run folder `folder`; the first test process that needs it trains the model."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_name(f"{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -39,7 +39,7 @@ def shared_run(folder):
     return folder
 
 
-def place(tmp_path_factory):
-    """Where the run is: under pytest-xdist the workers' folders have a common parent."""
+def shared_folder(tmp_path_factory):
+    """Returns where the run is: under pytest-xdist, a folder common to all workers."""
     base = tmp_path_factory.getbasetemp()
     return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "trained_run"
