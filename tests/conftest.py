@@ -32,6 +32,17 @@ import pytest  # noqa: E402
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
+@pytest.hookimpl(tryfirst=True, optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Lets each worker begin with files of its own, and take over tests when it has no more.
+
+    Tests of a file mostly use the same compiled programs and fixtures.
+    """
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log) if config.option.dist == "load" else None
+
+
 def pytest_unconfigure():
     """Deletes the compile cache of this test run."""
     if _own_cache is not None:
