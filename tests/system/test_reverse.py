@@ -1,10 +1,13 @@
-"""The whole path learns: digits come back reversed."""
+"""The whole program learns: digits come back reversed, compiled as users compile."""
+
+import pytest
 
 import train
 from flaxformer_mt.data.corpora.corpus import load_corpus
 from flaxformer_mt.decoding.translator import Translator
 
 
+@pytest.mark.usefixtures("usual_optimizations")
 def test_reverse_learns_to_99_percent_exact_match(tmp_path):
     workdir = tmp_path / "reverse"
     flags = train.parse_flags(

@@ -206,11 +206,3 @@ def _initial_state(model_class, model, optimizer, train):
 def setup():
     """Call `setup.of(...)` for a tiny experiment."""
     return Setup
-
-
-@pytest.fixture(autouse=True, scope="package")
-def quick_compilation():
-    """These tests compile many programs and compute next to nothing with them."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
