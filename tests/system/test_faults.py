@@ -140,7 +140,15 @@ def test_a_folder_that_cannot_be_written(refuse, text):
     assert "/proc/run cannot be written to" in error
 
 
-@pytest.mark.parametrize("damage", ["truncated", "flipped", "manifest"])
+# The other kinds are decided by tests/training/test_checkpoint.py.
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param("truncated", marks=pytest.mark.slow),
+        "flipped",
+        pytest.param("manifest", marks=pytest.mark.slow),
+    ],
+)
 def test_a_damaged_checkpoint_costs_no_more_than_itself(finished, text, tmp_path, capsys, damage):
     workdir = tmp_path / "run"
     shutil.copytree(finished, workdir)

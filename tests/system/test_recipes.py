@@ -31,14 +31,14 @@ def test_a_data_set_of_tensorflow_datasets(text, tmp_path):
     command(["prepare", "--path", str(text), "--output", str(tmp_path / "data"), *languages])
     run(
         [
-            *flags(tmp_path / "data", tmp_path / "run", "--train.num-steps=20"),
+            *flags(tmp_path / "data", tmp_path / "run", "--train.num-steps=4"),
             "--config=configs/wmt14_en_de_base.py",
-            "--train.log-every=20",
+            "--train.log-every=4",
             "--train.batch-tokens=1024",
             "--data.target-row-length=64",
         ]
     )
-    assert restore_params(tmp_path / "run", "last")[0] == 20
+    assert restore_params(tmp_path / "run", "last")[0] == 4
     assert "tensorflow" not in sys.modules
     assert np.isfinite(losses(tmp_path / "run")).all()
 
@@ -140,6 +140,7 @@ def test_another_model_cannot_be_fine_tuned(refuse, finished, text, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow  # Decided by tests/training/test_features.py.
 @pytest.mark.parametrize("options", [["--train.r-drop=5"], ["--train.ema-decay=0.9"]])
 def test_features_that_change_the_loss_or_the_parameters(text, tmp_path, options):
     run(flags(text, tmp_path / "run", "--train.num-steps=4", *options))

@@ -54,6 +54,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(finished, text, tmp_path
     assert losses[6] == metrics(finished)[4]["loss"]
 
 
+@pytest.mark.slow  # Decided by tests/training: test_parallel.py and test_loop.py.
 def test_a_run_goes_on_with_fewer_devices(text, tmp_path):
     def run(name, num_steps, num_devices):
         options = (

@@ -45,7 +45,17 @@ def on_one():
 
 @pytest.mark.parametrize(
     ("mesh", "parts"),
-    [(mesh, 1) for mesh in MESHES] + [("data", 2), ("fsdp x tensor", 2)],
+    [
+        ("data x fsdp x tensor", 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                *((mesh, 1) for mesh in MESHES if mesh != "data x fsdp x tensor"),
+                ("data", 2),
+                ("fsdp x tensor", 2),
+            ]
+        ),
+    ],
 )
 def test_any_mesh_agrees_with_one_device(setup, on_one, mesh, parts):
     """With dropout, whose masks depend on the row and not on the device that has it."""
@@ -55,7 +65,9 @@ def test_any_mesh_agrees_with_one_device(setup, on_one, mesh, parts):
     chex.assert_trees_all_equal_dtypes(on_eight, on_one(of(), 20))
 
 
-@pytest.mark.parametrize(("num_devices", "parts"), [(1, 4), (8, 1)])
+@pytest.mark.parametrize(
+    ("num_devices", "parts"), [pytest.param(1, 4, marks=pytest.mark.slow), (8, 1)]
+)
 def test_pmap_agrees_with_one_device(setup, on_one, num_devices, parts):
     on_many = results(setup.of("pmap", num_devices, accumulation_steps=parts), 10)
     chex.assert_trees_all_close(on_many, on_one(setup.of(), 10), atol=1e-5, rtol=0)
