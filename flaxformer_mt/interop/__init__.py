@@ -46,7 +46,7 @@ FAMILIES: dict[str, Family] = {
         opennmt,
     )
 }
-"""Every family's map, by name."""
+"""The weight maps of all families, by name."""
 
 
 def load(
@@ -54,24 +54,25 @@ def load(
     path_or_state_dict: str | os.PathLike[str] | Mapping[str, Any],
     **overrides: Any,
 ) -> tuple[TransformerConfig, dict[str, Any]]:
-    """Reads a published checkpoint.
+    """Reads a published checkpoint and converts it to our parameters.
 
     Args:
-      family: a key of `FAMILIES`, an alias of one (`presets.FAMILY_ALIASES`), or a map of your own.
+      family: a key of `FAMILIES`, an alias of one (`presets.FAMILY_ALIASES`), or a `Family`.
       path_or_state_dict: a PyTorch or safetensors file, or a state dict of PyTorch tensors or numpy
-        arrays. A dict that holds one under "model" or "state_dict" will do, too; training options
-        that it has beside it, under "settings", "opt", "args" or "cfg", are read.
-      **overrides: fields of `TransformerConfig` that names and shapes cannot tell. `num_heads` is
-        needed unless the checkpoint has it; for the others there is the family's preset.
+        arrays, possibly nested under "model" or "state_dict" in a dict with training options under
+        "settings", "opt", "args" or "cfg", which are read.
+      **overrides: fields of `TransformerConfig` that do not follow from names and shapes.
+        `num_heads` is required unless the checkpoint contains it; the others default to the
+        family's preset.
 
     Returns:
-      The configuration, and the parameters as nested dicts of numpy arrays in the file's dtype.
-      Beside the model's own there may be a subtree `carried`, see `weights.py` and `model_params`.
+      The configuration, and the parameters as nested dicts of numpy arrays in the file's dtype,
+      possibly with a subtree `carried`: see `weight_maps/mapping.py` and `model_params`.
 
     Raises:
-      UserError: the file cannot be read or would run code; a tensor is missing, left over, of the
-        wrong shape or dtype; tensors that should be tied differ; an override is missing or does not
-        go with the tensors.
+      UserError: the file cannot be read, or would run code; a tensor is missing, unexpected, or of
+        the wrong shape or dtype; tied tensors differ; an override is missing or contradicts the
+        tensors.
     """
     return checkpoints.load(_family(family), path_or_state_dict, overrides)
 
@@ -83,12 +84,12 @@ def load_training(
 ) -> TrainingState:
     """Reads a published checkpoint with the state of its Adam optimizer.
 
-    Arguments are those of `load`. The state is sought under "optimizer", "optimizer_state_dict",
-    "optim" and "last_optimizer_state".
+    Arguments are those of `load`. The state is read from "optimizer", "optimizer_state_dict",
+    "optim" or "last_optimizer_state".
 
     Raises:
-      UserError: as `load`; or the state is not that of a `torch.optim.Adam`, or lacks a moment, or
-        has one too many or of the wrong shape or dtype.
+      UserError: as `load`; or the state is not that of a `torch.optim.Adam`; or a moment is
+        missing, unexpected, or of the wrong shape or dtype.
     """
     return adam_state.load_training(_family(family), path_or_state_dict, overrides)
 
@@ -103,17 +104,17 @@ def save(
     """Writes parameters as a checkpoint that the published code loads.
 
     Args:
-      family: a key of `FAMILIES`, an alias of one (`presets.FAMILY_ALIASES`), or a map of your own.
-      config: what `params` are the parameters of.
-      params: from `load`, or from our model; with the subtree `carried` or without.
-      path: ends in .safetensors or, for a PyTorch file, in .pt.
-      adam: the optimizer's state, from `load_training`. Then the file, which must be .pt, holds
+      family: a key of `FAMILIES`, an alias of one (`presets.FAMILY_ALIASES`), or a `Family`.
+      config: the configuration of `params`.
+      params: from `load` or from our model, with or without the subtree `carried`.
+      path: the file, ending in .safetensors or, for a PyTorch file, in .pt.
+      adam: the optimizer's state, from `load_training`. The file, which must be .pt, then contains
         {"model": the tensors, "optimizer": a state dict of `torch.optim.Adam`}, under the keys
-        that the published code has for them.
+        that the published code uses.
 
     Raises:
-      UserError: the configuration is not the family's mathematics, the parameters (or moments) are
-        not the configuration's, or the file cannot be written.
+      UserError: the published code cannot have this configuration, the parameters (or moments) do
+        not match it, or the file cannot be written.
     """
     if adam is None:
         checkpoints.save(_family(family), config, params, path)
@@ -124,21 +125,21 @@ def save(
 def differentiable(
     family: str | Family, config: TransformerConfig, names: Collection[str]
 ) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """Our parameters as a function of a published model's own, to differentiate and train these.
+    """Returns our parameters as a differentiable function of a published model's parameters.
 
     Args:
-      family: a key of `FAMILIES`, an alias of one (`presets.FAMILY_ALIASES`), or a map of your own.
+      family: a key of `FAMILIES`, an alias of one (`presets.FAMILY_ALIASES`), or a `Family`.
       config: from `load`.
-      names: of the reference's parameters, as `torch.nn.Module.named_parameters` lists them: each
-        tied one once, no buffers. (A buffer that is one of our parameters, as Marian's
+      names: the reference's parameters, as `torch.nn.Module.named_parameters` lists them: a tied
+        one once, no buffers. (A buffer that is one of our parameters, such as Marian's
         `final_logits_bias`, is zero unless it is among them.)
 
     Returns:
-      A function of {name: array} to the parameters that `load` gives for these tensors, without
-      what they carry. It can be traced by `jax.jit` and `jax.grad`.
+      A function from {name: array} to the parameters that `load` returns for these tensors, without
+      carried tensors. It can be traced by `jax.jit` and `jax.grad`.
 
     Raises:
-      UserError: a parameter of the reference is not among the names.
+      UserError: a parameter of the reference is missing from the names.
     """
     return checkpoints.differentiable(_family(family), config, names)
 

@@ -1,1 +1,1 @@
-"""One module per published model: the map between its parameters and ours."""
+"""Weight maps between published models and ours, one module per model."""

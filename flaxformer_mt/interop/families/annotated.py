@@ -1,12 +1,12 @@
 """The weight map of `annotated`, for both layouts of its decoder.
 
-harvardnlp's decoder layers have a `src_attn` ("separate"). Those of the study notes have none and
-use self-attention's weights for the source as well ("shared"): our cross-attention starts as a
-copy of self-attention, and the gradient of the reference's one attention is the sum of our two.
-Parameters whose two attentions are equal are written in the shared layout, unless they carry a
-`src_attn`; all others in harvardnlp's.
+harvardnlp's decoder layers have a `src_attn` (layout "separate"). Those of the study notes have
+none and use the self-attention's weights for the source as well (layout "shared"): our
+cross-attention is initialized as a copy of self-attention, and the gradient of the reference's
+attention is the sum of our two. Parameters whose two attentions are equal are written in the shared
+layout, unless they carry a `src_attn`; all others in harvardnlp's.
 
-The position base is read from the checkpoint's own table.
+The position base is read from the checkpoint's position table.
 """
 
 from collections.abc import Collection

@@ -1,9 +1,9 @@
 """The weight map of `double_projection`.
 
-A head's query is W'(W x + b) + b', with W, b of its own and W', b' shared by all heads. Two linear
-maps are one, so the core needs no second: each head gets the kernel W' W and the bias W' b + b'.
-(The same for keys and values.) The original four tensors are carried along; parameters that have
-been trained are written with W' = 1 and b' = 0, which is the same function.
+A head's query is W'(W x + b) + b', with W, b per head and W', b' shared by all heads. The two
+linear maps compose into one, with kernel W' W and bias W' b + b' for each head; likewise for keys
+and values. The original four tensors are carried; parameters that have been trained since are
+written with W' = 1 and b' = 0, which is the same function.
 
 The publication has layers but no model around them, so the names depend on how the layers are held:
 no prefix for a single layer, "0.", "1.", ... for a list of encoder or of decoder layers, and
@@ -21,7 +21,7 @@ from flaxformer_mt.interop.weight_maps.rules import ArrayTuple, TensorRule, line
 
 
 def _prefixes(num_encoder_layers: int, num_decoder_layers: int) -> tuple[str, str]:
-    """What the names of encoder and decoder layers start with."""
+    """Returns the prefixes of the names of encoder and decoder layers."""
     if num_encoder_layers + num_decoder_layers == 1:
         return "", ""
     if not num_encoder_layers or not num_decoder_layers:
@@ -30,7 +30,7 @@ def _prefixes(num_encoder_layers: int, num_decoder_layers: int) -> tuple[str, st
 
 
 def _depths(checkpoint: PublishedCheckpoint) -> tuple[int, int]:
-    """The number of encoder and of decoder layers; only the latter have cross-attention."""
+    """Returns the numbers of encoder and decoder layers; only the latter have cross-attention."""
     encoder, decoder = checkpoint.num_layers("encoder."), checkpoint.num_layers("decoder.")
     if encoder or decoder:
         return encoder, decoder
@@ -73,11 +73,11 @@ def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
 
 
 def _folded(ours: str, attention: str, name: str, num_heads: int) -> TensorRule:
-    """The two linear maps of every head, `name` being W_q, W_k or W_v."""
+    """Returns the rule for the two linear maps of all heads; `name` is W_q, W_k or W_v."""
 
     def to_ours(w: np.ndarray, b: np.ndarray, w2: np.ndarray, b2: np.ndarray) -> ArrayTuple:
-        # In float64, so that the folding costs float32 weights no more than their own rounding.
-        # JAX may know no float64; there one differentiates, and rounds in every step anyway.
+        # In float64, so that float32 results are rounded once. Traced arrays keep their dtype:
+        # JAX may have float64 disabled.
         dtype = np.float64 if isinstance(w, np.ndarray) else w.dtype
         heads = w.T.reshape(len(w), num_heads, -1).astype(dtype)  # [D, H, K]
         kernel = (heads @ w2.T).reshape(w.shape)

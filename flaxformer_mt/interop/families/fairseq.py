@@ -1,9 +1,9 @@
 """The weight map of `fairseq`.
 
-A checkpoint has its options under "args" or, if newer, under "cfg"; they tell the number of heads,
-activation and scale. Names tell norms, positions and tying.
+The number of heads, the activation and the scale are read from a checkpoint's options, under "args"
+or, if newer, under "cfg"; norms, positions and tying follow from the names of its tensors.
 
-A bare state dict needs `num_heads`, and `activation` or `scale_embeddings` where they are not the
+A bare state dict needs `num_heads`, and `activation` or `scale_embeddings` if they are not the
 published defaults.
 """
 
@@ -29,7 +29,7 @@ from flaxformer_mt.interop.weight_maps.rules import TensorRule, embeddings, line
 SOURCE = "encoder.embed_tokens.weight"
 TARGET = "decoder.embed_tokens.weight"
 OUTPUT = "decoder.output_projection.weight"
-PAD_ID = 1  # In all of fairseq's dictionaries.
+PAD_ID = 1  # In all fairseq dictionaries.
 
 _FIELDS_OF_OPTIONS = {
     "encoder_attention_heads": "num_heads",
@@ -45,17 +45,17 @@ _ACTIVATIONS = {
 }
 
 
-# What MarianMT has in common with fairseq, which its layers are copies of.
+# Shared with MarianMT, whose layers are copies of fairseq's.
 
 LAYER_ORDER = (
     "layers", "self_attn", "self_attn_layer_norm", "encoder_attn", "encoder_attn_layer_norm",
     "k_proj", "v_proj", "q_proj", "out_proj", "fc1", "fc2", "final_layer_norm",
 )  # fmt: skip
-"""For `Family.order`."""
+"""The part of `Family.order` within a stack."""
 
 
 def layers(encoder: str, decoder: str) -> list[TensorRule]:
-    """The maps of all layers, whose names start with `encoder` and `decoder`."""
+    """Returns the rules of all layers, whose names start with `encoder` and `decoder`."""
     return [
         *_attention("encoder/layers/self_attention", f"{encoder}.layers.{{layer}}.self_attn"),
         *_feed_forward("encoder/layers/feed_forward", f"{encoder}.layers.{{layer}}"),
@@ -66,7 +66,7 @@ def layers(encoder: str, decoder: str) -> list[TensorRule]:
 
 
 def layer_sizes(checkpoint: PublishedCheckpoint, encoder: str, decoder: str) -> dict[str, Any]:
-    """What the tensors of these layers tell about the configuration."""
+    """Returns the configuration fields that follow from the tensors of these layers."""
     layer = f"{decoder}.layers.0"
     hidden, narrow, layer_norm = f"{layer}.fc1", f"{layer}.fc2", f"{layer}.final_layer_norm.weight"
     return {
@@ -82,7 +82,11 @@ def layer_sizes(checkpoint: PublishedCheckpoint, encoder: str, decoder: str) -> 
 
 
 def refuse_unequal_heads(settings: Mapping[str, Any]) -> None:
-    """Encoder and decoder have the same number of heads here, but have an option each there."""
+    """Checks that encoder and decoder have the same number of heads.
+
+    Raises:
+      UserError: their options differ, which our configuration cannot represent.
+    """
     encoder, decoder = (settings.get(f"{side}_attention_heads") for side in ("encoder", "decoder"))
     if None not in (encoder, decoder) and encoder != decoder:
         raise UserError(f"the encoder has {encoder} heads and the decoder {decoder}: unsupported")
@@ -106,7 +110,7 @@ def _feed_forward(ours: str, theirs: str) -> list[TensorRule]:
     ]
 
 
-# What is fairseq's alone.
+# Specific to fairseq.
 
 
 def _sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
@@ -119,7 +123,7 @@ def _sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
 
 
 def _options(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The model's options under their older, flat names: {"encoder_attention_heads": 8, ...}."""
+    """Returns the model's options by their older, flat names: {"encoder_attention_heads": 8}."""
 
     def to_dict(value: Any) -> Any:
         return vars(value) if isinstance(value, argparse.Namespace) else value
@@ -182,7 +186,7 @@ def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
 def _buffers(config: TransformerConfig) -> list[Buffer]:
     values = {"version": 3.0}
     if config.position_kind == "sinusoidal":
-        # It says nothing: older versions asked it for the dtype of their positions.
+        # Without meaning: older versions read the dtype of their positions from it.
         values["embed_positions._float_tensor"] = 0.0
     return [
         Buffer(f"{stack}.{name}", functools.partial(_scalar, value), rows=1, exact=False)

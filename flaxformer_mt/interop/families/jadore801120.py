@@ -1,8 +1,8 @@
 """The weight map of `jadore801120`.
 
-The published `train.py` saves {"epoch", "settings", "model"}; the settings tell heads, tying and
-scale. A bare state dict, which is also what is written, needs `num_heads`, and `scale_logits` or
-`scale_embeddings` where it has not the published default.
+The published `train.py` saves {"epoch", "settings", "model"}; heads, tying and scale are read from
+the settings. A bare state dict, which is also what is written, needs `num_heads`, and
+`scale_logits` or `scale_embeddings` if they are not the published defaults.
 """
 
 from typing import Any

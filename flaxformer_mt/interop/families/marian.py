@@ -1,11 +1,11 @@
 """The weight map of `marian`: Hugging Face's `MarianMTModel`.
 
-The bias of the logits is a buffer there, [1, V], and not trained. Its writers leave out the tables
-of sinusoids and, of tied tensors, all but one.
+The bias of the logits is a buffer [1, V] there, and not trained. Published files omit the tables of
+sinusoids and all but one of tied tensors.
 
-Names and shapes tell the tying. The settings, which are those of the model's `config.json`, tell
-the rest; without them give `num_heads`, and `activation`, `scale_embeddings`, `pad_id` and `eos_id`
-where they are not those of OPUS-MT.
+Tying follows from names and shapes. The other fields are read from the settings, which are those of
+the model's `config.json`; without them give `num_heads`, and `activation`, `scale_embeddings`,
+`pad_id` and `eos_id` if they are not those of OPUS-MT.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
-"""The weight map of Marian's own models, and what their options say.
+"""The weight map and the options of models in Marian's own format.
 
-Names and options are those of Marian, src/models/transformer.h: a number in a name counts layers
-from 1, and biases have the shape [1, D]. Decoding starts from a zero vector. No token is padding.
+Names and options are those of Marian, src/models/transformer.h: layer numbers in names start from
+1, and biases have the shape [1, D]. Decoding starts from a zero vector. There is no padding token.
 """
 
 import functools
@@ -24,14 +24,14 @@ NAME = "marian-native"
 SHARED = "Wemb"
 SOURCE, TARGET = "encoder_Wemb", "decoder_Wemb"
 OUTPUT = "decoder_ff_logit_out_Wt"
-# Older models have it the other way round.
+# Older models store it transposed.
 LEGACY_OUTPUT = "decoder_ff_logit_out_W"
 BIAS = "decoder_ff_logit_out_b"
 
 NO_TOKEN = -1
-"""The padding of a vocabulary that has none."""
+"""The padding id of a vocabulary without padding token."""
 END = 0
-"""`</s>` in all of Marian's vocabularies."""
+"""The id of `</s>` in all of Marian's vocabularies."""
 
 _SUPPORTED: dict[str, tuple[Any, ...]] = {
     "type": ("transformer",),
@@ -49,12 +49,12 @@ _SUPPORTED: dict[str, tuple[Any, ...]] = {
     "right-left": (False,),
     "ulr": (False,),
 }
-"""What options may say, if they are there; the others say nothing here, or sizes."""
+"""The supported values of options, the default first. Options not listed here do not matter."""
 _RECURRENT = {"dec-cell": ("ssru",), "layer-normalization": (False,)}
-"""The same, where the decoder is recurrent."""
+"""The same for recurrent decoders only."""
 _NORMS = {("", "an"): "post", ("n", "a"): "pre"}
-"""What is done before and after a sub-layer: normalise, add the residual."""
-# Marian's gelu is x * sigmoid(1.702 x), which is neither of ours.
+"""Operations before and after a sub-layer (n: normalize, a: add the residual): norm position."""
+# Marian's gelu is x * sigmoid(1.702 x), which our model does not have.
 _ACTIVATIONS = {"relu": "relu", "swish": "silu"}
 _FIELDS_OF_OPTIONS = {
     "transformer-heads": "num_heads",
@@ -65,11 +65,8 @@ _FIELDS_OF_OPTIONS = {
 }
 
 
-# The map.
-
-
 def _row(ours: str, theirs: str) -> TensorRule:
-    """A vector [D] that is [1, D] there."""
+    """Returns the rule for a vector [D] that Marian stores as [1, D]."""
 
     def to_ours(row: np.ndarray) -> ArrayTuple:
         return (row.reshape(-1),)
@@ -81,7 +78,7 @@ def _row(ours: str, theirs: str) -> TensorRule:
 
 
 def _linear(ours: str, theirs: str, suffix: str) -> list[TensorRule]:
-    """A matrix [in, out], as here, and its bias."""
+    """Returns the rules for a matrix [in, out], as in our parameters, and its bias."""
     return [
         same(f"{ours}/kernel", f"{theirs}_W{suffix}"),
         _row(f"{ours}/bias", f"{theirs}_b{suffix}"),
@@ -93,7 +90,7 @@ def _norm(ours: str, theirs: str, suffix: str) -> list[TensorRule]:
 
 
 def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
-    # A norm that stands before something is named so.
+    # Marian marks pre-norms in their names.
     suffix = "_pre" if config.norm_position == "pre" else ""
 
     def attention(ours: str, theirs: str) -> list[TensorRule]:
@@ -122,16 +119,16 @@ def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
         ]
 
     if config.decoder_kind == "ssru":
-        looking_back = recurrence("decoder/layers/recurrence", "decoder_l{number}_rnn")
+        self_attention = recurrence("decoder/layers/recurrence", "decoder_l{number}_rnn")
     else:
-        looking_back = attention("decoder/layers/self_attention", "decoder_l{number}_self")
+        self_attention = attention("decoder/layers/self_attention", "decoder_l{number}_self")
     stacks = ("encoder", "decoder")
     return [
         *_embeddings(config, layout),
         *([_row("output/bias", BIAS)] if config.output_bias else []),
         *attention("encoder/layers/self_attention", "encoder_l{number}_self"),
         *feed_forward("encoder/layers/feed_forward", "encoder_l{number}_ffn"),
-        *looking_back,
+        *self_attention,
         *attention("decoder/layers/cross_attention", "decoder_l{number}_context"),
         *feed_forward("decoder/layers/feed_forward", "decoder_l{number}_ffn"),
         *(
@@ -160,9 +157,6 @@ def _embeddings(config: TransformerConfig, layout: str) -> list[TensorRule]:
 
 def _layout(names: Collection[str]) -> str:
     return LEGACY_OUTPUT if LEGACY_OUTPUT in names else OUTPUT
-
-
-# What a file says about its configuration.
 
 
 def _sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
@@ -216,18 +210,20 @@ def _refuse_unsupported(
 ) -> None:
     for name, values in supported.items():
         if options.get(name, values[0]) not in values:
-            can_be = " or ".join(map(_spelt, values))
-            raise UserError(f"the model cannot have {name}: {_spelt(options[name])}, only {can_be}")
+            choices = " or ".join(map(_spelt, values))
+            raise UserError(
+                f"the model cannot have {name}: {_spelt(options[name])}, only {choices}"
+            )
 
 
 def _spelt(value: Any) -> str:
-    """A value as YAML has it."""
+    """Returns a value as YAML."""
     return yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()
 
 
 def _number(options: Mapping[str, Any], name: str) -> int:
     if type(options.get(name)) is not int:
-        raise UserError(f"its options have no number {name}")
+        raise UserError(f"its options have no integer {name}")
     return options[name]
 
 
@@ -235,7 +231,7 @@ def _vocabulary_sizes(options: Mapping[str, Any]) -> tuple[int, int]:
     match options.get("dim-vocabs"):
         case [int(source), int(target)]:
             return source, target
-    raise UserError("its options have no two numbers dim-vocabs")
+    raise UserError("its options have no pair of integers dim-vocabs")
 
 
 def _is_on(options: Mapping[str, Any], name: str) -> bool:
@@ -243,7 +239,7 @@ def _is_on(options: Mapping[str, Any], name: str) -> bool:
 
 
 def _steps(options: Mapping[str, Any], name: str) -> str:
-    """The letters of what is done somewhere, without dropout."""
+    """Returns the letters of an option that lists operations, without dropout."""
     return str(options.get(name, "")).replace("d", "")
 
 
@@ -263,7 +259,7 @@ def _has_norm(options: Mapping[str, Any], name: str) -> bool:
 
 
 def options(config: TransformerConfig) -> dict[str, Any]:
-    """What Marian reads this configuration from."""
+    """Returns Marian's options for a configuration."""
     letters = {position: steps for steps, position in _NORMS.items()}
     before, after = letters[config.norm_position]
     names = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}

@@ -1,10 +1,10 @@
 """The weight map of `opennmt`: OpenNMT-py 3.
 
-A checkpoint has the state dict in two parts, "model" and "generator", and its options under "opt";
-they tell the number of heads, activation and epsilon. Names tell biases, and tensors tying and
-positions.
+A checkpoint has the state dict in two parts, "model" and "generator", and its options under "opt",
+from which the number of heads, the activation and the epsilon are read. Biases, tying and positions
+follow from its tensors.
 
-A bare state dict needs `num_heads`, and `activation` or `norm_epsilon` where they are not the
+A bare state dict needs `num_heads`, and `activation` or `norm_epsilon` if they are not the
 published defaults.
 """
 
@@ -67,7 +67,7 @@ def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     fields |= activation_of_settings(
         options, "pos_ffn_activation_fn", {"relu": "relu", "gelu": "gelu"}
     )
-    # A rate may be a list: one for each stage of training.
+    # A rate may be a list with one value per stage of training.
     return fields | {
         name: rate[-1] if isinstance(rate, list) else rate
         for name, rate in fields_of_settings(options, _DROPOUT_OPTIONS).items()

@@ -1,11 +1,11 @@
 """The weight map of `torch`: `torch.nn.Transformer`, alone or in the translation tutorial's model.
 
-A bare `torch.nn.Transformer` ("encoder.layers.0. ...") gives stacks without embeddings and output;
-its configuration has vocabularies of size 0. Around it stand, in the tutorial's model, two
-embeddings, a table of sinusoids and an output projection ("transformer.encoder.layers.0. ...").
+A bare `torch.nn.Transformer` ("encoder.layers.0. ...") is converted to stacks without embeddings
+and output; its configuration has vocabularies of size 0. The tutorial's model adds two embeddings,
+a table of sinusoids and an output projection ("transformer.encoder.layers.0. ...").
 
-Shapes do not tell `norm_position`, `activation` and `norm_epsilon`; give what is not PyTorch's
-default.
+`norm_position`, `activation` and `norm_epsilon` do not follow from shapes; give those that are not
+PyTorch's defaults.
 """
 
 from typing import Any
@@ -79,7 +79,7 @@ def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
     bare = not config.target_vocab_size
     prefix = "" if bare else "transformer."
     encoder, decoder = f"{prefix}encoder.layers.{{layer}}", f"{prefix}decoder.layers.{{layer}}"
-    around = [
+    outside_of_stacks = [
         *embeddings(config, SOURCE, TARGET, OUTPUT),
         same("output/bias", "generator.bias"),
     ]
@@ -88,7 +88,7 @@ def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
         *norm("decoder/final_norm", f"{prefix}decoder.norm"),
     ]
     return [
-        *([] if bare else around),
+        *([] if bare else outside_of_stacks),
         *_attention("encoder/layers/self_attention", f"{encoder}.self_attn"),
         *norm("encoder/layers/self_attention_norm", f"{encoder}.norm1"),
         *_feed_forward("encoder/layers/feed_forward", encoder),

@@ -1,8 +1,8 @@
 """The weight map of `tunz`, with inputs and as a language model.
 
-A language model of the published code has an attention to the encoder in every decoder layer, and
-never uses it. Parameters that carry no such tensors are written with copies of self-attention
-there.
+A language model of the published code has cross-attention parameters in every decoder layer, but
+never uses them. Parameters without such carried tensors are written with copies of self-attention
+instead.
 """
 
 from typing import Any
