@@ -63,8 +63,13 @@ CONSTRAINTS = {**BEAM, "no_repeat_ngram_size": 3, "bad_words": ("Hund",), "max_l
 
 @pytest.mark.parametrize(
     ("options", "sentences"),
-    [(GREEDY, SENTENCES), (CONSTRAINTS, [*CONSTRAINED, *SENTENCES[:6]]), (SAMPLING, SENTENCES)],
-    ids=["greedy", "beam", "sampling"],
+    [
+        pytest.param(GREEDY, SENTENCES, id="greedy"),
+        pytest.param(
+            CONSTRAINTS, [*CONSTRAINED, *SENTENCES[:6]], id="beam", marks=pytest.mark.slow
+        ),
+        pytest.param(SAMPLING, SENTENCES, id="sampling"),
+    ],
 )
 def test_a_translation_depends_on_its_sentence_and_the_options_alone(talker, options, sentences):
     translator = make_translator(talker)

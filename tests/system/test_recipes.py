@@ -71,6 +71,7 @@ def test_several_corpora_with_tags(text, tmp_path, monkeypatch):
     assert Translator.from_run(tmp_path / "run").translate(["<2de> three"])
 
 
+@pytest.mark.slow  # Decided by tests/training/test_parallel.py.
 def test_buckets_compile_each_shape_once(text, tmp_path):
     run(
         flags(
@@ -147,6 +148,7 @@ def test_features_that_change_the_loss_or_the_parameters(text, tmp_path, options
     assert np.isfinite(losses(tmp_path / "run", "valid")).all()
 
 
+@pytest.mark.slow  # Decided by tests/training/test_loop.py.
 def test_a_run_stops_when_nothing_improves(text, tmp_path, capsys):
     options = (
         "--train.num-steps=40",

@@ -130,7 +130,13 @@ def test_the_longest_ending_of_a_path_counts():
 
 
 @pytest.mark.parametrize(
-    "parallel", [{"fsdp": 8}, {"tensor": 2}, {"fsdp": 4, "tensor": 2}, {"fsdp": 2, "tensor": 2}]
+    "parallel",
+    [
+        pytest.param({"fsdp": 8}, marks=pytest.mark.slow),
+        {"tensor": 2},
+        pytest.param({"fsdp": 4, "tensor": 2}, marks=pytest.mark.slow),
+        {"fsdp": 2, "tensor": 2},
+    ],
 )
 def test_bytes_of_a_device_shrink_as_the_rules_say(setup, parallel):
     """Of parameters and of optimizer state, which has two moments a parameter and two counters."""

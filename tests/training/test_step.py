@@ -31,7 +31,7 @@ def mean_loss(model, params, batch):
     return jnp.sum(losses * weights) / jnp.sum(weights)
 
 
-@pytest.mark.parametrize("parts", [1, 4, 16])
+@pytest.mark.parametrize("parts", [1, pytest.param(4, marks=pytest.mark.slow), 16])
 def test_parts_of_uneven_size_have_the_gradient_of_one_big_batch(setup, parts):
     """One that takes the mean of the parts' means instead is off by far more than rounding."""
     tiny = setup.of(accumulation_steps=parts)
