@@ -81,26 +81,39 @@ class TransformerConfig:
     """Activation of the feed-forward network: gelu is exact (error function), gelu_tanh its
     approximation."""
 
-    position_kind: Literal["sinusoidal", "learned", "none"] = option(
-        "sinusoidal", FieldRole.ARCHITECTURE
+    position_kind: Literal["sinusoidal", "learned", "rotary", "alibi", "t5_relative", "none"] = (
+        option("sinusoidal", FieldRole.ARCHITECTURE)
     )
-    """How positions are encoded. sinusoidal, learned: by a vector added to each embedding; none:
-    not at all."""
+    """How positions are encoded. sinusoidal, learned: by a vector added to each embedding; rotary:
+    by rotating the queries and keys of self-attention (Su et al. 2021); alibi: by a bias of its
+    scores, linear in the distance (Press et al. 2022); t5_relative: by a learned bias of its scores
+    for each bucket of distances (Raffel et al. 2020); none: not at all."""
     position_layout: Literal["interleaved", "concatenated"] = option(
         "interleaved", FieldRole.ARCHITECTURE
     )
     """Order of the sinusoids. interleaved: sin, cos, sin, cos ...; concatenated: all sines, then
-    all cosines."""
+    all cosines. The pairs of features that rotary rotates: 2j and 2j + 1, or j and j + K/2."""
     position_exponent: Literal["paper", "tensor2tensor"] = option("paper", FieldRole.ARCHITECTURE)
     """Frequency j of the sinusoids: base**(-2j/D) in the paper, base**(-j/(D/2-1)) in
-    tensor2tensor."""
+    tensor2tensor. (rotary: always base**(-2j/K).)"""
     position_base: float = option(10000.0, FieldRole.ARCHITECTURE, above=0)
-    """Base of the frequencies of the sinusoids."""
+    """Base of the frequencies of the sinusoids, or of the rotations."""
     position_offset: int = option(0, FieldRole.ARCHITECTURE, lowest=0)
-    """Position of the first token of a sentence."""
+    """Position of the first token of a sentence (sinusoidal, learned)."""
+    relative_position_buckets: int = option(
+        32, FieldRole.SHAPES, FieldRole.ARCHITECTURE, lowest=4, limit=MAX_WIDTH
+    )
+    """Number of buckets of t5_relative, even."""
+    relative_position_max_distance: int = option(
+        128, FieldRole.ARCHITECTURE, lowest=3, limit=MAX_WIDTH
+    )
+    """The distance from which on all distances are in the last bucket of t5_relative."""
+    relative_position_sharing: Literal["stack", "layer"] = option("stack", FieldRole.ARCHITECTURE)
+    """Which layers share the learned bias of t5_relative. stack: all layers of the encoder, and all
+    of the decoder, as in T5; layer: each has its own, as in OpenNMT-py."""
     max_length: int = option(1024, FieldRole.SHAPES, lowest=1, limit=MAX_VOCABULARY)
-    """Rows of a learned position table, the length of the longest sentence. Sinusoids have no
-    limit."""
+    """Rows of a learned position table, the length of the longest sentence. Other position kinds
+    have no limit."""
 
     scale_embeddings: bool = option(True, FieldRole.ARCHITECTURE)
     """Multiply embeddings by sqrt(D)."""
@@ -166,6 +179,30 @@ class TransformerConfig:
         require(
             self.norm_kind == "layer_norm" or self.d_model > 1,
             "model.norm_kind=unbiased_std needs model.d_model > 1",
+        )
+        self._check_positions()
+
+    def _check_positions(self) -> None:
+        kind = self.position_kind
+        require(
+            kind != "rotary" or self.key_width % 2 == 0,
+            f"model.position_kind=rotary rotates pairs of features, but a head has "
+            f"{self.key_width}: model.head_dim must be even",
+        )
+        buckets, distance = self.relative_position_buckets, self.relative_position_max_distance
+        require(
+            kind != "t5_relative" or buckets % 2 == 0,
+            f"model.relative_position_buckets={buckets} must be even",
+        )
+        require(
+            kind != "t5_relative" or distance > buckets // 2,
+            f"model.relative_position_max_distance={distance} must be more than half of "
+            f"model.relative_position_buckets={buckets}",
+        )
+        require(
+            self.decoder_kind == "attention" or kind not in ("rotary", "alibi", "t5_relative"),
+            f"model.position_kind={kind} acts in self-attention, which a decoder with "
+            f"model.decoder_kind={self.decoder_kind} does not have",
         )
 
     @property

@@ -1,19 +1,19 @@
-"""Scaled dot-product attention and its multi-head form."""
+"""Scaled dot-product attention and multi-head attention."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jax import Array, lax
+from jax import Array
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.model.numerics import Dense, Dropout, at_least_float32, dense
+from flaxformer_mt.model.numerics import Dropout, at_least_float32, dense
 
 
 class KeyValue(NamedTuple):
-    """What can be attended to: key [B, H, S, K] and value [B, H, S, U]."""
+    """Keys [B, H, S, K] and values [B, H, S, U]."""
 
     key: Array
     value: Array
@@ -21,16 +21,15 @@ class KeyValue(NamedTuple):
 
 @jax.custom_vjp
 def masked_softmax(scores: Array, mask: Array) -> Array:
-    r"""The softmax of each row, with weight 0 where the mask hides a key.
+    r"""Computes the softmax over the last axis, with weight 0 for masked keys.
 
-    Its gradient is written out, because it needs nothing but the weights:
+    Its gradient is written out, because it needs only the weights:
 
     .. math:: \partial s = w \odot (\partial w - \sum_k w_k\, \partial w_k)
 
     Args:
       scores: [..., T, S].
-      mask: bool, broadcastable to [..., T, S], True = attend. A row that is hidden as a whole gets
-        zeros.
+      mask: bool, broadcastable to [..., T, S], True = attend. A row without any key gets zeros.
     """
     return _masked_softmax_forward(scores, mask)[0]
 
@@ -60,19 +59,21 @@ def scaled_dot_product_attention(
     mask: Array | None = None,
     dropout: Callable[[Array], Array] | None = None,
     tap: Callable[[str, Array], object] | None = None,
+    bias: Array | None = None,
 ) -> tuple[Array, Array]:
-    r"""Attends from every query to every key.
+    r"""Computes attention from every query to every key.
 
-    .. math:: \mathrm{softmax}(Q K^\top / \sqrt{K})\, V
+    .. math:: \mathrm{softmax}(Q K^\top / \sqrt{K} + bias)\, V
 
     Args:
       query: [B, H, T, K].
       key: [B, H, S, K].
-      value: [B, H, S, U]; U need not equal K.
-      mask: bool, broadcastable to [B, H, T, S], True = attend. A query that may attend to nothing
-        gets zeros (the published code gives it the mean of all values).
+      value: [B, H, S, U]; U may differ from K.
+      mask: bool, broadcastable to [B, H, T, S], True = attend. A query without any key gets zeros
+        (the published code gives it the mean of all values).
       dropout: applied to the weights.
-      tap: shown the masked "scores" [B, H, T, S]; it changes nothing.
+      tap: called with "scores" and the masked scores [B, H, T, S], for inspection.
+      bias: broadcastable to [B, H, T, S]; added to the scaled scores.
 
     Returns:
       The context [B, H, T, U] in the dtype of `value`, and the weights [B, H, T, S] before
@@ -84,6 +85,8 @@ def scaled_dot_product_attention(
     dtype = at_least_float32(query.dtype)
     scores = jnp.einsum("bhtk,bhsk->bhts", query, key, preferred_element_type=dtype)
     scores = scores * query.shape[-1] ** -0.5
+    if bias is not None:
+        scores = scores + bias.astype(dtype)
     mask = jnp.ones((1, 1, 1, 1), bool) if mask is None else mask
     if tap is not None:
         tap("scores", jnp.where(mask, scores, jnp.finfo(dtype).min))
@@ -92,21 +95,8 @@ def scaled_dot_product_attention(
     return jnp.einsum("bhts,bhsu->bhtu", kept, value), weights
 
 
-class KeyProjection(Dense):
-    """A linear map whose bias is not trained.
-
-    A key bias adds the same to all scores of a query, and the softmax takes it away again: its
-    gradient is 0. Computed, it would be rounding noise, which Adam enlarges to steps of full size.
-    """
-
-    def param(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Cuts the bias off from the gradient."""
-        value = super().param(name, *args, **kwargs)
-        return lax.stop_gradient(value) if name == "bias" else value
-
-
 class MultiHeadAttention(nn.Module):
-    """H heads side by side, each in its own projection of the inputs.
+    """Multi-head attention: H heads, each with its own projections of queries, keys and values.
 
     H*K and H*U need not be D. Source: Vaswani et al. 2017, section 3.2.2.
     """
@@ -114,45 +104,65 @@ class MultiHeadAttention(nn.Module):
     config: TransformerConfig
 
     def setup(self) -> None:
-        """Makes the four projections."""
+        """Creates the four projections."""
         c = self.config
         key_features = c.num_heads * c.key_width
         value_features = c.num_heads * c.value_width
         self.query = dense(c, c.d_model, key_features, c.qkv_bias)
-        self.key = dense(c, c.d_model, key_features, c.qkv_bias, KeyProjection)
+        self.key = dense(c, c.d_model, key_features, c.qkv_bias)
         self.value = dense(c, c.d_model, value_features, c.qkv_bias)
         self.output = dense(c, value_features, c.d_model, c.attention_output_bias)
         self.dropout = Dropout(c.attention_dropout_rate)
 
     def _split_heads(self, x: Array) -> Array:
-        """[B, S, H*K] to [B, H, S, K]: the matrices of one head are contiguous."""
+        """[B, S, H*K] to [B, H, S, K]: the features of one head are contiguous."""
         return x.reshape(*x.shape[:-1], self.config.num_heads, -1).swapaxes(-2, -3)
 
-    def project(self, inputs: Array) -> KeyValue:
-        """Keys and values of `inputs` [B, S, D]."""
-        return KeyValue(self._split_heads(self.key(inputs)), self._split_heads(self.value(inputs)))
+    def project(self, inputs: Array, transform: Callable[[Array], Array] | None = None) -> KeyValue:
+        """Computes the keys and values of `inputs` [B, S, D].
+
+        Args:
+          inputs: [B, S, D].
+          transform: applied to the keys [B, H, S, K], such as a rotation by their positions.
+        """
+        # Without a transform, a key bias adds the same number to all scores of a query, which
+        # cancels in the softmax: its gradient is 0. Computed, it would be rounding noise, which
+        # Adam scales up to steps of full size.
+        key = self._split_heads(self.key(inputs, train_bias=transform is not None))
+        value = self._split_heads(self.value(inputs))
+        return KeyValue(key if transform is None else transform(key), value)
 
     def __call__(
-        self, inputs: Array, attended: KeyValue, mask: Array | None, deterministic: bool
+        self,
+        inputs: Array,
+        attended: KeyValue,
+        mask: Array | None,
+        deterministic: bool,
+        bias: Array | None = None,
+        transform: Callable[[Array], Array] | None = None,
     ) -> tuple[Array, Array]:
-        """Attends from `inputs`.
+        """Attends from `inputs` to `attended`.
 
         Args:
           inputs: [B, T, D], whose projections are the queries.
           attended: keys [B, H, S, K] and values [B, H, S, U], from `project`.
           mask: broadcastable to [B, H, T, S], True = attend; None = attend to all.
           deterministic: no dropout.
+          bias: broadcastable to [B, H, T, S], added to the scores.
+          transform: applied to the queries [B, H, T, K]; the one that the keys had.
 
         Returns:
           [B, T, D], and the weights [B, H, T, S].
         """
+        query = self._split_heads(self.query(inputs))
         context, weights = scaled_dot_product_attention(
-            self._split_heads(self.query(inputs)),
+            query if transform is None else transform(query),
             attended.key,
             attended.value,
             mask,
             lambda weights: self.dropout(weights, deterministic=deterministic),
             lambda name, value: self.sow("intermediates", name, value),
+            bias,
         )
         joined = context.swapaxes(-2, -3).reshape(*inputs.shape[:-1], -1)  # [B, T, H*U]
         self.sow("intermediates", "context", joined)

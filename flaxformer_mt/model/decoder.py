@@ -1,33 +1,38 @@
-"""The decoder: its layer, and the stack of them, for whole targets or one token at a time."""
+"""The decoder: its layer and its stack, for whole targets or one token per call."""
 
 from collections.abc import Sequence
-from typing import Any
 
-import jax
 from flax import linen as nn
 from jax import Array
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.model.attention import KeyValue, MultiHeadAttention
+from flaxformer_mt.model.cache import KeyValueCache, LayerState, RecurrentState
 from flaxformer_mt.model.feed_forward import FeedForward
 from flaxformer_mt.model.normalization import Norm, residual
 from flaxformer_mt.model.numerics import Dropout
-from flaxformer_mt.model.past import Past
+from flaxformer_mt.model.positions import (
+    AttentionPositions,
+    attention_bias,
+    position_bias,
+    query_key_transform,
+    with_shared_bias,
+)
 from flaxformer_mt.model.recurrence import SSRU
-from flaxformer_mt.model.stack import stack
+from flaxformer_mt.model.stack import layer_method, stack
 
 
 class DecoderLayer(nn.Module):
     """Self-attention, attention to the encoder, feed-forward, each with residual and norm.
 
     Without inputs (`config.has_inputs`) there is no attention to the encoder. A recurrent unit can
-    take the place of self-attention (`config.decoder_kind`).
+    replace self-attention (`config.decoder_kind`).
     """
 
     config: TransformerConfig
 
     def setup(self) -> None:
-        """Makes the sub-layers."""
+        """Creates the sub-layers."""
         c = self.config
         if c.decoder_kind == "ssru":
             self.recurrence = SSRU(c)
@@ -35,6 +40,7 @@ class DecoderLayer(nn.Module):
         else:
             self.self_attention = MultiHeadAttention(c)
             self.self_attention_norm = Norm(c)
+            self.position_bias = position_bias(c, bidirectional=False, shared=False)
         if c.has_inputs:
             self.cross_attention = MultiHeadAttention(c)
             self.cross_attention_norm = Norm(c)
@@ -43,7 +49,7 @@ class DecoderLayer(nn.Module):
         self.dropout = Dropout(c.dropout_rate)
 
     def project_encoded(self, encoded: Array) -> tuple[Array, KeyValue]:
-        """Cross-attention's keys and values of `encoded` [B, S, D], which is handed on."""
+        """Returns `encoded` [B, S, D], and the keys and values that cross-attention makes of it."""
         return encoded, self.cross_attention.project(encoded)
 
     def __call__(
@@ -52,73 +58,92 @@ class DecoderLayer(nn.Module):
         cross: KeyValue | None,
         self_mask: Array | None,
         cross_mask: Array | None,
+        positions: AttentionPositions | None,
         deterministic: bool,
         return_attention: bool,
-    ) -> tuple[Array, tuple[Array, Array | None] | None]:
+    ) -> tuple[Array, tuple[Array | None, Array | None] | None]:
         """Maps [B, T, D] to [B, T, D].
 
         Args:
           x: [B, T, D].
           cross: keys [B, H, S, K] and values [B, H, S, U] of the encoder's output.
-          self_mask: broadcastable to [B, H, T, T]; for a recurrent unit bool [B, T], where a
+          self_mask: broadcastable to [B, H, T, T]; for a recurrent unit bool [B, T], True where a
             sentence starts.
           cross_mask: broadcastable to [B, H, T, S].
+          positions: of the tokens; None if the position kind does not need them.
           deterministic: no dropout.
-          return_attention: also return weights of self- [B, H, T, T] (None of a recurrent unit)
-            and cross-attention [B, H, T, S].
+          return_attention: also return the weights of self- [B, H, T, T] (None for a recurrent
+            unit) and cross-attention [B, H, T, S].
         """
 
-        def look_back(y: Array) -> tuple[Array, Array | None]:
-            if self.config.decoder_kind == "ssru":
-                return self.recurrence(y, self_mask), None
-            return self.self_attention(y, self.self_attention.project(y), self_mask, deterministic)
+        def recur(y: Array) -> tuple[Array, None]:
+            return self.recurrence(y, self_mask), None
 
-        x, self_weights = self._residual(x, look_back, self._look_back_norm(), deterministic)
-        x, cross_weights = self._attend_and_transform(x, cross, cross_mask, deterministic)
+        def attend(y: Array) -> tuple[Array, Array]:
+            transform = query_key_transform(self.config, positions)
+            bias = attention_bias(positions, self.position_bias)
+            attended = self.self_attention.project(y, transform)
+            return self.self_attention(y, attended, self_mask, deterministic, bias, transform)
+
+        self_weights: Array | None
+        if self.config.decoder_kind == "ssru":
+            x, self_weights = self._residual(x, recur, self.recurrence_norm, deterministic)
+        else:
+            x, self_weights = self._residual(x, attend, self.self_attention_norm, deterministic)
+        x, cross_weights = self._after_self_attention(x, cross, cross_mask, deterministic)
         return x, (self_weights, cross_weights) if return_attention else None
 
     def step(
         self,
         x: Array,
         cross: KeyValue | None,
-        past: Past | Array,
-        positions: Array,
+        state: LayerState,
+        token_positions: Array,
         visible: Array,
         cross_mask: Array | None,
-    ) -> tuple[Array, Past | Array, Array | None]:
+        positions: AttentionPositions | None,
+    ) -> tuple[Array, LayerState, Array | None]:
         """Maps one token of W hypotheses per sentence, given all earlier ones.
 
         Args:
           x: [B, W, D].
-          cross: keys [B, H, S, K] and values [B, H, S, U], one for all hypotheses of a sentence.
-          past: the memory of self-attention, or of a recurrent unit [B, W, D].
-          positions: int32 [B], the place of each sentence's token, from 0.
-          visible: [B, 1, W, P * W], which of all the sentence's keys a hypothesis attends to.
+          cross: keys [B, H, S, K] and values [B, H, S, U], shared by the hypotheses of a sentence.
+          state: the key/value cache, or the state of the recurrent unit.
+          token_positions: int32 [B], the position of each sentence's token, from 0.
+          visible: [B, 1, W, P * W], which cached keys of the sentence a hypothesis attends to.
           cross_mask: [B, 1, 1, S].
+          positions: of the tokens [B, 1] and of the cached keys [1, P * W]; None if the position
+            kind does not need them.
 
         Returns:
-          [B, W, D], `past` with these tokens in it, and the cross-attention weights [B, H, W, S].
+          [B, W, D], the state including these tokens, and the cross-attention weights
+          [B, H, W, S].
         """
 
-        def look_back(y: Array) -> tuple[Array, Past | Array]:
-            if not isinstance(past, Past):
-                return self.recurrence.step(y, past, positions)
-            now = past.append(self.self_attention.project(y), positions)
-            return self.self_attention(y, now.joined(), visible, True)[0], now
+        def recur(y: Array) -> tuple[Array, RecurrentState]:
+            y, memory = self.recurrence.step(y, state.memory, token_positions)
+            return y, RecurrentState(memory)
 
-        x, now = self._residual(x, look_back, self._look_back_norm(), True)
-        # Hypotheses stand in the time axis: all of them attend to the same source.
-        x, cross_weights = self._attend_and_transform(x, cross, cross_mask, True)
-        return x, now, cross_weights
+        def attend(y: Array) -> tuple[Array, KeyValueCache]:
+            transform = query_key_transform(self.config, positions)
+            bias = attention_bias(positions, self.position_bias)
+            cache = state.append(self.self_attention.project(y, transform), token_positions)
+            attended = cache.joined()
+            return self.self_attention(y, attended, visible, True, bias, transform)[0], cache
 
-    def _look_back_norm(self) -> Norm:
-        is_recurrent = self.config.decoder_kind == "ssru"
-        return self.recurrence_norm if is_recurrent else self.self_attention_norm
+        new: LayerState
+        if self.config.decoder_kind == "ssru":
+            x, new = self._residual(x, recur, self.recurrence_norm, True)
+        else:
+            x, new = self._residual(x, attend, self.self_attention_norm, True)
+        # Hypotheses are on the time axis: all of them attend to the same source.
+        x, cross_weights = self._after_self_attention(x, cross, cross_mask, True)
+        return x, new, cross_weights
 
-    def _attend_and_transform(
+    def _after_self_attention(
         self, x: Array, cross: KeyValue | None, cross_mask: Array | None, deterministic: bool
     ) -> tuple[Array, Array | None]:
-        """What follows self-attention; also returns the cross-attention weights."""
+        """Applies the other sub-layers; also returns the cross-attention weights."""
         weights = None
         if cross is not None:
 
@@ -129,10 +154,10 @@ class DecoderLayer(nn.Module):
                 x, attend_to_encoded, self.cross_attention_norm, deterministic
             )
 
-        def transform(y: Array) -> tuple[Array, None]:
+        def feed_forward(y: Array) -> tuple[Array, None]:
             return self.feed_forward(y, deterministic), None
 
-        x, _ = self._residual(x, transform, self.feed_forward_norm, deterministic)
+        x, _ = self._residual(x, feed_forward, self.feed_forward_norm, deterministic)
         return x, weights
 
     def _residual(self, x, sublayer, norm, deterministic):
@@ -143,22 +168,23 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """`num_decoder_layers` layers between an optional norm below and an optional norm on top."""
+    """A stack of `num_decoder_layers` layers, with an optional norm below and one on top."""
 
     config: TransformerConfig
 
     def setup(self) -> None:
-        """Makes the layers and norms."""
+        """Creates the layers and norms."""
         c = self.config
         if c.embedding_norm:
             self.embedding_norm = Norm(c)
+        self.position_bias = position_bias(c, bidirectional=False, shared=True)
         same = nn.broadcast
         self.layers = stack(
             DecoderLayer,
             c,
             c.num_decoder_layers,
             {
-                "__call__": (0, same, same, same, same),
+                "__call__": (0, same, same, same, same, same),
                 "project_encoded": (),
             },
         )
@@ -166,8 +192,9 @@ class Decoder(nn.Module):
             self.final_norm = Norm(c)
 
     def project_encoded(self, encoded: Array) -> KeyValue:
-        """Every layer's cross-attention keys [L, B, H, S, K] and values of `encoded` [B, S, D]."""
-        return self.layers.project_encoded(encoded)[1]
+        """Computes the keys [L, B, H, S, K] and values of `encoded` [B, S, D] for every layer."""
+        keys_and_values: KeyValue = self.layers.project_encoded(encoded)[1]
+        return keys_and_values
 
     def __call__(
         self,
@@ -175,6 +202,7 @@ class Decoder(nn.Module):
         encoded: Array | None,
         self_mask: Array | None = None,
         cross_mask: Array | None = None,
+        positions: AttentionPositions | None = None,
         *,
         deterministic: bool = True,
         return_attention: bool = False,
@@ -185,18 +213,20 @@ class Decoder(nn.Module):
           x: [B, T, D] embedded decoder inputs.
           encoded: [B, S, D], or None without inputs.
           self_mask: bool, broadcastable to [B, H, T, T], True = attend; for recurrent units
-            [B, T], where a sentence starts.
+            [B, T], True where a sentence starts.
           cross_mask: bool, broadcastable to [B, H, T, S].
+          positions: from `attention_positions`; None if the position kind does not need them.
           deterministic: no dropout.
           return_attention: return the weights of every layer.
 
         Returns:
-          [B, T, D]; self-attention weights [L, B, H, T, T] (None of recurrent units) and
+          [B, T, D]; self-attention weights [L, B, H, T, T] (None for recurrent units) and
           cross-attention weights [L, B, H, T, S], or None.
         """
         cross = None if encoded is None else self.project_encoded(encoded)
+        positions = with_shared_bias(positions, self.position_bias)
         x, weights = self.layers(
-            self._below(x), cross, self_mask, cross_mask, deterministic, return_attention
+            self._below(x), cross, self_mask, cross_mask, positions, deterministic, return_attention
         )
         self_weights, cross_weights = weights if return_attention else (None, None)
         return self._above(x), self_weights, cross_weights
@@ -205,34 +235,36 @@ class Decoder(nn.Module):
         self,
         x: Array,
         cross: Sequence[KeyValue | None],
-        past: Sequence[Past | Array],
-        positions: Array,
+        states: Sequence[LayerState],
+        token_positions: Array,
         visible: Array,
         cross_mask: Array | None,
-    ) -> tuple[Array, tuple[Past | Array, ...], Array | None]:
-        """`DecoderLayer.step` for every layer, each with its own `cross` and `past`.
+        positions: AttentionPositions | None,
+    ) -> tuple[Array, tuple[LayerState, ...], Array | None]:
+        """Runs `DecoderLayer.step` of every layer, each with its own `cross` and state.
 
-        The layers are not a loop here: a loop would copy every layer's past at every token. Nor
-        are their parameters cut out of the stacked ones at every token, because that does not
-        depend on the token, and XLA moves it out of the loop over tokens.
+        The layers are unrolled, because a loop would copy the cache of every layer at every token.
+        Slicing the stacked parameters costs nothing per token: it does not depend on the token, and
+        XLA moves it out of the loop over tokens.
         """
         x = self._below(x)
-        stacked = self.layers.variables["params"]
-        layer = DecoderLayer(self.config, parent=None)
-
-        @jax.jit  # So that it is traced for one layer only.
-        def step(params: Any, *inputs: Any) -> Any:
-            return layer.apply({"params": params}, *inputs, method="step")
-
-        now = []
+        positions = with_shared_bias(positions, self.position_bias)
+        step = nn.jit(DecoderLayer.step)  # The layers share one trace.
+        new_states = []
         cross_weights = None
-        for index, (layer_cross, layer_past) in enumerate(zip(cross, past, strict=True)):
-            params = jax.tree.map(lambda leaf, index=index: leaf[index], stacked)
-            x, layer_now, cross_weights = step(
-                params, x, layer_cross, layer_past, positions, visible, cross_mask
+        for layer, (layer_cross, state) in enumerate(zip(cross, states, strict=True)):
+            x, state, cross_weights = layer_method(step, layer)(
+                self.layers,
+                x,
+                layer_cross,
+                state,
+                token_positions,
+                visible,
+                cross_mask,
+                positions,
             )
-            now.append(layer_now)
-        return self._above(x), tuple(now), cross_weights
+            new_states.append(state)
+        return self._above(x), tuple(new_states), cross_weights
 
     def _below(self, x: Array) -> Array:
         return self.embedding_norm(x) if self.config.embedding_norm else x

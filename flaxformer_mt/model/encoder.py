@@ -1,4 +1,4 @@
-"""The encoder: its layer, and the stack of them."""
+"""The encoder: its layer and its stack."""
 
 from flax import linen as nn
 from jax import Array
@@ -8,6 +8,13 @@ from flaxformer_mt.model.attention import MultiHeadAttention
 from flaxformer_mt.model.feed_forward import FeedForward
 from flaxformer_mt.model.normalization import Norm, residual
 from flaxformer_mt.model.numerics import Dropout
+from flaxformer_mt.model.positions import (
+    AttentionPositions,
+    attention_bias,
+    position_bias,
+    query_key_transform,
+    with_shared_bias,
+)
 from flaxformer_mt.model.stack import stack
 
 
@@ -17,49 +24,57 @@ class EncoderLayer(nn.Module):
     config: TransformerConfig
 
     def setup(self) -> None:
-        """Makes the sub-layers."""
+        """Creates the sub-layers."""
         c = self.config
         self.self_attention = MultiHeadAttention(c)
         self.self_attention_norm = Norm(c)
+        self.position_bias = position_bias(c, bidirectional=True, shared=False)
         self.feed_forward = FeedForward(c)
         self.feed_forward_norm = Norm(c)
         self.dropout = Dropout(c.dropout_rate)
 
     def __call__(
-        self, x: Array, mask: Array | None, deterministic: bool, return_attention: bool
+        self,
+        x: Array,
+        mask: Array | None,
+        positions: AttentionPositions | None,
+        deterministic: bool,
+        return_attention: bool,
     ) -> tuple[Array, Array | None]:
         """Maps [B, S, D] to [B, S, D]; the second result is the attention [B, H, S, S]."""
 
         def attend(y: Array) -> tuple[Array, Array]:
-            return self.self_attention(y, self.self_attention.project(y), mask, deterministic)
+            transform = query_key_transform(self.config, positions)
+            bias = attention_bias(positions, self.position_bias)
+            attended = self.self_attention.project(y, transform)
+            return self.self_attention(y, attended, mask, deterministic, bias, transform)
 
-        def transform(y: Array) -> tuple[Array, None]:
+        def feed_forward(y: Array) -> tuple[Array, None]:
             return self.feed_forward(y, deterministic), None
 
         def dropout(y: Array) -> Array:
             return self.dropout(y, deterministic=deterministic)
 
-        position = self.config.norm_position
-        x, weights = residual(x, attend, self.self_attention_norm, dropout, position)
-        x, _ = residual(x, transform, self.feed_forward_norm, dropout, position)
+        norm_position = self.config.norm_position
+        x, weights = residual(x, attend, self.self_attention_norm, dropout, norm_position)
+        x, _ = residual(x, feed_forward, self.feed_forward_norm, dropout, norm_position)
         return x, weights if return_attention else None
 
 
 class Encoder(nn.Module):
-    """`num_encoder_layers` layers between an optional norm below and an optional norm on top."""
+    """A stack of `num_encoder_layers` layers, with an optional norm below and one on top."""
 
     config: TransformerConfig
 
     def setup(self) -> None:
-        """Makes the layers and norms."""
+        """Creates the layers and norms."""
         c = self.config
         if c.embedding_norm:
             self.embedding_norm = Norm(c)
+        self.position_bias = position_bias(c, bidirectional=True, shared=True)
+        same = nn.broadcast
         self.layers = stack(
-            EncoderLayer,
-            c,
-            c.num_encoder_layers,
-            {"__call__": (nn.broadcast, nn.broadcast, nn.broadcast)},
+            EncoderLayer, c, c.num_encoder_layers, {"__call__": (same, same, same, same)}
         )
         if c.final_norm:
             self.final_norm = Norm(c)
@@ -68,6 +83,7 @@ class Encoder(nn.Module):
         self,
         x: Array,
         mask: Array | None = None,
+        positions: AttentionPositions | None = None,
         *,
         deterministic: bool = True,
         return_attention: bool = False,
@@ -77,6 +93,7 @@ class Encoder(nn.Module):
         Args:
           x: [B, S, D] embedded tokens.
           mask: bool, broadcastable to [B, H, S, S], True = attend.
+          positions: from `attention_positions`; None if the position kind does not need them.
           deterministic: no dropout.
           return_attention: return the weights of every layer.
 
@@ -85,7 +102,8 @@ class Encoder(nn.Module):
         """
         if self.config.embedding_norm:
             x = self.embedding_norm(x)
-        x, weights = self.layers(x, mask, deterministic, return_attention)
+        positions = with_shared_bias(positions, self.position_bias)
+        x, weights = self.layers(x, mask, positions, deterministic, return_attention)
         if self.config.final_norm:
             x = self.final_norm(x)
         return x, weights

@@ -1,6 +1,7 @@
-"""What the whole model room agrees on: precision, linear maps, dropout and initial values."""
+"""Shared numerics of the model: precision, linear maps, dropout and initial values."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +14,15 @@ from flaxformer_mt.config import TransformerConfig
 
 
 def at_least_float32(dtype: jnp.dtype) -> jnp.dtype:
-    """The dtype of softmax, norms and losses: never below float32, float64 where the input is."""
+    """Returns the dtype of softmax, norms and losses: float64 for float64, otherwise float32."""
     return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
 def column_sums(x: Array) -> Array:
-    """Sums the rows of `x` [N, D]: [D], what the gradient of a bias is.
+    """Sums the rows of `x` [N, D], as the gradient of a bias needs it: [D].
 
-    It is a product with ones: XLA's own sum over many rows took 20 times as long on CPUs
-    (docs/speed.md), and elsewhere such a product costs next to nothing.
+    The sum is a product with ones: XLA's own sum over many rows took 20 times as long on CPUs
+    (docs/speed.md), and on other devices the product costs next to nothing.
     """
     ones = jnp.ones(x.shape[0], x.dtype)
     dtype = at_least_float32(x.dtype)
@@ -46,32 +47,44 @@ def _add_bias_backward(_: None, gradient: Array) -> tuple[Array, Array]:
 add_bias.defvjp(_add_bias_forward, _add_bias_backward)
 
 
-class Dense(nn.Dense):
-    """A linear map [..., fan_in] -> [..., features], computed as one product of two matrices.
+class Dense(nn.Module):
+    """A linear map [..., fan_in] -> [..., features], computed as a product of two matrices.
 
-    All axes but the last are joined first: of the gradients of products with more axes XLA makes
-    transposed copies on CPUs.
+    All axes but the last are flattened first: on CPUs, XLA makes transposed copies for the
+    gradients of products with more axes.
     """
 
-    @nn.compact
-    def __call__(self, inputs: Array) -> Array:
-        """Maps the last axis of `inputs`."""
-        shape = (inputs.shape[-1], self.features)
-        kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
-        rows = inputs.reshape(-1, inputs.shape[-1]).astype(self.dtype)
-        outputs = rows @ kernel.astype(self.dtype)
+    fan_in: int
+    features: int
+    use_bias: bool = True
+    dtype: Any = jnp.float32
+    param_dtype: Any = jnp.float32
+    kernel_init: initializers.Initializer = initializers.xavier_uniform()
+    bias_init: initializers.Initializer = initializers.zeros
+
+    def setup(self) -> None:
+        """Declares the parameters: kernel [fan_in, features] and bias [features]."""
+        shape = (self.fan_in, self.features)
+        self.kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
         if self.use_bias:
-            bias = self.param("bias", self.bias_init, shape[-1:], self.param_dtype)
+            self.bias = self.param("bias", self.bias_init, shape[1:], self.param_dtype)
+
+    def __call__(self, inputs: Array, train_bias: bool = True) -> Array:
+        """Maps the last axis of `inputs`; without `train_bias` the bias has no gradient."""
+        rows = inputs.reshape(-1, self.fan_in).astype(self.dtype)
+        outputs = rows @ self.kernel.astype(self.dtype)
+        if self.use_bias:
+            bias = self.bias if train_bias else lax.stop_gradient(self.bias)
             outputs = add_bias(outputs, bias.astype(self.dtype))
         return outputs.reshape(*inputs.shape[:-1], self.features)
 
 
 class Dropout(nn.Module):
-    """Sets a share of all values to 0, and divides the others by the share that is left.
+    """Sets a random share of all values to 0, and divides the others by the share that is kept.
 
-    A value is dropped if a random number of 16 bits is too low: `rate` is rounded to a multiple of
-    2**-16. `nn.Dropout` draws 32 bits, and of each two that the generator makes it uses one: four
-    times the work, which was a tenth of a small model's training step on CPUs (docs/speed.md).
+    A value is dropped if a random number of 16 bits is below a threshold: `rate` is rounded to a
+    multiple of 2**-16. `nn.Dropout` draws 32 bits, for which JAX's default generator computes 64:
+    four times the work, which was a tenth of a small model's training step on CPUs (docs/speed.md).
     """
 
     rate: float
@@ -87,29 +100,34 @@ class Dropout(nn.Module):
 
 
 def random_uint16(key: Array, shape: tuple[int, ...]) -> Array:
-    """Uniform random numbers, four out of each block of 64 bits that the generator makes.
+    """Draws uniform random numbers with the generator of the key, using all bits that it makes.
 
-    The generator is JAX's own, Threefry (Salmon et al. 2011), which enciphers the numbers 0, 1, ...
-    with the key, each for itself: however an array is spread over devices, it is the same.
+    With JAX's default generator, Threefry (Salmon et al. 2011), each number depends only on the
+    key and its index: however the array is sharded, its values are the same. Each block of 64 bits
+    gives four numbers, whereas `jax.random.bits` would make a block for each. Other generators are
+    asked for 32 bits for each two numbers.
 
     Args:
-      key: of `jax.random`.
+      key: of `jax.random`, of any implementation.
       shape: [..., D].
 
     Returns:
       uint16 of that shape.
     """
     *rows, columns = shape
-    blocks = (*rows, -(-columns // 4))
-    counter = lax.iota(jnp.uint32, math.prod(blocks)).reshape(blocks)
-    first, second = jax.random.key_data(key)[:2]  # Keys of some other generators are longer.
-    words = threefry2x32_p.bind(first, second, counter, jnp.zeros_like(counter))
+    if jax.random.key_impl(key) == "threefry2x32":
+        blocks = (*rows, -(-columns // 4))
+        counter = lax.iota(jnp.uint32, math.prod(blocks)).reshape(blocks)
+        first, second = jax.random.key_data(key)
+        words = threefry2x32_p.bind(first, second, counter, jnp.zeros_like(counter))
+    else:
+        words = [jax.random.bits(key, (*rows, -(-columns // 2)), jnp.uint32)]
     halves = [lax.bitcast_convert_type(word, jnp.uint16).reshape(*rows, -1) for word in words]
     return jnp.concatenate(halves, axis=-1)[..., :columns]
 
 
 def _uniform_by_fan_in(fan_in: int) -> jax.nn.initializers.Initializer:
-    """Uniform in +-1/sqrt(fan_in): what `torch.nn.Linear` starts from."""
+    """Returns the initializer of `torch.nn.Linear`, uniform in +-1/sqrt(fan_in)."""
     bound = 1 / math.sqrt(fan_in)
 
     def init(key, shape, dtype=jnp.float32, out_sharding=None):
@@ -123,9 +141,8 @@ def dense(
     fan_in: int,
     features: int,
     use_bias: bool,
-    module: type[Dense] = Dense,
 ) -> Dense:
-    """The linear map [..., fan_in] -> [..., features], initialised as `config` says."""
+    """Creates a linear map [..., fan_in] -> [..., features], initialised according to `config`."""
     kernel_init = {
         "xavier_uniform": initializers.xavier_uniform(),
         "xavier_normal": initializers.xavier_normal(),
@@ -135,7 +152,8 @@ def dense(
         "zeros": initializers.zeros,
         "torch_default": _uniform_by_fan_in(fan_in),
     }[config.bias_init]
-    return module(
+    return Dense(
+        fan_in,
         features,
         use_bias=use_bias,
         dtype=jnp.dtype(config.dtype),
@@ -146,7 +164,7 @@ def dense(
 
 
 def embedding_init(config: TransformerConfig) -> jax.nn.initializers.Initializer:
-    """Initial values of a [V, D] embedding table."""
+    """Returns the initializer of a [V, D] embedding table."""
     return {
         "normal": initializers.normal(config.d_model**-0.5),
         "xavier_uniform": initializers.xavier_uniform(),

@@ -1,14 +1,30 @@
-"""Position encodings, in every published layout."""
+"""How the model represents the order of tokens: one entry per `config.position_kind`.
 
+A position kind can do three things: add vectors to the embeddings, add a bias to the scores of
+self-attention, and transform the queries and keys of self-attention. `POSITION_KINDS` lists what
+each does; a new kind needs an entry there and a value of the configuration field. Cross-attention
+never has a bias or a transform.
+"""
+
+import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
+from flax import struct
 from jax import Array
 
 from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.model.alibi import AlibiBias
 from flaxformer_mt.model.numerics import embedding_init
+from flaxformer_mt.model.relative_bias import RelativeBias
+from flaxformer_mt.model.rotary import rotate, rotations
+
+Transform: TypeAlias = Callable[[Array], Array]
+"""Maps queries or keys [B, H, T, K] to the same shape."""
 
 
 @functools.lru_cache
@@ -21,13 +37,13 @@ def sinusoidal_table(
     exponent: str = "paper",
     offset: int = 0,
 ) -> np.ndarray:
-    r"""Sines and cosines of geometrically falling frequencies.
+    r"""Computes sines and cosines of geometrically decreasing frequencies.
 
     .. math:: \omega_j = b^{-2j/D}\ \text{(paper)},\quad b^{-j/(D/2-1)}\ \text{(tensor2tensor)}
 
     Args:
-      length: rows.
-      d_model: D. Where it is odd, the last cosine is left out, or with "concatenated" and
+      length: number of rows.
+      d_model: D. If it is odd, the last cosine is left out, or with "concatenated" and
         "tensor2tensor" there is one pair less and a zero at the end.
       base: b.
       layout: "interleaved" (sin w0 p, cos w0 p, sin w1 p, ...) or "concatenated" (sines, then
@@ -58,7 +74,7 @@ def sinusoidal_table(
 
 
 class PositionEncoding(nn.Module):
-    """What is added to the embeddings to say where in its sentence a token stands."""
+    """Vectors that are added to the embeddings: fixed sinusoids or a learned table."""
 
     config: TransformerConfig
 
@@ -68,14 +84,14 @@ class PositionEncoding(nn.Module):
 
         Args:
           positions: int32 [B, T], from 0. One that is not below max(length, config.max_length)
-            (for a learned table: below max_length) gives NaN, so that it cannot pass unnoticed.
-          length: rows that the caller may ask for.
+            (for a learned table: below max_length) gives NaN.
+          length: upper bound of the positions.
 
         Returns:
           [B, T, D] in the compute dtype.
 
         Raises:
-          ValueError: `length` is more than a learned table has.
+          ValueError: `length` exceeds the learned table.
         """
         c = self.config
         if c.position_kind == "learned":
@@ -102,3 +118,129 @@ class PositionEncoding(nn.Module):
             )
         table = table.astype(jnp.dtype(c.dtype))
         return table.at[positions].get(mode="fill", fill_value=jnp.nan)
+
+
+class QueryKeyTransform(NamedTuple):
+    """A transform of queries and keys that depends on their positions."""
+
+    prepare: Callable[[TransformerConfig, Array, int], Any]
+    """(config, positions [B, T], upper bound of the positions) -> arrays. They are computed once
+    per pass and shared by all layers."""
+    apply: Callable[[TransformerConfig, Array, Any], Array]
+    """(config, queries or keys [B, H, T, K], what `prepare` returned) -> [B, H, T, K]."""
+
+
+class PositionKind(NamedTuple):
+    """What a value of `config.position_kind` means."""
+
+    encoding: type[nn.Module] | None = None
+    """Module(config); (positions [B, T], upper bound of the positions) -> [B, T, D], which is added
+    to the embeddings."""
+    bias: type[nn.Module] | None = None
+    """Module(config, bidirectional); (positions of queries [B, T], of keys [B, S]) -> [B, H, T, S],
+    which is added to the scores of self-attention before the softmax. B may be 1."""
+    transform: QueryKeyTransform | None = None
+    """Applied to the queries and keys of self-attention."""
+
+
+POSITION_KINDS: dict[str, PositionKind] = {
+    "sinusoidal": PositionKind(encoding=PositionEncoding),
+    "learned": PositionKind(encoding=PositionEncoding),
+    "rotary": PositionKind(transform=QueryKeyTransform(rotations, rotate)),
+    "alibi": PositionKind(bias=AlibiBias),
+    "t5_relative": PositionKind(bias=RelativeBias),
+    "none": PositionKind(),
+}
+"""By value of `config.position_kind`."""
+
+
+@struct.dataclass
+class AttentionPositions:
+    """The positions of the queries and keys of self-attention, and what is computed from them."""
+
+    queries: Array
+    """int32 [B, T], or [1, T] if all rows are the same."""
+    keys: Array
+    """int32 [B, S], or [1, S]."""
+    prepared: Any
+    """The result of `QueryKeyTransform.prepare` for the queries, which in a whole pass are the
+    keys, and in a cached step have the positions of the new keys; None without a transform."""
+    bias: Array | None = None
+    """[B, H, T, S], or [1, H, T, S]: the bias that all layers of the stack share, if they do."""
+
+
+def attention_positions(
+    config: TransformerConfig, queries: Array, keys: Array, length: int
+) -> AttentionPositions | None:
+    """Prepares positions for self-attention.
+
+    Args:
+      config: its `position_kind` decides what is prepared.
+      queries: int32 [B, T].
+      keys: int32 [B, S].
+      length: upper bound of the positions.
+
+    Returns:
+      The inputs of `attention_bias` and `query_key_transform`; None if the position kind has
+      neither.
+    """
+    kind = POSITION_KINDS[config.position_kind]
+    if kind.bias is None and kind.transform is None:
+        return None
+    prepared = kind.transform.prepare(config, queries, length) if kind.transform else None
+    return AttentionPositions(queries, keys, prepared)
+
+
+def position_bias(
+    config: TransformerConfig, *, bidirectional: bool, shared: bool
+) -> nn.Module | None:
+    """Creates the module of the bias of a stack, or of a layer.
+
+    Args:
+      config: its `position_kind` and `relative_position_sharing` are used.
+      bidirectional: whether queries attend to later keys, too.
+      shared: True for the stack, False for the layer.
+
+    Returns:
+      A module, or None if the stack (the layer) has none. A bias without parameters belongs to the
+      layer, where XLA fuses it with the scores.
+    """
+    kind = POSITION_KINDS[config.position_kind]
+    if kind.bias is None:
+        return None
+    is_shared = kind.bias is RelativeBias and config.relative_position_sharing == "stack"
+    return kind.bias(config, bidirectional) if is_shared == shared else None
+
+
+def with_shared_bias(
+    positions: AttentionPositions | None, module: nn.Module | None
+) -> AttentionPositions | None:
+    """Adds the bias of a stack, which `module` computes, to the inputs of its layers."""
+    if positions is None or module is None:
+        return positions
+    return dataclasses.replace(positions, bias=module(positions.queries, positions.keys))
+
+
+def attention_bias(positions: AttentionPositions | None, module: nn.Module | None) -> Array | None:
+    """Returns the bias [B, H, T, S] of a layer: its own, or that of its stack, or None."""
+    if positions is None:
+        return None
+    if module is None:
+        return positions.bias
+    bias: Array = module(positions.queries, positions.keys)
+    return bias
+
+
+def query_key_transform(
+    config: TransformerConfig, positions: AttentionPositions | None
+) -> Transform | None:
+    """Returns the transform of the queries and keys at these positions, or None."""
+    kind = POSITION_KINDS[config.position_kind]
+    if positions is None or kind.transform is None:
+        return None
+    apply = kind.transform.apply
+
+    def transform(x: Array) -> Array:
+        return apply(config, x, positions.prepared)
+
+    return transform

@@ -1,8 +1,10 @@
-"""Runs a layer L times, from one parameter layout, as a loop or unrolled."""
+"""Stacks of L layers with one parameter layout, run as a loop or unrolled."""
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
+import jax
 from flax import linen as nn
 
 from flaxformer_mt.config import TransformerConfig
@@ -14,29 +16,29 @@ def stack(
     num_layers: int,
     methods: dict[str, Any],
 ) -> Any:
-    """A module class that applies `layer` `num_layers` times, each time with its own parameters.
+    """Creates a module that applies `layer` `num_layers` times, each with its own parameters.
 
-    Parameters get a leading axis L. `config.scan_layers` chooses between one compiled loop body
-    (`lax.scan`) and L copies of it; the parameters, and the results to the last rounding, are the
-    same. The loop is the default, because it compiles faster and its steps are no slower: with
-    6 + 6 layers of width 256 on two CPU cores it took 13 s against 39 s to compile a training step
-    and 0.91 of the time to run it (`benchmarks/layer_stack.py`).
+    Parameters have a leading axis L. `config.scan_layers` chooses between one compiled loop body
+    (`lax.scan`) and L copies of it; parameters are the same, and results up to rounding. The loop
+    is the default, because it compiles faster and its steps are no slower: with 6 + 6 layers of
+    width 256 on two CPU cores it took 13 s instead of 39 s to compile a training step and 0.91 of
+    the time to run it (`benchmarks/layer_stack.py`).
 
-    With `config.remat`, training keeps only what goes from layer to layer, and computes a layer's
-    inside again in the backward pass (Chen et al. 2016).
+    With `config.remat`, training stores only the inputs of each layer, and recomputes its
+    intermediate values in the backward pass (Chen et al. 2016).
 
     Args:
       layer: its methods map (carry, *arguments) to (carry, output); outputs are stacked along L.
       config: passed to the layer.
       num_layers: L.
-      methods: for each method of the layer, which of its arguments have the axis L (0) and which
-        are the same for all layers (`nn.broadcast`).
+      methods: for each method of the layer, whether each argument has the axis L (0) or is the
+        same for all layers (`nn.broadcast`).
     """
     if config.remat:
-        # Python bools stay what they are only if they are declared static.
+        # Python bools are traced unless they are declared static.
         names = list(inspect.signature(layer.__call__).parameters)
         flags = tuple(names.index(name) for name in ("deterministic", "return_attention"))
-        # Unrolled, XLA would see that the second computation is the first, and keep its results.
+        # In unrolled layers, XLA would merge the second computation with the first.
         layer = nn.remat(
             layer,
             prevent_cse=not config.scan_layers,
@@ -47,8 +49,8 @@ def stack(
         layer,
         methods={
             name: {
-                # "intermediates" are what the comparison with published models looks at; elsewhere
-                # the collection is not asked for, and nothing is kept.
+                # "intermediates" are read by the comparison with published models; otherwise the
+                # collection is not requested, and nothing is stored.
                 "variable_axes": {"params": 0, "intermediates": 0},
                 "split_rngs": {"params": True, "dropout": True},
                 "in_axes": in_axes,
@@ -58,3 +60,20 @@ def stack(
             for name, in_axes in methods.items()
         },
     )(config)
+
+
+def layer_method(method: Callable[..., Any], layer: int) -> Callable[..., Any]:
+    """Returns a function that runs a method of one layer of a stack.
+
+    Args:
+      method: of the layer's class.
+      layer: its index.
+
+    Returns:
+      A function of the stack's module and the method's arguments.
+    """
+
+    def parameters(stacked: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf[layer], stacked)
+
+    return nn.map_variables(method, "params", parameters)

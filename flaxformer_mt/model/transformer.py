@@ -1,9 +1,8 @@
 """The encoder-decoder Transformer: tokens in, logits out."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
@@ -11,6 +10,7 @@ from jax import Array, lax
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.model.attention import KeyValue
+from flaxformer_mt.model.cache import Cache, KeyValueCache, LayerState, RecurrentState
 from flaxformer_mt.model.decoder import Decoder
 from flaxformer_mt.model.encoder import Encoder
 from flaxformer_mt.model.masks import (
@@ -21,16 +21,18 @@ from flaxformer_mt.model.masks import (
     sentence_starts,
 )
 from flaxformer_mt.model.numerics import Dropout, at_least_float32, dense, embedding_init
-from flaxformer_mt.model.past import Past, resize
-from flaxformer_mt.model.positions import PositionEncoding
+from flaxformer_mt.model.positions import (
+    POSITION_KINDS,
+    attention_positions,
+)
 
 ZERO_VECTOR = -1
-"""The token that embeds to the zero vector: how some models start decoding."""
+"""Token id that embeds to the zero vector, with which some models start decoding."""
 
 
 @struct.dataclass
 class AttentionWeights:
-    """Every layer's attention, before dropout; None where the model has no such attention."""
+    """The attention weights of all layers, before dropout; None for attention that is absent."""
 
     encoder_self: Array | None
     """[L, B, H, S, S]"""
@@ -40,70 +42,10 @@ class AttentionWeights:
     """[L, B, H, T, S]"""
 
 
-@struct.dataclass
-class Cache:
-    """All that decoding one more token needs to know of source and target so far.
+class OutputFactors(NamedTuple):
+    """The factors of the output projection: logits are scale * (vectors @ table.T + bias).
 
-    A sentence has W hypotheses. What each has written stays where it is, however often they go on
-    from one another: only `ancestry` follows them, and the memory of recurrent units.
-    """
-
-    past: tuple[Past | Array, ...]
-    """Of each layer, keys and values of the target, where P is the longest that fits; or its
-    recurrent unit's memory [B, W, D]."""
-    cross: tuple[KeyValue | None, ...]
-    """Of each layer, keys [B, H, S, K] and values [B, H, S, U] of the source; None without inputs.
-    """
-    cross_mask: Array | None
-    """[B, 1, 1, S], True = attend."""
-    ancestry: Array
-    """int32 [B, W, P], by which hypothesis each token of hypothesis w was written."""
-
-
-def reorder_cache(cache: Cache, parents: Array) -> Cache:
-    """Lets each hypothesis continue another one of its sentence.
-
-    Args:
-      cache: what the old hypotheses have seen.
-      parents: int32 [B, W]; new hypothesis w of sentence b continues old hypothesis parents[b, w].
-    """
-
-    def gather(array: Array) -> Array:
-        return jnp.take_along_axis(array, parents[:, :, None], axis=1)
-
-    past = tuple(p if isinstance(p, Past) else gather(p) for p in cache.past)
-    return dataclasses.replace(cache, past=past, ancestry=gather(cache.ancestry))
-
-
-def insert_rows(cache: Cache, new: Cache, rows: Array) -> Cache:
-    """Gives rows of the cache to new sentences, which have no target yet.
-
-    Args:
-      cache: of B sentences.
-      new: of R sentences, as `Transformer.init_cache` makes it, of the same S, W and P.
-      rows: int32 [R], where they go; a number that is not below B leaves the sentence out.
-    """
-
-    def replace(old: Array, inserted: Array) -> Array:
-        return old.at[rows].set(inserted, mode="drop")
-
-    # Of its row's past, a sentence reads nothing that it has not written itself.
-    cross, cross_mask = jax.tree.map(
-        replace, (cache.cross, cache.cross_mask), (new.cross, new.cross_mask)
-    )
-    return dataclasses.replace(cache, cross=cross, cross_mask=cross_mask)
-
-
-def resize_cache(cache: Cache, max_length: int) -> Cache:
-    """The same cache, with room for targets of `max_length` tokens; those that it has must fit."""
-    past = tuple(p.resized(max_length) if isinstance(p, Past) else p for p in cache.past)
-    return dataclasses.replace(cache, past=past, ancestry=resize(cache.ancestry, max_length, 2))
-
-
-class Unprojected(NamedTuple):
-    """What logits are made of: scale * (vectors @ table.T + bias).
-
-    A loss that is given the factors need never hold all logits at a time.
+    They allow the chunked cross-entropy to compute the logits in chunks.
     """
 
     vectors: Array
@@ -122,19 +64,19 @@ class Embedding(nn.Module):
     vocab_size: int
 
     def setup(self) -> None:
-        """Makes the table."""
+        """Declares the table."""
         c = self.config
         shape = (self.vocab_size, c.d_model)
         self.embedding = self.param("embedding", embedding_init(c), shape, jnp.dtype(c.param_dtype))
 
     def __call__(self, tokens: Array) -> Array:
-        """Looks up tokens [B, T] and gives [B, T, D]; ids that are no token give NaN."""
+        """Looks up the vectors [B, T, D] of tokens [B, T]; ids outside the vocabulary give NaN."""
         c = self.config
         table = self.embedding.astype(jnp.dtype(c.dtype))
         vectors = jnp.take(table, jnp.where(tokens == ZERO_VECTOR, 0, tokens), axis=0)
         if c.bos_id == c.pad_id:
-            # Elsewhere padding is masked. Where it starts decoding, the published code (PyTorch's
-            # `padding_idx`) does not train its vector by looking it up.
+            # Padding is masked, except where it starts decoding: there the published code
+            # (PyTorch's `padding_idx`) does not train its vector through the lookup.
             padding = (tokens == c.pad_id)[..., None]
             vectors = jnp.where(padding, lax.stop_gradient(vectors), vectors)
         zero = tokens == ZERO_VECTOR
@@ -144,42 +86,43 @@ class Embedding(nn.Module):
         return vectors * c.d_model**0.5 if c.scale_embeddings else vectors
 
     def attend(self, x: Array) -> Array:
-        """Products of vectors [B, T, D] with every token's vector: [B, T, V], float32 at least."""
+        """Multiplies vectors [B, T, D] by the transposed table: [B, T, V], in float32 at least."""
         table = self.embedding.astype(x.dtype)
         return jnp.einsum("btd,vd->btv", x, table, preferred_element_type=at_least_float32(x.dtype))
 
 
-class Bias(nn.Module):
-    """The bias of logits whose matrix is the target embedding."""
+class OutputBias(nn.Module):
+    """The bias [V] of logits whose matrix is the target embedding."""
 
     config: TransformerConfig
 
-    @nn.compact
+    def setup(self) -> None:
+        """Declares the bias."""
+        c = self.config
+        shape, dtype = (c.target_vocab_size,), jnp.dtype(c.param_dtype)
+        self.bias = self.param("bias", nn.initializers.zeros, shape, dtype)
+
     def __call__(self, logits: Array) -> Array:
-        """Adds the bias [V] to [B, T, V]."""
-        dtype = jnp.dtype(self.config.param_dtype)
-        bias = self.param("bias", nn.initializers.zeros, logits.shape[-1:], dtype)
-        return logits + bias.astype(logits.dtype)
+        """Adds the bias to logits [B, T, V]."""
+        return logits + self.bias.astype(logits.dtype)
 
 
-def _columns(tokens: Array, positions: Array | None) -> Array:
-    """The given positions, or else each token's column: int32 [B, T]."""
-    if positions is not None:
-        return positions
-    return jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+def _columns(length: int, positions: Array | None) -> Array:
+    """Returns the given positions [B, T], or else each column's index [1, T]."""
+    return jnp.arange(length, dtype=jnp.int32)[None] if positions is None else positions
 
 
 class Transformer(nn.Module):
     """The model of "Attention Is All You Need", with the switches of its published variants.
 
-    `presets.py` names the variants. The model never shifts targets: decoder inputs come from the
-    data room.
+    `presets.py` names the variants. The model does not shift targets: the data room makes the
+    decoder inputs.
     """
 
     config: TransformerConfig
 
     def setup(self) -> None:
-        """Makes embeddings, stacks and output projection."""
+        """Creates embeddings, stacks and output projection."""
         c = self.config
         self.target_embedding = Embedding(c, c.target_vocab_size)
         if c.has_inputs:
@@ -187,14 +130,14 @@ class Transformer(nn.Module):
                 self.source_embedding = Embedding(c, c.source_vocab_size)
             self.encoder = Encoder(c)
         self.decoder = Decoder(c)
-        if c.position_kind != "none":
-            self.source_positions = PositionEncoding(c)
-            self.target_positions = PositionEncoding(c)
+        encoding = POSITION_KINDS[c.position_kind].encoding
+        self.source_positions = encoding(c) if encoding else None
+        self.target_positions = encoding(c) if encoding else None
         self.embedding_dropout = Dropout(c.embedding_dropout)
         if not c.shares_target_and_output:
-            self.output: Any = dense(c, c.d_model, c.target_vocab_size, c.output_bias)
+            self.output = dense(c, c.d_model, c.target_vocab_size, c.output_bias)
         elif c.output_bias:
-            self.output = Bias(c)
+            self.output = OutputBias(c)
 
     def __call__(
         self,
@@ -208,8 +151,8 @@ class Transformer(nn.Module):
         deterministic: bool = True,
         return_attention: bool = False,
         project: bool = True,
-    ) -> Array | Unprojected | tuple[Array, AttentionWeights]:
-        """Logits of every next target token.
+    ) -> Array | OutputFactors | tuple[Array, AttentionWeights]:
+        """Computes the logits of every next target token.
 
         Args:
           encoder_input_tokens: int32 [B, S]; None without inputs.
@@ -217,15 +160,16 @@ class Transformer(nn.Module):
           encoder_segment_ids: int32 [B, S], number of a token's sentence in its packed row, 0 for
             padding. Without them a row is one sentence and padding is where the token is `pad_id`.
           decoder_segment_ids: int32 [B, T], the same for the target.
-          encoder_positions: int32 [B, S], place of a token in its sentence; by default its column.
+          encoder_positions: int32 [B, S], position of a token in its sentence; by default its
+            column.
           decoder_positions: int32 [B, T], the same for the target.
           deterministic: no dropout; otherwise `rngs={"dropout": key}` is needed.
-          return_attention: also return every layer's attention.
-          project: False returns what the logits are made of.
+          return_attention: also return the attention of every layer.
+          project: False returns the factors of the output projection instead of the logits.
 
         Returns:
-          [B, T, V] in float32, or float64 where that is the compute dtype; and the attention, if
-          asked for.
+          [B, T, V] in float32, or float64 if that is the compute dtype; and the attention, if
+          requested.
         """
         c = self.config
         if c.has_inputs and (encoder_segment_ids is None) != (decoder_segment_ids is None):
@@ -253,17 +197,20 @@ class Transformer(nn.Module):
                 decoder_input_tokens, decoder_segment_ids, decoder_segment_ids
             )
             self_mask = self_mask & key_mask
-        x = self._embed_target(decoder_input_tokens, decoder_positions, deterministic)
+        length = decoder_input_tokens.shape[1]
+        positions = _columns(length, decoder_positions)
+        x = self._embed_target(decoder_input_tokens, positions, deterministic, length)
         x, decoder_self, decoder_cross = self.decoder(
             x,
             encoded,
             self_mask,
             cross_mask,
+            attention_positions(c, positions, positions, length),
             deterministic=deterministic,
             return_attention=return_attention,
         )
         if not project:
-            return self._unprojected(x)
+            return self._output_factors(x)
         logits = self._logits(x)
         if return_attention:
             return logits, AttentionWeights(encoder_self, decoder_self, decoder_cross)
@@ -277,7 +224,7 @@ class Transformer(nn.Module):
         encoder_positions: Array | None = None,
         deterministic: bool = True,
     ) -> Array:
-        """The encoder's output [B, S, D] for source tokens [B, S]; arguments as in `__call__`."""
+        """Encodes source tokens [B, S] as vectors [B, S, D]; arguments as in `__call__`."""
         return self._encode(
             encoder_input_tokens,
             encoder_segment_ids,
@@ -294,13 +241,13 @@ class Transformer(nn.Module):
         max_length: int,
         batch_size: int | None = None,
     ) -> Cache:
-        """The cache before the first target token.
+        """Creates the decoding cache of empty targets.
 
         Args:
           encoded: [B, S, D] from `encode`; None without inputs.
           encoder_input_tokens: [B, S]; padding is where the token is `pad_id`.
           beam_size: W, hypotheses per sentence.
-          max_length: P, target tokens that will fit.
+          max_length: P, the capacity in target tokens.
           batch_size: B, needed only without inputs.
         """
         c = self.config
@@ -315,47 +262,48 @@ class Transformer(nn.Module):
         if batch_size is None:
             raise ValueError("without inputs, init_cache needs batch_size")
         dtype = jnp.dtype(c.dtype)
-        past: tuple[Past | Array, ...]
+        state: LayerState
         if c.decoder_kind == "ssru":
-            memory = jnp.zeros((batch_size, beam_size, c.d_model), at_least_float32(dtype))
-            past = tuple(memory for _ in layers)
+            shape: tuple[int, ...] = (batch_size, beam_size, c.d_model)
+            state = RecurrentState(jnp.zeros(shape, at_least_float32(dtype)))
         else:
             shape = (batch_size, c.num_heads, max_length, beam_size, c.key_width)
-            past = tuple(Past.empty(shape, c.value_width, dtype) for _ in layers)
+            state = KeyValueCache.empty(shape, c.value_width, dtype)
         ancestry = jnp.zeros((batch_size, beam_size, max_length), jnp.int32)
-        return Cache(past, cross, cross_mask, ancestry)
+        return Cache(tuple(state for _ in layers), cross, cross_mask, ancestry)
 
     def decode_step(
         self, tokens: Array, cache: Cache, positions: Array, *, return_attention: bool = False
     ) -> tuple[Array, Cache] | tuple[Array, Cache, Array]:
-        """Logits of the token after `tokens`; equals that position of the full pass.
+        """Computes the logits after `tokens`, which equal those of the whole pass.
 
         Args:
           tokens: int32 [B, W], the last token of each hypothesis.
-          cache: filled at all earlier positions.
-          positions: int32 [B], below P: where each sentence's tokens stand in the target, from 0.
+          cache: of the tokens at all earlier positions.
+          positions: int32 [B], below P: the position of each sentence's tokens in the target.
           return_attention: also return the cross-attention of the last layer.
 
         Returns:
           [B, W, V], and the cache with these tokens added; and the mean over heads of the last
-          layer's cross-attention weights [B, W, S], if asked for.
+          layer's cross-attention weights [B, W, S], if requested.
         """
         beams, length = cache.ancestry.shape[1:]
-        own = jnp.arange(beams, dtype=jnp.int32)[:, None]
-        now = jnp.arange(length, dtype=jnp.int32) == positions[:, None, None]  # [B, 1, P]
-        ancestry = jnp.where(now, own, cache.ancestry)
-        x = self._embed_target(
-            tokens, jnp.broadcast_to(positions[:, None], tokens.shape), True, length
-        )
-        x, past, attention = self.decoder.step(
-            x,
+        hypotheses = jnp.arange(beams, dtype=jnp.int32)[:, None]
+        slots = jnp.arange(length, dtype=jnp.int32)
+        is_new = slots == positions[:, None, None]  # [B, 1, P]
+        ancestry = jnp.where(is_new, hypotheses, cache.ancestry)
+        queries = positions[:, None]  # [B, 1]: the hypotheses of a sentence have the same length.
+        keys = jnp.broadcast_to(slots[:, None], (length, beams)).reshape(1, -1)  # [1, P * W]
+        x, layers, attention = self.decoder.step(
+            self._embed_target(tokens, queries, True, length),
             cache.cross,
-            cache.past,
+            cache.layers,
             positions,
             ancestor_mask(ancestry, positions),
             cache.cross_mask,
+            attention_positions(self.config, queries, keys, length),
         )
-        cache = dataclasses.replace(cache, past=past, ancestry=ancestry)
+        cache = dataclasses.replace(cache, layers=layers, ancestry=ancestry)
         logits = self._logits(x)
         if not return_attention:
             return logits, cache
@@ -364,30 +312,36 @@ class Transformer(nn.Module):
         return logits, cache, attention.mean(axis=1)
 
     def _key_mask(self, tokens, query_segments, key_segments):
-        """Who may attend to the keys `tokens` [B, K]: by segment if given, else all but padding."""
+        """Returns the mask of the keys `tokens` [B, K]: by segment if given, else no padding."""
         if key_segments is None:
             return padding_mask(tokens, self.config.pad_id)
         return segment_mask(query_segments, key_segments)
 
     def _encode(self, tokens, segment_ids, positions, *, deterministic, return_attention):
-        """What `Encoder` returns for source tokens [B, S]."""
-        shared = self.config.shares_source_and_target
-        x = (self.target_embedding if shared else self.source_embedding)(tokens)
-        if self.config.position_kind != "none":
-            x = x + self.source_positions(_columns(tokens, positions), tokens.shape[1])
+        """Embeds source tokens [B, S] and returns the result of `Encoder`."""
+        c, length = self.config, tokens.shape[1]
+        x = (self.target_embedding if c.shares_source_and_target else self.source_embedding)(tokens)
+        positions = _columns(length, positions)
+        if self.source_positions is not None:
+            x = x + self.source_positions(positions, length)
         x = self.embedding_dropout(x, deterministic=deterministic)
-        mask = self._key_mask(tokens, segment_ids, segment_ids)
-        return self.encoder(x, mask, deterministic=deterministic, return_attention=return_attention)
+        return self.encoder(
+            x,
+            self._key_mask(tokens, segment_ids, segment_ids),
+            attention_positions(c, positions, positions, length),
+            deterministic=deterministic,
+            return_attention=return_attention,
+        )
 
-    def _embed_target(self, tokens, positions, deterministic, length=None):
-        """What goes into `Decoder` [B, T, D] for tokens [B, T] at positions below `length`."""
+    def _embed_target(self, tokens, positions, deterministic, length):
+        """Embeds tokens [B, T] at positions below `length`: the decoder's input [B, T, D]."""
         x = self.target_embedding(tokens)
-        if self.config.position_kind != "none":
-            x = x + self.target_positions(_columns(tokens, positions), length or tokens.shape[1])
+        if self.target_positions is not None:
+            x = x + self.target_positions(positions, length)
         return self.embedding_dropout(x, deterministic=deterministic)
 
     def _logits(self, x: Array) -> Array:
-        """[B, T, D] to [B, T, V]."""
+        """Maps [B, T, D] to logits [B, T, V]."""
         c = self.config
         if c.shares_target_and_output:
             logits = self.target_embedding.attend(x)
@@ -397,12 +351,10 @@ class Transformer(nn.Module):
             logits = self.output(x).astype(at_least_float32(x.dtype))
         return logits * c.d_model**-0.5 if c.scale_logits else logits
 
-    def _unprojected(self, x: Array) -> Unprojected:
-        """The factors of `_logits` for the decoder's output [B, T, D]."""
+    def _output_factors(self, x: Array) -> OutputFactors:
+        """Returns the factors of `_logits` for the decoder's output [B, T, D]."""
         c = self.config
-        if c.shares_target_and_output:
-            table = self.target_embedding.embedding
-        else:
-            table = self.output.get_variable("params", "kernel").T
-        bias = self.output.get_variable("params", "bias") if c.output_bias else None
-        return Unprojected(x, table, bias, c.d_model**-0.5 if c.scale_logits else 1.0)
+        tied = c.shares_target_and_output
+        table = self.target_embedding.embedding if tied else self.output.kernel.T
+        bias = self.output.bias if c.output_bias else None
+        return OutputFactors(x, table, bias, c.d_model**-0.5 if c.scale_logits else 1.0)

@@ -15,7 +15,8 @@ from flaxformer_mt.decoding.batching.search_programs import begin_search, step_f
 from flaxformer_mt.decoding.search.options import SearchOptions
 from flaxformer_mt.decoding.search.search import search
 from flaxformer_mt.decoding.search.state import unconstrained
-from flaxformer_mt.model.transformer import Transformer, reorder_cache
+from flaxformer_mt.model.cache import reorder_cache
+from flaxformer_mt.model.transformer import Transformer
 
 MODEL = TransformerConfig(
     source_vocab_size=30,

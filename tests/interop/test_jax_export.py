@@ -18,7 +18,8 @@ from flaxformer_mt.interop.formats import run_folders
 from flaxformer_mt.interop.formats.bundle import ModelBundle
 from flaxformer_mt.interop.formats.jax_export import export_functions, metadata, write
 from flaxformer_mt.interop.weight_maps.mapping import by_path
-from flaxformer_mt.model.transformer import Transformer, reorder_cache
+from flaxformer_mt.model.cache import reorder_cache
+from flaxformer_mt.model.transformer import Transformer
 
 # Runs server.py in a world in which neither this package nor Flax can be imported.
 ALONE = """

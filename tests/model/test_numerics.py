@@ -12,7 +12,7 @@ from flaxformer_mt.model.numerics import Dense, Dropout, column_sums, random_uin
 def test_a_linear_map_and_its_gradients_are_those_of_the_equation(float64):
     rng = np.random.default_rng(0)
     x, kernel, bias, slopes = (rng.normal(size=s) for s in ((2, 3, 4), (4, 5), 5, (2, 3, 5)))
-    dense = Dense(5, dtype=jnp.float64, param_dtype=jnp.float64)
+    dense = Dense(4, 5, dtype=jnp.float64, param_dtype=jnp.float64)
 
     def ours(x, kernel, bias):
         return jnp.sum(dense.apply({"params": {"kernel": kernel, "bias": bias}}, x) * slopes)

@@ -11,7 +11,8 @@ import pytest
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.model.transformer import Transformer, reorder_cache
+from flaxformer_mt.model.cache import reorder_cache
+from flaxformer_mt.model.transformer import Transformer
 
 TINY = TransformerConfig(
     source_vocab_size=23,

@@ -17,7 +17,8 @@ from flaxformer_mt.config import (
     TransformerConfig,
 )
 from flaxformer_mt.data.stream.batches import Batch
-from flaxformer_mt.model.transformer import Transformer, Unprojected
+from flaxformer_mt.model.numerics import Dense
+from flaxformer_mt.model.transformer import OutputFactors, Transformer
 from flaxformer_mt.training.optimizer import make_optimizer, make_schedule
 from flaxformer_mt.training.parallel import make_strategy
 from flaxformer_mt.training.state import create_state
@@ -58,13 +59,11 @@ class Bigram(nn.Module):
     def __call__(self, source, target_input, *, deterministic=True, project=True, **options):
         x = nn.Embed(self.config.target_vocab_size, self.config.d_model)(target_input)
         x = nn.Dropout(self.config.dropout_rate)(x, deterministic=deterministic)
-        output = nn.Dense(self.config.target_vocab_size)
+        output = Dense(self.config.d_model, self.config.target_vocab_size)
         logits = output(x)
         if project:
             return logits
-        return Unprojected(
-            x, output.variables["params"]["kernel"].T, output.variables["params"]["bias"], 1.0
-        )
+        return OutputFactors(x, output.kernel.T, output.bias, 1.0)
 
 
 @dataclasses.dataclass(frozen=True)

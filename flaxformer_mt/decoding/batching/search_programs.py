@@ -25,12 +25,8 @@ from flaxformer_mt.decoding.search.state import (
     StepFunction,
     StepOutput,
 )
-from flaxformer_mt.model.transformer import (
-    Transformer,
-    insert_rows,
-    reorder_cache,
-    resize_cache,
-)
+from flaxformer_mt.model.cache import insert_rows, reorder_cache, resize_cache
+from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.runtime import decoding_options
 
 

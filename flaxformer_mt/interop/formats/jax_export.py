@@ -24,7 +24,8 @@ from flaxformer_mt.decoding.search.options import forbidden_token_ids
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.formats.bundle import ModelBundle
 from flaxformer_mt.interop.weight_maps.mapping import by_path, model_params
-from flaxformer_mt.model.transformer import Cache, Transformer, reorder_cache
+from flaxformer_mt.model.cache import Cache, reorder_cache
+from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.runs import atomic
 
 PLATFORMS = ("cpu", "cuda", "tpu")

@@ -1,0 +1,181 @@
+"""The decoding cache: what incremental decoding keeps of the source and of the target so far."""
+
+import dataclasses
+from typing import Any, Self, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import Array, lax
+
+from flaxformer_mt.model.attention import KeyValue
+
+
+@struct.dataclass
+class KeyValueCache:
+    """The key/value cache of one layer's self-attention: all tokens of W hypotheses per sentence.
+
+    Its capacity is P tokens for each hypothesis.
+    """
+
+    key: Array
+    """[B, H, K, P, W]; with a single hypothesis [B, H, P, 1, K]."""
+    value: Array
+    """[B, H, P, W, U]"""
+
+    # On CPUs, products with keys in columns take half the time if there are several queries. With
+    # one query they gain nothing, and writing a column takes longer than writing a row.
+
+    @classmethod
+    def empty(cls, key_shape: tuple[int, ...], value_width: int, dtype: Any) -> Self:
+        """Creates a cache without tokens.
+
+        Args:
+          key_shape: B, H, P, W, K.
+          value_width: U.
+          dtype: of keys and values.
+        """
+        batch, heads, length, beams, key_width = key_shape
+        columns = (batch, heads, key_width, length, beams)
+        return cls(
+            jnp.zeros(key_shape if beams == 1 else columns, dtype),
+            jnp.zeros((batch, heads, length, beams, value_width), dtype),
+        )
+
+    @property
+    def _has_columns(self) -> bool:
+        return self.value.shape[3] != 1  # Not `> 1`: an exported model's W is a symbol.
+
+    def append(self, new: KeyValue, positions: Array) -> Self:
+        """Stores the keys and values of one token of every hypothesis.
+
+        Args:
+          new: keys [B, H, W, K] and values [B, H, W, U].
+          positions: int32 [B], below P.
+        """
+        rows = jnp.arange(positions.shape[0])
+        options: Any = {"mode": "promise_in_bounds", "unique_indices": True}
+        if self._has_columns:
+            key = self.key.at[rows, :, :, positions].set(new.key.swapaxes(2, 3), **options)
+        else:
+            key = self.key.at[rows, :, positions].set(new.key, **options)
+        value = self.value.at[rows, :, positions].set(new.value, **options)
+        return dataclasses.replace(self, key=key, value=value)
+
+    def joined(self) -> KeyValue:
+        """Returns the tokens of all hypotheses of a sentence along one axis.
+
+        Returns:
+          Keys [B, H, P * W, K] and values [B, H, P * W, U].
+        """
+        batch_and_heads, width = self.value.shape[:2], self.value.shape[4]
+        value = self.value.reshape(*batch_and_heads, -1, width)
+        if self._has_columns:
+            key = self.key.reshape(*self.key.shape[:3], -1).swapaxes(2, 3)
+        else:
+            key = self.key.reshape(*batch_and_heads, -1, self.key.shape[4])
+        return KeyValue(key, value)
+
+    def reordered(self, parents: Array) -> Self:
+        """Returns the cache itself: `Cache.ancestry` says which hypothesis wrote each token."""
+        del parents
+        return self
+
+    def resized(self, max_length: int) -> Self:
+        """Returns the cache with the capacity P = `max_length`; its tokens must fit."""
+        return dataclasses.replace(
+            self,
+            key=_resize(self.key, max_length, 3 if self._has_columns else 2),
+            value=_resize(self.value, max_length, 2),
+        )
+
+
+@struct.dataclass
+class RecurrentState:
+    """The state of one layer's recurrent unit."""
+
+    memory: Array
+    """[B, W, D], in float32 at least."""
+
+    def reordered(self, parents: Array) -> Self:
+        """Returns the state with hypothesis w of sentence b continuing hypothesis parents[b, w]."""
+        return dataclasses.replace(self, memory=_gather_hypotheses(self.memory, parents))
+
+    def resized(self, max_length: int) -> Self:
+        """Returns the state itself, whose size does not depend on the length of the target."""
+        del max_length
+        return self
+
+
+LayerState: TypeAlias = KeyValueCache | RecurrentState
+"""What a decoder layer keeps of the target so far."""
+
+
+@struct.dataclass
+class Cache:
+    """The decoding cache of all layers, for W hypotheses per sentence.
+
+    Cached tokens stay where they were written when hypotheses continue one another: only
+    `ancestry`, and the states of recurrent units, are reordered.
+    """
+
+    layers: tuple[LayerState, ...]
+    """The target so far, by layer."""
+    cross: tuple[KeyValue | None, ...]
+    """Keys [B, H, S, K] and values [B, H, S, U] of the source, by layer; None without inputs."""
+    cross_mask: Array | None
+    """[B, 1, 1, S], True = attend."""
+    ancestry: Array
+    """int32 [B, W, P], the hypothesis that wrote each token of hypothesis w."""
+
+
+def reorder_cache(cache: Cache, parents: Array) -> Cache:
+    """Lets each hypothesis continue another one of its sentence.
+
+    Args:
+      cache: of the old hypotheses.
+      parents: int32 [B, W]; new hypothesis w of sentence b continues old hypothesis parents[b, w].
+    """
+    layers = tuple(layer.reordered(parents) for layer in cache.layers)
+    ancestry = _gather_hypotheses(cache.ancestry, parents)
+    return dataclasses.replace(cache, layers=layers, ancestry=ancestry)
+
+
+def insert_rows(cache: Cache, new: Cache, rows: Array) -> Cache:
+    """Assigns rows of the cache to new sentences, whose targets are empty.
+
+    Args:
+      cache: of B sentences.
+      new: of R sentences, from `Transformer.init_cache`, with the same S, W and P.
+      rows: int32 [R], the row of each new sentence; a sentence whose row is not below B is dropped.
+    """
+
+    def replace(old: Array, inserted: Array) -> Array:
+        return old.at[rows].set(inserted, mode="drop")
+
+    # The layers' states need no reset: a sentence reads only what it has written itself.
+    cross, cross_mask = jax.tree.map(
+        replace, (cache.cross, cache.cross_mask), (new.cross, new.cross_mask)
+    )
+    return dataclasses.replace(cache, cross=cross, cross_mask=cross_mask)
+
+
+def resize_cache(cache: Cache, max_length: int) -> Cache:
+    """Returns the cache with the capacity P = `max_length`; its tokens must fit."""
+    layers = tuple(layer.resized(max_length) for layer in cache.layers)
+    return dataclasses.replace(
+        cache, layers=layers, ancestry=_resize(cache.ancestry, max_length, 2)
+    )
+
+
+def _gather_hypotheses(array: Array, parents: Array) -> Array:
+    """array[b, parents[b, w]] for an array [B, W, ...]."""
+    return jnp.take_along_axis(array, parents[:, :, None], axis=1)
+
+
+def _resize(array: Array, size: int, axis: int) -> Array:
+    """Truncates an axis to `size`, or pads it with zeros."""
+    kept = lax.slice_in_dim(array, 0, min(size, array.shape[axis]), axis=axis)
+    padding = [(0, 0)] * array.ndim
+    padding[axis] = (0, size - kept.shape[axis])
+    return jnp.pad(kept, padding)

@@ -1,0 +1,96 @@
+"""The learned relative position bias of T5."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from jax import Array, lax
+
+from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.model.numerics import at_least_float32, embedding_init
+
+
+@functools.lru_cache
+def distance_buckets(num_buckets: int, max_distance: int) -> np.ndarray:
+    r"""The bucket of each distance in one direction.
+
+    With N buckets, distances d below E = N // 2 have a bucket of their own. The others share N - E
+    buckets whose widths grow geometrically up to the distance M, and beyond it all are in the last.
+
+    .. math:: E + \left\lfloor (N - E) \frac{\log(d / E)}{\log(M / E)} \right\rfloor
+
+    Args:
+      num_buckets: N, at least 2.
+      max_distance: M, more than E.
+
+    Returns:
+      int32 [M + 1], bucket of the distances 0 ... M; longer ones are treated as M. The logarithms
+      are compared as powers of integers, so that no rounding moves a distance to another bucket.
+
+    Source: Raffel et al. 2020, section 2.1; Mesh TensorFlow, `_relative_position_bucket`.
+    """
+    exact = num_buckets // 2
+    wide = num_buckets - exact
+    buckets = np.arange(max_distance + 1, dtype=np.int32)
+    for distance in range(exact, max_distance + 1):
+        # The highest k with (d / E)^(N - E) >= (M / E)^k.
+        buckets[distance] = exact + max(
+            k for k in range(wide) if distance**wide * exact**k >= max_distance**k * exact**wide
+        )
+    buckets.flags.writeable = False  # The cache hands the same array to every caller.
+    return buckets
+
+
+class RelativeBias(nn.Module):
+    """A learned bias for each head and each bucket of distances between query and key.
+
+    In the encoder one half of the buckets is for keys at or before the query, the other for those
+    after it. In the decoder all buckets are for keys at or before the query.
+
+    Scores are divided by sqrt(K) before it is added, as in OpenNMT-py 3 (T5 has folded this
+    division into the initial values of the query projection).
+
+    Source: Raffel et al. 2020, section 2.1; OpenNMT-py 3, `compute_bias`.
+    """
+
+    config: TransformerConfig
+    bidirectional: bool
+    """Whether queries attend to later keys, too: True in the encoder."""
+
+    @nn.compact
+    def __call__(self, queries: Array, keys: Array) -> Array:
+        """Computes the bias.
+
+        Args:
+          queries: int32 [B, T], positions.
+          keys: int32 [B, S], positions.
+
+        Returns:
+          [B, H, T, S], in float32 at least.
+        """
+        c = self.config
+        num_buckets = c.relative_position_buckets
+        shape = (num_buckets, c.num_heads)
+        table = self.param("embedding", embedding_init(c), shape, jnp.dtype(c.param_dtype))
+        distance = keys[:, None, :] - queries[:, :, None]  # [B, T, S]
+        first = 0
+        if self.bidirectional:
+            num_buckets //= 2
+            first = jnp.where(distance > 0, num_buckets, 0)
+            distance = jnp.abs(distance)
+        else:
+            distance = jnp.maximum(-distance, 0)
+        longest = c.relative_position_max_distance
+        buckets = jnp.asarray(distance_buckets(num_buckets, longest))
+        buckets = first + buckets[jnp.minimum(distance, longest)]
+        # A product with ones and zeros, because accelerators add the gradient of a lookup of so
+        # many equal indices entry by entry.
+        dtype = at_least_float32(jnp.dtype(c.dtype))
+        return jnp.einsum(
+            "btsn,nh->bhts",
+            jax.nn.one_hot(buckets, c.relative_position_buckets, dtype=dtype),
+            table.astype(dtype),
+            precision=lax.Precision.HIGHEST,
+        )

@@ -1,0 +1,368 @@
+"""Rotary, ALiBi and T5 positions: against their equations, in whole passes and in cached steps."""
+
+import dataclasses
+import functools
+import math
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.model.alibi import AlibiBias, alibi_slopes
+from flaxformer_mt.model.attention import MultiHeadAttention, scaled_dot_product_attention
+from flaxformer_mt.model.cache import reorder_cache
+from flaxformer_mt.model.positions import attention_positions, query_key_transform
+from flaxformer_mt.model.relative_bias import RelativeBias, distance_buckets
+from flaxformer_mt.model.rotary import rotate, rotation_table, rotations
+from flaxformer_mt.model.transformer import Transformer
+
+TINY = TransformerConfig(
+    source_vocab_size=23,
+    target_vocab_size=23,
+    d_model=12,
+    num_heads=3,
+    d_ff=20,
+    num_encoder_layers=2,
+    num_decoder_layers=2,
+    max_length=16,
+    relative_position_buckets=4,
+    relative_position_max_distance=5,
+    dtype="float64",
+    param_dtype="float64",
+)
+KINDS = {
+    "rotary": {"position_kind": "rotary"},
+    "rotary, concatenated": {"position_kind": "rotary", "position_layout": "concatenated"},
+    "alibi": {"position_kind": "alibi"},
+    "t5_relative": {"position_kind": "t5_relative"},
+    "t5_relative, by layer": {
+        "position_kind": "t5_relative",
+        "relative_position_sharing": "layer",
+    },
+}
+SOURCE = jnp.array([[3, 4, 5, 6, 9, 2], [7, 8, 5, 2, 0, 0]], jnp.int32)
+TARGET = jnp.array([[1, 4, 5, 9, 3], [1, 8, 5, 2, 0]], jnp.int32)
+
+
+# Most of the time would go into optimising programs that run a few times.
+compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+class Compiled(Transformer):
+    """The model with its methods compiled whole: op by op, each would compile dozens of times."""
+
+    @functools.partial(compiled, static_argnums=0, static_argnames="method")
+    def apply(self, *args, **kwargs):
+        return super().apply(*args, **kwargs)
+
+
+@functools.cache
+def of(kind, **overrides):
+    """Model and random parameters of a position kind."""
+    model = Compiled(dataclasses.replace(TINY, **KINDS[kind] | overrides))
+    source = SOURCE if model.config.has_inputs else None
+    shapes = jax.eval_shape(model.init, jax.random.key(0), source, TARGET)
+    rng = np.random.default_rng(0)
+    params = jax.tree.map_with_path(
+        lambda path, leaf: jnp.asarray(
+            (path[-1].key == "scale") + 0.3 * rng.normal(size=leaf.shape), leaf.dtype
+        ),
+        shapes,
+    )
+    return model, params
+
+
+def test_slopes_are_those_of_the_paper():
+    np.testing.assert_array_equal(alibi_slopes(8), 2.0 ** -np.arange(1, 9))
+    np.testing.assert_allclose(alibi_slopes(16)[:2], [2**-0.5, 2**-1.0])
+    # The slopes for 4 heads, then the first and third of those for 8.
+    np.testing.assert_array_equal(alibi_slopes(6), [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3])
+    np.testing.assert_array_equal(alibi_slopes(1), [2**-8])
+
+
+def test_the_alibi_bias_is_its_equation(float64):
+    config = dataclasses.replace(TINY, num_heads=6)
+    queries, keys = jnp.array([[0, 1, 2], [4, 0, 1]]), jnp.array([[0, 5], [2, 3]])
+    bias = AlibiBias(config, True).apply({}, queries, keys)
+    assert bias.shape == (2, 6, 3, 2)
+    for b, h, t, s in np.ndindex(bias.shape):
+        expected = -alibi_slopes(6)[h] * abs(int(queries[b, t]) - int(keys[b, s]))
+        assert float(bias[b, h, t, s]) == expected
+
+
+def published_bucket(distance, bidirectional, num_buckets, max_distance):
+    """The bucket of key position - query position, transcribed from Mesh TensorFlow in float32."""
+    result, n = 0, -distance
+    if bidirectional:
+        num_buckets //= 2
+        result += num_buckets * (n < 0)
+        n = abs(n)
+    else:
+        n = max(n, 0)
+    exact = num_buckets // 2
+    if n < exact:
+        return result + n
+    ratio = np.log(np.float32(n) / np.float32(exact)) / np.float32(math.log(max_distance / exact))
+    return result + min(exact + int(ratio * np.float32(num_buckets - exact)), num_buckets - 1)
+
+
+@pytest.mark.parametrize(("buckets", "max_distance"), [(32, 128), (8, 20), (4, 3), (16, 64)])
+@pytest.mark.parametrize("bidirectional", [True, False])
+def test_t5_buckets_are_the_published_ones(float64, buckets, max_distance, bidirectional):
+    config = dataclasses.replace(
+        TINY,
+        position_kind="t5_relative",
+        relative_position_buckets=buckets,
+        relative_position_max_distance=max_distance,
+    )
+    distances = np.arange(-150, 151)
+    module = RelativeBias(config, bidirectional)
+    table = np.random.default_rng(0).normal(size=(buckets, 3))
+    bias = module.apply(
+        {"params": {"embedding": table}}, jnp.array([[150]]), jnp.asarray(distances[None] + 150)
+    )
+    expected = [published_bucket(int(d), bidirectional, buckets, max_distance) for d in distances]
+    np.testing.assert_array_equal(bias[0, :, 0].T, table[expected])
+
+
+def test_distances_beyond_the_longest_share_the_last_bucket():
+    assert list(distance_buckets(4, 6)) == [0, 1, 2, 2, 3, 3, 3]
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "concatenated"])
+def test_rotation_is_a_complex_product(float64, layout):
+    """Pair j of features is a complex number, multiplied by exp(i * position * frequency j)."""
+    config = dataclasses.replace(
+        TINY, head_dim=6, position_kind="rotary", position_layout=layout, position_base=100.0
+    )
+    x = np.random.default_rng(0).normal(size=(2, 3, 4, 6))
+    positions = jnp.array([[0, 1, 2, 3], [7, 0, 1, 15]])
+    y = np.asarray(rotate(config, jnp.asarray(x), rotations(config, positions, 4)))
+    for b, t, j in np.ndindex(2, 4, 3):
+        pair = [2 * j, 2 * j + 1] if layout == "interleaved" else [j, j + 3]
+        angle = float(positions[b, t]) * 100.0 ** (-2 * j / 6)
+        expected = (x[b, :, t, pair[0]] + 1j * x[b, :, t, pair[1]]) * np.exp(1j * angle)
+        found = y[b, :, t, pair[0]] + 1j * y[b, :, t, pair[1]]
+        np.testing.assert_allclose(found, expected, atol=1e-14)
+
+
+def test_rotated_scores_depend_on_the_distance_alone(float64):
+    config = dataclasses.replace(TINY, position_kind="rotary")
+    query, key = (jnp.asarray(np.random.default_rng(i).normal(size=(1, 3, 1, 4))) for i in (0, 1))
+
+    def scores(query_position, key_position):
+        rotated = [
+            rotate(config, x, rotations(config, jnp.array([[position]]), 16))
+            for x, position in ((query, query_position), (key, key_position))
+        ]
+        return jnp.sum(rotated[0] * rotated[1], axis=-1)
+
+    np.testing.assert_allclose(scores(3, 1), scores(12, 10), atol=1e-14)
+    assert np.abs(scores(3, 1) - scores(1, 3)).min() > 1e-3
+
+
+def test_angles_are_exact_in_float32_and_reach_beyond_max_length():
+    config = dataclasses.replace(TINY, position_kind="rotary", dtype="float32")
+    positions = jnp.array([[5, 900]], jnp.int32)
+    found = rotations(config, positions, 1000)[0, 0]
+    np.testing.assert_array_equal(found, rotation_table(1000, 4, 1e4)[[5, 900]].astype("float32"))
+    assert bool(jnp.isnan(rotations(config, positions, 900)[0, 0, 1]).all())
+
+
+def test_attention_adds_a_bias_of_every_broadcastable_shape(float64):
+    rng = np.random.default_rng(0)
+    query, key, value = (jnp.asarray(rng.normal(size=(2, 3, n, 4))) for n in (5, 6, 6))
+    mask = jnp.asarray(rng.random((2, 1, 5, 6)) < 0.7)
+    scores = np.einsum("bhtk,bhsk->bhts", query, key) / 2
+    for shape in [(2, 3, 5, 6), (1, 3, 5, 6), (2, 1, 1, 6), (6,)]:
+        bias = rng.normal(size=shape)
+        expected = np.where(mask, np.exp(scores + bias), 0)
+        expected /= expected.sum(-1, keepdims=True)
+        seen = {}
+        context, weights = scaled_dot_product_attention(
+            query, key, value, mask, None, seen.__setitem__, jnp.asarray(bias)
+        )
+        np.testing.assert_allclose(weights, expected, atol=1e-14)
+        np.testing.assert_allclose(context, expected @ np.asarray(value), atol=1e-13)
+        shown = np.where(mask, scores + bias, np.finfo("float64").min)
+        np.testing.assert_allclose(seen["scores"], shown, rtol=1e-14, atol=1e-14)
+
+
+def test_a_key_bias_is_trained_where_keys_are_rotated(float64):
+    """Rotated, it adds to a score what depends on the distance: it has a gradient."""
+    config = dataclasses.replace(TINY, position_kind="rotary")
+    attention = MultiHeadAttention(config)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 12)))
+    positions = jnp.arange(5)[None]
+    transform = query_key_transform(
+        config, attention_positions(config, positions, positions, length=5)
+    )
+
+    def attend(module, inputs):
+        attended = module.project(inputs, transform)
+        return module(inputs, attended, None, True, transform=transform)[0]
+
+    params = attention.init(jax.random.key(0), x, method=attend)["params"]
+
+    def loss(bias):
+        moved = params | {"key": params["key"] | {"bias": bias}}
+        return jnp.sum(jnp.square(attention.apply({"params": moved}, x, method=attend)))
+
+    bias = jnp.linspace(-1.0, 1.0, 12)
+    gradient = jax.grad(loss)(bias)
+    assert float(jnp.abs(gradient).min()) > 1e-4
+    step = 1e-6
+    differences = [
+        (loss(bias + step * unit) - loss(bias - step * unit)) / (2 * step) for unit in jnp.eye(12)
+    ]
+    np.testing.assert_allclose(gradient, differences, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_order_of_tokens_matters(float64, kind):
+    model, params = of(kind)
+    swapped = SOURCE.at[0, :2].set(SOURCE[0, 1::-1])
+    difference = model.apply(params, SOURCE, TARGET) - model.apply(params, swapped, TARGET)
+    assert float(jnp.abs(difference[0]).min(axis=0).max()) > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("kind", "has_inputs"),
+    [*((kind, True) for kind in KINDS), ("rotary", False), ("t5_relative", False)],
+)
+def test_cached_steps_equal_the_whole_pass(float64, kind, has_inputs):
+    """Each of three hypotheses, also after they have continued one another."""
+    model, params = of(kind, has_inputs=has_inputs)
+    source = SOURCE if has_inputs else None
+    targets = jnp.array(
+        [[[1, 4, 5, 9], [1, 4, 7, 3], [1, 6, 6, 8]], [[1, 8, 5, 5], [1, 3, 3, 3], [1, 3, 9, 4]]],
+        jnp.int32,
+    )  # [B, W, T]
+    parents = jnp.array([[0, 0, 2], [2, 1, 1]])
+    encoded = model.apply(params, source, method="encode") if has_inputs else None
+    cache = Transformer(model.config).apply(params, encoded, source, 3, 6, 2, method="init_cache")
+    written = targets
+    for position in range(4):
+        if position == 2:  # From here on, hypotheses continue others.
+            cache = reorder_cache(cache, parents)
+            earlier = jnp.take_along_axis(targets[:, :, :2], parents[:, :, None], axis=1)
+            written = jnp.concatenate([earlier, targets[:, :, 2:]], axis=2)
+        logits, cache = model.apply(
+            params, written[:, :, position], cache, jnp.full(2, position), method="decode_step"
+        )
+        for beam in range(3):
+            whole = model.apply(params, source, written[:, beam])
+            chex.assert_trees_all_close(logits[:, beam], whole[:, position], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sentences_of_a_step_can_have_different_positions(float64, kind):
+    model, params = of(kind)
+    encoded = model.apply(params, SOURCE, method="encode")
+    cache = Transformer(model.config).apply(params, encoded, SOURCE, 1, 6, method="init_cache")
+    whole = model.apply(params, SOURCE, TARGET)
+    for position in range(4):  # The second sentence starts one step later.
+        positions = jnp.array([position, max(position - 1, 0)], jnp.int32)
+        tokens = jnp.take_along_axis(TARGET, positions[:, None], axis=1)
+        logits, cache = model.apply(params, tokens, cache, positions, method="decode_step")
+        expected = jnp.take_along_axis(whole, positions[:, None, None], axis=1)
+        chex.assert_trees_all_close(logits, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_rows_equal_separate_rows(float64, kind):
+    model, params = of(kind)
+
+    def pack(rows):
+        tokens = jnp.array([[token for row in rows for token in row] + [0]], jnp.int32)
+        segments = [i + 1 for i, row in enumerate(rows) for _ in row] + [0]
+        positions = [j for row in rows for j in range(len(row))] + [0]
+        return tokens, jnp.array([segments]), jnp.array([positions])
+
+    sources, targets = [[3, 4, 2], [7, 8, 9, 5, 2]], [[1, 5, 6, 7], [1, 8, 3]]
+    source, source_segments, source_positions = pack(sources)
+    target, target_segments, target_positions = pack(targets)
+    packed = model.apply(
+        params,
+        source,
+        target,
+        encoder_segment_ids=source_segments,
+        decoder_segment_ids=target_segments,
+        encoder_positions=source_positions,
+        decoder_positions=target_positions,
+    )
+    start = 0
+    for one_source, one_target in zip(sources, targets, strict=True):
+        alone = model.apply(params, jnp.array([one_source]), jnp.array([one_target]))
+        end = start + len(one_target)
+        chex.assert_trees_all_close(packed[:, start:end], alone, rtol=0, atol=1e-12)
+        start = end
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loop_unrolled_and_remat_agree_and_all_gradients_are_finite(float64, kind):
+    results = []
+    for layout in ({}, {"scan_layers": False}, {"remat": True}):
+        model, params = of(kind, **layout)
+
+        @compiled
+        @jax.value_and_grad
+        def loss(params, model=model):
+            rngs = {"dropout": jax.random.key(1)}
+            logits = Transformer(model.config).apply(
+                params, SOURCE, TARGET, deterministic=False, rngs=rngs
+            )
+            return jnp.mean(jnp.square(logits))
+
+        results.append(loss(params))
+    for other in results[1:]:
+        chex.assert_trees_all_close(results[0], other, rtol=1e-10, atol=1e-13)
+    chex.assert_tree_all_finite(results[0])
+    flat = jax.tree.leaves_with_path(results[0][1])
+    unmoved = {
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for path, leaf in flat
+        if not np.abs(leaf).any()
+    }
+    expected = {
+        f"params/{attention}/key/bias"
+        for attention in (
+            "encoder/layers/self_attention",
+            "decoder/layers/self_attention",
+            "decoder/layers/cross_attention",
+        )
+        if not ("rotary" in kind and "self" in attention)
+    }
+    assert unmoved == expected
+
+
+@pytest.mark.parametrize(("sharing", "shape"), [("stack", (4, 3)), ("layer", (2, 4, 3))])
+def test_layers_share_a_t5_table_or_have_their_own(float64, sharing, shape):
+    kind = "t5_relative" if sharing == "stack" else "t5_relative, by layer"
+    encoder = of(kind)[1]["params"]["encoder"]
+    owner = encoder if sharing == "stack" else encoder["layers"]
+    assert owner["position_bias"]["embedding"].shape == shape
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"position_kind": "rotary", "head_dim": 5}, "head has 5: model.head_dim must be even"),
+        (
+            {"position_kind": "t5_relative", "relative_position_buckets": 5},
+            "=5 must be even",
+        ),
+        (
+            {"position_kind": "t5_relative", "relative_position_buckets": 10},
+            "max_distance=5 must be more than half",
+        ),
+        ({"position_kind": "alibi", "decoder_kind": "ssru"}, "kind=alibi acts in self-attention"),
+    ],
+)
+def test_configurations_that_cannot_be(fields, message):
+    with pytest.raises(UserError, match=message):
+        dataclasses.replace(TINY, **fields)
