@@ -83,14 +83,15 @@ def start(
         coverage = jnp.repeat(padding, width, axis=1)
     tokens = jnp.full((batch_size, width, max_length), options.pad_id, jnp.int32)
     impossible = jnp.full((batch_size, width), IMPOSSIBLE, jnp.float32)
-    has_sentence = constraints.max_lengths[:, None] > 0
     return SearchState(
         constraints=constraints,
         positions=jnp.zeros(batch_size, jnp.int32),
         hypotheses=Hypotheses(
             tokens=tokens,
             last=jnp.full((batch_size, width), options.bos_id, jnp.int32),
-            log_probabilities=jnp.where(has_sentence, log_probabilities, impossible),
+            log_probabilities=jnp.where(
+                constraints.max_lengths[:, None] > 0, log_probabilities, impossible
+            ),
             coverage=coverage,
         ),
         finished=SearchResult(
