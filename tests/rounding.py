@@ -27,7 +27,9 @@ def rounding_tolerance(
       module: a float32 module. A copy of it computes in float64.
       compute: computes the result of a module.
     """
-    single, double = compute(module), compute(copy.deepcopy(module).double())
+    # Copied first: some modules keep tensors of their last call, which cannot be copied.
+    in_double = copy.deepcopy(module).double()
+    single, double = compute(module), compute(in_double)
     assert single.dtype == np.float32
     assert double.dtype == np.float64
     return FACTOR * float(np.abs(single - double).max())
