@@ -39,7 +39,7 @@ class LineFormat:
 def translate_lines(
     translator: Translator,
     groups: Iterable[Sequence[str]],
-    form: LineFormat,
+    line_format: LineFormat,
     name: str,
     advance: Callable[[], object] = lambda: None,
 ) -> Iterator[str]:
@@ -49,7 +49,7 @@ def translate_lines(
       translator: translates the lines.
       groups: input lines in groups of those available together; a group is translated completely
         before the next is read.
-      form: the format of the lines.
+      line_format: the format of the lines.
       name: the source of the lines, for error messages.
       advance: called when a line is translated, possibly before its output is yielded.
 
@@ -58,42 +58,42 @@ def translate_lines(
         `Translator.translate_n_best`.
     """
     first = 0
-    scores = form.output == "jsonl" or translator.decode.n_best > 1
+    scores = line_format.output == "jsonl" or translator.decode.n_best > 1
     for group in groups:
         found = translator.stream(
             [
-                read_sentence(line, form.input, f"{name}, line {number}")
+                read_sentence(line, line_format.input, f"{name}, line {number}")
                 for number, line in enumerate(group, first + 1)
             ],
-            unit=form.unit,
-            attention=form.attention or form.tokens,
+            unit=line_format.unit,
+            attention=line_format.attention or line_format.tokens,
             scores=scores,
             advance=advance,
         )
         for index, hypotheses in enumerate(found, first):
-            if form.output == "jsonl":
-                yield write_json(hypotheses, form)
+            if line_format.output == "jsonl":
+                yield format_json(hypotheses, line_format)
             elif translator.decode.n_best == 1:
-                yield write_text(hypotheses[0], form)
+                yield format_text(hypotheses[0], line_format)
             else:
                 for hypothesis in hypotheses:
-                    yield f"{index} ||| {write_text(hypothesis, form, with_score=True)}"
+                    yield f"{index} ||| {format_text(hypothesis, line_format, with_score=True)}"
         first += len(group)
 
 
-def read_sentence(line: str, form: LineEncoding, location: str) -> Sentence:
+def read_sentence(line: str, encoding: LineEncoding, location: str) -> Sentence:
     """Parses an input line.
 
     Args:
       line: without line end.
-      form: text; or jsonl: {"text": "...", "prefix": "...", "phrases": ["...", ...]}, where only
-        "text" is required.
+      encoding: text; or jsonl: {"text": "...", "prefix": "...", "phrases": ["...", ...]}, of which
+        only "text" is required.
       location: where the line is, for error messages.
 
     Raises:
       UserError: the line is not such a JSON object.
     """
-    if form == "text":
+    if encoding == "text":
         return Sentence(line)
     try:
         values = json.loads(line)
@@ -113,34 +113,34 @@ def read_sentence(line: str, form: LineEncoding, location: str) -> Sentence:
     return Sentence(values["text"], values.get("prefix", ""), tuple(phrases))
 
 
-def write_text(hypothesis: Hypothesis, form: LineFormat, with_score: bool = False) -> str:
+def format_text(hypothesis: Hypothesis, line_format: LineFormat, with_score: bool = False) -> str:
     """Formats a translation as `text`, or `text ||| score`, and ` ||| 0-0 1-2` with alignment."""
     columns = [hypothesis.text]
     if with_score:
         columns.append(f"{hypothesis.score:.6f}")
-    if form.unit:
+    if line_format.unit:
         columns.append(pharaoh(hypothesis.alignment))
     return " ||| ".join(columns)
 
 
-def write_json(hypotheses: Sequence[Hypothesis], form: LineFormat) -> str:
+def format_json(hypotheses: Sequence[Hypothesis], line_format: LineFormat) -> str:
     """Formats the translations of a sentence, best first, as a JSON object."""
     return json.dumps(
-        {"translations": [dict(_fields(hypothesis, form)) for hypothesis in hypotheses]},
+        {"translations": [dict(_fields(hypothesis, line_format)) for hypothesis in hypotheses]},
         ensure_ascii=False,
     )
 
 
-def _fields(hypothesis: Hypothesis, form: LineFormat) -> Iterator[tuple[str, Any]]:
+def _fields(hypothesis: Hypothesis, line_format: LineFormat) -> Iterator[tuple[str, Any]]:
     yield "text", hypothesis.text
     yield "score", round(hypothesis.score, 6)
     yield "log_probability", round(hypothesis.log_probability, 6)
-    if form.tokens:
+    if line_format.tokens:
         yield "tokens", hypothesis.tokens
         yield "pieces", hypothesis.pieces
         yield "source_pieces", hypothesis.source_pieces
-    if form.unit:
+    if line_format.unit:
         yield "alignment", pharaoh(hypothesis.alignment)
-    if form.attention:
+    if line_format.attention:
         attention = hypothesis.attention
         yield "attention", None if attention is None else attention.round(4).tolist()

@@ -162,7 +162,7 @@ def _split_levels(
     # Models are trained on sentences, which stay separate; smaller parts are merged.
     groups = [[part] for part in parts]
     if levels[0] is not sentences:
-        groups = _group_neighbours(parts, lengths, limit)
+        groups = _merge_neighbors(parts, lengths, limit)
         lengths = measure_lengths(["".join(group) for group in groups])
     inside_word = segment.inside_word
     for group, length in zip(groups, lengths, strict=True):
@@ -171,14 +171,14 @@ def _split_levels(
                 Segment(group[0].strip(), inside_word), limit, measure_lengths, levels[1:]
             )
         else:
-            # Merged neighbours may have more tokens than separate ones; they are not merged then.
+            # Merged neighbors may have more tokens than separate ones; they are not merged then.
             texts = group if length > limit else ["".join(group)]
             yield from (Segment(text.strip(), inside_word) for text in texts if text.strip())
         inside_word = False
 
 
-def _group_neighbours(parts: Sequence[str], lengths: Sequence[int], limit: int) -> list[list[str]]:
-    """Groups consecutive parts, each group of at most `limit` tokens if possible."""
+def _merge_neighbors(parts: Sequence[str], lengths: Sequence[int], limit: int) -> list[list[str]]:
+    """Groups consecutive parts into groups of at most `limit` tokens if possible."""
     groups: list[list[str]] = []
     room = 0
     for part, length in zip(parts, lengths, strict=True):

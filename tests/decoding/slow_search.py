@@ -43,21 +43,21 @@ def is_ruled_out(tokens, token, constraints, options):
     )
 
 
-def penalise(score, penalty):
+def penalize(score, penalty):
     return score * penalty if score < 0 else score / penalty
 
 
 def token_scores(logits, tokens, constraints, options, chosen_by_others=()):
     """Returns a list of what each next token adds to the log-probability of `tokens`."""
     allowed = range(len(logits)) if constraints.allowed is None else constraints.allowed
-    normaliser = log_sum_exp([logits[token] for token in allowed])
-    originals = [logit - normaliser for logit in logits]
+    normalizer = log_sum_exp([logits[token] for token in allowed])
+    originals = [logit - normalizer for logit in logits]
     scores = []
     for token, score in enumerate(originals):
         score -= options.diversity_penalty * chosen_by_others.count(token)
         if options.repetition_penalty is not None and token in tokens:
-            shift = normaliser if options.independent else 0.0
-            score = penalise(score + shift, options.repetition_penalty) - shift
+            shift = normalizer if options.independent else 0.0
+            score = penalize(score + shift, options.repetition_penalty) - shift
         scores.append(-math.inf if is_ruled_out(tokens, token, constraints, options) else score)
     if len(tokens) < len(constraints.prefix):
         required = constraints.prefix[len(tokens)]

@@ -155,10 +155,10 @@ def greedy_outputs(
 ) -> np.ndarray:
     """What our greedy search finds: int32 [200, T]."""
     longest = source.shape[1] + 10
-    engine = ContinuousBatcher([(config, interop.model_params(params))], DecodeConfig(beam_size=1))
+    batcher = ContinuousBatcher([(config, interop.model_params(params))], DecodeConfig(beam_size=1))
     requests = [Request(row[row != config.pad_id].tolist(), 0, longest) for row in source]
     targets = np.full((len(source), longest), config.pad_id, np.int32)
-    for index, found in engine.decode(requests):
+    for index, found in batcher.decode(requests):
         targets[index, : len(found.tokens[0])] = found.tokens[0]
     return targets[:, : (targets != config.pad_id).any(axis=0).sum()]
 

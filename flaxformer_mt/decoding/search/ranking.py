@@ -27,7 +27,7 @@ def length_penalty(
 
     Args:
       length: int32, number of tokens of the hypothesis, end token included.
-      alpha: 0 for no penalty; a larger value favours longer hypotheses.
+      alpha: 0 for no penalty; a larger value favors longer hypotheses.
       kind: "gnmt" for the first formula, "average" for the second.
 
     Source: Wu et al. 2016, equation 14, without coverage; Hugging Face transformers.
