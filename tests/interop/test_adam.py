@@ -169,7 +169,9 @@ def test_an_unfit_moment_is_refused_by_name():
 def test_what_is_no_adam_of_this_model_is_refused():
     before = trained_checkpoint(VARIANTS["tunz"])
     other = trained_checkpoint(VARIANTS["torch_post"])["optimizer"]
-    assert "other parameters than the model" in refusal(before | {"optimizer": other})
+    assert "the optimizer's parameters are not the model's" in refusal(
+        before | {"optimizer": other}
+    )
     groups = before["optimizer"]["param_groups"]
     for unfit in (
         {"lr": 1.0},

@@ -153,7 +153,7 @@ def test_weights_can_be_quantised(trained_run, exported, tmp_path, capsys):
          str(trained_run), str(tmp_path / "int8")]
     )  # fmt: skip
     assert code == 0
-    assert "decode.length_penalty_kind=gnmt has no place there" in capsys.readouterr().err
+    assert "decode.length_penalty_kind=gnmt is not supported" in capsys.readouterr().err
     quantised, whole = ((f / "model.bin").stat().st_size for f in (tmp_path / "int8", exported[1]))
     assert quantised < 0.6 * whole  # Biases, norms and positions stay as they are.
     ((pieces, _),) = Served(tmp_path / "int8").translate(["twelve"])
@@ -172,8 +172,8 @@ def test_options_that_have_no_place_there_are_told(exported):
     )
     settings, losses = to_settings(told)
     assert settings["suppress_sequences"] == vocabulary.split(["zwölf"])
-    assert losses[0] == "decode.coverage_penalty=0.2 has no place in CTranslate2"
-    assert "decode.early_stopping=never has no place there" in losses[1]
+    assert losses[0] == "decode.coverage_penalty=0.2 is not supported by CTranslate2"
+    assert "decode.early_stopping=never is not supported" in losses[1]
     # Without a length penalty all three meanings of early stopping find the same.
     free = dataclasses.replace(SAME_SEARCH, early_stopping="never", length_penalty=0.0)
     assert to_settings(with_decode(package, free))[1] == ()

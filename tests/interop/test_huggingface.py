@@ -165,7 +165,7 @@ def test_a_run_of_ours_to_hugging_face_and_back(trained_run, tmp_path, capsys):
     exported, again = tmp_path / "exported", tmp_path / "again"
     command = ["convert", "--from", OWN, "--to", "marian", str(trained_run), str(exported)]
     assert main(command) == 0
-    assert "length_penalty_kind=gnmt is not known there" in capsys.readouterr().err
+    assert "length_penalty_kind=gnmt is not supported by generate" in capsys.readouterr().err
     ours = load_run(trained_run)
     model = MarianMTModel.from_pretrained(exported).eval()
     tokenizer = MarianTokenizer.from_pretrained(exported)
@@ -314,10 +314,10 @@ def test_every_setting_of_the_search_there_and_back():
 
 def test_settings_that_are_not_known_are_told():
     _, notes = generation_config.to_decode({"forced_bos_token_id": 4, "typical_p": 1.0}, MODEL)
-    assert notes == ["forced_bos_token_id=4 is not known here, and left out"]
+    assert notes == ["forced_bos_token_id=4 is not supported, and ignored"]
     decode = DecodeConfig(coverage_penalty=0.2, length_penalty_kind="gnmt")
     _, notes = generation_config.from_decode(decode, MODEL, {})
-    assert notes[0] == "decode.coverage_penalty=0.2 is not known there, and left out"
+    assert notes[0] == "decode.coverage_penalty=0.2 is not supported by generate"
     assert "length_penalty_kind=gnmt" in notes[1]
 
 
@@ -375,13 +375,13 @@ def truncated(name):
 DAMAGES = {
     "another model": (edit("config.json", model_type="bart"), "model_type=bart, not marian"),
     "no weights": (without("model.safetensors"), "has no model.safetensors and no pytorch_model"),
-    "damaged weights": (truncated("model.safetensors"), "model.safetensors: a damaged"),
+    "damaged weights": (truncated("model.safetensors"), "model.safetensors: not a safetensors file"),
     "no settings": (without("config.json"), "config.json cannot be read: No such file"),
     "damaged settings": (truncated("config.json"), "config.json is damaged"),
     "no vocabulary": (without("vocab.json"), "source.model is missing"),
     "no pieces": (without("source.spm"), "source.spm is missing"),
-    "a long vocabulary": (edit("vocab.json", more=999), "ids up to 999, and there are embeddings"),
-    "another vocabulary": (edit("vocab.json", **{"<pad>": 7}), "pad_id is 7 in the source's"),
+    "a long vocabulary": (edit("vocab.json", more=999), "ids up to 999, but there are embeddings"),
+    "another vocabulary": (edit("vocab.json", **{"<pad>": 7}), "pad_id is 7 in the vocabulary"),
     "two widths": (edit("config.json", decoder_attention_heads=4), "2 heads and the decoder 4"),
     "a search that cannot be": (
         edit("generation_config.json", num_return_sequences=9), "n-best=9 is more than"
@@ -401,7 +401,7 @@ def test_shards_outside_of_the_folder_are_not_read(refused):
         index = {"weight_map": {"lm_head.weight": "../secret.safetensors"}}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
-    assert "../secret.safetensors is no file in its folder" in refused(damage)
+    assert "../secret.safetensors is not a file in its folder" in refused(damage)
 
 
 def test_what_is_there_is_kept(published, tmp_path, capsys):

@@ -192,7 +192,7 @@ def test_integers_become_the_numbers_that_they_stand_for(folder):
 
 def test_a_folder_becomes_a_run_and_goes_back(folder, tmp_path, capsys):
     assert convert(folder, tmp_path / "run") == 0
-    assert "its shortlist is left out" in capsys.readouterr().err
+    assert "its shortlist is ignored" in capsys.readouterr().err
     run = load_run(tmp_path / "run")
     assert run.model.decoder_kind == "ssru"
     assert (run.config.decode.beam_size, run.config.decode.length_penalty) == (2, 0.8)
@@ -246,7 +246,7 @@ def test_a_step_against_the_gradient_lowers_the_loss(folder):
         ({"lemma-dim-emb": 8}, "cannot have lemma-dim-emb: 8, only 0"),
         ({"enc-depth": 3}, "num_encoder_layers=3 was given, but the tensors have 2"),
         ({"dim-vocabs": [V]}, "no pair of integers dim-vocabs"),
-        ({"transformer-heads": None}, "no number transformer-heads"),
+        ({"transformer-heads": None}, "no integer transformer-heads"),
         ({"output-omit-bias": True}, "tensor decoder_ff_logit_out_b is unexpected"),
     ],
 )
@@ -340,5 +340,5 @@ def test_another_vocabulary_is_refused(folder, vocabulary):
     with pytest.raises(UserError, match=f"vocab.spm has {V - 1} tokens, but the model {V}"):
         marian_native.read(folder)
     (folder / "vocab.spm").write_bytes(train_model(TEXTS, V, model_type="bpe"))
-    with pytest.raises(UserError, match=r"vocab.spm has eos_id=2, but Marian's have 0"):
+    with pytest.raises(UserError, match=r"vocab.spm has eos_id=2, but Marian requires 0"):
         marian_native.read(folder)

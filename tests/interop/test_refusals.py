@@ -154,7 +154,9 @@ def test_unfit_files_are_refused_by_name_and_run_nothing(tmp_path, monkeypatch):
         message = refusal("tunz", path)
         assert str(path) in message
         assert "weights_only" not in message
-    assert "loading would run posix.mkdir, and was stopped" in refusal("tunz", tmp_path / "evil.pt")
+    assert "loading would run posix.mkdir, so it was stopped" in refusal(
+        "tunz", tmp_path / "evil.pt"
+    )
     assert not (tmp_path / "evil").exists()
 
 

@@ -1,1 +1,1 @@
-"""Whole models on disk: Hugging Face, Marian, CTranslate2, jax.export, run folders."""
+"""Formats of whole models: Hugging Face, Marian, CTranslate2, jax.export, run folders."""

@@ -1,9 +1,9 @@
-"""Models for CTranslate2, made by its own converter from our Hugging Face folder.
+"""Exports models to CTranslate2, using its own converter on our Hugging Face export.
 
-Its Marian has no padding token: decoding starts from a zero vector, and padding is left out of the
-vocabulary. So the vector that decoding starts from here is added to the decoder's first position,
-where nothing else ever stands, and padding becomes the last token, which the converter removes. A
-log-probability there is therefore one of ours with `decode.renormalize`.
+CTranslate2's Marian models have no padding token: decoding starts from a zero vector, and the
+vocabulary excludes padding. Therefore the embedding of our start token is added to the decoder's
+first position, which only the start token occupies, and padding becomes the last token, which the
+converter removes. Log-probabilities then equal ours with `decode.renormalize`.
 """
 
 import dataclasses
@@ -32,14 +32,14 @@ except ImportError as error:
     ) from error
 
 SETTINGS = "translate_batch.json"
-"""The file with keyword arguments of `ctranslate2.Translator.translate_batch`."""
+"""File with keyword arguments for `ctranslate2.Translator.translate_batch`."""
 VOCABULARY_MODELS = ("source.spm", "target.spm")
 
 LONGEST_TRANSLATION = 256
-"""As CTranslate2's own default: there, lengths do not go by the source's."""
+"""CTranslate2's default length limit, which does not depend on the source's length."""
 
-# Options of the search without a counterpart, with the values that need none.
-_UNKNOWN = {
+# Search options without a counterpart, with the values that have no effect.
+_UNSUPPORTED = {
     "coverage_penalty": 0.0, "min_length_factor": 0.0, "force_end": False, "beam_groups": 1,
     "sampling": False, "mbr_samples": 0, "shortlist": "",
 }  # fmt: skip
@@ -51,28 +51,27 @@ def write(
     accepted: Collection[str] = (),
     quantization: str | None = None,
 ) -> tuple[str, ...]:
-    """Makes a folder that `ctranslate2.Translator` loads, whole or not at all.
+    """Writes a folder that `ctranslate2.Translator` loads, atomically.
 
-    Beside the model it has the two SentencePiece models, and `SETTINGS`, with which CTranslate2
-    searches as the run does. What it translates are SentencePiece's pieces with "</s>" after them.
+    The folder also contains the two SentencePiece models, and `SETTINGS`, the arguments for a
+    search like the run's. Inputs are lists of SentencePiece pieces ending with "</s>".
 
     Args:
       bundle: the model.
-      folder: to be made.
+      folder: the folder to create.
       accepted: see `convert`.
       quantization: one of `QUANTIZATIONS`; None = float32.
 
     Returns:
-      What was done to the weights, and which options of the search have no place there, a line
-      each.
+      The changes to the weights, and the unsupported search options, in one line each.
 
     Raises:
-      UserError: Marian computes something else, or the folder exists or cannot be written.
+      UserError: the model is not a Marian model, or the folder exists or cannot be written.
     """
     if quantization not in (None, *QUANTIZATIONS):
         raise UserError(f"--quantization {quantization}: choose one of {', '.join(QUANTIZATIONS)}")
     disable_progress_bar()
-    # The converter reads no settings of the search: those that have no place there are no loss.
+    # The converter ignores search options, so unsupported ones must not be reported here.
     plain = dataclasses.replace(bundle.config, decode=DecodeConfig(length_penalty_kind="average"))
     with tempfile.TemporaryDirectory() as scratch, atomic.new_folder(folder) as partial:
         exported = Path(scratch, "huggingface")
@@ -88,10 +87,10 @@ def write(
 
 
 def to_settings(bundle: ModelBundle) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The arguments of `translate_batch` that search as the run does, as far as there are any.
+    """Converts search options to arguments of `translate_batch`.
 
     Returns:
-      The arguments, and a line about each option that they cannot say.
+      The arguments, and a line about each option without a counterpart.
     """
     decode, model = bundle.config.decode, bundle.config.model
     limit = decode.max_length or LONGEST_TRANSLATION
@@ -109,25 +108,25 @@ def to_settings(bundle: ModelBundle) -> tuple[dict[str, Any], tuple[str, ...]]:
         "return_scores": True,
     }
     losses = [
-        f"decode.{name}={getattr(decode, name)} has no place in CTranslate2"
-        for name, neutral in _UNKNOWN.items()
+        f"decode.{name}={getattr(decode, name)} is not supported by CTranslate2"
+        for name, neutral in _UNSUPPORTED.items()
         if getattr(decode, name) != neutral
     ]
     if decode.length_penalty and decode.length_penalty_kind == "gnmt":
         losses.append(
-            "CTranslate2 divides scores by length**length_penalty: decode.length_penalty_kind=gnmt "
-            "has no place there"
+            "decode.length_penalty_kind=gnmt is not supported by CTranslate2, which divides scores "
+            "by length**length_penalty"
         )
     if decode.length_penalty and decode.early_stopping != "first" and decode.beam_size > 1:
         losses.append(
-            "CTranslate2 stops at the first beam_size translations, or as many times that as "
-            f"patience says: decode.early_stopping={decode.early_stopping} has no place there"
+            f"decode.early_stopping={decode.early_stopping} is not supported by CTranslate2, which "
+            "stops after beam_size * patience finished translations"
         )
     return settings, tuple(losses)
 
 
 def _suppressed(bundle: ModelBundle) -> list[list[str]]:
-    """What must not appear, in pieces. Padding is no token there."""
+    """Returns the pieces of phrases that must not be generated, except those with padding."""
     decode, target = bundle.config.decode, bundle.tokenizers.target
     words = target.encode([word.strip() for word in decode.bad_words])
     ids = [[int(token) for token in phrase.split(",")] for phrase in decode.bad_word_ids]
@@ -138,23 +137,23 @@ def _suppressed(bundle: ModelBundle) -> list[list[str]]:
 
 
 class _Vocabulary:
-    """What the converter asks of a tokenizer. Padding is the last token, and called "<pad>"."""
+    """The tokenizer interface that the converter uses, with padding as the last token, "<pad>"."""
 
     def __init__(self, tokenizer: Tokenizer, size: int, pad_id: int) -> None:
         known = range(min(size, tokenizer.vocab_size))
         pieces = dict(zip(known, tokenizer.pieces(known), strict=True))
-        # Not every row of a table need be that of a piece.
+        # An embedding table may have more rows than there are pieces.
         names = [pieces.get(token) or f"<unused{token}>" for token in _pad_last(size, pad_id)]
         self.tokens = [*names[:-1], "<pad>"]
         self.eos_token, self.unk_token = tokenizer.pieces([tokenizer.eos_id, tokenizer.unk_id])
 
     def get_vocab(self) -> dict[str, int]:
-        """Ids by token."""
+        """Returns the ids by token."""
         return {token: number for number, token in enumerate(self.tokens)}
 
 
 class _Converter(converters.TransformersConverter):
-    """The converter of Hugging Face folders, for models that start decoding from any token."""
+    """CTranslate2's converter, extended to models that start decoding from any token."""
 
     def __init__(self, folder: Path, bundle: ModelBundle) -> None:
         super().__init__(str(folder))
@@ -162,7 +161,7 @@ class _Converter(converters.TransformersConverter):
         self.tokenizers = bundle.tokenizers
 
     def load_model(self, *arguments: Any, **options: Any) -> Any:
-        """The PyTorch model, which starts from zero, with padding last."""
+        """Returns the PyTorch model, changed to start from a zero vector, with padding last."""
         model = super().load_model(*arguments, **options)
         encoder, decoder = model.model.encoder, model.model.decoder
         start = decoder.embed_tokens.weight[self.model.bos_id] * decoder.embed_scale
@@ -175,14 +174,14 @@ class _Converter(converters.TransformersConverter):
         return model
 
     def load_tokenizer(self, *arguments: Any, **options: Any) -> _Vocabulary:
-        """The vocabulary of the source, which the converter takes for that of the target, too."""
+        """Returns the source's vocabulary, which the converter also uses for the target."""
         return self._vocabulary("source")
 
     def _load(self) -> Any:
         spec = super()._load()
         if self.tokenizers.joint:
             return spec
-        # Of a vocabulary of another size than the source's it leaves padding where it was.
+        # The converter does not remove padding from a target vocabulary of another size.
         target = self._vocabulary("target").tokens[:-1]
         spec._vocabularies["target"] = [target]
         for layer in (spec.decoder.embeddings, spec.decoder.projection):
@@ -196,5 +195,5 @@ class _Converter(converters.TransformersConverter):
 
 
 def _pad_last(size: int, pad_id: int) -> list[int]:
-    """All ids, in their order but for padding."""
+    """Returns all ids in order, except that padding is last."""
     return [*(token for token in range(size) if token != pad_id), pad_id]

@@ -1,7 +1,7 @@
-"""How Hugging Face's `generate` is configured, as our search, and back.
+"""Converts the configuration of Hugging Face's `generate` to our search options, and back.
 
-Lengths there count the token that starts decoding; bad words are token ids; padding is one of them
-in the published models, and is never chosen by our search.
+Its lengths include the start token. Its bad words are token ids; in published models they include
+padding, which our search never chooses.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ _EARLY_STOPPING: dict[Any, Literal["never", "heuristic", "first"]] = {
     True: "first",
 }
 
-# Of Hugging Face, with what they are if they are not given, ...
+# Settings of `generate` with their defaults, ...
 _DEFAULTS: dict[str, Any] = {
     "num_beams": 1, "num_return_sequences": 1, "length_penalty": 1.0, "early_stopping": False,
     "min_length": 0, "max_length": 0, "no_repeat_ngram_size": 0, "repetition_penalty": 1.0,
@@ -27,7 +27,7 @@ _DEFAULTS: dict[str, Any] = {
     "top_k": 50, "top_p": 1.0, "min_p": 0.0, "epsilon_cutoff": 0.0,
     "min_new_tokens": None, "max_new_tokens": None,
 }  # fmt: skip
-# ... those with the same meaning here, ...
+# ... those with a counterpart of the same meaning, ...
 _SAME = {
     "num_beams": "beam_size",
     "num_return_sequences": "n_best",
@@ -44,8 +44,8 @@ _SAME = {
     "min_p": "min_p",
     "epsilon_cutoff": "epsilon_cutoff",
 }
-# ... and those that change what is found and are not known here, with values that do not.
-_UNKNOWN: dict[str, tuple[Any, ...]] = {
+# ... and unsupported ones that affect results, with the values that do not.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "typical_p": (1.0,), "eta_cutoff": (0.0,), "top_h": (), "encoder_repetition_penalty": (1.0,),
     "encoder_no_repeat_ngram_size": (0,), "forced_bos_token_id": (), "suppress_tokens": ([],),
     "begin_suppress_tokens": ([],), "exponential_decay_length_penalty": (), "sequence_bias": (),
@@ -53,28 +53,28 @@ _UNKNOWN: dict[str, tuple[Any, ...]] = {
     "constraints": (), "force_words_ids": (), "stop_strings": (), "max_time": (),
 }  # fmt: skip
 
-FIELDS = frozenset({*_DEFAULTS, *_UNKNOWN})
-"""What says how `generate` searches, wherever it stands."""
+FIELDS = frozenset({*_DEFAULTS, *_UNSUPPORTED})
+"""The names of all settings of `generate`, in whichever file they are stored."""
 
 
 def to_decode(
     settings: Mapping[str, Any], model: TransformerConfig
 ) -> tuple[DecodeConfig, list[str]]:
-    """The search that `generate` would make.
+    """Converts settings of `generate` to search options.
 
-    Where `max_length` is as large as the model's table of positions it only means that no
-    translation goes on for ever. Then ours go by the source's length, with more room than by
-    default, and a run of repetitions ends sooner.
+    A `max_length` equal to the size of the model's position table only serves to stop endless
+    translations. It is replaced by a limit relative to the source's length, more generous than our
+    default, which ends repetitions sooner.
 
     Args:
-      settings: of `generation_config.json`, or of a `config.json` from before there was one.
-      model: which model.
+      settings: the content of `generation_config.json`, or of an older `config.json`.
+      model: the model's configuration.
 
     Returns:
-      The options of the search, and a line about each setting that they cannot say.
+      The search options, and a line about each unsupported setting.
 
     Raises:
-      UserError: a value is none that `generate` would take.
+      UserError: a value is invalid.
     """
     given = {name: value for name, value in settings.items() if value is not None}
     values = _DEFAULTS | given
@@ -88,13 +88,13 @@ def to_decode(
             **_lengths(values, model),
         }
         if not values["do_sample"]:
-            fields["top_k"] = DecodeConfig.top_k  # It has a default there, but no effect.
+            fields["top_k"] = DecodeConfig.top_k  # Its default has no effect without sampling.
         decode = DecodeConfig(**fields)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"its generation settings are damaged: {error!r}") from error
     notes = [
-        f"{name}={given[name]} is not known here, and left out"
-        for name, neutral in _UNKNOWN.items()
+        f"{name}={given[name]} is not supported, and ignored"
+        for name, neutral in _UNSUPPORTED.items()
         if name in given and given[name] not in neutral
     ]
     return decode, notes
@@ -103,15 +103,15 @@ def to_decode(
 def from_decode(
     decode: DecodeConfig, model: TransformerConfig, kept: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """The settings of `generate` for our search.
+    """Converts search options to settings of `generate`.
 
     Args:
-      decode: the options of the search.
-      model: which model; has the special tokens.
-      kept: settings that came with the model. They stay as they are where they say the same.
+      decode: the search options.
+      model: the model's configuration, for the special tokens.
+      kept: settings that came with the model. Those that are equivalent are kept unchanged.
 
     Returns:
-      The settings, and a line about each option that they cannot say.
+      The settings, and a line about each option without a counterpart.
     """
     ids: dict[str, Any] = {
         "decoder_start_token_id": model.bos_id,
@@ -148,22 +148,22 @@ def from_decode(
 
 
 def _losses(decode: DecodeConfig) -> list[str]:
-    """Lines about options that `generate` does not know."""
+    """Returns a line about each option that `generate` does not support."""
     known = {*_SAME.values(), "length_penalty_kind", "early_stopping", "force_end", "bad_word_ids"}
-    # Lengths that follow the source's become one that allows any, and the others ours alone.
+    # Limits relative to the source's length become `max_length`; the others do not affect results.
     known |= {"max_length", "min_length", "max_length_factor", "max_length_extra", "batch_tokens"}
     known |= {"max_source_length", "alignment_layer", "alignment_head", "seed"}
     defaults = DecodeConfig()
     notes = [
-        f"decode.{field.name}={getattr(decode, field.name)} is not known there, and left out"
+        f"decode.{field.name}={getattr(decode, field.name)} is not supported by generate"
         for field in dataclasses.fields(decode)
         if field.name not in known and getattr(decode, field.name) != getattr(defaults, field.name)
     ]
     if decode.length_penalty_kind == "gnmt" and decode.length_penalty and decode.beam_size > 1:
         notes.append(
-            "decode.length_penalty_kind=gnmt is not known there: scores are divided by length**"
-            f"{decode.length_penalty} instead; set length_penalty in generation_config.json to "
-            "what you want"
+            "decode.length_penalty_kind=gnmt is not supported by generate, which divides scores by "
+            f"length**{decode.length_penalty} instead: adjust length_penalty in "
+            "generation_config.json if needed"
         )
     return notes
 
@@ -171,13 +171,13 @@ def _losses(decode: DecodeConfig) -> list[str]:
 def _bad_word_ids(
     phrases: Collection[Collection[int]], model: TransformerConfig
 ) -> tuple[str, ...]:
-    """Returns the phrases, except tokens that our search never chooses anyway."""
+    """Returns the phrases, except single tokens that our search never chooses."""
     never = [[token] for token in forbidden_token_ids(model)]
     return tuple(",".join(map(str, map(int, ids))) for ids in phrases if list(ids) not in never)
 
 
 def _lengths(values: Mapping[str, Any], model: TransformerConfig) -> dict[str, Any]:
-    # The token that starts decoding is counted in lengths, but is not a new one.
+    # max_length and min_length count the start token, max_new_tokens and min_new_tokens do not.
     longest = values["max_new_tokens"] or max(values["max_length"] - 1, 0)
     shortest = values["min_new_tokens"] or max(values["min_length"] - 1, 0)
     if 0 < longest < model.max_length - 1:

@@ -1,4 +1,4 @@
-"""Hugging Face folders of Marian models: what OPUS-MT is published as.
+"""Reads and writes Hugging Face folders of Marian models, the published format of OPUS-MT.
 
 `families/marian.py` maps the weights, `generation_config.py` the search options. A run converted
 from such a folder keeps what only Hugging Face needs in `ModelBundle.origin`, so that converting it
@@ -39,7 +39,7 @@ _CARRIED_FILE = "carried.safetensors"
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _INDEX = ".index.json"
 
-# What `config.json` says where it does not say it.
+# Defaults of fields that `config.json` may omit.
 _DEFAULTS: dict[str, Any] = {
     "is_encoder_decoder": True, "share_encoder_decoder_embeddings": True,
     "tie_word_embeddings": True, "attention_dropout": 0.0, "activation_dropout": 0.0,
@@ -48,7 +48,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def is_folder(path: Path) -> bool:
-    """Whether a folder is Hugging Face's, of whatever model."""
+    """Returns whether a folder is a Hugging Face model, of any kind."""
     try:
         return "model_type" in json.loads((path / CONFIG).read_bytes())
     except (OSError, ValueError, TypeError):
@@ -58,17 +58,18 @@ def is_folder(path: Path) -> bool:
 def read(
     folder: Path, overrides: Mapping[str, Any] | None = None
 ) -> tuple[ModelBundle, tuple[str, ...]]:
-    """Reads a folder that `MarianMTModel` and `MarianTokenizer` were saved to.
+    """Reads a folder to which `MarianMTModel` and `MarianTokenizer` were saved.
 
     Args:
-      folder: with config.json, weights, and the tokenizer's files.
-      overrides: fields of `TransformerConfig` that shall have other values.
+      folder: the folder, with config.json, weights, and the tokenizer's files.
+      overrides: fields of `TransformerConfig` to replace.
 
     Returns:
-      The model, and a line about each setting of `generate` that is not known here.
+      The model, and a line about each unsupported setting of `generate`.
 
     Raises:
-      UserError: a file is missing or damaged, they do not go together, or the model is another.
+      UserError: a file is missing or damaged, files contradict each other, or the model is not
+        Marian's.
     """
     settings = _read_json(folder / CONFIG)
     if settings.get("model_type") != "marian":
@@ -97,36 +98,37 @@ def read(
 
 
 def write(bundle: ModelBundle, folder: Path, accepted: Collection[str] = ()) -> tuple[str, ...]:
-    """Makes a folder that `MarianMTModel` and `MarianTokenizer` load, whole or not at all.
+    """Writes a folder that `MarianMTModel` and `MarianTokenizer` load, atomically.
 
     Args:
       bundle: the model.
-      folder: to be made.
+      folder: the folder to create.
       accepted: see `convert`.
 
     Returns:
-      What was done to the weights, and what has no place there, a line each.
+      The changes to the weights, and the unsupported search options, in one line each.
 
     Raises:
-      UserError: Marian computes something else, or the folder exists or cannot be written.
+      UserError: the model cannot be converted to Marian's mathematics, or the folder exists or
+        cannot be written.
     """
     model, params = bundle.config.model, bundle.params
     notes: tuple[str, ...] = ()
     kept = bundle.origin if _CARRIED_FILE in bundle.origin else {}
     if not kept:
         model, params, notes = adapt(model, params, marian.FAMILY, accepted)
-        # The start of decoding is a setting there, whatever the published models have.
+        # Hugging Face's start token is configurable, so a difference needs no note.
         notes = tuple(note for note in notes if not note.startswith("decoding starts from"))
     if min(model.bos_id, model.pad_id) < 0:
         raise UserError(
-            f"bos_id={model.bos_id} and pad_id={model.pad_id} cannot be written: marian starts "
-            "decoding from a token, and has one for padding"
+            f"bos_id={model.bos_id} and pad_id={model.pad_id} cannot be written: marian needs a "
+            "start token and a padding token"
         )
     carried, dtype = _carried(kept, model)
     tensors = checkpoints.to_state_dict(marian.FAMILY, model, params | {CARRIED: carried})
     tokenizer = _tokenizer_files(bundle)
     old = json.loads(kept.get(GENERATION, b"{}"))
-    if not old:  # Before there was this file, settings of `generate` stood in the other one.
+    if not old:  # Older versions store the settings of `generate` in config.json.
         stored = json.loads(kept.get(CONFIG, b"{}"))
         old = {name: stored[name] for name in stored.keys() & generation_config.FIELDS}
     search, losses = generation_config.from_decode(bundle.config.decode, model, old)
@@ -152,12 +154,12 @@ def _read_json(path: Path, default: Mapping[str, Any] | None = None) -> dict[str
     except ValueError as error:
         raise UserError(f"{path} is damaged: {error}") from error
     if not isinstance(values, dict):
-        raise UserError(f"{path} is damaged: no JSON object")
+        raise UserError(f"{path} is damaged: not a JSON object")
     return values
 
 
 def _read_tensors(folder: Path) -> tuple[dict[str, np.ndarray], str]:
-    """All tensors, those of 16 bits widened to 32; and the dtype that most of them had."""
+    """Returns all tensors, float16 as float32, and the dtype that most of them had."""
     for name in _WEIGHTS:
         if (folder / name).is_file():
             return checkpoint_files.read_widened([folder / name])
@@ -167,14 +169,14 @@ def _read_tensors(folder: Path) -> tuple[dict[str, np.ndarray], str]:
 
 
 def _shards(index: Path) -> list[Path]:
-    """The files that an index names; none outside of its folder."""
-    places = _read_json(index).get("weight_map")
-    if not isinstance(places, dict) or not places:
+    """Returns the files that an index names, which must be in its folder."""
+    files = _read_json(index).get("weight_map")
+    if not isinstance(files, dict) or not files:
         raise UserError(f"{index} is damaged: it has no weight_map")
-    names = sorted({str(name) for name in places.values()})
+    names = sorted({str(name) for name in files.values()})
     for name in names:
         if Path(name).name != name:
-            raise UserError(f"{index} is damaged: {name} is no file in its folder")
+            raise UserError(f"{index} is damaged: {name} is not a file in its folder")
     return [index.with_name(name) for name in names]
 
 
@@ -183,20 +185,20 @@ def _check_tokenizers(model: TransformerConfig, tokenizers: Tokenizers) -> None:
         tokenizer, rows = getattr(tokenizers, side), getattr(model, f"{side}_vocab_size")
         if tokenizer.vocab_size > rows:
             raise UserError(
-                f"its vocabulary does not fit its weights: the {side}'s has ids up to "
-                f"{tokenizer.vocab_size - 1}, and there are embeddings of {rows} tokens"
+                f"its {side} vocabulary does not match its weights: it has ids up to "
+                f"{tokenizer.vocab_size - 1}, but there are embeddings of {rows} tokens"
             )
         for name in ("pad_id", "eos_id"):
             ours, theirs = getattr(model, name), getattr(tokenizer, name)
             if ours != theirs:
                 raise UserError(
-                    f"its vocabulary does not fit its {CONFIG}: {name} is {theirs} in the "
-                    f"{side}'s, and {ours} there"
+                    f"its {side} vocabulary does not match its {CONFIG}: {name} is {theirs} in "
+                    f"the vocabulary, and {ours} in {CONFIG}"
                 )
 
 
 def _data(names: Mapping[str, Any], tokenizers: Tokenizers) -> DataConfig:
-    """The data of a further training, as far as the tokenizer tells."""
+    """Returns the data configuration for fine-tuning that follows from the tokenizer."""
     languages = {
         f"{side}_language": names[short]
         for side, short in (("source", "source_lang"), ("target", "target_lang"))
@@ -217,28 +219,29 @@ def _data(names: Mapping[str, Any], tokenizers: Tokenizers) -> DataConfig:
 def _carried(
     kept: Mapping[str, bytes], model: TransformerConfig
 ) -> tuple[dict[str, np.ndarray], str]:
-    """What a folder had besides parameters, and its dtype."""
+    """Returns the carried tensors for writing, and the dtype of the file."""
     if _CARRIED_FILE in kept:
         content = kept[_CARRIED_FILE]
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
         return safetensors.numpy.load(content), header["__metadata__"]["dtype"]
-    # As its writer leaves them out: computed tables, and all but one of tied tensors.
+    # Hugging Face omits computed tables and all but one of tied tensors.
     omitted = marian.FAMILY.omitted(model)
-    if model.tie_embeddings == "source_target":  # Version 5 ties these only with the output.
+    # Transformers 5 ties source and target only together with the output.
+    if model.tie_embeddings == "source_target":
         omitted = frozenset(marian.TABLES)
     empty = np.empty(0, model.param_dtype)
     return dict.fromkeys(sorted(omitted), empty), model.param_dtype
 
 
 def _narrowed(tensors: Mapping[str, np.ndarray], dtype: str) -> Mapping[str, np.ndarray]:
-    """The tensors in the dtype that they were read in, if they still fit into it."""
+    """Returns the tensors in the dtype they were read in, if that changes no value."""
     narrow = {name: tensor.astype(dtype) for name, tensor in tensors.items()}
     fits = all(np.array_equal(narrow[name], tensor) for name, tensor in tensors.items())
     return narrow if fits else tensors
 
 
 def _settings(model: TransformerConfig, kept: Mapping[str, Any]) -> dict[str, Any]:
-    """`config.json`: as it was, where that says the same."""
+    """Returns the content of `config.json`, keeping equivalent entries of the original."""
     activations = {ours: theirs for theirs, ours in marian.ACTIVATIONS.items()}
     activation = kept.get("activation_function")
     if marian.ACTIVATIONS.get(str(activation)) != model.activation:
@@ -269,7 +272,7 @@ def _settings(model: TransformerConfig, kept: Mapping[str, Any]) -> dict[str, An
         "decoder_start_token_id": model.bos_id,
     }
     if not kept:
-        # What converters other than transformers read.
+        # Fields that converters other than transformers read.
         return values | {
             "forced_eos_token_id": model.eos_id,
             "normalize_before": False,
@@ -304,7 +307,7 @@ def _tokenizer_files(bundle: ModelBundle) -> Mapping[str, bytes]:
         "separate_vocabs": not joint,
         "model_max_length": bundle.config.model.max_length,
         "clean_up_tokenization_spaces": False,
-        # So that "</s>" in a text is text, as in the run.
+        # A literal "</s>" in a text is text, as in the run.
         "split_special_tokens": True,
     }
     return {

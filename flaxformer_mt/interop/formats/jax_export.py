@@ -1,8 +1,8 @@
-"""Models as compiled-to-be functions and a file of numbers, for servers that have JAX alone.
+"""Exports models as serialized JAX functions and an array file, for servers that only have JAX.
 
-`jax.export` writes what JAX has traced: StableHLO, for any size of batch, length and beam, and for
-CPU, CUDA and TPU. Neither this package nor Flax is needed to run it. `server.py`, which is written
-beside it, translates with it, and shows how.
+`jax.export` writes traced functions as StableHLO, with symbolic batch size, length and beam size,
+for CPU, CUDA and TPU. Neither this package nor Flax is needed to run them. `server.py`, which is
+written to the same folder, is an example of how to translate with them.
 """
 
 import json
@@ -38,23 +38,23 @@ SIGNATURES = {
     ),
     "reorder": "(cache, parents int32 [b, w]) -> cache",
 }
-"""What is exported: for b sentences of s tokens, and w hypotheses of each, of at most p tokens.
-`parameters` is a dict of arrays, `cache` a tuple of them; `room` only says w and p."""
+"""The exported functions, for b sentences of s tokens with w hypotheses of at most p tokens each.
+`parameters` is a dict of arrays, `cache` a tuple of arrays; only the shape of `room` is used."""
 
 
 def write(bundle: ModelBundle, folder: Path, accepted: Collection[str] = ()) -> tuple[str, ...]:
-    """Makes a folder that can be used without this bundle, whole or not at all.
+    """Writes a folder that can be used without this package, atomically.
 
-    It holds the functions of `SIGNATURES`, the parameters (.npz), the SentencePiece models,
+    It contains the functions of `SIGNATURES`, the parameters (.npz), the SentencePiece models,
     `metadata.json` with vocabularies and special tokens, and `server.py`.
 
     Args:
       bundle: the model.
-      folder: to be made.
-      accepted: nothing is changed, so there is nothing to accept.
+      folder: the folder to create.
+      accepted: ignored, since nothing is changed.
 
     Returns:
-      No notes: the functions are the model's own.
+      No notes, since nothing is changed.
 
     Raises:
       UserError: the model has no encoder, flatbuffers is not installed, or the folder exists or
@@ -83,11 +83,11 @@ def write(bundle: ModelBundle, folder: Path, accepted: Collection[str] = ()) -> 
 
 
 def export_functions(model: TransformerConfig, params: Any) -> dict[str, export.Exported]:
-    """The functions of `SIGNATURES`, by name.
+    """Exports the functions of `SIGNATURES`, by name.
 
     Args:
-      model: which Transformer.
-      params: its parameters, of which only shapes and dtypes are looked at.
+      model: the configuration.
+      params: its parameters; only their shapes and dtypes are used.
     """
     transformer = Transformer(model)
     flat = {
@@ -142,7 +142,7 @@ def export_functions(model: TransformerConfig, params: Any) -> dict[str, export.
 
 
 def metadata(bundle: ModelBundle) -> dict[str, Any]:
-    """What a server has to know besides the functions, as JSON values."""
+    """Returns what a server needs besides the functions, as JSON values."""
     model, decode = bundle.config.model, bundle.config.decode
     source, target = bundle.tokenizers.source, bundle.tokenizers.target
     return {

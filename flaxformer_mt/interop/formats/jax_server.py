@@ -2,9 +2,8 @@
 
     python server.py < source.txt > translation.txt
 
-It stands in the folder of the model, and needs jax and flatbuffers, and sentencepiece for text. It
-is as simple as can be, to be changed: a server would keep running, and might search with a beam,
-for which there is `reorder`.
+It must be in the folder of the model, and needs jax, flatbuffers and sentencepiece. It is a minimal
+example: a real server would keep running, and could use beam search with the function `reorder`.
 """
 
 import json
@@ -20,17 +19,17 @@ import numpy as np
 from jax import export
 
 BATCH = 16
-"""Sentences that are translated together."""
+"""The number of sentences per batch."""
 
 SHORTEST = 16
-"""Lengths are padded to this, or a power of two times this, so that there is little to compile."""
+"""Lengths are padded to this times a power of two, to limit the number of compilations."""
 
 
 class Model:
-    """Token ids in, token ids out.
+    """Translates token ids to token ids.
 
     Args:
-      folder: of the model.
+      folder: the folder of the model.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -42,20 +41,20 @@ class Model:
             for name in ("encode", "step")
         }
         self.encode = jax.jit(functions["encode"].call)
-        # Each call may write into the cache that it is given: nobody needs the old one.
+        # The previous cache is not needed after a step, so its buffers are donated.
         self.step = jax.jit(functions["step"].call, donate_argnums=2)
 
     def translate(self, sources: Sequence[Sequence[int]]) -> list[list[int]]:
-        """The most probable next token, again and again.
+        """Translates by greedy search.
 
         Args:
-          sources: token ids, without end token.
+          sources: token ids, without end tokens.
 
         Returns:
           The translations, without end tokens, in the same order.
 
         Raises:
-          ValueError: one is longer than the model was exported for.
+          ValueError: a sentence is longer than the model's maximum length.
         """
         longest = max(map(len, sources), default=0) + 1
         if longest > self.facts["longest"]:
@@ -93,7 +92,7 @@ class Model:
         return translations
 
     def _longest(self, num_tokens: int) -> int:
-        """The most tokens of a translation, end token included."""
+        """Returns the maximum length of a translation, including the end token."""
         facts = self.facts
         by_source = int(facts["max_length_factor"] * num_tokens) + facts["max_length_extra"]
         return min(facts["max_length"] or by_source, facts["longest"])
@@ -106,10 +105,10 @@ class Model:
 
 
 class Text:
-    """Text to token ids and back.
+    """Converts text to token ids and back.
 
     Args:
-      folder: of the model.
+      folder: the folder of the model.
       facts: its metadata.
     """
 
@@ -126,20 +125,20 @@ class Text:
         self.silent = {facts["pad_id"], facts["bos_id"], facts["eos_id"]}
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text; it may begin with the code of a language, such as ">>fra<<"."""
+        """Returns the token ids of a text, which may begin with a language code (">>fra<<")."""
         code = re.match(">>.*?<<", text)
         pieces = [code[0]] if code else []
         pieces += self.source.encode(text[code.end() if code else 0 :], out_type=str)
         return [self.ids.get(piece, self.unknown["source"]) for piece in pieces]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of token ids, on one line."""
+        """Returns the text of token ids, on one line."""
         pieces = [self.pieces[token] for token in tokens if token not in self.silent]
         return " ".join(self.target.decode_pieces(pieces).split("\n"))
 
 
 def main() -> None:
-    """Standard input to standard output, line by line."""
+    """Translates standard input to standard output, line by line."""
     folder = Path(__file__).parent
     model = Model(folder)
     text = Text(folder, model.facts)

@@ -1,11 +1,12 @@
-"""Reads the model files of Marian itself: .npz, and its own binary format, quantised or not.
+"""Reads Marian's model files (.npz and its binary format, quantized or not), and writes .npz.
 
-A binary file (format version 1) is, in little-endian order: the version, uint64; the number of
-tensors, uint64; for each tensor four uint64: length of its name, type, number of axes, bytes of
-data; all names, each with a zero byte at its end; all shapes, int32; the number of zero bytes that
-follow; the data of all tensors. Source: Marian, src/common/binary.cpp and src/common/types.h.
+A binary file (format version 1) consists of, in little-endian order: the version, uint64; the
+number of tensors, uint64; for each tensor four uint64: length of its name, type, number of axes,
+bytes of data; all names, each terminated by a zero byte; all shapes, int32; the number of padding
+bytes, and the padding; the data of all tensors. Source: Marian, src/common/binary.cpp and
+src/common/types.h.
 
-A file's options are one of its tensors, whose bytes are YAML.
+The model's options are stored as a tensor of bytes that contain YAML.
 """
 
 import math
@@ -26,15 +27,15 @@ OPTIONS = "special:model.yml"
 VERSION = 1
 
 _FLOATS = {0x402: "<f2", 0x404: "<f4", 0x408: "<f8"}
-# Marian, and the fork of it that runs in browsers, have different numbers for quantised matrices.
-_QUANTISED = {0x10001: "<i1", 0x4101: "<i1", 0x10002: "<i2", 0x4102: "<i2"}
-# By which quantised models multiply a layer's inputs; computing in floats needs none.
+# Marian and its fork for browsers use different type numbers for quantized matrices.
+_QUANTIZED = {0x10001: "<i1", 0x4101: "<i1", 0x10002: "<i2", 0x4102: "<i2"}
+# Multipliers of the inputs of quantized layers, which are not needed in floating point.
 _INPUT_SCALE = "_QuantMultA"
 _EMBEDDING = "Wemb"
 
 
 class _Item(NamedTuple):
-    """A tensor as it stands in a binary file."""
+    """A tensor as stored in a binary file."""
 
     name: str
     type: int
@@ -43,13 +44,13 @@ class _Item(NamedTuple):
 
 
 def read(path: Path) -> PublishedCheckpoint:
-    """Reads a model: its tensors in float32, under Marian's names, and its options.
+    """Reads a model: its tensors in float32, by Marian's names, and its options.
 
-    Quantised matrices become what their numbers stand for.
+    Quantized matrices are dequantized.
 
     Raises:
-      UserError: there is no such file; it is damaged or of another kind, has no options, or has a
-        matrix in the layout of one kind of processor.
+      UserError: the file does not exist, is damaged or of another kind, has no options, or has a
+        matrix in a processor-specific layout.
     """
     start = first_bytes(path)
     if start.startswith(b"PK"):
@@ -57,9 +58,9 @@ def read(path: Path) -> PublishedCheckpoint:
     elif start[:8] == struct.pack("<Q", VERSION):
         tensors, options = _read_binary(path.read_bytes())
     else:
-        raise UserError("no Marian model: neither .npz nor binary")
+        raise UserError("not a Marian model: neither .npz nor binary")
     if options is None:
-        raise UserError(f"it has no options ({OPTIONS}): no Marian model, or one for another tool")
+        raise UserError(f"it has no options ({OPTIONS}): not a model that Marian wrote")
     return PublishedCheckpoint(tensors, _parse(options))
 
 
@@ -81,17 +82,17 @@ def _parse(options: bytes) -> dict[str, Any]:
     except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise UserError(f"damaged: its options ({OPTIONS}) cannot be read") from error
     if not isinstance(parsed, dict):
-        raise UserError(f"damaged: its options ({OPTIONS}) are no list of names and values")
+        raise UserError(f"damaged: its options ({OPTIONS}) are not a mapping")
     return parsed
 
 
 def _read_npz(path: Path) -> tuple[dict[str, np.ndarray], bytes | None]:
     try:
-        # Of a damaged file that it opened itself, numpy would not close it.
+        # numpy would not close a damaged file that it opened itself.
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
-    except Exception as error:  # Whatever the parser trips over, the file is unusable.
-        raise UserError("damaged, or no Marian model") from error
+    except Exception as error:  # Whatever the error, the file is unusable.
+        raise UserError("damaged, or not a Marian model") from error
     options = arrays.pop(OPTIONS, None)
     for name, array in arrays.items():
         if not np.issubdtype(array.dtype, np.floating):
@@ -104,7 +105,7 @@ def _read_binary(content: bytes) -> tuple[dict[str, np.ndarray], bytes | None]:
     try:
         items = _items(content)
     except (struct.error, UnicodeDecodeError) as error:
-        raise UserError("damaged: it ends too early, or its beginning is not Marian's") from error
+        raise UserError("damaged: it is truncated, or its header is invalid") from error
     options = next((item.data for item in items if item.name == OPTIONS), None)
     tensors = {
         item.name: _values(item)
@@ -115,13 +116,17 @@ def _read_binary(content: bytes) -> tuple[dict[str, np.ndarray], bytes | None]:
 
 
 def _items(content: bytes) -> list[_Item]:
-    """All tensors; `struct.error` where there are fewer bytes than the header says."""
-    place = 8
+    """Returns all tensors.
+
+    Raises:
+      struct.error: the content is shorter than its header says.
+    """
+    offset = 8
 
     def take(form: str) -> tuple[Any, ...]:
-        nonlocal place
-        values = struct.unpack_from(f"<{form}", content, place)
-        place += struct.calcsize(f"<{form}")
+        nonlocal offset
+        values = struct.unpack_from(f"<{form}", content, offset)
+        offset += struct.calcsize(f"<{form}")
         return values
 
     (count,) = take("Q")
@@ -137,27 +142,27 @@ def _items(content: bytes) -> list[_Item]:
 
 
 def _values(item: _Item) -> np.ndarray:
-    """A tensor's numbers, float32; behind them there may be padding."""
-    is_quantised = item.type in _QUANTISED
-    if not is_quantised and item.type not in _FLOATS:
+    """Returns a tensor's values in float32. Its data may end with padding."""
+    is_quantized = item.type in _QUANTIZED
+    if not is_quantized and item.type not in _FLOATS:
         raise UserError(
-            f"tensor {item.name} has the type {item.type:#x}, which is laid out for one kind of "
-            "processor: take the .npz, or convert it with marian-conv and --gemm-type intgemm8"
+            f"tensor {item.name} has the type {item.type:#x}, a processor-specific layout: use the "
+            ".npz, or convert it with marian-conv and --gemm-type intgemm8"
         )
-    dtype = np.dtype(_QUANTISED[item.type] if is_quantised else _FLOATS[item.type])
+    dtype = np.dtype(_QUANTIZED[item.type] if is_quantized else _FLOATS[item.type])
     count = math.prod(item.shape)
     end = count * dtype.itemsize
-    if min(item.shape, default=1) < 0 or len(item.data) < end + 4 * is_quantised:
-        raise UserError(f"damaged: tensor {item.name} has fewer numbers than its shape says")
+    if min(item.shape, default=1) < 0 or len(item.data) < end + 4 * is_quantized:
+        raise UserError(f"damaged: tensor {item.name} has fewer values than its shape")
     numbers = np.frombuffer(item.data, dtype, count).astype(np.float32)
-    if not is_quantised:
+    if not is_quantized:
         return numbers.reshape(item.shape)
-    # Behind them is the number that all others were multiplied by.
+    # The quantization multiplier follows the values.
     (scale,) = struct.unpack_from("<f", item.data, end)
     if not (math.isfinite(scale) and scale):
         raise UserError(f"damaged: tensor {item.name} was multiplied by {scale}")
     numbers = numbers / np.float32(scale)
     if item.name.endswith(_EMBEDDING):
         return numbers.reshape(item.shape)
-    # All other matrices are stored transposed, in spite of their shape.
+    # All other matrices are stored transposed, unlike their shape.
     return np.ascontiguousarray(numbers.reshape(item.shape[::-1]).T)

@@ -1,9 +1,9 @@
-"""Models of Marian itself: what it trains, and what browsers translate with.
+"""Reads and writes models in Marian's own format, including those for browsers.
 
-The latter (Firefox Translations, Bergamot) have a recurrent unit in the decoder in place of
-self-attention, and weights of 8 bits, which become the float32 numbers that they stand for.
+Models for browsers (Firefox Translations, Bergamot) have a recurrent unit in the decoder instead of
+self-attention, and 8-bit weights, which are converted to float32.
 
-`marian_files.py` knows the formats of the files, `marian_names.py` the map of the weights.
+`marian_files.py` implements the file formats, `families/marian_native.py` the weight map.
 """
 
 from collections.abc import Collection, Mapping
@@ -25,33 +25,33 @@ from flaxformer_mt.runs import atomic
 _MODEL, _OPTIONS = "model.npz", "config.yml"
 
 
-class Files(NamedTuple):
-    """The files of a model."""
+class MarianFiles(NamedTuple):
+    """The files of a model in Marian's format."""
 
     model: Path
     source: Path
-    """The vocabulary of sources."""
+    """The source vocabulary."""
     target: Path
-    """The vocabulary of targets; may be the same."""
+    """The target vocabulary; may be the same file."""
     options: Mapping[str, Any]
-    """How Marian is to decode with it; empty if no file says so."""
+    """The options of Marian's decoder; empty if there is no such file."""
 
 
 def read(
     path: Path, overrides: Mapping[str, Any] | None = None
 ) -> tuple[ModelBundle, tuple[str, ...]]:
-    """Reads a model, its vocabularies, and how it is searched.
+    """Reads a model with its vocabularies and search options.
 
     Args:
-      path: the model's file, .npz or .bin, which lies beside its vocabularies; or the folder. A
-        YAML file there that names both, as Marian's decoder takes it, says which they are.
-      overrides: fields of `TransformerConfig` that shall have other values.
+      path: the model's file, .npz or .bin, in the same folder as its vocabularies; or the folder.
+        If the folder has a decoder configuration (YAML), the files that it names are used.
+      overrides: fields of `TransformerConfig` to replace.
 
     Returns:
-      The model, and a line about what has no place here.
+      The model, and a line about each unsupported option.
 
     Raises:
-      UserError: a file is missing, damaged or not supported, or they do not go together.
+      UserError: a file is missing, damaged or not supported, or files contradict each other.
     """
     files = find(path)
     config, params = load(files.model, **overrides or {})
@@ -65,23 +65,23 @@ def read(
     bundle = ModelBundle(experiment(config, data, _decode(files.options)), params, tokenizers)
     if not files.options.get("shortlist"):
         return bundle, ()
-    return bundle, ("its shortlist is left out: translations may have any token",)
+    return bundle, ("its shortlist is ignored: translations may contain any token",)
 
 
 def write(bundle: ModelBundle, folder: Path, accepted: Collection[str] = ()) -> tuple[str, ...]:
-    """Makes a folder that Marian's decoder can use: a model in float32, vocabulary, options.
+    """Writes a folder for Marian's decoder: a float32 model, vocabularies, options.
 
     Args:
       bundle: the model.
-      folder: to be made.
-      accepted: nothing is adapted, so there is nothing to accept.
+      folder: the folder to create.
+      accepted: ignored, since nothing is changed.
 
     Returns:
-      Nothing.
+      No notes, since nothing is changed.
 
     Raises:
-      UserError: Marian computes something else, cannot have such a vocabulary, or the folder exists
-        or cannot be written.
+      UserError: the model or its vocabulary is not supported by Marian, or the folder exists or
+        cannot be written.
     """
     model, tokenizers = bundle.config.model, bundle.tokenizers
     tensors = checkpoints.to_state_dict(FAMILY, model, bundle.params)
@@ -118,17 +118,17 @@ def load(path: Path, **overrides: Any) -> tuple[TransformerConfig, dict[str, Any
       The configuration, and the parameters as nested dicts of float32 arrays.
 
     Raises:
-      UserError: see `marian_files.read` and `interop.load`; or an option is not supported.
+      UserError: as `marian_files.read` and `interop.load`; or an option is not supported.
     """
     with checkpoints.error_context(path, FAMILY.name):
         return checkpoints.from_checkpoint(FAMILY, marian_files.read(path), overrides)
 
 
-def find(path: Path) -> Files:
-    """The files of the model that `path`, a file or a folder, names.
+def find(path: Path) -> MarianFiles:
+    """Finds the files of the model at `path`, a file or a folder.
 
     Raises:
-      UserError: there are none, or it is not clear which.
+      UserError: there are none, or they are ambiguous.
     """
     if not path.exists():
         raise UserError(f"{path} does not exist")
@@ -136,17 +136,17 @@ def find(path: Path) -> Files:
     for settings in filter(None, map(_read_options, sorted(folder.glob("*.yml")))):
         model, (source, target) = settings["models"][0], settings["vocabs"]
         if path in (folder, folder / model):
-            return Files(folder / model, folder / source, folder / target, settings)
+            return MarianFiles(folder / model, folder / source, folder / target, settings)
     model = _only_model(folder) if path.is_dir() else path
-    return Files(model, *_only_vocabularies(folder), {})
+    return MarianFiles(model, *_only_vocabularies(folder), {})
 
 
 def _read_options(path: Path) -> Mapping[str, Any] | None:
-    """The options of a decoder with one model, or None if the file holds something else."""
+    """Returns the options of a decoder with one model; None if the file contains something else."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"{path} cannot be read, or is no YAML") from error
+        raise UserError(f"{path} cannot be read, or is not YAML") from error
     match content:
         case {"models": [str()], "vocabs": [str(), str()]}:
             return content
@@ -154,7 +154,7 @@ def _read_options(path: Path) -> Mapping[str, Any] | None:
 
 
 def _only_model(folder: Path) -> Path:
-    # Lexical tables have the same ending.
+    # Lexical shortlists have the same suffix.
     found = [path for path in folder.glob("*.bin") if not path.name.startswith("lex")]
     models = sorted([*folder.glob("*.npz"), *found])
     if len(models) != 1:
@@ -172,12 +172,12 @@ def _only_vocabularies(folder: Path) -> tuple[Path, Path]:
             return source, target
         case others:
             raise UserError(
-                f"{folder} has {len(others)} vocabularies (.spm), and no YAML file says which is "
-                "the model's: name them vocab.spm, or source.spm and target.spm"
+                f"{folder} has {len(others)} vocabularies (.spm), and no YAML file that names the "
+                "model's: name them vocab.spm, or source.spm and target.spm"
             )
 
 
-def _read_vocabularies(files: Files, config: TransformerConfig) -> Tokenizers:
+def _read_vocabularies(files: MarianFiles, config: TransformerConfig) -> Tokenizers:
     source = _read_vocabulary(files.source, config.source_vocab_size)
     if files.source == files.target:
         return Tokenizers(source, source)
@@ -194,24 +194,26 @@ def _read_vocabulary(path: Path, size: int) -> SentencePieceTokenizer:
     _checked(tokenizer, str(path))
     if tokenizer.vocab_size != size:
         raise UserError(
-            f"{path} has {tokenizer.vocab_size} tokens, but the model {size}: it is another model's"
+            f"{path} has {tokenizer.vocab_size} tokens, but the model {size}: they do not match"
         )
     return tokenizer
 
 
 def _checked(tokenizer: Tokenizer, name: str) -> SentencePieceTokenizer:
-    """A vocabulary as Marian has them."""
+    """Returns a vocabulary after checking that Marian supports it."""
     if not isinstance(tokenizer, SentencePieceTokenizer):
-        raise UserError(f"{name} cannot be written: only SentencePiece vocabularies can")
+        raise UserError(
+            f"{name} cannot be written: Marian supports SentencePiece vocabularies only"
+        )
     for field, wanted in (("eos_id", END), ("pad_id", NO_TOKEN)):
         given = getattr(tokenizer, field)
         if given != wanted:
-            raise UserError(f"{name} has {field}={given}, but Marian's have {wanted}")
+            raise UserError(f"{name} has {field}={given}, but Marian requires {wanted}")
     return tokenizer
 
 
 def _decode(settings: Mapping[str, Any]) -> DecodeConfig:
-    """How to search, as far as the options of Marian's decoder say so."""
+    """Returns the search options that correspond to the options of Marian's decoder."""
     fields: dict[str, Any] = {
         ours: kind(settings[theirs])
         for theirs, ours, kind in (
