@@ -375,7 +375,7 @@ def truncated(name):
 DAMAGES = {
     "another model": (edit("config.json", model_type="bart"), "model_type=bart, not marian"),
     "no weights": (without("model.safetensors"), "has no model.safetensors and no pytorch_model"),
-    "damaged weights": (truncated("model.safetensors"), "model.safetensors: not a safetensors file"),
+    "damaged weights": (truncated("model.safetensors"), "model.safetensors: not a safetensors"),
     "no settings": (without("config.json"), "config.json cannot be read: No such file"),
     "damaged settings": (truncated("config.json"), "config.json is damaged"),
     "no vocabulary": (without("vocab.json"), "source.model is missing"),
