@@ -1,4 +1,4 @@
-"""Adam's state comes back as it went, and is our optimizer's on the way."""
+"""Conversion of Adam's state: lossless round trips, and training continues in our optimizer."""
 
 import copy
 from typing import Any
@@ -16,7 +16,7 @@ from flaxformer_mt import interop
 from flaxformer_mt.errors import UserError
 
 MIXING = {"double_projection", "annotated_1000_shared"}
-# Scales are not in the tensors: one of the three will do.
+# The scales do not affect tensors, so one of the three variants is enough.
 SAVED = [name for name in ALL if not name.startswith(("jadore801120_emb", "jadore801120_uns"))]
 
 
@@ -43,8 +43,8 @@ def test_reference_to_ours_and_back_is_byte_identical(name, dtype, tmp_path):
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
-def test_moments_lie_where_their_parameters_lie(name):
-    """A moment equal to its parameter is so in ours, unless a note says that it starts at zero."""
+def test_moments_are_converted_like_their_parameters(name):
+    """Moments equal to their parameters stay equal to ours, unless a note reports zeros."""
     variant = ALL[name]
     reference = variant.build()
     state = {
@@ -55,7 +55,7 @@ def test_moments_lie_where_their_parameters_lie(name):
     optimizer = torch.optim.Adam(reference.parameters()).state_dict() | {"state": state}
     before = {"model": reference.state_dict(), "optimizer": optimizer}
     _, params, adam, notes = interop.load_training(variant.family, before, **variant.hints)
-    # What is a constant there has no moments, either.
+    # Constants of the reference have no moments.
     constants = {"output/bias"} if variant.family == "marian" else set()
     expected = {
         path: np.zeros_like(array) if path in constants or path in "".join(notes) else array
@@ -65,8 +65,8 @@ def test_moments_lie_where_their_parameters_lie(name):
     chex.assert_trees_all_equal(flat(adam.variance), expected)
 
 
-def test_our_optimizer_goes_on_where_theirs_stopped():
-    """A third step of Adam from the loaded state is the reference's third step."""
+def test_our_optimizer_continues_from_the_loaded_state():
+    """A third Adam step from the loaded state equals the reference's third step."""
     variant = VARIANTS["torch_pre_gelu"]
     reference, adam = train(variant)
     before = {"model": copy.deepcopy(reference.state_dict()), "optimizer": adam.state_dict()}
@@ -134,7 +134,7 @@ def refusal(before: Any, variant: Variant = VARIANTS["tunz"]) -> str:
     return str(caught.value)
 
 
-def test_an_unfit_moment_is_refused_by_name():
+def test_an_invalid_moment_is_rejected_by_name():
     before = trained_checkpoint(VARIANTS["tunz"])
     names = [name for name, _ in VARIANTS["tunz"].build().named_parameters()]
     index = names.index("decoder.layers.1.ffn.layer1.weight")
@@ -166,7 +166,7 @@ def test_an_unfit_moment_is_refused_by_name():
     assert f"entry {len(names)} of the optimizer's state is unexpected" in refusal(unfit)
 
 
-def test_what_is_no_adam_of_this_model_is_refused():
+def test_an_optimizer_state_of_another_kind_or_model_is_rejected():
     before = trained_checkpoint(VARIANTS["tunz"])
     other = trained_checkpoint(VARIANTS["torch_post"])["optimizer"]
     assert "the optimizer's parameters are not the model's" in refusal(
@@ -186,7 +186,7 @@ def test_what_is_no_adam_of_this_model_is_refused():
 
 
 @pytest.mark.parametrize("name", sorted(MIXING))
-def test_moments_trained_further_cannot_be_unmixed(name, tmp_path):
+def test_moments_of_combined_parameters_cannot_be_written_after_training(name, tmp_path):
     variant = ALL[name]
     config, params, adam, _ = interop.load_training(
         variant.family, trained_checkpoint(variant), **variant.hints

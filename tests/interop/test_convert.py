@@ -1,4 +1,4 @@
-"""What one published model computes, another computes after conversion; or it is refused."""
+"""Conversion between families: the result computes the same, or the conversion is rejected."""
 
 import dataclasses
 import functools
@@ -54,15 +54,15 @@ FAIRSEQ_START = "fairseq's code starts from the end token"
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A conversion that keeps what the model computes."""
+    """A supported conversion."""
 
     source: Variant
     target: str
     notes: tuple[str, ...] = ()
-    """What its notes start with or end with, in order."""
+    """What its notes start or end with, in order."""
     accepted: tuple[str, ...] = ()
     zeros: tuple[str, ...] = ()
-    """Tensors to set to zero first: the other family has no place for them."""
+    """Tensors to set to zero first, since the other family does not have them."""
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The source's weights."""
@@ -138,8 +138,8 @@ CASES = {
 
 
 def logits(family: str, config: TransformerConfig, state: dict[str, torch.Tensor]) -> np.ndarray:
-    """What the published model computes."""
-    # The reference of tunz starts every target from a zero vector, that of torch always scales.
+    """Returns the logits of the published model."""
+    # The reference of tunz always starts from a zero vector, that of torch always scales.
     if family == "tunz" or not config.scale_embeddings:
         hints = {name: getattr(config, name) for name in ("num_heads", "pad_id")}
         switches = {name: getattr(config, name) for name in interop.FAMILIES[family].open_switches}
@@ -166,7 +166,7 @@ def tolerance_of_logits(reference: torch.nn.Module, pad_id: int) -> float:
 
 
 def sentences(pad_id: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Two sources, one of them padded on the right, and their targets."""
+    """Returns two sources, one right-padded, and their targets."""
     source = [[5, 3, 8, 4, 9, 6], [4, 7, 6, 8, pad_id, pad_id]]
     return source, [[4, 3, 9, 8, 7], [9, 6, 5, 4, 4]]
 
@@ -191,7 +191,7 @@ def test_the_published_model_of_the_other_family_computes_the_same(name, tmp_pat
     reference = case.source.build()
     reference.load_state_dict(state)
     rounding = tolerance_of_logits(reference, config.pad_id)
-    # Changing epsilon, where that is accepted, changes the results by more than rounding.
+    # An accepted change of epsilon changes results by more than rounding.
     chex.assert_trees_all_close(
         logits(case.target, theirs, tensors),
         logits(case.source.family, config, state),
@@ -236,7 +236,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("name", "target"), REFUSED)
-def test_what_weights_cannot_make_up_for_is_refused_by_name(name, target, tmp_path):
+def test_a_switch_without_equivalent_weights_is_rejected_by_name(name, target, tmp_path):
     variant = ALL[name]
     torch.save(variant.build().state_dict(), tmp_path / "source.pt")
     with pytest.raises(UserError) as caught:
@@ -248,7 +248,7 @@ def test_what_weights_cannot_make_up_for_is_refused_by_name(name, target, tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["source.pt"]
 
 
-def test_heads_that_the_other_family_cannot_have_are_refused():
+def test_head_widths_that_the_other_family_cannot_have_are_rejected():
     variant = Variant("annotated_wide_heads", {"head_dim": 5, "value_dim": 3})
     config, params = interop.load("annotated_wide_heads", variant.build().state_dict(), num_heads=4)
     annotated = dataclasses.replace(interop.FAMILIES["annotated"], head_widths="even")
@@ -265,7 +265,7 @@ def test_padding_that_starts_decoding_must_embed_to_zero_on_both_sides():
 
 
 def torch_with_ties(ties: str) -> interop.Family:
-    """The family `torch`, if its ties were not free."""
+    """Returns the family `torch` with fixed ties."""
     torch_family = interop.FAMILIES["torch"]
     return dataclasses.replace(
         torch_family,
@@ -274,7 +274,7 @@ def torch_with_ties(ties: str) -> interop.Family:
     )
 
 
-def test_a_tie_is_cut_by_copies_and_knotted_again_where_these_are_equal():
+def test_tables_are_untied_by_copies_and_tied_again_if_equal():
     state = Variant("torch", ONE_VOCABULARY | PRE).build().state_dict()
     for name in ("src_tok_emb.embedding.weight", "generator.weight"):
         state[name] = state["tgt_tok_emb.embedding.weight"]
@@ -298,7 +298,7 @@ def test_a_tie_is_cut_by_copies_and_knotted_again_where_these_are_equal():
         adapt(untied, copies, torch_with_ties("all"))
 
 
-def test_a_scale_of_logits_moves_into_an_output_of_its_own():
+def test_a_scale_of_logits_is_multiplied_into_an_untied_output():
     state = VARIANTS["torch_pre_gelu"].build().state_dict()
     config, params = interop.load("torch", state, **VARIANTS["torch_pre_gelu"].hints)
     scaled = dataclasses.replace(config, scale_logits=True)
@@ -310,7 +310,7 @@ def test_a_scale_of_logits_moves_into_an_output_of_its_own():
     )
 
 
-def test_no_scale_moves_into_a_table_that_is_used_twice():
+def test_no_scale_is_multiplied_into_a_table_that_is_used_twice():
     variant = VARIANTS["jadore801120_prj_all"]
     config, params = interop.load("jadore801120", variant.build().state_dict(), **variant.hints)
     fairseq = dataclasses.replace(interop.FAMILIES["fairseq"], head_widths="free")
@@ -386,7 +386,7 @@ def test_our_own_file_may_name_the_family_of_its_tensors_by_an_alias(tmp_path):
     assert parameter_file.read(own, {})[1] == "annotated_wide_heads"
 
 
-# Adam, and our own files.
+# Adam's state, and our own files.
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
@@ -403,7 +403,7 @@ def test_to_our_own_file_and_back_is_byte_identical(name, tmp_path):
     assert_identical(torch.load(tmp_path / "after.pt", weights_only=True), before)
 
 
-def test_our_own_file_becomes_whatever_its_source_can_become(tmp_path):
+def test_our_own_file_can_be_converted_to_what_its_source_can(tmp_path):
     variant = VARIANTS["torch_pre_gelu"]
     torch.save(trained_checkpoint(variant), tmp_path / "torch.pt")
     own = tmp_path / "own.safetensors"
@@ -418,7 +418,7 @@ def test_our_own_file_becomes_whatever_its_source_can_become(tmp_path):
         convert(OWN, "marian", own, tmp_path / "marian.pt")
 
 
-def test_adam_follows_what_is_only_moved(tmp_path):
+def test_adam_is_converted_where_tensors_are_rearranged(tmp_path):
     variant = VARIANTS["torch_pre_gelu"]
     before = trained_checkpoint(variant)
     torch.save(before, tmp_path / "torch.pt")
@@ -453,7 +453,7 @@ def test_new_biases_have_no_moments(tmp_path):
         (DOUBLE_PROJECTION, "torch", "some of them are carried"),
     ],
 )
-def test_adam_that_cannot_follow_is_left_out_with_a_note(variant, target, reason, tmp_path):
+def test_adam_that_cannot_be_converted_is_dropped_with_a_note(variant, target, reason, tmp_path):
     torch.save(trained_checkpoint(variant), tmp_path / "before.pt")
     notes = convert(variant.family, target, *paths(tmp_path, "before", "after"), variant.hints)
     assert notes[-1].startswith("Adam's state is dropped")
@@ -461,7 +461,7 @@ def test_adam_that_cannot_follow_is_left_out_with_a_note(variant, target, reason
     assert not {"model", "optim"} & torch.load(tmp_path / "after.pt", weights_only=True).keys()
 
 
-def test_safetensors_of_a_published_family_hold_no_adam(tmp_path):
+def test_safetensors_of_a_published_family_contain_no_adam(tmp_path):
     variant = VARIANTS["tunz"]
     torch.save(trained_checkpoint(variant), tmp_path / "before.pt")
     target = tmp_path / "after.safetensors"
@@ -469,7 +469,7 @@ def test_safetensors_of_a_published_family_hold_no_adam(tmp_path):
     assert "PyTorch reads it from .pt files only" in note
 
 
-def test_the_console_script_tells_what_it_did_on_standard_error(tmp_path, capsys):
+def test_the_console_script_reports_changes_on_standard_error(tmp_path, capsys):
     torch.save(VARIANTS["tunz"].build().state_dict(), tmp_path / "tunz.pt")
     options = ["--from", "tunz", "--to", "fairseq", "--set", "num_heads=4", "dropout_rate=0.2"]
     command = ["convert", *map(str, paths(tmp_path, "tunz", "fairseq")), *options]
@@ -480,13 +480,13 @@ def test_the_console_script_tells_what_it_did_on_standard_error(tmp_path, capsys
     assert out == ""
     assert len(err.splitlines()) == 6
     assert all(line.startswith("flaxformer-mt: note: ") for line in err.splitlines())
-    # fairseq's own dictionaries have padding elsewhere, and so another first position.
+    # fairseq's dictionaries have another padding id, and therefore another first position.
     sizes = {"num_heads": 4, "pad_id": 0, "max_length": 1024}
     config, _ = interop.load("fairseq", tmp_path / "fairseq.pt", **sizes)
     assert config.position_kind == "learned"
 
 
-def test_what_cannot_be_asked_for_is_refused(tmp_path):
+def test_invalid_arguments_are_rejected(tmp_path):
     source, target = paths(tmp_path, "source", "target")
     torch.save(VARIANTS["tunz"].build().state_dict(), source)
 
@@ -525,7 +525,7 @@ def test_what_cannot_be_asked_for_is_refused(tmp_path):
         {"format": OWN, "config": "{}", "adam_step": "2", "adam_settings": "[]"},
     ],
 )
-def test_damaged_metadata_of_our_own_file_is_refused(metadata, tmp_path):
+def test_damaged_metadata_of_our_own_file_is_rejected(metadata, tmp_path):
     path = tmp_path / "own.safetensors"
     safetensors.torch.save_file({"output/bias": torch.zeros(3)}, path, metadata)
     with pytest.raises(UserError, match=r"own\.safetensors as flaxformer_mt: its metadata is"):

@@ -1,4 +1,4 @@
-"""CTranslate2, with a model that its own converter made of our export, finds what we find."""
+"""Our export to CTranslate2 gives the same translations and scores as our own search."""
 
 import dataclasses
 import json
@@ -36,24 +36,24 @@ SAME_SEARCH = DecodeConfig(
     renormalize=True,
     max_length=64,
 )
-"""With these options both do the same."""
+"""Search options with the same meaning on both sides."""
 
 
 @pytest.fixture(scope="module")
 def exported(trained_run, tmp_path_factory):
-    """A trained run with `SAME_SEARCH`, and its folder for CTranslate2."""
-    package = with_decode(run_folders.read(trained_run), SAME_SEARCH)
+    """A trained run with `SAME_SEARCH`, and its CTranslate2 folder."""
+    bundle = with_decode(run_folders.read(trained_run), SAME_SEARCH)
     folder = tmp_path_factory.mktemp("exported") / "ctranslate2"
-    assert write(package, folder) == ()
-    return package, folder
+    assert write(bundle, folder) == ()
+    return bundle, folder
 
 
-def with_decode(package, decode):
-    return dataclasses.replace(package, config=dataclasses.replace(package.config, decode=decode))
+def with_decode(bundle, decode):
+    return dataclasses.replace(bundle, config=dataclasses.replace(bundle.config, decode=decode))
 
 
 class Served:
-    """A folder for CTranslate2, used with nothing but what is in it."""
+    """A CTranslate2 folder, used without anything else."""
 
     def __init__(self, folder):
         self.settings = json.loads((folder / "translate_batch.json").read_text())
@@ -78,20 +78,20 @@ class Served:
         return [[*pieces, "</s>"] for pieces in self.source.encode(sentences, out_type=str)]
 
 
-def differences(package, folder, sources, references):
+def differences(bundle, folder, sources, references):
     """Compares search and scores; returns the share of identical translations, and both BLEUs."""
-    translator = Translator(package.config, package.params, package.tokenizers)
+    translator = Translator(bundle.config, bundle.params, bundle.tokenizers)
     ours = [hypotheses[0] for hypotheses in translator.translate_n_best(sources)]
     served = Served(folder)
     theirs = served.translate(sources)
-    tokenizer = package.tokenizers.target
+    tokenizer = bundle.tokenizers.target
     num_same = 0
     for own, (pieces, score) in zip(ours, theirs, strict=True):
-        tokens = [token for token in own.tokens if token != package.config.model.eos_id]
+        tokens = [token for token in own.tokens if token != bundle.config.model.eos_id]
         if tokenizer.pieces(tokens) == pieces:
             num_same += 1
             assert own.score == pytest.approx(score, abs=1e-4)
-    scorer = Scorer(package.config, package.params, package.tokenizers)
+    scorer = Scorer(bundle.config, bundle.params, bundle.tokenizers)
     scores = scorer.stream(zip(sources, references, strict=True))
     for own, log_probs in zip(scores, served.score(sources, references), strict=True):
         assert own.token_log_probabilities == pytest.approx(log_probs, abs=1e-4)
@@ -117,11 +117,11 @@ def test_search_and_scores_are_ours(exported):
     "of configs/multi30k_marian_en_de.py",
 )
 def test_real_sentences_are_translated_and_scored_as_by_us(tmp_path):
-    package = with_decode(run_folders.read(Path(os.environ["FLAXFORMER_MT_RUN"])), SAME_SEARCH)
-    write(package, tmp_path / "ctranslate2")
+    bundle = with_decode(run_folders.read(Path(os.environ["FLAXFORMER_MT_RUN"])), SAME_SEARCH)
+    write(bundle, tmp_path / "ctranslate2")
     data = Path(os.environ["FLAXFORMER_MT_DATA"], "multi30k-en-de")
     sources, references = (read_lines(data / f"test.{code}.gz")[:500] for code in ("en", "de"))
-    same, ours, theirs = differences(package, tmp_path / "ctranslate2", sources, references)
+    same, ours, theirs = differences(bundle, tmp_path / "ctranslate2", sources, references)
     assert same >= 0.995
     assert abs(ours - theirs) < 0.05
 
@@ -135,11 +135,11 @@ def test_published_folders_with_separate_vocabularies_go_on_to_ctranslate2(tmp_p
     config = opus_mt.config(vocabularies, share_encoder_decoder_embeddings=False)
     assert config.vocab_size != config.decoder_vocab_size
     opus_mt.random_model(config).save_pretrained(tmp_path / "published")
-    package = huggingface.read(tmp_path / "published")[0]
-    write(package, tmp_path / "ctranslate2")
-    package = with_decode(package, SAME_SEARCH)
+    bundle = huggingface.read(tmp_path / "published")[0]
+    write(bundle, tmp_path / "ctranslate2")
+    bundle = with_decode(bundle, SAME_SEARCH)
     sources, targets = PHRASES.sources[:20], PHRASES.targets[:20]
-    scorer = Scorer(package.config, package.params, package.tokenizers)
+    scorer = Scorer(bundle.config, bundle.params, bundle.tokenizers)
     scores = Served(tmp_path / "ctranslate2").score(sources, targets)
     for own, log_probs in zip(
         scorer.stream(zip(sources, targets, strict=True)), scores, strict=True
@@ -147,7 +147,7 @@ def test_published_folders_with_separate_vocabularies_go_on_to_ctranslate2(tmp_p
         assert own.token_log_probabilities == pytest.approx(log_probs, abs=1e-4)
 
 
-def test_weights_can_be_quantised(trained_run, exported, tmp_path, capsys):
+def test_weights_can_be_quantized(trained_run, exported, tmp_path, capsys):
     code = main(
         ["convert", "--from", "flaxformer_mt", "--to", "ctranslate2", "--quantization", "int8",
          str(trained_run), str(tmp_path / "int8")]
@@ -160,12 +160,12 @@ def test_weights_can_be_quantised(trained_run, exported, tmp_path, capsys):
     assert pieces
 
 
-def test_options_that_have_no_place_there_are_told(exported):
-    package, _ = exported
-    vocabulary = package.tokenizers.target
-    assert to_settings(package)[1] == ()
+def test_unsupported_options_are_reported(exported):
+    bundle, _ = exported
+    vocabulary = bundle.tokenizers.target
+    assert to_settings(bundle)[1] == ()
     told = with_decode(
-        package,
+        bundle,
         dataclasses.replace(
             SAME_SEARCH, early_stopping="never", coverage_penalty=0.2, bad_words=("zwölf",)
         ),
@@ -174,17 +174,17 @@ def test_options_that_have_no_place_there_are_told(exported):
     assert settings["suppress_sequences"] == vocabulary.split(["zwölf"])
     assert losses[0] == "decode.coverage_penalty=0.2 is not supported by CTranslate2"
     assert "decode.early_stopping=never is not supported" in losses[1]
-    # Without a length penalty all three meanings of early stopping find the same.
+    # Without a length penalty all kinds of early stopping give the same results.
     free = dataclasses.replace(SAME_SEARCH, early_stopping="never", length_penalty=0.0)
-    assert to_settings(with_decode(package, free))[1] == ()
+    assert to_settings(with_decode(bundle, free))[1] == ()
 
 
-def test_what_cannot_be_written_is_refused(exported, tmp_path):
-    package, folder = exported
+def test_invalid_outputs_are_rejected(exported, tmp_path):
+    bundle, folder = exported
     with pytest.raises(UserError, match="--quantization int3: choose one of int8"):
-        write(package, tmp_path / "folder", quantization="int3")
+        write(bundle, tmp_path / "folder", quantization="int3")
     with pytest.raises(UserError, match=f"{folder} exists"):
-        write(package, folder)
+        write(bundle, folder)
     with pytest.raises(UserError, match="--quantization is for --to ctranslate2 only"):
         convert("flaxformer_mt", "jax", folder, tmp_path / "jax", quantization="int8")
     assert not list(tmp_path.iterdir())

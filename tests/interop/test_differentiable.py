@@ -1,4 +1,4 @@
-"""Our parameters as a function of the reference's own: values, and gradients in its tensors."""
+"""Our parameters as a function of the reference's: values and gradients."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def named_parameters(reference: torch.nn.Module) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_the_function_gives_what_load_gives(name):
+def test_the_function_returns_what_load_returns(name):
     variant = ALL[name]
     reference = variant.build()
     config, params = interop.load(variant.family, reference.state_dict(), **variant.hints)
@@ -34,7 +34,7 @@ def test_the_function_gives_what_load_gives(name):
     tensors = named_parameters(reference) | {name: state[name].numpy() for name in constants}
     function = interop.differentiable(variant.family, config, tensors)
     chex.assert_trees_all_equal(function(tensors), interop.model_params(params))
-    # Compiled, only the notebook's products round differently.
+    # Compiled, only the products of double_projection round differently.
     compiled = jax.jit(function, compiler_options=QUICK)(tensors)
     chex.assert_trees_all_close(compiled, interop.model_params(params), rtol=0, atol=1e-6)
 
@@ -42,7 +42,7 @@ def test_the_function_gives_what_load_gives(name):
 def gradients_and_expected(
     reference: torch.nn.Module, expected: torch.Tensor, loss: Any, tensors: Any
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], float]:
-    """Both sides' gradients by name, and the largest of all numbers."""
+    """Returns both sides' gradients by name, and the largest absolute value."""
     expected.backward()
     theirs = {name: tensor.grad.numpy() for name, tensor in reference.named_parameters()}
     ours = jax.jit(jax.grad(loss), compiler_options=QUICK)(tensors)
@@ -94,7 +94,7 @@ def test_gradients_through_the_fold_of_double_projection():
     chex.assert_trees_all_close(ours, theirs, rtol=0, atol=1e-5 * largest)
 
 
-def test_a_name_that_is_missing_is_told():
+def test_a_missing_name_is_reported():
     variant = VARIANTS["tunz"]
     reference = variant.build()
     config, _ = interop.load("tunz", reference.state_dict(), **variant.hints)

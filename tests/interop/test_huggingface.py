@@ -1,4 +1,4 @@
-"""Hugging Face folders become runs that compute the same, and come back the same."""
+"""Hugging Face folders: converted runs compute the same, and converting back is lossless."""
 
 import dataclasses
 import functools
@@ -42,7 +42,7 @@ def spm():
 
 
 def save(folder, *, separate=False, shards=False, **options):
-    """A published folder, as version 5 of transformers writes it."""
+    """A folder as written by transformers 5."""
     vocabularies = opus_mt.write_tokenizer(folder, *spm(), separate=separate)
     model = opus_mt.random_model(
         opus_mt.config(vocabularies, share_encoder_decoder_embeddings=not separate, **options)
@@ -52,7 +52,7 @@ def save(folder, *, separate=False, shards=False, **options):
 
 
 def save_old(folder):
-    """One as version 4 wrote it before there was generation_config.json: all names, tables too."""
+    """A folder of early transformers 4: without generation_config.json or omitted tensors."""
     model = save(folder)
     state = model.state_dict()
     assert {"lm_head.weight", "model.encoder.embed_positions.weight"} <= state.keys()
@@ -70,7 +70,7 @@ def save_old(folder):
 
 
 def save_half(folder):
-    """One of 16 bits, as the larger models are."""
+    """A folder in float16, like the larger published models."""
     save(folder).half().save_pretrained(folder)
     return MarianMTModel.from_pretrained(folder, dtype=torch.float32).eval()
 
@@ -114,7 +114,7 @@ def assert_logits_agree(ours, model, source, target):
 
 
 def tokens(model, seed=0):
-    """Sources, one padded, and targets that start as decoding does."""
+    """Returns sources, one padded, and decoder inputs that begin with the start token."""
     size, pad = model.config.vocab_size, model.config.pad_token_id
     draw = np.random.default_rng(seed)
     source, target = (draw.integers(3, min(size, pad or size), (2, n), np.int32) for n in (7, 5))
@@ -176,7 +176,7 @@ def test_a_run_of_ours_to_hugging_face_and_back(trained_run, tmp_path, capsys):
         assert tokenizer.batch_decode(ids, skip_special_tokens=True) == own.decode(ids)
     source, target = tokens(model)
     assert_logits_agree(our_logits(ours.model, ours.params, source, target), model, source, target)
-    # Neither tables nor copies of tied tensors are written.
+    # Position tables and copies of tied tensors are omitted.
     names = safetensors.numpy.load_file(exported / "model.safetensors").keys()
     assert "model.shared.weight" in names
     assert not {"lm_head.weight", "model.decoder.embed_positions.weight"} & names
@@ -192,7 +192,7 @@ def test_a_run_of_ours_to_hugging_face_and_back(trained_run, tmp_path, capsys):
     )
 
 
-def package(config, tokenizers):
+def bundle_of(config, tokenizers):
     """A model with random parameters."""
     draw = np.random.default_rng(0)
     shapes = mapping.parameter_shapes(config.model)
@@ -200,10 +200,10 @@ def package(config, tokenizers):
     return ModelBundle(config, unflatten_dict(params, sep="/"), tokenizers)
 
 
-def own_package(trained_run, **model):
+def own_bundle(trained_run, **model):
     run = load_run(trained_run)
     config = dataclasses.replace(run.config, model=dataclasses.replace(run.model, **model))
-    return package(config, run.tokenizers)
+    return bundle_of(config, run.tokenizers)
 
 
 def test_separate_vocabularies_of_a_run_of_ours(trained_run, tmp_path):
@@ -215,7 +215,7 @@ def test_separate_vocabularies_of_a_run_of_ours(trained_run, tmp_path):
         "target_vocab_size": separate.target.vocab_size,
     }
     model = dataclasses.replace(run.model, tie_embeddings="target_output", **sizes)
-    ours = package(dataclasses.replace(run.config, model=model), separate)
+    ours = bundle_of(dataclasses.replace(run.config, model=model), separate)
     huggingface.write(ours, tmp_path / "exported")
     theirs = MarianMTModel.from_pretrained(tmp_path / "exported").eval()
     tokenizer = MarianTokenizer.from_pretrained(tmp_path / "exported")
@@ -240,16 +240,16 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_what_marian_computes_otherwise_is_refused_by_switch(message, trained_run, tmp_path):
-    ours = own_package(trained_run, **REFUSED[message])
+def test_a_model_that_marian_cannot_represent_is_rejected_by_switch(message, trained_run, tmp_path):
+    ours = own_bundle(trained_run, **REFUSED[message])
     with pytest.raises(UserError) as caught:
         huggingface.write(ours, tmp_path / "exported")
     assert message in str(caught.value)
     assert not [*tmp_path.iterdir()]
 
 
-def test_what_weights_can_make_up_for_is_done(trained_run, tmp_path):
-    ours = own_package(trained_run, output_bias=False, norm_epsilon=1e-6)
+def test_differences_with_equivalent_weights_are_adapted(trained_run, tmp_path):
+    ours = own_bundle(trained_run, output_bias=False, norm_epsilon=1e-6)
     notes = huggingface.write(ours, tmp_path / "exported", ("norm_epsilon",))
     assert [note.split("=")[0] for note in notes[:2]] == ["norm_epsilon", "output_bias"]
     theirs = MarianMTModel.from_pretrained(tmp_path / "exported").eval()
@@ -262,7 +262,7 @@ def test_what_weights_can_make_up_for_is_done(trained_run, tmp_path):
     )
 
 
-# Settings of the search.
+# Search options.
 
 MODEL = TransformerConfig(pad_id=9, bos_id=9, eos_id=0, max_length=512)
 OPUS = {
@@ -285,7 +285,7 @@ def test_the_search_of_opus_mt():
     assert changed == OPUS | {"num_beams": 1, "forced_eos_token_id": None}
 
 
-def test_every_setting_of_the_search_there_and_back():
+def test_every_search_option_survives_a_round_trip():
     settings = {
         "num_beams": 4, "num_return_sequences": 2, "length_penalty": 0.6, "early_stopping": "never",
         "min_length": 3, "max_length": 100, "no_repeat_ngram_size": 3, "repetition_penalty": 1.2,
@@ -312,7 +312,7 @@ def test_every_setting_of_the_search_there_and_back():
     assert (drawn.sampling, drawn.top_k, drawn.top_p, drawn.max_length) == (True, 7, 0.9, 8)
 
 
-def test_settings_that_are_not_known_are_told():
+def test_unsupported_settings_are_reported():
     _, notes = generation_config.to_decode({"forced_bos_token_id": 4, "typical_p": 1.0}, MODEL)
     assert notes == ["forced_bos_token_id=4 is not supported, and ignored"]
     decode = DecodeConfig(coverage_penalty=0.2, length_penalty_kind="gnmt")
@@ -329,7 +329,7 @@ def test_damaged_settings_are_refused(settings):
         generation_config.to_decode(settings, MODEL)
 
 
-# Refusals.
+# Errors.
 
 
 @pytest.fixture(scope="module")
@@ -341,7 +341,7 @@ def published(tmp_path_factory):
 
 @pytest.fixture
 def refused(published, tmp_path, capsys):
-    """Converts a damaged copy; returns the one line of complaint, after which nothing is left."""
+    """Converts a damaged copy, checks that nothing is written, and returns the error message."""
 
     def run(damage, *options):
         copy, run = tmp_path / "copy", tmp_path / "run"
@@ -404,7 +404,7 @@ def test_shards_outside_of_the_folder_are_not_read(refused):
     assert "../secret.safetensors is not a file in its folder" in refused(damage)
 
 
-def test_what_is_there_is_kept(published, tmp_path, capsys):
+def test_an_existing_folder_is_not_overwritten(published, tmp_path, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "mine").touch()
     assert main(["convert", "--from", "marian", str(published), str(tmp_path / "run")]) == 1
@@ -421,7 +421,7 @@ def test_what_is_there_is_kept(published, tmp_path, capsys):
         ("marian", "mariam", "--to mariam: unknown family"),
     ],
 )
-def test_what_cannot_be_asked_for(source, target, message, published, tmp_path):
+def test_invalid_arguments_are_rejected(source, target, message, published, tmp_path):
     with pytest.raises(UserError, match=message):
         convert(source, target, published, tmp_path / "output")
 
@@ -443,12 +443,12 @@ def test_the_weights_of_a_folder_as_a_file(published, tmp_path):
 
 
 @pytest.mark.parametrize("command", ["inspect", "translate"])
-def test_a_published_folder_is_no_run_but_can_become_one(command, published, capsys):
+def test_a_published_folder_must_be_converted_to_a_run_first(command, published, capsys):
     assert main([command, "--run", str(published)]) == 1
     assert "convert --from marian FOLDER RUN" in capsys.readouterr().err
 
 
-def test_a_run_whose_vocabulary_does_not_fit_is_refused(published, tmp_path):
+def test_a_run_whose_vocabulary_does_not_match_is_rejected(published, tmp_path):
     run = tmp_path / "run"
     convert("marian", OWN, published, run)
     edit("tokenizer/vocab.json", more=999)(run)

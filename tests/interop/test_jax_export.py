@@ -1,4 +1,4 @@
-"""What `jax.export` writes translates without this package, and as this package does."""
+"""The `jax.export` format translates without this bundle, with the same results."""
 
 import json
 import subprocess
@@ -21,7 +21,7 @@ from flaxformer_mt.interop.weight_maps.mapping import by_path
 from flaxformer_mt.model.cache import reorder_cache
 from flaxformer_mt.model.transformer import Transformer
 
-# Runs server.py in a world in which neither this package nor Flax can be imported.
+# Runs server.py with imports of this package and of Flax blocked.
 ALONE = """
 import runpy, sys
 
@@ -37,17 +37,17 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 
 @pytest.fixture(scope="module")
 def exported(trained_run, tmp_path_factory):
-    """A trained run, and its folder for JAX alone."""
+    """A trained run, and its exported folder."""
     folder = tmp_path_factory.mktemp("exported") / "jax"
     assert convert("flaxformer_mt", "jax", trained_run, folder) == ()
     return run_folders.read(trained_run), folder
 
 
 def test_a_server_without_this_package_translates_the_same(exported):
-    package, folder = exported
+    bundle, folder = exported
     corpus = load_corpus(DataConfig(corpus="phrases", generated_pairs=400), "valid")
     lines = [*corpus.sources[:20], "", *corpus.sources[20:24]]
-    translator = Translator(package.config, package.params, package.tokenizers)
+    translator = Translator(bundle.config, bundle.params, bundle.tokenizers)
     expected = translator.translate(lines, beam_size=1)
     assert len(set(expected)) > 10
     result = subprocess.run(
@@ -68,8 +68,8 @@ def load(folder, name):
 
 
 def test_functions_are_for_any_size_and_platform(exported):
-    package, folder = exported
-    model, params = package.config.model, package.params
+    bundle, folder = exported
+    model, params = bundle.config.model, bundle.params
     functions = {name: load(folder, name) for name in ("encode", "step", "reorder")}
     assert {each.platforms for each in functions.values()} == {("cpu", "cuda", "tpu")}
     with np.load(folder / "parameters.npz") as file:
@@ -94,7 +94,7 @@ def test_functions_are_for_any_size_and_platform(exported):
             logits.append(step)
         return logits
 
-    # The server has other sizes: 16 sentences, of 16 tokens and more, and one hypothesis of each.
+    # The server uses other sizes: 16 sentences, at least 16 tokens, and one hypothesis each.
     batch, length, beams, longest = 2, 5, 3, 4
     draw = np.random.default_rng(0)
     source = draw.integers(4, 300, (batch, length), np.int32)
@@ -109,11 +109,11 @@ def test_functions_are_for_any_size_and_platform(exported):
         np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_metadata_tell_what_a_server_has_to_know(exported):
-    package, folder = exported
+def test_metadata_contains_what_a_server_needs(exported):
+    bundle, folder = exported
     facts = json.loads((folder / "metadata.json").read_text())
-    assert facts == json.loads(json.dumps(metadata(package)))
-    model, tokenizer = package.config.model, package.tokenizers.source
+    assert facts == json.loads(json.dumps(metadata(bundle)))
+    model, tokenizer = bundle.config.model, bundle.tokenizers.source
     assert (facts["pad_id"], facts["bos_id"], facts["eos_id"]) == (0, 0, 2)
     assert facts["never_chosen"] == [0]
     assert facts["longest"] == model.max_length
@@ -133,9 +133,9 @@ def test_other_models_can_be_exported(options):
 
 
 def test_language_models_are_refused(exported, tmp_path):
-    package, _ = exported
+    bundle, _ = exported
     model = TransformerConfig(has_inputs=False)
-    language_model = ModelBundle(ExperimentConfig(model=model), package.params, package.tokenizers)
+    language_model = ModelBundle(ExperimentConfig(model=model), bundle.params, bundle.tokenizers)
     with pytest.raises(UserError, match=r"model\.has_inputs=False"):
         write(language_model, tmp_path / "jax")
     assert not list(tmp_path.iterdir())

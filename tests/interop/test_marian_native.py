@@ -1,4 +1,4 @@
-"""Marian's own files: made here byte by byte, read, refused, and written back."""
+"""Marian's own format, with files built byte by byte: reading, errors, and writing."""
 
 import io
 import struct
@@ -51,7 +51,7 @@ TEACHER = STUDENT | {
 
 
 def tensors(options, seed=0):
-    """Random tensors with the names and shapes that Marian gives them."""
+    """Returns random tensors with Marian's names and shapes."""
     rng = np.random.default_rng(seed)
     pre = "_pre" if options["transformer-preprocess"] else ""
     is_recurrent = options["transformer-decoder-autoreg"] == "rnn"
@@ -84,14 +84,14 @@ def tensors(options, seed=0):
 
 
 def quantised(tensor, is_embedding, scale=40.0):
-    """The bytes of a matrix in 8 bits, and what they stand for."""
+    """Returns the bytes of an 8-bit matrix, and its dequantized values."""
     numbers = np.clip(np.rint(tensor * scale), -127, 127).astype(np.int8)
     stored = numbers if is_embedding else numbers.T
     return stored.tobytes() + struct.pack("<f", scale), numbers.astype(np.float32) / scale
 
 
 def binary(options, arrays, int8=(), kind=INT8):
-    """A file of the binary format; padded to 256 bytes everywhere, as Marian does it."""
+    """Returns a file in the binary format, padded to multiples of 256 bytes as by Marian."""
     items = [("special:model.yml", 0x101, None, yaml.safe_dump(options).encode() + b"\0")]
     for name, array in arrays.items():
         if name in int8:
@@ -120,13 +120,13 @@ def npz(options, arrays):
 
 @pytest.fixture(scope="module")
 def vocabulary():
-    """A SentencePiece model with Marian's special tokens."""
+    """Returns a SentencePiece model with Marian's special tokens."""
     return train_model(TEXTS, V, **SPECIAL)
 
 
 @pytest.fixture
 def folder(tmp_path, vocabulary):
-    """What a student is published as."""
+    """The folder of a published student model."""
     path = tmp_path / "student"
     path.mkdir()
     matrices = [name for name in tensors(STUDENT) if "_W" in name[-3:] or name == "Wemb"]
@@ -152,7 +152,7 @@ def convert(source, target, *, back=False):
 
 @pytest.mark.parametrize("options", [STUDENT, TEACHER], ids=["student", "teacher"])
 @pytest.mark.parametrize("form", [npz, binary])
-def test_every_number_arrives_and_goes_back(options, form, tmp_path):
+def test_every_value_survives_a_round_trip(options, form, tmp_path):
     arrays = tensors(options)
     (tmp_path / "model").write_bytes(form(options, arrays))
     config, params = marian_native.load(tmp_path / "model")
@@ -180,7 +180,7 @@ def test_a_teacher_is_a_transformer_with_attention(tmp_path):
     validation.check_params(config, mapping.by_path(params))
 
 
-def test_integers_become_the_numbers_that_they_stand_for(folder):
+def test_8_bit_matrices_are_dequantized(folder):
     read = marian_files.read(folder / "model.bin").tensors
     arrays = tensors(STUDENT)
     assert read.keys() == arrays.keys()
@@ -190,7 +190,7 @@ def test_integers_become_the_numbers_that_they_stand_for(folder):
         np.testing.assert_array_equal(read[name], array)
 
 
-def test_a_folder_becomes_a_run_and_goes_back(folder, tmp_path, capsys):
+def test_a_folder_survives_conversion_to_a_run_and_back(folder, tmp_path, capsys):
     assert convert(folder, tmp_path / "run") == 0
     assert "its shortlist is ignored" in capsys.readouterr().err
     run = load_run(tmp_path / "run")
@@ -206,9 +206,9 @@ def test_a_folder_becomes_a_run_and_goes_back(folder, tmp_path, capsys):
 
 
 def test_a_step_against_the_gradient_lowers_the_loss(folder):
-    package, _ = marian_native.read(folder)
-    model = package.config.model
-    # Two sentences in a row, and padding.
+    bundle, _ = marian_native.read(folder)
+    model = bundle.config.model
+    # A row with two packed sentences and padding.
     source, target = np.int32([[4, 5, 0, 6, 0, -1]]), np.int32([[7, 8, 0, 9, 0, -1]])
     target_input = np.int32([[-1, 7, 8, -1, 9, -1]])
     segments = np.int32([[1, 1, 1, 2, 2, 0]])
@@ -226,8 +226,8 @@ def test_a_step_against_the_gradient_lowers_the_loss(folder):
         log_probabilities = jax.nn.log_softmax(logits)[0]
         return -log_probabilities[jnp.arange(5), target[0, :5]].mean()
 
-    before, gradient = loss(package.params)
-    moved = jax.tree.map(lambda leaf, slope: leaf - 1e-3 * slope, package.params, gradient)
+    before, gradient = loss(bundle.params)
+    moved = jax.tree.map(lambda leaf, change: leaf - 1e-3 * change, bundle.params, gradient)
     assert loss(moved)[0] < before
     for leaf in jax.tree.leaves(gradient["decoder"]["layers"]["recurrence"]):
         assert np.isfinite(leaf).all()
@@ -250,7 +250,7 @@ def test_a_step_against_the_gradient_lowers_the_loss(folder):
         ({"output-omit-bias": True}, "tensor decoder_ff_logit_out_b is unexpected"),
     ],
 )
-def test_what_we_do_not_compute_is_refused_by_name(change, message, tmp_path):
+def test_an_unsupported_option_is_rejected_by_name(change, message, tmp_path):
     path = tmp_path / "model.npz"
     path.write_bytes(npz(STUDENT | change, tensors(STUDENT)))
     with pytest.raises(
@@ -259,7 +259,7 @@ def test_what_we_do_not_compute_is_refused_by_name(change, message, tmp_path):
         marian_native.load(path)
 
 
-def test_matrices_laid_out_for_a_processor_are_refused(tmp_path):
+def test_processor_specific_matrices_are_rejected(tmp_path):
     content = binary(STUDENT, tensors(STUDENT), ["decoder_l1_rnn_W"], kind=0x11001)
     (tmp_path / "model.bin").write_bytes(content)
     with pytest.raises(UserError, match=r"decoder_l1_rnn_W has the type 0x11001, .*processor"):
@@ -275,17 +275,17 @@ def test_a_damaged_file_is_refused_in_one_line(form, tmp_path):
         path.write_bytes(content[:length])
         with pytest.raises(UserError, match=r"^[^\n]*$"):
             marian_native.load(path)
-    for _ in range(200):  # Any other bytes give a model, or one line.
+    for _ in range(200):  # Arbitrary bytes give a model or a one-line error.
         bytes_ = bytearray(content)
-        for place in rng.integers(len(bytes_) if form is npz else 4000, size=3):
-            bytes_[place] ^= 1 << rng.integers(8)
+        for index in rng.integers(len(bytes_) if form is npz else 4000, size=3):
+            bytes_[index] ^= 1 << rng.integers(8)
         path.write_bytes(bytes_)
         message = complaint(path)
         assert message is None or "\n" not in message
 
 
 def complaint(path):
-    """What is said about a file, or None if it is a model."""
+    """Returns the error message for a file; None if it is a valid model."""
     try:
         marian_native.load(path)
     except UserError as error:
@@ -314,7 +314,7 @@ def test_a_damaged_folder_leaves_nothing(folder, tmp_path, damage, message, caps
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_without_yaml_names_must_tell(folder, tmp_path):
+def test_without_yaml_file_names_must_be_unambiguous(folder, tmp_path):
     (folder / "config.yml").unlink()
     found = marian_native.find(folder)
     assert (found.model.name, found.source, found.target) == (
@@ -334,7 +334,7 @@ def test_without_yaml_names_must_tell(folder, tmp_path):
         marian_native.find(tmp_path / "missing")
 
 
-def test_another_vocabulary_is_refused(folder, vocabulary):
+def test_a_vocabulary_that_does_not_match_is_rejected(folder, vocabulary):
     other = train_model(TEXTS, V - 1, **SPECIAL)
     (folder / "vocab.spm").write_bytes(other)
     with pytest.raises(UserError, match=f"vocab.spm has {V - 1} tokens, but the model {V}"):

@@ -1,4 +1,4 @@
-"""A checkpoint that cannot be right is refused with one line that names what is wrong."""
+"""Invalid checkpoints are rejected with a one-line message that names the problem."""
 
 import errno
 import os
@@ -141,7 +141,7 @@ def unfit_files(folder):
     torch.save({}, folder / "nothing.pt")
     with zipfile.ZipFile(folder / "zip.pt", "w") as archive:
         archive.writestr("readme.txt", "no checkpoint")
-    # Headers of safetensors that say more than there is.
+    # safetensors headers that describe more data than the file contains.
     (folder / "long.safetensors").write_bytes((1 << 40).to_bytes(8, "little") + whole[8:])
     (folder / "lying.safetensors").write_bytes(whole.replace(b"[11,16]", b"[99,16]"))
     (folder / "folder.pt").mkdir()
@@ -170,7 +170,7 @@ def test_unfit_files_are_not_converted(tmp_path, monkeypatch, capsys):
             assert main(["convert", str(path), "after.pt", *options]) == 1
             out, err = capsys.readouterr()
             assert out == ""
-            # A folder may be a run, or a published one.
+            # A folder may be a run or a published model.
             told = " " if path.is_dir() else f" as {family}: "
             assert err.startswith(f"flaxformer-mt: error: {path}{told}")
             assert err.count("\n") == 1
@@ -184,7 +184,7 @@ def test_a_file_without_permission_is_refused(tmp_path, monkeypatch):
     def refuse(*arguments, **options):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
-    # Some may read every file: permissions alone would not show it.
+    # Privileged users can read every file, whatever its permissions.
     monkeypatch.setattr(Path, "open", refuse)
     assert "cannot be read: Permission denied" in refusal("tunz", path)
 

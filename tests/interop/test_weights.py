@@ -1,4 +1,4 @@
-"""Checkpoints come back as they went: byte-identical, in both file formats, for every family."""
+"""Round trips of checkpoints are byte-identical, in both file formats, for every family."""
 
 import argparse
 import dataclasses
@@ -152,7 +152,7 @@ def test_both_decoder_layouts_of_annotated_keep_their_names(tmp_path):
     layers = params["decoder"]["layers"]
     chex.assert_trees_all_equal(layers["cross_attention"], layers["self_attention"])
 
-    # A separate attention that happens to be equal stays separate ...
+    # Separate attentions that happen to be equal stay separate ...
     reference = separate.build()
     for layer in reference.decoder.layers:
         layer.src_attn.load_state_dict(layer.self_attn.state_dict())
@@ -160,7 +160,7 @@ def test_both_decoder_layouts_of_annotated_keep_their_names(tmp_path):
     interop.save("annotated", config, params, tmp_path / "equal.pt")
     assert_identical(read(tmp_path / "equal.pt"), reference.state_dict())
 
-    # ... and a shared one that has been trained apart becomes separate.
+    # ... and a shared attention whose copies were trained differently becomes separate.
     layers["cross_attention"]["query"]["bias"] += 1
     config, _ = load(shared, shared.build().state_dict())
     params = interop.model_params(params) | {"decoder": params["decoder"] | {"layers": layers}}
@@ -202,10 +202,10 @@ def test_what_a_writer_left_out_is_left_out_again(name, tmp_path):
     chex.assert_trees_all_equal(flat(params), flat(whole))
     interop.save(variant.family, config, params, tmp_path / "model.safetensors")
     assert_identical(read(tmp_path / "model.safetensors"), rest)
-    # What carries nothing is written with all names.
+    # Without carried tensors, all names are written.
     interop.save(variant.family, config, interop.model_params(params), tmp_path / "whole.pt")
     assert read(tmp_path / "whole.pt").keys() == state.keys()
-    # Trained parameters stay tied, and stay left out.
+    # Trained parameters stay tied, and their omitted names stay omitted.
     trained = {path: array + 1 for path, array in flat(params).items()}
     params = unflatten_dict(trained, sep="/") | {"carried": params["carried"]}
     interop.save(variant.family, config, params, tmp_path / "trained.pt")
@@ -264,7 +264,7 @@ def test_every_preset_has_a_reference_and_a_map():
                 "value_dim",
             ):
                 loaded, preset = getattr(config, field.name), getattr(published, field.name)
-                # Without `position_base` among the sizes, table and preset agree on it, too.
+                # Without `position_base` among the sizes, table and preset must agree on it.
                 assert loaded == preset, (family, field.name)
         assert (config.key_width, config.value_width) == (
             published.key_width,
@@ -279,7 +279,7 @@ def without(state: dict[str, Any], *endings: str) -> dict[str, Any]:
 def test_what_hugging_face_leaves_out_stays_out(tmp_path):
     variant = VARIANTS["marian_all"]
     reference = variant.build()
-    # transformers would write a progress bar to the screen.
+    # transformers would print a progress bar.
     state = without(reference.state_dict(), "embed_positions.weight", "embed_tokens.weight")
     del state["lm_head.weight"]
     config, params = load(variant, state)
@@ -327,7 +327,7 @@ def test_a_fairseq_checkpoint_of_any_version_is_read(version, tmp_path):
         "cfg": {"args": None, "cfg": {"model": flat_options, "task": {"seed": 1}}},
         "nested cfg": {"args": None, "cfg": {"model": nested_options}},
     }[version]
-    # The newest leave `_float_tensor` out.
+    # The newest versions omit `_float_tensor`.
     state = without(variant.build().state_dict(), "_float_tensor")
     torch.save({"model": state} | options, tmp_path / "checkpoint_best.pt")
     config, params = interop.load("fairseq", tmp_path / "checkpoint_best.pt")

@@ -81,7 +81,7 @@ def layer_sizes(checkpoint: PublishedCheckpoint, encoder: str, decoder: str) -> 
     }
 
 
-def refuse_unequal_heads(settings: Mapping[str, Any]) -> None:
+def check_equal_heads(settings: Mapping[str, Any]) -> None:
     """Checks that encoder and decoder have the same number of heads.
 
     Raises:
@@ -140,7 +140,7 @@ def _options(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     tensors, options = checkpoint.tensors, _options(checkpoint.settings)
-    refuse_unequal_heads(options)
+    check_equal_heads(options)
     has_final_norm = checkpoint.has_any(".layer_norm.weight")
     pre_norm = options.get("encoder_normalize_before", has_final_norm)
     fields: dict[str, Any] = {

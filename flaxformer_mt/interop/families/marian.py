@@ -16,9 +16,9 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
 from flaxformer_mt.interop.families.fairseq import (
     LAYER_ORDER,
+    check_equal_heads,
     layer_sizes,
     layers,
-    refuse_unequal_heads,
 )
 from flaxformer_mt.interop.weight_maps.family import (
     Buffer,
@@ -73,7 +73,7 @@ def _sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
 
 def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     tensors, settings = checkpoint.tensors, checkpoint.settings
-    refuse_unequal_heads(settings)
+    check_equal_heads(settings)
     ties_source = SHARED in tensors or checkpoint.same(SOURCE, TARGET)
     target = TARGET if TARGET in tensors else SHARED
     ties_output = OUTPUT not in tensors or checkpoint.same(OUTPUT, target)

@@ -179,10 +179,10 @@ def _num_layers(checkpoint: PublishedCheckpoint, stack: str) -> int:
 
 def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     options = checkpoint.settings
-    _refuse_unsupported(options, _SUPPORTED)
+    _check_supported(options, _SUPPORTED)
     is_recurrent = options.get("transformer-decoder-autoreg") == "rnn"
     if is_recurrent:
-        _refuse_unsupported(options, _RECURRENT)
+        _check_supported(options, _RECURRENT)
     source_vocabulary, target_vocabulary = _vocabulary_sizes(options)
     ties_source = _is_on(options, "tied-embeddings-all") or _is_on(options, "tied-embeddings-src")
     ties_output = _is_on(options, "tied-embeddings-all") or _is_on(options, "tied-embeddings")
@@ -205,9 +205,7 @@ def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     }
 
 
-def _refuse_unsupported(
-    options: Mapping[str, Any], supported: Mapping[str, tuple[Any, ...]]
-) -> None:
+def _check_supported(options: Mapping[str, Any], supported: Mapping[str, tuple[Any, ...]]) -> None:
     for name, values in supported.items():
         if options.get(name, values[0]) not in values:
             choices = " or ".join(map(_spelt, values))
