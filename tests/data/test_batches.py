@@ -100,6 +100,7 @@ def test_evaluation_batches_can_be_shared_out(row_shards):
     config = dataclasses.replace(CONFIG, train=TrainConfig(batch_tokens=160))
     corpus = pairs_of_lengths([(3, 4), (13, 4), (20, 3), (200, 3)])
     batches = evaluation_batches(corpus, config, row_shards)
+    assert len(batches) > 1
     for batch in batches:
         assert shape_of(batch).rows % row_shards == 0
     shards = [
@@ -113,7 +114,9 @@ def test_evaluation_batches_can_be_shared_out(row_shards):
 
 def test_language_model_batches_have_no_encoder_side():
     corpus = encoded(None, [[15, 16, 2], [17, 2], [18] * 20 + [2]])
-    for batch in evaluation_batches(corpus, CONFIG):
+    batches = evaluation_batches(corpus, CONFIG)
+    assert sum(np.count_nonzero(batch.decoder_target_tokens == 2) for batch in batches) >= 2
+    for batch in batches:
         assert batch.encoder_input_tokens is None
         assert batch.encoder_segment_ids is None
         assert batch.encoder_positions is None

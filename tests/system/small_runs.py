@@ -1,6 +1,7 @@
 """Runs of `train.py` that take seconds."""
 
 import json
+import os
 
 TINY_MODEL = (
     "--model.d-model=8",
@@ -39,6 +40,12 @@ def flags(text, workdir, *options):
         *SMALL,
         *options,
     ]
+
+
+def xla_flags(*flags):
+    """Returns XLA_FLAGS for a child process: the caller's, less simulated devices, and `flags`."""
+    given = os.environ.get("XLA_FLAGS", "").split()
+    return " ".join([*(flag for flag in given if "device_count" not in flag), *flags])
 
 
 def metrics(workdir):

@@ -16,7 +16,7 @@ import time
 import chex
 import orbax.checkpoint as ocp
 import pytest
-from small_runs import TINY_MODEL
+from small_runs import TINY_MODEL, xla_flags
 
 from flaxformer_mt.interruption import EXIT_INTERRUPTED
 from flaxformer_mt.runs.checkpoint import whole_checkpoints
@@ -53,7 +53,7 @@ def training(workdir, cache, checkpoint_every):
     """A process of the run in `workdir`; killed at the end if it is still there."""
     environment = {
         **os.environ,
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",  # one device, compiled quickly
+        "XLA_FLAGS": xla_flags(),
         "JAX_COMPILATION_CACHE_DIR": str(cache),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",

@@ -11,7 +11,7 @@ import time
 
 import numpy as np
 import pytest
-from small_runs import TINY_MODEL
+from small_runs import TINY_MODEL, xla_flags
 
 from flaxformer_mt.runs.checkpoint import whole_checkpoints
 
@@ -58,8 +58,7 @@ def start(tmp_path, cache):
         command += [f"--workdir={workdir}", f"--train.num-steps={num_steps}"]
         environment = {
             **os.environ,
-            "XLA_FLAGS": "--xla_backend_optimization_level=0 "
-            f"--xla_force_host_platform_device_count={4 // num_processes}",
+            "XLA_FLAGS": xla_flags(f"--xla_force_host_platform_device_count={4 // num_processes}"),
             "JAX_COMPILATION_CACHE_DIR": str(cache),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }
