@@ -1,4 +1,4 @@
-"""Folders as OPUS-MT models are published in: made for tests, of any shape."""
+"""Toy models in the folder layout of published OPUS-MT models."""
 
 import io
 import json
@@ -9,7 +9,7 @@ CODES = (">>deu<<", ">>fra<<")
 
 
 def train_model(texts, vocab_size, **options):
-    """The bytes of a SentencePiece model, normalised and without byte pieces like OPUS-MT's."""
+    """Returns the bytes of a SentencePiece model trained with OPUS-MT's settings."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(texts),
@@ -25,7 +25,7 @@ def train_model(texts, vocab_size, **options):
 
 
 def vocabulary(*models, codes=CODES):
-    """The ids of all pieces of some models as OPUS-MT has them: end, unknown, ..., padding."""
+    """Returns ids of all pieces of some models in OPUS-MT's order: end, unknown, ..., padding."""
     pieces = [
         processor.id_to_piece(number)
         for processor in (sentencepiece.SentencePieceProcessor(model_proto=m) for m in models)
@@ -40,12 +40,12 @@ def write_tokenizer(folder, source, target, *, separate=False, missing=(), **set
     """Writes the files of a tokenizer; returns the vocabularies of source and target.
 
     Args:
-      folder: made if missing.
+      folder: where the files go; created if missing.
       source: bytes of the source's SentencePiece model.
-      target: bytes of the target's.
-      separate: give the target ids of its own.
-      missing: pieces that the vocabulary shall not have.
-      **settings: what `tokenizer_config.json` says besides.
+      target: bytes of the target's SentencePiece model.
+      separate: give the target language a vocabulary of its own.
+      missing: pieces to leave out of the vocabularies.
+      **settings: further entries of `tokenizer_config.json`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "source.spm").write_bytes(source)
@@ -64,7 +64,7 @@ def write_tokenizer(folder, source, target, *, separate=False, missing=(), **set
 
 
 def config(vocabularies, **options):
-    """A `MarianConfig` of a tiny model in OPUS-MT's arrangement."""
+    """Returns the `MarianConfig` of a tiny model with OPUS-MT's architecture."""
     from transformers import MarianConfig
 
     source, target = (max(own.values()) + 1 for own in vocabularies)
@@ -84,7 +84,7 @@ def config(vocabularies, **options):
 
 
 def random_model(config, seed=0):
-    """A `MarianMTModel` with random weights, the bias of the logits included."""
+    """Returns a `MarianMTModel` with random weights, including the bias of the logits."""
     import torch
     from transformers import MarianMTModel
 

@@ -1,4 +1,4 @@
-"""A tiny model that talks: real tokenizer, random parameters, text of any length."""
+"""A tiny model with a real tokenizer and random parameters, which translates any text."""
 
 import dataclasses
 import functools
@@ -40,7 +40,7 @@ DECODE = DecodeConfig(beam_size=3, max_length_factor=1.0, max_length_extra=3, ba
 
 @dataclasses.dataclass(frozen=True)
 class Talker:
-    """What `Translator` and `score_pairs` take."""
+    """The arguments of `Translator` and `score_pairs`."""
 
     config: ExperimentConfig
     params: dict
@@ -52,7 +52,7 @@ class Talker:
         return with_vocabulary_sizes(self.config.model, size, size)
 
     def full_pass(self, source, target):
-        """Log-probability of each token of `target`, given the text `source`; without a cache."""
+        """Returns log-probabilities of `target` tokens given the text `source`, without a cache."""
         source = [*self.tokenizers.source.encode([source])[0], self.model.eos_id]
         inputs = [self.model.bos_id, *target[:-1]]
         all_tokens = full_pass(self.params, padded(source), padded(inputs), model=self.model)
@@ -66,7 +66,7 @@ def full_pass(params, source, inputs, *, model):
 
 
 def padded(tokens):
-    """One row of 100 tokens, so that a test compiles one shape."""
+    """Returns one row of 100 tokens, so that all tests compile a single shape."""
     return np.pad(np.array([tokens], np.int32), ((0, 0), (0, 100 - len(tokens))))
 
 
@@ -76,7 +76,7 @@ def sentences(count, seed=0, longest=4):
 
 
 def random_params(model, seed=0):
-    """Parameters large enough that different sentences get different translations."""
+    """Returns parameters so large that different sentences have different translations."""
     tokens = np.ones((1, 1), np.int32)
     init = jax.jit(Transformer(model).init)
     params = init(jax.random.key(seed), tokens, tokens)["params"]
@@ -84,13 +84,13 @@ def random_params(model, seed=0):
 
 
 def with_end_bias(talker, bias):
-    """The same model, but that much more ready to end a sentence."""
+    """Returns the model with `bias` as the output bias of the end token."""
     output = {"bias": talker.params["output"]["bias"].at[talker.config.model.eos_id].set(bias)}
     return dataclasses.replace(talker, params={**talker.params, "output": output})
 
 
 def with_decode(talker, **values):
-    """The same model, searched otherwise."""
+    """Returns the model with other decoding options."""
     decode = dataclasses.replace(talker.config.decode, **values)
     return dataclasses.replace(talker, config=dataclasses.replace(talker.config, decode=decode))
 

@@ -1,4 +1,4 @@
-"""What the program sets before JAX starts, and what it leaves alone."""
+"""Environment settings made before JAX starts; the user's own take precedence."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 from flaxformer_mt.runtime import cache_folder, set_xla_flags
 
 
-def test_the_user_s_flags_come_first_and_unknown_ones_are_left_out():
+def test_the_users_flags_take_precedence_and_unknown_ones_are_omitted():
     environment = {"XLA_FLAGS": "--xla_cpu_experimental_ynn_fusion_type=dot --mine"}
     set_xla_flags(environment, "0.10.2")
     flags = environment["XLA_FLAGS"].split()

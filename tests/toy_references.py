@@ -1,4 +1,4 @@
-"""Small references of every family and variant, for the tests of `parity` and `interop`."""
+"""Small PyTorch references of every family and variant, for tests of `parity` and `interop`."""
 
 import dataclasses
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 
 from flaxformer_mt.parity import references
 
-# No two sizes are equal where they need not be, so that no axis passes for another.
+# Sizes differ wherever they can, so that mistaking one axis for another changes a shape.
 SIZES = {
     "source_vocab_size": 13,
     "target_vocab_size": 11,
@@ -24,21 +24,21 @@ ONE_VOCABULARY = {"source_vocab_size": 11}
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """One reference, and what `interop.load` cannot read off its tensors."""
+    """One reference, with the switches that `interop.load` cannot infer from its tensors."""
 
     family: str
     sizes: dict[str, Any] = dataclasses.field(default_factory=dict)
     overrides: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def build(self, param_dtype: str = "float32", seed: int = 0) -> torch.nn.Module:
-        """The reference without dropout, no bias or norm at its initial value."""
+        """Returns the reference without dropout; no bias or norm has its initial value."""
         torch.manual_seed(seed)
         sizes = {"param_dtype": param_dtype} | SIZES | self.sizes
         return references.perturb(references.build(self.family, **sizes)).eval()
 
     @property
     def hints(self) -> dict[str, Any]:
-        """What `interop.load` is to be told."""
+        """Returns the keyword arguments that `interop.load` needs."""
         sizes = SIZES | self.sizes
         return {"num_heads": sizes["num_heads"]} | self.overrides
 
@@ -135,6 +135,6 @@ VARIANTS: dict[str, Variant] = _jadore801120() | {
     **_fairseq(),
     **_opennmt(),
 }
-"""The variants that map tokens to logits: all but the layers of `double_projection`."""
+"""Variants that map tokens to logits: all but `double_projection`, which is layers only."""
 
 DOUBLE_PROJECTION = Variant("double_projection")

@@ -1,4 +1,4 @@
-"""Checkpoints of the small references after two steps of Adam, as the published code saves them."""
+"""Checkpoints of the small references after two steps of Adam, in their published layout."""
 
 from typing import Any
 
@@ -11,13 +11,13 @@ ONE_OF_EACH = list({variant.family: name for name, variant in ALL.items()}.value
 
 OPTIMIZER_KEYS = {"fairseq": "last_optimizer_state", "opennmt": "optim"}
 
-# Token ids that no family takes for padding.
+# Token ids that are padding in no family.
 SOURCE = torch.tensor([[5, 7, 8, 4, 9, 6], [4, 7, 6, 8, 5, 9]])
 TARGET = torch.tensor([[6, 4, 9, 8, 7], [9, 6, 5, 4, 4]])
 
 
 def train(variant: Variant, dtype: str = "float32") -> tuple[Any, torch.optim.Adam]:
-    """A reference and its optimizer after two steps."""
+    """Returns a reference and its optimizer after two steps."""
     reference = variant.build(dtype)
     adam = torch.optim.Adam(reference.parameters(), lr=0.01)
     inputs: Any = (SOURCE, TARGET)
@@ -33,7 +33,7 @@ def train(variant: Variant, dtype: str = "float32") -> tuple[Any, torch.optim.Ad
 
 
 def trained_checkpoint(variant: Variant, dtype: str = "float32") -> dict[str, Any]:
-    """State dict and optimizer, as far as we write them, where the publication has them."""
+    """Returns a checkpoint with the state dict and optimizer state, under the published keys."""
     reference, adam = train(variant, dtype)
     model, generator = dict(reference.state_dict()), {}
     if variant.family == "opennmt":
@@ -46,7 +46,7 @@ def trained_checkpoint(variant: Variant, dtype: str = "float32") -> dict[str, An
 
 
 def assert_identical(found: Any, expected: Any) -> None:
-    """Nested dicts and lists agree to the last bit, and in the order of their keys."""
+    """Asserts that nested dicts and lists are bitwise equal, with their keys in the same order."""
     if isinstance(expected, dict):
         assert list(found) == list(expected)
         for key in expected:
