@@ -267,7 +267,7 @@ def test_help_shows_the_defaults_of_the_run(run, capsys):
         text = " ".join(capsys.readouterr().out.replace("│", " ").split())
         for field in dataclasses.fields(DecodeConfig):
             assert f"--{field.name.replace('_', '-')} " in text
-        assert "1 = greedy. (default: 3)" in text
+        assert "1 = greedy search. (default: 3; >= 1)" in text
 
 
 def without(run, folder, *missing):
@@ -391,21 +391,30 @@ def test_help_fits_80_columns_and_keeps_the_examples(name, capsys, monkeypatch):
     assert exit_info.value.code == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
-    usage = next(index for index, line in enumerate(lines) if line.startswith("usage: "))
-    text = "\n".join(lines[:usage]).replace(" \\\n", " ")
-    examples = [line.split() for line in text.splitlines() if line.startswith("  ")]
-    assert examples
-    for words in examples:
-        assert words[0] == "flaxformer-mt"
-        assert words[1] in COMMANDS
-    documented = text_of_docstring(name).replace(" \\\n", " ")
-    in_source = [line.split() for line in documented.splitlines() if "  flaxformer-mt " in line]
-    assert examples == in_source
+    shown = examples("\n".join(lines))
+    assert shown
+    assert shown == examples(docstring(name))
+    assert all(words[1] in COMMANDS for words in shown)
 
 
-def text_of_docstring(name):
-    commands = {name: each for group in program.COMMANDS.values() for name, each in group.items()}
-    return commands[name].__doc__
+def examples(text):
+    """The words of each example in a help or docstring, with continuation lines joined."""
+    lines = text.replace(" \\\n", " ").splitlines()
+    return [line.split() for line in lines if line.strip().startswith("flaxformer-mt ")]
+
+
+def docstring(name):
+    return next(group[name].__doc__ for group in program.COMMANDS.values() if name in group)
+
+
+def test_help_shows_bounds_and_hides_empty_defaults(capsys):
+    with pytest.raises(SystemExit):
+        main(["translate", "--help"])
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert re.search(r"--beam-size INT [^-]*\(default: 4; >= 1\)", text)
+    assert re.search(r"--top-p FLOAT .*\(default: 1.0; in \(0, 1\]\)", text)
+    assert "(default: )" not in text
+    assert "None" not in text
 
 
 def test_the_overview_fits_a_screen(capsys, monkeypatch):

@@ -22,6 +22,8 @@ from tyro.constructors import (
     StructTypeInfo,
 )
 
+from flaxformer_mt.config.fields import bounds_of
+
 MAX_WIDTH = 100
 """Prose is wrapped to this width on wider terminals."""
 
@@ -101,29 +103,33 @@ def join_lines(text: str) -> str:
 
 
 registry = ConstructorRegistry()
-"""How tyro reads our dataclasses."""
+"""Rules for tyro: help texts of dataclass fields are joined lines, with bounds."""
 
 
 @registry.struct_rule
 def _dataclass_rule(info: StructTypeInfo) -> StructConstructorSpec | None:
-    """Tyro's rule for dataclasses, but the docstring of a field becomes one line."""
     if not dataclasses.is_dataclass(info.type):
         return None
     types = typing.get_type_hints(info.type, include_extras=True)
-    fields = tuple(
-        StructFieldSpec(
-            name=field.name,
-            type=types[field.name],
-            default=_default(field, info.default),
-            helptext=functools.partial(_field_help, info.type, field.name),
-        )
-        for field in dataclasses.fields(info.type)
+    fields = (
+        _field_spec(info, field, types[field.name]) for field in dataclasses.fields(info.type)
     )
-    return StructConstructorSpec(instantiate=info.type, fields=fields)
+    return StructConstructorSpec(instantiate=info.type, fields=tuple(fields))
+
+
+def _field_spec(info: StructTypeInfo, field: dataclasses.Field[Any], kind: Any) -> StructFieldSpec:
+    """Describes a field to tyro."""
+    annotated: Any = Annotated[kind, _default_and_bounds(field)]
+    return StructFieldSpec(
+        name=field.name,
+        type=annotated,
+        default=_default(field, info.default),
+        helptext=functools.partial(_field_help, info.type, field.name),
+    )
 
 
 def _default(field: dataclasses.Field[Any], instance: Any) -> Any:
-    """The default of a field, given the default of the whole dataclass, which may be missing."""
+    """Returns the default of a field: that of `instance`, unless it is missing, or its own."""
     if hasattr(instance, field.name):
         return getattr(instance, field.name)
     if field.default is not dataclasses.MISSING:
@@ -133,7 +139,21 @@ def _default(field: dataclasses.Field[Any], instance: Any) -> Any:
     return tyro.MISSING
 
 
+def _default_and_bounds(field: dataclasses.Field[Any]) -> Any:
+    """Returns an argument whose help ends with the default, unless it is empty, and the bounds."""
+    bounds = str(bounds_of(field) or "")
+
+    def hint(default: str) -> str:
+        parts = [f"default: {default}"] if default not in ("", "''") else []
+        parts += [bounds] if bounds else []
+        return f"({'; '.join(parts) or 'optional'})"
+
+    is_special = bounds or field.default in ("", ())
+    return tyro.conf.arg(help_behavior_hint=hint if is_special else None)
+
+
 def _field_help(cls: type, name: str) -> str:
+    """Returns the docstring of a field as one line."""
     documented = (docstring_parser.parse_from_object(base) for base in cls.__mro__[:-1])
     descriptions = {
         parameter.arg_name: parameter.description or ""

@@ -16,14 +16,20 @@ if typing.TYPE_CHECKING:
     from flaxformer_mt.runs.trained_model import TrainedModel
 
 CheckpointChoice = Annotated[Literal["best", "last"] | int, tyro.conf.arg(metavar="CHECKPOINT")]
+"""The best checkpoint by validation, the newest, or that of a step."""
 RunFolder = Annotated[Path, tyro.conf.arg(metavar="RUN")]
+"""A run folder."""
 RunFolders = tyro.conf.UseAppendAction[Annotated[tuple[Path, ...], tyro.conf.arg(metavar="RUN")]]
+"""The run folders of an ensemble: an option that may be repeated."""
 Settings = Annotated[
     tuple[str, ...],
     tyro.conf.arg(name="set", metavar="NAME=VALUE ...", help_behavior_hint="(optional)"),
 ]
+"""Fields of `TransformerConfig`, parsed by `model_fields`."""
 TextFile = Annotated[Path, tyro.conf.arg(metavar="F")]
+"""A text file, plain or gzipped."""
 DecodeOptions = tyro.conf.OmitArgPrefixes[DecodeConfig]
+"""All fields of `DecodeConfig` as options without a prefix."""
 DEFAULT_SEARCH = DecodeConfig()
 
 
