@@ -56,7 +56,7 @@ def pytest_unconfigure():
 @contextlib.contextmanager
 def optimizations():
     """Compiles as usual, which pays for whoever computes much."""
-    disabled = jax.config.jax_disable_most_optimizations
+    disabled = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", False)
     try:
         yield
