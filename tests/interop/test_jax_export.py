@@ -1,4 +1,4 @@
-"""The `jax.export` format translates without this bundle, with the same results."""
+"""The `jax.export` format translates without this package, with the same results."""
 
 import json
 import subprocess
