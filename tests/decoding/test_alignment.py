@@ -19,7 +19,6 @@ from flaxformer_mt.decoding.scoring.alignment import (
 )
 from flaxformer_mt.decoding.scoring.scorer import Scorer
 from flaxformer_mt.decoding.scoring.teacher_forcing import teacher_force
-from flaxformer_mt.decoding.search.options import forbidden_token_ids
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.model.transformer import Transformer
 
@@ -185,13 +184,3 @@ def test_layers_and_heads_that_do_not_exist_are_rejected(talker, options, messag
     decode = with_decode(talker, **options).config.decode
     with pytest.raises(UserError, match=message):
         teacher_force(talker.params, talker.model, decode, [[5, 2]], [[5, 2]], attention=True)
-
-
-def test_forbidden_tokens(talker):
-    assert forbidden_token_ids(talker.model) == (0, 1)
-    from_padding = dataclasses.replace(talker.model, bos_id=0)
-    assert forbidden_token_ids(from_padding) == (0,)
-    from_nothing = dataclasses.replace(talker.model, bos_id=-1)
-    assert forbidden_token_ids(from_nothing) == (0,)
-    from_the_end = dataclasses.replace(talker.model, bos_id=2)
-    assert forbidden_token_ids(from_the_end) == (0,)

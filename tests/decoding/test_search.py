@@ -26,8 +26,8 @@ from toy_search import (
     random_world,
 )
 
-from flaxformer_mt.config import DecodeConfig
-from flaxformer_mt.decoding.search.options import SearchOptions
+from flaxformer_mt.config import DecodeConfig, TransformerConfig
+from flaxformer_mt.decoding.search.options import SearchOptions, forbidden_token_ids
 from flaxformer_mt.decoding.search.ranking import length_penalty
 from flaxformer_mt.decoding.search.search import search, start
 from flaxformer_mt.decoding.search.state import IMPOSSIBLE, StepOutput, unconstrained
@@ -345,3 +345,13 @@ def test_only_switches_make_another_program():
     assert jax.tree.structure(options) != jax.tree.structure(
         dataclasses.replace(options, temperature=None)
     )
+
+
+@pytest.mark.parametrize(
+    ("bos_id", "forbidden"),
+    [(1, (0, 1)), (0, (0,)), (-1, (0,)), (2, (0,))],
+    ids=["start token", "start from padding", "start from zeros", "start from the end token"],
+)
+def test_forbidden_tokens(bos_id, forbidden):
+    model = TransformerConfig(pad_id=0, bos_id=bos_id, eos_id=2)
+    assert forbidden_token_ids(model) == forbidden
