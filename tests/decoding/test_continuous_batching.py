@@ -110,7 +110,13 @@ def test_a_search_without_other_sentences_finds_the_same():
 SAMPLES = dataclasses.replace(BEAM, beam_size=1, sampling=True, n_best=3)
 
 
-@pytest.mark.parametrize("decode", [BEAM, SAMPLES], ids=["beam", "samples"])
+@pytest.mark.parametrize(
+    "decode",
+    [
+        pytest.param(BEAM, id="beam"),
+        pytest.param(SAMPLES, id="samples", marks=pytest.mark.slow),
+    ],
+)
 def test_results_do_not_depend_on_order_or_other_sentences(decode):
     all_found = together(decode)
     assert sorted(all_found) == list(range(29))

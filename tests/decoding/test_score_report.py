@@ -114,6 +114,7 @@ def test_a_trained_model_prefers_the_right_translation(command):
         assert len(alignment.split()) == len(detail["pieces"]) - 1
 
 
+@pytest.mark.slow  # Decided by test_alignment.py.
 def test_layer_and_head_of_the_alignment_are_options(command):
     files = {"source": ["three years and a month"], "target": ["drei Jahre und ein Monat"]}
     options = [(), ("--alignment-layer=0",), ("--alignment-layer=0", "--alignment-head=1")]

@@ -68,7 +68,7 @@ CONSTRAINTS = {**BEAM, "no_repeat_ngram_size": 3, "bad_words": ("Hund",), "max_l
         pytest.param(
             CONSTRAINTS, [*CONSTRAINED, *SENTENCES[:6]], id="beam", marks=pytest.mark.slow
         ),
-        pytest.param(SAMPLING, SENTENCES, id="sampling"),
+        pytest.param(SAMPLING, SENTENCES, id="sampling", marks=pytest.mark.slow),
     ],
 )
 def test_a_translation_depends_on_its_sentence_and_the_options_alone(talker, options, sentences):
@@ -117,6 +117,7 @@ def test_minimum_bayes_risk_chooses_among_the_samples(talker):
         assert own == [drawn[index] for index in minimum_bayes_risk.choose(texts, 2)]
 
 
+@pytest.mark.slow  # Decided by test_ensemble.py.
 def test_an_ensemble_of_one_model_twice_is_that_model(talker):
     pair = [(talker.config.model, talker.params)]
     ensemble = Translator(talker.config, talker.params, talker.tokenizers, pair)

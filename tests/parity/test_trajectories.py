@@ -59,7 +59,17 @@ def test_a_thousand_steps_in_float64(name):
     assert learned(found)
 
 
-@pytest.mark.parametrize("name", [name for name in LONG + SHORT if name != "tunz"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("torch_post", "marian_all", "double_projection"),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in LONG + SHORT
+            if name not in ("tunz", "torch_post", "marian_all", "double_projection")
+        ),
+    ],
+)
 def test_a_hundred_steps_in_float64(name):
     found = train(ALL[name], 100)
     assert found.first_divergence is None
