@@ -34,7 +34,7 @@ VOCAB, ROWS, LENGTH, SENTENCE = 8000, 32, 64, 16
 
 
 def make_batch() -> Batch:
-    """Random tokens, four sentences a row."""
+    """Random tokens, four sentences per row."""
     tokens = np.random.default_rng(0).integers(4, VOCAB, (ROWS, LENGTH)).astype(np.int32)
     columns = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), tokens.shape)
     segments, positions = columns // SENTENCE + 1, columns % SENTENCE
@@ -46,7 +46,7 @@ def measure(config: TransformerConfig, steps: int) -> dict[str, float]:
     """Seconds to compile and to step, for both forms, in one process."""
     batch = jax.device_put(make_batch())
     train_config = TrainConfig(batch_tokens=ROWS * LENGTH)
-    figures: dict[str, float] = {}
+    measurements: dict[str, float] = {}
     runs = {}
     for form, scan_layers in (("scan", True), ("unrolled", False)):
         model = Transformer(
@@ -67,7 +67,7 @@ def measure(config: TransformerConfig, steps: int) -> dict[str, float]:
         )
         start = time.perf_counter()
         compiled = step.lower(state, batch).compile()
-        figures[f"{form}_compile_seconds"] = time.perf_counter() - start
+        measurements[f"{form}_compile_seconds"] = time.perf_counter() - start
         runs[form] = compiled, state
 
     seconds: dict[str, list[float]] = {form: [] for form in runs}
@@ -80,16 +80,16 @@ def measure(config: TransformerConfig, steps: int) -> dict[str, float]:
             runs[form] = compiled, state
             assert int(state.step) == number + 1
     for form, times in seconds.items():
-        figures[f"{form}_step_seconds"] = statistics.median(times[1:])
+        measurements[f"{form}_step_seconds"] = statistics.median(times[1:])
     ratios = [a / b for a, b in zip(seconds["scan"][1:], seconds["unrolled"][1:], strict=True)]
-    figures["step_ratio_scan_to_unrolled"] = statistics.median(ratios)
-    return figures
+    measurements["step_ratio_scan_to_unrolled"] = statistics.median(ratios)
+    return measurements
 
 
 def main() -> None:
     """Measures all sizes."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--json", type=Path, help="also write the measurements here")
     parser.add_argument("--steps", type=int, default=8)
     arguments = parser.parse_args()
     results = {}

@@ -64,7 +64,7 @@ LAYOUTS = {
 
 
 def measure(name: str, num_devices: int) -> list[dict]:
-    """The figures of one model on as many devices as this process has: a dict for each mesh."""
+    """Measures one model on all devices of this process; returns a dict for each mesh."""
     import jax
 
     from flaxformer_mt.data.stream.batches import BatchShape
@@ -75,7 +75,7 @@ def measure(name: str, num_devices: int) -> list[dict]:
     from flaxformer_mt.training.state import create_state
     from flaxformer_mt.training.step import train_step
 
-    size, figures = SIZES[name], []
+    size, measurements = SIZES[name], []
     for layout in LAYOUTS[num_devices]:
         rows = size.rows * num_devices
         config = ExperimentConfig(
@@ -95,7 +95,7 @@ def measure(name: str, num_devices: int) -> list[dict]:
             optimize=False,
         )
         params = jax.eval_shape(make_state).params
-        figures.append(
+        measurements.append(
             {
                 "model": name,
                 "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
@@ -105,7 +105,7 @@ def measure(name: str, num_devices: int) -> list[dict]:
                 "bytes": {**dataclasses.asdict(cost), "total": cost.total},
             }
         )
-    return figures
+    return measurements
 
 
 def _product(layout: dict[str, int]) -> int:
@@ -126,14 +126,14 @@ def measure_in_process(name: str, num_devices: int) -> list[dict]:
     return json.loads(output)
 
 
-def table(figures: list[dict]) -> str:
-    """The figures as Markdown, in units of 10^9 bytes."""
+def table(measurements: list[dict]) -> str:
+    """The measurements as Markdown, in units of 10^9 bytes."""
     lines = [
         "| model | devices | mesh | parameters | optimizer | temporary | total "
         "| sent: gathering | sent: adding up | sent: other |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for row in figures:
+    for row in measurements:
         mesh = " x ".join(f"{axis} {size}" for axis, size in row["mesh"].items() if size > 1)
         cost, sent = row["bytes"], row["bytes"]["sent"]
         adding = sent.get("all-reduce", 0) + sent.get("reduce-scatter", 0)
@@ -168,7 +168,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default=",".join(SIZES), help="of base, big, 1B")
     parser.add_argument("--devices", default=",".join(map(str, LAYOUTS)), help="of 8, 64, 512")
-    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--json", type=Path, help="also write the measurements here")
     parser.add_argument("--write", action="store_true", help="put the table into docs/scaling.md")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -176,14 +176,14 @@ def main() -> None:
     if arguments.worker:
         print(json.dumps(measure(models[0], devices[0])))
         return
-    figures = [
+    measurements = [
         row for model in models for count in devices for row in measure_in_process(model, count)
     ]
-    print(table(figures))
+    print(table(measurements))
     if arguments.json:
-        arguments.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        arguments.json.write_text(json.dumps(measurements, indent=2) + "\n", encoding="utf-8")
     if arguments.write:
-        write(table(figures))
+        write(table(measurements))
 
 
 if __name__ == "__main__":

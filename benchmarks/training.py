@@ -12,9 +12,10 @@ the same text and vocabulary, with Adam, label smoothing and dropout at the same
     marian     `MarianMTModel` of transformers (post-norm, as it is published)
 
 Each has a process of its own, which stays alive and waits, without spinning, until it is told to
-make some steps: rounds in which all take turns see the same machine, whatever else it does. Figures
-are medians over the rounds, ratios are medians of the rounds' ratios. All processes get the same
-settings of the memory allocator, which matters as much as anything else here (docs/speed.md).
+make some steps: rounds in which all take turns see the same machine, whatever else it does.
+Measurements are medians over the rounds, ratios are medians of the rounds' ratios. All processes
+get the same settings of the memory allocator, which matters as much as anything else here
+(docs/speed.md).
 
 Versions of this toolkit, or settings, are compared in the same way: `--competitors ours
 "before=ours PYTHONPATH=OTHER_CHECKOUT" "flag=ours XLA_FLAGS=--xla_..."`.
@@ -444,8 +445,8 @@ def serve(name: str, folder: Path) -> None:
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # What libraries print must not get between the replies.
 
-    def reply(**figures: float) -> None:
-        print(json.dumps(figures), file=replies, flush=True)
+    def reply(**measurements: float) -> None:
+        print(json.dumps(measurements), file=replies, flush=True)
 
     arguments = json.loads((folder / "task.json").read_text())
     text = np.load(folder / "text.npz")
@@ -516,7 +517,7 @@ class Competitor:
         return self._answer()
 
     def end(self) -> dict[str, float]:
-        """Ends the process, and returns its last figures."""
+        """Ends the process, and returns its last measurements."""
         print('"end"', file=self._process.stdin, flush=True)
         answer = self._answer()
         self._process.wait()
@@ -568,7 +569,7 @@ def write_text(data: Path, languages: tuple[str, str], folder: Path) -> None:
 def measure(
     size: Size, competitors: list[str], rounds: int, warm_up: int, folder: Path
 ) -> dict[str, dict[str, Any]]:
-    """Lets the competitors take turns, and returns the figures of each by its label."""
+    """Lets the competitors take turns, and returns the measurements of each by its label."""
     with contextlib.ExitStack() as ends:
         running = [ends.enter_context(Competitor(text, folder)) for text in competitors]
         for number in range(warm_up + rounds):
@@ -581,10 +582,10 @@ def measure(
                 )
                 if number >= warm_up:
                     competitor.turns.append(turn)
-        return {competitor.label: figures(competitor, running[0]) for competitor in running}
+        return {competitor.label: measurements(competitor, running[0]) for competitor in running}
 
 
-def figures(competitor: Competitor, first: Competitor) -> dict[str, Any]:
+def measurements(competitor: Competitor, first: Competitor) -> dict[str, Any]:
     """What is reported of a competitor; ratios above 1 say that the first one is faster."""
 
     def rates(turns: list[dict[str, float]], seconds: str) -> np.ndarray:
@@ -608,7 +609,7 @@ def figures(competitor: Competitor, first: Competitor) -> dict[str, Any]:
 
 
 def print_table(name: str, results: dict[str, dict[str, Any]]) -> None:
-    """A table of `measure`'s figures."""
+    """A table of `measure`'s measurements."""
     first = next(iter(results))
     print(
         f"\n{name:<12}{'tokens/s':>9}  {first + ' is faster by':<22}{'(CPU time)':>10}"
@@ -641,7 +642,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--batch-tokens", type=int, default=4096, help="target positions a step")
     parser.add_argument("--row-length", type=int, default=64, help="of our packed rows")
-    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--json", type=Path, help="also write the measurements here")
     arguments = parser.parse_args()
     if arguments.serve:
         serve(arguments.serve[0], Path(arguments.serve[1]))

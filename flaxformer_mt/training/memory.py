@@ -45,9 +45,10 @@ class StepCost:
     def __str__(self) -> str:
         mib = 2**20
         return (
-            f"{self.total / mib:,.1f} MiB a device (parameters {self.parameters / mib:,.1f}, "
+            f"{self.total / mib:,.1f} MiB per device (parameters {self.parameters / mib:,.1f}, "
             f"optimizer state {self.optimizer_state / mib:,.1f}, batch {self.batch / mib:,.1f}, "
-            f"temporary {self.temporary / mib:,.1f}), sends {self.total_sent / mib:,.1f} MiB a step"
+            f"temporary {self.temporary / mib:,.1f}), "
+            f"sends {self.total_sent / mib:,.1f} MiB per step"
         )
 
 

@@ -54,14 +54,14 @@ def test_a_query_that_may_attend_to_nothing_gets_zeros_and_finite_gradients():
 
 def test_the_written_gradient_of_the_softmax_is_the_derived_one(float64):
     rng = np.random.default_rng(0)
-    scores, slopes = rng.normal(size=(2, B, H, T, S))
+    scores, cotangents = rng.normal(size=(2, B, H, T, S))
     mask = rng.random((B, 1, T, S)) < 0.7
 
     def derived(scores):
         return jnp.where(mask, jax.nn.softmax(jnp.where(mask, scores, -1e9)), 0)
 
     gradients = [
-        jax.grad(lambda x, f=softmax: jnp.sum(f(x) * slopes))(jnp.asarray(scores))
+        jax.grad(lambda x, f=softmax: jnp.sum(f(x) * cotangents))(jnp.asarray(scores))
         for softmax in (lambda x: masked_softmax(x, mask), derived)
     ]
     chex.assert_trees_all_close(*gradients, atol=1e-14)

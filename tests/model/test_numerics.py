@@ -11,15 +11,19 @@ from flaxformer_mt.model.numerics import Dense, Dropout, column_sums, random_uin
 
 def test_a_linear_map_and_its_gradients_are_those_of_the_equation(float64):
     rng = np.random.default_rng(0)
-    x, kernel, bias, slopes = (rng.normal(size=s) for s in ((2, 3, 4), (4, 5), 5, (2, 3, 5)))
+    x, kernel, bias, cotangents = (rng.normal(size=s) for s in ((2, 3, 4), (4, 5), 5, (2, 3, 5)))
     dense = Dense(4, 5, dtype=jnp.float64, param_dtype=jnp.float64)
 
     def ours(x, kernel, bias):
-        return jnp.sum(dense.apply({"params": {"kernel": kernel, "bias": bias}}, x) * slopes)
+        return jnp.sum(dense.apply({"params": {"kernel": kernel, "bias": bias}}, x) * cotangents)
 
     value, gradients = jax.value_and_grad(ours, (0, 1, 2))(x, kernel, bias)
-    np.testing.assert_allclose(value, np.sum((x @ kernel + bias) * slopes), rtol=1e-12)
-    expected = slopes @ kernel.T, np.einsum("btd,btf->df", x, slopes), slopes.sum((0, 1))
+    np.testing.assert_allclose(value, np.sum((x @ kernel + bias) * cotangents), rtol=1e-12)
+    expected = (
+        cotangents @ kernel.T,
+        np.einsum("btd,btf->df", x, cotangents),
+        cotangents.sum((0, 1)),
+    )
     chex.assert_trees_all_close(gradients, expected, rtol=1e-12)
 
 

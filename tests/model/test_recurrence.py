@@ -65,22 +65,22 @@ def test_a_step_goes_on_from_the_memory_and_forgets_it_at_position_0():
 
 
 @pytest.mark.usefixtures("float64")
-def test_gradients_are_the_slopes_of_the_loop():
+def test_gradients_are_those_of_the_loop():
     unit, params, x = example("float64")
     weights = jnp.asarray(np.random.default_rng(1).normal(size=x.shape))
 
     def loss(params, x):
         return jnp.sum(weights * unit.apply(params, x, STARTS))
 
-    slopes = jax.jit(jax.grad(loss, argnums=(0, 1)))(params, x)
-    chex.assert_tree_all_finite(slopes)
+    gradients = jax.jit(jax.grad(loss, argnums=(0, 1)))(params, x)
+    chex.assert_tree_all_finite(gradients)
     rng = np.random.default_rng(2)
     direction = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape)), (params, x))
     values = []
     for distance in (1e-6, -1e-6):
         moved = jax.tree.map(lambda a, b, d=distance: a + d * b, (params, x), direction)
         values.append(np.sum(np.asarray(weights) * loop(*moved, STARTS)))
-    along = optax.tree.vdot(slopes, direction)
+    along = optax.tree.vdot(gradients, direction)
     assert along == pytest.approx((values[0] - values[1]) / 2e-6, rel=1e-6)
 
 
