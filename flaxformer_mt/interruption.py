@@ -1,7 +1,11 @@
-"""SIGTERM and SIGINT (Ctrl-C): a run is asked to stop, saves, and leaves with a code of its own.
+"""SIGTERM and SIGINT (Ctrl-C) stop training in an orderly way, at any moment of the program.
 
-with Interruption() as interruption:
-    loop.train(..., should_stop=interruption.requested)  # raises Interrupted
+    with Interruption() as interruption:
+        ...  # a signal raises Interrupted here
+        with interruption.deferred() as requested:
+            loop.train(..., should_stop=requested)  # saves, then raises Interrupted
+
+Imports the standard library only, so that programs can install it before all other imports.
 """
 
 import contextlib
@@ -10,46 +14,48 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 
-EXIT_INTERRUPTED = 75
-"""Exit code of a run that was asked to stop and can be continued: EX_TEMPFAIL of sysexits.h."""
+from flaxformer_mt.exit_codes import ExitCode
 
-EXIT_AT_ONCE = 130
-"""Exit code after a second Ctrl-C; that of a shell for programs that SIGINT ended."""
+GRACE_SECONDS = 5.0
+"""If the main thread does not respond to a signal for so long, and nothing has to be saved, the
+process exits all the same."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class Interrupted(Exception):
-    """A run stopped because it was asked to. What it has reached is saved."""
+class Interrupted(BaseException):
+    """Raised when training was stopped by a signal, and everything that it had reached is saved.
+
+    Like KeyboardInterrupt, it is not an `Exception`, so that libraries do not swallow it.
+    """
 
 
 class Interruption:
-    """Notices that somebody wants a run to stop.
+    """Handles SIGTERM and SIGINT; a context manager for the main thread.
 
-    A context manager, of the main thread only. The first signal is remembered. A Ctrl-C after it
-    ends the process at once, even if the main thread is in a long computation or compilation,
-    during which Python calls no signal handlers: a thread watches for signals.
+    The first signal raises `Interrupted` in the main thread; within `deferred` it asks training to
+    stop instead. A second Ctrl-C exits at once.
+
+    Python runs signal handlers between bytecodes of the main thread only, not during a long
+    compilation. Therefore a thread watches for signals as well.
 
     Args:
-      agree: under several processes, says to all of them whether any was asked to stop. They have
-        to stop after the same step, but signals do not reach them at the same time.
-      agree_every: steps between calls of `agree`, which has to wait for all processes.
+      until_exit: keep handling signals after the context was left, until the process ends.
     """
 
-    def __init__(self, agree: Callable[[bool], bool] | None = None, agree_every: int = 1) -> None:
-        self._agree = agree
-        self._agree_every = agree_every
+    def __init__(self, until_exit: bool = False) -> None:
+        self._until_exit = until_exit
         self._requested = threading.Event()
+        self._is_deferred = False
+        self._is_raised = False
+        self._is_finished = False
+        self._name = ""
+        self._overdue = threading.Timer(GRACE_SECONDS, _exit, [ExitCode.INTERRUPTED])
+        self._overdue.daemon = True
         self._restore = contextlib.ExitStack()
-
-    def requested(self, step: int) -> bool:
-        """Whether to stop after a step; under several processes, all get the same answer."""
-        if self._agree is None:
-            return self._requested.is_set()
-        return step % self._agree_every == 0 and self._agree(self._requested.is_set())
 
     def __enter__(self) -> "Interruption":
         signals, wakeup = socket.socketpair()
@@ -59,38 +65,115 @@ class Interruption:
         )
         self._restore.callback(signals.close)
         self._restore.callback(watcher.join)
-        self._restore.callback(wakeup.close)  # which ends the watcher
+        self._restore.callback(wakeup.close)  # Ends the watcher.
         previous = signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
         self._restore.callback(signal.set_wakeup_fd, previous)
         for number in _SIGNALS:
-            self._restore.callback(signal.signal, number, signal.signal(number, _noted))
+            self._restore.callback(signal.signal, number, signal.getsignal(number))
         watcher.start()
+        self.install_handlers()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._restore.close()
+        self._is_finished = True
+        if not self._until_exit:
+            self._restore.close()
+            self._overdue.cancel()
+
+    def install_handlers(self) -> None:
+        """Installs the signal handlers again, after a library has replaced them."""
+        for number in _SIGNALS:
+            signal.signal(number, self._handle)
+
+    @contextlib.contextmanager
+    def deferred(
+        self, agree: Callable[[bool], bool] | None = None, agree_every: int = 1
+    ) -> Iterator[Callable[[int], bool]]:
+        """Defers signals to the end of a training step, after which everything is saved.
+
+        Args:
+          agree: under several processes, returns whether any of them was asked to stop. They have
+            to stop after the same step, but do not receive signals at the same time.
+          agree_every: steps between calls of `agree`, which waits for all processes.
+
+        Yields:
+          A function of the step that returns whether to save and stop after it; under several
+          processes, the same for all.
+
+        Raises:
+          Interrupted: on leaving the context, if a signal has arrived.
+        """
+
+        def requested(step: int) -> bool:
+            if agree is None:
+                return self._requested.is_set()
+            return step % agree_every == 0 and agree(self._requested.is_set())
+
+        self._is_deferred = True
+        try:
+            yield requested
+        finally:
+            self._is_raised = self._requested.is_set()
+            self._is_deferred = False
+        if self._requested.is_set():
+            self._interrupt()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._name = self._name or signal.Signals(number).name
+        self._requested.set()
+        if not (self._is_deferred or self._is_raised or self._is_finished):
+            self._interrupt()
+
+    def _interrupt(self) -> None:
+        self._is_raised = True
+        raise Interrupted(f"stopped by {self._name}; the same command continues")
 
     def _watch(self, signals: socket.socket) -> None:
+        is_first = True
         while number := signals.recv(1):
             if number[0] not in _SIGNALS:
                 continue
-            if not self._requested.is_set():
-                self._requested.set()
-                name = signal.Signals(number[0]).name
-                _say(f"{name}: stopping after this step; Ctrl-C (again) leaves without saving")
+            name = signal.Signals(number[0]).name
+            if is_first:
+                is_first = False
+                if self._is_deferred:
+                    # The main thread may be in a compilation.
+                    self._name = self._name or name
+                    self._requested.set()
+                    _say(f"{name}: stopping after this step; Ctrl-C (again) exits without saving")
+                elif not self._is_finished:
+                    self._overdue.start()
             elif number[0] == signal.SIGINT:
-                _leave_at_once()
+                _exit(ExitCode.STOPPED)
 
 
-def _noted(number: int, frame: FrameType | None) -> None:
-    """Replaces what Python does by default; the watching thread is told by the system."""
+def run_interruptibly(
+    program: str, main: Callable[[Interruption], int], until_exit: bool = False
+) -> int:
+    """Runs the main function of a program that trains.
+
+    Args:
+      program: prefix of the message after an interruption.
+      main: returns the exit code; should import other modules itself, so that signals are handled
+        meanwhile.
+      until_exit: see `Interruption`.
+
+    Returns:
+      The exit code of `main`, or that of an interruption.
+    """
+    try:
+        with Interruption(until_exit) as interruption:
+            return main(interruption)
+    except Interrupted as interrupted:
+        print(f"{program}: {interrupted}", file=sys.stderr)
+        return ExitCode.INTERRUPTED
 
 
 def _say(line: str) -> None:
     print(f"\n{line}", file=sys.stderr, flush=True)
 
 
-def _leave_at_once() -> None:
+def _exit(code: int) -> None:
     if sys.stdout.isatty():
-        os.write(sys.stdout.fileno(), b"\x1b[?25h\n")  # the status line has hidden the cursor
-    os._exit(EXIT_AT_ONCE)
+        os.write(sys.stdout.fileno(), b"\x1b[?25h\n")  # The status line has hidden the cursor.
+    os._exit(code)

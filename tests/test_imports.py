@@ -10,12 +10,27 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "flaxformer_mt"
 
 # What each room may import from the package, besides itself.
-LEAVES = {"errors", "runs.atomic"}
+LEAVES = {"errors", "exit_codes", "runs.atomic"}
 ALLOWED = {
     "errors": set(),
+    "exit_codes": set(),
     "config": LEAVES,
     "distributed": LEAVES,
     "interruption": LEAVES,
+    "run": {"config", "runs", "decoding"} | LEAVES,
+    "experiment": {
+        "config",
+        "distributed",
+        "interruption",
+        "model",
+        "data",
+        "runs",
+        "training",
+        "decoding",
+        "evaluation",
+        "run",
+    }
+    | LEAVES,
     "runs": {"config", "distributed", "data.corpora.corpus", "data.tokenizers"} | LEAVES,
     "presets": {"config"} | LEAVES,
     "model": {"config"} | LEAVES,

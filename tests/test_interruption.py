@@ -12,7 +12,8 @@ import time
 import pytest
 
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.interruption import EXIT_AT_ONCE, Interruption
+from flaxformer_mt.exit_codes import ExitCode
+from flaxformer_mt.interruption import Interrupted, Interruption, run_interruptibly
 from flaxformer_mt.runs.lock import locked
 
 
@@ -33,7 +34,7 @@ def process(script, *arguments):
 LONG_COMPUTATION = """
     import hashlib
     from flaxformer_mt.interruption import Interruption
-    with Interruption():
+    with Interruption() as interruption, interruption.deferred():
         print("ready", flush=True)
         # Like a compilation: no Python runs in this thread until it is over.
         hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
@@ -50,22 +51,81 @@ def test_a_second_ctrl_c_leaves_at_once_whatever_the_main_thread_does(first):
         time.sleep(0.1)
         assert running.poll() is None
         running.send_signal(signal.SIGINT)
-        assert running.wait(timeout=5) == EXIT_AT_ONCE
+        assert running.wait(timeout=5) == ExitCode.STOPPED
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_asks_to_stop(number, capfd):
+def test_a_deferred_signal_asks_to_stop(number, capfd):
     before = signal.getsignal(number)
     with Interruption() as interruption:
-        assert not interruption.requested(1)
-        os.kill(os.getpid(), number)
-        deadline = time.monotonic() + 5
-        while not interruption.requested(2):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-    assert number.name in capfd.readouterr().err
+
+        def train():
+            with interruption.deferred() as requested:
+                assert not requested(1)
+                os.kill(os.getpid(), number)
+                assert requested(2)
+                os.kill(os.getpid(), signal.SIGTERM)  # Another one changes nothing.
+                deadline = time.monotonic() + 5
+                while f"{number.name}: stopping" not in capfd.readouterr().err:
+                    assert time.monotonic() < deadline
+
+        with pytest.raises(Interrupted, match=f"stopped by {number.name}"):
+            train()
     assert signal.getsignal(number) is before
     assert "interruption" not in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_raises_where_nothing_has_to_be_saved(number, capsys):
+    def main(interruption):
+        os.kill(os.getpid(), number)
+        pytest.fail("not reached")
+
+    assert run_interruptibly("program", main) == ExitCode.INTERRUPTED
+    assert capsys.readouterr().err == (
+        f"program: stopped by {number.name}; the same command continues\n"
+    )
+
+
+def test_a_swallowed_interruption_stops_training_before_it_begins():
+    with Interruption() as interruption:
+        with contextlib.suppress(Interrupted):
+            os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(Interrupted), interruption.deferred() as requested:
+            assert requested(1)
+
+
+UNRESPONSIVE = """
+    import hashlib, sys
+    from flaxformer_mt import interruption
+    interruption.GRACE_SECONDS = 0.5
+    def main(interruption):
+        print("ready", flush=True)
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
+        return 0
+    sys.exit(interruption.run_interruptibly("program", main, until_exit=True))
+"""
+
+
+def test_a_main_thread_that_does_not_respond_is_not_waited_for():
+    """Where nothing has to be saved, as when training is compiled or text tokenised."""
+    with process(UNRESPONSIVE) as running:
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(timeout=10) == ExitCode.INTERRUPTED
+
+
+def test_a_signal_that_comes_after_the_end_changes_no_exit_code():
+    script = """
+        import sys, time
+        from flaxformer_mt.interruption import run_interruptibly
+        code = run_interruptibly("program", lambda interruption: 0, until_exit=True)
+        print("ready", flush=True)
+        time.sleep(1)
+        sys.exit(code)
+    """
+    with process(script) as running:
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(timeout=10) == ExitCode.SUCCESS
 
 
 def test_several_processes_agree_now_and_then():
@@ -73,10 +133,10 @@ def test_several_processes_agree_now_and_then():
 
     def agree(is_requested):
         asked.append(is_requested)
-        return True  # another process was asked to stop
+        return True  # Another process was asked to stop.
 
-    with Interruption(agree, agree_every=5) as interruption:
-        answers = [interruption.requested(step) for step in range(1, 11)]
+    with Interruption() as interruption, interruption.deferred(agree, agree_every=5) as requested:
+        answers = [requested(step) for step in range(1, 11)]
     assert answers == [False] * 4 + [True] + [False] * 4 + [True]
     assert asked == [False, False]
 

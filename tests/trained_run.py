@@ -3,7 +3,8 @@
 import fcntl
 import os
 
-import train
+from flaxformer_mt import experiment
+from flaxformer_mt.cli import training
 
 OPTIONS = (
     "--config=configs/multi30k_marian_en_de.py",
@@ -33,9 +34,9 @@ def trained_once(folder):
     with folder.with_name(f"{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "checkpoints").is_dir():
-            flags = train.parse_flags([*OPTIONS, f"--workdir={folder}"])
-            with train.open_folder(flags):
-                train.train_to_the_end(train.prepare(flags, folder), folder)
+            config = training.parse_flags([*OPTIONS, f"--workdir={folder}"]).experiment()
+            with experiment.open_folder(folder):
+                experiment.fit(experiment.prepare(config, folder), folder)
     return folder
 
 

@@ -2,9 +2,10 @@
 
 `program` dispatches to the commands, which are functions in `translate`, `evaluate`, `checkpoints`,
 `corpora`, `convert` and `parity`: their arguments are the options, their docstrings the help.
+`training` holds the command `train`, which is also the program `train.py`.
 `options` and `output` hold what several commands share; `help_text` formats the help.
 """
 
-from flaxformer_mt.cli.program import main
+from flaxformer_mt.cli.entry_points import main
 
 __all__ = ["main"]

@@ -1,4 +1,4 @@
-"""The entry point: finds the command, parses its options and calls it."""
+"""The commands: finds the one that is named, parses its options and calls it."""
 
 import difflib
 import inspect
@@ -8,14 +8,25 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flaxformer_mt import runtime
-from flaxformer_mt.cli import checkpoints, convert, corpora, evaluate, help_text, parity, translate
+from flaxformer_mt import exit_codes, runtime
+from flaxformer_mt.cli import (
+    checkpoints,
+    convert,
+    corpora,
+    evaluate,
+    help_text,
+    parity,
+    training,
+    translate,
+)
 from flaxformer_mt.cli.options import configured_search
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.exit_codes import ExitCode
 
 COMMANDS: dict[str, dict[str, Callable[..., int | None]]] = {
-    "Data": {
+    "Training": {
         "prepare": corpora.prepare,
+        "train": training.train,
     },
     "Trained models": {
         "translate": translate.translate,
@@ -30,34 +41,30 @@ COMMANDS: dict[str, dict[str, Callable[..., int | None]]] = {
         "parity": parity.parity,
     },
 }
-"""Groups of commands, in the order of `--help`. Expensive imports belong inside the functions."""
+"""Groups of commands, in the order of `--help`. Expensive imports belong inside the functions.
 
-EXIT_INTERRUPTED = 130
-"""Exit code after Ctrl-C, as in shells."""
+`train`, whose options are a configuration, is called by `entry_points`."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command given by `arguments`, by default those of the process.
+def run(arguments: Sequence[str]) -> int:
+    """Runs the command given by `arguments`.
 
     Returns:
-      The exit code: 0 on success; 1 after a UserError, or if `parity` finds a difference.
+      The exit code: that of the command; or FAILURE, after a UserError.
 
     Raises:
       SystemExit: with code 2 for invalid options, with code 0 after `--help`.
     """
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
     runtime.configure()
     try:
         return _run(arguments)
     except UserError as error:
         print(f"flaxformer-mt: error: {_with_option_names(str(error))}", file=sys.stderr)
-        return 1
+        return ExitCode.FAILURE
     except BrokenPipeError:
         # The reader is gone. Python flushes standard output once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+        return ExitCode.FAILURE
 
 
 def _run(arguments: Sequence[str]) -> int:
@@ -65,12 +72,12 @@ def _run(arguments: Sequence[str]) -> int:
     name, *options = arguments or ["--help"]
     if name in ("-h", "--help"):
         print(overview())
-        raise SystemExit(0)
+        raise SystemExit(ExitCode.SUCCESS)
     if name not in commands:
         close = difflib.get_close_matches(name, commands, n=1)
         hint = f"did you mean {close[0]}?" if close else "see flaxformer-mt --help"
         print(f"flaxformer-mt: error: unknown command {name}; {hint}", file=sys.stderr)
-        raise SystemExit(2)
+        raise SystemExit(ExitCode.USAGE)
     command = commands[name]
     defaults: dict[str, Any] = {}
     if "decode" in inspect.signature(command).parameters:
@@ -88,6 +95,7 @@ def overview() -> str:
     for title, commands in COMMANDS.items():
         lines += ["", f"{title}:"]
         lines += [f"  {name:<11}{help_text.summary(each)}" for name, each in commands.items()]
+    lines += ["", f"Exit codes: {exit_codes.summary()}; see docs/training.md."]
     lines += ["", "flaxformer-mt COMMAND --help describes the options of a command."]
     return "\n".join(lines)
 

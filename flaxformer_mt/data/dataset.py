@@ -15,33 +15,40 @@ from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationSet:
-    """A development or test set, in memory."""
+    """A development or test set: its text and its tokens."""
 
     texts: ParallelCorpus
     tokens: EncodedCorpus
 
 
 @dataclasses.dataclass(frozen=True)
-class Dataset:
-    """The training and evaluation data of a run."""
+class TokenizedCorpora:
+    """The corpora of a run as tokens; independent of row lengths."""
 
-    config: ExperimentConfig
-    """The experiment, with what it left to the data filled in: vocabulary sizes, row length."""
+    training: list[EncodedCorpus]
+    valid: EvaluationSet
+    test: EvaluationSet
+
+
+@dataclasses.dataclass(frozen=True)
+class Dataset:
+    """The training stream of a run, and its evaluation sets."""
+
     tokenizers: Tokenizers
     training: TrainingStream
     valid: EvaluationSet
     test: EvaluationSet
 
     def report(self) -> Iterator[tuple[str, str]]:
-        """Yields the lines about the data in the report of a starting run, with their headings."""
+        """Yields the lines about the data at the start of a run, each with its label."""
         for corpus in self.training.corpora:
             yield "train", corpus.name
             yield from (("", line) for line in corpus.report.details())
         for split, evaluated in (("valid", self.valid), ("test", self.test)):
             yield split, f"{evaluated.tokens.name}: {evaluated.tokens.report}"
         fill = self.training.fill
-        sides = f"{fill.target:.1%} of the target positions used"
-        if self.config.model.has_inputs:
+        sides = f"{fill.target:.1%} of the target positions in use"
+        if self.valid.tokens.sources is not None:
             sides = f"{fill.source:.1%} of the source and {sides}"
         shapes = "; ".join(
             f"{shape.rows} rows of {shape.source_length} source and {shape.target_length} target "
@@ -52,7 +59,7 @@ class Dataset:
 
 
 def open_all(config: ExperimentConfig) -> dict[str, list[Corpus]]:
-    """Opens the corpora of "train", "valid" and "test" without reading them.
+    """Opens the corpora of "train", "valid" and "test", without reading them.
 
     Raises:
       UserError: see `open_corpora`.
@@ -65,42 +72,62 @@ def open_all(config: ExperimentConfig) -> dict[str, list[Corpus]]:
     }
 
 
-def open_dataset(
+def tokenize(
     config: ExperimentConfig,
     corpora: Mapping[str, Sequence[Corpus]],
     tokenizers: Tokenizers,
     cache_folder: Path,
-) -> Dataset:
-    """Tokenizes and checks all corpora, and plans the batches.
+) -> TokenizedCorpora:
+    """Filters, tokenises and checks corpora.
 
     Args:
-      config: the experiment.
+      config: the configuration of the experiment; vocabulary sizes and row lengths are not used.
       corpora: from `open_all`.
       tokenizers: the vocabularies of the run.
-      cache_folder: folder of the tokenized training corpora, which are reused if up to date.
+      cache_folder: where the tokens of training corpora are stored, and read from if they are.
 
     Raises:
       UserError: a corpus cannot be read or used.
     """
-    config = dataclasses.replace(
-        config,
-        model=with_vocabulary_sizes(
-            config.model, tokenizers.source.vocab_size, tokenizers.target.vocab_size
-        ),
-    )
     valid, test = (
         _evaluation_set(corpora[split], tokenizers, config) for split in ("valid", "test")
     )
     stores = open_stores(cache_folder, corpora["train"], tokenizers, config)
     for encoded in (*stores, valid.tokens, test.tokens):
         check_unknown_rate(encoded, config.data)
-    if not config.data.source_row_length:
-        length = choose_source_row_length(stores, config, tokenizers.source)
-        config = dataclasses.replace(
-            config, data=dataclasses.replace(config.data, source_row_length=length)
-        )
-    stream = TrainingStream(stores, config, tokenizers.source)
-    return Dataset(config, tokenizers, stream, valid, test)
+    return TokenizedCorpora(stores, valid, test)
+
+
+def resolve_config(
+    config: ExperimentConfig, tokens: TokenizedCorpora, tokenizers: Tokenizers
+) -> ExperimentConfig:
+    """Returns the configuration with what it leaves to the data: vocabulary sizes, row lengths."""
+    model = with_vocabulary_sizes(
+        config.model, tokenizers.source.vocab_size, tokenizers.target.vocab_size
+    )
+    config = dataclasses.replace(config, model=model)
+    if config.data.source_row_length:
+        return config
+    length = choose_source_row_length(tokens.training, config, tokenizers.source)
+    data = dataclasses.replace(config.data, source_row_length=length)
+    return dataclasses.replace(config, data=data)
+
+
+def open_dataset(
+    config: ExperimentConfig, tokens: TokenizedCorpora, tokenizers: Tokenizers
+) -> Dataset:
+    """Plans the batches of an experiment.
+
+    Args:
+      config: the configuration, from `resolve_config`.
+      tokens: from `tokenize`.
+      tokenizers: the vocabularies of the run.
+
+    Raises:
+      UserError: no pair fits into a row.
+    """
+    stream = TrainingStream(tokens.training, config, tokenizers.source)
+    return Dataset(tokenizers, stream, tokens.valid, tokens.test)
 
 
 def _evaluation_set(

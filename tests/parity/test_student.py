@@ -21,8 +21,8 @@ import sacrebleu
 from marian_student import Student
 from wheels import files_of_wheel
 
-import train
-from flaxformer_mt import cli
+from flaxformer_mt import cli, experiment
+from flaxformer_mt.cli import training
 from flaxformer_mt.decoding.scoring.scorer import score_pairs
 from flaxformer_mt.decoding.translator import Translator
 from flaxformer_mt.model.transformer import Transformer
@@ -256,9 +256,9 @@ def test_training_further_lowers_the_loss(runs, tmp_path):
         "--optimizer.warmup-steps=1",
         "--parallel.num-devices=1",
     ]
-    flags = train.parse_flags(options)
-    with train.open_folder(flags):
-        train.train_to_the_end(train.prepare(flags, after), after)
+    config = training.parse_flags(options).experiment()
+    with experiment.open_folder(after):
+        experiment.fit(experiment.prepare(config, after), after)
 
     def log_probability(folder: Path) -> float:
         run = load_run(folder)

@@ -2,14 +2,14 @@
 
 import gzip
 import shutil
-import sys
 
 import pytest
 from small_runs import flags
 
-import train
+from flaxformer_mt.cli import entry_points, training
 from flaxformer_mt.config import DataConfig
 from flaxformer_mt.data.corpora.corpus import load_corpus
+from flaxformer_mt.exit_codes import ExitCode
 
 
 @pytest.fixture(scope="session")
@@ -33,19 +33,16 @@ def text(tmp_path_factory):
 def finished(text, tmp_path_factory):
     """A run of 6 steps without interruption."""
     workdir = tmp_path_factory.mktemp("runs") / "finished"
-    train.run(train.parse_flags(flags(text, workdir, "--train.num-steps=6")))
+    training.train(training.parse_flags(flags(text, workdir, "--train.num-steps=6")))
     return workdir
 
 
 @pytest.fixture
-def refuse(monkeypatch, capsys):
+def refuse(capsys):
     """Runs `train.py`, which must leave with one line of complaint; returns the line."""
 
     def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
-        with pytest.raises(SystemExit) as stop:
-            train.main()
-        assert stop.value.code == 1
+        assert entry_points.train(arguments) == ExitCode.FAILURE
         error = capsys.readouterr().err
         assert error.startswith("train.py: error: ")
         assert error.count("\n") == 1

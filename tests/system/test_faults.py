@@ -6,7 +6,7 @@ import chex
 import pytest
 from small_runs import flags
 
-import train
+from flaxformer_mt.cli import training
 from flaxformer_mt.config import DataConfig
 from flaxformer_mt.data.corpora.corpus import load_corpus
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
@@ -48,7 +48,7 @@ def test_sentences_longer_than_the_row_are_counted(text, tmp_path, capsys, polic
         "--data.target-row-length=16",
         "--dry-run",
     )
-    train.run(train.parse_flags(arguments))
+    training.train(training.parse_flags(arguments))
     output = " ".join(capsys.readouterr().out.split())
     count = {"drop": " longer than a row dropped", "truncate": " truncated"}[policy]
     assert int(output.split(count)[0].split()[-1].strip("(").replace(",", "")) > 0
@@ -112,7 +112,7 @@ def test_a_sentence_of_5000_tokens(text, tmp_path, refuse, capsys, policy):
     if policy == "error":
         assert "pair 301" in refuse(*arguments)
         return
-    train.run(train.parse_flags(arguments))
+    training.train(training.parse_flags(arguments))
     output = capsys.readouterr().out
     assert "299 of 301" in output or "300 of 301" in output
     assert "longer than a row" in output
@@ -122,7 +122,9 @@ def test_a_replaced_vocabulary(refuse, finished, text, tmp_path):
     workdir = tmp_path / "run"
     shutil.copytree(finished, workdir)
     other = tmp_path / "other"
-    train.run(train.parse_flags(flags(text, other, "--data.vocab-size=390", "--train.num-steps=2")))
+    training.train(
+        training.parse_flags(flags(text, other, "--data.vocab-size=390", "--train.num-steps=2"))
+    )
     shutil.copytree(other / "tokenizer", workdir / "tokenizer", dirs_exist_ok=True)
     error = refuse(*flags(text, workdir, "--train.num-steps=8"))
     assert "is not the vocabulary that the run was started with" in error
@@ -161,7 +163,7 @@ def test_a_damaged_checkpoint_costs_no_more_than_itself(finished, text, tmp_path
         largest.write_bytes(bytes([data[0] ^ 1]) + data[1:])
     else:
         (newest / "manifest.json").unlink()
-    train.run(train.parse_flags(flags(text, workdir, "--train.num-steps=6")))
+    training.train(training.parse_flags(flags(text, workdir, "--train.num-steps=6")))
     output = capsys.readouterr().out
     assert f"{newest} is damaged: " in output
     assert "continuing after step 4" in output

@@ -7,7 +7,8 @@ import opus_mt
 import pytest
 from small_runs import metrics
 
-import train
+from flaxformer_mt import experiment
+from flaxformer_mt.cli import training
 from flaxformer_mt.interop.convert import OWN, convert
 from flaxformer_mt.runs.trained_model import load_run
 
@@ -45,9 +46,9 @@ def test_a_published_model_is_trained_further(published, text, tmp_path):
         "--decode.max-length=4",
         "--parallel.num-devices=1",
     ]
-    flags = train.parse_flags(options)
-    with train.open_folder(flags):
-        train.train_to_the_end(train.prepare(flags, tuned), tuned)
+    config = training.parse_flags(options).experiment()
+    with experiment.open_folder(tuned):
+        experiment.fit(experiment.prepare(config, tuned), tuned)
     losses = [line["loss"] for line in metrics(tuned) if line["split"] == "train"]
     assert losses[-1] < losses[0] - 0.5
     ours, before = load_run(tuned), load_run(run)

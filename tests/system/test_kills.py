@@ -18,7 +18,7 @@ import orbax.checkpoint as ocp
 import pytest
 from small_runs import TINY_MODEL, xla_flags
 
-from flaxformer_mt.interruption import EXIT_INTERRUPTED
+from flaxformer_mt.exit_codes import ExitCode
 from flaxformer_mt.runs.checkpoint import whole_checkpoints
 
 # Orbax reads arrays here without being told where to put them.
@@ -145,7 +145,7 @@ def stop(process, workdir, step):
     """Asks a process that has got to about a step to save and leave."""
     assert wait_until(process, lambda: newest_step(checkpoints(workdir)) >= step)
     process.terminate()
-    assert process.wait(timeout=100) == EXIT_INTERRUPTED
+    assert process.wait(timeout=100) == ExitCode.INTERRUPTED
     log = (workdir.parent / f"{workdir.name}.log").read_text()
     assert "SIGTERM: stopping after this step" in log
     assert "the same command continues after step" in log.splitlines()[-1]

@@ -1,5 +1,6 @@
 """Other runs than the plainest one: several corpora, buckets, a language model, fine-tuning."""
 
+import dataclasses
 import shutil
 import sys
 
@@ -9,8 +10,8 @@ import numpy as np
 import pytest
 from small_runs import flags, metrics
 
-import train
 from flaxformer_mt.cli import main as command
+from flaxformer_mt.cli import training
 from flaxformer_mt.config import CorpusConfig, DataConfig
 from flaxformer_mt.decoding.translator import Translator
 from flaxformer_mt.runs.checkpoint import restore_params
@@ -18,7 +19,7 @@ from flaxformer_mt.runs.trained_model import load_run
 
 
 def run(arguments):
-    train.run(train.parse_flags(arguments))
+    training.train(training.parse_flags(arguments))
 
 
 def losses(workdir, split="train"):
@@ -56,9 +57,11 @@ def test_several_corpora_with_tags(text, tmp_path, monkeypatch):
         mixture_temperature=5,
         subword_sampling=0.1,
     )
-    load_config = train.load_config
+    load_config = training.load_config
     monkeypatch.setattr(
-        train, "load_config", lambda path: train.dataclasses.replace(load_config(path), data=data)
+        training,
+        "load_config",
+        lambda path: dataclasses.replace(load_config(path), data=data),
     )
     arguments = [
         argument

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from small_runs import flags, metrics
 
-import train
+from flaxformer_mt.cli import training
 from flaxformer_mt.decoding.translator import Translator
 from flaxformer_mt.runs.checkpoint import restore_params
 
@@ -44,8 +44,8 @@ def test_a_run_folder_is_all_that_a_model_needs(finished, text, tmp_path):
 @pytest.mark.parametrize("stop", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(finished, text, tmp_path, stop):
     workdir = tmp_path / "run"
-    train.run(train.parse_flags(flags(text, workdir, f"--train.num-steps={stop}")))
-    train.run(train.parse_flags(flags(text, workdir, "--train.num-steps=6")))
+    training.train(training.parse_flags(flags(text, workdir, f"--train.num-steps={stop}")))
+    training.train(training.parse_flags(flags(text, workdir, "--train.num-steps=6")))
     assert restore_params(workdir, "last")[0] == 6
     chex.assert_trees_all_equal(
         restore_params(workdir, "last")[1], restore_params(finished, "last")[1]
@@ -65,7 +65,7 @@ def test_a_run_goes_on_with_fewer_devices(text, tmp_path):
             "--train.checkpoint-every=100",
             "--model.dropout-rate=0.3",
         )
-        train.run(train.parse_flags(flags(text, tmp_path / name, *options)))
+        training.train(training.parse_flags(flags(text, tmp_path / name, *options)))
         return [line for line in metrics(tmp_path / name) if line["split"] == "train"]
 
     whole = run("whole", 9, 8)
@@ -80,7 +80,7 @@ def test_a_run_goes_on_with_fewer_devices(text, tmp_path):
 
 def test_an_unknown_option_suggests_the_right_one(capsys, tmp_path):
     with pytest.raises(SystemExit) as stop:
-        train.parse_flags(
+        training.parse_flags(
             ["--config=configs/reverse.py", f"--workdir={tmp_path / 'run'}", "--model.d-modle=3"]
         )
     assert stop.value.code == 2
@@ -95,4 +95,4 @@ def test_a_missing_config(refuse, tmp_path):
 
 @pytest.mark.parametrize("name", [path.stem for path in sorted(Path("configs").glob("*.py"))])
 def test_every_configuration_is_valid(name, tmp_path):
-    train.parse_flags([f"--config=configs/{name}.py", f"--workdir={tmp_path}"])
+    training.parse_flags([f"--config=configs/{name}.py", f"--workdir={tmp_path}"])

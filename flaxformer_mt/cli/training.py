@@ -1,0 +1,145 @@
+"""The command `train`, which is also the program `train.py`."""
+
+import argparse
+import dataclasses
+import inspect
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+from flaxformer_mt import exit_codes, runtime
+from flaxformer_mt.cli import help_text
+from flaxformer_mt.config import ExperimentConfig
+from flaxformer_mt.config.files import load_config
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.exit_codes import ExitCode
+from flaxformer_mt.interruption import Interruption
+
+
+@dataclasses.dataclass(frozen=True)
+class Flags(ExperimentConfig):
+    """The options of the command: those of the program, and all fields of the configuration."""
+
+    config: Path = dataclasses.field(kw_only=True)
+    """Python file with get_config() -> ExperimentConfig, or the config.json of a run; its values
+    are the defaults below."""
+    workdir: Path = dataclasses.field(kw_only=True)
+    """Run folder, created if missing. An existing run is continued."""
+    dry_run: bool = dataclasses.field(default=False, kw_only=True)
+    """Check everything and print what would be trained, with shapes, parameters, memory and
+    compilations, but do not train and write nothing."""
+    coordinator: str = dataclasses.field(default="", kw_only=True)
+    """HOST:PORT of the first of several processes that train together; see docs/scaling.md."""
+    num_processes: int = dataclasses.field(default=0, kw_only=True)
+    """Number of processes that train together."""
+    process_id: int = dataclasses.field(default=-1, kw_only=True)
+    """Number of this process, from 0."""
+    cluster: Literal["none", "auto", "slurm", "ompi", "mpi4py"] = dataclasses.field(
+        default="none", kw_only=True
+    )
+    """Instead of the three above: the launcher that numbers the processes. auto detects SLURM, Open
+    MPI and Cloud TPU."""
+
+    def experiment(self) -> ExperimentConfig:
+        """Returns the configuration, without the options of the program."""
+        fields = dataclasses.fields(ExperimentConfig)
+        return ExperimentConfig(**{field.name: getattr(self, field.name) for field in fields})
+
+
+def parse_flags(arguments: Sequence[str], program: str = "train.py") -> Flags:
+    """Parses the command line, with the configuration file that it names as defaults.
+
+    Raises:
+      UserError: the file is missing or gives no configuration, or values are inconsistent.
+      SystemExit: an option is unknown, invalid or missing, or help was asked for.
+    """
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--config", type=Path)
+    path = finder.parse_known_args(arguments)[0].config
+    config = ExperimentConfig() if path is None else _load_config(path)
+    defaults = {
+        field.name: getattr(config, field.name) for field in dataclasses.fields(ExperimentConfig)
+    }
+    if {"-h", "--help"} & set(arguments):
+        description, _, _ = inspect.cleandoc(train.__doc__ or "").partition("\nArgs:\n")
+        print(help_text.wrap(description.replace("flaxformer-mt train", program)), end="\n\n")
+        print(f"Exit codes:\n{exit_codes.table()}", end="\n\n")
+    return tyro.cli(
+        Flags,
+        prog=program,
+        description="",
+        args=list(arguments),
+        default=Flags(
+            **defaults,
+            config=tyro.MISSING if path is None else path,
+            workdir=tyro.MISSING,
+        ),
+        registry=help_text.registry,
+    )
+
+
+def _load_config(path: Path) -> ExperimentConfig:
+    try:
+        return load_config(path)
+    except UserError as error:
+        raise UserError(f"--config: {error}") from error
+
+
+def run(
+    arguments: Sequence[str],
+    program: str = "train.py",
+    interruption: Interruption | None = None,
+) -> int:
+    """Runs the command.
+
+    Args:
+      arguments: the command line after the program's name.
+      program: the program's name, for help and messages.
+      interruption: stops training in an orderly way.
+
+    Returns:
+      The exit code.
+
+    Raises:
+      SystemExit: see `parse_flags`.
+      Interrupted: a signal arrived, and everything is saved.
+    """
+    runtime.configure()
+    logging.basicConfig(level=logging.WARNING, format=f"{program}: %(message)s")
+    try:
+        train(parse_flags(arguments, program), interruption)
+    except UserError as error:
+        print(f"{program}: error: {error}", file=sys.stderr)
+        return ExitCode.FAILURE
+    return ExitCode.SUCCESS
+
+
+def train(flags: Flags, interruption: Interruption | None = None) -> None:
+    """Trains a model or continues a run; the same program as train.py.
+
+      flaxformer-mt train --config=configs/quickstart.py --workdir=runs/quickstart
+
+    Any field of the configuration can be set: --optimizer.learning-rate=1e-3
+    --train.num-steps=500. docs/training.md explains how to stop and continue.
+
+    Args:
+      flags: The options, from `parse_flags`.
+      interruption: Stops training in an orderly way.
+
+    Raises:
+      UserError: something that the user gave cannot be used.
+      Interrupted: a signal arrived, and everything is saved.
+    """
+    from flaxformer_mt import distributed, experiment
+
+    distributed.initialize(flags.coordinator, flags.num_processes, flags.process_id, flags.cluster)
+    if interruption is not None:
+        interruption.install_handlers()  # JAX has replaced that of SIGTERM.
+    if flags.dry_run:
+        experiment.dry_run(flags.experiment(), flags.workdir)
+    else:
+        experiment.train(flags.experiment(), flags.workdir, interruption=interruption)

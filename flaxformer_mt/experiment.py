@@ -1,0 +1,443 @@
+"""Experiments: the parts of a training run put together, for programs, scripts and notebooks.
+
+    run = experiment.train("configs/quickstart.py", "runs/quickstart")
+
+does everything: it tokenises, trains, evaluates, and continues a run that is there already. To use
+the parts separately:
+
+    config = load_config("configs/quickstart.py")  # of flaxformer_mt.config.files
+    with experiment.open_folder(workdir) as folder:
+        parts = experiment.prepare(config, workdir)
+        experiment.fit(parts, folder)
+        metrics = experiment.evaluate_test(parts, folder)
+"""
+
+import contextlib
+import dataclasses
+import functools
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from flaxformer_mt import distributed
+from flaxformer_mt.config import ExperimentConfig
+from flaxformer_mt.config.files import load_config
+from flaxformer_mt.data.dataset import (
+    Dataset,
+    EvaluationSet,
+    open_all,
+    open_dataset,
+    resolve_config,
+    tokenize,
+)
+from flaxformer_mt.data.sanity_checks import check_sides, warn_of_shared_pairs
+from flaxformer_mt.data.stream.batches import Batch, DataPosition, evaluation_batches
+from flaxformer_mt.data.stream.prefetch import Prefetched
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
+from flaxformer_mt.decoding.translator import Translator
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.evaluation import evaluate
+from flaxformer_mt.interruption import Interruption
+from flaxformer_mt.model.transformer import Transformer
+from flaxformer_mt.run import Run
+from flaxformer_mt.runs.checkpoint import Checkpointer, restore_params
+from flaxformer_mt.runs.folder import check_unchanged, holds_run, write_run
+from flaxformer_mt.runs.layout import CACHE, CONFIG, METRICS, TENSORBOARD, TOKENIZER
+from flaxformer_mt.runs.lock import locked
+from flaxformer_mt.training import loop
+from flaxformer_mt.training.initial import load_parameters, start_from, tokenizer_path
+from flaxformer_mt.training.memory import step_cost
+from flaxformer_mt.training.metrics import (
+    ConsoleWriter,
+    JsonLinesWriter,
+    TensorBoardWriter,
+    Writer,
+    validate,
+)
+from flaxformer_mt.training.optimizer import make_optimizer, make_schedule
+from flaxformer_mt.training.parallel import Strategy, make_strategy
+from flaxformer_mt.training.parameters import Params, describe
+from flaxformer_mt.training.state import TrainState, create_state
+from flaxformer_mt.training.step import eval_step, train_step
+
+
+def train(
+    config: ExperimentConfig | str | Path,
+    workdir: str | Path,
+    *,
+    console: Console | None = None,
+    interruption: Interruption | None = None,
+) -> Run:
+    """Trains an experiment, or continues it, and evaluates the best checkpoint on the test corpus.
+
+    Args:
+      config: the configuration, or the path of a configuration file.
+      workdir: the run folder; created if missing.
+      console: prints the progress; by default to standard output.
+      interruption: stops training in an orderly way, and saves.
+
+    Returns:
+      The run.
+
+    Raises:
+      UserError: the configuration or the data cannot be used, or the folder holds another run.
+      Interrupted: a signal arrived, and everything is saved.
+    """
+    if not isinstance(config, ExperimentConfig):
+        config = load_config(config)
+    workdir, console = Path(workdir), console or make_console()
+    _check_before_start(config, workdir)
+    with open_folder(workdir, console.print) as folder:
+        experiment = prepare(config, folder)
+        print_report(experiment.report(), console)
+        fit(experiment, folder, console, interruption)
+        if config.model.has_inputs:  # A language model does not translate.
+            print_test(experiment, folder, console)
+    return Run(workdir)
+
+
+def dry_run(config: ExperimentConfig, workdir: str | Path, console: Console | None = None) -> None:
+    """Checks an experiment and prints what would be trained, without writing anything.
+
+    Errors as in `train`.
+    """
+    workdir, console = Path(workdir), console or make_console()
+    if jax.process_count() > 1:
+        raise UserError("--dry-run is for one process: start it without the others")
+    _check_before_start(config, workdir)
+    with tempfile.TemporaryDirectory() as cache:
+        experiment = prepare(config, workdir, cache_folder=Path(cache), write=False)
+        print_report(experiment.report(), console)
+        print_report(experiment.costs(), console)
+
+
+def make_console() -> Console:
+    """Returns a console for the progress of a run; quiet in all processes but the first."""
+    return Console(highlight=False, markup=False, soft_wrap=True, quiet=not distributed.is_main())
+
+
+def _check_before_start(config: ExperimentConfig, workdir: Path) -> None:
+    """Raises errors that can be found before anything is read or written."""
+    make_strategy(config)
+    holds_run(workdir, config)
+
+
+@contextlib.contextmanager
+def open_folder(workdir: Path, announce: Callable[[str], None] = print) -> Iterator[Path]:
+    """Creates and locks a run folder; one that no run was written to is removed again.
+
+    Args:
+      workdir: the run folder.
+      announce: see `locked`.
+
+    Raises:
+      UserError: another process trains there, or the folder cannot be written to.
+    """
+    if not distributed.is_main():
+        yield workdir
+        return
+    existed = workdir.exists()
+    with locked(workdir, announce):
+        try:
+            yield workdir
+        finally:
+            if not existed and not (workdir / CONFIG).exists():
+                shutil.rmtree(workdir)
+
+
+def prepare(
+    given: ExperimentConfig,
+    workdir: Path,
+    *,
+    cache_folder: Path | None = None,
+    write: bool = True,
+) -> "Experiment":
+    """Builds the experiment of a new run, or of the run in a folder.
+
+    Of several processes the first one tokenises and writes the run folder.
+
+    Args:
+      given: the configuration as given by the user.
+      workdir: the run folder.
+      cache_folder: where tokens are stored; by default in the run folder.
+      write: whether to write a new run's configuration, vocabulary and fingerprints.
+
+    Raises:
+      UserError: the folder holds another run, or the configuration or the data cannot be used.
+    """
+    if not distributed.is_main():
+        distributed.barrier("data")
+    continued = holds_run(workdir, given)
+    corpora = open_all(given)
+    if continued:
+        tokenizers = Tokenizers.load(workdir / TOKENIZER)
+        check_unchanged(workdir, corpora, tokenizers)
+    else:
+        if given.model.has_inputs:
+            check_sides(corpora["train"], [*corpora["valid"], *corpora["test"]])
+        data = dataclasses.replace(given.data, tokenizer_path=tokenizer_path(given))
+        tokenizers = Tokenizers.for_run(corpora["train"], data, given.model.has_inputs)
+    tokens = tokenize(given, corpora, tokenizers, cache_folder or workdir / CACHE)
+    config = resolve_config(given, tokens, tokenizers)
+    experiment = Experiment(config, open_dataset(config, tokens, tokenizers))
+    if not continued:
+        experiment.load_given_parameters()  # Errors are raised before anything is written.
+    if distributed.is_main():
+        if not continued:
+            warn_of_shared_pairs(tokens.training, [tokens.valid.tokens, tokens.test.tokens])
+            if write:
+                write_run(workdir, given, corpora, tokenizers)
+        distributed.barrier("data")
+    return experiment
+
+
+class Experiment:
+    """The parts of an experiment: model, optimizer, strategy, steps and data.
+
+    Args:
+      config: the resolved configuration, from `resolve_config`.
+      dataset: its data.
+
+    Raises:
+      UserError: the devices, rows or schedule do not fit the configuration.
+    """
+
+    def __init__(self, config: ExperimentConfig, dataset: Dataset) -> None:
+        self.config = config
+        self.dataset = dataset
+        self.strategy: Strategy = make_strategy(config)
+        self.model = Transformer(config.model)
+        self.schedule = make_schedule(
+            config.optimizer, config.model.d_model, config.train.num_steps
+        )
+        self.optimizer = make_optimizer(config.optimizer, self.schedule)
+        self.make_state: Callable[[], TrainState] = functools.partial(
+            create_state, self.model, self.optimizer, config.train
+        )
+        self.train_step = functools.partial(
+            train_step, model=self.model, optimizer=self.optimizer, config=config.train
+        )
+        self._batches = {
+            split: evaluation_batches(
+                evaluated.tokens, config, self.strategy.row_shards, self.strategy.shard
+            )
+            for split, evaluated in (("valid", dataset.valid), ("test", dataset.test))
+        }
+        shapes = {_shapes(batch) for batches in self._batches.values() for batch in batches}
+        self.run_eval_step = self.strategy.compile_eval_step(
+            functools.partial(eval_step, model=self.model, config=config.train), len(shapes)
+        )
+
+    def report(self) -> Iterator[tuple[str, str]]:
+        """Yields the lines at the start of a run, each with its label."""
+        config = self.config
+        yield from self.dataset.report()
+        params = jax.eval_shape(self.make_state).params
+        yield (
+            "model",
+            f"{describe(params, config.train.freeze, config.model)}, {config.model.dtype}",
+        )
+        axes = " x ".join(f"{size} {axis}" for axis, size in self.strategy.mesh.shape.items())
+        devices = self.strategy.devices
+        yield "devices", f"{len(devices)} {devices[0].platform} ({axes})"
+        for line in self.strategy.sharding(params).left_whole:
+            yield "whole", line
+
+    def costs(self) -> Iterator[tuple[str, str]]:
+        """Compiles the training step for each shape, and yields what it needs per device."""
+        for shape in self.dataset.training.shapes:
+            cost = step_cost(
+                self.strategy, self.make_state, self.train_step, shape, self.config.model.has_inputs
+            )
+            rows = f"{shape.rows} x {shape.source_length} and {shape.target_length} tokens"
+            yield "step", f"one compilation for {rows}: {cost}"
+
+    @functools.cache  # noqa: B019  (an experiment lives as long as the program)
+    def load_given_parameters(self) -> Params | None:
+        """Loads the parameters that `train.init_from` names, if any, onto the host.
+
+        Raises:
+          UserError: they cannot be read, or belong to another model.
+        """
+        if not self.config.train.init_from:
+            return None
+        template = jax.eval_shape(self.make_state).params
+        return load_parameters(self.config.train.init_from, self.config.model, template)
+
+    def initial_state(self) -> TrainState:
+        """Creates the state before the first step, on the devices."""
+        state = self.strategy.create_state(self.make_state)
+        params = self.load_given_parameters()
+        return state if params is None else start_from(state, params, self.strategy.place_state)
+
+    def abstract_state(self) -> TrainState:
+        """Returns the shapes, dtypes and shardings of the state, to restore a checkpoint into."""
+        return self.strategy.abstract_state(self.make_state)
+
+    def stream(self, position: DataPosition) -> Prefetched[Batch]:
+        """Returns an iterator of batches on the devices, from a position in the data."""
+        training, strategy = self.dataset.training, self.strategy
+
+        def read(position: DataPosition) -> tuple[Batch, DataPosition]:
+            batch, after = training.read(position, strategy.shard)
+            return strategy.place_batch(batch), after
+
+        return Prefetched(read, position)
+
+    def measure(self, split: str, params: Any) -> dict[str, Any]:
+        """Computes loss, accuracy and perplexity of the development or test corpus."""
+        batches = map(self.strategy.place_batch, self._batches[split])
+        return validate(self.run_eval_step, params, batches)
+
+    def validate(self, params: Any, show_progress: bool = False) -> dict[str, Any]:
+        """Computes the metrics of a validation, with those of its translations.
+
+        Args:
+          params: parameters, placed by the strategy.
+          show_progress: whether to draw a progress bar.
+        """
+        metrics = self.measure("valid", params)
+        if not self.config.model.has_inputs:
+            return metrics
+        _, quality = self.translate(
+            self.strategy.gather(params),
+            self.dataset.valid,
+            self.config.train.eval_sentences,
+            show_progress,
+        )
+        return {**metrics, **quality}
+
+    def translate(
+        self,
+        params: Any,
+        evaluated: EvaluationSet,
+        num_sentences: int = 0,
+        show_progress: bool = False,
+    ) -> tuple[list[str], dict[str, Any]]:
+        """Translates an evaluation set; of several processes, each translates a part.
+
+        Args:
+          params: parameters on one device of each process.
+          evaluated: the evaluation set.
+          num_sentences: how many sentences from the first on; 0 = all.
+          show_progress: whether to draw a progress bar.
+
+        Returns:
+          The translations, and their BLEU and chrF.
+        """
+        sources = evaluated.texts.sources[: num_sentences or None]
+        translator = Translator(self.config, params, self.dataset.tokenizers)
+        own = translator.translate(distributed.share_out(sources), show_progress=show_progress)
+        hypotheses = distributed.gather_texts(own)
+        references = evaluated.texts.targets[: len(sources)]
+        return hypotheses, evaluate(hypotheses, references, with_ter=False)
+
+
+def _shapes(batch: Batch) -> tuple[tuple[int, ...], ...]:
+    """The shapes for which a step is compiled."""
+    return tuple(leaf.shape for leaf in jax.tree.leaves(batch))
+
+
+def fit(
+    experiment: Experiment,
+    workdir: Path,
+    console: Console | None = None,
+    interruption: Interruption | None = None,
+) -> None:
+    """Trains from the newest checkpoint, or from the start, and writes checkpoints and metrics.
+
+    Args:
+      experiment: from `prepare`.
+      workdir: its run folder.
+      console: prints the progress.
+      interruption: see `train`.
+
+    Raises:
+      UserError: see `loop.train`.
+      Interrupted: a signal arrived, and everything is saved.
+    """
+    config, console = experiment.config.train, console or make_console()
+    writers: list[Writer] = []
+    if distributed.is_main():
+        writers = [
+            JsonLinesWriter(workdir / METRICS),
+            TensorBoardWriter(workdir / TENSORBOARD),
+            ConsoleWriter(config.num_steps, console),
+        ]
+    several = jax.process_count() > 1
+    with Checkpointer(
+        workdir, config.keep_last, config.keep_best, config.best_metric, console.print
+    ) as checkpointer:
+        is_new = checkpointer.latest_step() is None
+        state = experiment.initial_state() if is_new else experiment.abstract_state()
+        train_step = experiment.strategy.compile_train_step(
+            experiment.train_step, len(experiment.dataset.training.shapes)
+        )
+        with (
+            contextlib.nullcontext(_never)
+            if interruption is None
+            else interruption.deferred(distributed.agree if several else None, config.log_every)
+        ) as should_stop:
+            loop.train(
+                state,
+                train_step=train_step,
+                stream=experiment.stream,
+                evaluate=lambda params, step: experiment.validate(params, console.is_terminal),
+                schedule=experiment.schedule,
+                checkpointer=checkpointer,
+                writers=writers,
+                config=config,
+                should_stop=should_stop,
+                announce=console.print,
+            )
+            # While signals are still deferred.
+            checkpointer.wait()
+
+
+def _never(step: int) -> bool:
+    return False
+
+
+def evaluate_test(
+    experiment: Experiment, workdir: Path, show_progress: bool = False
+) -> tuple[int, list[str], dict[str, Any]]:
+    """Evaluates the best checkpoint on the test corpus, and writes the metrics.
+
+    Returns:
+      The checkpoint's step, the translations and the metrics.
+    """
+    step, params = restore_params(workdir, "best")
+    hypotheses, metrics = experiment.translate(
+        params, experiment.dataset.test, show_progress=show_progress
+    )
+    metrics |= experiment.measure("test", experiment.strategy.place_state(params))
+    if distributed.is_main():
+        JsonLinesWriter(workdir / METRICS).write(step, "test", metrics)
+    return step, hypotheses, metrics
+
+
+def print_test(experiment: Experiment, workdir: Path, console: Console) -> None:
+    """Evaluates the best checkpoint on the test corpus, and prints metrics and translations."""
+    step, hypotheses, metrics = evaluate_test(experiment, workdir, console.is_terminal)
+    test = experiment.dataset.test
+    for number in range(min(experiment.config.train.show_translations, len(test.texts))):
+        console.print(f"\nsource       {test.texts.sources[number]}")
+        console.print(f"translation  {hypotheses[number]}")
+        console.print(f"reference    {test.texts.targets[number]}")
+    console.print(
+        f"\ntest ({test.texts.name}), best checkpoint (step {step:,}): "
+        f"loss {metrics['loss']:.4f}, BLEU {metrics['bleu']:.2f}, chrF {metrics['chrf']:.2f}  "
+        f"[{metrics['bleu_signature']}]"
+    )
+    console.print(f"translate with: flaxformer-mt translate --run {workdir} < source.txt")
+
+
+def print_report(lines: Iterable[tuple[str, str]], console: Console) -> None:
+    """Prints lines behind their labels."""
+    for label, line in lines:
+        console.print(f"{label:<8} {line}")
