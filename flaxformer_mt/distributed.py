@@ -1,7 +1,7 @@
-"""Several processes as one run: how they find each other, and what they tell each other.
+"""Runs of several processes: initialization, barriers and collectives.
 
-Each process controls the devices of its machine, and all run the same program on all devices
-(JAX's multi-controller model): what one does to shared arrays, all have to do, in the same order.
+Each process controls the devices of its host, and all run the same program on all devices (JAX's
+multi-controller model): all must execute the same operations on shared arrays in the same order.
 """
 
 import itertools
@@ -19,22 +19,23 @@ import numpy as np
 from jax._src.distributed import global_state
 
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.exit_codes import ExitCode
 
 Cluster: TypeAlias = Literal["none", "auto", "slurm", "ompi", "mpi4py"]
-"""Who started the processes: nobody ("none"), or what tells a process its number and where the
-first one is. "auto" finds SLURM, Open MPI and Cloud TPU by itself."""
+"""The launcher, which tells each process its number and the address of the first one; "none"
+without one. "auto" detects SLURM, Open MPI and Cloud TPU."""
 
 HEARTBEAT_SECONDS = 60
-"""A process that was silent for so long is dead, and the others end."""
+"""A process without a heartbeat for so long is considered dead, and the others exit."""
 SHUTDOWN_SECONDS = 60
-"""How long a process that ends waits for the others to end."""
+"""How long a process that exits waits for the others."""
 
 BARRIER_SECONDS = 24 * 3600
-"""How long processes wait for one that is alive."""
+"""How long processes wait at a barrier for one that is alive."""
 
 Item = TypeVar("Item")
 
-_barriers = itertools.count()  # Names must not be used twice; all processes count alike.
+_barriers = itertools.count()  # Barriers need unique names; all processes count alike.
 
 
 def initialize(
@@ -44,32 +45,31 @@ def initialize(
     cluster: Cluster = "none",
     timeout: int = 300,
 ) -> None:
-    """Joins this process to the others of its run; does nothing for a run of one process.
+    """Connects this process to the others of its run; does nothing for a run of one process.
 
-    Has to be called before JAX is used for anything else, and before signal handlers are set,
-    because JAX sets one for SIGTERM.
+    Must be called before any other use of JAX. JAX replaces the signal handler of SIGTERM.
 
-    A process whose run has lost another one ends: at once if it waits for data of that process,
-    otherwise `HEARTBEAT_SECONDS` later. JAX aborts it (exit code 134); it cannot go on.
+    When a process dies, JAX aborts the others (exit code 134): at once those that wait for its
+    data, the rest after `HEARTBEAT_SECONDS`.
 
     Args:
-      coordinator: "host:port" of process 0, where all can reach it; the port is free to choose.
-      num_processes: how many there are.
+      coordinator: "host:port" of process 0, reachable by all; any free port.
+      num_processes: number of processes.
       process_id: number of this one, from 0.
       cluster: instead of the three above.
-      timeout: seconds to wait for the others. When they are over, the process says so and exits.
+      timeout: seconds to wait for the others, after which the process exits with an error.
 
     Raises:
-      UserError: arguments are missing or do not go together, the first process cannot be
-        reached, or the cluster does not say what it should.
+      UserError: arguments are missing or inconsistent, the first process cannot be reached, or the
+        launcher does not provide what is needed.
     """
     by_hand = bool(coordinator) or num_processes > 0 or process_id >= 0
     if cluster == "none" and not by_hand:
         return
     if cluster != "none" and by_hand:
         raise UserError(
-            f"--cluster={cluster} finds the processes by itself: leave --coordinator, "
-            "--num-processes and --process-id away"
+            f"--cluster={cluster} detects the processes: omit --coordinator, "
+            "--num-processes and --process-id"
         )
     if by_hand:
         _check(coordinator, num_processes, process_id)
@@ -85,7 +85,7 @@ def initialize(
         where = f"--cluster={cluster}"
         found = {"cluster_detection_method": None if cluster == "auto" else cluster}
 
-    # JAX would end the process with a page of its own on timeout; it does not raise.
+    # On timeout JAX would abort the process with a long message instead of raising.
     watch = threading.Timer(timeout, _give_up, [where, timeout])
     watch.daemon = True
     watch.start()
@@ -96,16 +96,16 @@ def initialize(
             heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
             shutdown_timeout_seconds=SHUTDOWN_SECONDS,
         )
-        jax.devices()  # All processes tell each other of their devices.
+        jax.devices()  # Exchanges the devices of all processes.
     except (ValueError, RuntimeError, ImportError) as error:
         reason = str(error).splitlines()[0]
-        raise UserError(f"{where}: the processes do not come together: {reason}") from error
+        raise UserError(f"{where}: the processes cannot connect: {reason}") from error
     finally:
         watch.cancel()
 
 
 def _check(coordinator: str, num_processes: int, process_id: int) -> None:
-    """Refuses arguments that do not go together."""
+    """Checks that the arguments are consistent."""
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdigit():
         raise UserError(
@@ -114,12 +114,12 @@ def _check(coordinator: str, num_processes: int, process_id: int) -> None:
     if not 0 <= process_id < num_processes:
         raise UserError(
             f"--process-id={process_id} must be one of 0 to {num_processes - 1} "
-            f"(--num-processes={num_processes}), each given to one process"
+            f"(--num-processes={num_processes}), each used by one process"
         )
 
 
 def _wait_for(coordinator: str, timeout: int) -> None:
-    """Returns when something answers at an address; raises UserError if nothing does in time."""
+    """Waits until an address accepts connections; raises UserError on timeout."""
     host, _, port = coordinator.rpartition(":")
     end = time.monotonic() + timeout
     while True:
@@ -130,7 +130,7 @@ def _wait_for(coordinator: str, timeout: int) -> None:
             if time.monotonic() > end:
                 raise UserError(
                     f"--coordinator={coordinator}: no answer in {timeout} s ({error}): start "
-                    "process 0 there, and let this machine reach that port"
+                    "process 0 there, and make that port reachable from this host"
                 ) from error
             time.sleep(0.5)
 
@@ -138,33 +138,33 @@ def _wait_for(coordinator: str, timeout: int) -> None:
 def _give_up(where: str, timeout: int) -> None:
     print(
         f"error: {where}: not all processes came within {timeout} s: start each of them, with the "
-        "same number of processes and a --process-id of its own",
+        "same number of processes and a distinct --process-id",
         file=sys.stderr,
         flush=True,
     )
-    os._exit(1)
+    os._exit(ExitCode.FAILURE)
 
 
 def is_main() -> bool:
-    """Whether this is the process that writes what is written once: logs, figures, messages."""
+    """Returns whether this is the first process, which writes logs, metrics and messages."""
     return jax.process_index() == 0
 
 
 def barrier(name: str) -> None:
-    """Returns when every process has called it with this name, however long that takes."""
+    """Waits until every process has called it with this name, without a short timeout."""
     if jax.process_count() > 1:
-        # JAX's public barrier is a sum over devices, which on CPUs gives up after 30 s: too soon
-        # for processes that wait until the first one has read the data.
+        # JAX's public barrier is a sum over devices, which on CPUs times out after 30 s: too soon
+        # for processes that wait for the first one to tokenise.
         client: Any = global_state.client
         number = next(_barriers)
         client.wait_at_barrier(f"{number} {name}", timeout_in_ms=BARRIER_SECONDS * 1000)
 
 
 def agree(flag: bool) -> bool:
-    """Whether any process says so; all get the same answer.
+    """Returns the logical or of a flag over all processes.
 
-    Of several processes each waits here for the work that its devices have been given, and then
-    some milliseconds for the others: call it where they wait anyway. Of one it costs nothing.
+    Each of several processes waits for the work dispatched to its devices, and then some
+    milliseconds for the others: call it where they wait in any case.
     """
     if jax.process_count() == 1:
         return flag
@@ -172,18 +172,18 @@ def agree(flag: bool) -> bool:
 
 
 def share_out(items: Sequence[Item]) -> Sequence[Item]:
-    """This process' part of items that all processes have: neighbours, as many as the others'."""
+    """Returns this process' contiguous part of items; the parts differ in size by at most one."""
     index, count = jax.process_index(), jax.process_count()
     return items[len(items) * index // count : len(items) * (index + 1) // count]
 
 
 def gather_texts(texts: Sequence[str]) -> list[str]:
-    """The texts of all processes, one after the other: the inverse of `share_out`."""
+    """Concatenates the texts of all processes: the inverse of `share_out`."""
     if jax.process_count() == 1:
         return list(texts)
     data = np.frombuffer(json.dumps(list(texts)).encode(), np.uint8)
     sizes = _all_gather(np.array(len(data), np.int32))
-    # JAX compiles a program for each size: powers of two are few.
+    # JAX compiles a program for each size; powers of two keep these few.
     padded = np.zeros(1 << int(sizes.max() - 1).bit_length(), np.uint8)
     padded[: len(data)] = data
     return [
@@ -194,7 +194,7 @@ def gather_texts(texts: Sequence[str]) -> list[str]:
 
 
 def _all_gather(value: np.ndarray) -> np.ndarray:
-    """The values of all processes, which have the same shape: [processes, ...]."""
+    """Gathers arrays of the same shape from all processes: [processes, ...]."""
     from jax.experimental import multihost_utils
 
     return np.asarray(multihost_utils.process_allgather(value))

@@ -1,7 +1,7 @@
-"""What the program sets for its user before JAX starts: one place, and all of it optional.
+"""Process settings made before JAX starts: compiler flags, allocator, compilation cache.
 
-Whatever the user's own environment says is left as it is. docs/speed.md tells what each setting
-gains, and how to switch it off.
+Settings of the user's environment take precedence. docs/speed.md has the effect of each setting,
+and how to disable it.
 """
 
 import ctypes
@@ -14,21 +14,20 @@ from collections.abc import MutableMapping
 from pathlib import Path
 
 XLA_FLAGS = {
-    # This newer library for sums along rows, but Eigen for products of matrices: a training step
-    # in which it takes over both, as by default, takes longer. The flag is known to be there in
-    # jaxlib 0.10, and one that XLA does not know ends the program.
+    # YNNPACK for reductions only, Eigen for matrix products: with both in YNNPACK, the default, a
+    # training step is slower. The flag exists in jaxlib 0.10; XLA aborts on unknown flags.
     "--xla_cpu_experimental_ynn_fusion_type": ("reduce", "0.10."),
-    # Communication between GPUs while they compute; it changes nothing on one GPU.
+    # Overlaps communication between GPUs with computation; no effect on one GPU.
     "--xla_gpu_enable_latency_hiding_scheduler": ("true", ""),
 }
-"""Value of each flag, and how the version of jaxlib must begin for it to be set."""
+"""Value of each flag, and the prefix of the jaxlib versions for which it is set."""
 
 
 def decoding_options() -> dict[str, str]:
-    """What XLA is told when it compiles a step of decoding.
+    """Returns XLA options for compiling decoding steps.
 
-    Its products are many and small, and there the newer library is up to three times as fast as
-    Eigen (docs/speed.md). The user's own flag counts for decoding, too.
+    Their many small products are up to three times as fast in YNNPACK as in Eigen (docs/speed.md).
+    A flag set by the user applies to decoding as well.
     """
     name = "xla_cpu_experimental_ynn_fusion_type"
     flag, (ours, version) = f"--{name}", XLA_FLAGS[f"--{name}"]
@@ -40,20 +39,20 @@ def decoding_options() -> dict[str, str]:
 
 
 MALLOC_OPTIONS = {
-    # (name in the environment): (number of the option in malloc.h, value). Each training step
-    # allocates its large arrays anew. By default glibc maps each one and unmaps it afterwards, and
-    # the system then clears every page again at its first use.
-    "MALLOC_MMAP_MAX_": (-4, 0),  # no maps: all comes from the heap,
+    # Environment variable: (option number in malloc.h, value). Each training step allocates its
+    # large arrays anew. By default glibc maps and unmaps each of them, and the kernel clears every
+    # page again on first use.
+    "MALLOC_MMAP_MAX_": (-4, 0),  # No maps: all memory is from the heap,
     "MALLOC_TRIM_THRESHOLD_": (-1, -1),  # which is never given back
-    "MALLOC_TOP_PAD_": (-2, 2**26),  # and grows by 64 MiB at a time.
-    "MALLOC_ARENA_MAX": (-8, 1),  # One heap for all threads: what one frees, another can use.
+    "MALLOC_TOP_PAD_": (-2, 2**26),  # and grows in steps of 64 MiB.
+    "MALLOC_ARENA_MAX": (-8, 1),  # One heap, shared by all threads.
 }
 
 
 def configure() -> None:
-    """Sets compiler flags, allocator and the cache of compiled programs.
+    """Sets compiler flags, allocator options and the compilation cache.
 
-    It has to be called before JAX looks for its devices; afterwards the flags have no effect.
+    Must be called before JAX initializes its devices; later the flags have no effect.
     """
     set_xla_flags(os.environ, importlib.metadata.version("jaxlib"))
     keep_memory()
@@ -61,7 +60,7 @@ def configure() -> None:
 
 
 def set_xla_flags(environment: MutableMapping[str, str], jaxlib_version: str) -> None:
-    """Adds to XLA_FLAGS those of our flags that are not there and that this jaxlib knows."""
+    """Adds our flags to XLA_FLAGS, except those set already or unknown to this jaxlib."""
     given = environment.get("XLA_FLAGS", "").split()
     names = {flag.partition("=")[0] for flag in given}
     ours = [
@@ -73,7 +72,7 @@ def set_xla_flags(environment: MutableMapping[str, str], jaxlib_version: str) ->
 
 
 def keep_memory() -> None:
-    """Lets the C library keep memory instead of handing it back; only glibc knows how."""
+    """Makes glibc keep freed memory instead of returning it; no effect with other C libraries."""
     if platform.libc_ver()[0] != "glibc":
         return
     mallopt = ctypes.CDLL(None).mallopt
@@ -83,11 +82,11 @@ def keep_memory() -> None:
 
 
 def use_compilation_cache() -> None:
-    """Lets JAX keep compiled programs in the user's cache folder.
+    """Enables JAX's persistent compilation cache, in the user's cache folder.
 
-    JAX_COMPILATION_CACHE_DIR names another folder, or, if it is empty, none. Programs are kept
-    however little time they took, because decoding has many of them, unless
-    JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS says otherwise.
+    JAX_COMPILATION_CACHE_DIR sets another folder, or disables the cache if it is empty. Programs
+    are cached even if they compile quickly, because decoding has many of them, unless
+    JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS is set.
     """
     settings = {
         "jax_compilation_cache_dir": str(cache_folder()),
@@ -96,7 +95,7 @@ def use_compilation_cache() -> None:
     for name, value in settings.items():
         if name.upper() in os.environ:
             continue
-        # For this process, if it has imported JAX already, and for those that it starts.
+        # For child processes; if JAX is imported already, this process needs `config.update`.
         os.environ[name.upper()] = str(value)
         if "jax" in sys.modules:
             import jax
@@ -105,10 +104,10 @@ def use_compilation_cache() -> None:
 
 
 def cache_folder() -> Path:
-    """Where this kind of machine keeps its compiled programs.
+    """Returns the folder of compiled programs for this kind of processor.
 
-    Homes are shared between machines, but a program that was compiled for one processor may not
-    run on another: the folder's name tells them apart.
+    Home folders may be shared between hosts, but a program compiled for one processor may not run
+    on another.
     """
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     kind = f"{platform.machine()}-{_processor_features()}"
@@ -117,7 +116,7 @@ def cache_folder() -> Path:
 
 
 def _processor_features() -> str:
-    """A short name for what this machine's processors can do."""
+    """A short hash of the processor's model and features."""
     information = Path("/proc/cpuinfo")
     features = platform.processor()
     if information.exists():

@@ -1,4 +1,4 @@
-"""Where a run starts from: parameters that were trained before, and their vocabulary."""
+"""Initialization of a run from trained parameters and their vocabulary."""
 
 import dataclasses
 from collections.abc import Callable
@@ -24,38 +24,38 @@ _FREE_FIELDS = {
 
 
 def tokenizer_path(config: ExperimentConfig) -> str:
-    """Where the vocabulary of a new run comes from.
+    """Returns the folder of the vocabulary for a new run.
 
     Returns:
-      `data.tokenizer_path` if that is given, or else the run folder that `train.init_from` names;
-      "" where the vocabulary has to be learned.
+      `data.tokenizer_path` if given, else the run folder that `train.init_from` names; "" if the
+      vocabulary is to be learned.
 
     Raises:
-      UserError: the run starts from parameters that come without a vocabulary, and none is given.
+      UserError: `train.init_from` has no vocabulary, and none is given.
     """
     given, start = config.data.tokenizer_path, config.train.init_from
     if given or not start or Path(start).is_dir():
         return given or start
     raise UserError(
-        f"train.init_from={start} brings no vocabulary: name the folder that has it with "
+        f"train.init_from={start} has no vocabulary: give the folder that has it as "
         "data.tokenizer_path"
     )
 
 
 def load_parameters(init_from: str, model: TransformerConfig, template: Params) -> Params:
-    """The parameters that `train.init_from` names.
+    """Loads the parameters that `train.init_from` names.
 
     Args:
-      init_from: a run folder, whose best checkpoint is taken (the average, where there is one), or
-        a file that `flaxformer-mt convert --to flaxformer_mt` wrote.
-      model: what they shall be the parameters of, vocabulary sizes included.
-      template: arrays of the same shapes and dtypes, or what `jax.eval_shape` makes of them.
+      init_from: a run folder, whose best checkpoint is used (the moving average, if there is one),
+        or a file that `flaxformer-mt convert --to flaxformer_mt` wrote.
+      model: the model to initialize, with its vocabulary sizes.
+      template: the shapes and dtypes of its parameters.
 
     Returns:
       Numpy arrays in the dtypes of the template.
 
     Raises:
-      UserError: nothing can be read there, or it belongs to another model.
+      UserError: the parameters cannot be read, or belong to another model.
     """
     path = Path(init_from)
     try:
@@ -70,14 +70,14 @@ def load_parameters(init_from: str, model: TransformerConfig, template: Params) 
 
 
 def start_from(state: TrainState, params: Params, place: Callable[[Params], Params]) -> TrainState:
-    """The initial state with other parameters, from which their average starts, too.
+    """Returns an initial state with other parameters, also as the start of the moving average.
 
     Args:
-      state: the parameters that it has are given up. Adam's moments do not depend on them.
+      state: the state; its parameters are replaced. Adam's moments do not depend on them.
       params: from `load_parameters`, the same in every process.
-      place: copies parameters to where those of the state are; `place_state` of the strategy.
+      place: places parameters on the devices; `place_state` of the strategy.
     """
-    # Twice, because a step gives up what it gets: the average needs arrays of its own.
+    # Placed twice: a step donates its arguments, so the average needs its own arrays.
     return dataclasses.replace(
         state, params=place(params), ema=None if state.ema is None else place(params)
     )
@@ -86,7 +86,7 @@ def start_from(state: TrainState, params: Params, place: Callable[[Params], Para
 def _read_run(folder: Path) -> tuple[TransformerConfig, dict[str, Any]]:
     config = folder / "config.json"
     if not config.is_file():
-        raise UserError("no run folder: it has no config.json")
+        raise UserError("not a run folder: it has no config.json")
     model = from_json(config.read_text(encoding="utf-8")).model
     _, params = restore_params(folder, "best")
     return model, flatten_dict(params, sep="/")

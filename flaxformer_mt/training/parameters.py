@@ -1,8 +1,8 @@
-"""Trees of parameters: which of them are trained, and which stay as they are.
+"""Parameter trees, and their partition into trained and frozen parameters.
 
-A parameter goes by its path, such as "encoder/layers/self_attention/query/kernel". Tables that a
-model ties are one parameter: with `model.tie_embeddings=all`, freezing
-"target_embedding/embedding" freezes the source embedding and the output projection, too.
+A parameter is named by its path, such as "encoder/layers/self_attention/query/kernel". Tied tables
+are one parameter: with `model.tie_embeddings=all`, freezing "target_embedding/embedding" freezes
+the source embedding and the output projection as well.
 """
 
 import re
@@ -20,17 +20,17 @@ Params: TypeAlias = dict[str, Any]
 
 
 def split(params: Params, freeze: Sequence[str]) -> tuple[Params, Params]:
-    """Divides a tree of parameters.
+    """Partitions a parameter tree into trained and frozen parameters.
 
     Args:
       params: nested dicts of arrays, or of their shapes.
-      freeze: regular expressions; a parameter is frozen if one is found anywhere in its path.
+      freeze: regular expressions; a parameter is frozen if one matches anywhere in its path.
 
     Returns:
-      What is trained and what is frozen: two trees in which every leaf has the path that it had.
+      The trained and the frozen parameters, as two trees with unchanged paths.
 
     Raises:
-      UserError: an expression is not valid or matches nothing, or nothing is left to train.
+      UserError: an expression is invalid or matches nothing, or all parameters are frozen.
     """
     if not freeze:
         return params, {}
@@ -39,7 +39,7 @@ def split(params: Params, freeze: Sequence[str]) -> tuple[Params, Params]:
     trained = leaves.keys() - frozen
     if not trained:
         raise UserError(
-            f"train.freeze={list(freeze)} freezes all parameters: leave some to be trained"
+            f"train.freeze={list(freeze)} freezes all parameters: at least one must be trained"
         )
     return (
         unflatten_dict({path: leaves[path] for path in trained}, sep="/"),
@@ -55,12 +55,12 @@ def merge(trained: Params, frozen: Params) -> Params:
 
 
 def describe(params: Params, freeze: Sequence[str], config: TransformerConfig) -> str:
-    """How much is trained: "9,216 parameters", "3,072 of 9,216 parameters; frozen: encoder".
+    """Describes what is trained: "9,216 parameters", "3,072 of 9,216 parameters; frozen: encoder".
 
     Args:
-      params: as in `split`, like the next; what is raised, too.
-      freeze: what is not trained.
-      config: of the model; tells which table is also another.
+      params: as in `split`, as are the errors.
+      freeze: as in `split`.
+      config: the configuration of the model, for tied tables.
     """
     trained, frozen = split(params, freeze)
     total = f"{_count(params):,} parameters"
@@ -80,12 +80,12 @@ def _frozen_paths(paths: Iterable[str], freeze: Sequence[str]) -> set[str]:
             matching = {path for path in paths if re.search(expression, path)}
         except re.error as error:
             raise UserError(
-                f"train.freeze: {expression!r} is no regular expression: {error}"
+                f"train.freeze: {expression!r} is not a regular expression: {error}"
             ) from error
         if not matching:
             modules = ", ".join(sorted({path.split("/")[0] + "/" for path in paths}))
             raise UserError(
-                f"train.freeze: {expression!r} matches no parameter; their paths begin with "
+                f"train.freeze: {expression!r} matches no parameter; paths begin with "
                 f"{modules} (tied tables are one parameter)"
             )
         frozen |= matching
@@ -93,7 +93,7 @@ def _frozen_paths(paths: Iterable[str], freeze: Sequence[str]) -> set[str]:
 
 
 def _other_uses(module: str, config: TransformerConfig) -> str:
-    """What else a frozen embedding table is: "", " (also the output projection)"."""
+    """The other uses of a frozen embedding table: "", " (also the output projection)"."""
     if module != "target_embedding":
         return ""
     uses = [
@@ -108,5 +108,5 @@ def _other_uses(module: str, config: TransformerConfig) -> str:
 
 
 def _count(params: Params) -> int:
-    """Numbers in all arrays."""
+    """Number of scalars in all arrays."""
     return sum(leaf.size for leaf in jax.tree.leaves(params))

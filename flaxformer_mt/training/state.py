@@ -1,4 +1,4 @@
-"""All that changes while a model is trained."""
+"""The training state."""
 
 import flax.struct
 import jax
@@ -13,39 +13,37 @@ from flaxformer_mt.training.parameters import Params, split
 
 @flax.struct.dataclass
 class TrainState:
-    """The value that a training step takes and returns; what a checkpoint holds."""
+    """The state that a training step takes and returns, and a checkpoint holds."""
 
     step: Array
-    """Steps made, skipped ones included: int32 []."""
+    """Number of steps made, including skipped ones: int32 []."""
     params: Params
     opt_state: optax.OptState
-    """Of the trained parameters only: frozen ones have no moments."""
+    """Optimizer state of the trained parameters; frozen ones have none."""
     key: Array
-    """Raw data of the key of all dropout, uint32; a step folds its number in and never changes
-    it."""
+    """Raw data of the dropout key, uint32; constant: each step folds its number in."""
     ema: Params | None = None
-    """The moving average of `params`, if there is one."""
+    """Exponential moving average of `params`, if enabled."""
     skipped: Array = flax.struct.field(default_factory=lambda: jnp.zeros((), jnp.int32))
-    """The last so many steps changed nothing, as loss or gradient was not finite: int32 []."""
+    """Number of most recent steps in a row that were skipped, because the loss or the gradient was
+    not finite: int32 []."""
 
     @property
     def eval_params(self) -> Params:
-        """What to validate and translate with: the average, or else the parameters."""
+        """Parameters for validation and translation: the moving average, if enabled."""
         return self.params if self.ema is None else self.ema
 
 
 def create_state(
     model: Transformer, optimizer: optax.GradientTransformation, config: TrainConfig
 ) -> TrainState:
-    """The state before the first step.
-
-    May itself be traced, by `jax.eval_shape` or by a jit that places what it makes.
+    """Creates the state before the first step; traceable by `jax.eval_shape` and `jax.jit`.
 
     Args:
-      model: its parameters are drawn.
+      model: the model to initialize.
       optimizer: from `make_optimizer`.
-      config: its `seed` gives initial parameters and dropout; it says whether there is an average,
-        which starts at the initial parameters, and what is frozen.
+      config: `seed` determines the initial parameters and dropout, `ema_decay` whether there is a
+        moving average, which starts at the initial parameters, and `freeze` what is frozen.
 
     Raises:
       UserError: `config.freeze` does not fit the model.
@@ -54,7 +52,7 @@ def create_state(
     @jax.jit
     def create(key: Array) -> TrainState:
         params_key, dropout_key = jax.random.split(key)
-        tokens = jnp.zeros((1, 1), jnp.int32)  # no parameter depends on their shape
+        tokens = jnp.zeros((1, 1), jnp.int32)  # No parameter depends on their shape.
         source = tokens if model.config.has_inputs else None
         params = model.init(params_key, source, tokens)["params"]
         trained, _ = split(params, config.freeze)

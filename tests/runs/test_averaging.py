@@ -33,8 +33,8 @@ def make_run(folder, with_ema=False, losses=((1, 3.0), (2, 1.0), (3, 2.0), (4, N
     """A run folder with four checkpoints, the last of which was not validated."""
     with Checkpointer(folder, keep_last=10) as checkpointer:
         for step, loss in losses:
-            figures = {"loss": loss} if loss else None
-            checkpointer.save(step, make_state(step, with_ema), metrics=figures)
+            metrics = {"loss": loss} if loss else None
+            checkpointer.save(step, make_state(step, with_ema), metrics=metrics)
     (folder / "config.json").write_text("{}")
     (folder / "data.json").write_text("{}")
     (folder / "tokenizer").mkdir()

@@ -110,7 +110,7 @@ def test_the_memory_of_a_saved_state_may_be_used_again(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("metric", "figures", "best"),
+    ("metric", "values", "best"),
     [
         ("loss", {1: 3.0, 2: 1.0, 3: 2.0, 4: 5.0}, 2),
         ("bleu", {1: 30.0, 2: 10.0, 3: 20.0, 4: 5.0}, 1),
@@ -122,12 +122,12 @@ def test_the_memory_of_a_saved_state_may_be_used_again(tmp_path):
         ("bleu", {1: 3.0, 2: None, 3: None, 4: None}, 1),
     ],
 )
-def test_the_newest_and_the_best_are_kept(tmp_path, metric, figures, best):
+def test_the_newest_and_the_best_are_kept(tmp_path, metric, values, best):
     with Checkpointer(tmp_path, keep_last=1, keep_best=1, best_metric=metric) as checkpointer:
-        for step, value in figures.items():
+        for step, value in values.items():
             others = {"ter": 0.5, "bleu_signature": "text"}
-            figures = None if value is None else {metric: value, **others}
-            checkpointer.save(step, make_state(step), metrics=figures)
+            values = None if value is None else {metric: value, **others}
+            checkpointer.save(step, make_state(step), metrics=values)
             checkpointer.wait()
     assert steps_in(tmp_path) == sorted({best, 4})
     assert restore_params(tmp_path, "best")[0] == best

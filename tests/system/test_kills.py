@@ -1,7 +1,7 @@
 """A run that is killed again and again ends as if nothing had happened, to the bit.
 
 It has everything that could be forgotten: accumulation, dropout, a moving average, early stopping,
-sampling of subwords, and figures of intervals that a kill cuts in two.
+sampling of subwords, and metrics of intervals that a kill cuts in two.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ OPTIONS = (
     "--decode.max-length-factor=0",
     "--decode.max-length-extra=1",
 )
-# Of two runs that are the same, these figures need not be.
+# Of two runs that are the same, these metrics need not be.
 OF_TIME = {"target_tokens_per_second", "data_wait_fraction"}
 
 
@@ -121,11 +121,11 @@ def result_of(workdir):
     for name in ("seconds", "seconds_waited"):
         record["progress"]["interval"].pop(name)
     lines = (workdir / "metrics.jsonl").read_text().splitlines()
-    figures = [
+    metrics = [
         {name: value for name, value in json.loads(line).items() if name not in OF_TIME}
         for line in lines
     ]
-    return state, record, figures
+    return state, record, metrics
 
 
 @pytest.fixture(scope="module")

@@ -108,7 +108,7 @@ def free_port():
 
 
 def losses(workdir):
-    """By split and step; test figures are taken after the last step."""
+    """By split and step; test metrics are taken after the last step."""
     lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
     return {(line["split"], line["step"]): line["loss"] for line in lines}
 

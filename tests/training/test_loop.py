@@ -65,7 +65,7 @@ class Run:
 
     @property
     def lines(self):
-        """The figures that were written, but for those of time."""
+        """The metrics that were written, but for those of time."""
         lines = (self.folder / "metrics.jsonl").read_text().splitlines()
         return [
             {name: value for name, value in json.loads(line).items() if name not in OF_TIME}
@@ -158,7 +158,7 @@ def test_a_run_may_change_devices_and_strategy_when_it_goes_on(setup, tmp_path):
     )
 
 
-def test_lines_of_figures(runs):
+def test_lines_of_metrics(runs):
     run = runs()()
     assert run.steps == [(2, "train"), (3, "valid"), (4, "train"), (6, "train"), (6, "valid")]
     for line in map(json.loads, (run.folder / "metrics.jsonl").read_text().splitlines()):

@@ -1,4 +1,4 @@
-"""Sums to figures, figures to lines."""
+"""Aggregation of metrics, and their writers."""
 
 import io
 import json
@@ -35,11 +35,11 @@ def test_validation_adds_batches_and_knows_the_perplexity():
         return {"loss": (params * batch, batch), "cross_entropy": (jnp.float32(0), batch)}
 
     batches = [jnp.float32(1), jnp.float32(3)]
-    figures = validate(eval_step, jnp.float32(2), batches)
-    assert figures == {"loss": 2.0, "cross_entropy": 0.0, "perplexity": 1.0}
+    metrics = validate(eval_step, jnp.float32(2), batches)
+    assert metrics == {"loss": 2.0, "cross_entropy": 0.0, "perplexity": 1.0}
 
 
-def test_json_lines_hold_step_split_and_figures(tmp_path):
+def test_json_lines_hold_step_split_and_metrics(tmp_path):
     path = tmp_path / "metrics.jsonl"
     writer = JsonLinesWriter(path)
     writer.rewind(0)
@@ -73,8 +73,8 @@ def test_json_lines_after_a_power_cut(tmp_path):
 @pytest.mark.parametrize("writer", [JsonLinesWriter, TensorBoardWriter])
 def test_what_cannot_be_written_is_said(tmp_path, writer):
     (tmp_path / "file").write_text("no folder")
-    with pytest.raises(UserError, match=r"file/figures cannot be written: Not a directory"):
-        writer(tmp_path / "file" / "figures").write(1, "train", {"loss": 1.0})
+    with pytest.raises(UserError, match=r"file/metrics cannot be written: Not a directory"):
+        writer(tmp_path / "file" / "metrics").write(1, "train", {"loss": 1.0})
 
 
 def events_of(folder):
@@ -115,7 +115,7 @@ def test_tensorboard_forgets_what_a_run_goes_back_behind(tmp_path):
     ]  # fmt: skip
 
 
-def test_a_writer_without_figures_leaves_no_file(tmp_path):
+def test_a_writer_without_metrics_leaves_no_file(tmp_path):
     writer = TensorBoardWriter(tmp_path / "tensorboard")
     writer.rewind(0)
     writer.close()
@@ -127,8 +127,8 @@ def test_console_says_where_training_is(terminal):
     out = io.StringIO()
     writer = ConsoleWriter(100, Console(file=out, force_terminal=terminal, width=200))
     writer.rewind(10)
-    figures = {"loss": 2.5, "target_tokens_per_second": 1234.5, "learning_rate": 1e-3}
-    writer.write(20, "train", figures)
+    metrics = {"loss": 2.5, "target_tokens_per_second": 1234.5, "learning_rate": 1e-3}
+    writer.write(20, "train", metrics)
     writer.write(20, "valid", {"loss": 2.0, "bleu": 31.5})
     writer.close()
     assert "continuing after step 10" in out.getvalue()
