@@ -10,17 +10,17 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from flaxformer_mt.config import ExperimentConfig, TransformerConfig, from_json
+from flaxformer_mt.config.fields import FieldRole, names_with
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs import parameter_file
 from flaxformer_mt.runs.checkpoint import restore_params
 from flaxformer_mt.training.parameters import Params
 from flaxformer_mt.training.state import TrainState
 
-# Parameters fit and mean the same whatever these fields say.
-_FREE_FIELDS = {
-    "dropout_rate", "embedding_dropout_rate", "attention_dropout_rate", "activation_dropout_rate",
-    "kernel_init", "embedding_init", "bias_init", "dtype", "param_dtype", "scan_layers", "remat",
-}  # fmt: skip
+# Trained parameters fit, and mean the same, only where these fields are equal.
+_FIXED_FIELDS = names_with(
+    TransformerConfig, FieldRole.SHAPES, FieldRole.VOCABULARY, FieldRole.ARCHITECTURE
+)
 
 
 def tokenizer_path(config: ExperimentConfig) -> str:
@@ -118,7 +118,7 @@ def _facts(config: TransformerConfig) -> dict[str, Any]:
     fields |= {"head_dim": config.key_width, "value_dim": config.value_width}
     if config.position_kind != "learned":
         del fields["max_length"]
-    return {name: value for name, value in fields.items() if name not in _FREE_FIELDS}
+    return {name: value for name, value in fields.items() if name in _FIXED_FIELDS}
 
 
 def _check_shapes(theirs: dict[str, Any], ours: dict[str, Any]) -> None:

@@ -1,10 +1,13 @@
 import dataclasses
+import json
 import logging
 
 import numpy as np
 import pytest
 
 from flaxformer_mt.config import DataConfig, ExperimentConfig, TransformerConfig
+from flaxformer_mt.config.experiment import values_with
+from flaxformer_mt.config.fields import FieldRole
 from flaxformer_mt.data.corpora.corpus import Corpus, ParallelCorpus
 from flaxformer_mt.data.stream import token_store as store
 from flaxformer_mt.data.stream.encoded_corpus import encode_corpus
@@ -83,15 +86,8 @@ def test_row_lengths_do_not_matter(tmp_path, caplog):
         (OTHER, TOKENIZERS, CONFIG, "the text"),
         (CORPUS, Tokenizers.train([OTHER], CONFIG.data), CONFIG, "the tokenizer"),
         (CORPUS, TOKENIZERS, with_data(subword_sampling=0.1), "data.subword_sampling"),
-        *[
-            (CORPUS, TOKENIZERS, with_data(**{option: value}), f"data.{option}")
-            for option, value in {
-                "max_words": 5,
-                "max_length_ratio": 9.0,
-                "drop_identical": True,
-                "drop_duplicates": True,
-            }.items()
-        ],
+        (CORPUS, TOKENIZERS, with_data(max_words=5), "data.max_words"),
+        (CORPUS, TOKENIZERS, with_data(drop_duplicates=True), "data.drop_duplicates"),
     ],
 )
 def test_a_change_is_noticed_and_named(tmp_path, caplog, corpus, tokenizers, config, changed):
@@ -104,10 +100,56 @@ def test_a_change_is_noticed_and_named(tmp_path, caplog, corpus, tokenizers, con
     assert changed_store.report == fresh.report
 
 
-def test_every_filter_is_an_option_of_the_store():
-    names = {field.name for field in dataclasses.fields(DataConfig)}
-    filters = {name for name in names if name.startswith(("drop_", "max_"))} - {"max_unknown_rate"}
-    assert filters == set(store._FILTER_OPTIONS)
+def changed_option(name, value):
+    """The default experiment with another valid value of an option of the store."""
+    group, field = name.split(".")
+    new = not value if isinstance(value, bool) else type(value)(value + 9)
+    options = {field: new, "tie_embeddings": "target_output"} if group == "model" else {field: new}
+    return dataclasses.replace(
+        CONFIG, **{group: dataclasses.replace(getattr(CONFIG, group), **options)}
+    )
+
+
+@pytest.mark.parametrize(("name", "value"), values_with(CONFIG, FieldRole.TOKENS).items())
+def test_every_filter_option_makes_a_new_store(tmp_path, caplog, name, value):
+    corpus = dataclasses.replace(CORPUS, languages=("en", "de"))
+    open_stores(tmp_path, [corpus], TOKENIZERS, CONFIG)
+    open_stores(tmp_path, [corpus], TOKENIZERS, changed_option(name, value))
+    (line,) = caplog.messages
+    assert line.endswith(f"{name} changed")
+
+
+class Recorder:
+    """A configuration that records which of its options are read."""
+
+    def __init__(self, config, read, prefix=""):
+        self._config, self._read, self._prefix = config, read, prefix
+
+    def __getattr__(self, name):
+        value = getattr(self._config, name)
+        if dataclasses.is_dataclass(value):
+            return Recorder(value, self._read, f"{name}.")
+        self._read.add(self._prefix + name)
+        return value
+
+
+def test_a_store_depends_on_no_option_outside_its_key(tmp_path):
+    read = set()
+    corpus = dataclasses.replace(CORPUS, languages=("en", "de"))
+    filters = {
+        "max_length_ratio": 9.0,
+        "max_words": 90,
+        "drop_identical": True,
+        "drop_duplicates": True,
+        "drop_wrong_script": True,
+        "subword_sampling": 0.1,
+    }
+    open_stores(tmp_path, [corpus], TOKENIZERS, Recorder(with_data(**filters), read))
+    key = json.loads((tmp_path / "train-0" / "store.json").read_text())["origin"]["options"]
+    # The special ids are only compared with the tokenizer's, whose fingerprint is in the key.
+    vocabulary = values_with(CONFIG, FieldRole.VOCABULARY).keys()
+    assert filters.keys() <= {name.removeprefix("data.") for name in read}
+    assert read <= key.keys() | vocabulary
 
 
 @pytest.mark.parametrize("name", ["source.tokens", "target.offsets", "store.json"])

@@ -25,6 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 from flaxformer_mt.config import ExperimentConfig
+from flaxformer_mt.config.experiment import values_with
+from flaxformer_mt.config.fields import FieldRole
 from flaxformer_mt.data.corpora.corpus import Corpus, SentencePair
 from flaxformer_mt.data.corpora.filters import PairFilter, SeenPairs
 from flaxformer_mt.data.progress import counted
@@ -42,9 +44,6 @@ from flaxformer_mt.runs import atomic
 
 _LAYOUT = 1  # Version of the layout; stores of other versions are rebuilt.
 _CHUNK = 20_000  # Pairs held in memory as text.
-_FILTER_OPTIONS = (
-    "max_length_ratio", "max_words", "drop_identical", "drop_duplicates", "drop_wrong_script",
-)  # fmt: skip
 
 _Origin: TypeAlias = dict[str, Any]
 """The key of a store, as JSON: {"text": ..., "tokenizer": ..., "options": {name: value}}."""
@@ -96,9 +95,9 @@ def _origin(corpora: Sequence[Corpus], tokenizers: Tokenizers, config: Experimen
         "text": [corpus.fingerprint for corpus in relevant],
         "tokenizer": [tokenizers.source.fingerprint, tokenizers.target.fingerprint],
         "options": {
-            **{f"data.{name}": getattr(config.data, name) for name in _FILTER_OPTIONS},
+            **values_with(config, FieldRole.TOKENS),
+            # At any rate above 0 the text is stored beside the tokens.
             "data.subword_sampling": config.data.subword_sampling > 0,
-            "model.has_inputs": config.model.has_inputs,
             "languages": [list(corpus.languages) for corpus in relevant],
             "layout": _LAYOUT,
         },
