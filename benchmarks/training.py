@@ -1,4 +1,4 @@
-"""How fast is training, next to PyTorch?
+"""Training speed, compared with PyTorch.
 
     python benchmarks/training.py --data FOLDER [--sizes SMALL MEDIUM BASE] [--json FILE]
 
@@ -72,7 +72,7 @@ THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What a competitor is to train."""
+    """The training task of all competitors."""
 
     size: Size
     dtype: str
@@ -83,9 +83,9 @@ class Task:
 
     @property
     def flops_per_target_token(self) -> float:
-        """Multiplications and additions that the equations ask for, forward and backward.
+        """Multiplications and additions of the equations, forward and backward.
 
-        Padding, and what is computed only to be masked, is not counted.
+        Padding and masked positions are not counted.
         """
         s = np.array([len(x) for x in self.sources], float)
         t = np.array([len(x) for x in self.targets], float)
@@ -123,11 +123,11 @@ def _padded(sentences: list[np.ndarray]) -> np.ndarray:
 
 
 Step = Callable[[], int]
-"""Makes a step, waits for its end, and returns the real target tokens of its batch."""
+"""Runs a step to its end; returns the number of target tokens of its batch, without padding."""
 
 
 def make_ours(task: Task) -> Step:
-    """The toolkit's own step on the toolkit's own batches."""
+    """Our training step on our packed batches."""
     from flaxformer_mt import runtime
 
     runtime.configure()

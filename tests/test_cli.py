@@ -314,7 +314,9 @@ def test_what_cannot_be_used_is_refused_in_one_line(run, command, tmp_path):
     assert_refused(command("translate"), "--run is missing")
     several = ("--run", run, "--run", tmp_path / "other")
     assert_refused(command("translate", *several), f"there is no run folder {tmp_path / 'other'}")
-    assert_refused(command("translate", "--run", run, "--tokens"), "--tokens needs --format jsonl")
+    assert_refused(
+        command("translate", "--run", run, "--tokens"), "--tokens requires --format jsonl"
+    )
     assert_refused(
         command("translate", "--run", run, "--input", tmp_path / "no"),
         f"there is no file {tmp_path / 'no'}",

@@ -95,7 +95,7 @@ def overview() -> str:
     for title, commands in COMMANDS.items():
         lines += ["", f"{title}:"]
         lines += [f"  {name:<11}{help_text.summary(each)}" for name, each in commands.items()]
-    lines += ["", f"Exit codes: {exit_codes.summary()}; see docs/training.md."]
+    lines += ["", f"Exit codes: {exit_codes.summary()}."]
     lines += ["", "flaxformer-mt COMMAND --help describes the options of a command."]
     return "\n".join(lines)
 

@@ -1,7 +1,6 @@
-"""Learning-rate schedules and Adam, as optax knows them.
+"""Learning rate schedules and optimizers, as optax transformations.
 
-Optax counts updates from 0. The published formulas count them from 1, and so the first update
-uses t = 1: there is no update with a rate of 0.
+Optax counts updates from 0, the published formulas from t = 1; no update has a rate of 0.
 """
 
 import functools
@@ -18,7 +17,7 @@ from flaxformer_mt.errors import UserError
 
 
 def inverse_square_root_schedule(peak: float, warmup_steps: int) -> optax.Schedule:
-    r"""Linear to the peak at w, then falling with the root of t.
+    r"""Returns the inverse square root schedule: linear warm-up, then decay with the root of t.
 
     .. math:: peak \cdot \min(t / w, \sqrt{w / t})
 
@@ -34,7 +33,7 @@ def inverse_square_root_schedule(peak: float, warmup_steps: int) -> optax.Schedu
 
 
 def noam_schedule(factor: float, d_model: int, warmup_steps: int) -> optax.Schedule:
-    r"""The schedule of the paper, times a factor.
+    r"""Returns the schedule of the paper, times a factor.
 
     .. math:: factor \cdot D^{-1/2} \min(t^{-1/2}, t \cdot w^{-3/2})
 
@@ -50,7 +49,7 @@ def noam_schedule(factor: float, d_model: int, warmup_steps: int) -> optax.Sched
 
 
 def tensor2tensor_schedule(factor: float, d_model: int, warmup_steps: int) -> optax.Schedule:
-    r"""The schedule that Tensor2Tensor made of the paper's.
+    r"""Returns the schedule of Tensor2Tensor.
 
     .. math:: factor \cdot D^{-1/2} \min(1, t / w) \max(t, w)^{-1/2}
 
@@ -67,13 +66,13 @@ def tensor2tensor_schedule(factor: float, d_model: int, warmup_steps: int) -> op
 
 
 def one_cycle_schedule(peak: float, warmup_steps: int, total_steps: int) -> optax.Schedule:
-    """Half a cosine up from peak/25 at the first update, and half a cosine down to peak/250,000.
+    """Returns the one-cycle schedule: cosine from peak/25 to the peak, then to peak/250,000.
 
-    The peak is the rate of the update after w others. Source: Smith and Topin 2018, with cosines
+    The update after w others has the peak rate. Source: Smith and Topin 2018, with cosines
     and constants as in fastai (and `annotated_wide_heads`), where w is 0.3 of all steps.
 
     Raises:
-      UserError: the peak does not lie inside the schedule.
+      UserError: the warm-up is not shorter than the schedule.
     """
     if not 0 < warmup_steps < total_steps:
         raise UserError(
@@ -85,24 +84,24 @@ def one_cycle_schedule(peak: float, warmup_steps: int, total_steps: int) -> opta
             "cosine", peak / 25, {warmup_steps: 25, total_steps: 1 / 250_000}
         )
     )
-    # Optax would divide int32 counts in float32, whatever the default float is.
+    # Optax would divide int32 counts in float32, even if the default is float64.
     return lambda count: schedule(jnp.asarray(count, float))
 
 
 def make_schedule(config: OptimizerConfig, d_model: int, num_steps: int) -> optax.Schedule:
-    """The schedule that `config` names.
+    """Returns the learning rate schedule of a configuration.
 
     Args:
-      config: its `learning_rate` is the peak, or the factor before D^-0.5.
+      config: the configuration; `learning_rate` is the peak, or the factor before D^-0.5.
       d_model: D.
-      num_steps: of the run; the length of a one_cycle schedule that has no `total_steps`.
+      num_steps: steps of the run; the default length of a one-cycle schedule.
 
     Returns:
-      From the number of updates made (int32) to the rate of the next one (a scalar in JAX's
-      default float).
+      A function of the number of updates made (int32) to the rate of the next one (a scalar in
+      JAX's default float).
 
     Raises:
-      UserError: the warm-up of a one_cycle schedule is as long as the schedule.
+      UserError: the warm-up of a one-cycle schedule is not shorter than the schedule.
     """
     rate, warmup = config.learning_rate, config.warmup_steps
     match config.schedule:
@@ -121,7 +120,7 @@ def make_schedule(config: OptimizerConfig, d_model: int, num_steps: int) -> opta
 def make_optimizer(
     config: OptimizerConfig, schedule: optax.Schedule
 ) -> optax.GradientTransformation:
-    """Adam or AdamW at the schedule's rate, after clipping the global norm if `config` says so."""
+    """Returns Adam or AdamW with a schedule, after clipping by global norm if configured."""
     moments = {"b1": config.beta1, "b2": config.beta2, "eps": config.epsilon}
     if config.kind == "adamw":
         optimizer = optax.adamw(schedule, weight_decay=config.weight_decay, **moments)
@@ -134,7 +133,7 @@ def make_optimizer(
 
 
 def _with_standard_promotion(function: Callable) -> Callable:
-    """Optax mixes ints and floats, which fails where JAX is told to promote strictly."""
+    """Wraps a function of optax, which mixes ints and floats, for strict dtype promotion."""
 
     @functools.wraps(function)
     def wrapped(*arguments: Any) -> Any:
