@@ -1,11 +1,11 @@
-"""How fast are pairs planned into rows, how full are the rows, and how much memory does it take?
+"""Measures packing of pairs into rows: speed, fill of the rows, and peak memory.
 
     python benchmarks/planning.py --text NAME=SOURCE,TARGET [--text ...] [--json FILE]
 
-Each `--text` names two files of sentences, one a line, which may be gzipped; a joint vocabulary of
-10,000 pieces is learned from them. The source row length is chosen as a run chooses it. Then 10
+Each `--text` names two text files, plain or gzipped, with one sentence per line; a joint vocabulary
+of 10,000 pieces is learned from them. The source row length is chosen as in training. Then 10
 million synthetic pairs, memory-mapped in a temporary folder, are read as batches for one epoch in a
-process of its own, whose peak memory is given. Prints a table. Planning is timed in seconds of
+separate process, whose peak memory is reported. Prints a table. Packing is timed in seconds of
 processor time, the best of five.
 """
 
@@ -36,11 +36,11 @@ from flaxformer_mt.data.stream.training_stream import TrainingStream, choose_sou
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 
 ROUNDS = 5
-PART = 1_000_000  # Synthetic pairs that are written at a time.
+CHUNK = 1_000_000  # Synthetic pairs written at once.
 
 
 def with_source_rows(config: ExperimentConfig, corpus: EncodedCorpus) -> ExperimentConfig:
-    """The configuration with the source row length that suits the corpus."""
+    """Sets the source row length chosen for the corpus."""
     length = choose_source_row_length([corpus], config)
     data = dataclasses.replace(config.data, source_row_length=length)
     return dataclasses.replace(config, data=data)
@@ -52,7 +52,7 @@ def read_text(name: str, source: str, target: str, config: ExperimentConfig) -> 
 
 
 def measure_text(corpus: EncodedCorpus, config: ExperimentConfig) -> dict[str, float]:
-    """Pairs planned a second, and the shares of positions in use."""
+    """Measures the pairs packed per second and the fractions of positions used."""
     assert corpus.sources is not None
     config = with_source_rows(config, corpus)
     row_lengths = config.data.row_lengths
@@ -77,13 +77,13 @@ def measure_text(corpus: EncodedCorpus, config: ExperimentConfig) -> dict[str, f
 
 
 def write_side(folder: Path, name: str, lengths: np.ndarray) -> None:
-    """Stores random tokens of sentences with these lengths, without holding them all in memory."""
+    """Writes random tokens of sentences with these lengths, in chunks."""
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     offsets.tofile(folder / f"{name}.offsets")
     random = np.random.default_rng(0)
     with (folder / f"{name}.tokens").open("wb") as file:
-        for first in range(0, len(lengths), PART):
-            count = lengths[first : first + PART].sum()
+        for first in range(0, len(lengths), CHUNK):
+            count = lengths[first : first + CHUNK].sum()
             random.integers(4, 10_000, count, np.int32).tofile(file)
 
 
@@ -95,7 +95,7 @@ def open_side(folder: Path, name: str) -> Sentences:
 
 
 def iterate(folder: Path, config: ExperimentConfig) -> dict[str, float]:
-    """Reads one epoch of the pairs in a folder; runs in a process that did nothing else."""
+    """Reads one epoch of the pairs in a folder, in a fresh process."""
     sources, targets = open_side(folder, "source"), open_side(folder, "target")
     sides = (SideReport(len(side.tokens), 0.0, 0, 0, 0) for side in (sources, targets))
     report = CorpusReport(len(targets), {}, *sides)
@@ -110,7 +110,7 @@ def iterate(folder: Path, config: ExperimentConfig) -> dict[str, float]:
         _, position = stream.read(position)
         batches += 1
     seconds = time.perf_counter() - start
-    # Linux counts in KiB, macOS in bytes.
+    # Linux reports KiB, macOS bytes.
     unit = 1 if sys.platform == "darwin" else 1024
     return {
         "pairs": stream.pairs,
@@ -123,7 +123,7 @@ def iterate(folder: Path, config: ExperimentConfig) -> dict[str, float]:
 
 
 def measure_synthetic(pairs: int, config: ExperimentConfig) -> dict[str, float]:
-    """Writes synthetic pairs, and reads them in a fresh process."""
+    """Writes synthetic pairs and reads them in a fresh process."""
     random = np.random.default_rng(0)
     targets = np.clip(random.gamma(8, 2, pairs).astype(np.int64), 3, 64)
     sources = np.clip((0.9 * targets + random.normal(0, 2, pairs)).astype(np.int64), 2, 64)
@@ -140,7 +140,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--text", action="append", default=[], metavar="NAME=SOURCE,TARGET")
     parser.add_argument("--synthetic-pairs", type=int, default=10_000_000)
-    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     arguments = parser.parse_args()
     config = ExperimentConfig(data=DataConfig(vocab_size=10_000, target_row_length=64))
     results = {}
@@ -150,8 +150,8 @@ def main() -> None:
         results[name] = measure_text(corpus, config)
     if arguments.synthetic_pairs:
         results["synthetic"] = measure_synthetic(arguments.synthetic_pairs, config)
-    for name, figures in results.items():
-        print(name, "  ".join(f"{key}={value:,.4g}" for key, value in figures.items()))
+    for name, values in results.items():
+        print(name, "  ".join(f"{key}={value:,.4g}" for key, value in values.items()))
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=2, default=float) + "\n")
 

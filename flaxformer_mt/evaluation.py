@@ -1,4 +1,4 @@
-"""How good translations are, by sacreBLEU: detokenised text, its default settings."""
+"""Translation quality: BLEU, chrF and TER of detokenized text, computed by sacreBLEU."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,16 +11,16 @@ from flaxformer_mt.errors import UserError
 def evaluate(
     hypotheses: Sequence[str], references: Sequence[str], *, with_ter: bool = True
 ) -> dict[str, Any]:
-    """Corpus BLEU and chrF (cased) and TER (not cased), each with the signature that says so.
+    """Computes corpus BLEU and chrF (cased) and TER (uncased), with sacreBLEU's default settings.
 
     Args:
-      hypotheses: detokenised translations.
-      references: one for each.
-      with_ter: also compute TER, which takes longer than all else.
+      hypotheses: detokenized translations.
+      references: one reference per hypothesis.
+      with_ter: also compute TER, which takes longer than the other metrics.
 
     Returns:
-      `bleu`, `chrf` and `ter`, in percent, and `bleu_signature`, `chrf_signature` and
-      `ter_signature`.
+      `bleu`, `chrf` and `ter`, in percent, and their sacreBLEU signatures `bleu_signature`,
+      `chrf_signature` and `ter_signature`.
 
     Raises:
       UserError: the numbers of sentences differ, or there are none.

@@ -1,6 +1,6 @@
 """From text to batches.
 
-A corpus (`corpus.py`) becomes tokens (`tokenizer.py`, `encoding.py`), which a training corpus keeps
-on disk (`store.py`); the tokens are planned into rows (`packing.py`), and the rows are read as
-batches (`batches.py`), for training in an endless stream (`stream.py`).
+`corpora` reads, generates and filters parallel text; `tokenizers` converts between text and token
+ids; `stream` stores tokens on disk, packs them into rows and yields training batches. `dataset`
+combines them into the data of a run, which `sanity_checks` examines before training.
 """

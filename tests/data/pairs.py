@@ -1,4 +1,4 @@
-"""Made-up corpora of tokens, and what of them is found in batches."""
+"""Synthetic encoded corpora, and the pairs contained in batches."""
 
 from flaxformer_mt.data.stream.encoded_corpus import CorpusReport, EncodedCorpus, SideReport
 from flaxformer_mt.data.stream.packing import Sentences

@@ -61,7 +61,7 @@ def test_padding_fraction_counts_both_sides():
     assert padding_fraction(batch) == pytest.approx(1 - 10 / (4 * 22))
 
 
-def test_evaluation_batches_hold_every_pair_once_in_one_shape():
+def test_evaluation_batches_contain_every_pair_once_in_one_shape():
     random = np.random.default_rng(0)
     corpus = pairs_of_lengths(random.integers(2, 10, (50, 2)))
     batches = evaluation_batches(corpus, CONFIG)
@@ -69,7 +69,7 @@ def test_evaluation_batches_hold_every_pair_once_in_one_shape():
     assert {shape_of(batch) for batch in batches} == {packed_shape(CONFIG)}
 
 
-def test_last_evaluation_batch_is_filled_up_with_empty_rows():
+def test_last_evaluation_batch_is_padded_with_empty_rows():
     # Five rows of two pairs each.
     corpus = encoded([[5, 5, 5, 2]] * 10, [[6, 6, 6, 6, 2]] * 10)
     batches = evaluation_batches(corpus, CONFIG)
@@ -79,12 +79,12 @@ def test_last_evaluation_batch_is_filled_up_with_empty_rows():
     ]
 
 
-def test_evaluation_keeps_long_pairs_whole_in_few_shapes():
+def test_evaluation_does_not_truncate_long_pairs():
     long = [(13, 4), (4, 11), (16, 16), (17, 5), (100, 5_000)]
     corpus = pairs_of_lengths([(3, 4), *long, (5, 6)])
     batches = evaluation_batches(corpus, CONFIG)
     assert sorted(pair for batch in batches for pair in pairs_in(batch)) == all_pairs(corpus)
-    # As many rows as need no more attention than 4 of 12 x 10, but at least one.
+    # At most as many attention weights as 4 rows of 12 x 10, but at least one row.
     assert [shape_of(batch) for batch in batches] == [
         BatchShape(4, 12, 10),
         BatchShape(1, 16, 16),
@@ -96,7 +96,7 @@ def test_evaluation_keeps_long_pairs_whole_in_few_shapes():
 
 
 @pytest.mark.parametrize("row_shards", [1, 2, 4])
-def test_evaluation_batches_can_be_shared_out(row_shards):
+def test_evaluation_batches_can_be_sharded(row_shards):
     config = dataclasses.replace(CONFIG, train=TrainConfig(batch_tokens=160))
     corpus = pairs_of_lengths([(3, 4), (13, 4), (20, 3), (200, 3)])
     batches = evaluation_batches(corpus, config, row_shards)
@@ -131,6 +131,6 @@ def test_packed_shape_follows_the_configuration():
     assert packed_shape(ExperimentConfig(data=data, train=train)) == BatchShape(20, 20, 20)
 
 
-def test_long_rows_of_a_batch_are_at_least_as_many_as_devices():
+def test_batches_of_long_rows_have_at_least_one_row_per_device():
     batches = evaluation_batches(pairs_of_lengths([(64, 64)]), CONFIG, row_shards=4)
     assert [shape_of(batch) for batch in batches] == [BatchShape(4, 64, 64)]

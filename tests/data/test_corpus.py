@@ -81,7 +81,7 @@ def test_a_file_without_lines_is_empty(tmp_path, data):
         read_lines(path)
 
 
-def test_text_is_read_as_it_is_needed(tmp_path):
+def test_text_is_streamed(tmp_path):
     write_pair(tmp_path, english=ENGLISH * 50_000, german=GERMAN * 50_000)
     with (tmp_path / "train.de").open("ab") as file:
         file.write(b"\xff\n")
@@ -183,7 +183,7 @@ def test_a_file_in_only_one_language(tmp_path):
         open_corpora(config, "train")
 
 
-def test_several_corpora_take_what_they_leave_empty_from_the_data(tmp_path):
+def test_empty_fields_of_corpora_default_to_those_of_the_data(tmp_path):
     write_pair(tmp_path)
     (tmp_path / "train.fr").write_text("Une maison.\nDeux maisons.\n", encoding="utf-8")
     (tmp_path / "talks.tsv").write_text("Hi!\tHallo!\n", encoding="utf-8")
@@ -207,7 +207,7 @@ def test_several_corpora_take_what_they_leave_empty_from_the_data(tmp_path):
     assert joined.name == f"{german.name} + {talks.name}"
 
 
-def test_a_mistake_in_one_of_several_corpora_names_it(tmp_path):
+def test_an_error_in_one_of_several_corpora_names_it(tmp_path):
     write_pair(tmp_path)
     config = text_config(
         tmp_path, valid_corpora=(CorpusConfig(split="train"), CorpusConfig(path="nowhere"))
@@ -226,14 +226,14 @@ def test_a_language_model_reads_targets_only(tmp_path, kind):
     assert list(corpus.pairs()) == [("", target) for target in targets]
 
 
-def test_a_language_model_has_no_place_for_a_tag(tmp_path):
+def test_a_language_model_rejects_a_tag(tmp_path):
     write_pair(tmp_path)
     config = text_config(tmp_path, train_corpora=(CorpusConfig(tag="<bt>"),))
     with pytest.raises(UserError, match=r"data\.train_corpora\.0\.tag=<bt>: a language model"):
         open_corpora(config, "train", has_inputs=False)
 
 
-def test_a_fingerprint_follows_the_pairs_and_not_the_names(tmp_path):
+def test_fingerprints_depend_on_the_content_and_not_on_names(tmp_path):
     (tmp_path / "a").mkdir()
     write_pair(tmp_path / "a")
     config = text_config(tmp_path / "a")
@@ -290,7 +290,7 @@ def test_phrases_in_an_unknown_language():
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
-    """Folder of a data set that TensorFlow Datasets itself prepared, without TensorFlow."""
+    """Folder of a data set prepared by TensorFlow Datasets itself, without TensorFlow."""
     return prepare_with_tfds(
         tmp_path_factory.mktemp("tfds"),
         lambda features: features.Translation(["de", "en"]),
@@ -351,7 +351,7 @@ def test_tfds_fingerprint_follows_split_languages_and_files(prepared, tmp_path):
 @pytest.mark.parametrize(
     ("left", "message"), [(0.5, "has a truncated file"), (0.1, "cannot be read")]
 )
-def test_tfds_shortened_file(prepared, tmp_path, left, message):
+def test_tfds_truncated_file(prepared, tmp_path, left, message):
     moved = shutil.copytree(prepared, tmp_path / "moved")
     (shard,) = moved.glob("*.array_record-*")
     os.truncate(shard, int(left * shard.stat().st_size))
@@ -412,7 +412,7 @@ def test_tfds_unknown_split(prepared):
         load_corpus(tfds_config(prepared), "dev")
 
 
-def test_tfds_folder_that_has_no_data_set(tmp_path):
+def test_tfds_folder_without_a_data_set(tmp_path):
     pytest.importorskip("tensorflow_datasets")
     with pytest.raises(UserError, match=r"data\.path=.*: Could not read dataset info from"):
         load_corpus(tfds_config(str(tmp_path)), "train")
@@ -422,7 +422,7 @@ def test_tfds_folder_that_has_no_data_set(tmp_path):
 
 
 @pytest.mark.usefixtures("prepared")
-def test_tfds_builder_that_is_unknown_or_not_prepared(tmp_path, monkeypatch):
+def test_tfds_builder_unknown_or_not_prepared(tmp_path, monkeypatch):
     import tensorflow_datasets as tfds
 
     monkeypatch.setattr(tfds.core.constants, "DATA_DIR", str(tmp_path))
@@ -439,7 +439,7 @@ def test_tfds_without_a_name():
 
 
 @pytest.mark.parametrize("package", ["tensorflow_datasets", "array_record.python"])
-def test_tfds_that_is_not_installed(monkeypatch, package):
+def test_tfds_not_installed(monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(UserError, match=r"flaxformer_mt\[data\]"):
         load_corpus(DataConfig(corpus="tfds", path="wmt14_translate/de-en"), "train")

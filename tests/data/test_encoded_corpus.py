@@ -69,7 +69,7 @@ REPORT = CorpusReport(
 )
 
 
-def test_details_say_what_was_dropped_and_how_long_the_sides_are():
+def test_details_list_dropped_pairs_and_lengths():
     assert REPORT.details() == [
         "980 of 1,000 pairs kept (20 empty side dropped)",
         "empty side: 20, the first is pair 3: a | ",
@@ -79,7 +79,7 @@ def test_details_say_what_was_dropped_and_how_long_the_sides_are():
     ]
 
 
-def test_rows_add_what_is_too_long_for_them():
+def test_reports_include_pairs_longer_than_a_row():
     dropped = REPORT.fitted_to_rows(Dropped(30, "pair 7"))
     assert dropped.kept == 950
     assert dropped.details()[2] == "longer than a row: 30, the first is pair 7"
@@ -89,17 +89,17 @@ def test_rows_add_what_is_too_long_for_them():
 
 
 @pytest.mark.parametrize("report", [REPORT, dataclasses.replace(REPORT, sources=None)])
-def test_a_report_comes_back_from_its_dict(report):
+def test_a_report_round_trips_through_a_dict(report):
     assert CorpusReport.from_dict(dataclasses.asdict(report)) == report
 
 
-def test_texts_come_back():
+def test_texts_round_trip():
     stored = ["Zürich", "", "猫 🏠", " "]
     texts = Texts.from_list(stored)
     assert [texts[index] for index in range(len(texts))] == stored
 
 
-def test_special_ids_must_be_those_of_the_tokenizer():
+def test_special_ids_must_match_the_tokenizer():
     config = dataclasses.replace(CONFIG, model=TransformerConfig(pad_id=5))
     with pytest.raises(UserError, match=r"model\.pad_id=5, but the tokenizer has pad_id=0"):
         encode_corpus(CORPUS, TOKENIZERS, config)

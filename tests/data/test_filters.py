@@ -86,7 +86,7 @@ def test_a_tag_is_not_text():
     assert chosen.dropped["identical sides"].example == "pair 2: Berlin | Berlin"
 
 
-def test_a_language_model_has_no_source_to_be_empty():
+def test_empty_sources_are_valid_for_a_language_model():
     corpus = corpus_of(("", "a b"), ("", ""), ("", "a b"), ("", "a b c"), ("", "ж"))
     kept, chosen = run_filter(
         corpus,
@@ -112,7 +112,7 @@ def test_duplicates_in_an_earlier_corpus():
         assert chosen.dropped == {"duplicate": Dropped(1, "pair 1: c | d")}
 
 
-def test_seen_pairs_beyond_what_a_set_holds(monkeypatch):
+def test_seen_pairs_are_merged_into_a_sorted_array(monkeypatch):
     monkeypatch.setattr(filters, "_MERGE_AT", 7)
     seen = SeenPairs()
     numbers = [number * number % 101 for number in range(300)]
@@ -123,7 +123,7 @@ def test_seen_pairs_beyond_what_a_set_holds(monkeypatch):
     assert len(seen.hashes) == len(set(numbers))
 
 
-def test_the_sides_of_seen_pairs_are_not_run_together():
+def test_seen_pairs_keep_their_sides_apart():
     seen = SeenPairs()
     assert seen.add("a b", "c")
     assert seen.add("a", "b c")

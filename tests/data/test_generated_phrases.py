@@ -41,16 +41,16 @@ SPRING = datetime.date(2025, 3, 3)
         (lambda at: at.enumeration(["A", "B", "C"]), "A, B, and C", "A, B und C", "A, B et C"),
     ],
 )  # fmt: skip
-def test_what_is_said_in_three_languages(say, english, german, french):
+def test_wording_in_three_languages(say, english, german, french):
     assert (say(ENGLISH), say(GERMAN), say(FRENCH)) == (english, german, french)
 
 
 @pytest.mark.parametrize("code", generated_phrases.LANGUAGES)
-def test_phrases_are_finished_text_in_plain_spaces(code):
+def test_phrases_are_complete_and_have_ordinary_spaces(code):
     language, rng = generated_phrases.Language(code), random.Random(0)
     for _ in range(3000):
         text = generated_phrases.draw_phrase(rng)(language)
-        # The CLDR names what it lacks by its identifier: duration-hour.
+        # Missing CLDR entries show up as identifiers: duration-hour.
         assert not re.search(r"\b(area|digital|duration|energy|length|mass|volume)-", text)
         assert not re.search(r"[^\S ]|  |^ | $", text)
         assert not re.search(r"[{}_]", text)
@@ -62,7 +62,7 @@ def test_counts_never_end_in_one():
 
 
 @pytest.mark.parametrize("target_language", ["de", "fr"])
-def test_a_source_has_one_translation_wherever_it_is_drawn(target_language):
+def test_a_source_has_a_single_translation(target_language):
     translations: dict[str, str] = {}
     target, rng = generated_phrases.Language(target_language), random.Random(1)
     for _ in range(5000):
@@ -70,7 +70,7 @@ def test_a_source_has_one_translation_wherever_it_is_drawn(target_language):
         assert translations.setdefault(meaning(ENGLISH), meaning(target)) == meaning(target)
 
 
-def test_words_of_held_out_phrases_are_known_from_training():
+def test_words_of_held_out_phrases_occur_in_training():
     config = DataConfig(corpus="phrases", target_language="fr", generated_pairs=20_000)
     known = set(" ".join(load_corpus(config, "train").targets).split())
     held_out = [target.split() for target in load_corpus(config, "test").targets]

@@ -1,4 +1,4 @@
-"""Against Hugging Face's `MarianTokenizer`, on text that nobody would write and on real text."""
+"""Comparison with Hugging Face's `MarianTokenizer`, on adversarial and on real text."""
 
 import functools
 import gzip
@@ -60,7 +60,7 @@ def both(folder, **options):
     """Our tokenizers and Hugging Face's of one folder."""
     write_tokenizer(folder, *models(), **options)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # It recommends a package that it then does not use.
+        warnings.simplefilter("ignore")  # It recommends a package that it does not use.
         theirs = MarianTokenizer.from_pretrained(folder)
     return Tokenizers.load(folder), theirs
 
@@ -94,14 +94,14 @@ def assert_same(pair, texts):
     sources = ours.source.encode(texts)
     targets = ours.target.encode(texts)
     assert sources == theirs(texts, add_special_tokens=False).input_ids
-    # Without ids of its own, the target side has to be left again by hand.
+    # With shared ids, the target side must be switched back by hand.
     expected = theirs(text_target=texts, add_special_tokens=False)
     assert targets == expected.input_ids
     assert ours.target.split(texts[:50]) == _as_target(theirs, texts[:50])
     for tokens, text in zip(targets, ours.target.decode(targets), strict=True):
         end = tokens.index(ours.target.eos_id) if ours.target.eos_id in tokens else len(tokens)
         assert text == theirs.decode(tokens[:end], skip_special_tokens=True), tokens
-    if not separate:  # Else `MarianTokenizer` knows no way back from source ids.
+    if not separate:  # Otherwise `MarianTokenizer` cannot decode source ids.
         assert ours.source.decode(targets) == ours.target.decode(targets)
 
 
@@ -112,16 +112,16 @@ def _as_target(theirs, texts):
     return pieces
 
 
-def test_ids_and_texts_are_those_of_the_published_tokenizer(pair):
+def test_ids_and_texts_equal_those_of_the_published_tokenizer(pair):
     assert_same(
         pair, ["", *CHARACTERS, *nasty(400), *PHRASES.sources[:100], *PHRASES.targets[:100]]
     )
 
 
-def test_any_id_has_the_text_that_it_has_there(pair):
+def test_every_id_decodes_as_in_the_published_tokenizer(pair):
     ours, theirs = pair
     draw = random.Random(1)
-    # Theirs cannot decode an id that is neither in the vocabulary nor SentencePiece's.
+    # `MarianTokenizer` cannot decode ids that are neither in the vocabulary nor in SentencePiece.
     pieces = ours.target.pieces(range(ours.target.vocab_size))
     ids = [token for token, piece in enumerate(pieces) if piece]
     sentences = [draw.choices(ids, k=draw.randint(0, 9)) for _ in range(300)]
@@ -175,7 +175,7 @@ def test_special_ids(joint, tmp_path):
     assert not ours.joint
 
 
-def test_a_copy_is_the_same_to_the_byte(pair, tmp_path):
+def test_a_copy_is_identical(pair, tmp_path):
     ours, _ = pair
     ours.save(tmp_path)
     again = Tokenizers.load(tmp_path)
@@ -184,13 +184,13 @@ def test_a_copy_is_the_same_to_the_byte(pair, tmp_path):
     assert again.target.fingerprint == ours.target.fingerprint
 
 
-def test_other_ids_are_another_vocabulary(joint, tmp_path):
+def test_other_ids_change_the_fingerprint(joint, tmp_path):
     ours, _ = both(tmp_path, missing=("\u2581zwei",))
     assert ours.source.fingerprint != joint[0].source.fingerprint
 
 
 @pytest.mark.parametrize("amount", [0.1, 0.5])
-def test_random_splits_give_the_same_text(joint, amount):
+def test_sampled_segmentations_decode_to_the_same_text(joint, amount):
     ours, theirs = joint
     texts = [">>fra<< " + text for text in PHRASES.targets[:60]]
     sampled = ours.target.sample(texts, 1, amount)
@@ -201,7 +201,7 @@ def test_random_splits_give_the_same_text(joint, amount):
     assert {tokens[0] for tokens in sampled} == {theirs.convert_tokens_to_ids(">>fra<<")}
 
 
-def test_unknown_text_is_not_split_at_random(joint):
+def test_unknown_text_is_not_sampled(joint):
     ours, _ = joint
     texts = ["twelve 猫 kilometers", "</s> seven"]
     exact = ours.source.encode(texts)
@@ -252,13 +252,13 @@ def test_unsupported_settings_are_rejected(message, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_a_vocabulary_of_the_target_must_be_there(tmp_path):
+def test_a_missing_target_vocabulary_is_rejected(tmp_path):
     write_tokenizer(tmp_path, *models(), separate_vocabs=True)
     with pytest.raises(UserError, match=r"target_vocab\.json is missing"):
         Tokenizers.load(tmp_path)
 
 
-def test_ids_that_are_no_numbers(tmp_path):
+def test_ids_must_be_numbers(tmp_path):
     write_tokenizer(tmp_path, *models())
     (tmp_path / "vocab.json").write_text(json.dumps({"<unk>": "0"}))
     with pytest.raises(UserError, match=r"vocab\.json is damaged: it does not map every piece"):

@@ -23,7 +23,7 @@ def pair_lengths(draw):
     return row_lengths, lengths[:, 0], lengths[:, 1]
 
 
-def test_sentences_come_back_as_they_were_stored():
+def test_sentences_round_trip():
     stored = Sentences.from_lists([[5, 6], [], [7]])
     assert [sentence.tolist() for sentence in (stored[0], stored[1], stored[2])] == [
         [5, 6],
@@ -64,8 +64,8 @@ def test_pack_of_empty_rows_only():
 
 
 @pytest.mark.parametrize("bos_id", [1, -1])
-def test_decoder_inputs_carry_no_token_across_a_segment_border(bos_id):
-    # Full to the last position: a plain shift would also lose nothing at the end of the row.
+def test_decoder_inputs_do_not_cross_segment_boundaries(bos_id):
+    # The rows are full: a plain shift would not lose a token at the end of the row.
     targets = pack(SENTENCES, [[0, 1], [2]], row_length=5, pad_id=0)
     inputs = decoder_inputs(targets, bos_id=bos_id, pad_id=0)
     assert inputs.tolist() == [
@@ -84,7 +84,7 @@ def test_decoder_inputs_with_another_padding():
     assert decoder_inputs(targets, bos_id=9, pad_id=9).tolist() == [[9, 5, 9, 6, 9, 9]]
 
 
-def test_taken_sentences_are_joined_and_truncated_with_the_end_token_last():
+def test_take_join_and_truncate():
     taken = SENTENCES.take(np.array([2, 0, 2]))
     assert [taken[i].tolist() for i in range(3)] == [[31, 32, 33, 2], [11, 12, 2], [31, 32, 33, 2]]
     joined = Sentences.join([SENTENCES, taken])
@@ -101,26 +101,26 @@ def test_taken_sentences_are_joined_and_truncated_with_the_end_token_last():
 
 
 def test_plan_finishes_a_row_with_two_pairs_that_fill_it():
-    # Of the pairs that may follow the first, only the second and the last fill both sides.
+    # Of the pairs that fit after the first, only the second and the last fill both sides.
     sources, targets = np.array([4, 3, 5, 1, 3]), np.array([5, 2, 4, 4, 3])
     assert plan_rows(sources, targets, 10, 10)[0] == [0, 1, 4]
 
 
-def test_plan_passes_over_pairs_that_do_not_fit():
+def test_plan_skips_pairs_that_do_not_fit():
     sources, targets = np.array([3, 9, 3]), np.array([6, 7, 3])
     assert plan_rows(sources, targets, 10, 10) == [[0, 2], [1]]
 
 
 def test_plan_fills_gaps_with_the_largest_pair_that_fits():
-    # None of the first 16 candidates fits beside the first pair, but three later ones do.
+    # None of the first 16 candidates fits after the first pair, but three later ones do.
     lengths = np.array([6] + [9] * 16 + [2, 3, 1])
     rows = plan_rows(np.ones_like(lengths), lengths, 100, 10)
     assert rows[0] == [0, 18, 19]
 
 
-def test_plan_does_not_mistake_a_lack_on_one_side_for_space_on_the_other():
-    # The space beside the first pair is 2 and 1; the second has 1 and 2, which is no less if the
-    # two lengths are read as one number.
+def test_plan_checks_both_sides():
+    # The free space after the first pair is (2, 1); the second has (1, 2), which is smaller if the
+    # two lengths are compared as one number.
     sources, targets = np.array([8, 1]), np.array([9, 2])
     assert plan_rows(sources, targets, 10, 10) == [[0], [1]]
 
@@ -136,11 +136,11 @@ def test_plan_follows_the_order():
     assert plan == [[1], [2], [0]]
 
 
-def test_plan_of_nothing():
+def test_plan_without_pairs():
     assert plan_rows(np.array([], np.int64), np.array([], np.int64), 8, 8) == []
 
 
-def test_plan_refuses_sentences_longer_than_a_row():
+def test_plan_rejects_sentences_longer_than_a_row():
     with pytest.raises(ValueError, match="9 tokens does not fit into rows of 8"):
         plan_rows(np.array([1, 9]), np.array([1, 1]), 8, 8)
 
@@ -178,9 +178,7 @@ def test_packed_rows_hold_the_sentences_of_the_plan(lengths):
     ("mean", "deviation", "ratio", "source_row_length"),
     [(15.4, 5.2, 0.975, 62), (10.8, 3.9, 0.87, 56)],
 )
-def test_plan_wastes_little_on_sentences_of_natural_lengths(
-    mean, deviation, ratio, source_row_length
-):
+def test_plan_fills_rows_well_for_natural_lengths(mean, deviation, ratio, source_row_length):
     """Means and deviations of Multi30k and Tatoeba, whose two sides correlate by 0.85."""
     random = np.random.default_rng(0)
     shape = (mean / deviation) ** 2

@@ -16,14 +16,14 @@ def reader_threads():
     return [thread for thread in threading.enumerate() if thread.name == "prefetch"]
 
 
-def test_batches_come_in_order_with_the_position_after_each():
+def test_batches_are_in_order_with_the_position_after_each():
     with Prefetched(count, DataPosition(epoch=2, row=5)) as batches:
         assert [next(batches) for _ in range(10)] == [
             (number, DataPosition(2, 0, number + 1)) for number in range(5, 15)
         ]
 
 
-def test_no_more_than_depth_batches_are_held_ready():
+def test_at_most_depth_batches_are_prefetched():
     read = []
     third = threading.Event()
 
@@ -36,7 +36,7 @@ def test_no_more_than_depth_batches_are_held_ready():
     with Prefetched(read_and_note, DataPosition(), depth=3):
         assert third.wait(10)
         time.sleep(0.05)
-        # Three that are ready, and one in the thread's hands.
+        # Three prefetched batches, and one in the thread.
         assert read == [0, 1, 2, 3]
 
 
@@ -59,7 +59,7 @@ def test_waiting_is_measured():
         assert batches.seconds_waited - waited < 0.05
 
 
-def test_errors_of_the_thread_are_raised_in_their_place():
+def test_errors_of_the_thread_are_raised_in_order():
     def fail_at_third(position):
         if position.row == 2:
             raise ValueError("unreadable")

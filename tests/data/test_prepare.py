@@ -41,7 +41,7 @@ def read(folder, split):
     return list(corpus.pairs())
 
 
-def test_pairs_come_back_in_their_order(tmp_path):
+def test_pairs_round_trip_in_order(tmp_path):
     import tensorflow_datasets as tfds
 
     folder = tmp_path / "some" / "data"
@@ -56,7 +56,7 @@ def test_pairs_come_back_in_their_order(tmp_path):
     assert list(folder.parent.iterdir()) == [folder]
 
 
-def test_big_splits_are_several_files(tmp_path):
+def test_large_splits_have_several_files(tmp_path):
     folder = tmp_path / "data"
     build_dataset({"train": corpus_of(PAIRS)}, folder, shard_bytes=8000)
     names = sorted(path.name for path in folder.glob("*array_record*"))
@@ -74,14 +74,14 @@ def test_the_same_text_gives_the_same_bytes(tmp_path):
     assert len(prints) == 1
 
 
-def test_a_folder_that_exists_is_left_alone(tmp_path):
+def test_an_existing_folder_is_not_changed(tmp_path):
     with pytest.raises(UserError, match="exists already: name another folder, or remove it"):
         build_dataset({"train": corpus_of(PAIRS)}, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, UserError("the text is damaged")])
-def test_an_interruption_leaves_nothing(tmp_path, interruption):
+def test_an_interruption_leaves_no_files(tmp_path, interruption):
     class Interrupted(ParallelCorpus):
         def pairs(self):
             yield from super().pairs()
@@ -94,7 +94,7 @@ def test_an_interruption_leaves_nothing(tmp_path, interruption):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_kill_leaves_is_not_taken_for_a_data_set(tmp_path):
+def test_an_incomplete_data_set_is_not_used_after_a_kill(tmp_path):
     folder = tmp_path / "data"
     program = f"""
         import os, signal
@@ -145,7 +145,7 @@ def test_a_file_that_cannot_be_written(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_what_cannot_be_a_data_set(tmp_path):
+def test_invalid_data_sets_are_rejected(tmp_path):
     with pytest.raises(UserError, match="a split cannot be called 'news-2013'"):
         build_dataset({"news-2013": corpus_of(PAIRS)}, tmp_path / "data")
     english = ParallelCorpus(["a"], ["b"], "a corpus", ("en", "en"))
@@ -188,7 +188,7 @@ def test_tsv_on_the_command_line(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["wmt14_en_de_base", "wmt14_en_de_big"])
-def test_a_data_set_takes_the_place_of_wmt(tmp_path, name):
+def test_a_data_set_can_replace_wmt(tmp_path, name):
     folder = tmp_path / "data"
     splits = {"train": PAIRS, "validation": PAIRS[:3], "test": PAIRS[3:5]}
     build_dataset({split: corpus_of(pairs) for split, pairs in splits.items()}, folder)

@@ -60,26 +60,26 @@ UNKNOWN_LANGUAGES = ("left", "right")
 
 @pytest.mark.parametrize("first", ARTICLE)
 @pytest.mark.parametrize("second", ARTICLE)
-def test_profiles_tell_languages_apart(first, second):
+def test_profiles_distinguish_languages(first, second):
     if first != second:
         text = letters_of([ARTICLE[first]])
         right, wrong = cldr_profile(first), cldr_profile(second)
         assert right.log_likelihood(text) > wrong.log_likelihood(text)
 
 
-def test_profiles_are_made_of_languages_that_are_known():
+def test_profiles_exist_for_languages_in_the_cldr():
     assert cldr_profile("deu") is not None
     assert cldr_profile("pt-BR") is not None
     for code in ("", "train", "xx", "tgt", "en-tok"):
         assert cldr_profile(code) is None
 
 
-def test_right_sides_are_accepted():
+def test_correct_sides_are_accepted():
     check_sides([TRAIN], [VALID])
 
 
 @pytest.mark.parametrize("languages", [("en", "fr"), ("fr", "de"), ("en", "de")])
-def test_sides_that_are_all_swapped_are_told_by_their_language(languages):
+def test_swapped_sides_are_found_by_their_languages(languages):
     source, target = languages
     train = swapped(phrase_corpus("train", source, target))
     valid = swapped(phrase_corpus("valid", source, target))
@@ -92,7 +92,7 @@ def test_sides_that_are_all_swapped_are_told_by_their_language(languages):
         check_sides([train], [valid])
 
 
-def test_a_swapped_split_of_unknown_languages_is_told_by_the_other_splits():
+def test_a_swapped_split_of_unknown_languages_is_found_by_the_other_splits():
     train = dataclasses.replace(TRAIN, languages=UNKNOWN_LANGUAGES)
     valid = dataclasses.replace(VALID, languages=UNKNOWN_LANGUAGES)
     check_sides([train], [valid])
@@ -123,7 +123,7 @@ def test_tags_do_not_hide_swapped_sides():
     ],
     ids=lambda corpus: corpus.name,
 )
-def test_what_is_not_clearly_swapped_is_accepted(corpus):
+def test_ambiguous_sides_are_accepted(corpus):
     corpus = dataclasses.replace(corpus, languages=("en", "de"))
     check_sides([corpus], [corpus, swapped(corpus)])
 
@@ -133,7 +133,7 @@ DIGITS = ParallelCorpus(["1 2 3", "4 5", "6 7"], ["3 2 1", "5 4", "7 6"], "digit
 TOKENIZERS = Tokenizers.train([DIGITS], CONFIG.data)
 
 
-def test_too_many_unknown_tokens_are_refused():
+def test_too_many_unknown_tokens_are_rejected():
     corpus = encode_corpus(
         ParallelCorpus(["1 2", "3"], ["2 猫", "犬"], "animals"), TOKENIZERS, CONFIG
     )
@@ -161,7 +161,7 @@ def test_shared_pairs_are_counted(caplog):
     )
 
 
-def test_pairs_are_shared_whatever_the_storage_of_their_tokens(monkeypatch):
+def test_shared_pairs_do_not_depend_on_the_token_dtype(monkeypatch):
     monkeypatch.setattr("flaxformer_mt.data.sanity_checks._HASH_CHUNK", 2)
     training = encode_corpus(DIGITS, TOKENIZERS, CONFIG)
     small = dataclasses.replace(

@@ -1,4 +1,4 @@
-"""Splitting words at random: right where nothing is random, the right probabilities elsewhere."""
+"""Subword sampling: exact without randomness, correct probabilities with it."""
 
 import collections
 import math
@@ -31,8 +31,8 @@ def frequencies(sampler, word, amount, count=20_000):
     }
 
 
-def test_how_often_merges_are_left_out():
-    # "ab" first. If it is made, "abc" is possible; if not, "bc" is, and after it "abc".
+def test_frequency_of_dropped_merges():
+    # "ab" first. If it is merged, "abc" is possible; otherwise "bc" is, and then "abc".
     found = frequencies(BpeDropout(RANKS, IDS, fallback), "abc", amount=0.25)
     wanted = {
         "abc": 0.75 * 0.75 + 0.25 * 0.75 * 0.75,
@@ -43,19 +43,19 @@ def test_how_often_merges_are_left_out():
     assert found == pytest.approx(wanted, abs=0.01)
 
 
-def test_characters_remain_when_every_merge_is_left_out():
+def test_characters_remain_when_every_merge_is_dropped():
     assert BpeDropout(RANKS, IDS, fallback).sample(["abc", "a"], 0, 1.0) == [[0, 1, 2], [0]]
 
 
-def test_words_that_are_not_split_at_random():
+def test_words_that_are_not_sampled():
     sampler = BpeDropout(RANKS, IDS, fallback, whole=["bc"])
     assert sampler.sample(["abX", "bca"] * 50, 0, 0.5) == [[99]] * 100
 
 
-def test_how_often_a_unigram_model_draws_a_split():
+def test_frequency_of_unigram_segmentations():
     probabilities = {"abc": 0.5, "ab+c": 0.3, "a+bc": 0.2}
     splits = [[IDS[piece] for piece in split.split("+")] for split in probabilities]
-    # The probability of the last piece stands for that of the whole split.
+    # The probability of the last piece determines that of the segmentation.
     scores = [0.0] * len(PIECES)
     scores[IDS["abc"]], scores[IDS["c"]], scores[IDS["bc"]] = map(math.log, probabilities.values())
     sampler = UnigramSampling(lambda word: splits, scores)
@@ -67,7 +67,7 @@ def test_how_often_a_unigram_model_draws_a_split():
     )
 
 
-def test_without_chance_bpe_is_that_of_sentencepiece():
+def test_bpe_without_dropout_equals_sentencepiece():
     tokenizer = Tokenizers.train([CORPUS], CONFIG).source
     texts = [
         *CORPUS.sources,
@@ -89,7 +89,7 @@ SAMPLE = """
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
-def test_every_process_draws_the_same(tmp_path, kind):
+def test_samples_are_the_same_in_every_process(tmp_path, kind):
     """Or a run that is continued would not be the same run."""
     tokenizers = Tokenizers.train([CORPUS], DataConfig(**{**vars(CONFIG), "tokenizer": kind}))
     tokenizers.save(tmp_path)

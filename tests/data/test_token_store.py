@@ -48,7 +48,7 @@ class Refusing(Corpus):
         raise self._error or AssertionError("the corpus was read again")
 
 
-def test_a_store_has_the_tokens_of_the_kept_pairs(tmp_path, monkeypatch):
+def test_a_store_contains_the_tokens_of_the_kept_pairs(tmp_path, monkeypatch):
     monkeypatch.setattr(store, "_CHUNK", 2)
     (stored,) = open_stores(tmp_path, [CORPUS], TOKENIZERS, CONFIG)
     kept = ParallelCorpus(
@@ -65,7 +65,7 @@ def test_a_store_has_the_tokens_of_the_kept_pairs(tmp_path, monkeypatch):
     assert not stored.targets.tokens.flags.owndata
 
 
-def test_a_store_is_used_again_without_reading_the_corpus(tmp_path, caplog):
+def test_a_store_is_reused_without_reading_the_corpus(tmp_path, caplog):
     (made,) = open_stores(tmp_path, [CORPUS], TOKENIZERS, CONFIG)
     (again,) = open_stores(tmp_path, [Refusing(CORPUS)], TOKENIZERS, CONFIG)
     assert again.report == made.report
@@ -73,7 +73,7 @@ def test_a_store_is_used_again_without_reading_the_corpus(tmp_path, caplog):
     assert not caplog.records
 
 
-def test_row_lengths_do_not_matter(tmp_path, caplog):
+def test_a_store_does_not_depend_on_row_lengths(tmp_path, caplog):
     open_stores(tmp_path, [CORPUS], TOKENIZERS, CONFIG)
     config = with_data(source_row_length=8, target_row_length=16)
     open_stores(tmp_path, [Refusing(CORPUS)], TOKENIZERS, config)
@@ -90,7 +90,7 @@ def test_row_lengths_do_not_matter(tmp_path, caplog):
         (CORPUS, TOKENIZERS, with_data(drop_duplicates=True), "data.drop_duplicates"),
     ],
 )
-def test_a_change_is_noticed_and_named(tmp_path, caplog, corpus, tokenizers, config, changed):
+def test_a_change_is_detected_and_reported(tmp_path, caplog, corpus, tokenizers, config, changed):
     open_stores(tmp_path, [CORPUS], TOKENIZERS, CONFIG)
     (changed_store,) = open_stores(tmp_path, [corpus], tokenizers, config)
     (line,) = caplog.messages
@@ -154,7 +154,7 @@ def test_a_store_depends_on_no_option_outside_its_key(tmp_path):
 
 @pytest.mark.parametrize("name", ["source.tokens", "target.offsets", "store.json"])
 @pytest.mark.parametrize("fault", ["missing", "cut"])
-def test_a_damaged_store_is_made_again(tmp_path, caplog, name, fault):
+def test_a_damaged_store_is_rebuilt(tmp_path, caplog, name, fault):
     (made,) = open_stores(tmp_path, [CORPUS], TOKENIZERS, CONFIG)
     wanted = made.sources.tokens.tolist()
     path = tmp_path / "train-0" / name
@@ -177,7 +177,7 @@ def test_an_interrupted_store_leaves_nothing_behind(tmp_path, monkeypatch, error
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_killed_process_left_is_removed(tmp_path):
+def test_files_of_a_killed_process_are_removed(tmp_path):
     (tmp_path / "train-0.partial").mkdir()
     (tmp_path / "train-0.partial" / "target.tokens").write_bytes(b"half")
     (tmp_path / "train-7").mkdir()
@@ -185,7 +185,7 @@ def test_what_a_killed_process_left_is_removed(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["train-0"]
 
 
-def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
+def test_a_full_disk_raises_a_user_error(tmp_path, monkeypatch):
     def fail(path, values):
         raise OSError(28, "No space left on device")
 
@@ -195,7 +195,7 @@ def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_several_corpora_have_stores_of_their_own(tmp_path):
+def test_several_corpora_have_separate_stores(tmp_path):
     stores = open_stores(tmp_path, [CORPUS, OTHER], TOKENIZERS, CONFIG)
     assert [corpus.name for corpus in stores] == ["A", "B"]
     assert [corpus.weight for corpus in stores] == [1.0, 3.0]
@@ -209,20 +209,20 @@ def test_duplicates_are_found_across_corpora(tmp_path, caplog):
     assert first.report.dropped["duplicate"].count == 1
     assert texts(second.sources) == ["seven", "eight"]
 
-    # The second store depends on the first corpus, too.
+    # The second store also depends on the first corpus.
     shorter = ParallelCorpus(["two three"], ["b c"], "A")
     _, second = open_stores(tmp_path, [shorter, OTHER], TOKENIZERS, config)
     assert texts(second.sources) == OTHER.sources
     assert [line.split()[0] for line in caplog.messages] == ["A", "B"]
 
-    # The pairs of the first one are still known when only the second one is made.
+    # The pairs of the first corpus are known even if only the second store is rebuilt.
     (tmp_path / "train-1" / "store.json").unlink()
     same = ParallelCorpus(["two three", "nine"], ["b c", "k"], "B")
     _, second = open_stores(tmp_path, [shorter, same], TOKENIZERS, config)
     assert texts(second.sources) == ["nine"]
 
 
-def test_texts_are_kept_for_sampling(tmp_path):
+def test_texts_are_stored_for_sampling(tmp_path):
     config = with_data(subword_sampling=0.1)
     (stored,) = open_stores(tmp_path, [CORPUS], TOKENIZERS, config)
     sources = [stored.texts[index] for index in range(len(stored.texts))]
@@ -239,7 +239,7 @@ def test_a_language_model_has_targets_only(tmp_path):
     assert texts(stored.targets) == ["a b"]
 
 
-def test_large_vocabularies_need_larger_tokens(tmp_path):
+def test_large_vocabularies_use_a_wider_dtype(tmp_path):
     class Large:
         vocab_size, pad_id, eos_id, unk_id, fingerprint = 70_000, 0, 2, 3, "large"
 
@@ -253,7 +253,7 @@ def test_large_vocabularies_need_larger_tokens(tmp_path):
     assert large.targets[4].tolist() == [69_999, 2]
 
 
-def test_no_pair_is_left(tmp_path, caplog):
+def test_dropping_all_pairs_is_an_error(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     corpus = ParallelCorpus(["1", ""], ["", "1"], "halves")
     with pytest.raises(UserError, match="halves: all of 2 pairs were dropped: 2 empty side"):
@@ -261,7 +261,7 @@ def test_no_pair_is_left(tmp_path, caplog):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_special_ids_must_be_those_of_the_tokenizer(tmp_path):
+def test_special_ids_must_match_the_tokenizer(tmp_path):
     config = dataclasses.replace(CONFIG, model=TransformerConfig(eos_id=5))
     with pytest.raises(UserError, match=r"model\.eos_id=5, but the tokenizer has eos_id=2"):
         open_stores(tmp_path, [CORPUS], TOKENIZERS, config)

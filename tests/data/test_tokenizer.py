@@ -25,21 +25,21 @@ def test_special_ids():
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
-def test_decoding_gives_the_text_back(kind):
+def test_decoding_inverts_encoding(kind):
     tokenizer = Tokenizers.train([CORPUS], dataclasses.replace(CONFIG, tokenizer=kind)).target
     texts = [*CORPUS.targets, "ﬁ ½ … “Tea”\u00a0!", "日本語 🏠 \u2028 \t", "<s> </s> <pad>", ""]
     assert tokenizer.decode(tokenizer.encode(texts)) == texts
 
 
 @hypothesis.given(st.text())
-def test_any_text_comes_back_but_for_its_spaces(text):
-    # SentencePiece's own sign for a space is the one character that cannot be told from it.
+def test_any_text_round_trips_except_for_spaces(text):
+    # SentencePiece's symbol for a space is the only character that is confused with it.
     text = text.replace("\u2581", " ")
     (decoded,) = TRAINED.source.decode(TRAINED.source.encode([text]))
     assert decoded == " ".join(word for word in text.split(" ") if word)
 
 
-def test_encoding_has_no_special_ids_and_decoding_passes_over_them():
+def test_encoding_adds_no_special_ids_and_decoding_skips_them():
     tokenizer = TRAINED.source
     (tokens,) = tokenizer.encode(["twelve kilometers"])
     assert not {tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id} & set(tokens)
@@ -86,13 +86,13 @@ def test_small_corpora_get_fewer_pieces(kind, texts, caplog):
     assert tokenizers.source.decode(tokenizers.source.encode(texts)) == texts
 
 
-def test_digits_parted_by_spaces_are_one_piece_each():
+def test_space_separated_digits_are_one_piece_each():
     corpus = load_corpus(DataConfig(corpus="reverse", generated_pairs=200), "train")
     tokenizer = Tokenizers.train([corpus], DataConfig()).source
     assert [len(tokens) for tokens in tokenizer.encode(["7", "1 2 3 4"])] == [1, 4]
 
 
-def test_vocabulary_without_room_for_the_characters():
+def test_vocabulary_smaller_than_the_number_of_characters():
     with pytest.raises(UserError, match=r"data\.vocab_size=50 pieces: Vocabulary size is smaller"):
         Tokenizers.train([CORPUS], dataclasses.replace(CONFIG, vocab_size=50))
 
@@ -118,7 +118,7 @@ def test_a_language_model_learns_from_its_targets():
     assert tokenizers.target.fingerprint == separate.target.fingerprint
 
 
-def test_several_corpora_are_learned_from_together():
+def test_vocabularies_are_learned_from_all_corpora():
     halves = [
         ParallelCorpus(CORPUS.sources[part], CORPUS.targets[part], "half")
         for part in (slice(0, 200), slice(200, None))
@@ -130,11 +130,11 @@ def test_several_corpora_are_learned_from_together():
     ("limit", "taken"),
     [(10, range(10)), (9, range(0, 10, 2)), (5, range(0, 10, 2)), (4, range(0, 10, 4))],
 )
-def test_large_corpora_are_learned_from_evenly(limit, taken):
+def test_vocabularies_are_learned_from_evenly_spaced_pairs(limit, taken):
     assert evenly(iter(range(10)), limit) == list(taken)
 
 
-def test_no_more_pairs_are_learned_from_than_the_limit(monkeypatch):
+def test_the_number_of_training_pairs_of_a_vocabulary_is_limited(monkeypatch):
     monkeypatch.setattr(tokenizer_module, "MAX_TRAINING_PAIRS", 250)
     every_second = ParallelCorpus(CORPUS.sources[::2], CORPUS.targets[::2], "half")
     limited = Tokenizers.train([CORPUS], CONFIG)
@@ -164,14 +164,14 @@ def test_tags_are_one_piece_each_and_never_split(kind):
         assert sampled[:2] == both
 
 
-def test_tags_belong_to_the_sources():
+def test_tags_are_only_in_the_source_vocabulary():
     tokenizers = tagged_tokenizer("bpe", joint=False)
     assert len(tokenizers.source.encode(["<2fr>"])[0]) == 1
     assert len(tokenizers.target.encode(["<2fr>"])[0]) > 1
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
-def test_sampling_gives_the_text_back_in_many_ways(kind):
+def test_sampled_segmentations_decode_to_the_text(kind):
     config = dataclasses.replace(CONFIG, tokenizer=kind)
     tokenizer = Tokenizers.train([CORPUS], config).source
     (text,) = CORPUS.sources[:1]
@@ -181,7 +181,7 @@ def test_sampling_gives_the_text_back_in_many_ways(kind):
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
-def test_sampling_depends_on_the_seed_alone(kind):
+def test_sampling_only_depends_on_the_seed(kind):
     config = dataclasses.replace(CONFIG, tokenizer=kind)
     tokenizer = Tokenizers.train([CORPUS], config).source
     texts = CORPUS.sources[:50]
@@ -207,17 +207,17 @@ def test_the_vocabulary_of_another_run(tmp_path, folder):
     assert Tokenizers.for_run([], config).source.fingerprint == TRAINED.source.fingerprint
 
 
-def test_a_vocabulary_that_is_not_there(tmp_path):
+def test_a_missing_vocabulary(tmp_path):
     config = dataclasses.replace(CONFIG, tokenizer_path=str(tmp_path / "run"))
     with pytest.raises(UserError, match=r"data\.tokenizer_path=.*run is not a folder"):
         Tokenizers.for_run([], config)
 
 
-def test_a_vocabulary_that_does_not_know_the_tags(tmp_path, caplog):
+def test_a_vocabulary_without_the_tags(tmp_path, caplog):
     TRAINED.save(tmp_path)
     Tokenizers.for_run([], dataclasses.replace(TAGGED, tokenizer_path=str(tmp_path)))
     assert [line[:13] for line in caplog.messages] == ["the tag <2fr>", "the tag <bt> "]
 
 
-def test_a_vocabulary_is_learned_where_none_is_given():
+def test_a_vocabulary_is_learned_if_none_is_given():
     assert Tokenizers.for_run([CORPUS], CONFIG).source.fingerprint == TRAINED.source.fingerprint

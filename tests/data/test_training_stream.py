@@ -73,9 +73,9 @@ def sampled_corpus(count):
 
 @pytest.mark.parametrize("count", [1, 3, 50, 101])
 @pytest.mark.parametrize("batching", ["packed", "buckets"])
-def test_every_pair_comes_once_an_epoch(count, batching):
+def test_every_pair_occurs_once_per_epoch(count, batching):
     corpus = random_pairs(count)
-    # One row a batch: epochs then end where a batch ends.
+    # One row per batch, so that epochs end at a batch boundary.
     setting = config(rows=1, batching=batching, bucket_lengths=(10,))
     once = Counter(all_pairs(corpus))
     assert read_epochs(TrainingStream([corpus], setting), 3) == [once] * 3
@@ -88,7 +88,7 @@ def test_every_pair_comes_once_an_epoch(count, batching):
     seed=st.integers(0, 100),
     buckets=st.booleans(),
 )
-def test_batches_that_straddle_blocks_and_epochs_lose_nothing(lengths, rows, seed, buckets):
+def test_batches_across_blocks_and_epochs_contain_every_pair(lengths, rows, seed, buckets):
     corpus = pairs_of_lengths(lengths)
     batching = "buckets" if buckets else "packed"
     setting = config(seed, rows, batching=batching, bucket_lengths=(4, 12))
@@ -101,7 +101,7 @@ def test_batches_that_straddle_blocks_and_epochs_lose_nothing(lengths, rows, see
         )
         seen.update(pairs_in(batch))
     pairs = Counter(all_pairs(corpus))
-    # Two epochs, and what the last batch read of the third ones.
+    # Two epochs, and the pairs of the third that are in the last batch.
     assert set(seen) == set(pairs)
     assert all(seen[pair] >= 2 * count for pair, count in pairs.items())
     if buckets:
@@ -118,7 +118,7 @@ def test_a_batch_may_span_several_epochs():
 
 @pytest.mark.parametrize("sampling", [0.0, 0.1])
 @pytest.mark.parametrize("batching", ["packed", "buckets"])
-def test_going_on_from_a_saved_position_gives_the_same_batches(batching, sampling):
+def test_resuming_from_a_saved_position_gives_the_same_batches(batching, sampling):
     setting = config(batching=batching, bucket_lengths=(4, 12), subword_sampling=sampling)
     corpus = sampled_corpus(70)
     stream = TrainingStream([corpus], setting, RepeatingSampler())
@@ -135,7 +135,7 @@ def test_going_on_from_a_saved_position_gives_the_same_batches(batching, samplin
             _, position = stream.read(position)
 
 
-def test_another_seed_gives_other_batches_and_so_does_another_epoch():
+def test_batches_depend_on_seed_and_epoch():
     corpus = random_pairs(40)
     setting = config(rows=1)
     first, second = (
@@ -148,7 +148,7 @@ def test_another_seed_gives_other_batches_and_so_does_another_epoch():
 
 
 @pytest.mark.parametrize("batching", ["packed", "buckets"])
-def test_shards_joined_are_the_batch(batching):
+def test_concatenated_shards_equal_the_batch(batching):
     setting = config(batching=batching, bucket_lengths=(4, 12))
     stream = TrainingStream([random_pairs(45)], setting)
     position = DataPosition()
@@ -163,7 +163,7 @@ def test_shards_joined_are_the_batch(batching):
         position = after
 
 
-def test_buckets_have_a_shape_for_each_length_in_use():
+def test_buckets_have_one_shape_per_used_length():
     corpus = pairs_of_lengths([(2, 3), (15, 9), (4, 16), (17, 3)])
     setting = config(rows=3, batching="buckets", bucket_lengths=(4, 8, 16, 24, 48))
     stream = TrainingStream([corpus], setting)
@@ -172,7 +172,7 @@ def test_buckets_have_a_shape_for_each_length_in_use():
     assert pairs == Counter(all_pairs(corpus))
 
 
-def test_sampled_sources_fit_into_their_rows_or_stay_as_they_were():
+def test_sampled_sources_that_exceed_a_row_are_not_used():
     corpus = sampled_corpus(60)
     setting = config(rows=1, subword_sampling=0.1)
     epochs = read_epochs(TrainingStream([corpus], setting, RepeatingSampler()), 2)
@@ -184,12 +184,12 @@ def test_sampled_sources_fit_into_their_rows_or_stay_as_they_were():
             assert len(source) <= 12
             assert source == (target[0] - 10_000,) * (len(source) - 1) + (2,)
             changed += len(source) != originals[target]
-    # RepeatingSampler wants more than 11 tokens nearly half of the time.
+    # RepeatingSampler returns more than 11 tokens nearly half of the time.
     assert 40 < changed < 80
     assert epochs[0] != epochs[1]
 
 
-def test_sampling_needs_a_vocabulary():
+def test_sampling_requires_a_vocabulary():
     stream = TrainingStream([sampled_corpus(5)], config(subword_sampling=0.1))
     with pytest.raises(ValueError, match="needs a vocabulary"):
         stream.read(DataPosition())
@@ -205,7 +205,7 @@ def test_language_model_batches_have_no_encoder_side():
     assert stream.fill == (0, 0.7)
 
 
-def test_fill_and_batches_of_an_epoch_are_those_that_are_read():
+def test_fill_and_batches_per_epoch_match_the_stream():
     corpus = random_pairs(15)  # One block.
     stream = TrainingStream([corpus], config(rows=1))
     batches = read_batches(stream, round(stream.batches_per_epoch))
@@ -219,7 +219,7 @@ def test_fill_and_batches_of_an_epoch_are_those_that_are_read():
         assert fill > 0.6
 
 
-# Corpora that are read together.
+# Mixtures of corpora.
 
 
 def counts_by_corpus(stream, epochs, corpora):
@@ -228,7 +228,7 @@ def counts_by_corpus(stream, epochs, corpora):
     return [[seen[pair] for pair in all_pairs(corpus)] for corpus in corpora]
 
 
-def test_all_pairs_of_all_corpora_come_once_an_epoch_if_weights_are_equal():
+def test_all_pairs_occur_once_per_epoch_with_equal_weights():
     corpora = [random_pairs(30), random_pairs(7, first=500), random_pairs(1, first=900)]
     stream = TrainingStream(corpora, config(rows=1))
     assert stream.pairs == 38
@@ -239,9 +239,7 @@ def test_all_pairs_of_all_corpora_come_once_an_epoch_if_weights_are_equal():
     ("weights", "temperature", "shares"),
     [((1, 3), 1.0, (2, 1)), ((1, 1), 1e9, (1, 1)), ((1, 1), 2.0, (6**0.5, 1))],
 )
-def test_mixture_draws_by_weight_and_temperature_and_evenly_in_a_corpus(
-    weights, temperature, shares
-):
+def test_mixture_follows_weights_and_temperature(weights, temperature, shares):
     corpora = [
         random_pairs(60, weight=weights[0]),
         random_pairs(10, first=500, weight=weights[1]),
@@ -251,7 +249,7 @@ def test_mixture_draws_by_weight_and_temperature_and_evenly_in_a_corpus(
     draws = [sum(of_corpus) for of_corpus in counts]
     assert sum(draws) == pytest.approx(6 * 70, abs=1)
     expected = [6 * 70 * share / sum(shares) for share in shares]
-    # Exact to one draw, not on average.
+    # Exact to one draw, not only on average.
     np.testing.assert_allclose(draws, expected, atol=1)
     for of_corpus in counts:
         assert max(of_corpus) - min(of_corpus) <= 1
@@ -297,7 +295,7 @@ def test_long_pairs_are_truncated_with_the_end_token_last(batching):
         ({"batching": "buckets", "bucket_lengths": (4, 10)}, "data.bucket_lengths=(4, 10)"),
     ],
 )
-def test_long_pairs_can_be_refused(data, option):
+def test_long_pairs_can_be_rejected(data, option):
     with pytest.raises(UserError) as error:
         TrainingStream([pairs_of_lengths(LONG)], config(long_sentences="error", **data))
     message = str(error.value)
@@ -311,7 +309,7 @@ def test_long_pairs_can_be_refused(data, option):
     assert "\n" not in message
 
 
-def test_a_corpus_of_long_pairs_only_is_refused():
+def test_a_corpus_of_only_long_pairs_is_rejected():
     with pytest.raises(
         UserError, match=r"2 of 2 pairs are longer than .*long_sentences to truncate"
     ):
@@ -330,7 +328,7 @@ def natural_pairs(mean, deviation, ratio):
 
 
 @pytest.mark.parametrize(("ratio", "multiple"), [(0.7, 1), (0.87, 8), (1.0, 8), (1.3, 4)])
-def test_chosen_source_rows_are_filled_as_well_as_target_rows(ratio, multiple, monkeypatch):
+def test_source_and_target_rows_are_filled_equally(ratio, multiple, monkeypatch):
     monkeypatch.setattr(stream_module, "BLOCK_PAIRS", 65_536)
     corpus = natural_pairs(12, 4.5, ratio)
     setting = config(source_row_length=0, target_row_length=64)
@@ -340,12 +338,12 @@ def test_chosen_source_rows_are_filled_as_well_as_target_rows(ratio, multiple, m
     assert min(TrainingStream([corpus], chosen).fill) >= 0.95
 
 
-def test_source_rows_are_long_enough_for_the_sources():
+def test_source_rows_fit_the_sources():
     corpus = pairs_of_lengths([(3, 60)] * 40 + [(30, 5)])
     assert choose_source_row_length([corpus], config(target_row_length=64)) >= 30
 
 
-def test_source_rows_without_a_choice():
+def test_source_row_length_of_buckets_and_language_models():
     buckets = config(source_row_length=0, batching="buckets", bucket_lengths=(8, 24))
     assert choose_source_row_length([pairs_of_lengths([(3, 4)])], buckets) == 24
     language_model = config(source_row_length=0, model=TransformerConfig(has_inputs=False))
