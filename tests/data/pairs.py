@@ -14,7 +14,7 @@ def encoded(sources, targets, **fields):
 
 
 def pairs_of_lengths(lengths, first=10, **fields):
-    """Sources are a token, repeated, targets 10,000 more, repeated; each ended by 2."""
+    """Returns pairs of a repeated source token and the repeated token plus 10,000, ended by 2."""
     return encoded(
         [[first + i] * (source - 1) + [2] for i, (source, _) in enumerate(lengths)],
         [[10_000 + first + i] * (target - 1) + [2] for i, (_, target) in enumerate(lengths)],
@@ -23,7 +23,7 @@ def pairs_of_lengths(lengths, first=10, **fields):
 
 
 def pairs_in(batch):
-    """The pairs (source tokens, target tokens) of a batch, in their order."""
+    """Returns the pairs (source tokens, target tokens) of a batch, in order."""
     return [
         (
             tuple(

@@ -22,7 +22,7 @@ WITHOUT_BYTES = Tokenizers.train([CORPUS], DataConfig(byte_fallback=False))
 
 
 def texts(sentences):
-    """The texts of encoded sentences, each of which must end with the end token."""
+    """Decodes sentences, each of which must end with the end token."""
     stored = [sentences[index].tolist() for index in range(len(sentences))]
     assert all(tokens.index(2) == len(tokens) - 1 for tokens in stored)
     return TOKENIZERS.source.decode(stored)

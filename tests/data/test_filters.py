@@ -23,7 +23,7 @@ def corpus_of(*pairs, languages=("en", "de"), tag=""):
 
 
 def run_filter(corpus, *, has_inputs=True, seen=None, **options):
-    """The pairs that are kept, and the filter."""
+    """Returns the kept pairs and the filter."""
     chosen = PairFilter(DataConfig(**options), corpus, has_inputs, seen)
     kept = [
         pair for number, pair in enumerate(corpus.pairs(), start=1) if chosen.keep(number, *pair)

@@ -30,7 +30,7 @@ AS_GIVEN = {"normalization_rule_name": "identity", "remove_extra_whitespaces": F
 
 @functools.cache
 def models():
-    """SentencePiece models of both sides, of different kinds."""
+    """Returns SentencePiece models of both sides, of different kinds."""
     return train_model(PHRASES.sources, 300), train_model(PHRASES.targets, 500, **BPE, **AS_GIVEN)
 
 
@@ -57,7 +57,7 @@ VARIANTS = {
 
 
 def both(folder, **options):
-    """Our tokenizers and Hugging Face's of one folder."""
+    """Loads our tokenizers and Hugging Face's from the same folder."""
     write_tokenizer(folder, *models(), **options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # It recommends a package that it does not use.
@@ -81,14 +81,14 @@ CHARACTERS = (
 
 
 def nasty(count, seed=0):
-    """Text of special tokens, codes, spaces of all kinds, control characters, broken up words."""
+    """Generates text with special tokens, codes, all kinds of spaces and control characters."""
     draw = random.Random(seed)
     alphabet = (*CHARACTERS, *string.printable, *CODES, *" ".join(PHRASES.sources[:50]).split())
     return ["".join(draw.choices(alphabet, k=draw.randint(0, 12))) for _ in range(count)]
 
 
 def assert_same(pair, texts):
-    """That text becomes the same ids, and ids the same text."""
+    """Asserts that both tokenizers encode and decode equally."""
     ours, theirs = pair
     separate = theirs.separate_vocabs
     sources = ours.source.encode(texts)

@@ -16,7 +16,7 @@ SENTENCES = Sentences.from_lists([[11, 12, 2], [21, 2], [31, 32, 33, 2]])
 
 @st.composite
 def pair_lengths(draw):
-    """Row lengths S and T, and pairs of sentence lengths that do not exceed them."""
+    """Draws row lengths S and T, and pairs of sentence lengths up to them."""
     row_lengths = draw(st.tuples(st.integers(1, 20), st.integers(1, 20)))
     pairs = st.tuples(*(st.integers(1, row_length) for row_length in row_lengths))
     lengths = np.array(draw(st.lists(pairs, min_size=1, max_size=60)))
@@ -179,7 +179,7 @@ def test_packed_rows_hold_the_sentences_of_the_plan(lengths):
     [(15.4, 5.2, 0.975, 62), (10.8, 3.9, 0.87, 56)],
 )
 def test_plan_fills_rows_well_for_natural_lengths(mean, deviation, ratio, source_row_length):
-    """Means and deviations of Multi30k and Tatoeba, whose two sides correlate by 0.85."""
+    """Means and deviations are those of Multi30k and Tatoeba, with a correlation of 0.85."""
     random = np.random.default_rng(0)
     shape = (mean / deviation) ** 2
     targets = np.clip(random.gamma(shape, mean / shape, 20_000).round().astype(int), 3, 64)

@@ -8,7 +8,7 @@ from flaxformer_mt.data.stream.prefetch import Prefetched
 
 
 def count(position):
-    """Batch n is n, for ever."""
+    """Returns n as batch n."""
     return position.row, position._replace(row=position.row + 1)
 
 

@@ -123,7 +123,7 @@ def test_an_incomplete_data_set_is_not_used_after_a_kill(tmp_path):
 
 @contextlib.contextmanager
 def files_no_longer_than(num_bytes):
-    """What a full disk looks like to whoever writes."""
+    """Fails like a write to a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
     try:

@@ -90,7 +90,7 @@ SAMPLE = """
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
 def test_samples_are_the_same_in_every_process(tmp_path, kind):
-    """Or a run that is continued would not be the same run."""
+    """Otherwise a run could not be resumed exactly."""
     tokenizers = Tokenizers.train([CORPUS], DataConfig(**{**vars(CONFIG), "tokenizer": kind}))
     tokenizers.save(tmp_path)
     script = "\n".join(line.strip() for line in SAMPLE.splitlines())

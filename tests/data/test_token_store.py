@@ -32,7 +32,7 @@ def texts(sentences, tokenizer=TOKENIZERS.source):
 
 
 class Refusing(Corpus):
-    """The corpus that it is given, but it cannot be read."""
+    """A copy of a corpus that cannot be read."""
 
     def __init__(self, corpus, error=None):
         self.name, self.languages = corpus.name, corpus.languages

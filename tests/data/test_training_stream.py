@@ -38,7 +38,7 @@ def random_pairs(count, seed=0, longest=9, **fields):
 
 
 def read_epochs(stream, epochs=1):
-    """The pairs of the first epochs, each an unordered collection; they must end with a batch."""
+    """Returns the pairs of the first epochs, as counters; epochs must end with a batch."""
     position = DataPosition()
     pairs = [Counter() for _ in range(epochs)]
     while position.epoch < epochs:
@@ -58,7 +58,7 @@ def read_batches(stream, count, position=DataPosition()):  # noqa: B008
 
 
 class RepeatingSampler:
-    """Splits a text of n letters into n to 2n tokens, all the number of the text."""
+    """Returns n to 2n tokens for a text of n letters, all equal to the number of the text."""
 
     def sample(self, texts, seed, amount):
         random = np.random.default_rng(seed)
@@ -223,7 +223,7 @@ def test_fill_and_batches_per_epoch_match_the_stream():
 
 
 def counts_by_corpus(stream, epochs, corpora):
-    """How often the pairs of each corpus came, corpus by corpus, over some epochs."""
+    """Counts the occurrences of the pairs of each corpus over some epochs."""
     seen = sum(read_epochs(stream, epochs), Counter())
     return [[seen[pair] for pair in all_pairs(corpus)] for corpus in corpora]
 
