@@ -173,6 +173,7 @@ def test_every_line_has_one_translation(run, command):
         assert out.count("\n") == len(out.splitlines()) == len(AWKWARD)
 
 
+@pytest.mark.slow  # Decided by tests/decoding/test_sentence_splitting.py.
 def test_a_line_of_a_million_characters_is_translated(run, command):
     line = "Hund bellt " * 90_000 + "x" * 10_000
     code, out, err = command(
