@@ -1,4 +1,4 @@
-"""Averages of checkpoints: the right ones, the right mean, a folder that can be used."""
+"""Averaging of checkpoints: selection, mean, and the run folder written."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Checkpoints: exact, kept by the right rule, readable anywhere, clear when missing or damaged."""
+"""Checkpoints: bit-exact round trips, retention, other devices, missing and damaged ones."""
 
 import json
 import os

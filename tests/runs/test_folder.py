@@ -1,4 +1,4 @@
-"""What a run folder refuses to be continued with."""
+"""Configurations, texts and vocabularies that a run cannot be continued with."""
 
 import json
 

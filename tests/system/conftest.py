@@ -1,4 +1,4 @@
-"""Text, a finished run on it, and what `train.py` says to bad input."""
+"""Parallel text, a finished run on it, and runs of `train.py` that must fail."""
 
 import gzip
 import shutil

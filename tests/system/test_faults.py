@@ -1,4 +1,4 @@
-"""Whatever is wrong is said in one line, before anything is written, or with nothing lost."""
+"""Errors are reported in one line, before anything is written, or with nothing lost."""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""A published folder becomes a run, is trained on, and goes back to where it came from."""
+"""Fine-tuning of a published model: conversion to a run, training, conversion back."""
 
 import warnings
 

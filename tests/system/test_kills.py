@@ -1,6 +1,6 @@
-"""A run that is killed again and again ends as if nothing had happened, to the bit.
+"""A run that is killed repeatedly ends with the same bits as an uninterrupted one.
 
-It has everything that could be forgotten: accumulation, dropout, a moving average, early stopping,
+Its configuration has all kinds of state: accumulation, dropout, a moving average, early stopping,
 sampling of subwords, and metrics of intervals that a kill cuts in two.
 """
 

@@ -1,4 +1,4 @@
-"""Other runs than the plainest one: several corpora, buckets, a language model, fine-tuning."""
+"""Whole runs of other kinds: several corpora, buckets, a language model, fine-tuning."""
 
 import dataclasses
 import shutil

@@ -1,4 +1,4 @@
-"""The main job as a user meets it: what a run folder holds, stopping and going on, options."""
+"""Training as a user runs it: the run folder, continuation, options."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a step does besides an update: skipping, averaging, R-Drop, freezing."""
+"""Features of the training step: skipped steps, moving average, R-Drop, freezing."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Runs that start from parameters that were trained before."""
+"""Runs that are initialized from trained parameters."""
 
 import dataclasses
 import json

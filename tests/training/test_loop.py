@@ -1,4 +1,4 @@
-"""The loop: what it writes, that it goes on exactly where it stopped, when it stops by itself."""
+"""The training loop: metrics, exact continuation, early stopping, non-finite steps."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Rates and updates against the published formulas and torch's Adam."""
+"""Schedules and updates, compared with the published formulas and PyTorch's Adam."""
 
 import chex
 import jax
