@@ -9,11 +9,12 @@ import jax
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from flaxformer_mt.config import ExperimentConfig, TransformerConfig, from_json
+from flaxformer_mt.config import ExperimentConfig, TransformerConfig
 from flaxformer_mt.config.fields import FieldRole, names_with
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs import parameter_file
 from flaxformer_mt.runs.checkpoint import restore_params
+from flaxformer_mt.runs.folder import read_config
 from flaxformer_mt.training.parameters import Params
 from flaxformer_mt.training.state import TrainState
 
@@ -84,10 +85,7 @@ def start_from(state: TrainState, params: Params, place: Callable[[Params], Para
 
 
 def _read_run(folder: Path) -> tuple[TransformerConfig, dict[str, Any]]:
-    config = folder / "config.json"
-    if not config.is_file():
-        raise UserError("not a run folder: it has no config.json")
-    model = from_json(config.read_text(encoding="utf-8")).model
+    model = read_config(folder).model
     _, params = restore_params(folder, "best")
     return model, flatten_dict(params, sep="/")
 

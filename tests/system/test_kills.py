@@ -1,7 +1,7 @@
 """A run that is killed repeatedly ends with the same bits as an uninterrupted one.
 
 Its configuration has all kinds of state: accumulation, dropout, a moving average, early stopping,
-sampling of subwords, and metrics of intervals that a kill cuts in two.
+sampling of subwords, and metrics of intervals that a kill interrupts.
 """
 
 import contextlib
