@@ -60,11 +60,12 @@ def average(
       output_folder: Run folder to create. Default: `averaged` in the run folder.
     """
     from flaxformer_mt.runs.averaging import average_run
+    from flaxformer_mt.runs.layout import AVERAGED
 
     if (last is None) == (best is None):
         raise UserError("give --last or --best, the number of checkpoints to average")
     which: Literal["last", "best"] = "best" if last is None else "last"
-    folder = output_folder or run / "averaged"
+    folder = output_folder or run / AVERAGED
     steps = average_run(run, folder, last or best or 0, which, announce=output.print_note)
     listed = ", ".join(map(str, steps))
     output.print_lines([f"{folder}: the mean of the checkpoints of steps {listed}"])

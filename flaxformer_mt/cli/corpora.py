@@ -114,9 +114,10 @@ def lexicon(
     """
     from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers, evenly
     from flaxformer_mt.decoding.shortlists.lexicon import MAX_PAIRS, learn, write_table
+    from flaxformer_mt.runs.layout import TOKENIZER
 
     require_folders(output_file)
-    tokenizers = Tokenizers.load(run / "tokenizer")
+    tokenizers = Tokenizers.load(run / TOKENIZER)
     pairs = evenly(stream_parallel(source, target), MAX_PAIRS)
     sources, targets = zip(*pairs, strict=True)
     table = learn(tokenizers.source.encode(sources), tokenizers.target.encode(targets))

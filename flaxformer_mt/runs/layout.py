@@ -19,6 +19,8 @@ CACHE = "cache"
 """Folder of the tokenised training text; may be deleted."""
 LOCK = "lock"
 """Locked by the process that trains."""
+ORIGIN = "origin"
+"""Folder of files of a published model that was converted, for converting it back."""
 AVERAGED = "averaged"
 """Default name, in a run folder, of the run folder made of averaged checkpoints."""
 

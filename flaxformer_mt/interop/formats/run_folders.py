@@ -11,10 +11,8 @@ from flaxformer_mt.config import to_json
 from flaxformer_mt.interop.formats.bundle import ModelBundle
 from flaxformer_mt.interop.weight_maps.mapping import model_params
 from flaxformer_mt.runs import atomic
+from flaxformer_mt.runs.layout import CONFIG, ORIGIN, TOKENIZER
 from flaxformer_mt.runs.trained_model import load_run
-
-ORIGIN = "origin"
-"""Folder in a run for `ModelBundle.origin`."""
 
 
 def read(folder: Path) -> ModelBundle:
@@ -42,11 +40,11 @@ def write(bundle: ModelBundle, folder: Path) -> None:
     from flaxformer_mt.runs.checkpoint import write_params
 
     with atomic.new_folder(folder) as partial:
-        bundle.tokenizers.save(partial / "tokenizer")
+        bundle.tokenizers.save(partial / TOKENIZER)
         write_params(partial, 0, model_params(bundle.params))
         if bundle.origin:
             (partial / ORIGIN).mkdir()
         for name, content in bundle.origin.items():
             (partial / ORIGIN / name).write_bytes(content)
         text = to_json(bundle.config)
-        (partial / "config.json").write_text(text, encoding="utf-8")
+        (partial / CONFIG).write_text(text, encoding="utf-8")
