@@ -1,4 +1,4 @@
-"""The console script: what it prints, and how it refuses."""
+"""The console script: output, errors and help."""
 
 import dataclasses
 import gzip
@@ -29,13 +29,13 @@ from flaxformer_mt.runs.checkpoint import Checkpointer
 from flaxformer_mt.runs.trained_model import load_run
 from flaxformer_mt.training.state import TrainState
 
-# All are short: another length of rows is a compilation.
+# All are short: each further row length is compiled separately.
 LINES = [*sentences(3, longest=2), "", *sentences(2, seed=7, longest=2)]
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run folder whose best checkpoint is not the last."""
+    """A run folder whose best checkpoint is not the last one."""
     folder = tmp_path_factory.mktemp("runs") / "tiny"
     talker = make_talker()
     with Checkpointer(folder, keep_last=2) as checkpointer:
@@ -56,7 +56,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture
 def command(capfdbinary, monkeypatch, tmp_path):
-    """Runs the console script: (exit code, standard output, standard error)."""
+    """Runs the console script and returns exit code, standard output and standard error."""
 
     def execute(*arguments, stdin=b""):
         (tmp_path / "stdin").write_bytes(stdin)
@@ -74,7 +74,7 @@ def write(path, lines):
     return path
 
 
-def test_translate_keeps_the_lines(run, command):
+def test_translate_keeps_line_structure(run, command):
     expected = Translator.from_run(run).translate(LINES)
     assert expected[3] == ""
     for text in ("\n".join(LINES) + "\n", "\n".join(LINES), "\r\n".join(LINES) + "\r\n"):
@@ -107,11 +107,11 @@ def test_translate_reads_and_writes_files(run, command, tmp_path):
     assert command("translate", "--run", run, *files) == (0, "", "")
     assert output.read_text() == expected
     source.write_bytes(gzip.compress(b"Hund\n\xff\n"))
-    assert_refused(command("translate", "--run", run, *files), f"{source}, line 2: not UTF-8")
+    assert_rejected(command("translate", "--run", run, *files), f"{source}, line 2: not UTF-8")
     assert output.read_text() == expected
 
 
-def test_json_lines_have_what_was_asked_for(run, command):
+def test_json_lines_contain_the_requested_fields(run, command):
     lines = [{"text": "ein Hund"}, {"text": ""}]
     _, out, _ = command(
         "translate", "--run", run, "--input-format", "jsonl", "--format", "jsonl",
@@ -134,7 +134,7 @@ def test_json_lines_have_what_was_asked_for(run, command):
     assert text.split("\n") == [f"{found['text']} ||| {found['alignment']}", " ||| ", ""]
 
 
-def test_json_lines_say_what_a_translation_must_have():
+def test_json_lines_give_constraints():
     line = '{"text": "a", "prefix": "b", "phrases": ["c", "d e"]}'
     assert read_sentence(line, "jsonl", "here") == Sentence("a", "b", ("c", "d e"))
     assert read_sentence('{"text": "a"}', "jsonl", "here") == Sentence("a")
@@ -152,7 +152,7 @@ def test_json_lines_say_what_a_translation_must_have():
         ('{"text": "", "phrases": "a"}', '"phrases" must be a list of strings'),
     ],
 )
-def test_json_lines_that_are_none_are_refused(line, message):
+def test_invalid_json_lines_are_rejected(line, message):
     with pytest.raises(UserError, match=f"^here: {re.escape(message)}"):
         read_sentence(line, "jsonl", "here")
 
@@ -164,7 +164,7 @@ AWKWARD = [
 
 
 def test_every_line_has_one_translation(run, command):
-    """Whatever characters it is made of, and whether or not the last line has an end."""
+    """For all characters, and whether or not the last line has a line end."""
     for stdin in ("\n".join(AWKWARD), "\n".join(AWKWARD) + "\n"):
         code, out, err = command(
             "translate", "--run", run, "--max-length", "9", stdin=stdin.encode(),
@@ -190,7 +190,7 @@ def test_a_line_of_a_million_characters_is_translated(run, command):
 START = "import sys; from flaxformer_mt.cli import main; sys.exit(main())"
 
 
-def test_a_line_is_answered_before_the_next_is_there(run):
+def test_a_line_is_translated_before_the_next_arrives(run):
     reading, writing = os.pipe()
     with subprocess.Popen(
         [sys.executable, "-c", START, "translate", "--run", run, "--beam-size", "1"],
@@ -206,7 +206,7 @@ def test_a_line_is_answered_before_the_next_is_there(run):
         assert process.wait() == 0
 
 
-def test_score_prints_one_log_probability_a_line(run, command, tmp_path):
+def test_score_prints_one_log_probability_per_line(run, command, tmp_path):
     sources, targets = sentences(4), sentences(4, seed=5)
     code, out, _ = command(
         "score", "--run", run, "--checkpoint", "last",
@@ -228,12 +228,12 @@ def test_evaluate_prints_json(run, command, tmp_path):
         "--source", write(tmp_path / "source", sources),
         "--reference", write(tmp_path / "reference", references),
     )  # fmt: skip
-    figures = evaluate(Translator.from_run(run).translate(sources), references)
+    metrics = evaluate(Translator.from_run(run).translate(sources), references)
     assert code == 0
-    assert json.loads(out) == {"step": 1, "sentences": 4, **figures}
+    assert json.loads(out) == {"step": 1, "sentences": 4, **metrics}
 
 
-def test_inspect_tells_models_apart(run, command):
+def test_inspect_distinguishes_models(run, command):
     talker = make_talker()
     _, out, _ = command("inspect", "--run", run, "--json")
     last = json.loads(out)
@@ -253,7 +253,7 @@ def test_inspect_tells_models_apart(run, command):
     assert "config.decode.beam_size: 3" in lines
 
 
-def test_options_that_do_not_exist_are_refused_with_the_right_one(run, capsys):
+def test_unknown_options_are_rejected_with_a_suggestion(run, capsys):
     with pytest.raises(SystemExit) as exit_info:
         main(["translate", "--run", str(run), "--beem-size", "4"])
     assert exit_info.value.code == 2
@@ -271,8 +271,8 @@ def test_help_shows_the_defaults_of_the_run(run, capsys):
         assert "1 = greedy search. (default: 3; >= 1)" in text
 
 
-def without(run, folder, *missing):
-    """A copy of the run folder (by links) in which something is missing."""
+def copy_without(run, folder, *missing):
+    """Copies the run folder (by links) without some of its content."""
     folder.mkdir()
     for path in run.iterdir():
         if path.name not in missing:
@@ -288,55 +288,55 @@ def without(run, folder, *missing):
         ("checkpoints", "holds no checkpoint"),
     ],
 )
-def test_run_folders_with_something_missing_are_refused(run, command, tmp_path, missing, message):
-    folder = without(run, tmp_path / "run", missing)
-    assert_refused(command("inspect", "--run", folder), str(folder), message)
+def test_incomplete_run_folders_are_rejected(run, command, tmp_path, missing, message):
+    folder = copy_without(run, tmp_path / "run", missing)
+    assert_rejected(command("inspect", "--run", folder), str(folder), message)
 
 
-def test_what_cannot_be_used_is_refused_in_one_line(run, command, tmp_path):
+def test_errors_are_one_line(run, command, tmp_path):
     two, three = write(tmp_path / "two", "ab"), write(tmp_path / "three", "abc")
-    assert_refused(command("inspect", "--run", tmp_path / "no"), "there is no run folder", "no")
-    assert_refused(command("inspect", "--run", run, "--checkpoint", "7"), "step 7", "1, 2")
-    assert_refused(
+    assert_rejected(command("inspect", "--run", tmp_path / "no"), "there is no run folder", "no")
+    assert_rejected(command("inspect", "--run", run, "--checkpoint", "7"), "step 7", "1, 2")
+    assert_rejected(
         command("score", "--run", run, "--source", two, "--target", three),
         f"{two} has 2 lines but {three} has 3",
     )
-    assert_refused(
+    assert_rejected(
         command("evaluate", "--run", run, "--source", tmp_path / "no", "--reference", two),
         f"there is no file {tmp_path / 'no'}",
     )
-    assert_refused(
+    assert_rejected(
         command("translate", "--run", run, stdin=b"good\nbad \xff\n"), "standard input, line 2"
     )
-    assert_refused(
+    assert_rejected(
         command("translate", "--run", run, "--n-best", "9"),
         "--n-best=9 is more than --beam-size=3",
     )
-    assert_refused(command("translate"), "--run is missing")
+    assert_rejected(command("translate"), "--run is missing")
     several = ("--run", run, "--run", tmp_path / "other")
-    assert_refused(command("translate", *several), f"there is no run folder {tmp_path / 'other'}")
-    assert_refused(
+    assert_rejected(command("translate", *several), f"there is no run folder {tmp_path / 'other'}")
+    assert_rejected(
         command("translate", "--run", run, "--tokens"), "--tokens requires --format jsonl"
     )
-    assert_refused(
+    assert_rejected(
         command("translate", "--run", run, "--input", tmp_path / "no"),
         f"there is no file {tmp_path / 'no'}",
     )
-    damaged = without(run, tmp_path / "damaged", "config.json")
+    damaged = copy_without(run, tmp_path / "damaged", "config.json")
     (damaged / "config.json").write_text("{")
-    assert_refused(command("inspect", "--run", damaged), f"{damaged / 'config.json'}: ")
+    assert_rejected(command("inspect", "--run", damaged), f"{damaged / 'config.json'}: ")
 
 
-def test_a_vocabulary_that_does_not_fit_the_weights_is_refused(run, command, tmp_path):
-    folder = without(run, tmp_path / "run", "tokenizer")
+def test_a_vocabulary_of_another_size_is_rejected(run, command, tmp_path):
+    folder = copy_without(run, tmp_path / "run", "tokenizer")
     corpus = ParallelCorpus(sentences(50), sentences(50), "made up")
     Tokenizers.train([corpus], dataclasses.replace(DATA, vocab_size=290)).save(folder / "tokenizer")
     message = "has 290 source tokens, but the model was trained with 300"
     for name in ("inspect", "translate"):
-        assert_refused(command(name, "--run", folder), f"{folder / 'tokenizer'} {message}")
+        assert_rejected(command(name, "--run", folder), f"{folder / 'tokenizer'} {message}")
 
 
-def assert_refused(result, *messages):
+def assert_rejected(result, *messages):
     code, out, err = result
     assert (code, out) == (1, "")
     assert err.startswith("flaxformer-mt: error: ")
@@ -356,7 +356,7 @@ def test_a_pipe_that_closes_early_ends_quietly(run, command, monkeypatch, name):
     assert (code, err) == (1, "")
 
 
-def test_help_does_not_wait_for_jax():
+def test_help_does_not_import_jax():
     code = (
         "import sys, flaxformer_mt.cli as cli\n"
         "try: cli.main(['translate', '--help'])\n"
@@ -367,7 +367,7 @@ def test_help_does_not_wait_for_jax():
     assert b"--beam-size" in result.stdout
 
 
-def test_lexicon_makes_a_file_that_shortlist_takes(run, command, tmp_path):
+def test_shortlist_reads_the_output_of_lexicon(run, command, tmp_path):
     text, lexicon = tmp_path / "text", tmp_path / "lex.gz"
     text.write_text("\n".join(LINES))
     both = ("--source", str(text), "--target", str(text))
@@ -401,7 +401,7 @@ def test_help_fits_80_columns_and_keeps_the_examples(name, capsys, monkeypatch):
 
 
 def examples(text):
-    """The words of each example in a help or docstring, with continuation lines joined."""
+    """Returns the words of each example in a help text, with continuation lines joined."""
     lines = text.replace(" \\\n", " ").splitlines()
     return [line.split() for line in lines if line.strip().startswith("flaxformer-mt ")]
 

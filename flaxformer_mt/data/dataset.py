@@ -78,7 +78,7 @@ def tokenize(
     tokenizers: Tokenizers,
     cache_folder: Path,
 ) -> TokenizedCorpora:
-    """Filters, tokenises and checks corpora.
+    """Filters, tokenizes and checks corpora.
 
     Args:
       config: the configuration of the experiment; vocabulary sizes and row lengths are not used.
