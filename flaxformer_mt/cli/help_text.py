@@ -24,7 +24,7 @@ from tyro.constructors import (
 
 from flaxformer_mt.config.fields import bounds_of
 
-MAX_WIDTH = 100
+MAX_HELP_WIDTH = 100
 """Prose is wrapped to this width on wider terminals."""
 
 
@@ -88,7 +88,7 @@ def _docstring(function: Callable[..., Any]) -> str:
 
 def wrap(text: str) -> str:
     """Wraps paragraphs to the width of the terminal, except for indented lines."""
-    width = min(shutil.get_terminal_size().columns, MAX_WIDTH)
+    width = min(shutil.get_terminal_size().columns, MAX_HELP_WIDTH)
     unwrapped = re.sub(r"(?<=\S)\n(?=\S)", " ", text.strip())
     lines = (
         line if line.startswith(" ") else textwrap.fill(line, width)

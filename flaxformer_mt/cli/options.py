@@ -99,4 +99,4 @@ def require_folders(*files: Path | None) -> None:
     """Raises UserError if the folder of a file to be written does not exist."""
     for file in files:
         if file is not None and not file.parent.is_dir():
-            raise UserError(f"{file} cannot be written: {file.parent} is no folder")
+            raise UserError(f"{file} cannot be written: {file.parent} is not a folder")

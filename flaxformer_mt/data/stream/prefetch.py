@@ -9,10 +9,10 @@ from typing import Generic, TypeVar
 
 from flaxformer_mt.data.stream.batches import DataPosition
 
-T = TypeVar("T")
+_Item = TypeVar("_Item")
 
 
-class Prefetched(Generic[T], Iterator[tuple[T, DataPosition]]):
+class Prefetched(Generic[_Item], Iterator[tuple[_Item, DataPosition]]):
     """Reads an infinite stream ahead of its consumer, in a background thread.
 
     An iterator over the results of `read`: each batch comes with the position after it, which a
@@ -31,20 +31,20 @@ class Prefetched(Generic[T], Iterator[tuple[T, DataPosition]]):
 
     def __init__(
         self,
-        read: Callable[[DataPosition], tuple[T, DataPosition]],
+        read: Callable[[DataPosition], tuple[_Item, DataPosition]],
         start: DataPosition,
         depth: int = 2,
     ) -> None:
         self.seconds_waited = 0.0
         self._read = read
-        self._ready: queue.Queue[tuple[T, DataPosition] | BaseException] = queue.Queue(depth)
+        self._ready: queue.Queue[tuple[_Item, DataPosition] | BaseException] = queue.Queue(depth)
         self._closed = threading.Event()
         self._thread = threading.Thread(
             target=self._run, args=(start,), name="prefetch", daemon=True
         )
         self._thread.start()
 
-    def __next__(self) -> tuple[T, DataPosition]:
+    def __next__(self) -> tuple[_Item, DataPosition]:
         """Returns the next batch and the position after it.
 
         Raises:
@@ -69,7 +69,7 @@ class Prefetched(Generic[T], Iterator[tuple[T, DataPosition]]):
             self._ready.get()
         self._thread.join()
 
-    def __enter__(self) -> "Prefetched[T]":
+    def __enter__(self) -> "Prefetched[_Item]":
         return self
 
     def __exit__(
