@@ -222,6 +222,7 @@ def fairseq(**overrides: Any) -> TransformerConfig:
     Source: https://github.com/facebookresearch/fairseq (fairseq/models/transformer)
     """
     _check_choice("fairseq", overrides, "activation", ("relu", "gelu", "gelu_tanh"))
+    _check_choice("fairseq", overrides, "position_kind", ("sinusoidal", "learned", "none"))
     overrides = _special_tokens(overrides, pad_id=1, eos_id=2) | overrides
     values: dict[str, Any] = {
         "norm_epsilon": 1e-5,

@@ -21,7 +21,9 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.adaptation import adapt
 from flaxformer_mt.interop.convert import OWN, convert
+from flaxformer_mt.interop.families import marian_native
 from flaxformer_mt.interop.formats import parameter_file
+from flaxformer_mt.interop.weight_maps.validation import check_switches
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.parity import references
 from flaxformer_mt.presets import FAMILY_ALIASES, canonical_family
@@ -254,6 +256,15 @@ def test_head_widths_that_the_other_family_cannot_have_are_rejected():
     annotated = dataclasses.replace(interop.FAMILIES["annotated"], head_widths="even")
     with pytest.raises(UserError, match=r"head_dim=d_model/num_heads, which is 16/4, not 5"):
         adapt(config, params, annotated)
+
+
+@pytest.mark.parametrize("kind", ["rotary", "alibi", "t5_relative"])
+@pytest.mark.parametrize("family", [*interop.FAMILIES.values(), marian_native.FAMILY])
+def test_positions_that_no_published_model_has_are_rejected_by_name(family, kind):
+    published = family.configuration(target_vocab_size=11, source_vocab_size=11)
+    config = dataclasses.replace(published, position_kind=kind)
+    with pytest.raises(UserError, match=rf"position_kind=.*{kind}|{kind}.*position_kind"):
+        check_switches(family, config)
 
 
 def test_padding_that_starts_decoding_must_embed_to_zero_on_both_sides():
