@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.config.fields import FieldRole, roles_of
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.checkpoint_files import Tensors, identical
 from flaxformer_mt.interop.weight_maps.family import Family
@@ -15,13 +16,12 @@ from flaxformer_mt.interop.weight_maps.mapping import (
 )
 from flaxformer_mt.interop.weight_maps.rules import TensorRule
 
-# No published code fixes these fields, or none needs them to hold its weights.
-FREE_FIELDS = {
-    "source_vocab_size", "target_vocab_size", "d_model", "num_heads", "head_dim", "value_dim",
-    "d_ff", "num_encoder_layers", "num_decoder_layers", "dropout_rate", "embedding_dropout_rate",
-    "attention_dropout_rate", "activation_dropout_rate", "max_length", "pad_id", "bos_id", "eos_id",
-    "kernel_init", "embedding_init", "bias_init", "dtype", "param_dtype", "scan_layers",
-}  # fmt: skip
+FREE_FIELDS = frozenset(
+    field.name
+    for field in dataclasses.fields(TransformerConfig)
+    if FieldRole.ARCHITECTURE not in roles_of(field)
+)
+"""Fields that no published code fixes: all that are not part of the mathematics."""
 
 
 def check_switches(family: Family, config: TransformerConfig) -> None:

@@ -1,0 +1,69 @@
+"""Fields that do not change what a model computes neither block nor change its export."""
+
+import dataclasses
+
+import pytest
+from toy_references import DOUBLE_PROJECTION, VARIANTS
+
+from flaxformer_mt import interop
+from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.config.fields import FieldRole, choices_of, roles_of, type_hints
+from flaxformer_mt.interop.convert import OWN, READERS, WRITERS, convert
+from flaxformer_mt.interop.formats import run_folders
+
+ALL = VARIANTS | {"double_projection": DOUBLE_PROJECTION}
+OF_THE_MODEL = {FieldRole.SHAPES, FieldRole.VOCABULARY, FieldRole.ARCHITECTURE}
+
+
+def other_value(field):
+    """A valid value that is not the default."""
+    hint = type_hints(TransformerConfig)[field.name]
+    if hint is bool:
+        return not field.default
+    if hint is float:
+        return 0.25
+    return next(choice for choice in choices_of(hint) if choice != field.default)
+
+
+FREE = {
+    field.name: other_value(field)
+    for field in dataclasses.fields(TransformerConfig)
+    # The data type of the parameters is that of the tensors.
+    if field.name != "param_dtype" and not roles_of(field) & OF_THE_MODEL
+}
+RUNNING = {
+    field.name: other_value(field)
+    for field in dataclasses.fields(TransformerConfig)
+    if roles_of(field) == {FieldRole.RUNNING} or field.name == "scan_layers"
+}
+
+
+def test_remat_is_only_about_running():
+    assert RUNNING == {"remat": True, "scan_layers": False}
+    assert RUNNING.items() <= FREE.items()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_checkpoint_is_the_same_whatever_the_free_fields(name, tmp_path):
+    variant = ALL[name]
+    config, params = interop.load(variant.family, variant.build().state_dict(), **variant.hints)
+    paths = [tmp_path / f"{name}.safetensors" for name in ("default", "changed")]
+    for path, model in zip(paths, (config, dataclasses.replace(config, **FREE)), strict=True):
+        interop.save(variant.family, model, params, path)
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+
+
+@pytest.mark.parametrize("target", [OWN, *WRITERS])
+def test_a_run_exports_to_every_format_however_it_was_computed(target, trained_run, tmp_path):
+    bundle = run_folders.read(trained_run)
+    model = dataclasses.replace(bundle.config.model, **RUNNING)
+    config = dataclasses.replace(bundle.config, model=model)
+    run_folders.write(dataclasses.replace(bundle, config=config), tmp_path / "run")
+    exported = {}
+    for name, run in (("default", trained_run), ("changed", tmp_path / "run")):
+        convert(OWN, target, run, tmp_path / name)
+        files = [path for path in (tmp_path / name).rglob("*") if path.is_file()]
+        exported[name] = {path.relative_to(tmp_path / name): path.read_bytes() for path in files}
+    assert exported["changed"].keys() == exported["default"].keys()
+    if target in READERS:
+        assert exported["changed"] == exported["default"]
