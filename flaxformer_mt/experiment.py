@@ -245,7 +245,7 @@ class Experiment:
         axes = " x ".join(f"{size} {axis}" for axis, size in self.strategy.mesh.shape.items())
         devices = self.strategy.devices
         yield "devices", f"{len(devices)} {devices[0].platform} ({axes})"
-        for line in self.strategy.sharding(params).left_whole:
+        for line in self.strategy.sharding(params).not_divisible:
             yield "whole", line
 
     def costs(self) -> Iterator[tuple[str, str]]:

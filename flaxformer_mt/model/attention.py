@@ -9,6 +9,7 @@ from flax import linen as nn
 from jax import Array
 
 from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.model.logical_axes import constrain
 from flaxformer_mt.model.numerics import Dropout, at_least_float32, dense
 
 
@@ -116,6 +117,7 @@ class MultiHeadAttention(nn.Module):
 
     def _split_heads(self, x: Array) -> Array:
         """[B, S, H*K] to [B, H, S, K]: the features of one head are contiguous."""
+        x = constrain(x, "batch", "length", "heads")
         return x.reshape(*x.shape[:-1], self.config.num_heads, -1).swapaxes(-2, -3)
 
     def project(self, inputs: Array, transform: Callable[[Array], Array] | None = None) -> KeyValue:
@@ -166,4 +168,4 @@ class MultiHeadAttention(nn.Module):
         )
         joined = context.swapaxes(-2, -3).reshape(*inputs.shape[:-1], -1)  # [B, T, H*U]
         self.sow("intermediates", "context", joined)
-        return self.output(joined), weights
+        return constrain(self.output(joined), "batch", "length", "embed"), weights

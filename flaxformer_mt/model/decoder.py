@@ -9,6 +9,7 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.model.attention import KeyValue, MultiHeadAttention
 from flaxformer_mt.model.cache import KeyValueCache, LayerState, RecurrentState
 from flaxformer_mt.model.feed_forward import FeedForward
+from flaxformer_mt.model.logical_axes import constrain
 from flaxformer_mt.model.normalization import Norm, residual
 from flaxformer_mt.model.numerics import Dropout
 from flaxformer_mt.model.positions import (
@@ -158,7 +159,7 @@ class DecoderLayer(nn.Module):
             return self.feed_forward(y, deterministic), None
 
         x, _ = self._residual(x, feed_forward, self.feed_forward_norm, deterministic)
-        return x, weights
+        return constrain(x, "batch", "length", "embed"), weights
 
     def _residual(self, x, sublayer, norm, deterministic):
         def dropout(y: Array) -> Array:
@@ -270,4 +271,5 @@ class Decoder(nn.Module):
         return self.embedding_norm(x) if self.config.embedding_norm else x
 
     def _above(self, x: Array) -> Array:
-        return self.final_norm(x) if self.config.final_norm else x
+        x = self.final_norm(x) if self.config.final_norm else x
+        return constrain(x, "batch", "length", "embed")

@@ -6,6 +6,7 @@ from jax import Array
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.model.attention import MultiHeadAttention
 from flaxformer_mt.model.feed_forward import FeedForward
+from flaxformer_mt.model.logical_axes import constrain
 from flaxformer_mt.model.normalization import Norm, residual
 from flaxformer_mt.model.numerics import Dropout
 from flaxformer_mt.model.positions import (
@@ -58,7 +59,7 @@ class EncoderLayer(nn.Module):
         norm_position = self.config.norm_position
         x, weights = residual(x, attend, self.self_attention_norm, dropout, norm_position)
         x, _ = residual(x, feed_forward, self.feed_forward_norm, dropout, norm_position)
-        return x, weights if return_attention else None
+        return constrain(x, "batch", "length", "embed"), weights if return_attention else None
 
 
 class Encoder(nn.Module):
@@ -106,4 +107,4 @@ class Encoder(nn.Module):
         x, weights = self.layers(x, mask, positions, deterministic, return_attention)
         if self.config.final_norm:
             x = self.final_norm(x)
-        return x, weights
+        return constrain(x, "batch", "length", "embed"), weights

@@ -8,6 +8,7 @@ from flax import linen as nn
 from jax import Array
 
 from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.model.logical_axes import constrain
 from flaxformer_mt.model.numerics import Dropout, dense
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
@@ -29,7 +30,7 @@ class FeedForward(nn.Module):
     config: TransformerConfig
 
     def setup(self) -> None:
-        """Makes the two linear maps."""
+        """Creates the two linear maps."""
         c = self.config
         self.hidden = dense(c, c.d_model, c.d_ff, c.feed_forward_bias)
         self.output = dense(c, c.d_ff, c.d_model, c.feed_forward_bias)
@@ -37,5 +38,6 @@ class FeedForward(nn.Module):
 
     def __call__(self, x: Array, deterministic: bool) -> Array:
         """Maps [B, T, D] to [B, T, D]."""
-        hidden = ACTIVATIONS[self.config.activation](self.hidden(x))  # [B, T, F]
-        return self.output(self.dropout(hidden, deterministic=deterministic))
+        hidden = constrain(self.hidden(x), "batch", "length", "hidden")
+        hidden = self.dropout(ACTIVATIONS[self.config.activation](hidden), deterministic)
+        return constrain(self.output(hidden), "batch", "length", "embed")

@@ -1,15 +1,15 @@
-"""Who may attend to whom: bool masks [B, 1, Q, K], True = attend; and where sentences start."""
+"""Attention masks: bool [B, 1, Q, K], True = attend."""
 
 import jax.numpy as jnp
 from jax import Array
 
 
 def padding_mask(tokens: Array, pad_id: int) -> Array:
-    """Hides padding from every query.
+    """Returns the mask that hides padding from every query.
 
     Args:
-      tokens: [B, K] keys' tokens.
-      pad_id: the token that is padding.
+      tokens: [B, K], of the keys.
+      pad_id: the padding token.
 
     Returns:
       [B, 1, 1, K].
@@ -18,7 +18,7 @@ def padding_mask(tokens: Array, pad_id: int) -> Array:
 
 
 def causal_mask(length: int) -> Array:
-    """Hides the future: query t attends to keys 0..t.
+    """Returns the causal mask: query t attends to keys 0..t.
 
     Returns:
       [1, 1, T, T].
@@ -27,11 +27,11 @@ def causal_mask(length: int) -> Array:
 
 
 def segment_mask(query_segments: Array, key_segments: Array) -> Array:
-    """Keeps the sentences of a packed row apart, and padding (segment 0) out.
+    """Returns the mask of packed rows: sentences attend only to themselves, nothing to padding.
 
     Args:
-      query_segments: [B, Q] number of each query's sentence in its row; 0 is padding.
-      key_segments: [B, K] the same for keys.
+      query_segments: [B, Q], the number of each query's sentence in its row; 0 is padding.
+      key_segments: [B, K], the same for keys.
 
     Returns:
       [B, 1, Q, K].
@@ -41,28 +41,28 @@ def segment_mask(query_segments: Array, key_segments: Array) -> Array:
 
 
 def sentence_starts(segments: Array) -> Array:
-    """Where in its row a sentence starts, for what is not to remember the one before.
+    """Returns where the sentences of packed rows start.
 
     Args:
-      segments: [B, T], number of each token's sentence in its row; 0 is padding.
+      segments: [B, T], the number of each token's sentence in its row; 0 is padding.
 
     Returns:
-      [B, T].
+      bool [B, T].
     """
     return segments != jnp.pad(segments, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
 
 
 def ancestor_mask(ancestry: Array, positions: Array) -> Array:
-    """Shows each hypothesis its own past, among what all hypotheses of its sentence have written.
+    """Returns the mask of cached steps: each hypothesis attends to its own earlier tokens.
 
     Args:
-      ancestry: int32 [B, W, P], by which hypothesis each token of hypothesis w was written.
-      positions: int32 [B], the place of the token that attends; those after it are hidden.
+      ancestry: int32 [B, W, P], the hypothesis that wrote each token of hypothesis w.
+      positions: int32 [B], the position of the query; later ones are hidden.
 
     Returns:
-      [B, 1, W, P * W]: token by token, what was written by each hypothesis.
+      [B, 1, W, P * W]: for each position, the keys of all hypotheses.
     """
     batch, beams, length = ancestry.shape
     own = ancestry[..., None] == jnp.arange(beams, dtype=jnp.int32)  # [B, W, P, W]
-    past = jnp.arange(length, dtype=jnp.int32) <= positions[:, None, None]  # [B, 1, P]
-    return (own & past[..., None]).reshape(batch, 1, beams, length * beams)
+    written = jnp.arange(length, dtype=jnp.int32) <= positions[:, None, None]  # [B, 1, P]
+    return (own & written[..., None]).reshape(batch, 1, beams, length * beams)

@@ -1,4 +1,4 @@
-"""The published layer norms, and where they stand around a sub-layer."""
+"""The published layer norms, and their position relative to a sub-layer."""
 
 import functools
 from collections.abc import Callable
@@ -15,11 +15,11 @@ from flaxformer_mt.model.numerics import at_least_float32, column_sums
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def layer_norm(x: Array, scale: Array, bias: Array, epsilon: float) -> Array:
-    r"""Centres and scales by the biased standard deviation, epsilon inside the root.
+    r"""Normalises by mean and biased standard deviation, with epsilon inside the root.
 
     .. math:: y = \hat x \odot scale + bias,\quad \hat x = (x - \mu) / \sqrt{\sigma^2 + \epsilon}
 
-    Its gradient is written out, because it can be had from x and two numbers a row:
+    Its gradient is written out, because it needs only x and two numbers per row:
 
     .. math:: \partial x = (g - \overline{g} - \hat x\, \overline{g \hat x})
         / \sqrt{\sigma^2 + \epsilon},\quad g = \partial y \odot scale
@@ -30,8 +30,8 @@ def layer_norm(x: Array, scale: Array, bias: Array, epsilon: float) -> Array:
       bias: [D].
       epsilon: in units of x squared.
 
-    Source: Ba et al. 2016. The variance is taken of the centred x: the difference of two means
-    that some libraries use loses all digits where the mean is large.
+    Source: Ba et al. 2016. The variance is computed from the centred x: the difference of two means
+    that some libraries use loses all digits if the mean is large.
     """
     return _layer_norm_forward(x, scale, bias, epsilon)[0]
 
@@ -57,7 +57,7 @@ layer_norm.defvjp(_layer_norm_forward, _layer_norm_backward)
 
 
 def unbiased_std_norm(x: Array, scale: Array, bias: Array, epsilon: float) -> Array:
-    r"""Centres and divides by the unbiased standard deviation, epsilon outside the root.
+    r"""Normalises by mean and unbiased standard deviation, with epsilon outside the root.
 
     .. math:: (x - \mu) / (s + \epsilon) \odot scale + bias,\quad s^2 = \sum (x - \mu)^2 / (D - 1)
 
@@ -71,14 +71,14 @@ def unbiased_std_norm(x: Array, scale: Array, bias: Array, epsilon: float) -> Ar
     """
     centred = x - jnp.mean(x, axis=-1, keepdims=True)
     variance = jnp.sum(jnp.square(centred), axis=-1, keepdims=True) / (x.shape[-1] - 1)
-    # The root's slope at zero is infinite; PyTorch gives a constant row the gradient 0, too.
+    # The derivative of the root at zero is infinite; PyTorch, too, gives a constant row gradient 0.
     constant = variance == 0
     std = jnp.where(constant, 0, jnp.sqrt(jnp.where(constant, 1, variance)))
     return centred / (std + epsilon) * scale + bias
 
 
 class Norm(nn.Module):
-    """A layer norm with learned scale and bias [D], of the kind that `config` names."""
+    """A layer norm with learned scale and bias [D], of the kind `config.norm_kind`."""
 
     config: TransformerConfig
 
@@ -104,17 +104,17 @@ def residual(
     dropout: Callable[[Array], Array],
     norm_position: str,
 ) -> tuple[Array, Any]:
-    """Wraps a sub-layer: post-norm, norm(x + f(x)), or pre-norm, x + f(norm(x)).
+    """Applies a sub-layer f with its residual: norm(x + f(x)) or x + f(norm(x)).
 
     Args:
       x: [B, T, D].
-      sublayer: f; returns its output and whatever else it has to say.
+      sublayer: f; returns its output and a second result of any kind.
       norm: the sub-layer's norm.
       dropout: applied to f's output.
       norm_position: "post" (Vaswani et al. 2017, section 3.1) or "pre" (its published code).
 
     Returns:
-      [B, T, D], and the sub-layer's second result.
+      [B, T, D], and the second result of the sub-layer.
     """
     if norm_position == "pre":
         y, extra = sublayer(norm(x))

@@ -19,6 +19,7 @@ from jax import Array
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.model.alibi import AlibiBias
+from flaxformer_mt.model.logical_axes import constrain
 from flaxformer_mt.model.numerics import embedding_init
 from flaxformer_mt.model.relative_bias import RelativeBias
 from flaxformer_mt.model.rotary import rotate, rotations
@@ -117,7 +118,8 @@ class PositionEncoding(nn.Module):
                 jnp.dtype(c.dtype),
             )
         table = table.astype(jnp.dtype(c.dtype))
-        return table.at[positions].get(mode="fill", fill_value=jnp.nan)
+        vectors = table.at[positions].get(mode="fill", fill_value=jnp.nan)
+        return constrain(vectors, "batch", "length", "embed")
 
 
 class QueryKeyTransform(NamedTuple):

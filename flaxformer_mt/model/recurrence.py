@@ -1,4 +1,4 @@
-"""The simple recurrent unit that can take the place of a decoder layer's self-attention."""
+"""The simple recurrent unit that can replace the self-attention of a decoder layer."""
 
 import jax
 import jax.numpy as jnp
@@ -6,17 +6,18 @@ from flax import linen as nn
 from jax import Array, lax
 
 from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.model.logical_axes import constrain
 from flaxformer_mt.model.numerics import at_least_float32, dense
 
 
 class SSRU(nn.Module):
-    r"""Remembers a running average of its inputs, whose weights the inputs choose.
+    r"""A simple recurrent unit (SSRU): a running average of its inputs, gated by them.
 
     .. math:: c_t = f_t \odot c_{t-1} + (1 - f_t) \odot W x_t,\quad
         f_t = \sigma(W_f x_t + b_f),\quad h_t = \mathrm{relu}(c_t)
 
-    The memory c has D numbers however long the target is, and starts at zero. As neither f nor W x
-    depends on it, all c_t of a whole target are found together, in log T rounds.
+    The state c has D numbers for targets of any length, and starts at zero. As neither f nor W x
+    depends on it, all c_t of a whole target are computed by a parallel scan, in log T rounds.
 
     Source: Kim et al. 2019, "From Research to Production and Back: Ludicrously Fast Neural Machine
     Translation", section 3.1; Marian, `SSRU` in src/rnn/cells.h, without its own layer norms.
@@ -25,24 +26,26 @@ class SSRU(nn.Module):
     config: TransformerConfig
 
     def setup(self) -> None:
-        """Makes the two linear maps."""
+        """Creates the two linear maps."""
         c = self.config
         self.candidate = dense(c, c.d_model, c.d_model, False)
         self.forget = dense(c, c.d_model, c.d_model, True)
 
     def _gate(self, x: Array) -> tuple[Array, Array]:
-        """Gives f and (1 - f) W x of `x` [..., D], in float32 at least: c sums up small numbers."""
+        """Computes f and (1 - f) W x of [B, T, D], in float32 at least: c sums small numbers."""
         dtype = at_least_float32(x.dtype)
-        forget = jax.nn.sigmoid(self.forget(x).astype(dtype))
-        return forget, (1 - forget) * self.candidate(x).astype(dtype)
+        forget = constrain(self.forget(x), "batch", "length", "embed")
+        forget = jax.nn.sigmoid(forget.astype(dtype))
+        candidate = constrain(self.candidate(x), "batch", "length", "embed")
+        return forget, (1 - forget) * candidate.astype(dtype)
 
     def __call__(self, x: Array, starts: Array | None) -> Array:
         """Maps whole targets.
 
         Args:
           x: [B, T, D].
-          starts: bool [B, T], where a sentence starts, whose memory has nothing of the row's
-            earlier sentences; None = a row is one sentence.
+          starts: bool [B, T], True where a sentence of a packed row starts, which resets the state;
+            None = a row is one sentence.
 
         Returns:
           [B, T, D].
@@ -62,11 +65,12 @@ class SSRU(nn.Module):
 
         Args:
           x: [B, W, D].
-          memory: [B, W, D] after the token before, float32 at least; not read at position 0.
-          positions: int32 [B], the place of each sentence's token.
+          memory: [B, W, D], the state after the previous token, in float32 at least; not read at
+            position 0.
+          positions: int32 [B], the position of each sentence's token.
 
         Returns:
-          [B, W, D], and the memory after these tokens.
+          [B, W, D], and the state after these tokens.
         """
         forget, new = self._gate(x)
         memory = jnp.where(positions[:, None, None] == 0, 0, forget * memory) + new

@@ -13,6 +13,7 @@ from flaxformer_mt.model.attention import KeyValue
 from flaxformer_mt.model.cache import Cache, KeyValueCache, LayerState, RecurrentState
 from flaxformer_mt.model.decoder import Decoder
 from flaxformer_mt.model.encoder import Encoder
+from flaxformer_mt.model.logical_axes import constrain
 from flaxformer_mt.model.masks import (
     ancestor_mask,
     causal_mask,
@@ -83,7 +84,12 @@ class Embedding(nn.Module):
         if c.zero_pad_embeddings:
             zero |= tokens == c.pad_id
         vectors = jnp.where(zero[..., None], 0, vectors)
-        return vectors * c.d_model**0.5 if c.scale_embeddings else vectors
+        if c.scale_embeddings:
+            vectors = vectors * c.d_model**0.5
+        # From a table whose columns are sharded, each device has a part of every vector. XLA finds
+        # no direct way from there to the whole vectors of some rows, only by this intermediate.
+        vectors = constrain(vectors, "lookup_batch", "length", "lookup_embed")
+        return constrain(vectors, "batch", "length", "embed")
 
     def attend(self, x: Array) -> Array:
         """Multiplies vectors [B, T, D] by the transposed table: [B, T, V], in float32 at least."""
@@ -349,7 +355,8 @@ class Transformer(nn.Module):
                 logits = self.output(logits)
         else:
             logits = self.output(x).astype(at_least_float32(x.dtype))
-        return logits * c.d_model**-0.5 if c.scale_logits else logits
+        logits = logits * c.d_model**-0.5 if c.scale_logits else logits
+        return constrain(logits, "batch", "length", "vocabulary")
 
     def _output_factors(self, x: Array) -> OutputFactors:
         """Returns the factors of `_logits` for the decoder's output [B, T, D]."""

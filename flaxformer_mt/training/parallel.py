@@ -1,10 +1,10 @@
-"""The same step on one device or on many, of one process or of several.
+"""Strategies that run a step on one or many devices, of one or several processes.
 
-The mesh strategy compiles one program for all devices, in which XLA finds the places to
-communicate: rows are shared out, and parameters and optimizer state are cut as `sharding.py` says.
-pmap runs one program a device, each with the whole state, which communicate by themselves
-(`axis_name`). Under both the state is an ordinary pytree of arrays, without a device axis, so that
-checkpoints and all else that reads it need not know the strategy.
+The mesh strategy compiles one program for all devices, in which XLA inserts the communication: the
+rows of a batch, the parameters and the optimizer state are sharded by the rules of `sharding.py`.
+The pmap strategy runs one program per device, each with the whole state, and the step communicates
+explicitly (`axis_name`). Under both the state is an ordinary pytree of arrays without a device
+axis, so that checkpoints do not depend on the strategy.
 """
 
 import abc
@@ -21,15 +21,15 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from flaxformer_mt.config import ExperimentConfig, ParallelConfig
 from flaxformer_mt.data.stream.batches import Batch, Shard
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.model.transformer import Embedding
 from flaxformer_mt.training.parameters import Params
 from flaxformer_mt.training.sharding import (
+    ACTIVATION_RULES,
     AXES,
     ROW_AXES,
     Sharding,
     parse_rules,
+    partition_specs,
     shard_params,
-    spread,
 )
 from flaxformer_mt.training.state import TrainState
 
@@ -37,18 +37,18 @@ Tree = TypeVar("Tree")
 
 
 class Compiled:
-    """A step that is compiled once for each of a declared number of batch shapes, and no more."""
+    """A step that is compiled at most once for each of a declared number of batch shapes."""
 
     def __init__(
         self, name: str, step: Callable, transform: Callable[[Callable, Any], Any], num_shapes: int
     ) -> None:
-        """Compiles nothing yet.
+        """Stores the arguments; the step is compiled when it is first called.
 
         Args:
           name: of the step, for messages.
           step: (state or parameters, batch) -> anything.
-          transform: what `jit` does, given the step and its first argument.
-          num_shapes: how many batch shapes there are.
+          transform: (step, its first argument) -> jitted step.
+          num_shapes: number of batch shapes.
         """
         self.batch_shapes: list[str] = []
         self._name = name
@@ -59,19 +59,19 @@ class Compiled:
 
     @property
     def compilations(self) -> int:
-        """How often the step was compiled."""
+        """The number of compilations so far."""
         return len(self.batch_shapes)
 
     def __call__(self, state: Any, batch: Batch) -> Any:
         """Runs the step.
 
         Raises:
-          UserError: it would have to be compiled once more than declared.
+          UserError: it would be compiled once more than declared.
         """
         return self._for(state)(state, batch)
 
     def lower(self, state: Any, batch: Batch) -> Any:
-        """The program for arguments of which only shapes, dtypes and shardings are known."""
+        """Lowers the step for abstract arguments: shapes, dtypes and shardings."""
         return self._for(state).lower(state, batch)
 
     def _for(self, state: Any) -> Any:
@@ -80,7 +80,7 @@ class Compiled:
         return self._jitted
 
     def _traced(self, state: Any, batch: Batch) -> Any:
-        # Python runs when JAX traces for a compilation, not at every call.
+        # This runs when JAX traces the step to compile it, not at every call.
         sizes = dict.fromkeys(str(list(leaf.shape)) for leaf in jax.tree.leaves(batch))
         shape = " and ".join(sizes)
         if self.compilations == self._num_shapes:
@@ -100,23 +100,23 @@ class Compiled:
 class Strategy(abc.ABC):
     """How a step runs on several devices.
 
-    Of several processes, all call the same methods in the same order. The devices of a process are
-    neighbours in the mesh.
+    All processes call the same methods in the same order. The devices of a process are neighbours
+    in the mesh.
     """
 
     axis_name: str | None
-    """By which a step has to communicate; None if it need not care."""
+    """The axis over which a step has to communicate explicitly; None if XLA does it."""
     axes: tuple[str, ...]
-    """Of the mesh."""
+    """The axes of the mesh."""
 
     def __init__(self, devices: list[jax.Device], config: ParallelConfig) -> None:
-        """Arranges devices, whose number is a multiple of fsdp * tensor, in a mesh."""
+        """Arranges the devices in a mesh; their number is a multiple of fsdp * tensor."""
         self.devices = sorted(devices, key=lambda device: (device.process_index, device.id))
         sizes = {"data": -1, "fsdp": config.fsdp, "tensor": config.tensor}
         self.mesh = Mesh(
             np.array(self.devices).reshape([sizes[axis] for axis in self.axes]),
             self.axes,
-            # jax.make_mesh would make them explicit, which embedding lookups of linen cannot bear.
+            # jax.make_mesh makes them explicit, which embedding lookups do not support.
             axis_types=(AxisType.Auto,) * len(self.axes),
         )
         self._user_rules = parse_rules(config.sharding_rules)
@@ -124,24 +124,24 @@ class Strategy(abc.ABC):
         row_axes = tuple(axis for axis in ROW_AXES if axis in self.axes)
         self._by_row = NamedSharding(self.mesh, PartitionSpec(row_axes))
         self.row_shards = math.prod(self.mesh.shape[axis] for axis in row_axes)
-        """In how many parts the rows of a batch are cut."""
+        """The number of shards of the rows of a batch."""
         self.shard = self._own_shard()
-        """The part of every batch that this process has to read."""
+        """The part of every batch that this process reads."""
 
     def _own_shard(self) -> Shard:
         parts = np.arange(self.row_shards)
-        places: Any = self._by_row.addressable_devices_indices_map(parts.shape)
-        own = {int(parts[place][0]) for place in places.values()}
+        indices: Any = self._by_row.addressable_devices_indices_map(parts.shape)
+        own = {int(parts[index][0]) for index in indices.values()}
         return Shard(min(own) // len(own), self.row_shards // len(own))
 
     def sharding(self, params: Params) -> Sharding:
-        """How parameters are cut: by the rules of the configuration, then the built-in ones."""
+        """Shards parameters by the rules of the configuration, then by the built-in ones."""
         return shard_params(params, dict(self.mesh.shape), self._user_rules)
 
     def shardings(self, tree: Tree) -> Tree:
-        """The `NamedSharding` of every array of a state, or of parameters."""
+        """Returns the `NamedSharding` of every array of a state, or of parameters."""
         params: Any = tree.params if isinstance(tree, TrainState) else tree
-        specs = spread(self.sharding(params).specs, tree)
+        specs = partition_specs(self.sharding(params).specs, tree)
         return jax.tree.map(
             functools.partial(NamedSharding, self.mesh),
             specs,
@@ -149,11 +149,11 @@ class Strategy(abc.ABC):
         )
 
     def abstract_state(self, make_state: Callable[[], Tree]) -> Tree:
-        """Shapes, dtypes and shardings of a state: all that is needed to compile, or to restore."""
+        """Returns the shapes, dtypes and shardings of a state, to compile with or to restore."""
         return _with_shardings(*self._shapes_and_shardings(make_state))
 
     def create_state(self, make_state: Callable[[], Tree]) -> Tree:
-        """Makes a state where it belongs, so that no device ever holds more than its part.
+        """Creates a sharded state; no device ever holds more than its part.
 
         Args:
           make_state: traced by JAX; each process calls it, and each device computes its part.
@@ -169,12 +169,12 @@ class Strategy(abc.ABC):
         """Copies a state, or parameters, to the devices.
 
         Args:
-          state: NumPy arrays or arrays of this process' devices; the same in every process.
+          state: NumPy arrays or arrays on this process' devices; the same in every process.
         """
 
         def place(leaf: Any, sharding: NamedSharding) -> jax.Array:
             whole = np.asarray(leaf)
-            # A copy, because a step will donate what it got, and the caller's array would be gone.
+            # A copy, because a step donates its argument, which would delete the caller's array.
             return jax.make_array_from_callback(
                 whole.shape, sharding, lambda index: np.array(whole[index])
             )
@@ -182,10 +182,10 @@ class Strategy(abc.ABC):
         return jax.tree.map(place, state, self.shardings(state))
 
     def gather(self, params: Tree) -> Tree:
-        """Placed parameters, whole, on this process' first device.
+        """Gathers sharded parameters on this process' first device.
 
-        All processes have to call it, even if only one needs the result. That is valid until
-        `params` are donated.
+        All processes must call it, even if only one needs the result, which is valid until `params`
+        are donated.
         """
         if not all(leaf.is_fully_replicated for leaf in jax.tree.leaves(params)):
             params = self._gather(params)
@@ -196,13 +196,13 @@ class Strategy(abc.ABC):
         return jax.jit(lambda tree: tree, out_shardings=self._everywhere)
 
     def place_batch(self, batch: Batch) -> Batch:
-        """Sends each device its rows.
+        """Transfers each device's rows to it.
 
         Args:
           batch: the rows of `self.shard`, on the host.
 
         Raises:
-          UserError: they cannot be divided evenly among this process' devices.
+          UserError: the number of devices of this process does not divide that of rows.
         """
         rows, parts = len(batch.decoder_input_tokens), self.row_shards // self.shard.count
         if rows % parts:
@@ -213,12 +213,12 @@ class Strategy(abc.ABC):
         return jax.tree.map(self._place_rows, batch)
 
     def abstract_batch(self, batch: Batch) -> Batch:
-        """Shapes, dtypes and shardings of a placed batch, from those of the whole one."""
+        """Returns the shapes, dtypes and shardings of a placed batch, from those of a whole one."""
         return _with_shardings(batch, jax.tree.map(lambda _: self._by_row, batch))
 
     @abc.abstractmethod
     def _place_rows(self, rows: np.ndarray) -> jax.Array:
-        """Sends each device its part of this process' rows of one array."""
+        """Transfers each device's part of this process' rows of one array to it."""
 
     def compile_train_step(self, step: Callable, num_shapes: int = 1) -> Compiled:
         """Compiles step(state, batch, axis_name=...) -> (state, metrics).
@@ -227,13 +227,13 @@ class Strategy(abc.ABC):
 
         Args:
           step: a pure function.
-          num_shapes: of batches; one more is refused.
+          num_shapes: number of batch shapes; one more raises an error.
         """
         step = functools.partial(step, axis_name=self.axis_name)
         return Compiled("training", step, self._jit_train_step, num_shapes)
 
     def compile_eval_step(self, step: Callable, num_shapes: int = 1) -> Compiled:
-        """Compiles step(params, batch, axis_name=...) -> metrics; `num_shapes` as for training."""
+        """Compiles step(params, batch, axis_name=...) -> metrics, for `num_shapes` batch shapes."""
         step = functools.partial(step, axis_name=self.axis_name)
         return Compiled("validation", step, self._jit_eval_step, num_shapes)
 
@@ -247,7 +247,7 @@ class Strategy(abc.ABC):
 
 
 class MeshStrategy(Strategy):
-    """One program for all devices, compiled by jit for a mesh of them."""
+    """One program for all devices, compiled by `jax.jit` for a mesh."""
 
     axis_name = None
     axes = AXES
@@ -258,7 +258,7 @@ class MeshStrategy(Strategy):
     def _jit_train_step(self, step: Callable, state: TrainState) -> Any:
         shardings = self.shardings(state)
         return jax.jit(
-            self._with_rows_kept(step),
+            self._with_rules(step),
             in_shardings=(shardings, self._by_row),
             out_shardings=(shardings, self._everywhere),
             donate_argnums=0,
@@ -266,61 +266,36 @@ class MeshStrategy(Strategy):
 
     def _jit_eval_step(self, step: Callable, params: Params) -> Any:
         return jax.jit(
-            self._with_rows_kept(step),
+            self._with_rules(step),
             in_shardings=(self.shardings(params), self._by_row),
             out_shardings=self._everywhere,
         )
 
-    def _with_rows_kept(self, step: Callable) -> Callable:
-        """The step, with the vectors [B, T, D] of every module cut along their rows.
+    def _with_rules(self, step: Callable) -> Callable:
+        """Returns the step, traced with the mesh and the sharding rules of activations."""
 
-        Left alone, XLA keeps a matrix that fsdp has cut where it is and sends the vectors of all
-        rows around. This makes it send the matrix, which is smaller.
-        """
-        anyhow = PartitionSpec.UNCONSTRAINED
-
-        def keep_results(call: Callable, arguments: Any, options: Any, context: Any) -> Any:
-            results = call(*arguments, **options)
-            if isinstance(context.module, Embedding) and context.method_name == "__call__":
-                # A table that fsdp has cut gives a part of every vector. XLA finds no way from
-                # there to whole vectors of some rows, unless it is shown this stop on the way.
-                results = self._cut(results, "data", anyhow, "fsdp")
-            return jax.tree.map(lambda value: self._cut(value, ROW_AXES, anyhow, anyhow), results)
-
-        def with_rows_kept(*arguments: Any) -> Any:
-            # The mesh tells the loss how rows are shared out.
+        def with_rules(*arguments: Any) -> Any:
             with (
                 jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh),
-                nn.intercept_methods(keep_results),
+                nn.logical_axis_rules(ACTIVATION_RULES),
             ):
                 return step(*arguments)
 
-        return with_rows_kept
-
-    def _cut(self, value: Any, *axes: Any) -> Any:
-        """Tells XLA how to cut vectors [B, T, D]; other values are left alone."""
-        if not isinstance(value, jax.Array) or value.ndim != len(axes):
-            return value
-        sharding = NamedSharding(self.mesh, PartitionSpec(*axes))
-        try:
-            sharding.shard_shape(value.shape)
-        except ValueError:  # cannot be divided evenly
-            return value
-        return jax.lax.with_sharding_constraint(value, sharding)
+        return with_rules
 
 
 class PmapStrategy(Strategy):
-    """The same program on each device of one process."""
+    """The same program on each device of one process, by `jax.pmap`."""
 
     axis_name = "data"
-    axes = ("data",)  # that of pmap itself, which would trace again for arrays of another mesh
+    axes = ("data",)  # As in pmap's own mesh: it would retrace for arrays of another one.
 
     def _place_rows(self, rows: np.ndarray) -> jax.Array:
-        """Sends each device its rows, as an array [devices, B / devices, ...]."""
+        """Transfers each device's rows to it, as an array [devices, B / devices, ...]."""
         return jax.device_put(rows.reshape(len(self.devices), -1, *rows.shape[1:]), self._by_row)
 
     def abstract_batch(self, batch: Batch) -> Batch:
-        """Shapes, dtypes and shardings of a placed batch, from those of the whole one."""
+        """Returns the shapes, dtypes and shardings of a placed batch, from those of a whole one."""
         devices = len(self.devices)
 
         def divided(rows: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -336,7 +311,7 @@ class PmapStrategy(Strategy):
         return self._pmap(step)
 
     def _pmap(self, step: Callable, **options: Any) -> Any:
-        # Every device makes the same update, so the state needs no device axis (None).
+        # All devices compute the same update, so that the state has no device axis (None).
         return jax.pmap(
             step,
             axis_name=self.axis_name,
@@ -356,11 +331,11 @@ def _with_shardings(shapes: Tree, shardings: Tree) -> Tree:
 
 
 def make_strategy(config: ExperimentConfig) -> Strategy:
-    """The strategy and devices that `config.parallel` asks for.
+    """Creates the strategy of `config.parallel`.
 
     Raises:
-      UserError: there are not as many devices, the axes cannot be made of them, rows cannot be
-        divided among them evenly, or the strategy does not do for several processes.
+      UserError: there are too few devices, the mesh axes do not divide their number, they do not
+        divide the rows of a batch, or the strategy does not support several processes.
     """
     parallel, available = config.parallel, jax.devices()
     wanted = parallel.num_devices or len(available)
@@ -397,15 +372,15 @@ def make_strategy(config: ExperimentConfig) -> Strategy:
 
 
 def check_rows(strategy: Strategy, config: ExperimentConfig) -> None:
-    """Refuses training batches that cannot be shared out.
+    """Checks that the rows of a training batch can be divided among the devices.
 
     Args:
-      strategy: whose devices share the rows of a batch.
-      config: says how many rows there are, and in how many parts one after the other. (Batches of
-        short buckets have a multiple of these rows.)
+      strategy: has the devices.
+      config: has the number of rows and of accumulation steps. (Batches of short buckets have a
+        multiple of these rows.)
 
     Raises:
-      UserError: rows cannot be divided evenly.
+      UserError: they cannot be divided evenly.
     """
     rows, row_length = config.rows_per_batch, config.data.row_lengths[1]
     shards, parts = strategy.row_shards, config.train.accumulation_steps

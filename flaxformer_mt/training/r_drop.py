@@ -1,4 +1,4 @@
-"""How far two predictions of one model are apart."""
+"""The divergence of two predictions, as R-Drop minimises it."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from flaxformer_mt.model.numerics import at_least_float32
 
 
 def divergence(first: Array, second: Array, weights: ArrayLike) -> tuple[Array, Array]:
-    r"""Mean of the two Kullback-Leibler divergences, summed over positions.
+    r"""Computes the mean of the two Kullback-Leibler divergences, summed over positions.
 
     .. math:: \tfrac{1}{2} \left( KL(p \| q) + KL(q \| p) \right)
         = \tfrac{1}{2} \sum_k (p_k - q_k) (\log p_k - \log q_k)
@@ -20,7 +20,7 @@ def divergence(first: Array, second: Array, weights: ArrayLike) -> tuple[Array, 
       weights: [B, T], 0 where there is no target.
 
     Returns:
-      The weighted sum, in nats, and the sum of the weights, in float32 (float64 where the logits
+      The weighted sum, in nats, and the sum of the weights, in float32 (float64 if the logits
       are).
 
     Source: Liang et al. 2021, equation 2; symmetrised as by Jeffreys 1946.

@@ -1,7 +1,7 @@
-"""One training step and one validation step, as pure functions.
+"""The training step and the validation step, as pure functions.
 
-A device sums over its tokens, sums are added over micro-batches and devices, and only then is
-anything divided: by the number of target tokens in the whole batch. So loss and gradient do not
+Each device sums over its tokens, and the sums are added over micro-batches and devices before they
+are divided by the number of target tokens in the whole batch. Loss and gradient therefore do not
 depend on how the batch is split.
 """
 
@@ -19,17 +19,17 @@ from flaxformer_mt.config import TrainConfig
 from flaxformer_mt.data.stream.batches import Batch
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.training.losses import (
-    Projection,
+    CrossEntropyOptions,
     accuracy,
+    chunked_cross_entropy,
     label_smoothed_cross_entropy,
-    projected_cross_entropy,
 )
 from flaxformer_mt.training.parameters import Params, merge, split
 from flaxformer_mt.training.r_drop import divergence
 from flaxformer_mt.training.state import TrainState
 
 Metrics: TypeAlias = dict[str, tuple[Array, Array]]
-"""For each figure a sum and the weight to divide it by, so that figures can be added first."""
+"""By name, a sum and the weight to divide it by; both are additive over batches and devices."""
 
 
 def train_step(
@@ -41,38 +41,38 @@ def train_step(
     config: TrainConfig,
     axis_name: str | None = None,
 ) -> tuple[TrainState, Metrics]:
-    """One update of the parameters, and of their average.
+    """Updates the parameters and their moving average once.
 
-    Where loss or gradient is not finite, the step is skipped: parameters, average and optimizer
-    state stay as they are. Only the number of the step goes on, and with it data and dropout.
+    If loss or gradient is not finite, the update is skipped: parameters, average and optimizer
+    state do not change, but the step number, and with it data and dropout, advances.
 
     Args:
       state: before the update.
       batch: B rows, a multiple of `config.accumulation_steps`; under pmap this device's rows.
       model: a `Transformer`.
       optimizer: from `make_optimizer`.
-      config: label smoothing, accumulation, R-Drop, average, and what is frozen.
+      config: label smoothing, accumulation, R-Drop, moving average, and frozen parameters.
       axis_name: the pmap axis of the devices that share a batch, if any.
 
     Returns:
-      The state after the update, and these figures:
+      The state after the update, and these metrics:
 
-      - "loss" and "accuracy", a target token;
-      - "r_drop", a target token, if that is on: how far the two predictions are apart;
-      - "padding_fraction", a position;
-      - "gradient_norm", a step: of what is trained, before clipping;
-      - "skipped_steps", "nonfinite_loss" and "nonfinite_gradient", a step: 1 where that is so.
+      - "loss" and "accuracy", per target token;
+      - "r_drop", per target token, with R-Drop: the divergence of the two predictions;
+      - "padding_fraction", per position;
+      - "gradient_norm", per step: of the trained parameters, before clipping;
+      - "skipped_steps", "nonfinite_loss" and "nonfinite_gradient", per step: 0 or 1.
 
-      But for the last four, those of a skipped step are 0 and weigh 0: means are those of the
-      other steps.
+      In a skipped step the others have the weight 0, except for the padding fraction: their means
+      are those of the other steps.
     """
     gradient, metrics = gradients(state, batch, model=model, config=config, axis_name=axis_name)
     norm = optax.tree.norm(gradient)
     one = jnp.ones_like(norm)
     metrics["gradient_norm"] = (norm, one)
-    # Both were summed over all devices, which therefore decide alike.
+    # Both are sums over all devices, so that all make the same decision.
     loss_is_finite, gradient_is_finite = jnp.isfinite(metrics["loss"][0]), jnp.isfinite(norm)
-    is_good = loss_is_finite & gradient_is_finite
+    is_finite = loss_is_finite & gradient_is_finite
 
     trained, frozen = split(state.params, config.freeze)
     updates, opt_state = optimizer.update(gradient, state.opt_state, trained)
@@ -81,15 +81,15 @@ def train_step(
     updated = dataclasses.replace(
         state, params=params, opt_state=opt_state, ema=ema, skipped=jnp.zeros_like(state.skipped)
     )
-    passed_over = dataclasses.replace(state, skipped=state.skipped + 1)
-    new_state = jax.tree.map(functools.partial(jnp.where, is_good), updated, passed_over)
+    unchanged = dataclasses.replace(state, skipped=state.skipped + 1)
+    new_state = jax.tree.map(functools.partial(jnp.where, is_finite), updated, unchanged)
     metrics = {
-        **jax.tree.map(lambda value: jnp.where(is_good, value, 0), metrics),
+        **jax.tree.map(lambda value: jnp.where(is_finite, value, 0), metrics),
         "padding_fraction": metrics["padding_fraction"],
         **{
             name: (jnp.where(holds, one, 0), one)
             for name, holds in (
-                ("skipped_steps", ~is_good),
+                ("skipped_steps", ~is_finite),
                 ("nonfinite_loss", ~loss_is_finite),
                 ("nonfinite_gradient", ~gradient_is_finite),
             )
@@ -106,12 +106,12 @@ def gradients(
     config: TrainConfig,
     axis_name: str | None = None,
 ) -> tuple[Params, Metrics]:
-    """The gradient of what a training step minimises; arguments as in `train_step`.
+    """Computes the gradient of the training objective; arguments as in `train_step`.
 
     Returns:
-      The gradient with respect to the trained parameters, of the mean over all target tokens of
-      the batch, however it is divided into parts and among devices; and the figures that come with
-      it: "loss", "accuracy", "padding_fraction" and maybe "r_drop".
+      The gradient with respect to the trained parameters of the mean over all target tokens of the
+      batch, and the metrics of the same pass: "loss", "accuracy", "padding_fraction" and, with
+      R-Drop, "r_drop".
     """
     step_key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
     trained, frozen = split(state.params, config.freeze)
@@ -129,23 +129,23 @@ def gradients(
     sums = _sum_over_parts(gradient_sum, batch, config.accumulation_steps)
     gradient, metrics = jax.lax.psum(sums, axis_name) if axis_name else sums
     tokens = metrics["loss"][1]
-    tokens = jnp.where(tokens > 0, tokens, 1)  # no target at all: a gradient of 0, not NaN
+    tokens = jnp.where(tokens > 0, tokens, 1)  # Without targets the gradient is 0, not NaN.
     return jax.tree.map(lambda g: g / tokens.astype(g.dtype), gradient), metrics
 
 
 def moving_average(average: Params, params: Params, decay: float) -> Params:
-    r"""The exponential moving average after one more step.
+    r"""Updates the exponential moving average of the parameters.
 
     .. math:: \bar\theta_t = d \bar\theta_{t-1} + (1 - d)\, \theta_t
 
-    It starts at the initial parameters, :math:`\bar\theta_0 = \theta_0`, and is not corrected for
-    that: after t steps these still have a share of d^t, and :math:`\bar\theta_t` is a mean of
-    parameters, as it should be, from the first step on. In the first 1 / (1 - d) steps (1,000 for
-    d = 0.999) it is closer to the start than to where training has got to.
+    It starts at the initial parameters, :math:`\bar\theta_0 = \theta_0`, without bias correction:
+    after t steps these have the weight d^t, and :math:`\bar\theta_t` is a weighted mean of
+    parameters from the first step on. In the first 1 / (1 - d) steps (1,000 for d = 0.999) it is
+    closer to the initial parameters than to the current ones.
 
     Source: Polyak and Juditsky 1992; with a decay, Kingma and Ba 2015, section 7.2.
     """
-    # Written so that a parameter that does not change leaves its average as it is, to the bit.
+    # In this form the average of a constant parameter does not change by a single bit.
     return jax.tree.map(lambda mean, new: mean + (1 - decay) * (new - mean), average, params)
 
 
@@ -157,14 +157,14 @@ def eval_step(
     config: TrainConfig,
     axis_name: str | None = None,
 ) -> Metrics:
-    """The figures of a batch without dropout; arguments as in `train_step`.
+    """Computes the metrics of a batch without dropout; arguments as in `train_step`.
 
     Returns:
-      "loss" (what training minimises), "accuracy", and "cross_entropy" (the loss without label
-      smoothing, whose exponential is the perplexity), all a target token.
+      "loss" (the training objective), "accuracy", and "cross_entropy" (the loss without label
+      smoothing, whose exponential is the perplexity), all per target token.
     """
     logits = _apply(model, params, batch, deterministic=True)
-    metrics = _figures(logits, batch, model, config)
+    metrics = _loss_and_accuracy(logits, batch, model, config)
     metrics["cross_entropy"] = label_smoothed_cross_entropy(
         logits, batch.decoder_target_tokens, batch.decoder_loss_weights
     )
@@ -174,19 +174,19 @@ def eval_step(
 def _objective(
     model: Transformer, params: Params, batch: Batch, key: Array, config: TrainConfig
 ) -> tuple[Array, Metrics]:
-    """What is minimised, summed over the target tokens of some rows, and the figures of these."""
+    """Returns the objective, summed over the target tokens of some rows, and their metrics."""
     if config.r_drop:
         return _r_drop_objective(model, params, batch, key, config)
     factors = _apply(
         model, params, batch, deterministic=False, rngs={"dropout": key}, project=False
     )
-    loss, correct, tokens = projected_cross_entropy(
+    loss, correct, tokens = chunked_cross_entropy(
         factors.vectors,
         factors.table,
         factors.bias,
         batch.decoder_target_tokens,
         batch.decoder_loss_weights,
-        Projection(
+        CrossEntropyOptions(
             factors.scale,
             config.label_smoothing,
             config.label_smoothing_convention,
@@ -203,36 +203,36 @@ def _objective(
 def _r_drop_objective(
     model: Transformer, params: Params, batch: Batch, key: Array, config: TrainConfig
 ) -> tuple[Array, Metrics]:
-    r"""The objective of R-Drop, summed over target tokens.
+    r"""Computes the objective of R-Drop, summed over target tokens.
 
     .. math:: -\log p_1(y) - \log p_2(y)
         + \alpha \tfrac{1}{2} \left( KL(p_1 \| p_2) + KL(p_2 \| p_1) \right)
 
-    p_1 and p_2 are the predictions of the same model under two draws of dropout. (With label
-    smoothing, the first two terms are the smoothed cross entropy, as in the authors' code.) The
-    gradient is therefore twice as long as without R-Drop, even if alpha is small: Adam does not
-    mind, but `optimizer.clip_norm` must allow for it.
+    p_1 and p_2 are the predictions of the same model with two dropout masks. (With label smoothing,
+    the first two terms are the smoothed cross-entropy, as in the authors' code.) The gradient is
+    therefore twice as long as without R-Drop, even if alpha is small: Adam is invariant to that,
+    but `optimizer.clip_norm` must be doubled.
 
-    The loss and accuracy that are reported are the means of the two passes.
+    The reported loss and accuracy are the means of the two passes.
 
     Source: Liang et al. 2021, equation 4.
     """
-    # A row and its copy stay neighbours, and so on the same device.
+    # A row and its copy are neighbours, and therefore on the same device.
     twice = jax.tree.map(functools.partial(jnp.repeat, repeats=2, axis=0), batch)
     logits = _apply(model, params, twice, deterministic=False, rngs={"dropout": key})
-    sums = _figures(logits, twice, model, config)
+    sums = _loss_and_accuracy(logits, twice, model, config)
     pairs = logits.reshape(-1, 2, *logits.shape[1:])  # [B, 2, T, V]
-    apart = divergence(pairs[:, 0], pairs[:, 1], batch.decoder_loss_weights)
+    divergences = divergence(pairs[:, 0], pairs[:, 1], batch.decoder_loss_weights)
     metrics = {
         **jax.tree.map(lambda value: value / 2, sums),
-        "r_drop": apart,
+        "r_drop": divergences,
         "padding_fraction": _padding(batch),
     }
-    return sums["loss"][0] + config.r_drop * apart[0], metrics
+    return sums["loss"][0] + config.r_drop * divergences[0], metrics
 
 
 def _apply(model: Transformer, params: Params, batch: Batch, **options: Any) -> Any:
-    """The logits [B, T, V] of a batch, or what the options ask for."""
+    """Applies the model to a batch, with the given options of `Transformer.__call__`."""
     return model.apply(
         {"params": params},
         batch.encoder_input_tokens,
@@ -245,8 +245,10 @@ def _apply(model: Transformer, params: Params, batch: Batch, **options: Any) -> 
     )
 
 
-def _figures(logits: Array, batch: Batch, model: Transformer, config: TrainConfig) -> Metrics:
-    """Loss and accuracy."""
+def _loss_and_accuracy(
+    logits: Array, batch: Batch, model: Transformer, config: TrainConfig
+) -> Metrics:
+    """Computes the metrics "loss" and "accuracy"."""
     targets, weights = batch.decoder_target_tokens, batch.decoder_loss_weights
     loss = label_smoothed_cross_entropy(
         logits,
@@ -260,7 +262,7 @@ def _figures(logits: Array, batch: Batch, model: Transformer, config: TrainConfi
 
 
 def _padding(batch: Batch) -> tuple[Array, Array]:
-    """How many positions of source and target hold no token, and how many positions there are."""
+    """Counts the padding positions of source and target, and all positions."""
     padding, positions = jnp.float32(0), 0
     for segment_ids in (batch.encoder_segment_ids, batch.decoder_segment_ids):
         if segment_ids is not None:
@@ -270,10 +272,10 @@ def _padding(batch: Batch) -> tuple[Array, Array]:
 
 
 def _sum_over_parts(function: Callable[[Batch, Array], Any], batch: Batch, num_parts: int) -> Any:
-    """Adds up function(rows, part) over parts of the batch, one after the other.
+    """Sums function(rows, part) over parts of the batch, sequentially.
 
-    Part p consists of rows p, p + num_parts, ...: where a device holds neighbouring rows, every
-    part takes as many of each device's rows, and no row has to move.
+    Part p consists of rows p, p + num_parts, ...: if a device holds neighbouring rows, every part
+    takes the same number of rows of each device, and no row has to move.
     """
     if num_parts == 1:
         return function(batch, jnp.int32(0))

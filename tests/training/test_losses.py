@@ -12,10 +12,10 @@ from absl.testing import parameterized
 
 from flaxformer_mt.parity.references.losses import LOSSES
 from flaxformer_mt.training.losses import (
-    Projection,
+    CrossEntropyOptions,
     accuracy,
+    chunked_cross_entropy,
     label_smoothed_cross_entropy,
-    projected_cross_entropy,
     token_losses,
 )
 
@@ -140,7 +140,7 @@ def test_the_loss_does_not_depend_on_an_offset_of_the_logits():
 
 @pytest.mark.parametrize("convention", ["uniform", "others", "others_kl", "non_pad_kl"])
 @pytest.mark.parametrize(("biased", "scale", "smoothing"), [(True, 0.3, 0.1), (False, 1.0, 0.0)])
-def test_a_loss_in_pieces_is_the_loss_of_all_logits(float64, convention, biased, scale, smoothing):
+def test_the_chunked_loss_is_the_loss_of_all_logits(float64, convention, biased, scale, smoothing):
     random = np.random.default_rng(0)
     shapes = (2, 6, 5), (11, 5), (11,)
     vectors, table, bias = (jnp.asarray(random.normal(size=shape)) for shape in shapes)
@@ -155,10 +155,10 @@ def test_a_loss_in_pieces_is_the_loss_of_all_logits(float64, convention, biased,
         )
         return 2 * loss, (accuracy(logits, targets, weights)[0], weight)
 
-    def in_pieces(most, vectors, table, bias=None):
-        loss, *others = projected_cross_entropy(
+    def chunked(max_logits, vectors, table, bias=None):
+        loss, *others = chunked_cross_entropy(
             vectors, table, bias, targets, weights,
-            Projection(scale, smoothing, convention, PAD), most,
+            CrossEntropyOptions(scale, smoothing, convention, PAD), max_logits,
         )  # fmt: skip
         return 2 * loss, tuple(others)
 
@@ -166,34 +166,34 @@ def test_a_loss_in_pieces_is_the_loss_of_all_logits(float64, convention, biased,
         return jax.value_and_grad(function, range(len(factors)), has_aux=True)(*factors)
 
     expected = with_gradients(whole)
-    for most in (1, 2 * 3 * 11, 0):  # a column at a time, three, and all
-        pieces = functools.partial(in_pieces, most)
-        chex.assert_trees_all_close(with_gradients(pieces), expected, atol=1e-12)
-        chex.assert_trees_all_close(pieces(*factors), expected[0], atol=1e-12)
+    for max_logits in (1, 2 * 3 * 11, 0):  # chunks of one column, of three, and of all
+        in_chunks = functools.partial(chunked, max_logits)
+        chex.assert_trees_all_close(with_gradients(in_chunks), expected, atol=1e-12)
+        chex.assert_trees_all_close(in_chunks(*factors), expected[0], atol=1e-12)
 
 
-def test_a_loss_in_pieces_never_holds_all_logits():
+def test_the_chunked_loss_never_holds_all_logits():
     vectors, table = jnp.ones((2, 8, 4)), jnp.ones((13, 4))
     targets = jnp.zeros((2, 8), jnp.int32)
 
     def loss(vectors):
-        projection = Projection(1.0, 0.1, "uniform", PAD)
-        return projected_cross_entropy(vectors, table, None, targets, targets, projection, 60)[0]
+        options = CrossEntropyOptions(1.0, 0.1, "uniform", PAD)
+        return chunked_cross_entropy(vectors, table, None, targets, targets, options, 60)[0]
 
     program = str(jax.make_jaxpr(jax.grad(loss))(vectors))
     assert "[13,4]" in program  # two columns of two rows
     assert "[13,16]" not in program
 
 
-def test_a_loss_in_pieces_of_bfloat16_is_near_and_float32():
+def test_the_chunked_loss_of_bfloat16_is_close_and_float32():
     random = np.random.default_rng(0)
     vectors, table = (jnp.asarray(random.normal(size=shape)) for shape in ((2, 6, 8), (11, 8)))
     targets = jnp.asarray(random.integers(0, 11, (2, 6)), jnp.int32)
-    arguments = None, targets, jnp.ones((2, 6)), Projection(1.0, 0.1, "uniform", PAD)
+    arguments = None, targets, jnp.ones((2, 6)), CrossEntropyOptions(1.0, 0.1, "uniform", PAD)
 
     def with_gradients(vectors):
         return jax.value_and_grad(
-            lambda v, t: projected_cross_entropy(v, t, *arguments)[0], argnums=(0, 1)
+            lambda v, t: chunked_cross_entropy(v, t, *arguments)[0], argnums=(0, 1)
         )(vectors, table)
 
     low, exact = with_gradients(vectors.astype(jnp.bfloat16)), with_gradients(vectors)

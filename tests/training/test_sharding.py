@@ -1,4 +1,4 @@
-"""Rules that cut parameters, and what a device has of them."""
+"""Sharding rules of parameters, and the bytes that a device holds."""
 
 import functools
 
@@ -12,8 +12,8 @@ from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.training.sharding import (
     leaves_by_path,
     parse_rules,
+    partition_specs,
     shard_params,
-    spread,
 )
 
 D, HEADS, F, V, L = 8, 2, 16, 20, 3
@@ -44,7 +44,7 @@ def params(**overrides):
 
 
 LAYERS = "decoder/layers/"
-CUT = {
+SHARDED = {
     "target_embedding/embedding": ("tensor", "fsdp"),  # [V, D]
     "source_positions/embedding": (None, "fsdp"),  # [max_length, D]
     LAYERS + "self_attention/query/kernel": (None, "fsdp", "tensor"),  # [L, D, H*K]
@@ -61,21 +61,21 @@ CUT = {
 }
 
 
-@pytest.mark.parametrize(("path", "axes"), CUT.items())
+@pytest.mark.parametrize(("path", "axes"), SHARDED.items())
 def test_built_in_rules(path, axes):
     assert shard_params(params(), SIZES).specs[path] == PartitionSpec(*axes)
 
 
 @pytest.mark.parametrize("tie", ["none", "all"])
-def test_every_matrix_is_cut_along_both_axes(tie):
-    """A matrix that no rule knows would be whole on every device, without a word."""
+def test_every_matrix_is_sharded_over_both_axes(tie):
+    """A matrix without a rule would silently be replicated."""
     specs = shard_params(params(tie_embeddings=tie), SIZES).specs
     for path, leaf in leaves_by_path(params(tie_embeddings=tie)):
         if path.endswith("kernel") or path.endswith("_embedding/embedding"):
             assert {"fsdp", "tensor"} <= set(specs[path]), (path, leaf.shape)
 
 
-def test_an_axis_of_one_device_cuts_nothing():
+def test_an_axis_of_one_device_shards_nothing():
     specs = shard_params(params(), {"data": 8, "fsdp": 1, "tensor": 1}).specs
     assert all(set(spec) <= {None} for spec in specs.values())
 
@@ -89,30 +89,30 @@ def test_user_rules_go_first_and_count_from_the_last_dimension():
     assert specs["decoder/final_norm/scale"] == PartitionSpec(None)
 
 
-def test_a_dimension_that_cannot_be_divided_stays_whole_and_is_named():
+def test_a_dimension_that_cannot_be_divided_is_not_sharded_and_reported():
     sharding = shard_params(params(), {"data": 1, "fsdp": 2, "tensor": 8})
     assert sharding.specs["output/kernel"] == PartitionSpec("fsdp", None)
-    assert "output/kernel [8, 20]: cannot divide 20 by tensor=8" in sharding.left_whole
-    assert not any("hidden" in line for line in sharding.left_whole)
+    assert "output/kernel [8, 20]: cannot divide 20 by tensor=8" in sharding.not_divisible
+    assert not any("hidden" in line for line in sharding.not_divisible)
 
 
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        (("kernel", "fsdp,model"), "mesh axis 'model': write data, fsdp, tensor, or -"),
-        (("kernel", "fsdp,fsdp"), "two dimensions along fsdp"),
-        (("ker(nel", "fsdp"), "no regular expression"),
-        (("kernal$", "fsdp"), "'kernal\\$' fits no parameter; there are decoder/"),
+        (("kernel", "fsdp,model"), "mesh axis 'model': use data, fsdp, tensor, or -"),
+        (("kernel", "fsdp,fsdp"), "two dimensions over fsdp"),
+        (("ker(nel", "fsdp"), "not a valid regular expression"),
+        (("kernal$", "fsdp"), "'kernal\\$' matches no parameter; there are decoder/"),
         (("output/bias$", "-,-,fsdp"), "axes for 3 dimensions, but .* has only"),
     ],
 )
-def test_rules_that_cannot_be_used(rule, message):
+def test_invalid_rules(rule, message):
     with pytest.raises(UserError, match=message) as error:
         shard_params(params(), SIZES, parse_rules([rule]))
     assert "\n" not in str(error.value)
 
 
-def test_optimizer_state_and_average_are_cut_as_the_parameters(setup):
+def test_optimizer_state_and_average_are_sharded_like_the_parameters(setup):
     tiny = setup.of(num_devices=8, parallel={"fsdp": 2, "tensor": 2}, ema_decay=0.9)
     state = tiny.strategy.abstract_state(tiny.create_state)
     specs = tiny.strategy.sharding(state.params).specs
@@ -126,7 +126,7 @@ def test_optimizer_state_and_average_are_cut_as_the_parameters(setup):
 def test_the_longest_ending_of_a_path_counts():
     specs = {"output/kernel": PartitionSpec("fsdp"), "a/output/kernel": PartitionSpec("tensor")}
     tree = {"mu": {"a": {"output": {"kernel": jax.ShapeDtypeStruct((4,), "float32")}}}}
-    assert spread(specs, tree)["mu"]["a"]["output"]["kernel"] == PartitionSpec("tensor")
+    assert partition_specs(specs, tree)["mu"]["a"]["output"]["kernel"] == PartitionSpec("tensor")
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_the_longest_ending_of_a_path_counts():
     ],
 )
 def test_bytes_of_a_device_shrink_as_the_rules_say(setup, parallel):
-    """Of parameters and of optimizer state, which has two moments a parameter and two counters."""
+    """Of parameters and of optimizer state, with two moments per parameter and two counters."""
     tiny = setup.of(num_devices=8, parallel=parallel)
     state = tiny.strategy.create_state(tiny.create_state)
     fsdp, tensor = parallel.get("fsdp", 1), parallel.get("tensor", 1)
@@ -157,7 +157,7 @@ def test_bytes_of_a_device_shrink_as_the_rules_say(setup, parallel):
 
 
 def bytes_on(device, tree):
-    """What a device really holds of some arrays."""
+    """Returns the bytes of some arrays that a device actually holds."""
     return sum(
         shard.data.nbytes
         for leaf in jax.tree.leaves(tree)

@@ -1,0 +1,51 @@
+"""Logical names of the axes of activations, which decide how a mesh of devices shards them."""
+
+import math
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import jax
+from flax import linen as nn
+from jax import Array, lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+MeshAxes: TypeAlias = str | tuple[str, ...]
+"""The mesh axes over which a logical axis is sharded."""
+
+
+def constrain(x: Array, *axes: str) -> Array:
+    """Names the axes of an activation, so that it is sharded by the rules of its mesh.
+
+    The rules are those of `flax.linen.logical_axis_rules`, the mesh is the abstract mesh in use
+    (`jax.sharding.use_abstract_mesh`). An axis without a rule, or whose size the mesh axes do not
+    divide, is left to XLA. Without rules, without a mesh, or on a device that sees only its own
+    rows (`jax.pmap`, `jax.shard_map`), the result is `x` itself.
+
+    The model uses these names: "batch", "length", "embed" (D), "heads" (H*K or H*U), "hidden" (F),
+    "vocabulary" (V), and "lookup_batch" and "lookup_embed" for vectors as a sharded table gives
+    them.
+
+    Args:
+      x: an array of any rank.
+      axes: a name for each axis.
+
+    Raises:
+      ValueError: the number of names is not the rank of `x`.
+    """
+    if len(axes) != x.ndim:
+        raise ValueError(f"{len(axes)} logical axes {axes} for an array of shape {x.shape}")
+    rules: Mapping[str, MeshAxes] = dict(nn.get_logical_axis_rules())
+    mesh = jax.sharding.get_abstract_mesh()
+    if not rules or not mesh.auto_axes:
+        return x
+
+    def mesh_axes(name: str, size: int) -> object:
+        rule = rules.get(name, ())
+        found = tuple(
+            axis for axis in ((rule,) if isinstance(rule, str) else rule) if axis in mesh.auto_axes
+        )
+        divides = found and size % math.prod(mesh.shape[axis] for axis in found) == 0
+        return found if divides else PartitionSpec.UNCONSTRAINED
+
+    spec = PartitionSpec(*(mesh_axes(*pair) for pair in zip(axes, x.shape, strict=True)))
+    return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
