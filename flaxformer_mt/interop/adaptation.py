@@ -19,6 +19,7 @@ from flaxformer_mt.interop.weight_maps import adam_state, mapping, validation
 from flaxformer_mt.interop.weight_maps.adam_state import TrainingState
 from flaxformer_mt.interop.weight_maps.family import Family, sinusoids
 from flaxformer_mt.interop.weight_maps.mapping import CARRIED
+from flaxformer_mt.model.positions import acts_in_attention, transforms_keys
 from flaxformer_mt.model.transformer import ZERO_VECTOR
 
 ArraysByPath = dict[str, np.ndarray]
@@ -150,6 +151,8 @@ def _closest_configuration(
     conversion = Conversion(config, family.configuration(**fields), family, accepted)
     if not config.target_vocab_size:
         outside = {name: getattr(conversion.theirs, name) for name in OUTSIDE_OF_LAYERS}
+        if acts_in_attention(config):  # These positions are a part of the layers.
+            del outside["position_kind"]
         return conversion._replace(ours=dataclasses.replace(config, **outside))
     if conversion.sinusoids_differ and "position_kind" in family.open_switches:
         # If the family has no learned positions, the difference is rejected later.
@@ -294,7 +297,7 @@ def _biases(conversion: Conversion, arrays: ArraysByPath) -> Iterator[Adaptation
         missing = [path for path in sorted(wanted - present) if _switch_of(path) == name]
         extra = [path for path in sorted(present - wanted) if _switch_of(path) == name]
         for path in extra:
-            if not path.endswith("/key/bias") and arrays[path].any():
+            if _has_effect(conversion.ours, path) and arrays[path].any():
                 rest = f"{path} is not zero, and {conversion.family.name} has no such bias"
                 raise conversion.error(name, rest)
         if missing:
@@ -304,6 +307,12 @@ def _biases(conversion: Conversion, arrays: ArraysByPath) -> Iterator[Adaptation
             remove = _removing(extra)
             note = conversion.note(name, "biases without effect are removed")
             yield AdaptationStep(note, remove, remove)
+
+
+def _has_effect(config: TransformerConfig, path: str) -> bool:
+    """Returns whether a bias can change the results: that of untransformed keys cannot."""
+    is_transformed = "self_attention" in path and transforms_keys(config)
+    return is_transformed or not path.endswith("/key/bias")
 
 
 def _is_switched_bias(path: str) -> bool:

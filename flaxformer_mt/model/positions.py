@@ -156,6 +156,17 @@ POSITION_KINDS: dict[str, PositionKind] = {
 """By value of `config.position_kind`."""
 
 
+def acts_in_attention(config: TransformerConfig) -> bool:
+    """Returns whether the position kind adds a bias to self-attention or transforms its inputs."""
+    kind = POSITION_KINDS[config.position_kind]
+    return kind.bias is not None or kind.transform is not None
+
+
+def transforms_keys(config: TransformerConfig) -> bool:
+    """Returns whether the keys of self-attention are transformed by their positions."""
+    return POSITION_KINDS[config.position_kind].transform is not None
+
+
 @struct.dataclass
 class AttentionPositions:
     """The positions of the queries and keys of self-attention, and what is computed from them."""
@@ -186,9 +197,9 @@ def attention_positions(
       The inputs of `attention_bias` and `query_key_transform`; None if the position kind has
       neither.
     """
-    kind = POSITION_KINDS[config.position_kind]
-    if kind.bias is None and kind.transform is None:
+    if not acts_in_attention(config):
         return None
+    kind = POSITION_KINDS[config.position_kind]
     prepared = kind.transform.prepare(config, queries, length) if kind.transform else None
     return AttentionPositions(queries, keys, prepared)
 

@@ -1,4 +1,4 @@
-"""What a training step needs of each device, read from the compiled program, without running it."""
+"""Memory and communication of a training step, read from its compiled program."""
 
 import dataclasses
 import functools
@@ -19,27 +19,27 @@ from flaxformer_mt.training.state import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class StepCost:
-    """Bytes of one device."""
+    """Memory and communication per device, in bytes."""
 
     parameters: int
-    """This device's part of the parameters, and of their moving average if there is one."""
+    """The shard of the parameters, and of their moving average if there is one."""
     optimizer_state: int
-    """Its part of what the optimizer keeps."""
+    """The shard of the optimizer state."""
     batch: int
-    """Its rows."""
+    """The rows of the batch."""
     temporary: int
-    """The most that is held while the step runs, beside what is above."""
+    """The peak of temporary memory while the step runs, besides the above."""
     sent: dict[str, int]
-    """What it sends to other devices in one step, by kind of collective operation."""
+    """Bytes sent to other devices per step, by kind of collective operation."""
 
     @property
     def total(self) -> int:
-        """Memory at the highest."""
+        """Peak memory."""
         return self.parameters + self.optimizer_state + self.batch + self.temporary
 
     @property
     def total_sent(self) -> int:
-        """By all collective operations together."""
+        """Bytes sent in all collective operations."""
         return sum(self.sent.values())
 
     def __str__(self) -> str:
@@ -60,18 +60,18 @@ def step_cost(
     has_inputs: bool = True,
     optimize: bool = True,
 ) -> StepCost:
-    """Compiles a training step for a batch shape, without making a state or a batch.
+    """Compiles a training step for a batch shape, without creating a state or a batch.
 
-    What is compiled is for the devices at hand: a program for CPUs fuses less than one for GPUs or
-    TPUs, and pads differently, so that its temporary memory is only a guide to theirs.
+    The program is compiled for the available devices: one for CPUs fuses less than one for GPUs or
+    TPUs, and pads differently, so that its temporary memory is only an estimate of theirs.
 
     Args:
       strategy: from `make_strategy`.
-      make_state: makes the initial state; only its shapes are looked at.
+      make_state: creates the initial state; only its shapes are used.
       train_step: (state, batch, axis_name) -> (state, metrics), as for `compile_train_step`.
       shape: of the whole batch, all processes together.
       has_inputs: whether batches have an encoder side.
-      optimize: False compiles faster; memory and communication are the same, speed would not be.
+      optimize: False compiles faster, with the same memory and communication.
     """
     state = strategy.abstract_state(make_state)
     batch = strategy.abstract_batch(abstract_batch(shape, has_inputs))
@@ -88,7 +88,7 @@ def step_cost(
 
 
 def abstract_batch(shape: BatchShape, has_inputs: bool = True) -> Batch:
-    """The shapes and dtypes of a batch's arrays."""
+    """Returns the shapes and dtypes of the arrays of a batch."""
     source: Any = jax.ShapeDtypeStruct((shape.rows, shape.source_length), jnp.int32)
     target: Any = jax.ShapeDtypeStruct((shape.rows, shape.target_length), jnp.int32)
     weights: Any = jax.ShapeDtypeStruct(target.shape, jnp.float32)
@@ -105,7 +105,7 @@ def abstract_batch(shape: BatchShape, has_inputs: bool = True) -> Batch:
 
 
 def _bytes_on_a_device(tree: Any) -> int:
-    """Size of one device's part of abstract arrays that have shardings."""
+    """Returns the size of one device's shards of abstract arrays with shardings."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
@@ -116,16 +116,16 @@ class _Computation(NamedTuple):
     """A function of a compiled program."""
 
     sent: list[tuple[str, float]]
-    """Kind of each of its own collective operations, and the bytes sent in it."""
+    """The kind of each of its collective operations, and the bytes sent in it."""
     calls: list[tuple[str, int]]
-    """The functions that it calls, and how often."""
+    """The functions that it calls, and the numbers of calls."""
 
 
-# Bytes that each of n devices sends to add, gather, ... an array of one byte around a ring.
+# Bytes that each of n devices sends in an operation on an array of one byte, around a ring.
 _RING: dict[str, Callable[[int], float]] = {
     "all-reduce": lambda n: 2 * (n - 1) / n,
     "all-gather": lambda n: (n - 1) / n,
-    "reduce-scatter": lambda n: n - 1,  # of its result, which is a device's part
+    "reduce-scatter": lambda n: n - 1,  # of its result, which is one shard
     "all-to-all": lambda n: (n - 1) / n,
     "collective-permute": lambda n: 1,
 }
@@ -139,15 +139,15 @@ _ARRAY = re.compile(r"\b([a-z]+\d*[a-z\d]*)\[([\d,]*)\]")
 
 
 def sent_bytes(program: str) -> dict[str, int]:
-    """What a device sends while a compiled program runs once.
+    """Computes the bytes that a device sends in one run of a compiled program.
 
     Args:
       program: optimised HLO, as `Compiled.as_text` of JAX gives it.
 
     Returns:
       Bytes by kind ("all-reduce", "all-gather", "reduce-scatter", "all-to-all" and
-      "collective-permute"), if every operation goes around a ring. Operations in a loop count as
-      often as it runs; a loop whose number of rounds is not known counts once.
+      "collective-permute"), if every operation uses a ring. Operations in a loop are multiplied by
+      its trip count, if that is known.
     """
     computations, entry = _parse(program)
 
@@ -165,7 +165,7 @@ def sent_bytes(program: str) -> dict[str, int]:
 
 
 def _parse(program: str) -> tuple[dict[str, _Computation], str]:
-    """The functions of a program by name, and the name of the one that it starts with."""
+    """Parses the functions of a program, by name, and the name of its entry."""
     computations: dict[str, _Computation] = {}
     entry, current = "", _Computation([], [])
     for line in program.splitlines():
@@ -187,13 +187,13 @@ def _parse(program: str) -> tuple[dict[str, _Computation], str]:
 
 
 def _sent(line: str, result: str, kind: str, start: str | None) -> float:
-    """Bytes that a device sends in the operation of a line."""
+    """Computes the bytes that a device sends in the operation of a line."""
     size: float = sum(
         np.dtype(_numpy_name(name)).itemsize * math.prod(map(int, filter(None, dims.split(","))))
         for name, dims in _ARRAY.findall(result)
     )
     n = _group_size(line)
-    # The first half of an operation that goes on in the background gives its operand back, too.
+    # The start of an asynchronous operation also returns its operand.
     if start and kind == "all-gather":
         size = size * n / (n + 1)
     elif start and kind == "collective-permute":
@@ -202,10 +202,10 @@ def _sent(line: str, result: str, kind: str, start: str | None) -> float:
 
 
 def _group_size(line: str) -> int:
-    """How many devices take part in an operation together.
+    """Returns the number of devices in each group of an operation.
 
     Raises:
-      ValueError: the line writes its groups in a way that is not known.
+      ValueError: the notation of the groups is unknown.
     """
     listed = re.search(r"replica_groups=\{\{([\d,]+)\}", line)  # {{0,1},{2,3}}
     if listed:
@@ -221,11 +221,11 @@ def _group_size(line: str) -> int:
         return math.prod(int(part or sizes[axis]) for axis, part in axes)
     if "source_target_pairs=" in line:
         return 2
-    raise ValueError(f"cannot tell how many devices take part: {line.strip()}")
+    raise ValueError(f"unknown notation of device groups: {line.strip()}")
 
 
 def _numpy_name(name: str) -> str:
-    """A NumPy dtype of the size of the one that HLO calls "f32", "s32", "pred" ..."""
+    """Returns a NumPy dtype of the size of the HLO type "f32", "s32", "pred" ..."""
     if name == "pred" or name.startswith("f8"):
         return "int8"
     if name.startswith("bf"):

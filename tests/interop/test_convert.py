@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from flax.traverse_util import flatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 from rounding import rounding_tolerance
 from toy_references import DOUBLE_PROJECTION, ONE_VOCABULARY, VARIANTS, Variant
 from trained_references import ALL, ONE_OF_EACH, assert_identical, trained_checkpoint
 
-from flaxformer_mt import interop
+from flaxformer_mt import interop, presets
 from flaxformer_mt.cli import main
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
@@ -23,6 +23,7 @@ from flaxformer_mt.interop.adaptation import adapt
 from flaxformer_mt.interop.convert import OWN, convert
 from flaxformer_mt.interop.families import marian_native
 from flaxformer_mt.interop.formats import parameter_file
+from flaxformer_mt.interop.weight_maps.mapping import parameter_shapes
 from flaxformer_mt.interop.weight_maps.validation import check_switches
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.parity import references
@@ -541,3 +542,17 @@ def test_damaged_metadata_of_our_own_file_is_rejected(metadata, tmp_path):
     safetensors.torch.save_file({"output/bias": torch.zeros(3)}, path, metadata)
     with pytest.raises(UserError, match=r"own\.safetensors as flaxformer_mt: its metadata is"):
         convert(OWN, "tunz", path, tmp_path / "tunz.pt")
+
+
+def test_positions_of_self_attention_belong_to_layers_alone():
+    """Without embeddings other position kinds mean nothing, but rotations are part of a layer."""
+    config = presets.double_projection(d_model=8, num_heads=2, d_ff=8)
+    rotary = dataclasses.replace(config, position_kind="rotary")
+    params = unflatten_dict(
+        {path: np.zeros(shape, "float32") for path, shape in parameter_shapes(rotary).items()},
+        sep="/",
+    )
+    family = interop.FAMILIES["double_projection"]
+    assert adapt(dataclasses.replace(config, position_kind="sinusoidal"), params, family)
+    with pytest.raises(UserError, match="position_kind=rotary cannot be converted to none"):
+        adapt(rotary, params, family)

@@ -121,7 +121,15 @@ def test_metadata_contains_what_a_server_needs(exported):
     assert facts["functions"].keys() == {"encode", "step", "reorder"}
 
 
-@pytest.mark.parametrize("options", [{"position_kind": "learned"}, {"decoder_kind": "ssru"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"position_kind": "learned"},
+        {"decoder_kind": "ssru"},
+        {"position_kind": "rotary"},
+        {"position_kind": "t5_relative"},
+    ],
+)
 def test_other_models_can_be_exported(options):
     values = {"d_model": 8, "num_heads": 2, "d_ff": 8, "max_length": 32} | options
     model = TransformerConfig(20, 20, num_encoder_layers=1, num_decoder_layers=1, **values)

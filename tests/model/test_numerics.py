@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.random import threefry_2x32
 
 from flaxformer_mt.model.numerics import Dense, Dropout, column_sums, random_uint16
 
@@ -70,10 +71,34 @@ def test_random_numbers_are_uniform_and_independent():
     assert abs(chi_squared - 1023) < 5 * 45
 
 
-def test_random_numbers_do_not_depend_on_how_they_are_spread():
+def test_random_numbers_do_not_depend_on_how_they_are_sharded():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     draw = jax.jit(random_uint16, static_argnums=1, out_shardings=rows)
     expected = random_uint16(jax.random.key(0), (16, 6))
     np.testing.assert_array_equal(draw(jax.random.key(0), (16, 6)), expected)
     np.testing.assert_array_equal(random_uint16(jax.random.key(0), (16, 8))[:, :3], expected[:, :3])
+
+
+def test_random_numbers_of_the_default_generator_never_change():
+    """A run that is continued with another version draws the same dropout masks."""
+    numbers = random_uint16(jax.random.key(0), (2, 5))
+    first, second = threefry_2x32(
+        jax.random.key_data(jax.random.key(0)), jnp.array([0, 1, 2, 3, 0, 0, 0, 0], jnp.uint32)
+    ).reshape(2, 2, 2)
+    blocks = np.concatenate(
+        [np.asarray(w).view(np.uint16).reshape(2, 4) for w in (first, second)], 1
+    )
+    np.testing.assert_array_equal(numbers, blocks[:, :5])
+
+
+@pytest.mark.parametrize("implementation", ["rbg", "unsafe_rbg"])
+def test_dropout_uses_the_configured_generator(implementation):
+    """Keys of another implementation are not Threefry keys, and draw their own numbers."""
+    key = jax.random.key(3, impl=implementation)
+    numbers = random_uint16(key, (64, 1001))
+    words = np.asarray(jax.random.bits(key, (64, 501), jnp.uint32))
+    expected = words.view(np.uint16).reshape(64, 1002)[:, :1001]
+    np.testing.assert_array_equal(numbers, expected)
+    y = Dropout(0.3).apply({}, jnp.ones((64, 1001)), False, rngs={"dropout": key})
+    assert abs(np.mean(np.asarray(y) == 0) - 0.3) < 5 * np.sqrt(0.3 * 0.7 / y.size)

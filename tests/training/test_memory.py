@@ -56,7 +56,7 @@ def test_sent_bytes_of_a_program():
 
 
 def test_groups_that_cannot_be_read_are_an_error():
-    with pytest.raises(ValueError, match="how many devices"):
+    with pytest.raises(ValueError, match="unknown notation of device groups"):
         sent_bytes(PROGRAM.replace("[4,2]<=[8]", "something"))
 
 
