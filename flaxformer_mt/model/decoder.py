@@ -1,6 +1,7 @@
 """The decoder: its layer and its stack, for whole targets or one token per call."""
 
 from collections.abc import Sequence
+from typing import cast
 
 from flax import linen as nn
 from jax import Array
@@ -122,24 +123,24 @@ class DecoderLayer(nn.Module):
         """
 
         def recur(y: Array) -> tuple[Array, RecurrentState]:
-            y, memory = self.recurrence.step(y, state.memory, token_positions)
+            y, memory = self.recurrence.step(y, cast(RecurrentState, state).memory, token_positions)
             return y, RecurrentState(memory)
 
         def attend(y: Array) -> tuple[Array, KeyValueCache]:
             transform = query_key_transform(self.config, positions)
             bias = attention_bias(positions, self.position_bias)
-            cache = state.append(self.self_attention.project(y, transform), token_positions)
+            new = self.self_attention.project(y, transform)
+            cache = cast(KeyValueCache, state).append(new, token_positions)
             attended = cache.joined()
             return self.self_attention(y, attended, visible, True, bias, transform)[0], cache
 
-        new: LayerState
         if self.config.decoder_kind == "ssru":
-            x, new = self._residual(x, recur, self.recurrence_norm, True)
+            x, state = self._residual(x, recur, self.recurrence_norm, True)
         else:
-            x, new = self._residual(x, attend, self.self_attention_norm, True)
+            x, state = self._residual(x, attend, self.self_attention_norm, True)
         # Hypotheses are on the time axis: all of them attend to the same source.
         x, cross_weights = self._after_self_attention(x, cross, cross_mask, True)
-        return x, new, cross_weights
+        return x, state, cross_weights
 
     def _after_self_attention(
         self, x: Array, cross: KeyValue | None, cross_mask: Array | None, deterministic: bool

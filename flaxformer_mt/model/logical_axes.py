@@ -2,15 +2,12 @@
 
 import math
 from collections.abc import Mapping
-from typing import TypeAlias
+from typing import Any
 
 import jax
 from flax import linen as nn
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
-
-MeshAxes: TypeAlias = str | tuple[str, ...]
-"""The mesh axes over which a logical axis is sharded."""
 
 
 def constrain(x: Array, *axes: str) -> Array:
@@ -34,7 +31,7 @@ def constrain(x: Array, *axes: str) -> Array:
     """
     if len(axes) != x.ndim:
         raise ValueError(f"{len(axes)} logical axes {axes} for an array of shape {x.shape}")
-    rules: Mapping[str, MeshAxes] = dict(nn.get_logical_axis_rules())
+    rules: Mapping[str, Any] = dict(nn.get_logical_axis_rules())
     mesh = jax.sharding.get_abstract_mesh()
     if not rules or not mesh.auto_axes:
         return x

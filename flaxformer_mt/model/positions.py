@@ -26,6 +26,8 @@ from flaxformer_mt.model.rotary import rotate, rotations
 
 Transform: TypeAlias = Callable[[Array], Array]
 """Maps queries or keys [B, H, T, K] to the same shape."""
+Bias: TypeAlias = Callable[[Array, Array], Array]
+"""Maps the positions of queries [B, T] and keys [B, S] to a bias [B, H, T, S] of their scores."""
 
 
 @functools.lru_cache
@@ -135,10 +137,10 @@ class QueryKeyTransform(NamedTuple):
 class PositionKind(NamedTuple):
     """What a value of `config.position_kind` means."""
 
-    encoding: type[nn.Module] | None = None
+    encoding: Callable[[TransformerConfig], Any] | None = None
     """Module(config); (positions [B, T], upper bound of the positions) -> [B, T, D], which is added
     to the embeddings."""
-    bias: type[nn.Module] | None = None
+    bias: Callable[[TransformerConfig, bool], Any] | None = None
     """Module(config, bidirectional); (positions of queries [B, T], of keys [B, S]) -> [B, H, T, S],
     which is added to the scores of self-attention before the softmax. B may be 1."""
     transform: QueryKeyTransform | None = None
@@ -204,9 +206,7 @@ def attention_positions(
     return AttentionPositions(queries, keys, prepared)
 
 
-def position_bias(
-    config: TransformerConfig, *, bidirectional: bool, shared: bool
-) -> nn.Module | None:
+def position_bias(config: TransformerConfig, *, bidirectional: bool, shared: bool) -> Any:
     """Creates the module of the bias of a stack, or of a layer.
 
     Args:
@@ -226,7 +226,7 @@ def position_bias(
 
 
 def with_shared_bias(
-    positions: AttentionPositions | None, module: nn.Module | None
+    positions: AttentionPositions | None, module: Bias | None
 ) -> AttentionPositions | None:
     """Adds the bias of a stack, which `module` computes, to the inputs of its layers."""
     if positions is None or module is None:
@@ -234,14 +234,13 @@ def with_shared_bias(
     return dataclasses.replace(positions, bias=module(positions.queries, positions.keys))
 
 
-def attention_bias(positions: AttentionPositions | None, module: nn.Module | None) -> Array | None:
+def attention_bias(positions: AttentionPositions | None, module: Bias | None) -> Array | None:
     """Returns the bias [B, H, T, S] of a layer: its own, or that of its stack, or None."""
     if positions is None:
         return None
     if module is None:
         return positions.bias
-    bias: Array = module(positions.queries, positions.keys)
-    return bias
+    return module(positions.queries, positions.keys)
 
 
 def query_key_transform(

@@ -1,7 +1,7 @@
 """The encoder-decoder Transformer: tokens in, logits out."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import linen as nn
@@ -141,7 +141,7 @@ class Transformer(nn.Module):
         self.target_positions = encoding(c) if encoding else None
         self.embedding_dropout = Dropout(c.embedding_dropout)
         if not c.shares_target_and_output:
-            self.output = dense(c, c.d_model, c.target_vocab_size, c.output_bias)
+            self.output: Any = dense(c, c.d_model, c.target_vocab_size, c.output_bias)
         elif c.output_bias:
             self.output = OutputBias(c)
 

@@ -90,8 +90,8 @@ def test_data_parallelism_adds_up_the_gradients(setup, strategy):
     tables = [leaf for path, leaf in leaves_by_path(state.params) if path.endswith("embedding")]
     no_gradient = [leaf for path, leaf in leaves_by_path(state.params) if path.endswith("key/bias")]
     gradient = nbytes(state.params) - nbytes(no_gradient)
-    figures = 8 * 4
-    assert gradient <= eight.total_sent / 2 * 8 / 7 <= gradient + 2 * nbytes(tables) + figures
+    metrics = 8 * 4
+    assert gradient <= eight.total_sent / 2 * 8 / 7 <= gradient + 2 * nbytes(tables) + metrics
 
 
 def test_a_loss_in_parts_adds_up_its_gradient_once(setup):

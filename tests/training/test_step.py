@@ -1,4 +1,4 @@
-"""A step: what it is normalised by, its dropout, its figures."""
+"""A training step: its normalisation, its dropout, its metrics."""
 
 import functools
 
@@ -61,7 +61,7 @@ def test_a_step_reports_the_mean_over_target_tokens_and_keeps_types(setup, jit):
     assert one == 1
 
 
-def test_figures_count_tokens_and_positions(setup):
+def test_metrics_count_tokens_and_positions(setup):
     tiny = setup.of(bigram=True, accumulation_steps=4)
     batch = tiny.batch(0)
     metrics = jax.device_get(tiny.train_step(tiny.state(), tiny.placed_batch(0))[1])
