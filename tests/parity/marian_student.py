@@ -1,8 +1,9 @@
-"""A Marian student in numpy: the same file, read and computed by other code than ours.
+"""A Marian student in NumPy: the same file, read and computed independently of our code.
 
-In float64; one sentence at a time, so that there is no padding; the recurrence as a loop.
+It computes one sentence per call, without padding, and the recurrence as a loop.
 """
 
+import math
 import struct
 from pathlib import Path
 
@@ -42,8 +43,9 @@ def read(path: Path) -> dict[str, np.ndarray]:
 class Student:
     """A model of "tiny" shape: post-norm, an SSRU in the decoder, one table for everything."""
 
-    def __init__(self, path: Path):
-        self.w = {name: tensor.astype(np.float64) for name, tensor in read(path).items()}
+    def __init__(self, path: Path, dtype: str = "float64"):
+        self.dtype = dtype
+        self.w = {name: tensor.astype(dtype) for name, tensor in read(path).items()}
 
     def log_probabilities(self, source: list[int], target: list[int]) -> np.ndarray:
         """Of every token of the vocabulary, before each of `target`: [T, V]."""
@@ -53,7 +55,7 @@ class Student:
             attended = self.attend(f"{name}_self", encoded, encoded)
             encoded = self.norm(f"{name}_self_Wo", encoded + attended)
             encoded = self.feed_forward(name, encoded)
-        start = np.zeros((1, encoded.shape[1]))
+        start = np.zeros((1, encoded.shape[1]), self.dtype)
         x = self.positioned(np.concatenate([start, self.w["Wemb"][target[:-1]]]))
         for layer in (1, 2):
             name = f"decoder_l{layer}"
@@ -70,22 +72,22 @@ class Student:
         rates = 10000.0 ** -(np.arange(width // 2) / (width // 2 - 1))
         angles = np.arange(length)[:, None] * rates
         waves = np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
-        return np.sqrt(width) * embedded + waves
+        return math.sqrt(width) * embedded + waves.astype(self.dtype)
 
     def affine(self, name: str, letter: str, x: np.ndarray) -> np.ndarray:
         return x @ self.w[f"{name}_W{letter}"] + self.w[f"{name}_b{letter}"]
 
     def norm(self, name: str, x: np.ndarray) -> np.ndarray:
-        centred = x - x.mean(axis=-1, keepdims=True)
-        deviation = np.sqrt(np.mean(centred**2, axis=-1, keepdims=True) + 1e-6)
-        return centred / deviation * self.w[f"{name}_ln_scale"] + self.w[f"{name}_ln_bias"]
+        centered = x - x.mean(axis=-1, keepdims=True)
+        deviation = np.sqrt(np.mean(centered**2, axis=-1, keepdims=True) + 1e-6)
+        return centered / deviation * self.w[f"{name}_ln_scale"] + self.w[f"{name}_ln_bias"]
 
     def attend(self, name: str, x: np.ndarray, keys: np.ndarray) -> np.ndarray:
         q, k, v = (
             self.affine(name, letter, rows).reshape(len(rows), HEADS, -1)
             for letter, rows in (("q", x), ("k", keys), ("v", keys))
         )
-        scores = np.exp(np.einsum("thk,shk->hts", q, k) / np.sqrt(q.shape[-1]))
+        scores = np.exp(np.einsum("thk,shk->hts", q, k) / math.sqrt(q.shape[-1]))
         weights = scores / scores.sum(axis=-1, keepdims=True)
         context = np.einsum("hts,shk->thk", weights, v).reshape(len(x), -1)
         return self.affine(name, "o", context)

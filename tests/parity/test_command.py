@@ -14,7 +14,6 @@ from toy_references import VARIANTS
 
 from flaxformer_mt.cli import main
 from flaxformer_mt.parity.compare import GRADIENTS, VALUES
-from flaxformer_mt.parity.diagnosis import causes
 from flaxformer_mt.parity.families import load_reference, random_reference
 from flaxformer_mt.parity.reports import family_summary
 from flaxformer_mt.parity.reports.family_summary import (
@@ -262,14 +261,3 @@ def test_the_examples_in_the_docs_run(capsys, monkeypatch, tmp_path):
     assert "all agree" in out
     assert out.endswith("\nNone\n")
     assert (tmp_path / "steps.png").exists()
-
-
-def test_causes_in_the_docs_exist():
-    text = DOCS.read_text(encoding="utf-8")
-    section = text[text.index("## Reading a diagnosis") : text.index("## float32 or float64")]
-    folder = Path(causes.__file__).parent
-    sources = "".join(path.read_text(encoding="utf-8") for path in folder.glob("*.py"))
-    table = [line for line in section.splitlines() if line.startswith("| ")]
-    named = re.findall(r"`([^`]+)`", "".join(table))
-    assert len(named) > 40
-    assert [name for name in named if f'"{name}"' not in sources] == []

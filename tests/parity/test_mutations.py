@@ -6,9 +6,11 @@ of it but what the changed module computes.
 
 import dataclasses
 import functools
+import importlib
 import math
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,9 +24,11 @@ from toy_references import VARIANTS
 from flaxformer_mt import interop, parity
 from flaxformer_mt.model.positions import sinusoidal_table
 from flaxformer_mt.parity import references
-from flaxformer_mt.parity.diagnosis.causes import CAUSES, Candidate
+from flaxformer_mt.parity.diagnosis.causes import CAUSES, Candidate, SuspectSite, candidates
+from flaxformer_mt.parity.diagnosis.inputs import DiagnosisInputs
 from flaxformer_mt.parity.diagnosis.operations.attention import Softmax
 from flaxformer_mt.parity.diagnosis.operations.base import Given
+from flaxformer_mt.parity.diagnosis.site_operations import operation
 from flaxformer_mt.parity.recipes import recipe
 from flaxformer_mt.parity.references import losses
 from flaxformer_mt.parity.references.common import join_heads, not_future, split_heads
@@ -433,7 +437,7 @@ ANNOTATED = [
         "norm position",
         f"{IN_ENCODER}/self_attention_sum",
         with_forward(f"{ENCODER}.sublayer.0", lambda self, x, f: self.norm(x) + f(self.norm(x))),
-        "normalised input",
+        "normalized input",
     ),
     Mutation(
         "residual scale",
@@ -726,6 +730,48 @@ def test_the_same_mistake_in_every_norm_is_found_behind_all_of_them():
     change = all_of(*(with_values(norm, eps=1e-5) for norm in norms))
     report = compared("annotated", change, taps=layer_taps())
     check(report, IN_ENCODER, "norm epsilon", "epsilon 1e-05 .* ours 1e-06")
+
+
+# What the documentation says
+
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def causes_of(inputs: DiagnosisInputs) -> set[str]:
+    """The names of all causes that are tested anywhere in a model."""
+    rng = np.random.default_rng(0)
+    found = set()
+    for name in [*inputs.ours, "loss"]:
+        ours = inputs.ours.get(name, np.asarray(inputs.loss))
+        # Some causes need a large difference, others that of rounding.
+        for theirs in (ours + rng.normal(size=ours.shape), np.float64(np.float32(ours))):
+            site = SuspectSite(inputs, name, theirs)
+            found |= {each.cause for each in candidates(operation(inputs, name), site)}
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_causes_in_the_docs_are_those_that_are_tested(monkeypatch):
+    captured = []
+
+    def capture(inputs):
+        captured.append(inputs)
+
+    # The package has a function of the module's name.
+    module = importlib.import_module("flaxformer_mt.parity.compare")
+    monkeypatch.setattr(module, "diagnose", capture)
+    for family, part in {"annotated": "src_embed.0", "jadore801120": "encoder.layer_norm"}.items():
+        compared(family, with_output(part, lambda self, y, *_: 2 * y))
+    assert len(captured) == 2
+    tested = set().union(*map(causes_of, captured))
+    text = (DOCS / "parity.md").read_text("utf-8")
+    section = text[text.index("## Reading a diagnosis") : text.index("## float32 or float64")]
+    table = [line for line in section.splitlines() if line.startswith("| ")]
+    documented = set(re.findall(r"`([^`]+)`", "".join(table)))
+    assert documented <= tested
+    # Some causes are two at once.
+    assert [name for name in tested - documented if not {*name.split(" and ")} <= documented] == []
 
 
 # What is no known cause

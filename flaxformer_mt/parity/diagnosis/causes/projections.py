@@ -94,7 +94,7 @@ def borrowed_weights(linear: LinearMap, site: SuspectSite) -> Iterator[Candidate
         if found.kernel.shape == linear.kernel.shape:
             yield Candidate(
                 name,
-                f"the reference uses the {lender.part} weights of {lender.group} here, in "
+                f"the reference uses here the {lender.part} weights of {lender.group} in "
                 f"{lender.stack} layer {lender.layer}",
                 found,
             )
