@@ -1,19 +1,20 @@
-"""The published Transformers in PyTorch: what our model must equal.
+"""References: the published Transformers in PyTorch, which our model must equal.
 
-They are written from the equations, but parameters, buffers and modules have the published names,
-so that a state dict of the published code loads with `strict=True`. Constants of a publication
-(epsilons, layouts, masks, fixed dropout rates) are written out here and not read from a
-configuration: they are what the comparison is about.
+They are written from the equations. Parameters, buffers and modules have the published names, so
+that a state dict of the published code loads with `strict=True`. Constants of a publication
+(epsilons, layouts, masks, fixed dropout rates) are literals here instead of configuration fields,
+because they are what the comparison verifies.
 
-Every reference is used the same way:
+All references have the same interface:
 
     reference = build("tunz", d_model=64, num_heads=8, source_vocab_size=100, ...)
     logits = reference(source, target_input)
     logits, attention = reference(source, target_input, return_attention=True)
 
-with int64 tokens `source` [B, S] and `target_input` [B, T], the decoder's input as our model takes
-it, and logits [B, T, V]. Two things differ by nature: a `tunz` without inputs ignores `source`;
-`double_projection` is layers only and takes vectors [B, S, D], [B, T, D] and masks (see its file).
+with int64 tokens `source` [B, S] and `target_input` [B, T], the same decoder input as our model,
+and logits [B, T, V]. There are two exceptions: a `tunz` without inputs ignores `source`;
+`double_projection` consists of layers only and takes vectors [B, S, D], [B, T, D] and masks (see its
+module).
 
 Sinusoids are computed in the dtype in which a reference is built, so that a float64 reference is
 float64 throughout; `.double()` on a float32 one would keep tables rounded to float32.
@@ -36,14 +37,14 @@ __all__ = ["build", "default_dtype", "perturb", "taps"]
 
 
 def build(family: str, **sizes: Any) -> nn.Module:
-    """The reference of a family, with freshly drawn weights.
+    """Builds the reference of a family with random initial weights.
 
     Args:
       family: a key of `presets.FAMILIES`.
       **sizes: fields of `TransformerConfig` whose value differs from the family's preset;
-        `param_dtype` is the dtype. Whatever is no such field is an option of the reference:
+        `param_dtype` is the dtype. Other names are options of the reference:
         `published_head_join` (double_projection), `source_attention` (annotated,
-        annotated_wide_heads), `batch_first` (torch); the files say what they mean.
+        annotated_wide_heads), `batch_first` (torch); see their modules.
 
     Raises:
       UserError: the family or a size is unknown.
@@ -57,13 +58,13 @@ def build(family: str, **sizes: Any) -> nn.Module:
 
 
 def taps(family: str, config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
-    """Where a module laid out as the reference of a family computes each site of `parity.trace`.
+    """Returns the taps of a module that has the structure of a family's reference.
 
     Raises:
       UserError: the family has no reference.
     """
     if canonical_family(family) not in FAMILIES:
-        raise UserError(f"{family} has no reference whose taps are known: give taps=...")
+        raise UserError(f"{family} has no reference with known taps: give taps=...")
     return _module(family).taps(config, module)
 
 
@@ -77,9 +78,9 @@ def _module(family: str) -> ModuleType:
 
 
 def perturb(reference: nn.Module) -> nn.Module:
-    """Adds noise to what would hide errors at its initial zeros or ones.
+    """Adds noise to parameters whose initial zeros or ones would mask errors.
 
-    That is biases, norms, and the vectors of padding.
+    These are biases, norms, and the embeddings of padding.
     """
     with no_grad():
         vectors: list[Tensor] = [p for p in reference.parameters() if p.dim() == 1]

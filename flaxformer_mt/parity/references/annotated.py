@@ -27,8 +27,8 @@ from flaxformer_mt.parity.references.common import (
 from flaxformer_mt.parity.trace import Tap, for_layers, softmax_input, softmax_output
 
 SourceAttention = Literal["src_attn", "self_attn"]
-"""Which module of a decoder layer attends to the source: its own one (harvardnlp), or the layer's
-self-attention once more (the study notes, where the layer has no `src_attn`)."""
+"""The module that computes cross-attention: one of its own (harvardnlp), or the self-attention of
+the layer (the study notes, whose layer has no `src_attn`)."""
 
 
 class LayerNorm(nn.Module):
@@ -61,7 +61,7 @@ class SublayerConnection(nn.Module):
 
 
 class MultiHeadedAttention(nn.Module):
-    """H heads; `linears` are the maps of queries, keys, values and of the joined heads.
+    """H heads; `linears` project queries, keys, values and the joined heads.
 
     H*d_k and H*d_v need not be D. The weights of the last call stay in `attn` [B, H, T, S], after
     dropout.
@@ -123,13 +123,13 @@ class EncoderLayer(nn.Module):
         self.sublayer = nn.ModuleList(SublayerConnection(size, dropout) for _ in range(2))
 
     def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, S, D], and the weights [B, H, S, S]."""
+        """[B, S, D], and the attention weights [B, H, S, S]."""
         x = self.sublayer[0](x, lambda x: self.self_attn(x, x, x, mask))
         return self.sublayer[1](x, self.feed_forward), self.self_attn.attn
 
 
 class DecoderLayer(nn.Module):
-    """Self-attention, attention to the encoder, feed-forward.
+    """Self-attention, cross-attention, feed-forward.
 
     Without `src_attn`, self-attention's weights attend to the encoder, too.
     """
@@ -154,7 +154,7 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: Tensor, memory: Tensor, src_mask: Tensor, tgt_mask: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, T, D], and the weights [B, H, T, T] and [B, H, T, S]."""
+        """[B, T, D], and the attention weights [B, H, T, T] and [B, H, T, S]."""
         src_attn: Any = getattr(self, "src_attn", self.self_attn)
         x = self.sublayer[0](x, lambda x: self.self_attn(x, x, x, tgt_mask))
         self_weights = self.self_attn.attn  # Before a shared module is called again.
@@ -163,7 +163,7 @@ class DecoderLayer(nn.Module):
 
 
 class Encoder(nn.Module):
-    """The layers of the source, and a norm."""
+    """The encoder: layers and a final norm."""
 
     def __init__(self, layers: list[EncoderLayer], size: int) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class Encoder(nn.Module):
         self.norm = LayerNorm(size)
 
     def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """[B, S, D], and every layer's weights [B, H, S, S]."""
+        """[B, S, D], and the attention weights of every layer [B, H, S, S]."""
         all_weights = []
         for layer in self.layers:
             x, weights = layer(x, mask)
@@ -180,7 +180,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The layers of the target, and a norm."""
+    """The decoder: layers and a final norm."""
 
     def __init__(self, layers: list[DecoderLayer], size: int) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ class Decoder(nn.Module):
     def forward(
         self, x: Tensor, memory: Tensor, src_mask: Tensor, tgt_mask: Tensor
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """[B, T, D], and every layer's weights [B, H, T, T] and [B, H, T, S]."""
+        """[B, T, D], and the attention weights of every layer [B, H, T, T] and [B, H, T, S]."""
         all_self_weights, all_cross_weights = [], []
         for layer in self.layers:
             x, self_weights, cross_weights = layer(x, memory, src_mask, tgt_mask)
@@ -200,7 +200,7 @@ class Decoder(nn.Module):
 
 
 class Embeddings(nn.Module):
-    """Token vectors times sqrt(D)."""
+    """Token embeddings times sqrt(D)."""
 
     def __init__(self, d_model: int, vocab: int) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ class PositionalEncoding(nn.Module):
 
 
 class Generator(nn.Module):
-    """From the decoder's output to logits; the published one takes their log-softmax as well."""
+    """The projection to the logits; the published module also computes their log-softmax."""
 
     def __init__(self, d_model: int, vocab: int) -> None:
         super().__init__()
@@ -332,7 +332,7 @@ def make_model(
 def build(
     config: TransformerConfig, source_attention: SourceAttention = "src_attn"
 ) -> EncoderDecoder:
-    """The reference with the sizes and the position base of `config`.
+    """Builds the reference with the sizes and the position base of `config`.
 
     `annotated_wide_heads` uses it, too: the same code, with d_k and d_v of its own and the
     attention's dropout following the rate.
@@ -356,7 +356,7 @@ def build(
 
 
 def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
-    """Where `module` computes each site of `parity.trace`."""
+    """Returns the taps of `module`: where it computes each site of `parity.trace`."""
     shared = not any(".src_attn." in name for name, _ in module.named_parameters())
     encoder, decoder = "encoder.layers.{layer}", "decoder.layers.{layer}"
     in_encoder = {

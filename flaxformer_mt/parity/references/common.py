@@ -1,4 +1,4 @@
-"""What the references share: masks, heads, dtype, and the shape of what they return."""
+"""Shared parts of the references: masks, heads, dtype, taps, and the returned attention."""
 
 import contextlib
 import functools
@@ -13,18 +13,18 @@ from torch import Tensor
 from flaxformer_mt.parity.trace import Tap, softmax_input, softmax_output
 
 MASKED_SCORE = -1e9
-"""What every publication but `torch.nn.Transformer` writes over a hidden score."""
+"""The value of masked scores in every publication except `torch.nn.Transformer`."""
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "gelu": F.gelu,
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
 }
-"""By their names in `TransformerConfig.activation`."""
+"""Activations by their names in `TransformerConfig.activation`."""
 
 
 class Attention(NamedTuple):
-    """The attention weights of every layer, one tensor a layer."""
+    """The attention weights of every layer, one tensor per layer."""
 
     encoder_self: list[Tensor]
     """[B, H, S, S]"""
@@ -35,12 +35,12 @@ class Attention(NamedTuple):
 
 
 def not_padding(tokens: Tensor, pad_id: int) -> Tensor:
-    """Which keys may be seen: bool [B, 1, S] for tokens [B, S]."""
+    """Returns the padding mask of tokens [B, S]: bool [B, 1, S], True = attend."""
     return (tokens != pad_id).unsqueeze(1)
 
 
 def not_future(tokens: Tensor) -> Tensor:
-    """Which keys each query may see: bool [1, T, T], the lower triangle, for tokens [B, T]."""
+    """Returns the causal mask of tokens [B, T]: bool [1, T, T], True = attend."""
     length = tokens.size(1)
     return torch.ones(1, length, length, dtype=torch.bool, device=tokens.device).tril()
 
@@ -57,7 +57,7 @@ def join_heads(x: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def default_dtype(name: str) -> Iterator[None]:
-    """Lets PyTorch make parameters and tables of the dtype `name`, "float64" say, for a while."""
+    """Sets the default dtype of PyTorch, such as "float64", inside the context."""
     previous = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, name))
     try:
@@ -66,11 +66,11 @@ def default_dtype(name: str) -> Iterator[None]:
         torch.set_default_dtype(previous)
 
 
-# Where a reference computes the sites of `parity.trace`: what most of them do in the same way.
+# Taps that most references have in common.
 
 
 def attention_taps(site: str, linears: Sequence[str], softmax: str) -> dict[str, Tap]:
-    """The sites inside an attention. "{layer}" in a name stands for a layer, here and below.
+    """Returns the taps inside an attention; "{layer}" in a name is a layer index.
 
     Args:
       site: of the attention.
@@ -90,7 +90,7 @@ def attention_taps(site: str, linears: Sequence[str], softmax: str) -> dict[str,
 
 
 def feed_forward_taps(site: str, hidden: str, output: str) -> dict[str, Tap]:
-    """The sites inside a feed-forward network of two linear modules."""
+    """Returns the taps inside a feed-forward network of two linear modules."""
     return {
         f"{site}/hidden": Tap(hidden),
         f"{site}/activated": Tap(output, "input"),
@@ -99,23 +99,23 @@ def feed_forward_taps(site: str, hidden: str, output: str) -> dict[str, Tap]:
 
 
 def post_norm_taps(site: str, norm: str) -> dict[str, Tap]:
-    """The sum and the norm of norm(x + f(x)): what the norm takes and gives."""
+    """Returns the taps of the sum and the norm of norm(x + f(x))."""
     return {f"{site}_sum": Tap(norm, "input"), f"{site}_norm": Tap(norm)}
 
 
 def pre_norm_taps(site: str, norm: str, layer: str, call: int) -> dict[str, Tap]:
-    """The norm and the sum of x + f(norm(x)), the sum being an addition in the layer itself.
+    """Returns the taps of the norm and the sum of x + f(norm(x)), added in the layer itself.
 
     Args:
       site: of the sub-layer.
       norm: its norm module.
       layer: the layer module.
-      call: which of the layer's additions it is, from 0.
+      call: the index of the addition in the layer.
     """
     return {f"{site}_norm": Tap(norm), f"{site}_sum": Tap(layer, op="add", call=call)}
 
 
 def heads_joined(value: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """A `Tap.reshape`: [B, H, T, K], or [B*H, T, K], to [B, T, H*K]."""
+    """Reshapes [B, H, T, K] or [B*H, T, K] to [B, T, H*K]; for `Tap.reshape`."""
     by_head = value.reshape(shape[0], -1, *value.shape[-2:])
     return by_head.swapaxes(1, 2).reshape(shape)

@@ -2,7 +2,7 @@
 
 Post-norm. A query, key or value goes through two linear maps: one from D to D, which is split into
 heads, and one from D/H to D/H, which all heads share. The notebook has no embeddings, stacks or
-output; `Layers` runs its layers one after the other.
+output; `Layers` runs its layers sequentially.
 
 Source: a Jupyter notebook, "Scaled Dot-Product Attention implementation. It's fundermental for
 multi-head attention".
@@ -50,7 +50,7 @@ class ScaledDotProductAttention(nn.Module):
 
 
 class MultiHeadAttention(nn.Module):
-    """H heads, each of which sees a part of three projections.
+    """H heads, each of which gets a part of three projections.
 
     Args:
       published_head_join: put the heads together as the notebook does, along the batch axis, which
@@ -104,14 +104,14 @@ class TransformerEncoderLayer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """[B, S, D], and the weights [B, S, S], which the notebook drops."""
+        """[B, S, D], and the attention weights [B, S, S], which the notebook discards."""
         y, weights = self.self_attention(x, x, x, mask)
         x = self.norm1(x + self.dropout(y))
         return self.norm2(x + self.dropout(self.feed_forward(x))), weights
 
 
 class TransformerDecoderLayer(nn.Module):
-    """Self-attention, attention to the encoder and feed-forward, each as norm(x + f(x))."""
+    """Self-attention, cross-attention and feed-forward, each as norm(x + f(x))."""
 
     def __init__(
         self, d_model, num_heads, d_ff, dropout: float = 0.1, published_head_join: bool = False
@@ -132,7 +132,7 @@ class TransformerDecoderLayer(nn.Module):
         src_mask: Tensor | None = None,
         tgt_mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, T, D], and the weights [B, T, T] and [B, T, S], which the notebook drops."""
+        """[B, T, D], and the weights [B, T, T] and [B, T, S], which the notebook discards."""
         y, self_weights = self.self_attention(x, x, x, tgt_mask)
         x = self.norm1(x + self.dropout(y))
         y, cross_weights = self.cross_attention(x, encoder_output, encoder_output, src_mask)
@@ -183,7 +183,7 @@ class Layers(nn.Module):
 
 
 def build(config: TransformerConfig, published_head_join: bool = False) -> Layers:
-    """The reference with the sizes of `config`; heads are joined as in the paper by default."""
+    """Builds the reference with the sizes of `config`; by default, heads are joined correctly."""
     sizes = (config.d_model, config.num_heads, config.d_ff, config.dropout_rate)
     return Layers(
         [
@@ -198,7 +198,7 @@ def build(config: TransformerConfig, published_head_join: bool = False) -> Layer
 
 
 def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
-    """Where `module` computes each site of `parity.trace`.
+    """Returns the taps of `module`: where it computes each site of `parity.trace`.
 
     A head's query, key and value are what its second linear map gives.
     """

@@ -39,7 +39,7 @@ def make_positions(tokens: Tensor, padding_idx: int) -> Tensor:
 
 
 class SinusoidalPositionalEmbedding(nn.Module):
-    """Sines, then cosines, then a zero where D is odd; the row of padding is zero.
+    """Sines, then cosines, then a zero if D is odd; the row of padding is zero.
 
     The published table grows with the longest sentence. `_float_tensor` has no meaning: it tells
     older versions their dtype, and is in the checkpoints of all but the newest.
@@ -78,7 +78,7 @@ class LearnedPositionalEmbedding(nn.Embedding):
 
 
 class MultiheadAttention(nn.Module):
-    """H heads with biases in all four projections; hidden scores are -inf."""
+    """H heads with biases in all four projections; masked scores are -inf."""
 
     def __init__(self, embed_dim: int, num_heads: int, dropout: float) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class MultiheadAttention(nn.Module):
 
 
 class _Layer(nn.Module):
-    """What encoder and decoder layers share: the feed-forward network, and residuals with norm."""
+    """The base of both layers: the feed-forward network, and residuals with norm."""
 
     def __init__(self, config: TransformerConfig, has_encoder_attn: bool) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class _Layer(nn.Module):
     def _residual(
         self, x: Tensor, norm: nn.Module, sublayer: Callable[[Tensor], tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor]:
-        """norm(x + f(x)) or x + f(norm(x)), and what else f returns."""
+        """Computes norm(x + f(x)) or x + f(norm(x)); also returns the other results of f."""
         y, weights = sublayer(norm(x) if self.normalize_before else x)
         x = x + self.dropout_module(y)
         return (x if self.normalize_before else norm(x)), weights
@@ -146,7 +146,7 @@ class TransformerEncoderLayer(_Layer):
         super().__init__(config, has_encoder_attn=False)
 
     def forward(self, x: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, S, D], and the weights [B, H, S, S]."""
+        """[B, S, D], and the attention weights [B, H, S, S]."""
         x, weights = self._residual(
             x, self.self_attn_layer_norm, lambda y: self.self_attn(y, y, visible)
         )
@@ -154,7 +154,7 @@ class TransformerEncoderLayer(_Layer):
 
 
 class TransformerDecoderLayer(_Layer):
-    """Self-attention, attention to the encoder, feed-forward."""
+    """Self-attention, cross-attention, feed-forward."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config, has_encoder_attn=True)
@@ -162,7 +162,7 @@ class TransformerDecoderLayer(_Layer):
     def forward(
         self, x: Tensor, encoder_out: Tensor, self_visible: Tensor, source_visible: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, T, D], and the weights [B, H, T, T] and [B, H, T, S]."""
+        """[B, T, D], and the attention weights [B, H, T, T] and [B, H, T, S]."""
         x, self_weights = self._residual(
             x, self.self_attn_layer_norm, lambda y: self.self_attn(y, y, self_visible)
         )
@@ -175,7 +175,7 @@ class TransformerDecoderLayer(_Layer):
 
 
 class _Stack(nn.Module):
-    """What encoder and decoder share: embeddings, positions, and the norms below and on top."""
+    """The base of both stacks: embeddings, positions, and the norms below and on top."""
 
     def __init__(
         self, config: TransformerConfig, embed_tokens: nn.Embedding, layers: Iterable[nn.Module]
@@ -205,14 +205,14 @@ class _Stack(nn.Module):
 
 
 class TransformerEncoder(_Stack):
-    """The layers of the source."""
+    """The encoder layers."""
 
     def __init__(self, config: TransformerConfig, embed_tokens: nn.Embedding) -> None:
         layers = (TransformerEncoderLayer(config) for _ in range(config.num_encoder_layers))
         super().__init__(config, embed_tokens, layers)
 
     def forward(self, src_tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """[B, S, D], and every layer's weights [B, H, S, S]."""
+        """[B, S, D], and the attention weights of every layer [B, H, S, S]."""
         visible = not_padding(src_tokens, self.padding_idx)
         x = self.forward_embedding(src_tokens) * visible.transpose(1, 2)
         all_weights = []
@@ -223,7 +223,7 @@ class TransformerEncoder(_Stack):
 
 
 class TransformerDecoder(_Stack):
-    """The layers of the target, and the output projection."""
+    """The decoder layers and the output projection."""
 
     def __init__(self, config: TransformerConfig, embed_tokens: nn.Embedding) -> None:
         layers = (TransformerDecoderLayer(config) for _ in range(config.num_decoder_layers))
@@ -237,7 +237,7 @@ class TransformerDecoder(_Stack):
     def forward(
         self, prev_output_tokens: Tensor, encoder_out: Tensor, source_visible: Tensor
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Logits [B, T, V], and every layer's weights [B, H, T, T] and [B, H, T, S]."""
+        """Logits [B, T, V], and the weights of every layer [B, H, T, T] and [B, H, T, S]."""
         x = self.forward_embedding(prev_output_tokens)
         visible = not_padding(prev_output_tokens, self.padding_idx) & not_future(prev_output_tokens)
         all_self_weights, all_cross_weights = [], []
@@ -249,7 +249,7 @@ class TransformerDecoder(_Stack):
 
 
 class TransformerModel(nn.Module):
-    """The whole model. A target is padded on the right: a row that sees nothing would be NaN."""
+    """The whole model. Targets are padded on the right: a row without any key would be NaN."""
 
     def __init__(self, encoder: TransformerEncoder, decoder: TransformerDecoder) -> None:
         super().__init__()
@@ -291,7 +291,7 @@ def _embedding(config: TransformerConfig, vocab_size: int) -> nn.Embedding:
 
 
 def build(config: TransformerConfig) -> TransformerModel:
-    """The reference with all the options of `config`."""
+    """Builds the reference with all the options of `config`."""
     target = _embedding(config, config.target_vocab_size)
     shared = config.shares_source_and_target
     source = target if shared else _embedding(config, config.source_vocab_size)
@@ -299,7 +299,7 @@ def build(config: TransformerConfig) -> TransformerModel:
 
 
 def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
-    """Where `module` computes each site of `parity.trace`."""
+    """Returns the taps of `module`: where it computes each site of `parity.trace`."""
     source, target = ("source", "encoder"), ("target", "decoder")
     attentions = {"self": "self_attn"}
     in_encoder = _layer_taps("encoder", attentions, config)

@@ -93,13 +93,13 @@ class EncoderLayer(nn.Module):
         self.pos_ffn = PositionwiseFeedForward(d_model, d_inner, dropout)
 
     def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, S, D], and the weights [B, H, S, S]."""
+        """[B, S, D], and the attention weights [B, H, S, S]."""
         x, weights = self.slf_attn(x, x, mask)
         return self.pos_ffn(x), weights
 
 
 class DecoderLayer(nn.Module):
-    """Self-attention, attention to the encoder, feed-forward."""
+    """Self-attention, cross-attention, feed-forward."""
 
     def __init__(self, d_model, d_inner, n_head, d_k, d_v, dropout) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: Tensor, memory: Tensor, self_mask: Tensor, cross_mask: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, T, D], and the weights [B, H, T, T] and [B, H, T, S]."""
+        """[B, T, D], and the attention weights [B, H, T, T] and [B, H, T, S]."""
         x, self_weights = self.slf_attn(x, x, self_mask)
         x, cross_weights = self.enc_attn(x, memory, cross_mask)
         return self.pos_ffn(x), self_weights, cross_weights
@@ -137,7 +137,7 @@ class PositionalEncoding(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Embeddings and layers of the source."""
+    """The encoder: embeddings and layers."""
 
     def __init__(
         self, n_src_vocab, d_model, n_layers, n_head, d_k, d_v, d_inner, pad_idx, dropout, scale_emb
@@ -153,7 +153,7 @@ class Encoder(nn.Module):
         self.scale = d_model**0.5 if scale_emb else 1.0
 
     def forward(self, src_seq: Tensor, src_mask: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """[B, S, D], and every layer's weights [B, H, S, S]."""
+        """[B, S, D], and the attention weights of every layer [B, H, S, S]."""
         x = self.src_word_emb(src_seq) * self.scale
         x = self.layer_norm(self.dropout(self.position_enc(x)))
         all_weights = []
@@ -164,7 +164,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embeddings and layers of the target."""
+    """The decoder: embeddings and layers."""
 
     def __init__(
         self, n_trg_vocab, d_model, n_layers, n_head, d_k, d_v, d_inner, pad_idx, dropout, scale_emb
@@ -182,7 +182,7 @@ class Decoder(nn.Module):
     def forward(
         self, trg_seq: Tensor, trg_mask: Tensor, memory: Tensor, src_mask: Tensor
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """[B, T, D], and every layer's weights [B, H, T, T] and [B, H, T, S]."""
+        """[B, T, D], and the attention weights of every layer [B, H, T, T] and [B, H, T, S]."""
         x = self.trg_word_emb(trg_seq) * self.scale
         x = self.layer_norm(self.dropout(self.position_enc(x)))
         all_self_weights, all_cross_weights = [], []
@@ -257,7 +257,7 @@ class Transformer(nn.Module):
 
 
 def build(config: TransformerConfig) -> Transformer:
-    """The reference with the sizes, tyings and scales of `config`."""
+    """Builds the reference with the sizes, tyings and scales of `config`."""
     scale: Literal["emb", "prj", "none"] = "none"
     if config.scale_embeddings:
         scale = "emb"
@@ -283,7 +283,7 @@ def build(config: TransformerConfig) -> Transformer:
 
 
 def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
-    """Where `module` computes each site of `parity.trace`."""
+    """Returns the taps of `module`: where it computes each site of `parity.trace`."""
     return {
         **_embedding_taps("source", "encoder"),
         **for_layers(config.num_encoder_layers, _layer_taps("encoder", {"self": "slf_attn"})),

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 
 def jadore801120(logits: Tensor, targets: Tensor, e: float, pad_id: int) -> tuple[Tensor, Tensor]:
-    """1 - e on the target, e / (V - 1) on every other class; targets that are padding left out."""
+    """1 - e on the target, e / (V - 1) on every other class; padding targets are ignored."""
     one_hot = F.one_hot(targets, logits.shape[1]).to(logits.dtype)
     smoothed = one_hot * (1 - e) + (1 - one_hot) * e / (logits.shape[1] - 1)
     losses = -(smoothed * F.log_softmax(logits, dim=1)).sum(dim=1)
@@ -35,7 +35,7 @@ def annotated(logits: Tensor, targets: Tensor, e: float, pad_id: int) -> tuple[T
 def annotated_wide_heads(
     logits: Tensor, targets: Tensor, e: float, pad_id: int
 ) -> tuple[Tensor, Tensor]:
-    """As `annotated`, but one smoothed row is made for all targets, and padding counts as well."""
+    """As `annotated`, but one smoothed row serves all targets, and padding counts as a class."""
     smoothed = torch.full((1, logits.shape[1]), e / (logits.shape[1] - 2), dtype=logits.dtype)
     smoothed[0, pad_id] = 0
     smoothed = smoothed.repeat(len(targets), 1).scatter(1, targets.unsqueeze(1), 1 - e)

@@ -1,4 +1,4 @@
-"""MarianMT: Hugging Face's own model, called as all references are.
+"""MarianMT: Hugging Face's own model, with the interface of the references.
 
 Post-norm, all sines before all cosines, the output tied and with a bias that is not trained, and a
 decoder that starts from the padding token and hides nothing but the future.
@@ -25,7 +25,7 @@ ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh",
 
 
 class MarianMT(MarianMTModel):
-    """`MarianMTModel` whose forward takes and gives what that of the other references does."""
+    """`MarianMTModel` with the `forward` of the other references."""
 
     def forward(
         self, source: Tensor, target_input: Tensor, return_attention: bool = False
@@ -56,7 +56,7 @@ def _position_table(rows: int, d_model: int) -> Tensor:
 
 
 def build(config: TransformerConfig) -> MarianMT:
-    """The reference with the sizes, tying, activation and scale of `config`.
+    """Builds the reference with the sizes, tying, activation and scale of `config`.
 
     Hugging Face rounds the table of sinusoids to float32 whatever the model's dtype. In a float64
     model it is computed anew, since nothing could agree with it to more digits.
@@ -102,7 +102,7 @@ def build(config: TransformerConfig) -> MarianMT:
 
 
 def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
-    """Where `module` computes each site of `parity.trace`."""
+    """Returns the taps of `module`: where it computes each site of `parity.trace`."""
     return {
         **_embedding_taps("source", "encoder"),
         **for_layers(config.num_encoder_layers, _layer_taps("encoder", {"self": "self_attn"})),

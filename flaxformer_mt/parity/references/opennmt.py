@@ -143,14 +143,14 @@ class TransformerEncoderLayer(nn.Module):
         self.dropout = nn.Dropout(config.dropout_rate)
 
     def forward(self, x: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, S, D], and the weights [B, H, S, S]."""
+        """[B, S, D], and the attention weights [B, H, S, S]."""
         y = self.layer_norm(x)
         context, weights = self.self_attn(y, y, visible)
         return self.feed_forward(self.dropout(context) + x), weights
 
 
 class TransformerDecoderLayer(nn.Module):
-    """Self-attention, attention to the encoder, feed-forward."""
+    """Self-attention, cross-attention, feed-forward."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class TransformerDecoderLayer(nn.Module):
     def forward(
         self, x: Tensor, enc_out: Tensor, self_visible: Tensor, source_visible: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, T, D], and the weights [B, H, T, T] and [B, H, T, S]."""
+        """[B, T, D], and the attention weights [B, H, T, T] and [B, H, T, S]."""
         y = self.layer_norm_1(x)
         self_context, self_weights = self.self_attn(y, y, self_visible)
         query = self.dropout(self_context) + x
@@ -173,7 +173,7 @@ class TransformerDecoderLayer(nn.Module):
 
 
 class TransformerEncoder(nn.Module):
-    """Embeddings, the layers of the source, and a norm."""
+    """The encoder: embeddings, layers and a final norm."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class TransformerEncoder(nn.Module):
         self.layer_norm = nn.LayerNorm(config.d_model, eps=config.norm_epsilon)
 
     def forward(self, src: Tensor, visible: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """[B, S, D], and every layer's weights [B, H, S, S]."""
+        """[B, S, D], and the attention weights of every layer [B, H, S, S]."""
         x = self.embeddings(src)
         all_weights = []
         for layer in self.transformer:
@@ -194,7 +194,7 @@ class TransformerEncoder(nn.Module):
 
 
 class TransformerDecoder(nn.Module):
-    """Embeddings, the layers of the target, and a norm."""
+    """The decoder: embeddings, layers and a final norm."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ class TransformerDecoder(nn.Module):
     def forward(
         self, tgt: Tensor, enc_out: Tensor, self_visible: Tensor, source_visible: Tensor
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """[B, T, D], and every layer's weights [B, H, T, T] and [B, H, T, S]."""
+        """[B, T, D], and the attention weights of every layer [B, H, T, T] and [B, H, T, S]."""
         x = self.embeddings(tgt)
         all_self_weights, all_cross_weights = [], []
         for layer in self.transformer_layers:
@@ -255,12 +255,12 @@ class NMTModel(nn.Module):
 
 
 def build(config: TransformerConfig) -> NMTModel:
-    """The reference with all the options of `config`."""
+    """Builds the reference with all the options of `config`."""
     return NMTModel(config)
 
 
 def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
-    """Where `module` computes each site of `parity.trace`."""
+    """Returns the taps of `module`: where it computes each site of `parity.trace`."""
     encoder, decoder = "encoder.transformer.{layer}", "decoder.transformer_layers.{layer}"
     in_encoder = {
         **_attention_taps("encoder", "self", f"{encoder}.self_attn", f"{encoder}.layer_norm"),

@@ -55,7 +55,7 @@ class PositionalEncoding(nn.Module):
 
 
 class TokenEmbedding(nn.Module):
-    """Token vectors times sqrt(D)."""
+    """Token embeddings times sqrt(D)."""
 
     def __init__(self, vocab_size: int, emb_size: int) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Seq2SeqTransformer(nn.Module):
 
     Args:
       norm_first: pre-norm.
-      batch_first: the layout inside `transformer`; forward always takes and gives [B, ...].
+      batch_first: the layout inside `transformer`; forward always takes and returns [B, ...].
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Seq2SeqTransformer(nn.Module):
 
 @contextmanager
 def _attention_weights(transformer: nn.Transformer) -> Iterator[Attention]:
-    """Collects the weights of every layer while it is open.
+    """Collects the attention weights of every layer inside the context.
 
     PyTorch's layers do not ask their attention modules for weights. Hooks make them, and by being
     there also keep every layer off the inference fast path.
@@ -175,7 +175,7 @@ def _attention_weights(transformer: nn.Transformer) -> Iterator[Attention]:
 
 
 def build(config: TransformerConfig, batch_first: bool = False) -> Seq2SeqTransformer:
-    """The reference with the sizes, activation and norm position of `config`."""
+    """Builds the reference with the sizes, activation and norm position of `config`."""
     return Seq2SeqTransformer(
         num_encoder_layers=config.num_encoder_layers,
         num_decoder_layers=config.num_decoder_layers,
@@ -193,7 +193,7 @@ def build(config: TransformerConfig, batch_first: bool = False) -> Seq2SeqTransf
 
 
 def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
-    """Where `module`, this reference or a bare `torch.nn.Transformer`, computes each site."""
+    """Returns the taps of this reference or of a bare `torch.nn.Transformer`."""
     bare = isinstance(module, nn.Transformer)
     transformer: Any = module if bare else module.transformer
     prefix = "" if bare else "transformer."
@@ -249,7 +249,7 @@ def _layer_taps(
 
 
 def _inside_attention_taps(site: str, module: str) -> dict[str, Tap]:
-    """`torch.nn.MultiheadAttention` has no modules inside, and does all by itself.
+    """`torch.nn.MultiheadAttention` computes everything itself, without sub-modules.
 
     It multiplies queries [B*H, T, K] by their scale and then with keys [B*H, K, S], weights with
     values [B*H, S, K], and last the context [T*B, H*K] with the output projection.

@@ -69,7 +69,7 @@ class MultiHeadAttention(nn.Module):
         self.output_layer = _linear(head_size * att_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor, memory: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, T, D], and the weights [B, H, T, S]; `hidden` [B, 1 or T, S] is True = hide."""
+        """[B, T, D], and the weights [B, H, T, S]; `hidden` [B, 1 or T, S] is True = mask."""
         q = split_heads(self.linear_q(x), self.head_size) * self.scale
         k = split_heads(self.linear_k(memory), self.head_size)
         v = split_heads(self.linear_v(memory), self.head_size)
@@ -91,7 +91,7 @@ class EncoderLayer(nn.Module):
         self.ffn_dropout = nn.Dropout(dropout_rate)
 
     def forward(self, x: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, S, D], and the weights [B, H, S, S]."""
+        """[B, S, D], and the attention weights [B, H, S, S]."""
         y = self.self_attention_norm(x)
         y, weights = self.self_attention(y, y, hidden)
         x = x + self.self_attention_dropout(y)
@@ -99,7 +99,7 @@ class EncoderLayer(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Self-attention, attention to the encoder if there is one, feed-forward.
+    """Self-attention, cross-attention if there is an encoder, feed-forward.
 
     The attention to the encoder has its parameters in either case.
     """
@@ -123,7 +123,7 @@ class DecoderLayer(nn.Module):
         self_hidden: Tensor,
         cross_hidden: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """[B, T, D], and the weights [B, H, T, T] and [B, H, T, S]."""
+        """[B, T, D], and the attention weights [B, H, T, T] and [B, H, T, S]."""
         y = self.self_attention_norm(x)
         y, self_weights = self.self_attention(y, y, self_hidden)
         x = x + self.self_attention_dropout(y)
@@ -136,7 +136,7 @@ class DecoderLayer(nn.Module):
 
 
 class Encoder(nn.Module):
-    """The layers of the source, and a norm."""
+    """The encoder: layers and a final norm."""
 
     def __init__(self, hidden_size, filter_size, dropout_rate, n_layers, head_size) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class Encoder(nn.Module):
         self.last_norm = nn.LayerNorm(hidden_size, eps=NORM_EPSILON)
 
     def forward(self, x: Tensor, hidden: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """[B, S, D], and every layer's weights [B, H, S, S]."""
+        """[B, S, D], and the attention weights of every layer [B, H, S, S]."""
         all_weights = []
         for layer in self.layers:
             x, weights = layer(x, hidden)
@@ -155,7 +155,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The layers of the target, and a norm."""
+    """The decoder: layers and a final norm."""
 
     def __init__(self, hidden_size, filter_size, dropout_rate, n_layers, head_size) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class Decoder(nn.Module):
         self_hidden: Tensor,
         cross_hidden: Tensor | None,
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """[B, T, D], and every layer's weights [B, H, T, T] and, with inputs, [B, H, T, S]."""
+        """[B, T, D], and the weights of every layer [B, H, T, T] and, with inputs, [B, H, T, S]."""
         all_self_weights, all_cross_weights = [], []
         for layer in self.layers:
             x, self_weights, cross_weights = layer(x, enc_output, self_hidden, cross_hidden)
@@ -270,7 +270,7 @@ class Transformer(nn.Module):
         return table(tokens).masked_fill((tokens == pad_idx).unsqueeze(-1), 0)
 
     def get_position_encoding(self, tokens: Tensor) -> Tensor:
-        """[1, T, D]: sines, then cosines, then a zero where D is odd.
+        """[1, T, D]: sines, then cosines, then a zero if D is odd.
 
         The published code puts that zero on the wrong axis and fails for an odd D; tensor2tensor,
         which it follows, has it here.
@@ -282,7 +282,7 @@ class Transformer(nn.Module):
 
 
 def build(config: TransformerConfig) -> Transformer:
-    """The reference with the sizes and the source tying of `config`."""
+    """Builds the reference with the sizes and the source tying of `config`."""
     return Transformer(
         config.source_vocab_size,
         config.target_vocab_size,
@@ -300,7 +300,7 @@ def build(config: TransformerConfig) -> Transformer:
 
 
 def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
-    """Where `module` computes each site of `parity.trace`.
+    """Returns the taps of `module`: where it computes each site of `parity.trace`.
 
     The model scales embeddings itself: its multiplications are the source's, its angles', the
     target's, its angles'.
