@@ -17,7 +17,7 @@ from flaxformer_mt.presets import preset
 
 
 def test_pytorch_s_fast_path_equals_ours_except_at_padding():
-    """In evaluation, its encoder packs real tokens together; the others are zero after the layers."""
+    """In evaluation, its encoder packs real tokens; the others are zeros after the layers."""
     torch.manual_seed(0)
     sizes = {"d_model": 16, "nhead": 4, "num_encoder_layers": 2, "num_decoder_layers": 1}
     module = nn.Transformer(**sizes, dim_feedforward=24, batch_first=True)
