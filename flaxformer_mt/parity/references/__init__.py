@@ -13,8 +13,7 @@ All references have the same interface:
 
 with int64 tokens `source` [B, S] and `target_input` [B, T], the same decoder input as our model,
 and logits [B, T, V]. There are two exceptions: a `tunz` without inputs ignores `source`;
-`double_projection` consists of layers only and takes vectors [B, S, D], [B, T, D] and masks (see its
-module).
+`double_projection` consists of layers only and takes vectors [B, S, D], [B, T, D] and masks.
 
 Sinusoids are computed in the dtype in which a reference is built, so that a float64 reference is
 float64 throughout; `.double()` on a float32 one would keep tables rounded to float32.
