@@ -248,9 +248,11 @@ def opennmt(**overrides: Any) -> TransformerConfig:
     """
     # The published "silu" is another network: a gate with a matrix of its own.
     _check_choice("opennmt", overrides, "activation", ("relu", "gelu"))
-    _check_choice("opennmt", overrides, "position_kind", ("sinusoidal", "none"))
+    kinds = ("sinusoidal", "rotary", "alibi", "t5_relative", "none")
+    _check_choice("opennmt", overrides, "position_kind", kinds)
     overrides = _special_tokens(overrides, pad_id=1, bos_id=2, eos_id=3) | overrides
-    concatenated = overrides.get("position_layout") == "concatenated"
+    sinusoidal = overrides.get("position_kind", "sinusoidal") == "sinusoidal"
+    concatenated = sinusoidal and overrides.get("position_layout") == "concatenated"
     values: dict[str, Any] = {
         "attention_dropout_rate": 0.1,  # whatever the rate
         "activation_dropout_rate": overrides.get("dropout_rate", 0.1),
@@ -261,7 +263,8 @@ def opennmt(**overrides: Any) -> TransformerConfig:
         "feed_forward_bias": False,
         "output_bias": True,
         "position_exponent": "tensor2tensor" if concatenated else "paper",
-        "scale_embeddings": overrides.get("position_kind") != "none",
+        "scale_embeddings": sinusoidal,
+        "relative_position_sharing": "layer",
         "tie_embeddings": "none",
         "embedding_init": "xavier_uniform",
     }

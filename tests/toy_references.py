@@ -109,10 +109,30 @@ def _opennmt() -> dict[str, Variant]:
         "tied_output_gelu": ({"tie_embeddings": "target_output", "qkv_bias": True} | gelu, gelu),
         "concatenated": ({"position_layout": "concatenated", "feed_forward_bias": True}, {}),
         "no_positions": ({"position_kind": "none"}, {}),
+        # Bare state dicts do not tell positions that have no tensors.
+        **{
+            name: (fields | sizes, fields)
+            for name, (fields, sizes) in _attention_positions().items()
+        },
     }
     return {
         f"opennmt_{name}": Variant("opennmt", sizes, overrides)
         for name, (sizes, overrides) in variants.items()
+    }
+
+
+def _attention_positions() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """Fields that `interop.load` has to be told, and other sizes."""
+    # Within the toy sentences, distances reach every kind of bucket.
+    t5 = {"position_kind": "t5_relative", "relative_position_max_distance": 5}
+    buckets = {"relative_position_buckets": 8}
+    return {
+        "rotary": ({"position_kind": "rotary"}, {"qkv_bias": True}),
+        "rotary_halves": ({"position_kind": "rotary", "position_layout": "concatenated"}, {}),
+        # Their number is no power of two.
+        "alibi": ({"position_kind": "alibi"}, {"d_model": 18, "num_heads": 6}),
+        "t5": (t5, buckets),
+        "t5_shared": (t5 | {"relative_position_sharing": "stack"}, buckets),
     }
 
 

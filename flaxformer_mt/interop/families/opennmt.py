@@ -1,11 +1,13 @@
 """The weight map of `opennmt`: OpenNMT-py 3.
 
 A checkpoint has the state dict in two parts, "model" and "generator", and its options under "opt",
-from which the number of heads, the activation and the epsilon are read. Biases, tying and positions
-follow from its tensors.
+from which the number of heads, the activation, the epsilon and the positions of self-attention are
+read. Biases, tying and other positions follow from its tensors.
 
-A bare state dict needs `num_heads`, and `activation` or `norm_epsilon` if they are not the
-published defaults.
+A bare state dict needs `num_heads`, and `activation`, `norm_epsilon`, `position_kind` (rotary,
+alibi), `position_layout` (rotary) or `relative_position_max_distance` if they are not the published
+defaults. Each layer has its own table of relative positions. A table that layers share is written
+to every layer, and read back as shared with `relative_position_sharing="stack"`.
 """
 
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
 from flaxformer_mt.interop.weight_maps.family import (
     Buffer,
@@ -22,7 +25,14 @@ from flaxformer_mt.interop.weight_maps.family import (
     guess_tying,
     sinusoids,
 )
-from flaxformer_mt.interop.weight_maps.rules import TensorRule, embeddings, linear, norm, same
+from flaxformer_mt.interop.weight_maps.rules import (
+    TensorRule,
+    embeddings,
+    linear,
+    norm,
+    same,
+    tied,
+)
 
 SOURCE = "encoder.embeddings.make_embedding.emb_luts.0.weight"
 TARGET = "decoder.embeddings.make_embedding.emb_luts.0.weight"
@@ -30,6 +40,7 @@ OUTPUT = "generator.weight"
 ENCODER = "encoder.transformer.{layer}"
 DECODER = "decoder.transformer_layers.{layer}"
 TABLE = "encoder.embeddings.make_embedding.pe.pe"
+BUCKETS = "self_attn.relative_attention_bias.weight"
 
 _FIELDS_OF_OPTIONS = {"heads": "num_heads", "norm_eps": "norm_epsilon"}
 _DROPOUT_OPTIONS = {"dropout": "dropout_rate", "attention_dropout": "attention_dropout_rate"}
@@ -57,7 +68,12 @@ def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
         "feed_forward_bias": checkpoint.has_any(".w_1.bias"),
     }
     if not checkpoint.has_any(".pe.pe"):
-        fields["position_kind"] = "none"
+        fields |= _attention_positions(checkpoint)
+    elif options.get("max_relative_positions"):
+        raise UserError(
+            "the model cannot have sinusoids and max_relative_positions="
+            f"{options['max_relative_positions']}"
+        )
     elif checkpoint.size((TABLE, 0)) > 1 and checkpoint.size((TABLE, 2)) > 2:
         # Position 1, column 1 is the cosine of the first frequency, or the sine of the second.
         second = checkpoint.tensors[TABLE][1, 0, 1]
@@ -71,6 +87,32 @@ def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     return fields | {
         name: rate[-1] if isinstance(rate, list) else rate
         for name, rate in fields_of_settings(options, _DROPOUT_OPTIONS).items()
+    }
+
+
+def _attention_positions(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
+    """Reads the positions of self-attention, which `max_relative_positions` encodes."""
+    options = checkpoint.settings
+    distance = options.get("max_relative_positions", 0)
+    if checkpoint.has_any(BUCKETS):
+        fields: dict[str, Any] = {
+            "position_kind": "t5_relative",
+            "relative_position_buckets": checkpoint.size(
+                (f"{DECODER.format(layer=0)}.{BUCKETS}", 0)
+            ),
+        }
+        return fields | ({"relative_position_max_distance": distance} if distance > 0 else {})
+    if distance == -2:
+        return {"position_kind": "alibi"}
+    if distance != -1:
+        return {"position_kind": "none"}
+    if options.get("rotary_dim"):
+        raise UserError(f"the model rotates all features, not rotary_dim={options['rotary_dim']}")
+    interleaved = options.get("rotary_interleave", True)
+    return {
+        "position_kind": "rotary",
+        "position_layout": "interleaved" if interleaved else "concatenated",
+        "position_base": float(options.get("rotary_theta", 1e4)),
     }
 
 
@@ -91,8 +133,30 @@ def _feed_forward(config: TransformerConfig, ours: str, theirs: str) -> list[Ten
     ]
 
 
+def _position_biases(config: TransformerConfig) -> list[TensorRule]:
+    if config.position_kind != "t5_relative":
+        return []
+    stacks = {
+        "encoder": (ENCODER, config.num_encoder_layers),
+        "decoder": (DECODER, config.num_decoder_layers),
+    }
+    if config.relative_position_sharing == "layer":
+        return [
+            same(f"{stack}/layers/position_bias/embedding", f"{theirs}.{BUCKETS}")
+            for stack, (theirs, _) in stacks.items()
+        ]
+    return [
+        tied(
+            f"{stack}/position_bias/embedding",
+            *(f"{theirs.format(layer=layer)}.{BUCKETS}" for layer in range(num_layers)),
+        )
+        for stack, (theirs, num_layers) in stacks.items()
+    ]
+
+
 def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
     return [
+        *_position_biases(config),
         *embeddings(config, SOURCE, TARGET, OUTPUT),
         same("output/bias", "generator.bias"),
         *norm("encoder/layers/self_attention_norm", f"{ENCODER}.layer_norm"),
@@ -109,7 +173,7 @@ def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
 
 
 def _buffers(config: TransformerConfig) -> list[Buffer]:
-    if config.position_kind == "none":
+    if config.position_kind != "sinusoidal":
         return []
     table = sinusoids(config)
     return [
@@ -133,14 +197,17 @@ FAMILY = Family(
             "activation",
             "position_kind",
             "position_layout",
+            "relative_position_buckets",
+            "relative_position_max_distance",
+            "relative_position_sharing",
             "tie_embeddings",
         }
     ),
     order=(
         "encoder", "decoder", "generator", "embeddings", "make_embedding", "emb_luts", "pe",
         "transformer", "self_attn", "linear_keys", "linear_values", "linear_query", "final_linear",
-        "feed_forward", "w_1", "w_2", "layer_norm", "transformer_layers", "layer_norm_1",
-        "context_attn", "layer_norm_2", "weight", "bias",
+        "relative_attention_bias", "feed_forward", "w_1", "w_2", "layer_norm", "transformer_layers",
+        "layer_norm_1", "context_attn", "layer_norm_2", "weight", "bias",
     ),
     parts=("generator",),
     optimizer_key="optim",

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from flaxformer_mt.model.alibi import alibi_slopes
 from flaxformer_mt.parity.diagnosis.inputs import (
     DiagnosisInputs,
     ParsedSite,
@@ -20,6 +21,12 @@ from flaxformer_mt.parity.diagnosis.operations.embeddings import (
 )
 from flaxformer_mt.parity.diagnosis.operations.losses import Loss
 from flaxformer_mt.parity.diagnosis.operations.norms import LayerNormalization
+from flaxformer_mt.parity.diagnosis.operations.positions import (
+    BucketBias,
+    LinearBias,
+    Rotation,
+    ScoreBias,
+)
 from flaxformer_mt.parity.diagnosis.operations.projections import LinearMap, Logits
 from flaxformer_mt.parity.diagnosis.operations.sublayers import Activation, Residual
 
@@ -176,6 +183,7 @@ def _scores(inputs: DiagnosisInputs, site: ParsedSite) -> Scores:
         padding = inputs.target_input != c.pad_id
     else:
         padding = np.ones_like(inputs.real_target)
+    attends_to_itself = site.group == "self_attention"
     return Scores(
         query=query,
         key=key,
@@ -183,7 +191,28 @@ def _scores(inputs: DiagnosisInputs, site: ParsedSite) -> Scores:
         scale=c.key_width**-0.5,
         padding=padding[:, None, None],
         causal=np.tril(everything) if of_target else everything,
+        rotation=_rotation(inputs) if attends_to_itself else None,
+        bias=_score_bias(inputs, site) if attends_to_itself else None,
     )
+
+
+def _rotation(inputs: DiagnosisInputs) -> Rotation | None:
+    c = inputs.config
+    return Rotation(c.position_layout, c.position_base) if c.position_kind == "rotary" else None
+
+
+def _score_bias(inputs: DiagnosisInputs, site: ParsedSite) -> ScoreBias | None:
+    c = inputs.config
+    if c.position_kind == "alibi":
+        return LinearBias(alibi_slopes(c.num_heads))
+    if c.position_kind != "t5_relative":
+        return None
+    if c.relative_position_sharing == "stack":
+        table = parameter(inputs, f"{site.stack}/position_bias/embedding")
+    else:
+        path = f"{site.stack}/layers/position_bias/embedding"
+        table = parameter(inputs, path, site.layer)
+    return BucketBias(table, site.stack == "encoder", c.relative_position_max_distance)
 
 
 def _softmax(inputs: DiagnosisInputs, site: ParsedSite) -> Softmax:

@@ -1,11 +1,17 @@
 """OpenNMT-py 3's Transformer: pre-norm, a final norm on both stacks.
 
-Biases of attention and of the feed-forward network are options, the output always has one. The
-published softmax is taken in float32 whatever the dtype; here in the dtype of the model.
+Biases of attention and of the feed-forward network are optional; the output always has one.
+Positions are sinusoids, or belong to self-attention: a rotation of queries and keys, or a bias of
+the scores, either ALiBi or one per bucket of distances. The published softmax, rotations and
+logarithms of distances are computed in float32; here in the dtype of the model.
+
+The published cached ALiBi bias is not reproduced: a decoding step uses the row of the first query
+if an earlier sentence was longer. Here, as in training, each query has its own row.
 
 Source: https://github.com/OpenNMT/OpenNMT-py (onmt/encoders/transformer.py,
-onmt/decoders/transformer.py, onmt/modules: embeddings.py, multi_headed_attn.py, position_ffn.py;
-onmt/model_builder.py)
+onmt/decoders/transformer.py, onmt/modules: embeddings.py, multi_headed_attn.py,
+alibi_position_bias.py, position_ffn.py; onmt/model_builder.py); Su et al. 2021, equation 34; Press
+et al. 2022, section 3; Raffel et al. 2020, section 2.1
 """
 
 import math
@@ -57,10 +63,9 @@ class PositionalEncoding(nn.Module):
 
 
 class Embeddings(nn.Module):
-    """Token vectors; without positions they are not scaled either.
+    """Token embeddings, scaled only if sinusoids are added.
 
-    The published `make_embedding` is run as a whole and takes words with features, here there are
-    words alone.
+    The published `make_embedding` also supports word features.
     """
 
     def __init__(self, config: TransformerConfig, vocab_size: int) -> None:
@@ -68,7 +73,7 @@ class Embeddings(nn.Module):
         table = nn.Embedding(vocab_size, config.d_model, padding_idx=config.pad_id)
         self.make_embedding = nn.Sequential()
         self.make_embedding.add_module("emb_luts", nn.ModuleList([table]))
-        self.position_encoding = config.position_kind != "none"
+        self.position_encoding = config.position_kind == "sinusoidal"
         if self.position_encoding:
             interleaved = config.position_layout == "interleaved"
             enc_type = "SinusoidalInterleaved" if interleaved else "SinusoidalConcat"
@@ -88,11 +93,76 @@ class Embeddings(nn.Module):
         return self.dropout(x)
 
 
-class MultiHeadedAttention(nn.Module):
-    """H heads of width D / H."""
+def rotated(x: Tensor, interleave: bool, theta: float) -> Tensor:
+    """Rotates queries or keys [B, H, T, K] at positions 0 ... T-1, as complex numbers.
 
-    def __init__(self, config: TransformerConfig) -> None:
+    Features 2j and 2j + 1 are the real and the imaginary part of number j or, unless `interleave`,
+    features j and j + K/2.
+    """
+    length, width = x.shape[-2:]
+    pairs = x.unflatten(-1, (-1, 2)) if interleave else x.unflatten(-1, (2, -1)).transpose(-1, -2)
+    angles = torch.outer(torch.arange(length), theta ** (-torch.arange(0, width, 2) / width))
+    turned = torch.view_as_complex(pairs.contiguous()) * torch.polar(
+        torch.ones_like(angles), angles
+    )
+    result = torch.view_as_real(turned)
+    return result.flatten(-2) if interleave else result.transpose(-1, -2).flatten(-2)
+
+
+class AlibiPositionalBias(nn.Module):
+    """Scores lowered in proportion to the distance, in both directions."""
+
+    slopes: Tensor
+
+    def __init__(self, heads: int) -> None:
         super().__init__()
+        slopes = torch.tensor(self.slopes_of(heads))[:, None, None]
+        self.register_buffer("slopes", slopes, persistent=False)
+
+    @classmethod
+    def slopes_of(cls, heads: int) -> list[float]:
+        """H slopes: geometric from 2^(-8/H); else those of powers of two, interpolated."""
+        power = 2 ** math.floor(math.log2(heads))
+        if power == heads:
+            return [2 ** (-8 * (head + 1) / heads) for head in range(heads)]
+        return cls.slopes_of(power) + cls.slopes_of(2 * power)[::2][: heads - power]
+
+    def forward(self, scores: Tensor) -> Tensor:
+        """[B, H, T, S] to [B, H, T, S]."""
+        queries, keys = (torch.arange(size) for size in scores.shape[-2:])
+        return scores - self.slopes * (keys - queries[:, None]).abs()
+
+
+def relative_buckets(length: int, bidirectional: bool, buckets: int, longest: int) -> Tensor:
+    """The bucket of each pair of query and key, int [T, T].
+
+    Half of the buckets are for one distance each, the others for ranges that grow geometrically up
+    to the distance `longest`. In both directions, half of all buckets are for keys after the query.
+    """
+    index = torch.arange(length)
+    distance = index - index[:, None]  # Key minus query.
+    if bidirectional:
+        buckets //= 2
+        offset, distance = buckets * (distance > 0), distance.abs()
+    else:
+        offset, distance = torch.zeros_like(distance), (-distance).clamp(min=0)
+    exact = buckets // 2
+    octaves = (distance.clamp(min=1) / exact).log() / math.log(longest / exact)
+    # The small number keeps rounding from moving a distance that is exactly on a border.
+    beyond = exact + (octaves * (buckets - exact) + 1e-9).floor().long()
+    return offset + torch.where(distance < exact, distance, beyond.clamp(max=buckets - 1))
+
+
+class MultiHeadedAttention(nn.Module):
+    """H heads of width D / H; self-attention may know positions, cross-attention does not."""
+
+    def __init__(self, config: TransformerConfig, attn_type: str, is_decoder: bool = True) -> None:
+        super().__init__()
+        self.is_decoder = is_decoder
+        self.position_kind = config.position_kind if attn_type == "self" else "none"
+        self.rotary_interleave = config.position_layout == "interleaved"
+        self.rotary_theta = config.position_base
+        self.max_relative_positions = config.relative_position_max_distance
         width, bias = config.d_model, config.qkv_bias
         self.head_count = config.num_heads
         self.dim_per_head = width // config.num_heads
@@ -102,20 +172,40 @@ class MultiHeadedAttention(nn.Module):
         self.softmax = nn.Softmax(dim=-1)
         self.dropout = nn.Dropout(config.attention_dropout_rate)
         self.final_linear = nn.Linear(width, width, bias=config.attention_output_bias)
+        if self.position_kind == "t5_relative":
+            self.relative_attention_bias = nn.Embedding(
+                config.relative_position_buckets, config.num_heads
+            )
+        if self.position_kind == "alibi":
+            self.alibi = AlibiPositionalBias(config.num_heads)
+
+    def position_bias(self, length: int) -> Tensor:
+        """The learned bias of self-attention, [H, T, T]."""
+        table = self.relative_attention_bias
+        buckets = relative_buckets(
+            length, not self.is_decoder, table.num_embeddings, self.max_relative_positions
+        )
+        return table(buckets).permute(2, 0, 1)
 
     def forward(self, key: Tensor, query: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
         """[B, T, D] and the weights [B, H, T, S]; key [B, S, D], visible [B, 1 or T, S]."""
         k = split_heads(self.linear_keys(key), self.head_count)
         v = split_heads(self.linear_values(key), self.head_count)
-        q = split_heads(self.linear_query(query), self.head_count) / math.sqrt(self.dim_per_head)
-        # Published in float32 whatever the dtype, which float64 is spared here.
-        scores = (q @ k.transpose(2, 3)).masked_fill(~visible.unsqueeze(1), MASKED_SCORE)
-        weights = self.softmax(scores)
+        q = split_heads(self.linear_query(query), self.head_count)
+        if self.position_kind == "rotary":
+            q, k = (rotated(x, self.rotary_interleave, self.rotary_theta) for x in (q, k))
+        scores = (q / math.sqrt(self.dim_per_head)) @ k.transpose(2, 3)
+        if self.position_kind == "t5_relative":
+            scores = scores + self.position_bias(query.size(1))
+        if self.position_kind == "alibi":
+            scores = self.alibi(scores)
+        # Published in float32, here in the dtype of the model.
+        weights = self.softmax(scores.masked_fill(~visible.unsqueeze(1), MASKED_SCORE))
         return self.final_linear(join_heads(self.dropout(weights) @ v)), weights
 
 
 class PositionwiseFeedForward(nn.Module):
-    """x + W2 a(W1 norm(x)): norm and residual are in it, other than in attention."""
+    """x + W2 a(W1 norm(x)): unlike attention, it contains the norm and the residual."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -137,7 +227,7 @@ class TransformerEncoderLayer(nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.self_attn = MultiHeadedAttention(config)
+        self.self_attn = MultiHeadedAttention(config, "self", is_decoder=False)
         self.feed_forward = PositionwiseFeedForward(config)
         self.layer_norm = nn.LayerNorm(config.d_model, eps=config.norm_epsilon)
         self.dropout = nn.Dropout(config.dropout_rate)
@@ -154,11 +244,11 @@ class TransformerDecoderLayer(nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.self_attn = MultiHeadedAttention(config)
+        self.self_attn = MultiHeadedAttention(config, "self")
         self.feed_forward = PositionwiseFeedForward(config)
         self.layer_norm_1 = nn.LayerNorm(config.d_model, eps=config.norm_epsilon)
         self.dropout = nn.Dropout(config.dropout_rate)
-        self.context_attn = MultiHeadedAttention(config)
+        self.context_attn = MultiHeadedAttention(config, "context")
         self.layer_norm_2 = nn.LayerNorm(config.d_model, eps=config.norm_epsilon)
 
     def forward(
@@ -220,8 +310,8 @@ class TransformerDecoder(nn.Module):
 class NMTModel(nn.Module):
     """The whole model.
 
-    Published is a mask of the source by length, which for padding on the right is that by `pad_id`;
-    a target row that could see nothing but padding sees everything there.
+    The published source mask is by length, which for padding on the right equals that by `pad_id`;
+    a target row without any real token attends to everything there.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -235,6 +325,12 @@ class NMTModel(nn.Module):
                 nn.init.xavier_uniform_(parameter)
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
+        if config.position_kind == "t5_relative" and config.relative_position_sharing == "stack":
+            # Not an option there, but a table that is tied is a valid one of each layer.
+            for layers in (self.encoder.transformer, self.decoder.transformer_layers):
+                for layer in layers:
+                    attention = layer.get_submodule("self_attn")
+                    attention.relative_attention_bias = layers[0].self_attn.relative_attention_bias
         if config.shares_source_and_target:
             self.decoder.embeddings.word_lut.weight = self.encoder.embeddings.word_lut.weight
         if config.shares_target_and_output:
@@ -285,7 +381,7 @@ def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
 def _stack_taps(side: str, stack: str, config: TransformerConfig) -> dict[str, Tap]:
     embeddings = f"{stack}.embeddings.make_embedding"
     final_norm = {f"{stack}/final_norm": Tap(f"{stack}.layer_norm")}
-    if config.position_kind == "none":
+    if config.position_kind != "sinusoidal":
         return {f"{side}/embedding": Tap(f"{embeddings}.emb_luts.0")} | final_norm
     return {
         f"{side}/embedding": Tap(f"{embeddings}.pe", op="mul"),

@@ -15,6 +15,7 @@ well, the first is reported.
 
 from flaxformer_mt.parity.diagnosis.causes import (
     attention,
+    attention_positions,
     embeddings,
     losses,
     norms,
@@ -34,6 +35,7 @@ __all__ = [
     "Candidate",
     "SuspectSite",
     "attention",
+    "attention_positions",
     "candidates",
     "cause",
     "embeddings",

@@ -29,7 +29,10 @@ def attention_scale(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
         "1 / sqrt(D)": site.inputs.config.d_model**-0.5,
         "1 / sqrt(H*K)": features**-0.5,
     }
-    solved = site.solved_scale(scores.but(scale=1.0).value())
+    without_bias = site
+    if site.theirs is not None:
+        without_bias = site._replace(theirs=site.theirs - scores.bias_values())
+    solved = without_bias.solved_scale(scores.but(scale=1.0, bias=None).value())
     for name, scale in (listed | solved).items():
         yield Candidate(
             "attention scale",

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import numpy as np
 
 from flaxformer_mt.parity.diagnosis.operations.base import Operation
+from flaxformer_mt.parity.diagnosis.operations.positions import Rotation, ScoreBias
 
 
 def _split_interleaved(x: np.ndarray, num_heads: int) -> np.ndarray:
@@ -47,6 +48,10 @@ class Scores(Operation):
     """The value of a masked score ..."""
     adds_fill: bool = False
     """... or, if True, the value added to it."""
+    rotation: Rotation | None = None
+    """Applied to queries and keys."""
+    bias: ScoreBias | None = None
+    """Added to the scaled products."""
 
     def mask(self) -> np.ndarray:
         """The combined mask, bool [B, 1, T, S], True = attend."""
@@ -55,7 +60,14 @@ class Scores(Operation):
     def products(self) -> np.ndarray:
         """The unmasked scores, [B, H, T, S]."""
         query, key = (SPLITS[self.split](x, self.num_heads) for x in (self.query, self.key))
-        return query @ key.swapaxes(2, 3) * self.scale
+        if self.rotation is not None:
+            query, key = self.rotation(query), self.rotation(key)
+        return query @ key.swapaxes(2, 3) * self.scale + self.bias_values()
+
+    def bias_values(self) -> np.ndarray:
+        """The bias, [H, T, S]; zeros without one."""
+        lengths = self.query.shape[1], self.key.shape[1]
+        return np.zeros((1, *lengths)) if self.bias is None else self.bias.values(*lengths)
 
     def value(self) -> np.ndarray:
         """[B, H, T, S]."""
