@@ -251,7 +251,8 @@ def opennmt(**overrides: Any) -> TransformerConfig:
     kinds = ("sinusoidal", "rotary", "alibi", "t5_relative", "none")
     _check_choice("opennmt", overrides, "position_kind", kinds)
     overrides = _special_tokens(overrides, pad_id=1, bos_id=2, eos_id=3) | overrides
-    sinusoidal = overrides.get("position_kind", "sinusoidal") == "sinusoidal"
+    kind = overrides.get("position_kind", "sinusoidal")
+    sinusoidal = kind == "sinusoidal"
     concatenated = sinusoidal and overrides.get("position_layout") == "concatenated"
     values: dict[str, Any] = {
         "attention_dropout_rate": 0.1,  # whatever the rate
@@ -264,10 +265,11 @@ def opennmt(**overrides: Any) -> TransformerConfig:
         "output_bias": True,
         "position_exponent": "tensor2tensor" if concatenated else "paper",
         "scale_embeddings": sinusoidal,
-        "relative_position_sharing": "layer",
         "tie_embeddings": "none",
         "embedding_init": "xavier_uniform",
     }
+    if kind == "t5_relative":
+        values["relative_position_sharing"] = "layer"
     return TransformerConfig(**values | overrides)
 
 

@@ -37,6 +37,9 @@ FAMILIES = {
     "annotated": VARIANTS["annotated_1000"],
     "jadore801120": VARIANTS["jadore801120_prj_all"],
     "tunz": VARIANTS["tunz"],
+    "opennmt_rotary": VARIANTS["opennmt_rotary"],
+    "opennmt_alibi": VARIANTS["opennmt_alibi"],
+    "opennmt_t5": VARIANTS["opennmt_t5"],
     "double_projection": DOUBLE_PROJECTION_LAYERS,
 }
 
@@ -589,12 +592,98 @@ DOUBLE_PROJECTION = [
     ),
 ]
 
+OPENNMT_ENCODER = "encoder.transformer.0.self_attn"
+OPENNMT_DECODER = "decoder.transformer_layers.1.self_attn"
+
+
+def with_slopes(part: str, change: Callable[[Tensor], Tensor]) -> Change:
+    """Changes the slopes [H, 1, 1] of an ALiBi bias."""
+
+    def change_slopes(module: nn.Module) -> None:
+        alibi = module.get_submodule(f"{part}.alibi")
+        alibi.slopes = change(alibi.slopes)
+
+    return change_slopes
+
+
+ROTARY = [
+    Mutation(
+        "rotation layout",
+        SCORES,
+        with_values(OPENNMT_ENCODER, rotary_interleave=False),
+        "is concatenated, ours interleaved",
+    ),
+    Mutation(
+        "rotation base",
+        DECODER_SCORES,
+        with_values(OPENNMT_DECODER, rotary_theta=500000.0),
+        "is 500000, ours 10000",
+    ),
+    Mutation("rotation missing", SCORES, with_values(OPENNMT_ENCODER, position_kind="none")),
+]
+
+ALIBI = [
+    Mutation(
+        "slope order",
+        SCORES,
+        with_slopes(OPENNMT_ENCODER, lambda slopes: slopes.sort(dim=0, descending=True)[0]),
+        "in decreasing order",
+    ),
+    Mutation(
+        "slope values",
+        DECODER_SCORES,
+        with_slopes(
+            OPENNMT_DECODER,
+            lambda slopes: 2.0 ** (-8 * torch.arange(1, 7)[:, None, None] / 6),
+        ),
+        r"2\^\(-8h/H\) for all heads",
+    ),
+    Mutation(
+        "slope values",
+        SCORES,
+        with_slopes(OPENNMT_ENCODER, lambda slopes: slopes * torch.arange(1, 7)[:, None, None]),
+        r"are \(0.25, 0.125, ",
+    ),
+    Mutation(
+        "position bias missing", DECODER_SCORES, with_values(OPENNMT_DECODER, position_kind="none")
+    ),
+]
+
+T5 = [
+    Mutation(
+        "bucket rule",
+        SCORES,
+        with_values(OPENNMT_ENCODER, is_decoder=True),
+        "bidirectional=False in place of True",
+    ),
+    Mutation(
+        "bucket rule",
+        DECODER_SCORES,
+        with_values(OPENNMT_DECODER, max_relative_positions=10),
+        "max_distance=10 in place of 5",
+    ),
+    Mutation("position bias missing", SCORES, with_values(OPENNMT_ENCODER, position_kind="none")),
+    Mutation(
+        "position bias scale",
+        DECODER_SCORES,
+        lambda module: module.get_submodule(OPENNMT_DECODER).register_forward_pre_hook(
+            lambda self, inputs: setattr(
+                self, "position_bias", lambda length: type(self).position_bias(self, length) / 2
+            )
+        ),
+        r"divides .* by sqrt\(K\)",
+    ),
+]
+
 CASES = [
     pytest.param(family, mutation, id=f"{family}-{mutation.cause}-{mutation.site}")
     for family, mutations in {
         "annotated": ANNOTATED,
         "jadore801120": JADORE801120,
         "tunz": TUNZ,
+        "opennmt_rotary": ROTARY,
+        "opennmt_alibi": ALIBI,
+        "opennmt_t5": T5,
         "double_projection": DOUBLE_PROJECTION,
     }.items()
     for mutation in mutations
@@ -761,9 +850,16 @@ def test_causes_in_the_docs_are_those_that_are_tested(monkeypatch):
     # The package has a function of the module's name.
     module = importlib.import_module("flaxformer_mt.parity.compare")
     monkeypatch.setattr(module, "diagnose", capture)
-    for family, part in {"annotated": "src_embed.0", "jadore801120": "encoder.layer_norm"}.items():
+    parts = {
+        "annotated": "src_embed.0",
+        "jadore801120": "encoder.layer_norm",
+        "opennmt_rotary": OPENNMT_ENCODER + ".linear_keys",
+        "opennmt_alibi": OPENNMT_ENCODER + ".linear_keys",
+        "opennmt_t5": OPENNMT_ENCODER + ".linear_keys",
+    }
+    for family, part in parts.items():
         compared(family, with_output(part, lambda self, y, *_: 2 * y))
-    assert len(captured) == 2
+    assert len(captured) == len(parts)
     tested = set().union(*map(causes_of, captured))
     text = (DOCS / "parity.md").read_text("utf-8")
     section = text[text.index("## Reading a diagnosis") : text.index("## float32 or float64")]
