@@ -168,7 +168,9 @@ def _check_compatible(conversion: Conversion) -> None:
     fixed = [name for name in names if name not in ADAPTABLE | validation.FREE_FIELDS]
     if conversion.sinusoids_differ:
         fixed += SINUSOID_SWITCHES
-    if conversion.theirs.position_kind != "learned":
+    # Tables can hold sinusoids or zeros, but no positions of self-attention.
+    as_tables = conversion.ours.position_kind in ("sinusoidal", "learned", "none")
+    if not as_tables or conversion.theirs.position_kind != "learned":
         fixed.append("position_kind")
     for name in fixed:
         if conversion.differ_in(name):

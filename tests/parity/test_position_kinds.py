@@ -3,17 +3,25 @@
 Whole passes, every sub-layer and every gradient are compared in `test_compare.py`.
 """
 
+import argparse
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import seq2seq_tutorial
 import torch
 from toy_references import VARIANTS
 
 from flaxformer_mt import interop, parity
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.interop.adaptation import adapt
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.parity.references.opennmt import AlibiPositionalBias, relative_buckets, rotated
+from flaxformer_mt.presets import FAMILIES, preset
 
+ROTARY = {"max_relative_positions": -1}
 KINDS = [
     "opennmt_rotary",
     "opennmt_rotary_halves",
@@ -47,6 +55,79 @@ def test_a_cached_step_equals_the_reference(name):
         real = target_output[:, position] != config.pad_id
         found = np.asarray(logits)[real, 0]
         np.testing.assert_allclose(found, expected[real, position], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["rotary", "alibi", "t5_relative"])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "opennmt"])
+def test_families_without_a_position_kind_refuse_to_be_written_with_it(family, kind, tmp_path):
+    sizes = {"source_vocab_size": 11, "target_vocab_size": 11}
+    config = dataclasses.replace(preset(family, **sizes), position_kind=kind)
+    with pytest.raises(UserError, match=f"{family}.*position_kind.*{kind}"):
+        interop.save(family, config, {}, tmp_path / "model.pt")
+
+
+@pytest.mark.parametrize(
+    ("options", "fields"),
+    [
+        (ROTARY, {"position_kind": "rotary"}),
+        (
+            ROTARY | {"rotary_interleave": False},
+            {"position_kind": "rotary", "position_layout": "concatenated"},
+        ),
+        ({"max_relative_positions": -2}, {"position_kind": "alibi"}),
+        ({}, {"position_kind": "none"}),
+    ],
+)
+def test_the_options_of_a_checkpoint_tell_what_its_tensors_do_not(options, fields, tmp_path):
+    checkpoint = checkpoint_of("opennmt_rotary", options, tmp_path)
+    config, _ = interop.load("opennmt", checkpoint)
+    assert {name: getattr(config, name) for name in fields} == fields
+
+
+def test_the_options_of_a_checkpoint_tell_the_distance_of_its_buckets(tmp_path):
+    config, _ = interop.load(
+        "opennmt", checkpoint_of("opennmt_t5", {"max_relative_positions": 9}, tmp_path)
+    )
+    assert (config.position_kind, config.relative_position_sharing) == ("t5_relative", "layer")
+    assert (config.relative_position_buckets, config.relative_position_max_distance) == (8, 9)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        (
+            "opennmt_rotary",
+            ROTARY | {"rotary_theta": 500000},
+            "position_base=10000.0, not 500000.0",
+        ),
+        ("opennmt_rotary", ROTARY | {"rotary_dim": 2}, "not rotary_dim=2"),
+        ("opennmt_unbiased", ROTARY, "sinusoids and max_relative_positions=-1"),
+    ],
+)
+def test_positions_that_our_model_does_not_have_are_refused(name, options, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        interop.load("opennmt", checkpoint_of(name, options, tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["rotary", "alibi", "t5_relative"])
+def test_positions_of_self_attention_are_not_converted_to_tables(kind):
+    sizes = {"source_vocab_size": 9, "target_vocab_size": 9, "d_model": 8, "num_heads": 2}
+    layers = {"d_ff": 8, "num_encoder_layers": 1, "num_decoder_layers": 1, "max_length": 9}
+    config = seq2seq_tutorial.FAMILY.configuration(**sizes, **layers)
+    config = dataclasses.replace(config, position_kind=kind)
+    tokens = np.full((1, 2), 5, np.int32)
+    params = jax.jit(Transformer(config).init)(jax.random.key(0), tokens, tokens)["params"]
+    with pytest.raises(UserError, match="position_kind"):
+        adapt(config, params, seq2seq_tutorial.FAMILY)
+
+
+def checkpoint_of(name, options, folder):
+    """A checkpoint as OpenNMT-py writes it."""
+    state = VARIANTS[name].build().state_dict()
+    generator = {part: state.pop(f"generator.{part}") for part in ("weight", "bias")}
+    content = {"model": state, "generator": generator}
+    torch.save(content | {"opt": argparse.Namespace(heads=4, **options)}, folder / "step_9.pt")
+    return folder / "step_9.pt"
 
 
 def test_the_reference_rotates_by_the_equation():
