@@ -48,7 +48,7 @@ def _attention(ours: str, theirs: str) -> list[TensorRule]:
 
 
 def _layer(ours: str, theirs: str) -> list[TensorRule]:
-    """What layers of both stacks have."""
+    """The rules that layers of both stacks share."""
     hidden, narrow = (f"{theirs}.positionwise_feedforward.fc_{i}" for i in (1, 2))
     return [
         *_attention(f"{ours}/self_attention", f"{theirs}.self_attention"),
@@ -91,7 +91,7 @@ FAMILY = Family(
 
 
 def taps(config: TransformerConfig) -> dict[str, Tap]:
-    """Where the module computes each site of `parity.trace`."""
+    """The taps of the module."""
     in_decoder = {
         **_layer_taps("decoder"),
         **_attention_taps("decoder", "cross_attention", "encoder_attention", "enc_attn_layer_norm"),

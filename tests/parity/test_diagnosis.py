@@ -46,7 +46,7 @@ PARAMS = {
 def diagnosis_inputs(
     site: str, ours: dict[str, np.ndarray], theirs: np.ndarray | None = None, **changes: Any
 ) -> DiagnosisInputs:
-    """That the reference has our values, but at `site` has `theirs`."""
+    """Inputs in which the reference has our values, except for `theirs` at `site`."""
     source = changes.pop("source", SOURCE)
     config = dataclasses.replace(CONFIG, **changes.pop("config", {}))
     return DiagnosisInputs(

@@ -1,7 +1,7 @@
-"""Small changes of a reference, each of which must be found where it is and named for what it is.
+"""Small changes of a reference, whose site and cause the comparison must report.
 
-A mutation is injected into a PyTorch reference of `parity/references`; the comparison knows nothing
-of it but what the changed module computes.
+A mutation is injected into a PyTorch reference of `parity/references`; the comparison only gets the
+changed module.
 """
 
 import dataclasses
@@ -49,16 +49,16 @@ Change = Callable[[nn.Module], object]
 
 @dataclasses.dataclass(frozen=True)
 class Mutation:
-    """A change, and what the comparison shall say of it."""
+    """A change, and the expected diagnosis."""
 
     cause: str
     site: str
     change: Change
     says: str = ""
-    """A pattern that the explanation must contain: the numbers."""
+    """A pattern that the explanation must contain, such as numbers."""
 
 
-# How to change a module
+# Changes of a module
 
 
 def with_values(part: str, **values: Any) -> Change:
@@ -72,7 +72,7 @@ def with_values(part: str, **values: Any) -> Change:
 
 
 def with_output(part: str, function: Callable[..., Any]) -> Change:
-    """Gives a sub-module another output: function(sub-module, its output, *its inputs)."""
+    """Replaces the output of a sub-module by function(sub-module, its output, *its inputs)."""
 
     def change(module: nn.Module) -> None:
         module.get_submodule(part).register_forward_hook(
@@ -83,7 +83,7 @@ def with_output(part: str, function: Callable[..., Any]) -> Change:
 
 
 def with_forward(part: str, function: Callable[..., Any]) -> Change:
-    """Replaces what a sub-module computes: function(sub-module, *its inputs)."""
+    """Replaces the forward function of a sub-module by function(sub-module, *its inputs)."""
 
     def change(module: nn.Module) -> None:
         found = module.get_submodule(part)
@@ -121,7 +121,7 @@ def attention(
     project: tuple[int, ...] = (0, 1, 2),
     between: Callable[[Tensor], Tensor] = lambda weights: weights,
 ) -> Callable[..., Tensor]:
-    """The forward of `annotated`'s MultiHeadedAttention with one thing done differently."""
+    """The forward of `annotated`'s MultiHeadedAttention with one change."""
 
     def forward(self: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
         inputs = zip(project, (query, key, value), strict=True)
@@ -139,7 +139,7 @@ def by_feature(x: Tensor, heads: int) -> Tensor:
 
 
 def masked_by(mask: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    """Hides by another mask, a function of the right one."""
+    """Masks with a function of the correct mask."""
     return lambda scores, right: scores.masked_fill(~mask(right), -1e9)
 
 
@@ -148,12 +148,12 @@ def everything(mask: Tensor) -> Tensor:
 
 
 def keys_that_are_real(mask: Tensor) -> Tensor:
-    """Padding only: what a mask becomes when the future is forgotten. The last query sees all."""
+    """The padding mask alone: that of the last query, which attends to all earlier tokens."""
     return mask[:, :, -1:].expand_as(mask)
 
 
 def unnormalised_memory(module: nn.Module) -> None:
-    """Lets the decoder attend to what goes into the encoder's final norm."""
+    """Makes the decoder attend to the input of the encoder's final norm."""
     kept = []
     module.encoder.norm.register_forward_hook(lambda self, inputs, output: kept.append(inputs[0]))
     module.decoder.register_forward_pre_hook(
@@ -162,7 +162,7 @@ def unnormalised_memory(module: nn.Module) -> None:
 
 
 def borrowed(part: str, lender: str) -> Change:
-    """Lets a sub-module compute with the weights of another one of its kind."""
+    """Makes a sub-module use the weights of another one."""
 
     def change(module: nn.Module) -> None:
         module.get_submodule(part).forward = module.get_submodule(lender).forward
@@ -199,7 +199,7 @@ def pre_norm(self: Any, x: Tensor, memory: Tensor, mask: Tensor) -> tuple[Tensor
 
 
 def dropped(self: nn.Module, output: Tensor, *inputs: Tensor) -> Tensor:
-    """Dropout that was left on."""
+    """Active dropout."""
     torch.manual_seed(0)
     return F.dropout(output, 0.25)
 
@@ -690,7 +690,7 @@ CASES = [
 ]
 
 
-# What the comparison says
+# The diagnosis
 
 
 @functools.cache
@@ -762,7 +762,7 @@ def test_a_positional_encoding_in_place_of_the_feed_forward_network():
 
 
 def test_a_mask_that_ignores_padding_of_the_target():
-    """As in the published translator of `jadore801120`; it shows where padding stands in front."""
+    """As in the published translator of `jadore801120`; it shows if targets are padded on the left."""
     source, target_input, target_output = example("jadore801120")
     lengths = (target_output != 0).sum(axis=1)
     moved = [
@@ -785,7 +785,7 @@ def test_another_label_smoothing():
     check(report, "loss", "label-smoothing convention", "uniform in place of others")
 
 
-# Where the reference has few taps
+# References with few taps
 
 
 def annotated_taps() -> dict[str, parity.Tap]:
@@ -796,11 +796,11 @@ def annotated_taps() -> dict[str, parity.Tap]:
 
 
 def layer_taps() -> dict[str, parity.Tap]:
-    """What anybody has: the layers' results."""
+    """Only the taps of the layers' outputs."""
     return {site: tap for site, tap in annotated_taps().items() if re.search(r"/\d$", site)}
 
 
-# Without a tap at the place itself nothing can be solved for, and what is not listed is not found.
+# Without a tap at the site itself, constants cannot be solved for.
 SOLVED = ("dropout", "mask value", "float32 scores")
 
 
@@ -821,7 +821,7 @@ def test_the_same_mistake_in_every_norm_is_found_behind_all_of_them():
     check(report, IN_ENCODER, "norm epsilon", "epsilon 1e-05 .* ours 1e-06")
 
 
-# What the documentation says
+# The documentation
 
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -870,7 +870,7 @@ def test_causes_in_the_docs_are_those_that_are_tested(monkeypatch):
     assert [name for name in tested - documented if not {*name.split(" and ")} <= documented] == []
 
 
-# What is no known cause
+# Unknown causes
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A family that is none of ours: its author writes a map, and has all that ours have."""
+"""A custom family: with a weight map, it has the features of the built-in ones."""
 
 import numpy as np
 import pytest
@@ -55,7 +55,7 @@ def test_every_value_and_gradient_equals_ours():
     assert len(report.select("gradient")) == len(list(module().parameters()))
 
 
-def test_a_fork_is_found_where_it_parts_and_why():
+def test_the_site_and_cause_of_a_fork_are_found():
     fork = module()
     fork.decoder.layers[1].enc_attn_layer_norm.eps = 1e-3
     report = compared(fork)

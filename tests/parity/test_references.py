@@ -1,6 +1,6 @@
 """Our model equals every published Transformer in logits and attention.
 
-All else, and float64, is in `test_compare.py`, by the project's own tool; this here needs no tool.
+`test_compare.py` compares everything else, and float64, with the parity tool, which is not used here.
 
 Compared are the rows of real target tokens. Where a row is padding its values mean nothing and may
 differ: in a sentence padded on the left such a row may attend to nothing at all, which gives zeros
@@ -35,14 +35,14 @@ LEFT_PADDED_TARGET = np.array([[0, 0, 1, 9, 4]])
 
 
 class Batch(NamedTuple):
-    """What both sides are given."""
+    """The inputs of both sides."""
 
     source: np.ndarray
     """[B, S]"""
     target: np.ndarray
     """[B, T], the decoder's input."""
     source_positions: np.ndarray
-    """[B, S], each token's place in its sentence."""
+    """[B, S], each token's position in its sentence."""
     real_source: np.ndarray
     """bool [B, S], False = padding."""
     real: np.ndarray
@@ -50,7 +50,7 @@ class Batch(NamedTuple):
 
 
 def batch_of(variant: Variant, config: TransformerConfig) -> Batch:
-    """Sentences in the family's numbers, padded where it pads."""
+    """Sentences with the family's special tokens and padding."""
     source, target = SOURCE, TARGET
     # Marian starts with padding; fairseq and PyTorch hide scores with -inf, so that a row which
     # sees nothing is NaN; and tunz' start stands in the first column.

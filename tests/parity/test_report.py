@@ -1,4 +1,4 @@
-"""The forms of a report: text, JSON, HTML, plot."""
+"""Reports as text, JSON, HTML and plots."""
 
 import html.parser
 import json
@@ -185,7 +185,7 @@ def test_json_of_what_is_not_finite():
 
 
 class Page(html.parser.HTMLParser):
-    """Collects what a page has, and checks that its elements are nested properly."""
+    """Collects the elements of a page, and checks that they are nested properly."""
 
     VOID = ("meta",)
 

