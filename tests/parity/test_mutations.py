@@ -762,7 +762,7 @@ def test_a_positional_encoding_in_place_of_the_feed_forward_network():
 
 
 def test_a_mask_that_ignores_padding_of_the_target():
-    """As in the published translator of `jadore801120`; it shows if targets are padded on the left."""
+    """As in the published translator of `jadore801120`; it shows with padding on the left."""
     source, target_input, target_output = example("jadore801120")
     lengths = (target_output != 0).sum(axis=1)
     moved = [
