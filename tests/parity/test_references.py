@@ -1,6 +1,6 @@
 """Our model equals every published Transformer in logits and attention.
 
-`test_compare.py` compares everything else, and float64, with the parity tool, which is not used here.
+The parity tool is not used here; `test_compare.py` uses it to compare all values, and float64.
 
 Compared are the rows of real target tokens. Where a row is padding its values mean nothing and may
 differ: in a sentence padded on the left such a row may attend to nothing at all, which gives zeros
