@@ -634,7 +634,7 @@ ALIBI = [
         DECODER_SCORES,
         with_slopes(
             OPENNMT_DECODER,
-            lambda slopes: 2.0 ** (-8 * torch.arange(1, 7)[:, None, None] / 6),
+            lambda slopes: 2.0 ** (-8 * torch.arange(1, 7, dtype=slopes.dtype)[:, None, None] / 6),
         ),
         r"2\^\(-8h/H\) for all heads",
     ),

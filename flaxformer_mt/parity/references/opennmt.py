@@ -101,7 +101,8 @@ def rotated(x: Tensor, interleave: bool, theta: float) -> Tensor:
     """
     length, width = x.shape[-2:]
     pairs = x.unflatten(-1, (-1, 2)) if interleave else x.unflatten(-1, (2, -1)).transpose(-1, -2)
-    angles = torch.outer(torch.arange(length), theta ** (-torch.arange(0, width, 2) / width))
+    frequencies = theta ** (-torch.arange(0, width, 2, dtype=x.dtype) / width)
+    angles = torch.outer(torch.arange(length, dtype=x.dtype), frequencies)  # [T, K/2]
     turned = torch.view_as_complex(pairs.contiguous()) * torch.polar(
         torch.ones_like(angles), angles
     )
@@ -147,7 +148,7 @@ def relative_buckets(length: int, bidirectional: bool, buckets: int, longest: in
     else:
         offset, distance = torch.zeros_like(distance), (-distance).clamp(min=0)
     exact = buckets // 2
-    octaves = (distance.clamp(min=1) / exact).log() / math.log(longest / exact)
+    octaves = (distance.clamp(min=1).double() / exact).log() / math.log(longest / exact)
     # The small number keeps rounding from moving a distance that is exactly on a border.
     beyond = exact + (octaves * (buckets - exact) + 1e-9).floor().long()
     return offset + torch.where(distance < exact, distance, beyond.clamp(max=buckets - 1))
