@@ -39,6 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.model.positions import POSITION_KINDS
 
 Values = dict[str, np.ndarray]
 """Arrays by site, in the order of computation."""
@@ -85,7 +86,7 @@ def _embedding_sites(
     if not config.target_vocab_size:  # Bare layers take vectors.
         return []
     found = [Site(f"{side}/embedding", f"{table}/__call__", call, None)]
-    if config.position_kind != "none":
+    if POSITION_KINDS[config.position_kind].encoding is not None:
         found.append(Site(f"{side}/embedded", "embedding_dropout/__call__", dropout_call, None))
     if config.embedding_norm:
         norm = f"{stack}/embedding_norm"
