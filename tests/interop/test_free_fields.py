@@ -8,7 +8,8 @@ from toy_references import DOUBLE_PROJECTION, VARIANTS
 from flaxformer_mt import interop
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.config.fields import FieldRole, choices_of, roles_of, type_hints
-from flaxformer_mt.interop.convert import OWN, READERS, WRITERS, convert
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.interop.convert import OWN, WRITERS, convert
 from flaxformer_mt.interop.formats import run_folders
 
 ALL = VARIANTS | {"double_projection": DOUBLE_PROJECTION}
@@ -53,17 +54,22 @@ def test_a_checkpoint_is_the_same_whatever_the_free_fields(name, tmp_path):
     assert paths[0].read_bytes() == paths[1].read_bytes()
 
 
-@pytest.mark.parametrize("target", [OWN, *WRITERS])
-def test_a_run_exports_to_every_format_however_it_was_computed(target, trained_run, tmp_path):
+@pytest.mark.parametrize("target", WRITERS)
+def test_a_run_exports_to_the_same_formats_however_it_was_computed(target, trained_run, tmp_path):
     bundle = run_folders.read(trained_run)
     model = dataclasses.replace(bundle.config.model, **RUNNING)
     config = dataclasses.replace(bundle.config, model=model)
     run_folders.write(dataclasses.replace(bundle, config=config), tmp_path / "run")
     exported = {}
     for name, run in (("default", trained_run), ("changed", tmp_path / "run")):
-        convert(OWN, target, run, tmp_path / name)
+        try:
+            convert(OWN, target, run, tmp_path / name)
+        except UserError as error:  # Marian's own format needs other special tokens.
+            exported[name] = str(error).replace(str(run), "run")
+            continue
         files = [path for path in (tmp_path / name).rglob("*") if path.is_file()]
         exported[name] = {path.relative_to(tmp_path / name): path.read_bytes() for path in files}
-    assert exported["changed"].keys() == exported["default"].keys()
-    if target in READERS:
-        assert exported["changed"] == exported["default"]
+    if target == "jax":  # The compiled functions differ.
+        exported = {name: files.keys() for name, files in exported.items()}
+    assert exported["changed"] == exported["default"]
+    assert isinstance(exported["default"], str) == (target == "marian-native")
