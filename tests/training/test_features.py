@@ -151,7 +151,7 @@ def test_r_drop_is_the_formula_of_the_paper(setup, num_devices):
     for name, value in (("loss", loss), ("r_drop", apart)):
         assert metrics[name][1] == tokens
         np.testing.assert_allclose(metrics[name][0] / tokens, value, rtol=1e-5)
-    assert apart > 0.1
+    assert apart > 1e-2  # A thousand times the tolerance, whichever masks dropout draws.
     assert metrics["accuracy"][1] == tokens
     assert metrics["padding_fraction"][1] == 2 * weights.size
 
