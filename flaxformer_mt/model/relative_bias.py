@@ -75,7 +75,7 @@ class RelativeBias(nn.Module):
         shape = (num_buckets, c.num_heads)
         table = self.param("embedding", embedding_init(c), shape, jnp.dtype(c.param_dtype))
         distance = keys[:, None, :] - queries[:, :, None]  # [B, T, S]
-        first = 0
+        first: int | Array = 0
         if self.bidirectional:
             num_buckets //= 2
             first = jnp.where(distance > 0, num_buckets, 0)

@@ -45,8 +45,10 @@ def rotations(config: TransformerConfig, positions: Array, length: int) -> Array
       [B, 1, T, K]: K/2 cosines, then K/2 sines, in float32 at least.
     """
     c = config
-    table = rotation_table(max(c.max_length, length), c.key_width, c.position_base)
-    table = jnp.asarray(table, at_least_float32(jnp.dtype(c.dtype)))
+    table = jnp.asarray(
+        rotation_table(max(c.max_length, length), c.key_width, c.position_base),
+        at_least_float32(jnp.dtype(c.dtype)),
+    )
     return table.at[positions].get(mode="fill", fill_value=jnp.nan)[:, None]
 
 
