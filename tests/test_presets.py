@@ -1,14 +1,31 @@
+import dataclasses
+
 import pytest
 
 from flaxformer_mt import presets
 from flaxformer_mt.errors import UserError
 
+# One switch of each family in which the paper's base model, the default, differs from it.
+CHARACTERISTIC = {
+    "jadore801120": {"embedding_norm": True, "qkv_bias": False, "scale_logits": True},
+    "double_projection": {"position_kind": "none", "norm_epsilon": 1e-5},
+    "annotated_wide_heads": {"d_model": 300, "head_dim": 64, "position_base": 10000.0},
+    "annotated": {"norm_kind": "unbiased_std", "norm_position": "pre", "position_base": 1000.0},
+    "tunz": {"position_exponent": "tensor2tensor", "zero_pad_embeddings": True, "bos_id": -1},
+    "torch": {"norm_position": "post", "final_norm": True, "output_bias": True},
+    "marian": {"activation": "silu", "position_layout": "concatenated", "max_length": 512},
+    "fairseq": {"position_offset": 1, "tie_embeddings": "none", "norm_epsilon": 1e-5},
+    "opennmt": {"norm_position": "pre", "feed_forward_bias": False, "output_bias": True},
+}
+
 
 @pytest.mark.parametrize("family", presets.FAMILIES)
-def test_every_preset_is_valid_at_its_default_sizes(family):
+def test_every_preset_has_the_switches_of_its_source_and_takes_overrides(family):
+    expected = CHARACTERISTIC[family]
     config = presets.preset(family)
-    assert config == presets.FAMILIES[family]()
-    assert presets.preset(family, d_ff=64).d_ff == 64
+    assert {name: getattr(config, name) for name in expected} == expected
+    changed = presets.preset(family, d_ff=64)
+    assert changed == dataclasses.replace(config, d_ff=64)
 
 
 @pytest.mark.parametrize("alias", presets.FAMILY_ALIASES)
