@@ -1,9 +1,9 @@
-"""A configuration to copy: your own parallel text, and what one usually changes.
+"""A template for your own parallel text, with the fields that are usually changed.
 
     python train.py --config=configs/forkme.py --data.path=PATH --workdir=runs/mine
 
 PATH is a folder with train.en, train.de, valid.en, valid.de, test.en and test.de (or .gz).
-`python train.py --config=configs/forkme.py --help` explains every field; each can also be set on
+`python train.py --config=configs/forkme.py --help` documents every field; each can also be set on
 the command line.
 """
 
@@ -20,7 +20,7 @@ from flaxformer_mt.presets import preset
 def get_config() -> ExperimentConfig:
     """The Annotated Transformer at a size for one accelerator."""
     return ExperimentConfig(
-        # A published model by name (see flaxformer_mt/presets.py), and your changes to it.
+        # A published model by name (see flaxformer_mt/presets.py), with your changes.
         model=preset(
             "annotated",
             d_model=256,
@@ -45,7 +45,7 @@ def get_config() -> ExperimentConfig:
         ),
         train=TrainConfig(
             num_steps=50_000,
-            # Target tokens an update sees. Less memory: raise accumulation_steps.
+            # Target tokens per update. To save memory, increase accumulation_steps.
             batch_tokens=16_384,
             accumulation_steps=1,
             best_metric="bleu",

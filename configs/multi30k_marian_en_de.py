@@ -5,9 +5,10 @@
 PATH is a folder with train, valid and test .en and .de (or .en.gz and .de.gz): the raw text of
 Multi30k, task 1 (Elliott et al. 2016), github.com/multi30k/dataset.
 
-The model is that of `multi30k_tiny_en_de.py` in the arrangement of the OPUS-MT models, so that
-`flaxformer-mt convert --from flaxformer_mt --to marian` and `--to ctranslate2` have a place for all
-that it computes; docs/opus-mt.md shows both.
+The model is that of `multi30k_tiny_en_de.py` with the architecture of the OPUS-MT models, so that
+it can be exported by `flaxformer-mt convert --from flaxformer_mt --to marian` (or `--to
+ctranslate2`);
+see docs/opus-mt.md.
 """
 
 from flaxformer_mt import presets

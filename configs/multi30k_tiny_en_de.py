@@ -10,8 +10,8 @@ Revisiting on the Need for Visual Context in Multimodal Machine Translation".
 
 Expected on `test` (2016 Flickr; cased, detokenised,
 nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:2.6.0): sacreBLEU of 37.2 after 3,500 steps,
-which took 90 minutes on two CPU cores that had other work as well; undisturbed a step of 3,900
-target tokens takes 0.8 s. The validation score was still rising then.
+which took 90 minutes on two CPU cores shared with other work; on an idle machine a step of 3,900
+target tokens takes 0.8 s. The validation score was still rising.
 """
 
 from flaxformer_mt.config import (

@@ -1,4 +1,4 @@
-"""Learns to write digits in reverse order: the smallest proof that everything works.
+"""Learns to write digits in reverse order: a minimal end-to-end check.
 
     python train.py --config=configs/reverse.py --workdir=runs/reverse
 

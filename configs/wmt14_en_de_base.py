@@ -17,8 +17,9 @@ source and 25,000 target tokens; it averages the last 5 checkpoints, written eve
 (1,500 steps of 0.4 s).
 
 Expected: 27.3 BLEU on newstest2014 is what the paper reports (table 2), tokenised and with
-hyphenated compounds split (see Post 2018). The sacreBLEU that is printed here is of plain text, and
-usually lower for the same translations. Neither score nor time was measured with this code.
+hyphenated compounds split (see Post 2018). The sacreBLEU printed here is computed on detokenised
+text, and is usually lower for the same translations. Neither score nor time was measured with this
+code.
 """
 
 from flaxformer_mt.config import (

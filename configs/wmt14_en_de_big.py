@@ -9,8 +9,9 @@ Source: Vaswani et al. 2017, section 6.1 and table 3, "big". It averages the las
 written every 10 minutes (600 steps of 1 s); here they take about 2.6 GB each.
 
 Expected: 28.4 BLEU on newstest2014 is what the paper reports (table 2), tokenised and with
-hyphenated compounds split (see Post 2018). The sacreBLEU that is printed here is of plain text, and
-usually lower for the same translations. Neither score nor time was measured with this code.
+hyphenated compounds split (see Post 2018). The sacreBLEU printed here is computed on detokenised
+text, and is usually lower for the same translations. Neither score nor time was measured with this
+code.
 """
 
 import dataclasses

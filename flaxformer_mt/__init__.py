@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from flaxformer_mt.decoding.translator import Translator as Translator
     from flaxformer_mt.experiment import train as train
     from flaxformer_mt.model.transformer import Transformer as Transformer
-    from flaxformer_mt.run import Run as Run
+    from flaxformer_mt.run_reader import Run as Run
 
     __version__: str
 
 _MODULES = {
-    "Run": "flaxformer_mt.run",
+    "Run": "flaxformer_mt.run_reader",
     "Transformer": "flaxformer_mt.model.transformer",
     "TransformerConfig": "flaxformer_mt.config",
     "Translator": "flaxformer_mt.decoding.translator",

@@ -1,9 +1,10 @@
-"""The one exception that means: what the user gave cannot be used."""
+"""The exception for invalid input."""
 
 
 class UserError(Exception):
-    """The message is one line that names the option or file and says what to do.
+    """Raised for input that cannot be used: options, files, data.
 
-    Raised before anything is written. The entry points (`train.py`, `flaxformer-mt`) print the
-    message without a traceback and leave with a non-zero exit code.
+    The message is one line that names the option or file and says what to do. It is raised before
+    anything is written. The entry points (`train.py`, `flaxformer-mt`) print the message without a
+    traceback and exit with code 1.
     """

@@ -44,13 +44,12 @@ from flaxformer_mt.errors import UserError
 from flaxformer_mt.evaluation import evaluate
 from flaxformer_mt.interruption import Interruption
 from flaxformer_mt.model.transformer import Transformer
-from flaxformer_mt.run import Run
+from flaxformer_mt.run_reader import Run
 from flaxformer_mt.runs.checkpoint import Checkpointer, restore_params
 from flaxformer_mt.runs.folder import check_unchanged, holds_run, write_run
 from flaxformer_mt.runs.layout import CACHE, CONFIG, METRICS, TENSORBOARD, TOKENIZER
 from flaxformer_mt.runs.lock import locked
 from flaxformer_mt.training import loop
-from flaxformer_mt.training.initial import load_parameters, start_from, tokenizer_path
 from flaxformer_mt.training.memory import step_cost
 from flaxformer_mt.training.metrics import (
     ConsoleWriter,
@@ -64,6 +63,7 @@ from flaxformer_mt.training.parallel import Strategy, make_strategy
 from flaxformer_mt.training.parameters import Params, describe
 from flaxformer_mt.training.state import TrainState, create_state
 from flaxformer_mt.training.step import eval_step, train_step
+from flaxformer_mt.training.warm_start import load_parameters, start_from, tokenizer_path
 
 
 def train(

@@ -1,9 +1,9 @@
-"""The published Transformers, by name, as configurations.
+"""Configurations of the published Transformers, by name.
 
-A preset holds what its source fixes: the mathematics, initial values, dropout sites and default
-sizes. Vocabulary sizes and special tokens are the run's own, because every source takes them as
-arguments; only a start of decoding that is part of the mathematics is set. (Where the published
-vocabularies always have the same special tokens, they come with given vocabulary sizes.)
+A preset sets what its source fixes: the mathematics, initial values, dropout sites and default
+sizes. Vocabulary sizes and special tokens are left to the run, because every source takes them as
+arguments; only a start token that is part of the mathematics is set. (If the published vocabularies
+always have the same special tokens, these are set when vocabulary sizes are given.)
 """
 
 import dataclasses
@@ -15,12 +15,12 @@ from flaxformer_mt.errors import UserError
 
 
 def preset(family: str, **overrides: Any) -> TransformerConfig:
-    """The configuration of a published Transformer.
+    """Returns the configuration of a published Transformer.
 
     Args:
       family: a key of `FAMILIES` or `FAMILY_ALIASES`.
-      **overrides: fields of `TransformerConfig` that shall have other values. Fields that the
-        source derives from these (a dropout site that follows the rate, say) follow.
+      **overrides: fields of `TransformerConfig` with other values. Fields that the source derives
+        from these, such as the rate of another dropout site, follow.
 
     Raises:
       UserError: the family or a field is unknown, or the values do not go together.
@@ -38,7 +38,7 @@ def canonical_family(name: str) -> str:
 
 
 def check_fields(names: Iterable[str]) -> None:
-    """Refuses names that are no fields of `TransformerConfig`.
+    """Checks that all names are fields of `TransformerConfig`.
 
     Raises:
       UserError: one of them is unknown.
@@ -50,11 +50,11 @@ def check_fields(names: Iterable[str]) -> None:
 
 
 def jadore801120(**overrides: Any) -> TransformerConfig:
-    """Post-norm with one more norm after the embeddings, as in the paper's text.
+    """Returns a post-norm model with an additional norm after the embeddings.
 
     The published `scale_emb_or_prj` is `scale_embeddings` ("emb"), `scale_logits` ("prj", the
     default) or neither ("none"). As in the published code it has no effect, and both are False,
-    where the output is not tied.
+    if the output is not tied.
 
     Source: https://github.com/jadore801120/attention-is-all-you-need-pytorch
     """
@@ -76,11 +76,11 @@ def jadore801120(**overrides: Any) -> TransformerConfig:
 
 
 def double_projection(**overrides: Any) -> TransformerConfig:
-    """Post-norm layers whose heads are projected twice; no embeddings, positions or output.
+    """Returns post-norm layers whose heads are projected twice, without positions.
 
-    To train from scratch, use it with positions: `preset("double_projection",
-    position_kind="sinusoidal")`. Each head's two linear maps are composed into one, see
-    `interop/families/double_projection.py`.
+    The source has neither embeddings nor an output projection. To train from scratch, use it with
+    positions: `preset("double_projection", position_kind="sinusoidal")`. The two linear maps of
+    each head are composed into one, see `interop/families/double_projection.py`.
 
     Source: a study notebook on attention ("ScaledDotProductAttention, It's fundermental for
     multi-head attention").
@@ -97,10 +97,10 @@ def double_projection(**overrides: Any) -> TransformerConfig:
 
 
 def annotated(**overrides: Any) -> TransformerConfig:
-    """Pre-norm with the unbiased standard deviation, nothing tied.
+    """Returns a pre-norm model with the unbiased standard deviation and untied embeddings.
 
-    These are the values of a set of study notes on it ("Understanding the Transformer"), whose
-    sinusoids have base 1000. harvardnlp's own has `position_base=10000.0` and
+    These are the values of a set of study notes ("Understanding the Transformer"), whose sinusoids
+    have base 1000. The original by harvardnlp has `position_base=10000.0` and
     `kernel_init="xavier_uniform", embedding_init="xavier_uniform"`.
 
     Source: The Annotated Transformer, https://nlp.seas.harvard.edu/annotated-transformer/
@@ -122,7 +122,7 @@ def annotated(**overrides: Any) -> TransformerConfig:
 
 
 def annotated_wide_heads(**overrides: Any) -> TransformerConfig:
-    """The Annotated Transformer with heads wider than the model: H*K = 384, D = 300.
+    """Returns The Annotated Transformer with heads wider than the model: H*K = 384, D = 300.
 
     Source: a French-English question translator ("Transformers?, why not RNNS ?").
     """
@@ -140,15 +140,15 @@ def annotated_wide_heads(**overrides: Any) -> TransformerConfig:
 
 
 def tunz(**overrides: Any) -> TransformerConfig:
-    """Tensor2tensor's arrangement: pre-norm, sines then cosines, decoding starts from zeros.
+    """Returns a model like tensor2tensor's: pre-norm, decoding starts from a zero vector.
 
     Source: https://github.com/tunz/transformer-pytorch
     """
-    # The published code has no output projection but the target embedding.
+    # The output projection of the published code is always the target embedding.
     _check_choice("tunz", overrides, "tie_embeddings", ("all", "target_output"))
     rate = overrides.get("dropout_rate", 0.1)
     values: dict[str, Any] = {
-        # A width that the heads do not divide is rounded down.
+        # A width that is not divisible by the number of heads is rounded down.
         "head_dim": overrides.get("d_model", 512) // overrides.get("num_heads", 8),
         "attention_dropout_rate": rate,
         "activation_dropout_rate": rate,
@@ -166,10 +166,10 @@ def tunz(**overrides: Any) -> TransformerConfig:
 
 
 def torch(**overrides: Any) -> TransformerConfig:
-    """`torch.nn.Transformer`, with the embeddings and output of PyTorch's translation tutorial.
+    """Returns `torch.nn.Transformer` with the embeddings and output of the PyTorch tutorial.
 
-    Post-norm, but with the final norms that usually go with pre-norm. PyTorch starts attention
-    biases at zero and the others at random; here all start at random.
+    Post-norm, but with the final norms that are usual in pre-norm models. PyTorch initialises
+    attention biases with zeros and the others at random; here all are random.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.Transformer.html and
     https://docs.pytorch.org/tutorials/beginner/translation_transformer.html
@@ -189,10 +189,10 @@ def torch(**overrides: Any) -> TransformerConfig:
 
 
 def marian(**overrides: Any) -> TransformerConfig:
-    """Post-norm, all sines before all cosines, decoding starts from the padding token.
+    """Returns an OPUS-MT model: post-norm, silu, decoding starts from the padding token.
 
-    These are the values of the OPUS-MT models. Hugging Face's `MarianConfig` differs from them:
-    `activation="gelu", scale_embeddings=False` and twice the sizes.
+    The defaults of Hugging Face's `MarianConfig` differ: `activation="gelu",
+    scale_embeddings=False` and twice the sizes.
 
     Source: `MarianMTModel`, https://huggingface.co/docs/transformers/model_doc/marian, and
     https://github.com/Helsinki-NLP/Opus-MT
@@ -212,12 +212,13 @@ def marian(**overrides: Any) -> TransformerConfig:
 
 
 def fairseq(**overrides: Any) -> TransformerConfig:
-    """Post-norm, or pre-norm with final norms; decoding starts from the end token.
+    """Returns a fairseq model: post-norm by default, decoding starts from the end token.
 
-    Positions are counted from `pad_id` + 1 and over real tokens only: a source padded on the left,
-    as there, needs `encoder_positions`. The published embedding norm stands before the dropout of
-    embeddings, ours after it. Its query, key and value matrices start smaller by sqrt(2), and its
-    feed-forward network as `torch.nn.Linear` does.
+    Positions are counted from `pad_id` + 1 and over real tokens only: a source that is padded on
+    the left, as in fairseq, needs `encoder_positions`. The published embedding norm is applied
+    before the dropout of embeddings, ours after it. Initial values differ: fairseq's query, key and
+    value matrices are smaller by sqrt(2), and its feed-forward network has those of
+    `torch.nn.Linear`.
 
     Source: https://github.com/facebookresearch/fairseq (fairseq/models/transformer)
     """
@@ -238,7 +239,7 @@ def fairseq(**overrides: Any) -> TransformerConfig:
 
 
 def opennmt(**overrides: Any) -> TransformerConfig:
-    """Pre-norm with final norms and, by default, no biases but the output's.
+    """Returns an OpenNMT-py model: pre-norm with final norms, by default without biases.
 
     These are the options of version 3. Models of version 2 have `qkv_bias=True,
     feed_forward_bias=True`.
@@ -274,14 +275,14 @@ def opennmt(**overrides: Any) -> TransformerConfig:
 
 
 def _special_tokens(overrides: dict[str, Any], **published: int) -> dict[str, Any]:
-    """The published special tokens, unless the vocabulary is left to the run's tokenizer."""
+    """Returns the published special tokens if vocabulary sizes are given, else nothing."""
     return published if overrides.get("target_vocab_size") else {}
 
 
 def _check_choice(
     family: str, overrides: dict[str, Any], name: str, choices: tuple[str, ...]
 ) -> None:
-    """Refuses a value that the published code has no code for."""
+    """Checks that the published code implements the value of a field."""
     if overrides.get(name, choices[0]) not in choices:
         raise UserError(
             f"{family} has no {name}={overrides[name]}: choose one of {', '.join(choices)}"
@@ -299,7 +300,7 @@ FAMILIES: dict[str, Callable[..., TransformerConfig]] = {
     "fairseq": fairseq,
     "opennmt": opennmt,
 }
-"""Every family's name, and the function that makes its configuration."""
+"""The preset of each family, by name."""
 
 FAMILY_ALIASES = {"notebook": "double_projection", "questions": "annotated_wide_heads"}
 """Former names of families, which are still accepted wherever a family is given by name."""

@@ -17,7 +17,7 @@ ALLOWED = {
     "config": LEAVES,
     "distributed": LEAVES,
     "interruption": LEAVES,
-    "run": {"config", "runs", "decoding"} | LEAVES,
+    "run_reader": {"config", "runs", "decoding"} | LEAVES,
     "experiment": {
         "config",
         "distributed",
@@ -28,7 +28,7 @@ ALLOWED = {
         "training",
         "decoding",
         "evaluation",
-        "run",
+        "run_reader",
     }
     | LEAVES,
     "runs": {"config", "distributed", "data.corpora.corpus", "data.tokenizers"} | LEAVES,

@@ -16,6 +16,7 @@ from flaxformer_mt.cli import (
     evaluate,
     help_text,
     parity,
+    score,
     training,
     translate,
 )
@@ -30,7 +31,7 @@ COMMANDS: dict[str, dict[str, Callable[..., int | None]]] = {
     },
     "Trained models": {
         "translate": translate.translate,
-        "score": translate.score,
+        "score": score.score,
         "evaluate": evaluate.evaluate,
         "inspect": checkpoints.inspect,
         "average": checkpoints.average,

@@ -1,10 +1,7 @@
-"""Commands that apply a trained model to text: `translate` and `score`."""
+"""The command `translate`."""
 
 import contextlib
-import dataclasses
-import json
 import sys
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,13 +12,10 @@ from flaxformer_mt.cli.options import (
     DEFAULT_SEARCH,
     CheckpointChoice,
     DecodeOptions,
-    RunFolder,
     RunFolders,
-    TextFile,
     load_runs,
-    reject_options,
 )
-from flaxformer_mt.data.corpora.text_files import arriving_lines, opened, stream_parallel
+from flaxformer_mt.data.corpora.text_files import arriving_lines, opened
 
 
 def translate(
@@ -87,97 +81,3 @@ def translate(
         groups = arriving_lines(stream, name, enough=WINDOW_CHARACTERS * decode.batch_tokens)
         for line in translate_lines(translator, groups, form, name, advance):
             write([line])
-
-
-def score(
-    run: RunFolder,
-    source: TextFile,
-    target: TextFile,
-    checkpoint: CheckpointChoice = "best",
-    normalize: Literal["none", "tokens", "search"] = "none",
-    tokens: bool = False,
-    alignment: Literal["words", "pieces"] | None = None,
-    alignment_layer: int | None = None,
-    alignment_head: int | None = None,
-    contrast: Annotated[
-        tuple[Path, ...], tyro.conf.arg(metavar="F ...", help_behavior_hint="(optional)")
-    ] = (),
-    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
-    summary: bool = False,
-) -> None:
-    r"""Scores given translations: log-probabilities and alignments.
-
-    Prints the natural log-probability of each target sentence, end token included, given its source
-    sentence. Additional columns are tab-separated.
-
-    Examples:
-      flaxformer-mt score --run RUN --source test.en --target test.de --summary
-      flaxformer-mt score --run RUN --source test.en --target test.de \
-          --alignment words
-      flaxformer-mt score --run RUN --source test.en --target right.de \
-          --contrast wrong.de
-
-    Args:
-      run: Run folder of the trained model.
-      source: Text file of source sentences, one per line (.gz: decompressed).
-      target: Text file of their translations.
-      checkpoint: "best" by validation, "last", or the step of a checkpoint.
-      normalize: Divisor of the log-probability. none: 1; tokens: the number of target tokens, end
-        token included; search: the length penalty of the run's search, which gives its ranking
-        score.
-      tokens: Add a column with the space-separated log-probability of each target token.
-      alignment: Add a column with word or subword alignments taken from attention, as 0-based
-        source-target pairs such as `0-0 1-2`.
-      alignment_layer: Decoder layer whose attention is used for alignments, counted from 0;
-        negative numbers count from the last. Default: the run's configuration.
-      alignment_head: Attention head used for alignments, counted from 0; -1 = mean of all heads.
-        Default: the run's configuration.
-      contrast: Text files of alternative translations that should be less probable. Each line of
-        output is then the number of the preferred translation (0 = --target), followed by all
-        scores.
-      as_json: Print one JSON object per line, with all available values.
-      summary: Print a single JSON object instead: the perplexity of the targets and, with
-        --contrast, how often they are preferred.
-    """
-    if contrast or summary:
-        columns = {"tokens": tokens or None, "alignment": None if as_json else alignment}
-        reject_options("lines without --contrast and --summary", **columns)
-    from rich.console import Console
-    from rich.progress import track
-
-    from flaxformer_mt.decoding.scoring.score_report import CorpusTotals, to_json, to_text
-    from flaxformer_mt.decoding.scoring.scorer import PairScore, Scorer
-    from flaxformer_mt.runs.trained_model import load_run
-
-    model = load_run(run, checkpoint)
-    given: Any = {"alignment_layer": alignment_layer, "alignment_head": alignment_head}
-    given = {name: value for name, value in given.items() if value is not None}
-    decode = dataclasses.replace(model.config.decode, **given)
-    config = dataclasses.replace(model.config, decode=decode)
-    scorer = Scorer(config, model.params, model.tokenizers)
-    scored = track(
-        scorer.stream_candidates(_candidates(source, (target, *contrast)), alignment),
-        "Scoring",
-        console=Console(stderr=True),
-        transient=True,
-        disable=not sys.stderr.isatty() or sys.stdout.isatty(),
-    )
-
-    def value(pair: PairScore) -> float:
-        return pair.normalized(normalize, decode)
-
-    if summary:
-        totals = CorpusTotals()
-        for each in scored:
-            totals.add(each, value)
-        output.print_json(totals.metrics())
-    elif as_json:
-        output.print_lines(json.dumps(to_json(each, value), ensure_ascii=False) for each in scored)
-    else:
-        output.print_lines(to_text(each, value, tokens) for each in scored)
-
-
-def _candidates(source: Path, targets: Sequence[Path]) -> Iterator[tuple[str, list[str]]]:
-    """Yields each line of `source` with the same line of every file in `targets`."""
-    for pairs in zip(*(stream_parallel(source, target) for target in targets), strict=True):
-        yield pairs[0][0], [target for _, target in pairs]

@@ -1,7 +1,8 @@
-"""Every static fact of an experiment, as frozen, validated dataclasses.
+"""The configuration of an experiment: frozen, validated dataclasses.
 
-A field names the mathematics ("pre"), never the project that it came from; `presets.py` says which
-published model has which values. Each field's docstring is its `--help` text.
+The values of a field name the mathematics ("pre"), not the project that it was published in;
+`presets.py` maps published models to values. The docstring of a field is its `--help` text; its
+declaration states its roles and bounds (`fields.py`).
 """
 
 from flaxformer_mt.config.continuation import RESUMABLE_FIELDS, differences

@@ -16,7 +16,7 @@ from flaxformer_mt.runs import atomic
 from flaxformer_mt.runs.checkpoint import restore_params, whole_checkpoints, write_params
 from flaxformer_mt.runs.folder import require_run
 from flaxformer_mt.runs.layout import CONFIG, DATA, TOKENIZER
-from flaxformer_mt.runs.ranking import ranked
+from flaxformer_mt.runs.retention import ranked
 
 
 def average_run(

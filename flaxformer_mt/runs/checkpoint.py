@@ -43,7 +43,7 @@ from flaxformer_mt.runs.layout import (
     CheckpointSelector,
 )
 from flaxformer_mt.runs.manifest import damage, write_manifest
-from flaxformer_mt.runs.ranking import ranked, ranking_score
+from flaxformer_mt.runs.retention import kept_steps, ranked, ranking_score
 
 
 class Checkpointable(Protocol):
@@ -226,13 +226,10 @@ class Checkpointer:
             if distributed.is_main():
                 _commit(self._folder, step, record)
                 self._scores[step] = _score(record)
-                for superfluous in self._scores.keys() - self._kept():
+                kept = kept_steps(self._scores, self._keep_last, self._keep_best)
+                for superfluous in self._scores.keys() - kept:
                     _remove(self._folder, superfluous)
                     del self._scores[superfluous]
-
-    def _kept(self) -> set[int]:
-        best = [step for step in ranked(self._scores) if math.isfinite(self._scores[step])]
-        return {*sorted(self._scores)[-self._keep_last :], *best[: self._keep_best]}
 
     @contextlib.contextmanager
     def _explained(self, step: int) -> Iterator[None]:

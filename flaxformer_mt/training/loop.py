@@ -15,7 +15,7 @@ from flaxformer_mt.data.stream.prefetch import Prefetched
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interruption import Interrupted
 from flaxformer_mt.runs.checkpoint import Checkpointer
-from flaxformer_mt.runs.ranking import ranking_score
+from flaxformer_mt.runs.retention import ranking_score
 from flaxformer_mt.training.metrics import MetricValues, Writer
 from flaxformer_mt.training.parallel import Compiled
 from flaxformer_mt.training.parameters import Params

@@ -327,11 +327,11 @@ class NMTModel(nn.Module):
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
         if config.position_kind == "t5_relative" and config.relative_position_sharing == "stack":
-            # Not an option there, but a table that is tied is a valid one of each layer.
+            # OpenNMT-py has no such option, but layers that share a table are a valid model of it.
             for layers in (self.encoder.transformer, self.decoder.transformer_layers):
+                table = layers[0].get_submodule("self_attn").relative_attention_bias
                 for layer in layers:
-                    attention = layer.get_submodule("self_attn")
-                    attention.relative_attention_bias = layers[0].self_attn.relative_attention_bias
+                    layer.get_submodule("self_attn").relative_attention_bias = table
         if config.shares_source_and_target:
             self.decoder.embeddings.word_lut.weight = self.encoder.embeddings.word_lut.weight
         if config.shares_target_and_output:

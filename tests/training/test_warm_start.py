@@ -14,7 +14,7 @@ from flax.traverse_util import flatten_dict
 from flaxformer_mt.config import DataConfig, ExperimentConfig, TrainConfig, to_dict, to_json
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs.checkpoint import Checkpointer
-from flaxformer_mt.training.initial import load_parameters, start_from, tokenizer_path
+from flaxformer_mt.training.warm_start import load_parameters, start_from, tokenizer_path
 
 
 def trained_elsewhere(tiny):

@@ -1,4 +1,4 @@
-"""Ranking of checkpoints by a validation metric."""
+"""Which checkpoints of a run are kept: ranking by a validation metric."""
 
 import math
 from collections.abc import Mapping
@@ -23,3 +23,15 @@ def ranking_score(metric: ValidationMetric, metrics: Mapping[str, Any]) -> float
 def ranked(scores: Mapping[int, float]) -> list[int]:
     """Returns steps by descending score; of equal ones the earlier first."""
     return sorted(scores, key=lambda step: (-scores[step], step))
+
+
+def kept_steps(scores: Mapping[int, float], keep_last: int, keep_best: int) -> set[int]:
+    """Returns the steps whose checkpoints are kept.
+
+    Args:
+      scores: ranking score of every checkpoint, by step; -inf without a validation.
+      keep_last: number of the newest checkpoints to keep.
+      keep_best: number of the best checkpoints to keep.
+    """
+    best = [step for step in ranked(scores) if math.isfinite(scores[step])]
+    return {*sorted(scores)[-keep_last:], *best[:keep_best]}

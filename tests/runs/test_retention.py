@@ -1,10 +1,10 @@
-"""Ranking scores of validations."""
+"""Ranking scores of validations, and the checkpoints that are kept."""
 
 import math
 
 import pytest
 
-from flaxformer_mt.runs.ranking import ranked, ranking_score
+from flaxformer_mt.runs.retention import kept_steps, ranked, ranking_score
 
 
 @pytest.mark.parametrize(
@@ -27,3 +27,9 @@ def test_which_metric_value_is_better(metric, better, worse):
 
 def test_of_equal_scores_the_earlier_step_ranks_first():
     assert ranked({3: 1.0, 1: 1.0, 2: 2.0, 4: -math.inf}) == [2, 1, 3, 4]
+
+
+def test_the_newest_and_the_best_steps_are_kept():
+    scores = {1: 3.0, 2: 2.0, 3: 1.0, 4: -math.inf, 5: 0.0}
+    assert kept_steps(scores, keep_last=1, keep_best=2) == {1, 2, 5}
+    assert kept_steps({4: -math.inf, 5: -math.inf}, keep_last=1, keep_best=2) == {5}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.runs.folder import read_config, require_run
 from flaxformer_mt.runs.layout import METRICS, CheckpointSelector
-from flaxformer_mt.runs.ranking import ranked
+from flaxformer_mt.runs.retention import ranked
 
 if TYPE_CHECKING:
     from flaxformer_mt.decoding.translator import Translator
