@@ -181,6 +181,9 @@ def test_attention_is_that_of_the_full_model(talker):
     ],
 )
 def test_layers_and_heads_that_do_not_exist_are_rejected(talker, options, message):
-    decode = with_decode(talker, **options).config.decode
-    with pytest.raises(UserError, match=message):
+    def align():
+        decode = with_decode(talker, **options).config.decode  # The option itself excludes -2.
         teacher_force(talker.params, talker.model, decode, [[5, 2]], [[5, 2]], attention=True)
+
+    with pytest.raises(UserError, match=message):
+        align()

@@ -87,8 +87,10 @@ class Student:
             self.affine(name, letter, rows).reshape(len(rows), HEADS, -1)
             for letter, rows in (("q", x), ("k", keys), ("v", keys))
         )
-        scores = np.exp(np.einsum("thk,shk->hts", q, k) / math.sqrt(q.shape[-1]))
-        weights = scores / scores.sum(axis=-1, keepdims=True)
+        scores = np.einsum("thk,shk->hts", q, k) / math.sqrt(q.shape[-1])
+        # In float32, the exponentials of some scores are out of range.
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        weights /= weights.sum(axis=-1, keepdims=True)
         context = np.einsum("hts,shk->thk", weights, v).reshape(len(x), -1)
         return self.affine(name, "o", context)
 
@@ -97,7 +99,7 @@ class Student:
         return self.norm(f"{name}_ffn_ffn", x + self.affine(f"{name}_ffn", "2", hidden))
 
     def recur(self, name: str, x: np.ndarray) -> np.ndarray:
-        forget = 1 / (1 + np.exp(-self.affine(name, "f", x)))
+        forget = np.exp(-np.logaddexp(0, -self.affine(name, "f", x)))
         new = x @ self.w[f"{name}_W"]
         memory = np.zeros_like(x[0])
         outputs = []

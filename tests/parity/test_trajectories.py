@@ -100,7 +100,7 @@ def adam(kind=torch.optim.Adam, **options):
         ({"loss": recipe("torch").loss}, 1, "loss", "the forward pass and the loss"),
         ({"adam": adam(eps=1e-4)}, 2, "loss", "the first update differs"),
         ({"adam": adam(torch.optim.AdamW, weight_decay=1)}, 1, "parameter_norm", "weight decay"),
-        ({"adam": adam(betas=(0.9, 0.9))}, 3, "loss", "update 2 is the first to show"),
+        ({"adam": adam(betas=(0.9, 0.9))}, 3, "loss", "update 2 is the first to differ"),
         ({"adam": adam(betas=(0.9, 0.9))}, 3, "loss", "it is not rounding"),
     ],
 )
