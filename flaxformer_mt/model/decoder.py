@@ -1,8 +1,9 @@
 """The decoder: its layer and its stack, for whole targets or one token per call."""
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
+import jax
 from flax import linen as nn
 from jax import Array
 
@@ -21,7 +22,7 @@ from flaxformer_mt.model.positions import (
     with_shared_bias,
 )
 from flaxformer_mt.model.recurrence import SSRU
-from flaxformer_mt.model.stack import layer_method, stack
+from flaxformer_mt.model.stack import layer_variables, stack
 
 
 class DecoderLayer(nn.Module):
@@ -251,12 +252,18 @@ class Decoder(nn.Module):
         """
         x = self._below(x)
         positions = with_shared_bias(positions, self.position_bias)
-        step = nn.jit(DecoderLayer.step)  # The layers share one trace.
+        layer = DecoderLayer(self.config, parent=None)
+
+        @jax.jit  # The layers share one trace.
+        def step(variables: Any, *inputs: Any) -> Any:
+            return layer.apply(variables, *inputs, method="step")
+
         new_states = []
         cross_weights = None
-        for layer, (layer_cross, state) in enumerate(zip(cross, states, strict=True)):
-            x, state, cross_weights = layer_method(step, layer)(
-                self.layers,
+        all_variables = layer_variables(self.layers, len(states))
+        for variables, layer_cross, state in zip(all_variables, cross, states, strict=True):
+            x, state, cross_weights = step(
+                variables,
                 x,
                 layer_cross,
                 state,

@@ -1,7 +1,6 @@
 """Stacks of L layers with one parameter layout, run as a loop or unrolled."""
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -62,18 +61,12 @@ def stack(
     )(config)
 
 
-def layer_method(method: Callable[..., Any], layer: int) -> Callable[..., Any]:
-    """Returns a function that runs a method of one layer of a stack.
+def layer_variables(layers: nn.Module, num_layers: int) -> list[Any]:
+    """Returns the variables of each layer, without the axis L.
 
     Args:
-      method: of the layer's class.
-      layer: its index.
-
-    Returns:
-      A function of the stack's module and the method's arguments.
+      layers: the module that `stack` returned, bound to its variables.
+      num_layers: L.
     """
-
-    def parameters(stacked: Any) -> Any:
-        return jax.tree.map(lambda leaf: leaf[layer], stacked)
-
-    return nn.map_variables(method, "params", parameters)
+    _, stacked = layers.unbind()
+    return [jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(num_layers)]
