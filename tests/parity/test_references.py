@@ -100,7 +100,16 @@ def stacked(attention: Any, batch: Batch) -> dict[str, np.ndarray]:
     }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+def one_of_each_family():
+    """The names of all variants; those after the first of their family are slow."""
+    seen = set()
+    for name, variant in VARIANTS.items():
+        decisive = variant.family not in seen
+        seen.add(variant.family)
+        yield name if decisive else pytest.param(name, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", list(one_of_each_family()))
 def test_equals_the_reference(name):
     variant = VARIANTS[name]
     reference = variant.build()

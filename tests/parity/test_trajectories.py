@@ -62,11 +62,11 @@ def test_a_thousand_steps_in_float64(name):
 @pytest.mark.parametrize(
     "name",
     [
-        *("torch_post", "marian_all", "double_projection"),
+        "double_projection",
         *(
             pytest.param(name, marks=pytest.mark.slow)
             for name in LONG + SHORT
-            if name not in ("tunz", "torch_post", "marian_all", "double_projection")
+            if name not in ("tunz", "double_projection")
         ),
     ],
 )
@@ -110,6 +110,7 @@ def test_what_differs_first_is_named(changes, step, quantity, explanation):
     assert explanation in found.explanation
 
 
+@pytest.mark.slow
 def test_a_training_that_amplifies_rounding_is_told_from_a_bug():
     """At a rate of 0.07, PyTorch's own runs diverge as well."""
     variant = VARIANTS["jadore801120_prj_all"]

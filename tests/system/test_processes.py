@@ -138,6 +138,7 @@ def expected(start, folders, uninterrupted):
     return uninterrupted
 
 
+@pytest.mark.slow
 def test_the_same_losses(start, folders, expected):
     start(folders / "two", 2).finish()
     assert_same_losses(folders / "two", expected)
