@@ -246,7 +246,7 @@ class Experiment:
         devices = self.strategy.devices
         yield "devices", f"{len(devices)} {devices[0].platform} ({axes})"
         for line in self.strategy.sharding(params).not_divisible:
-            yield "whole", line
+            yield "sharding", line
 
     def costs(self) -> Iterator[tuple[str, str]]:
         """Compiles the training step for each shape, and yields what it needs per device."""
