@@ -1,7 +1,6 @@
 """The run folder of a trained model, as scripts and notebooks use it."""
 
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.runs.folder import read_config, require_run
 from flaxformer_mt.runs.layout import METRICS, CheckpointSelector
-from flaxformer_mt.runs.retention import ranked
+from flaxformer_mt.runs.retention import best_step
 
 if TYPE_CHECKING:
     from flaxformer_mt.decoding.translator import Translator
@@ -73,9 +72,7 @@ class Run:
     @property
     def best_step(self) -> int | None:
         """The step of the best intact checkpoint, the newest if none was validated."""
-        scores = self._scores()
-        validated = [step for step in ranked(scores) if math.isfinite(scores[step])]
-        return validated[0] if validated else max(scores, default=None)
+        return best_step(self._scores())
 
     def model(self, checkpoint: CheckpointSelector = "best") -> "TrainedModel":
         """Loads the model of a checkpoint.

@@ -143,6 +143,9 @@ class PositionKind(NamedTuple):
     bias: Callable[[TransformerConfig, bool], Any] | None = None
     """Module(config, bidirectional); (positions of queries [B, T], of keys [B, S]) -> [B, H, T, S],
     which is added to the scores of self-attention before the softmax. B may be 1."""
+    shares_bias: Callable[[TransformerConfig], bool] = lambda config: False
+    """Whether all layers of a stack share one bias. A bias without parameters belongs to the layer,
+    where XLA fuses it with the scores."""
     transform: QueryKeyTransform | None = None
     """Applied to the queries and keys of self-attention."""
 
@@ -152,7 +155,9 @@ POSITION_KINDS: dict[str, PositionKind] = {
     "learned": PositionKind(encoding=PositionEncoding),
     "rotary": PositionKind(transform=QueryKeyTransform(rotations, rotate)),
     "alibi": PositionKind(bias=AlibiBias),
-    "t5_relative": PositionKind(bias=RelativeBias),
+    "t5_relative": PositionKind(
+        bias=RelativeBias, shares_bias=lambda config: config.relative_position_sharing == "stack"
+    ),
     "none": PositionKind(),
 }
 """By value of `config.position_kind`."""
@@ -210,19 +215,17 @@ def position_bias(config: TransformerConfig, *, bidirectional: bool, shared: boo
     """Creates the module of the bias of a stack, or of a layer.
 
     Args:
-      config: its `position_kind` and `relative_position_sharing` are used.
+      config: its `position_kind` decides which module, and whether layers share it.
       bidirectional: whether queries attend to later keys, too.
       shared: True for the stack, False for the layer.
 
     Returns:
-      A module, or None if the stack (the layer) has none. A bias without parameters belongs to the
-      layer, where XLA fuses it with the scores.
+      A module, or None if the stack (the layer) has none.
     """
     kind = POSITION_KINDS[config.position_kind]
     if kind.bias is None:
         return None
-    is_shared = kind.bias is RelativeBias and config.relative_position_sharing == "stack"
-    return kind.bias(config, bidirectional) if is_shared == shared else None
+    return kind.bias(config, bidirectional) if kind.shares_bias(config) == shared else None
 
 
 def with_shared_bias(

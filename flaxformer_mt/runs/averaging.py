@@ -16,7 +16,7 @@ from flaxformer_mt.runs import atomic
 from flaxformer_mt.runs.checkpoint import restore_params, whole_checkpoints, write_params
 from flaxformer_mt.runs.folder import require_run
 from flaxformer_mt.runs.layout import CONFIG, DATA, TOKENIZER
-from flaxformer_mt.runs.retention import ranked
+from flaxformer_mt.runs.retention import validated_steps
 
 
 def average_run(
@@ -84,7 +84,7 @@ def _choose(
     if which == "last":
         candidates = sorted(scores, reverse=True)
     else:
-        candidates = [step for step in ranked(scores) if np.isfinite(scores[step])]
+        candidates = validated_steps(scores)
     if len(candidates) < count:
         kind = "intact" if which == "last" else "validated"
         raise UserError(

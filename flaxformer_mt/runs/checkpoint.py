@@ -43,7 +43,7 @@ from flaxformer_mt.runs.layout import (
     CheckpointSelector,
 )
 from flaxformer_mt.runs.manifest import damage, write_manifest
-from flaxformer_mt.runs.retention import kept_steps, ranked, ranking_score
+from flaxformer_mt.runs.retention import best_step, kept_steps, ranking_score
 
 
 class Checkpointable(Protocol):
@@ -339,8 +339,8 @@ def _choose(folder: Path, checkpoint: CheckpointSelector) -> int:
                 f"{folder / str(step) / PROGRESS} is missing or damaged, so the best checkpoint "
                 f"is unknown; {_advice(folder, step)}"
             ) from error
-    best = ranked(scores)[0]
-    return best if math.isfinite(scores[best]) else steps[-1]
+    best = best_step(scores)
+    return steps[-1] if best is None else best
 
 
 def _advice(folder: Path, damaged: int) -> str:

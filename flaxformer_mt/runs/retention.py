@@ -25,6 +25,16 @@ def ranked(scores: Mapping[int, float]) -> list[int]:
     return sorted(scores, key=lambda step: (-scores[step], step))
 
 
+def validated_steps(scores: Mapping[int, float]) -> list[int]:
+    """Returns the steps with a finite score, by descending score."""
+    return [step for step in ranked(scores) if math.isfinite(scores[step])]
+
+
+def best_step(scores: Mapping[int, float]) -> int | None:
+    """Returns the best step, the newest if none was validated; None if there is none."""
+    return next(iter(validated_steps(scores)), max(scores, default=None))
+
+
 def kept_steps(scores: Mapping[int, float], keep_last: int, keep_best: int) -> set[int]:
     """Returns the steps whose checkpoints are kept.
 
@@ -33,5 +43,4 @@ def kept_steps(scores: Mapping[int, float], keep_last: int, keep_best: int) -> s
       keep_last: number of the newest checkpoints to keep.
       keep_best: number of the best checkpoints to keep.
     """
-    best = [step for step in ranked(scores) if math.isfinite(scores[step])]
-    return {*sorted(scores)[-keep_last:], *best[:keep_best]}
+    return {*sorted(scores)[-keep_last:], *validated_steps(scores)[:keep_best]}

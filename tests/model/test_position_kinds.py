@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from packed_rows import check_packed_rows
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
@@ -281,31 +282,8 @@ def test_sentences_of_a_step_can_have_different_positions(float64, kind):
 @pytest.mark.parametrize("kind", DECISIVE)
 def test_packed_rows_equal_separate_rows(float64, kind):
     model, params = of(kind)
-
-    def pack(rows):
-        tokens = jnp.array([[token for row in rows for token in row] + [0]], jnp.int32)
-        segments = [i + 1 for i, row in enumerate(rows) for _ in row] + [0]
-        positions = [j for row in rows for j in range(len(row))] + [0]
-        return tokens, jnp.array([segments]), jnp.array([positions])
-
     sources, targets = [[3, 4, 2], [7, 8, 9, 5, 2]], [[1, 5, 6, 7], [1, 8, 3]]
-    source, source_segments, source_positions = pack(sources)
-    target, target_segments, target_positions = pack(targets)
-    packed = model.apply(
-        params,
-        source,
-        target,
-        encoder_segment_ids=source_segments,
-        decoder_segment_ids=target_segments,
-        encoder_positions=source_positions,
-        decoder_positions=target_positions,
-    )
-    start = 0
-    for one_source, one_target in zip(sources, targets, strict=True):
-        alone = model.apply(params, jnp.array([one_source]), jnp.array([one_target]))
-        end = start + len(one_target)
-        chex.assert_trees_all_close(packed[:, start:end], alone, rtol=0, atol=1e-12)
-        start = end
+    check_packed_rows(model, params, sources, targets, {"rtol": 0, "atol": 1e-12})
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from packed_rows import check_packed_rows
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
@@ -135,31 +136,8 @@ def test_without_segments_padding_does_not_matter():
 @pytest.mark.parametrize("name", ["post", "recurrent"])
 def test_segments_of_a_row_do_not_see_each_other(name):
     model, variables, _, _ = initialise(CONFIGS[name])
-
-    def pack(rows):
-        tokens = jnp.array([[token for row in rows for token in row] + [0]], jnp.int32)
-        segments = [i + 1 for i, row in enumerate(rows) for _ in row] + [0]
-        positions = [j for row in rows for j in range(len(row))] + [0]
-        return tokens, jnp.array([segments]), jnp.array([positions])
-
     sources, targets = [[3, 4, 2], [7, 8, 9, 2]], [[1, 5, 6], [1, 8]]
-    source, source_segments, source_positions = pack(sources)
-    target, target_segments, target_positions = pack(targets)
-    packed = model.apply(
-        variables,
-        source,
-        target,
-        encoder_segment_ids=source_segments,
-        decoder_segment_ids=target_segments,
-        encoder_positions=source_positions,
-        decoder_positions=target_positions,
-    )
-    start = 0
-    for one_source, one_target in zip(sources, targets, strict=True):
-        alone = model.apply(variables, jnp.array([one_source]), jnp.array([one_target]))
-        end = start + len(one_target)
-        chex.assert_trees_all_close(packed[:, start:end], alone, atol=1e-6)
-        start = end
+    check_packed_rows(model, variables, sources, targets, {"atol": 1e-6})
 
 
 def test_segment_ids_for_one_side_only_are_refused():
