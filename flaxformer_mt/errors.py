@@ -1,5 +1,9 @@
 """The exception for invalid input."""
 
+_LONGEST_MESSAGE = 4000
+_CONTROL_CHARACTERS = (*range(32), *range(127, 160), 0x2028, 0x2029, *range(0xD800, 0xE000))
+_ESCAPES = {code: ascii(chr(code))[1:-1] for code in _CONTROL_CHARACTERS}
+
 
 class UserError(Exception):
     """Raised for input that cannot be used: options, files, data.
@@ -7,4 +11,13 @@ class UserError(Exception):
     The message is one line that names the option or file and says what to do. It is raised before
     anything is written. The entry points (`train.py`, `flaxformer-mt`) print the message without a
     traceback and exit with code 1.
+
+    Messages quote the input, which may be anything: control characters and line ends are escaped,
+    and the middle of a message of more than 4000 characters is omitted.
     """
+
+    def __init__(self, message: str) -> None:
+        if len(message) > _LONGEST_MESSAGE:
+            half = _LONGEST_MESSAGE // 2
+            message = f"{message[:half]} ... {message[-half:]}"
+        super().__init__(message.translate(_ESCAPES))

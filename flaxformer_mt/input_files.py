@@ -1,0 +1,141 @@
+"""Reads files that others wrote: what they claim is checked before memory is allocated for it.
+
+Opening a named pipe would wait for its writer, and a device such as /dev/zero has no end: only
+regular files are read. JSON may nest deeper than Python's stack, or have numbers too long to print.
+"""
+
+import gzip
+import io
+import json
+import os
+import stat
+import zlib
+from typing import Any
+
+from flaxformer_mt.errors import UserError
+
+MAX_SETTINGS_BYTES = 2**24
+"""Limit of the size of configurations, metadata and vocabularies in JSON."""
+MAX_MODEL_BYTES = 2**28
+"""Limit of the size of tokenizer models and of lexical tables, also after decompression."""
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+# Windows has no named pipes among its files, but a mode for text.
+_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+_GZIP_MAGIC = b"\x1f\x8b"
+
+
+def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
+    """Opens a regular file, or a link to one, for reading.
+
+    Raises:
+      UserError: it cannot be opened, or is a folder, a named pipe, a device or a socket. The
+        message does not name the file.
+    """
+    try:
+        descriptor = os.open(path, _FLAGS)
+    except FileNotFoundError as error:
+        raise UserError("there is no such file") from error
+    except OSError as error:
+        raise UserError(f"cannot be read: {error.strerror}") from error
+    except ValueError as error:  # A path from a file may contain a null character.
+        raise UserError(f"cannot be read: {error}") from error
+    kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
+    if kind != stat.S_IFREG:
+        os.close(descriptor)
+        raise UserError(f"{_KINDS.get(kind, 'a special file')}, not a file")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_bytes(path: str | os.PathLike[str], limit: int = MAX_SETTINGS_BYTES) -> bytes:
+    """Reads a regular file.
+
+    Args:
+      path: the file.
+      limit: the largest permitted size in bytes.
+
+    Raises:
+      UserError: as `open_regular`; or the file is larger, or cannot be read. The message names it.
+    """
+    try:
+        with open_regular(path) as file:
+            content = file.read(limit + 1)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    if len(content) > limit:
+        raise UserError(f"{path} has more than {limit:,} bytes: it is not what it should be")
+    return content
+
+
+def read_text(path: str | os.PathLike[str], limit: int = MAX_SETTINGS_BYTES) -> str:
+    """Reads a UTF-8 text file; arguments and errors as for `read_bytes`, or it is not UTF-8."""
+    try:
+        return read_bytes(path, limit).decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is damaged: byte {error.start + 1} is not UTF-8") from error
+
+
+def read_json(path: str | os.PathLike[str]) -> Any:
+    """Reads a JSON file of at most `MAX_SETTINGS_BYTES`.
+
+    Raises:
+      UserError: as `read_bytes` and `parse_json`.
+    """
+    return parse_json(read_bytes(path), str(path))
+
+
+def parse_json(content: bytes | str, name: str) -> Any:
+    """Parses a JSON value whose strings can be encoded as UTF-8.
+
+    Args:
+      content: the JSON text.
+      name: where it comes from, for messages.
+
+    Raises:
+      UserError: it is not JSON, nests too deep, or has a number or a string that Python cannot
+        print.
+    """
+    try:
+        text = content if isinstance(content, str) else content.decode("utf-8-sig")
+        values = json.loads(text)
+        if "\\ud" in text.lower():  # Only an escape can result in a lone surrogate.
+            json.dumps(values, ensure_ascii=False).encode()
+    except RecursionError as error:
+        raise UserError(f"{name} is damaged: its JSON is nested too deeply") from error
+    except ValueError as error:  # Includes errors of JSON and of UTF-8, and numbers too long.
+        raise UserError(f"{name} is damaged: {_reason(error)}") from error
+    return values
+
+
+def decompressed(content: bytes, limit: int) -> bytes:
+    """Decompresses gzip data; other data are returned as they are.
+
+    Raises:
+      ValueError: the data are damaged, or have more than `limit` bytes when decompressed.
+    """
+    if not content.startswith(_GZIP_MAGIC):
+        return content
+    try:
+        with gzip.open(io.BytesIO(content)) as file:
+            result = file.read(limit + 1)
+    except (EOFError, zlib.error, OSError) as error:
+        raise ValueError(f"damaged gzip file: {error}") from error
+    if len(result) > limit:
+        raise ValueError(f"it has more than {limit:,} bytes when decompressed")
+    return result
+
+
+def _reason(error: ValueError) -> str:
+    if isinstance(error, UnicodeError):
+        return "it has characters that are not valid Unicode"
+    if isinstance(error, json.JSONDecodeError):
+        return f"not JSON: {error}"
+    return "it has a number of too many digits"
