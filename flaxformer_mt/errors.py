@@ -21,3 +21,9 @@ class UserError(Exception):
             half = _LONGEST_MESSAGE // 2
             message = f"{message[:half]} ... {message[-half:]}"
         super().__init__(message.translate(_ESCAPES))
+
+
+def unusable(error: OSError) -> UserError:
+    """Returns the `UserError` for a file that the operating system cannot use, which it names."""
+    reason = error.strerror or str(error)
+    return UserError(reason if error.filename is None else f"{error.filename}: {reason}")

@@ -15,7 +15,7 @@ import optax
 import pytest
 from talker import DATA, make_talker, random_params, sentences
 
-from flaxformer_mt.cli import main, program
+from flaxformer_mt.cli import entry_points, main, program
 from flaxformer_mt.config import DecodeConfig, to_json
 from flaxformer_mt.data.corpora.corpus import ParallelCorpus
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
@@ -25,6 +25,7 @@ from flaxformer_mt.decoding.shortlists.shortlist import Shortlist
 from flaxformer_mt.decoding.translator import Sentence, Translator
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.evaluation import evaluate
+from flaxformer_mt.exit_codes import ExitCode
 from flaxformer_mt.runs.checkpoint import Checkpointer
 from flaxformer_mt.runs.trained_model import load_run
 from flaxformer_mt.training.state import TrainState
@@ -344,6 +345,13 @@ def assert_rejected(result, *messages):
     assert err.count("\n") == 1
     for message in messages:
         assert message in err
+
+
+def test_a_path_that_the_system_refuses_is_named(command, tmp_path):
+    name = "a" * 300
+    assert_rejected(command("translate", "--run", name), f"{name}: File name too long")
+    code = entry_points.train([f"--config={tmp_path / name}", f"--workdir={tmp_path}"])
+    assert code == ExitCode.FAILURE
 
 
 @pytest.mark.parametrize("name", ["inspect", "translate"])

@@ -21,7 +21,7 @@ from flaxformer_mt.cli import (
     translate,
 )
 from flaxformer_mt.cli.options import configured_search
-from flaxformer_mt.errors import UserError
+from flaxformer_mt.errors import UserError, unusable
 from flaxformer_mt.exit_codes import ExitCode
 
 COMMANDS: dict[str, dict[str, Callable[..., int | None]]] = {
@@ -51,7 +51,7 @@ def run(arguments: Sequence[str]) -> int:
     """Runs the command given by `arguments`.
 
     Returns:
-      The exit code: that of the command; or FAILURE, after a UserError.
+      The exit code: that of the command; or FAILURE, after a UserError or an OSError.
 
     Raises:
       SystemExit: with code 2 for invalid options, with code 0 after `--help`.
@@ -65,6 +65,9 @@ def run(arguments: Sequence[str]) -> int:
     except BrokenPipeError:
         # The reader is gone. Python flushes standard output once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.FAILURE
+    except OSError as error:
+        print(f"flaxformer-mt: error: {unusable(error)}", file=sys.stderr)
         return ExitCode.FAILURE
 
 

@@ -15,7 +15,7 @@ from flaxformer_mt import exit_codes, runtime
 from flaxformer_mt.cli import help_text
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.config.files import load_config
-from flaxformer_mt.errors import UserError
+from flaxformer_mt.errors import UserError, unusable
 from flaxformer_mt.exit_codes import ExitCode
 from flaxformer_mt.interruption import Interruption
 
@@ -114,6 +114,9 @@ def run(
         train(parse_flags(arguments, program), interruption)
     except UserError as error:
         print(f"{program}: error: {error}", file=sys.stderr)
+        return ExitCode.FAILURE
+    except OSError as error:
+        print(f"{program}: error: {unusable(error)}", file=sys.stderr)
         return ExitCode.FAILURE
     return ExitCode.SUCCESS
 
