@@ -15,15 +15,15 @@ code.
 """
 
 import dataclasses
-import runpy
-from pathlib import Path
+
+from wmt14_en_de_base import get_config as base_config
 
 from flaxformer_mt.config import ExperimentConfig
 
 
 def get_config() -> ExperimentConfig:
     """The base model's experiment with 6 + 6 layers of width 1024, more dropout and more steps."""
-    base = runpy.run_path(str(Path(__file__).with_name("wmt14_en_de_base.py")))["get_config"]()
+    base = base_config()
     return dataclasses.replace(
         base,
         model=dataclasses.replace(

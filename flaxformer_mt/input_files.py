@@ -100,14 +100,16 @@ def parse_json(content: bytes | str, name: str) -> Any:
       name: where it comes from, for messages.
 
     Raises:
-      UserError: it is not JSON, nests too deep, or has a number or a string that Python cannot
-        print.
+      UserError: it is not JSON, nests too deep, has two values of one name, or has a number or a
+        string that Python cannot print.
     """
     try:
         text = content if isinstance(content, str) else content.decode("utf-8-sig")
-        values = json.loads(text)
+        values = json.loads(text, object_pairs_hook=_unique)
         if "\\ud" in text.lower():  # Only an escape can result in a lone surrogate.
             json.dumps(values, ensure_ascii=False).encode()
+    except UserError as error:
+        raise UserError(f"{name} is damaged: {error}") from error
     except RecursionError as error:
         raise UserError(f"{name} is damaged: its JSON is nested too deeply") from error
     except ValueError as error:  # Includes errors of JSON and of UTF-8, and numbers too long.
@@ -131,6 +133,15 @@ def decompressed(content: bytes, limit: int) -> bytes:
     if len(result) > limit:
         raise ValueError(f"it has more than {limit:,} bytes when decompressed")
     return result
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise UserError(f"{twice!r} occurs twice")
+    return values
 
 
 def _reason(error: ValueError) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.config.fields import suggestion
 from flaxformer_mt.errors import UserError
 
 
@@ -46,7 +47,8 @@ def check_fields(names: Iterable[str]) -> None:
     fields = [field.name for field in dataclasses.fields(TransformerConfig)]
     unknown = sorted(set(names) - set(fields))
     if unknown:
-        raise UserError(f"unknown model option {unknown[0]!r}: choose among {', '.join(fields)}")
+        hint = suggestion(unknown[0], fields) or f": choose among {', '.join(fields)}"
+        raise UserError(f"unknown model option {unknown[0]!r}{hint}")
 
 
 def jadore801120(**overrides: Any) -> TransformerConfig:

@@ -9,10 +9,12 @@ new field needs no entry in any list: a field without a role cannot be declared.
 """
 
 import dataclasses
+import difflib
 import enum
 import functools
 import types
 import typing
+from collections.abc import Iterable
 from typing import Any, Literal, TypeVar
 
 from flaxformer_mt.errors import UserError
@@ -195,6 +197,21 @@ def names_with(kind: type, *roles: FieldRole) -> frozenset[str]:
     )
 
 
+def suggestion(name: str, names: Iterable[str]) -> str:
+    """Returns "; did you mean d_model?" if one of the names resembles `name`, else ""."""
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def shown(value: Any) -> str:
+    """Returns a value as messages quote it: Python's notation, at most about 80 characters."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python does not print integers of thousands of digits.
+        return "a number of too many digits"
+    return text if len(text) <= 80 else f"{text[:50]} ... {text[-20:]}"
+
+
 def require(condition: bool, message: str) -> None:
     """Raises `UserError` with the message unless the condition holds."""
     if not condition:
@@ -231,23 +248,26 @@ def check_value(value: Any, hint: Any, bounds: Bounds | None, name: str) -> None
       UserError: it has the wrong type or is out of bounds.
     """
     if typing.get_origin(hint) is tuple:
-        require(isinstance(value, tuple), f"{name}={value!r}: must be a tuple")
+        require(isinstance(value, tuple), f"{name}={shown(value)}: must be a tuple")
         for number, (item, kind) in enumerate(items_of(value, hint, name)):
             check_value(item, kind, bounds, f"{name}.{number}")
         return
     choices = choices_of(hint)
     if choices:
         expected = f"one of {', '.join(map(repr, choices))}"
-        require(value in choices, f"{name}={value!r}: must be {expected}")
+        require(value in choices, f"{name}={shown(value)}: must be {expected}")
         return
     if hint is float:
-        require(_is_number(value), f"{name}={value!r}: must be a number")
+        require(_is_number(value), f"{name}={shown(value)}: must be a number")
     else:
         valid = isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
-        require(valid, f"{name}={value!r}: must be {_TYPE_NAMES.get(hint, hint.__name__)}")
+        require(valid, f"{name}={shown(value)}: must be {_TYPE_NAMES.get(hint, hint.__name__)}")
+        require(
+            hint is not str or "\0" not in value, f"{name}={shown(value)}: must not contain null"
+        )
     if bounds is not None:
         problem = bounds.problem(value)
-        require(not problem, f"{name}={value!r}: {problem}")
+        require(not problem, f"{name}={shown(value)}: {problem}")
 
 
 _TYPE_NAMES = {int: "an integer", bool: "True or False", str: "a string"}

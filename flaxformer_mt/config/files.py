@@ -1,31 +1,149 @@
-"""Configuration files."""
+"""Configuration files.
 
-import runpy
+A configuration file is a Python program, which runs when the configuration is loaded. It can import
+modules of its folder, as a script can.
+"""
+
+import builtins
+import contextlib
+import dataclasses
+import importlib
+import re
+import sys
+import traceback
+import types
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from flaxformer_mt.config.experiment import ExperimentConfig
+from flaxformer_mt.config.data import CorpusConfig
+from flaxformer_mt.config.experiment import ExperimentConfig, groups
+from flaxformer_mt.config.fields import suggestion
 from flaxformer_mt.config.serialization import from_json
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.input_files import read_bytes, read_text
+
+_CLASSES = {kind.__name__: kind for kind in (ExperimentConfig, CorpusConfig, *groups().values())}
+_MODULE_NAME = "flaxformer_mt_configuration_file"
 
 
 def load_config(path: str | Path) -> ExperimentConfig:
     """Calls `get_config()` of a configuration file, or reads the `config.json` of a run.
 
     Raises:
-      UserError: there is no such file, or it does not give an `ExperimentConfig`.
+      UserError: there is no such file, it does not give an `ExperimentConfig`, or its code raises
+        an exception; names the file and, for code, the line.
     """
     path = Path(path)
-    if not path.is_file():
+    if not path.exists():
         raise UserError(f"there is no file {path}")
     if path.suffix == ".json":
+        text = read_text(path)
         try:
-            return from_json(path.read_text(encoding="utf-8"))
-        except (UserError, UnicodeDecodeError) as error:
+            return from_json(text)
+        except UserError as error:
             raise UserError(f"{path}: {error}") from error
-    get_config = runpy.run_path(str(path)).get("get_config")
-    if not callable(get_config):
-        raise UserError(f"{path} defines no get_config()")
-    config = get_config()
+    source = read_bytes(path)
+    folder = path.resolve().parent
+    try:
+        with _importing_from(folder), _as_module(path) as module:
+            exec(compile(source, str(path), "exec", dont_inherit=True), module.__dict__)
+            get_config = getattr(module, "get_config", None)
+            if not callable(get_config):
+                raise UserError("it defines no get_config()")
+            config = get_config()
+    except Exception as error:  # Whatever the code of the user raises.
+        raise UserError(_describe(error, path, folder)) from error
     if not isinstance(config, ExperimentConfig):
-        raise UserError(f"get_config() of {path} does not return an ExperimentConfig")
+        raise UserError(
+            f"{path}: get_config() returns {type(config).__name__}, not ExperimentConfig"
+        )
     return config
+
+
+@contextlib.contextmanager
+def _importing_from(folder: Path) -> Iterator[None]:
+    """Lets code import the modules of a folder; afterwards they count as not imported.
+
+    Another configuration file may have neighbours of the same names.
+    """
+    known = {name.partition(".")[0] for name in sys.modules}
+    writes_bytecode = sys.dont_write_bytecode
+    sys.path.insert(0, str(folder))
+    sys.dont_write_bytecode = True  # The folder may be anyone's.
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        sys.dont_write_bytecode = writes_bytecode
+        with contextlib.suppress(ValueError):  # The code may have removed it.
+            sys.path.remove(str(folder))
+        new = {name for name in sys.modules if name.partition(".")[0] not in known}
+        neighbours = {name for name in new if _folder_of(sys.modules[name]) == folder}
+        for name in new:
+            if name.partition(".")[0] in neighbours:
+                del sys.modules[name]
+
+
+def _folder_of(module: types.ModuleType) -> Path | None:
+    """Returns the folder that a module or a package lies in; None if it is built in."""
+    paths = [*getattr(module, "__path__", ()), getattr(module, "__file__", None)]
+    return Path(paths[0]).parent if paths[0] else None
+
+
+@contextlib.contextmanager
+def _as_module(path: Path) -> Iterator[types.ModuleType]:
+    """Yields an empty module for the code of a file, which classes of that code can refer to."""
+    outer = sys.modules.get(_MODULE_NAME)  # Code of one file may load another.
+    module = sys.modules[_MODULE_NAME] = types.ModuleType(_MODULE_NAME)
+    module.__file__ = str(path)
+    try:
+        yield module
+    finally:
+        del sys.modules[_MODULE_NAME]
+        if outer is not None:
+            sys.modules[_MODULE_NAME] = outer
+
+
+def _describe(error: Exception, path: Path, folder: Path) -> str:
+    """Returns one line with file, line and message of an exception in a configuration file."""
+    if isinstance(error, SyntaxError) and error.filename:
+        text = f": {error.text.strip()[:80]}" if error.text else ""
+        return f"{error.filename}, line {error.lineno}: {error.msg}{text}"
+    # The innermost line of the user's own code; an exception of a library is raised behind it.
+    own = [
+        (frame, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if frame.f_code.co_filename == str(path) or Path(frame.f_code.co_filename).parent == folder
+    ]
+    if not own:
+        return f"{path}: {_message(error, [])}"
+    frame, line = own[-1]
+    visible = [*frame.f_locals, *frame.f_globals, *dir(builtins)]
+    if isinstance(error, ModuleNotFoundError):
+        visible = [file.stem for file in folder.glob("*.py")]
+    return f"{frame.f_code.co_filename}, line {line}: {_message(error, visible)}"
+
+
+def _message(error: Exception, visible: Iterable[str]) -> str:
+    """Returns the message of an exception, with a suggestion if a name is misspelled.
+
+    Args:
+      error: the exception.
+      visible: the names that could have been meant where an unknown one was used.
+    """
+    text = str(error)
+    if isinstance(error, UserError):
+        return text
+    unknown = re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", text)
+    if unknown and unknown[1] in _CLASSES:
+        fields = [field.name for field in dataclasses.fields(_CLASSES[unknown[1]])]
+        return f"{unknown[1]} has no field {unknown[2]}{suggestion(unknown[2], fields)}"
+    absent = re.search(r"cannot import name '(\w+)'", text)
+    hint = ""
+    if isinstance(error, AttributeError) and error.name:
+        hint = suggestion(error.name, dir(error.obj))
+    elif isinstance(error, NameError | ModuleNotFoundError) and error.name:
+        hint = suggestion(error.name, visible)
+    elif isinstance(error, ImportError) and absent and error.name in sys.modules:
+        hint = suggestion(absent[1], dir(sys.modules[error.name]))
+    return f"{type(error).__name__}: {text}{hint}"

@@ -12,9 +12,12 @@ from flaxformer_mt.config.fields import (
     check_value,
     items_of,
     require,
+    shown,
+    suggestion,
     type_hints,
 )
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.input_files import parse_json
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -35,7 +38,8 @@ def from_dict(values: dict[str, Any], kind: type = ExperimentConfig, prefix: str
     """
     fields = {field.name: field for field in dataclasses.fields(kind)}
     for name in sorted(values.keys() - fields.keys()):
-        raise UserError(f"unknown configuration field {prefix}{name}")
+        hint = suggestion(f"{prefix}{name}", [f"{prefix}{field}" for field in fields])
+        raise UserError(f"unknown configuration field {prefix}{name}{hint}")
     hints = type_hints(kind)
     return kind(
         **{
@@ -48,10 +52,10 @@ def from_dict(values: dict[str, Any], kind: type = ExperimentConfig, prefix: str
 def _from_json_value(value: Any, hint: Any, bounds: Bounds | None, name: str) -> Any:
     """Converts lists to tuples and dictionaries to configurations, and checks all other values."""
     if dataclasses.is_dataclass(hint):
-        require(isinstance(value, dict), f"{name}={value!r}: must be a group of fields")
+        require(isinstance(value, dict), f"{name}={shown(value)}: must be a group of fields")
         return from_dict(value, typing.cast(type, hint), f"{name}.")
     if typing.get_origin(hint) is tuple:
-        require(isinstance(value, list | tuple), f"{name}={value!r}: must be a list")
+        require(isinstance(value, list | tuple), f"{name}={shown(value)}: must be a list")
         return tuple(
             _from_json_value(item, kind, bounds, f"{name}.{number}")
             for number, (item, kind) in enumerate(items_of(value, hint, name))
@@ -71,10 +75,7 @@ def from_json(text: str) -> ExperimentConfig:
     Raises:
       UserError: the text is not a JSON object, or does not describe an experiment.
     """
-    try:
-        values = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UserError(f"not a configuration: {error}") from error
+    values = parse_json(text, "the configuration")
     require(isinstance(values, dict), "not a configuration: not a JSON object")
     require(
         "model_type" not in values,

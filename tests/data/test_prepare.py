@@ -3,7 +3,6 @@ import dataclasses
 import gzip
 import os
 import resource
-import runpy
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ pytest.importorskip("array_record")
 
 from flaxformer_mt.cli import main
 from flaxformer_mt.config import DataConfig
+from flaxformer_mt.config.files import load_config
 from flaxformer_mt.data.corpora.corpus import ParallelCorpus, load_corpus, open_corpora
 from flaxformer_mt.data.corpora.tfds_builder import build_dataset
 from flaxformer_mt.errors import UserError
@@ -192,7 +192,7 @@ def test_a_data_set_can_replace_wmt(tmp_path, name):
     folder = tmp_path / "data"
     splits = {"train": PAIRS, "validation": PAIRS[:3], "test": PAIRS[3:5]}
     build_dataset({split: corpus_of(pairs) for split, pairs in splits.items()}, folder)
-    config = runpy.run_path(str(CONFIGS / f"{name}.py"))["get_config"]().data
+    config = load_config(CONFIGS / f"{name}.py").data
     for role, pairs in zip(("train", "valid", "test"), splits.values(), strict=True):
         (corpus,) = open_corpora(dataclasses.replace(config, path=str(folder)), role)
         assert list(corpus.pairs()) == pairs

@@ -1,0 +1,200 @@
+"""Configuration files: their mistakes are told in one line, and they can import neighbours."""
+
+import os
+import sys
+
+import pytest
+
+from flaxformer_mt.config import ExperimentConfig, to_json
+from flaxformer_mt.config.files import load_config
+from flaxformer_mt.errors import UserError
+
+HEAD = """from flaxformer_mt import config
+from flaxformer_mt.config import *
+def get_config():
+"""
+
+
+def refusal(path):
+    with pytest.raises(UserError) as caught:
+        load_config(path)
+    message = str(caught.value)
+    assert message.isprintable()
+    assert len(message) < 300
+    return message
+
+
+@pytest.mark.parametrize(
+    ("code", "line", "message"),
+    [
+        (
+            HEAD + "    return ExperimentConfig(train=TrainConfig(num_stepz=1))",
+            4,
+            "TrainConfig has no field num_stepz; did you mean num_steps?",
+        ),
+        (
+            HEAD + "    return ExperimentConfig(trian=TrainConfig())",
+            4,
+            "ExperimentConfig has no field trian; did you mean train?",
+        ),
+        (HEAD + "    return ExperimentConfig(x=1)", 4, "ExperimentConfig has no field x"),
+        (
+            HEAD + "    return ExperimentConfig(\n        train=TrainConfig(num_steps=0)\n    )",
+            5,
+            "train.num_steps=0: must be at least 1",
+        ),
+        (
+            "from flaxformer_mt import presets\nmodel = presets.annotated(d_modle=8)",
+            2,
+            "TransformerConfig has no field d_modle; did you mean d_model?",
+        ),
+        (
+            "from flaxformer_mt import presets\nmodel = presets.preset('torch', d_modle=8)",
+            2,
+            "unknown model option 'd_modle'; did you mean d_model?",
+        ),
+        (HEAD + "    return ExperimentConfg()", 4, "; did you mean ExperimentConfig?"),
+        (HEAD + "    return config.TrianConfig()", 4, "; did you mean TrainConfig?"),
+        ("from flaxformer_mt.config import TrainConfg", 1, "; did you mean TrainConfig?"),
+        ("import flax\n\nimport basse", 3, "No module named 'basse'; did you mean base?"),
+        ("from broken import x", 2, "invalid syntax: x ="),
+        ("x = 1\ndef get_config(:\n", 2, "invalid syntax: def get_config(:"),
+        ("def get_config():\nreturn 1\n", 2, "expected an indented block"),
+        (HEAD + "    return 1 / 0", 4, "ZeroDivisionError: division by zero"),
+        (HEAD + "    raise ValueError('one\\ntwo\\x1b[0m')", 4, "ValueError: one\\ntwo\\x1b"),
+        (HEAD + "    return get_config()", 4, "RecursionError: maximum recursion depth exceeded"),
+    ],
+)
+def test_a_mistake_is_one_line_with_file_and_line(tmp_path, code, line, message):
+    (tmp_path / "base.py").write_text("x = 1\n")
+    (tmp_path / "broken.py").write_text("y = 1\nx =\n")
+    path = tmp_path / "config.py"
+    path.write_text(code)
+    told = refusal(path)
+    name = tmp_path / "broken.py" if "broken" in code else path
+    assert told.startswith(f"{name}, line {line}: ")
+    assert message in told
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "it defines no get_config()"),
+        (b"get_config = 3", "it defines no get_config()"),
+        (b"def get_config(x): pass", "missing 1 required positional argument: 'x'"),
+        (b"def get_config(): pass", "get_config() returns NoneType, not ExperimentConfig"),
+        (b"x = '\xff'\n", "'utf-8' codec can't decode byte"),
+        (b"x = 1\0", "null bytes"),
+        (b"x = " + b"(" * 10_000, "too many nested parentheses"),
+        (b"x = " + b"-" * 100_000 + b"1", "Error"),
+    ],
+)
+def test_a_file_without_a_configuration_is_named(tmp_path, content, message):
+    path = tmp_path / "config.py"
+    path.write_bytes(content)
+    told = refusal(path)
+    assert told.startswith(str(path))
+    assert message in told
+
+
+@pytest.mark.parametrize("suffix", [".py", ".json"])
+def test_what_is_no_file_is_named(tmp_path, suffix):
+    path = tmp_path / f"config{suffix}"
+    assert refusal(path) == f"there is no file {path}"
+    path.mkdir()
+    assert "a folder, not a file" in refusal(path)
+    path.rmdir()
+    os.mkfifo(path)
+    assert "a named pipe, not a file" in refusal(path)
+    path.unlink()
+    with path.open("wb") as file:
+        file.truncate(2**40)
+    assert "has more than" in refusal(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "not JSON"),
+        (b"[]", "not a JSON object"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"model": ' * 100_000, "nested too deeply"),
+        (b'{"train": {"num_steps": ' + b"9" * 5000 + b"}}", "too many digits"),
+        (b'{"train": {"num_steps": ' + b"9" * 4000 + b"}}", "must be at most"),
+        (b'{"train": {"num_steps": 1e999}}', "train.num_steps=inf: must be an integer"),
+        (b'{"data": {"path": "\xff"}}', "UTF-8"),
+        (b'{"data": {"path": "\\ud800"}}', "Unicode"),
+        (b'{"data": {"path": "a\\u0000b"}}', "data.path='a\\x00b': must not contain null"),
+        (b'{"train": {"num_stepz": 1}}', "train.num_stepz; did you mean train.num_steps?"),
+        (b'{"trian": {}}', "unknown configuration field trian; did you mean train?"),
+        (b'{"train": {"seed": 1, "seed": 2}}', "'seed' occurs twice"),
+        (b'{"train": null}', "train=None: must be a group of fields"),
+    ],
+)
+def test_a_damaged_json_file_is_named(tmp_path, content, message):
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    told = refusal(path)
+    assert told.startswith(str(path))
+    assert message in told
+
+
+@pytest.mark.parametrize("exception", [KeyboardInterrupt, SystemExit])
+def test_what_ends_the_program_is_no_mistake(tmp_path, exception):
+    (tmp_path / "config.py").write_text(f"raise {exception.__name__}")
+    with pytest.raises(exception):
+        load_config(tmp_path / "config.py")
+
+
+def neighbours(folder, seed):
+    """A configuration that takes its values from a module and a package in its folder."""
+    (folder / "package").mkdir(parents=True)
+    (folder / "package" / "__init__.py").write_text("")
+    (folder / "package" / "part.py").write_text(f"SEED = {seed}")
+    (folder / "base.py").write_text(
+        HEAD + "    from package.part import SEED\n"
+        "    return ExperimentConfig(train=TrainConfig(seed=SEED))\n"
+    )
+    (folder / "config.py").write_text("from base import get_config")
+    return folder / "config.py"
+
+
+def test_a_configuration_imports_its_neighbours(tmp_path):
+    paths, modules, flag = list(sys.path), set(sys.modules), sys.dont_write_bytecode
+    for seed in (3, 4):
+        assert load_config(neighbours(tmp_path / str(seed), seed)).train.seed == seed
+    assert sys.path == paths
+    assert sys.dont_write_bytecode == flag
+    assert set(sys.modules) == modules
+    assert not list(tmp_path.rglob("__pycache__"))
+
+
+def test_libraries_that_a_configuration_imports_stay_imported(tmp_path):
+    """Also if they are installed below its folder."""
+    libraries = tmp_path / ".venv" / "lib"
+    libraries.mkdir(parents=True)
+    (libraries / "a_library_of_this_test.py").write_text("")
+    path = tmp_path / "config.py"
+    path.write_text(
+        f"import sys\nsys.path.append({str(libraries)!r})\nimport a_library_of_this_test\n"
+        "from flaxformer_mt.config import ExperimentConfig as get_config\n"
+    )
+    assert load_config(path) == ExperimentConfig()
+    sys.path.remove(str(libraries))
+    assert sys.modules.pop("a_library_of_this_test").__file__.startswith(str(libraries))
+
+
+def test_a_configuration_loads_another_and_defines_classes(tmp_path):
+    (tmp_path / "config.json").write_text(to_json(ExperimentConfig()))
+    (tmp_path / "inner.py").write_text(
+        "from flaxformer_mt.config.files import load_config\n"
+        "def get_config(): return load_config(__file__.replace('inner.py', 'config.json'))\n"
+    )
+    (tmp_path / "outer.py").write_text(
+        "from __future__ import annotations\nimport dataclasses\n"
+        "from flaxformer_mt.config.files import load_config\n"
+        "config = load_config(__file__.replace('outer.py', 'inner.py'))\n"
+        "@dataclasses.dataclass\nclass Own:\n    size: int = 3\n"
+        "def get_config():\n    return config\n"
+    )
+    assert load_config(tmp_path / "outer.py") == ExperimentConfig()
