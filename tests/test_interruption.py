@@ -177,6 +177,30 @@ def test_a_folder_that_cannot_be_made(tmp_path):
         pytest.fail("there is no folder")
 
 
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_a_lock_that_is_not_a_regular_file_is_refused(tmp_path, kind):
+    path, target = tmp_path / "lock", tmp_path / "target"
+    target.write_text("foreign")
+    if kind == "link":
+        path.symlink_to(target)
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
+    with pytest.raises(UserError, match=r"lock cannot be written: .*") as caught, locked(tmp_path):
+        pytest.fail("it was opened")
+    assert ("it is a symbolic link; remove it" in str(caught.value)) == (kind == "link")
+    assert target.read_text() == "foreign"
+
+
+def test_a_file_of_another_program_is_locked_but_not_written_to(tmp_path):
+    (tmp_path / "lock").write_text("foreign")
+    with locked(tmp_path):
+        with pytest.raises(UserError, match="another process is training"), locked(tmp_path):
+            pytest.fail("both have it")
+        assert (tmp_path / "lock").read_text() == "foreign"
+
+
 def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch):
     def flock(descriptor, operation):
         raise OSError(38, "Function not implemented")

@@ -1,20 +1,40 @@
 """Atomic writes: a file or folder appears under its name complete and durable, or not at all.
 
-Content is written to `<name>.partial` beside the destination, flushed to disk and renamed; then the
-parent folder is flushed, so that a power cut can neither lose the new name nor leave it on empty
-files. A process that is killed leaves at most a `.partial` behind, which the next write replaces.
+Content is written in a workspace, flushed to disk and renamed to its destination; then the parent
+folder is flushed, so that a power cut can neither lose the new name nor leave it on empty files.
+
+A workspace is a private folder beside the destination. Its name is unpredictable, and it holds a
+marker file that its process keeps locked. The workspace of a process that was killed is deleted by
+the next write to the same folder: only if it has the marker, and no process holds the lock. Nothing
+else is deleted, and no file is opened through a symbolic link.
 """
 
 import contextlib
+import errno
+import fcntl
 import os
+import re
 import shutil
-from collections.abc import Iterator
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from flaxformer_mt.errors import UserError
 
 SUFFIX = ".partial"
 """Appended to the name of what is not complete yet."""
+MARKER = ".flaxformer_mt"
+"""Name of the file that marks a workspace."""
+
+_PREFIX = ".flaxformer_mt-"
+_MARK = (
+    b"Temporary files of flaxformer_mt. The next write to the parent folder deletes leftovers.\n"
+)
+_REPLACED = MARKER + "-replaced"
+_OWNER = re.compile(rb"(\d+ on [\w.-]+)?\n?")
+# Errors of file systems that do not support locks.
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
 def partial_path(path: Path) -> Path:
@@ -26,22 +46,28 @@ def partial_path(path: Path) -> Path:
 def new_file(path: Path) -> Iterator[Path]:
     """Creates or replaces a file atomically.
 
+    A symbolic link is replaced; its target stays as it is. A device, a pipe or an open descriptor
+    (`/dev/null`, `/dev/stdout`) is written to directly.
+
     Yields:
       The path to write to. If the block raises, it is removed, and `path` is as it was.
 
     Raises:
       UserError: the folder does not exist, or the file cannot be written.
     """
-    if not path.parent.is_dir():
+    if _is_stream(path):
+        with explained(path):
+            yield path
+        return
+    if not os.path.isdir(path.parent):
         raise UserError(f"{path} cannot be written: {path.parent} is not a folder")
-    partial = partial_path(path)
-    with explained(path):
-        try:
-            yield partial
-            sync_file(partial)
-            rename(partial, path, replace=True)
-        finally:
-            partial.unlink(missing_ok=True)
+    if os.path.isdir(path) and not path.is_symlink():
+        raise UserError(f"{path} cannot be written: it is a folder")
+    with explained(path), workspace(path.parent) as folder:
+        partial = folder / path.name
+        yield partial
+        sync_file(partial)
+        rename(partial, path)
 
 
 @contextlib.contextmanager
@@ -61,18 +87,67 @@ def new_folder(path: Path, *, replace: bool = False, parents: bool = False) -> I
     """
     if not replace:
         require_absent(path)
-    if not parents and not path.absolute().parent.is_dir():
+    parent = path.absolute().parent
+    if not parents and not os.path.isdir(parent):
         raise UserError(f"{path} cannot be written: {path.parent} is not a folder")
-    partial = partial_path(path)
-    with explained(path):
+    with explained(path), _parents(parent), workspace(parent) as folder:
+        partial = folder / path.name
+        partial.mkdir()
+        yield partial
+        sync_tree(partial)
+        if replace and os.path.lexists(path):
+            path.replace(folder / _REPLACED)
+        # It may have been created in the meantime.
+        require_absent(path)
+        rename(partial, path)
+
+
+@contextlib.contextmanager
+def workspace(parent: Path) -> Iterator[Path]:
+    """Creates a private temporary folder, and deletes it at the end with all that it holds.
+
+    Workspaces that processes left behind when they were killed are deleted first.
+
+    Args:
+      parent: the folder in which it is created, so that its content can be renamed to there.
+
+    Yields:
+      The workspace, which holds nothing but the marker.
+
+    Raises:
+      OSError: it cannot be created.
+    """
+    remove_leftovers(parent)
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, suffix=SUFFIX, dir=parent))
+    descriptor = None
+    try:
+        descriptor = os.open(folder / MARKER, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        lock(descriptor)
+        # Not before the lock is held: without this content it is no marker.
+        os.write(descriptor, _MARK)
+        yield folder
+    finally:
+        _delete_workspace(folder)
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def remove_leftovers(parent: Path) -> None:
+    """Deletes the workspaces in a folder whose processes have ended."""
+    for folder in parent.glob(f"{_PREFIX}*{SUFFIX}"):
+        if folder.is_symlink():
+            continue
         try:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=parents)
-            yield partial
-            sync_tree(partial)
-            rename(partial, path, replace=replace)
+            descriptor = open_own(folder / MARKER, os.O_RDWR)
+        except OSError:  # Not a workspace, or that of another user.
+            continue
+        try:
+            if os.pread(descriptor, len(_MARK) + 1, 0) == _MARK and lock(descriptor):
+                _delete_workspace(folder)
+        except BlockingIOError:
+            pass  # Its process is alive.
         finally:
-            shutil.rmtree(partial, ignore_errors=True)
+            os.close(descriptor)
 
 
 def require_absent(path: Path) -> None:
@@ -81,7 +156,7 @@ def require_absent(path: Path) -> None:
     Raises:
       UserError: it does.
     """
-    if path.exists():
+    if os.path.lexists(path):
         raise UserError(f"{path} exists: remove it, or choose another folder for the output")
 
 
@@ -97,23 +172,107 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def append_text(path: Path, text: str) -> None:
-    """Appends UTF-8 text to a file and flushes it to disk.
+    """Appends UTF-8 text to a file and flushes it to disk, all of it or nothing.
 
     Raises:
-      UserError: the file cannot be written.
+      UserError: the file cannot be written, or is a symbolic link.
     """
-    with explained(path), path.open("ab") as file:
-        file.write(text.encode())
-        file.flush()
-        os.fsync(file.fileno())
+    with explained(path), os.fdopen(open_own(path, os.O_RDWR | os.O_CREAT), "r+b", 0) as file:
+        end = file.seek(0, os.SEEK_END)
+        try:
+            # Unbuffered, so that closing the file does not write again.
+            remaining = memoryview(text.encode())
+            while remaining:
+                remaining = remaining[file.write(remaining) :]
+            os.fsync(file.fileno())
+        except OSError:
+            file.truncate(end)
+            raise
+
+
+@contextlib.contextmanager
+def locked(path: Path, busy: Callable[[str], None]) -> Iterator[bool]:
+    """Holds a lock against other processes.
+
+    The operating system releases the lock when the process ends, however it ends. The lock file
+    remains; it has no meaning by itself. It names the process, unless it holds other text.
+
+    Args:
+      path: the lock file, created if missing.
+      busy: called with the process that holds the lock ("process 3 on host"), before waiting for
+        it; may raise instead.
+
+    Yields:
+      Whether the file system supports locks; otherwise nothing is locked.
+
+    Raises:
+      OSError: the lock file cannot be opened.
+    """
+    descriptor = open_own(path, os.O_RDWR | os.O_CREAT)
+    try:
+        try:
+            is_supported = lock(descriptor)
+        except BlockingIOError:
+            owner = _OWNER.fullmatch(os.pread(descriptor, 100, 0))
+            busy(f"process {owner[1].decode()}" if owner and owner[1] else "another process")
+            is_supported = lock(descriptor, wait=True)
+        if _OWNER.fullmatch(os.pread(descriptor, 100, 0)):
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{os.getpid()} on {os.uname().nodename}\n".encode(), 0)
+        yield is_supported
+    finally:
+        os.close(descriptor)
+
+
+def lock(descriptor: int, wait: bool = False) -> bool:
+    """Locks an open file until it is closed.
+
+    Args:
+      descriptor: of the file, open for writing.
+      wait: whether to wait for another process that has locked it.
+
+    Returns:
+      Whether the file system supports locks.
+
+    Raises:
+      BlockingIOError: another process has locked it.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return False
+    return True
+
+
+def open_own(path: Path, flags: int) -> int:
+    """Opens a file of the program itself, which is a regular file and no symbolic link.
+
+    Args:
+      path: the file.
+      flags: of `os.open`.
+
+    Returns:
+      The file descriptor.
+
+    Raises:
+      OSError: as of `os.open`; or it is something else, and stays as it is.
+    """
+    # Opening a pipe waits for its other end.
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file")
+    return descriptor
 
 
 def rename(source: Path, target: Path, *, replace: bool = False) -> Path:
-    """Renames a file or folder in its parent folder, and flushes the parent to disk.
+    """Renames a file or folder, and flushes the new parent folder to disk.
 
     Args:
       source: the present name.
-      target: the new name, in the same folder; returned.
+      target: the new name, on the same file system; returned.
       replace: whether a folder of that name is removed first. (A file is replaced atomically.)
     """
     if replace and target.is_dir():
@@ -121,6 +280,14 @@ def rename(source: Path, target: Path, *, replace: bool = False) -> Path:
     source.replace(target)
     sync_folder(target.parent)
     return target
+
+
+def delete(path: Path) -> None:
+    """Deletes a file, a folder, or a symbolic link but not its target."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def sync_tree(folder: Path) -> None:
@@ -158,5 +325,45 @@ def explained(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = error.strerror or (str(error).splitlines() or [type(error).__name__])[0]
+        if error.errno == errno.ELOOP and path.is_symlink():
+            reason = "it is a symbolic link; remove it"
+        else:
+            reason = error.strerror or (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(f"{path} cannot be written: {reason}") from error
+
+
+def _is_stream(path: Path) -> bool:
+    """Whether a path names a device, a pipe or an open descriptor of this process."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:  # It does not exist, or cannot be written to anyway.
+        return False
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        return True
+    # A redirected standard output is a regular file behind the link /dev/stdout.
+    links = [path, *([path.parent / path.readlink()] if path.is_symlink() else [])]
+    return any(link.parent.resolve().match("/proc/*/fd") for link in links)
+
+
+@contextlib.contextmanager
+def _parents(folder: Path) -> Iterator[None]:
+    """Creates a folder with its parents; if the block raises, those that were created go again."""
+    missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
+    try:
+        if missing:
+            folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException:
+        for parent in missing:
+            with contextlib.suppress(OSError):  # Others have put something into it.
+                parent.rmdir()
+        raise
+
+
+def _delete_workspace(workspace: Path) -> None:
+    """Deletes a workspace, its marker last, so that an interrupted deletion can be repeated."""
+    for name in os.listdir(workspace):
+        if name != MARKER:
+            delete(workspace / name)
+    (workspace / MARKER).unlink(missing_ok=True)
+    workspace.rmdir()

@@ -1,6 +1,8 @@
+import concurrent.futures
 import dataclasses
 import json
 import logging
+import os
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from flaxformer_mt.data.stream.encoded_corpus import encode_corpus
 from flaxformer_mt.data.stream.token_store import open_stores
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.runs import atomic
 
 CORPUS = ParallelCorpus(
     ["one", "two three", "", "four", "one", "six " * 60], ["a", "b c", "d", "e f g", "a", "h"], "A"
@@ -29,6 +32,10 @@ def with_data(**options):
 
 def texts(sentences, tokenizer=TOKENIZERS.source):
     return tokenizer.decode([sentences[index].tolist() for index in range(len(sentences))])
+
+
+def stores_in(folder):
+    return sorted(path.name for path in folder.iterdir() if path.name != "lock")
 
 
 class Refusing(Corpus):
@@ -174,15 +181,70 @@ def test_an_interrupted_store_leaves_nothing_behind(tmp_path, monkeypatch, error
     monkeypatch.setattr(store, "_CHUNK", 1)
     with pytest.raises(type(error)):
         open_stores(tmp_path, [Refusing(CORPUS, error)], TOKENIZERS, CONFIG)
-    assert list(tmp_path.iterdir()) == []
+    assert stores_in(tmp_path) == []
 
 
-def test_files_of_a_killed_process_are_removed(tmp_path):
-    (tmp_path / "train-0.partial").mkdir()
-    (tmp_path / "train-0.partial" / "target.tokens").write_bytes(b"half")
-    (tmp_path / "train-7").mkdir()
+def test_superfluous_stores_are_removed_and_nothing_else(tmp_path):
+    open_stores(tmp_path, [CORPUS, OTHER], TOKENIZERS, CONFIG)
+    for name in ("train-7", "train-data", "train-0.partial"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "foreign").touch()
+    elsewhere = tmp_path / "elsewhere"
+    (tmp_path / "train-1").rename(elsewhere)
+    (tmp_path / "train-8").symlink_to(elsewhere)
+    (tmp_path / "train-9").touch()
     open_stores(tmp_path, [CORPUS], TOKENIZERS, CONFIG)
-    assert [path.name for path in tmp_path.iterdir()] == ["train-0"]
+    assert stores_in(tmp_path) == [
+        "elsewhere", "train-0", "train-0.partial", "train-7", "train-9", "train-data",
+    ]  # fmt: skip
+    assert (elsewhere / "store.json").exists()
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "link"])
+def test_something_else_in_place_of_a_store_is_not_replaced(tmp_path, kind):
+    path = tmp_path / "train-0"
+    if kind == "file":
+        path.write_text("foreign")
+    else:
+        folder = tmp_path / "elsewhere" if kind == "link" else path
+        folder.mkdir()
+        (folder / "kept").write_text("foreign")
+        if kind == "link":
+            path.symlink_to(folder)
+    with pytest.raises(UserError, match="train-0 is not a token store: move it elsewhere"):
+        open_stores(tmp_path, [CORPUS], TOKENIZERS, CONFIG)
+    assert (path if kind == "file" else path / "kept").read_text() == "foreign"
+
+
+def test_two_runs_that_start_at_once_share_a_folder(tmp_path):
+    """Each gets its own tokens, although the other one replaces the store."""
+    cached, linked = tmp_path / "cache", tmp_path / "linked"
+    cached.mkdir()
+    linked.symlink_to(cached)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        opened = [
+            pool.submit(open_stores, folder, [corpus], TOKENIZERS, CONFIG)
+            for folder, corpus in ((cached, CORPUS), (linked, OTHER)) * 4
+        ]
+        sources = [texts(future.result()[0].sources) for future in opened]
+    alone = [
+        texts(open_stores(tmp_path / corpus.name, [corpus], TOKENIZERS, CONFIG)[0].sources)
+        for corpus in (CORPUS, OTHER)
+    ]
+    assert sources == alone * 4
+    assert stores_in(cached) == ["train-0"]
+
+
+def test_whoever_waits_for_another_process_is_told(tmp_path, caplog):
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        with atomic.locked(tmp_path / "lock", pytest.fail):
+            opened = pool.submit(open_stores, tmp_path, [CORPUS], TOKENIZERS, CONFIG)
+            concurrent.futures.wait([opened], timeout=0.2)
+        opened.result()
+    assert caplog.messages == [
+        f"waiting for process {os.getpid()} on {os.uname().nodename}, which is tokenizing in "
+        f"{tmp_path}"
+    ]
 
 
 def test_a_full_disk_raises_a_user_error(tmp_path, monkeypatch):
@@ -192,7 +254,7 @@ def test_a_full_disk_raises_a_user_error(tmp_path, monkeypatch):
     monkeypatch.setattr(store, "_append", fail)
     with pytest.raises(UserError, match=r"train-0 cannot be written: No space"):
         open_stores(tmp_path, [CORPUS], TOKENIZERS, CONFIG)
-    assert list(tmp_path.iterdir()) == []
+    assert stores_in(tmp_path) == []
 
 
 def test_several_corpora_have_separate_stores(tmp_path):
@@ -200,7 +262,7 @@ def test_several_corpora_have_separate_stores(tmp_path):
     assert [corpus.name for corpus in stores] == ["A", "B"]
     assert [corpus.weight for corpus in stores] == [1.0, 3.0]
     assert texts(stores[1].sources) == OTHER.sources
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["train-0", "train-1"]
+    assert stores_in(tmp_path) == ["train-0", "train-1"]
 
 
 def test_duplicates_are_found_across_corpora(tmp_path, caplog):
@@ -258,7 +320,7 @@ def test_dropping_all_pairs_is_an_error(tmp_path, caplog):
     corpus = ParallelCorpus(["1", ""], ["", "1"], "halves")
     with pytest.raises(UserError, match="halves: all of 2 pairs were dropped: 2 empty side"):
         open_stores(tmp_path, [corpus], TOKENIZERS, CONFIG)
-    assert list(tmp_path.iterdir()) == []
+    assert stores_in(tmp_path) == []
 
 
 def test_special_ids_must_match_the_tokenizer(tmp_path):

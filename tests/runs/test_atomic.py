@@ -2,6 +2,11 @@
 
 import contextlib
 import os
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -29,10 +34,21 @@ def calls(monkeypatch):
     return recorded
 
 
+@contextlib.contextmanager
+def files_no_longer_than(num_bytes):
+    """Fails like a write to a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
 def test_a_file_is_flushed_before_and_its_folder_after_the_renaming(tmp_path, calls):
     atomic.write_text(tmp_path / "file", "grün\n")
     assert (tmp_path / "file").read_text(encoding="utf-8") == "grün\n"
-    assert calls == [("fsync", "file.partial"), ("rename", "file"), ("fsync", tmp_path.name)]
+    assert calls == [("fsync", "file"), ("rename", "file"), ("fsync", tmp_path.name)]
 
 
 def test_a_folder_is_flushed_with_all_its_files_before_the_renaming(tmp_path, calls):
@@ -41,7 +57,7 @@ def test_a_folder_is_flushed_with_all_its_files_before_the_renaming(tmp_path, ca
         (partial / "inner" / "file").write_text("text")
     renaming = calls.index(("rename", "folder"))
     assert set(calls[:renaming]) == {
-        ("fsync", "file"), ("fsync", "inner"), ("fsync", "folder.partial"),
+        ("fsync", "file"), ("fsync", "inner"), ("fsync", "folder"),
     }  # fmt: skip
     assert calls[renaming + 1 :] == [("fsync", tmp_path.name)]
 
@@ -83,12 +99,168 @@ def test_an_existing_folder_is_kept_unless_it_is_to_be_replaced(tmp_path):
     assert [path.name for path in folder.iterdir()] == ["new"]
 
 
-def test_what_a_killed_process_left_is_removed(tmp_path):
-    atomic.partial_path(tmp_path / "folder").mkdir()
-    (atomic.partial_path(tmp_path / "folder") / "leftover").touch()
-    with atomic.new_folder(tmp_path / "folder"):
+KILLED = """
+    import os, signal, sys
+    from pathlib import Path
+    from flaxformer_mt.runs import atomic
+
+    with getattr(atomic, sys.argv[1])(Path(sys.argv[2])) as partial:
+        inner = partial / "inner" if partial.is_dir() else partial
+        inner.write_text("half")
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("create", ["new_file", "new_folder"])
+def test_what_a_killed_process_left_is_removed_by_the_next_write(tmp_path, create):
+    program = [sys.executable, "-c", textwrap.dedent(KILLED), create, tmp_path / "killed"]
+    assert subprocess.run(program, check=False).returncode == -signal.SIGKILL
+    (leftover,) = tmp_path.iterdir()
+    assert leftover.name != "killed"
+    atomic.write_text(tmp_path / "next", "text")
+    assert [path.name for path in tmp_path.iterdir()] == ["next"]
+
+
+def test_what_a_living_process_is_writing_is_not_removed(tmp_path):
+    with (
+        atomic.new_file(tmp_path / "output") as first,
+        atomic.new_file(tmp_path / "output") as last,
+    ):
+        first.write_text("first")
+        last.write_text("last")
+        atomic.write_text(tmp_path / "output", "other")
+        atomic.remove_leftovers(tmp_path)
+    assert (tmp_path / "output").read_text() == "first"
+    assert [path.name for path in tmp_path.iterdir()] == ["output"]
+
+
+def imitation(tmp_path, content):
+    """A foreign folder with the name of a workspace, and a marker with other content."""
+    with atomic.workspace(tmp_path) as workspace:
+        folder = workspace.with_name(workspace.name.replace("-", "-0"))
+    folder.mkdir()
+    (folder / "kept").write_text("foreign")
+    if content is not None:
+        (folder / atomic.MARKER).write_bytes(content)
+    return folder
+
+
+@pytest.mark.parametrize("content", [None, b"", b"Another program's.\n"])
+def test_folders_without_the_mark_are_not_removed(tmp_path, content):
+    folder = imitation(tmp_path, content)
+    for name in ("output.partial", "output.new", "output.unfinished"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "kept").write_text("foreign")
+    with atomic.new_folder(tmp_path / "output"):
         pass
-    assert not list((tmp_path / "folder").iterdir())
+    atomic.write_text(tmp_path / "file", "text")
+    assert (folder / "kept").read_text() == "foreign"
+    for name in ("output.partial", "output.new", "output.unfinished"):
+        assert (tmp_path / name / "kept").read_text() == "foreign"
+
+
+def test_a_leftover_behind_a_link_is_not_removed(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    folder = imitation(tmp_path / "elsewhere", atomic._MARK)
+    (tmp_path / folder.name).symlink_to(folder)
+    atomic.write_text(tmp_path / "file", "text")
+    assert (folder / "kept").read_text() == "foreign"
+
+
+@pytest.mark.parametrize("name", ["output.partial", "output.new", "output"])
+def test_nothing_is_written_through_a_link(tmp_path, name):
+    target = tmp_path / "target"
+    target.write_text("foreign")
+    (tmp_path / name).symlink_to(target)
+    atomic.write_text(tmp_path / "output", "text")
+    assert target.read_text() == "foreign"
+    assert (tmp_path / "output").read_text() == "text"
+
+
+def test_nothing_is_appended_through_a_link(tmp_path):
+    target = tmp_path / "target"
+    target.write_text("foreign")
+    (tmp_path / "lines").symlink_to(target)
+    with pytest.raises(UserError, match=r"lines cannot be written: it is a symbolic link"):
+        atomic.append_text(tmp_path / "lines", "text")
+    assert target.read_text() == "foreign"
+
+
+def test_a_pipe_is_no_file_to_append_to(tmp_path):
+    os.mkfifo(tmp_path / "lines")
+    with pytest.raises(UserError, match=r"lines cannot be written: it is not a regular file"):
+        atomic.append_text(tmp_path / "lines", "text")
+
+
+def test_a_line_is_appended_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "lines"
+    atomic.append_text(path, "one\n")
+    with files_no_longer_than(10), pytest.raises(UserError, match="File too large"):
+        atomic.append_text(path, "two, which is too long\n")
+    assert path.read_text() == "one\n"
+
+
+def test_a_link_in_place_of_a_replaced_folder_is_removed_but_not_its_target(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "kept").write_text("foreign")
+    (tmp_path / "folder").symlink_to(tmp_path / "elsewhere")
+    with atomic.new_folder(tmp_path / "folder", replace=True) as partial:
+        (partial / "new").touch()
+    assert (tmp_path / "elsewhere" / "kept").read_text() == "foreign"
+    assert [path.name for path in (tmp_path / "folder").iterdir()] == ["new"]
+
+
+def test_of_two_folders_written_at_once_the_first_to_be_complete_stays(tmp_path):
+    folder = tmp_path / "folder"
+    with (
+        pytest.raises(UserError, match="folder exists: remove it"),
+        atomic.new_folder(folder),
+        atomic.new_folder(folder) as first,
+    ):
+        (first / "first").touch()
+    assert [path.name for path in tmp_path.rglob("*")] == ["folder", "first"]
+
+
+@pytest.mark.parametrize("name", ["/dev/null", "/dev/full"])
+def test_devices_are_written_to_directly(name):
+    device = Path(name)
+    before = os.stat(device)
+    if name == "/dev/full":
+        with pytest.raises(UserError, match="/dev/full cannot be written: No space left"):
+            atomic.write_text(device, "text")
+    else:
+        atomic.write_text(device, "text")
+    assert os.stat(device) == before
+
+
+def test_a_pipe_is_written_to_directly(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    atomic.write_text(pipe, "text")
+    assert os.read(reader, 10) == b"text"
+    os.close(reader)
+
+
+@pytest.mark.parametrize("name", ["/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"])
+def test_a_redirected_standard_output_is_written_to_directly(tmp_path, name):
+    program = (
+        f"from pathlib import Path; from flaxformer_mt.runs import atomic;"
+        f"atomic.write_text(Path('{name}'), 'text')"
+    )
+    with (tmp_path / "output").open("w") as output:
+        subprocess.run([sys.executable, "-c", program], stdout=output, check=True)
+    assert (tmp_path / "output").read_text() == "text"
+    assert Path("/dev/stdout").is_symlink()
+
+
+def test_a_file_does_not_replace_a_folder(tmp_path):
+    (tmp_path / "folder").mkdir()
+    with (
+        pytest.raises(UserError, match="folder cannot be written: it is a folder"),
+        atomic.new_file(tmp_path / "folder"),
+    ):
+        pytest.fail("not reached")
 
 
 @pytest.mark.parametrize("create", [atomic.new_file, atomic.new_folder])
@@ -98,7 +270,20 @@ def test_a_missing_parent_is_named(tmp_path, create):
         pytest.fail("not reached")
 
 
-def test_parents_are_created_on_request(tmp_path):
-    with atomic.new_folder(tmp_path / "missing" / "folder", parents=True):
+def test_parents_are_created_on_request_and_removed_again_after_a_failure(tmp_path):
+    path = tmp_path / "missing" / "too" / "folder"
+    with (
+        contextlib.suppress(ZeroDivisionError),
+        atomic.new_folder(path, parents=True),
+    ):
+        print(1 / 0)
+    assert not list(tmp_path.iterdir())
+    with atomic.new_folder(path, parents=True):
         pass
-    assert (tmp_path / "missing" / "folder").is_dir()
+    assert path.is_dir()
+
+
+def test_a_name_that_is_too_long_is_an_error(tmp_path):
+    for create in (atomic.new_file, atomic.new_folder):
+        with pytest.raises(UserError, match="File name too long"), create(tmp_path / ("x" * 300)):
+            pass

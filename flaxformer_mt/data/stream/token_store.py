@@ -9,14 +9,15 @@ which lists them:
     seen.hashes                     hashes of all pairs so far (with data.drop_duplicates)
 
 `store.json` also records what the store was built from; when text, tokenizer or options change, it
-is rebuilt. Stores are written atomically, so that an interrupted one is never used.
+is rebuilt. Stores are written atomically, so that an interrupted one is never used. The file `lock`
+beside them is locked while they are checked, built and opened, so that runs can share the folder.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import json
 import logging
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -44,6 +45,10 @@ from flaxformer_mt.runs import atomic
 
 _LAYOUT = 1  # Version of the layout; stores of other versions are rebuilt.
 _CHUNK = 20_000  # Pairs held in memory as text.
+_FILES = {
+    *("source.tokens", "source.offsets", "target.tokens", "target.offsets"),
+    *("text.bytes", "text.offsets", "seen.hashes", "store.json"),
+}
 
 _Origin: TypeAlias = dict[str, Any]
 """The key of a store, as JSON: {"text": ..., "tokenizer": ..., "options": {name: value}}."""
@@ -59,7 +64,7 @@ def open_stores(
 ) -> list[EncodedCorpus]:
     """Opens the stores of the training corpora, and builds those that are missing or out of date.
 
-    Only one process may use a cache folder at the same time.
+    If another process is building stores in the same folder, waits for it.
 
     Args:
       cache_folder: folder of the stores `train-0`, `train-1`, ...; any others are removed.
@@ -69,12 +74,42 @@ def open_stores(
 
     Raises:
       UserError: model and tokenizer disagree on special ids; a corpus cannot be read, or all of
-        its pairs are dropped; the folder cannot be written.
+        its pairs are dropped; the folder cannot be written, or has something else in place of a
+        store.
     """
     check_special_ids(tokenizers, config)
+    with _locked(cache_folder):
+        return _open_stores(cache_folder, corpora, tokenizers, config)
+
+
+@contextlib.contextmanager
+def _locked(cache_folder: Path) -> Iterator[None]:
+    """Creates a cache folder, and locks it against other processes."""
+
+    def announce(owner: str) -> None:
+        _log.warning("waiting for %s, which is tokenizing in %s", owner, cache_folder)
+
+    with contextlib.ExitStack() as stack:
+        with atomic.explained(cache_folder):
+            cache_folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(atomic.locked(cache_folder / "lock", announce))
+        yield
+
+
+def _open_stores(
+    cache_folder: Path,
+    corpora: Sequence[Corpus],
+    tokenizers: Tokenizers,
+    config: ExperimentConfig,
+) -> list[EncodedCorpus]:
+    """As `open_stores`, in a folder that is locked."""
     folders = [cache_folder / f"train-{number}" for number in range(len(corpora))]
-    for leftover in set(cache_folder.glob("train-*")) - set(folders):
-        shutil.rmtree(leftover)
+    for folder in cache_folder.glob("train-*"):
+        if folder in folders:
+            if not _is_store(folder):
+                raise UserError(f"{folder} is not a token store: move it elsewhere")
+        elif _is_store(folder):
+            atomic.delete(folder)
     stores = []
     for number, (folder, corpus) in enumerate(zip(folders, corpora, strict=True)):
         origin = _origin(corpora[: number + 1], tokenizers, config)
@@ -102,6 +137,11 @@ def _origin(corpora: Sequence[Corpus], tokenizers: Tokenizers, config: Experimen
             "layout": _LAYOUT,
         },
     }
+
+
+def _is_store(folder: Path) -> bool:
+    """Returns whether a folder, or its target if it is a link, holds files of a store only."""
+    return folder.is_dir() and {path.name for path in folder.iterdir()} <= _FILES
 
 
 def _is_usable(folder: Path, origin: _Origin, name: str) -> bool:
