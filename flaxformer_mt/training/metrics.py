@@ -3,6 +3,7 @@
 import datetime
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -13,7 +14,10 @@ import numpy as np
 from rich.console import Console
 
 from flaxformer_mt.data.stream.batches import Batch
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.input_files import open_regular, parse_json
 from flaxformer_mt.runs import atomic
+from flaxformer_mt.runs.layout import METRICS
 from flaxformer_mt.training.parameters import Params
 from flaxformer_mt.training.progress import Sums
 from flaxformer_mt.training.step import Metrics
@@ -76,12 +80,16 @@ class JsonLinesWriter:
         Metrics of the test corpus are removed as well: they belong to the end of the run.
 
         Raises:
-          UserError: the file cannot be written.
+          UserError: the file cannot be read or written.
         """
         kept = []
-        if self._path.exists():
-            # After a power cut the end of the file may not be text.
-            lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines()
+        if os.path.lexists(self._path):
+            try:
+                with open_regular(self._path) as file:
+                    # After a power cut the end of the file may not be text.
+                    lines = file.read().decode(errors="replace").split("\n")
+            except UserError as error:
+                raise UserError(f"{self._path}: {error}") from error
             kept = [line + "\n" for line in lines if _stays(line, step)]
         atomic.write_text(self._path, "".join(kept))
 
@@ -223,7 +231,7 @@ _FORMATS = {
 def _stays(line: str, step: int) -> bool:
     """Whether a line of `metrics.jsonl` is complete and not later than `step`."""
     try:
-        values = json.loads(line)
+        values = parse_json(line, METRICS)
         return values["step"] <= step and values["split"] != "test"
-    except (json.JSONDecodeError, KeyError, TypeError):
+    except (UserError, KeyError, TypeError):
         return False

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 
 import jax.numpy as jnp
 import pytest
@@ -68,6 +69,32 @@ def test_json_lines_after_a_power_cut(tmp_path):
     path.write_bytes(b'{"step": 1, "split": "train"}\n\xff\x00\x00')
     JsonLinesWriter(path).rewind(2)
     assert [line["step"] for line in lines_of(path)] == [1]
+
+
+@pytest.mark.parametrize("line", ["[" * 100_000, '{"step": 1' + "0" * 5000 + ', "split": "a"}'])
+def test_json_lines_that_cannot_be_read_go(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "split": "train"}\n' + line + "\n")
+    JsonLinesWriter(path).rewind(2)
+    assert [line["step"] for line in lines_of(path)] == [1]
+
+
+def test_json_lines_behind_a_link_are_continued_without_it(tmp_path):
+    target, path = tmp_path / "target", tmp_path / "metrics.jsonl"
+    target.write_text('{"step": 1, "split": "train"}\n{"step": 3, "split": "train"}\n')
+    before = target.read_bytes()
+    path.symlink_to(target)
+    writer = JsonLinesWriter(path)
+    writer.rewind(2)
+    writer.write(2, "train", {"loss": 1.0})
+    assert target.read_bytes() == before
+    assert [line["step"] for line in lines_of(path)] == [1, 2]
+
+
+def test_json_lines_are_not_read_from_a_pipe(tmp_path):
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(UserError, match=r"metrics.jsonl: a named pipe, not a file"):
+        JsonLinesWriter(tmp_path / "metrics.jsonl").rewind(2)
 
 
 @pytest.mark.parametrize("writer", [JsonLinesWriter, TensorBoardWriter])
