@@ -1,15 +1,12 @@
 """Reads and writes checkpoint files of other toolkits without running code from them.
 
-PyTorch is imported only for PyTorch files: safetensors files and state dicts of numpy arrays do not
-need it.
+PyTorch is needed to write PyTorch files only.
 """
 
 import argparse
 import collections
 import os
-import pickle
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +16,7 @@ import numpy as np
 import safetensors.numpy
 
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.interop import torch_files
 from flaxformer_mt.runs import atomic
 from flaxformer_mt.runs.parameter_file import first_bytes, read_safetensors
 
@@ -190,6 +188,8 @@ def write_torch(path: Path, content: Mapping[str, Any]) -> None:
     def to_torch(value: Any) -> Any:
         if isinstance(value, Mapping):
             return {key: to_torch(each) for key, each in value.items()}
+        if isinstance(value, list):
+            return [to_torch(each) for each in value]
         if not isinstance(value, np.ndarray):
             return value
         if id(value) not in tensors:
@@ -204,25 +204,7 @@ def _read_file(path: Path) -> Any:
     # A safetensors file starts with the length of its JSON header, in eight bytes.
     if first_bytes(path)[8:] == b"{":
         return read_safetensors(path)[0]
-    torch = _import_torch()
-    try:
-        # Training options are often saved as an argparse.Namespace, which is harmless.
-        with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # About pickle formats; errors are raised.
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        # PyTorch's message recommends loading the file unsafely, so it is not repeated.
-        forbidden = re.search(r"GLOBAL ([\w.]+)", str(error))
-        if forbidden:
-            raise UserError(
-                f"it contains more than tensors: loading would run {forbidden[1]}, so it was "
-                "stopped; save only the model's state_dict()"
-            ) from error
-        if isinstance(error, pickle.UnpicklingError):
-            raise UserError(
-                "damaged, or it contains more than tensors, which could run code when loaded"
-            ) from error
-        raise UserError("damaged, or not a checkpoint") from error
+    return torch_files.read(path)
 
 
 def _import_torch() -> ModuleType:
@@ -230,7 +212,8 @@ def _import_torch() -> ModuleType:
         import torch
     except ImportError as error:
         raise UserError(
-            "PyTorch files need PyTorch: pip install 'flaxformer_mt[parity]', or use .safetensors"
+            "writing a PyTorch file needs PyTorch: pip install 'flaxformer_mt[parity]', or use "
+            ".safetensors"
         ) from error
     return torch
 

@@ -6,7 +6,6 @@ another toolkit's file had and our model has no use for.
 """
 
 import contextlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +15,7 @@ import safetensors
 
 from flaxformer_mt.config import TransformerConfig, from_dict
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.input_files import open_regular, parse_json
 
 FORMAT = "flaxformer_mt"
 """Value of `format` in the metadata."""
@@ -51,7 +51,8 @@ def read(path: Path) -> ParameterFile:
     if metadata.get("format") != FORMAT:
         raise UserError("its metadata holds no configuration")
     with refusing_damaged_metadata():
-        config = from_dict(json.loads(metadata["config"]), TransformerConfig)
+        values = parse_json(metadata["config"], "its configuration")
+        config = from_dict(values, TransformerConfig)
     return ParameterFile(config, tensors, metadata)
 
 
@@ -86,13 +87,8 @@ def first_bytes(path: Path) -> bytes:
     Raises:
       UserError: it cannot be read, or is empty.
     """
-    if path.is_dir():
-        raise UserError("a folder, not a file")
-    try:
-        with path.open("rb") as file:
-            start = file.read(9)
-    except OSError as error:
-        raise UserError(f"cannot be read: {error.strerror}") from error
+    with open_regular(path) as file:
+        start = file.read(9)
     if not start:
         raise UserError("an empty file")
     return start

@@ -5,7 +5,6 @@ import os
 import pickle
 import sys
 import zipfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -185,14 +184,16 @@ def test_a_file_without_permission_is_refused(tmp_path, monkeypatch):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     # Privileged users can read every file, whatever its permissions.
-    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(os, "open", refuse)
     assert "cannot be read: Permission denied" in refusal("tunz", path)
 
 
-def test_pytorch_files_need_pytorch(tmp_path, monkeypatch):
+def test_writing_pytorch_files_needs_pytorch_and_reading_them_does_not(tmp_path, monkeypatch):
     torch.save(state_dict("tunz"), tmp_path / "model.pt")
     monkeypatch.setitem(sys.modules, "torch", None)
-    assert "pip install 'flaxformer_mt[parity]'" in refusal("tunz", tmp_path / "model.pt")
+    config, params = interop.load("tunz", tmp_path / "model.pt", **FAMILIES["tunz"].hints)
+    with pytest.raises(UserError, match=r"pip install 'flaxformer_mt\[parity\]'"):
+        interop.save("tunz", config, params, tmp_path / "copy.pt")
 
 
 def test_saving_refuses_what_cannot_be_written(tmp_path):
