@@ -35,7 +35,7 @@ ALLOWED = {
     "runs": {"config", "distributed", "data.corpora.corpus", "data.tokenizers"} | LEAVES,
     "presets": {"config"} | LEAVES,
     "model": {"config"} | LEAVES,
-    "data": {"config"} | LEAVES,
+    "data": {"config", "runs.layout", "runs.manifest"} | LEAVES,
     "training": {"config", "model", "data", "runs", "interruption"} | LEAVES,
     "decoding": {
         "config",

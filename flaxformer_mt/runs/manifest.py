@@ -11,6 +11,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from flaxformer_mt import input_files
+from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs import atomic
 from flaxformer_mt.runs.layout import MANIFEST
 
@@ -27,20 +29,28 @@ def write_manifest(folder: Path) -> None:
         atomic.sync_folder(path)
 
 
-def damage(folder: Path) -> str | None:
+def damage(folder: Path, kind: str = "checkpoint") -> str | None:
     """Verifies a folder against its manifest; files not listed there are ignored.
+
+    Files are hashed in parallel: in some 0.6 s per GB and core by a processor with instructions for
+    SHA-256, in about three times as long by one without.
+
+    Args:
+      folder: the folder.
+      kind: what it is called in descriptions.
 
     Returns:
       A description of the first difference, or None if there is none.
     """
+    if not os.path.lexists(folder / MANIFEST):
+        return f"{MANIFEST} is missing: the {kind} is incomplete, or the file was deleted"
     try:
-        entries = json.loads((folder / MANIFEST).read_bytes())["files"]
+        with input_files.open_regular(folder / MANIFEST) as file:
+            entries = input_files.parse_json(file.read(), MANIFEST)["files"]
         expected = {name: (entry["bytes"], entry["sha256"]) for name, entry in entries.items()}
-    except FileNotFoundError:
-        return f"{MANIFEST} is missing: the checkpoint is incomplete, or the file was deleted"
     except OSError as error:
         return f"{MANIFEST} cannot be read: {error.strerror}"
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (UserError, KeyError, TypeError, AttributeError):
         return f"{MANIFEST} is damaged"
     with concurrent.futures.ThreadPoolExecutor() as pool:
         names = list(expected)
@@ -66,14 +76,16 @@ def _synced(path: Path) -> dict[str, Any]:
 
 def _difference(path: Path, name: str, size: int, digest: str) -> str | None:
     """Describes how a file differs from its entry; None if it does not."""
+    if not os.path.lexists(path):
+        return f"{name} is missing"
     try:
-        with path.open("rb") as file:
+        with input_files.open_regular(path) as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
             length = file.tell()
-    except FileNotFoundError:
-        return f"{name} is missing"
     except OSError as error:
         return f"{name} cannot be read: {error.strerror}"
+    except UserError as error:
+        return f"{name}: {error}"
     if length != size:
         verb = "is truncated: it has" if length < size else "has grown: it has"
         return f"{name} {verb} {length:,} of {size:,} bytes"

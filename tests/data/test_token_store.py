@@ -176,6 +176,29 @@ def test_a_damaged_store_is_rebuilt(tmp_path, caplog, name, fault):
     assert again.sources.tokens.tolist() == wanted
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "source.tokens", "source.offsets", "target.tokens", "target.offsets", "text.bytes",
+        "text.offsets", "seen.hashes", "store.json", "manifest.json",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("position", [1, -4])
+def test_a_flipped_bit_rebuilds_a_store(tmp_path, caplog, name, position):
+    config = with_data(drop_duplicates=True, subword_sampling=0.1)
+    (made,) = open_stores(tmp_path, [CORPUS], TOKENIZERS, config)
+    files = {path.name: path.read_bytes() for path in (tmp_path / "train-0").iterdir()}
+    content = bytearray(files[name])
+    content[position] ^= 1
+    (tmp_path / "train-0" / name).write_bytes(content)
+    (again,) = open_stores(tmp_path, [CORPUS], TOKENIZERS, config)
+    (line,) = caplog.messages
+    assert line.startswith("A is filtered and tokenized again")
+    assert name in line or name == "manifest.json"
+    assert again.report == made.report
+    assert files == {path.name: path.read_bytes() for path in (tmp_path / "train-0").iterdir()}
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), UserError("line 3 is damaged")])
 def test_an_interrupted_store_leaves_nothing_behind(tmp_path, monkeypatch, error):
     monkeypatch.setattr(store, "_CHUNK", 1)

@@ -7,10 +7,12 @@ which lists them:
     target.tokens, target.offsets   likewise
     text.bytes, text.offsets        the text of the sources (with data.subword_sampling)
     seen.hashes                     hashes of all pairs so far (with data.drop_duplicates)
+    manifest.json                   SHA-256 of all others, verified whenever a store is opened
 
-`store.json` also records what the store was built from; when text, tokenizer or options change, it
-is rebuilt. Stores are written atomically, so that an interrupted one is never used. The file `lock`
-beside them is locked while they are checked, built and opened, so that runs can share the folder.
+`store.json` also records what the store was built from; when text, tokenizer or options change, or
+a file is damaged, it is rebuilt. Stores are written atomically, so that an interrupted one is never
+used. The file `lock` beside them is locked while they are checked, built and opened, so that runs
+can share the folder.
 """
 
 import contextlib
@@ -42,12 +44,14 @@ from flaxformer_mt.data.stream.packing import Sentences
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs import atomic
+from flaxformer_mt.runs.layout import MANIFEST
+from flaxformer_mt.runs.manifest import damage, write_manifest
 
 _LAYOUT = 1  # Version of the layout; stores of other versions are rebuilt.
 _CHUNK = 20_000  # Pairs held in memory as text.
 _FILES = {
     *("source.tokens", "source.offsets", "target.tokens", "target.offsets"),
-    *("text.bytes", "text.offsets", "seen.hashes", "store.json"),
+    *("text.bytes", "text.offsets", "seen.hashes", "store.json", MANIFEST),
 }
 
 _Origin: TypeAlias = dict[str, Any]
@@ -154,24 +158,10 @@ def _is_usable(folder: Path, origin: _Origin, name: str) -> bool:
     """
     if not folder.exists():
         return False
-    reason = _damage(folder) or _changes(_description(folder)["origin"], origin)
+    reason = damage(folder, "store") or _changes(_description(folder)["origin"], origin)
     if reason:
         _log.warning("%s is filtered and tokenized again: in %s, %s", name, folder, reason)
     return not reason
-
-
-def _damage(folder: Path) -> str:
-    """Describes damage to the files of a store; "" if all files have their recorded sizes."""
-    try:
-        sizes = _description(folder)["bytes"]
-    except (OSError, ValueError, KeyError):
-        return "store.json is missing or damaged"
-    for name, wanted in sizes.items():
-        path = folder / name
-        size = path.stat().st_size if path.exists() else 0
-        if size != wanted:
-            return f"{name} is damaged: it has {size:,} bytes instead of {wanted:,}"
-    return ""
 
 
 def _changes(stored: _Origin, wanted: _Origin) -> str:
@@ -185,7 +175,7 @@ def _changes(stored: _Origin, wanted: _Origin) -> str:
 
 
 def _description(folder: Path) -> dict[str, Any]:
-    """Reads `store.json`: {"origin": ..., "bytes": {file name: size}, "report": ...}."""
+    """Reads `store.json`: {"origin": ..., "files": [name, ...], "report": ...}."""
     return json.loads((folder / "store.json").read_text(encoding="utf-8"))
 
 
@@ -207,12 +197,13 @@ def _make(
         report = _write_arrays(partial, corpus, tokenizers, config, seen)
         description = {
             "origin": origin,
-            "bytes": {path.name: path.stat().st_size for path in sorted(partial.iterdir())},
+            "files": sorted(path.name for path in partial.iterdir()),
             "report": dataclasses.asdict(report),
         }
         (partial / "store.json").write_text(
             json.dumps(description, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
         )
+        write_manifest(partial)
 
 
 def _write_arrays(
@@ -298,7 +289,8 @@ def _append(path: Path, values: np.ndarray) -> None:
 
 def _read(folder: Path, corpus: Corpus, tokenizers: Tokenizers) -> EncodedCorpus:
     """Memory-maps a store."""
-    files = _description(folder)["bytes"]
+    description = _description(folder)
+    files = description["files"]
     sources: Sentences | None = None
     if "source.tokens" in files:
         source_tokens = _map(folder / "source.tokens", _token_type(tokenizers.source))
@@ -313,7 +305,7 @@ def _read(folder: Path, corpus: Corpus, tokenizers: Tokenizers) -> EncodedCorpus
         name=corpus.name,
         sources=sources,
         targets=Sentences(target_tokens, _map(folder / "target.offsets", np.int64)),
-        report=CorpusReport.from_dict(_description(folder)["report"]),
+        report=CorpusReport.from_dict(description["report"]),
         texts=texts,
         weight=corpus.weight,
     )
