@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import types
@@ -30,6 +31,7 @@ from flaxformer_mt.runs.checkpoint import Checkpointer
 from flaxformer_mt.runs.trained_model import load_run
 from flaxformer_mt.training.state import TrainState
 
+COMMANDS = [name for group in program.COMMANDS.values() for name in group]
 # All are short: each further row length is compiled separately.
 LINES = [*sentences(3, longest=2), "", *sentences(2, seed=7, longest=2)]
 
@@ -364,6 +366,56 @@ def test_a_pipe_that_closes_early_ends_quietly(run, command, monkeypatch, name):
     assert (code, err) == (1, "")
 
 
+@pytest.fixture
+def printed(monkeypatch, capfd):
+    """Runs the console script with another standard output; returns exit code and errors."""
+
+    def execute(stdout, *arguments):
+        monkeypatch.setattr(sys, "stdout", stdout)
+        code = main([str(argument) for argument in arguments])
+        return code, capfd.readouterr().err
+
+    return execute
+
+
+@pytest.mark.parametrize("name", [None, *COMMANDS])
+def test_help_whose_reader_is_gone_ends_quietly(printed, name):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w", buffering=1) as stdout:
+        assert printed(stdout, *filter(None, [name]), "--help") == (1, "")
+
+
+@pytest.mark.parametrize("buffering", [1, -1])
+@pytest.mark.parametrize("arguments", [["--help"], ["inspect", "--run"], ["train", "--help"]])
+def test_standard_output_on_a_full_disk(printed, run, arguments, buffering):
+    arguments = [*arguments, run] if arguments[-1] == "--run" else arguments
+    program = "flaxformer-mt train" if arguments[0] == "train" else "flaxformer-mt"
+    with open("/dev/full", "w", buffering=buffering) as stdout:
+        assert printed(stdout, *arguments) == (
+            1,
+            f"{program}: error: standard output cannot be written: No space left on device\n",
+        )
+
+
+def test_closed_standard_streams_are_errors(printed, run, monkeypatch):
+    error = "flaxformer-mt: error: standard {}put cannot be {}: Bad file descriptor\n"
+    assert printed(None, "inspect", "--run", run) == (1, error.format("out", "written"))
+    monkeypatch.setattr(sys, "stdin", None)
+    assert printed(sys.stdout, "translate", "--run", run) == (1, error.format("in", "read"))
+
+
+def test_a_closed_standard_output_is_not_taken_by_another_file():
+    command = shlex.join([sys.executable, "-c", START, "--help"])
+    result = subprocess.run(
+        f"{command} >&-", shell=True, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 1
+    assert result.stderr == (
+        "flaxformer-mt: error: standard output cannot be written: Bad file descriptor\n"
+    )
+
+
 def test_help_does_not_import_jax():
     code = (
         "import sys, flaxformer_mt.cli as cli\n"
@@ -389,9 +441,6 @@ def test_shortlist_reads_the_output_of_lexicon(run, command, tmp_path):
     shortlist = Shortlist.read(lexicon, tokenizers, first=0, best=1)
     allowed = shortlist.allowed(tokenizers.source.encode(["Hund"])[0])
     assert set(json.loads(output)["translations"][0]["tokens"]) <= set(allowed.tolist())
-
-
-COMMANDS = [name for group in program.COMMANDS.values() for name in group]
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -1,13 +1,19 @@
 """Entry points of the programs: `flaxformer-mt` and `train.py`.
 
-They handle signals before they import anything that takes time.
+They handle signals before they import anything that takes time, and report errors in one line.
 """
 
+import errno
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from flaxformer_mt.errors import UserError, unusable
 from flaxformer_mt.exit_codes import ExitCode
 from flaxformer_mt.interruption import Interruption, run_interruptibly
+
+PROGRAM = "flaxformer-mt"
+"""Name of the console script."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,11 +27,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] == ["train"]:
-        return train(given[1:], "flaxformer-mt train", until_exit=arguments is None)
-    try:
+        return train(given[1:], f"{PROGRAM} train", until_exit=arguments is None)
+
+    def start() -> int:
         from flaxformer_mt.cli.program import run
 
         return run(given)
+
+    try:
+        return _reported(PROGRAM, start)
     except KeyboardInterrupt:
         return ExitCode.STOPPED
 
@@ -48,6 +58,58 @@ def train(arguments: Sequence[str], program: str = "train.py", until_exit: bool 
     def start(interruption: Interruption) -> int:
         from flaxformer_mt.cli.training import run
 
-        return run(arguments, program, interruption)
+        run(arguments, program, interruption)
+        return ExitCode.SUCCESS
 
-    return run_interruptibly(program, start, until_exit)
+    return _reported(program, lambda: run_interruptibly(program, start, until_exit))
+
+
+def _reported(program: str, command: Callable[[], int]) -> int:
+    """Calls a command, and reports errors of the user and of the operating system in one line.
+
+    Returns:
+      The exit code: that of the command; or FAILURE, after an error, and without a message if the
+      reader of standard output is gone.
+    """
+    _open_standard_streams()
+    try:
+        try:
+            return command()
+        finally:
+            # While errors can still be reported; Python flushes once more at exit.
+            sys.stdout.flush()
+    except BrokenPipeError:
+        _discard_output()
+        return ExitCode.FAILURE
+    except UserError as error:
+        message = str(error)
+    except OSError as error:
+        message = str(unusable(error))
+        # Errors of files have their names.
+        if error.filename is None and error.errno in _WRITE_ERRORS:
+            _discard_output()
+            message = f"standard output cannot be written: {message}"
+    print(f"{program}: error: {message}", file=sys.stderr)
+    return ExitCode.FAILURE
+
+
+_WRITE_ERRORS = {errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC}
+
+
+def _discard_output() -> None:
+    """Makes standard output a stream whose writes always succeed."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _open_standard_streams() -> None:
+    """Opens streams that are closed, so that no other file takes their place.
+
+    Using them is an error, except for standard error.
+    """
+    for name, flags, mode in (
+        ("stdin", os.O_WRONLY, "r"),
+        ("stdout", os.O_RDONLY, "w"),
+        ("stderr", os.O_WRONLY, "w"),
+    ):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, flags), mode, closefd=False))

@@ -2,7 +2,6 @@
 
 import difflib
 import inspect
-import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ from flaxformer_mt.cli import (
     translate,
 )
 from flaxformer_mt.cli.options import configured_search
-from flaxformer_mt.errors import UserError, unusable
+from flaxformer_mt.errors import UserError
 from flaxformer_mt.exit_codes import ExitCode
 
 COMMANDS: dict[str, dict[str, Callable[..., int | None]]] = {
@@ -51,24 +50,17 @@ def run(arguments: Sequence[str]) -> int:
     """Runs the command given by `arguments`.
 
     Returns:
-      The exit code: that of the command; or FAILURE, after a UserError or an OSError.
+      The exit code of the command.
 
     Raises:
       SystemExit: with code 2 for invalid options, with code 0 after `--help`.
+      UserError: something that the user gave cannot be used; the message names options.
     """
     runtime.configure()
     try:
         return _run(arguments)
     except UserError as error:
-        print(f"flaxformer-mt: error: {_with_option_names(str(error))}", file=sys.stderr)
-        return ExitCode.FAILURE
-    except BrokenPipeError:
-        # The reader is gone. Python flushes standard output once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ExitCode.FAILURE
-    except OSError as error:
-        print(f"flaxformer-mt: error: {unusable(error)}", file=sys.stderr)
-        return ExitCode.FAILURE
+        raise UserError(_with_option_names(str(error))) from error
 
 
 def _run(arguments: Sequence[str]) -> int:

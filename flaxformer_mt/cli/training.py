@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import inspect
 import logging
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -15,8 +14,7 @@ from flaxformer_mt import exit_codes, runtime
 from flaxformer_mt.cli import help_text
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.config.files import load_config
-from flaxformer_mt.errors import UserError, unusable
-from flaxformer_mt.exit_codes import ExitCode
+from flaxformer_mt.errors import UserError
 from flaxformer_mt.interruption import Interruption
 
 
@@ -93,7 +91,7 @@ def run(
     arguments: Sequence[str],
     program: str = "train.py",
     interruption: Interruption | None = None,
-) -> int:
+) -> None:
     """Runs the command.
 
     Args:
@@ -101,24 +99,13 @@ def run(
       program: the program's name, for help and messages.
       interruption: stops training in an orderly way.
 
-    Returns:
-      The exit code.
-
     Raises:
-      SystemExit: see `parse_flags`.
+      SystemExit, UserError: see `parse_flags` and `train`.
       Interrupted: a signal arrived, and everything is saved.
     """
     runtime.configure()
     logging.basicConfig(level=logging.WARNING, format=f"{program}: %(message)s")
-    try:
-        train(parse_flags(arguments, program), interruption)
-    except UserError as error:
-        print(f"{program}: error: {error}", file=sys.stderr)
-        return ExitCode.FAILURE
-    except OSError as error:
-        print(f"{program}: error: {unusable(error)}", file=sys.stderr)
-        return ExitCode.FAILURE
-    return ExitCode.SUCCESS
+    train(parse_flags(arguments, program), interruption)
 
 
 def train(flags: Flags, interruption: Interruption | None = None) -> None:

@@ -60,10 +60,17 @@ def arriving_lines(stream: io.BufferedIOBase, name: str, enough: int) -> Iterato
       Nonempty lists of lines.
 
     Raises:
-      UserError: the text is not UTF-8 (the message names the line).
+      UserError: the text is not UTF-8 (the message names the line), or cannot be read.
     """
     number = 1
-    for lines in _arriving(stream, enough):
+    groups = _arriving(stream, enough)
+    while True:
+        try:
+            lines = next(groups, None)
+        except OSError as error:
+            raise UserError(f"{name} cannot be read: {error.strerror}") from error
+        if lines is None:
+            return
         yield list(_decoded(lines, name, number))
         number += len(lines)
 
