@@ -45,6 +45,7 @@ from flaxformer_mt.evaluation import evaluate
 from flaxformer_mt.interruption import Interruption
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.run_reader import Run
+from flaxformer_mt.runs import atomic
 from flaxformer_mt.runs.checkpoint import Checkpointer, restore_params
 from flaxformer_mt.runs.folder import check_unchanged, holds_run, write_run
 from flaxformer_mt.runs.layout import CACHE, CONFIG, METRICS, TENSORBOARD, TOKENIZER
@@ -110,6 +111,7 @@ def dry_run(config: ExperimentConfig, workdir: str | Path, console: Console | No
     if jax.process_count() > 1:
         raise UserError("--dry-run is for one process: start it without the others")
     _check_before_start(config, workdir)
+    atomic.require_writable(workdir)
     with tempfile.TemporaryDirectory() as cache:
         experiment = prepare(config, workdir, cache_folder=Path(cache), write=False)
         print_report(experiment.report(), console)

@@ -4,14 +4,19 @@ Settings of the user's environment take precedence. docs/speed.md has the effect
 and how to disable it.
 """
 
+import contextlib
 import ctypes
 import hashlib
 import importlib.metadata
+import logging
 import os
 import platform
 import sys
+import warnings
 from collections.abc import MutableMapping
 from pathlib import Path
+
+_log = logging.getLogger(__name__)
 
 XLA_FLAGS = {
     # YNNPACK for reductions only, Eigen for matrix products: with both in YNNPACK, the default, a
@@ -86,12 +91,14 @@ def use_compilation_cache() -> None:
 
     JAX_COMPILATION_CACHE_DIR sets another folder, or disables the cache if it is empty. Programs
     are cached even if they compile quickly, because decoding has many of them, unless
-    JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS is set.
+    JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS is set. The folder is private; if others may write to
+    it, it is not used.
     """
-    settings = {
-        "jax_compilation_cache_dir": str(cache_folder()),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-    }
+    # A program that cannot be cached, for example because the disk is full, is compiled again.
+    warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache entry")
+    settings: dict[str, str | float] = {"jax_persistent_cache_min_compile_time_secs": 0.0}
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ and _is_private(_cache_root()):
+        settings["jax_compilation_cache_dir"] = str(cache_folder())
     for name, value in settings.items():
         if name.upper() in os.environ:
             continue
@@ -109,10 +116,38 @@ def cache_folder() -> Path:
     Home folders may be shared between hosts, but a program compiled for one processor may not run
     on another.
     """
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     kind = f"{platform.machine()}-{_processor_features()}"
     version = importlib.metadata.version("jaxlib")
-    return Path(base) / "flaxformer_mt" / "compiled" / f"jaxlib-{version}" / kind
+    return _cache_root() / "compiled" / f"jaxlib-{version}" / kind
+
+
+def _cache_root() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base) / "flaxformer_mt"
+
+
+def _is_private(folder: Path) -> bool:
+    """Creates a folder that only this user can read and write, unless it exists.
+
+    Returns:
+      Whether it is such a folder. One that belongs to another user, or that others may write to, is
+      reported, because the programs in it may be theirs.
+    """
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        found = folder.stat()
+        if found.st_uid == os.geteuid() and not found.st_mode & 0o022:
+            folder.chmod(0o700)  # Others may have been able to read it.
+            return folder.is_dir()
+    except OSError:  # It cannot be created; everything works without it.
+        return False
+    _log.warning(
+        "%s belongs to another user, or others may write to it: compiled programs are not kept",
+        folder,
+    )
+    return False
 
 
 def _processor_features() -> str:

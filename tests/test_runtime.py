@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from flaxformer_mt.runtime import cache_folder, set_xla_flags
+from flaxformer_mt.runtime import cache_folder, set_xla_flags, use_compilation_cache
 
 
 def test_the_users_flags_take_precedence_and_unknown_ones_are_omitted():
@@ -47,3 +47,35 @@ def test_kinds_of_machines_do_not_share_programs(monkeypatch, tmp_path):
     assert here.is_relative_to(tmp_path)
     monkeypatch.setattr("flaxformer_mt.runtime._processor_features", lambda: "other")
     assert cache_folder() != here
+
+
+@pytest.mark.parametrize(
+    ("mode", "owner", "is_used"),
+    [(None, 0, True), (0o755, 0, True), (0o775, 0, False), (0o755, 1, False), ("file", 0, False)],
+)
+def test_compiled_programs_of_others_are_not_used(
+    monkeypatch, tmp_path, caplog, mode, owner, is_used
+):
+    """Owners are user ids relative to the user of this process."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    monkeypatch.delitem(sys.modules, "jax")  # Only the environment is set.
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + owner)
+    folder = tmp_path / "flaxformer_mt"
+    if mode == "file":
+        folder.touch()
+    elif mode is not None:
+        folder.mkdir()
+        folder.chmod(mode)
+    use_compilation_cache()
+    assert ("JAX_COMPILATION_CACHE_DIR" in os.environ) == is_used
+    if is_used:
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert not caplog.messages
+    elif mode != "file":
+        assert caplog.messages == [
+            f"{folder} belongs to another user, or others may write to it: "
+            "compiled programs are not kept"
+        ]
+        assert folder.stat().st_mode & 0o777 == mode

@@ -160,6 +160,30 @@ def require_absent(path: Path) -> None:
         raise UserError(f"{path} exists: remove it, or choose another folder for the output")
 
 
+def require_writable(folder: Path) -> None:
+    """Checks that a folder can be written to, or else created, without writing anything.
+
+    Raises:
+      UserError: it cannot.
+    """
+    with explained(folder):
+        folder = folder.absolute()
+        for existing in (folder, *folder.parents):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                existing.lstat()
+                break
+        if not existing.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, f"{existing} is not a folder")
+        try:
+            os.close(os.open(existing, os.O_TMPFILE | os.O_RDWR))  # A file without a name.
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+                raise
+            # Not all file systems have such files; /proc and the like have no space for any.
+            if not (os.access(existing, os.W_OK | os.X_OK) and os.statvfs(existing).f_blocks):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES)) from error
+
+
 def write_text(path: Path, text: str) -> None:
     """Creates or replaces a UTF-8 text file; errors as in `new_file`."""
     write_bytes(path, text.encode())

@@ -36,6 +36,8 @@ def locked(run_folder: str | Path, announce: Callable[[str], None] = print) -> I
     with contextlib.ExitStack() as stack:
         try:
             run_folder.mkdir(parents=True, exist_ok=True)
+        except FileExistsError as error:
+            raise UserError(f"{run_folder} is not a folder: give another --workdir") from error
         except OSError as error:
             raise UserError(
                 f"{run_folder} cannot be written to: {error.strerror}; give another --workdir"

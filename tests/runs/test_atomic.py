@@ -287,3 +287,38 @@ def test_a_name_that_is_too_long_is_an_error(tmp_path):
     for create in (atomic.new_file, atomic.new_folder):
         with pytest.raises(UserError, match="File name too long"), create(tmp_path / ("x" * 300)):
             pass
+
+
+@pytest.mark.parametrize("has_unnamed_files", [True, False])
+def test_a_folder_that_can_be_written_to_is_not_touched(tmp_path, monkeypatch, has_unnamed_files):
+    if not has_unnamed_files:
+        monkeypatch.setattr(os, "open", refusing_unnamed_files(os.open))
+    before = tmp_path.stat()
+    atomic.require_writable(tmp_path)
+    atomic.require_writable(tmp_path / "missing" / "too")
+    assert tmp_path.stat() == before
+
+
+def refusing_unnamed_files(open_file):
+    def refusing(path, flags, mode=0o777):
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(95, "Operation not supported")
+        return open_file(path, flags, mode)
+
+    return refusing
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("/dev/null", "/dev/null is not a folder"),
+        ("/dev/null/run", "/dev/null is not a folder"),
+        ("/proc/run", "Permission denied"),
+        ("a" * 300, "File name too long"),
+        ("link", "link is not a folder"),
+    ],
+)
+def test_a_folder_that_cannot_be_written_to(tmp_path, name, reason):
+    (tmp_path / "link").symlink_to("missing")
+    with pytest.raises(UserError, match=f"{name} cannot be written: .*{reason}"):
+        atomic.require_writable(tmp_path / name)

@@ -137,9 +137,11 @@ def test_two_runs_in_one_folder(refuse, finished, text):
     assert f"is training in {finished} already" in error
 
 
-def test_a_folder_that_cannot_be_written(refuse, text):
-    error = refuse(*flags(text, "/proc/run"))
-    assert "/proc/run cannot be written to" in error
+@pytest.mark.parametrize("options", [(), ("--dry-run",)])
+@pytest.mark.parametrize("workdir", ["/dev/null", "/dev/null/run", "/proc/run"])
+def test_a_folder_that_cannot_be_written(refuse, text, workdir, options):
+    error = refuse(*flags(text, workdir, *options))
+    assert f"{workdir} cannot be written" in error or f"{workdir} is not a folder" in error
 
 
 # The other kinds are decided by tests/training/test_checkpoint.py.
