@@ -67,11 +67,27 @@ class PublishedCheckpoint(NamedTuple):
             raise UserError(f"the shapes of these tensors are inconsistent: {shapes}")
         return length
 
-    def num_layers(self, prefix: str) -> int:
-        """Returns the number of layers, whose tensors are named `prefix`, index from 0, dot, ..."""
-        pattern = re.compile(re.escape(prefix) + r"(\d+)\.")
-        indices = [int(match[1]) for match in map(pattern.match, self.tensors) if match]
-        return max(indices, default=-1) + 1
+    def num_layers(self, prefix: str, suffix: str = ".", first: int = 0) -> int:
+        """Returns the number of layers, whose tensors are named `prefix`, index, `suffix`, ...
+
+        Args:
+          prefix: what precedes the index.
+          suffix: what follows it.
+          first: the index of the first layer.
+
+        Raises:
+          UserError: the indices are not `first`, `first` + 1, ...
+        """
+        pattern = re.compile(f"{re.escape(prefix)}([0-9]+){re.escape(suffix)}")
+        names = {match[1] for match in map(pattern.match, self.tensors) if match}
+        expected = {str(index) for index in range(first, first + len(names))}
+        # An index may have any number of digits, and be larger than the number of all layers.
+        for name in sorted(names - expected):
+            missing = min(expected - names, key=int)
+            raise UserError(
+                f"it has tensors {prefix}{name}{suffix}*, but no {prefix}{missing}{suffix}*"
+            )
+        return len(names)
 
     def has_any(self, ending: str) -> bool:
         """Returns whether any tensor's name ends with `ending`."""

@@ -51,7 +51,7 @@ def read(path: Path) -> ParameterFile:
     if metadata.get("format") != FORMAT:
         raise UserError("its metadata holds no configuration")
     with refusing_damaged_metadata():
-        values = parse_json(metadata["config"], "its configuration")
+        values = parse_json(metadata["config"], "its metadata")
         config = from_dict(values, TransformerConfig)
     return ParameterFile(config, tensors, metadata)
 

@@ -210,18 +210,28 @@ def test_unknown_text_is_not_sampled(joint):
     assert exact[1][0] == ours.source.eos_id
 
 
-DAMAGES = {
-    "source.spm": (b"no model", "source.spm is not a SentencePiece model"),
-    "target.spm": (None, "target.spm is missing"),
-    "vocab.json": (b'["a"]', "vocab.json is damaged: not a JSON object"),
-    "tokenizer_config.json": (b"{", "tokenizer_config.json is damaged"),
-}
+DAMAGES = [
+    ("source.spm", b"no model", "source.spm is not a SentencePiece model"),
+    ("source.spm", b"", "source.spm is not a SentencePiece model: it is empty"),
+    ("target.spm", None, "target.spm is missing"),
+    ("vocab.json", b'["a"]', "vocab.json is damaged: not a JSON object"),
+    ("vocab.json", b'{"<unk>": 0, "a": 100000000000}', "does not map every piece to an id from 0"),
+    ("vocab.json", b'{"<unk>": 0, "a": -1}', "does not map every piece to an id"),
+    ("vocab.json", b'{"<unk>": 0, "a": 1.0}', "does not map every piece to an id"),
+    ("vocab.json", b'{"<unk>": 0, "a": true}', "does not map every piece to an id"),
+    ("vocab.json", b'{"<unk>": 0, "a": 1, "b": 1}', "'a' and 'b' have the same id, 1"),
+    ("vocab.json", b'{"a": ' * 100_000, "vocab.json is damaged: its JSON is nested too deeply"),
+    ("vocab.json", b'{"a": ' + b"1" * 5000 + b"}", "a number of too many digits"),
+    ("tokenizer_config.json", b"{", "tokenizer_config.json is damaged"),
+    ("added_tokens.json", b'{"<new>": "9"}', "the id of an added token is '9'"),
+    ("added_tokens.json", b'{"<new>": 9.5}', "the id of an added token is 9.5"),
+    ("added_tokens.json", b'{"": 9}', "a special token is empty"),
+]
 
 
-@pytest.mark.parametrize("name", DAMAGES)
-def test_a_damaged_or_missing_file_is_named(name, tmp_path):
+@pytest.mark.parametrize(("name", "content", "message"), DAMAGES)
+def test_a_damaged_or_missing_file_is_named(name, content, message, tmp_path):
     write_tokenizer(tmp_path, *models())
-    content, message = DAMAGES[name]
     if content is None:
         (tmp_path / name).unlink()
     else:
@@ -240,6 +250,16 @@ REJECTED = {
     "is damaged: KeyError": {"mask_token": {"lstrip": True}},
     "vocab.json has no <what>": {"unk_token": "<what>"},
     "a special token is empty": {"pad_token": ""},
+    "it has no pad_token": {"pad_token": None},
+    "a special token is 3, not a text": {"eos_token": {"content": 3}},
+    "is damaged: ValueError": {"added_tokens_decoder": {"x": {"content": "<mask>"}}},
+    "the id of an added token is -1": {"added_tokens_decoder": {"-1": {"content": "<mask>"}}},
+    "the id of an added token is 99999999": {
+        "added_tokens_decoder": {"99999999": {"content": "<mask>"}}
+    },
+    "it has more than 10000 added tokens": {
+        "extra_special_tokens": [f"<{number}>" for number in range(10_001)]
+    },
 }
 
 

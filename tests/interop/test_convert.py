@@ -541,6 +541,11 @@ def test_invalid_arguments_are_rejected(tmp_path):
         {"format": OWN, "config": "[[1]]"},
         {"format": OWN, "config": "{}", "adam_step": "two", "adam_settings": "{}"},
         {"format": OWN, "config": "{}", "adam_step": "2", "adam_settings": "[]"},
+        {"format": OWN, "config": "{}", "adam_step": "-2", "adam_settings": "{}"},
+        {"format": OWN, "config": "{}", "adam_step": "9" * 5000, "adam_settings": "{}"},
+        {"format": OWN, "config": "{}", "adam_step": "2", "adam_settings": "[" * 100_000},
+        {"format": OWN, "config": "[" * 100_000},
+        {"format": OWN, "config": '{"d_model":' + "1" * 5000 + "}"},
     ],
 )
 def test_damaged_metadata_of_our_own_file_is_rejected(metadata, tmp_path):

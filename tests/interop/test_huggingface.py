@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import os
 import shutil
 import warnings
 
@@ -372,16 +373,67 @@ def truncated(name):
     return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:100])
 
 
+def swapped(piece, id):
+    def damage(folder):
+        ids = json.loads((folder / "vocab.json").read_text())
+        other = next(name for name, each in ids.items() if each == id)
+        edit("vocab.json", **{piece: id, other: ids[piece]})(folder)
+
+    return damage
+
+
+def written(name, content):
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+def a_pipe(name):
+    def damage(folder):
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+
+    return damage
+
+
+SEARCH, SETTINGS = "generation_config.json", "config.json"
 DAMAGES = {
+    "empty pieces": (written("source.spm", b""), "source.spm is not a SentencePiece model: it is"),
+    "encoder layers": (edit(SETTINGS, encoder_layers=3), "encoder_layers=3, but its tensors"),
+    "decoder layers": (edit(SETTINGS, decoder_layers=10**9), "decoder_layers=1000000000, but its"),
+    "layers": (edit(SETTINGS, decoder_layers="1"), "decoder_layers='1', but its tensors have 1"),
+    "a size": (edit(SETTINGS, vocab_size=9), "vocab_size=9, but its tensors have"),
+    "widths": (edit(SETTINGS, d_model="16"), "d_model='16': must be an integer"),
+    "heads": (edit(SETTINGS, encoder_attention_heads=[2]), "supported"),
+    "all heads": (
+        edit(SETTINGS, encoder_attention_heads=10**9, decoder_attention_heads=10**9),
+        "num_heads=1000000000: must be at most",
+    ),
+    "an activation": (edit(SETTINGS, activation_function=["relu"]), "activation_function=['relu']"),
+    "no start": (edit(SETTINGS, decoder_start_token_id=9999), "decoder_start_token_id=9999: there"),
+    "an end": (edit(SETTINGS, eos_token_id="0"), "eos_id='0': must be an integer"),
+    "another end": (edit(SETTINGS, eos_token_id=[1, 2]), "eos_id=[1, 2]: must be an integer"),
+    "a large end": (edit(SETTINGS, eos_token_id=[0, 9999]), "eos_token_id=[0, 9999]: there are"),
+    "a true end": (edit(SEARCH, eos_token_id=[0, True]), "eos_token_id=[0, True]: there are"),
+    "ends that differ": (edit(SEARCH, eos_token_id=1), "eos_token_id=1, but the model has 0"),
+    "starts that differ": (edit(SEARCH, decoder_start_token_id=1), "start_token_id=1, but the"),
+    "paddings": (edit(SEARCH, pad_token_id=-1), "pad_token_id=-1: there are embeddings"),
+    "a forced token": (edit(SEARCH, forced_eos_token_id=5), "forced_eos_token_id=5 is not the end"),
+    "a bad word": (edit(SEARCH, bad_words_ids=[[9999]]), "bad_words_ids has 9999, which is no"),
+    "a bad number": (edit(SEARCH, bad_words_ids=[["1"]]), "bad_words_ids has '1', which is no"),
+    "a length": (edit(SEARCH, max_length=-3), "max_length=-3 is not a number of tokens"),
+    "nested": (written(SETTINGS, b"[" * 100_000), "config.json is damaged: its JSON is nested"),
+    "digits": (written(SEARCH, b'{"a":' + b"1" * 5000 + b"}"), "a number of too many digits"),
+    "a pipe": (a_pipe(SETTINGS), "config.json: a named pipe, not a file"),
+    "a pipe of pieces": (a_pipe("target.spm"), "target.spm: a named pipe, not a file"),
+    "a pipe of weights": (a_pipe("model.safetensors"), "model.safetensors: a named pipe, not a"),
     "another model": (edit("config.json", model_type="bart"), "model_type=bart, not marian"),
     "no weights": (without("model.safetensors"), "has no model.safetensors and no pytorch_model"),
     "damaged weights": (truncated("model.safetensors"), "model.safetensors: not a safetensors"),
-    "no settings": (without("config.json"), "config.json cannot be read: No such file"),
+    "no settings": (without("config.json"), "config.json: there is no such file"),
     "damaged settings": (truncated("config.json"), "config.json is damaged"),
     "no vocabulary": (without("vocab.json"), "source.model is missing"),
     "no pieces": (without("source.spm"), "source.spm is missing"),
     "a long vocabulary": (edit("vocab.json", more=999), "ids up to 999, but there are embeddings"),
-    "another vocabulary": (edit("vocab.json", **{"<pad>": 7}), "pad_id is 7 in the vocabulary"),
+    "another vocabulary": (swapped("<pad>", 7), "pad_id is 7 in the vocabulary"),
     "two widths": (edit("config.json", decoder_attention_heads=4), "2 heads and the decoder 4"),
     "a search that cannot be": (
         edit("generation_config.json", num_return_sequences=9), "n-best=9 is more than"
@@ -393,6 +445,21 @@ DAMAGES = {
 def test_a_damaged_folder_is_refused_in_one_line(name, refused):
     damage, message = DAMAGES[name]
     assert message in refused(damage)
+
+
+@pytest.mark.parametrize("file", [SEARCH, SETTINGS])
+def test_several_end_tokens(file, published, tmp_path, capsys):
+    folder, run, again = (tmp_path / name for name in ("folder", "run", "again"))
+    shutil.copytree(published, folder)
+    edit(file, eos_token_id=[0, 1])(folder)
+    if file == SETTINGS:  # Older folders have no other file.
+        without(SEARCH)(folder)
+    assert main(["convert", "--from", "marian", str(folder), str(run)]) == 0
+    note = "eos_token_id=[0, 1] has several end tokens: only 0, that of the vocabulary, ends"
+    assert note in capsys.readouterr().err
+    assert load_run(run).config.model.eos_id == 0
+    assert convert(OWN, "marian", run, again) == ()
+    assert json.loads((again / file).read_text())["eos_token_id"] == [0, 1]
 
 
 def test_shards_outside_of_the_folder_are_not_read(refused):

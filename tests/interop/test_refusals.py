@@ -3,7 +3,9 @@
 import errno
 import os
 import pickle
+import re
 import sys
+import time
 import zipfile
 
 import numpy as np
@@ -218,3 +220,46 @@ def test_saving_refuses_what_cannot_be_written(tmp_path):
     half = params | {"target_embedding": {"embedding": np.zeros((11, 16), np.float16)}}
     assert "is float16" in refused("tunz", config, half, path)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("family", ["tunz", "opennmt", "fairseq", "marian"])
+@pytest.mark.parametrize("index", ["999999999", "9" * 5000, "\N{ARABIC-INDIC DIGIT THREE}", "01"])
+def test_an_index_of_a_layer_that_does_not_exist_is_named(family, index):
+    state = state_dict(family)
+    name = next(name for name in state if re.search(r"\.0\..*norm.*weight", name))
+    start = time.monotonic()
+    message = refusal(family, state | {name.replace(".0.", f".{index}.", 1): state[name]})
+    assert time.monotonic() - start < 2
+    assert index[:20] in message
+
+
+def test_a_layer_without_tensors_is_named():
+    state = state_dict("tunz")
+    without = {
+        name: tensor for name, tensor in state.items() if not name.startswith("encoder.layers.0.")
+    }
+    assert "it has tensors encoder.layers.1.*, but no encoder.layers.0.*" in refusal(
+        "tunz", without
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"heads": "2"}, "num_heads='2': must be an integer"),
+        ({"heads": 10**9}, "num_heads=1000000000: must be at most"),
+        ({"heads": [2]}, "num_heads=[2]: must be an integer"),
+        ({"heads": float("nan")}, "num_heads=nan: must be an integer"),
+        ({"heads": 2, "dropout": []}, "its settings are damaged"),
+        ({"heads": 2, "dropout": "0.1"}, "dropout_rate='0.1': must be a number"),
+        ({"heads": 2, "dropout": float("inf")}, "dropout_rate=inf: must be below"),
+        (
+            {"heads": 2, "pos_ffn_activation_fn": ["relu"]},
+            "cannot have pos_ffn_activation_fn=['relu",
+        ),
+        ({"heads": 2, "norm_eps": torch.zeros(3)}, "norm_epsilon="),
+    ],
+)
+def test_settings_of_the_wrong_type_are_named(settings, message):
+    content = {"model": state_dict("opennmt"), "opt": settings}
+    assert message in refusal("opennmt", content, num_heads=None)

@@ -11,14 +11,15 @@ whose results are reproduced for any text. (As there, calling `normalize` is lef
 import dataclasses
 import functools
 import hashlib
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from flaxformer_mt.config.fields import MAX_VOCABULARY
 from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE, TextSampler, open_model
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.input_files import MAX_MODEL_BYTES, parse_json, read_bytes
 
 VOCABULARY_FILE, TARGET_VOCABULARY_FILE = "vocab.json", "target_vocab.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -37,6 +38,9 @@ _FILES = (
 _SPECIAL = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
 )  # fmt: skip
+MAX_ADDED_TOKENS = 10_000
+"""Limit of the tokens that are matched before SentencePiece is applied, by a regular expression."""
+
 _DEFAULTS = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 
 _CODE = re.compile(">>.*?<<", re.DOTALL)
@@ -250,10 +254,9 @@ class _Settings:
             else:
                 values |= _read_json(files, "special_tokens_map.json", label)
                 added = _read_json(files, "added_tokens.json", label)
-                own = {int(id): _AddedToken(token) for token, id in added.items()}
+                own = {id: _AddedToken(token) for token, id in added.items()}
             settings = cls(values, own)
-            if not all(settings.special):
-                raise UserError("a special token is empty")
+            settings.check()
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise UserError(f"{label(TOKENIZER_CONFIG)} is damaged: {error!r}") from error
         except UserError as error:
@@ -283,6 +286,27 @@ class _Settings:
         more = extra.values() if isinstance(extra, Mapping) else extra or ()
         given = [token for token in (*named, *more) if token is not None]
         return list(dict.fromkeys(map(_content, given)))
+
+    def check(self) -> None:
+        """Checks the tokens and their ids.
+
+        Raises:
+          UserError: there is none for the end of a sentence, unknown pieces or padding; one is
+            empty or not a text; an id is invalid; or there are more than any vocabulary has.
+        """
+        for name in _DEFAULTS:
+            if self.values[name] is None:
+                raise UserError(f"it has no {name}")
+        for token in (*self.special, *(token.content for token in self.own_ids.values())):
+            if not token:
+                raise UserError("a special token is empty")
+            if not isinstance(token, str):
+                raise UserError(f"a special token is {token!r}, not a text")
+        for id in self.own_ids:
+            if not _is_id(id):
+                raise UserError(f"the id of an added token is {id!r}")
+        if len(self.special) + len(self.own_ids) > MAX_ADDED_TOKENS:
+            raise UserError(f"it has more than {MAX_ADDED_TOKENS} added tokens")
 
     def is_separate(self, side: str) -> bool:
         """Returns whether the ids of a side are not those of `vocab.json`."""
@@ -325,12 +349,11 @@ def read_files(folder: str | Path) -> TokenizerFiles:
     Raises:
       UserError: a required file is missing, or a file cannot be read.
     """
-    try:
-        files = {
-            name: Path(folder, name).read_bytes() for name in _FILES if Path(folder, name).exists()
-        }
-    except OSError as error:
-        raise UserError(f"{error.filename} cannot be read: {error.strerror}") from error
+    files = {
+        name: read_bytes(Path(folder, name), MAX_MODEL_BYTES)
+        for name in _FILES
+        if Path(folder, name).exists()
+    }
     for name in _REQUIRED_FILES:
         if name not in files:
             raise UserError(f"the tokenizer {Path(folder, name)} is missing")
@@ -339,10 +362,7 @@ def read_files(folder: str | Path) -> TokenizerFiles:
 
 def _read_json(files: TokenizerFiles, name: str, label: Callable[[str], Path]) -> dict[str, Any]:
     """Parses a JSON object; a missing file gives an empty one."""
-    try:
-        values = json.loads(files.get(name, b"{}"))
-    except ValueError as error:
-        raise UserError(f"{label(name)} is damaged: {error}") from error
+    values = parse_json(files.get(name, b"{}"), str(label(name)))
     if not isinstance(values, dict):
         raise UserError(f"{label(name)} is damaged: not a JSON object")
     return values
@@ -354,9 +374,22 @@ def _read_vocabulary(
     if name not in files:
         raise UserError(f"the vocabulary {label(name)} is missing")
     vocabulary = _read_json(files, name, label)
-    if not vocabulary or not all(type(id) is int and id >= 0 for id in vocabulary.values()):
-        raise UserError(f"{label(name)} is damaged: it does not map every piece to an id")
+    if not vocabulary or not all(map(_is_id, vocabulary.values())):
+        raise UserError(
+            f"{label(name)} is damaged: it does not map every piece to an id from 0 to "
+            f"{MAX_VOCABULARY - 1}"
+        )
+    pieces: dict[int, str] = {}
+    for piece, id in vocabulary.items():
+        if pieces.setdefault(id, piece) != piece:
+            raise UserError(
+                f"{label(name)} is damaged: {pieces[id]!r} and {piece!r} have the same id, {id}"
+            )
     return vocabulary
+
+
+def _is_id(value: Any) -> bool:
+    return type(value) is int and 0 <= value < MAX_VOCABULARY
 
 
 def _fingerprint(files: TokenizerFiles) -> str:

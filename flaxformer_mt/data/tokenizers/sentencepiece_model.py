@@ -32,6 +32,8 @@ def open_model(model: bytes, name: str) -> sentencepiece.SentencePieceProcessor:
     Raises:
       UserError: `model` is not a SentencePiece model.
     """
+    if not model:  # SentencePiece would load nothing, and fail later.
+        raise UserError(f"{name} is not a SentencePiece model: it is empty")
     try:
         return sentencepiece.SentencePieceProcessor(model_proto=model)
     except RuntimeError as error:

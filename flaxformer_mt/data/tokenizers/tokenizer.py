@@ -22,6 +22,7 @@ from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import (
     train_sentencepiece,
 )
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.input_files import MAX_MODEL_BYTES, read_bytes
 from flaxformer_mt.runs import atomic
 
 MAX_TRAINING_PAIRS = 1_000_000
@@ -217,7 +218,6 @@ class Tokenizers:
 
 
 def _read_model(path: Path) -> SentencePieceTokenizer:
-    try:
-        return SentencePieceTokenizer(path.read_bytes(), str(path))
-    except FileNotFoundError as error:
-        raise UserError(f"the tokenizer {path} is missing") from error
+    if not path.exists():
+        raise UserError(f"the tokenizer {path} is missing")
+    return SentencePieceTokenizer(read_bytes(path, MAX_MODEL_BYTES), str(path))

@@ -5,7 +5,6 @@ Names and options are those of Marian, src/models/transformer.h: layer numbers i
 """
 
 import functools
-import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -167,14 +166,9 @@ def _sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
         "target_vocab_size": checkpoint.size((tables[-1], 0)),
         "d_model": checkpoint.size((tables[0], 1), (hidden, 0), (narrow, 1)),
         "d_ff": checkpoint.size((hidden, 1), ("encoder_l1_ffn_b1", 1), (narrow, 0)),
-        "num_encoder_layers": _num_layers(checkpoint, "encoder"),
-        "num_decoder_layers": _num_layers(checkpoint, "decoder"),
+        "num_encoder_layers": checkpoint.num_layers("encoder_l", "_", first=1),
+        "num_decoder_layers": checkpoint.num_layers("decoder_l", "_", first=1),
     }
-
-
-def _num_layers(checkpoint: PublishedCheckpoint, stack: str) -> int:
-    found = (re.match(rf"{stack}_l(\d+)_", name) for name in checkpoint.tensors)
-    return max((int(match[1]) for match in found if match), default=0)
 
 
 def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:

@@ -112,7 +112,7 @@ def _attention_positions(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     return {
         "position_kind": "rotary",
         "position_layout": "interleaved" if interleaved else "concatenated",
-        "position_base": float(options.get("rotary_theta", 1e4)),
+        "position_base": options.get("rotary_theta", 1e4),
     }
 
 

@@ -5,10 +5,12 @@ padding, which our search never chooses.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
+from flaxformer_mt.config.fields import MAX_VOCABULARY
 from flaxformer_mt.decoding.search.options import forbidden_token_ids
 from flaxformer_mt.errors import UserError
 
@@ -83,7 +85,7 @@ def to_decode(
         fields |= {
             "length_penalty_kind": "average",
             "early_stopping": _EARLY_STOPPING[values["early_stopping"]],
-            "force_end": values["forced_eos_token_id"] is not None,
+            "force_end": _forces_end(values["forced_eos_token_id"], model),
             "bad_word_ids": _bad_word_ids(values["bad_words_ids"], model),
             **_lengths(values, model),
         }
@@ -97,6 +99,11 @@ def to_decode(
         for name, neutral in _UNSUPPORTED.items()
         if name in given and given[name] not in neutral
     ]
+    if isinstance(given.get("eos_token_id"), list) and len(set(given["eos_token_id"])) > 1:
+        notes.append(
+            f"eos_token_id={given['eos_token_id']} has several end tokens: only {model.eos_id}, "
+            "that of the vocabulary, ends a translation"
+        )
     return decode, notes
 
 
@@ -144,7 +151,14 @@ def from_decode(
             for name, value in values.items()
             if value != kept.get(name, _DEFAULTS[name])
         }
+    if is_one_of(model.eos_id, kept.get("eos_token_id")):
+        del ids["eos_token_id"]
     return ids | dict(kept) | ids | changed, _losses(decode)
+
+
+def is_one_of(eos_id: int, given: Any) -> bool:
+    """Returns whether `given`, a value of `eos_token_id`, is a list with this end token."""
+    return isinstance(given, list) and eos_id in given
 
 
 def _losses(decode: DecodeConfig) -> list[str]:
@@ -173,10 +187,25 @@ def _bad_word_ids(
 ) -> tuple[str, ...]:
     """Returns the phrases, except single tokens that our search never chooses."""
     never = [[token] for token in forbidden_token_ids(model)]
-    return tuple(",".join(map(str, map(int, ids))) for ids in phrases if list(ids) not in never)
+    size = model.target_vocab_size or MAX_VOCABULARY
+    for token in itertools.chain(*phrases):
+        if type(token) is not int or not 0 <= token < size:
+            raise ValueError(f"bad_words_ids has {token!r}, which is no token of {size}")
+    return tuple(",".join(map(str, ids)) for ids in phrases if list(ids) not in never)
+
+
+def _forces_end(given: Any, model: TransformerConfig) -> bool:
+    """Returns whether the last token is forced to be the end token."""
+    is_end = type(given) is int and given == model.eos_id
+    if not (given is None or is_end or is_one_of(model.eos_id, given)):
+        raise ValueError(f"forced_eos_token_id={given!r} is not the end token {model.eos_id}")
+    return given is not None
 
 
 def _lengths(values: Mapping[str, Any], model: TransformerConfig) -> dict[str, Any]:
+    for name in ("max_length", "min_length", "max_new_tokens", "min_new_tokens"):
+        if values[name] is not None and (type(values[name]) is not int or values[name] < 0):
+            raise ValueError(f"{name}={values[name]!r} is not a number of tokens")
     # max_length and min_length count the start token, max_new_tokens and min_new_tokens do not.
     longest = values["max_new_tokens"] or max(values["max_length"] - 1, 0)
     shortest = values["min_new_tokens"] or max(values["min_length"] - 1, 0)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import safetensors.numpy
+from safetensors import SafetensorError
 
 from flaxformer_mt.config import DataConfig, TransformerConfig
 from flaxformer_mt.data.tokenizers.marian_tokenizer import (
@@ -24,6 +25,7 @@ from flaxformer_mt.data.tokenizers.marian_tokenizer import (
 from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.input_files import parse_json, read_bytes, read_json
 from flaxformer_mt.interop import checkpoint_files
 from flaxformer_mt.interop.adaptation import adapt
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
@@ -33,6 +35,8 @@ from flaxformer_mt.interop.formats.bundle import ModelBundle, experiment
 from flaxformer_mt.interop.weight_maps import checkpoints
 from flaxformer_mt.interop.weight_maps.mapping import CARRIED
 from flaxformer_mt.runs import atomic
+from flaxformer_mt.runs.layout import ORIGIN
+from flaxformer_mt.runs.parameter_file import first_line
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 _CARRIED_FILE = "carried.safetensors"
@@ -45,13 +49,22 @@ _DEFAULTS: dict[str, Any] = {
     "tie_word_embeddings": True, "attention_dropout": 0.0, "activation_dropout": 0.0,
     "dropout": 0.1, "scale_embedding": False,
 }  # fmt: skip
+# Sizes in `config.json` that follow from the tensors as well.
+_SIZES = {
+    "vocab_size": "source_vocab_size",
+    "decoder_vocab_size": "target_vocab_size",
+    "encoder_layers": "num_encoder_layers",
+    "decoder_layers": "num_decoder_layers",
+    "encoder_ffn_dim": "d_ff",
+    "decoder_ffn_dim": "d_ff",
+}
 
 
 def is_folder(path: Path) -> bool:
     """Returns whether a folder is a Hugging Face model, of any kind."""
     try:
-        return "model_type" in json.loads((path / CONFIG).read_bytes())
-    except (OSError, ValueError, TypeError):
+        return "model_type" in _read_json(path / CONFIG)
+    except UserError:
         return False
 
 
@@ -77,18 +90,22 @@ def read(
             f"{folder / CONFIG} is of model_type={settings.get('model_type')}, not marian"
         )
     tensors, dtype = _read_tensors(folder)
+    kept = {CONFIG: read_bytes(folder / CONFIG)}
+    search = settings
+    if (folder / GENERATION).exists():
+        kept[GENERATION] = read_bytes(folder / GENERATION)
+        search = _read_json(folder / GENERATION)
     with checkpoints.error_context(folder, marian.FAMILY.name):
+        tokenizers = Tokenizers.load(folder)
         known = {name: value for name, value in settings.items() if value is not None}
+        known |= _end_of(known, tokenizers)
         model, params = checkpoints.from_checkpoint(
             marian.FAMILY, PublishedCheckpoint(tensors, known), dict(overrides or {})
         )
-        tokenizers = Tokenizers.load(folder)
+        _check_sizes(settings, model)
         _check_tokenizers(model, tokenizers)
-        kept = {CONFIG: (folder / CONFIG).read_bytes()}
-        search = settings
-        if (folder / GENERATION).is_file():
-            kept[GENERATION] = (folder / GENERATION).read_bytes()
-            search = _read_json(folder / GENERATION)
+        for name, values in ((CONFIG, settings), (GENERATION, search)):
+            _check_special_tokens(name, values, model)
         decode, notes = generation_config.to_decode(search, model)
     carried = params.pop(CARRIED, {})
     kept[_CARRIED_FILE] = safetensors.numpy.save(carried, {"dtype": dtype})
@@ -127,15 +144,14 @@ def write(bundle: ModelBundle, folder: Path, accepted: Collection[str] = ()) -> 
     carried, dtype = _carried(kept, model)
     tensors = checkpoints.to_state_dict(marian.FAMILY, model, params | {CARRIED: carried})
     tokenizer = _tokenizer_files(bundle)
-    old = json.loads(kept.get(GENERATION, b"{}"))
+    stored, old = (_parse(kept, name) for name in (CONFIG, GENERATION))
     if not old:  # Older versions store the settings of `generate` in config.json.
-        stored = json.loads(kept.get(CONFIG, b"{}"))
         old = {name: stored[name] for name in stored.keys() & generation_config.FIELDS}
     search, losses = generation_config.from_decode(bundle.config.decode, model, old)
     with atomic.new_folder(folder) as partial:
         for name, content in tokenizer.items():
             (partial / name).write_bytes(content)
-        _write_json(partial / CONFIG, _settings(model, json.loads(kept.get(CONFIG, b"{}"))))
+        _write_json(partial / CONFIG, _settings(model, stored))
         _write_json(partial / GENERATION, search)
         checkpoint_files.write(partial / "model.safetensors", _narrowed(tensors, dtype))
     return (*notes, *losses)
@@ -147,12 +163,7 @@ def write(bundle: ModelBundle, folder: Path, accepted: Collection[str] = ()) -> 
 def _read_json(path: Path, default: Mapping[str, Any] | None = None) -> dict[str, Any]:
     if default is not None and not path.exists():
         return dict(default)
-    try:
-        values = json.loads(path.read_bytes())
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise UserError(f"{path} is damaged: {error}") from error
+    values = read_json(path)
     if not isinstance(values, dict):
         raise UserError(f"{path} is damaged: not a JSON object")
     return values
@@ -161,9 +172,9 @@ def _read_json(path: Path, default: Mapping[str, Any] | None = None) -> dict[str
 def _read_tensors(folder: Path) -> tuple[dict[str, np.ndarray], str]:
     """Returns all tensors, float16 as float32, and the dtype that most of them had."""
     for name in _WEIGHTS:
-        if (folder / name).is_file():
+        if (folder / name).exists():
             return checkpoint_files.read_widened([folder / name])
-        if (folder / (name + _INDEX)).is_file():
+        if (folder / (name + _INDEX)).exists():
             return checkpoint_files.read_widened(_shards(folder / (name + _INDEX)))
     raise UserError(f"{folder} has no {' and no '.join(_WEIGHTS)}")
 
@@ -178,6 +189,49 @@ def _shards(index: Path) -> list[Path]:
         if Path(name).name != name:
             raise UserError(f"{index} is damaged: {name} is not a file in its folder")
     return [index.with_name(name) for name in names]
+
+
+def _end_of(settings: Mapping[str, Any], tokenizers: Tokenizers) -> dict[str, Any]:
+    """Returns the end token of the vocabulary if it is one of several in the settings."""
+    given = settings.get("eos_token_id")
+    end = tokenizers.target.eos_id
+    return {"eos_token_id": end} if isinstance(given, list) and end in given else {}
+
+
+def _check_special_tokens(name: str, values: Mapping[str, Any], model: TransformerConfig) -> None:
+    """Checks the special tokens of one file against the model, which has them from `config.json`.
+
+    Raises:
+      UserError: one is no token of the model, or not the model's.
+    """
+    rows = model.target_vocab_size
+    for key, ours in (
+        ("pad_token_id", model.pad_id),
+        ("eos_token_id", model.eos_id),
+        ("decoder_start_token_id", model.bos_id),
+    ):
+        given = values.get(key)
+        tokens = given if key == "eos_token_id" and isinstance(given, list) else [given]
+        if given is None:
+            continue
+        if not all(type(token) is int and 0 <= token < rows for token in tokens):
+            raise UserError(
+                f"its {name} has {key}={given!r}: there are embeddings of {rows} tokens"
+            )
+        if ours not in tokens:
+            raise UserError(f"its {name} has {key}={given!r}, but the model has {ours}")
+
+
+def _check_sizes(settings: Mapping[str, Any], model: TransformerConfig) -> None:
+    """Checks the sizes in `config.json` against the model, which has them from its tensors.
+
+    Raises:
+      UserError: they differ.
+    """
+    for theirs, ours in _SIZES.items():
+        given, actual = settings.get(theirs), getattr(model, ours)
+        if given is not None and (type(given) is not int or given != actual):
+            raise UserError(f"its {CONFIG} has {theirs}={given!r}, but its tensors have {actual}")
 
 
 def _check_tokenizers(model: TransformerConfig, tokenizers: Tokenizers) -> None:
@@ -216,14 +270,20 @@ def _data(names: Mapping[str, Any], tokenizers: Tokenizers) -> DataConfig:
 # Writing.
 
 
+def _parse(kept: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    """Parses a file of the published folder; a missing one gives an empty object."""
+    values = parse_json(kept.get(name, b"{}"), f"{ORIGIN}/{name}")
+    if not isinstance(values, dict):
+        raise UserError(f"{ORIGIN}/{name} is damaged: not a JSON object")
+    return values
+
+
 def _carried(
     kept: Mapping[str, bytes], model: TransformerConfig
 ) -> tuple[dict[str, np.ndarray], str]:
     """Returns the carried tensors for writing, and the dtype of the file."""
     if _CARRIED_FILE in kept:
-        content = kept[_CARRIED_FILE]
-        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-        return safetensors.numpy.load(content), header["__metadata__"]["dtype"]
+        return _parse_carried(kept[_CARRIED_FILE])
     # Hugging Face omits computed tables and all but one of tied tensors.
     omitted = marian.FAMILY.omitted(model)
     # Transformers 5 ties source and target only together with the output.
@@ -231,6 +291,18 @@ def _carried(
         omitted = frozenset(marian.TABLES)
     empty = np.empty(0, model.param_dtype)
     return dict.fromkeys(sorted(omitted), empty), model.param_dtype
+
+
+def _parse_carried(content: bytes) -> tuple[dict[str, np.ndarray], str]:
+    try:
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        dtype = header["__metadata__"]["dtype"]
+        tensors = safetensors.numpy.load(content)
+    except (SafetensorError, LookupError, TypeError, ValueError, RecursionError) as error:
+        raise UserError(f"{ORIGIN}/{_CARRIED_FILE} is damaged: {first_line(error)}") from error
+    if dtype not in ("float16", "float32", "float64"):
+        raise UserError(f"{ORIGIN}/{_CARRIED_FILE} is damaged: its dtype is {dtype!r}")
+    return tensors, dtype
 
 
 def _narrowed(tensors: Mapping[str, np.ndarray], dtype: str) -> Mapping[str, np.ndarray]:
@@ -284,6 +356,8 @@ def _settings(model: TransformerConfig, kept: Mapping[str, Any]) -> dict[str, An
         }
     implied = _DEFAULTS | {"decoder_vocab_size": kept.get("vocab_size")} | dict(kept)
     changed = {name: v for name, v in values.items() if name not in implied or implied[name] != v}
+    if generation_config.is_one_of(model.eos_id, kept.get("eos_token_id")):
+        del changed["eos_token_id"]
     return dict(kept) | changed
 
 

@@ -12,7 +12,9 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 
 from flaxformer_mt.config import to_dict
+from flaxformer_mt.config.fields import MAX_INTEGER
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.input_files import parse_json
 from flaxformer_mt.interop import checkpoint_files
 from flaxformer_mt.interop.checkpoint_files import Tensors
 from flaxformer_mt.interop.weight_maps import mapping
@@ -77,14 +79,17 @@ def _adam_of(metadata: Mapping[str, str], tensors: Tensors) -> AdamState | None:
     if "adam_step" not in metadata:
         return None
     mean, variance = (_unflatten(f"{ADAM}{kind}/", tensors) for kind in ("mean", "variance"))
-    settings = json.loads(metadata["adam_settings"])
+    settings = parse_json(metadata["adam_settings"], "its metadata")
+    step = int(metadata["adam_step"])
+    if not 0 <= step <= MAX_INTEGER:
+        raise ValueError(f"adam_step={step}")
     # JSON has no tuples.
     groups = [
         group | {"betas": tuple(group["betas"])} if "betas" in group else group
         for group in settings.get("param_groups", [])
     ]
     settings |= {"param_groups": groups} if groups else {}
-    return AdamState(int(metadata["adam_step"]), mean, variance, settings)
+    return AdamState(step, mean, variance, settings)
 
 
 def _flatten(prefix: str, tree: Mapping[str, Any]) -> dict[str, np.ndarray]:

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import dataclasses
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 
 from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.config.fields import bounds_of, check_value, type_hints
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop import checkpoint_files
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint, identical
@@ -76,7 +78,8 @@ def _configure(
     """
     if not checkpoint.tensors:
         raise UserError("it contains no tensors")
-    given = family.guess(checkpoint) | overrides
+    given = _guessed(family, checkpoint) | overrides
+    _check_types(given)
     if given.get("num_heads", 0) < 1:
         raise UserError(
             "the number of heads cannot be read from the checkpoint: give num_heads=..."
@@ -91,6 +94,22 @@ def _configure(
     config = family.configuration(**{"dtype": dtype} | given | read)
     validation.check_switches(family, config)
     return config
+
+
+def _guessed(family: Family, checkpoint: PublishedCheckpoint) -> dict[str, Any]:
+    """Returns the fields that follow from the settings of a checkpoint, which may be anything."""
+    try:
+        return family.guess(checkpoint)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise UserError(f"its settings are damaged: {error!r}") from error
+
+
+def _check_types(given: Mapping[str, Any]) -> None:
+    """Checks fields that are used before a configuration is made of them."""
+    for field in dataclasses.fields(TransformerConfig):
+        if field.name in given:
+            hint = type_hints(TransformerConfig)[field.name]
+            check_value(given[field.name], hint, bounds_of(field), field.name)
 
 
 def differentiable(

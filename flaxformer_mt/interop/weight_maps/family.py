@@ -158,7 +158,7 @@ def activation_of_settings(
     """
     if name not in settings:
         return {}
-    if settings[name] not in activations:
+    if not isinstance(settings[name], str) or settings[name] not in activations:
         raise UserError(f"the model cannot have {name}={settings[name]}, only {[*activations]}")
     return {"activation": activations[settings[name]]}
 
