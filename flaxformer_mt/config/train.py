@@ -67,8 +67,8 @@ class TrainConfig:
     """alpha of R-Drop (Liang et al. 2021): weight of the divergence between two forward passes of
     each batch with different dropout; 0 = off, 5 is usual for translation."""
     max_skipped_steps: int = option(10, FieldRole.RUNNING, lowest=1)
-    """Stop at the last checkpoint after this many consecutive steps whose loss or gradient is not
-    finite. Such steps update nothing."""
+    """Stop at the last checkpoint after this many consecutive steps whose loss, gradient or update
+    is not finite. Such steps change no parameter."""
     init_from: str = option("", FieldRole.START)
     """Initial parameters: a run folder (its best checkpoint, and its vocabulary), or a .safetensors
     file written by `flaxformer-mt convert --to flaxformer_mt`."""

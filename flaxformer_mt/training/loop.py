@@ -60,8 +60,8 @@ def train(
 
     Raises:
       Interrupted: `should_stop` returned True; a checkpoint was written.
-      UserError: the loss or gradient of too many steps in a row was not finite, and the run is back
-        at its newest checkpoint; or a checkpoint cannot be written.
+      UserError: loss, gradient or update of too many steps in a row was not finite, and the run is
+        back at its newest checkpoint; or a checkpoint cannot be written.
     """
     progress = Progress()
     if checkpointer.latest_step() is not None:
@@ -193,7 +193,11 @@ def _training_metrics(interval: Sums) -> dict[str, Any]:
 
 
 _SKIPPED = "skipped_steps"
-_CAUSES = {"nonfinite_loss": "loss", "nonfinite_gradient": "gradient"}
+_CAUSES = {
+    "nonfinite_loss": "loss",
+    "nonfinite_gradient": "gradient",
+    "nonfinite_update": "update",
+}
 
 
 class _StartedSteps:

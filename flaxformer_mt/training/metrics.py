@@ -197,7 +197,8 @@ class ConsoleWriter:
         parts += [_FORMATS[name].format(values[name]) for name in _FORMATS if name in values]
         if values.get("skipped_steps"):
             count = values["skipped_steps"]
-            self._print(f"step {step:,}: {count} skipped: loss or gradient was not finite")
+            what = "update" if values.get("nonfinite_update") else "loss or gradient"
+            self._print(f"step {step:,}: {count} skipped: {what} was not finite")
         if split != "train":
             self._print("  ".join(parts))
             return

@@ -25,7 +25,7 @@ class TrainState:
     ema: Params | None = None
     """Exponential moving average of `params`, if enabled."""
     skipped: Array = flax.struct.field(default_factory=lambda: jnp.zeros((), jnp.int32))
-    """Number of most recent steps in a row that were skipped, because the loss or the gradient was
+    """Number of most recent steps in a row that were skipped, because loss, gradient or update was
     not finite: int32 []."""
 
     @property

@@ -43,8 +43,9 @@ def train_step(
 ) -> tuple[TrainState, Metrics]:
     """Updates the parameters and their moving average once.
 
-    If loss or gradient is not finite, the update is skipped: parameters, average and optimizer
-    state do not change, but the step number, and with it data and dropout, advances.
+    If the loss, the gradient or the updated parameters are not finite, the update is skipped:
+    parameters, average and optimizer state do not change, but the step number, and with it data and
+    dropout, advances.
 
     Args:
       state: before the update.
@@ -61,7 +62,8 @@ def train_step(
       - "r_drop", per target token, with R-Drop: the divergence of the two predictions;
       - "padding_fraction", per position;
       - "gradient_norm", per step: of the trained parameters, before clipping;
-      - "skipped_steps", "nonfinite_loss" and "nonfinite_gradient", per step: 0 or 1.
+      - "skipped_steps", "nonfinite_loss", "nonfinite_gradient" and "nonfinite_update", per step:
+        0 or 1.
 
       In a skipped step the others have the weight 0, except for the padding fraction: their means
       are those of the other steps.
@@ -70,13 +72,17 @@ def train_step(
     norm = optax.tree.norm(gradient)
     one = jnp.ones_like(norm)
     metrics["gradient_norm"] = (norm, one)
-    # Both are sums over all devices, so that all make the same decision.
-    loss_is_finite, gradient_is_finite = jnp.isfinite(metrics["loss"][0]), jnp.isfinite(norm)
-    is_finite = loss_is_finite & gradient_is_finite
 
     trained, frozen = split(state.params, config.freeze)
     updates, opt_state = optimizer.update(gradient, state.opt_state, trained)
-    params = merge(optax.apply_updates(trained, updates), frozen)
+    trained = optax.apply_updates(trained, updates)
+    # All are sums over all devices, so that all make the same decision. A finite norm also bounds
+    # what is computed from parameters and gradient: Adam's moments and the moving average.
+    loss_is_finite, gradient_is_finite, update_is_finite = map(
+        jnp.isfinite, (metrics["loss"][0], norm, optax.tree.norm(trained))
+    )
+    is_finite = loss_is_finite & gradient_is_finite & update_is_finite
+    params = merge(trained, frozen)
     ema = None if state.ema is None else moving_average(state.ema, params, config.ema_decay)
     updated = dataclasses.replace(
         state, params=params, opt_state=opt_state, ema=ema, skipped=jnp.zeros_like(state.skipped)
@@ -92,6 +98,7 @@ def train_step(
                 ("skipped_steps", ~is_finite),
                 ("nonfinite_loss", ~loss_is_finite),
                 ("nonfinite_gradient", ~gradient_is_finite),
+                ("nonfinite_update", ~update_is_finite),
             )
         },
     }

@@ -83,6 +83,26 @@ def test_a_gradient_that_is_not_finite_is_told_from_such_a_loss(setup):
     chex.assert_trees_all_equal(jax.device_get(state.params), jax.device_get(tiny.state().params))
 
 
+OVERFLOWING = {"kind": "adamw", "weight_decay": 1e6, "learning_rate": 1e6, "schedule": "constant"}
+"""Weight decay multiplies the parameters by about -1e12 in each step."""
+
+
+def test_an_update_that_is_not_finite_changes_nothing(setup):
+    tiny = setup.of(bigram=True, optimizer=OVERFLOWING, ema_decay=0.5)
+    state, metrics = tiny.state(), None
+    for step in range(6):
+        before = jax.device_get(state)
+        state, metrics = tiny.train_step(state, tiny.placed_batch(step))
+        metrics = jax.device_get(metrics)
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(jax.device_get(state)))
+        if metrics["nonfinite_update"][0]:
+            break
+    assert metrics["nonfinite_update"] == metrics["skipped_steps"] == (1, 1)
+    assert metrics["nonfinite_loss"] == metrics["nonfinite_gradient"] == (0, 1)
+    expected = before.replace(step=before.step + 1, skipped=before.skipped + 1)
+    chex.assert_trees_all_equal(jax.device_get(state), expected)
+
+
 # The moving average.
 
 

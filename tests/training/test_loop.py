@@ -8,6 +8,7 @@ import math
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from flaxformer_mt.data.stream.prefetch import Prefetched
@@ -285,6 +286,19 @@ def test_without_a_checkpoint_a_run_goes_back_to_the_start(runs):
     with pytest.raises(UserError, match=r"steps 1 to 3 .* back at step 0: .*clip_norm=1$"):
         run(batch=spoiled(run.tiny, range(10)))
     assert run.lines == []
+
+
+def test_no_checkpoint_holds_parameters_that_are_not_finite(runs):
+    overflowing = {"kind": "adamw", "weight_decay": 1e6, "learning_rate": 1e6}
+    run = runs(
+        optimizer={**overflowing, "schedule": "constant"}, checkpoint_every=1, max_skipped_steps=2
+    )
+    with pytest.raises(UserError, match=r"^the update was not finite in steps "):
+        run(num_steps=12)
+    assert run.checkpoints
+    for step in run.checkpoints:
+        _, params = restore_params(run.folder, step)
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(jax.device_get(params)))
 
 
 def test_an_exception_of_the_stream_ends_the_run(runs):
