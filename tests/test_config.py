@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import typing
 
 import pytest
@@ -134,6 +135,43 @@ def test_json_that_is_not_a_configuration_is_rejected(text):
 def test_invalid_values_are_rejected(kind, values, message):
     with pytest.raises(UserError, match=message):
         kind(**values)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"temperature": 0.7}, "decode.temperature=0.7 needs decode.sampling or decode.mbr_sam"),
+        ({"top_k": 5}, "decode.top_k=5 needs decode.sampling or decode.mbr_samples; its default"),
+        ({"top_p": 0.9}, "decode.top_p=0.9 needs decode.sampling"),
+        ({"min_p": 0.1}, "decode.min_p=0.1 needs decode.sampling"),
+        ({"epsilon_cutoff": 0.1}, "decode.epsilon_cutoff=0.1 needs decode.sampling"),
+        ({"sampling": True, "mbr_samples": 4}, "decode.mbr_samples=4 exclude each other"),
+        ({"sampling": True, "beam_groups": 2}, "decode.beam_groups=2 is for beam search"),
+        ({"mbr_samples": 9, "beam_groups": 2}, "decode.beam_groups=2 is for beam search"),
+        ({"shortlist_first": 5}, "decode.shortlist_first=5 needs decode.shortlist"),
+        ({"shortlist_best": 5}, "decode.shortlist_best=5 needs decode.shortlist"),
+        ({"min_length": 5, "max_length": 5}, "decode.min_length=5 leaves no room"),
+        ({"min_length_factor": 2.0}, "decode.min_length_factor=2.0 is more than decode.max_len"),
+    ],
+)
+def test_search_options_that_do_not_go_together_are_rejected(values, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        DecodeConfig(**values)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"sampling": True, "temperature": 0.7, "top_k": 5, "top_p": 0.9},
+        {"mbr_samples": 4, "temperature": 0.7, "epsilon_cutoff": 0.1},
+        {"shortlist": "lex", "shortlist_first": 5, "shortlist_best": 5},
+        {"min_length": 4, "max_length": 5},
+        {"min_length_factor": 2.0, "max_length": 5},
+        {"sampling": True, "beam_size": 8},
+    ],
+)
+def test_search_options_that_go_together_are_accepted(values):
+    DecodeConfig(**values)
 
 
 def test_differences_name_the_fields_that_forbid_continuation():

@@ -6,11 +6,18 @@ from typing import Literal
 from flaxformer_mt.config.fields import (
     MAX_LAYERS,
     MAX_SEED,
+    MAX_WIDTH,
     FieldRole,
     option,
     require,
     validate,
 )
+
+MAX_FACTOR = 1000
+"""Limit of penalties and factors."""
+
+_OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "epsilon_cutoff")
+_OF_SHORTLISTS = ("shortlist_first", "shortlist_best")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,36 +28,36 @@ class DecodeConfig:
     """W: number of hypotheses per sentence; 1 = greedy search."""
     n_best: int = option(1, FieldRole.SEARCH, lowest=1, limit=10**6)
     """Number of translations returned per sentence; at most beam_size for beam search."""
-    length_penalty: float = option(0.6, FieldRole.SEARCH, lowest=0)
+    length_penalty: float = option(0.6, FieldRole.SEARCH, lowest=0, limit=100)
     """alpha of the length normalization, by which log-probabilities are divided; higher values
     favour longer translations, 0 = no normalization."""
     length_penalty_kind: Literal["gnmt", "average"] = option("gnmt", FieldRole.SEARCH)
     """gnmt: ((5 + length) / 6)**alpha (Wu et al. 2016); average: length**alpha (Hugging Face,
     CTranslate2, fairseq). The length includes the end token."""
-    coverage_penalty: float = option(0.0, FieldRole.SEARCH, lowest=0)
+    coverage_penalty: float = option(0.0, FieldRole.SEARCH, lowest=0, limit=MAX_FACTOR)
     """beta of the coverage penalty (Wu et al. 2016, equation 14), which favours attending to every
     source token: beta * sum over source tokens of log(min(attention received, 1)); 0 = none."""
     early_stopping: Literal["never", "heuristic", "first"] = option("never", FieldRole.SEARCH)
     """When beam search ends, given beam_size finished hypotheses. never: when no unfinished one can
     become better; heuristic: when no unfinished one would be better if it ended now; first:
     immediately. (Hugging Face's early_stopping="never", False and True.)"""
-    min_length: int = option(0, FieldRole.SEARCH, lowest=0)
+    min_length: int = option(0, FieldRole.SEARCH, lowest=0, limit=MAX_WIDTH)
     """Minimum length of a translation in tokens, without the end token."""
-    min_length_factor: float = option(0.0, FieldRole.SEARCH, lowest=0)
+    min_length_factor: float = option(0.0, FieldRole.SEARCH, lowest=0, limit=MAX_FACTOR)
     """Minimum length of a translation in tokens per source token."""
-    max_length: int = option(0, FieldRole.SEARCH, lowest=0)
+    max_length: int = option(0, FieldRole.SEARCH, lowest=0, limit=MAX_WIDTH)
     """Maximum length of a translation in tokens, end token included; 0 = max_length_factor * source
     length + max_length_extra."""
-    max_length_factor: float = option(1.5, FieldRole.SEARCH, lowest=0)
+    max_length_factor: float = option(1.5, FieldRole.SEARCH, lowest=0, limit=MAX_FACTOR)
     """Tokens per source token in the maximum length."""
-    max_length_extra: int = option(20, FieldRole.SEARCH, lowest=1)
+    max_length_extra: int = option(20, FieldRole.SEARCH, lowest=1, limit=MAX_WIDTH)
     """Tokens added to the maximum length."""
     force_end: bool = option(False, FieldRole.SEARCH)
     """Make the last token within the maximum length the end token; otherwise a translation of that
     length has none."""
-    no_repeat_ngram_size: int = option(0, FieldRole.SEARCH, lowest=0)
+    no_repeat_ngram_size: int = option(0, FieldRole.SEARCH, lowest=0, limit=MAX_WIDTH)
     """No n-gram of this size occurs twice in a translation; 0 = no constraint."""
-    repetition_penalty: float = option(1.0, FieldRole.SEARCH, above=0)
+    repetition_penalty: float = option(1.0, FieldRole.SEARCH, lowest=0.001, limit=MAX_FACTOR)
     """Divides the scores of tokens that the translation already contains (Keskar et al. 2019); 1 =
     no penalty."""
     bad_words: tuple[str, ...] = option((), FieldRole.SEARCH)
@@ -62,12 +69,12 @@ class DecodeConfig:
     beam_groups: int = option(1, FieldRole.SEARCH, lowest=1, limit=10**6)
     """Number of groups of diverse beam search (Vijayakumar et al. 2018); groups share beam_size
     equally and avoid each other's tokens."""
-    diversity_penalty: float = option(0.0, FieldRole.SEARCH, lowest=0)
+    diversity_penalty: float = option(0.0, FieldRole.SEARCH, lowest=0, limit=MAX_FACTOR)
     """Subtracted from a token's log-probability for each hypothesis of an earlier group that chose
     it at the same position."""
     sampling: bool = option(False, FieldRole.SEARCH)
     """Sample n_best translations instead of searching for the best."""
-    temperature: float = option(1.0, FieldRole.SEARCH, above=0)
+    temperature: float = option(1.0, FieldRole.SEARCH, lowest=0.001, limit=MAX_FACTOR)
     """Divides the logits before sampling: lower values favour probable tokens, higher values
     variety."""
     top_k: int = option(0, FieldRole.SEARCH, lowest=0)
@@ -101,9 +108,9 @@ class DecodeConfig:
     alignment_layer: int = option(-1, FieldRole.SEARCH, lowest=-MAX_LAYERS, limit=MAX_LAYERS)
     """Decoder layer whose attention aligns source and target, from 0; negative counts from the
     last."""
-    alignment_head: int = option(-1, FieldRole.SEARCH, lowest=-1)
+    alignment_head: int = option(-1, FieldRole.SEARCH, lowest=-1, limit=MAX_WIDTH)
     """Head whose attention aligns, from 0; -1 = the mean of all heads."""
-    max_source_length: int = option(0, FieldRole.SEARCH, lowest=2, also=0)
+    max_source_length: int = option(0, FieldRole.SEARCH, lowest=2, limit=MAX_WIDTH, also=0)
     """Input longer than this many tokens is split at sentence boundaries, and its translations are
     joined; 0 = 512, or the number of positions of the model."""
     batch_tokens: int = option(1024, FieldRole.RUNNING, lowest=1)
@@ -129,11 +136,47 @@ class DecodeConfig:
             self.diversity_penalty == 0 or self.beam_groups > 1,
             "decode.diversity_penalty needs decode.beam_groups of 2 or more",
         )
+        self._check_sampling()
+        self._check_lengths()
+        if not self.shortlist:
+            self._require_defaults(_OF_SHORTLISTS, "needs decode.shortlist")
         for phrase in self.bad_word_ids:
             require(
                 all(token.strip().isdecimal() for token in phrase.split(",")),
                 f'decode.bad_word_ids: "{phrase}" must be comma-separated token ids, such as '
                 '"17,4"',
+            )
+
+    def _check_sampling(self) -> None:
+        require(
+            not (self.sampling and self.mbr_samples),
+            f"decode.sampling and decode.mbr_samples={self.mbr_samples} exclude each other: "
+            "decode.mbr_samples alone samples as well, decode.mbr_samples=0 returns the samples",
+        )
+        if self.samples:
+            self._require_defaults(("beam_groups",), "is for beam search, not for sampling")
+        else:
+            self._require_defaults(_OF_SAMPLING, "needs decode.sampling or decode.mbr_samples")
+
+    def _check_lengths(self) -> None:
+        require(
+            not self.max_length or self.min_length < self.max_length,
+            f"decode.min_length={self.min_length} leaves no room for the end token within "
+            f"decode.max_length={self.max_length}",
+        )
+        require(
+            self.max_length > 0 or self.min_length_factor <= self.max_length_factor,
+            f"decode.min_length_factor={self.min_length_factor} is more than "
+            f"decode.max_length_factor={self.max_length_factor}",
+        )
+
+    def _require_defaults(self, names: tuple[str, ...], reason: str) -> None:
+        """Raises `UserError` if a field that would have no effect has not its default."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            require(
+                field.name not in names or value == field.default,
+                f"decode.{field.name}={value} {reason}; its default is {field.default}",
             )
 
     @property

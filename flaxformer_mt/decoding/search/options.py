@@ -113,7 +113,7 @@ class SearchOptions:
             forbidden_ids=tuple(sorted(bad_words.union(forbidden_ids))),
             bad_phrases=tuple(tuple(phrase) for phrase in bad_phrases if len(phrase) > 1),
             renormalize=decode.renormalize,
-            beam_groups=1 if decode.samples else decode.beam_groups,
+            beam_groups=decode.beam_groups,
             diversity_penalty=decode.diversity_penalty,
             sampling=decode.samples,
             temperature=unless(decode.temperature, 1),

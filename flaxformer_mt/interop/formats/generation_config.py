@@ -46,6 +46,7 @@ _SAME = {
     "min_p": "min_p",
     "epsilon_cutoff": "epsilon_cutoff",
 }
+_OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "epsilon_cutoff")
 # ... and unsupported ones that affect results, with the values that do not.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "typical_p": (1.0,), "eta_cutoff": (0.0,), "top_h": (), "encoder_repetition_penalty": (1.0,),
@@ -89,8 +90,8 @@ def to_decode(
             "bad_word_ids": _bad_word_ids(values["bad_words_ids"], model),
             **_lengths(values, model),
         }
-        if not values["do_sample"]:
-            fields["top_k"] = DecodeConfig.top_k  # Its default has no effect without sampling.
+        if not values["do_sample"]:  # `generate` ignores these, too.
+            fields |= {name: getattr(DecodeConfig, name) for name in _OF_SAMPLING}
         decode = DecodeConfig(**fields)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"its generation settings are damaged: {error!r}") from error
@@ -210,5 +211,6 @@ def _lengths(values: Mapping[str, Any], model: TransformerConfig) -> dict[str, A
     longest = values["max_new_tokens"] or max(values["max_length"] - 1, 0)
     shortest = values["min_new_tokens"] or max(values["min_length"] - 1, 0)
     if 0 < longest < model.max_length - 1:
-        return {"min_length": shortest, "max_length": longest}
+        # `generate` ends at max_length whatever min_length is; ours leaves room for the end token.
+        return {"min_length": min(shortest, longest - 1), "max_length": longest}
     return {"min_length": shortest, "max_length_factor": 2.0, "max_length_extra": 50}
