@@ -47,8 +47,14 @@ from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.run_reader import Run
 from flaxformer_mt.runs import atomic
 from flaxformer_mt.runs.checkpoint import Checkpointer, restore_params
-from flaxformer_mt.runs.folder import check_unchanged, holds_run, write_run
-from flaxformer_mt.runs.layout import CACHE, CONFIG, METRICS, TENSORBOARD, TOKENIZER
+from flaxformer_mt.runs.folder import (
+    check_unchanged,
+    check_vocabulary,
+    holds_run,
+    read_tokenizers,
+    write_run,
+)
+from flaxformer_mt.runs.layout import CACHE, CONFIG, METRICS, TENSORBOARD
 from flaxformer_mt.runs.lock import locked
 from flaxformer_mt.training import loop
 from flaxformer_mt.training.memory import step_cost
@@ -177,12 +183,15 @@ def prepare(
     continued = holds_run(workdir, given)
     corpora = open_all(given)
     if continued:
-        tokenizers = Tokenizers.load(workdir / TOKENIZER)
+        tokenizers = read_tokenizers(workdir)
         check_unchanged(workdir, corpora, tokenizers)
     else:
         if given.model.has_inputs:
             check_sides(corpora["train"], [*corpora["valid"], *corpora["test"]])
-        data = dataclasses.replace(given.data, tokenizer_path=tokenizer_path(given))
+        path = tokenizer_path(given)
+        if path:
+            check_vocabulary(Path(path))
+        data = dataclasses.replace(given.data, tokenizer_path=path)
         tokenizers = Tokenizers.for_run(corpora["train"], data, given.model.has_inputs)
     tokens = tokenize(given, corpora, tokenizers, cache_folder or workdir / CACHE)
     config = resolve_config(given, tokens, tokenizers)

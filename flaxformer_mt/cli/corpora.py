@@ -112,12 +112,12 @@ def lexicon(
       output_file: Text file to write, one "target source probability" entry per line (.gz:
         compressed).
     """
-    from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers, evenly
+    from flaxformer_mt.data.tokenizers.tokenizer import evenly
     from flaxformer_mt.decoding.shortlists.lexicon import MAX_PAIRS, learn, write_table
-    from flaxformer_mt.runs.layout import TOKENIZER
+    from flaxformer_mt.runs.folder import read_tokenizers
 
     require_folders(output_file)
-    tokenizers = Tokenizers.load(run / TOKENIZER)
+    tokenizers = read_tokenizers(run)
     pairs = evenly(stream_parallel(source, target), MAX_PAIRS)
     sources, targets = zip(*pairs, strict=True)
     table = learn(tokenizers.source.encode(sources), tokenizers.target.encode(targets))

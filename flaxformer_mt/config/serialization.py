@@ -75,7 +75,10 @@ def from_json(text: str) -> ExperimentConfig:
     Raises:
       UserError: the text is not a JSON object, or does not describe an experiment.
     """
-    values = parse_json(text, "the configuration")
+    try:
+        values = parse_json(text, "it")
+    except UserError as error:
+        raise UserError(f"not a configuration: {error}") from error
     require(isinstance(values, dict), "not a configuration: not a JSON object")
     require(
         "model_type" not in values,

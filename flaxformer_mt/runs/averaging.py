@@ -3,8 +3,9 @@
 Source: Vaswani et al. 2017, section 6.1, who average the last 5 (base) or 20 (big).
 """
 
+import contextlib
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,10 +13,11 @@ import jax
 import numpy as np
 
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.runs import atomic
+from flaxformer_mt.runs import atomic, step_folders
 from flaxformer_mt.runs.checkpoint import restore_params, whole_checkpoints, write_params
-from flaxformer_mt.runs.folder import require_run
-from flaxformer_mt.runs.layout import CONFIG, DATA, TOKENIZER
+from flaxformer_mt.runs.data_file import check_files
+from flaxformer_mt.runs.folder import read_config
+from flaxformer_mt.runs.layout import CONFIG, DATA, ORIGIN, TOKENIZER
 from flaxformer_mt.runs.retention import validated_steps
 
 
@@ -42,21 +44,24 @@ def average_run(
       The steps that were averaged.
 
     Raises:
-      UserError: there are too few intact checkpoints, `run_folder` is not a run folder, or the
-        output exists or cannot be written.
+      UserError: there are too few intact checkpoints, `run_folder` is not a run folder or damaged,
+        or the output exists or cannot be written.
     """
     run_folder, output = Path(run_folder), Path(output)
-    require_run(run_folder)
     if output.exists():
         raise UserError(f"{output} exists: remove it, or give another --output")
-    steps = _choose(run_folder, count, which, announce)
-    params = average(run_folder, steps)
+    read_config(run_folder)
+    check_files(run_folder)
+    with _chosen(run_folder, count, which, announce) as steps:
+        params = average(run_folder, steps)
 
     with atomic.new_folder(output, parents=True) as partial:
         for name in (CONFIG, DATA):
             if (run_folder / name).is_file():
                 shutil.copy(run_folder / name, partial)
-        shutil.copytree(run_folder / TOKENIZER, partial / TOKENIZER)
+        for name in (TOKENIZER, ORIGIN):
+            if (run_folder / name).is_dir():
+                shutil.copytree(run_folder / name, partial / name)
         write_params(partial, max(steps), params)
     return steps
 
@@ -72,6 +77,19 @@ def average(run_folder: str | Path, steps: Sequence[int]) -> dict[str, Any]:
         wide = jax.tree.map(lambda leaf: leaf.astype(np.float64), params)
         total = jax.tree.map(np.add, total, wide) if total else wide
     return jax.tree.map(lambda leaf, like: (leaf / len(steps)).astype(like.dtype), total, params)
+
+
+@contextlib.contextmanager
+def _chosen(
+    run_folder: Path, count: int, which: Literal["last", "best"], announce: Callable[[str], None]
+) -> Iterator[list[int]]:
+    """Chooses checkpoints that a training in progress does not remove while the block runs."""
+    while True:
+        steps = _choose(run_folder, count, which, announce)
+        with step_folders.in_use(step_folders.folder_of(run_folder), steps) as are_there:
+            if are_there:
+                yield steps
+                return
 
 
 def _choose(

@@ -4,20 +4,17 @@
 `training` (the rest of the state), all independent of the devices that wrote them; `progress.json`,
 the state of the training loop; and `manifest.json`, against which the other files are verified.
 
-A checkpoint is written to `<step>.partial`, which is renamed once everything is on disk, the
-manifest last. Only then are older checkpoints removed, after being renamed to `.partial` as well.
-So a process may be killed at any moment: a folder whose name is a number was complete once, and
-there is always one.
+A checkpoint is written in a workspace (`runs/atomic.py`), and gets its name once everything is on
+disk, the manifest last. Only then are older checkpoints removed, unless another process is reading
+them; they are moved to a workspace first. So a process may be killed at any moment: a folder whose
+name is a number was complete once, and there is always one.
 """
 
 import contextlib
 import dataclasses
-import json
 import logging
-import math
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -33,17 +30,15 @@ from orbax.checkpoint.args import Composite, StandardRestore, StandardSave
 from flaxformer_mt import distributed
 from flaxformer_mt.config import ValidationMetric
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.runs import atomic
+from flaxformer_mt.runs import atomic, data_file, step_folders
 from flaxformer_mt.runs.layout import (
-    CHECKPOINTS,
     EMA,
     PARAMS,
-    PROGRESS,
     TRAINING,
     CheckpointSelector,
 )
-from flaxformer_mt.runs.manifest import damage, write_manifest
-from flaxformer_mt.runs.retention import best_step, kept_steps, ranking_score
+from flaxformer_mt.runs.manifest import damage
+from flaxformer_mt.runs.retention import kept_steps
 
 
 class Checkpointable(Protocol):
@@ -81,20 +76,25 @@ class Checkpointer:
         """Opens or creates the run's folder of checkpoints.
 
         Removes what an unfinished save left behind. Renames each damaged checkpoint to
-        `<step>.damaged`, so that training can write that step again.
+        `<step>.damaged`, so that training can write that step again. `data.json`, if the folder has
+        one, identifies the run to which the checkpoints belong.
 
         Args:
           run_folder: the run folder.
           keep_last: number of newest checkpoints to keep.
           keep_best: number of best checkpoints to keep, by `best_metric`.
           best_metric: the validation metric that ranks checkpoints.
-          announce: called with one line for each damaged checkpoint.
+          announce: called with one line for each damaged checkpoint, and if `metrics.jsonl` is
+            damaged.
 
         Raises:
-          UserError: the folder cannot be written to.
+          UserError: the folder cannot be written to, or `data.json` is damaged.
         """
         self.run_folder = Path(run_folder)
-        self._folder = _folder(run_folder)
+        self._folder = step_folders.folder_of(run_folder)
+        self._announce = announce
+        self._run_id = data_file.run_id(run_folder)
+        self._workspaces = contextlib.ExitStack()
         self._keep_last = keep_last
         self._keep_best = keep_best
         self._best_metric = best_metric
@@ -103,15 +103,16 @@ class Checkpointer:
         if distributed.is_main():
             with _explained(f"{self._folder} cannot be written to: {{}}"):
                 self._folder.mkdir(parents=True, exist_ok=True)
-                _remove_partial(self._folder)
-                # Fails now rather than at the first save.
-                _partial(self._folder, 0).mkdir()
-                _partial(self._folder, 0).rmdir()
-                self._scores, damaged = _verified(self._folder)
+                step_folders.remove_leftovers(self._folder)
+                with atomic.workspace(self._folder):
+                    pass  # Fails now rather than at the first save.
+                self._scores, damaged = step_folders.verified(self._folder)
                 for step, cause in damaged.items():
-                    aside = _set_aside(self._folder, step)
+                    aside = step_folders.set_aside(self._folder, step)
                     announce(f"{self._folder / str(step)} is damaged: {cause}; moved to {aside}")
-        newest = _from_first_process(max(self._scores, default=-1))
+            if self._scores:
+                data_file.mark_trained(self.run_folder)
+        newest = int(_from_first_process(np.int32(max(self._scores, default=-1))))
         self._latest = None if newest < 0 else newest
 
         logging.getLogger("absl").addFilter(_is_not_raised)
@@ -159,12 +160,15 @@ class Checkpointer:
         if state.ema is not None:
             items[EMA] = state.ema
         with self._explained(step):
+            partial = self._new_workspace() / str(step)
             self._orbax.save(
-                _partial(self._folder, step),
+                partial,
                 args=Composite(**{name: StandardSave(item) for name, item in items.items()}),
             )
-        record = _record(self._best_metric, metrics or {}, progress or {})
-        self._unfinished = self._finisher.submit(self._finish, step, record)
+        record = step_folders.make_record(
+            self._best_metric, metrics or {}, progress or {}, self._run_id
+        )
+        self._unfinished = self._finisher.submit(self._finish, partial, record)
         self._latest = step
 
     def latest_step(self) -> int | None:
@@ -182,10 +186,13 @@ class Checkpointer:
           The state, and the progress that was saved with it.
 
         Raises:
-          UserError: the checkpoint holds parameters only, as an averaged one does.
+          UserError: the checkpoint holds parameters only, as an averaged one does, or is of another
+            run.
         """
         self.wait()
         path = self._folder / str(self._latest)
+        record = step_folders.read_record(path)
+        step_folders.check_run(record, path, self._run_id)
         if not (path / TRAINING).is_dir():
             raise UserError(
                 f"{path} holds parameters only and cannot be continued: start a run in another "
@@ -199,7 +206,7 @@ class Checkpointer:
             path, args=Composite(**{name: StandardRestore(item) for name, item in items.items()})
         )
         restored = {PARAMS: restored[PARAMS], EMA: restored.get(EMA), **restored[TRAINING]}
-        return dataclasses.replace(template, **restored), _read_record(path)["progress"]
+        return dataclasses.replace(template, **restored), record["progress"]
 
     def wait(self) -> None:
         """Waits until everything is written.
@@ -219,17 +226,29 @@ class Checkpointer:
             self._finisher.shutdown()
             self._orbax.close()
 
-    def _finish(self, step: int, record: Mapping[str, Any]) -> None:
+    def _new_workspace(self) -> Path:
+        """Returns a folder to write a checkpoint in, until `_workspaces` is closed."""
+        name = ""
+        if distributed.is_main():
+            name = self._workspaces.enter_context(atomic.workspace(self._folder)).name
+        letters = np.frombuffer(name.encode().ljust(64), np.uint8)
+        return self._folder / _from_first_process(letters).tobytes().decode().strip()
+
+    def _finish(self, partial: Path, record: Mapping[str, Any]) -> None:
         """Completes the checkpoint that Orbax is writing, then removes superfluous ones."""
+        step = int(partial.name)
         with self._explained(step):
             self._orbax.wait_until_finished()
             if distributed.is_main():
-                _commit(self._folder, step, record)
-                self._scores[step] = _score(record)
+                step_folders.commit(self._folder, partial, record)
+                self._workspaces.close()
+                data_file.mark_trained(self.run_folder)
+                self._scores[step] = step_folders.score(record)
                 kept = kept_steps(self._scores, self._keep_last, self._keep_best)
                 for superfluous in self._scores.keys() - kept:
-                    _remove(self._folder, superfluous)
-                    del self._scores[superfluous]
+                    # One that is being read is removed after a later save.
+                    if step_folders.remove(self._folder, superfluous):
+                        del self._scores[superfluous]
 
     @contextlib.contextmanager
     def _explained(self, step: int) -> Iterator[None]:
@@ -241,8 +260,8 @@ class Checkpointer:
             ):
                 yield
         except UserError:
-            if distributed.is_main():
-                _remove_partial(self._folder, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                self._workspaces.close()
             raise
 
 
@@ -265,12 +284,27 @@ def restore_params(
     Raises:
       UserError: there is no such checkpoint, or it is damaged.
     """
-    folder = _folder(run_folder)
-    step = _choose(folder, checkpoint)
-    path = folder / str(step)
+    folder = step_folders.folder_of(run_folder)
+    run_id = data_file.run_id(run_folder)
+    while True:
+        step = step_folders.choose(folder, checkpoint)
+        path = folder / str(step)
+        with step_folders.in_use(folder, [step]) as is_there:
+            if not is_there:
+                continue  # Training has removed it in the meantime.
+            try:
+                return step, _restore_params(path, run_id)
+            except Exception:
+                # So has it here, on a file system without locks.
+                if path.is_dir():
+                    raise
+
+
+def _restore_params(path: Path, run_id: str | None) -> dict[str, Any]:
     cause = damage(path)
     if cause:
-        raise UserError(f"{path} is damaged: {cause}; {_advice(folder, step)}")
+        raise UserError(f"{path} is damaged: {cause}; {step_folders.advice(path)}")
+    step_folders.check_run(step_folders.read_record(path), path, run_id)
     name = EMA if (path / EMA).is_dir() else PARAMS
     with ocp.Checkpointer(_handlers(alone=True), multiprocessing_options=_alone()) as orbax:
         sharding = SingleDeviceSharding(jax.local_devices()[0])
@@ -279,7 +313,7 @@ def restore_params(
             orbax.metadata(path).item_metadata[name].tree,
         )
         items = orbax.restore(path, args=Composite(**{name: StandardRestore(template)}))
-    return step, items[name]
+    return items[name]
 
 
 def write_params(run_folder: str | Path, step: int, params: Mapping[str, Any]) -> None:
@@ -290,11 +324,15 @@ def write_params(run_folder: str | Path, step: int, params: Mapping[str, Any]) -
       step: names the checkpoint.
       params: nested dicts of arrays.
     """
-    folder = _folder(run_folder)
+    folder = step_folders.folder_of(run_folder)
     folder.mkdir(parents=True)
-    with ocp.Checkpointer(_handlers(alone=True), multiprocessing_options=_alone()) as orbax:
-        orbax.save(_partial(folder, step), args=Composite(**{PARAMS: StandardSave(params)}))
-    _commit(folder, step, _record("loss", {}, {}))
+    with atomic.workspace(folder) as workspace:
+        partial = workspace / str(step)
+        with ocp.Checkpointer(_handlers(alone=True), multiprocessing_options=_alone()) as orbax:
+            orbax.save(partial, args=Composite(**{PARAMS: StandardSave(params)}))
+        step_folders.commit(
+            folder, partial, step_folders.make_record("loss", {}, {}, data_file.run_id(run_folder))
+        )
 
 
 def whole_checkpoints(
@@ -307,116 +345,14 @@ def whole_checkpoints(
       announce: called with one line for each damaged checkpoint.
 
     Returns:
-      By step, the `ranking_score` by the run's `train.best_metric`; -inf without a validation.
+      By step, the `ranking_score` by the run's `train.best_metric`; -inf without a validation. A
+      training in progress may remove any of them that is not in use (`step_folders.in_use`).
     """
-    folder = _folder(run_folder)
-    scores, damaged = _verified(folder)
+    folder = step_folders.folder_of(run_folder)
+    scores, damaged = step_folders.verified(folder)
     for step, cause in damaged.items():
         announce(f"{folder / str(step)} is damaged: {cause}")
     return scores
-
-
-def _choose(folder: Path, checkpoint: CheckpointSelector) -> int:
-    """The step of the selected checkpoint; arguments and errors as in `restore_params`."""
-    steps = _steps(folder)
-    if not steps:
-        raise UserError(f"{folder} holds no checkpoint: train until one is written")
-    if checkpoint == "last":
-        return steps[-1]
-    if checkpoint != "best":
-        if checkpoint not in steps:
-            raise UserError(
-                f"{folder} holds no checkpoint of step {checkpoint}, only of "
-                f"{', '.join(map(str, steps))}"
-            )
-        return checkpoint
-    scores = {}
-    for step in steps:
-        try:
-            scores[step] = _score(_read_record(folder / str(step)))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(
-                f"{folder / str(step) / PROGRESS} is missing or damaged, so the best checkpoint "
-                f"is unknown; {_advice(folder, step)}"
-            ) from error
-    best = best_step(scores)
-    return steps[-1] if best is None else best
-
-
-def _advice(folder: Path, damaged: int) -> str:
-    """Advice for the user of a damaged checkpoint."""
-    others = [str(step) for step in _steps(folder) if step != damaged]
-    if others:
-        return f"give another --checkpoint ({', '.join(others)}), or continue training"
-    return "train again"
-
-
-def _verified(folder: Path) -> tuple[dict[int, float], dict[int, str]]:
-    """By step, the score of each intact checkpoint, and the damage of each other one."""
-    scores, causes = {}, {}
-    for step in _steps(folder):
-        cause = damage(folder / str(step))
-        if cause:
-            causes[step] = cause
-        else:
-            scores[step] = _score(_read_record(folder / str(step)))
-    return scores, causes
-
-
-def _set_aside(folder: Path, step: int) -> Path:
-    """Renames a damaged checkpoint, replacing an earlier one of that step."""
-    aside = folder / f"{step}.damaged"
-    return atomic.rename(folder / str(step), aside, replace=True)
-
-
-def _commit(folder: Path, step: int, record: Mapping[str, Any]) -> None:
-    """Completes a partial checkpoint and renames it, durably."""
-    partial = _partial(folder, step)
-    (partial / PROGRESS).write_text(json.dumps(record) + "\n", encoding="utf-8")
-    write_manifest(partial)
-    atomic.rename(partial, folder / str(step))
-
-
-def _remove(folder: Path, step: int) -> None:
-    """Removes a checkpoint; renamed first, so that it is never incomplete under its name."""
-    shutil.rmtree(atomic.rename(folder / str(step), _partial(folder, step)))
-
-
-def _remove_partial(folder: Path, ignore_errors: bool = False) -> None:
-    for path in folder.glob("*.partial*"):
-        shutil.rmtree(path, ignore_errors=ignore_errors)
-
-
-def _partial(folder: Path, step: int) -> Path:
-    return atomic.partial_path(folder / str(step))
-
-
-def _folder(run_folder: str | Path) -> Path:
-    return Path(run_folder).absolute() / CHECKPOINTS
-
-
-def _steps(folder: Path) -> list[int]:
-    """The steps of all checkpoints, intact or damaged, in ascending order."""
-    return sorted(
-        int(path.name) for path in folder.glob("*") if path.name.isdecimal() and path.is_dir()
-    )
-
-
-def _record(
-    best_metric: str, metrics: Mapping[str, Any], progress: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The content of `progress.json`."""
-    value = metrics.get(best_metric, math.nan)
-    metrics = {best_metric: value} if math.isfinite(value) else {}
-    return {"best_metric": best_metric, "figures": metrics, "progress": progress}
-
-
-def _read_record(path: Path) -> dict[str, Any]:
-    return json.loads((path / PROGRESS).read_bytes())
-
-
-def _score(record: Mapping[str, Any]) -> float:
-    return ranking_score(record["best_metric"], record["figures"])
 
 
 def _divided(state: Any) -> tuple[Any, dict[str, Any]]:
@@ -452,11 +388,11 @@ def _alone() -> ocp.options.MultiprocessingOptions:
     )
 
 
-def _from_first_process(number: int) -> int:
-    """Broadcasts a number from the first process to all."""
+def _from_first_process(value: Any) -> Any:
+    """Broadcasts an array from the first process to all."""
     if jax.process_count() == 1:
-        return number
-    return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+        return value
+    return multihost_utils.broadcast_one_to_all(value)
 
 
 @contextlib.contextmanager

@@ -1,21 +1,21 @@
-"""The configuration and the data fingerprints of a run folder.
+"""What makes a folder a run: its configuration, its vocabulary, and fingerprints of its text.
 
-`config.json` marks a run folder; it is written last. `data.json` holds fingerprints of the text and
-the vocabulary: with others, the folder would hold a different run.
+`config.json` marks a run folder; it is written last. `data.json` records all of them: with others,
+the folder would hold a different run. It is continued whole or not at all.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from flaxformer_mt import config as configuration
+from flaxformer_mt import input_files
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.data.corpora.corpus import Corpus
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.runs import atomic
-from flaxformer_mt.runs.layout import CONFIG, DATA, TOKENIZER
+from flaxformer_mt.runs import atomic, data_file, manifest, step_folders
+from flaxformer_mt.runs.layout import CHECKPOINTS, CONFIG, DATA, METRICS, ORIGIN, TOKENIZER
 
 Corpora: TypeAlias = Mapping[str, Sequence[Corpus]]
 """The corpora of "train", "valid" and "test"."""
@@ -36,15 +36,70 @@ def require_run(folder: str | Path) -> None:
 def read_config(folder: str | Path) -> ExperimentConfig:
     """Reads the configuration of a run.
 
+    Options that only say how a run or a search goes may have been edited by hand: those with which
+    a run may be continued.
+
     Raises:
-      UserError: the folder is not a run folder, or its configuration is damaged.
+      UserError: the folder is not a run folder, or its configuration is damaged or was changed.
     """
     require_run(folder)
     path = Path(folder, CONFIG)
+    text = input_files.read_text(path)
     try:
-        return configuration.from_json(path.read_text(encoding="utf-8"))
-    except (UserError, UnicodeDecodeError) as error:
+        config = configuration.from_json(text)
+    except UserError as error:
         raise UserError(f"{path}: {error}") from error
+    recorded = data_file.read(folder).get(data_file.CONFIG)
+    if recorded is not None:
+        changed = configuration.differences(configuration.from_dict(recorded), config)
+        if changed:
+            raise UserError(
+                f"{path} is damaged or was changed ({'; '.join(changed)}): restore these values"
+            )
+    return config
+
+
+def read_tokenizers(folder: str | Path) -> Tokenizers:
+    """Reads the vocabularies of a run.
+
+    Raises:
+      UserError: a file is missing or damaged, or is not that of the run.
+    """
+    data_file.check_files(folder)
+    path = Path(folder, TOKENIZER)
+    tokenizers = Tokenizers.load(path)
+    recorded = data_file.read(folder).get(data_file.TOKENIZER)
+    if recorded is not None and recorded != _fingerprints(tokenizers):
+        raise UserError(f"{path} is not the vocabulary that the run was started with: restore it")
+    return tokenizers
+
+
+def check_vocabulary(path: Path) -> None:
+    """Checks the vocabulary of a run, which another one is to use.
+
+    Args:
+      path: the run folder, or its folder `tokenizer`; anything else is accepted.
+
+    Raises:
+      UserError: a file is missing or damaged.
+    """
+    data_file.check_files(path.parent if path.name == TOKENIZER else path)
+
+
+def read_origin(folder: str | Path) -> dict[str, bytes]:
+    """Reads the files of the published model that a run was converted from, by name.
+
+    Raises:
+      UserError: one is missing or damaged.
+    """
+    data_file.check_files(folder)
+    kept = Path(folder, ORIGIN)
+    if not kept.is_dir():
+        return {}
+    return {
+        path.name: input_files.read_bytes(path, input_files.MAX_MODEL_BYTES)
+        for path in kept.iterdir()
+    }
 
 
 def read_fingerprints(folder: str | Path) -> dict[str, Any] | None:
@@ -53,23 +108,35 @@ def read_fingerprints(folder: str | Path) -> dict[str, Any] | None:
     Raises:
       UserError: they are damaged.
     """
-    path = Path(folder, DATA)
-    if not path.is_file():
+    values = data_file.read(folder)
+    if not values.keys() & set(data_file.CORPORA):
         return None
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error}): give another --workdir") from error
+    return {
+        name: values[name] for name in (*data_file.CORPORA, data_file.TOKENIZER) if name in values
+    }
 
 
 def holds_run(workdir: Path, experiment: ExperimentConfig) -> bool:
     """Returns whether the folder holds a run of this experiment, to be continued.
 
     Raises:
-      UserError: it holds a run of another experiment, or its configuration is damaged.
+      UserError: it holds a run of another experiment, or a run of which a part is missing or
+        damaged.
     """
     if not (workdir / CONFIG).exists():
+        _require_no_remains(workdir)
         return False
+    for name in (DATA, TOKENIZER):
+        if not (workdir / name).exists():
+            raise UserError(
+                f"{workdir} holds a run whose {name} is missing: restore it, give another "
+                f"--workdir, or start from its parameters with --train.init-from={workdir}"
+            )
+    if data_file.is_trained(workdir) and not step_folders.has_any(workdir):
+        raise UserError(
+            f"{workdir / CHECKPOINTS} holds no checkpoint, but the run has written some: restore "
+            "them, or give another --workdir to begin anew"
+        )
     changed = configuration.differences(read_config(workdir), experiment)
     if changed:
         raise UserError(
@@ -79,13 +146,35 @@ def holds_run(workdir: Path, experiment: ExperimentConfig) -> bool:
     return True
 
 
+def _require_no_remains(workdir: Path) -> None:
+    """Checks that a folder without `config.json` holds no part of a run that has begun.
+
+    A start that was killed leaves `data.json`, or that and a vocabulary; a new one replaces them.
+
+    Raises:
+      UserError: it does.
+    """
+    remains = {
+        DATA: data_file.is_trained(workdir),
+        TOKENIZER: (workdir / TOKENIZER).exists() and not (workdir / DATA).exists(),
+        METRICS: (workdir / METRICS).exists(),
+        CHECKPOINTS: step_folders.has_any(workdir),
+    }
+    if any(remains.values()):
+        parts = " and ".join(name for name, is_there in remains.items() if is_there)
+        raise UserError(
+            f"{workdir} holds {parts} of a run whose {CONFIG} is missing: restore it, or give "
+            "another --workdir to begin anew"
+        )
+
+
 def check_unchanged(workdir: Path, corpora: Corpora, tokenizers: Tokenizers) -> None:
     """Checks that a run is continued with the text and the vocabulary that it was started with.
 
     Raises:
       UserError: a corpus or the vocabulary has changed; names it.
     """
-    stored = read_fingerprints(workdir) or {}
+    stored = data_file.read(workdir)
     for split, parts in corpora.items():
         fingerprints = stored.get(split, [])
         for number, corpus in enumerate(parts):
@@ -102,20 +191,41 @@ def check_unchanged(workdir: Path, corpora: Corpora, tokenizers: Tokenizers) -> 
 
 
 def write_run(
-    workdir: Path, experiment: ExperimentConfig, corpora: Corpora, tokenizers: Tokenizers
+    workdir: Path,
+    experiment: ExperimentConfig,
+    corpora: Corpora,
+    tokenizers: Tokenizers,
+    origin: Mapping[str, bytes] = {},
 ) -> None:
     """Writes a run folder without checkpoints; `config.json`, which marks it, last.
+
+    Args:
+      workdir: the folder; created if missing.
+      experiment: the configuration.
+      corpora: the corpora, of which fingerprints are kept; none for a converted model.
+      tokenizers: the vocabularies.
+      origin: files of the published model that it was converted from, by name.
 
     Raises:
       UserError: it cannot be written.
     """
+    files = {f"{TOKENIZER}/{name}": content for name, content in tokenizers.files.items()}
+    files |= {f"{ORIGIN}/{name}": content for name, content in origin.items()}
     workdir.mkdir(parents=True, exist_ok=True)
-    tokenizers.save(workdir / TOKENIZER)
-    data: dict[str, object] = {
-        split: [corpus.fingerprint for corpus in parts] for split, parts in corpora.items()
-    }
-    data["tokenizer"] = _fingerprints(tokenizers)
-    atomic.write_text(workdir / DATA, json.dumps(data, indent=2) + "\n")
+    data_file.write(
+        workdir,
+        {
+            **{split: [corpus.fingerprint for corpus in parts] for split, parts in corpora.items()},
+            data_file.TOKENIZER: _fingerprints(tokenizers),
+            data_file.CONFIG: configuration.to_dict(experiment),
+            data_file.FILES: {
+                name: manifest.entry_of(content)._asdict() for name, content in files.items()
+            },
+        },
+    )
+    for name, content in files.items():
+        (workdir / name).parent.mkdir(exist_ok=True)
+        atomic.write_bytes(workdir / name, content)
     atomic.write_text(workdir / CONFIG, configuration.to_json(experiment))
 
 

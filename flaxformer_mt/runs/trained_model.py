@@ -14,7 +14,7 @@ from flaxformer_mt import config as configuration
 from flaxformer_mt.config import ExperimentConfig, TransformerConfig, with_vocabulary_sizes
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.runs.folder import read_config, read_fingerprints
+from flaxformer_mt.runs.folder import read_config, read_fingerprints, read_tokenizers
 from flaxformer_mt.runs.layout import TOKENIZER, CheckpointSelector
 
 
@@ -46,7 +46,7 @@ def load_run(folder: str | Path, checkpoint: CheckpointSelector = "best") -> Tra
         one that the parameters were trained with.
     """
     config = read_config(folder)
-    tokenizers = Tokenizers.load(Path(folder) / TOKENIZER)
+    tokenizers = read_tokenizers(folder)
     from flaxformer_mt.runs.checkpoint import restore_params
 
     step, params = restore_params(folder, checkpoint)

@@ -1,14 +1,29 @@
 """Configurations, texts and vocabularies that a run cannot be continued with."""
 
 import json
+import shutil
 
+import jax.numpy as jnp
 import pytest
 
 from flaxformer_mt.config import DataConfig, ExperimentConfig, TrainConfig
 from flaxformer_mt.data.corpora.corpus import ParallelCorpus
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.runs.folder import check_unchanged, holds_run, write_run
+from flaxformer_mt.runs.averaging import average_run
+from flaxformer_mt.runs.checkpoint import Checkpointer, restore_params, write_params
+from flaxformer_mt.runs.folder import (
+    check_unchanged,
+    check_vocabulary,
+    holds_run,
+    read_config,
+    read_fingerprints,
+    read_origin,
+    read_tokenizers,
+    write_run,
+)
+from flaxformer_mt.runs.manifest import write_manifest
+from flaxformer_mt.training.state import TrainState
 
 EXPERIMENT = ExperimentConfig()
 PAIRS = ["one two three", "four five", "six"], ["eins zwei drei", "vier fünf", "sechs"]
@@ -78,3 +93,199 @@ def test_damaged_fingerprints(workdir, tokenizers):
     (workdir / "data.json").write_text(json.dumps({})[:1])
     with pytest.raises(UserError, match=r"data\.json cannot be read"):
         check_unchanged(workdir, corpora(), tokenizers)
+
+
+def save(workdir, *steps):
+    with Checkpointer(workdir, keep_last=10) as checkpointer:
+        for step in steps:
+            params = {"kernel": jnp.full(2, step, jnp.float32)}
+            state = TrainState(jnp.int32(step), params, (), jnp.zeros(2, jnp.uint32), None)
+            checkpointer.save(step, state)
+
+
+@pytest.fixture
+def begun(workdir):
+    """A run with a checkpoint and metrics."""
+    save(workdir, 1)
+    (workdir / "metrics.jsonl").write_text('{"step": 1, "split": "train"}\n')
+    return workdir
+
+
+def remove(path):
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+OTHER = ExperimentConfig(train=TrainConfig(seed=1))
+
+
+@pytest.mark.parametrize("experiment", [EXPERIMENT, OTHER])
+@pytest.mark.parametrize("also", [(), ("checkpoints",), ("metrics.jsonl", "checkpoints"),
+                                  ("data.json", "checkpoints", "metrics.jsonl")])  # fmt: skip
+def test_what_is_left_of_a_run_is_not_continued_as_another(begun, experiment, also):
+    for name in ("config.json", *also):
+        remove(begun / name)
+    with pytest.raises(UserError, match=r"run whose config\.json is missing: .*another --workdir"):
+        holds_run(begun, experiment)
+
+
+@pytest.mark.parametrize("name", ["data.json", "tokenizer"])
+def test_a_run_without_one_of_its_parts(begun, name):
+    remove(begun / name)
+    with pytest.raises(UserError, match=rf"holds a run whose {name} is missing: restore it"):
+        holds_run(begun, EXPERIMENT)
+
+
+@pytest.mark.parametrize("how", ["removed", "emptied", "elsewhere"])
+def test_a_run_whose_checkpoints_are_gone(begun, how):
+    remove(begun / "checkpoints")
+    if how == "emptied":
+        (begun / "checkpoints").mkdir()
+    if how == "elsewhere":  # A disk that is not mounted.
+        (begun / "checkpoints").symlink_to(begun / "disk")
+    with pytest.raises(UserError, match="checkpoints holds no checkpoint, but the run has written"):
+        holds_run(begun, EXPERIMENT)
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_is_continued(workdir):
+    (workdir / "checkpoints").mkdir()
+    (workdir / "metrics.jsonl").write_text('{"step": 1, "split": "train"}\n')
+    assert holds_run(workdir, EXPERIMENT)
+
+
+def test_a_start_that_was_killed_can_be_repeated(workdir, tokenizers, tmp_path, monkeypatch):
+    """Wherever in writing the folder, and with any configuration."""
+    files = {path.relative_to(workdir) for path in workdir.rglob("*") if path.is_file()}
+    killed = [*range(len(files))]
+    for number in killed:
+        folder, written = tmp_path / f"killed-{number}", []
+
+        def write(path, content, number=number, written=written):
+            if len(written) == number:
+                raise KeyboardInterrupt
+            written.append(path)
+            path.write_bytes(content)
+
+        with monkeypatch.context() as patch:
+            patch.setattr("flaxformer_mt.runs.atomic.write_bytes", write)
+            with pytest.raises(KeyboardInterrupt):
+                write_run(folder, EXPERIMENT, corpora(), tokenizers)
+        (folder / "lock").touch()
+        (folder / "cache").mkdir()
+        assert not holds_run(folder, OTHER)
+        write_run(folder, OTHER, corpora(), tokenizers)
+        assert holds_run(folder, OTHER)
+        assert read_tokenizers(folder).source.fingerprint == tokenizers.source.fingerprint
+
+
+def edit(path, group, name, value):
+    values = json.loads(path.read_text())
+    values[group][name] = value
+    path.write_text(json.dumps(values))
+
+
+@pytest.mark.parametrize(
+    ("group", "name", "value"),
+    [("model", "eos_id", 3), ("model", "position_base", 10001.0), ("optimizer", "beta1", 0.8)],
+)
+def test_a_changed_configuration_is_named_by_all_readers(begun, tmp_path, group, name, value):
+    edit(begun / "config.json", group, name, value)
+    message = rf"config\.json is damaged or was changed \({group}\.{name}: .* in the run"
+    with pytest.raises(UserError, match=message):
+        read_config(begun)
+    with pytest.raises(UserError, match=message):
+        holds_run(begun, EXPERIMENT)
+    with pytest.raises(UserError, match=message):
+        average_run(begun, tmp_path / "average", 1, "last")
+
+
+def test_options_of_a_search_and_of_the_program_may_be_edited(begun):
+    edit(begun / "config.json", "decode", "beam_size", 7)
+    edit(begun / "config.json", "train", "num_steps", 7)
+    edit(begun / "config.json", "data", "path", "elsewhere")
+    edit(begun / "config.json", "parallel", "num_devices", 1)
+    assert read_config(begun).decode.beam_size == 7
+
+
+def test_a_flipped_bit_in_the_vocabulary_is_named(begun, tmp_path):
+    (path,) = (begun / "tokenizer").iterdir()
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    message = rf"tokenizer/{path.name} differs .* is not the vocabulary that the run was"
+    for read in (read_tokenizers, check_vocabulary):
+        with pytest.raises(UserError, match=message):
+            read(begun)
+    with pytest.raises(UserError, match=message):
+        check_vocabulary(begun / "tokenizer")
+    with pytest.raises(UserError, match=message):
+        average_run(begun, tmp_path / "average", 1, "last")
+
+
+def test_a_flipped_bit_in_data_json_is_named_or_has_no_effect(begun):
+    path = begun / "data.json"
+    content, values = path.read_bytes(), json.loads(path.read_bytes())
+    unnoticed = []
+    for position in range(0, len(content), 61):
+        changed = bytearray(content)
+        changed[position] ^= 1 << position % 8
+        path.write_bytes(changed)
+        try:
+            restore_params(begun)
+        except UserError as error:
+            unnoticed += [] if "data.json" in str(error) else [error]
+        else:
+            unnoticed += [] if json.loads(changed) == values else [position]
+    assert not unnoticed
+
+
+@pytest.mark.parametrize("change", ["deleted", "of another run", "of an earlier version"])
+def test_data_json_cannot_be_replaced(begun, tmp_path, tokenizers, change):
+    path = begun / "data.json"
+    if change == "of an earlier version":
+        path.write_text(json.dumps(read_fingerprints(begun)))
+    else:
+        path.unlink()
+    if change == "of another run":
+        write_run(tmp_path / "other", OTHER, corpora(), tokenizers)
+        shutil.copy(tmp_path / "other" / "data.json", path)
+    with pytest.raises(UserError, match=r"checkpoints/1 is not of the run that .*data\.json"):
+        restore_params(begun)
+    if change == "of an earlier version":
+        with (
+            Checkpointer(begun) as checkpointer,
+            pytest.raises(UserError, match=r"checkpoints/1 is not of the run that"),
+        ):
+            checkpointer.restore(None)
+
+
+def test_folders_of_earlier_versions_are_read(begun):
+    """Nothing is compared but what they recorded."""
+    save(begun, 2)
+    (begun / "data.json").write_text(json.dumps(read_fingerprints(begun)))
+    for step in (1, 2):
+        path = begun / "checkpoints" / str(step)
+        record = json.loads((path / "progress.json").read_text())
+        del record["run"]
+        (path / "progress.json").write_text(json.dumps(record))
+        write_manifest(path)
+    assert holds_run(begun, EXPERIMENT)
+    assert restore_params(begun)[0] == 2
+    assert read_config(begun) == EXPERIMENT
+    save(begun, 3)
+    assert restore_params(begun, "last")[0] == 3
+
+
+def test_a_converted_model_is_checked_as_well(tmp_path, tokenizers):
+    folder = tmp_path / "run"
+    write_run(folder, EXPERIMENT, {}, tokenizers, {"settings.json": b"{}"})
+    write_params(folder, 0, {"kernel": jnp.zeros(2)})
+    assert read_origin(folder) == {"settings.json": b"{}"}
+    assert read_fingerprints(folder) is None
+    assert average_run(folder, tmp_path / "average", 1, "last") == [0]
+    assert read_origin(tmp_path / "average") == {"settings.json": b"{}"}
+    (folder / "origin" / "settings.json").write_bytes(b"[]")
+    with pytest.raises(UserError, match=r"origin/settings\.json differs"):
+        read_origin(folder)

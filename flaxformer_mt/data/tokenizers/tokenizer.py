@@ -184,10 +184,12 @@ class Tokenizers:
     def save(self, folder: str | Path) -> None:
         """Writes the vocabularies to a folder, for `load`."""
         Path(folder).mkdir(parents=True, exist_ok=True)
-        for name, content in self._files().items():
+        for name, content in self.files.items():
             atomic.write_bytes(Path(folder, name), content)
 
-    def _files(self) -> Mapping[str, bytes]:
+    @property
+    def files(self) -> Mapping[str, bytes]:
+        """The files that `save` writes, by name."""
         if isinstance(self.source, MarianTokenizer):
             return self.source.files  # The same files define both sides.
         assert isinstance(self.target, SentencePieceTokenizer)

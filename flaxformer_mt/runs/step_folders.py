@@ -1,0 +1,216 @@
+"""The folders in `checkpoints/`: which there are, which are in use, and how they are removed.
+
+`<step>` holds a complete checkpoint; the folder may be a link to another disk. `<step>.damaged` was
+set aside. A reader holds a shared lock on the folder that it reads, and what is held is not
+removed. Only complete checkpoints are removed, and what this program or an earlier version of it
+left unfinished.
+"""
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.runs import atomic
+from flaxformer_mt.runs.folder_lock import held
+from flaxformer_mt.runs.layout import (
+    CHECKPOINTS,
+    DATA,
+    EMA,
+    MANIFEST,
+    PARAMS,
+    PROGRESS,
+    TRAINING,
+    CheckpointSelector,
+)
+from flaxformer_mt.runs.manifest import damage, write_manifest
+from flaxformer_mt.runs.retention import best_step, ranking_score
+
+_DAMAGED = ".damaged"
+# Orbax adds the metadata, and suffixes to names that are not complete.
+_CONTENT = {PARAMS, EMA, TRAINING, PROGRESS, MANIFEST, "_CHECKPOINT_METADATA"}
+
+
+def folder_of(run_folder: str | Path) -> Path:
+    """Returns the folder of a run's checkpoints."""
+    return Path(run_folder).absolute() / CHECKPOINTS
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Returns the steps of all checkpoints, intact or damaged, in ascending order."""
+    return sorted(
+        int(path.name)
+        for path in folder.glob("*")
+        if path.name.isdecimal() and path.name == str(int(path.name)) and path.is_dir()
+    )
+
+
+def has_any(run_folder: str | Path) -> bool:
+    """Returns whether a run has checkpoints, counting those that were set aside as damaged."""
+    folder = folder_of(run_folder)
+    return bool(steps_in(folder)) or any(folder.glob(f"*{_DAMAGED}*"))
+
+
+@contextlib.contextmanager
+def in_use(folder: Path, steps: Sequence[int]) -> Iterator[bool]:
+    """Keeps checkpoints from being removed while the block runs.
+
+    Yields:
+      Whether all of them are there.
+    """
+    with contextlib.ExitStack() as stack:
+        yield all(stack.enter_context(held(folder / str(step))) for step in steps)
+
+
+def remove(folder: Path, step: int) -> bool:
+    """Removes a complete checkpoint unless it is in use; of a link not the target.
+
+    Returns:
+      Whether it is gone.
+    """
+    path = folder / str(step)
+    with held(path, exclusive=True, wait=False) as is_free:
+        if is_free:
+            # Moved first, so that it is never incomplete under its name.
+            with atomic.workspace(folder) as workspace:
+                path.replace(workspace / path.name)
+                atomic.sync_folder(folder)
+    return not os.path.lexists(path)
+
+
+def set_aside(folder: Path, step: int) -> Path:
+    """Renames a damaged checkpoint to `<step>.damaged`, or to the next name that is free."""
+    number = 1
+    aside = folder / f"{step}{_DAMAGED}"
+    while os.path.lexists(aside):
+        number += 1
+        aside = folder / f"{step}{_DAMAGED}-{number}"
+    return atomic.rename(folder / str(step), aside)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Removes what processes left unfinished when they were killed, also of earlier versions."""
+    atomic.remove_leftovers(folder)
+    for path in folder.glob("*.partial*"):
+        is_folder = path.name.split(".")[0].isdecimal() and path.is_dir() and not path.is_symlink()
+        names = set(os.listdir(path)) if is_folder else set()
+        if names and all(name.split(".orbax-checkpoint-tmp")[0] in _CONTENT for name in names):
+            atomic.delete(path)
+
+
+def choose(folder: Path, checkpoint: CheckpointSelector) -> int:
+    """Returns the step of the selected checkpoint.
+
+    Args:
+      folder: the folder of checkpoints.
+      checkpoint: see `CheckpointSelector`.
+
+    Raises:
+      UserError: there is none, or the best cannot be told because one is damaged.
+    """
+    steps = steps_in(folder)
+    if not steps:
+        raise UserError(f"{folder} holds no checkpoint: train until one is written")
+    if checkpoint == "last":
+        return steps[-1]
+    if checkpoint != "best":
+        if checkpoint not in steps:
+            raise UserError(
+                f"{folder} holds no checkpoint of step {checkpoint}, only of "
+                f"{', '.join(map(str, steps))}"
+            )
+        return checkpoint
+    scores = {}
+    for step in steps:
+        path = folder / str(step)
+        with in_use(folder, [step]) as is_there:
+            is_damaged = is_there and damage(path, names=[PROGRESS])
+            if is_damaged and path.is_dir():
+                raise UserError(
+                    f"{path / PROGRESS} is missing or damaged, so the best checkpoint is unknown; "
+                    f"{advice(path)}"
+                )
+            # Otherwise training has removed it in the meantime.
+            if is_there and not is_damaged:
+                scores[step] = score(read_record(path))
+    best = best_step(scores)
+    return steps[-1] if best is None else best
+
+
+def advice(damaged: Path) -> str:
+    """Returns advice for the user of a damaged checkpoint."""
+    steps = [str(step) for step in steps_in(damaged.parent)]
+    others = [step for step in steps if step != damaged.name]
+    if others:
+        return f"give another --checkpoint ({', '.join(others)}), or continue training"
+    return "train again"
+
+
+def verified(folder: Path) -> tuple[dict[int, float], dict[int, str]]:
+    """Verifies all checkpoints.
+
+    Returns:
+      By step, the score of each intact one, and the damage of each other one.
+    """
+    scores, causes = {}, {}
+    for step in steps_in(folder):
+        path = folder / str(step)
+        with in_use(folder, [step]) as is_there:
+            cause = damage(path) if is_there else None
+            if cause and path.is_dir():
+                causes[step] = cause
+            elif is_there and not cause:
+                scores[step] = score(read_record(path))
+    return scores, causes
+
+
+def check_run(record: Mapping[str, Any], path: Path, run_id: str | None) -> None:
+    """Checks that a checkpoint is of the run in whose folder it is.
+
+    Raises:
+      UserError: it is not.
+    """
+    # Earlier versions do not record the run.
+    if record.get("run", run_id) != run_id:
+        raise UserError(
+            f"{path} is not of the run that {path.parent.parent / DATA} describes: restore that "
+            "file, or remove the checkpoint"
+        )
+
+
+def commit(folder: Path, partial: Path, record: Mapping[str, Any]) -> None:
+    """Completes a partial checkpoint and gives it its name, durably."""
+    (partial / PROGRESS).write_text(json.dumps(record) + "\n", encoding="utf-8")
+    write_manifest(partial)
+    atomic.rename(partial, folder / partial.name)
+
+
+def make_record(
+    best_metric: str, metrics: Mapping[str, Any], progress: Mapping[str, Any], run_id: str | None
+) -> dict[str, Any]:
+    """Returns the content of `progress.json`.
+
+    Args:
+      best_metric: the validation metric that ranks checkpoints.
+      metrics: of the validation at this step, if there was one.
+      progress: of the training loop.
+      run_id: of the run to which the checkpoint belongs.
+    """
+    value = metrics.get(best_metric, math.nan)
+    metrics = {best_metric: value} if math.isfinite(value) else {}
+    record = {"best_metric": best_metric, "figures": metrics, "progress": progress}
+    return record if run_id is None else {**record, "run": run_id}
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """Returns the content of `progress.json` of an intact checkpoint."""
+    return json.loads((path / PROGRESS).read_bytes())
+
+
+def score(record: Mapping[str, Any]) -> float:
+    """Returns the ranking score of a checkpoint from its record; higher is better."""
+    return ranking_score(record["best_metric"], record["figures"])
