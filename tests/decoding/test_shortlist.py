@@ -1,5 +1,6 @@
 import gzip
 import itertools
+import os
 import struct
 import types
 
@@ -149,6 +150,16 @@ def test_the_binary_format_overrides_first_and_best(write, lists, compress):
         (binary(1, 1, LISTS)[:-9] + b"\x01" + binary(1, 1, LISTS)[-8:], "checksum is wrong"),
         (binary(1, 1, LISTS[:-1]), "another vocabulary: it has 6 source tokens, the model 7"),
         (binary(1, 1, [*LISTS[:-1], [9]]), "another vocabulary"),
+        (binary(1, 1, [*LISTS[:-1], [2**32 - 1]]), "another vocabulary"),
+        (binary(1, 1, LISTS)[:32] + b"\xff" * 8 + binary(1, 1, LISTS)[40:], "does not match its h"),
+        ("die the nan", "line 1: nan is not a probability"),
+        ("die the inf", "line 1: inf is not a probability"),
+        ("die the -0.5", "line 1: -0.5 is not a probability"),
+        ("die the 12", "line 1: 12 is not a probability"),
+        ("die the " + "1" * 5000, "line 1: 1+ is not a probability"),
+        ("", "has no translation of any source token"),
+        ("\u2581Katze \u2581cat 0.5", "has no translation of any source token"),
+        (gzip.compress(b"\0" * 300_000_000, 1), "268,435,456 bytes when decompressed"),
     ],
 )
 def test_a_damaged_table_is_rejected(write, content, cause):
@@ -158,6 +169,9 @@ def test_a_damaged_table_is_rejected(write, content, cause):
 
 def test_a_missing_table_is_rejected(tmp_path):
     with pytest.raises(UserError, match="there is no such file"):
+        Shortlist.read(tmp_path / "lex", SEPARATE, first=1, best=1)
+    os.mkfifo(tmp_path / "lex")
+    with pytest.raises(UserError, match=r"^decode.shortlist=.*lex: a named pipe, not a file"):
         Shortlist.read(tmp_path / "lex", SEPARATE, first=1, best=1)
 
 

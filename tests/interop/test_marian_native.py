@@ -1,8 +1,12 @@
 """Marian's own format, with files built byte by byte: reading, errors, and writing."""
 
 import io
+import os
 import struct
+import time
+import zipfile
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -286,6 +290,108 @@ def test_a_damaged_file_is_refused_in_one_line(form, tmp_path):
     assert any(message is not None for message in complaints)
 
 
+def npy(header, data=b""):
+    """An .npy file with any header."""
+    text = header.encode().ljust(118) + b"\n"
+    return b"\x93NUMPY\1\0" + struct.pack("<H", len(text)) + text + data
+
+
+CLAIMS = {
+    "a large array": npy("{'descr': '<f4', 'fortran_order': False, 'shape': (1000000, 1000000)}"),
+    "an object": npy("{'descr': '|O', 'fortran_order': False, 'shape': (1,)}", b"\x80\2N."),
+    "a negative shape": npy(
+        "{'descr': '<f4', 'fortran_order': False, 'shape': (-1, -1)}", bytes(4)
+    ),
+    "code": npy("__import__('os').mkdir('evil')"),
+    "a deep header": npy("(" * 90 + ")" * 90),
+    "no header": b"?",
+}
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_an_array_is_no_larger_than_its_file(name, tmp_path):
+    path = tmp_path / "model.npz"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("Wemb.npy", CLAIMS[name])
+    assert "damaged, or not a Marian model" in complaint(path)
+
+
+def test_a_flipped_bit_of_an_npz_is_named_or_without_effect(tmp_path):
+    path = tmp_path / "model.npz"
+    content = npz(STUDENT, tensors(STUDENT))
+    path.write_bytes(content)
+    expected = marian_files.read(path)
+    rng = np.random.default_rng(0)
+    named = 0
+    for _ in range(150):
+        place = rng.integers(len(content))
+        flipped = content[place] ^ 1 << rng.integers(8)
+        path.write_bytes(content[:place] + bytes([flipped]) + content[place + 1 :])
+        try:
+            found = marian_files.read(path)
+        except UserError:
+            named += 1
+        else:
+            assert found.settings == expected.settings
+            chex.assert_trees_all_equal(found.tensors, expected.tensors)
+    assert 30 < named < 150
+
+
+def test_a_compressed_array_is_not_far_larger_than_its_file(tmp_path):
+    path = tmp_path / "model.npz"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("Wemb.npy", bytes(30_000_000))
+    assert "its arrays are far larger than the file" in complaint(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: &a [1, 1]\nb: [*a, *a]\n",
+        "a: " + "[" * 5000,
+        "a: " + "1" * 5000,
+        "a: 2026-99-99",
+        "a: !!int ''",
+        "a: !!python/object/apply:os.system [true]",
+        "a: b" * 20_000,
+        "a: \xff",
+    ],
+)
+def test_options_that_are_not_plain_yaml_are_refused(text, tmp_path):
+    path = tmp_path / "model.npz"
+    np.savez(path, **{"special:model.yml": np.frombuffer(text.encode("latin1"), np.int8)})
+    start = time.monotonic()
+    assert "its options (special:model.yml) cannot be read" in complaint(path)
+    assert time.monotonic() - start < 2
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        struct.pack("<2Q", 1, 2**62),
+        struct.pack("<2Q", 1, 99_999),
+        struct.pack("<6Q", 1, 1, 2**62, 0x404, 1, 4),
+        struct.pack("<6Q", 1, 1, 1, 0x404, 2**62, 4),
+        struct.pack("<6Q", 1, 1, 2, 0x404, 1, 2**40) + b"a\0" + struct.pack("<iQ", 2**30, 0),
+        struct.pack("<6Q", 1, 1, 2, 0x404, 1, 4) + b"a\0" + struct.pack("<iQ", 1, 2**62),
+        struct.pack("<6Q", 1, 1, 2, 0x404, 1, 4) + b"a\0" + struct.pack("<iQ", -1, 0) + bytes(4),
+    ],
+)
+def test_a_binary_header_is_compared_with_the_file(header, tmp_path):
+    path = tmp_path / "model.bin"
+    with path.open("wb") as file:
+        file.write(header)
+    start = time.monotonic()
+    assert "damaged" in complaint(path)
+    assert time.monotonic() - start < 2
+
+
+def test_a_vocabulary_in_yaml_is_no_configuration(folder):
+    pieces = "".join(f"piece{number}: {number}\n" for number in range(20_000))
+    (folder / "a.yml").write_text(pieces)
+    assert marian_native.find(folder).options
+
+
 def complaint(path):
     """Returns the error message for a file; None if it is a valid model."""
     try:
@@ -295,16 +401,42 @@ def complaint(path):
     return None
 
 
+def change_search(**values):
+    def damage(folder):
+        path = folder / "config.yml"
+        path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | values))
+
+    return damage
+
+
+def a_pipe(name):
+    def damage(folder):
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+
+    return damage
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda folder: (folder / "vocab.spm").unlink(), "vocab.spm cannot be read"),
+        (lambda folder: (folder / "vocab.spm").unlink(), "vocab.spm: there is no such"),
         (lambda folder: (folder / "vocab.spm").write_bytes(b"?"), "vocab.spm"),
         (lambda folder: (folder / "model.bin").unlink(), "model.bin"),
         (
             lambda folder: (folder / "config.yml").write_bytes(b"\xff: ["),
             "config.yml cannot be read",
         ),
+        (
+            lambda folder: (folder / "vocab.spm").write_bytes(b""),
+            "SentencePiece model: it is empty",
+        ),
+        (change_search(**{"beam-size": "4"}), "beam-size='4': must be an integer"),
+        (change_search(**{"beam-size": 2.5}), "beam-size=2.5: must be an integer"),
+        (change_search(normalize=float("nan")), "length-penalty=nan: must be a finite number"),
+        (a_pipe("config.yml"), "config.yml: a named pipe, not a file"),
+        (a_pipe("model.bin"), "a named pipe, not a file"),
+        (a_pipe("vocab.spm"), "vocab.spm: a named pipe, not a file"),
     ],
 )
 def test_a_damaged_folder_leaves_nothing(folder, tmp_path, damage, message, capsys):

@@ -234,13 +234,12 @@ def test_an_index_of_a_layer_that_does_not_exist_is_named(family, index):
 
 
 def test_a_layer_without_tensors_is_named():
-    state = state_dict("tunz")
-    without = {
-        name: tensor for name, tensor in state.items() if not name.startswith("encoder.layers.0.")
+    state = {
+        name.replace("encoder.layers.1.", "encoder.layers.2."): tensor
+        for name, tensor in state_dict("tunz").items()
     }
-    assert "it has tensors encoder.layers.1.*, but no encoder.layers.0.*" in refusal(
-        "tunz", without
-    )
+    message = "it has tensors encoder.layers.2.*, but no encoder.layers.1.*"
+    assert message in refusal("tunz", state)
 
 
 @pytest.mark.parametrize(

@@ -5,22 +5,23 @@ Source: Marian, `src/data/shortlist.cpp`, whose text and binary files are read.
 
 import dataclasses
 import functools
-import gzip
 import struct
-import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
 
 import numpy as np
 
+from flaxformer_mt.config.fields import MAX_INTEGER
 from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.input_files import MAX_MODEL_BYTES, decompressed, read_bytes
 
 _MAGIC = struct.pack("<Q", 0xF11A48D5013417F5)
 _HEADER = struct.Struct("<6Q")  # Magic, checksum, first, best, number of offsets, of tokens.
-_GZIP_MAGIC = b"\x1f\x8b"
+_MAX_PROBABILITY = 1.001
+"""Rounded probabilities may exceed 1."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,16 +60,14 @@ class Shortlist:
           UserError: the file is missing or damaged, or was made for another vocabulary.
         """
         try:
-            content = Path(path).read_bytes()
-            if content.startswith(_GZIP_MAGIC):
-                content = gzip.decompress(content)
+            content = decompressed(read_bytes(path, MAX_MODEL_BYTES), MAX_MODEL_BYTES)
             if content.startswith(_MAGIC):
                 first, offsets, translations = _parse_binary(content)
             else:
                 offsets, translations = _parse_text(content, tokenizers, best)
-        except FileNotFoundError as error:
-            raise UserError(f"decode.shortlist={path}: there is no such file") from error
-        except (OSError, EOFError, zlib.error, ValueError) as error:
+        except UserError as error:
+            raise UserError(f"decode.shortlist={error}") from error
+        except ValueError as error:
             raise UserError(f"decode.shortlist={path}: {error}") from error
         source_size, target_size = tokenizers.source.vocab_size, tokenizers.target.vocab_size
         if len(offsets) != source_size + 1 or translations.max(initial=0) >= target_size:
@@ -76,6 +75,8 @@ class Shortlist:
                 f"decode.shortlist={path} was made for another vocabulary: it has "
                 f"{len(offsets) - 1} source tokens, the model {source_size}"
             )
+        if not len(translations):
+            raise UserError(f"decode.shortlist={path} has no translation of any source token")
         always = {*range(min(first, target_size)), tokenizers.target.eos_id}
         return cls(offsets, translations, np.array(sorted(always), np.int32), tokenizers.joint)
 
@@ -108,7 +109,8 @@ def _parse_binary(content: bytes) -> tuple[int, np.ndarray, np.ndarray]:
     tokens = np.frombuffer(content, "<u4", num_tokens, _HEADER.size + 8 * num_offsets)
     if not len(offsets) or offsets[-1] != num_tokens or (np.diff(offsets, prepend=0) < 0).any():
         raise ValueError("the file is damaged: its offsets do not fit its tokens")
-    return first, offsets, tokens.astype(np.int32)
+    # Larger ids than int32 has are those of another vocabulary, whatever they are.
+    return first, offsets, np.minimum(tokens, MAX_INTEGER).astype(np.int32)
 
 
 def _checksum(content: bytes) -> int:
@@ -139,6 +141,8 @@ def _parse_text(content: bytes, tokenizers: Tokenizers, best: int) -> tuple[np.n
             raise ValueError(
                 f'line {number} is not "target source probability": {shown}'
             ) from error
+        if not 0 <= value <= _MAX_PROBABILITY:
+            raise ValueError(f"line {number}: {probability[:80]} is not a probability")
         if value > 0 and "NULL" not in (source, target):
             for source_token in to_source(source):
                 for target_token in to_target(target):

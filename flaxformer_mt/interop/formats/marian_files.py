@@ -9,22 +9,46 @@ src/common/types.h.
 The model's options are stored as a tensor of bytes that contain YAML.
 """
 
+import io
 import math
+import mmap
+import os
 import struct
+import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
+from numpy.lib import format as npy
 
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.input_files import open_regular
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
 from flaxformer_mt.runs import atomic
 from flaxformer_mt.runs.parameter_file import first_bytes
 
 OPTIONS = "special:model.yml"
 VERSION = 1
+MAX_YAML_BYTES = 2**15
+"""Limit of the size of YAML, which takes long to parse; the options of a model have 10 KB."""
+
+_MAX_YAML_DEPTH = 32
+_MAX_TENSORS = 100_000
+_MAX_COMPRESSION = 100
+"""Limit of the size of all arrays of an .npz, relative to that of the file."""
+_HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
+# What damage can raise. PyYAML has no error of its own for some malformed numbers and dates.
+_ARCHIVE_ERRORS = (
+    ArithmeticError, EOFError, LookupError, NotImplementedError, OSError, RuntimeError, SyntaxError,
+    TypeError, ValueError, struct.error, zlib.error,
+)  # fmt: skip
+_YAML_ERRORS = (
+    yaml.YAMLError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError,
+    ValueError,
+)  # fmt: skip
 
 _FLOATS = {0x402: "<f2", 0x404: "<f4", 0x408: "<f8"}
 # Marian and its fork for browsers use different type numbers for quantized matrices.
@@ -56,7 +80,7 @@ def read(path: Path) -> PublishedCheckpoint:
     if start.startswith(b"PK"):
         tensors, options = _read_npz(path)
     elif start[:8] == struct.pack("<Q", VERSION):
-        tensors, options = _read_binary(path.read_bytes())
+        tensors, options = _read_binary(path)
     else:
         raise UserError("not a Marian model: neither .npz nor binary")
     if options is None:
@@ -76,11 +100,37 @@ def write_npz(path: Path, tensors: Mapping[str, np.ndarray], options: Mapping[st
         np.savez(file, **arrays)  # type: ignore[arg-type]
 
 
+def parse_yaml(content: bytes) -> Any:
+    """Parses YAML that is not nested deeply and has no aliases, which multiply its size.
+
+    Raises:
+      UserError: it is not YAML, is nested deeply, has aliases, or more than `MAX_YAML_BYTES`.
+    """
+    if len(content) > MAX_YAML_BYTES:
+        raise UserError(f"more than {MAX_YAML_BYTES:,} bytes of YAML")
+    try:
+        return yaml.load(content.decode(), _Loader)
+    except _YAML_ERRORS as error:
+        raise UserError("not YAML, or too deep, or with aliases") from error
+
+
+class _Loader(yaml.SafeLoader):
+    _depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self._depth == _MAX_YAML_DEPTH or self.check_event(yaml.events.AliasEvent):
+            raise yaml.YAMLError
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+
 def _parse(options: bytes) -> dict[str, Any]:
     try:
-        parsed = yaml.safe_load(options.rstrip(b"\0").decode())
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"damaged: its options ({OPTIONS}) cannot be read") from error
+        parsed = parse_yaml(options.rstrip(b"\0"))
+    except UserError as error:
+        raise UserError(f"damaged: its options ({OPTIONS}) cannot be read: {error}") from error
     if not isinstance(parsed, dict):
         raise UserError(f"damaged: its options ({OPTIONS}) are not a mapping")
     return parsed
@@ -88,10 +138,18 @@ def _parse(options: bytes) -> dict[str, Any]:
 
 def _read_npz(path: Path) -> tuple[dict[str, np.ndarray], bytes | None]:
     try:
-        # numpy would not close a damaged file that it opened itself.
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
-            arrays = {name: archive[name] for name in archive.files}
-    except Exception as error:  # Whatever the error, the file is unusable.
+        with open_regular(path) as file, zipfile.ZipFile(file) as archive:
+            size = os.fstat(file.fileno()).st_size
+            members = archive.infolist()
+            if sum(member.file_size for member in members) > size * _MAX_COMPRESSION:
+                raise UserError("damaged: its arrays are far larger than the file")
+            arrays = {
+                member.filename.removesuffix(".npy"): _array(archive.read(member))
+                for member in members
+            }
+    except zipfile.BadZipFile as error:
+        raise UserError(f"damaged, or not a Marian model: {error}") from error
+    except _ARCHIVE_ERRORS as error:
         raise UserError("damaged, or not a Marian model") from error
     options = arrays.pop(OPTIONS, None)
     for name, array in arrays.items():
@@ -101,21 +159,38 @@ def _read_npz(path: Path) -> tuple[dict[str, np.ndarray], bytes | None]:
     return tensors, None if options is None else options.tobytes()
 
 
-def _read_binary(content: bytes) -> tuple[dict[str, np.ndarray], bytes | None]:
+def _array(content: bytes) -> np.ndarray:
+    """Parses an .npy file, whose header may describe more data than there are."""
+    stream = io.BytesIO(content)
+    read_header = _HEADERS[npy.read_magic(stream)]
+    shape, is_fortran, dtype = read_header(stream)
+    data = content[stream.tell() :]
+    if dtype.hasobject or math.prod(shape) * dtype.itemsize != len(data):
+        raise ValueError
+    return np.frombuffer(data, dtype).reshape(shape, order="F" if is_fortran else "C")
+
+
+def _read_binary(path: Path) -> tuple[dict[str, np.ndarray], bytes | None]:
     try:
-        items = _items(content)
-    except (struct.error, UnicodeDecodeError) as error:
+        # A map allocates nothing for sizes that the file does not have.
+        with (
+            open_regular(path) as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+        ):
+            items = _items(content)
+    except (struct.error, UnicodeDecodeError, OverflowError) as error:
         raise UserError("damaged: it is truncated, or its header is invalid") from error
     options = next((item.data for item in items if item.name == OPTIONS), None)
-    tensors = {
-        item.name: _values(item)
-        for item in items
-        if item.name != OPTIONS and not item.name.endswith(_INPUT_SCALE)
-    }
+    tensors: dict[str, np.ndarray] = {}
+    for item in items:
+        if item.name in tensors:
+            raise UserError(f"damaged: it has two tensors {item.name}")
+        if item.name != OPTIONS and not item.name.endswith(_INPUT_SCALE):
+            tensors[item.name] = _values(item)
     return tensors, options
 
 
-def _items(content: bytes) -> list[_Item]:
+def _items(content: mmap.mmap) -> list[_Item]:
     """Returns all tensors.
 
     Raises:
@@ -130,6 +205,8 @@ def _items(content: bytes) -> list[_Item]:
         return values
 
     (count,) = take("Q")
+    if count > _MAX_TENSORS:
+        raise UserError(f"damaged: its header has {count} tensors")
     headers = [take("4Q") for _ in range(count)]
     names = [take(f"{length}s")[0][:-1].decode() for length, *_ in headers]
     shapes = [take(f"{axes}i") for _, _, axes, _ in headers]

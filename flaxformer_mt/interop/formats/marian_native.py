@@ -16,6 +16,7 @@ from flaxformer_mt.config import DataConfig, DecodeConfig, TransformerConfig
 from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.input_files import MAX_MODEL_BYTES, read_bytes
 from flaxformer_mt.interop.families.marian_native import END, FAMILY, NO_TOKEN, options
 from flaxformer_mt.interop.formats import marian_files
 from flaxformer_mt.interop.formats.bundle import ModelBundle, experiment
@@ -144,9 +145,12 @@ def find(path: Path) -> MarianFiles:
 def _read_options(path: Path) -> Mapping[str, Any] | None:
     """Returns the options of a decoder with one model; None if the file contains something else."""
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"{path} cannot be read, or is not YAML") from error
+        text = read_bytes(path)
+        if len(text) > marian_files.MAX_YAML_BYTES:
+            return None  # A vocabulary.
+        content = marian_files.parse_yaml(text)
+    except UserError as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
     match content:
         case {"models": [str()], "vocabs": [str(), str()]}:
             return content
@@ -187,10 +191,7 @@ def _read_vocabularies(files: MarianFiles, config: TransformerConfig) -> Tokeniz
 def _read_vocabulary(path: Path, size: int) -> SentencePieceTokenizer:
     if path.suffix != ".spm":
         raise UserError(f"{path}: only SentencePiece vocabularies (.spm) are supported")
-    try:
-        tokenizer = SentencePieceTokenizer(path.read_bytes(), str(path))
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    tokenizer = SentencePieceTokenizer(read_bytes(path, MAX_MODEL_BYTES), str(path))
     _checked(tokenizer, str(path))
     if tokenizer.vocab_size != size:
         raise UserError(
@@ -215,12 +216,12 @@ def _checked(tokenizer: Tokenizer, name: str) -> SentencePieceTokenizer:
 def _decode(settings: Mapping[str, Any]) -> DecodeConfig:
     """Returns the search options that correspond to the options of Marian's decoder."""
     fields: dict[str, Any] = {
-        ours: kind(settings[theirs])
-        for theirs, ours, kind in (
-            ("beam-size", "beam_size", int),
-            ("normalize", "length_penalty", float),
-            ("max-length-factor", "max_length_factor", float),
+        ours: settings[theirs]
+        for theirs, ours in (
+            ("beam-size", "beam_size"),
+            ("normalize", "length_penalty"),
+            ("max-length-factor", "max_length_factor"),
         )
-        if isinstance(settings.get(theirs), int | float)
+        if settings.get(theirs) is not None
     }
     return DecodeConfig(length_penalty_kind="average", **fields)
