@@ -25,7 +25,16 @@ def named_parameters(reference: torch.nn.Module) -> dict[str, np.ndarray]:
     return {name: tensor.detach().numpy() for name, tensor in reference.named_parameters()}
 
 
-@pytest.mark.parametrize("name", ALL)
+ONE_OF_EACH = {variant.family: name for name, variant in reversed(ALL.items())}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ONE_OF_EACH.values() else pytest.param(name, marks=pytest.mark.slow)
+        for name in ALL
+    ],
+)
 def test_the_function_returns_what_load_returns(name):
     variant = ALL[name]
     reference = variant.build()
@@ -49,7 +58,9 @@ def gradients_and_expected(
     return ours, theirs, max(np.abs(gradient).max() for gradient in theirs.values())
 
 
-@pytest.mark.parametrize("name", ["annotated_1000_shared", "jadore801120_prj_all"])
+@pytest.mark.parametrize(
+    "name", ["annotated_1000_shared", pytest.param("jadore801120_prj_all", marks=pytest.mark.slow)]
+)
 def test_gradients_in_the_reference_s_own_tensors(name):
     variant = VARIANTS[name]
     reference = variant.build()

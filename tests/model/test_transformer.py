@@ -39,6 +39,9 @@ CONFIGS = {
     "recurrent": dataclasses.replace(TINY, decoder_kind="ssru"),
     "unrolled": dataclasses.replace(TINY, scan_layers=False),
 }
+SLOW = pytest.mark.slow
+# Cached steps and whole passes read these fields in the same code.
+OF_BOTH_PASSES = ("free heads", "annotated norm", "zero start", "unrolled")
 
 
 class Compiled(Transformer):
@@ -84,12 +87,16 @@ def check_cached_steps(config, tolerance):
         chex.assert_trees_all_close(logits[:, 1], full[:, position], rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=SLOW) if name in OF_BOTH_PASSES else name for name in CONFIGS]
+)
 def test_a_cached_step_equals_the_full_pass(name):
     check_cached_steps(CONFIGS[name], tolerance=1e-5)
 
 
-@pytest.mark.parametrize("name", ["post", "pre", "recurrent"])
+@pytest.mark.parametrize(
+    "name", ["pre", *(pytest.param(n, marks=SLOW) for n in ("post", "recurrent"))]
+)
 def test_a_cached_step_equals_the_full_pass_in_float64(float64, name):
     config = dataclasses.replace(CONFIGS[name], dtype="float64", param_dtype="float64")
     check_cached_steps(config, tolerance=1e-12)

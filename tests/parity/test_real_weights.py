@@ -172,7 +172,7 @@ def both_logits(
     return np.asarray(ours), theirs.numpy()
 
 
-@pytest.fixture(params=MODELS)
+@pytest.fixture(params=["tajik", pytest.param("molecules", marks=pytest.mark.slow)])
 def model(request) -> Loaded:
     return load(request.param)
 

@@ -39,7 +39,7 @@ def test_sentence_longer_than_the_row_as_error(refused):
     assert "pairs are longer than" in error
 
 
-@pytest.mark.parametrize("policy", ["drop", "truncate"])
+@pytest.mark.parametrize("policy", ["drop", pytest.param("truncate", marks=pytest.mark.slow)])
 def test_sentences_longer_than_the_row_are_counted(text, tmp_path, capsys, policy):
     arguments = flags(
         text,
@@ -94,7 +94,7 @@ def test_a_corpus_that_the_vocabulary_cannot_spell(refused, text, tmp_path):
     assert "data.byte_fallback" in error
 
 
-@pytest.mark.parametrize("policy", ["drop", "error"])
+@pytest.mark.parametrize("policy", [pytest.param("drop", marks=pytest.mark.slow), "error"])
 def test_a_sentence_of_5000_tokens(text, tmp_path, refuse, capsys, policy):
     copy = tmp_path / "copy"
     shutil.copytree(text, copy)
@@ -121,11 +121,8 @@ def test_a_sentence_of_5000_tokens(text, tmp_path, refuse, capsys, policy):
 def test_a_replaced_vocabulary(refuse, finished, text, tmp_path):
     workdir = tmp_path / "run"
     shutil.copytree(finished, workdir)
-    other = tmp_path / "other"
-    training.train(
-        training.parse_flags(flags(text, other, "--data.vocab-size=390", "--train.num-steps=2"))
-    )
-    shutil.copytree(other / "tokenizer", workdir / "tokenizer", dirs_exist_ok=True)
+    config = DataConfig(path=str(text), target_language="de", vocab_size=390)
+    Tokenizers.train([load_corpus(config, "train")], config).save(workdir / "tokenizer")
     error = refuse(*flags(text, workdir, "--train.num-steps=8"))
     assert "is not the vocabulary that the run was started with" in error
     assert restore_params(workdir, "last")[0] == 6

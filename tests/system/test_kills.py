@@ -153,7 +153,7 @@ def stop(process, workdir, step):
 
 # The more kills, the more checkpoints there have to be to get on between them.
 @pytest.mark.parametrize(
-    ("kills", "checkpoint_every"), [(3, 25), pytest.param(20, 10, marks=pytest.mark.slow)]
+    ("kills", "checkpoint_every"), [(1, 50), pytest.param(20, 10, marks=pytest.mark.slow)]
 )
 def test_a_run_that_is_killed_ends_as_if_it_had_not_been(
     uninterrupted, tmp_path, cache, kills, checkpoint_every

@@ -14,6 +14,7 @@ from flaxformer_mt.cli import main as command
 from flaxformer_mt.cli import training
 from flaxformer_mt.config import CorpusConfig, DataConfig
 from flaxformer_mt.decoding.translator import Translator
+from flaxformer_mt.experiment import prepare
 from flaxformer_mt.runs.checkpoint import restore_params
 from flaxformer_mt.runs.trained_model import load_run
 
@@ -26,19 +27,32 @@ def losses(workdir, split="train"):
     return [line["loss"] for line in metrics(workdir) if line["split"] == split]
 
 
-def test_a_data_set_of_tensorflow_datasets(text, tmp_path):
+@pytest.fixture
+def data_set_flags(text, tmp_path):
+    """Makes a TensorFlow data set of the text; the arguments that train on it."""
     pytest.importorskip("tensorflow_datasets")
     languages = ["--source-language", "en", "--target-language", "de"]
     command(["prepare", "--path", str(text), "--output", str(tmp_path / "data"), *languages])
-    run(
-        [
-            *flags(tmp_path / "data", tmp_path / "run", "--train.num-steps=4"),
-            "--config=configs/wmt14_en_de_base.py",
-            "--train.log-every=4",
-            "--train.batch-tokens=1024",
-            "--data.target-row-length=64",
-        ]
-    )
+    return [
+        *flags(tmp_path / "data", tmp_path / "run", "--train.num-steps=4"),
+        "--config=configs/wmt14_en_de_base.py",
+        "--train.log-every=4",
+        "--train.batch-tokens=1024",
+        "--data.target-row-length=64",
+    ]
+
+
+def test_a_data_set_of_tensorflow_datasets_is_read_without_tensorflow(data_set_flags, tmp_path):
+    config = training.parse_flags(data_set_flags).experiment()
+    prepared = prepare(config, tmp_path / "run")
+    assert dict(prepared.dataset.report())["train"]
+    assert (tmp_path / "run/cache/train-0").is_dir()
+    assert "tensorflow" not in sys.modules
+
+
+@pytest.mark.slow
+def test_a_data_set_of_tensorflow_datasets(data_set_flags, tmp_path):
+    run(data_set_flags)
     assert restore_params(tmp_path / "run", "last")[0] == 4
     assert "tensorflow" not in sys.modules
     assert np.isfinite(losses(tmp_path / "run")).all()

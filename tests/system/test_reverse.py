@@ -7,6 +7,7 @@ from flaxformer_mt.data.corpora.corpus import load_corpus
 from flaxformer_mt.decoding.translator import Translator
 
 
+@pytest.mark.slow  # That training learns shows the run in tests/trained_run.py, too.
 @pytest.mark.usefixtures("usual_optimizations")
 def test_reverse_learns_to_99_percent_exact_match(tmp_path):
     workdir = tmp_path / "reverse"

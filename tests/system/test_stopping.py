@@ -89,6 +89,7 @@ def test_while_training(start, tmp_path):
     assert "flaxformer-mt train: stopped after step" in log(tmp_path)
 
 
+@pytest.mark.slow
 def test_in_the_final_evaluation(start, tmp_path):
     """Which the same command then repeats."""
     process = start("--train.num-steps=2", "--decode.max-length-extra=200")

@@ -94,6 +94,7 @@ def test_data_parallelism_adds_up_the_gradients(setup, strategy):
     assert gradient <= eight.total_sent / 2 * 8 / 7 <= gradient + 2 * nbytes(tables) + metrics
 
 
+@pytest.mark.slow
 def test_a_loss_in_parts_adds_up_its_gradient_once(setup):
     """With more columns the logits are made in more parts, and nothing more is sent."""
     tiny = setup.of(
