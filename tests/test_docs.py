@@ -36,7 +36,7 @@ def test_every_variant_that_pins_a_quirk_exists(pattern):
 @pytest.mark.parametrize("mutation", sorted(set(re.findall(r"`found\[(\w[^`]+)\]`", QUIRKS))))
 def test_every_mutation_that_pins_a_quirk_exists(mutation, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "tests/parity")
-    cases = importlib.import_module("test_mutations").CASES
+    cases = importlib.import_module("mutations").CASES
     assert fnmatch.filter([case.id for case in cases], mutation)
 
 

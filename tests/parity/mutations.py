@@ -1,0 +1,533 @@
+"""The mutations of references, and the diagnosis that each must get."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from module_changes import (
+    Change,
+    attention,
+    borrowed,
+    by_feature,
+    dropped,
+    everything,
+    keys_that_are_real,
+    masked_by,
+    norm,
+    positions,
+    post_norm,
+    pre_norm,
+    source_attention_by_self_attention,
+    unnormalised_memory,
+    with_forward,
+    with_output,
+    with_values,
+)
+from torch import Tensor, nn
+from toy_references import DOUBLE_PROJECTION as DOUBLE_PROJECTION_LAYERS
+from toy_references import VARIANTS
+
+from flaxformer_mt.model.positions import sinusoidal_table
+
+FAMILIES = {
+    "annotated": VARIANTS["annotated_1000"],
+    "jadore801120": VARIANTS["jadore801120_prj_all"],
+    "tunz": VARIANTS["tunz"],
+    "opennmt_rotary": VARIANTS["opennmt_rotary"],
+    "opennmt_alibi": VARIANTS["opennmt_alibi"],
+    "opennmt_t5": VARIANTS["opennmt_t5"],
+    "double_projection": DOUBLE_PROJECTION_LAYERS,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutation:
+    """A change, and the expected diagnosis."""
+
+    cause: str
+    site: str
+    change: Change
+    says: str = ""
+    """A pattern that the explanation must contain, such as numbers."""
+
+
+ENCODER, DECODER = "encoder.layers.0", "decoder.layers.1"
+IN_ENCODER, IN_DECODER = "encoder/layers/0", "decoder/layers/1"
+FIRST_NORM, FIRST_ATTENTION = f"{ENCODER}.sublayer.0.norm", f"{ENCODER}.self_attn"
+LAST_ATTENTION = f"{DECODER}.self_attn"
+SCORES, DECODER_SCORES = (
+    f"{IN_ENCODER}/self_attention/scores",
+    f"{IN_DECODER}/self_attention/scores",
+)
+
+ANNOTATED = [
+    Mutation(
+        "embedding scale",
+        "source/embedding",
+        with_values("src_embed.0", d_model=1),
+        "by 1, ours by 4",
+    ),
+    Mutation(
+        "embedding scale",
+        "target/embedding",
+        with_output("tgt_embed.0", lambda _, y, x: 0.7 * y),
+        "by 2.8, ours by 4",
+    ),
+    Mutation(
+        "shifted tokens",
+        "target/embedding",
+        with_output("tgt_embed.0", lambda _, y, x: y.roll(-1, 1)),
+        "to the left",
+    ),
+    Mutation("positions missing", "source/embedded", with_forward("src_embed.1", lambda _, x: x)),
+    Mutation(
+        "positions scaled",
+        "source/embedded",
+        with_forward("src_embed.1", positions(scale=4.0)),
+        r"sqrt\(D\)",
+    ),
+    Mutation(
+        "sine base",
+        "source/embedded",
+        with_forward("src_embed.1", positions(base=10000.0)),
+        "base is 10000, ours 1000",
+    ),
+    Mutation(
+        "sine base",
+        "target/embedded",
+        with_forward("tgt_embed.1", positions(base=777.0)),
+        "base is 777, ours 1000",
+    ),
+    Mutation(
+        "float32 positions",
+        "source/embedded",
+        lambda module: module.src_embed[1].pe.copy_(module.src_embed[1].pe.float()),
+    ),
+    Mutation(
+        "sine layout",
+        "source/embedded",
+        with_forward("src_embed.1", positions(layout="concatenated")),
+        "layout is concatenated",
+    ),
+    Mutation(
+        "sine exponent",
+        "source/embedded",
+        with_forward("src_embed.1", positions(exponent="tensor2tensor")),
+        "exponent is tensor2tensor",
+    ),
+    Mutation(
+        "position offset",
+        "target/embedded",
+        with_forward("tgt_embed.1", positions(offset=1)),
+        "offset is 1, ours 0",
+    ),
+    Mutation(
+        "position counting",
+        "source/embedded",
+        with_forward("src_embed.1", lambda self, x: x + self.pe[0, : len(x), None]),
+        "count sentences of the batch",
+    ),
+    Mutation(
+        "norm epsilon",
+        f"{IN_ENCODER}/self_attention_norm",
+        with_values(FIRST_NORM, eps=1e-5),
+        "epsilon 1e-05 .* ours 1e-06",
+    ),
+    Mutation(
+        "norm epsilon",
+        f"{IN_DECODER}/cross_attention_norm",
+        with_values(f"{DECODER}.sublayer.1.norm", eps=3.7e-4),
+        "epsilon 0.00037 .* ours 1e-06",
+    ),
+    Mutation(
+        "biased variance",
+        f"{IN_ENCODER}/self_attention_norm",
+        with_forward(
+            FIRST_NORM, norm(lambda x: (x.var(-1, keepdim=True, correction=0) + 1e-5).sqrt())
+        ),
+        "1e-05 inside the root .* over n, ours 1e-06 outside the root .* over n - 1",
+    ),
+    Mutation(
+        "root-mean-square norm",
+        f"{IN_ENCODER}/self_attention_norm",
+        with_forward(
+            FIRST_NORM,
+            norm(lambda x: (x.square().mean(-1, keepdim=True) + 1e-6).sqrt(), centre=False),
+        ),
+    ),
+    Mutation(
+        "norm bias missing",
+        f"{IN_ENCODER}/feed_forward_norm",
+        with_output(f"{ENCODER}.sublayer.1.norm", lambda self, y, x: y - self.b_2),
+    ),
+    Mutation(
+        "norm position",
+        f"{IN_ENCODER}/self_attention_norm",
+        with_forward(f"{ENCODER}.sublayer.0", post_norm),
+        "post-norm",
+    ),
+    Mutation(
+        "final norm missing", "encoder/final_norm", with_forward("encoder.norm", lambda _, x: x)
+    ),
+    Mutation("final norm missing", "decoder/layers/0/cross_attention/key", unnormalised_memory),
+    Mutation(
+        "bias missing",
+        f"{IN_DECODER}/self_attention/value",
+        with_output(f"{LAST_ATTENTION}.linears.2", lambda self, y, x: y - self.bias),
+    ),
+    Mutation(
+        "bias added twice",
+        f"{IN_ENCODER}/feed_forward/output",
+        with_output(f"{ENCODER}.feed_forward.w_2", lambda self, y, x: y + self.bias),
+    ),
+    Mutation(
+        "transposed matrix",
+        f"{IN_ENCODER}/self_attention/output",
+        with_forward(f"{FIRST_ATTENTION}.linears.3", lambda self, x: x @ self.weight + self.bias),
+    ),
+    Mutation(
+        "wrong projection",
+        f"{IN_ENCODER}/self_attention/key",
+        borrowed(f"{FIRST_ATTENTION}.linears.1", f"{FIRST_ATTENTION}.linears.2"),
+        "the value weights",
+    ),
+    Mutation(
+        "wrong layer",
+        "encoder/layers/1/feed_forward/hidden",
+        borrowed("encoder.layers.1.feed_forward.w_1", f"{ENCODER}.feed_forward.w_1"),
+        "encoder layer 0",
+    ),
+    Mutation(
+        "wrong attention",
+        "decoder/layers/0/cross_attention/query",
+        source_attention_by_self_attention,
+        "of self_attention in decoder layer 0",
+    ),
+    Mutation(
+        "swapped query and key", SCORES, with_forward(FIRST_ATTENTION, attention(project=(1, 0, 2)))
+    ),
+    Mutation("attention scale", SCORES, with_values(FIRST_ATTENTION, d_k=1), "by 1, ours"),
+    Mutation(
+        "attention scale", DECODER_SCORES, with_values(LAST_ATTENTION, d_k=16), "by 1 / K, ours"
+    ),
+    Mutation(
+        "head order",
+        SCORES,
+        with_forward(FIRST_ATTENTION, attention(split=by_feature)),
+        r"\(feature, head\)",
+    ),
+    Mutation(
+        "missing padding mask",
+        SCORES,
+        with_forward(FIRST_ATTENTION, attention(hide=masked_by(everything))),
+    ),
+    Mutation(
+        "missing causal mask",
+        DECODER_SCORES,
+        with_forward(LAST_ATTENTION, attention(hide=masked_by(keys_that_are_real))),
+    ),
+    Mutation(
+        "causal mask off by one",
+        DECODER_SCORES,
+        with_forward(LAST_ATTENTION, attention(hide=masked_by(lambda mask: mask.tril(-1)))),
+        "from itself",
+    ),
+    Mutation(
+        "inverted mask",
+        f"{IN_DECODER}/cross_attention/scores",
+        with_forward(f"{DECODER}.src_attn", attention(hide=masked_by(torch.logical_not))),
+    ),
+    Mutation(
+        "mask value",
+        SCORES,
+        with_forward(
+            FIRST_ATTENTION, attention(hide=lambda scores, mask: scores.masked_fill(~mask, -12.0))
+        ),
+        "replaced by -12 .* by -inf in ours",
+    ),
+    Mutation(
+        "mask sign",
+        DECODER_SCORES,
+        with_forward(LAST_ATTENTION, attention(hide=lambda scores, mask: scores + ~mask * 1e9)),
+        r"increased by 1e\+09",
+    ),
+    Mutation(
+        "float32 scores",
+        SCORES,
+        with_forward(
+            FIRST_ATTENTION,
+            attention(hide=lambda scores, mask: scores.masked_fill(~mask, -1e9).float().double()),
+        ),
+    ),
+    Mutation(
+        "softmax axis",
+        f"{IN_ENCODER}/self_attention/weights",
+        with_forward(FIRST_ATTENTION, attention(axis=-2)),
+        "over queries",
+    ),
+    Mutation(
+        "head order",
+        f"{IN_ENCODER}/self_attention/context",
+        with_forward(FIRST_ATTENTION, attention(join=lambda x: x.reshape(len(x), x.shape[2], -1))),
+        "without a transpose",
+    ),
+    Mutation(
+        "residual missing",
+        f"{IN_ENCODER}/self_attention_sum",
+        with_forward(f"{ENCODER}.sublayer.0", lambda self, x, f: f(self.norm(x))),
+    ),
+    Mutation(
+        "norm position",
+        f"{IN_ENCODER}/self_attention_sum",
+        with_forward(f"{ENCODER}.sublayer.0", lambda self, x, f: self.norm(x) + f(self.norm(x))),
+        "normalized input",
+    ),
+    Mutation(
+        "residual scale",
+        f"{IN_DECODER}/feed_forward_sum",
+        with_output(f"{DECODER}.sublayer.2", lambda self, y, *_: y / math.sqrt(2)),
+        "0.707107",
+    ),
+    Mutation(
+        "dropout",
+        f"{IN_ENCODER}/feed_forward/activated",
+        with_output(f"{ENCODER}.feed_forward.dropout", dropped),
+        "0.25",
+    ),
+    Mutation(
+        "dropout",
+        f"{IN_DECODER}/self_attention_sum",
+        with_output(f"{DECODER}.sublayer.0.dropout", dropped),
+        "1.33333",
+    ),
+    Mutation(
+        "activation",
+        f"{IN_ENCODER}/feed_forward/activated",
+        with_forward(f"{ENCODER}.feed_forward", lambda self, x: self.w_2(F.gelu(self.w_1(x)))),
+        "is gelu, ours relu",
+    ),
+    Mutation(
+        "activation",
+        f"{IN_DECODER}/feed_forward/activated",
+        with_forward(
+            f"{DECODER}.feed_forward",
+            lambda self, x: self.w_2(F.gelu(self.w_1(x), approximate="tanh")),
+        ),
+        "is gelu_tanh, ours relu",
+    ),
+    Mutation(
+        "bias missing", "logits", with_output("generator.proj", lambda self, y, x: y - self.bias)
+    ),
+    Mutation(
+        "softmax in the output",
+        "logits",
+        with_output("generator", lambda _, y, x: y.log_softmax(-1)),
+        "log-probabilities",
+    ),
+    Mutation(
+        "logit scale",
+        "logits",
+        with_output("generator", lambda _, y, x: y / 4),
+        r"1 / sqrt\(D\), ours by 1",
+    ),
+]
+
+JADORE801120 = [
+    Mutation(
+        "norm epsilon",
+        "encoder/embedding_norm",
+        with_values("encoder.layer_norm", eps=1e-5),
+        "epsilon 1e-05 .* ours 1e-06",
+    ),
+    Mutation(
+        "biased variance",
+        f"{IN_DECODER}/feed_forward_norm",
+        with_forward(
+            "decoder.layer_stack.1.pos_ffn.layer_norm",
+            lambda self, x: (
+                self.weight
+                * (x - x.mean(-1, keepdim=True))
+                / (x.var(-1, keepdim=True) + self.eps).sqrt()
+                + self.bias
+            ),
+        ),
+        "over n - 1, ours .* over n",
+    ),
+    Mutation(
+        "norm position",
+        f"{IN_ENCODER}/self_attention/query",
+        with_forward("encoder.layer_stack.0.slf_attn", pre_norm),
+        "pre-norm",
+    ),
+    Mutation(
+        "positions missing", "target/embedded", with_forward("decoder.position_enc", lambda _, x: x)
+    ),
+    # Its translator builds the model without the scale that training used.
+    Mutation("logit scale", "logits", with_values("", logit_scale=1.0), "by 1, ours by 0.25"),
+]
+
+TUNZ = [
+    Mutation(
+        "embedding scale", "source/embedding", with_values("", emb_scale=16.0), "by D, ours by 4"
+    ),
+    Mutation(
+        "sine layout",
+        "source/embedded",
+        with_values(
+            "",
+            get_position_encoding=lambda tokens: torch.tensor(
+                sinusoidal_table(tokens.shape[1], 16, exponent="tensor2tensor")
+            ),
+        ),
+        "layout is interleaved, ours concatenated",
+    ),
+    Mutation(
+        "sine exponent",
+        "source/embedded",
+        with_values(
+            "",
+            get_position_encoding=lambda tokens: torch.tensor(
+                sinusoidal_table(tokens.shape[1], 16, layout="concatenated")
+            ),
+        ),
+        "exponent is paper, ours tensor2tensor",
+    ),
+    Mutation(
+        "float32 positions",
+        "source/embedded",
+        lambda module: module.inv_timescales.copy_(module.inv_timescales.float()),
+    ),
+    Mutation(
+        "attention scale",
+        f"{IN_DECODER}/cross_attention/scores",
+        with_values("decoder.layers.1.enc_dec_attention", scale=1.0),
+        "by 1, ours",
+    ),
+    Mutation(
+        "final norm missing",
+        "decoder/final_norm",
+        with_forward("decoder.last_norm", lambda _, x: x),
+    ),
+]
+
+DOUBLE_PROJECTION = [
+    # As published: heads are put together along the batch axis.
+    Mutation(
+        "head order",
+        f"{IN_ENCODER}/self_attention/context",
+        with_values("encoder.0.self_attention", published_head_join=True),
+        "along the batch",
+    ),
+    # Nothing is known of what goes into the first layers.
+    Mutation(
+        "bias missing",
+        f"{IN_ENCODER}/feed_forward/hidden",
+        with_output("encoder.0.feed_forward.0", lambda self, y, x: y - self.bias),
+    ),
+    Mutation(
+        "different weights",
+        "decoder/layers/0/cross_attention/key",
+        with_output("decoder.0.cross_attention.attention.W_k", lambda self, y, *_: y - self.bias),
+        "another bias",
+    ),
+]
+
+OPENNMT_ENCODER = "encoder.transformer.0.self_attn"
+OPENNMT_DECODER = "decoder.transformer_layers.1.self_attn"
+
+
+def with_slopes(part: str, change: Callable[[Tensor], Tensor]) -> Change:
+    """Changes the slopes [H, 1, 1] of an ALiBi bias."""
+
+    def change_slopes(module: nn.Module) -> None:
+        alibi = module.get_submodule(f"{part}.alibi")
+        alibi.slopes = change(alibi.slopes)
+
+    return change_slopes
+
+
+ROTARY = [
+    Mutation(
+        "rotation layout",
+        SCORES,
+        with_values(OPENNMT_ENCODER, rotary_interleave=False),
+        "is concatenated, ours interleaved",
+    ),
+    Mutation(
+        "rotation base",
+        DECODER_SCORES,
+        with_values(OPENNMT_DECODER, rotary_theta=500000.0),
+        "is 500000, ours 10000",
+    ),
+    Mutation("rotation missing", SCORES, with_values(OPENNMT_ENCODER, position_kind="none")),
+]
+
+ALIBI = [
+    Mutation(
+        "slope order",
+        SCORES,
+        with_slopes(OPENNMT_ENCODER, lambda slopes: slopes.sort(dim=0, descending=True)[0]),
+        "in decreasing order",
+    ),
+    Mutation(
+        "slope values",
+        DECODER_SCORES,
+        with_slopes(
+            OPENNMT_DECODER,
+            lambda slopes: 2.0 ** (-8 * torch.arange(1, 7, dtype=slopes.dtype)[:, None, None] / 6),
+        ),
+        r"2\^\(-8h/H\) for all heads",
+    ),
+    Mutation(
+        "slope values",
+        SCORES,
+        with_slopes(OPENNMT_ENCODER, lambda slopes: slopes * torch.arange(1, 7)[:, None, None]),
+        r"are \(0.25, 0.125, ",
+    ),
+    Mutation(
+        "position bias missing", DECODER_SCORES, with_values(OPENNMT_DECODER, position_kind="none")
+    ),
+]
+
+T5 = [
+    Mutation(
+        "bucket rule",
+        SCORES,
+        with_values(OPENNMT_ENCODER, is_decoder=True),
+        "bidirectional=False in place of True",
+    ),
+    Mutation(
+        "bucket rule",
+        DECODER_SCORES,
+        with_values(OPENNMT_DECODER, max_relative_positions=10),
+        "max_distance=10 in place of 5",
+    ),
+    Mutation("position bias missing", SCORES, with_values(OPENNMT_ENCODER, position_kind="none")),
+    Mutation(
+        "position bias scale",
+        DECODER_SCORES,
+        lambda module: module.get_submodule(OPENNMT_DECODER).register_forward_pre_hook(
+            lambda self, inputs: setattr(
+                self, "position_bias", lambda length: type(self).position_bias(self, length) / 2
+            )
+        ),
+        r"divides .* by sqrt\(K\)",
+    ),
+]
+
+CASES = [
+    pytest.param(family, mutation, id=f"{family}-{mutation.cause}-{mutation.site}")
+    for family, mutations in {
+        "annotated": ANNOTATED,
+        "jadore801120": JADORE801120,
+        "tunz": TUNZ,
+        "opennmt_rotary": ROTARY,
+        "opennmt_alibi": ALIBI,
+        "opennmt_t5": T5,
+        "double_projection": DOUBLE_PROJECTION,
+    }.items()
+    for mutation in mutations
+]
