@@ -157,4 +157,9 @@ VARIANTS: dict[str, Variant] = _jadore801120() | {
 }
 """Variants that map tokens to logits: all but `double_projection`, which is layers only."""
 
+UNSCALED_TORCH = Variant(
+    "torch",
+    {"norm_position": "pre", "scale_embeddings": False},
+    {"norm_position": "pre", "scale_embeddings": False},
+)
 DOUBLE_PROJECTION = Variant("double_projection")

@@ -1,0 +1,163 @@
+"""Conversion of Adam's state, of our own files, and as the command line does it."""
+
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from flax.traverse_util import flatten_dict
+from toy_references import DOUBLE_PROJECTION, UNSCALED_TORCH, VARIANTS
+from trained_references import ALL, ONE_OF_EACH, assert_identical, trained_checkpoint
+
+from flaxformer_mt import interop
+from flaxformer_mt.cli import main
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.interop.convert import OWN, convert
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_to_our_own_file_and_back_is_byte_identical(name, tmp_path):
+    variant = ALL[name]
+    before = trained_checkpoint(variant)
+    torch.save(before, tmp_path / "before.pt")
+    own = tmp_path / "own.safetensors"
+    convert(variant.family, OWN, tmp_path / "before.pt", own, variant.hints)
+    with safetensors.safe_open(own, framework="np") as file:
+        assert any(name.startswith("adam/mean/") for name in file.keys())  # noqa: SIM118
+    convert(OWN, OWN, own, tmp_path / "again.safetensors")
+    convert(OWN, variant.family, tmp_path / "again.safetensors", tmp_path / "after.pt")
+    assert_identical(torch.load(tmp_path / "after.pt", weights_only=True), before)
+
+
+def test_our_own_file_can_be_converted_to_what_its_source_can(tmp_path):
+    variant = VARIANTS["torch_pre_gelu"]
+    torch.save(trained_checkpoint(variant), tmp_path / "torch.pt")
+    own = tmp_path / "own.safetensors"
+    convert("torch", OWN, tmp_path / "torch.pt", own, variant.hints)
+    assert convert(OWN, "opennmt", own, tmp_path / "opennmt.pt") == ()
+    convert("torch", "opennmt", *paths(tmp_path, "torch", "direct"), variant.hints)
+    one, other = (
+        torch.load(path, weights_only=True) for path in paths(tmp_path, "opennmt", "direct")
+    )
+    assert_identical(one, other)
+    with pytest.raises(UserError, match="norm_position=pre cannot be converted to post"):
+        convert(OWN, "marian", own, tmp_path / "marian.pt")
+
+
+def test_adam_is_converted_where_tensors_are_rearranged(tmp_path):
+    variant = VARIANTS["torch_pre_gelu"]
+    before = trained_checkpoint(variant)
+    torch.save(before, tmp_path / "torch.pt")
+    assert convert("torch", "opennmt", *paths(tmp_path, "torch", "opennmt"), variant.hints) == ()
+    hints = {"num_heads": 4, "activation": "gelu", "norm_epsilon": 1e-5}
+    assert convert("opennmt", "torch", *paths(tmp_path, "opennmt", "again"), hints) == ()
+    after = torch.load(tmp_path / "again.pt", weights_only=True)
+    assert_identical(after["optimizer"], before["optimizer"])
+
+
+def paths(folder: Any, *names: str) -> list[Any]:
+    return [folder / f"{name}.pt" for name in names]
+
+
+def test_new_biases_have_no_moments(tmp_path):
+    variant = VARIANTS["opennmt_unbiased"]
+    torch.save(trained_checkpoint(variant), tmp_path / "opennmt.pt")
+    convert("opennmt", "torch", *paths(tmp_path, "opennmt", "torch"), variant.hints)
+    adam = interop.load_training(
+        "torch", tmp_path / "torch.pt", num_heads=4, norm_position="pre", norm_epsilon=1e-6
+    ).adam
+    mean = flatten_dict(adam.mean, sep="/")
+    assert adam.step == 2
+    assert mean["decoder/layers/feed_forward/hidden/kernel"].any()
+    assert not mean["decoder/layers/feed_forward/hidden/bias"].any()
+
+
+@pytest.mark.parametrize(
+    ("variant", "target", "reason"),
+    [
+        (UNSCALED_TORCH, "opennmt", "scale_embeddings=False becomes True"),
+        (DOUBLE_PROJECTION, "torch", "some of them are carried"),
+    ],
+)
+def test_adam_that_cannot_be_converted_is_dropped_with_a_note(variant, target, reason, tmp_path):
+    torch.save(trained_checkpoint(variant), tmp_path / "before.pt")
+    notes = convert(variant.family, target, *paths(tmp_path, "before", "after"), variant.hints)
+    assert notes[-1].startswith("Adam's state is dropped")
+    assert reason in notes[-1]
+    assert not {"model", "optim"} & torch.load(tmp_path / "after.pt", weights_only=True).keys()
+
+
+def test_safetensors_of_a_published_family_contain_no_adam(tmp_path):
+    variant = VARIANTS["tunz"]
+    torch.save(trained_checkpoint(variant), tmp_path / "before.pt")
+    target = tmp_path / "after.safetensors"
+    (note,) = convert("tunz", "tunz", tmp_path / "before.pt", target, variant.hints)
+    assert "PyTorch reads it from .pt files only" in note
+
+
+def test_the_console_script_reports_changes_on_standard_error(tmp_path, capsys):
+    torch.save(VARIANTS["tunz"].build().state_dict(), tmp_path / "tunz.pt")
+    options = ["--from", "tunz", "--to", "fairseq", "--set", "num_heads=4", "dropout_rate=0.2"]
+    command = ["convert", *map(str, paths(tmp_path, "tunz", "fairseq")), *options]
+    assert main(command) == 1
+    assert "norm_epsilon=1e-06 cannot be converted to 1e-05" in capsys.readouterr().err
+    assert main([*command, "--accept", "norm_epsilon"]) == 0
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 6
+    assert all(line.startswith("flaxformer-mt: note: ") for line in err.splitlines())
+    # fairseq's dictionaries have another padding id, and therefore another first position.
+    sizes = {"num_heads": 4, "pad_id": 0, "max_length": 1024}
+    config, _ = interop.load("fairseq", tmp_path / "fairseq.pt", **sizes)
+    assert config.position_kind == "learned"
+
+
+def test_invalid_arguments_are_rejected(tmp_path):
+    source, target = paths(tmp_path, "source", "target")
+    torch.save(VARIANTS["tunz"].build().state_dict(), source)
+
+    def refused(*arguments: Any) -> str:
+        with pytest.raises(UserError) as caught:
+            convert(*arguments)
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    hints = {"num_heads": 4}
+    assert "must not be the input" in refused("tunz", "tunz", source, source, hints)
+    assert "--from tuns: unknown family" in refused("tuns", "tunz", source, target)
+    assert "--to tuns: unknown family" in refused("tunz", "tuns", source, target)
+    assert "written as a folder" in refused("tunz", "ctranslate2", source, target, hints)
+    assert "only norm_epsilon" in refused("tunz", "tunz", source, target, hints, ["final_norm"])
+    assert ".safetensors" in refused("tunz", OWN, source, target, hints)
+    assert "not a safetensors file, or a damaged one" in refused(OWN, "tunz", source, target)
+    foreign = tmp_path / "foreign.safetensors"
+    convert("tunz", "tunz", source, foreign, hints)
+    assert "no configuration" in refused(OWN, "tunz", foreign, target)
+    own = tmp_path / "own.safetensors"
+    convert("tunz", OWN, source, own, hints)
+    assert "it contains num_heads: fields cannot be overridden" in refused(
+        OWN, "tunz", own, target, hints
+    )
+    assert not target.exists()
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"format": OWN},
+        {"format": OWN, "config": "{"},
+        {"format": OWN, "config": "[[1]]"},
+        {"format": OWN, "config": "{}", "adam_step": "two", "adam_settings": "{}"},
+        {"format": OWN, "config": "{}", "adam_step": "2", "adam_settings": "[]"},
+        {"format": OWN, "config": "{}", "adam_step": "-2", "adam_settings": "{}"},
+        {"format": OWN, "config": "{}", "adam_step": "9" * 5000, "adam_settings": "{}"},
+        {"format": OWN, "config": "{}", "adam_step": "2", "adam_settings": "[" * 100_000},
+        {"format": OWN, "config": "[" * 100_000},
+        {"format": OWN, "config": '{"d_model":' + "1" * 5000 + "}"},
+    ],
+)
+def test_damaged_metadata_of_our_own_file_is_rejected(metadata, tmp_path):
+    path = tmp_path / "own.safetensors"
+    safetensors.torch.save_file({"output/bias": torch.zeros(3)}, path, metadata)
+    with pytest.raises(UserError, match=r"own\.safetensors as flaxformer_mt: its metadata is"):
+        convert(OWN, "tunz", path, tmp_path / "tunz.pt")
