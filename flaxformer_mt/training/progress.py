@@ -83,6 +83,8 @@ class Progress:
     """By `train.best_metric`."""
     stopping: BestSoFar = BestSoFar()
     """By `train.early_stopping_metric`."""
+    shapes: set[str] = dataclasses.field(default_factory=set)
+    """Shapes of batches since the start; the step was compiled for each of them."""
 
     def to_json(self) -> dict[str, Any]:
         """Returns JSON values."""
@@ -92,6 +94,8 @@ class Progress:
             "skipped": self.skipped,
             "best": self.best.to_json(),
             "stopping": self.stopping.to_json(),
+            # As earlier versions wrote it, if there is none.
+            **({"shapes": sorted(self.shapes)} if self.shapes else {}),
         }
 
     @classmethod
@@ -103,4 +107,5 @@ class Progress:
             skipped=values["skipped"],
             best=BestSoFar.from_json(values["best"]),
             stopping=BestSoFar.from_json(values["stopping"]),
+            shapes=set(values.get("shapes", ())),
         )

@@ -26,6 +26,7 @@ def test_sums_give_means_of_what_counted():
 def test_progress_comes_back_from_json_to_the_bit():
     interval = Sums({"loss": (0.1 + 0.2, 3.0)}, seconds=1 / 3, seconds_waited=1e-9)
     progress = Progress(DataPosition(1, 2, 3), interval, 4, BestSoFar(-0.1, 5), BestSoFar())
+    progress.shapes = {"[2, 8]", "[4, 4]"}
     assert Progress.from_json(json.loads(json.dumps(progress.to_json()))) == progress
 
 
