@@ -5,6 +5,7 @@ from typing import Any
 
 from sacrebleu.metrics import BLEU, CHRF, TER
 
+from flaxformer_mt.decoding.text_arguments import require_texts
 from flaxformer_mt.errors import UserError
 
 
@@ -23,10 +24,13 @@ def evaluate(
       `chrf_signature` and `ter_signature`.
 
     Raises:
+      TypeError: an argument is not a list of strings.
       UserError: the numbers of sentences differ, or there are none.
 
     Source: Post 2018, "A Call for Clarity in Reporting BLEU Scores".
     """
+    hypotheses = require_texts(hypotheses, "hypotheses")
+    references = require_texts(references, "references")
     if len(hypotheses) != len(references):
         raise UserError(f"{len(hypotheses)} translations, but {len(references)} references")
     if not references:

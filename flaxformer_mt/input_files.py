@@ -4,6 +4,7 @@ Opening a named pipe would wait for its writer, and a device such as /dev/zero h
 regular files are read. JSON may nest deeper than Python's stack, or have numbers too long to print.
 """
 
+import collections
 import gzip
 import io
 import json
@@ -138,9 +139,8 @@ def decompressed(content: bytes, limit: int) -> bytes:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise UserError(f"{twice!r} occurs twice")
+        counts = collections.Counter(name for name, _ in pairs)
+        raise UserError(f"{counts.most_common(1)[0][0]!r} occurs twice")
     return values
 
 

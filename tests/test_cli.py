@@ -148,6 +148,11 @@ def test_json_lines_give_constraints():
     ("line", "message"),
     [
         ("Hund", "not JSON: Expecting value"),
+        ("[" * 100_000, "its JSON is nested too deeply"),
+        ('{"text": ' + "1" * 5000 + "}", "it has a number of too many digits"),
+        ('{"text": "\\ud800"}', "it has characters that are not valid Unicode"),
+        ('{"text": "a", "text": "b"}', "'text' occurs twice"),
+        ('{"text": null}', '"text" must be a string'),
         ("3", 'not a JSON object with the field "text"'),
         ('{"prefix": "ein"}', 'not a JSON object with the field "text"'),
         ('{"text": 3}', '"text" must be a string'),
@@ -156,7 +161,7 @@ def test_json_lines_give_constraints():
     ],
 )
 def test_invalid_json_lines_are_rejected(line, message):
-    with pytest.raises(UserError, match=f"^here: {re.escape(message)}"):
+    with pytest.raises(UserError, match=f"^here( is damaged)?: {re.escape(message)}"):
         read_sentence(line, "jsonl", "here")
 
 

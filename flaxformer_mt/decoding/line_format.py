@@ -12,6 +12,7 @@ from flaxformer_mt.decoding.scoring.alignment import pharaoh
 from flaxformer_mt.decoding.scoring.scorer import AlignmentUnit
 from flaxformer_mt.decoding.translator import Hypothesis, Sentence, Translator
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.input_files import parse_json
 
 LineEncoding = Literal["text", "jsonl"]
 """Plain text, or one JSON object per line."""
@@ -95,10 +96,7 @@ def read_sentence(line: str, encoding: LineEncoding, location: str) -> Sentence:
     """
     if encoding == "text":
         return Sentence(line)
-    try:
-        values = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{location}: not JSON: {error}") from error
+    values = parse_json(line, location)
     if not isinstance(values, dict) or "text" not in values:
         raise UserError(f'{location}: not a JSON object with the field "text"')
     for field, value in values.items():

@@ -20,7 +20,7 @@ from flaxformer_mt.decoding.batching.continuous_batching import (
 from flaxformer_mt.decoding.batching.length_buckets import longest_sentence
 from flaxformer_mt.decoding.scoring import alignment
 from flaxformer_mt.decoding.scoring.alignment import Links
-from flaxformer_mt.decoding.scoring.scorer import AlignmentUnit
+from flaxformer_mt.decoding.scoring.scorer import AlignmentUnit, check_unit
 from flaxformer_mt.decoding.scoring.teacher_forcing import check_alignment_options, teacher_force
 from flaxformer_mt.decoding.sentence_splitting import Segment
 from flaxformer_mt.decoding.shortlists.shortlist import Shortlist
@@ -111,6 +111,7 @@ class SentenceDecoder:
         Raises:
           UserError: an option does not fit the models, or names a file that cannot be read.
         """
+        check_unit(unit)
         self.model, self.params = models[0]
         self.decode = decode
         self.tokenizers = tokenizers

@@ -1,9 +1,10 @@
 """Translation of text: the public interface of a trained model."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, overload
 
 import jax
 from rich.console import Console
@@ -19,6 +20,7 @@ from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.decoding.ensemble import require_same_vocabularies
 from flaxformer_mt.decoding.scoring.scorer import AlignmentUnit
 from flaxformer_mt.decoding.sentence_decoder import Hypothesis, Sentence, SentenceDecoder
+from flaxformer_mt.decoding.text_arguments import require_iterable, require_text, require_texts
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs.layout import CheckpointSelector
 from flaxformer_mt.runs.trained_model import TrainedModel, load_run
@@ -83,7 +85,8 @@ class Translator:
         """
         if isinstance(folders, str | Path):
             folders = [folders]
-        return cls.from_runs([load_run(folder, checkpoint) for folder in folders])
+        listed = require_iterable(folders, "folders", "paths")
+        return cls.from_runs([load_run(folder, checkpoint) for folder in listed])
 
     @classmethod
     def from_runs(cls, runs: Sequence[TrainedModel], decode: DecodeConfig | None = None) -> Self:
@@ -96,29 +99,57 @@ class Translator:
         Raises:
           UserError: the vocabularies of the runs differ.
         """
+        if not runs:
+            raise UserError("there is no run to translate with: name at least one")
         require_same_vocabularies([(str(run.folder), run) for run in runs])
         first, *others = runs
         config = dataclasses.replace(first.config, decode=decode or first.config.decode)
         pairs = [(run.config.model, run.params) for run in others]
         return cls(config, first.params, first.tokenizers, pairs)
 
+    @overload
     def translate(
         self,
-        sentences: Sequence[str | Sentence],
+        sentences: str | Sentence,
         beam_size: int | None = None,
         *,
         show_progress: bool = False,
         **options: Any,
-    ) -> list[str]:
-        """Returns the best translation of each sentence; arguments as for `translate_n_best`."""
-        lists = self.translate_n_best(
-            sentences, 1, beam_size=beam_size, scores=False, show_progress=show_progress, **options
-        )
-        return [hypotheses[0].text for hypotheses in lists]
+    ) -> str: ...
 
+    @overload
+    def translate(
+        self,
+        sentences: Iterable[str | Sentence],
+        beam_size: int | None = None,
+        *,
+        show_progress: bool = False,
+        **options: Any,
+    ) -> list[str]: ...
+
+    def translate(
+        self,
+        sentences: str | Sentence | Iterable[str | Sentence],
+        beam_size: int | None = None,
+        *,
+        show_progress: bool = False,
+        **options: Any,
+    ) -> str | list[str]:
+        """Returns the best translation of a sentence, or of each sentence of a list.
+
+        Arguments and errors are those of `translate_n_best`.
+        """
+        given = _as_sentences(sentences)
+        lists = self.translate_n_best(
+            given, 1, beam_size=beam_size, scores=False, show_progress=show_progress, **options
+        )
+        texts = [hypotheses[0].text for hypotheses in lists]
+        return texts[0] if isinstance(sentences, str | Sentence) else texts
+
+    @overload
     def translate_n_best(
         self,
-        sentences: Sequence[str | Sentence],
+        sentences: str | Sentence,
         n_best: int | None = None,
         *,
         unit: AlignmentUnit | None = None,
@@ -126,11 +157,36 @@ class Translator:
         scores: bool = True,
         show_progress: bool = False,
         **options: Any,
-    ) -> list[list[Hypothesis]]:
-        """Returns the best translations of each sentence.
+    ) -> list[Hypothesis]: ...
+
+    @overload
+    def translate_n_best(
+        self,
+        sentences: Iterable[str | Sentence],
+        n_best: int | None = None,
+        *,
+        unit: AlignmentUnit | None = None,
+        attention: bool = False,
+        scores: bool = True,
+        show_progress: bool = False,
+        **options: Any,
+    ) -> list[list[Hypothesis]]: ...
+
+    def translate_n_best(
+        self,
+        sentences: str | Sentence | Iterable[str | Sentence],
+        n_best: int | None = None,
+        *,
+        unit: AlignmentUnit | None = None,
+        attention: bool = False,
+        scores: bool = True,
+        show_progress: bool = False,
+        **options: Any,
+    ) -> list[Hypothesis] | list[list[Hypothesis]]:
+        """Returns the best translations of a sentence, or of each sentence of a list.
 
         Args:
-          sentences: in any order and of any length.
+          sentences: a sentence, or an iterable of sentences in any order and of any length.
           n_best: number of translations per sentence; by default as configured.
           unit: the unit to align; None = no alignment.
           attention: whether to return the attention from which alignments are computed.
@@ -139,23 +195,27 @@ class Translator:
           **options: fields of `DecodeConfig`; those omitted, or None, are as configured.
 
         Returns:
-          For each sentence, in the order given, its translations from best to worst. They depend on
-          the sentence and the options alone, not on the other sentences.
+          For each sentence, in the order given, its translations from best to worst; for a sentence
+          that is not in a list, its translations. They depend on the sentence and the options
+          alone, not on the other sentences.
 
         Raises:
+          TypeError: `sentences` are of another type.
           UserError: an option is out of range or does not fit the model, the constraints of a
             sentence cannot be met, or the parameters are not finite.
         """
+        given = _as_sentences(sentences)
         decoder = self._decoder({**options, "n_best": n_best}, unit, attention, scores)
         finished = track(
-            decoder.translate(list(map(_as_sentence, sentences))),
+            decoder.translate(given),
             "Translating",
-            total=len(sentences),
+            total=len(given),
             console=Console(stderr=True),
             transient=True,
             disable=not show_progress,
         )
-        return list(in_order(finished))
+        lists = list(in_order(finished))
+        return lists[0] if isinstance(sentences, str | Sentence) else lists
 
     def stream(
         self,
@@ -182,8 +242,10 @@ class Translator:
           **options: see `translate_n_best`.
 
         Raises:
+          TypeError: see `translate_n_best`; also for a sentence that is not in an iterable.
           UserError: see `translate_n_best`.
         """
+        given = _checked(sentences)
         decoder = self._decoder(options, unit, attention, scores)
 
         def finished(window: Sequence[Sentence]) -> Iterator[tuple[int, list[Hypothesis]]]:
@@ -191,10 +253,8 @@ class Translator:
                 advance()
                 yield result
 
-        for window in windows(
-            map(_as_sentence, sentences), WINDOW_CHARACTERS * decoder.decode.batch_tokens
-        ):
-            yield from in_order(finished(window))
+        grouped = windows(given, WINDOW_CHARACTERS * decoder.decode.batch_tokens)
+        return itertools.chain.from_iterable(in_order(finished(window)) for window in grouped)
 
     def _decoder(
         self, options: dict[str, Any], unit: AlignmentUnit | None, attention: bool, scores: bool
@@ -241,5 +301,29 @@ def in_order(finished: Iterable[tuple[int, _T]]) -> Iterator[_T]:
             following += 1
 
 
-def _as_sentence(sentence: str | Sentence) -> Sentence:
-    return Sentence(sentence) if isinstance(sentence, str) else sentence
+def _as_sentences(sentences: str | Sentence | Iterable[str | Sentence]) -> list[Sentence]:
+    """Returns a sentence, or those of an iterable, as a list; errors as in `_checked`."""
+    return list(_checked([sentences] if isinstance(sentences, str | Sentence) else sentences))
+
+
+def _checked(sentences: Iterable[str | Sentence]) -> Iterator[Sentence]:
+    """Yields the sentences, each after a check of its type when it is read.
+
+    Raises:
+      TypeError: `sentences` are no iterable (at once), or one of them is no sentence.
+      UserError: see `require_text`.
+    """
+    if isinstance(sentences, Sentence):  # A tuple of its fields.
+        raise TypeError("sentences must be a list of strings or Sentence, not a single Sentence")
+    numbered = enumerate(require_iterable(sentences, "sentences", "strings or Sentence"))
+    return (_as_sentence(sentence, f"sentences[{index}]") for index, sentence in numbered)
+
+
+def _as_sentence(sentence: Any, name: str) -> Sentence:
+    if not isinstance(sentence, Sentence):
+        return Sentence(require_text(sentence, name))
+    return Sentence(
+        require_text(sentence.text, f"{name}.text"),
+        require_text(sentence.prefix, f"{name}.prefix"),
+        tuple(require_texts(sentence.phrases, f"{name}.phrases")),
+    )

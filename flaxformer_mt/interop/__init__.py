@@ -70,8 +70,8 @@ def load(
       possibly with a subtree `carried`: see `weight_maps/mapping.py` and `model_params`.
 
     Raises:
-      UserError: the file cannot be read, or would run code; a tensor is missing, unexpected, or of
-        the wrong shape or dtype; tied tensors differ; an override is missing or contradicts the
+      UserError: the file cannot be read, or would run code; a tensor is missing, unexpected, of the
+        wrong shape or dtype, or not finite; tied tensors differ; an override is missing or contradicts the
         tensors.
     """
     return checkpoints.load(_family(family), path_or_state_dict, overrides)
@@ -116,6 +116,10 @@ def save(
       UserError: the published code cannot have this configuration, the parameters (or moments) do
         not match it, or the file cannot be written.
     """
+    if not isinstance(config, TransformerConfig):
+        raise TypeError(f"config must be a TransformerConfig, not {type(config).__name__}")
+    if not isinstance(params, Mapping):
+        raise TypeError(f"params must be nested dicts of arrays, not {type(params).__name__}")
     if adam is None:
         checkpoints.save(_family(family), config, params, path)
     else:
@@ -147,6 +151,8 @@ def differentiable(
 def _family(family: str | Family) -> Family:
     if isinstance(family, Family):
         return family
+    if not isinstance(family, str):
+        raise TypeError(f"family must be a name or a Family, not {type(family).__name__}")
     family = canonical_family(family)
     if family not in FAMILIES:
         raise UserError(f"unknown family {family!r}: choose one of {', '.join(FAMILIES)}")

@@ -112,9 +112,15 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> PublishedCheckpo
     tensors or numpy arrays, and may be nested in another dict under one of `STATE_DICT_KEYS`.
 
     Raises:
+      TypeError: `source` is neither a path nor a mapping.
       UserError: the file does not exist, is damaged, of another kind, or would run code; an entry
         is not a tensor, or not of dtype float32 or float64.
     """
+    if not isinstance(source, str | os.PathLike | Mapping):
+        raise TypeError(
+            f"a checkpoint must be a path or a state dict, not {type(source).__name__}: for a "
+            "module, give its state_dict()"
+        )
     content = source if isinstance(source, Mapping) else _read_file(Path(source))
     if not isinstance(content, Mapping):
         raise UserError(f"a {type(content).__name__}, not a state dict")
@@ -247,12 +253,14 @@ def _state_dict(content: Mapping[str, Any]) -> Mapping[str, Any]:
     raise UserError(f"no state dict under any of the keys {', '.join(STATE_DICT_KEYS)}")
 
 
-def to_numpy(name: str, value: Any) -> np.ndarray:
+def to_numpy(name: Any, value: Any) -> np.ndarray:
     """Returns a copy of a PyTorch tensor or numpy array.
 
     Raises:
-      UserError: it is neither, or not of dtype float32 or float64.
+      UserError: its name is not a string; it is neither, or not of dtype float32 or float64.
     """
+    if not isinstance(name, str):
+        raise UserError(f"{name!r} is not the name of a tensor")
     if not hasattr(value, "dtype"):
         raise UserError(f"{name} is a {type(value).__name__}, not a tensor")
     dtype = str(value.dtype).removeprefix("torch.")

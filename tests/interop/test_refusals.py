@@ -16,6 +16,8 @@ from toy_references import DOUBLE_PROJECTION, VARIANTS
 from flaxformer_mt import interop
 from flaxformer_mt.cli import main
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.interop.formats import parameter_file
+from flaxformer_mt.interop.weight_maps.adam_state import TrainingState
 
 FAMILIES = {
     "jadore801120": VARIANTS["jadore801120_prj_all"],
@@ -262,3 +264,23 @@ def test_a_layer_without_tensors_is_named():
 def test_settings_of_the_wrong_type_are_named(settings, message):
     content = {"model": state_dict("opennmt"), "opt": settings}
     assert message in refusal("opennmt", content, num_heads=None)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+def test_numbers_that_are_not_finite_are_named(number, tmp_path):
+    state = state_dict("tunz")
+    config, params = interop.load("tunz", state, **FAMILIES["tunz"].hints)
+    name = next(name for name in state if name.endswith("layer1.weight"))
+    state[name][0, 0] = number
+    assert f"tensor {name} has numbers that are not finite" in refusal("tunz", state)
+    params["decoder"]["final_norm"]["scale"] = np.full(16, number, np.float32)
+    path = tmp_path / "own.safetensors"
+    with pytest.raises(UserError, match=r"decoder/final_norm/scale has numbers that are not fin"):
+        interop.save("tunz", config, params, path)
+    parameter_file.write(path, TrainingState(config, params, None), "tunz")
+    with pytest.raises(UserError, match=r"decoder/final_norm/scale has numbers that are not fin"):
+        parameter_file.read(path, {})
+
+
+def test_names_of_tensors_are_strings():
+    assert "3 is not the name of a tensor" in refusal("tunz", {3: torch.zeros(2)})

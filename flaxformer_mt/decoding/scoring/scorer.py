@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args, overload
 
 import jax
 import numpy as np
@@ -14,10 +14,22 @@ from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.decoding.scoring.alignment import Links, align, align_words, without_ends
 from flaxformer_mt.decoding.scoring.teacher_forcing import teacher_force
 from flaxformer_mt.decoding.search.ranking import length_penalty
+from flaxformer_mt.decoding.text_arguments import require_iterable, require_text, require_texts
 from flaxformer_mt.errors import UserError
 
 AlignmentUnit = Literal["words", "pieces"]
 """What an alignment links."""
+
+
+def check_unit(unit: AlignmentUnit | None) -> None:
+    """Checks the unit of an alignment.
+
+    Raises:
+      UserError: it is not one.
+    """
+    if unit is not None and unit not in get_args(AlignmentUnit):
+        raise UserError(f"the unit {unit!r} is unknown: align words or pieces")
+
 
 ScoreNormalization = Literal["none", "tokens", "search"]
 """The divisor of a log-probability: none; the number of tokens; or the length penalty of the
@@ -103,10 +115,13 @@ class Scorer:
           alignment: the unit to align; None = no alignment.
 
         Raises:
+          TypeError: an item is no pair of strings.
           UserError: a sentence is longer than a learned position table, or the decoder does not
             have the configured alignment layer or head.
         """
-        remaining = iter(pairs)
+        check_unit(alignment)
+        numbered = enumerate(require_iterable(pairs, "pairs", "pairs of strings"))
+        remaining = (_as_pair(pair, f"pairs[{index}]") for index, pair in numbered)
         first = 1
         while chunk := list(itertools.islice(remaining, CHUNK_SIZE)):
             yield from self._score(chunk, alignment, first)
@@ -155,26 +170,66 @@ class Scorer:
           candidates: source sentences, each with its translations.
           alignment: see `stream`.
         """
-        counted, paired = itertools.tee(candidates)
+        listed = require_iterable(candidates, "candidates", "sources with their translations")
+        counted, paired = itertools.tee(
+            _as_candidates(item, f"candidates[{index}]") for index, item in enumerate(listed)
+        )
         pairs = ((source, target) for source, targets in paired for target in targets)
         scores = self.stream(pairs, alignment)
         for source, targets in counted:
             yield ScoredSentence(source, targets, list(itertools.islice(scores, len(targets))))
 
 
+def _as_pair(pair: Any, name: str) -> tuple[str, str]:
+    source, target = _two(pair, name)
+    return require_text(source, f"{name}[0]"), require_text(target, f"{name}[1]")
+
+
+def _as_candidates(item: Any, name: str) -> tuple[str, list[str]]:
+    source, targets = _two(item, name)
+    return require_text(source, f"{name}[0]"), require_texts(targets, f"{name}[1]")
+
+
+def _two(value: Any, name: str) -> tuple[Any, Any]:
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise TypeError(f"{name} must be a tuple of two, not {type(value).__name__}")
+    first, second = value
+    return first, second
+
+
+@overload
+def score_pairs(
+    config: ExperimentConfig, params: Any, tokenizers: Tokenizers, sources: str, targets: str
+) -> PairScore: ...
+
+
+@overload
 def score_pairs(
     config: ExperimentConfig,
     params: Any,
     tokenizers: Tokenizers,
-    sources: Sequence[str],
-    targets: Sequence[str],
-) -> list[PairScore]:
-    """Scores each target as a translation of its source; see `Scorer`.
+    sources: Iterable[str],
+    targets: Iterable[str],
+) -> list[PairScore]: ...
+
+
+def score_pairs(
+    config: ExperimentConfig,
+    params: Any,
+    tokenizers: Tokenizers,
+    sources: str | Iterable[str],
+    targets: str | Iterable[str],
+) -> PairScore | list[PairScore]:
+    """Scores a target as a translation of its source, or each target of a list; see `Scorer`.
 
     Raises:
+      TypeError: `sources` and `targets` are neither two strings nor two iterables of strings.
       UserError: the numbers of sentences differ, or one of the errors of `Scorer`.
     """
+    scorer = Scorer(config, params, tokenizers)
+    if isinstance(sources, str) and isinstance(targets, str):
+        return next(scorer.stream([(sources, targets)]))
+    sources, targets = require_texts(sources, "sources"), require_texts(targets, "targets")
     if len(sources) != len(targets):
         raise UserError(f"{len(sources)} source sentences, but {len(targets)} target sentences")
-    scorer = Scorer(config, params, tokenizers)
     return list(scorer.stream(zip(sources, targets, strict=True)))

@@ -3,6 +3,8 @@
 import dataclasses
 from collections.abc import Sequence
 
+import numpy as np
+
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.config.fields import FieldRole, roles_of
 from flaxformer_mt.errors import UserError
@@ -76,6 +78,8 @@ def check_tensors(
             raise UserError(f"tensor {name} is unexpected: nothing in the model corresponds to it")
         if name in shapes and tensor.shape != shapes[name]:
             raise UserError(f"tensor {name} has shape {tensor.shape}, but must be {shapes[name]}")
+        if name in shapes and not np.isfinite(tensor).all():
+            raise UserError(f"tensor {name} has numbers that are not finite")
         exact = name in shapes or buffers[name].exact
         if exact and tensor.dtype != config.param_dtype:
             raise UserError(f"tensor {name} is {tensor.dtype}, the others are {config.param_dtype}")
@@ -100,7 +104,8 @@ def check_params(config: TransformerConfig, arrays: Tensors, what: str = "parame
       what: what the arrays are called in messages.
 
     Raises:
-      UserError: an array is missing, unexpected, or of the wrong shape or dtype.
+      UserError: an array is missing, unexpected, of the wrong shape or dtype, or has a number that
+        is not finite.
     """
     shapes = parameter_shapes(config)
     for path in sorted(shapes.keys() ^ arrays.keys()):
@@ -111,3 +116,5 @@ def check_params(config: TransformerConfig, arrays: Tensors, what: str = "parame
             raise UserError(f"{what} {path} has shape {array.shape}, but must have {shapes[path]}")
         if array.dtype != config.param_dtype:
             raise UserError(f"{what} {path} is {array.dtype}, but must be {config.param_dtype}")
+        if not np.isfinite(array).all():
+            raise UserError(f"{what} {path} has numbers that are not finite")

@@ -1,0 +1,55 @@
+"""Checks the texts that callers pass: a string is iterable, but not a list of texts."""
+
+from collections.abc import Iterable, Mapping, Set
+from typing import Any
+
+from flaxformer_mt.errors import UserError
+
+
+def require_iterable(values: Any, name: str, items: str) -> Iterable[Any]:
+    """Returns `values` if they are a list or another iterable with an order.
+
+    Args:
+      values: the argument.
+      name: its name, for messages.
+      items: what its items must be, for messages.
+
+    Raises:
+      TypeError: it is a single string, a mapping, a set, or not iterable.
+    """
+    if isinstance(values, str | bytes | Mapping | Set) or not isinstance(values, Iterable):
+        raise TypeError(f"{name} must be a list of {items}, not {_kind(values)}")
+    return values
+
+
+def require_text(value: Any, name: str) -> str:
+    """Returns `value` if it is a string.
+
+    Raises:
+      TypeError: it is not.
+      UserError: it has a lone surrogate, which no text file can contain.
+    """
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a string, not {_kind(value)}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{name} has a character that is not valid Unicode: {value[error.start]!r}"
+        ) from error
+    return value
+
+
+def require_texts(values: Any, name: str) -> list[str]:
+    """Returns an iterable of strings as a list.
+
+    Raises:
+      TypeError: it is something else, or an item is not a string.
+      UserError: see `require_text`.
+    """
+    listed = require_iterable(values, name, "strings")
+    return [require_text(value, f"{name}[{index}]") for index, value in enumerate(listed)]
+
+
+def _kind(value: Any) -> str:
+    return "a single string" if isinstance(value, str) else type(value).__name__

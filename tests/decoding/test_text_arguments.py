@@ -1,0 +1,158 @@
+"""A string gives a string, a list a list, anything else a TypeError that says what is expected."""
+
+import pytest
+from talker import sentences
+
+from flaxformer_mt import Run, interop, train
+from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.config.files import load_config
+from flaxformer_mt.decoding.scoring.scorer import PairScore, Scorer, score_pairs
+from flaxformer_mt.decoding.sentence_decoder import Hypothesis, Sentence
+from flaxformer_mt.decoding.translator import Translator
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.evaluation import evaluate
+
+
+@pytest.fixture(scope="module")
+def translator(talker):
+    return Translator(talker.config, talker.params, talker.tokenizers)
+
+
+@pytest.fixture(scope="module")
+def scorer(talker):
+    return Scorer(talker.config, talker.params, talker.tokenizers)
+
+
+TEXTS = sentences(3)
+
+
+def test_a_string_gives_a_string_and_a_list_a_list(translator):
+    listed = translator.translate(TEXTS, beam_size=1)
+    assert all(isinstance(text, str) for text in listed)
+    assert translator.translate(TEXTS[1], beam_size=1) == listed[1]
+    assert translator.translate(Sentence(TEXTS[1]), beam_size=1) == listed[1]
+    for kind in (
+        tuple,
+        iter,
+        lambda texts: (text for text in texts),
+        lambda texts: map(str, texts),
+    ):
+        assert translator.translate(kind(TEXTS), beam_size=1) == listed
+    assert translator.translate([], beam_size=1) == []
+    assert translator.translate("", beam_size=1) == ""
+
+
+def test_n_best_lists_of_a_string_and_of_a_list(translator):
+    listed = translator.translate_n_best(TEXTS, 2)
+    assert [len(hypotheses) for hypotheses in listed] == [2, 2, 2]
+    alone = translator.translate_n_best(TEXTS[0], 2)
+    assert all(isinstance(hypothesis, Hypothesis) for hypothesis in alone)
+    assert [each.text for each in alone] == [each.text for each in listed[0]]
+
+
+def test_a_pair_gives_a_score_and_lists_a_list(talker):
+    given = talker.config, talker.params, talker.tokenizers
+    listed = score_pairs(*given, TEXTS, iter(TEXTS[::-1]))
+    alone = score_pairs(*given, TEXTS[0], TEXTS[2])
+    assert isinstance(alone, PairScore)
+    assert alone.tokens == listed[0].tokens
+    with pytest.raises(TypeError, match="targets must be a list of strings, not a single string"):
+        score_pairs(*given, TEXTS, TEXTS[0])
+
+
+NO_TEXTS = [
+    ([None], r"sentences\[0\] must be a string, not NoneType"),
+    (["a", b"b"], r"sentences\[1\] must be a string, not bytes"),
+    ([["a"]], r"sentences\[0\] must be a string, not list"),
+    ([3.5], r"sentences\[0\] must be a string, not float"),
+    (None, "sentences must be a list of strings or Sentence, not NoneType"),
+    (3, "sentences must be a list of strings or Sentence, not int"),
+    (b"a", "sentences must be a list of strings or Sentence, not bytes"),
+    ({"a": 1}, "sentences must be a list of strings or Sentence, not dict"),
+    ({"a"}, "sentences must be a list of strings or Sentence, not set"),
+    ([Sentence(None)], r"sentences\[0\]\.text must be a string, not NoneType"),
+    ([Sentence("a", 3)], r"sentences\[0\]\.prefix must be a string, not int"),
+    ([Sentence("a", "", "bc")], r"\.phrases must be a list of strings, not a single string"),
+    ([Sentence("a", "", [None])], r"\.phrases\[0\] must be a string, not NoneType"),
+    (Sentence("a", "", 3), r"\.phrases must be a list of strings, not int"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), NO_TEXTS)
+def test_what_is_no_text_is_a_type_error(translator, given, message):
+    for translate in (translator.translate, translator.translate_n_best):
+        with pytest.raises(TypeError, match=message):
+            translate(given)
+
+
+@pytest.mark.parametrize("given", ["a", Sentence("a"), None, [None], b"a"])
+def test_a_stream_is_of_an_iterable(translator, given):
+    with pytest.raises(TypeError, match="sentences"):
+        list(translator.stream(given))
+
+
+@pytest.mark.parametrize("given", ["ab", [("a", None)], ["ab"], [("a",)], [("a", "b", "c")], None])
+def test_what_is_no_pair_is_a_type_error(scorer, given):
+    with pytest.raises(TypeError, match="pairs"):
+        list(scorer.stream(given))
+
+
+@pytest.mark.parametrize("given", ["ab", [("a", "b")], [("a", None)], ["ab"], [(None, ["b"])], 3])
+def test_what_is_no_candidate_is_a_type_error(scorer, given):
+    with pytest.raises(TypeError, match="candidates"):
+        list(scorer.stream_candidates(given))
+
+
+@pytest.mark.parametrize("given", ["ab", None, [None], b"ab", 3])
+def test_what_cannot_be_evaluated_is_a_type_error(given):
+    with pytest.raises(TypeError, match="hypotheses"):
+        evaluate(given, ["ab"])
+    with pytest.raises(TypeError, match="references"):
+        evaluate(["ab"], given)
+
+
+def test_text_that_no_file_can_contain_is_named(translator):
+    with pytest.raises(
+        UserError, match=r"sentences\[1\] has a character that is not valid Unicode"
+    ):
+        translator.translate(["a", "b\ud800"])
+
+
+def test_an_unknown_unit_is_named(translator, scorer):
+    with pytest.raises(UserError, match="the unit 'letters' is unknown: align words or pieces"):
+        translator.translate_n_best(["a"], unit="letters")
+    with pytest.raises(UserError, match="the unit 'letters' is unknown"):
+        list(scorer.stream([("a", "b")], "letters"))
+
+
+@pytest.mark.parametrize("given", [None, 3, b"folder", ["folder"]])
+def test_what_is_no_path_is_a_type_error(given):
+    for function in (
+        Run,
+        load_config,
+        lambda path: interop.load("tunz", path),
+        lambda path: train(path, "folder"),
+    ):
+        with pytest.raises(TypeError, match=r"path|str|Path"):
+            function(given)
+
+
+def test_what_is_no_checkpoint_is_a_type_error():
+    for given in (None, 3, ["a"], b"model.pt"):
+        with pytest.raises(TypeError, match="must be a path or a state dict, not"):
+            interop.load("tunz", given)
+    with pytest.raises(TypeError, match="config must be a TransformerConfig, not dict"):
+        interop.save("tunz", {}, {}, "model.safetensors")
+    with pytest.raises(TypeError, match="params must be nested dicts of arrays, not list"):
+        interop.save("tunz", TransformerConfig(), [], "model.safetensors")
+    with pytest.raises(TypeError, match="family must be a name or a Family, not NoneType"):
+        interop.load(None, {})
+
+
+def test_a_run_needs_a_folder():
+    with pytest.raises(TypeError, match="folders"):
+        Translator.from_run(None)
+    with pytest.raises(TypeError, match="Path"):
+        Translator.from_run([None])
+    with pytest.raises(UserError, match="name at least one"):
+        Translator.from_run([])
