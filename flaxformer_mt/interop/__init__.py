@@ -71,8 +71,8 @@ def load(
 
     Raises:
       UserError: the file cannot be read, or would run code; a tensor is missing, unexpected, of the
-        wrong shape or dtype, or not finite; tied tensors differ; an override is missing or contradicts the
-        tensors.
+        wrong shape or dtype, or not finite; tied tensors differ; an override is missing or
+        contradicts the tensors.
     """
     return checkpoints.load(_family(family), path_or_state_dict, overrides)
 
