@@ -1,13 +1,11 @@
 """The run folder of a trained model, as scripts and notebooks use it."""
 
-import os
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flaxformer_mt import input_files
 from flaxformer_mt.config import ExperimentConfig
-from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs.folder import read_config, require_run
 from flaxformer_mt.runs.layout import METRICS, CheckpointSelector
 from flaxformer_mt.runs.retention import best_step
@@ -51,16 +49,11 @@ class Run:
 
         Args:
           split: only those of "train", "valid" or "test".
-
-        Raises:
-          UserError: the file cannot be read, or a line is damaged; names it.
         """
         path = self.folder / METRICS
-        if not os.path.lexists(path):
+        if not path.is_file():
             return []
-        # What follows the last line break is being written.
-        lines = input_files.read_bytes(path, _MAX_METRICS_BYTES).split(b"\n")[:-1]
-        rows = [_parse(line, f"{path}: line {number}") for number, line in enumerate(lines, 1)]
+        rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
         return [row for row in rows if split in (None, row["split"])]
 
     def checkpoints(self, announce: Callable[[str], None] = print) -> list[int]:
@@ -101,14 +94,3 @@ class Run:
         from flaxformer_mt.runs.checkpoint import whole_checkpoints
 
         return whole_checkpoints(self.folder, announce)
-
-
-_MAX_METRICS_BYTES = 2**30
-
-
-def _parse(line: bytes, name: str) -> dict[str, Any]:
-    """Parses a line of `metrics.jsonl`."""
-    row = input_files.parse_json(line, name)
-    if not isinstance(row, dict) or not {"step", "split"} <= row.keys():
-        raise UserError(f"{name} is damaged: it has no step and split")
-    return row

@@ -118,18 +118,31 @@ def workspace(parent: Path) -> Iterator[Path]:
       OSError: it cannot be created.
     """
     remove_leftovers(parent)
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, suffix=SUFFIX, dir=parent))
-    descriptor = None
+    folder, descriptor = _new_workspace(parent)
     try:
-        descriptor = os.open(folder / MARKER, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        lock(descriptor)
-        # Not before the lock is held: without this content it is no marker.
-        os.write(descriptor, _MARK)
         yield folder
     finally:
         _delete_workspace(folder)
-        if descriptor is not None:
-            os.close(descriptor)
+        os.close(descriptor)
+
+
+def _new_workspace(parent: Path) -> tuple[Path, int]:
+    """Returns a new workspace, and the descriptor of its marker, which is locked."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, suffix=SUFFIX, dir=parent))
+        # Until the marker is locked, another process may take the folder for a leftover.
+        with (
+            contextlib.suppress(FileNotFoundError, BlockingIOError),
+            contextlib.ExitStack() as undo,
+        ):
+            undo.callback(delete, folder)
+            descriptor = os.open(folder / MARKER, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            undo.callback(os.close, descriptor)
+            lock(descriptor)
+            os.write(descriptor, _MARK)
+            if os.path.samestat(os.stat(folder / MARKER), os.fstat(descriptor)):
+                undo.pop_all()
+                return folder, descriptor
 
 
 def remove_leftovers(parent: Path) -> None:
@@ -138,11 +151,19 @@ def remove_leftovers(parent: Path) -> None:
         if folder.is_symlink():
             continue
         try:
+            folder.rmdir()  # A process was killed before or after there was a marker.
+            continue
+        except OSError:
+            pass  # It is not empty.
+        try:
             descriptor = open_own(folder / MARKER, os.O_RDWR)
         except OSError:  # Not a workspace, or that of another user.
             continue
         try:
-            if os.pread(descriptor, len(_MARK) + 1, 0) == _MARK and lock(descriptor):
+            mark = os.pread(descriptor, len(_MARK) + 1, 0)
+            # Its process may have been killed before it had written the mark, and nothing else.
+            is_workspace = mark == _MARK or (not mark and os.listdir(folder) == [MARKER])
+            if is_workspace and lock(descriptor):
                 _delete_workspace(folder)
         except BlockingIOError:
             pass  # Its process is alive.
@@ -182,6 +203,17 @@ def require_writable(folder: Path) -> None:
             # Not all file systems have such files; /proc and the like have no space for any.
             if not (os.access(existing, os.W_OK | os.X_OK) and os.statvfs(existing).f_blocks):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES)) from error
+
+
+def require_space(folder: Path, num_bytes: int) -> None:
+    """Checks that a file system has space for what will be written to it.
+
+    Raises:
+      OSError: it does not.
+    """
+    usage = shutil.disk_usage(folder)
+    if 0 <= usage.free < num_bytes and usage.total:  # Some file systems do not know their size.
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def write_text(path: Path, text: str) -> None:

@@ -30,10 +30,9 @@ from orbax.checkpoint.args import Composite, StandardRestore, StandardSave
 from flaxformer_mt import distributed
 from flaxformer_mt.config import ValidationMetric
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.runs import atomic, data_file, manifest, step_folders
+from flaxformer_mt.runs import atomic, data_file, step_folders
 from flaxformer_mt.runs.layout import (
     EMA,
-    METRICS,
     PARAMS,
     TRAINING,
     CheckpointSelector,
@@ -169,9 +168,7 @@ class Checkpointer:
         record = step_folders.make_record(
             self._best_metric, metrics or {}, progress or {}, self._run_id
         )
-        log = self.run_folder / METRICS
-        log_size = log.stat().st_size if log.exists() else 0
-        self._unfinished = self._finisher.submit(self._finish, partial, record, log_size)
+        self._unfinished = self._finisher.submit(self._finish, partial, record)
         self._latest = step
 
     def latest_step(self) -> int | None:
@@ -209,18 +206,7 @@ class Checkpointer:
             path, args=Composite(**{name: StandardRestore(item) for name, item in items.items()})
         )
         restored = {PARAMS: restored[PARAMS], EMA: restored.get(EMA), **restored[TRAINING]}
-        self._check_log(record)
         return dataclasses.replace(template, **restored), record["progress"]
-
-    def _check_log(self, record: Mapping[str, Any]) -> None:
-        """Announces that `metrics.jsonl` is not as it was when a checkpoint was written."""
-        if "log" not in record or not distributed.is_main():
-            return
-        path = self.run_folder / METRICS
-        entry = manifest.Entry(**record["log"])
-        cause = manifest.difference(path, entry, str(path), may_have_grown=True)
-        if cause:
-            self._announce(f"{cause}; training goes on with what can be read of it")
 
     def wait(self) -> None:
         """Waits until everything is written.
@@ -248,15 +234,12 @@ class Checkpointer:
         letters = np.frombuffer(name.encode().ljust(64), np.uint8)
         return self._folder / _from_first_process(letters).tobytes().decode().strip()
 
-    def _finish(self, partial: Path, record: dict[str, Any], log_size: int) -> None:
+    def _finish(self, partial: Path, record: Mapping[str, Any]) -> None:
         """Completes the checkpoint that Orbax is writing, then removes superfluous ones."""
         step = int(partial.name)
         with self._explained(step):
             self._orbax.wait_until_finished()
             if distributed.is_main():
-                if log_size:
-                    log = manifest.describe_start(self.run_folder / METRICS, log_size)
-                    record["log"] = log._asdict()
                 step_folders.commit(self._folder, partial, record)
                 self._workspaces.close()
                 data_file.mark_trained(self.run_folder)

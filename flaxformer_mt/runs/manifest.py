@@ -94,30 +94,20 @@ def _synced(path: Path) -> dict[str, Any]:
         return Entry(file.tell(), digest)._asdict()
 
 
-def describe_start(path: Path, size: int) -> Entry:
-    """Returns the entry of the first `size` bytes of a file to which others may be appended."""
-    with path.open("rb") as file:
-        return entry_of(file.read(size))
-
-
-def difference(path: Path, entry: Entry, name: str, may_have_grown: bool = False) -> str | None:
+def difference(path: Path, entry: Entry, name: str) -> str | None:
     """Describes how a file differs from its entry; None if it does not.
 
     Args:
       path: the file.
       entry: what it is expected to be.
       name: what it is called in the description.
-      may_have_grown: whether more may follow.
     """
     if not os.path.lexists(path):
         return f"{name} is missing"
     try:
         with input_files.open_regular(path) as file:
-            if may_have_grown:
-                length, found = entry_of(file.read(entry.bytes))
-            else:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
-                length = file.tell()
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+            length = file.tell()
     except OSError as error:
         return f"{name} cannot be read: {error.strerror}"
     except UserError as error:

@@ -86,7 +86,7 @@ def train(
         for step in range(first + 1, last + 1):
             batch, progress.position = next(batches)
             state, metrics = train_step(state, batch)
-            progress.shapes |= {*train_step.batch_shapes}
+            progress.add_shapes(train_step.batch_shapes)
             started.add(step, metrics)
 
             if _is_due(step, config.log_every, last):
@@ -95,7 +95,7 @@ def train(
                     **_training_metrics(progress.interval),
                     # Skipped steps do not advance the schedule.
                     "learning_rate": float(schedule(step - 1 - progress.skipped)),
-                    "compilations": len(progress.shapes),
+                    "compilations": len(progress.batch_shapes),
                 }
                 write(step, "train", values)
                 progress.interval = Sums()

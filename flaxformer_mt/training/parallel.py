@@ -51,7 +51,6 @@ class Compiled:
           num_shapes: number of batch shapes.
         """
         self.batch_shapes: list[str] = []
-        """The shapes for which the step was compiled so far."""
         self._name = name
         self._step = step
         self._transform = transform

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from flaxformer_mt.data.stream.batches import DataPosition
@@ -83,8 +83,12 @@ class Progress:
     """By `train.best_metric`."""
     stopping: BestSoFar = BestSoFar()
     """By `train.early_stopping_metric`."""
-    shapes: set[str] = dataclasses.field(default_factory=set)
-    """Shapes of batches since the start; the step was compiled for each of them."""
+    batch_shapes: tuple[str, ...] = ()
+    """Shapes for which the training step was compiled, in the order of their first batches."""
+
+    def add_shapes(self, batch_shapes: Iterable[str]) -> None:
+        """Adds the shapes for which this process has compiled the training step."""
+        self.batch_shapes = tuple(dict.fromkeys([*self.batch_shapes, *batch_shapes]))
 
     def to_json(self) -> dict[str, Any]:
         """Returns JSON values."""
@@ -94,8 +98,7 @@ class Progress:
             "skipped": self.skipped,
             "best": self.best.to_json(),
             "stopping": self.stopping.to_json(),
-            # As earlier versions wrote it, if there is none.
-            **({"shapes": sorted(self.shapes)} if self.shapes else {}),
+            "batch_shapes": self.batch_shapes,
         }
 
     @classmethod
@@ -107,5 +110,5 @@ class Progress:
             skipped=values["skipped"],
             best=BestSoFar.from_json(values["best"]),
             stopping=BestSoFar.from_json(values["stopping"]),
-            shapes=set(values.get("shapes", ())),
+            batch_shapes=tuple(values.get("batch_shapes", ())),  # Earlier versions have none.
         )

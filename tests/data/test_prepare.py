@@ -74,6 +74,18 @@ def test_the_same_text_gives_the_same_bytes(tmp_path):
     assert len(prints) == 1
 
 
+def test_the_order_of_the_languages_in_a_record_is_that_of_their_names(tmp_path):
+    """Otherwise it would differ between processes, and with it the fingerprint of the text."""
+    from array_record.python.array_record_module import ArrayRecordReader
+
+    build_dataset({"train": corpus_of(PAIRS)}, tmp_path / "data")
+    (path,) = (tmp_path / "data").glob("*array_record*")
+    with contextlib.closing(ArrayRecordReader(str(path))) as reader:
+        records = reader.read_all()
+    assert len(records) == len(PAIRS)
+    assert all(0 < record.find(b"\x02de") < record.find(b"\x02en") for record in records)
+
+
 def test_an_existing_folder_is_not_changed(tmp_path):
     with pytest.raises(UserError, match="exists already: name another folder, or remove it"):
         build_dataset({"train": corpus_of(PAIRS)}, tmp_path)

@@ -159,6 +159,32 @@ def test_folders_without_the_mark_are_not_removed(tmp_path, content):
         assert (tmp_path / name / "kept").read_text() == "foreign"
 
 
+@pytest.mark.parametrize("content", [None, b""])
+def test_what_a_process_left_that_was_killed_before_it_wrote_the_mark_is_removed(tmp_path, content):
+    folder = imitation(tmp_path, content)
+    (folder / "kept").unlink()
+    atomic.write_text(tmp_path / "file", "text")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("system_call", ["open", "write"])
+def test_a_new_workspace_that_another_process_takes_for_a_leftover_is_replaced(
+    tmp_path, monkeypatch, system_call
+):
+    function = getattr(os, system_call)
+
+    def call(*arguments):
+        monkeypatch.undo()
+        (folder,) = tmp_path.iterdir()
+        atomic.delete(folder)
+        return function(*arguments)
+
+    monkeypatch.setattr(os, system_call, call)
+    with atomic.workspace(tmp_path) as workspace:
+        assert [path.name for path in workspace.iterdir()] == [atomic.MARKER]
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_leftover_behind_a_link_is_not_removed(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     folder = imitation(tmp_path / "elsewhere", atomic._MARK)

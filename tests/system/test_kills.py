@@ -1,7 +1,8 @@
 """A run that is killed repeatedly ends with the same bits as an uninterrupted one.
 
 Its configuration has all kinds of state: accumulation, dropout, a moving average, early stopping,
-sampling of subwords, and metrics of intervals that a kill interrupts.
+length buckets, a mixture of corpora, sampling of subwords, and metrics of intervals that a kill
+interrupts.
 """
 
 import contextlib
@@ -25,8 +26,29 @@ from flaxformer_mt.runs.checkpoint import whole_checkpoints
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
 
 STEPS = 300
+CONFIG = """
+import dataclasses
+
+from configs.quickstart import get_config as quickstart
+from flaxformer_mt.config import CorpusConfig
+
+
+def get_config():
+    config = quickstart()
+    corpora = (
+        CorpusConfig(target_language="fr", tag="<2fr>"),
+        CorpusConfig(target_language="de", tag="<2de>", weight=0.5),
+    )
+    data = dataclasses.replace(
+        config.data,
+        train_corpora=corpora,
+        mixture_temperature=2.0,
+        batching="buckets",
+        bucket_lengths=(8, 64),
+    )
+    return dataclasses.replace(config, data=data)
+"""
 OPTIONS = (
-    "--config=configs/quickstart.py",
     *TINY_MODEL,
     "--data.generated-pairs=1000",
     "--data.vocab-size=500",
@@ -58,7 +80,9 @@ def training(workdir, cache, checkpoint_every):
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
-    command = [sys.executable, "train.py", *OPTIONS]
+    config = workdir.parent / "config.py"
+    config.write_text(CONFIG)
+    command = [sys.executable, "train.py", f"--config={config}", *OPTIONS]
     command += [f"--workdir={workdir}", f"--train.checkpoint-every={checkpoint_every}"]
     with (
         (workdir.parent / f"{workdir.name}.log").open("a") as log,
@@ -78,10 +102,17 @@ def finish(workdir, cache, checkpoint_every=STEPS):
 
 
 def checkpoints(workdir):
-    """Names of whole and unfinished checkpoints."""
+    """Names of whole checkpoints, and `<step>.partial` for those that are being written."""
+    names = set()
     with contextlib.suppress(FileNotFoundError):
-        return set(os.listdir(workdir / "checkpoints"))
-    return set()
+        for name in os.listdir(workdir / "checkpoints"):
+            if name.isdecimal():
+                names.add(name)
+                continue
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                inner = os.listdir(workdir / "checkpoints" / name)
+                names |= {f"{name.split('.')[0]}.partial" for name in inner if name[0].isdigit()}
+    return names
 
 
 def newest_step(names):
@@ -174,7 +205,8 @@ def test_a_run_that_is_killed_ends_as_if_it_had_not_been(
     print(f"{kills} kills, {saving} of them amid a save")
 
     killed, whole = result_of(workdir), result_of(uninterrupted)
+    assert max(line.get("compilations", 0) for line in whole[2]) == 2  # Buckets of both lengths.
     chex.assert_trees_all_equal(killed[0], whole[0])
     assert killed[1:] == whole[1:]
     assert list(whole_checkpoints(workdir, announce=pytest.fail))[-1] == STEPS
-    assert not any(".partial" in name for name in checkpoints(workdir))
+    assert all(name.isdecimal() for name in os.listdir(workdir / "checkpoints"))

@@ -45,11 +45,7 @@ class Run:
             return batch(position.row), position._replace(row=position.row + 1)
 
         with Checkpointer(
-            self.folder,
-            config.keep_last,
-            config.keep_best,
-            config.best_metric,
-            self.announced.append,
+            self.folder, config.keep_last, config.keep_best, config.best_metric
         ) as checkpointer:
             self.state = train(
                 self.tiny.state(),
@@ -128,59 +124,6 @@ def test_a_run_that_was_stopped_goes_on_exactly(runs, strategy):
     assert stopped.lines == whole.lines
     assert stopped.steps == [(3, "valid"), (4, "train"), (6, "train"), (6, "valid")]
     assert restore_params(stopped.folder, "last")[0] == 6
-
-
-def test_the_number_of_compilations_does_not_depend_on_a_stop(runs):
-    """Only the first batch is a long one, so the process that goes on compiles one shape only."""
-
-    def batches(tiny):
-        def batch(row):
-            rows = tiny.batch(row)
-            return tiny.strategy.place_batch(
-                rows if row == 0 else jax.tree.map(lambda values: values[:, :4], rows)
-            )
-
-        return batch
-
-    def compiled(tiny):
-        return tiny.strategy.compile_train_step(tiny.pure_train_step, num_shapes=2)
-
-    whole, stopped = runs("whole"), runs("stopped")
-    tiny = whole.tiny
-    whole(batch=batches(tiny), train_step=compiled(tiny))
-    stopped(batch=batches(tiny), train_step=compiled(tiny), checkpoint_every=1, num_steps=4)
-    stopped(batch=batches(tiny), train_step=compiled(tiny))
-    counts = [
-        {line["step"]: line["compilations"] for line in run.lines if line["split"] == "train"}
-        for run in (whole, stopped)
-    ]
-    assert counts == [{2: 2, 4: 2, 6: 2}] * 2
-
-
-def cut_the_first_line(path):
-    path.write_text(path.read_text()[9:])
-
-
-@pytest.mark.parametrize(
-    ("damage", "cause"),
-    [
-        (lambda path: path.write_bytes(path.read_bytes().replace(b'"loss": ', b'"loss": 1', 1)),
-         "differs"),
-        (cut_the_first_line, "is truncated: it has"),
-        (lambda path: path.unlink(), "is missing"),
-    ],
-)  # fmt: skip
-def test_damaged_metrics_are_told_once_and_training_goes_on(runs, damage, cause):
-    run = runs()
-    run(num_steps=4)
-    damage(run.folder / "metrics.jsonl")
-    run()
-    (line,) = run.announced
-    assert f"metrics.jsonl {cause}" in line
-    assert line.endswith("training goes on with what can be read of it")
-    run(num_steps=8)
-    assert len(run.announced) == 1
-    assert run.steps[-1] == (8, "valid")
 
 
 def test_a_run_that_was_asked_to_stop_saves_and_goes_on_exactly(runs):

@@ -26,7 +26,9 @@ def test_sums_give_means_of_what_counted():
 def test_progress_comes_back_from_json_to_the_bit():
     interval = Sums({"loss": (0.1 + 0.2, 3.0)}, seconds=1 / 3, seconds_waited=1e-9)
     progress = Progress(DataPosition(1, 2, 3), interval, 4, BestSoFar(-0.1, 5), BestSoFar())
-    progress.shapes = {"[2, 8]", "[4, 4]"}
+    progress.add_shapes(["[4, 8]", "[2, 16]"])
+    progress.add_shapes(["[2, 16]", "[1, 32]"])
+    assert progress.batch_shapes == ("[4, 8]", "[2, 16]", "[1, 32]")
     assert Progress.from_json(json.loads(json.dumps(progress.to_json()))) == progress
 
 
@@ -40,4 +42,7 @@ def test_progress_files_keep_their_keys():
         "skipped": 4,
         "best": {"merit": -5.0, "validations_since": 6},
         "stopping": {"merit": None, "validations_since": 0},
+        "batch_shapes": [],
     }
+    earlier = {name: value for name, value in progress.to_json().items() if name != "batch_shapes"}
+    assert Progress.from_json(earlier) == progress

@@ -102,10 +102,12 @@ def _write_split(
     Returns:
       `tfds.core.SplitInfo`.
     """
+    serializer = tfds.core.example_serializer.ExampleSerializer(features.get_serialized_info())
     records = (
-        features.serialize_example(
+        # By default the order of the languages differs between processes.
+        serializer.get_tf_example(
             features.encode_example(dict(zip(corpus.languages, pair, strict=True)))
-        )
+        ).SerializeToString(deterministic=True)
         for pair in counted(corpus.pairs(), f"writing {name}")
     )
     shards: list[_Shard] = []
