@@ -1,0 +1,192 @@
+"""The intact files that cases start from: text, run folders, exported models, checkpoints."""
+
+import dataclasses
+import functools
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import opus_mt
+import sentencepiece
+import yaml
+
+from flaxformer_mt.config import DataConfig
+from flaxformer_mt.data.corpora.corpus import load_corpus
+from flaxformer_mt.interop.formats import marian_files
+from fuzz.core import run_command
+
+REPOSITORY = Path(__file__).parents[2]
+CONFIG = REPOSITORY / "configs" / "multi30k_marian_en_de.py"
+SIZES = {"train": 120, "valid": 2, "test": 1}
+STEPS = 4
+OPTIONS = (
+    f"--config={CONFIG}",
+    "--data.corpus=text",
+    "--data.vocab-size=150",
+    "--data.no-byte-fallback",
+    "--data.target-row-length=32",
+    "--model.d-model=8",
+    "--model.num-heads=2",
+    "--model.d-ff=16",
+    "--model.num-encoder-layers=1",
+    "--model.num-decoder-layers=1",
+    "--model.activation=relu",
+    "--train.batch-tokens=64",
+    "--train.eval-every=2",
+    "--train.checkpoint-every=2",
+    "--train.log-every=2",
+    "--train.eval-sentences=1",
+    "--train.show-translations=1",
+    "--train.best-metric=loss",
+    "--decode.max-length-factor=0",
+    "--decode.max-length-extra=4",
+    "--decode.max-source-length=16",
+    "--decode.beam-size=1",
+    "--parallel.num-devices=1",
+    f"--train.num-steps={STEPS}",
+)
+"""A model that every format can hold, and that trains in a second."""
+
+MARIAN_OPTIONS = {
+    "type": "transformer",
+    "dim-emb": 8,
+    "enc-depth": 1,
+    "dec-depth": 1,
+    "transformer-heads": 2,
+    "transformer-dim-ffn": 16,
+    "transformer-ffn-activation": "relu",
+    "transformer-preprocess": "",
+    "transformer-postprocess": "dan",
+    "tied-embeddings-all": True,
+    "transformer-decoder-autoreg": "rnn",
+    "dec-cell": "ssru",
+}
+MARIAN_DECODING = {
+    "relative-paths": True,
+    "models": ["model.npz"],
+    "vocabs": ["vocab.spm", "vocab.spm"],
+    "beam-size": 1,
+    "normalize": 1.0,
+    "max-length-factor": 2.0,
+}
+
+
+def marian_tensors(size: int, width: int = 8, hidden: int = 16) -> dict[str, np.ndarray]:
+    """Returns random tensors of a model with `MARIAN_OPTIONS`."""
+    shapes = {"decoder_ff_logit_out_b": (1, size), "Wemb": (size, width)}
+    for name in ("encoder_l1_self", "decoder_l1_context"):
+        shapes |= {f"{name}_W{letter}": (width, width) for letter in "qkvo"}
+        shapes |= {f"{name}_b{letter}": (1, width) for letter in "qkvo"}
+        shapes |= {f"{name}_Wo_ln_{part}": (1, width) for part in ("scale", "bias")}
+    for name in ("encoder_l1_ffn", "decoder_l1_ffn"):
+        shapes |= {f"{name}_W1": (width, hidden), f"{name}_b1": (1, hidden)}
+        shapes |= {f"{name}_W2": (hidden, width), f"{name}_b2": (1, width)}
+        shapes |= {f"{name}_ffn_ln_{part}": (1, width) for part in ("scale", "bias")}
+    unit = "decoder_l1_rnn"
+    shapes |= {f"{unit}_W": (width, width), f"{unit}_Wf": (width, width), f"{unit}_bf": (1, width)}
+    shapes |= {f"{unit}_ffn_ln_{part}": (1, width) for part in ("scale", "bias")}
+    rng = np.random.default_rng(0)
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """A folder of intact files; each is made when it is first asked for."""
+
+    folder: Path
+    results: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Results of commands on intact files, by what describes the command."""
+
+    @functools.cached_property
+    def text(self) -> Path:
+        """Parallel text: train, valid and test, .en and .de."""
+        folder = self.folder / "text"
+        folder.mkdir()
+        for split, size in SIZES.items():
+            corpus = load_corpus(DataConfig(corpus="phrases", generated_pairs=300), split)
+            for language, lines in (("en", corpus.sources), ("de", corpus.targets)):
+                write_lines(folder / f"{split}.{language}", lines[:size])
+        return folder
+
+    @functools.cached_property
+    def lines(self) -> Path:
+        """Two source sentences, short enough for one compiled program."""
+        return write_lines(self.folder / "lines.txt", ["two", "ten"])
+
+    @functools.cached_property
+    def run(self) -> Path:
+        """A finished run with two checkpoints."""
+        self.succeed("train", *self.training(self.folder / "run"))
+        return self.folder / "run"
+
+    @functools.cached_property
+    def other(self) -> Path:
+        """A run of another seed, vocabulary and text, with its languages exchanged."""
+        folder = self.folder / "other"
+        options = ("--data.source-language=de", "--data.target-language=en", "--train.seed=1")
+        self.succeed("train", *self.training(folder), *options)
+        return folder
+
+    @functools.cached_property
+    def marian(self) -> Path:
+        """The run as a model of Hugging Face's Marian."""
+        return self.converted("marian")
+
+    @functools.cached_property
+    def native(self) -> Path:
+        """A model of Marian with random parameters and a vocabulary of its own."""
+        folder = self.folder / "native"
+        folder.mkdir()
+        text = (self.text / "train.en").read_text() + (self.text / "train.de").read_text()
+        special = {"pad_id": -1, "bos_id": -1, "eos_id": 0, "unk_id": 1}
+        vocabulary = opus_mt.train_model(text.splitlines(), 120, model_type="bpe", **special)
+        (folder / "vocab.spm").write_bytes(vocabulary)
+        size = sentencepiece.SentencePieceProcessor(model_proto=vocabulary).vocab_size()
+        marian_files.write_npz(
+            folder / "model.npz",
+            marian_tensors(size),
+            {**MARIAN_OPTIONS, "dim-vocabs": [size, size]},
+        )
+        (folder / "config.yml").write_text(yaml.safe_dump(MARIAN_DECODING))
+        return folder
+
+    def converted(self, family: str, *options: str) -> Path:
+        output = self.folder / family
+        self.convert(self.run, output, family, *options)
+        return output
+
+    def convert(self, source: Path, output: Path, family: str, *options: str) -> None:
+        given = ("--from", "flaxformer_mt", "--to", family, *options)
+        self.succeed("convert", *given, str(source), str(output))
+
+    @functools.cached_property
+    def checkpoints(self) -> dict[str, Path]:
+        """Checkpoint files of several families and formats, by "family suffix"."""
+        files = {}
+        for family in ("flaxformer_mt", "marian"):
+            for suffix in ("safetensors", "pt"):
+                path = self.folder / f"{family}.{suffix}"
+                if family != "flaxformer_mt" or suffix == "safetensors":
+                    self.convert(self.run, path, family)
+                    files[f"{family} {suffix}"] = path
+        return files
+
+    def training(self, workdir: Path, text: Path | None = None) -> tuple[str, ...]:
+        """Returns the options that train in a folder."""
+        return (*OPTIONS, f"--data.path={text or self.text}", f"--workdir={workdir}")
+
+    def succeed(self, *arguments: str) -> str:
+        """Runs a command that must succeed, and returns its standard output."""
+        outcome = run_command(arguments, seconds=600)
+        assert outcome.code == 0, (arguments, outcome)
+        return outcome.out
+
+    def copy_run(self, folder: Path, name: str = "run") -> Path:
+        """Copies the run into the folder of a case."""
+        return Path(shutil.copytree(self.run, folder / name, symlinks=True))
+
+
+def write_lines(path: Path, lines: list[str]) -> Path:
+    path.write_bytes("".join(f"{line}\n" for line in lines).encode())
+    return path
