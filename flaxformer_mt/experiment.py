@@ -15,6 +15,7 @@ the parts separately:
 import contextlib
 import dataclasses
 import functools
+import itertools
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -25,7 +26,7 @@ import jax
 from rich.console import Console
 
 from flaxformer_mt import distributed
-from flaxformer_mt.config import ExperimentConfig
+from flaxformer_mt.config import ExperimentConfig, with_vocabulary_sizes
 from flaxformer_mt.config.files import load_config
 from flaxformer_mt.data.dataset import (
     Dataset,
@@ -35,10 +36,12 @@ from flaxformer_mt.data.dataset import (
     resolve_config,
     tokenize,
 )
-from flaxformer_mt.data.sanity_checks import check_sides, warn_of_shared_pairs
+from flaxformer_mt.data.sanity_checks import check_not_blank, check_sides, warn_of_shared_pairs
 from flaxformer_mt.data.stream.batches import Batch, DataPosition, evaluation_batches
 from flaxformer_mt.data.stream.prefetch import Prefetched
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
+from flaxformer_mt.decoding.sentence_decoder import SentenceDecoder
+from flaxformer_mt.decoding.shortlists.shortlist import require_shortlist
 from flaxformer_mt.decoding.translator import Translator
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.evaluation import evaluate
@@ -70,7 +73,12 @@ from flaxformer_mt.training.parallel import Strategy, make_strategy
 from flaxformer_mt.training.parameters import Params, describe
 from flaxformer_mt.training.state import TrainState, create_state
 from flaxformer_mt.training.step import eval_step, train_step
-from flaxformer_mt.training.warm_start import load_parameters, start_from, tokenizer_path
+from flaxformer_mt.training.warm_start import (
+    load_parameters,
+    require_parameters,
+    start_from,
+    tokenizer_path,
+)
 
 
 def train(
@@ -122,6 +130,17 @@ def dry_run(config: ExperimentConfig, workdir: str | Path, console: Console | No
         experiment = prepare(config, workdir, cache_folder=Path(cache), write=False)
         print_report(experiment.report(), console)
         print_report(experiment.costs(), console)
+
+
+def check_search(config: ExperimentConfig, tokenizers: Tokenizers) -> None:
+    """Raises the errors of a validation's search, which would otherwise come after many steps.
+
+    Raises:
+      UserError: a search option does not fit the model, or names a file that cannot be used.
+    """
+    sizes = tokenizers.source.vocab_size, tokenizers.target.vocab_size
+    model = with_vocabulary_sizes(config.model, *sizes)
+    SentenceDecoder([(model, {})], config.decode, tokenizers)
 
 
 def make_console() -> Console:
@@ -181,7 +200,12 @@ def prepare(
     if not distributed.is_main():
         distributed.barrier("data")
     continued = holds_run(workdir, given)
+    if not continued:
+        require_parameters(given.train.init_from)
+    if given.decode.shortlist:
+        require_shortlist(given.decode.shortlist)
     corpora = open_all(given)
+    check_not_blank(itertools.chain(*corpora.values()), given.model.has_inputs)
     if continued:
         tokenizers = read_tokenizers(workdir)
         check_unchanged(workdir, corpora, tokenizers)
@@ -193,6 +217,8 @@ def prepare(
             check_vocabulary(Path(path))
         data = dataclasses.replace(given.data, tokenizer_path=path)
         tokenizers = Tokenizers.for_run(corpora["train"], data, given.model.has_inputs)
+    if given.model.has_inputs:
+        check_search(given, tokenizers)
     tokens = tokenize(given, corpora, tokenizers, cache_folder or workdir / CACHE)
     config = resolve_config(given, tokens, tokenizers)
     experiment = Experiment(config, open_dataset(config, tokens, tokenizers))

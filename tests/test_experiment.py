@@ -15,6 +15,7 @@ from flaxformer_mt.config import (
     TrainConfig,
     TransformerConfig,
 )
+from flaxformer_mt.errors import UserError
 
 CONFIG = ExperimentConfig(
     model=TransformerConfig(
@@ -54,3 +55,47 @@ def test_one_resolved_configuration_reaches_all_parts(run, tmp_path):
     assert parts.model.config == parts.config.model
     assert parts.config.data.source_row_length == parts.dataset.training.shapes[0].source_length
     assert run.config.model.source_vocab_size == 0
+
+
+def changed(**groups):
+    """The configuration with other values: `decode={"beam_size": 2}`."""
+    return dataclasses.replace(
+        CONFIG,
+        **{
+            name: dataclasses.replace(getattr(CONFIG, name), **fields)
+            for name, fields in groups.items()
+        },
+    )
+
+
+@pytest.mark.parametrize("start", [experiment.train, experiment.dry_run])
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ({"decode": {"shortlist": "absent"}}, "decode.shortlist=absent: there is no such file"),
+        ({"decode": {"shortlist": "/"}}, "decode.shortlist=/: a folder, not a file"),
+        ({"decode": {"bad_word_ids": ("280",)}}, "decode.bad_word_ids: 280 is not a token"),
+        (
+            {"decode": {"copy_unknown": True, "alignment_layer": 3}},
+            "decode.alignment_layer=3: the decoder has 1 layers",
+        ),
+        ({"train": {"init_from": "absent"}}, "train.init_from=absent: there is no such file"),
+        ({"train": {"init_from": "tests"}}, "train.init_from=tests: tests is not a run folder"),
+        ({"data": {"tokenizer_path": "absent"}}, "data.tokenizer_path=absent"),
+        (
+            {"train": {"init_from": "absent"}, "data": {"tokenizer_path": "absent"}},
+            "train.init_from=absent: there is no such file",
+        ),
+    ],
+)
+def test_what_options_name_is_checked_before_anything_long(
+    tmp_path, monkeypatch, start, groups, message
+):
+    def no_tokens(*arguments, **options):
+        raise AssertionError("the corpus was tokenized")
+
+    monkeypatch.setattr(experiment, "tokenize", no_tokens)
+    with pytest.raises(UserError) as caught:
+        start(changed(**groups), tmp_path / "run")
+    assert message in str(caught.value)
+    assert not (tmp_path / "run").exists()

@@ -47,6 +47,7 @@ def prepare(
     """
     from flaxformer_mt.data.corpora import tfds_builder
     from flaxformer_mt.data.corpora.corpus import open_corpus
+    from flaxformer_mt.data.sanity_checks import check_not_blank
 
     corpora = {
         name: open_corpus(
@@ -62,6 +63,7 @@ def prepare(
         )
         for name, files in map(_split_and_files, splits)
     }
+    check_not_blank(corpora.values())
     counts = tfds_builder.build_dataset(corpora, output_folder)
     options = {
         "corpus": "tfds",

@@ -104,7 +104,7 @@ def run(
       Interrupted: a signal arrived, and everything is saved.
     """
     runtime.configure()
-    logging.basicConfig(level=logging.WARNING, format=f"{program}: %(message)s")
+    logging.basicConfig(level=logging.WARNING, format=f"{program}: warning: %(message)s")
     train(parse_flags(arguments, program), interruption)
 
 

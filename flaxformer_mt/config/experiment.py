@@ -6,7 +6,7 @@ from typing import Any
 
 from flaxformer_mt.config.data import DataConfig
 from flaxformer_mt.config.decode import DecodeConfig
-from flaxformer_mt.config.fields import FieldRole, names_with, require
+from flaxformer_mt.config.fields import FieldRole, names_with, require, shown
 from flaxformer_mt.config.model import TransformerConfig
 from flaxformer_mt.config.optimizer import OptimizerConfig
 from flaxformer_mt.config.parallel import ParallelConfig
@@ -25,6 +25,12 @@ class ExperimentConfig:
     decode: DecodeConfig = dataclasses.field(default_factory=DecodeConfig)
 
     def __post_init__(self) -> None:
+        for name, kind in groups().items():
+            value = getattr(self, name)
+            require(
+                isinstance(value, kind),
+                f"ExperimentConfig.{name}={shown(value)}: must be a {kind.__name__}",
+            )
         field = "target_row_length" if self.data.batching == "packed" else "bucket_lengths[-1]"
         _, row_length = self.data.row_lengths
         require(

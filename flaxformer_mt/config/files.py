@@ -51,7 +51,7 @@ def load_config(path: str | Path) -> ExperimentConfig:
             if not callable(get_config):
                 raise UserError("it defines no get_config()")
             config = get_config()
-    except Exception as error:  # Whatever the code of the user raises.
+    except (Exception, SystemExit) as error:  # Whatever the code of the user raises.
         raise UserError(_describe(error, path, folder)) from error
     if not isinstance(config, ExperimentConfig):
         raise UserError(
@@ -104,7 +104,7 @@ def _as_module(path: Path) -> Iterator[types.ModuleType]:
             sys.modules[_MODULE_NAME] = outer
 
 
-def _describe(error: Exception, path: Path, folder: Path) -> str:
+def _describe(error: BaseException, path: Path, folder: Path) -> str:
     """Returns one line with file, line and message of an exception in a configuration file."""
     if isinstance(error, SyntaxError) and error.filename:
         text = f": {error.text.strip()[:80]}" if error.text else ""
@@ -124,7 +124,7 @@ def _describe(error: Exception, path: Path, folder: Path) -> str:
     return f"{frame.f_code.co_filename}, line {line}: {_message(error, visible)}"
 
 
-def _message(error: Exception, visible: Iterable[str]) -> str:
+def _message(error: BaseException, visible: Iterable[str]) -> str:
     """Returns the message of an exception, with a suggestion if a name is misspelled.
 
     Args:

@@ -2,7 +2,7 @@
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -43,6 +43,25 @@ def check_unknown_rate(corpus: EncodedCorpus, config: DataConfig) -> None:
                 f"{report.unknown_example!r}: set data.byte_fallback, raise "
                 "data.character_coverage, or use a vocabulary made for this text"
             )
+
+
+def check_not_blank(corpora: Iterable[Corpus], has_inputs: bool = True) -> None:
+    """Checks that each corpus has a pair with text on both sides; it reads up to the first.
+
+    Args:
+      corpora: of training, development or test.
+      has_inputs: False for a language model, which only needs the target side.
+
+    Raises:
+      UserError: all lines of a side, or one line of each pair, are blank; names the corpus.
+    """
+    for corpus in corpora:
+        if not any(
+            target.strip() and (not has_inputs or source.removeprefix(corpus.tag).strip())
+            for source, target in corpus.pairs()
+        ):
+            sides = "on both sides" if has_inputs else "on the target side"
+            raise UserError(f"{corpus.name}: no pair has text {sides}: give another split or file")
 
 
 def check_sides(training: Sequence[Corpus], held_out: Sequence[Corpus]) -> None:
@@ -109,28 +128,42 @@ def _are_swapped(
 def warn_of_shared_pairs(
     training: Sequence[EncodedCorpus], held_out: Sequence[EncodedCorpus]
 ) -> None:
-    """Logs a warning for each held-out corpus that shares pairs with a training corpus."""
+    """Logs a warning for each held-out corpus that shares pairs with a training corpus.
+
+    Of several corpora that are evaluated together, each is named by itself.
+    """
     for corpus in training:
-        for other, shared in zip(held_out, count_shared_pairs(corpus, held_out), strict=True):
-            if shared:
-                _log.warning(
-                    "%d of the %d pairs of %s are also in the training corpus %s: its scores will "
-                    "be too good",
-                    shared,
-                    len(other.targets),
-                    other.name,
-                    corpus.name,
-                )
+        for other, is_shared in zip(held_out, shared_pairs(corpus, held_out), strict=True):
+            first = 0
+            for name, size in other.parts or ((other.name, len(other.targets)),):
+                shared = int(is_shared[first : first + size].sum())
+                first += size
+                if shared:
+                    _log.warning(
+                        "%d of the %d pairs of %s are also in the training corpus %s: its scores "
+                        "will be too good",
+                        shared,
+                        size,
+                        name,
+                        corpus.name,
+                    )
 
 
-def count_shared_pairs(training: EncodedCorpus, held_out: Sequence[EncodedCorpus]) -> list[int]:
-    """Counts, per held-out corpus, the pairs whose tokens equal those of a training pair.
+def shared_pairs(
+    training: EncodedCorpus, held_out: Sequence[EncodedCorpus]
+) -> Iterator[np.ndarray]:
+    """Yields, per held-out corpus, which pairs have the tokens of a training pair: bool [pairs].
 
     Pairs are compared by 64-bit hashes: with 10 million training pairs and 1,000 held-out pairs,
     the probability of a false match is below 1e-9.
     """
     hashes = _pair_hashes(training)
-    return [int(np.isin(_pair_hashes(other), hashes).sum()) for other in held_out]
+    return (np.isin(_pair_hashes(other), hashes) for other in held_out)
+
+
+def count_shared_pairs(training: EncodedCorpus, held_out: Sequence[EncodedCorpus]) -> list[int]:
+    """Counts, per held-out corpus, the pairs that `shared_pairs` finds."""
+    return [int(is_shared.sum()) for is_shared in shared_pairs(training, held_out)]
 
 
 def _pair_hashes(corpus: EncodedCorpus) -> np.ndarray:

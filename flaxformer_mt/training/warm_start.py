@@ -12,9 +12,10 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from flaxformer_mt.config import ExperimentConfig, TransformerConfig
 from flaxformer_mt.config.fields import FieldRole, names_with
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.input_files import open_regular
 from flaxformer_mt.runs import parameter_file
 from flaxformer_mt.runs.checkpoint import restore_params
-from flaxformer_mt.runs.folder import read_config
+from flaxformer_mt.runs.folder import read_config, require_run
 from flaxformer_mt.training.parameters import Params
 from flaxformer_mt.training.state import TrainState
 
@@ -41,6 +42,26 @@ def tokenizer_path(config: ExperimentConfig) -> str:
         f"train.init_from={start} has no vocabulary: give the folder that has it as "
         "data.tokenizer_path"
     )
+
+
+def require_parameters(init_from: str) -> None:
+    """Checks that what `train.init_from` names, if anything, is there.
+
+    Raises:
+      UserError: there is no such file or folder, or the folder is not a run folder.
+    """
+    if not init_from:
+        return
+    try:
+        if Path(init_from).is_dir():
+            require_run(init_from)
+        else:
+            open_regular(init_from).close()
+    except UserError as error:
+        raise UserError(
+            f"train.init_from={init_from}: {error}; give a run folder, or a .safetensors file that "
+            "`flaxformer-mt convert` wrote"
+        ) from error
 
 
 def load_parameters(init_from: str, model: TransformerConfig, template: Params) -> Params:

@@ -5,7 +5,12 @@ import pytest
 
 from flaxformer_mt.config import DataConfig, ExperimentConfig
 from flaxformer_mt.data.corpora import generated_phrases
-from flaxformer_mt.data.corpora.corpus import ParallelCorpus, load_corpus, open_corpora
+from flaxformer_mt.data.corpora.corpus import (
+    ParallelCorpus,
+    load_corpus,
+    open_corpora,
+    read_corpus,
+)
 from flaxformer_mt.data.corpora.language_profiles import cldr_profile, letters_of
 from flaxformer_mt.data.sanity_checks import (
     check_sides,
@@ -159,6 +164,22 @@ def test_shared_pairs_are_counted(caplog):
     assert caplog.messages[0].startswith(
         "2 of the 5 pairs of held out are also in the training corpus"
     )
+
+
+def test_of_several_corpora_each_that_leaks_is_named(caplog):
+    corpora = [
+        ParallelCorpus(["4 5", "1 2 3"], ["5 4", "4 5"], "first"),
+        ParallelCorpus(["4 5"], ["4 5"], "second"),
+        ParallelCorpus(["6 7", "1 2 3"], ["7 6", "3 2 1"], "third"),
+    ]
+    training, held_out = (
+        encode_corpus(corpus, TOKENIZERS, CONFIG) for corpus in (DIGITS, read_corpus(corpora))
+    )
+    warn_of_shared_pairs([training], [held_out])
+    assert [message.partition(" are also")[0] for message in caplog.messages] == [
+        "1 of the 2 pairs of first",
+        "2 of the 2 pairs of third",
+    ]
 
 
 def test_shared_pairs_do_not_depend_on_the_token_dtype(monkeypatch):

@@ -24,6 +24,17 @@ def test_empty_file(refused):
     assert "valid.en is empty" in refused(lambda text: (text / "valid.en").write_text(""))
 
 
+@pytest.mark.parametrize("name", ["train.en", "valid.de"])
+def test_a_split_without_text_is_named(refused, name):
+    def make_blank(text):
+        lines = (text / name).read_text().splitlines()
+        (text / name).write_text(" \n" * len(lines))
+
+    error = refused(make_blank)
+    assert name in error
+    assert "no pair has text on both sides" in error
+
+
 def test_invalid_utf8(refused):
     error = refused(lambda text: (text / "valid.en").write_bytes(b"one\ntwo\n\xff\nfour\n"))
     assert "valid.en, line 3: not UTF-8" in error

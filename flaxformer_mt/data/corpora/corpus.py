@@ -75,6 +75,8 @@ class ParallelCorpus(Corpus):
     languages: tuple[str, str] = ("", "")
     tag: str = ""
     weight: float = 1.0
+    parts: tuple[tuple[str, int], ...] = ()
+    """Name and number of pairs of each of the corpora that were read into it; () = only itself."""
 
     def __len__(self) -> int:
         return len(self.sources)
@@ -180,9 +182,14 @@ def read_corpus(corpora: Sequence[Corpus]) -> ParallelCorpus:
     Raises:
       UserError: see `Corpus.pairs`.
     """
-    pairs = list(itertools.chain.from_iterable(corpus.pairs() for corpus in corpora))
-    name = " + ".join(corpus.name for corpus in corpora)
-    return ParallelCorpus([source for source, _ in pairs], [target for _, target in pairs], name)
+    texts = [list(corpus.pairs()) for corpus in corpora]
+    pairs = list(itertools.chain(*texts))
+    return ParallelCorpus(
+        sources=[source for source, _ in pairs],
+        targets=[target for _, target in pairs],
+        name=" + ".join(corpus.name for corpus in corpora),
+        parts=tuple((corpus.name, len(own)) for corpus, own in zip(corpora, texts, strict=True)),
+    )
 
 
 def load_corpus(config: DataConfig, split: str) -> ParallelCorpus:

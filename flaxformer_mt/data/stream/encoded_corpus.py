@@ -163,6 +163,8 @@ class EncodedCorpus:
     """The text of each source, for `data.subword_sampling`; otherwise None."""
     weight: float = 1.0
     """Sampling weight of its pairs relative to those of other corpora."""
+    parts: tuple[tuple[str, int], ...] = ()
+    """See `ParallelCorpus.parts`."""
 
 
 class SideEncoder:
@@ -232,7 +234,7 @@ def encode_corpus(
         sources = source_encoder.encode(corpus.sources)
         source_report = source_encoder.report()
     report = CorpusReport(len(corpus), {}, source_report, target_encoder.report())
-    return EncodedCorpus(corpus.name, sources, targets, report)
+    return EncodedCorpus(corpus.name, sources, targets, report, parts=corpus.parts)
 
 
 def check_special_ids(tokenizers: Tokenizers, config: ExperimentConfig) -> None:

@@ -16,7 +16,7 @@ from flaxformer_mt.config.fields import MAX_INTEGER
 from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.input_files import MAX_MODEL_BYTES, decompressed, read_bytes
+from flaxformer_mt.input_files import MAX_MODEL_BYTES, decompressed, open_regular, read_bytes
 
 _MAGIC = struct.pack("<Q", 0xF11A48D5013417F5)
 _HEADER = struct.Struct("<6Q")  # Magic, checksum, first, best, number of offsets, of tokens.
@@ -94,6 +94,18 @@ class Shortlist:
         found = [self.translations[self.offsets[s] : self.offsets[s + 1]] for s in sources]
         copied = sources if self.joint else sources[:0]
         return np.unique(np.concatenate([self.always, copied, np.array(also, np.int32), *found]))
+
+
+def require_shortlist(path: str | Path) -> None:
+    """Checks that the file of a lexical table is there, without reading it.
+
+    Raises:
+      UserError: it is not, or is not a file.
+    """
+    try:
+        open_regular(path).close()
+    except UserError as error:
+        raise UserError(f"decode.shortlist={path}: {error}") from error
 
 
 def _parse_binary(content: bytes) -> tuple[int, np.ndarray, np.ndarray]:
