@@ -45,10 +45,11 @@ _DEFAULTS = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 
 _CODE = re.compile(">>.*?<<", re.DOTALL)
 
-_CLEANED = (
+CLEANED = (
     (" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"),
     (" 'm", "'m"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"),
 )  # fmt: skip
+"""What `clean_up_tokenization_spaces` replaces in a decoded text, in this order."""
 
 TokenizerFiles = Mapping[str, bytes]
 """The contents of the tokenizer files that exist, by name."""
@@ -62,6 +63,9 @@ class MarianTokenizer:
     Attributes:
       files: the files of both sides.
       vocab_size: the highest id plus 1. Ids may have gaps.
+      special_ids: tokens that are not part of a decoded text.
+      cleans_up: whether `CLEANED` is applied to a decoded text.
+      decoder_file: the SentencePiece model that joins pieces to a text.
     """
 
     def __init__(
@@ -87,7 +91,7 @@ class MarianTokenizer:
         # On both sides, the ids of special tokens are those of the source.
         added = settings.added_tokens(_read_vocabulary(files, VOCABULARY_FILE, label))
         self._added = {token.content: token for token in added.values()}
-        self._cleans_up = settings.cleans_up
+        self.cleans_up = settings.cleans_up
         self._split_at_tokens = settings.splitter(self._added)
 
         added_ids = {token.content: id for id, token in added.items()}
@@ -95,7 +99,7 @@ class MarianTokenizer:
         self._names = {id: piece for piece, id in vocabulary.items()}
         self._names |= {id: token.content for id, token in added.items()}
         self._special = frozenset(settings.special)
-        self._special_ids = {added_ids[token] for token in settings.special}
+        self.special_ids = {added_ids[token] for token in settings.special}
         self.vocab_size = max(self._ids.values()) + 1
         if settings.token("unk_token") not in vocabulary:
             raise UserError(f"{label(vocabulary_name)} has no {settings.token('unk_token')}")
@@ -104,11 +108,11 @@ class MarianTokenizer:
         self.eos_id = added_ids[settings.token("eos_token")]
 
         # With a shared vocabulary, Hugging Face decodes targets with the source model as well.
-        decoder_name = name if settings.separate else "source.spm"
-        self._decoder = open_model(files[decoder_name], str(label(decoder_name)))
+        self.decoder_file = name if settings.separate else "source.spm"
+        self._decoder = open_model(files[self.decoder_file], str(label(self.decoder_file)))
         used = {
             name,
-            decoder_name,
+            self.decoder_file,
             vocabulary_name,
             *_FILES[len(_REQUIRED_FILES) + 1 :],
         }
@@ -188,7 +192,7 @@ class MarianTokenizer:
             tokens = tokens[: tokens.index(self.eos_id)]
         text = ""
         pieces: list[str] = []
-        for piece in (self._piece(token) for token in tokens if token not in self._special_ids):
+        for piece in (self._piece(token) for token in tokens if token not in self.special_ids):
             # Special tokens are not pieces of the SentencePiece model.
             if piece in self._special:
                 text += f"{self._decoder.decode_pieces(pieces)}{piece} "
@@ -197,8 +201,8 @@ class MarianTokenizer:
                 pieces.append(piece)
         text += self._decoder.decode_pieces(pieces)
         text = text.replace(SPACE, " ").strip()
-        if self._cleans_up:
-            for before, after in _CLEANED:
+        if self.cleans_up:
+            for before, after in CLEANED:
                 text = text.replace(before, after)
         return text
 

@@ -17,7 +17,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array, export
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.data.tokenizers.marian_tokenizer import MarianTokenizer
+from flaxformer_mt.data.tokenizers.marian_tokenizer import CLEANED, MarianTokenizer
+from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE
 from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer
 from flaxformer_mt.decoding.search.options import forbidden_token_ids
@@ -159,7 +160,22 @@ def metadata(bundle: ModelBundle) -> dict[str, Any]:
         "max_length_factor": decode.max_length_factor,
         "max_length_extra": decode.max_length_extra,
         "pieces": {"source": _pieces(source), "target": _pieces(target)},
+        "decoding": _decoding(target),
     }
+
+
+def _decoding(target: Tokenizer) -> dict[str, Any]:
+    """Returns how target pieces become text: see `Text.decode` of `jax_server.py`."""
+    if isinstance(target, MarianTokenizer):
+        return {
+            "model": target.decoder_file,
+            "omitted": sorted(target.special_ids),
+            # Pieces that the model does not know keep their symbol of a space.
+            "space": SPACE,
+            "cleaned": CLEANED if target.cleans_up else [],
+        }
+    omitted = sorted({target.pad_id, target.bos_id, target.eos_id} - {-1})
+    return {"model": "target.spm", "omitted": omitted, "space": None, "cleaned": []}
 
 
 def _pieces(tokenizer: Tokenizer) -> list[str]:

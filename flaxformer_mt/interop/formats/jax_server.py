@@ -115,14 +115,14 @@ class Text:
     def __init__(self, folder: Path, facts: dict[str, Any]) -> None:
         import sentencepiece
 
-        self.source, self.target = (
-            sentencepiece.SentencePieceProcessor(model_file=str(folder / f"{side}.spm"))
-            for side in ("source", "target")
+        self.source, self.decoder = (
+            sentencepiece.SentencePieceProcessor(model_file=str(folder / name))
+            for name in ("source.spm", facts["decoding"]["model"])
         )
         self.ids = {piece: token for token, piece in enumerate(facts["pieces"]["source"])}
         self.pieces = facts["pieces"]["target"]
         self.unknown = facts["unk_id"]
-        self.silent = {facts["pad_id"], facts["bos_id"], facts["eos_id"]}
+        self.decoding = facts["decoding"]
 
     def encode(self, text: str) -> list[int]:
         """Returns the token ids of a text, which may begin with a language code (">>fra<<")."""
@@ -133,8 +133,14 @@ class Text:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Returns the text of token ids, on one line."""
-        pieces = [self.pieces[token] for token in tokens if token not in self.silent]
-        return " ".join(self.target.decode_pieces(pieces).split("\n"))
+        facts = self.decoding
+        pieces = [self.pieces[token] for token in tokens if token not in facts["omitted"]]
+        text = self.decoder.decode_pieces(pieces)
+        if facts["space"]:
+            text = text.replace(facts["space"], " ").strip()
+        for before, after in facts["cleaned"]:
+            text = text.replace(before, after)
+        return " ".join(text.splitlines())
 
 
 def main() -> None:
