@@ -205,17 +205,6 @@ def require_writable(folder: Path) -> None:
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES)) from error
 
 
-def require_space(folder: Path, num_bytes: int) -> None:
-    """Checks that a file system has space for what will be written to it.
-
-    Raises:
-      OSError: it does not.
-    """
-    usage = shutil.disk_usage(folder)
-    if 0 <= usage.free < num_bytes and usage.total:  # Some file systems do not know their size.
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
 def write_text(path: Path, text: str) -> None:
     """Creates or replaces a UTF-8 text file; errors as in `new_file`."""
     write_bytes(path, text.encode())

@@ -10,11 +10,15 @@ them; they are moved to a workspace first. So a process may be killed at any mom
 name is a number was complete once, and there is always one.
 """
 
+import asyncio
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import re
+import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -116,6 +120,7 @@ class Checkpointer:
         self._latest = None if newest < 0 else newest
 
         logging.getLogger("absl").addFilter(_is_not_raised)
+        _complete_all_writes()
         # Folders are created before the threads start: if creation failed, these would wait for
         # them forever and keep the process from exiting.
         at_once = ocp.options.AsyncOptions(create_directories_asynchronously=False)
@@ -260,6 +265,7 @@ class Checkpointer:
             ):
                 yield
         except UserError:
+            _wait_for_writes()
             with contextlib.suppress(OSError):
                 self._workspaces.close()
             raise
@@ -326,7 +332,9 @@ def write_params(run_folder: str | Path, step: int, params: Mapping[str, Any]) -
     """
     folder = step_folders.folder_of(run_folder)
     folder.mkdir(parents=True)
-    with atomic.workspace(folder) as workspace:
+    _complete_all_writes()
+    with atomic.workspace(folder) as workspace, contextlib.ExitStack() as stack:
+        stack.callback(_wait_for_writes)
         partial = workspace / str(step)
         with ocp.Checkpointer(_handlers(alone=True), multiprocessing_options=_alone()) as orbax:
             orbax.save(partial, args=Composite(**{PARAMS: StandardSave(params)}))
@@ -427,3 +435,41 @@ def _system_error(error: BaseException | None) -> str | None:
 def _is_not_raised(record: logging.LogRecord) -> bool:
     """Filters the errors that Orbax logs, with a traceback, and raises as well."""
     return record.levelno < logging.ERROR or "orbax" not in record.pathname
+
+
+class _CompletingLoop(asyncio.SelectorEventLoop):
+    """An event loop that completes its tasks before it is closed."""
+
+    def close(self) -> None:
+        """See the base class."""
+        if not self.is_closed() and (tasks := asyncio.all_tasks(self)):
+            self.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        super().close()
+
+
+@functools.cache
+def _complete_all_writes() -> None:
+    """Makes Orbax complete all writes of a checkpoint, also if one of them fails.
+
+    By default it closes the event loop of the writes, and TensorStore prints a traceback at the end
+    of each of the others, whose files appear after those of the checkpoint were removed.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Of Python 3.14.
+        policy: Any = asyncio.get_event_loop_policy()
+    make_loop = policy.new_event_loop
+
+    def new_event_loop() -> asyncio.AbstractEventLoop:
+        return _CompletingLoop() if _writes(threading.current_thread()) else make_loop()
+
+    policy.new_event_loop = new_event_loop
+
+
+def _wait_for_writes() -> None:
+    """Waits until no thread of Orbax is writing, without raising their errors."""
+    for thread in filter(_writes, threading.enumerate()):
+        threading.Thread.join(thread)
+
+
+def _writes(thread: threading.Thread) -> bool:
+    return type(thread).__module__.startswith("orbax.")

@@ -2,7 +2,6 @@ import contextlib
 import dataclasses
 import gzip
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -10,6 +9,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from full_disks import files_no_longer_than
 
 pytest.importorskip("tensorflow_datasets")
 pytest.importorskip("array_record")
@@ -131,17 +131,6 @@ def test_an_incomplete_data_set_is_not_used_after_a_kill(tmp_path):
         read(leftover / "data", "train")
     build_dataset({"train": corpus_of(PAIRS)}, folder)
     assert list(tmp_path.iterdir()) == [folder]
-
-
-@contextlib.contextmanager
-def files_no_longer_than(num_bytes):
-    """Fails like a write to a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_file_that_cannot_be_written(tmp_path):

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -10,6 +9,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from full_disks import files_no_longer_than
 
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs import atomic
@@ -32,17 +32,6 @@ def calls(monkeypatch):
     monkeypatch.setattr(os, "fsync", recorded_fsync)
     monkeypatch.setattr(os, "replace", recorded_replace)
     return recorded
-
-
-@contextlib.contextmanager
-def files_no_longer_than(num_bytes):
-    """Fails like a write to a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_file_is_flushed_before_and_its_folder_after_the_renaming(tmp_path, calls):

@@ -1,10 +1,10 @@
 """Checkpoints: bit-exact round trips, retention, other devices, missing and damaged ones."""
 
+import dataclasses
 import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import textwrap
 
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from full_disks import files_no_longer_than, in_private_mounts
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from flaxformer_mt.errors import UserError
@@ -350,16 +351,20 @@ SAVE_UNTIL_IT_FAILS = """
 """
 
 
-def in_private_mounts(script, *arguments):
-    """Runs a shell script that may mount file systems which nobody else sees."""
-    if not shutil.which("unshare") or subprocess.run(["unshare", "-Urm", "true"]).returncode:
-        pytest.skip("this system lets nobody mount a file system of their own")
-    return subprocess.run(
-        ["unshare", "-Urm", "sh", "-ec", textwrap.dedent(script), "sh", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+def test_a_failed_write_is_one_error_and_leaves_nothing(tmp_path, capfd):
+    """Although Orbax is writing other arrays when one cannot be written."""
+    params = {
+        f"{number}": jax.random.normal(jax.random.key(number), (99, 99)) for number in range(20)
+    }
+    state = dataclasses.replace(make_state(1), params=params, opt_state=params)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, make_state(1))
+        checkpointer.wait()
+        checkpointer.save(2, state)
+        with files_no_longer_than(30_000), pytest.raises(UserError, match="File too large"):
+            checkpointer.wait()
+    assert capfd.readouterr().err == ""
+    assert entries(tmp_path) == ["1"]
 
 
 def test_a_full_disk(tmp_path):
