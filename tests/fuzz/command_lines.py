@@ -40,8 +40,8 @@ LAST = {"train": ("--dry-run",), "parity": ("--html=missing/report.html",)}
 """What keeps a command from taking seconds: the second one is refused before it compares."""
 DECODING = {"translate", "evaluate"}
 INTEGERS = {"last", "best", "steps", "seed", "alignment-layer", "alignment-head", "num-processes"}
-ONE_OF_TWO = ({"temperature", "top-k", "top-p", "min-p", "epsilon-cutoff"}, {"sampling"})
-"""Options of the first set have no effect without one of the second."""
+SAMPLING = {"temperature": 1.0, "top-k": 0, "top-p": 1.0, "min-p": 0.0, "epsilon-cutoff": 0.0}
+"""Options that have no effect without --sampling, and their defaults."""
 
 
 def make(rng: random.Random, world: World, folder: Path) -> Case:
@@ -155,10 +155,10 @@ def nonsense(command: tuple[str, ...], outcome: Outcome) -> str:
         problem = number_problem(value, hint, bounds)
         if problem:
             return f"accepted {option}={value!r}: {problem}"
-    ignored, needed = ONE_OF_TWO
     names = {option.removeprefix("--") for option in given}
-    if name in DECODING and names & ignored and not names & (needed | {"mbr-samples"}):
-        return f"accepted {names & ignored} without --sampling, which has no effect"
+    ignored = {option for option in names & SAMPLING.keys() if is_changed(given, option)}
+    if name in DECODING and ignored and not names & {"sampling", "mbr-samples"}:
+        return f"accepted {ignored} without --sampling, which has no effect"
     if {"sampling", "mbr-samples"} <= names and given.get("--mbr-samples") != "0":
         return "accepted --sampling with --mbr-samples"
     if name == "translate" and not names & {"output", "input", "format", "n-best", "input-format"}:
@@ -168,6 +168,11 @@ def nonsense(command: tuple[str, ...], outcome: Outcome) -> str:
         lines = outcome.out.count("\n")
         return "" if lines == 2 else f"{lines} lines for 2 pairs"
     return ""
+
+
+def is_changed(given: dict[str, str], option: str) -> bool:
+    """Returns whether an option is given another value than its default."""
+    return float(given[f"--{option}"]) != SAMPLING[option]
 
 
 def number_problem(text: str, hint: Any, bounds: Bounds | None) -> str:
