@@ -3,6 +3,7 @@ import gzip
 import os
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -139,6 +140,17 @@ def test_missing_files_and_folders(tmp_path):
         read_lines(tmp_path / "train.en")
     with pytest.raises(UserError, match="cannot read"):
         read_lines(tmp_path)
+
+
+def test_a_named_pipe_is_refused_but_process_substitution_is_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe")  # To open it would wait for a writer.
+    with pytest.raises(UserError, match="pipe: a named pipe, not a file"):
+        read_lines(tmp_path / "pipe")
+    reading, writing = os.pipe()
+    os.write(writing, b"A house.\n")
+    os.close(writing)
+    assert read_lines(Path(f"/dev/fd/{reading}")) == ["A house."]
+    os.close(reading)
 
 
 def test_tsv_pairs(tmp_path):

@@ -21,7 +21,7 @@ SIZES = (
 )  # fmt: skip
 """Settings that the tensors contradict if they are changed."""
 MARIAN_SIZES = ("dim-emb", "dim-vocabs", "enc-depth", "dec-depth", "transformer-dim-ffn")
-IDS = ("pad_token_id", "eos_token_id", "decoder_start_token_id", "forced_eos_token_id")
+IDS = ("pad_token_id", "eos_token_id", "decoder_start_token_id")
 BAD_IDS = (-1, 150, 2**31, 10**20, True, 1.5, "2", "x", [], {}, [0, "x"], [[2]], "@nan@", "@long@")
 """Ids that no vocabulary of 150 pieces has."""
 BAD_SIZES = (0, -1, 10**9, 10**20, 2.5, True, "8", "x", [], {}, "@nan@", "@inf@", "@long@")

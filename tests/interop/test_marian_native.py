@@ -433,7 +433,7 @@ def a_pipe(name):
         ),
         (change_search(**{"beam-size": "4"}), "beam-size='4': must be an integer"),
         (change_search(**{"beam-size": 2.5}), "beam-size=2.5: must be an integer"),
-        (change_search(normalize=float("nan")), "length-penalty=nan: must be a finite number"),
+        (change_search(normalize=float("nan")), "model.bin: --length-penalty=nan: must be a"),
         (a_pipe("config.yml"), "config.yml: a named pipe, not a file"),
         (a_pipe("model.bin"), "a named pipe, not a file"),
         (a_pipe("vocab.spm"), "vocab.spm: a named pipe, not a file"),

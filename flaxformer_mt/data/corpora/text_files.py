@@ -17,11 +17,15 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.input_files import open_regular
 
 _CHUNK_BYTES = 2**20
 _PAUSE_SECONDS = 0.02
 """Lines that arrive on a pipe at shorter intervals are grouped: their writer does not wait for
 answers."""
+
+_DESCRIPTORS = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
+"""Names of open files, which are pipes if the shell substitutes a process: `<(zcat text)`."""
 
 
 def stream_lines(path: Path) -> Iterator[str]:
@@ -174,17 +178,30 @@ def opened(path: Path) -> Iterator[gzip.GzipFile | io.BufferedReader]:
     """Opens a file for reading, decompressed if its name ends in `.gz`.
 
     Raises:
-      UserError: the file is missing, or it cannot be read (raised while reading).
+      UserError: the file is missing, a folder or a named pipe, whose writer may never come; or it
+        cannot be read (raised while reading).
     """
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            yield file
+        with contextlib.ExitStack() as stack:
+            raw = stack.enter_context(_open(path))
+            yield stack.enter_context(gzip.open(raw)) if path.suffix == ".gz" else raw
     except FileNotFoundError as error:
         raise UserError(f"there is no file {path}") from error
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UserError(f"{path}: damaged gzip file ({error}); fetch it again") from error
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _open(path: Path) -> io.BufferedReader:
+    if str(path).startswith(_DESCRIPTORS):
+        return path.open("rb")
+    if not path.exists():
+        raise UserError(f"there is no file {path}")
+    try:
+        return open_regular(path)
+    except UserError as error:
+        raise UserError(f"cannot read {path}: {error}") from error
 
 
 def _arriving(stream: io.BufferedIOBase, enough: int) -> Iterator[list[bytes]]:

@@ -63,7 +63,7 @@ def read(
         byte_fallback=False,
         target_row_length=128,
     )
-    bundle = ModelBundle(experiment(config, data, _decode(files.options)), params, tokenizers)
+    bundle = ModelBundle(experiment(config, data, _decode(files)), params, tokenizers)
     if not files.options.get("shortlist"):
         return bundle, ()
     return bundle, ("its shortlist is ignored: translations may contain any token",)
@@ -213,15 +213,18 @@ def _checked(tokenizer: Tokenizer, name: str) -> SentencePieceTokenizer:
     return tokenizer
 
 
-def _decode(settings: Mapping[str, Any]) -> DecodeConfig:
+def _decode(files: MarianFiles) -> DecodeConfig:
     """Returns the search options that correspond to the options of Marian's decoder."""
     fields: dict[str, Any] = {
-        ours: settings[theirs]
+        ours: files.options[theirs]
         for theirs, ours in (
             ("beam-size", "beam_size"),
             ("normalize", "length_penalty"),
             ("max-length-factor", "max_length_factor"),
         )
-        if settings.get(theirs) is not None
+        if files.options.get(theirs) is not None
     }
-    return DecodeConfig(length_penalty_kind="average", **fields)
+    try:
+        return DecodeConfig(length_penalty_kind="average", **fields)
+    except UserError as error:
+        raise UserError(f"the decoder's options beside {files.model}: {error}") from error
