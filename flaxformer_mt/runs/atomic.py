@@ -22,12 +22,10 @@ from pathlib import Path
 
 from flaxformer_mt.errors import UserError
 
-SUFFIX = ".partial"
-"""Appended to the name of what is not complete yet."""
 MARKER = ".flaxformer_mt"
 """Name of the file that marks a workspace."""
 
-_PREFIX = ".flaxformer_mt-"
+_PREFIX, _SUFFIX = ".flaxformer_mt-", ".partial"
 _MARK = (
     b"Temporary files of flaxformer_mt. The next write to the parent folder deletes leftovers.\n"
 )
@@ -35,11 +33,6 @@ _REPLACED = MARKER + "-replaced"
 _OWNER = re.compile(rb"(\d+ on [\w.-]+)?\n?")
 # Errors of file systems that do not support locks.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
-
-
-def partial_path(path: Path) -> Path:
-    """Where the content of `path` is written before it is complete."""
-    return path.with_name(path.name + SUFFIX)
 
 
 @contextlib.contextmanager
@@ -129,7 +122,7 @@ def workspace(parent: Path) -> Iterator[Path]:
 def _new_workspace(parent: Path) -> tuple[Path, int]:
     """Returns a new workspace, and the descriptor of its marker, which is locked."""
     while True:
-        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, suffix=SUFFIX, dir=parent))
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, suffix=_SUFFIX, dir=parent))
         # Until the marker is locked, another process may take the folder for a leftover.
         with (
             contextlib.suppress(FileNotFoundError, BlockingIOError),
@@ -147,7 +140,7 @@ def _new_workspace(parent: Path) -> tuple[Path, int]:
 
 def remove_leftovers(parent: Path) -> None:
     """Deletes the workspaces in a folder whose processes have ended."""
-    for folder in parent.glob(f"{_PREFIX}*{SUFFIX}"):
+    for folder in parent.glob(f"{_PREFIX}*{_SUFFIX}"):
         if folder.is_symlink():
             continue
         try:
@@ -312,16 +305,13 @@ def open_own(path: Path, flags: int) -> int:
     return descriptor
 
 
-def rename(source: Path, target: Path, *, replace: bool = False) -> Path:
+def rename(source: Path, target: Path) -> Path:
     """Renames a file or folder, and flushes the new parent folder to disk.
 
     Args:
       source: the present name.
-      target: the new name, on the same file system; returned.
-      replace: whether a folder of that name is removed first. (A file is replaced atomically.)
+      target: the new name, on the same file system; a file of that name is replaced. Returned.
     """
-    if replace and target.is_dir():
-        shutil.rmtree(target)
     source.replace(target)
     sync_folder(target.parent)
     return target
