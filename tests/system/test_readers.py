@@ -1,9 +1,8 @@
 """Commands that read a run while it is being trained, with a checkpoint after every step."""
 
-import contextlib
-import threading
+import multiprocessing
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 
 import chex
 import jax
@@ -19,7 +18,7 @@ from flaxformer_mt.runs.folder import write_run
 from flaxformer_mt.runs.trained_model import describe_run
 from flaxformer_mt.training.state import TrainState
 
-KEPT = 3
+KEPT, READERS, SECONDS = 3, 10, 120
 
 
 def params_of(talker, step):
@@ -27,19 +26,11 @@ def params_of(talker, step):
     return jax.tree.map(lambda leaf: np.float32(leaf * (1 + step / 100)), talker.params)
 
 
-def train(talker, run, stopped, started):
-    """Saves a checkpoint after every step; the best one changes as well."""
-    step = 0
-    with Checkpointer(run, keep_last=KEPT, keep_best=2, announce=pytest.fail) as checkpointer:
-        while not stopped.is_set():
-            step += 1
-            state = TrainState(
-                jnp.int32(step), params_of(talker, step), (), jnp.zeros(2, jnp.uint32), None
-            )
-            checkpointer.save(step, state, metrics={"loss": abs(step % 7 - 3) + 1 / step})
-            if step == 2 * KEPT:
-                started.set()
-    return step
+def save(checkpointer, talker, step):
+    """Saves the checkpoint of a step; the best one changes now and then."""
+    key = jnp.zeros(2, jnp.uint32)
+    state = TrainState(jnp.int32(step), params_of(talker, step), (), key, None)
+    checkpointer.save(step, state, metrics={"loss": abs(step % 7 - 3) + 1 / step})
 
 
 def translate(run, output):
@@ -54,48 +45,42 @@ def average(run, output):
     return average_run(run, output, KEPT, "last", announce=pytest.fail)
 
 
-@pytest.mark.parametrize(
-    ("readers", "seconds"),
-    [
-        (3, 1.5),
-        pytest.param(10, 120, marks=pytest.mark.slow),  # Decided by tests/runs.
-    ],
-)
-def test_readers_never_fail_while_a_run_is_trained(tmp_path, readers, seconds):
+def read(number, run, outputs, end):
+    """Runs a command again and again, in a process of its own; returns all results by output."""
+    command = (average, translate, inspect)[number % 3]
+    results = {}
+    while time.time() < end:
+        output = outputs / f"{number}-{len(results)}"
+        results[output] = command(run, output)
+    return results
+
+
+@pytest.mark.slow  # Decided by tests/runs/test_step_folders.py.
+def test_readers_never_fail_while_a_run_is_trained(tmp_path):
     talker = make_talker()
     run = tmp_path / "run"
     write_run(run, talker.config, {}, talker.tokenizers)
-    stopped, started = threading.Event(), threading.Event()
-    averages = {}
-
-    def read(number):
-        command = (average, translate, inspect)[number % 3]
-        started.wait(60)
-        repetition = 0
-        while not stopped.is_set():
-            output = tmp_path / f"{number}-{repetition}"
-            result = command(run, output)
-            if command is average:
-                averages[output] = result
-            repetition += 1
-        return repetition
-
-    with ThreadPoolExecutor(readers + 1) as pool, contextlib.ExitStack() as stack:
-        stack.callback(stopped.set)
-        training = pool.submit(train, talker, run, stopped, started)
-        readings = [pool.submit(read, number) for number in range(readers)]
-        assert started.wait(60)
-        time.sleep(seconds)
-        stopped.set()
-        steps = training.result()
-        counts = [reading.result() for reading in readings]
-    print(f"{steps} steps, {sum(counts)} readings, {len(averages)} averages")
-    assert steps > 2 * KEPT + 1
-    assert averages
-    for output, of in averages.items():
-        leaves = [params_of(talker, step) for step in of]
+    steps = KEPT
+    with Checkpointer(run, keep_last=KEPT, announce=pytest.fail) as checkpointer:
+        for step in range(1, KEPT + 1):
+            save(checkpointer, talker, step)
+    context = multiprocessing.get_context("spawn")  # JAX cannot be forked.
+    with ProcessPoolExecutor(READERS, context) as pool:
+        end = time.time() + SECONDS
+        readings = [pool.submit(read, number, run, tmp_path, end) for number in range(READERS)]
+        with Checkpointer(run, keep_last=KEPT, keep_best=2, announce=pytest.fail) as checkpointer:
+            while time.time() < end:
+                steps += 1
+                save(checkpointer, talker, steps)
+        results = {}
+        for reading in readings:
+            results |= reading.result()
+    averages = {output: steps for output, steps in results.items() if steps}
+    print(f"{steps} steps, {len(results)} readings, {len(averages)} averages")
+    assert len(results) > 2 * READERS
+    for output, averaged in averages.items():
         mean = jax.tree.map(
             lambda *parts: np.mean([np.float64(part) for part in parts], 0).astype(np.float32),
-            *leaves,
+            *(params_of(talker, step) for step in averaged),
         )
         chex.assert_trees_all_equal(restore_params(output)[1], mean)
