@@ -176,9 +176,12 @@ def check_run(record: Mapping[str, Any], path: Path, run_id: str | None) -> None
     """
     # Earlier versions do not record the run.
     if record.get("run", run_id) != run_id:
+        data = path.parent.parent / DATA
+        if run_id is None:
+            raise UserError(f"{data} of the run that wrote {path} is missing: restore it")
         raise UserError(
-            f"{path} is not of the run that {path.parent.parent / DATA} describes: restore that "
-            "file, or remove the checkpoint"
+            f"{path} is not of the run that {data} describes: restore that file, or remove the "
+            "checkpoint"
         )
 
 

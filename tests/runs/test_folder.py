@@ -251,12 +251,15 @@ def test_data_json_cannot_be_replaced(begun, tmp_path, tokenizers, change):
     if change == "of another run":
         write_run(tmp_path / "other", OTHER, corpora(), tokenizers)
         shutil.copy(tmp_path / "other" / "data.json", path)
-    with pytest.raises(UserError, match=r"checkpoints/1 is not of the run that .*data\.json"):
+    message = r"checkpoints/1 is not of the run that .*data\.json describes"
+    if change != "of another run":
+        message = r"data\.json of the run that wrote .*checkpoints/1 is missing: restore it"
+    with pytest.raises(UserError, match=message):
         restore_params(begun)
     if change == "of an earlier version":
         with (
             Checkpointer(begun) as checkpointer,
-            pytest.raises(UserError, match=r"checkpoints/1 is not of the run that"),
+            pytest.raises(UserError, match=message),
         ):
             checkpointer.restore(None)
 
