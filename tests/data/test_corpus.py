@@ -138,7 +138,7 @@ def test_missing_files_and_folders(tmp_path):
         load_corpus(text_config(tmp_path), "train")
     with pytest.raises(UserError, match="there is no file"):
         read_lines(tmp_path / "train.en")
-    with pytest.raises(UserError, match="cannot read"):
+    with pytest.raises(UserError, match="a folder, not a file"):
         read_lines(tmp_path)
 
 

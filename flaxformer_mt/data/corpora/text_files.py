@@ -19,6 +19,9 @@ from pathlib import Path
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.input_files import open_regular
 
+MAX_LINE_BYTES = 2**20
+"""Limit of the length of a line, with its end: some 150,000 words."""
+
 _CHUNK_BYTES = 2**20
 _PAUSE_SECONDS = 0.02
 """Lines that arrive on a pipe at shorter intervals are grouped: their writer does not wait for
@@ -35,11 +38,13 @@ def stream_lines(path: Path) -> Iterator[str]:
     sentence. A leading byte order mark is removed.
 
     Raises:
-      UserError: the file is missing, empty, a truncated gzip file, or not UTF-8 (the message names
-        the line). Errors are raised when the reader reaches them, after the lines before.
+      UserError: the file is missing, empty, a truncated gzip file, not UTF-8, or has a line of more
+        than `MAX_LINE_BYTES` (the message names the line). Errors are raised when the reader
+        reaches them, after the lines before.
     """
     with opened(path) as file:
-        lines = _decoded(file, str(path))
+        # One byte more than a line may have tells that it is longer.
+        lines = _decoded(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), str(path))
         first = next(lines, None)
         if first is None:
             raise UserError(f"{path} is empty")
@@ -64,7 +69,8 @@ def arriving_lines(stream: io.BufferedIOBase, name: str, enough: int) -> Iterato
       Nonempty lists of lines.
 
     Raises:
-      UserError: the text is not UTF-8 (the message names the line), or cannot be read.
+      UserError: the text is not UTF-8, or has a line of more than `MAX_LINE_BYTES` (the message
+        names the line), or cannot be read.
     """
     number = 1
     groups = _arriving(stream, enough)
@@ -210,9 +216,13 @@ def _arriving(stream: io.BufferedIOBase, enough: int) -> Iterator[list[bytes]]:
     while chunk := stream.read1(_CHUNK_BYTES):
         chunks.append(chunk)
         # Joined only once per group: a single line may span many chunks.
-        if sum(map(len, chunks)) < enough and _is_waiting(stream):
+        size, has_lines = sum(map(len, chunks)), any(b"\n" in chunk for chunk in chunks)
+        if size > MAX_LINE_BYTES and not has_lines:
+            yield [b"".join(chunks)]  # Too long, which is an error.
+            return
+        if size < enough and _is_waiting(stream):
             continue
-        if any(b"\n" in chunk for chunk in chunks):
+        if has_lines:
             text, _, rest = b"".join(chunks).rpartition(b"\n")
             yield [line + b"\n" for line in text.split(b"\n")]
             chunks = [rest]
@@ -233,6 +243,11 @@ def _decoded(lines: Iterable[bytes], name: str, first: int = 1) -> Iterator[str]
             line = line.removeprefix(codecs.BOM_UTF8)
             if not line:
                 return
+        if len(line) > MAX_LINE_BYTES:
+            raise UserError(
+                f"{name}, line {number}: longer than {MAX_LINE_BYTES:,} bytes; separate its "
+                "sentences by line ends"
+            )
         try:
             text = line.decode()
         except UnicodeDecodeError as error:
