@@ -107,7 +107,7 @@ def _convert_to_file(
     overrides: Mapping[str, Any],
     accepted: Collection[str],
 ) -> Notes:
-    if source.resolve() == target.resolve():
+    if source.exists() and target.exists() and source.samefile(target):
         raise UserError(f"{target}: the output must not be the input")
     notes: Notes = ()
     if source.is_dir() or source_family not in (OWN, *FAMILIES):

@@ -22,8 +22,8 @@ def record_counts(request):
     counts: collections.Counter[tuple[str, str]] = collections.Counter()
     start = time.process_time()
 
-    def record(kind, outcome):
-        counts[kind, outcome] += 1
+    def record(kind, outcome, problem):
+        counts[kind, "wrong" if problem else "right" if outcome.code == 0 else "refused"] += 1
 
     yield record
     for kind in {kind for kind, _ in counts}:

@@ -96,7 +96,7 @@ class Case:
         if outcome.left and not self.may_write:
             return f"refused, but it left {', '.join(outcome.left[:5])}"
         if self.names and not any(name in outcome.text for name in self.names):
-            return f"the message names none of {self.names}"
+            return f"the message names none of {self.names}: {outcome.err.strip()!r}"
         return ""
 
     def __str__(self) -> str:

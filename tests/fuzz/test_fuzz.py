@@ -10,8 +10,9 @@ import random
 
 import pytest
 
-from fuzz import checkpoints, command_lines, configurations, corpora, damage, foreign_folders
+from fuzz import checkpoints, command_lines, configurations, corpora, damage, foreign_folders, kills
 from fuzz.core import remove, run_command
+from fuzz.literal_cases import LITERAL_CASES
 
 MAKERS = {
     "checkpoints": checkpoints.make,
@@ -22,22 +23,22 @@ MAKERS = {
     "foreign_folders": foreign_folders.make,
 }
 NUMBERS = {
-    "checkpoints": (0, 800),
-    "command_lines": (40, 1200),
-    "configurations": (0, 800),
-    "corpora": (0, 900),
-    "damage": (30, 800),
-    "foreign_folders": (0, 500),
+    "checkpoints": (80, 1000),
+    "command_lines": (20, 1200),
+    "configurations": (12, 700),
+    "corpora": (12, 700),
+    "damage": (12, 700),
+    "foreign_folders": (50, 700),
 }
 """Number of cases in every test run, and with `-m slow`."""
 BLOCK = 100
+KILLS = 24
 
 
 def blocks():
     """Yields kinds with ranges of seeds; the quick ones and the thorough ones share none."""
     for kind, (quick, count) in NUMBERS.items():
-        if quick:
-            yield pytest.param(kind, range(quick), id=kind)
+        yield pytest.param(kind, range(quick), id=kind)
         for start in range(quick, count, BLOCK):
             seeds = range(start, min(start + BLOCK, count))
             yield pytest.param(kind, seeds, id=f"{kind}-{start}", marks=pytest.mark.slow)
@@ -52,6 +53,13 @@ def wanted(seeds):
     return [seed for seed in seeds if any(int(a) <= seed <= int(b or a) for a, _, b in bounds)]
 
 
+@pytest.mark.parametrize("name", LITERAL_CASES)
+def test_literal_cases(name, world, tmp_path):
+    case = LITERAL_CASES[name].case(world, tmp_path)
+    problem = case.problem(run_command(case.arguments, case.stdin, tmp_path))
+    assert not problem, f"{case}\n    {problem}"
+
+
 @pytest.mark.parametrize(("kind", "seeds"), list(blocks()))
 def test_cases(kind, seeds, world, tmp_path, record_counts):
     failures = []
@@ -61,9 +69,23 @@ def test_cases(kind, seeds, world, tmp_path, record_counts):
         case = MAKERS[kind](random.Random(f"{kind} {seed}"), world, folder)
         outcome = run_command(case.arguments, case.stdin, folder)
         problem = case.problem(outcome)
-        record_counts(kind, "wrong" if problem else "right" if outcome.code == 0 else "refused")
+        record_counts(kind, outcome, problem)
         if problem:
             failures.append(f"{kind} {seed}: {case}\n    {problem}")
         remove(folder)
+    report = "\n\n".join(failures)
+    assert not failures, f"{len(failures)} failures\n\n{report}"
+
+
+@pytest.mark.slow  # Decided by the tests of kills in tests/system.
+def test_kills(world, tmp_path, record_counts):
+    failures = []
+    for seed in wanted(range(KILLS)):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        case, outcome, problem = kills.problem(random.Random(f"kills {seed}"), world, folder)
+        record_counts("kills", outcome, problem)
+        if problem:
+            failures.append(f"kills {seed}: {case}\n    {problem}")
     report = "\n\n".join(failures)
     assert not failures, f"{len(failures)} failures\n\n{report}"
