@@ -15,6 +15,7 @@ from flaxformer_mt import experiment
 from flaxformer_mt.cli import training
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.convert import convert
+from flaxformer_mt.runs import parameter_file
 from flaxformer_mt.runs.averaging import average_run
 from flaxformer_mt.runs.checkpoint import Checkpointer, restore_params
 from flaxformer_mt.runs.trained_model import load_run
@@ -54,7 +55,8 @@ def average(run, output, announce):
 def convert_to_file(run, output, announce):
     path = output.with_suffix(".safetensors")
     convert("flaxformer_mt", "flaxformer_mt", run, path)
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    content = parameter_file.read(path)  # The order of the metadata in the file is not fixed.
+    return digest(content.tensors), content.metadata
 
 
 class Continuing:
