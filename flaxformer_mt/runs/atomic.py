@@ -115,8 +115,7 @@ def workspace(parent: Path) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        _delete_workspace(folder)
-        os.close(descriptor)
+        _delete_workspace(folder, descriptor)
 
 
 def _new_workspace(parent: Path) -> tuple[Path, int]:
@@ -141,27 +140,30 @@ def _new_workspace(parent: Path) -> tuple[Path, int]:
 def remove_leftovers(parent: Path) -> None:
     """Deletes the workspaces in a folder whose processes have ended."""
     for folder in parent.glob(f"{_PREFIX}*{_SUFFIX}"):
-        if folder.is_symlink():
-            continue
-        try:
-            folder.rmdir()  # A process was killed before or after there was a marker.
-            continue
-        except OSError:
-            pass  # It is not empty.
-        try:
-            descriptor = open_own(folder / MARKER, os.O_RDWR)
-        except OSError:  # Not a workspace, or that of another user.
-            continue
-        try:
-            mark = os.pread(descriptor, len(_MARK) + 1, 0)
-            # Its process may have been killed before it had written the mark, and nothing else.
-            is_workspace = mark == _MARK or (not mark and os.listdir(folder) == [MARKER])
-            if is_workspace and lock(descriptor):
-                _delete_workspace(folder)
-        except BlockingIOError:
-            pass  # Its process is alive.
-        finally:
-            os.close(descriptor)
+        # Others may be alive, have ended just now, or be foreign.
+        with contextlib.suppress(OSError):
+            if not folder.is_symlink():
+                _remove_leftover(folder)
+
+
+def _remove_leftover(folder: Path) -> None:
+    """Deletes a workspace whose process has ended.
+
+    Raises:
+      OSError: it is not a workspace, or its process is alive.
+    """
+    if not os.listdir(folder):  # A process was killed before or after there was a marker.
+        folder.rmdir()
+        return
+    with contextlib.ExitStack() as stack:
+        descriptor = open_own(folder / MARKER, os.O_RDWR)
+        stack.callback(os.close, descriptor)
+        mark = os.pread(descriptor, len(_MARK) + 1, 0)
+        # Its process may have been killed before it had written the mark, and nothing else.
+        is_workspace = mark == _MARK or (not mark and os.listdir(folder) == [MARKER])
+        if is_workspace and lock(descriptor):
+            stack.pop_all()
+            _delete_workspace(folder, descriptor)
 
 
 def require_absent(path: Path) -> None:
@@ -395,10 +397,20 @@ def _parents(folder: Path) -> Iterator[None]:
         raise
 
 
-def _delete_workspace(workspace: Path) -> None:
-    """Deletes a workspace, its marker last, so that an interrupted deletion can be repeated."""
-    for name in os.listdir(workspace):
-        if name != MARKER:
-            delete(workspace / name)
-    (workspace / MARKER).unlink(missing_ok=True)
-    workspace.rmdir()
+def _delete_workspace(folder: Path, descriptor: int) -> None:
+    """Deletes a workspace, its marker last, so that an interrupted deletion can be repeated.
+
+    Args:
+      folder: the workspace.
+      descriptor: of its marker; closed before that is deleted, because NFS keeps open files.
+    """
+    try:
+        for name in os.listdir(folder):
+            if name != MARKER:
+                delete(folder / name)
+    finally:
+        os.close(descriptor)
+    # Now that the lock is released, another process may do the same.
+    with contextlib.suppress(FileNotFoundError):
+        (folder / MARKER).unlink()
+        folder.rmdir()

@@ -65,7 +65,7 @@ def test_train(tmp_path, kilobytes):
 def test_other_commands(trained_run, text, tmp_path, name):
     output = tmp_path / "disk" / "output"
     run = ["--run", trained_run]
-    (tmp_path / "lines").write_text("the dog is old\n" * 200)
+    (tmp_path / "lines").write_text("the dog is old\n" * 800)
     arguments = {
         "prepare": ["prepare", "--path", text, "--splits", "train=train", "--output", output,
                     "--source-language", "en", "--target-language", "de"],

@@ -149,6 +149,7 @@ def result_of(workdir):
     with ocp.PyTreeCheckpointer() as orbax:
         state = {name: orbax.restore(path / name) for name in ("params", "ema", "training")}
     record = json.loads((path / "progress.json").read_text())
+    record.pop("run")  # Each run has an identity of its own.
     for name in ("seconds", "seconds_waited"):
         record["progress"]["interval"].pop(name)
     lines = (workdir / "metrics.jsonl").read_text().splitlines()
