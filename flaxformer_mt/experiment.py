@@ -60,7 +60,7 @@ from flaxformer_mt.runs.folder import (
 from flaxformer_mt.runs.layout import CACHE, CONFIG, METRICS, TENSORBOARD
 from flaxformer_mt.runs.lock import locked
 from flaxformer_mt.training import loop
-from flaxformer_mt.training.memory import step_cost
+from flaxformer_mt.training.memory import require_training_memory, step_cost
 from flaxformer_mt.training.metrics import (
     ConsoleWriter,
     JsonLinesWriter,
@@ -107,6 +107,7 @@ def train(
         config = load_config(config)
     workdir, console = Path(workdir), console or make_console()
     _check_before_start(config, workdir)
+    require_training_memory(config, make_strategy(config))
     with open_folder(workdir, console.print) as folder:
         experiment = prepare(config, folder)
         print_report(experiment.report(), console)
@@ -119,7 +120,8 @@ def train(
 def dry_run(config: ExperimentConfig, workdir: str | Path, console: Console | None = None) -> None:
     """Checks an experiment and prints what would be trained, without writing anything.
 
-    Errors as in `train`.
+    Errors as in `train`, except that too little memory is only printed: the run may be meant for
+    another machine.
     """
     workdir, console = Path(workdir), console or make_console()
     if jax.process_count() > 1:
@@ -129,6 +131,10 @@ def dry_run(config: ExperimentConfig, workdir: str | Path, console: Console | No
     with tempfile.TemporaryDirectory() as cache:
         experiment = prepare(config, workdir, cache_folder=Path(cache), write=False)
         print_report(experiment.report(), console)
+        try:
+            require_training_memory(experiment.config, experiment.strategy)
+        except UserError as error:
+            console.print(f"memory   {error}: training would be refused here")
         print_report(experiment.costs(), console)
 
 

@@ -10,11 +10,12 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "flaxformer_mt"
 
 # What each room may import from the package, besides itself.
-LEAVES = {"errors", "exit_codes", "input_files", "runs.atomic"}
+LEAVES = {"errors", "exit_codes", "input_files", "memory_limits", "runs.atomic"}
 ALLOWED = {
     "errors": set(),
     "exit_codes": set(),
     "input_files": {"errors"},
+    "memory_limits": {"errors"},
     "config": LEAVES,
     "distributed": LEAVES,
     "interruption": LEAVES,

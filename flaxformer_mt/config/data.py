@@ -35,7 +35,7 @@ class CorpusConfig:
     """Prefix of every source sentence: "<2de>" names the target language, "<bt>" a back-translated
     source, "<news>" a domain. Several are separated by spaces; each is one token of the
     vocabulary."""
-    weight: float = option(1.0, FieldRole.ROWS, above=0)
+    weight: float = option(1.0, FieldRole.ROWS, above=0, limit=1e6)
     """Sampling weight of its pairs relative to the other corpora; see data.mixture_temperature."""
 
     def __post_init__(self) -> None:
@@ -66,7 +66,7 @@ class DataConfig:
     """Name of the split to validate on, which selects the best checkpoint."""
     test_split: str = option("test", FieldRole.TEXT)
     """Name of the split that is evaluated only once, at the end."""
-    generated_pairs: int = option(20000, FieldRole.TEXT, lowest=1)
+    generated_pairs: int = option(20000, FieldRole.TEXT, lowest=1, limit=10**7)
     """Training pairs of a generated corpus; valid and test have 500 each."""
     generator_seed: int = option(0, FieldRole.TEXT, lowest=-MAX_INTEGER)
     """Random seed of a generated corpus."""
@@ -76,7 +76,7 @@ class DataConfig:
     """Corpora to validate on together; none = the one that the fields above describe."""
     test_corpora: tuple[CorpusConfig, ...] = option((), FieldRole.TEXT)
     """Corpora to test on together; none = the one that the fields above describe."""
-    mixture_temperature: float = option(1.0, FieldRole.ROWS, above=0)
+    mixture_temperature: float = option(1.0, FieldRole.ROWS, lowest=0.1)
     """t: a corpus of n pairs is sampled in proportion to weight * n**(1/t). 1 samples every pair of
     all corpora equally often; higher values favour small corpora; 1e9 makes all corpora equal."""
 

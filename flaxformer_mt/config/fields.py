@@ -27,6 +27,8 @@ MAX_LAYERS = 10_000
 """Limit of the number of layers."""
 MAX_VOCABULARY = 2**24
 """Limit of vocabulary sizes."""
+MAX_PARAMETERS = 10**12
+"""Limit of the number of parameters of a model."""
 MAX_INTEGER = 2**31 - 1
 """Limit of integers that declare no other: they are computed with as int32."""
 MAX_SEED = 2**63 - 1

@@ -5,6 +5,7 @@ from typing import Literal
 
 from flaxformer_mt.config.fields import (
     MAX_LAYERS,
+    MAX_PARAMETERS,
     MAX_VOCABULARY,
     MAX_WIDTH,
     FieldRole,
@@ -12,6 +13,7 @@ from flaxformer_mt.config.fields import (
     require,
     validate,
 )
+from flaxformer_mt.memory_limits import host_memory, require_memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,17 +98,15 @@ class TransformerConfig:
     position_exponent: Literal["paper", "tensor2tensor"] = option("paper", FieldRole.ARCHITECTURE)
     """Frequency j of the sinusoids: base**(-2j/D) in the paper, base**(-j/(D/2-1)) in
     tensor2tensor. (rotary: always base**(-2j/K).)"""
-    position_base: float = option(10000.0, FieldRole.ARCHITECTURE, above=0)
+    position_base: float = option(10000.0, FieldRole.ARCHITECTURE, above=1)
     """Base of the frequencies of the sinusoids, or of the rotations."""
-    position_offset: int = option(0, FieldRole.ARCHITECTURE, lowest=0)
+    position_offset: int = option(0, FieldRole.ARCHITECTURE, lowest=0, limit=MAX_VOCABULARY)
     """Position of the first token of a sentence (sinusoidal, learned)."""
     relative_position_buckets: int = option(
-        32, FieldRole.SHAPES, FieldRole.ARCHITECTURE, lowest=4, limit=MAX_WIDTH
+        32, FieldRole.SHAPES, FieldRole.ARCHITECTURE, lowest=4, limit=512
     )
     """Number of buckets of t5_relative, even."""
-    relative_position_max_distance: int = option(
-        128, FieldRole.ARCHITECTURE, lowest=3, limit=MAX_WIDTH
-    )
+    relative_position_max_distance: int = option(128, FieldRole.ARCHITECTURE, lowest=3, limit=2**14)
     """The distance from which on all distances are in the last bucket of t5_relative."""
     relative_position_sharing: Literal["stack", "layer"] = option("stack", FieldRole.ARCHITECTURE)
     """Which layers share the learned bias of t5_relative. stack: all layers of the encoder, and all
@@ -131,11 +131,11 @@ class TransformerConfig:
     mask_target_padding: bool = option(True, FieldRole.ARCHITECTURE)
     """Mask target padding in the decoder's self-attention (otherwise only future tokens)."""
 
-    pad_id: int = option(0, FieldRole.VOCABULARY, lowest=-1)
+    pad_id: int = option(0, FieldRole.VOCABULARY, lowest=-1, limit=MAX_VOCABULARY)
     """Token id of padding; -1 if the vocabulary has none."""
-    bos_id: int = option(1, FieldRole.VOCABULARY, lowest=-1)
+    bos_id: int = option(1, FieldRole.VOCABULARY, lowest=-1, limit=MAX_VOCABULARY)
     """Token id that decoding starts from; -1 is embedded as the zero vector."""
-    eos_id: int = option(2, FieldRole.VOCABULARY, lowest=0)
+    eos_id: int = option(2, FieldRole.VOCABULARY, lowest=0, limit=MAX_VOCABULARY)
     """Token id that ends a sentence."""
 
     kernel_init: Literal["xavier_uniform", "xavier_normal", "torch_default"] = option(
@@ -181,6 +181,38 @@ class TransformerConfig:
             "model.norm_kind=unbiased_std needs model.d_model > 1",
         )
         self._check_positions()
+        self._check_ids()
+        self._check_size()
+
+    def _check_ids(self) -> None:
+        used: dict[str, tuple[str, ...]] = {"target": ("pad_id", "bos_id", "eos_id")}
+        if self.has_inputs:
+            used["source"] = ("pad_id", "eos_id")
+        for side, names in used.items():
+            size = getattr(self, f"{side}_vocab_size")
+            for name in names:
+                require(
+                    not size or getattr(self, name) < size,
+                    f"model.{name}={getattr(self, name)}: must be less than "
+                    f"model.{side}_vocab_size={size}",
+                )
+
+    def _check_size(self) -> None:
+        count = self.parameter_count
+        require(
+            count <= MAX_PARAMETERS,
+            f"this model has {count:,} parameters, more than {MAX_PARAMETERS:,}: reduce "
+            "model.d_model, model.d_ff, model.num_encoder_layers, model.num_decoder_layers or the "
+            "vocabulary",
+        )
+        # The table of sinusoids is computed in float64.
+        is_computed = self.position_kind == "sinusoidal"
+        require_memory(
+            8 * self.max_length * self.d_model * is_computed,
+            host_memory(),
+            f"the positions of model.max_length={self.max_length} and model.d_model={self.d_model} "
+            "take",
+        )
 
     def _check_positions(self) -> None:
         kind = self.position_kind
@@ -204,6 +236,43 @@ class TransformerConfig:
             f"model.position_kind={kind} acts in self-attention, which a decoder with "
             f"model.decoder_kind={self.decoder_kind} does not have",
         )
+
+    @property
+    def parameter_count(self) -> int:
+        """The number of scalars in all parameters; vocabulary sizes of 0 count as 0."""
+        width, has_inputs = self.d_model, self.has_inputs
+        norm = 2 * width
+        keys, values = self.num_heads * self.key_width, self.num_heads * self.value_width
+        attention = (
+            _dense(width, keys, self.qkv_bias) * 2
+            + _dense(width, values, self.qkv_bias)
+            + _dense(values, width, self.attention_output_bias)
+        )
+        feed_forward = _dense(width, self.d_ff, self.feed_forward_bias)
+        feed_forward += _dense(self.d_ff, width, self.feed_forward_bias)
+        recurrence = _dense(width, width, False) + _dense(width, width, True)
+
+        encoder_layer = attention + feed_forward + 2 * norm
+        decoder_layer = feed_forward + (recurrence if self.decoder_kind == "ssru" else attention)
+        decoder_layer += 2 * norm + (attention + norm if has_inputs else 0)
+        stacks = [(self.num_decoder_layers, decoder_layer)]
+        if has_inputs:
+            stacks.append((self.num_encoder_layers, encoder_layer))
+        total = sum(layers * layer for layers, layer in stacks)
+        total += len(stacks) * norm * (self.embedding_norm + self.final_norm)
+        if self.position_kind == "t5_relative":
+            is_shared = self.relative_position_sharing == "stack"
+            tables = sum(1 if is_shared else layers for layers, _ in stacks)
+            total += tables * self.relative_position_buckets * self.num_heads
+        if self.position_kind == "learned":
+            total += len(stacks) * (self.max_length + self.position_offset) * width
+
+        total += self.target_vocab_size * width
+        if has_inputs and not self.shares_source_and_target:
+            total += self.source_vocab_size * width
+        if not self.shares_target_and_output:
+            total += self.target_vocab_size * width
+        return total + self.target_vocab_size * self.output_bias
 
     @property
     def key_width(self) -> int:
@@ -230,6 +299,10 @@ class TransformerConfig:
     def shares_target_and_output(self) -> bool:
         """Whether the output projection is the transposed target embedding."""
         return self.tie_embeddings in ("target_output", "all")
+
+
+def _dense(inputs: int, outputs: int, has_bias: bool) -> int:
+    return inputs * outputs + outputs * has_bias
 
 
 def with_vocabulary_sizes(model: TransformerConfig, source: int, target: int) -> TransformerConfig:

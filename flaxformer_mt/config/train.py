@@ -63,7 +63,7 @@ class TrainConfig:
     ema_decay: float = option(0.0, FieldRole.TRAINING, lowest=0, below=1)
     """d: validate and translate with an exponential moving average of the parameters, average = d
     * average + (1 - d) * parameters after each step; 0 = with the parameters themselves."""
-    r_drop: float = option(0.0, FieldRole.TRAINING, lowest=0)
+    r_drop: float = option(0.0, FieldRole.TRAINING, lowest=0, limit=1e6)
     """alpha of R-Drop (Liang et al. 2021): weight of the divergence between two forward passes of
     each batch with different dropout; 0 = off, 5 is usual for translation."""
     max_skipped_steps: int = option(10, FieldRole.RUNNING, lowest=1)

@@ -25,6 +25,7 @@ from flaxformer_mt.decoding.scoring.teacher_forcing import check_alignment_optio
 from flaxformer_mt.decoding.sentence_splitting import Segment
 from flaxformer_mt.decoding.shortlists.shortlist import Shortlist
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.memory_limits import host_memory, require_memory
 
 MAX_SOURCE_LENGTH = 512
 """Tokens of the longest input that is not split, unless `decode.max_source_length` is set."""
@@ -130,6 +131,13 @@ class SentenceDecoder:
         self.limit = min(limits, default=None)
         """Maximum number of tokens of a source or target that all models support; None = any."""
         self.longest_source = min([decode.max_source_length or MAX_SOURCE_LENGTH, *limits])
+        width = (decode.mbr_samples or decode.n_best) if decode.samples else decode.beam_size
+        require_memory(
+            4 * width * self.model.target_vocab_size,
+            host_memory(),
+            f"the scores of {width:,} hypotheses of one sentence (decode.beam_size, "
+            "decode.n_best, decode.mbr_samples) take",
+        )
         self.batcher = ContinuousBatcher(models, decode, self._bad_phrases(), scores)
 
     def translate(self, sentences: Sequence[Sentence]) -> Iterator[tuple[int, list[Hypothesis]]]:

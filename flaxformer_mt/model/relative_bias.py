@@ -34,11 +34,14 @@ def distance_buckets(num_buckets: int, max_distance: int) -> np.ndarray:
     exact = num_buckets // 2
     wide = num_buckets - exact
     buckets = np.arange(max_distance + 1, dtype=np.int32)
+    k = 0
     for distance in range(exact, max_distance + 1):
-        # The highest k with (d / E)^(N - E) >= (M / E)^k.
-        buckets[distance] = exact + max(
-            k for k in range(wide) if distance**wide * exact**k >= max_distance**k * exact**wide
-        )
+        # The highest k < N - E with (d / E)^(N - E) >= (M / E)^k; it never falls.
+        while k + 1 < wide and (
+            distance**wide * exact ** (k + 1) >= max_distance ** (k + 1) * exact**wide
+        ):
+            k += 1
+        buckets[distance] = exact + k
     buckets.flags.writeable = False  # The cache hands the same array to every caller.
     return buckets
 

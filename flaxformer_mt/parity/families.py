@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -12,6 +13,7 @@ from flaxformer_mt import interop
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop import checkpoint_files
+from flaxformer_mt.memory_limits import host_memory, require_memory
 from flaxformer_mt.parity import references
 from flaxformer_mt.parity.compare import compare
 from flaxformer_mt.parity.recipes import recipe
@@ -113,6 +115,12 @@ def random_reference(
     if "source_vocab_size" not in settings and _needs_one_vocabulary(family, settings):
         sizes["source_vocab_size"] = sizes["target_vocab_size"]
     given = preset(family, **sizes)
+    count = given.parameter_count
+    require_memory(
+        4 * count * np.dtype(dtype).itemsize,  # Both sides, and their gradients.
+        host_memory(),
+        f"comparing two models of {count:,} parameters takes",
+    )
     # The weight map provides the published special tokens.
     told = {"num_heads": given.num_heads} | settings
     config, _ = interop.load(family, _build(family, given, dtype).state_dict(), **told)

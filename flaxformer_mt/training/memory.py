@@ -12,9 +12,41 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.data.stream.batches import Batch, BatchShape
+from flaxformer_mt.memory_limits import device_memory, require_memory
 from flaxformer_mt.training.parallel import Strategy
 from flaxformer_mt.training.state import TrainState
+
+
+def require_training_memory(config: ExperimentConfig, strategy: Strategy) -> None:
+    """Checks that the devices have the memory that a training step needs at the very least.
+
+    Counted are parameters and, unless some are frozen, their gradient, Adam's moments and the
+    moving average; and of one micro-batch one activation and the attention scores of one layer.
+
+    Args:
+      config: the configuration; vocabulary sizes of 0 count as 0.
+      strategy: from `make_strategy`.
+
+    Raises:
+      UserError: a device has less.
+    """
+    model, train = config.model, config.train
+    count = model.parameter_count
+    copies = 1 if train.freeze else 4 + (train.ema_decay > 0)
+    stored = copies * count * jnp.dtype(model.param_dtype).itemsize
+    tokens = train.batch_tokens // (train.accumulation_steps * strategy.row_shards)
+    longest = max(config.data.row_lengths) if model.has_inputs else config.data.row_lengths[1]
+    scores = tokens * longest * model.num_heads // config.parallel.tensor
+    computed = jnp.dtype(model.dtype).itemsize * (tokens * model.d_model + scores)
+    own = [device for device in strategy.devices if device.process_index == jax.process_index()]
+    require_memory(
+        stored // (config.parallel.fsdp * config.parallel.tensor) + computed,
+        device_memory(own),
+        f"training a model of {count:,} parameters with train.batch_tokens={train.batch_tokens} "
+        "takes, on each device",
+    )
 
 
 @dataclasses.dataclass(frozen=True)

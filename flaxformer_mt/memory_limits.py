@@ -1,0 +1,48 @@
+"""How much memory there is, to refuse what cannot fit before anything is allocated."""
+
+import functools
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from flaxformer_mt.errors import UserError
+
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+@functools.cache
+def host_memory() -> int | None:
+    """Returns the bytes of memory that this machine, or its container, has; None if unknown."""
+    limits = []
+    try:
+        limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        limits.append(int(_CGROUP_LIMIT.read_text()))
+    except (AttributeError, OSError, ValueError):  # Not Linux, or "max": no limit.
+        pass
+    return min(limits, default=None)
+
+
+def device_memory(devices: Sequence[Any]) -> int | None:
+    """Returns the bytes of memory per device; None if unknown.
+
+    Args:
+      devices: those of JAX in this process, all of one kind. CPU devices share the host's memory.
+    """
+    if devices[0].platform == "cpu":
+        host = host_memory()
+        return None if host is None else host // len(devices)
+    return (devices[0].memory_stats() or {}).get("bytes_limit")
+
+
+def require_memory(needed: int, available: int | None, what: str) -> None:
+    """Raises `UserError` if `what` needs more bytes than are available; None = unknown."""
+    if available is not None and needed > available:
+        raise UserError(
+            f"{what} at least {gibibytes(needed)} of memory, but there is {gibibytes(available)}"
+        )
+
+
+def gibibytes(size: int) -> str:
+    """Returns bytes as text: "1.5 GiB"."""
+    return f"{size / 2**30:,.1f} GiB"

@@ -1,0 +1,125 @@
+"""What cannot fit into memory is refused in one line, before anything is allocated."""
+
+import dataclasses
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from flaxformer_mt import experiment, memory_limits
+from flaxformer_mt.config import (
+    DataConfig,
+    ExperimentConfig,
+    TrainConfig,
+    TransformerConfig,
+)
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.model.relative_bias import distance_buckets
+from flaxformer_mt.model.transformer import Transformer
+from flaxformer_mt.training.memory import require_training_memory
+from flaxformer_mt.training.parallel import make_strategy
+
+SMALL = TransformerConfig(
+    source_vocab_size=11,
+    target_vocab_size=11,
+    d_model=12,
+    num_heads=2,
+    d_ff=7,
+    num_encoder_layers=2,
+    num_decoder_layers=3,
+)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"has_inputs": False},
+        {"tie_embeddings": "none", "source_vocab_size": 13, "output_bias": True},
+        {"tie_embeddings": "target_output", "source_vocab_size": 13, "output_bias": True},
+        {"head_dim": 5, "value_dim": 3, "qkv_bias": False},
+        {"attention_output_bias": False, "feed_forward_bias": False},
+        {"position_kind": "learned", "max_length": 17, "position_offset": 2},
+        {"position_kind": "t5_relative"},
+        {"position_kind": "t5_relative", "relative_position_sharing": "layer"},
+        {"position_kind": "t5_relative", "num_encoder_layers": 0, "final_norm": True},
+        {"decoder_kind": "ssru", "embedding_norm": True, "final_norm": True},
+        {"has_inputs": False, "decoder_kind": "ssru", "output_bias": True},
+    ],
+)
+def test_the_number_of_parameters_is_that_of_the_model(fields):
+    config = dataclasses.replace(SMALL, **fields)
+    tokens = jnp.zeros((1, 1), jnp.int32)
+    source = tokens if config.has_inputs else None
+    params = jax.eval_shape(lambda: Transformer(config).init(jax.random.key(0), source, tokens))
+    assert config.parameter_count == sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"d_model": 2**20}, "parameters, more than 1,000,000,000,000: reduce model.d_model"),
+        ({"d_model": 2**17, "num_encoder_layers": 10_000}, "parameters, more than"),
+        (
+            {"d_model": 2**17, "source_vocab_size": 2**24, "target_vocab_size": 2**24},
+            "parameters, more than",
+        ),
+        ({"d_model": 2**14, "max_length": 2**24}, "model.max_length=16777216 and model.d_model"),
+    ],
+)
+def test_a_model_of_absurd_size_is_refused_at_once(fields, message):
+    start = time.monotonic()
+    with pytest.raises(UserError) as caught:
+        TransformerConfig(**fields)
+    assert message in str(caught.value)
+    assert time.monotonic() - start < 2
+
+
+@pytest.mark.parametrize(
+    ("model", "train", "memory"),
+    [
+        ({"num_encoder_layers": 10_000}, {}, "470.1 GiB"),
+        ({"num_heads": 4}, {"batch_tokens": 2**30}, "512.7 GiB"),
+    ],
+)
+def test_training_without_enough_memory_is_refused_before_anything_is_read(
+    monkeypatch, tmp_path, model, train, memory
+):
+    def no_corpus(*arguments, **options):
+        raise AssertionError("the corpora were opened")
+
+    monkeypatch.setattr(experiment, "open_all", no_corpus)
+    monkeypatch.setattr(memory_limits, "host_memory", lambda: 64 * 2**30)
+    config = ExperimentConfig(
+        model=TransformerConfig(**model),
+        data=DataConfig(target_row_length=128),
+        train=TrainConfig(**train),
+    )
+    with pytest.raises(UserError) as caught:
+        experiment.train(config, tmp_path / "run")
+    message = str(caught.value)
+    assert message.startswith("training a model of ")
+    assert memory in message
+    assert "GiB of memory, but there is 8.0 GiB" in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_usual_models_fit(monkeypatch):
+    monkeypatch.setattr(memory_limits, "host_memory", lambda: 8 * 2**30)
+    config = ExperimentConfig()
+    require_training_memory(config, make_strategy(config))
+    monkeypatch.setattr(memory_limits, "host_memory", lambda: None)
+    config = dataclasses.replace(config, model=TransformerConfig(num_encoder_layers=10_000))
+    require_training_memory(config, make_strategy(config))
+
+
+def test_the_memory_of_the_host_is_known():
+    size = memory_limits.host_memory()
+    assert size is None or 2**28 < size < 2**50
+
+
+def test_many_buckets_take_no_time():
+    start = time.monotonic()
+    assert distance_buckets(512, 2**14)[-1] == 511
+    assert time.monotonic() - start < 2
