@@ -63,7 +63,7 @@ def initialize(
       UserError: arguments are missing or inconsistent, the first process cannot be reached, or the
         launcher does not provide what is needed.
     """
-    by_hand = bool(coordinator) or num_processes > 0 or process_id >= 0
+    by_hand = bool(coordinator) or num_processes != 0 or process_id != -1
     if cluster == "none" and not by_hand:
         return
     if cluster != "none" and by_hand:

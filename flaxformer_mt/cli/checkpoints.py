@@ -8,6 +8,7 @@ import tyro
 
 from flaxformer_mt.cli import output
 from flaxformer_mt.cli.options import CheckpointChoice, RunFolder
+from flaxformer_mt.config.fields import MAX_INTEGER, Bounds
 from flaxformer_mt.errors import UserError
 
 
@@ -38,8 +39,8 @@ def inspect(
 
 def average(
     run: RunFolder,
-    last: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
-    best: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
+    last: Annotated[int | None, Bounds(1, MAX_INTEGER), tyro.conf.arg(metavar="N")] = None,
+    best: Annotated[int | None, Bounds(1, MAX_INTEGER), tyro.conf.arg(metavar="N")] = None,
     output_folder: Annotated[Path | None, tyro.conf.arg(name="output", metavar="RUN")] = None,
 ) -> None:
     """Averages the parameters of several checkpoints of a run.

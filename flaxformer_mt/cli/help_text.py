@@ -22,7 +22,7 @@ from tyro.constructors import (
     StructTypeInfo,
 )
 
-from flaxformer_mt.config.fields import bounds_of
+from flaxformer_mt.config.fields import Bounds, bounds_of, require, shown
 
 MAX_HELP_WIDTH = 100
 """Prose is wrapped to this width on wider terminals."""
@@ -33,7 +33,8 @@ def call(function: Callable[..., Any], prog: str, arguments: Sequence[str], **de
 
     Args:
       function: The function. Its docstring is the help: the section "Args:" describes the options,
-        and indented lines of the description are kept as they are.
+        and indented lines of the description are kept as they are. `Annotated[int, Bounds(...)]`
+        declares the bounds of a number.
       prog: Name of the program and the command in the help.
       arguments: The command line after `prog`.
       **defaults: Replace the defaults of these parameters.
@@ -42,6 +43,7 @@ def call(function: Callable[..., Any], prog: str, arguments: Sequence[str], **de
       The result of the function.
 
     Raises:
+      UserError: a number is out of bounds.
       SystemExit: with code 2 for invalid options, with code 0 after `--help`.
     """
     description, _, options = _docstring(function).partition("\nArgs:\n")
@@ -52,7 +54,17 @@ def call(function: Callable[..., Any], prog: str, arguments: Sequence[str], **de
         for name, parameter in inspect.signature(function).parameters.items()
     }
 
+    bounds = {
+        name: each
+        for name, hint in types.items()
+        for each in getattr(hint, "__metadata__", ())
+        if isinstance(each, Bounds)
+    }
+
     def documented(**values: Any) -> Any:
+        for name, each in bounds.items():
+            problem = "" if values[name] is None else each.problem(values[name])
+            require(not problem, f"--{name.replace('_', '-')}={shown(values[name])}: {problem}")
         return function(**values)
 
     documented.__annotations__ = {

@@ -9,6 +9,7 @@ import tyro
 
 from flaxformer_mt.cli import output
 from flaxformer_mt.cli.options import model_fields, reject_options, require_folders
+from flaxformer_mt.config.fields import MAX_INTEGER, Bounds
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.presets import FAMILIES, FAMILY_ALIASES, canonical_family
 from flaxformer_mt.runs import atomic
@@ -26,8 +27,8 @@ def parity(
     settings: Annotated[tuple[str, ...], tyro.conf.arg(name="set", metavar="NAME=VALUE ...")] = (),
     dtype: Literal["float64", "float32"] | None = None,
     size: Literal["toy", "base"] = "toy",
-    steps: int | None = None,
-    seed: int = 0,
+    steps: Annotated[int | None, Bounds(0, 10**6)] = None,
+    seed: Annotated[int, Bounds(0, MAX_INTEGER)] = 0,
     json_file: Annotated[Path | None, tyro.conf.arg(name="json", metavar="FILE")] = None,
     html: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
     markdown: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,

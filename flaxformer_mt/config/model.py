@@ -181,21 +181,7 @@ class TransformerConfig:
             "model.norm_kind=unbiased_std needs model.d_model > 1",
         )
         self._check_positions()
-        self._check_ids()
         self._check_size()
-
-    def _check_ids(self) -> None:
-        used: dict[str, tuple[str, ...]] = {"target": ("pad_id", "bos_id", "eos_id")}
-        if self.has_inputs:
-            used["source"] = ("pad_id", "eos_id")
-        for side, names in used.items():
-            size = getattr(self, f"{side}_vocab_size")
-            for name in names:
-                require(
-                    not size or getattr(self, name) < size,
-                    f"model.{name}={getattr(self, name)}: must be less than "
-                    f"model.{side}_vocab_size={size}",
-                )
 
     def _check_size(self) -> None:
         count = self.parameter_count

@@ -65,4 +65,10 @@ def create_state(
             skipped=jnp.zeros((), jnp.int32),
         )
 
-    return create(jax.random.key(config.seed))
+    return create(seed_key(config.seed))
+
+
+def seed_key(seed: int) -> Array:
+    """Returns the key of a seed of up to 63 bits; that of JAX drops all but 32."""
+    key = jax.random.key(seed % 2**32)
+    return key if seed < 2**32 else jax.random.fold_in(key, seed >> 32)

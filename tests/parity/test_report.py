@@ -1,5 +1,6 @@
 """Reports as text, JSON, HTML and plots."""
 
+import dataclasses
 import html.parser
 import json
 import math
@@ -146,6 +147,9 @@ def test_a_difference_without_a_known_cause_says_where_to_look(report, words):
 
 def test_what_was_not_compared_is_said_in_every_form():
     report = Report("tunz", "float32", AGREEING, untapped=("encoder/<a>", "encoder/b"), kinks=3)
+    assert any("ReLU" in remark for remark in report.remarks())
+    wide = dataclasses.replace(report, dtype="float64")
+    assert not any("ReLU" in remark for remark in wide.remarks())
     unread = "Not compared, because they have no tap: 2 sites, the first is encoder/<a>."
     assert report.remarks()[0] == unread
     assert report.remarks()[1].startswith("Rounding gives 3 hidden units")

@@ -243,7 +243,7 @@ def check_special_ids(tokenizers: Tokenizers, config: ExperimentConfig) -> None:
     The start token may differ: it is never part of a tokenized text.
 
     Raises:
-      UserError: an id differs.
+      UserError: an id differs, or the start token is not in the vocabulary.
     """
     for name in ("pad_id", "eos_id"):
         given = getattr(config.model, name)
@@ -251,3 +251,6 @@ def check_special_ids(tokenizers: Tokenizers, config: ExperimentConfig) -> None:
             wanted = getattr(tokenizer, name)
             if given != wanted:
                 raise UserError(f"model.{name}={given}, but the tokenizer has {name}={wanted}")
+    size, start = tokenizers.target.vocab_size, config.model.bos_id
+    if start >= size:
+        raise UserError(f"model.bos_id={start}, but the vocabulary has {size} tokens")
