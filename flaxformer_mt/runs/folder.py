@@ -54,7 +54,8 @@ def read_config(folder: str | Path) -> ExperimentConfig:
         changed = configuration.differences(configuration.from_dict(recorded), config)
         if changed:
             raise UserError(
-                f"{path} is damaged or was changed ({'; '.join(changed)}): restore these values"
+                f"{path} is damaged or was changed ({'; '.join(changed)}): restore these values, "
+                f"or the run's own {DATA}"
             )
     return config
 
