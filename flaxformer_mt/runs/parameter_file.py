@@ -15,12 +15,14 @@ import safetensors
 
 from flaxformer_mt.config import TransformerConfig, from_dict
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.input_files import open_regular, parse_json
+from flaxformer_mt.input_files import MAX_SETTINGS_BYTES, open_regular, parse_json
 
 FORMAT = "flaxformer_mt"
 """Value of `format` in the metadata."""
 ADAM, CARRIED = "adam/", "carried/"
 """Prefixes of the names of arrays that are not parameters."""
+
+_MAX_TENSORS = 20_000
 
 
 class ParameterFile(NamedTuple):
@@ -71,9 +73,13 @@ def read_safetensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]
     Raises:
       UserError: there is no such file, or it is damaged or of another kind.
     """
-    first_bytes(path)
+    size = int.from_bytes(first_bytes(path)[:8], "little")
+    if size > MAX_SETTINGS_BYTES:
+        raise UserError(f"not a safetensors file, or a damaged one: a header of {size:,} bytes")
     try:
         with safetensors.safe_open(path, framework="np") as file:
+            if len(file.keys()) > _MAX_TENSORS:
+                raise ValueError(f"more than {_MAX_TENSORS:,} tensors")
             # Not a dict: it has keys(), but cannot be iterated over.
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             return tensors, file.metadata() or {}

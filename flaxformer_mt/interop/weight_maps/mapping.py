@@ -161,7 +161,8 @@ def parameter_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
 
     With vocabularies of size 0 these are the parameters of the stacks alone.
     """
-    # Layers are alike and dtypes do not matter, but the model needs some vocabulary to initialize.
+    # Layers are alike, dtypes do not matter, and sinusoids, which may be many, are no parameters;
+    # but the model needs some vocabulary to initialize.
     model = Transformer(
         dataclasses.replace(
             config,
@@ -169,6 +170,7 @@ def parameter_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
             target_vocab_size=max(config.target_vocab_size, 1),
             num_encoder_layers=1,
             num_decoder_layers=1,
+            max_length=config.max_length if config.position_kind == "learned" else 1,
             dtype="float32",
             param_dtype="float32",
         )

@@ -1,0 +1,54 @@
+"""Headers of safetensors files that claim more than there is are refused quickly, by name."""
+
+import json
+import struct
+import time
+
+import pytest
+
+from flaxformer_mt import interop
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.interop.formats import parameter_file
+
+
+def entry(shape, end):
+    return {"dtype": "F32", "shape": shape, "data_offsets": [0, end]}
+
+
+def own(config):
+    return {"__metadata__": {"format": "flaxformer_mt", "config": json.dumps(config)}}
+
+
+HEADERS = {
+    "a large tensor": {"a": entry([10**12], 4 * 10**12)},
+    "a shape that overflows": {"a": entry([2**62, 4], 0)},
+    "many axes": {"a": entry([0] * 1000, 0)},
+    "many tensors": {f"tensor{number}": entry([0], 0) for number in range(50_000)},
+    "a long name": {"a" * 1_000_000: entry([0], 0)},
+    "a long name with a line end": {"a\nb": entry([0], 0)},
+    "deep": b'{"a":' * 50_000,
+    "digits": b'{"a":' + b"1" * 5000 + b"}",
+    "a wide model": own({"d_model": 10**9}),
+    "many layers": own({"num_encoder_layers": 10**9}),
+    "the largest model": own({"d_model": 2**20, "num_encoder_layers": 10_000}),
+    "a list": b"[]",
+}
+
+
+@pytest.mark.parametrize("name", [*HEADERS, "a large header", "a hole"])
+def test_a_header_is_compared_with_the_file(name, tmp_path):
+    path = tmp_path / "model.safetensors"
+    header = HEADERS.get(name, b"{}")
+    content = header if isinstance(header, bytes) else json.dumps(header).encode()
+    size = 50_000_000 if name == "a large header" else len(content)
+    path.write_bytes(struct.pack("<Q", size) + content.ljust(size))
+    if name == "a hole":
+        with path.open("r+b") as file:
+            file.truncate(2**40)
+    for read in (lambda: parameter_file.read(path, {}), lambda: interop.load("torch", path)):
+        start = time.monotonic()
+        with pytest.raises(UserError) as caught:
+            read()
+        assert time.monotonic() - start < 2
+        assert str(path) in str(caught.value)
+        assert str(caught.value).isprintable()
