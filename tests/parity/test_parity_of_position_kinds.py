@@ -98,7 +98,7 @@ def test_the_options_of_a_checkpoint_tell_the_distance_of_its_buckets(tmp_path):
         (
             "opennmt_rotary",
             ROTARY | {"rotary_theta": 500000},
-            "position_base=10000.0, not 500000.0",
+            "position_base=10000.0, not 500000",
         ),
         ("opennmt_rotary", ROTARY | {"rotary_dim": 2}, "not rotary_dim=2"),
         ("opennmt_unbiased", ROTARY, "sinusoids and max_relative_positions=-1"),
