@@ -233,6 +233,7 @@ def test_logits_equal_those_of_pytorch_in_float64(model):
     np.testing.assert_allclose(ours[real], theirs[real], rtol=0, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_every_value_and_gradient_of_the_molecule_model_equals_ours():
     model = load("molecules")
     report = compare(
