@@ -23,6 +23,7 @@ GRACE_SECONDS = 5.0
 """If the main thread does not respond to a signal for so long, and nothing has to be saved, the
 process exits all the same."""
 
+_RETRY_SECONDS = 0.05
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -37,7 +38,7 @@ class Interruption:
     """Handles SIGTERM and SIGINT; a context manager for the main thread.
 
     The first signal raises `Interrupted` in the main thread; within `deferred` it asks training to
-    stop instead. A second Ctrl-C exits at once.
+    stop instead. Imports are completed first. A second Ctrl-C exits at once.
 
     Python runs signal handlers between bytecodes of the main thread only, not during a long
     compilation. Therefore a thread watches for signals as well.
@@ -53,6 +54,7 @@ class Interruption:
         self._is_raised = False
         self._is_finished = False
         self._name = ""
+        self._num_retries = 0
         self._overdue = threading.Timer(GRACE_SECONDS, _exit, [ExitCode.INTERRUPTED])
         self._overdue.daemon = True
         self._restore = contextlib.ExitStack()
@@ -121,8 +123,20 @@ class Interruption:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._name = self._name or signal.Signals(number).name
         self._requested.set()
-        if not (self._is_deferred or self._is_raised or self._is_finished):
+        if self._is_deferred or self._is_raised or self._is_finished:
+            return
+        if _is_importing(frame):
+            # An exception in the initialization of a compiled module may crash, or be lost.
+            timer = threading.Timer(_RETRY_SECONDS, self._retry, [number])
+            timer.daemon = True
+            timer.start()
+        else:
             self._interrupt()
+
+    def _retry(self, number: int) -> None:
+        """Sends a signal once more."""
+        self._num_retries += 1
+        os.kill(os.getpid(), number)
 
     def _interrupt(self) -> None:
         self._is_raised = True
@@ -132,6 +146,9 @@ class Interruption:
         is_first = True
         while number := signals.recv(1):
             if number[0] not in _SIGNALS:
+                continue
+            if self._num_retries:
+                self._num_retries -= 1
                 continue
             name = signal.Signals(number[0]).name
             if is_first:
@@ -167,6 +184,15 @@ def run_interruptibly(
     except Interrupted as interrupted:
         print(f"{program}: {interrupted}", file=sys.stderr)
         return ExitCode.INTERRUPTED
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    """Whether the program, from `run_interruptibly` on, is within an import."""
+    while frame is not None and frame.f_code is not run_interruptibly.__code__:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _say(line: str) -> None:

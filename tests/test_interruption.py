@@ -1,6 +1,7 @@
 """Signals and the lock, in processes of their own."""
 
 import contextlib
+import importlib
 import os
 import signal
 import subprocess
@@ -85,6 +86,22 @@ def test_a_signal_raises_where_nothing_has_to_be_saved(number, capsys):
     assert capsys.readouterr().err == (
         f"program: stopped by {number.name}; the same command continues\n"
     )
+
+
+def test_an_import_is_completed_before_a_signal_raises(tmp_path, monkeypatch):
+    """An exception in the initialization of a compiled module may crash the process."""
+    (tmp_path / "signalled_module.py").write_text(
+        "import signal, time\nsignal.raise_signal(signal.SIGTERM)\ntime.sleep(0.2)\nend = True\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    imported = []
+
+    def main(interruption):
+        imported.append(importlib.import_module("signalled_module").end)
+        time.sleep(30)
+
+    assert run_interruptibly("program", main) == ExitCode.INTERRUPTED
+    assert imported == [True]
 
 
 def test_a_swallowed_interruption_stops_training_before_it_begins():
