@@ -49,9 +49,7 @@ def learned(found: parity.Trajectory) -> bool:
     return found.theirs.loss[-BATCHES:].mean() < found.theirs.loss[:BATCHES].mean()
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "tunz" else pytest.mark.slow) for name in LONG]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in LONG])
 def test_a_thousand_steps_in_float64(name):
     found = train(ALL[name], 1000)
     assert found.first_divergence is None
