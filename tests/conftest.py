@@ -4,7 +4,6 @@ XLA_FLAGS of the caller are kept, so `XLA_FLAGS=--xla_cpu_max_isa=AVX2 pytest` t
 processor without AVX-512 computes.
 """
 
-import contextlib
 import gc
 import importlib.metadata
 import os
@@ -64,22 +63,13 @@ def pytest_unconfigure():
         shutil.rmtree(_own_cache, ignore_errors=True)
 
 
-@contextlib.contextmanager
-def optimizations():
-    """Compiles as usual, which pays for whoever computes much."""
-    disabled = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", False)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_disable_most_optimizations", disabled)
-
-
 @pytest.fixture(scope="module")
 def usual_optimizations():
     """Compiles a module's programs as users do: it computes much, or represents the others."""
-    with optimizations():
-        yield
+    disabled = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", disabled)
 
 
 @pytest.fixture

@@ -16,7 +16,8 @@ from flaxformer_mt.config.fields import (
 MAX_FACTOR = 1000
 """Limit of penalties and factors."""
 
-_OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "epsilon_cutoff")
+SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "epsilon_cutoff")
+"""Fields that have an effect only where translations are sampled."""
 _OF_SHORTLISTS = ("shortlist_first", "shortlist_best")
 
 
@@ -156,7 +157,7 @@ class DecodeConfig:
         if self.samples:
             self._require_defaults(("beam_groups",), "is for beam search, not for sampling")
         else:
-            self._require_defaults(_OF_SAMPLING, "needs decode.sampling or decode.mbr_samples")
+            self._require_defaults(SAMPLING_FIELDS, "needs decode.sampling or decode.mbr_samples")
 
     def _check_lengths(self) -> None:
         require(

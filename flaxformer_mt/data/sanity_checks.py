@@ -161,11 +161,6 @@ def shared_pairs(
     return (np.isin(_pair_hashes(other), hashes) for other in held_out)
 
 
-def count_shared_pairs(training: EncodedCorpus, held_out: Sequence[EncodedCorpus]) -> list[int]:
-    """Counts, per held-out corpus, the pairs that `shared_pairs` finds."""
-    return [int(is_shared.sum()) for is_shared in shared_pairs(training, held_out)]
-
-
 def _pair_hashes(corpus: EncodedCorpus) -> np.ndarray:
     """Returns a hash per pair, uint64 [pairs]."""
     hashes = _hashes(corpus.targets)

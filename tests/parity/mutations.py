@@ -369,6 +369,17 @@ JADORE801120 = [
     Mutation("logit scale", "logits", with_values("", logit_scale=1.0), "by 1, ours by 0.25"),
 ]
 
+
+def with_sinusoids(**switches: str) -> Change:
+    """Replaces the positional encoding of tunz by our table."""
+    return with_values(
+        "",
+        get_position_encoding=lambda tokens: torch.tensor(
+            sinusoidal_table(tokens.shape[1], 16, **switches)
+        ),
+    )
+
+
 TUNZ = [
     Mutation(
         "embedding scale", "source/embedding", with_values("", emb_scale=16.0), "by D, ours by 4"
@@ -376,23 +387,13 @@ TUNZ = [
     Mutation(
         "sine layout",
         "source/embedded",
-        with_values(
-            "",
-            get_position_encoding=lambda tokens: torch.tensor(
-                sinusoidal_table(tokens.shape[1], 16, exponent="tensor2tensor")
-            ),
-        ),
+        with_sinusoids(exponent="tensor2tensor"),
         "layout is interleaved, ours concatenated",
     ),
     Mutation(
         "sine exponent",
         "source/embedded",
-        with_values(
-            "",
-            get_position_encoding=lambda tokens: torch.tensor(
-                sinusoidal_table(tokens.shape[1], 16, layout="concatenated")
-            ),
-        ),
+        with_sinusoids(layout="concatenated"),
         "exponent is paper, ours tensor2tensor",
     ),
     Mutation(

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
+from flaxformer_mt.config.decode import SAMPLING_FIELDS
 from flaxformer_mt.config.fields import MAX_VOCABULARY
 from flaxformer_mt.decoding.search.options import forbidden_token_ids
 from flaxformer_mt.errors import UserError
@@ -46,7 +47,6 @@ _SAME = {
     "min_p": "min_p",
     "epsilon_cutoff": "epsilon_cutoff",
 }
-_OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "epsilon_cutoff")
 # ... and unsupported ones that affect results, with the values that do not.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "typical_p": (1.0,), "eta_cutoff": (0.0,), "top_h": (), "encoder_repetition_penalty": (1.0,),
@@ -91,7 +91,7 @@ def to_decode(
             **_lengths(values, model),
         }
         if not values["do_sample"]:  # `generate` ignores these, too.
-            fields |= {name: getattr(DecodeConfig, name) for name in _OF_SAMPLING}
+            fields |= {name: getattr(DecodeConfig, name) for name in SAMPLING_FIELDS}
         decode = DecodeConfig(**fields)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"its generation settings are damaged: {error!r}") from error

@@ -193,9 +193,9 @@ def _shards(index: Path) -> list[Path]:
 
 def _end_of(settings: Mapping[str, Any], tokenizers: Tokenizers) -> dict[str, Any]:
     """Returns the end token of the vocabulary if it is one of several in the settings."""
-    given = settings.get("eos_token_id")
     end = tokenizers.target.eos_id
-    return {"eos_token_id": end} if isinstance(given, list) and end in given else {}
+    is_one = generation_config.is_one_of(end, settings.get("eos_token_id"))
+    return {"eos_token_id": end} if is_one else {}
 
 
 def _check_special_tokens(name: str, values: Mapping[str, Any], model: TransformerConfig) -> None:
