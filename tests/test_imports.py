@@ -10,8 +10,9 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "flaxformer_mt"
 
 # What each room may import from the package, besides itself.
-LEAVES = {"errors", "exit_codes", "input_files", "memory_limits", "runs.atomic"}
+LEAVES = {"accelerators", "errors", "exit_codes", "input_files", "memory_limits", "runs.atomic"}
 ALLOWED = {
+    "accelerators": set(),
     "errors": set(),
     "exit_codes": set(),
     "input_files": {"errors"},
