@@ -20,7 +20,9 @@ _GIB = 2**30
 
 ACCELERATORS = {
     "a100": Accelerator(("NVIDIA A100-SXM4-80GB",), 312e12, 2.039e12, 80 * _GIB),
-    "a100_40gb": Accelerator(("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB"), 312e12, 1.555e12, 40 * _GIB),
+    "a100_40gb": Accelerator(
+        ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB"), 312e12, 1.555e12, 40 * _GIB
+    ),
     "a100_pcie": Accelerator(("NVIDIA A100 80GB PCIe",), 312e12, 1.935e12, 80 * _GIB),
     "h100": Accelerator(("NVIDIA H100 80GB HBM3",), 989e12, 3.35e12, 80 * _GIB),
     "h100_pcie": Accelerator(("NVIDIA H100 PCIe",), 756e12, 2.0e12, 80 * _GIB),
@@ -31,7 +33,7 @@ ACCELERATORS = {
     "v5e": Accelerator(("TPU v5 lite", "TPU v5e"), 197e12, 0.819e12, 16 * _GIB),
     "v5p": Accelerator(("TPU v5", "TPU v5p"), 459e12, 2.765e12, 95 * _GIB),
     "v6e": Accelerator(("TPU v6 lite", "TPU v6e"), 918e12, 1.64e12, 32 * _GIB),
-}  # fmt: skip
+}
 """By the name that the benchmarks use."""
 
 
