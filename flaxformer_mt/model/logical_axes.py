@@ -1,4 +1,4 @@
-"""Logical names of the axes of activations, which decide how a mesh of devices shards them."""
+"""The mesh as the model sees it: its platform, and the names of the axes that it shards."""
 
 import math
 from collections.abc import Mapping
@@ -8,6 +8,16 @@ import jax
 from flax import linen as nn
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
+
+
+def mesh_platform() -> str:
+    """Returns the platform that is being compiled for: "cpu", "gpu" or "tpu".
+
+    It is that of the mesh in use (`jax.sharding.use_abstract_mesh`), whose devices need not be
+    those of this process; without a mesh, JAX's default.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
 
 
 def constrain(x: Array, *axes: str) -> Array:

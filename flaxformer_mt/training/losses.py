@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
+from flaxformer_mt.model.logical_axes import mesh_platform
 from flaxformer_mt.model.numerics import at_least_float32
 from flaxformer_mt.training.sharding import ROW_AXES
 
@@ -165,7 +166,7 @@ def chunked_cross_entropy(
     """
     targets = jnp.asarray(targets)
     weights = jnp.asarray(weights, at_least_float32(vectors.dtype))
-    max_logits = max_chunk_logits or (2**22 if jax.default_backend() == "cpu" else 2**27)
+    max_logits = max_chunk_logits or (2**22 if mesh_platform() == "cpu" else 2**27)
     length = targets.shape[1]
     shards = row_shards()
     batch = len(targets) // shards

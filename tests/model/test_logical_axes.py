@@ -7,7 +7,7 @@ import pytest
 from flax import linen as nn
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from flaxformer_mt.model.logical_axes import constrain
+from flaxformer_mt.model.logical_axes import constrain, mesh_platform
 
 RULES = (("batch", ("data", "fsdp")), ("lookup_batch", ("data",)), ("lookup_embed", ("fsdp",)))
 
@@ -100,3 +100,12 @@ def test_without_a_mesh_without_rules_and_under_pmap_nothing_is_added(mesh):
         np.testing.assert_array_equal(mapped(jnp.ones((8, 1, 4))), 1)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         assert "sharding_constraint" not in str(jax.make_jaxpr(name)(x))
+
+
+def test_the_platform_is_that_of_the_mesh_not_of_the_process(mesh):
+    gpu = jax.sharding.AbstractDevice("NVIDIA H100", 132, "gpu")
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh.update(abstract_device=gpu)):
+        assert mesh_platform() == "gpu"
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        assert mesh_platform() == "cpu"
+    assert mesh_platform() == jax.default_backend()
