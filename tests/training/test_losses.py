@@ -201,3 +201,22 @@ def test_the_chunked_loss_of_bfloat16_is_close_and_float32():
     chex.assert_trees_all_close(
         jax.tree.map(lambda x: x.astype(jnp.float32), low), exact, rtol=0.1, atol=0.02
     )
+
+
+@pytest.mark.parametrize(("platform", "chunks"), [("cpu", 4), ("gpu", 1), ("tpu", 1)])
+def test_the_chunks_fit_the_platform_of_the_mesh(platform, chunks):
+    vectors = jax.ShapeDtypeStruct((64, 16, 8), jnp.float32)
+    table = jax.ShapeDtypeStruct((2**14, 8), jnp.float32)
+    targets = jax.ShapeDtypeStruct((64, 16), jnp.int32)
+    options = CrossEntropyOptions(1.0, 0.1, "uniform", PAD)
+
+    def loss(vectors, table, targets):
+        return chunked_cross_entropy(vectors, table, None, targets, targets, options)
+
+    device = jax.sharding.AbstractDevice("some device", 1, platform)
+    mesh = jax.sharding.AbstractMesh(
+        (1,), ("data",), (jax.sharding.AxisType.Auto,), abstract_device=device
+    )
+    with jax.sharding.use_abstract_mesh(mesh):
+        program = str(jax.make_jaxpr(loss)(vectors, table, targets))
+    assert f"length={chunks}\n" in program

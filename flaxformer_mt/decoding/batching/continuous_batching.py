@@ -87,6 +87,8 @@ class ContinuousBatcher:
         """
         self._configs = tuple(config for config, _ in models)
         self._params = jax.device_put(tuple(params for _, params in models))
+        (device, *_) = jax.tree.leaves(self._params)[0].devices()
+        self._platform = device.platform
         self._model = self._configs[0]
         self._decode = decode
         model = self._model
@@ -123,7 +125,7 @@ class ContinuousBatcher:
             -(-len(indices) // self._batch_sizes(length)[-1])
             for (length, _), indices in groups.items()
         )
-        num_workers = min(max_workers(), num_batches)
+        num_workers = min(max_workers(self._platform), num_batches)
         queues = [
             (
                 length,

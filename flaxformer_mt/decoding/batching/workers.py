@@ -6,20 +6,18 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-import jax
-
 MAX_WORKERS = 8
 
 _T = TypeVar("_T")
 
 
-def max_workers() -> int:
-    """Returns how many batches to keep in flight.
+def max_workers(platform: str) -> int:
+    """Returns how many batches to keep in flight on a device of a platform ("cpu", "gpu", "tpu").
 
     XLA uses several cores only within large operations; on CPUs, each core gets its own batch. On
     accelerators, a second batch computes while the host processes the results of the first.
     """
-    if jax.default_backend() != "cpu":
+    if platform != "cpu":
         return 2
     return min(MAX_WORKERS, len(os.sched_getaffinity(0)))
 
