@@ -81,22 +81,6 @@ class Task:
     sources: list[np.ndarray]
     targets: list[np.ndarray]
 
-    @property
-    def flops_per_target_token(self) -> float:
-        """Multiplications and additions of the equations, forward and backward.
-
-        Padding and masked positions are not counted.
-        """
-        s = np.array([len(x) for x in self.sources], float)
-        t = np.array([len(x) for x in self.targets], float)
-        d, f, layers = self.size.d_model, self.size.d_ff, self.size.layers
-        encoder = layers * (s * (4 * d * d + 2 * d * f) + 2 * d * s * s)
-        self_attention = t * 4 * d * d + d * t * (t + 1)
-        cross_attention = (t + s) * 2 * d * d + 2 * d * t * s
-        decoder = layers * (self_attention + cross_attention + t * 2 * d * f)
-        products = encoder + decoder + t * d * VOCAB
-        return 3 * 2 * float(products.sum() / t.sum())
-
     def batches_by_length(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Endless random batches [B, S], [B, T] of pairs of similar length, padded."""
         random = np.random.default_rng(0)
@@ -122,6 +106,33 @@ def _padded(sentences: list[np.ndarray]) -> np.ndarray:
     return rows
 
 
+def model_config(size: Size, dtype: str) -> Any:
+    """Our configuration of the model."""
+    from flaxformer_mt.config import TransformerConfig
+
+    return TransformerConfig(
+        source_vocab_size=VOCAB,
+        target_vocab_size=VOCAB,
+        d_model=size.d_model,
+        num_heads=size.num_heads,
+        d_ff=size.d_ff,
+        num_encoder_layers=size.layers,
+        num_decoder_layers=size.layers,
+        dropout_rate=DROPOUT,
+        norm_position="pre",
+        final_norm=True,
+        dtype=dtype,
+    )
+
+
+def flops_per_target_token(size: Size, sources: np.ndarray, targets: np.ndarray) -> float:
+    """What the equations ask for, given the lengths [pairs] of both sides of the corpus."""
+    from flaxformer_mt.training.flops import training_flops, work_of_sentences
+
+    work = work_of_sentences(sources, targets)
+    return float(training_flops(model_config(size, "float32"), work) / work.targets)
+
+
 Step = Callable[[], int]
 """Runs a step to its end; returns the number of target tokens of its batch, without padding."""
 
@@ -140,7 +151,6 @@ def make_ours(task: Task) -> Step:
         ExperimentConfig,
         OptimizerConfig,
         TrainConfig,
-        TransformerConfig,
     )
     from flaxformer_mt.data.stream.batches import DataPosition
     from flaxformer_mt.data.stream.encoded_corpus import CorpusReport, EncodedCorpus, SideReport
@@ -153,19 +163,7 @@ def make_ours(task: Task) -> Step:
 
     size = task.size
     config = ExperimentConfig(
-        model=TransformerConfig(
-            source_vocab_size=VOCAB,
-            target_vocab_size=VOCAB,
-            d_model=size.d_model,
-            num_heads=size.num_heads,
-            d_ff=size.d_ff,
-            num_encoder_layers=size.layers,
-            num_decoder_layers=size.layers,
-            dropout_rate=DROPOUT,
-            norm_position="pre",
-            final_norm=True,
-            dtype=task.dtype,
-        ),
+        model=model_config(size, task.dtype),
         data=DataConfig(target_row_length=task.row_length),
         optimizer=OptimizerConfig(
             schedule="constant",
@@ -424,6 +422,17 @@ def matrix_peak(name: str, dtype: str) -> float:
     return 4 * 2 * side**3 / min(seconds)
 
 
+def device_kind(name: str) -> str:
+    """What a competitor's library calls the device."""
+    if name == "ours":
+        import jax
+
+        return jax.devices()[0].device_kind
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
 def peak_bytes(name: str) -> int:
     """The most memory that the process ever had: of the GPU, if there is one."""
     if name == "ours":
@@ -445,7 +454,7 @@ def serve(name: str, folder: Path) -> None:
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # What libraries print must not get between the replies.
 
-    def reply(**measurements: float) -> None:
+    def reply(**measurements: float | str) -> None:
         print(json.dumps(measurements), file=replies, flush=True)
 
     arguments = json.loads((folder / "task.json").read_text())
@@ -468,8 +477,8 @@ def serve(name: str, folder: Path) -> None:
             memory = peak_bytes(name)
             reply(
                 matrix_peak=matrix_peak(name, task.dtype),
+                device_kind=device_kind(name),
                 peak_bytes=memory,
-                flops_per_target_token=task.flops_per_target_token,
             )
             return
         cpu, start = time.process_time(), time.perf_counter()
@@ -516,14 +525,14 @@ class Competitor:
         print(number, file=self._process.stdin, flush=True)
         return self._answer()
 
-    def end(self) -> dict[str, float]:
+    def end(self) -> dict[str, Any]:
         """Ends the process, and returns its last measurements."""
         print('"end"', file=self._process.stdin, flush=True)
         answer = self._answer()
         self._process.wait()
         return answer
 
-    def _answer(self) -> dict[str, float]:
+    def _answer(self) -> dict[str, Any]:
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(f"{self.label} failed; what it printed stands above")
@@ -582,16 +591,30 @@ def measure(
                 )
                 if number >= warm_up:
                     competitor.turns.append(turn)
-        return {competitor.label: measurements(competitor, running[0]) for competitor in running}
+        text = np.load(folder / "text.npz")
+        lengths = (np.diff(text[f"{side}_ends"], prepend=0) for side in ("sources", "targets"))
+        flops = flops_per_target_token(size, *lengths)
+        return {
+            competitor.label: measurements(competitor, running[0], flops) for competitor in running
+        }
 
 
-def measurements(competitor: Competitor, first: Competitor) -> dict[str, Any]:
-    """What is reported of a competitor; ratios above 1 say that the first one is faster."""
+def measurements(competitor: Competitor, first: Competitor, flops: float) -> dict[str, Any]:
+    """What is reported of a competitor; ratios above 1 say that the first one is faster.
+
+    Args:
+      competitor: after its last turn.
+      first: the one that it is compared with.
+      flops: of the equations for a target token.
+    """
 
     def rates(turns: list[dict[str, float]], seconds: str) -> np.ndarray:
         return np.array([turn["tokens"] / turn[seconds] for turn in turns])
 
+    from flaxformer_mt.accelerators import accelerator_of
+
     last = competitor.end()
+    accelerator = accelerator_of(last["device_kind"])
     speed = float(np.median(rates(competitor.turns, "seconds")))
     ratios, by_processor = (
         rates(first.turns, seconds) / rates(competitor.turns, seconds)
@@ -602,7 +625,9 @@ def measurements(competitor: Competitor, first: Competitor) -> dict[str, Any]:
         "ratio": float(np.median(ratios)),
         "ratio_quartiles": np.quantile(ratios, [0.25, 0.75]).tolist(),
         "ratio_by_processor_time": float(np.median(by_processor)),
-        "share_of_peak": speed * last["flops_per_target_token"] / last["matrix_peak"],
+        "flops_per_target_token": flops,
+        "share_of_peak": speed * flops / last["matrix_peak"],
+        **({} if accelerator is None else {"mfu": speed * flops / accelerator.flops}),
         "first_step_seconds": competitor.first_step_seconds,
         **last,
     }

@@ -435,6 +435,7 @@ def fit(
                 checkpointer=checkpointer,
                 writers=writers,
                 config=config,
+                devices=experiment.strategy.devices,
                 should_stop=should_stop,
                 announce=console.print,
             )

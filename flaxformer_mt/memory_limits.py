@@ -2,6 +2,8 @@
 
 import functools
 import os
+import resource
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,19 @@ def device_memory(devices: Sequence[Any]) -> int | None:
         host = host_memory()
         return None if host is None else host // len(devices)
     return (devices[0].memory_stats() or {}).get("bytes_limit")
+
+
+def peak_memory(devices: Sequence[Any]) -> int | None:
+    """Returns the most bytes that one of the devices has had in use so far; None if unknown.
+
+    Args:
+      devices: see `device_memory`. For CPU devices it is the memory of the process.
+    """
+    if devices[0].platform == "cpu":
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices]
+    return max((peak for peak in peaks if peak is not None), default=None)
 
 
 def require_memory(needed: int, available: int | None, what: str) -> None:

@@ -20,6 +20,7 @@ from flaxformer_mt.training.metrics import MetricValues, Writer
 from flaxformer_mt.training.parallel import Compiled
 from flaxformer_mt.training.parameters import Params
 from flaxformer_mt.training.progress import Progress, Sums
+from flaxformer_mt.training.speed import measurements
 from flaxformer_mt.training.state import TrainState
 from flaxformer_mt.training.step import Metrics
 
@@ -34,6 +35,7 @@ def train(
     checkpointer: Checkpointer,
     writers: Sequence[Writer],
     config: TrainConfig,
+    devices: Sequence[jax.Device],
     should_stop: Callable[[int], bool] = lambda step: False,
     announce: Callable[[str], None] = print,
 ) -> TrainState:
@@ -52,6 +54,7 @@ def train(
       writers: receive training metrics every `config.log_every` steps and at the end, and the
         metrics of each validation. Speed is that of the steps only; the first includes compilation.
       config: number of steps, intervals, and early stopping.
+      devices: all devices that compute a step, for reporting.
       should_stop: called with the step after each step; returns whether to save and stop.
       announce: called with each line of other news for the user.
 
@@ -92,7 +95,7 @@ def train(
             if _is_due(step, config.log_every, last):
                 started.wait()
                 values = {
-                    **_training_metrics(progress.interval),
+                    **_training_metrics(progress.interval, devices),
                     # Skipped steps do not advance the schedule.
                     "learning_rate": float(schedule(step - 1 - progress.skipped)),
                     "compilations": len(progress.batch_shapes),
@@ -181,15 +184,14 @@ def _go_back(
     )
 
 
-def _training_metrics(interval: Sums) -> dict[str, Any]:
+def _training_metrics(interval: Sums, devices: Sequence[Any]) -> dict[str, Any]:
     """The training metrics of the steps since the last line."""
     sums = interval.metrics
     counts = {name: int(sums[name][0]) for name in (_SKIPPED, *_CAUSES)}
     return {
         **interval.means(),
         **counts,
-        "target_tokens_per_second": sums["loss"][1] / interval.seconds,
-        "data_wait_fraction": interval.seconds_waited / interval.seconds,
+        **measurements(interval, devices),
     }
 
 

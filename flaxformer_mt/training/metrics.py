@@ -16,6 +16,7 @@ from rich.console import Console
 from flaxformer_mt.data.stream.batches import Batch
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.input_files import open_regular, parse_json
+from flaxformer_mt.memory_limits import gibibytes
 from flaxformer_mt.runs import atomic
 from flaxformer_mt.runs.layout import METRICS
 from flaxformer_mt.training.parameters import Params
@@ -194,7 +195,7 @@ class ConsoleWriter:
     def write(self, step: int, split: str, values: MetricValues) -> None:
         """See `Writer`."""
         parts = [f"step {step:,}/{self._num_steps:,} {split}"]
-        parts += [_FORMATS[name].format(values[name]) for name in _FORMATS if name in values]
+        parts += [_FORMATS[name](values[name]) for name in _FORMATS if name in values]
         if values.get("skipped_steps"):
             count = values["skipped_steps"]
             what = "update" if values.get("nonfinite_update") else "loss or gradient"
@@ -218,14 +219,17 @@ class ConsoleWriter:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-_FORMATS = {
-    "loss": "loss {:.4f}",
-    "perplexity": "perplexity {:.2f}",
-    "accuracy": "accuracy {:.1%}",
-    "bleu": "BLEU {:.2f}",
-    "chrf": "chrF {:.2f}",
-    "target_tokens_per_second": "{:,.0f} tokens/s",
-    "learning_rate": "rate {:.2e}",
+_FORMATS: Mapping[str, Callable[..., str]] = {
+    "loss": "loss {:.4f}".format,
+    "perplexity": "perplexity {:.2f}".format,
+    "accuracy": "accuracy {:.1%}".format,
+    "bleu": "BLEU {:.2f}".format,
+    "chrf": "chrF {:.2f}".format,
+    "target_tokens_per_second": "{:,.0f} tokens/s".format,
+    "target_tokens_per_second_per_device": "{:,.0f} tokens/s per device".format,
+    "mfu": "MFU {:.1%}".format,
+    "memory_bytes": lambda size: f"memory {gibibytes(size)}",
+    "learning_rate": "rate {:.2e}".format,
 }
 
 

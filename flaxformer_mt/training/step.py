@@ -18,6 +18,7 @@ from jax import Array
 from flaxformer_mt.config import TrainConfig
 from flaxformer_mt.data.stream.batches import Batch
 from flaxformer_mt.model.transformer import Transformer
+from flaxformer_mt.training.flops import training_flops, work_of_batch
 from flaxformer_mt.training.losses import (
     CrossEntropyOptions,
     accuracy,
@@ -61,6 +62,7 @@ def train_step(
       - "loss" and "accuracy", per target token;
       - "r_drop", per target token, with R-Drop: the divergence of the two predictions;
       - "padding_fraction", per position;
+      - "flops_per_target_token" (see `training_flops`), unless parameters are frozen;
       - "gradient_norm", per step: of the trained parameters, before clipping;
       - "skipped_steps", "nonfinite_loss", "nonfinite_gradient" and "nonfinite_update", per step:
         0 or 1.
@@ -117,8 +119,8 @@ def gradients(
 
     Returns:
       The gradient with respect to the trained parameters of the mean over all target tokens of the
-      batch, and the metrics of the same pass: "loss", "accuracy", "padding_fraction" and, with
-      R-Drop, "r_drop".
+      batch, and the metrics of the same pass: "loss", "accuracy", "padding_fraction",
+      "flops_per_target_token" and, with R-Drop, "r_drop".
     """
     step_key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
     trained, frozen = split(state.params, config.freeze)
@@ -204,6 +206,7 @@ def _objective(
         "loss": (loss, tokens),
         "accuracy": (correct, tokens),
         "padding_fraction": _padding(batch),
+        **_flops(model, batch, tokens, config),
     }
 
 
@@ -234,6 +237,7 @@ def _r_drop_objective(
         **jax.tree.map(lambda value: value / 2, sums),
         "r_drop": divergences,
         "padding_fraction": _padding(batch),
+        **_flops(model, batch, sums["loss"][1] / 2, config, passes=2),
     }
     return sums["loss"][0] + config.r_drop * divergences[0], metrics
 
@@ -276,6 +280,16 @@ def _padding(batch: Batch) -> tuple[Array, Array]:
             padding += jnp.sum(jnp.asarray(segment_ids) == 0, dtype=jnp.float32)
             positions += segment_ids.size
     return padding, jnp.float32(positions)
+
+
+def _flops(
+    model: Transformer, batch: Batch, tokens: Array, config: TrainConfig, passes: int = 1
+) -> Metrics:
+    """Counts the flops of the equations; not for frozen parameters, which need fewer."""
+    if config.freeze:
+        return {}
+    flops = training_flops(model.config, work_of_batch(batch))
+    return {"flops_per_target_token": (passes * flops, tokens)}
 
 
 def _sum_over_parts(function: Callable[[Batch, Array], Any], batch: Batch, num_parts: int) -> Any:

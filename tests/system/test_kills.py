@@ -21,6 +21,7 @@ from small_runs import TINY_MODEL, xla_flags
 
 from flaxformer_mt.exit_codes import ExitCode
 from flaxformer_mt.runs.checkpoint import whole_checkpoints
+from flaxformer_mt.training.speed import MEASUREMENTS
 
 # Orbax reads arrays here without being told where to put them.
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
@@ -66,8 +67,6 @@ OPTIONS = (
     "--decode.max-length-factor=0",
     "--decode.max-length-extra=1",
 )
-# Of two runs that are the same, these metrics need not be.
-OF_TIME = {"target_tokens_per_second", "data_wait_fraction"}
 
 
 @contextlib.contextmanager
@@ -154,7 +153,7 @@ def result_of(workdir):
         record["progress"]["interval"].pop(name)
     lines = (workdir / "metrics.jsonl").read_text().splitlines()
     metrics = [
-        {name: value for name, value in json.loads(line).items() if name not in OF_TIME}
+        {name: value for name, value in json.loads(line).items() if name not in MEASUREMENTS}
         for line in lines
     ]
     return state, record, metrics

@@ -17,9 +17,7 @@ from flaxformer_mt.interruption import Interrupted
 from flaxformer_mt.runs.checkpoint import Checkpointer, restore_params, whole_checkpoints
 from flaxformer_mt.training.loop import train
 from flaxformer_mt.training.metrics import JsonLinesWriter, validate
-
-# Of two runs that are the same, these need not be.
-OF_TIME = {"target_tokens_per_second", "data_wait_fraction"}
+from flaxformer_mt.training.speed import MEASUREMENTS
 
 
 @dataclasses.dataclass
@@ -56,6 +54,7 @@ class Run:
                 checkpointer=checkpointer,
                 writers=[JsonLinesWriter(self.folder / "metrics.jsonl")],
                 config=config,
+                devices=self.tiny.strategy.devices,
                 should_stop=should_stop,
                 announce=self.announced.append,
             )
@@ -69,7 +68,7 @@ class Run:
         """The metrics that were written, but for those of time."""
         lines = (self.folder / "metrics.jsonl").read_text().splitlines()
         return [
-            {name: value for name, value in json.loads(line).items() if name not in OF_TIME}
+            {name: value for name, value in json.loads(line).items() if name not in MEASUREMENTS}
             for line in lines
         ]
 

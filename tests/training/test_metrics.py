@@ -154,14 +154,15 @@ def test_console_says_where_training_is(terminal):
     out = io.StringIO()
     writer = ConsoleWriter(100, Console(file=out, force_terminal=terminal, width=200))
     writer.rewind(10)
-    metrics = {"loss": 2.5, "target_tokens_per_second": 1234.5, "learning_rate": 1e-3}
+    metrics = {"loss": 2.5, "target_tokens_per_second": 1234.5, "mfu": 0.5, "memory_bytes": 2**30}
     writer.write(20, "train", metrics)
     writer.write(20, "valid", {"loss": 2.0, "bleu": 31.5})
     writer.close()
     assert "continuing after step 10" in out.getvalue()
     assert "step 20/100 valid  loss 2.0000  BLEU 31.50" in out.getvalue()
     if not terminal:
-        assert "step 20/100 train  loss 2.5000  1,234 tokens/s  rate 1.00e-03" in out.getvalue()
+        line = "step 20/100 train  loss 2.5000  1,234 tokens/s  MFU 50.0%  memory 1.0 GiB"
+        assert line in out.getvalue()
         assert "0:00:00 left" in out.getvalue()
 
 
