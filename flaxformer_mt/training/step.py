@@ -19,15 +19,11 @@ from flaxformer_mt.config import TrainConfig
 from flaxformer_mt.data.stream.batches import Batch
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.training.flops import training_flops, work_of_batch
-from flaxformer_mt.training.losses import (
-    CrossEntropyOptions,
-    accuracy,
-    chunked_cross_entropy,
-    label_smoothed_cross_entropy,
-)
+from flaxformer_mt.training.losses import accuracy, label_smoothed_cross_entropy
 from flaxformer_mt.training.parameters import Params, merge, split
 from flaxformer_mt.training.r_drop import divergence
 from flaxformer_mt.training.state import TrainState
+from flaxformer_mt.training.vocabulary_loss import CrossEntropyOptions, chunked_cross_entropy
 
 Metrics: TypeAlias = dict[str, tuple[Array, Array]]
 """By name, a sum and the weight to divide it by; both are additive over batches and devices."""

@@ -1,0 +1,121 @@
+"""The loss without logits in memory is the loss of all logits, on every kind of device."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flaxformer_mt.training import vocabulary_loss
+from flaxformer_mt.training.losses import accuracy, label_smoothed_cross_entropy
+from flaxformer_mt.training.vocabulary_loss import CrossEntropyOptions, chunked_cross_entropy
+
+PAD = 3
+
+
+@pytest.fixture(params=["cpu", "gpu"])
+def platform(request, monkeypatch):
+    """The platform for which the loss chooses its order of computation."""
+    monkeypatch.setattr(vocabulary_loss, "mesh_platform", lambda: request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("convention", ["uniform", "others", "others_kl", "non_pad_kl"])
+@pytest.mark.parametrize(("biased", "scale", "smoothing"), [(True, 0.3, 0.1), (False, 1.0, 0.0)])
+def test_the_chunked_loss_is_the_loss_of_all_logits(
+    float64, platform, convention, biased, scale, smoothing
+):
+    random = np.random.default_rng(0)
+    shapes = (2, 6, 5), (11, 5), (11,)
+    vectors, table, bias = (jnp.asarray(random.normal(size=shape)) for shape in shapes)
+    targets = jnp.asarray(random.integers(0, 11, (2, 6)), jnp.int32).at[1, 5].set(PAD)
+    weights = jnp.asarray(random.random((2, 6))).at[0, 2].set(0)
+    factors = (vectors, table, bias) if biased else (vectors, table)
+
+    def whole(vectors, table, bias=0.0):
+        logits = (vectors @ table.T + bias) * scale
+        loss, weight = label_smoothed_cross_entropy(
+            logits, targets, weights, smoothing, convention, PAD
+        )
+        return 2 * loss, (accuracy(logits, targets, weights)[0], weight)
+
+    def chunked(max_logits, vectors, table, bias=None):
+        loss, *others = chunked_cross_entropy(
+            vectors, table, bias, targets, weights,
+            CrossEntropyOptions(scale, smoothing, convention, PAD), max_logits,
+        )  # fmt: skip
+        return 2 * loss, tuple(others)
+
+    def with_gradients(function):
+        return jax.value_and_grad(function, range(len(factors)), has_aux=True)(*factors)
+
+    expected = with_gradients(whole)
+    for max_logits in (1, 2 * 3 * 11, 0):  # chunks of one column, of three, and of all
+        in_chunks = functools.partial(chunked, max_logits)
+        chex.assert_trees_all_close(with_gradients(in_chunks), expected, atol=1e-12)
+        chex.assert_trees_all_close(in_chunks(*factors), expected[0], atol=1e-12)
+
+
+def test_the_chunked_loss_never_holds_all_logits(platform):
+    vectors, table = jnp.ones((2, 8, 4)), jnp.ones((13, 4))
+    targets = jnp.zeros((2, 8), jnp.int32)
+
+    def loss(vectors):
+        options = CrossEntropyOptions(1.0, 0.1, "uniform", PAD)
+        return chunked_cross_entropy(vectors, table, None, targets, targets, options, 60)[0]
+
+    program = str(jax.make_jaxpr(jax.grad(loss))(vectors))
+    chunk, whole = {"cpu": ("[13,4]", "[13,16]"), "gpu": ("[4,128]", "[16,128]")}[platform]
+    assert chunk in program  # two columns of two rows
+    assert whole not in program
+
+
+def test_the_chunked_loss_of_bfloat16_is_close_and_float32(platform):
+    random = np.random.default_rng(0)
+    vectors, table = (jnp.asarray(random.normal(size=shape)) for shape in ((2, 6, 8), (11, 8)))
+    targets = jnp.asarray(random.integers(0, 11, (2, 6)), jnp.int32)
+    arguments = None, targets, jnp.ones((2, 6)), CrossEntropyOptions(1.0, 0.1, "uniform", PAD)
+
+    def with_gradients(vectors):
+        return jax.value_and_grad(
+            lambda v, t: chunked_cross_entropy(v, t, *arguments)[0], argnums=(0, 1)
+        )(vectors, table)
+
+    low, exact = with_gradients(vectors.astype(jnp.bfloat16)), with_gradients(vectors)
+    assert (low[0].dtype, low[1][0].dtype, low[1][1].dtype) == ("float32", "bfloat16", "float32")
+    chex.assert_trees_all_close(
+        jax.tree.map(lambda x: x.astype(jnp.float32), low), exact, rtol=0.1, atol=0.02
+    )
+
+
+def test_rows_of_logits_may_be_far_from_zero_and_classes_impossible(monkeypatch):
+    """Sums are relative to the highest logit of a class; what pads the vocabulary is none."""
+    monkeypatch.setattr(vocabulary_loss, "mesh_platform", lambda: "gpu")
+    logits = jnp.array([-500.0, -501.0, -jnp.inf])
+    loss, correct, _ = chunked_cross_entropy(
+        jnp.zeros((1, 1, 1)), jnp.zeros((3, 1)), logits, jnp.array([[1]]), jnp.ones((1, 1)),
+        CrossEntropyOptions(1.0, 0.0, "uniform", PAD),
+    )  # fmt: skip
+    np.testing.assert_allclose(loss, np.log1p(np.exp(1)), rtol=1e-6)
+    assert correct == 0
+
+
+@pytest.mark.parametrize(("platform", "chunks"), [("cpu", 4), ("gpu", 1), ("tpu", 1)])
+def test_the_chunks_fit_the_platform_of_the_mesh(platform, chunks):
+    vectors = jax.ShapeDtypeStruct((64, 16, 8), jnp.float32)
+    table = jax.ShapeDtypeStruct((2**14, 8), jnp.float32)
+    targets = jax.ShapeDtypeStruct((64, 16), jnp.int32)
+    options = CrossEntropyOptions(1.0, 0.1, "uniform", PAD)
+
+    def loss(vectors, table, targets):
+        return chunked_cross_entropy(vectors, table, None, targets, targets, options)
+
+    device = jax.sharding.AbstractDevice("some device", 1, platform)
+    mesh = jax.sharding.AbstractMesh(
+        (1,), ("data",), (jax.sharding.AxisType.Auto,), abstract_device=device
+    )
+    with jax.sharding.use_abstract_mesh(mesh):
+        program = str(jax.make_jaxpr(loss)(vectors, table, targets))
+    assert f"length={chunks}\n" in program
