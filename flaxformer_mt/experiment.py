@@ -408,7 +408,7 @@ def fit(
     writers: list[Writer] = []
     if distributed.is_main():
         writers = [
-            JsonLinesWriter(workdir / METRICS),
+            JsonLinesWriter(workdir / METRICS, console.print),
             TensorBoardWriter(workdir / TENSORBOARD),
             ConsoleWriter(config.num_steps, console),
         ]

@@ -1,6 +1,5 @@
 """The run folder of a trained model, as scripts and notebooks use it."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -8,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.runs.folder import read_config, require_run
 from flaxformer_mt.runs.layout import METRICS, CheckpointSelector
+from flaxformer_mt.runs.metrics_file import read_metrics
 from flaxformer_mt.runs.retention import best_step
 
 if TYPE_CHECKING:
@@ -49,11 +49,11 @@ class Run:
 
         Args:
           split: only those of "train", "valid" or "test".
+
+        Raises:
+          UserError: the file is damaged.
         """
-        path = self.folder / METRICS
-        if not path.is_file():
-            return []
-        rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+        rows = read_metrics(self.folder / METRICS)
         return [row for row in rows if split in (None, row["split"])]
 
     def checkpoints(self, announce: Callable[[str], None] = print) -> list[int]:

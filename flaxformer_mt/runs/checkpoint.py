@@ -88,8 +88,7 @@ class Checkpointer:
           keep_last: number of newest checkpoints to keep.
           keep_best: number of best checkpoints to keep, by `best_metric`.
           best_metric: the validation metric that ranks checkpoints.
-          announce: called with one line for each damaged checkpoint, and if `metrics.jsonl` is
-            damaged.
+          announce: called with one line for each damaged checkpoint.
 
         Raises:
           UserError: the folder cannot be written to, or `data.json` is damaged.

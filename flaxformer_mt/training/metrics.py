@@ -1,9 +1,7 @@
 """Metrics of a run: aggregation over steps, validation, and writers."""
 
 import datetime
-import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -14,11 +12,8 @@ import numpy as np
 from rich.console import Console
 
 from flaxformer_mt.data.stream.batches import Batch
-from flaxformer_mt.errors import UserError
-from flaxformer_mt.input_files import open_regular, parse_json
 from flaxformer_mt.memory_limits import gibibytes
-from flaxformer_mt.runs import atomic
-from flaxformer_mt.runs.layout import METRICS
+from flaxformer_mt.runs import atomic, metrics_file
 from flaxformer_mt.training.parameters import Params
 from flaxformer_mt.training.progress import Sums
 from flaxformer_mt.training.step import Metrics
@@ -70,28 +65,34 @@ class Writer(Protocol):
 
 
 class JsonLinesWriter:
-    """Writes `metrics.jsonl`: {"step": 50, "split": "train", "loss": ...}, one object per line."""
+    """Writes `metrics.jsonl`: {"step": 50, "split": "train", "loss": ...}, one object per line.
 
-    def __init__(self, path: str | Path) -> None:
+    The last member of each object, "crc32", is a checksum of the others.
+    """
+
+    def __init__(self, path: str | Path, announce: Callable[[str], None] = print) -> None:
         self._path = Path(path)
+        self._announce = announce
 
     def rewind(self, step: int) -> None:
-        """See `Writer`. Also removes an incomplete last line, of a run that was killed.
+        """See `Writer`. Also removes damaged lines, and announces them.
 
         Metrics of the test corpus are removed as well: they belong to the end of the run.
 
         Raises:
           UserError: the file cannot be read or written.
         """
+        if step and not self._path.exists():
+            self._announce(f"{self._path} is missing: metrics up to step {step:,} are lost")
         kept = []
-        if os.path.lexists(self._path):
-            try:
-                with open_regular(self._path) as file:
-                    # After a power cut the end of the file may not be text.
-                    lines = file.read().decode(errors="replace").split("\n")
-            except UserError as error:
-                raise UserError(f"{self._path}: {error}") from error
-            kept = [line + "\n" for line in lines if _stays(line, step)]
+        for line in metrics_file.read_lines(self._path):
+            if line.values is None:
+                self._announce(
+                    f"{self._path} was damaged: line {line.number} is not what was written, and "
+                    f"was removed: {line.text[:200]!r}"
+                )
+            elif line.values["step"] <= step and line.values["split"] != "test":
+                kept.append(line.text + "\n")
         atomic.write_text(self._path, "".join(kept))
 
     def write(self, step: int, split: str, values: MetricValues) -> None:
@@ -105,7 +106,7 @@ class JsonLinesWriter:
             is_writable = isinstance(value, str) or math.isfinite(value)
             line[name] = value if is_writable else None
         # Durably: a checkpoint that is written after this line must not outlive it.
-        atomic.append_text(self._path, json.dumps(line, allow_nan=False) + "\n")
+        atomic.append_text(self._path, metrics_file.format_line(line) + "\n")
 
     def close(self) -> None:
         """See `Writer`."""
@@ -231,12 +232,3 @@ _FORMATS: Mapping[str, Callable[..., str]] = {
     "memory_bytes": lambda size: f"memory {gibibytes(size)}",
     "learning_rate": "rate {:.2e}".format,
 }
-
-
-def _stays(line: str, step: int) -> bool:
-    """Whether a line of `metrics.jsonl` is complete and not later than `step`."""
-    try:
-        values = parse_json(line, METRICS)
-        return values["step"] <= step and values["split"] != "test"
-    except (UserError, KeyError, TypeError):
-        return False

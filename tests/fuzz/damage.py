@@ -26,7 +26,7 @@ EDITABLE = frozenset(
 """Fields of `config.json` that a person may edit by hand, and with them the result."""
 COMMANDS = ("translate", "score", "evaluate", "inspect", "average", "convert", "continue")
 WEIGHTS = (4, 4, 1, 4, 2, 4, 1)
-UNREAD = ("tensorboard", "lock", "metrics.jsonl")
+UNREAD = ("tensorboard", "lock")
 """Files that are written only: no result depends on them."""
 
 

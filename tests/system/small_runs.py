@@ -1,7 +1,8 @@
 """Runs of `train.py` that take seconds."""
 
-import json
 import os
+
+from flaxformer_mt.runs.metrics_file import read_metrics
 
 TINY_MODEL = (
     "--model.d-model=8",
@@ -49,5 +50,4 @@ def xla_flags(*flags):
 
 
 def metrics(workdir):
-    lines = (workdir / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    return read_metrics(workdir / "metrics.jsonl")

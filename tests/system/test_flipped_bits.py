@@ -18,6 +18,7 @@ from flaxformer_mt.interop.convert import convert
 from flaxformer_mt.runs import parameter_file
 from flaxformer_mt.runs.averaging import average_run
 from flaxformer_mt.runs.checkpoint import Checkpointer, restore_params
+from flaxformer_mt.runs.manifest import damage
 from flaxformer_mt.runs.trained_model import load_run
 from flaxformer_mt.training.metrics import JsonLinesWriter
 
@@ -86,7 +87,7 @@ class Continuing:
         template, tokens, report = self._prepared
         with Checkpointer(run, announce=announce) as checkpointer:
             state, progress = checkpointer.restore(template)
-        JsonLinesWriter(run / "metrics.jsonl").rewind(int(state.step))
+        JsonLinesWriter(run / "metrics.jsonl", announce).rewind(int(state.step))
         lines = (run / "metrics.jsonl").read_text()
         return digest(state), tokens, report, json.dumps(progress), lines
 
@@ -99,7 +100,16 @@ def names(text, path, run):
     return path.name in text
 
 
-SOME = ("config.json", "tokenizer/*", "cache/train-0/source.offsets", "checkpoints/6/progress.json")
+def flip(path, random_numbers):
+    """Flips a random bit of a file, and returns its place."""
+    content = bytearray(path.read_bytes())
+    position, bit = random_numbers.randrange(len(content)), random_numbers.randrange(8)
+    content[position] ^= 1 << bit
+    path.write_bytes(content)
+    return position, bit
+
+
+SOME = ("config.json", "tokenizer/*", "metrics.jsonl", "checkpoints/6/progress.json")
 
 
 @pytest.mark.parametrize(
@@ -136,18 +146,23 @@ def test_each_is_named_or_has_no_effect(finished, text, tmp_path, caplog, patter
         for path in finished.glob(pattern)
         if path.is_file() and path.stat().st_size
     )
+    checked = shutil.copytree(finished, tmp_path / "checked")
     silent = []
     for file in files:
-        for _ in range(count):
+        in_checkpoint = file.parts[0] == "checkpoints"
+        # All commands verify a checkpoint by the same function, before they read it.
+        for _ in range(1 if in_checkpoint else count):
             case = tmp_path / "case"
             run = shutil.copytree(finished, case / "run")
-            content = bytearray((run / file).read_bytes())
-            position, bit = random_numbers.randrange(len(content)), random_numbers.randrange(8)
-            content[position] ^= 1 << bit
-            (run / file).write_bytes(content)
-            continuing = start.restore if file.parts[0] == "checkpoints" else start
+            position, bit = flip(run / file, random_numbers)
+            continuing = start.restore if in_checkpoint else start
             for name, (result, lines) in outcomes(run, case, continuing).items():
                 if result != wanted[name][0] and not names(lines, run / file, run):
                     silent.append((str(file), position, bit, name, lines))
             shutil.rmtree(case)
+        for _ in range(count - 1 if in_checkpoint else 0):
+            position, bit = flip(checked / file, random_numbers)
+            if not damage(checked.joinpath(*file.parts[:2])):
+                silent.append((str(file), position, bit, "damage", ""))
+            shutil.copyfile(finished / file, checked / file)
     assert not silent

@@ -21,6 +21,7 @@ from small_runs import TINY_MODEL, xla_flags
 
 from flaxformer_mt.exit_codes import ExitCode
 from flaxformer_mt.runs.checkpoint import whole_checkpoints
+from flaxformer_mt.runs.metrics_file import read_metrics
 from flaxformer_mt.training.speed import MEASUREMENTS
 
 # Orbax reads arrays here without being told where to put them.
@@ -151,10 +152,9 @@ def result_of(workdir):
     record.pop("run")  # Each run has an identity of its own.
     for name in ("seconds", "seconds_waited"):
         record["progress"]["interval"].pop(name)
-    lines = (workdir / "metrics.jsonl").read_text().splitlines()
     metrics = [
-        {name: value for name, value in json.loads(line).items() if name not in MEASUREMENTS}
-        for line in lines
+        {name: value for name, value in line.items() if name not in MEASUREMENTS}
+        for line in read_metrics(workdir / "metrics.jsonl")
     ]
     return state, record, metrics
 

@@ -1,7 +1,6 @@
 """Two processes with two devices each train as one process with four."""
 
 import dataclasses
-import json
 import os
 import signal
 import socket
@@ -14,6 +13,7 @@ import pytest
 from small_runs import TINY_MODEL, xla_flags
 
 from flaxformer_mt.runs.checkpoint import whole_checkpoints
+from flaxformer_mt.runs.metrics_file import read_metrics
 
 STEPS = 12
 OPTIONS = (
@@ -109,7 +109,7 @@ def free_port():
 
 def losses(workdir):
     """By split and step; test metrics are taken after the last step."""
-    lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+    lines = read_metrics(workdir / "metrics.jsonl")
     return {(line["split"], line["step"]): line["loss"] for line in lines}
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 import math
 
 import chex
@@ -15,6 +14,7 @@ from flaxformer_mt.data.stream.prefetch import Prefetched
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interruption import Interrupted
 from flaxformer_mt.runs.checkpoint import Checkpointer, restore_params, whole_checkpoints
+from flaxformer_mt.runs.metrics_file import read_metrics
 from flaxformer_mt.training.loop import train
 from flaxformer_mt.training.metrics import JsonLinesWriter, validate
 from flaxformer_mt.training.speed import MEASUREMENTS
@@ -66,10 +66,9 @@ class Run:
     @property
     def lines(self):
         """The metrics that were written, but for those of time."""
-        lines = (self.folder / "metrics.jsonl").read_text().splitlines()
         return [
-            {name: value for name, value in json.loads(line).items() if name not in MEASUREMENTS}
-            for line in lines
+            {name: value for name, value in line.items() if name not in MEASUREMENTS}
+            for line in read_metrics(self.folder / "metrics.jsonl")
         ]
 
     @property
@@ -161,7 +160,7 @@ def test_a_run_may_change_devices_and_strategy_when_it_goes_on(setup, tmp_path):
 def test_lines_of_metrics(runs):
     run = runs()()
     assert run.steps == [(2, "train"), (3, "valid"), (4, "train"), (6, "train"), (6, "valid")]
-    for line in map(json.loads, (run.folder / "metrics.jsonl").read_text().splitlines()):
+    for line in read_metrics(run.folder / "metrics.jsonl"):
         assert 0 < line["loss"] < 5
         assert 0 <= line["accuracy"] <= 1
         if line["split"] == "valid":

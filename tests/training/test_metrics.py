@@ -1,7 +1,6 @@
 """Aggregation of metrics, and their writers."""
 
 import io
-import json
 import os
 
 import jax.numpy as jnp
@@ -10,6 +9,7 @@ from rich.console import Console
 from tensorboardX.proto.event_pb2 import Event
 
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.runs.metrics_file import format_line, read_metrics
 from flaxformer_mt.training.metrics import (
     ConsoleWriter,
     JsonLinesWriter,
@@ -19,8 +19,13 @@ from flaxformer_mt.training.metrics import (
 )
 
 
-def lines_of(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+def write_lines(path, *steps):
+    lines = [format_line({"step": step, "split": "train", "loss": 2.5}) for step in steps]
+    path.write_text("".join(line + "\n" for line in lines))
+
+
+def steps_of(path):
+    return [line["step"] for line in read_metrics(path)]
 
 
 def test_means_weigh_by_tokens():
@@ -47,48 +52,84 @@ def test_json_lines_hold_step_split_and_metrics(tmp_path):
     writer.write(50, "train", {"loss": 2.5, "compilations": 1})
     writer.write(50, "valid", {"bleu": 30.0, "bleu_signature": "x", "loss": float("nan")})
     writer.close()
-    assert lines_of(path) == [
+    assert read_metrics(path) == [
         {"step": 50, "split": "train", "loss": 2.5, "compilations": 1},
         {"step": 50, "split": "valid", "bleu": 30.0, "bleu_signature": "x", "loss": None},
     ]
 
 
-def test_json_lines_of_later_steps_and_damaged_ones_go(tmp_path):
+def test_json_lines_of_later_steps_and_an_incomplete_one_go(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_text(
-        '{"step": 1, "split": "train"}\n{"step": 3, "split": "train"}\n'
-        '{"step": 2, "split": "valid"}\n[]\n{"step": 2, "spl'
-    )
-    JsonLinesWriter(path).rewind(2)
-    assert [line["step"] for line in lines_of(path)] == [1, 2]
+    write_lines(path, 1, 3, 2)
+    with path.open("ab") as file:
+        file.write(b'{"step": 2, "spl\xff\x00\x00')  # As after a power cut.
+    assert steps_of(path) == [1, 3, 2]
+    JsonLinesWriter(path, pytest.fail).rewind(2)
+    assert steps_of(path) == [1, 2]
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_json_lines_after_a_power_cut(tmp_path):
+@pytest.mark.parametrize(
+    "line",
+    ["", "[]", "{}", "[" * 100_000, '{"step": 1' + "0" * 5000 + ', "split": "a"}', '{"step": 1}'],
+)
+@pytest.mark.parametrize("has_checksums", [False, True])
+def test_damaged_json_lines_are_named(tmp_path, line, has_checksums):
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 1, "split": "train"}\n\xff\x00\x00')
-    JsonLinesWriter(path).rewind(2)
-    assert [line["step"] for line in lines_of(path)] == [1]
+    write_lines(path, 1)
+    if not has_checksums:
+        path.write_text('{"step": 1, "split": "train"}\n')
+    before = path.read_text()
+    path.write_text(before + line + "\n")
+    announced = []
+    with pytest.raises(UserError, match=r"metrics.jsonl is damaged: line 2 "):
+        read_metrics(path)
+    JsonLinesWriter(path, announced.append).rewind(2)
+    assert [text.partition(": ")[2][:6] for text in announced] == ["line 2"]
+    assert steps_of(path) == [1]
 
 
-@pytest.mark.parametrize("line", ["[" * 100_000, '{"step": 1' + "0" * 5000 + ', "split": "a"}'])
-def test_json_lines_that_cannot_be_read_go(tmp_path, line):
+def test_each_flipped_bit_of_a_json_line_is_found(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1, "split": "train"}\n' + line + "\n")
-    JsonLinesWriter(path).rewind(2)
-    assert [line["step"] for line in lines_of(path)] == [1]
+    write_lines(path, 1, 2)
+    whole = path.read_bytes()
+    length = whole.index(b"\n") + 1
+    for position in range(length):
+        for bit in range(8):
+            content = bytearray(whole)
+            content[position] ^= 1 << bit
+            path.write_bytes(content)
+            with pytest.raises(UserError, match=r"metrics.jsonl is damaged: line [12] "):
+                read_metrics(path)
+
+
+def test_json_lines_of_earlier_versions_get_checksums(tmp_path):
+    path, announced = tmp_path / "metrics.jsonl", []
+    path.write_text('{"step": 1, "split": "train"}\n{"step": 2, "split": "valid"}\n')
+    assert steps_of(path) == [1, 2]
+    JsonLinesWriter(path, announced.append).rewind(2)
+    path.write_text(path.read_text().replace('"step": 1', '"step": 0'))
+    JsonLinesWriter(path, announced.append).rewind(2)
+    assert steps_of(path) == [2]
+    assert len(announced) == 1
+
+
+def test_missing_json_lines_of_a_continued_run_are_named(tmp_path):
+    announced = []
+    JsonLinesWriter(tmp_path / "metrics.jsonl", announced.append).rewind(7)
+    assert announced == [f"{tmp_path / 'metrics.jsonl'} is missing: metrics up to step 7 are lost"]
 
 
 def test_json_lines_behind_a_link_are_continued_without_it(tmp_path):
     target, path = tmp_path / "target", tmp_path / "metrics.jsonl"
-    target.write_text('{"step": 1, "split": "train"}\n{"step": 3, "split": "train"}\n')
+    write_lines(target, 1, 3)
     before = target.read_bytes()
     path.symlink_to(target)
     writer = JsonLinesWriter(path)
     writer.rewind(2)
     writer.write(2, "train", {"loss": 1.0})
     assert target.read_bytes() == before
-    assert [line["step"] for line in lines_of(path)] == [1, 2]
+    assert steps_of(path) == [1, 2]
 
 
 def test_json_lines_are_not_read_from_a_pipe(tmp_path):

@@ -1,0 +1,85 @@
+"""The lines of `metrics.jsonl`: JSON objects, each with a checksum.
+
+The last member of a line is the CRC-32 of what precedes it. Files of earlier versions have no
+checksums; they get them when their run is continued.
+"""
+
+import contextlib
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.input_files import open_regular, parse_json
+from flaxformer_mt.runs.layout import METRICS
+
+_CHECKSUM = "crc32"
+_BEFORE_CHECKSUM = f', "{_CHECKSUM}": '.encode()
+
+
+class Line(NamedTuple):
+    """One line of the file."""
+
+    number: int
+    """Counted from 1."""
+    text: str
+    """With its checksum, and without a line feed."""
+    values: dict[str, Any] | None
+    """"step", "split" and the metrics; None if the line is damaged."""
+
+
+def format_line(values: Mapping[str, Any]) -> str:
+    """Returns the line of "step", "split" and metrics, without a line feed."""
+    return _with_checksum(json.dumps(values, allow_nan=False).encode()).decode()
+
+
+def read_lines(path: str | Path) -> list[Line]:
+    """Reads the complete lines of the file; without a file, none.
+
+    A last line without a line feed is omitted: its writer was killed, or has not finished.
+
+    Raises:
+      UserError: the file cannot be read. The message names it.
+    """
+    if not os.path.lexists(path):
+        return []
+    try:
+        with open_regular(path) as file:
+            *lines, _ = file.read().split(b"\n")
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    has_checksums = any(_BEFORE_CHECKSUM in line for line in lines)
+    return [_parse(number, line, has_checksums) for number, line in enumerate(lines, start=1)]
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """Reads "step", "split" and the metrics of all lines.
+
+    Raises:
+      UserError: the file cannot be read, or a line is damaged.
+    """
+    rows = []
+    for line in read_lines(path):
+        if line.values is None:
+            raise UserError(f"{path} is damaged: line {line.number} is not what was written")
+        rows.append(line.values)
+    return rows
+
+
+def _parse(number: int, line: bytes, has_checksum: bool) -> Line:
+    checked = line if has_checksum else _with_checksum(line)
+    content, _, _ = checked.rpartition(_BEFORE_CHECKSUM)
+    values = None
+    if checked == _with_checksum(content + b"}"):
+        with contextlib.suppress(UserError):
+            values = parse_json(content + b"}", METRICS)
+    is_whole = isinstance(values, dict) and {"step", "split"} <= values.keys()
+    return Line(number, checked.decode(errors="replace"), values if is_whole else None)
+
+
+def _with_checksum(line: bytes) -> bytes:
+    content = line.removesuffix(b"}")
+    return content + _BEFORE_CHECKSUM + f'"{zlib.crc32(content):08x}"}}'.encode()
