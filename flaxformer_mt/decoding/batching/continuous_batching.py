@@ -87,8 +87,6 @@ class ContinuousBatcher:
         """
         self._configs = tuple(config for config, _ in models)
         self._params = jax.device_put(tuple(params for _, params in models))
-        (device, *_) = jax.tree.leaves(self._params)[0].devices()
-        self._platform = device.platform
         self._model = self._configs[0]
         self._decode = decode
         model = self._model
@@ -125,7 +123,8 @@ class ContinuousBatcher:
             -(-len(indices) // self._batch_sizes(length)[-1])
             for (length, _), indices in groups.items()
         )
-        num_workers = min(max_workers(self._platform), num_batches)
+        (device, *_) = jax.tree.leaves(self._params)[0].devices()
+        num_workers = min(max_workers(device.platform), num_batches)
         queues = [
             (
                 length,
