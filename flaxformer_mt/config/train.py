@@ -1,9 +1,10 @@
 """The training loop: length, loss, validation and checkpoints."""
 
 import dataclasses
+import re
 from typing import Literal, TypeAlias
 
-from flaxformer_mt.config.fields import MAX_SEED, FieldRole, option, validate
+from flaxformer_mt.config.fields import MAX_SEED, FieldRole, option, require, shown, validate
 
 ValidationMetric: TypeAlias = Literal[
     "loss", "cross_entropy", "perplexity", "accuracy", "bleu", "chrf"
@@ -42,6 +43,9 @@ class TrainConfig:
     """Random seed of the initial parameters, dropout and the order of the data."""
     log_every: int = option(50, FieldRole.RUNNING, lowest=1)
     """Steps between reports of training metrics."""
+    profile_steps: str = option("", FieldRole.RUNNING)
+    """A:B: write a trace of the steps A to B, both included and counted from 1, to the folder
+    profile/ of the run; empty = none."""
     eval_every: int = option(1000, FieldRole.RUNNING, lowest=1)
     """Steps between validations (loss, accuracy, and BLEU and chrF of beam search)."""
     eval_sentences: int = option(500, FieldRole.RUNNING, lowest=0)
@@ -80,3 +84,15 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         validate(self, "train")
+        given = self.profile_steps
+        require(
+            not given or len(self.profiled_steps) > 0,
+            f"train.profile_steps={shown(given)}: must be A:B, the numbers of the first and the "
+            "last step, such as 100:104",
+        )
+
+    @property
+    def profiled_steps(self) -> range:
+        """The steps of `profile_steps`; empty if there are none."""
+        steps = re.fullmatch(r"([1-9]\d{0,9}):([1-9]\d{0,9})", self.profile_steps, re.ASCII)
+        return range(int(steps[1]), int(steps[2]) + 1) if steps else range(0)

@@ -15,10 +15,12 @@ from flaxformer_mt.data.stream.prefetch import Prefetched
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interruption import Interrupted
 from flaxformer_mt.runs.checkpoint import Checkpointer
+from flaxformer_mt.runs.layout import PROFILE
 from flaxformer_mt.runs.retention import ranking_score
 from flaxformer_mt.training.metrics import MetricValues, Writer
 from flaxformer_mt.training.parallel import Compiled
 from flaxformer_mt.training.parameters import Params
+from flaxformer_mt.training.profile import Profile
 from flaxformer_mt.training.progress import Progress, Sums
 from flaxformer_mt.training.speed import measurements
 from flaxformer_mt.training.state import TrainState
@@ -86,11 +88,15 @@ def train(
         batches = stack.enter_context(stream(progress.position))
         give_up = functools.partial(_go_back, checkpointer, writers)
         started = _StartedSteps(progress, batches, config.max_skipped_steps, give_up)
+        profile = stack.enter_context(
+            Profile(_profiled(config, first), checkpointer.run_folder / PROFILE)
+        )
         for step in range(first + 1, last + 1):
-            batch, progress.position = next(batches)
-            state, metrics = train_step(state, batch)
-            progress.add_shapes(train_step.batch_shapes)
-            started.add(step, metrics)
+            with profile.of(step, started.paused):
+                batch, progress.position = next(batches)
+                state, metrics = train_step(state, batch)
+                progress.add_shapes(train_step.batch_shapes)
+                started.add(step, metrics)
 
             if _is_due(step, config.log_every, last):
                 started.wait()
@@ -128,6 +134,14 @@ def train(
             if stops_early:
                 break
     return state
+
+
+def _profiled(config: TrainConfig, first: int) -> range:
+    """The steps after `first` that this process traces."""
+    steps = config.profiled_steps
+    if jax.process_index() > 0:
+        return range(0)
+    return range(max(steps.start, first + 1), min(steps.stop, config.num_steps + 1))
 
 
 def _is_due(step: int, every: int, last: int) -> bool:

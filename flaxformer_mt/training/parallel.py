@@ -258,7 +258,7 @@ class MeshStrategy(Strategy):
     def _jit_train_step(self, step: Callable, state: TrainState) -> Any:
         shardings = self.shardings(state)
         return jax.jit(
-            self._with_rules(step),
+            self._with_rules("train_step", step),
             in_shardings=(shardings, self._by_row),
             out_shardings=(shardings, self._everywhere),
             donate_argnums=0,
@@ -266,13 +266,18 @@ class MeshStrategy(Strategy):
 
     def _jit_eval_step(self, step: Callable, params: Params) -> Any:
         return jax.jit(
-            self._with_rules(step),
+            self._with_rules("eval_step", step),
             in_shardings=(self.shardings(params), self._by_row),
             out_shardings=self._everywhere,
         )
 
-    def _with_rules(self, step: Callable) -> Callable:
-        """Returns the step, traced with the mesh and the sharding rules of activations."""
+    def _with_rules(self, name: str, step: Callable) -> Callable:
+        """Returns the step, traced with the mesh and the sharding rules of activations.
+
+        Args:
+          name: of the compiled program, in traces.
+          step: the step.
+        """
 
         def with_rules(*arguments: Any) -> Any:
             with (
@@ -281,6 +286,7 @@ class MeshStrategy(Strategy):
             ):
                 return step(*arguments)
 
+        with_rules.__name__ = name
         return with_rules
 
 

@@ -1,0 +1,174 @@
+"""Traces of training steps, for Perfetto, XProf and TensorBoard."""
+
+import contextlib
+import gzip
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+
+import jax
+
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.runs import atomic
+
+
+class Profile:
+    """Traces the steps of a range, into a folder that appears once all of them have run.
+
+    A context manager: leaving it with an exception discards a trace that has begun.
+
+    Args:
+      steps: consecutive steps; if a run is continued amid them, those that remain.
+      folder: traces are written to its folder `steps_FIRST_to_LAST`.
+    """
+
+    def __init__(self, steps: range, folder: Path) -> None:
+        self._steps = steps
+        self._folder = folder
+        self._trace = contextlib.ExitStack()
+        self._has_begun = False
+
+    @contextlib.contextmanager
+    def of(
+        self, step: int, paused: Callable[[], contextlib.AbstractContextManager[None]]
+    ) -> Iterator[None]:
+        """Traces the block if it is a step of the range.
+
+        Args:
+          step: the step.
+          paused: waits for the devices, and excludes its block from the time of the steps.
+
+        Raises:
+          UserError: the trace cannot be written.
+        """
+        if step not in self._steps:
+            yield
+            return
+        if not self._has_begun:
+            self._has_begun = True
+            path = self._folder / f"steps_{step}_to_{self._steps[-1]}"
+            with paused():
+                self._trace.enter_context(_traced(path))
+        with jax.profiler.StepTraceAnnotation("train", step_num=step):
+            yield
+        if step == self._steps[-1]:
+            with paused():
+                self._trace.close()
+
+    def __enter__(self) -> "Profile":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._trace.__exit__(kind, error, traceback)
+
+
+@contextlib.contextmanager
+def _traced(path: Path) -> Iterator[None]:
+    """Traces the block, and creates or replaces the folder `path` with the trace.
+
+    Raises:
+      UserError: it cannot be written.
+    """
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # Thousands of calls inside JAX, which slow the steps down.
+    with atomic.new_folder(path, replace=True, parents=True) as folder:
+        jax.profiler.start_trace(folder, profiler_options=options)
+        try:
+            yield
+        finally:
+            try:
+                jax.profiler.stop_trace()
+            except jax.errors.JaxRuntimeError as error:
+                reason = str(error).splitlines()[0]
+                raise UserError(f"{path} cannot be written: {reason}") from error
+        for trace in folder.rglob("*.trace.json.gz"):
+            programs = trace.with_name(trace.name.replace(".trace.json.gz", ".xplane.pb"))
+            add_module_names(trace, operation_names(programs.read_bytes()))
+
+
+def add_module_names(path: Path, names: dict[tuple[str, str], str]) -> None:
+    """Adds the names of modules to a trace in Chrome's format, which Perfetto reads.
+
+    Its events are named after the operations of the compiled program, "dot.46", which becomes
+    "dot.46 encoder/layers/self_attention/query/dot_general".
+
+    Args:
+      path: the trace, compressed JSON; replaced.
+      names: from `operation_names`.
+    """
+    trace = json.loads(gzip.decompress(path.read_bytes()))
+    for event in trace["traceEvents"]:
+        arguments = event.get("args", {})
+        name = names.get((arguments.get("hlo_module"), arguments.get("hlo_op")))
+        if name:
+            event["name"] = f"{event['name']} {name}"
+    path.write_bytes(gzip.compress(json.dumps(trace).encode()))
+
+
+def operation_names(trace: bytes) -> dict[tuple[str, str], str]:
+    """Reads where the operations of compiled programs come from.
+
+    Args:
+      trace: an `XSpace`, which contains the programs (`xplane.proto` and `hlo.proto` of OpenXLA).
+
+    Returns:
+      By names of program and operation, the modules and the JAX primitive that it was made for.
+    """
+    # The numbers are those of the fields in the two files.
+    names: dict[tuple[str, str], str] = {}
+    for plane in _messages(trace, 1):
+        if next(_messages(plane, 2)) != b"/host:metadata":
+            continue
+        for entry in _messages(plane, 4):
+            for metadata in _messages(entry, 2):
+                for statistic in _messages(metadata, 5):
+                    for program in _messages(statistic, 6):
+                        for module in _messages(program, 1):
+                            names |= dict(_operation_names(module))
+    return names
+
+
+def _operation_names(module: bytes) -> Iterator[tuple[tuple[str, str], str]]:
+    """Yields the keys and values of `operation_names` for a program."""
+    program = next(_messages(module, 1)).decode()
+    for computation in _messages(module, 3):
+        for instruction in _messages(computation, 2):
+            for metadata in _messages(instruction, 7):
+                for name in _messages(metadata, 2):
+                    operation = next(_messages(instruction, 1)).decode()
+                    # Without "jit(train_step)".
+                    yield (program, operation), name.decode().partition("/")[2]
+
+
+def _messages(message: bytes, number: int) -> Iterator[bytes]:
+    """Yields the values of a field of a protocol buffer that are text, bytes or messages."""
+    position = 0
+    while position < len(message):
+        key, position = _varint(message, position)
+        kind = key & 7
+        if kind == 2:
+            size, position = _varint(message, position)
+            if key >> 3 == number:
+                yield message[position : position + size]
+            position += size
+        elif kind == 0:
+            _, position = _varint(message, position)
+        else:
+            position += {1: 8, 5: 4}[kind]
+
+
+def _varint(message: bytes, position: int) -> tuple[int, int]:
+    """Returns an integer of variable length, and the position after it."""
+    value = shift = 0
+    while True:
+        byte = message[position]
+        value |= (byte & 0x7F) << shift
+        position, shift = position + 1, shift + 7
+        if byte < 0x80:
+            return value, position
