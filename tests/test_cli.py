@@ -320,6 +320,13 @@ def test_errors_are_one_line(run, command, tmp_path):
         command("translate", "--run", run, "--n-best", "9"),
         "--n-best=9 is more than --beam-size=3",
     )
+    score = ("score", "--run", run, "--source", two, "--target", two)
+    for options, message in (
+        (["--alignment-layer", "0"], "--alignment-layer is for --alignment only"),
+        (["--summary", "--json"], "--json is for lines without --summary only"),
+        (["--summary", "--alignment", "words"], "--alignment is for lines without --contrast"),
+    ):
+        assert_rejected(command(*score, *options), message)
     assert_rejected(command("translate"), "--run is missing")
     several = ("--run", run, "--run", tmp_path / "other")
     assert_rejected(command("translate", *several), f"there is no run folder {tmp_path / 'other'}")

@@ -65,7 +65,7 @@ def test_the_number_of_parameters_is_that_of_the_model(fields):
             {"d_model": 2**17, "source_vocab_size": 2**24, "target_vocab_size": 2**24},
             "parameters, more than",
         ),
-        ({"d_model": 2**14, "max_length": 2**24}, "model.max_length=16777216 and model.d_model"),
+        ({"d_model": 2**16, "max_length": 2**17}, "model.max_length=131072 and model.d_model"),
     ],
 )
 def test_a_model_of_absurd_size_is_refused_at_once(fields, message):

@@ -26,7 +26,7 @@ def parity(
     checkpoint: Path | None = None,
     settings: Annotated[tuple[str, ...], tyro.conf.arg(name="set", metavar="NAME=VALUE ...")] = (),
     dtype: Literal["float64", "float32"] | None = None,
-    size: Literal["toy", "base"] = "toy",
+    size: Literal["toy", "base"] | None = None,
     steps: Annotated[int | None, Bounds(0, 10**6)] = None,
     seed: Annotated[int, Bounds(0, MAX_INTEGER)] = 0,
     json_file: Annotated[Path | None, tyro.conf.arg(name="json", metavar="FILE")] = None,
@@ -55,8 +55,8 @@ def parity(
         from the checkpoint, such as `num_heads=8 norm_position=pre`.
       dtype: Floating-point type of both sides. Default: float64, in which rounding is too small to
         hide a defect; "all" compares in both types.
-      size: Size of a model with random weights. toy takes seconds; base is the base model of the
-        paper (D=512, F=2048, H=8, six layers per stack).
+      size: Size of a model with random weights. toy (default) takes seconds; base is the base model
+        of the paper (D=512, F=2048, H=8, six layers per stack).
       steps: Number of optimizer steps to compare. Default: 0, and 100 for "all".
       seed: Seed of random weights and sentences.
       json_file: Also write the report to this file as JSON.
@@ -79,7 +79,7 @@ def parity(
             family_summary.read_document(markdown)  # Fails before the comparisons, not after.
         with output.status_line() as announce:
             table = family_summary.check_all(
-                size=size,
+                size=size or "toy",
                 num_steps=100 if steps is None else steps,
                 seed=seed,
                 announce=announce,
@@ -92,12 +92,14 @@ def parity(
         return _report(table, json_file, verbose)
 
     reject_options("--family all", markdown=markdown)
+    if checkpoint:
+        reject_options("random weights", size=size)
     with output.status_line() as announce:
         announce(f"{canonical_family(family)} in {dtype or 'float64'}")
         report = families.check_family(
             family,
             dtype=dtype or "float64",
-            size=size,
+            size=size or "toy",
             num_steps=steps or 0,
             seed=seed,
             checkpoint=checkpoint,

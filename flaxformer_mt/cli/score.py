@@ -64,9 +64,15 @@ def score(
       summary: Print a single JSON object instead: the perplexity of the targets and, with
         --contrast, how often they are preferred.
     """
+    if summary:
+        reject_options("lines without --summary", json=as_json or None)
     if contrast or summary:
-        columns = {"tokens": tokens or None, "alignment": None if as_json else alignment}
+        with_columns = as_json and not summary
+        columns = {"tokens": tokens or None, "alignment": None if with_columns else alignment}
         reject_options("lines without --contrast and --summary", **columns)
+    if alignment is None:
+        chosen = {"alignment-layer": alignment_layer, "alignment-head": alignment_head}
+        reject_options("--alignment", **chosen)
     from rich.console import Console
     from rich.progress import track
 

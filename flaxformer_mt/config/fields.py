@@ -25,6 +25,8 @@ MAX_WIDTH = 2**20
 """Limit of layer widths and of row lengths."""
 MAX_LAYERS = 10_000
 """Limit of the number of layers."""
+MAX_LENGTH = 2**17
+"""Limit of the number of positions of a model, whose table is computed at every start."""
 MAX_VOCABULARY = 2**24
 """Limit of vocabulary sizes."""
 MAX_PARAMETERS = 10**12

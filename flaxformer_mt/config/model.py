@@ -5,6 +5,7 @@ from typing import Literal
 
 from flaxformer_mt.config.fields import (
     MAX_LAYERS,
+    MAX_LENGTH,
     MAX_PARAMETERS,
     MAX_VOCABULARY,
     MAX_WIDTH,
@@ -100,7 +101,7 @@ class TransformerConfig:
     tensor2tensor. (rotary: always base**(-2j/K).)"""
     position_base: float = option(10000.0, FieldRole.ARCHITECTURE, above=1)
     """Base of the frequencies of the sinusoids, or of the rotations."""
-    position_offset: int = option(0, FieldRole.ARCHITECTURE, lowest=0, limit=MAX_VOCABULARY)
+    position_offset: int = option(0, FieldRole.ARCHITECTURE, lowest=0, limit=MAX_LENGTH)
     """Position of the first token of a sentence (sinusoidal, learned)."""
     relative_position_buckets: int = option(
         32, FieldRole.SHAPES, FieldRole.ARCHITECTURE, lowest=4, limit=512
@@ -111,7 +112,7 @@ class TransformerConfig:
     relative_position_sharing: Literal["stack", "layer"] = option("stack", FieldRole.ARCHITECTURE)
     """Which layers share the learned bias of t5_relative. stack: all layers of the encoder, and all
     of the decoder, as in T5; layer: each has its own, as in OpenNMT-py."""
-    max_length: int = option(1024, FieldRole.SHAPES, lowest=1, limit=MAX_VOCABULARY)
+    max_length: int = option(1024, FieldRole.SHAPES, lowest=1, limit=MAX_LENGTH)
     """Rows of a learned position table, the length of the longest sentence. Other position kinds
     have no limit."""
 

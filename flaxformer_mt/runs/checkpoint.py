@@ -248,11 +248,15 @@ class Checkpointer:
                 self._workspaces.close()
                 data_file.mark_trained(self.run_folder)
                 self._scores[step] = step_folders.score(record)
-                kept = kept_steps(self._scores, self._keep_last, self._keep_best)
-                for superfluous in self._scores.keys() - kept:
-                    # One that is being read is removed after a later save.
-                    if step_folders.remove(self._folder, superfluous):
-                        del self._scores[superfluous]
+        kept = kept_steps(self._scores, self._keep_last, self._keep_best)
+        for superfluous in self._scores.keys() - kept:
+            with _explained(
+                f"{self._folder / str(superfluous)} could not be removed: {{}}; all checkpoints "
+                "are intact"
+            ):
+                # One that is being read is removed after a later save.
+                if step_folders.remove(self._folder, superfluous):
+                    del self._scores[superfluous]
 
     @contextlib.contextmanager
     def _explained(self, step: int) -> Iterator[None]:

@@ -192,6 +192,14 @@ def test_what_cannot_be_used_is_refused_in_one_line(command, checkpoint, tmp_pat
         (*one, "--steps", -1): "--steps=-1: must be at least 0",
         (*one, "--json", no_folder): f"{no_folder} cannot be written: {no_folder.parent} is no",
         (*one, "--markdown", plain): "--markdown is for --family all only: leave it out",
+        (
+            "--family",
+            "tunz",
+            "--checkpoint",
+            plain,
+            "--size",
+            "base",
+        ): "--size is for random",
         ("--family", "all", "--html", plain): "--html is for a single family only: leave it out",
         ("--family", "all", "--markdown", plain): "plain.md does not contain the lines",
     }

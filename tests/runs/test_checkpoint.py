@@ -1,6 +1,7 @@
 """Checkpoints: bit-exact round trips, retention, other devices, missing and damaged ones."""
 
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from full_disks import files_no_longer_than, in_private_mounts
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.runs import step_folders
 from flaxformer_mt.runs.checkpoint import (
     Checkpointer,
     restore_params,
@@ -144,6 +146,21 @@ def test_no_best_is_kept_when_none_is_wanted(tmp_path):
             checkpointer.save(step, make_state(step), metrics={"loss": float(step)})
             checkpointer.wait()
     assert steps_in(tmp_path) == [2, 3]
+
+
+def test_a_checkpoint_that_cannot_be_removed_is_named(tmp_path, monkeypatch):
+    def remove(folder, step):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    save(tmp_path, 1)
+    monkeypatch.setattr(step_folders, "remove", remove)
+    wanted = r"checkpoints/1 could not be removed: Permission denied; all checkpoints are intact"
+    with (
+        pytest.raises(UserError, match=wanted),
+        Checkpointer(tmp_path, keep_last=1, keep_best=0) as checkpointer,
+    ):
+        checkpointer.save(2, make_state(2))
+    assert steps_in(tmp_path) == [1, 2]
 
 
 def test_without_any_validation_the_newest_is_the_best(tmp_path):
