@@ -1,7 +1,6 @@
 """Memory and communication of a training step, read from its compiled program."""
 
 import dataclasses
-import functools
 import math
 import re
 from collections import defaultdict
@@ -111,9 +110,9 @@ def step_cost(
     compiled = strategy.compile_train_step(train_step).lower(state, batch).compile(options)
     parameters = (state.params, getattr(state, "ema", None))
     return StepCost(
-        parameters=_bytes_on_a_device(parameters),
-        optimizer_state=_bytes_on_a_device(state.opt_state),
-        batch=_bytes_on_a_device(batch),
+        parameters=bytes_on_a_device(parameters),
+        optimizer_state=bytes_on_a_device(state.opt_state),
+        batch=bytes_on_a_device(batch),
         temporary=compiled.memory_analysis().temp_size_in_bytes,
         sent=sent_bytes(compiled.as_text()),
     )
@@ -136,7 +135,7 @@ def abstract_batch(shape: BatchShape, has_inputs: bool = True) -> Batch:
     )
 
 
-def _bytes_on_a_device(tree: Any) -> int:
+def bytes_on_a_device(tree: Any) -> int:
     """Returns the size of one device's shards of abstract arrays with shardings."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
@@ -144,13 +143,83 @@ def _bytes_on_a_device(tree: Any) -> int:
     )
 
 
-class _Computation(NamedTuple):
-    """A function of a compiled program."""
+class Instruction(NamedTuple):
+    """A line of a compiled program."""
 
-    sent: list[tuple[str, float]]
-    """The kind of each of its collective operations, and the bytes sent in it."""
-    calls: list[tuple[str, int]]
-    """The functions that it calls, and the numbers of calls."""
+    name: str
+    result: str
+    """Its type, "bf16[8,16]{1,0}", or several in parentheses."""
+    opcode: str
+    arguments: str
+    """What is in the parentheses after the opcode."""
+    attributes: str
+    """The rest of the line."""
+    is_root: bool
+    """Whether it is the result of its function."""
+
+    @property
+    def operands(self) -> list[str]:
+        """The names of the instructions that it reads."""
+        return _NAME.findall(self.arguments)
+
+    @property
+    def callees(self) -> list[str]:
+        """The names of the functions that it runs."""
+        branches = _BRANCHES.search(self.attributes)
+        return _CALL.findall(self.attributes) + _NAME.findall(branches[1] if branches else "")
+
+    @property
+    def source(self) -> str:
+        """Where in the Python program it comes from; "" if it is not known."""
+        found = _SOURCE.search(self.attributes)
+        return found[1] if found else ""
+
+
+class Program(NamedTuple):
+    """A compiled program."""
+
+    functions: dict[str, dict[str, Instruction]]
+    """The instructions of each function, by name, in the order in which they run."""
+    entry: str
+    """The name of the function that is the program."""
+
+    def trip_count(self, instruction: Instruction) -> int:
+        """Returns how often an instruction runs its callees: 1 if it is no loop, or an unknown one.
+
+        Compilers for GPUs and CPUs write it down. Those for TPUs do not, but the condition of a
+        loop that counts to a constant shows it.
+        """
+        known = _TRIPS.search(instruction.attributes)
+        if known or instruction.opcode != "while":
+            return int(known[1]) if known else 1
+        condition = self.functions[re.findall(r"condition=%?([\w.-]+)", instruction.attributes)[0]]
+        for root in condition.values():
+            if root.is_root and root.opcode == "compare" and "direction=LT" in root.attributes:
+                limit = condition[root.operands[1]]
+                return int(limit.arguments) if limit.opcode == "constant" else 1
+        return 1
+
+
+class Collective(NamedTuple):
+    """A collective operation."""
+
+    kind: str
+    """ "all-reduce", "all-gather", "reduce-scatter", "all-to-all" or "collective-permute"."""
+    result: str
+    """The type of its result, as in the program."""
+    times: int
+    """How often it runs in a run of the program."""
+    sent: float
+    """Bytes that a device sends in one of these, if it uses a ring."""
+    is_asynchronous: bool
+    """Whether other kernels run before it has ended."""
+    source: str
+    """Where in the Python program it comes from: the names of modules and functions."""
+
+    @property
+    def dtypes(self) -> list[str]:
+        """The types of the numbers that are sent: "f32", "bf16" ..."""
+        return [name for name, dims in _ARRAY.findall(self.result) if dims or name != "u32"]
 
 
 # Bytes that each of n devices sends in an operation on an array of one byte, around a ring.
@@ -161,76 +230,136 @@ _RING: dict[str, Callable[[int], float]] = {
     "all-to-all": lambda n: (n - 1) / n,
     "collective-permute": lambda n: 1,
 }
-_COLLECTIVE = re.compile(rf" = (.*?) ({'|'.join(_RING)})(-start)?\(")
+_HEAD = re.compile(r"(ENTRY )?%?([\w.-]+) \(.*\{$")
+_LINE = re.compile(r"\s+(ROOT )?%?([\w.-]+) = ")
 _CALL = re.compile(
-    r"(?:body|condition|calls|to_apply|true_computation|false_computation)=%([\w.-]+)"
+    r"(?:body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.-]+)"
 )
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_NAME = re.compile(r"%([\w.-]+)")
+_CHANNEL = re.compile(r"channel_id=\d+")
 _ARRAY = re.compile(r"\b([a-z]+\d*[a-z\d]*)\[([\d,]*)\]")
+_SOURCE = re.compile(r'op_name="([^"]*)"')
 
 
-def sent_bytes(program: str) -> dict[str, int]:
-    """Computes the bytes that a device sends in one run of a compiled program.
+def parse(text: str) -> Program:
+    """Parses a program.
 
     Args:
-      program: optimised HLO, as `Compiled.as_text` of JAX gives it.
-
-    Returns:
-      Bytes by kind ("all-reduce", "all-gather", "reduce-scatter", "all-to-all" and
-      "collective-permute"), if every operation uses a ring. Operations in a loop are multiplied by
-      its trip count, if that is known.
+      text: optimised HLO, as `Compiled.as_text` of JAX gives it.
     """
-    computations, entry = _parse(program)
-
-    @functools.cache
-    def total(name: str) -> dict[str, float]:
-        result: dict[str, float] = defaultdict(float)
-        for kind, size in computations[name].sent:
-            result[kind] += size
-        for callee, times in computations[name].calls:
-            for kind, size in total(callee).items():
-                result[kind] += times * size
-        return result
-
-    return {kind: round(size) for kind, size in sorted(total(entry).items())}
-
-
-def _parse(program: str) -> tuple[dict[str, _Computation], str]:
-    """Parses the functions of a program, by name, and the name of its entry."""
-    computations: dict[str, _Computation] = {}
-    entry, current = "", _Computation([], [])
-    for line in program.splitlines():
-        head = re.match(r"(ENTRY )?%([\w.-]+) \(.*\{$", line)
+    functions: dict[str, dict[str, Instruction]] = {}
+    entry, current = "", dict[str, Instruction]()
+    for line in text.splitlines():
+        head = _HEAD.match(line)
         if head:
-            current = computations[head[2]] = _Computation([], [])
+            current = functions[head[2]] = {}
             entry = head[2] if head[1] else entry
             continue
-        collective = _COLLECTIVE.search(line)
-        if collective:
-            current.sent.append((collective[2], _sent(line, *collective.groups())))
-            continue
-        trips = _TRIPS.search(line)
-        times = int(trips[1]) if trips else 1
-        branches = _BRANCHES.search(line)
-        names = _CALL.findall(line) + re.findall(r"%([\w.-]+)", branches[1] if branches else "")
-        current.calls.extend((name, times) for name in names)
-    return computations, entry
+        start = _LINE.match(line)
+        if start:
+            instruction = _instruction(line, start)
+            current[instruction.name] = instruction
+    return Program(functions, entry)
 
 
-def _sent(line: str, result: str, kind: str, start: str | None) -> float:
-    """Computes the bytes that a device sends in the operation of a line."""
-    size: float = sum(
-        np.dtype(_numpy_name(name)).itemsize * math.prod(map(int, filter(None, dims.split(","))))
-        for name, dims in _ARRAY.findall(result)
+def _instruction(line: str, start: re.Match) -> Instruction:
+    result_end = (
+        _end(line, start.end()) if line[start.end()] == "(" else line.index(" ", start.end())
     )
-    n = _group_size(line)
+    opening = line.index("(", result_end)
+    closing = _end(line, opening)
+    return Instruction(
+        name=start[2],
+        result=line[start.end() : result_end],
+        opcode=line[result_end:opening].strip(),
+        arguments=line[opening + 1 : closing - 1],
+        attributes=line[closing:],
+        is_root=bool(start[1]),
+    )
+
+
+def _end(text: str, start: int) -> int:
+    """Returns where the parenthesis that opens at `start` is closed, exclusive."""
+    depth = 0
+    for index in range(start, len(text)):
+        depth += (text[index] == "(") - (text[index] == ")")
+        if depth == 0:
+            return index + 1
+    raise ValueError(f"a parenthesis is not closed: {text.strip()}")
+
+
+def array_bytes(types: str) -> int:
+    """Returns the size of all arrays in the type of an instruction, without their padding."""
+    return sum(
+        np.dtype(_numpy_name(name)).itemsize * math.prod(map(int, filter(None, dims.split(","))))
+        for name, dims in _ARRAY.findall(types)
+        if name not in ("token", "opaque")
+    )
+
+
+def collectives(program: Program) -> list[Collective]:
+    """Returns the collective operations of a program, in the order of its text.
+
+    Operations in a loop run as often as it does, if that is known.
+    """
+    found: dict[str, Collective] = {}
+
+    def visit(name: str, times: int, is_asynchronous: bool) -> None:
+        for instruction in program.functions[name].values():
+            kind = instruction.opcode.removesuffix("-start")
+            if kind in _RING:
+                channel = _CHANNEL.search(instruction.attributes)
+                key = channel[0] if channel else f"{name}/{instruction.name}"
+                # Compilers for TPUs divide an operation into steps, each beside other work.
+                if key not in found:
+                    found[key] = _collective(instruction, kind, times, is_asynchronous)
+                continue
+            starts = instruction.opcode == "async-start"
+            for callee in instruction.callees:
+                visit(
+                    callee,
+                    times * program.trip_count(instruction),
+                    is_asynchronous or starts or callee.startswith("async_collective"),
+                )
+
+    visit(program.entry, 1, False)
+    return list(found.values())
+
+
+def sent_bytes(text: str) -> dict[str, int]:
+    """Computes the bytes that a device sends in one run of a compiled program, by kind.
+
+    Args:
+      text: as for `parse`.
+    """
+    sent: dict[str, float] = defaultdict(float)
+    for operation in collectives(parse(text)):
+        sent[operation.kind] += operation.times * operation.sent
+    return {kind: round(size) for kind, size in sorted(sent.items())}
+
+
+def _collective(
+    instruction: Instruction, kind: str, times: int, is_asynchronous: bool
+) -> Collective:
+    starts = instruction.opcode != kind
+    size: float = array_bytes(instruction.result)
+    n = _group_size(instruction.attributes)
     # The start of an asynchronous operation also returns its operand.
-    if start and kind == "all-gather":
+    if starts and kind == "all-gather":
         size = size * n / (n + 1)
-    elif start and kind == "collective-permute":
+    elif starts and kind == "collective-permute":
         size = size / 2
-    return size * _RING[kind](n)
+    waits = '"is_sync":true' in instruction.attributes
+    return Collective(
+        kind,
+        instruction.result,
+        times,
+        size * _RING[kind](n),
+        (starts or is_asynchronous) and not waits,
+        instruction.source,
+    )
 
 
 def _group_size(line: str) -> int:

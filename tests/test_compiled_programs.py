@@ -1,0 +1,213 @@
+"""The instrument of `benchmarks/accelerators.py`, on small parts of real programs."""
+
+import json
+
+import pytest
+
+from benchmarks.compiled.modules import groups, module_of
+from benchmarks.compiled.roofline import kernels
+from benchmarks.compiled.targets import DEVICES, GPUS, default_topology
+from flaxformer_mt.accelerators import ACCELERATORS
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.training.memory import collectives, parse
+
+GPU = """\
+HloModule jit_step, is_scheduled=true
+
+%fused_update (p0: f32[6,8,16], p1: f32[8,16], p2: s32[]) -> f32[6,8,16] {
+  %p0 = f32[6,8,16]{2,1,0} parameter(0)
+  %p1 = f32[8,16]{1,0} parameter(1)
+  %part = f32[1,8,16]{2,1,0} bitcast(%p1)
+  %p2 = s32[] parameter(2)
+  ROOT %update = f32[6,8,16]{2,1,0} dynamic-update-slice(%p0, %part, %p2, %p2, %p2)
+}
+
+%fused_slice (p0.1: f32[6,8,16], p1.1: s32[]) -> f32[8,16] {
+  %p0.1 = f32[6,8,16]{2,1,0} parameter(0)
+  %p1.1 = s32[] parameter(1)
+  %slice = f32[1,8,16]{2,1,0} dynamic-slice(%p0.1, %p1.1, %p1.1, %p1.1), \
+dynamic_slice_sizes={1,8,16}
+  ROOT %row = f32[8,16]{1,0} bitcast(%slice)
+}
+
+%gemm (x: bf16[8,16], y: bf16[16,4]) -> f32[8,4] {
+  %x = bf16[8,16]{1,0} parameter(0)
+  %y = bf16[16,4]{1,0} parameter(1)
+  ROOT %dot = f32[8,4]{1,0} dot(%x, %y), lhs_contracting_dims={1}, rhs_contracting_dims={0}, \
+metadata={op_name="jit(step)/jvp(Transformer)/decoder/layers/feed_forward/hidden/dot_general"}
+}
+
+%body (state: (s32[], f32[6,8,16])) -> (s32[], f32[6,8,16]) {
+  %state = (s32[], f32[6,8,16]{2,1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %stack = f32[6,8,16]{2,1,0} get-tuple-element(%state), index=1
+  %row.1 = f32[8,16]{1,0} fusion(%stack, %i), kind=kLoop, calls=%fused_slice
+  %stack.1 = f32[6,8,16]{2,1,0} fusion(%stack, %row.1, %i), kind=kLoop, calls=%fused_update, \
+metadata={op_name="jit(step)/jvp(Transformer)/decoder/while/body/jit(dynamic_update_index_in_dim)/\
+dynamic_update_slice"}
+  ROOT %next = (s32[], f32[6,8,16]{2,1,0}) tuple(%i, %stack.1)
+}
+
+%condition (state.1: (s32[], f32[6,8,16])) -> pred[] {
+  %state.1 = (s32[], f32[6,8,16]{2,1,0}) parameter(0)
+  %i.1 = s32[] get-tuple-element(%state.1), index=0
+  %limit = s32[] constant(6)
+  ROOT %less = pred[] compare(%i.1, %limit), direction=LT
+}
+
+ENTRY %main (a: bf16[8,16], b: bf16[16,4], s: (s32[], f32[6,8,16])) -> f32[8,4] {
+  %a = bf16[8,16]{1,0} parameter(0)
+  %b = bf16[16,4]{1,0} parameter(1)
+  %s = (s32[], f32[6,8,16]{2,1,0}) parameter(2)
+  %loop = (s32[], f32[6,8,16]{2,1,0}) while(%s), condition=%condition, body=%body, \
+backend_config={"known_trip_count":{"n":"6"}}
+  %gather-start = (bf16[2,4]{1,0}, bf16[16,4]{1,0}) all-gather-start(%b), channel_id=1, \
+replica_groups=[1,8]<=[8], dimensions={0}, backend_config={"collective_backend_config":\
+{"is_sync":false}}
+  %gather-done = bf16[16,4]{1,0} all-gather-done(%gather-start)
+  %sum = f32[4]{0} all-reduce-start(%a), channel_id=2, replica_groups={{0,1}}, to_apply=%gemm, \
+backend_config={"collective_backend_config":{"is_sync":true}}
+  ROOT %out = f32[8,4]{1,0} fusion(%a, %b), kind=kCustom, calls=%gemm
+}
+"""
+TPU = """\
+HloModule jit_step, is_scheduled=true
+
+%async_collective_fusion.1 (x: s32[2,4], y: bf16[8,8]) -> s32[8,4] {
+  %x = s32[2,4]{1,0:T(2,128)} parameter(0)
+  %y = bf16[8,8]{1,0:T(8,128)(2,1)} parameter(1)
+  ROOT %gather = s32[8,4]{1,0:T(8,128)} all-gather(%x), channel_id=7, \
+replica_groups=mesh['a'=4,'b'=1] {'a'}, dimensions={0}
+}
+
+%async_collective_fusion.2 (x: s32[2,4], y: bf16[8,8]) -> s32[8,4] {
+  %x = s32[2,4]{1,0:T(2,128)} parameter(0)
+  %y = bf16[8,8]{1,0:T(8,128)(2,1)} parameter(1)
+  ROOT %gather = s32[8,4]{1,0:T(8,128)} all-gather(%x), channel_id=7, \
+replica_groups=mesh['a'=4,'b'=1] {'a'}, dimensions={0}
+}
+
+%body (state: (s32[], bf16[4,32,8,16,64])) -> (s32[], bf16[4,32,8,16,64]) {
+  %state = (s32[]{:T(128)}, bf16[32,8,16,64]{3,2,1,0:T(8,128)(2,1)}) parameter(0)
+  %i = s32[]{:T(128)} get-tuple-element(%state), index=0
+  %q = bf16[32,8,16,64]{3,2,1,0:T(8,128)(2,1)} get-tuple-element(%state), index=1
+  %k = bf16[32,8,16,64]{3,2,1,0:T(8,128)(2,1)S(1)} copy(%q)
+  %scores = f32[32,8,16,16]{3,2,1,0:T(8,128)S(1)} convolution(%q, %k), \
+window={size=32x8 stride=31x7 lhs_dilate=32x8}, dim_labels=01bf_01oi->01bf, \
+metadata={op_name="jit(step)/transpose(jvp(Transformer))/Transformer._encode/encoder/while/body/\
+closed_call/layers/self_attention/dot_general"}
+  ROOT %next = (s32[]{:T(128)}, bf16[32,8,16,64]{3,2,1,0:T(8,128)(2,1)}) tuple(%i, %q)
+}
+
+%condition (state.1: (s32[], bf16[4,32,8,16,64])) -> pred[] {
+  %limit = s32[]{:T(128)} constant(3)
+  %state.1 = (s32[]{:T(128)}, bf16[32,8,16,64]{3,2,1,0:T(8,128)(2,1)}) parameter(0)
+  %i.1 = s32[]{:T(128)} get-tuple-element(%state.1), index=0
+  ROOT %less = pred[]{:T(512)} compare(%i.1, %limit), direction=LT
+}
+
+ENTRY %main (x: s32[2,4], y: bf16[8,8], s: (s32[], bf16[4,32,8,16,64])) -> s32[8,4] {
+  %x = s32[2,4]{1,0:T(2,128)} parameter(0)
+  %y = bf16[8,8]{1,0:T(8,128)(2,1)} parameter(1)
+  %s = (s32[]{:T(128)}, bf16[32,8,16,64]{3,2,1,0:T(8,128)(2,1)}) parameter(2)
+  %loop = (s32[]{:T(128)}, bf16[32,8,16,64]{3,2,1,0:T(8,128)(2,1)}) while(%s), \
+condition=%condition, body=%body
+  %start = s32[8,4]{1,0:T(8,128)} fusion(%x, %y), kind=kCustom, calls=%async_collective_fusion.1
+  ROOT %done = s32[8,4]{1,0:T(8,128)} fusion(%x, %y), kind=kCustom, \
+calls=%async_collective_fusion.2
+}
+"""
+
+
+def by_name(text):
+    return {kernel.name: kernel for kernel in kernels(parse(text))}
+
+
+def test_kernels_of_a_gpu():
+    found = by_name(GPU)
+    assert set(found) == {"row.1", "stack.1", "gather-start", "sum", "out"}
+    row = 8 * 16 * 4
+    # Only the part of the stack that is read or replaced, and the index.
+    assert found["row.1"].bytes == 6 * (row + row + 4)
+    assert found["stack.1"].bytes == 6 * (row + row + 4)
+    assert found["stack.1"].times == 6
+    assert found["out"].flops == 2 * 8 * 4 * 16
+    assert found["out"].bytes == 2 * (8 * 16 + 16 * 4) + 4 * 8 * 4
+    assert found["out"].kind == "matmul"
+    assert found["out"].source.endswith("feed_forward/hidden/dot_general")  # of what is inside
+
+
+def test_kernels_of_a_tpu():
+    found = by_name(TPU)
+    size = 32 * 8 * 16 * 64 * 2
+    # The loop has no known trip count, and the dilated window is two batch axes.
+    assert found["scores"].times == 3
+    assert found["scores"].flops == 3 * 2 * 32 * 8 * 16 * 16 * 64
+    # `k` and the scores stay in the memory of the core.
+    assert found["k"].bytes == found["scores"].bytes == 3 * size
+
+
+def test_collectives_of_a_gpu():
+    gather, total = collectives(parse(GPU))
+    assert gather.kind == "all-gather"
+    assert gather.is_asynchronous
+    assert gather.dtypes == ["bf16", "bf16"]
+    assert total.kind == "all-reduce"
+    assert not total.is_asynchronous  # It is started and waited for.
+    assert total.sent == 2 * 4 * 4 / 2
+
+
+def test_an_operation_in_several_steps_is_one():
+    [gather] = collectives(parse(TPU))
+    assert gather.is_asynchronous
+    assert gather.sent == 3 / 4 * 8 * 4 * 4
+
+
+@pytest.mark.parametrize(
+    ("source", "module"),
+    [
+        ("encoder/while/body/layers/self_attention/dot", "self-attention of the encoder"),
+        ("decoder/layers/layers._after_self_attention/feed_forward/dot", "feed-forward"),
+        ("decoder/layers/layers._residual/self_attention.project/key/dot", "self-attention"),
+        ("decoder/decoder.project_encoded/layers/cross_attention/dot", "cross-attention"),
+        ("decoder/while/body/closed_call/layers/cross_attention_norm/mul", "norms"),
+        ("decoder/while/body/jit(dynamic_index_in_dim)/dynamic_slice", "copies of the loop"),
+        ("decoder/while", "copies of the loop"),
+        ("Transformer._embed_target/embedding_dropout/jit(_where)/select_n", "dropout"),
+        ("Transformer._embed_target/target_embedding/jit(_take)/gather", "embeddings"),
+        ("decoder/final_norm/mul", "norms"),
+        ("decoder/add", "rest of the model"),
+    ],
+)  # fmt: skip
+def test_modules(source, module):
+    assert module_of(f"jit(with_rules)/jvp(Transformer)/{source}") == module
+    backward = f"jit(with_rules)/transpose(jvp(Transformer))/{source}"
+    assert module_of(backward) == f"{module}, backward"
+
+
+def test_other_modules():
+    assert module_of("jit(with_rules)/jvp()/while/body/closed_call/reduce_sum") == "loss"
+    assert module_of("jit(with_rules)/jvp(vmap())/while/body/dot_general") == "loss"
+    assert module_of("jit(with_rules)/sqrt") == "optimizer"
+    assert module_of("") == "no source"
+
+
+def test_groups_add_up():
+    device = ACCELERATORS["h100"]
+    found = kernels(parse(GPU))
+    added = groups(found, device)
+    assert sum(group.kernels for group in added) == sum(kernel.times for kernel in found)
+    assert added == sorted(added, key=lambda group: -group.seconds)
+    total = sum(kernel.seconds(device) for kernel in found)
+    assert sum(group.seconds for group in added) == pytest.approx(total)
+    assert json.dumps([group._asdict() for group in added])
+
+
+def test_topologies():
+    assert set(DEVICES) <= set(ACCELERATORS)
+    assert [default_topology(name, 8) for name in GPUS] == ["1x1x8"] * len(GPUS)
+    assert default_topology("v5e", 1) == "2x2"
+    assert default_topology("v5e", 16) == "4x4"
+    assert default_topology("v5p", 64) == "4x4x4"
+    with pytest.raises(UserError, match="no topology of v5e has 12 devices"):
+        default_topology("v5e", 12)
