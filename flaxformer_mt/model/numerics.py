@@ -19,32 +19,48 @@ def at_least_float32(dtype: jnp.dtype) -> jnp.dtype:
 
 
 def column_sums(x: Array) -> Array:
-    """Sums the rows of `x` [N, D], as the gradient of a bias needs it: [D].
+    """Sums the rows of `x` [N, D], as the gradient of a bias needs it: [D], in float32 at least.
 
     The sum is a product with ones: XLA's own sum over many rows took 20 times as long on CPUs
     (docs/speed.md), and on other devices the product costs next to nothing.
     """
     ones = jnp.ones(x.shape[0], x.dtype)
     dtype = at_least_float32(x.dtype)
-    sums = lax.dot(ones, x, precision=lax.Precision.HIGHEST, preferred_element_type=dtype)
-    return sums.astype(x.dtype)
+    return lax.dot(ones, x, precision=lax.Precision.HIGHEST, preferred_element_type=dtype)
 
 
 @jax.custom_vjp
-def add_bias(x: Array, bias: Array) -> Array:
-    """Adds `bias` [D] to every row of `x` [N, D]."""
-    return x + bias
+def linear(x: Array, kernel: Array, bias: Array | None) -> Array:
+    """Computes x @ kernel + bias in the dtype of `x`.
+
+    Its gradient is written out, so that those of the parameters are never rounded to the dtype of
+    `x`: they are added up over layers' calls, micro-batches and devices in that of the parameters.
+
+    Args:
+      x: [N, fan_in].
+      kernel: [fan_in, features], of any dtype.
+      bias: [features], or None.
+    """
+    return _linear_forward(x, kernel, bias)[0]
 
 
-def _add_bias_forward(x: Array, bias: Array) -> tuple[Array, None]:
-    return x + bias, None
+def _linear_forward(x, kernel, bias):
+    outputs = x @ kernel.astype(x.dtype)
+    if bias is not None:
+        outputs = outputs + bias.astype(x.dtype)
+    return outputs, (x, kernel, bias)
 
 
-def _add_bias_backward(_: None, gradient: Array) -> tuple[Array, Array]:
-    return gradient, column_sums(gradient)
+def _linear_backward(kept, gradient):
+    x, kernel, bias = kept
+    wide = at_least_float32(x.dtype)
+    of_x = lax.dot_general(gradient, kernel.astype(x.dtype), (((1,), (1,)), ((), ())))
+    of_kernel = lax.dot_general(x, gradient, (((0,), (0,)), ((), ())), preferred_element_type=wide)
+    of_bias = None if bias is None else column_sums(gradient).astype(bias.dtype)
+    return of_x, of_kernel.astype(kernel.dtype), of_bias
 
 
-add_bias.defvjp(_add_bias_forward, _add_bias_backward)
+linear.defvjp(_linear_forward, _linear_backward)
 
 
 class Dense(nn.Module):
@@ -72,10 +88,10 @@ class Dense(nn.Module):
     def __call__(self, inputs: Array, train_bias: bool = True) -> Array:
         """Maps the last axis of `inputs`; without `train_bias` the bias has no gradient."""
         rows = inputs.reshape(-1, self.fan_in).astype(self.dtype)
-        outputs = rows @ self.kernel.astype(self.dtype)
+        bias = None
         if self.use_bias:
             bias = self.bias if train_bias else lax.stop_gradient(self.bias)
-            outputs = add_bias(outputs, bias.astype(self.dtype))
+        outputs = linear(rows, self.kernel, bias)
         return outputs.reshape(*inputs.shape[:-1], self.features)
 
 

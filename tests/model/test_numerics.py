@@ -29,9 +29,23 @@ def test_a_linear_map_and_its_gradients_are_those_of_the_equation(float64):
 
 
 def test_column_sums_of_bfloat16_are_taken_in_float32():
-    sums = column_sums(jnp.ones((1024, 3), jnp.bfloat16))  # bfloat16 cannot count beyond 256
-    assert sums.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(sums.astype(jnp.float32), 1024)
+    sums = column_sums(jnp.ones((1025, 3), jnp.bfloat16))  # bfloat16 cannot count beyond 256
+    assert sums.dtype == jnp.float32
+    np.testing.assert_array_equal(sums, 1025)
+
+
+def test_gradients_of_float32_parameters_are_not_rounded_to_bfloat16():
+    dense = Dense(1, 2, dtype=jnp.bfloat16)
+    params = {"kernel": jnp.zeros((1, 2)), "bias": jnp.zeros(2)}
+    x = jnp.ones((1025, 1), jnp.bfloat16)
+
+    def total(params):
+        return jnp.sum(dense.apply({"params": params}, x), dtype=jnp.float32)
+
+    gradients = jax.grad(total)(params)
+    chex.assert_trees_all_equal(
+        gradients, {"kernel": jnp.full((1, 2), 1025.0), "bias": jnp.full(2, 1025.0)}
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
