@@ -157,6 +157,12 @@ class TransformerConfig:
     scan_layers: bool = option(True, FieldRole.NUMERICS)
     """Run each stack as one compiled loop over its layers (compiles faster); False unrolls it.
     The parameters are the same."""
+    attention_backend: Literal["auto", "einsum", "pallas_gpu", "pallas_tpu"] = option(
+        "auto", FieldRole.NUMERICS
+    )
+    """How attention is computed in whole passes. einsum: by XLA, with its weights in memory;
+    pallas_gpu, pallas_tpu: in one kernel that never writes them (on CPUs it is interpreted, for
+    tests); auto: the kernel of the platform where it can, einsum on CPUs."""
     remat: bool = option(False, FieldRole.RUNNING)
     """Recompute the activations inside each layer in the backward pass instead of storing them:
     less memory, a third more computation, the same results."""

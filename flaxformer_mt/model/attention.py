@@ -1,16 +1,18 @@
 """Scaled dot-product attention and multi-head attention."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
-import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jax import Array
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.model.logical_axes import constrain
-from flaxformer_mt.model.numerics import Dropout, at_least_float32, dense
+from flaxformer_mt.model.fused_attention.backends import AttentionCase, choose_backend
+from flaxformer_mt.model.fused_attention.operation import Inputs, Options, fused_attention
+from flaxformer_mt.model.logical_axes import constrain, mesh_platform
+from flaxformer_mt.model.masks import Visibility, dense_mask
+from flaxformer_mt.model.numerics import Dropout, at_least_float32, dense, masked_softmax
 
 
 class KeyValue(NamedTuple):
@@ -18,39 +20,6 @@ class KeyValue(NamedTuple):
 
     key: Array
     value: Array
-
-
-@jax.custom_vjp
-def masked_softmax(scores: Array, mask: Array) -> Array:
-    r"""Computes the softmax over the last axis, with weight 0 for masked keys.
-
-    Its gradient is written out, because it needs only the weights:
-
-    .. math:: \partial s = w \odot (\partial w - \sum_k w_k\, \partial w_k)
-
-    Args:
-      scores: [..., T, S].
-      mask: bool, broadcastable to [..., T, S], True = attend. A row without any key gets zeros.
-    """
-    return _masked_softmax_forward(scores, mask)[0]
-
-
-def _masked_softmax_forward(scores, mask):
-    scores = jnp.where(mask, scores, -jnp.inf)
-    highest = jnp.max(scores, axis=-1, keepdims=True)
-    # A row without keys: -inf - -inf would be NaN.
-    exponentials = jnp.exp(scores - jnp.where(jnp.isneginf(highest), 0, highest))
-    total = jnp.sum(exponentials, axis=-1, keepdims=True)
-    weights = exponentials / jnp.where(total == 0, 1, total)
-    return weights, weights
-
-
-def _masked_softmax_backward(weights, gradient):
-    along = jnp.sum(weights * gradient, axis=-1, keepdims=True)
-    return weights * (gradient - along), None
-
-
-masked_softmax.defvjp(_masked_softmax_forward, _masked_softmax_backward)
 
 
 def scaled_dot_product_attention(
@@ -138,34 +107,69 @@ class MultiHeadAttention(nn.Module):
         self,
         inputs: Array,
         attended: KeyValue,
-        mask: Array | None,
+        mask: Visibility | Array | None,
         deterministic: bool,
         bias: Array | None = None,
         transform: Callable[[Array], Array] | None = None,
-    ) -> tuple[Array, Array]:
+        return_weights: bool = True,
+    ) -> tuple[Array, Array | None]:
         """Attends from `inputs` to `attended`.
 
         Args:
           inputs: [B, T, D], whose projections are the queries.
           attended: keys [B, H, S, K] and values [B, H, S, U], from `project`.
-          mask: broadcastable to [B, H, T, S], True = attend; None = attend to all.
+          mask: which keys are visible, in a whole pass; or bool, broadcastable to [B, H, T, S],
+            True = attend; None = attend to all.
           deterministic: no dropout.
           bias: broadcastable to [B, H, T, S], added to the scores.
           transform: applied to the queries [B, H, T, K]; the one that the keys had.
+          return_weights: whether the weights are read; fused attention does not have them.
 
         Returns:
-          [B, T, D], and the weights [B, H, T, S].
+          [B, T, D], and the weights [B, H, T, S] if they were computed.
+
+        Raises:
+          UserError: `config.attention_backend` cannot do this.
         """
         query = self._split_heads(self.query(inputs))
-        context, weights = scaled_dot_product_attention(
-            query if transform is None else transform(query),
-            attended.key,
-            attended.value,
-            mask,
-            lambda weights: self.dropout(weights, deterministic=deterministic),
-            lambda name, value: self.sow("intermediates", name, value),
-            bias,
+        query = query if transform is None else transform(query)
+        platform = mesh_platform()
+        case = AttentionCase(
+            platform,
+            query.dtype,
+            query.shape,
+            attended.key.shape[2],
+            attended.value.shape[3],
+            isinstance(mask, Visibility),
+            return_weights or self.is_mutable_collection("intermediates"),
         )
+        backend = choose_backend(self.config.attention_backend, case)
+        weights: Array | None
+        if backend == "einsum":
+            context, weights = scaled_dot_product_attention(
+                query,
+                attended.key,
+                attended.value,
+                dense_mask(mask),
+                lambda weights: self.dropout(weights, deterministic=deterministic),
+                lambda name, value: self.sow("intermediates", name, value),
+                bias,
+            )
+        else:
+            threshold = 0 if deterministic else self.dropout.threshold
+            visible = cast(Visibility, mask)
+            context = fused_attention(
+                Options(backend, visible.causal, threshold, interpret=platform == "cpu"),
+                Inputs(
+                    query,
+                    *attended,
+                    visible.query_segments,
+                    visible.key_segments,
+                    bias,
+                    self.dropout.draw_key() if threshold else None,
+                ),
+            )
+            weights = None
         joined = context.swapaxes(-2, -3).reshape(*inputs.shape[:-1], -1)  # [B, T, H*U]
         self.sow("intermediates", "context", joined)
         return constrain(self.output(joined), "batch", "length", "embed"), weights

@@ -12,6 +12,7 @@ from flaxformer_mt.model.attention import KeyValue, MultiHeadAttention
 from flaxformer_mt.model.cache import KeyValueCache, LayerState, RecurrentState
 from flaxformer_mt.model.feed_forward import FeedForward
 from flaxformer_mt.model.logical_axes import constrain
+from flaxformer_mt.model.masks import Visibility
 from flaxformer_mt.model.normalization import Norm, residual
 from flaxformer_mt.model.numerics import Dropout
 from flaxformer_mt.model.positions import (
@@ -59,8 +60,8 @@ class DecoderLayer(nn.Module):
         self,
         x: Array,
         cross: KeyValue | None,
-        self_mask: Array | None,
-        cross_mask: Array | None,
+        self_mask: Visibility | Array | None,
+        cross_mask: Visibility | Array | None,
         positions: AttentionPositions | None,
         deterministic: bool,
         return_attention: bool,
@@ -70,9 +71,9 @@ class DecoderLayer(nn.Module):
         Args:
           x: [B, T, D].
           cross: keys [B, H, S, K] and values [B, H, S, U] of the encoder's output.
-          self_mask: broadcastable to [B, H, T, T]; for a recurrent unit bool [B, T], True where a
-            sentence starts.
-          cross_mask: broadcastable to [B, H, T, S].
+          self_mask: which keys are visible, or a mask broadcastable to [B, H, T, T]; for a
+            recurrent unit bool [B, T], True where a sentence starts.
+          cross_mask: which keys are visible, or a mask broadcastable to [B, H, T, S].
           positions: of the tokens; None if the position kind does not need them.
           deterministic: no dropout.
           return_attention: also return the weights of self- [B, H, T, T] (None for a recurrent
@@ -80,20 +81,24 @@ class DecoderLayer(nn.Module):
         """
 
         def recur(y: Array) -> tuple[Array, None]:
-            return self.recurrence(y, self_mask), None
+            return self.recurrence(y, cast(Array | None, self_mask)), None
 
-        def attend(y: Array) -> tuple[Array, Array]:
+        def attend(y: Array) -> tuple[Array, Array | None]:
             transform = query_key_transform(self.config, positions)
             bias = attention_bias(positions, self.position_bias)
             attended = self.self_attention.project(y, transform)
-            return self.self_attention(y, attended, self_mask, deterministic, bias, transform)
+            return self.self_attention(
+                y, attended, self_mask, deterministic, bias, transform, return_attention
+            )
 
         self_weights: Array | None
         if self.config.decoder_kind == "ssru":
             x, self_weights = self._residual(x, recur, self.recurrence_norm, deterministic)
         else:
             x, self_weights = self._residual(x, attend, self.self_attention_norm, deterministic)
-        x, cross_weights = self._after_self_attention(x, cross, cross_mask, deterministic)
+        x, cross_weights = self._after_self_attention(
+            x, cross, cross_mask, deterministic, return_attention
+        )
         return x, (self_weights, cross_weights) if return_attention else None
 
     def step(
@@ -140,18 +145,25 @@ class DecoderLayer(nn.Module):
         else:
             x, state = self._residual(x, attend, self.self_attention_norm, True)
         # Hypotheses are on the time axis: all of them attend to the same source.
-        x, cross_weights = self._after_self_attention(x, cross, cross_mask, True)
+        x, cross_weights = self._after_self_attention(x, cross, cross_mask, True, True)
         return x, state, cross_weights
 
     def _after_self_attention(
-        self, x: Array, cross: KeyValue | None, cross_mask: Array | None, deterministic: bool
+        self,
+        x: Array,
+        cross: KeyValue | None,
+        cross_mask: Visibility | Array | None,
+        deterministic: bool,
+        return_attention: bool,
     ) -> tuple[Array, Array | None]:
         """Applies the other sub-layers; also returns the cross-attention weights."""
         weights = None
         if cross is not None:
 
-            def attend_to_encoded(y: Array) -> tuple[Array, Array]:
-                return self.cross_attention(y, cross, cross_mask, deterministic)
+            def attend_to_encoded(y: Array) -> tuple[Array, Array | None]:
+                return self.cross_attention(
+                    y, cross, cross_mask, deterministic, return_weights=return_attention
+                )
 
             x, weights = self._residual(
                 x, attend_to_encoded, self.cross_attention_norm, deterministic
@@ -203,8 +215,8 @@ class Decoder(nn.Module):
         self,
         x: Array,
         encoded: Array | None,
-        self_mask: Array | None = None,
-        cross_mask: Array | None = None,
+        self_mask: Visibility | Array | None = None,
+        cross_mask: Visibility | Array | None = None,
         positions: AttentionPositions | None = None,
         *,
         deterministic: bool = True,
@@ -215,9 +227,9 @@ class Decoder(nn.Module):
         Args:
           x: [B, T, D] embedded decoder inputs.
           encoded: [B, S, D], or None without inputs.
-          self_mask: bool, broadcastable to [B, H, T, T], True = attend; for recurrent units
-            [B, T], True where a sentence starts.
-          cross_mask: bool, broadcastable to [B, H, T, S].
+          self_mask: which keys are visible; or bool, broadcastable to [B, H, T, T], True = attend;
+            for recurrent units [B, T], True where a sentence starts.
+          cross_mask: which keys are visible; or bool, broadcastable to [B, H, T, S].
           positions: from `attention_positions`; None if the position kind does not need them.
           deterministic: no dropout.
           return_attention: return the weights of every layer.

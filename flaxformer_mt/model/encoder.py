@@ -7,6 +7,7 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.model.attention import MultiHeadAttention
 from flaxformer_mt.model.feed_forward import FeedForward
 from flaxformer_mt.model.logical_axes import constrain
+from flaxformer_mt.model.masks import Visibility
 from flaxformer_mt.model.normalization import Norm, residual
 from flaxformer_mt.model.numerics import Dropout
 from flaxformer_mt.model.positions import (
@@ -37,18 +38,20 @@ class EncoderLayer(nn.Module):
     def __call__(
         self,
         x: Array,
-        mask: Array | None,
+        mask: Visibility | Array | None,
         positions: AttentionPositions | None,
         deterministic: bool,
         return_attention: bool,
     ) -> tuple[Array, Array | None]:
         """Maps [B, S, D] to [B, S, D]; the second result is the attention [B, H, S, S]."""
 
-        def attend(y: Array) -> tuple[Array, Array]:
+        def attend(y: Array) -> tuple[Array, Array | None]:
             transform = query_key_transform(self.config, positions)
             bias = attention_bias(positions, self.position_bias)
             attended = self.self_attention.project(y, transform)
-            return self.self_attention(y, attended, mask, deterministic, bias, transform)
+            return self.self_attention(
+                y, attended, mask, deterministic, bias, transform, return_attention
+            )
 
         def feed_forward(y: Array) -> tuple[Array, None]:
             return self.feed_forward(y, deterministic), None
@@ -83,7 +86,7 @@ class Encoder(nn.Module):
     def __call__(
         self,
         x: Array,
-        mask: Array | None = None,
+        mask: Visibility | Array | None = None,
         positions: AttentionPositions | None = None,
         *,
         deterministic: bool = True,
@@ -93,7 +96,7 @@ class Encoder(nn.Module):
 
         Args:
           x: [B, S, D] embedded tokens.
-          mask: bool, broadcastable to [B, H, S, S], True = attend.
+          mask: which keys are visible; or bool, broadcastable to [B, H, S, S], True = attend.
           positions: from `attention_positions`; None if the position kind does not need them.
           deterministic: no dropout.
           return_attention: return the weights of every layer.

@@ -1,13 +1,11 @@
 """The mesh as the model sees it: its platform, and the names of the axes that it shards."""
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import jax
 from flax import linen as nn
 from jax import Array, lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 
 def mesh_platform() -> str:
@@ -30,7 +28,7 @@ def constrain(x: Array, *axes: str) -> Array:
 
     The model uses these names: "batch", "length", "embed" (D), "heads" (H*K or H*U), "hidden" (F),
     "vocabulary" (V), and "lookup_batch" and "lookup_embed" for vectors as a sharded table gives
-    them.
+    them; fused attention uses "attention_heads" (H).
 
     Args:
       x: an array of any rank.
@@ -41,18 +39,33 @@ def constrain(x: Array, *axes: str) -> Array:
     """
     if len(axes) != x.ndim:
         raise ValueError(f"{len(axes)} logical axes {axes} for an array of shape {x.shape}")
-    rules: Mapping[str, Any] = dict(nn.get_logical_axis_rules())
-    mesh = jax.sharding.get_abstract_mesh()
-    if not rules or not mesh.auto_axes:
+    mesh = mesh_of_rules()
+    if mesh is None:
         return x
-
-    def mesh_axes(name: str, size: int) -> object:
-        rule = rules.get(name, ())
-        found = tuple(
-            axis for axis in ((rule,) if isinstance(rule, str) else rule) if axis in mesh.auto_axes
+    spec = PartitionSpec(
+        *(
+            dividing_axes(name, size) or PartitionSpec.UNCONSTRAINED
+            for name, size in zip(axes, x.shape, strict=True)
         )
-        divides = found and size % math.prod(mesh.shape[axis] for axis in found) == 0
-        return found if divides else PartitionSpec.UNCONSTRAINED
-
-    spec = PartitionSpec(*(mesh_axes(*pair) for pair in zip(axes, x.shape, strict=True)))
+    )
     return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+
+def mesh_of_rules() -> AbstractMesh | None:
+    """Returns the mesh in use if rules say how it shards activations, otherwise None."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh if nn.get_logical_axis_rules() and mesh.auto_axes else None
+
+
+def dividing_axes(name: str, size: int) -> tuple[str, ...]:
+    """Returns the mesh axes that the rules give a logical axis.
+
+    Args:
+      name: of the logical axis.
+      size: of the array; unless the mesh axes divide it, there are none.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    rule = dict(nn.get_logical_axis_rules()).get(name) or ()
+    names = (rule,) if isinstance(rule, str) else rule
+    found = tuple(axis for axis in names if axis in mesh.auto_axes)
+    return found if size % math.prod(mesh.shape[axis] for axis in found) == 0 else ()

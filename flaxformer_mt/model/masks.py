@@ -1,7 +1,66 @@
 """Attention masks: bool [B, 1, Q, K], True = attend."""
 
 import jax.numpy as jnp
+from flax import struct
 from jax import Array
+
+
+@struct.dataclass
+class Visibility:
+    """Which keys the queries of a whole pass attend to, in two equivalent forms.
+
+    The compiler drops the one that nobody reads: fused attention needs no mask.
+    """
+
+    mask: Array
+    """bool, broadcastable to [B, 1, Q, K], True = attend."""
+    query_segments: Array
+    """int32 [B, Q]. Queries attend to the keys of their own segment."""
+    key_segments: Array
+    """int32 [B, K]. Keys of segment 0 are hidden."""
+    causal: bool = struct.field(pytree_node=False)
+    """Whether query t attends to no key after t."""
+
+
+def dense_mask(mask: Visibility | Array | None) -> Array | None:
+    """Returns the mask of a `Visibility`; others are masks already."""
+    return mask.mask if isinstance(mask, Visibility) else mask
+
+
+def visibility(
+    query_tokens: Array,
+    key_tokens: Array,
+    query_segments: Array | None,
+    key_segments: Array | None,
+    *,
+    pad_id: int,
+    causal: bool = False,
+    hide_padding: bool = True,
+) -> Visibility:
+    """Describes which keys queries attend to: those of their sentence, without its padding.
+
+    Args:
+      query_tokens: [B, Q].
+      key_tokens: [B, K].
+      query_segments: int32 [B, Q], the number of each query's sentence in its row; None if a row is
+        one sentence.
+      key_segments: int32 [B, K], the same for keys; 0 is padding.
+      pad_id: the padding token, which tells padding without segments.
+      causal: hide later keys; queries and keys are the same tokens.
+      hide_padding: False shows padding, without segments.
+    """
+    if query_segments is not None and key_segments is not None:
+        mask = segment_mask(query_segments, key_segments)
+    else:
+        query_segments = jnp.ones(query_tokens.shape, jnp.int32)
+        if hide_padding:
+            mask = padding_mask(key_tokens, pad_id)
+            key_segments = (key_tokens != pad_id).astype(jnp.int32)
+        else:
+            mask = jnp.ones((1, 1, 1, 1), bool)
+            key_segments = jnp.ones(key_tokens.shape, jnp.int32)
+    mask = causal_mask(key_tokens.shape[1]) & mask if causal else mask
+    return Visibility(mask, query_segments, key_segments, causal)
 
 
 def padding_mask(tokens: Array, pad_id: int) -> Array:

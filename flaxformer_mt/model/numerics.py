@@ -30,6 +30,39 @@ def column_sums(x: Array) -> Array:
 
 
 @jax.custom_vjp
+def masked_softmax(scores: Array, mask: Array) -> Array:
+    r"""Computes the softmax over the last axis, with weight 0 for masked keys.
+
+    Its gradient is written out, because it needs only the weights:
+
+    .. math:: \partial s = w \odot (\partial w - \sum_k w_k\, \partial w_k)
+
+    Args:
+      scores: [..., T, S].
+      mask: bool, broadcastable to [..., T, S], True = attend. A row without any key gets zeros.
+    """
+    return _masked_softmax_forward(scores, mask)[0]
+
+
+def _masked_softmax_forward(scores, mask):
+    scores = jnp.where(mask, scores, -jnp.inf)
+    highest = jnp.max(scores, axis=-1, keepdims=True)
+    # A row without keys: -inf - -inf would be NaN.
+    exponentials = jnp.exp(scores - jnp.where(jnp.isneginf(highest), 0, highest))
+    total = jnp.sum(exponentials, axis=-1, keepdims=True)
+    weights = exponentials / jnp.where(total == 0, 1, total)
+    return weights, weights
+
+
+def _masked_softmax_backward(weights, gradient):
+    along = jnp.sum(weights * gradient, axis=-1, keepdims=True)
+    return weights * (gradient - along), None
+
+
+masked_softmax.defvjp(_masked_softmax_forward, _masked_softmax_backward)
+
+
+@jax.custom_vjp
 def linear(x: Array, kernel: Array, bias: Array | None) -> Array:
     """Computes x @ kernel + bias in the dtype of `x`.
 
@@ -105,10 +138,19 @@ class Dropout(nn.Module):
 
     rate: float
 
+    @property
+    def threshold(self) -> int:
+        """The number below which a random number of 16 bits drops a value."""
+        return round(self.rate * 2**16)
+
+    def draw_key(self) -> Array:
+        """Draws the key that `__call__` would, for a kernel that drops values itself."""
+        return self.make_rng("dropout")
+
     @nn.compact
     def __call__(self, x: Array, deterministic: bool) -> Array:
         """Drops values of `x` [..., D], with a key of the collection "dropout"."""
-        dropped = round(self.rate * 2**16)
+        dropped = self.threshold
         if deterministic or not dropped:
             return x
         kept = random_uint16(self.make_rng("dropout"), x.shape) >= jnp.uint16(dropped)

@@ -1,7 +1,7 @@
 """The encoder-decoder Transformer: tokens in, logits out."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax.numpy as jnp
 from flax import linen as nn
@@ -15,11 +15,11 @@ from flaxformer_mt.model.decoder import Decoder
 from flaxformer_mt.model.encoder import Encoder
 from flaxformer_mt.model.logical_axes import constrain
 from flaxformer_mt.model.masks import (
+    Visibility,
     ancestor_mask,
-    causal_mask,
     padding_mask,
-    segment_mask,
     sentence_starts,
+    visibility,
 )
 from flaxformer_mt.model.numerics import Dropout, at_least_float32, dense, embedding_init
 from flaxformer_mt.model.positions import (
@@ -181,7 +181,7 @@ class Transformer(nn.Module):
         if c.has_inputs and (encoder_segment_ids is None) != (decoder_segment_ids is None):
             raise ValueError("segment ids are needed for both encoder and decoder, or for neither")
 
-        encoded, encoder_self, cross_mask = None, None, None
+        encoded, encoder_self, cross_visibility = None, None, None
         if c.has_inputs:
             encoded, encoder_self = self._encode(
                 encoder_input_tokens,
@@ -190,19 +190,28 @@ class Transformer(nn.Module):
                 deterministic=deterministic,
                 return_attention=return_attention,
             )
-            cross_mask = self._key_mask(
-                encoder_input_tokens, decoder_segment_ids, encoder_segment_ids
+            cross_visibility = visibility(
+                decoder_input_tokens,
+                cast(Array, encoder_input_tokens),
+                decoder_segment_ids,
+                encoder_segment_ids,
+                pad_id=c.pad_id,
             )
 
-        self_mask: Array | None = causal_mask(decoder_input_tokens.shape[1])
+        self_mask: Visibility | Array | None
         if c.decoder_kind == "ssru":
             segments = decoder_segment_ids
             self_mask = None if segments is None else sentence_starts(segments)
-        elif c.mask_target_padding or decoder_segment_ids is not None:
-            key_mask = self._key_mask(
-                decoder_input_tokens, decoder_segment_ids, decoder_segment_ids
+        else:
+            self_mask = visibility(
+                decoder_input_tokens,
+                decoder_input_tokens,
+                decoder_segment_ids,
+                decoder_segment_ids,
+                pad_id=c.pad_id,
+                causal=True,
+                hide_padding=c.mask_target_padding,
             )
-            self_mask = self_mask & key_mask
         length = decoder_input_tokens.shape[1]
         positions = _columns(length, decoder_positions)
         x = self._embed_target(decoder_input_tokens, positions, deterministic, length)
@@ -210,7 +219,7 @@ class Transformer(nn.Module):
             x,
             encoded,
             self_mask,
-            cross_mask,
+            cross_visibility,
             attention_positions(c, positions, positions, length),
             deterministic=deterministic,
             return_attention=return_attention,
@@ -317,12 +326,6 @@ class Transformer(nn.Module):
             raise ValueError("without inputs there is no cross-attention")
         return logits, cache, attention.mean(axis=1)
 
-    def _key_mask(self, tokens, query_segments, key_segments):
-        """Returns the mask of the keys `tokens` [B, K]: by segment if given, else no padding."""
-        if key_segments is None:
-            return padding_mask(tokens, self.config.pad_id)
-        return segment_mask(query_segments, key_segments)
-
     def _encode(self, tokens, segment_ids, positions, *, deterministic, return_attention):
         """Embeds source tokens [B, S] and returns the result of `Encoder`."""
         c, length = self.config, tokens.shape[1]
@@ -333,7 +336,7 @@ class Transformer(nn.Module):
         x = self.embedding_dropout(x, deterministic=deterministic)
         return self.encoder(
             x,
-            self._key_mask(tokens, segment_ids, segment_ids),
+            visibility(tokens, tokens, segment_ids, segment_ids, pad_id=c.pad_id),
             attention_positions(c, positions, positions, length),
             deterministic=deterministic,
             return_attention=return_attention,

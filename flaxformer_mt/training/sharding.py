@@ -25,6 +25,8 @@ ACTIVATION_RULES = (
     ("batch", ROW_AXES),
     ("lookup_batch", ("data",)),
     ("lookup_embed", ("fsdp",)),
+    # XLA cannot divide a kernel that is not its own.
+    ("attention_heads", ("tensor",)),
 )
 """Logical axes of activations and the mesh axes over which they are sharded; XLA chooses for
 others."""

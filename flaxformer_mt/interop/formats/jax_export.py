@@ -5,6 +5,7 @@ for CPU, CUDA and TPU. Neither this package nor Flax is needed to run them. `ser
 written to the same folder, is an example of how to translate with them.
 """
 
+import dataclasses
 import json
 from collections.abc import Collection
 from pathlib import Path
@@ -90,7 +91,8 @@ def export_functions(model: TransformerConfig, params: Any) -> dict[str, export.
       model: the configuration.
       params: its parameters; only their shapes and dtypes are used.
     """
-    transformer = Transformer(model)
+    # The file is for all platforms, and for lengths that are not known yet.
+    transformer = Transformer(dataclasses.replace(model, attention_backend="einsum"))
     flat = {
         path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
         for path, leaf in flatten_dict(params, sep="/").items()

@@ -1,0 +1,92 @@
+"""Which implementation computes an attention."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from flaxformer_mt.errors import UserError
+
+PLATFORMS = {"pallas_gpu": "gpu", "pallas_tpu": "tpu"}
+"""The platform of each fused backend."""
+LANES = 128
+"""The width of a TPU's registers: lengths are padded to multiples."""
+MAX_SCORES = 2**18
+"""Upper bound of the scores in one block on TPUs: 1 MiB in float32."""
+MAX_KEYS = MAX_SCORES // LANES
+"""The longest row of keys on TPUs."""
+
+
+class AttentionCase(NamedTuple):
+    """What the choice of a backend depends on."""
+
+    platform: str
+    """Of the program: "cpu", "gpu" or "tpu"."""
+    dtype: jnp.dtype
+    """Of queries, keys and values."""
+    query_shape: tuple[int, ...]
+    """[B, H, T, K]."""
+    key_length: int
+    """S."""
+    value_width: int
+    """U."""
+    is_whole_pass: bool
+    """Whether the mask is given by segments, not a step of decoding with a mask of its own."""
+    needs_weights: bool
+    """Whether somebody reads the weights."""
+
+
+def choose_backend(requested: str, case: AttentionCase) -> str:
+    """Returns the backend that computes an attention: "einsum", or a key of `PLATFORMS`.
+
+    Steps of decoding, and attention whose weights are read, take the einsum.
+
+    Args:
+      requested: `config.attention_backend`. "auto" takes the fused backend of the platform for
+        every case that it can do; `tests/model/test_fused_attention.py` compares them.
+      case: of this attention.
+
+    Raises:
+      UserError: the requested backend cannot do the case.
+    """
+    if requested == "einsum" or case.needs_weights or not case.is_whole_pass:
+        return "einsum"
+    if requested != "auto":
+        if reason := refusal(requested, case):
+            raise UserError(f"model.attention_backend={requested} {reason}: use auto or einsum")
+        return requested
+    for backend, platform in PLATFORMS.items():
+        if platform == case.platform and not refusal(backend, case):
+            return backend
+    return "einsum"
+
+
+def refusal(backend: str, case: AttentionCase) -> str:
+    """Returns why a fused backend cannot compute a case, or "" if it can.
+
+    On CPUs it is interpreted, and can do what it can on its own platform.
+    """
+    _, heads, _, width = case.query_shape
+    if case.platform not in (PLATFORMS[backend], "cpu"):
+        return f"is for platform {PLATFORMS[backend]}, but this program is for {case.platform}"
+    if not all(isinstance(size, int) for size in (*case.query_shape, case.key_length)):
+        return "needs shapes that are known when the program is compiled"
+    if case.dtype not in (jnp.float32, jnp.bfloat16):
+        return f"computes in float32 or bfloat16, not in {case.dtype}"
+    if width != case.value_width:
+        return f"needs values as wide as keys, not {case.value_width} and {width}"
+    if backend == "pallas_gpu" and width not in (16, 32, 64, 128):
+        return f"needs heads of width 16, 32, 64 or 128, not {width}"
+    if backend == "pallas_tpu":
+        if heads_per_block(heads, width) is None:
+            return f"needs {LANES} features in a whole number of heads, not {heads} x {width}"
+        if case.key_length > MAX_KEYS:
+            return f"takes rows of at most {MAX_KEYS} keys, not {case.key_length}"
+    return ""
+
+
+def heads_per_block(heads: int, width: int) -> int | None:
+    """Returns the number of heads of one block on TPUs, None if their widths do not add up."""
+    together = max(LANES // width, 1)
+    if heads * width <= LANES or (heads % together == 0 and together * width % LANES == 0):
+        return min(together, heads)
+    return None

@@ -1,0 +1,303 @@
+"""Fused attention against the einsum, in the interpreter."""
+
+import dataclasses
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.model.attention import scaled_dot_product_attention
+from flaxformer_mt.model.fused_attention.backends import PLATFORMS, AttentionCase, choose_backend
+from flaxformer_mt.model.fused_attention.operation import Inputs, Options, fused_attention
+from flaxformer_mt.model.masks import causal_mask, segment_mask
+from flaxformer_mt.model.numerics import random_uint16
+from flaxformer_mt.model.transformer import Transformer
+from flaxformer_mt.training.sharding import ACTIVATION_RULES
+
+B, H = 2, 4
+DROPPED = round(0.25 * 2**16)
+
+
+def case(queries, keys, *, width=32, bias=False, dropout=False, dtype=jnp.float32):
+    """Packed rows of unequal lengths: source sentences without target, and targets without source.
+
+    In both rows some queries and keys are padding; sentence 2 of the first row has queries only.
+    """
+    rng = np.random.default_rng(queries + keys)
+    shapes = (B, H, queries, width), (B, H, keys, width), (B, H, keys, width)
+    query, key, value = (jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
+
+    def segments(length, lengths):
+        rows = [np.repeat(np.arange(1, len(row) + 1), row) for row in lengths]
+        return jnp.asarray([np.pad(row, (0, length - len(row))) for row in rows], jnp.int32)
+
+    return Inputs(
+        query,
+        key,
+        value,
+        segments(queries, [(queries // 3, queries // 4, queries // 5), (queries // 2,)]),
+        segments(keys, [(keys // 2, 0, keys // 4), (keys // 3, keys // 2)]),
+        jnp.asarray(rng.normal(size=(B, H, queries, keys)), jnp.float32) if bias else None,
+        jax.random.key(3) if dropout else None,
+    )
+
+
+def reference(inputs, causal):
+    """The same by `scaled_dot_product_attention`, with a dense mask and the same random numbers."""
+    query, key, value, query_segments, key_segments, bias, dropout_key = inputs
+    mask = segment_mask(query_segments, key_segments)
+    if causal:
+        mask &= causal_mask(query.shape[2])
+
+    def dropout(weights):
+        kept = random_uint16(dropout_key, weights.shape) >= DROPPED
+        return jnp.where(kept, weights / (1 - DROPPED / 2**16), 0)
+
+    dropout = None if dropout_key is None else dropout
+    return scaled_dot_product_attention(query, key, value, mask, dropout, bias=bias)[0]
+
+
+def value_and_gradients(attend, inputs):
+    floats = {
+        name: x
+        for name, x in inputs._asdict().items()
+        if name in ("query", "key", "value", "bias") and x is not None
+    }
+    cotangent = jnp.asarray(np.random.default_rng(1).normal(size=inputs.query.shape))
+
+    @jax.jit
+    def run(floats):
+        context, vjp = jax.vjp(lambda floats: attend(inputs._replace(**floats)), floats)
+        return context, vjp(cotangent.astype(context.dtype))[0]
+
+    return run(floats)
+
+
+CASES = {
+    "self": ((128, 128), {}, False),
+    "causal": ((128, 128), {}, True),
+    "cross": ((64, 192), {}, False),
+    "ragged": ((50, 77), {}, False),
+    "causal_ragged": ((70, 70), {"bias": True}, True),
+    "bias": ((50, 64), {"bias": True}, False),
+    "dropout": ((64, 70), {"dropout": True}, False),
+    "everything": ((70, 70), {"bias": True, "dropout": True}, True),
+    "width_64": ((64, 64), {"width": 64}, True),
+    "width_128": ((64, 64), {"width": 128}, False),
+}
+
+
+@pytest.mark.parametrize("backend", PLATFORMS)
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_einsum_and_its_gradients(backend, name):
+    lengths, switches, causal = CASES[name]
+    inputs = case(*lengths, **switches)
+    dropped = DROPPED if inputs.dropout_key is not None else 0
+    options = Options(backend, causal, dropped, interpret=True)
+    fused = value_and_gradients(lambda inputs: fused_attention(options, inputs), inputs)
+    expected = value_and_gradients(lambda inputs: reference(inputs, causal), inputs)
+    chex.assert_trees_all_close(fused, expected, atol=2e-5)
+    assert np.all(fused[0][0, :, lengths[0] * 9 // 10 :] == 0)  # Padding attends to nothing.
+
+
+@pytest.mark.parametrize("backend", PLATFORMS)
+def test_in_bfloat16_it_rounds_as_often_as_the_einsum(backend):
+    inputs = case(64, 96, dtype=jnp.bfloat16)
+    exact = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, inputs)
+    expected = value_and_gradients(lambda inputs: reference(inputs, False), exact)
+
+    def errors(attend):
+        results = value_and_gradients(attend, inputs)
+        return jax.tree.map(
+            lambda x, y: float(jnp.max(jnp.abs(x.astype(jnp.float32) - y))), results, expected
+        )
+
+    options = Options(backend, False, 0, interpret=True)
+    fused = errors(lambda inputs: fused_attention(options, inputs))
+    einsum = errors(lambda inputs: reference(inputs, False))
+    chex.assert_trees_all_equal_comparator(
+        lambda error, other: error <= 2 * other, lambda a, b: f"{a} > 2 * {b}", fused, einsum
+    )
+
+
+@pytest.mark.parametrize("backend", PLATFORMS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_sentence_does_not_depend_on_its_neighbours_at_all(backend, causal):
+    """Outputs, and gradients of the first sentence's outputs, are the same bit for bit."""
+    inputs = case(70, 70)
+    options = Options(backend, causal, 0, interpret=True)
+    first = (inputs.query_segments == 1)[:, None, :, None]
+    first_keys = (inputs.key_segments == 1)[:, None, :, None]
+    moved = inputs._replace(
+        query=jnp.where(first, inputs.query, -inputs.query),
+        key=jnp.where(first_keys, inputs.key, 3 + inputs.key),
+        value=jnp.where(first_keys, inputs.value, 1e6),
+    )
+
+    @jax.jit
+    def run(query, key, value):
+        def of_first(*vectors):
+            changed = inputs._replace(**dict(zip(("query", "key", "value"), vectors, strict=True)))
+            context = jnp.where(first, fused_attention(options, changed), 0)
+            return jnp.sum(context**2), context
+
+        return jax.grad(of_first, argnums=(0, 1, 2), has_aux=True)(query, key, value)
+
+    (before, context), (after, moved_context) = run(*inputs[:3]), run(*moved[:3])
+    chex.assert_trees_all_equal(context, moved_context)
+    for x, y, visible in zip(before, after, (first, first_keys, first_keys), strict=True):
+        chex.assert_trees_all_equal(jnp.where(visible, x, 0), jnp.where(visible, y, 0))
+        assert np.all(np.where(visible, 0, y) == 0)
+
+
+@pytest.mark.parametrize("backend", PLATFORMS)
+def test_on_a_mesh_every_device_computes_its_own_rows_and_heads(backend):
+    """Without communication, and the same as on one device."""
+    inputs = case(64, 70, bias=True, dropout=True)
+    options = Options(backend, False, DROPPED, interpret=True)
+
+    @jax.jit
+    def run(inputs):
+        def loss(query, key, value):
+            changed = inputs._replace(query=query, key=key, value=value)
+            return jnp.sum(fused_attention(options, changed) ** 2, axis=(2, 3)), None
+
+        total, vjp, _ = jax.vjp(loss, *inputs[:3], has_aux=True)
+        return total, vjp(jnp.ones_like(total))
+
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    vectors = NamedSharding(mesh, PartitionSpec("data", "tensor"))
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    whole = NamedSharding(mesh, PartitionSpec())
+    shardings = Inputs(vectors, vectors, vectors, rows, rows, vectors, whole)
+    with (
+        jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
+        nn.logical_axis_rules(ACTIVATION_RULES),
+    ):
+        compiled = run.lower(
+            jax.tree.map(
+                lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+                inputs,
+                shardings,
+            )
+        ).compile()
+    assert not [name for name in ("all-gather", "all-to-all") if name in compiled.as_text()]
+    sharded = compiled(jax.device_put(inputs, shardings))
+    assert sharded[0].sharding.is_equivalent_to(vectors, 2)
+    chex.assert_trees_all_close(jax.device_get(sharded), run(inputs), rtol=1e-5, atol=1e-5)
+
+
+def a_case(**changes):
+    simple = AttentionCase("gpu", jnp.dtype("bfloat16"), (4, 8, 256, 64), 256, 64, True, False)
+    return simple._replace(**changes)
+
+
+def test_auto_takes_the_kernel_of_the_platform_where_it_can():
+    assert choose_backend("auto", a_case()) == "pallas_gpu"
+    assert choose_backend("auto", a_case(platform="tpu")) == "pallas_tpu"
+    for reason in (
+        {"platform": "cpu"},
+        {"dtype": jnp.dtype("float64")},
+        {"is_whole_pass": False},
+        {"needs_weights": True},
+        {"value_width": 32},
+        {"query_shape": (4, 8, 256, 48), "value_width": 48},
+        {"platform": "tpu", "query_shape": (4, 3, 256, 64)},
+        {"platform": "tpu", "key_length": 4096},
+    ):
+        assert choose_backend("auto", a_case(**reason)) == "einsum", reason
+    assert choose_backend("einsum", a_case()) == "einsum"
+
+
+@pytest.mark.parametrize(
+    ("backend", "changes", "why"),
+    [
+        ("pallas_tpu", {}, "is for platform tpu, but this program is for gpu"),
+        ("pallas_gpu", {"dtype": jnp.dtype("float64")}, "float32 or bfloat16, not in float64"),
+        ("pallas_gpu", {"value_width": 32}, "values as wide as keys, not 32 and 64"),
+        ("pallas_gpu", {"query_shape": (4, 8, 9, 48), "value_width": 48}, "128, not 48"),
+        ("pallas_tpu", {"platform": "tpu", "query_shape": (4, 3, 9, 64)}, "not 3 x 64"),
+        ("pallas_tpu", {"platform": "tpu", "key_length": 4096}, "at most 2048 keys, not 4096"),
+    ],
+)
+def test_a_requested_backend_refuses_by_name_what_it_cannot_do(backend, changes, why):
+    with pytest.raises(UserError, match=rf"^model.attention_backend={backend} .*{why}: use auto"):
+        choose_backend(backend, a_case(**changes))
+
+
+TINY = TransformerConfig(
+    source_vocab_size=23,
+    target_vocab_size=23,
+    d_model=32,
+    num_heads=2,
+    d_ff=16,
+    num_encoder_layers=1,
+    num_decoder_layers=1,
+    attention_dropout_rate=0.2,
+    relative_position_buckets=8,
+    relative_position_max_distance=10,
+)
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(3, 23, size=(2, 12)), jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def loss_and_gradient(config, params, segments):
+    def loss(params):
+        logits = Transformer(config).apply(
+            params,
+            TOKENS,
+            TOKENS[:, :9],
+            encoder_segment_ids=segments,
+            decoder_segment_ids=None if segments is None else segments[:, :9],
+            deterministic=False,
+            rngs={"dropout": jax.random.key(1)},
+        )
+        return jnp.mean(logits**2)
+
+    return jax.value_and_grad(loss)(params)
+
+
+@pytest.mark.parametrize(
+    ("backend", "kind", "packed"),
+    [
+        ("pallas_gpu", "sinusoidal", True),
+        ("pallas_tpu", "t5_relative", True),
+        ("pallas_gpu", "alibi", False),
+    ],
+)
+def test_a_model_computes_the_same_with_any_backend(backend, kind, packed):
+    """With one set of parameters: loss and gradient, with dropout of the weights."""
+    config = dataclasses.replace(TINY, position_kind=kind, attention_backend="einsum")
+    params = jax.jit(Transformer(config).init)(jax.random.key(0), TOKENS, TOKENS[:, :9])
+    segments = jnp.asarray([[1] * 5 + [2] * 4 + [3] * 2 + [0]] * 2) if packed else None
+    fused = dataclasses.replace(config, attention_backend=backend)
+    assert "pallas_call" in str(
+        jax.make_jaxpr(functools.partial(loss_and_gradient, fused))(params, segments)
+    )
+    chex.assert_trees_all_close(
+        loss_and_gradient(fused, params, segments),
+        loss_and_gradient(config, params, segments),
+        rtol=2e-5,
+        atol=2e-5,
+    )
+
+
+def test_weights_on_request_come_from_the_einsum():
+    config = dataclasses.replace(TINY, attention_backend="pallas_gpu")
+    model = Transformer(config)
+    params = jax.eval_shape(model.init, jax.random.key(0), TOKENS, TOKENS)
+    _, attention = jax.eval_shape(
+        functools.partial(model.apply, return_attention=True), params, TOKENS, TOKENS
+    )
+    chex.assert_shape(attention.decoder_cross, (1, 2, 2, 12, 12))
+    _, taps = jax.eval_shape(
+        functools.partial(model.apply, mutable="intermediates"), params, TOKENS, TOKENS
+    )
+    assert "scores" in str(jax.tree.structure(taps))
