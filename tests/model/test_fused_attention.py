@@ -210,7 +210,7 @@ def test_auto_takes_the_kernel_of_the_platform_where_it_can():
         {"value_width": 32},
         {"query_shape": (4, 8, 256, 48), "value_width": 48},
         {"platform": "tpu", "query_shape": (4, 3, 256, 64)},
-        {"platform": "tpu", "key_length": 4096},
+        {"platform": "tpu", "key_length": 2048},
     ):
         assert choose_backend("auto", a_case(**reason)) == "einsum", reason
     assert choose_backend("einsum", a_case()) == "einsum"
@@ -224,7 +224,7 @@ def test_auto_takes_the_kernel_of_the_platform_where_it_can():
         ("pallas_gpu", {"value_width": 32}, "values as wide as keys, not 32 and 64"),
         ("pallas_gpu", {"query_shape": (4, 8, 9, 48), "value_width": 48}, "128, not 48"),
         ("pallas_tpu", {"platform": "tpu", "query_shape": (4, 3, 9, 64)}, "not 3 x 64"),
-        ("pallas_tpu", {"platform": "tpu", "key_length": 4096}, "at most 2048 keys, not 4096"),
+        ("pallas_tpu", {"platform": "tpu", "key_length": 2048}, "at most 1024 keys, not 2048"),
     ],
 )
 def test_a_requested_backend_refuses_by_name_what_it_cannot_do(backend, changes, why):

@@ -9,11 +9,11 @@ from flaxformer_mt.errors import UserError
 PLATFORMS = {"pallas_gpu": "gpu", "pallas_tpu": "tpu"}
 """The platform of each fused backend."""
 LANES = 128
-"""The width of a TPU's registers: lengths are padded to multiples."""
-MAX_SCORES = 2**18
-"""Upper bound of the scores in one block on TPUs: 1 MiB in float32."""
-MAX_KEYS = MAX_SCORES // LANES
-"""The longest row of keys on TPUs."""
+"""The width of a TPU's registers: longer rows are padded to multiples."""
+SUBLANES = 32
+"""The height of a TPU's registers, for numbers of 8 bits: short rows are padded to multiples."""
+MAX_KEYS = 1024
+"""The longest row of keys on TPUs: the scores of a block, in float32, are in fast memory."""
 
 
 class AttentionCase(NamedTuple):

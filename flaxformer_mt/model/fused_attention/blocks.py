@@ -115,14 +115,21 @@ def padded(x: Array, axis: int, multiple: int) -> Array:
     return x if not missing else jnp.pad(x, [(0, missing * (a == axis)) for a in range(x.ndim)])
 
 
-def padded_operands(operands: Operands, multiple: int) -> Operands:
-    """Appends hidden keys, and queries that attend to nothing, up to a multiple of both lengths."""
+def padded_operands(operands: Operands, queries: int, keys: int) -> Operands:
+    """Appends queries that attend to nothing, and hidden keys, up to multiples."""
 
     def both(x: Array | None) -> Array | None:
-        return None if x is None else padded(padded(x, 2, multiple), 3, multiple)
+        return None if x is None else padded(padded(x, 2, queries), 3, keys)
 
-    padded_rows = Operands(*(padded(x, 1, multiple) for x in operands[:5]))
-    return padded_rows._replace(bias=both(operands.bias), kept=both(operands.kept))
+    return Operands(
+        padded(operands.query, 1, queries),
+        padded(operands.key, 1, keys),
+        padded(operands.value, 1, keys),
+        padded(operands.query_segments, 1, queries),
+        padded(operands.key_segments, 1, keys),
+        both(operands.bias),
+        both(operands.kept),
+    )
 
 
 def like(x: Array, dtype: Any = None) -> jax.ShapeDtypeStruct:

@@ -59,7 +59,7 @@ def saved_specs(vectors: PartitionSpec, pairs: PartitionSpec) -> Saved:
 def forward(operands: Operands, *, form: Form) -> tuple[Array, Saved]:
     """Computes the context [B, T, H, K] in the dtype of the query, and what `backward` needs."""
     length = operands.query.shape[1]
-    operands = padded_operands(operands, BLOCK)
+    operands = padded_operands(operands, BLOCK, BLOCK)
     rows, queries, heads, width = operands.query.shape
     keys = operands.key.shape[1]
     # The programs of one row and head are neighbours: they read the same keys.
@@ -97,7 +97,7 @@ def backward(
 ) -> tuple[Array, Array, Array]:
     """Computes the gradients of query, key and value from that of the context [B, T, H, K]."""
     lengths = operands.query.shape[1], operands.key.shape[1]
-    operands = padded_operands(operands, BLOCK)
+    operands = padded_operands(operands, BLOCK, BLOCK)
     context, gradient = (padded(x, 1, BLOCK) for x in (saved.context, gradient))
     rows, queries, heads, width = operands.query.shape
     keys = operands.key.shape[1]

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu
 from jax.sharding import PartitionSpec
 
-from flaxformer_mt.model.fused_attention.backends import LANES, MAX_SCORES, heads_per_block
+from flaxformer_mt.model.fused_attention.backends import LANES, MAX_KEYS, SUBLANES, heads_per_block
 from flaxformer_mt.model.fused_attention.blocks import (
     LOWEST,
     Form,
@@ -83,12 +83,17 @@ def backward(
         ),
         interpret=form.interpret,
         name="attention_backward",
-    )(operands, padded(_joined(gradient), 1, LANES))
+    )(operands, padded(_joined(gradient), 1, _multiple(gradient)))
     return (
         of_query[:, : shape[1]].reshape(shape),
         of_key[:, : key_shape[1]].reshape(key_shape),
         of_value[:, : key_shape[1]].reshape(key_shape),
     )
+
+
+def _multiple(x: Array) -> int:
+    """Returns what the length of [B, T, H, K] is padded to multiples of."""
+    return LANES if x.shape[1] > LANES else SUBLANES
 
 
 def _joined(x: Array) -> Array:
@@ -98,7 +103,7 @@ def _joined(x: Array) -> Array:
 
 def _in_kernel_layout(operands: Operands) -> Operands:
     """Joins heads, pads lengths, and gives rows of segments two axes, as registers have."""
-    operands = padded_operands(operands, LANES)
+    operands = padded_operands(operands, _multiple(operands.query), _multiple(operands.key))
     return operands._replace(
         query=_joined(operands.query),
         key=_joined(operands.key),
@@ -117,11 +122,11 @@ def _specs_and_grid(
     together = heads_per_block(*shape[2:])
     assert together is not None  # `refusal` has checked it.
     lanes = together * shape[3]
+    # The longest block whose scores are no more than those of LANES queries and MAX_KEYS keys.
     block = queries
-    while block * keys > MAX_SCORES and block % (2 * LANES) == 0:
-        block //= 2
-    if block * keys > MAX_SCORES:
-        block = LANES
+    if block > LANES:
+        most = MAX_KEYS * LANES // keys
+        block = max(b for b in range(LANES, queries + 1, LANES) if queries % b == 0 and b <= most)
 
     def pair_spec(array: Array | None) -> pl.BlockSpec | None:
         if array is None:
