@@ -50,7 +50,7 @@ SIZES = {
             d_ff=8192,
             num_encoder_layers=8,
             num_decoder_layers=8,
-            remat=True,
+            remat="full",
         ),
         rows=32,
     ),

@@ -338,3 +338,11 @@ def test_configurations_of_earlier_versions_load():
     assert experiment.train.seed == 2**32
     assert experiment.data.train_corpora == (CorpusConfig(path="b", weight=2),)
     assert configuration.from_json(configuration.to_json(experiment)) == experiment
+
+
+def test_values_of_earlier_versions_are_read():
+    config = ExperimentConfig()
+    for before, now in ((False, "none"), (True, "full"), ("products", "products")):
+        values = configuration.to_dict(config)
+        values["model"]["remat"] = before
+        assert configuration.from_dict(values).model.remat == now

@@ -14,7 +14,7 @@ import enum
 import functools
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypeVar
 
 from flaxformer_mt.errors import UserError
@@ -132,6 +132,7 @@ def option(
     below: float | None = None,
     limit: float | None = None,
     also: float | None = None,
+    formerly: Mapping[Any, T] | None = None,
 ) -> T:
     """Declares a field of a configuration dataclass.
 
@@ -145,6 +146,7 @@ def option(
       limit: an upper bound, instead of `highest`, that only catches mistyped numbers; by default
         `MAX_INTEGER` or `MAX_NUMBER`.
       also: a number that is valid besides the interval.
+      formerly: today's value for each value that files of earlier versions have, if it differs.
 
     Returns:
       The dataclass field, typed as the default.
@@ -154,11 +156,12 @@ def option(
     """
     if not roles:
         raise TypeError("a configuration field needs a role")
+    metadata: dict[str, Any] = {"roles": frozenset(roles), "formerly": formerly or {}}
     lower = above if lowest is None else lowest
     if lower is None:
         if _is_number(default):
             raise TypeError("a configuration field of numbers needs a lower bound")
-        return dataclasses.field(default=default, metadata={"roles": frozenset(roles)})
+        return dataclasses.field(default=default, metadata=metadata)
     default_limit = MAX_NUMBER if isinstance(default, float) else MAX_INTEGER
     upper = highest if below is None else below
     bounds = Bounds(
@@ -169,9 +172,7 @@ def option(
         also=() if also is None else (also,),
         is_limit=upper is None,
     )
-    return dataclasses.field(
-        default=default, metadata={"roles": frozenset(roles), "bounds": bounds}
-    )
+    return dataclasses.field(default=default, metadata={**metadata, "bounds": bounds})
 
 
 def _is_number(value: Any) -> bool:
@@ -192,6 +193,14 @@ def roles_of(field: dataclasses.Field[Any]) -> frozenset[FieldRole]:
 def bounds_of(field: dataclasses.Field[Any]) -> Bounds | None:
     """Returns the bounds of the field's numbers; None if it holds no numbers."""
     return field.metadata.get("bounds")
+
+
+def current_value(field: dataclasses.Field[Any], value: Any) -> Any:
+    """Returns what a value that a file has for the field is called today."""
+    former = field.metadata.get("formerly", {})  # Groups of fields are not declared with `option`.
+    return next(
+        (new for old, new in former.items() if type(old) is type(value) and old == value), value
+    )
 
 
 def names_with(kind: type, *roles: FieldRole) -> frozenset[str]:

@@ -154,18 +154,22 @@ class TransformerConfig:
     """Data type of the computation. Softmax, norms and losses use at least float32."""
     param_dtype: Literal["float32", "float64"] = option("float32", FieldRole.NUMERICS)
     """Data type of the parameters."""
-    scan_layers: bool = option(True, FieldRole.NUMERICS)
-    """Run each stack as one compiled loop over its layers (compiles faster); False unrolls it.
-    The parameters are the same."""
+    scan_layers: Literal["auto", True, False] = option("auto", FieldRole.NUMERICS)
+    """Run each stack as one compiled loop over its layers, which compiles faster; False unrolls it,
+    so that nothing is copied into and out of the loop. auto: loops on CPUs, no loops elsewhere. The
+    parameters are the same."""
     attention_backend: Literal["auto", "einsum", "pallas_gpu", "pallas_tpu"] = option(
         "auto", FieldRole.NUMERICS
     )
     """How attention is computed in whole passes. einsum: by XLA, with its weights in memory;
     pallas_gpu, pallas_tpu: in one kernel that never writes them (on CPUs it is interpreted, for
     tests); auto: the kernel of the platform where it can, einsum on CPUs."""
-    remat: bool = option(False, FieldRole.RUNNING)
-    """Recompute the activations inside each layer in the backward pass instead of storing them:
-    less memory, a third more computation, the same results."""
+    remat: Literal["none", "products", "full"] = option(
+        "none", FieldRole.RUNNING, formerly={False: "none", True: "full"}
+    )
+    """Which activations of a layer are computed again in the backward pass instead of stored, with
+    the same results. none; products: all but the products of matrices and the attention, for
+    little time; full: all, with the least memory and a third more computation."""
 
     def __post_init__(self) -> None:
         validate(self, "model")

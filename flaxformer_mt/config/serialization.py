@@ -10,6 +10,7 @@ from flaxformer_mt.config.fields import (
     Bounds,
     bounds_of,
     check_value,
+    current_value,
     items_of,
     require,
     shown,
@@ -29,7 +30,8 @@ def from_dict(values: dict[str, Any], kind: type = ExperimentConfig, prefix: str
     """Makes a configuration from nested dictionaries; the inverse of `to_dict`.
 
     Args:
-      values: by field name; absent fields get their defaults.
+      values: by field name; absent fields get their defaults, and values of earlier versions
+        their names of today.
       kind: the configuration class.
       prefix: of field names in messages: "model.".
 
@@ -43,7 +45,12 @@ def from_dict(values: dict[str, Any], kind: type = ExperimentConfig, prefix: str
     hints = type_hints(kind)
     return kind(
         **{
-            name: _from_json_value(value, hints[name], bounds_of(fields[name]), f"{prefix}{name}")
+            name: _from_json_value(
+                current_value(fields[name], value),
+                hints[name],
+                bounds_of(fields[name]),
+                f"{prefix}{name}",
+            )
             for name, value in values.items()
         }
     )

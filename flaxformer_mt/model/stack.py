@@ -1,12 +1,15 @@
 """Stacks of L layers with one parameter layout, run as a loop or unrolled."""
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from flax import linen as nn
+from jax.extend.core import Primitive
 
 from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.model.logical_axes import mesh_platform
 
 
 def stack(
@@ -18,13 +21,14 @@ def stack(
     """Creates a module that applies `layer` `num_layers` times, each with its own parameters.
 
     Parameters have a leading axis L. `config.scan_layers` chooses between one compiled loop body
-    (`lax.scan`) and L copies of it; parameters are the same, and results up to rounding. The loop
-    is the default, because it compiles faster and its steps are no slower: with 6 + 6 layers of
-    width 256 on two CPU cores it took 13 s instead of 39 s to compile a training step and 0.91 of
-    the time to run it (`benchmarks/layer_stack.py`).
+    (`lax.scan`) and L copies of it; parameters are the same, and results up to rounding. On CPUs
+    the loop is the default, because it compiles faster and its steps are no slower: with 6 + 6
+    layers of width 256 on two CPU cores it took 13 s instead of 39 s to compile a training step and
+    0.91 of the time to run it (`benchmarks/layer_stack.py`). GPUs and TPUs would spend a quarter of
+    a step on copying what the loop keeps for the backward pass into and out of stacked arrays.
 
-    With `config.remat`, training stores only the inputs of each layer, and recomputes its
-    intermediate values in the backward pass (Chen et al. 2016).
+    `config.remat` names what training stores of each layer; the rest is computed again in the
+    backward pass (Chen et al. 2016). Inputs of layers are always stored.
 
     Args:
       layer: its methods map (carry, *arguments) to (carry, output); outputs are stacked along L.
@@ -33,15 +37,17 @@ def stack(
       methods: for each method of the layer, whether each argument has the axis L (0) or is the
         same for all layers (`nn.broadcast`).
     """
-    if config.remat:
+    is_loop = mesh_platform() == "cpu" if config.scan_layers == "auto" else config.scan_layers
+    if config.remat != "none":
         # Python bools are traced unless they are declared static.
         names = list(inspect.signature(layer.__call__).parameters)
         flags = tuple(names.index(name) for name in ("deterministic", "return_attention"))
         # In unrolled layers, XLA would merge the second computation with the first.
         layer = nn.remat(
             layer,
-            prevent_cse=not config.scan_layers,
+            prevent_cse=not is_loop,
             static_argnums=flags,
+            policy=_POLICIES[config.remat],
             methods=["__call__"],
         )
     return nn.scan(
@@ -54,11 +60,22 @@ def stack(
                 "split_rngs": {"params": True, "dropout": True},
                 "in_axes": in_axes,
                 "length": num_layers,
-                "unroll": 1 if config.scan_layers else max(num_layers, 1),
+                "unroll": 1 if is_loop else max(num_layers, 1),
             }
             for name, in_axes in methods.items()
         },
     )(config)
+
+
+def _is_product(primitive: Primitive, *_: Any, **params: Any) -> bool:
+    """Whether an operation multiplies all positions by a matrix, or is fused attention."""
+    if primitive.name == "dot_general":
+        _, batch_axes = params["dimension_numbers"]
+        return batch_axes == ((), ())
+    return primitive.name == "pallas_call"
+
+
+_POLICIES: dict[str, Callable[..., bool] | None] = {"products": _is_product, "full": None}
 
 
 def layer_variables(layers: nn.Module, num_layers: int) -> list[Any]:

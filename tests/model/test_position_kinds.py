@@ -290,7 +290,7 @@ def test_packed_rows_equal_separate_rows(float64, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_loop_unrolled_and_remat_agree_and_all_gradients_are_finite(float64, kind):
     results = []
-    for layout in ({}, {"scan_layers": False}, {"remat": True}):
+    for layout in ({}, {"scan_layers": False}, {"remat": "full"}, {"remat": "products"}):
         model, params = of(kind, **layout)
 
         @compiled

@@ -156,8 +156,9 @@ CONFIG = TransformerConfig(
 def test_remat_changes_memory_and_nothing_else():
     tokens = jnp.asarray(np.random.default_rng(0).integers(3, 20, (8, 16)), jnp.int32)
     results, memory = [], []
-    for remat in (False, True):
-        model = Transformer(dataclasses.replace(CONFIG, remat=remat))
+    for remat, scan_layers in (("none", True), ("products", True), ("full", True), ("full", False)):
+        config = dataclasses.replace(CONFIG, remat=remat, scan_layers=scan_layers)
+        model = Transformer(config)
 
         def loss(params, model=model):
             logits = model.apply(
@@ -173,5 +174,8 @@ def test_remat_changes_memory_and_nothing_else():
         step = jax.jit(jax.value_and_grad(loss)).lower(params).compile()
         results.append((params, step(params)))
         memory.append(step.memory_analysis().temp_size_in_bytes)
-    chex.assert_trees_all_close(*results, rtol=1e-5, atol=1e-5)
-    assert memory[1] < 0.7 * memory[0]
+    for other in results[1:]:
+        chex.assert_trees_all_close(results[0], other, rtol=1e-5, atol=1e-5)
+    none, products, full, _ = memory
+    assert full < 0.7 * none
+    assert full < products < none
