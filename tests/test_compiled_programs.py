@@ -157,6 +157,26 @@ def test_collectives_of_a_gpu():
     assert total.sent == 2 * 4 * 4 / 2
 
 
+def test_a_scatter_that_a_tpu_writes_as_a_sum():
+    program = """\
+HloModule jit_step
+
+%all-reduce-scatter.1 (x: f32[16,8]) -> f32[4,8] {
+  %x = f32[16,8]{1,0:T(8,128)} parameter(0)
+  %sum = f32[16,8]{1,0:T(8,128)} all-reduce(%x), channel_id=1, replica_groups={{0,1,2,3}}
+  ROOT %shard = f32[4,8]{1,0:T(8,128)} dynamic-slice(%sum, %x, %x), dynamic_slice_sizes={4,8}
+}
+
+ENTRY %main (x: f32[16,8]) -> f32[4,8] {
+  %x = f32[16,8]{1,0:T(8,128)} parameter(0)
+  ROOT %out = f32[4,8]{1,0:T(8,128)} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.1
+}
+"""
+    [scatter] = collectives(parse(program))
+    assert scatter.kind == "reduce-scatter"
+    assert scatter.sent == 3 / 4 * 16 * 8 * 4
+
+
 def test_an_operation_in_several_steps_is_one():
     [gather] = collectives(parse(TPU))
     assert gather.is_asynchronous

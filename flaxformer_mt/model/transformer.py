@@ -73,8 +73,9 @@ class Embedding(nn.Module):
     def __call__(self, tokens: Array) -> Array:
         """Looks up the vectors [B, T, D] of tokens [B, T]; ids outside the vocabulary give NaN."""
         c = self.config
-        table = self.embedding.astype(jnp.dtype(c.dtype))
-        vectors = jnp.take(table, jnp.where(tokens == ZERO_VECTOR, 0, tokens), axis=0)
+        # Rounded only now, so that the gradients of all tokens are added up in the table's dtype.
+        vectors = jnp.take(self.embedding, jnp.where(tokens == ZERO_VECTOR, 0, tokens), axis=0)
+        vectors = vectors.astype(jnp.dtype(c.dtype))
         if c.bos_id == c.pad_id:
             # Padding is masked, except where it starts decoding: there the published code
             # (PyTorch's `padding_idx`) does not train its vector through the lookup.

@@ -238,6 +238,7 @@ _CALL = re.compile(
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _NAME = re.compile(r"%([\w.-]+)")
+_ASYNCHRONOUS = re.compile(r"async[-_]collective")  # The names that compilers for TPUs give.
 _CHANNEL = re.compile(r"channel_id=\d+")
 _ARRAY = re.compile(r"\b([a-z]+\d*[a-z\d]*)\[([\d,]*)\]")
 _SOURCE = re.compile(r'op_name="([^"]*)"')
@@ -310,18 +311,20 @@ def collectives(program: Program) -> list[Collective]:
         for instruction in program.functions[name].values():
             kind = instruction.opcode.removesuffix("-start")
             if kind in _RING:
-                channel = _CHANNEL.search(instruction.attributes)
-                key = channel[0] if channel else f"{name}/{instruction.name}"
                 # Compilers for TPUs divide an operation into steps, each beside other work.
+                channel = _CHANNEL.search(instruction.attributes) if is_asynchronous else None
+                key = channel[0] if channel else f"{name}/{instruction.name}"
+                scatters = kind == "all-reduce" and name.startswith("all-reduce-scatter")
                 if key not in found:
-                    found[key] = _collective(instruction, kind, times, is_asynchronous)
+                    found[key] = _collective(instruction, kind, times, is_asynchronous, scatters)
                 continue
-            starts = instruction.opcode == "async-start"
+            names = f"{instruction.name} {instruction.callees}"
+            starts = instruction.opcode == "async-start" or bool(_ASYNCHRONOUS.search(names))
             for callee in instruction.callees:
                 visit(
                     callee,
                     times * program.trip_count(instruction),
-                    is_asynchronous or starts or callee.startswith("async_collective"),
+                    is_asynchronous or starts,
                 )
 
     visit(program.entry, 1, False)
@@ -341,16 +344,18 @@ def sent_bytes(text: str) -> dict[str, int]:
 
 
 def _collective(
-    instruction: Instruction, kind: str, times: int, is_asynchronous: bool
+    instruction: Instruction, kind: str, times: int, is_asynchronous: bool, scatters: bool
 ) -> Collective:
     starts = instruction.opcode != kind
     size: float = array_bytes(instruction.result)
     n = _group_size(instruction.attributes)
-    # The start of an asynchronous operation also returns its operand.
-    if starts and kind == "all-gather":
-        size = size * n / (n + 1)
-    elif starts and kind == "collective-permute":
+    # The start of an asynchronous operation also returns its operand, except for all-reduce.
+    if starts and kind in ("all-gather", "reduce-scatter"):
+        size = size * (n if kind == "all-gather" else 1) / (n + 1)
+    elif starts and kind in ("all-to-all", "collective-permute"):
         size = size / 2
+    if scatters:  # Compilers for TPUs write it as an all-reduce of which each device takes a shard.
+        kind, size = "reduce-scatter", size / n
     waits = '"is_sync":true' in instruction.attributes
     return Collective(
         kind,

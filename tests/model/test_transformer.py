@@ -13,7 +13,7 @@ from packed_rows import check_packed_rows
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.model.cache import reorder_cache
-from flaxformer_mt.model.transformer import Transformer
+from flaxformer_mt.model.transformer import Embedding, Transformer
 
 TINY = TransformerConfig(
     source_vocab_size=23,
@@ -217,6 +217,18 @@ def test_bfloat16_keeps_parameters_and_logits_in_float32():
     assert {leaf.dtype for leaf in jax.tree.leaves(variables)} == {jnp.dtype("float32")}
     exact = Compiled(TINY).apply(variables, source, target)
     assert 0 < float(jnp.abs(logits - exact).max()) < 0.2
+
+
+def test_gradients_of_embeddings_are_added_up_in_float32():
+    config = dataclasses.replace(TINY, dtype="bfloat16", scale_embeddings=False)
+    embedding, tokens = Embedding(config, 4), jnp.full((1, 1025), 3)
+    variables = embedding.init(jax.random.key(0), tokens)
+
+    def total(variables):
+        return jnp.sum(embedding.apply(variables, tokens), dtype=jnp.float32)
+
+    gradient = jax.grad(total)(variables)["params"]["embedding"]
+    np.testing.assert_array_equal(gradient[3], 1025)  # bfloat16 cannot count beyond 256
 
 
 def test_float64_has_no_float32_inside(float64):

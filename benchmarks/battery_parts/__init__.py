@@ -1,1 +1,0 @@
-"""The parts of `benchmarks/battery.py`; each has a function `run(options)` that returns JSON."""
