@@ -1,0 +1,143 @@
+"""Trains a recipe, averages checkpoints, translates its test sets and scores them."""
+
+import contextlib
+import dataclasses
+import json
+import platform
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from sacrebleu.metrics import BLEU, CHRF
+
+from flaxformer_mt import experiment
+from flaxformer_mt.config import ExperimentConfig
+from flaxformer_mt.decoding.translator import Translator
+from flaxformer_mt.runs.averaging import average_run
+from flaxformer_mt.runs.metrics_file import read_metrics
+from reproduction.recipes import Recipe
+from reproduction.texts import prepare_multi30k, read_lines
+
+NUM_BOOTSTRAP_SAMPLES = 1000
+
+
+def run(
+    name: str, recipe: Recipe, data: Path, out: Path, seed: int, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Trains a recipe, or continues it, and scores it.
+
+    Args:
+      name: of the recipe.
+      recipe: what to train.
+      data: the folder of the raw corpora.
+      out: run folders, prepared text and translations go there.
+      seed: of initial values, dropout and the order of the data.
+      options: fields of `TrainConfig` to replace, to try a recipe out; usually none.
+
+    Returns:
+      JSON values: scores by test set, the number of steps, hours, and what they rest on.
+    """
+    config = recipe.config()
+    text = None
+    if recipe.corpus:
+        text = out / "text" / f"{recipe.corpus}-{'tokenized' if recipe.tokenized else 'raw'}"
+        languages = (config.data.source_language, config.data.target_language)
+        prepare_multi30k(data / recipe.corpus, text, languages, recipe.tokenized)
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, path=str(text)))
+    train = dataclasses.replace(config.train, seed=seed, **options)
+    config = dataclasses.replace(config, train=train)
+
+    workdir = out / f"{name}-seed{seed}"
+    seconds = out / f"{workdir.name}.seconds"
+    with _timed(seconds):
+        trained = experiment.train(config, workdir)
+    scored = workdir
+    if recipe.averaged > 1:
+        scored = out / f"{name}-seed{seed}-mean"
+        if not scored.exists():
+            average_run(workdir, scored, recipe.averaged, "last")
+    rows = read_metrics(workdir / "metrics.jsonl")
+    training = [row for row in rows if row["split"] == "train"]
+    return {
+        "name": name,
+        "seed": seed,
+        "commit": _commit(),
+        "device": _device(),
+        "steps": training[-1]["step"],
+        "hours": sum(map(float, read_lines(seconds))) / 3600,
+        "validation_loss": min(row["loss"] for row in rows if row["split"] == "valid"),
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(trained.model("last").params)),
+        "scores": _scores(recipe, config, scored, text, workdir),
+    }
+
+
+def _scores(
+    recipe: Recipe, config: ExperimentConfig, run: Path, text: Path | None, workdir: Path
+) -> dict[str, Any]:
+    if text is None:
+        (test,) = [row for row in read_metrics(workdir / "metrics.jsonl") if row["split"] == "test"]
+        return {"test": {"bleu": test["bleu"], "signature": test["bleu_signature"]}}
+    translator = Translator.from_run(run, "last")
+    languages = config.data.source_language, config.data.target_language
+    scores = {}
+    for test in recipe.tests:
+        sources, references = (read_lines(text / f"{test}.{language}") for language in languages)
+        start = time.perf_counter()
+        hypotheses = translator.translate(sources)
+        seconds = time.perf_counter() - start
+        (run / f"{test}.hypotheses").write_text("".join(f"{line}\n" for line in hypotheses))
+        scores[test] = score(hypotheses, references, recipe.tokenized) | {"seconds": seconds}
+    return scores
+
+
+def score(hypotheses: Sequence[str], references: Sequence[str], tokenized: bool) -> dict[str, Any]:
+    """Computes BLEU with a bootstrap interval of 95%, and chrF.
+
+    Args:
+      hypotheses: translations.
+      references: one for each.
+      tokenized: the text is tokenised already; BLEU is then that of Moses' multi-bleu.perl.
+    """
+    bleu = BLEU(tokenize="none" if tokenized else None, force=tokenized)
+    result: Any = bleu.corpus_score(hypotheses, [references], n_bootstrap=NUM_BOOTSTRAP_SAMPLES)
+    return {
+        "bleu": result.score,
+        "interval": result._ci,
+        "signature": str(bleu.get_signature()),
+        "chrf": CHRF().corpus_score(hypotheses, [references]).score,
+    }
+
+
+@contextlib.contextmanager
+def _timed(path: Path) -> Iterator[None]:
+    """Adds the time that the block takes to a file, which has a line for each part of a run."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        with path.open("a") as file:
+            file.write(f"{time.perf_counter() - start:.1f}\n")
+
+
+def _commit() -> str:
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=10"]
+    result = subprocess.run(
+        command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    )
+    return result.stdout.strip() or "unknown"
+
+
+def _device() -> str:
+    devices = jax.devices()
+    kind = devices[0].device_kind
+    if devices[0].platform == "cpu":
+        kind = f"{platform.machine()} CPU"
+    return f"{len(devices)} x {kind}"
+
+
+def write_json(path: Path, values: Any) -> None:
+    """Writes JSON values to a file."""
+    path.write_text(json.dumps(values, indent=1) + "\n")

@@ -1,0 +1,53 @@
+"""The ends of every number's bounds: a run of two steps, or one line that says why not."""
+
+import dataclasses
+import math
+
+import pytest
+from small_runs import flags
+
+from flaxformer_mt.cli import entry_points
+from flaxformer_mt.config.experiment import groups
+from flaxformer_mt.config.fields import bounds_of
+from flaxformer_mt.exit_codes import ExitCode
+from flaxformer_mt.runs.metrics_file import read_metrics
+
+pytestmark = pytest.mark.slow  # A run for each number.
+
+
+def ends(bounds, kind):
+    """The lowest and the highest valid number."""
+    if not isinstance(kind, float):
+        return bounds.lowest, bounds.highest
+    lowest, highest = float(bounds.lowest), float(bounds.highest)
+    return (
+        math.nextafter(lowest, math.inf) if bounds.excludes_lowest else lowest,
+        math.nextafter(highest, 0) if bounds.excludes_highest else highest,
+    )
+
+
+CASES = [
+    (f"--{group}.{field.name.replace('_', '-')}", end)
+    for group, kind in groups().items()
+    for field in dataclasses.fields(kind)
+    if bounds_of(field) and field.name != "num_steps"  # It is how long the run takes.
+    for end in ends(bounds_of(field), field.default)
+]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("option", "value"), CASES)
+def test_a_run_succeeds_or_says_why_not(text, tmp_path, capfd, option, value):
+    run = tmp_path / "run"
+    arguments = flags(text, run, "--train.num-steps=2", "--train.eval-every=2", f"{option}={value}")
+    code = entry_points.train(arguments)
+    error = capfd.readouterr().err
+    if code == ExitCode.SUCCESS:
+        figures = read_metrics(run / "metrics.jsonl")
+        assert {line["split"] for line in figures} >= {"train", "valid"}
+        losses = [line["loss"] for line in figures if "loss" in line]
+        assert all(map(math.isfinite, losses)), losses
+    else:
+        assert code == ExitCode.FAILURE
+        (line,) = [line for line in error.splitlines() if line.startswith("train.py: error: ")]
+        assert option.rpartition(".")[2].replace("-", "_") in line.replace("-", "_"), line
