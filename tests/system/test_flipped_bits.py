@@ -112,9 +112,23 @@ def flip(path, random_numbers):
 SOME = ("config.json", "tokenizer/*", "metrics.jsonl", "checkpoints/6/progress.json")
 
 
+PARTS = (
+    "*.json",
+    "metrics.jsonl",
+    "tokenizer/*",
+    "cache/**/*",
+    "checkpoints/**/*",
+    "tensorboard/*",
+)
+
+
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize(
     ("patterns", "count"),
-    [(SOME, 1), pytest.param(("**/*",), 200, marks=pytest.mark.slow)],
+    [
+        (SOME, 1),
+        *(pytest.param((part,), 200, marks=pytest.mark.slow, id=part) for part in PARTS),
+    ],
 )
 def test_each_is_named_or_has_no_effect(finished, text, tmp_path, caplog, patterns, count):
     start = Continuing(flags(text, finished, "--train.num-steps=6"), caplog)
