@@ -119,7 +119,7 @@ def test_json_that_is_not_a_configuration_is_rejected(text):
 @pytest.mark.parametrize(
     ("kind", "values", "message"),
     [
-        (TransformerConfig, {"dropout_rate": 1.0}, "model.dropout_rate=1.0: must be below 1"),
+        (TransformerConfig, {"dropout_rate": 1.0}, "model.dropout_rate=1.0: must be at most 0.99"),
         (TransformerConfig, {"source_vocab_size": 5, "target_vocab_size": 6}, "one vocabulary"),
         (TrainConfig, {"num_steps": 0}, "train.num_steps=0: must be at least 1"),
         (DecodeConfig, {"n_best": 9}, "decode.n_best=9 is more than decode.beam_size=4"),

@@ -41,21 +41,23 @@ class TransformerConfig:
     """U: width of each head's values; 0 = head_dim."""
     d_ff: int = option(2048, FieldRole.SHAPES, lowest=1, limit=MAX_WIDTH)
     """F: hidden width of the feed-forward network."""
-    num_encoder_layers: int = option(6, FieldRole.SHAPES, lowest=0, limit=MAX_LAYERS)
+    num_encoder_layers: int = option(6, FieldRole.SHAPES, lowest=1, limit=MAX_LAYERS)
     """Number of encoder layers."""
-    num_decoder_layers: int = option(6, FieldRole.SHAPES, lowest=0, limit=MAX_LAYERS)
+    num_decoder_layers: int = option(6, FieldRole.SHAPES, lowest=1, limit=MAX_LAYERS)
     """Number of decoder layers."""
     has_inputs: bool = option(True, FieldRole.ARCHITECTURE, FieldRole.TOKENS)
     """Whether the model has a source: False is a decoder-only language model, without encoder and
     cross-attention."""
 
-    dropout_rate: float = option(0.1, FieldRole.TRAINING, lowest=0, below=1)
+    dropout_rate: float = option(0.1, FieldRole.TRAINING, lowest=0, highest=0.99)
     """Dropout rate of each sub-layer's output, before it is added to the residual."""
-    embedding_dropout_rate: float = option(-1.0, FieldRole.TRAINING, lowest=0, below=1, also=-1)
+    embedding_dropout_rate: float = option(
+        -1.0, FieldRole.TRAINING, lowest=0, highest=0.99, also=-1
+    )
     """Dropout rate of the embeddings after positions are added; -1 = dropout_rate."""
-    attention_dropout_rate: float = option(0.0, FieldRole.TRAINING, lowest=0, below=1)
+    attention_dropout_rate: float = option(0.0, FieldRole.TRAINING, lowest=0, highest=0.99)
     """Dropout rate of the attention weights."""
-    activation_dropout_rate: float = option(0.0, FieldRole.TRAINING, lowest=0, below=1)
+    activation_dropout_rate: float = option(0.0, FieldRole.TRAINING, lowest=0, highest=0.99)
     """Dropout rate inside the feed-forward network, after the activation."""
 
     norm_position: Literal["post", "pre"] = option("post", FieldRole.ARCHITECTURE)

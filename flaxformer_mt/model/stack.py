@@ -60,7 +60,7 @@ def stack(
                 "split_rngs": {"params": True, "dropout": True},
                 "in_axes": in_axes,
                 "length": num_layers,
-                "unroll": 1 if is_loop else max(num_layers, 1),
+                "unroll": 1 if is_loop else num_layers,
             }
             for name, in_axes in methods.items()
         },

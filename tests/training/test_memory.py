@@ -99,7 +99,7 @@ def test_a_loss_in_parts_adds_up_its_gradient_once(setup):
     """With more columns the logits are made in more parts, and nothing more is sent."""
     tiny = setup.of(
         num_devices=8,
-        model={"source_vocab_size": 40_000, "target_vocab_size": 40_000, "num_encoder_layers": 0},
+        model={"source_vocab_size": 40_000, "target_vocab_size": 40_000, "num_encoder_layers": 1},
     )
     few, many = (
         step_cost(
