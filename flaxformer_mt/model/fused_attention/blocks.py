@@ -66,13 +66,15 @@ def visible_keys(
 
 
 def product(a: Array, b: Array, axes: tuple[int, int]) -> Array:
-    """Multiplies two matrices over one axis of each; sums in float32, exactly for float32."""
-    exact = a.dtype == jnp.float32
+    """Multiplies two matrices over one axis of each, and sums in float32.
+
+    Products of float32 are as exact as everywhere (`jax_default_matmul_precision`).
+    """
     return lax.dot_general(
         a,
         b,
         (((axes[0],), (axes[1],)), ((), ())),
-        precision=lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT,
+        precision=None if a.dtype == jnp.float32 else lax.Precision.DEFAULT,
         preferred_element_type=jnp.float32,
     )
 

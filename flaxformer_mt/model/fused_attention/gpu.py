@@ -84,7 +84,7 @@ def forward(operands: Operands, *, form: Form) -> tuple[Array, Saved]:
             like(operands.query),
             jax.ShapeDtypeStruct((rows, heads, queries), jnp.float32),
         ],
-        compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
+        compiler_params=_compiler_params(operands),
         interpret=form.interpret,
         name="attention_forward",
     )(operands)
@@ -122,11 +122,17 @@ def backward(
         in_specs=[specs, saved_specs, of_queries],
         out_specs=[of_queries, of_keys, of_keys],
         out_shape=[like(x) for x in operands[:3]],
-        compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
+        compiler_params=_compiler_params(operands),
         interpret=form.interpret,
         name="attention_backward",
     )(operands, Saved(context, saved.logsumexp), gradient)
     return of_query[:, : lengths[0]], of_key[:, : lengths[1]], of_value[:, : lengths[1]]
+
+
+def _compiler_params(operands: Operands) -> triton.CompilerParams:
+    # Wide heads in float32 would not fit into shared memory twice.
+    stages = 2 if operands.query.dtype.itemsize * operands.query.shape[3] <= 256 else 1
+    return triton.CompilerParams(num_warps=4, num_stages=stages)
 
 
 def _pair_spec(array: Array | None, queries: int, index: Any) -> pl.BlockSpec | None:
