@@ -59,11 +59,15 @@ def make_ours(task: dict[str, Any], beam_size: int, folder: Path) -> list[Decode
         length_penalty_kind="average",
         early_stopping="heuristic",
     )
+    length = task.get("length")
     batcher = ContinuousBatcher([(task["model"], task["params"])], config, scores=False)
 
     def decode(sources: Sequence[Tokens]) -> list[Tokens]:
         requests = [
-            Request(s, 0, int(MAX_LENGTH_FACTOR * (len(s) - 1)) + MAX_LENGTH_EXTRA) for s in sources
+            Request(s, length - 1, length)
+            if length
+            else Request(s, 0, int(MAX_LENGTH_FACTOR * (len(s) - 1)) + MAX_LENGTH_EXTRA)
+            for s in sources
         ]
         found = dict(batcher.decode(requests))
         return [list(found[index].tokens[0]) for index in range(len(sources))]
@@ -79,6 +83,8 @@ def make_transformers(task: dict[str, Any], beam_size: int, folder: Path) -> lis
     transformers.logging.set_verbosity_error()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = transformers.MarianMTModel.from_pretrained(folder / "huggingface").to(device).eval()
+    model.to(getattr(torch, task["model"].dtype))
+    length = task.get("length")
     pad_id, eos_id = model.config.pad_token_id, model.config.eos_token_id
 
     def with_batch_size(size: int) -> Decode:
@@ -98,7 +104,8 @@ def make_transformers(task: dict[str, Any], beam_size: int, folder: Path) -> lis
                         do_sample=False,
                         length_penalty=1.0,
                         early_stopping=False,
-                        max_length=LONGEST + 1,
+                        min_length=length + 1 if length else 0,
+                        max_length=(length or LONGEST) + 1,
                         bad_words_ids=[[pad_id]],
                         use_cache=True,
                     ).tolist()
@@ -171,7 +178,9 @@ def _as_text(token: int) -> str:
     return f"t{token}"
 
 
-def write_task(run_folder: Path, source: Path, count: int, folder: Path) -> None:
+def write_task(
+    run_folder: Path, source: Path, count: int, competitors: Sequence[str], folder: Path
+) -> None:
     """Tokenizes the sentences and writes the weights in each competitor's format."""
     import jax
 
@@ -188,17 +197,14 @@ def write_task(run_folder: Path, source: Path, count: int, folder: Path) -> None
     params = jax.device_get(run.params)
     task = {"model": model, "params": params, "sources": sources}
     (folder / "task.pickle").write_bytes(pickle.dumps(task))
-    write_peers(model, params, folder)
+    peer = write_transformers(model, params, folder)
+    if {"ctranslate2", "int8"} & set(competitors):
+        write_ctranslate2(peer, folder)
 
 
-def write_peers(model: Any, params: Any, folder: Path) -> None:
-    """Writes the weights as folders of Hugging Face and CTranslate2.
-
-    CTranslate2 gets names such as "t17" for token 17, so that no tokenizer is needed.
-    """
-    import torch
+def write_transformers(model: Any, params: Any, folder: Path) -> Any:
+    """Writes the weights as a folder of Hugging Face, and returns its model."""
     import transformers
-    from ctranslate2.converters import transformers as converters
     from safetensors.torch import load_file
 
     from flaxformer_mt import interop
@@ -225,6 +231,16 @@ def write_peers(model: Any, params: Any, folder: Path) -> None:
     peer.load_state_dict(load_file(folder / "weights.safetensors"), strict=False)
     peer.tie_weights()
     peer.save_pretrained(folder / "huggingface")
+    return peer
+
+
+def write_ctranslate2(peer: Any, folder: Path) -> None:
+    """Writes the weights of a model of Hugging Face as folders of CTranslate2.
+
+    It gets names such as "t17" for token 17, so that no tokenizer is needed.
+    """
+    import torch
+    from ctranslate2.converters import transformers as converters
 
     class Loader(converters.MarianMTLoader):
         """Supports start tokens with an embedding and any id, unlike published models."""
@@ -411,7 +427,9 @@ def main() -> None:
     results = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_task(arguments.run, arguments.source, arguments.sentences, folder)
+        write_task(
+            arguments.run, arguments.source, arguments.sentences, arguments.competitors, folder
+        )
         for beam_size in arguments.beams:
             results[beam_size] = measure(arguments.competitors, beam_size, arguments.rounds, folder)
             print_table(beam_size, results[beam_size])

@@ -49,6 +49,7 @@ class Size:
     d_ff: int
     num_heads: int
     steps: int
+    vocab: int = 8000
 
 
 SIZES = {
@@ -57,7 +58,7 @@ SIZES = {
     "BASE": Size(6, 512, 2048, 8, steps=1),
     "BIG": Size(6, 1024, 4096, 16, steps=1),
 }
-VOCAB, PAD, BOS, EOS = 8000, 0, 1, 2
+PAD, BOS, EOS = 0, 1, 2
 DROPOUT, SMOOTHING, LEARNING_RATE, BETAS, EPSILON = 0.1, 0.1, 3e-4, (0.9, 0.98), 1e-9
 
 # glibc hands large blocks back to the system and gets them anew, page by page, at every step.
@@ -80,6 +81,7 @@ class Task:
     row_length: int
     sources: list[np.ndarray]
     targets: list[np.ndarray]
+    matrix_side: int = 2048
 
     def batches_by_length(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Endless random batches [B, S], [B, T] of pairs of similar length, padded."""
@@ -111,8 +113,8 @@ def model_config(size: Size, dtype: str) -> Any:
     from flaxformer_mt.config import TransformerConfig
 
     return TransformerConfig(
-        source_vocab_size=VOCAB,
-        target_vocab_size=VOCAB,
+        source_vocab_size=size.vocab,
+        target_vocab_size=size.vocab,
         d_model=size.d_model,
         num_heads=size.num_heads,
         d_ff=size.d_ff,
@@ -307,7 +309,7 @@ def make_lean(task: Task, compiled: bool = False) -> Step:
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            self.table = nn.Parameter(torch.randn(VOCAB, size.d_model) * size.d_model**-0.5)
+            self.table = nn.Parameter(torch.randn(size.vocab, size.d_model) * size.d_model**-0.5)
             self.encoder = nn.ModuleList(Layer(False) for _ in range(size.layers))
             self.decoder = nn.ModuleList(Layer(True) for _ in range(size.layers))
             self.encoder_norm = nn.LayerNorm(size.d_model)
@@ -349,7 +351,7 @@ def make_marian(task: Task) -> Step:
     size = task.size
     marian = MarianMTModel(
         MarianConfig(
-            vocab_size=VOCAB,
+            vocab_size=size.vocab,
             d_model=size.d_model,
             encoder_layers=size.layers,
             decoder_layers=size.layers,
@@ -390,9 +392,8 @@ COMPETITORS = {
 }
 
 
-def matrix_peak(name: str, dtype: str) -> float:
-    """The best rate of a competitor's library at products of 2048 x 2048 matrices, in FLOP/s."""
-    side = 2048
+def matrix_peak(name: str, dtype: str, side: int) -> float:
+    """The best rate of a competitor's library at products of square matrices, in FLOP/s."""
     if name == "ours":
         import jax
         import jax.numpy as jnp
@@ -476,7 +477,7 @@ def serve(name: str, folder: Path) -> None:
         if command == "end":
             memory = peak_bytes(name)
             reply(
-                matrix_peak=matrix_peak(name, task.dtype),
+                matrix_peak=matrix_peak(name, task.dtype, task.matrix_side),
                 device_kind=device_kind(name),
                 peak_bytes=memory,
             )
@@ -550,7 +551,7 @@ def read_lines(folder: Path, name: str) -> list[str]:
     return content.decode("utf-8").splitlines()
 
 
-def write_text(data: Path, languages: tuple[str, str], folder: Path) -> None:
+def write_text(data: Path, languages: tuple[str, str], vocab: int, folder: Path) -> None:
     """Learns a joint vocabulary and writes the tokenised training text."""
     import sentencepiece
 
@@ -558,7 +559,7 @@ def write_text(data: Path, languages: tuple[str, str], folder: Path) -> None:
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([line for side in sides for line in side]),
         model_prefix=str(folder / "vocabulary"),
-        vocab_size=VOCAB,
+        vocab_size=vocab,
         model_type="bpe",
         pad_id=PAD,
         bos_id=BOS,
@@ -567,20 +568,60 @@ def write_text(data: Path, languages: tuple[str, str], folder: Path) -> None:
         minloglevel=2,
     )
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(folder / "vocabulary.model"))
+    encoded = [[[*sentence, EOS] for sentence in pieces.encode(side)] for side in sides]
+    write_tokens(*encoded, folder)
+
+
+def write_tokens(sources: list[list[int]], targets: list[list[int]], folder: Path) -> None:
+    """Writes the tokenised training text, with its end tokens."""
     arrays = {}
-    for name, side in zip(("sources", "targets"), sides, strict=True):
-        sentences = [[*sentence, EOS] for sentence in pieces.encode(side)]
+    for name, sentences in (("sources", sources), ("targets", targets)):
         arrays[f"{name}_tokens"] = np.array([t for s in sentences for t in s], np.int32)
         arrays[f"{name}_ends"] = np.cumsum([len(sentence) for sentence in sentences])
     np.savez(folder / "text.npz", **arrays)
 
 
+def write_task(
+    size: Size,
+    dtype: str,
+    batch_tokens: int,
+    row_length: int,
+    folder: Path,
+    matrix_side: int = 2048,
+) -> dict[str, Any]:
+    """Writes what the competitors are to do, besides the text; returns it."""
+    task = {
+        "size": dataclasses.asdict(size),
+        "dtype": dtype,
+        "batch_tokens": batch_tokens,
+        "row_length": row_length,
+        "matrix_side": matrix_side,
+    }
+    (folder / "task.json").write_text(json.dumps(task))
+    return task
+
+
 def measure(
-    size: Size, competitors: list[str], rounds: int, warm_up: int, folder: Path
+    size: Size,
+    competitors: list[str],
+    rounds: int,
+    warm_up: int,
+    folder: Path,
+    start_together: bool = False,
 ) -> dict[str, dict[str, Any]]:
-    """Lets the competitors take turns, and returns the measurements of each by its label."""
+    """Lets the competitors take turns, and returns the measurements of each by its label.
+
+    Args:
+      size: the model.
+      competitors: see `Competitor`.
+      rounds: the number of turns that count.
+      warm_up: the number of turns before.
+      folder: where text and task are.
+      start_together: compile at the same time; the times of compilation then include each other.
+    """
     with contextlib.ExitStack() as ends:
-        running = [ends.enter_context(Competitor(text, folder)) for text in competitors]
+        start = (Competitor(text, folder) for text in competitors)
+        running = [ends.enter_context(each) for each in (list(start) if start_together else start)]
         for number in range(warm_up + rounds):
             # Every second round goes the other way: nobody always follows the same one.
             for competitor in running if number % 2 else reversed(running):
@@ -678,15 +719,11 @@ def main() -> None:
     results = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_text(arguments.data, arguments.languages, folder)
+        write_text(arguments.data, arguments.languages, Size.vocab, folder)
         for size in arguments.sizes:
-            task = {
-                "size": dataclasses.asdict(SIZES[size]),
-                "dtype": arguments.dtype,
-                "batch_tokens": arguments.batch_tokens,
-                "row_length": arguments.row_length,
-            }
-            (folder / "task.json").write_text(json.dumps(task))
+            task = write_task(
+                SIZES[size], arguments.dtype, arguments.batch_tokens, arguments.row_length, folder
+            )
             results[size] = measure(
                 SIZES[size], arguments.competitors, arguments.rounds, arguments.warm_up, folder
             )

@@ -18,7 +18,7 @@ import functools
 import itertools
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +189,7 @@ def prepare(
     *,
     cache_folder: Path | None = None,
     write: bool = True,
+    check_languages: bool = True,
 ) -> "Experiment":
     """Builds the experiment of a new run, or of the run in a folder.
 
@@ -199,6 +200,8 @@ def prepare(
       workdir: the run folder.
       cache_folder: where tokens are stored; by default in the run folder.
       write: whether to write a new run's configuration, vocabulary and fingerprints.
+      check_languages: whether to check that the sides of a new run's corpora are not swapped, for
+        which Babel is imported.
 
     Raises:
       UserError: the folder holds another run, or the configuration or the data cannot be used.
@@ -216,7 +219,7 @@ def prepare(
         tokenizers = read_tokenizers(workdir)
         check_unchanged(workdir, corpora, tokenizers)
     else:
-        if given.model.has_inputs:
+        if given.model.has_inputs and check_languages:
             check_sides(corpora["train"], [*corpora["valid"], *corpora["test"]])
         path = tokenizer_path(given)
         if path:
@@ -391,6 +394,7 @@ def fit(
     workdir: Path,
     console: Console | None = None,
     interruption: Interruption | None = None,
+    writers: Sequence[Writer] | None = None,
 ) -> None:
     """Trains from the newest checkpoint, or from the start, and writes checkpoints and metrics.
 
@@ -399,14 +403,15 @@ def fit(
       workdir: its run folder.
       console: prints the progress.
       interruption: see `train`.
+      writers: receive the metrics, in the first process; by default `metrics.jsonl`, TensorBoard
+        and the console.
 
     Raises:
       UserError: see `loop.train`.
       Interrupted: a signal arrived, and everything is saved.
     """
     config, console = experiment.config.train, console or make_console()
-    writers: list[Writer] = []
-    if distributed.is_main():
+    if writers is None:
         writers = [
             JsonLinesWriter(workdir / METRICS, console.print),
             TensorBoardWriter(workdir / TENSORBOARD),
@@ -433,7 +438,7 @@ def fit(
                 evaluate=lambda params, step: experiment.validate(params, console.is_terminal),
                 schedule=experiment.schedule,
                 checkpointer=checkpointer,
-                writers=writers,
+                writers=writers if distributed.is_main() else (),
                 config=config,
                 devices=experiment.strategy.devices,
                 should_stop=should_stop,

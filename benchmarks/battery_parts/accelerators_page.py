@@ -1,0 +1,212 @@
+"""Writes docs/accelerators.md from the results of the battery and of the compilers."""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).parents[2] / "docs" / "accelerators.md"
+INTRODUCTION = """\
+# Accelerators
+
+What GPUs and TPUs do with the models. `benchmarks/battery.py` writes this page; change the program,
+not the page:
+
+    python benchmarks/battery.py --out DIR --data MULTI30K
+    python benchmarks/accelerators.py --config configs/wmt14_en_de_base.py --device h100 --json FILE
+    python benchmarks/battery.py --out DIR --write-docs --compilers FILE ...
+
+The first command needs a GPU and at most nine minutes. The second needs no device: it asks the
+compilers of the devices. MFU is the flops of the equations per second, padding not counted, divided
+by the peak for bfloat16 in `flaxformer_mt/accelerators.py`.
+"""
+NOT_RUN = "Not run on a device yet."
+
+
+def write(folder: Path, compilers: Sequence[Path]) -> None:
+    """Writes the page.
+
+    Args:
+      folder: where the battery has written its results, all, some or none of them.
+      compilers: what `benchmarks/accelerators.py --json` has written.
+    """
+    measured = [json.loads(path.read_text(encoding="utf-8")) for path in compilers]
+    lines = [INTRODUCTION, *_compilers(measured), *_devices(folder)]
+    PAGE.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+
+
+def _compilers(measured: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """The section of the compilers."""
+    yield "## What the compilers say\n"
+    yield (
+        "A step of training or decoding, compiled for the device. The bound is the least time\n"
+        "that the program can take: kernel by kernel, the larger of its products at the peak rate\n"
+        "and its bytes at the peak bandwidth, without launches. It is a property of the program,\n"
+        "not a measurement; the last column is the share of the peak at the bound.\n"
+    )
+    if not measured:
+        yield "Not compiled yet.\n"
+        return
+    yield from _table(
+        "step",
+        "configuration",
+        "device",
+        "mesh",
+        "positions per device",
+        "bound",
+        "kernels",
+        "moved",
+        "temporary memory",
+        "share of peak",
+    )
+    for results in measured:
+        for name, step in results.items():
+            mesh = " x ".join(f"{axis} {n}" for axis, n in step["mesh"].items() if n > 1)
+            is_training = name == "training"
+            yield _row(
+                name,
+                Path(step["config"]).stem,
+                f"{step['device']} {step['topology']}",
+                (mesh if is_training else "") or "one device",
+                f"{step['target_positions_per_device']:,}" if is_training else "",
+                f"{step['bound'] * 1e3:,.2f} ms",
+                f"{step['kernels']:,}",
+                f"{step['bytes'] / 1e9:,.2f} GB",
+                f"{step['temporary'] / 2**30:,.2f} GiB",
+                f"{step['share_of_peak']:.1%}",
+            )
+    yield ""
+
+
+def _devices(folder: Path) -> Iterator[str]:
+    """The sections of the battery's parts."""
+    for name, (title, describe) in PARTS.items():
+        yield f"## {title}\n"
+        path = folder / f"{name}.json"
+        if not path.exists():
+            yield f"{NOT_RUN}\n"
+            continue
+        part = json.loads(path.read_text(encoding="utf-8"))
+        if part["status"] != "done":
+            yield f"{part['status'].capitalize()} after {part['seconds']:.0f} s: {part['reason']}\n"
+        if "results" not in part:
+            continue
+        versions = part["device"]
+        yield (
+            f"{versions['device_kind']}, jax {versions['jax']}, torch {versions['torch']}, "
+            f"transformers {versions['transformers']}; {part['seconds']:.0f} s.\n"
+        )
+        yield from describe(part["results"])
+        yield ""
+
+
+def _parity(results: dict[str, Any]) -> Iterator[str]:
+    yield from _table(
+        "family", "logits, float32", "gradients", "bfloat16 from float32", "the same on the CPU"
+    )
+    for name, row in results["families"].items():
+        exact, narrow = row["float32"], row["bfloat16"]
+        yield _row(
+            name,
+            _small(exact["logits"]),
+            _small(exact["gradients"]),
+            _small(narrow["device"]),
+            _small(narrow["cpu"]),
+        )
+
+
+def _attention(results: dict[str, Any]) -> Iterator[str]:
+    yield from _table("dtype", "backend", "largest difference from einsum", "forward and backward")
+    for dtype, rows in results.items():
+        for backend, row in rows.items():
+            if "not_here" in row:
+                yield _row(dtype, backend, row["not_here"], "")
+            else:
+                apart = _small(row.get("largest_difference"))
+                yield _row(dtype, backend, apart, f"{row['milliseconds']:.2f} ms")
+
+
+def _training(results: dict[str, Any]) -> Iterator[str]:
+    yield from _table(
+        "model", "program", "target tokens/s", "ours is faster by", "MFU", "memory", "first step"
+    )
+    for size, rows in results.items():
+        for name, row in rows.items():
+            yield _row(
+                size,
+                name,
+                f"{row['target_tokens_per_second']:,.0f}",
+                f"{row['ratio']:.2f}",
+                f"{row['mfu']:.1%}" if "mfu" in row else "unknown peak",
+                f"{row['peak_bytes'] / 2**30:,.1f} GiB",
+                f"{row['first_step_seconds']:.0f} s",
+            )
+
+
+def _decoding(results: dict[str, Any]) -> Iterator[str]:
+    yield from _table("search", "program", "sentences/s", "ours is faster by", "same translations")
+    for search, rows in results.items():
+        for name, row in rows.items():
+            yield _row(
+                search.replace("_", " "),
+                name,
+                f"{row['sentences_per_second']:,.1f}",
+                f"{row['ratio']:.2f}",
+                f"{row['same_translations']:.1%}",
+            )
+
+
+def _training_run(results: dict[str, Any]) -> Iterator[str]:
+    last = results["last_metrics"]
+    share = f", MFU {last['mfu']:.1%}" if "mfu" in last else ""
+    yield (
+        f"Corpus: {results['corpus']}. {results['steps']:,} steps in "
+        f"{results['seconds_of_training']:.0f} s with validations, the last ones at "
+        f"{last['target_tokens_per_second']:,.0f} target tokens/s{share}."
+    )
+    if "test" in results:
+        test = results["test"]
+        yield (
+            f"\nTest corpus, checkpoint of step {results['best_step']:,}: BLEU {test['bleu']:.2f}, "
+            f"chrF {test['chrf']:.2f} [{test['bleu_signature']}]."
+        )
+
+
+def _continuing(results: dict[str, Any]) -> Iterator[str]:
+    yield from _table(
+        "operations", "compared with an undisturbed run", "parameters that differ", "by at most"
+    )
+    for operations, pairs in results.items():
+        for name, row in pairs.items():
+            apart = row["parameters_that_differ"]
+            yield _row(
+                operations.replace("_", " "),
+                name,
+                f"{len(apart)}",
+                _small(row["largest_difference"]) if apart else "0, equal to the bit",
+            )
+
+
+PARTS: dict[str, tuple[str, Callable[[dict[str, Any]], Iterator[str]]]] = {
+    "parity": ("Parity with PyTorch", _parity),
+    "attention": ("Fused attention", _attention),
+    "training_speed": ("Training speed", _training),
+    "decoding_speed": ("Decoding speed", _decoding),
+    "training_run": ("A run to its end", _training_run),
+    "continuing": ("A run that was killed and continued", _continuing),
+}
+"""The title of each part's section, and what it says of the results."""
+
+
+def _table(*names: str) -> Iterator[str]:
+    yield _row(*names)
+    yield _row(*["---"] * len(names))
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _small(value: float | None) -> str:
+    return "" if value is None or math.isnan(value) else f"{value:.1e}"

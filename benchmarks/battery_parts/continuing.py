@@ -1,0 +1,132 @@
+"""A run that is killed and continued, beside one that was not: bit for bit, or how far apart.
+
+Two runs that nobody disturbs are compared as well: if they differ, operations of the device are not
+deterministic, and what continuing adds cannot be told from that. Then all is repeated with
+`--xla_gpu_deterministic_ops`, which leaves only what continuing does.
+"""
+
+import dataclasses
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from battery_parts.options import Options, finish, start
+
+
+def run(options: Options) -> Iterator[dict[str, Any]]:
+    """Compares the runs; with deterministic operations they must be equal.
+
+    Raises:
+      RuntimeError: they are not.
+    """
+    results = {"as_usual": compare(options, "")}
+    yield results
+    if not options.tiny:
+        results["deterministic"] = compare(options, "--xla_gpu_deterministic_ops=true")
+        yield results
+    last = list(results.values())[-1]
+    if last["continued"]["parameters_that_differ"]:
+        raise RuntimeError("the continued run differs though operations are deterministic")
+
+
+def compare(options: Options, flags: str) -> dict[str, Any]:
+    """Trains a run, another one like it, and one that is killed and continued."""
+    root = options.out / f"continuing{'_deterministic' * bool(flags)}"
+    names = ["whole", "killed"] if options.tiny else ["whole", "again", "killed"]
+    variables = {
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.2",
+    }
+    running = {
+        name: start(
+            options, "--train", str(root / name), *["--die"] * (name == "killed"), **variables
+        )
+        for name in names
+    }
+    for name in names:
+        if name != "killed":
+            finish(running[name])
+    running["killed"].communicate()
+    if running["killed"].returncode != -signal.SIGKILL:
+        raise RuntimeError(f"it ended with {running['killed'].returncode} before it was killed")
+    finish(start(options, "--train", str(root / "killed"), **variables))
+    results = {"continued": differences(root / "whole", root / "killed")}
+    if "again" in names:
+        results["undisturbed"] = differences(root / "whole", root / "again")
+    return results
+
+
+def train(folder: Path, tiny: bool, dies: bool) -> None:
+    """Trains the run in a folder, or continues it; its process is killed if it `dies`."""
+    from battery_parts.training_run import configuration
+    from flaxformer_mt import experiment, runtime
+    from flaxformer_mt.config import OptimizerConfig
+    from flaxformer_mt.runs.layout import METRICS
+    from flaxformer_mt.training.metrics import JsonLinesWriter
+
+    class Killing(JsonLinesWriter):
+        def write(self, step: int, split: str, values: Any) -> None:
+            super().write(step, split, values)
+            if dies and step >= num_steps * 2 // 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    runtime.configure()
+    config = configuration(Options(folder, tiny=tiny))
+    num_steps = 12 if tiny else 300
+    config = dataclasses.replace(
+        config,
+        model=dataclasses.replace(
+            config.model, dropout_rate=0.1, **({} if tiny else {"d_model": 512, "d_ff": 2048})
+        ),
+        optimizer=OptimizerConfig(schedule="constant", learning_rate=1e-3),
+        train=dataclasses.replace(
+            config.train,
+            num_steps=num_steps,
+            log_every=num_steps // 6,
+            checkpoint_every=num_steps // 3,
+            eval_every=num_steps,
+            eval_sentences=1,
+        ),
+    )
+    with experiment.open_folder(folder) as workdir:
+        parts = experiment.prepare(config, workdir, check_languages=False)
+        # Without translations, whose programs take longer to compile than the run takes.
+        parts.validate = lambda params, show_progress: parts.measure("valid", params)
+        experiment.fit(parts, workdir, writers=[Killing(workdir / METRICS)])
+
+
+def differences(one: Path, other: Path) -> dict[str, Any]:
+    """Compares the last checkpoints and the metrics of two runs."""
+    import jax
+    import numpy as np
+
+    from flaxformer_mt.runs.checkpoint import restore_params
+    from flaxformer_mt.runs.layout import METRICS
+    from flaxformer_mt.training.speed import MEASUREMENTS
+
+    sides = [jax.device_get(restore_params(folder, "last")[1]) for folder in (one, other)]
+    leaves = [dict(jax.tree.leaves_with_path(side)) for side in sides]
+    apart = {
+        jax.tree_util.keystr(path): float(np.max(np.abs(value - leaves[1][path])))
+        for path, value in leaves[0].items()
+    }
+    texts = [
+        [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+        for folder in (one, other)
+    ]
+    lines = [
+        [{n: v for n, v in line.items() if n not in (*MEASUREMENTS, "crc32")} for line in text]
+        for text in texts
+    ]
+    first = next(
+        (a["step"] for a, b in zip(*lines, strict=True) if a != b),
+        None,
+    )
+    return {
+        "parameters_that_differ": sorted(name for name, size in apart.items() if size),
+        "largest_difference": max(apart.values()),
+        "first_step_whose_metrics_differ": first,
+    }

@@ -1,0 +1,95 @@
+"""`benchmarks/battery.py`: what a GPU runs, on a CPU and too small to measure anything."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+# What a machine with a GPU may lack.
+ABSENT = ("tyro", "babel", "num2words", "tensorboardX", "tensorflow_datasets", "array_record",
+          "matplotlib", "ctranslate2")  # fmt: skip
+
+
+@pytest.fixture
+def battery(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import battery
+
+    return battery
+
+
+def test_all_parts_run_where_packages_are_missing(battery, tmp_path, monkeypatch):
+    absent = tmp_path / "absent"
+    absent.mkdir()
+    for name in ABSENT:
+        (absent / f"{name}.py").write_text(f"raise ModuleNotFoundError('no {name} here')\n")
+    results = subprocess.run(
+        [sys.executable, BENCHMARKS / "battery.py", f"--out={tmp_path / 'out'}", "--tiny"],
+        # One device: the others of the tests only cost time.
+        env=os.environ | {"PYTHONPATH": str(absent), "XLA_FLAGS": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert results.returncode == 0, results.stdout + results.stderr
+    assert [line.split()[:2] for line in results.stdout.splitlines()] == [
+        [part, "done"] for part in battery.PARTS
+    ]
+    continuing, decoding = (
+        json.loads((tmp_path / "out" / f"{name}.json").read_text())["results"]
+        for name in ("continuing", "decoding_speed")
+    )
+    continued = continuing["as_usual"]["continued"]
+    assert continued["parameters_that_differ"] == []
+    assert continued["first_step_whose_metrics_differ"] is None
+    assert decoding["beam_2"]["transformers"]["same_translations"] == 1
+
+    page = tmp_path / "accelerators.md"
+    monkeypatch.setattr(battery.accelerators_page, "PAGE", page)
+    battery.accelerators_page.write(tmp_path / "out", [])
+    text = page.read_text()
+    assert "Not compiled yet." in text
+    assert battery.accelerators_page.NOT_RUN not in text
+    assert "0, equal to the bit" in text
+
+
+@pytest.mark.parametrize(
+    ("part", "limit", "status", "reason"),
+    [
+        (
+            "absent",
+            60,
+            "failed",
+            "exit code 1: ModuleNotFoundError: No module named 'battery_parts.absent'",
+        ),
+        ("parity", 0.1, "timed out", "it took more than 0 seconds"),
+    ],
+)
+def test_a_part_that_does_not_end_well_says_why(battery, tmp_path, part, limit, status, reason):
+    result = battery.run_part(part, battery.Options(tmp_path, tiny=True), limit)
+    assert (result["part"], result["status"], result["reason"]) == (part, status, reason)
+
+
+def test_the_page_is_honest_about_what_was_not_run(battery, tmp_path, monkeypatch):
+    page = tmp_path / "accelerators.md"
+    monkeypatch.setattr(battery.accelerators_page, "PAGE", page)
+    step = {
+        "config": "configs/wmt14_en_de_base.py", "device": "h100", "topology": "1x1x8",
+        "mesh": {"data": 8, "fsdp": 1, "tensor": 1}, "target_positions_per_device": 16384,
+        "bound": 0.0123, "kernels": 900, "bytes": 4.5e9, "temporary": 3 * 2**30,
+        "share_of_peak": 0.5,
+    }  # fmt: skip
+    (tmp_path / "compiled.json").write_text(json.dumps({"training": step}))
+    failed = {"part": "parity", "status": "failed", "seconds": 3.0, "reason": "no memory"}
+    (tmp_path / "parity.json").write_text(json.dumps(failed))
+    battery.accelerators_page.write(tmp_path, [tmp_path / "compiled.json"])
+    text = page.read_text()
+    row = (
+        "| training | wmt14_en_de_base | h100 1x1x8 | data 8 | 16,384 | 12.30 ms | 900 | 4.50 GB |"
+    )
+    assert f"{row} 3.00 GiB | 50.0% |" in text
+    assert "Failed after 3 s: no memory" in text
+    assert text.count(battery.accelerators_page.NOT_RUN) == len(battery.PARTS) - 1
