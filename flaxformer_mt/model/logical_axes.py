@@ -1,6 +1,7 @@
 """The mesh as the model sees it: its platform, and the names of the axes that it shards."""
 
 import math
+from typing import Any
 
 import jax
 from flax import linen as nn
@@ -12,10 +13,13 @@ def mesh_platform() -> str:
     """Returns the platform that is being compiled for: "cpu", "gpu" or "tpu".
 
     It is that of the mesh in use (`jax.sharding.use_abstract_mesh`), whose devices need not be
-    those of this process; without a mesh, JAX's default.
+    those of this process; without a mesh, that of the device that is JAX's default.
     """
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.default_backend() if device is None else device.platform
+    config: Any = jax.config
+    device = jax.sharding.get_abstract_mesh().abstract_device or config.jax_default_device
+    if device is None:
+        return jax.default_backend()
+    return device if isinstance(device, str) else device.platform
 
 
 def constrain(x: Array, *axes: str) -> Array:

@@ -109,3 +109,10 @@ def test_the_platform_is_that_of_the_mesh_not_of_the_process(mesh):
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         assert mesh_platform() == "cpu"
     assert mesh_platform() == jax.default_backend()
+
+
+def test_without_a_mesh_the_platform_is_that_of_the_default_device(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert mesh_platform() == "gpu"
+    with jax.default_device(jax.devices("cpu")[0]):
+        assert mesh_platform() == "cpu"
