@@ -76,14 +76,15 @@ def test_a_model_of_absurd_size_is_refused_at_once(fields, message):
 
 
 @pytest.mark.parametrize(
-    ("model", "train", "memory"),
+    ("model", "data", "train", "memory"),
     [
-        ({"num_encoder_layers": 10_000}, {}, "470.1 GiB"),
-        ({"num_heads": 4}, {"batch_tokens": 2**30}, "512.7 GiB"),
+        ({"num_encoder_layers": 10_000}, {}, {}, "470.1 GiB"),
+        ({"num_heads": 4}, {}, {"batch_tokens": 2**30}, "512.7 GiB"),
+        ({}, {"source_row_length": 2**20}, {}, "131,080.7 GiB"),
     ],
 )
 def test_training_without_enough_memory_is_refused_before_anything_is_read(
-    monkeypatch, tmp_path, model, train, memory
+    monkeypatch, tmp_path, model, data, train, memory
 ):
     def no_corpus(*arguments, **options):
         raise AssertionError("the corpora were opened")
@@ -92,7 +93,7 @@ def test_training_without_enough_memory_is_refused_before_anything_is_read(
     monkeypatch.setattr(memory_limits, "host_memory", lambda: 64 * 2**30)
     config = ExperimentConfig(
         model=TransformerConfig(**model),
-        data=DataConfig(target_row_length=128),
+        data=DataConfig(**{"target_row_length": 128} | data),
         train=TrainConfig(**train),
     )
     with pytest.raises(UserError) as caught:

@@ -22,7 +22,8 @@ def require_training_memory(config: ExperimentConfig, strategy: Strategy) -> Non
     """Checks that the devices have the memory that a training step needs at the very least.
 
     Counted are parameters and, unless some are frozen, their gradient, Adam's moments and the
-    moving average; and of one micro-batch one activation and the attention scores of one layer.
+    moving average; and of one micro-batch one activation and, unless a kernel keeps them to itself,
+    the attention scores of one layer.
 
     Args:
       config: the configuration; vocabulary sizes of 0 count as 0.
@@ -35,10 +36,12 @@ def require_training_memory(config: ExperimentConfig, strategy: Strategy) -> Non
     count = model.parameter_count
     copies = 1 if train.freeze else 4 + (train.ema_decay > 0)
     stored = copies * count * jnp.dtype(model.param_dtype).itemsize
-    tokens = train.batch_tokens // (train.accumulation_steps * strategy.row_shards)
-    longest = max(config.data.row_lengths) if model.has_inputs else config.data.row_lengths[1]
-    scores = tokens * longest * model.num_heads // config.parallel.tensor
-    computed = jnp.dtype(model.dtype).itemsize * (tokens * model.d_model + scores)
+    rows = config.rows_per_batch // (train.accumulation_steps * strategy.row_shards)
+    lengths = config.data.row_lengths if model.has_inputs else config.data.row_lengths[1:]
+    has_scores = model.attention_backend == "einsum" or strategy.devices[0].platform == "cpu"
+    scores = has_scores * max(lengths) ** 2 * model.num_heads // config.parallel.tensor
+    numbers = rows * (sum(lengths) * model.d_model + scores)
+    computed = jnp.dtype(model.dtype).itemsize * numbers
     own = [device for device in strategy.devices if device.process_index == jax.process_index()]
     require_memory(
         stored // (config.parallel.fsdp * config.parallel.tensor) + computed,
