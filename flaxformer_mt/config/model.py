@@ -166,6 +166,10 @@ class TransformerConfig:
     """How attention is computed in whole passes. einsum: by XLA, with its weights in memory;
     pallas_gpu, pallas_tpu: in one kernel that never writes them (on CPUs it is interpreted, for
     tests); auto: the kernel of the platform where it can, einsum on CPUs."""
+    norm_backend: Literal["auto", "xla", "pallas_gpu"] = option("auto", FieldRole.NUMERICS)
+    """How training computes norm(x + dropout(f(x))). xla: by XLA's fusions; pallas_gpu: in one
+    kernel, which draws the numbers of dropout again in the backward pass instead of keeping them
+    (on CPUs it is interpreted, for tests); auto: the kernel on NVIDIA GPUs where it can."""
     remat: Literal["none", "products", "full"] = option(
         "none", FieldRole.RUNNING, formerly={False: "none", True: "full"}
     )

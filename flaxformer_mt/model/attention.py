@@ -12,7 +12,7 @@ from flaxformer_mt.model.fused_attention.backends import AttentionCase, choose_b
 from flaxformer_mt.model.fused_attention.operation import Inputs, Options, fused_attention
 from flaxformer_mt.model.logical_axes import constrain, mesh_platform
 from flaxformer_mt.model.masks import Visibility, dense_mask
-from flaxformer_mt.model.numerics import Dropout, at_least_float32, dense, masked_softmax
+from flaxformer_mt.model.numerics import Biased, Dropout, at_least_float32, dense, masked_softmax
 
 
 class KeyValue(NamedTuple):
@@ -112,7 +112,8 @@ class MultiHeadAttention(nn.Module):
         bias: Array | None = None,
         transform: Callable[[Array], Array] | None = None,
         return_weights: bool = True,
-    ) -> tuple[Array, Array | None]:
+        add_bias: bool = True,
+    ) -> tuple[Array | Biased, Array | None]:
         """Attends from `inputs` to `attended`.
 
         Args:
@@ -124,6 +125,7 @@ class MultiHeadAttention(nn.Module):
           bias: broadcastable to [B, H, T, S], added to the scores.
           transform: applied to the queries [B, H, T, K]; the one that the keys had.
           return_weights: whether the weights are read; fused attention does not have them.
+          add_bias: False leaves the output projection's bias to be added.
 
         Returns:
           [B, T, D], and the weights [B, H, T, S] if they were computed.
@@ -172,4 +174,7 @@ class MultiHeadAttention(nn.Module):
             weights = None
         joined = context.swapaxes(-2, -3).reshape(*inputs.shape[:-1], -1)  # [B, T, H*U]
         self.sow("intermediates", "context", joined)
-        return constrain(self.output(joined), "batch", "length", "embed"), weights
+        if add_bias:
+            return constrain(self.output(joined), "batch", "length", "embed"), weights
+        product, output_bias = self.output.biased(joined)
+        return Biased(constrain(product, "batch", "length", "embed"), output_bias), weights

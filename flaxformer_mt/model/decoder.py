@@ -14,7 +14,7 @@ from flaxformer_mt.model.feed_forward import FeedForward
 from flaxformer_mt.model.logical_axes import constrain
 from flaxformer_mt.model.masks import Visibility
 from flaxformer_mt.model.normalization import Norm, residual
-from flaxformer_mt.model.numerics import Dropout
+from flaxformer_mt.model.numerics import Biased, Dropout
 from flaxformer_mt.model.positions import (
     AttentionPositions,
     attention_bias,
@@ -80,15 +80,15 @@ class DecoderLayer(nn.Module):
             unit) and cross-attention [B, H, T, S].
         """
 
-        def recur(y: Array) -> tuple[Array, None]:
+        def recur(y: Array, _: bool) -> tuple[Array, None]:
             return self.recurrence(y, cast(Array | None, self_mask)), None
 
-        def attend(y: Array) -> tuple[Array, Array | None]:
+        def attend(y: Array, add_bias: bool) -> tuple[Array | Biased, Array | None]:
             transform = query_key_transform(self.config, positions)
             bias = attention_bias(positions, self.position_bias)
             attended = self.self_attention.project(y, transform)
             return self.self_attention(
-                y, attended, self_mask, deterministic, bias, transform, return_attention
+                y, attended, self_mask, deterministic, bias, transform, return_attention, add_bias
             )
 
         self_weights: Array | None
@@ -128,11 +128,11 @@ class DecoderLayer(nn.Module):
           [B, H, W, S].
         """
 
-        def recur(y: Array) -> tuple[Array, RecurrentState]:
+        def recur(y: Array, _: bool) -> tuple[Array, RecurrentState]:
             y, memory = self.recurrence.step(y, cast(RecurrentState, state).memory, token_positions)
             return y, RecurrentState(memory)
 
-        def attend(y: Array) -> tuple[Array, KeyValueCache]:
+        def attend(y: Array, _: bool) -> tuple[Array | Biased, KeyValueCache]:
             transform = query_key_transform(self.config, positions)
             bias = attention_bias(positions, self.position_bias)
             new = self.self_attention.project(y, transform)
@@ -160,26 +160,28 @@ class DecoderLayer(nn.Module):
         weights = None
         if cross is not None:
 
-            def attend_to_encoded(y: Array) -> tuple[Array, Array | None]:
+            def attend_to_encoded(y: Array, add_bias: bool) -> tuple[Array | Biased, Array | None]:
                 return self.cross_attention(
-                    y, cross, cross_mask, deterministic, return_weights=return_attention
+                    y,
+                    cross,
+                    cross_mask,
+                    deterministic,
+                    return_weights=return_attention,
+                    add_bias=add_bias,
                 )
 
             x, weights = self._residual(
                 x, attend_to_encoded, self.cross_attention_norm, deterministic
             )
 
-        def feed_forward(y: Array) -> tuple[Array, None]:
-            return self.feed_forward(y, deterministic), None
+        def feed_forward(y: Array, add_bias: bool) -> tuple[Array | Biased, None]:
+            return self.feed_forward(y, deterministic, add_bias), None
 
         x, _ = self._residual(x, feed_forward, self.feed_forward_norm, deterministic)
         return constrain(x, "batch", "length", "embed"), weights
 
     def _residual(self, x, sublayer, norm, deterministic):
-        def dropout(y: Array) -> Array:
-            return self.dropout(y, deterministic=deterministic)
-
-        return residual(x, sublayer, norm, dropout, self.config.norm_position)
+        return residual(x, sublayer, norm, self.dropout, deterministic)
 
 
 class Decoder(nn.Module):

@@ -9,7 +9,7 @@ from flaxformer_mt.model.feed_forward import FeedForward
 from flaxformer_mt.model.logical_axes import constrain
 from flaxformer_mt.model.masks import Visibility
 from flaxformer_mt.model.normalization import Norm, residual
-from flaxformer_mt.model.numerics import Dropout
+from flaxformer_mt.model.numerics import Biased, Dropout
 from flaxformer_mt.model.positions import (
     AttentionPositions,
     attention_bias,
@@ -45,23 +45,20 @@ class EncoderLayer(nn.Module):
     ) -> tuple[Array, Array | None]:
         """Maps [B, S, D] to [B, S, D]; the second result is the attention [B, H, S, S]."""
 
-        def attend(y: Array) -> tuple[Array, Array | None]:
+        def attend(y: Array, add_bias: bool) -> tuple[Array | Biased, Array | None]:
             transform = query_key_transform(self.config, positions)
             bias = attention_bias(positions, self.position_bias)
             attended = self.self_attention.project(y, transform)
             return self.self_attention(
-                y, attended, mask, deterministic, bias, transform, return_attention
+                y, attended, mask, deterministic, bias, transform, return_attention, add_bias
             )
 
-        def feed_forward(y: Array) -> tuple[Array, None]:
-            return self.feed_forward(y, deterministic), None
+        def feed_forward(y: Array, add_bias: bool) -> tuple[Array | Biased, None]:
+            return self.feed_forward(y, deterministic, add_bias), None
 
-        def dropout(y: Array) -> Array:
-            return self.dropout(y, deterministic=deterministic)
-
-        norm_position = self.config.norm_position
-        x, weights = residual(x, attend, self.self_attention_norm, dropout, norm_position)
-        x, _ = residual(x, feed_forward, self.feed_forward_norm, dropout, norm_position)
+        norms = self.self_attention_norm, self.feed_forward_norm
+        x, weights = residual(x, attend, norms[0], self.dropout, deterministic)
+        x, _ = residual(x, feed_forward, norms[1], self.dropout, deterministic)
         return constrain(x, "batch", "length", "embed"), weights if return_attention else None
 
 

@@ -9,7 +9,7 @@ from jax import Array
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.model.logical_axes import constrain
-from flaxformer_mt.model.numerics import Dropout, dense
+from flaxformer_mt.model.numerics import Biased, Dropout, dense
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "relu": jax.nn.relu,
@@ -36,8 +36,11 @@ class FeedForward(nn.Module):
         self.output = dense(c, c.d_ff, c.d_model, c.feed_forward_bias)
         self.dropout = Dropout(c.activation_dropout_rate)
 
-    def __call__(self, x: Array, deterministic: bool) -> Array:
-        """Maps [B, T, D] to [B, T, D]."""
+    def __call__(self, x: Array, deterministic: bool, add_bias: bool = True) -> Array | Biased:
+        """Maps [B, T, D] to [B, T, D], on request without adding the last bias."""
         hidden = constrain(self.hidden(x), "batch", "length", "hidden")
         hidden = self.dropout(ACTIVATIONS[self.config.activation](hidden), deterministic)
-        return constrain(self.output(hidden), "batch", "length", "embed")
+        if add_bias:
+            return constrain(self.output(hidden), "batch", "length", "embed")
+        product, bias = self.output.biased(hidden)
+        return Biased(constrain(product, "batch", "length", "embed"), bias)

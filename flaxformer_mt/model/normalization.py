@@ -10,7 +10,11 @@ from flax import linen as nn
 from jax import Array, lax
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.model.numerics import at_least_float32, column_sums
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.model.fused_norm.operation import Inputs, residual_norm, supports
+from flaxformer_mt.model.fused_norm.options import Options
+from flaxformer_mt.model.logical_axes import mesh_platform
+from flaxformer_mt.model.numerics import Biased, Dropout, at_least_float32, column_sums
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -82,42 +86,84 @@ class Norm(nn.Module):
 
     config: TransformerConfig
 
-    @nn.compact
+    def setup(self) -> None:
+        """Declares the parameters."""
+        c = self.config
+        shape, dtype = (c.d_model,), jnp.dtype(c.param_dtype)
+        self.scale = self.param("scale", nn.initializers.ones, shape, dtype)
+        self.bias = self.param("bias", nn.initializers.zeros, shape, dtype)
+
     def __call__(self, x: Array) -> Array:
         """Normalises the last axis of `x` [..., D], in float32 at least; keeps its dtype."""
         c = self.config
         self.sow("intermediates", "input", x)
-        param_dtype = jnp.dtype(c.param_dtype)
-        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), param_dtype)
-        bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],), param_dtype)
         dtype = at_least_float32(x.dtype)
         normalise = layer_norm if c.norm_kind == "layer_norm" else unbiased_std_norm
         rows = x.reshape(-1, x.shape[-1]).astype(dtype)
-        y = normalise(rows, scale.astype(dtype), bias.astype(dtype), c.norm_epsilon)
+        y = normalise(rows, self.scale.astype(dtype), self.bias.astype(dtype), c.norm_epsilon)
         return y.reshape(x.shape).astype(x.dtype)
+
+    def fused_with_sum(self, x: Array, y: Array | Biased, dropout: Dropout) -> Array:
+        """Normalises x + dropout(y) [B, T, D] in one kernel, where `fuses` says that it can."""
+        key = dropout.draw_key() if dropout.threshold else None
+        options = Options(self.config.norm_epsilon, dropout.threshold, mesh_platform() == "cpu")
+        product, bias = y if isinstance(y, Biased) else (y, None)
+        return residual_norm(options, Inputs(x, product, bias, self.scale, self.bias, key))
+
+    def fuses(self, x: Array) -> bool:
+        """Whether training computes the norm of a sum like `x` [B, T, D] in one kernel.
+
+        Raises:
+          UserError: `config.norm_backend` cannot do this.
+        """
+        c, platform = self.config, mesh_platform()
+        if c.norm_backend == "xla" or self.is_mutable_collection("intermediates"):
+            return False
+        refusal = ""
+        if c.norm_kind != "layer_norm":
+            refusal = f"needs model.norm_kind=layer_norm, not {c.norm_kind}"
+        elif not supports(c.d_model, x.dtype):
+            refusal = (
+                "computes in float32 or bfloat16, with a power of two as model.d_model, not in "
+                f"{x.dtype} with {c.d_model}"
+            )
+        if c.norm_backend == "auto":
+            return platform == "gpu" and not refusal
+        if platform == "tpu":
+            refusal = "is for platform gpu, but this program is for tpu"
+        if refusal:
+            raise UserError(f"model.norm_backend=pallas_gpu {refusal}: use auto or xla")
+        return True
 
 
 def residual(
     x: Array,
-    sublayer: Callable[[Array], tuple[Array, Any]],
-    norm: Callable[[Array], Array],
-    dropout: Callable[[Array], Array],
-    norm_position: str,
+    sublayer: Callable[[Array, bool], tuple[Any, Any]],
+    norm: Norm,
+    dropout: Dropout,
+    deterministic: bool,
 ) -> tuple[Array, Any]:
     """Applies a sub-layer f with its residual: norm(x + f(x)) or x + f(norm(x)).
 
+    The configuration of the norm says which: "post" (Vaswani et al. 2017, section 3.1) or "pre"
+    (its published code).
+
     Args:
       x: [B, T, D].
-      sublayer: f; returns its output and a second result of any kind.
+      sublayer: f; takes its input, and whether it has to add its last bias. Returns its output, or
+        a `Biased`, and a second result of any kind.
       norm: the sub-layer's norm.
       dropout: applied to f's output.
-      norm_position: "post" (Vaswani et al. 2017, section 3.1) or "pre" (its published code).
+      deterministic: no dropout.
 
     Returns:
       [B, T, D], and the second result of the sub-layer.
     """
-    if norm_position == "pre":
-        y, extra = sublayer(norm(x))
-        return x + dropout(y), extra
-    y, extra = sublayer(x)
-    return norm(x + dropout(y)), extra
+    if norm.config.norm_position == "pre":
+        y, extra = sublayer(norm(x), True)
+        return x + dropout(y, deterministic=deterministic), extra
+    is_fused = not deterministic and norm.fuses(x)
+    y, extra = sublayer(x, not is_fused)
+    if is_fused:
+        return norm.fused_with_sum(x, y, dropout), extra
+    return norm(x + dropout(y, deterministic=deterministic)), extra

@@ -1,7 +1,7 @@
 """Shared numerics of the model: precision, linear maps, dropout and initial values."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -96,6 +96,13 @@ def _linear_backward(kept, gradient):
 linear.defvjp(_linear_forward, _linear_backward)
 
 
+class Biased(NamedTuple):
+    """A product of matrices and the bias [features] that is still to be added, or None."""
+
+    product: Array
+    bias: Array | None
+
+
 class Dense(nn.Module):
     """A linear map [..., fan_in] -> [..., features], computed as a product of two matrices.
 
@@ -120,12 +127,18 @@ class Dense(nn.Module):
 
     def __call__(self, inputs: Array, train_bias: bool = True) -> Array:
         """Maps the last axis of `inputs`; without `train_bias` the bias has no gradient."""
-        rows = inputs.reshape(-1, self.fan_in).astype(self.dtype)
         bias = None
         if self.use_bias:
             bias = self.bias if train_bias else lax.stop_gradient(self.bias)
-        outputs = linear(rows, self.kernel, bias)
-        return outputs.reshape(*inputs.shape[:-1], self.features)
+        return self._map(inputs, bias)
+
+    def biased(self, inputs: Array) -> Biased:
+        """Maps the last axis of `inputs`, but for the bias, which a later kernel adds."""
+        return Biased(self._map(inputs, None), self.bias if self.use_bias else None)
+
+    def _map(self, inputs: Array, bias: Array | None) -> Array:
+        rows = inputs.reshape(-1, self.fan_in).astype(self.dtype)
+        return linear(rows, self.kernel, bias).reshape(*inputs.shape[:-1], self.features)
 
 
 class Dropout(nn.Module):

@@ -56,15 +56,19 @@ def test_norm_keeps_the_dtype_of_its_input(dtype):
     assert variables["params"]["scale"].dtype == jnp.float32
 
 
-def test_residual_places_the_norm():
-    def sublayer(x):
+@pytest.mark.parametrize(("position", "expected"), [("post", 2 + 60 + 1), ("pre", 2 + 90)])
+def test_residual_places_the_norm(position, expected):
+    class AddOne(Norm):
+        def __call__(self, x):
+            return x + 1
+
+    def sublayer(x, add_bias):
+        assert add_bias
         return 3 * x, "extra"
 
-    def norm(x):
-        return x + 1
-
-    def dropout(x):
+    def dropout(x, deterministic):
+        assert not deterministic
         return 10 * x
 
-    assert residual(2, sublayer, norm, dropout, "post") == (2 + 60 + 1, "extra")
-    assert residual(2, sublayer, norm, dropout, "pre") == (2 + 90, "extra")
+    norm = AddOne(TransformerConfig(norm_position=position, norm_backend="xla"))
+    assert residual(2, sublayer, norm, dropout, deterministic=False) == (expected, "extra")

@@ -1,0 +1,1 @@
+"""Bias, dropout, residual and layer norm in one kernel: `operation.py` is its interface."""

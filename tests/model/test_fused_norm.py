@@ -1,0 +1,145 @@
+"""Bias, dropout, residual and norm in one kernel against the equations, in the interpreter."""
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.model.fused_norm.operation import Inputs, residual_norm
+from flaxformer_mt.model.fused_norm.options import Options
+from flaxformer_mt.model.normalization import layer_norm
+from flaxformer_mt.model.numerics import random_uint16
+from flaxformer_mt.model.transformer import Transformer
+from flaxformer_mt.training.sharding import ACTIVATION_RULES
+
+EPSILON = 1e-6
+DROPPED = round(0.25 * 2**16)
+
+
+def example(rows=4, length=24, width=64, bias=True, dropout=True, dtype=jnp.float32):
+    rng = np.random.default_rng(0)
+    x, y = (jnp.asarray(rng.normal(size=(rows, length, width)), dtype) for _ in range(2))
+    parameters = [jnp.asarray(rng.normal(size=width), jnp.float32) for _ in range(3)]
+    return Inputs(
+        x,
+        y,
+        parameters[0] if bias else None,
+        *parameters[1:],
+        jax.random.key(3) if dropout else None,
+    )
+
+
+def reference(inputs):
+    x, y, bias, scale, shift, key = inputs
+    y = y if bias is None else y + bias
+    if key is not None:
+        kept = random_uint16(key, y.shape) >= DROPPED
+        y = jnp.where(kept, y / (1 - DROPPED / 2**16), 0)
+    rows = (x + y).reshape(-1, x.shape[-1])
+    return layer_norm(rows, scale, shift, EPSILON).reshape(x.shape)
+
+
+def fused(inputs):
+    threshold = 0 if inputs.key is None else DROPPED
+    return residual_norm(Options(EPSILON, threshold, interpret=True), inputs)
+
+
+def with_gradients(function, inputs):
+    """The result, and the gradients of all floating-point inputs."""
+    weights = jnp.asarray(np.random.default_rng(1).normal(size=inputs.x.shape), jnp.float32)
+
+    def weighted(floats):
+        result = function(Inputs(*floats, inputs.key))
+        return jnp.sum(result * weights), result
+
+    return jax.jit(jax.value_and_grad(weighted, has_aux=True))(inputs[:-1])
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dropout", [True, False])
+def test_values_and_gradients_are_those_of_the_equations(bias, dropout):
+    inputs = example(bias=bias, dropout=dropout)
+    expected = with_gradients(reference, inputs)
+    chex.assert_trees_all_close(with_gradients(fused, inputs), expected, rtol=2e-5, atol=2e-5)
+
+
+def test_any_number_of_rows():
+    inputs = example(rows=1, length=7)
+    expected = with_gradients(reference, inputs)
+    chex.assert_trees_all_close(with_gradients(fused, inputs), expected, rtol=2e-5, atol=2e-5)
+
+
+def test_bfloat16_is_rounded_twice():
+    low = example(dtype=jnp.bfloat16)
+    exact = low._replace(x=low.x.astype(jnp.float32), y=low.y.astype(jnp.float32))
+    result = fused(low)
+    assert result.dtype == jnp.bfloat16
+    # The sum is rounded, then the norm: both to 8 bits.
+    np.testing.assert_allclose(
+        result.astype(jnp.float32), reference(exact), rtol=2**-7, atol=8 * 2**-8
+    )
+
+
+def test_devices_draw_the_numbers_of_their_rows():
+    inputs = example(rows=8)
+    expected = with_gradients(reference, inputs)
+    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+
+    def sharded(floats):
+        abstract = jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+        with abstract, nn.logical_axis_rules(ACTIVATION_RULES):
+            return with_gradients(fused, Inputs(*floats, inputs.key))
+
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    run = jax.jit(sharded, in_shardings=everywhere, out_shardings=everywhere)
+    chex.assert_trees_all_close(run(inputs[:-1]), expected, rtol=2e-5, atol=2e-5)
+
+
+SMALL = TransformerConfig(
+    source_vocab_size=11,
+    target_vocab_size=11,
+    d_model=64,
+    num_heads=2,
+    d_ff=32,
+    num_encoder_layers=1,
+    num_decoder_layers=1,
+    dropout_rate=0.25,
+)
+TOKENS = jnp.asarray([[3, 4, 5, 2], [6, 7, 2, 0]], jnp.int32)
+
+
+def loss_and_gradients(config):
+    model = Transformer(config)
+    params = model.init(jax.random.key(0), TOKENS, TOKENS)
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss(params):
+        rngs = {"dropout": jax.random.key(1)}
+        return jnp.mean(
+            jnp.square(model.apply(params, TOKENS, TOKENS, deterministic=False, rngs=rngs))
+        )
+
+    return loss(params)
+
+
+def test_a_model_has_the_same_parameters_dropout_and_gradients_with_it():
+    by_xla = loss_and_gradients(SMALL)
+    fused_norms = loss_and_gradients(dataclasses.replace(SMALL, norm_backend="pallas_gpu"))
+    chex.assert_trees_all_close(fused_norms, by_xla, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("norm_kind", "unbiased_std"), ("d_model", 96), ("dtype", "float64")]
+)
+def test_what_it_cannot_do_is_refused_by_name(float64, field, value):
+    config = dataclasses.replace(SMALL, **{field: value}, norm_backend="pallas_gpu")
+    with pytest.raises(UserError, match=r"model\.norm_backend=pallas_gpu .*: use auto or xla"):
+        jax.eval_shape(lambda: loss_and_gradients(config))
