@@ -14,7 +14,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.data.stream.batches import BatchShape
 from flaxformer_mt.decoding.batching.continuous_batching import REFERENCE_BEAM_SIZE
-from flaxformer_mt.decoding.batching.search_programs import begin_search, step_function
+from flaxformer_mt.decoding.batching.search_programs import (
+    begin_search,
+    rounded_matrices,
+    step_function,
+)
+from flaxformer_mt.decoding.batching.workers import batch_tokens
 from flaxformer_mt.decoding.ensemble import combine, reorder_each
 from flaxformer_mt.decoding.search.options import SearchOptions, forbidden_token_ids
 from flaxformer_mt.decoding.search.search import advance
@@ -104,7 +109,8 @@ def compile_training(config: ExperimentConfig, devices: Sequence[Any]) -> Compil
 def compile_decoding(config: ExperimentConfig, device: Any) -> CompiledStep:
     """Compiles one step of the search of `config.decode`, on one device."""
     model, decode = config.model, config.decode
-    rows = max(1, decode.batch_tokens * REFERENCE_BEAM_SIZE // (SENTENCE * decode.beam_size))
+    tokens = batch_tokens(decode, device.platform) * REFERENCE_BEAM_SIZE
+    rows = max(1, tokens // (SENTENCE * decode.beam_size))
     options = SearchOptions.from_config(
         decode,
         bos_id=model.bos_id,
@@ -118,7 +124,8 @@ def compile_decoding(config: ExperimentConfig, device: Any) -> CompiledStep:
     def parameters() -> Any:
         tokens = jnp.zeros((1, 1), jnp.int32)
         source = tokens if model.has_inputs else None
-        return Transformer(model).init(jax.random.key(0), source, tokens)["params"]
+        params = Transformer(model).init(jax.random.key(0), source, tokens)["params"]
+        return rounded_matrices(model, params)
 
     def begin(params: Any) -> SearchState:
         sources = jnp.zeros((rows, SENTENCE), jnp.int32)

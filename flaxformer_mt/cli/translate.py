@@ -65,7 +65,7 @@ def translate(
       decode: Search options. Their defaults are those of the run.
     """
     from flaxformer_mt.decoding.line_format import LineFormat, translate_lines
-    from flaxformer_mt.decoding.translator import WINDOW_CHARACTERS, Translator
+    from flaxformer_mt.decoding.translator import Translator, window_characters
 
     form = LineFormat(input_format, output_format, alignment, tokens, attention)
     with contextlib.ExitStack() as stack:
@@ -78,6 +78,6 @@ def translate(
         )
         translator = Translator.from_runs(load_runs(run, checkpoint), decode)
         advance = stack.enter_context(output.line_progress(stream))
-        groups = arriving_lines(stream, name, enough=WINDOW_CHARACTERS * decode.batch_tokens)
+        groups = arriving_lines(stream, name, enough=window_characters(decode))
         for line in translate_lines(translator, groups, form, name, advance):
             write([line])

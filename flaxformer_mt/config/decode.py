@@ -114,9 +114,12 @@ class DecodeConfig:
     max_source_length: int = option(0, FieldRole.SEARCH, lowest=2, limit=MAX_WIDTH, also=0)
     """Input longer than this many tokens is split at sentence boundaries, and its translations are
     joined; 0 = 512, or the number of positions of the model."""
-    batch_tokens: int = option(1024, FieldRole.RUNNING, lowest=1)
+    batch_tokens: int = option(0, FieldRole.RUNNING, lowest=0)
     """Source tokens decoded together with a beam of 4, padding included (more with a smaller beam);
-    accelerators are faster with more."""
+    0 = 1024 on CPUs, 16384 on GPUs and TPUs."""
+    num_devices: int = option(0, FieldRole.RUNNING, lowest=0)
+    """Number of devices of this process that translate, each with a copy of the parameters; 0 =
+    all GPUs or TPUs, but one CPU, whose cores work together anyway."""
 
     def __post_init__(self) -> None:
         validate(self, "decode")

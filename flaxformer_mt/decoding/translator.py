@@ -17,6 +17,7 @@ from flaxformer_mt.config import (
     with_vocabulary_sizes,
 )
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
+from flaxformer_mt.decoding.batching.workers import batch_tokens
 from flaxformer_mt.decoding.ensemble import require_same_vocabularies
 from flaxformer_mt.decoding.scoring.scorer import AlignmentUnit
 from flaxformer_mt.decoding.sentence_decoder import Hypothesis, Sentence, SentenceDecoder
@@ -25,9 +26,7 @@ from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs.layout import CheckpointSelector
 from flaxformer_mt.runs.trained_model import TrainedModel, load_run
 
-WINDOW_CHARACTERS = 128
-"""Characters per token of a batch that `Translator.stream` reads ahead: enough for about thirty
-batches, the last few of which are not full."""
+_WINDOW_CHARACTERS = 128
 
 _T = TypeVar("_T")
 
@@ -253,7 +252,7 @@ class Translator:
                 advance()
                 yield result
 
-        grouped = windows(given, WINDOW_CHARACTERS * decoder.decode.batch_tokens)
+        grouped = windows(given, window_characters(decoder.decode))
         return itertools.chain.from_iterable(in_order(finished(window)) for window in grouped)
 
     def _decoder(
@@ -267,6 +266,14 @@ class Translator:
                 self.models, decode, self.tokenizers, unit, attention, scores
             )
         return self._decoders[key]
+
+
+def window_characters(decode: DecodeConfig) -> int:
+    """Returns how many characters are read ahead: enough for about thirty batches of the device.
+
+    The last few of them are not full.
+    """
+    return _WINDOW_CHARACTERS * batch_tokens(decode, jax.default_backend())
 
 
 def windows(sentences: Iterable[Sentence], size: int) -> Iterator[list[Sentence]]:

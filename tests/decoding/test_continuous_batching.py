@@ -3,18 +3,24 @@
 import dataclasses
 import functools
 import threading
+import types
 
 import jax
 import numpy as np
 import pytest
 
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
-from flaxformer_mt.decoding.batching import continuous_batching
+from flaxformer_mt.decoding.batching import continuous_batching, workers
 from flaxformer_mt.decoding.batching.continuous_batching import ContinuousBatcher, Request
-from flaxformer_mt.decoding.batching.search_programs import begin_search, step_function
+from flaxformer_mt.decoding.batching.search_programs import (
+    begin_search,
+    rounded_matrices,
+    step_function,
+)
 from flaxformer_mt.decoding.search.options import SearchOptions
 from flaxformer_mt.decoding.search.search import search
 from flaxformer_mt.decoding.search.state import unconstrained
+from flaxformer_mt.errors import UserError
 from flaxformer_mt.model.cache import reorder_cache
 from flaxformer_mt.model.transformer import Transformer
 
@@ -163,3 +169,62 @@ def test_errors_of_a_worker_are_raised_by_the_iterator():
     wrong = requests()[0]._replace(prefix=[5], allowed=np.array([99]))
     with pytest.raises(IndexError, match="99"):
         list(make_batcher().decode([wrong]))
+
+
+def test_several_devices_find_the_same():
+    several = make_batcher(dataclasses.replace(BEAM, num_devices=3))
+    used = set()
+
+    class Batch(continuous_batching._Batch):
+        def __init__(self, batcher, device, *arguments):
+            super().__init__(batcher, device, *arguments)
+            assert {device} == set.union(
+                *(leaf.devices() for leaf in jax.tree.leaves((self._params, self._state)))
+            )
+            used.add(device)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(continuous_batching, "_Batch", Batch)
+        assert_same(dict(several.decode(requests())), together())
+    assert len(used) == 3
+
+
+def test_more_devices_than_there_are_are_refused():
+    with pytest.raises(UserError, match=r"decode.num_devices=999, but this process has only 8 "):
+        ContinuousBatcher([(MODEL, params())], dataclasses.replace(BEAM, num_devices=999))
+
+
+def test_defaults_of_devices_and_batches_follow_the_platform(monkeypatch):
+    cpus = jax.local_devices()
+    assert workers.decoding_devices(DecodeConfig(), cpus[2]) == [cpus[2]]
+    gpus = [types.SimpleNamespace(platform="gpu", id=number) for number in range(4)]
+    monkeypatch.setattr(jax, "local_devices", lambda backend: gpus)
+    assert workers.decoding_devices(DecodeConfig(), gpus[1]) == [gpus[1], gpus[0], *gpus[2:]]
+    assert workers.decoding_devices(DecodeConfig(num_devices=2), gpus[0]) == gpus[:2]
+    assert workers.batch_tokens(DecodeConfig(), "cpu") == 1024
+    assert workers.batch_tokens(DecodeConfig(), "tpu") == 16_384
+    assert workers.batch_tokens(DecodeConfig(batch_tokens=7), "gpu") == 7
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tie_embeddings": "none", "position_kind": "learned", "max_length": 8},
+        {"decoder_kind": "ssru", "embedding_norm": True},
+        {"position_kind": "t5_relative", "scan_layers": False},
+    ],
+)
+def test_matrices_in_bfloat16_change_no_bit(options):
+    model = dataclasses.replace(MODEL, dtype="bfloat16", **options)
+    tokens = np.arange(3, 11, dtype=np.int32).reshape(2, 4)
+    whole = Transformer(model).init(jax.random.key(0), tokens, tokens)["params"]
+    rounded = rounded_matrices(model, whole)
+    sizes = [sum(leaf.nbytes for leaf in jax.tree.leaves(each)) for each in (whole, rounded)]
+    assert sizes[1] < 0.7 * sizes[0]
+    logits = [
+        np.asarray(Transformer(model).apply({"params": each}, tokens, tokens))
+        for each in (whole, rounded)
+    ]
+    np.testing.assert_array_equal(*logits)
+    wide = dataclasses.replace(model, dtype="float32")
+    assert jax.tree.leaves(rounded_matrices(wide, whole))[0] is jax.tree.leaves(whole)[0]

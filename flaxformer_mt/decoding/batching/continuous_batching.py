@@ -22,7 +22,12 @@ import numpy as np
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
 from flaxformer_mt.decoding.batching import search_programs as programs
 from flaxformer_mt.decoding.batching.length_buckets import longest_sentence, row_length
-from flaxformer_mt.decoding.batching.workers import gather, max_workers
+from flaxformer_mt.decoding.batching.workers import (
+    batch_tokens,
+    decoding_devices,
+    gather,
+    max_workers,
+)
 from flaxformer_mt.decoding.search.options import SearchOptions, forbidden_token_ids
 from flaxformer_mt.decoding.search.state import SearchResult, SearchState, SentenceConstraints
 
@@ -84,9 +89,20 @@ class ContinuousBatcher:
           decode: the options. Its texts are ignored, and the requests give the lengths.
           bad_phrases: token sequences that must not appear.
           scores: whether they are needed; see `SearchOptions.scores`.
+
+        Raises:
+          UserError: there are fewer devices than `decode.num_devices`.
         """
         self._configs = tuple(config for config, _ in models)
-        self._params = jax.device_put(tuple(params for _, params in models))
+        params = tuple(programs.rounded_matrices(*model) for model in models)
+        on_first = jax.device_put(params)
+        (first, *_) = jax.tree.leaves(on_first)[0].devices()
+        self._devices = decoding_devices(decode, first)
+        self._params = {
+            device: on_first if device == first else jax.device_put(on_first, device)
+            for device in self._devices
+        }
+        self._batch_tokens = batch_tokens(decode, first.platform)
         self._model = self._configs[0]
         self._decode = decode
         model = self._model
@@ -123,8 +139,8 @@ class ContinuousBatcher:
             -(-len(indices) // self._batch_sizes(length)[-1])
             for (length, _), indices in groups.items()
         )
-        (device, *_) = jax.tree.leaves(self._params)[0].devices()
-        num_workers = min(max_workers(device.platform), num_batches)
+        devices = self._devices
+        num_workers = min(max_workers(devices[0].platform) * len(devices), num_batches)
         queues = [
             (
                 length,
@@ -138,11 +154,12 @@ class ContinuousBatcher:
         for length, widths, _, _ in queues:
             self._state_shape(length, widths)  # Now, so that workers do not all trace it at once.
 
-        def work(put: Callable[[tuple[int, TokenHypotheses]], None]) -> None:
+        def work(put: Callable[[tuple[int, TokenHypotheses]], None], number: int) -> None:
+            device = devices[number % len(devices)]
             for length, widths, waiting, share in queues:
                 if not waiting:
                     continue
-                batch = _Batch(self, length, widths, share)
+                batch = _Batch(self, device, length, widths, share)
                 while batch.is_busy or waiting:
                     batch.admit(requests, waiting)
                     for item in batch.run(keep_full=bool(waiting)):
@@ -152,7 +169,7 @@ class ContinuousBatcher:
 
     def _batch_sizes(self, length: int) -> list[int]:
         """Returns the possible numbers of rows, descending, for `length` source tokens."""
-        tokens = self._decode.batch_tokens * REFERENCE_BEAM_SIZE
+        tokens = self._batch_tokens * REFERENCE_BEAM_SIZE
         sizes = [max(1, tokens // (length * self._options.beam_size))]
         # The sentences that remain at the end of a file mostly fit into half a batch, and few need
         # less: a program for each power of two would gain nothing more.
@@ -171,7 +188,7 @@ class ContinuousBatcher:
                 programs.begin_search, configs=self._configs, max_length=key[-1]
             )
             self._shapes[key] = jax.eval_shape(
-                begin, self._params, sources, constraints, self._options
+                begin, self._params[self._devices[0]], sources, constraints, self._options
             )
         return self._shapes[key]
 
@@ -239,17 +256,24 @@ class _Batch:
     """B rows, with or without a sentence, that are searched together."""
 
     def __init__(
-        self, batcher: ContinuousBatcher, length: int, widths: _ConstraintWidths, share: int
+        self,
+        batcher: ContinuousBatcher,
+        device: Any,
+        length: int,
+        widths: _ConstraintWidths,
+        share: int,
     ) -> None:
         """Creates a batch without sentences.
 
         Args:
           batcher: holds the parameters and options.
+          device: one of its devices.
           length: S.
           widths: of the rows' constraints.
           share: number of sentences to expect; more rows than that would be idle.
         """
         self._batcher = batcher
+        self._params = batcher._params[device]
         self._length = length
         self._widths = widths
         sizes = batcher._batch_sizes(length)
@@ -262,7 +286,8 @@ class _Batch:
         """Index of the request that each row is searched for."""
         self._longest = 0
         """Number of tokens of the longest unfinished hypothesis."""
-        self._state = programs.empty_search(batcher._state_shape(length, widths), self._sizes[0])
+        shape = batcher._state_shape(length, widths)
+        self._state = programs.empty_search(shape, self._sizes[0], device)
 
     @property
     def is_busy(self) -> bool:
@@ -290,7 +315,7 @@ class _Batch:
                 self._request_of_row[row] = index
             rows = [requests[index] for index in new]
             self._state = programs.admit_rows(
-                batcher._params,
+                self._params,
                 *batcher._arrays(
                     self._length, self._widths, [*rows, *[None] * (self._num_admitted - len(new))]
                 ),
@@ -321,7 +346,7 @@ class _Batch:
             self._shrink()
             max_active = self._sizes[1] if len(self._sizes) > 1 else 0
         self._state, running, positions, found = programs.run_search(
-            batcher._params,
+            self._params,
             self._state,
             batcher._options,
             max_active,

@@ -6,7 +6,15 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+import jax
+
+from flaxformer_mt.config import DecodeConfig
+from flaxformer_mt.errors import UserError
+
 MAX_WORKERS = 8
+CPU_BATCH_TOKENS, ACCELERATOR_BATCH_TOKENS = 1024, 16_384
+"""`decode.batch_tokens` by default. An accelerator reads all parameters for every step, however few
+sentences it is for."""
 
 _T = TypeVar("_T")
 
@@ -22,13 +30,40 @@ def max_workers(platform: str) -> int:
     return min(MAX_WORKERS, len(os.sched_getaffinity(0)))
 
 
-def gather(work: Callable[[Callable[[_T], None]], None], num_workers: int) -> Iterator[_T]:
+def batch_tokens(decode: DecodeConfig, platform: str) -> int:
+    """Returns `decode.batch_tokens`, or its default for a platform ("cpu", "gpu", "tpu")."""
+    default = CPU_BATCH_TOKENS if platform == "cpu" else ACCELERATOR_BATCH_TOKENS
+    return decode.batch_tokens or default
+
+
+def decoding_devices(decode: DecodeConfig, first: Any) -> list[Any]:
+    """Returns the devices that translate.
+
+    Args:
+      decode: `num_devices`.
+      first: the device that has the parameters; the others are of its platform and this process.
+
+    Raises:
+      UserError: there are fewer.
+    """
+    others = [each for each in jax.local_devices(backend=first.platform) if each != first]
+    count = decode.num_devices or (1 if first.platform == "cpu" else 1 + len(others))
+    if count > 1 + len(others):
+        raise UserError(
+            f"decode.num_devices={count}, but this process has only {1 + len(others)} "
+            f"({first.platform}): ask for fewer, or for 0"
+        )
+    return [first, *others][:count]
+
+
+def gather(work: Callable[[Callable[[_T], None], int], None], num_workers: int) -> Iterator[_T]:
     """Yields what `num_workers` threads pass to `put`, in the order of the calls.
 
     If the consumer stops early, each thread stops at its next call of `put`.
 
     Args:
-      work: what each thread runs, with `put` as its argument. Its exceptions are raised here.
+      work: what each thread runs, with `put` and its number, from 0, as arguments. Its exceptions
+        are raised here.
       num_workers: number of threads.
     """
     finished: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -42,16 +77,18 @@ def gather(work: Callable[[Callable[[_T], None]], None], num_workers: int) -> It
             raise Stopped
         finished.put(item)
 
-    def run() -> None:
+    def run(number: int) -> None:
         try:
-            work(put)
+            work(put, number)
             finished.put(None)
         except Stopped:
             pass
         except BaseException as error:  # Raised again in the consumer's thread.
             finished.put(error)
 
-    threads = [threading.Thread(target=run, daemon=True) for _ in range(num_workers)]
+    threads = [
+        threading.Thread(target=run, args=(number,), daemon=True) for number in range(num_workers)
+    ]
     for thread in threads:
         thread.start()
     try:

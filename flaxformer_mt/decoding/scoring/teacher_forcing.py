@@ -11,6 +11,7 @@ from jax import Array
 
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
 from flaxformer_mt.decoding.batching.length_buckets import fill_rows, plan_buckets
+from flaxformer_mt.decoding.batching.workers import batch_tokens
 from flaxformer_mt.decoding.search.options import forbidden_token_ids
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.model.transformer import Transformer
@@ -61,8 +62,9 @@ def teacher_force(
     inputs = [[model.bos_id, *tokens[:-1]] for tokens in targets]
     # Both sides get the length of the longer one, which limits the number of shapes.
     lengths = [max(map(len, pair)) for pair in zip(sources, targets, strict=True)]
+    tokens = batch_tokens(decode, jax.default_backend())
     results: dict[int, TeacherForcingResult] = {}
-    for bucket in plan_buckets(lengths, decode.batch_tokens, model, first):
+    for bucket in plan_buckets(lengths, tokens, model, first):
         log_probabilities, weights = target_log_probabilities(
             params,
             fill_rows(sources, bucket, model.pad_id),
