@@ -58,7 +58,7 @@ class EncoderLayer(nn.Module):
 
         norms = self.self_attention_norm, self.feed_forward_norm
         x, weights = residual(x, attend, norms[0], self.dropout, deterministic)
-        x, _ = residual(x, feed_forward, norms[1], self.dropout, deterministic)
+        x, _ = residual(x, feed_forward, norms[1], self.dropout, deterministic, is_last=True)
         return constrain(x, "batch", "length", "embed"), weights if return_attention else None
 
 

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -103,10 +103,17 @@ class Norm(nn.Module):
         y = normalise(rows, self.scale.astype(dtype), self.bias.astype(dtype), c.norm_epsilon)
         return y.reshape(x.shape).astype(x.dtype)
 
-    def fused_with_sum(self, x: Array, y: Array | Biased, dropout: Dropout) -> Array:
-        """Normalises x + dropout(y) [B, T, D] in one kernel, where `fuses` says that it can."""
+    def fused_with_sum(
+        self, x: Array, y: Array | Biased, dropout: Dropout, uses: int
+    ) -> tuple[Array, ...]:
+        """Normalises x + dropout(y) [B, T, D] in one kernel, where `fuses` says that it can.
+
+        Returns:
+          [B, T, D] for each of the `uses`, whose gradients the kernel adds up.
+        """
         key = dropout.draw_key() if dropout.threshold else None
-        options = Options(self.config.norm_epsilon, dropout.threshold, mesh_platform() == "cpu")
+        interpret = mesh_platform() == "cpu"
+        options = Options(self.config.norm_epsilon, dropout.threshold, interpret, uses)
         product, bias = y if isinstance(y, Biased) else (y, None)
         return residual_norm(options, Inputs(x, product, bias, self.scale, self.bias, key))
 
@@ -136,13 +143,21 @@ class Norm(nn.Module):
         return True
 
 
+class Twice(NamedTuple):
+    """What a sub-layer and the residual beside it use; one array, whose gradients are not added."""
+
+    of_sublayer: Array
+    of_residual: Array
+
+
 def residual(
-    x: Array,
+    x: Array | Twice,
     sublayer: Callable[[Array, bool], tuple[Any, Any]],
     norm: Norm,
     dropout: Dropout,
     deterministic: bool,
-) -> tuple[Array, Any]:
+    is_last: bool = False,
+) -> tuple[Any, Any]:
     """Applies a sub-layer f with its residual: norm(x + f(x)) or x + f(norm(x)).
 
     The configuration of the norm says which: "post" (Vaswani et al. 2017, section 3.1) or "pre"
@@ -155,15 +170,18 @@ def residual(
       norm: the sub-layer's norm.
       dropout: applied to f's output.
       deterministic: no dropout.
+      is_last: whether no other sub-layer of the same layer follows.
 
     Returns:
-      [B, T, D], and the second result of the sub-layer.
+      [B, T, D], possibly `Twice` unless it is the last, and the second result of the sub-layer.
     """
+    x, beside = x if isinstance(x, Twice) else (x, x)
     if norm.config.norm_position == "pre":
         y, extra = sublayer(norm(x), True)
-        return x + dropout(y, deterministic=deterministic), extra
+        return beside + dropout(y, deterministic=deterministic), extra
     is_fused = not deterministic and norm.fuses(x)
     y, extra = sublayer(x, not is_fused)
-    if is_fused:
-        return norm.fused_with_sum(x, y, dropout), extra
-    return norm(x + dropout(y, deterministic=deterministic)), extra
+    if not is_fused:
+        return norm(beside + dropout(y, deterministic=deterministic)), extra
+    results = norm.fused_with_sum(beside, y, dropout, 1 if is_last else 2)
+    return results[0] if is_last else Twice(*results), extra

@@ -48,7 +48,8 @@ def reference(inputs):
 
 def fused(inputs):
     threshold = 0 if inputs.key is None else DROPPED
-    return residual_norm(Options(EPSILON, threshold, interpret=True), inputs)
+    once, again = residual_norm(Options(EPSILON, threshold, interpret=True, uses=2), inputs)
+    return 0.25 * once + 0.75 * again
 
 
 def with_gradients(function, inputs):

@@ -1,6 +1,7 @@
 """The kernels for NVIDIA GPUs, in Pallas' Triton dialect."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -52,13 +53,13 @@ def forward(
 
 
 def backward(
-    total: Array, gradient: Array, scale: Array, draw: Array, *, form: Options
+    total: Array, gradients: Sequence[Array], scale: Array, draw: Array, *, form: Options
 ) -> tuple[Array, Array, Array]:
     """Computes the gradients of x and of y, and partial sums of those of the parameters.
 
     Args:
       total: s [N, D].
-      gradient: of the norm, [N, D].
+      gradients: of the norm [N, D], one for each of its uses; they are added up.
       scale: [1, D].
       draw: as for `forward`.
       form: of the kernels.
@@ -77,7 +78,7 @@ def backward(
     of_x, of_y, sums = pl.pallas_call(
         functools.partial(_backward_kernel, rows=rows, form=form),
         grid=(blocks // steps,),
-        in_specs=[of_rows, of_rows, of_columns, _draw_spec()],
+        in_specs=[of_rows, [of_rows for _ in gradients], of_columns, _draw_spec()],
         out_specs=[of_rows, of_rows, pl.BlockSpec((None, 3, columns), lambda i: (i, 0, 0))],
         out_shape=[
             like_x,
@@ -87,7 +88,7 @@ def backward(
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=1),
         interpret=form.interpret,
         name="residual_norm_backward",
-    )(total, gradient, scale, draw)
+    )(total, list(gradients), scale, draw)
     return of_x, of_y, sums
 
 
@@ -134,7 +135,7 @@ def _forward_kernel(
 
 
 def _backward_kernel(
-    total: Any, gradient: Any, scale: Any, draw: Any, of_x: Any, of_y: Any, sums: Any,
+    total: Any, gradients: list[Any], scale: Any, draw: Any, of_x: Any, of_y: Any, sums: Any,
     *, rows: int, form: Options,
 ) -> None:  # fmt: skip
     all_rows, columns = total.shape
@@ -145,7 +146,7 @@ def _backward_kernel(
         first = pl.program_id(0) * all_rows + step * rows
         factors = _dropout_factors(draw, first, rows, columns, form)
         normalised = _normalised([_wide(total, half, here) for half in halves], columns, form)
-        outer = [_wide(gradient, half, here) for half in halves]
+        outer = [sum(_wide(g, half, here) for g in gradients) for half in halves]
         inner = [g * _wide(scale, half) for g, half in zip(outer, halves, strict=True)]
         mean = _row_sums(inner) / columns
         slope = _row_sums([g * n for g, (n, _) in zip(inner, normalised, strict=True)]) / columns

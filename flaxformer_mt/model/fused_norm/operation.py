@@ -31,14 +31,14 @@ class Inputs(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def residual_norm(options: Options, inputs: Inputs) -> Array:
+def residual_norm(options: Options, inputs: Inputs) -> tuple[Array, ...]:
     """Computes norm(x + dropout(y + bias)), with one pass over memory in each direction.
 
     The backward pass draws the random numbers again, which are those of `random_uint16`. Everything
     is computed in float32; the sum is rounded once.
 
     Returns:
-      [B, T, D], in the dtype of `x`.
+      [B, T, D], in the dtype of `x`, once for each of its uses.
     """
     return _forward(options, inputs)[0]
 
@@ -48,7 +48,7 @@ def supports(width: int, dtype: jnp.dtype) -> bool:
     return dtype in (jnp.float32, jnp.bfloat16) and width >= 64 and width & (width - 1) == 0
 
 
-def _forward(options: Options, inputs: Inputs) -> tuple[Array, Any]:
+def _forward(options: Options, inputs: Inputs) -> tuple[tuple[Array, ...], Any]:
     def run(x: Array, y: Array, parameters: Array, draw: Array) -> tuple[Array, ...]:
         columns = [parameter[None] for parameter in parameters]
         results = _kernels().forward(_rows(x), _rows(y), *columns, draw, form=options)
@@ -58,19 +58,20 @@ def _forward(options: Options, inputs: Inputs) -> tuple[Array, Any]:
     parameters = [jnp.zeros_like(scale) if bias is None else bias, scale, shift]
     stacked = jnp.stack([parameter.astype(jnp.float32) for parameter in parameters])
     normalised, total = _on_each_device(run, (x, y), (stacked,), key, 2)
-    return normalised, (inputs, total)
+    return (normalised,) * options.uses, (inputs, total)
 
 
-def _backward(options: Options, residuals: Any, gradient: Array) -> tuple[Inputs]:
-    def run(total: Array, gradient: Array, scale: Array, draw: Array) -> tuple[Array, ...]:
+def _backward(options: Options, residuals: Any, gradients: tuple[Array, ...]) -> tuple[Inputs]:
+    def run(total: Array, *arrays: Array) -> tuple[Array, ...]:
+        *gradients, scale, draw = arrays
         of_x, of_y, sums = _kernels().backward(
-            _rows(total), _rows(gradient), scale[None], draw, form=options
+            _rows(total), [_rows(g) for g in gradients], scale[None], draw, form=options
         )
         return of_x.reshape(total.shape), of_y.reshape(total.shape), jnp.sum(sums, 0)[None]
 
     (_, _, bias, scale, shift, key), total = residuals
     wide = scale.astype(jnp.float32)
-    of_x, of_y, sums = _on_each_device(run, (total, gradient), (wide,), key, 3)
+    of_x, of_y, sums = _on_each_device(run, (total, *gradients), (wide,), key, 3)
     of_bias, of_scale, of_shift = jnp.sum(sums, 0)
     return (
         Inputs(

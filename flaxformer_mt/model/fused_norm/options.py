@@ -12,3 +12,5 @@ class Options(NamedTuple):
     """A value is dropped if its random number of 16 bits is below it."""
     interpret: bool
     """Whether the kernels are interpreted, as on CPUs."""
+    uses: int
+    """How many operations use the result: the kernel adds up their gradients."""
