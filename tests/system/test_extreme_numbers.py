@@ -45,9 +45,9 @@ def test_a_run_succeeds_or_says_why_not(text, tmp_path, capfd, option, value):
     code = entry_points.train(arguments)
     error = capfd.readouterr().err
     if code == ExitCode.SUCCESS:
-        figures = read_metrics(run / "metrics.jsonl")
-        assert {line["split"] for line in figures} >= {"train", "valid"}
-        losses = [line["loss"] for line in figures if "loss" in line]
+        rows = read_metrics(run / "metrics.jsonl")
+        assert {line["split"] for line in rows} >= {"train", "valid"}
+        losses = [line["loss"] for line in rows if "loss" in line]
         assert all(map(math.isfinite, losses)), losses
     else:
         assert code == ExitCode.FAILURE
