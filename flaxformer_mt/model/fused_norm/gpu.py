@@ -13,7 +13,7 @@ from jax.experimental.pallas import triton
 from flaxformer_mt.model.fused_norm.options import Options
 
 BLOCK_VALUES = 2**12
-"""Values of the rows that a program holds at a time."""
+"""Values of the rows of one program."""
 BACKWARD_BLOCKS = 4
 """Blocks of rows whose column sums one program adds up."""
 
@@ -149,10 +149,10 @@ def _backward_kernel(
         outer = [sum(_wide(g, half, here) for g in gradients) for half in halves]
         inner = [g * _wide(scale, half) for g, half in zip(outer, halves, strict=True)]
         mean = _row_sums(inner) / columns
-        slope = _row_sums([g * n for g, (n, _) in zip(inner, normalised, strict=True)]) / columns
+        along = _row_sums([g * n for g, (n, _) in zip(inner, normalised, strict=True)]) / columns
         for i, half in enumerate(halves):
             values, inverse_std = normalised[i]
-            of_total = (inner[i] - mean[:, None] - values * slope[:, None]) * inverse_std
+            of_total = (inner[i] - mean[:, None] - values * along[:, None]) * inverse_std
             of_added = of_total * factors[i]
             of_x[here, half] = of_total.astype(of_x.dtype)
             of_y[here, half] = of_added.astype(of_y.dtype)
