@@ -23,6 +23,7 @@ import gzip
 import json
 import os
 import pickle
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -116,7 +117,8 @@ def make_transformers(task: dict[str, Any], beam_size: int, folder: Path) -> lis
 
         return decode
 
-    return [with_batch_size(size) for size in (16, 32, 64, 128, 256)]
+    larger = (512, 1024) if device == "cuda" else ()
+    return [with_batch_size(size) for size in (16, 32, 64, 128, 256, *larger)]
 
 
 def make_ctranslate2(
@@ -310,13 +312,21 @@ def _seconds(decode: Decode, sources: Sequence[Tokens]) -> float:
 
 
 class Competitor:
-    """A competitor's process, which translates on request."""
+    """A competitor's process, which translates on request.
 
-    def __init__(self, name: str, beam_size: int, folder: Path):
-        self.name = name
+    Args:
+      text: "NAME" or "LABEL=NAME VARIABLE=VALUE ...", the variables of its environment.
+      beam_size: of its search.
+      folder: where the task is.
+    """
+
+    def __init__(self, text: str, beam_size: int, folder: Path):
+        first, *settings = shlex.split(text)
+        self.name, _, name = first.partition("=")
+        variables = dict(setting.split("=", 1) for setting in settings)
         self._process = subprocess.Popen(
-            [sys.executable, __file__, "--serve", name, str(beam_size), str(folder)],
-            env=os.environ | THREADS,
+            [sys.executable, __file__, "--serve", name or self.name, str(beam_size), str(folder)],
+            env=os.environ | THREADS | variables,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -1,7 +1,8 @@
 """Decoding in bfloat16 beside `generate` of transformers: the same weights, the same sentences.
 
 `benchmarks/decoding.py` has the competitors. The weights are random and hypotheses have a fixed
-length, so that both compute the same number of tokens and no trained model is needed.
+length, so that both compute the same number of tokens and no trained model is needed. At the end
+ours is compared with itself in one command buffer.
 """
 
 import pickle
@@ -14,6 +15,9 @@ import decoding as benchmark
 import numpy as np
 
 from battery_parts.options import Options
+
+COMMAND_BUFFERS = "--xla_gpu_enable_command_buffer=+WHILE,+CONDITIONAL"
+"""Launches the whole loop of a search at once: XLA by default launches each step."""
 
 
 def run(options: Options) -> Iterator[dict[str, Any]]:
@@ -58,5 +62,10 @@ def run(options: Options) -> Iterator[dict[str, Any]]:
         for beam_size in (2,) if options.tiny else (1, 4):
             results[f"beam_{beam_size}"] = benchmark.measure(
                 ["ours", "transformers"], beam_size, 1 if options.tiny else 3, folder
+            )
+            yield results
+        if not options.tiny:
+            results["beam_4_command_buffers"] = benchmark.measure(
+                ["ours", f"whole_loop=ours XLA_FLAGS={COMMAND_BUFFERS}"], 4, 3, folder
             )
             yield results
