@@ -41,6 +41,10 @@ class TrainConfig:
         limit=MAX_SEED,
     )
     """Random seed of the initial parameters, dropout and the order of the data."""
+    dropout_generator: Literal["threefry", "rbg"] = option("threefry", FieldRole.NUMERICS)
+    """Where the random numbers of dropout come from. threefry: a function of the seed, the step and
+    the position, the same on every device and mesh; rbg: the device's own generator, which costs
+    less, and differs between kinds of devices, meshes and versions of XLA."""
     log_every: int = option(50, FieldRole.RUNNING, lowest=1)
     """Steps between reports of training metrics."""
     profile_steps: str = option("", FieldRole.RUNNING)

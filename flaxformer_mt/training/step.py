@@ -125,6 +125,10 @@ def gradients(
         key = jax.random.fold_in(step_key, part)
         if axis_name:
             key = jax.random.fold_in(key, jax.lax.axis_index(axis_name))
+        if config.dropout_generator == "rbg":
+            # Its keys have the words of two of Threefry's.
+            words = jax.random.key_data(jax.random.split(key))
+            key = jax.random.wrap_key_data(words.reshape(-1), impl="rbg")
 
         def objective(trained: Params) -> tuple[Array, Metrics]:
             return _objective(model, merge(trained, frozen), rows, key, config)

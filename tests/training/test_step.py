@@ -96,6 +96,16 @@ def test_dropout_follows_from_seed_and_step(setup):
     assert loss() != loss(key=tiny.state().key + np.uint32(1))
 
 
+def test_the_generator_of_the_device_drops_other_units_as_reproducibly(setup):
+    def loss(generator):
+        fields = {"model": {"dropout_rate": 0.5}, "dropout_generator": generator}
+        tiny = setup.of(bigram=True, **fields)
+        return float(tiny.train_step(tiny.state(), tiny.placed_batch(0))[1]["loss"][0])
+
+    assert loss("rbg") == loss("rbg")
+    assert loss("rbg") != loss("threefry")
+
+
 @pytest.mark.parametrize("split", [{"accumulation_steps": 2}, {"num_devices": 2}])
 def test_parts_and_devices_drop_different_units(setup, split):
     """Where all rows are equal, two halves have the same loss only by the same dropout."""

@@ -27,7 +27,7 @@ class Inputs(NamedTuple):
     shift: Array
     """[D], of the norm."""
     key: Array | None
-    """Of dropout, for Threefry; None without dropout."""
+    """Of dropout; None without. Threefry takes its first two words, whatever its generator."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -113,7 +113,7 @@ def _on_each_device(
       results: how many there are, whose first axes are those of the rows or of the devices.
     """
     rows, length, _ = vectors[0].shape
-    words = jnp.zeros(2, jnp.uint32) if key is None else jax.random.key_data(key)
+    words = jnp.zeros(2, jnp.uint32) if key is None else jax.random.key_data(key)[:2]
 
     def with_first_row(numbers: Array, words: Array, *arrays: Array) -> Any:
         first = numbers[:1].astype(jnp.uint32) * jnp.uint32(length)
