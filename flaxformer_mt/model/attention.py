@@ -9,6 +9,7 @@ from jax import Array
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.model.fused_attention.backends import AttentionCase, choose_backend
+from flaxformer_mt.model.fused_attention.cudnn import cudnn_attention
 from flaxformer_mt.model.fused_attention.operation import Inputs, Options, fused_attention
 from flaxformer_mt.model.logical_axes import constrain, mesh_platform
 from flaxformer_mt.model.masks import Visibility, dense_mask
@@ -136,14 +137,17 @@ class MultiHeadAttention(nn.Module):
         query = self._split_heads(self.query(inputs))
         query = query if transform is None else transform(query)
         platform = mesh_platform()
+        threshold = 0 if deterministic else self.dropout.threshold
         case = AttentionCase(
             platform,
             query.dtype,
             query.shape,
             attended.key.shape[2],
             attended.value.shape[3],
-            isinstance(mask, Visibility),
+            isinstance(mask, Visibility) and not self.is_initializing(),
             return_weights or self.is_mutable_collection("intermediates"),
+            bias is not None,
+            threshold > 0,
         )
         backend = choose_backend(self.config.attention_backend, case)
         weights: Array | None
@@ -158,9 +162,9 @@ class MultiHeadAttention(nn.Module):
                 bias,
             )
         else:
-            threshold = 0 if deterministic else self.dropout.threshold
             visible = cast(Visibility, mask)
-            context = fused_attention(
+            attend = cudnn_attention if backend == "cudnn" else fused_attention
+            context = attend(
                 Options(backend, visible.causal, threshold, interpret=platform == "cpu"),
                 Inputs(
                     query,

@@ -6,8 +6,10 @@ import jax.numpy as jnp
 
 from flaxformer_mt.errors import UserError
 
-PLATFORMS = {"pallas_gpu": "gpu", "pallas_tpu": "tpu"}
+PLATFORMS = {"pallas_gpu": "gpu", "pallas_tpu": "tpu", "cudnn": "gpu"}
 """The platform of each fused backend."""
+AUTO = ("pallas_gpu", "pallas_tpu")
+"""What "auto" chooses from: the backends whose parity every run of the tests shows."""
 LANES = 128
 """The width of a TPU's registers: longer rows are padded to multiples."""
 SUBLANES = 32
@@ -30,9 +32,13 @@ class AttentionCase(NamedTuple):
     value_width: int
     """U."""
     is_whole_pass: bool
-    """Whether the mask is given by segments, not a step of decoding with a mask of its own."""
+    """Whether the mask is given by segments: not a step of decoding, nor initialization."""
     needs_weights: bool
     """Whether somebody reads the weights."""
+    has_bias: bool
+    """Whether a bias is added to the scores."""
+    has_dropout: bool
+    """Whether weights are dropped."""
 
 
 def choose_backend(requested: str, case: AttentionCase) -> str:
@@ -54,8 +60,8 @@ def choose_backend(requested: str, case: AttentionCase) -> str:
         if reason := refusal(requested, case):
             raise UserError(f"model.attention_backend={requested} {reason}: use auto or einsum")
         return requested
-    for backend, platform in PLATFORMS.items():
-        if platform == case.platform and not refusal(backend, case):
+    for backend in AUTO:
+        if PLATFORMS[backend] == case.platform and not refusal(backend, case):
             return backend
     return "einsum"
 
@@ -74,6 +80,8 @@ def refusal(backend: str, case: AttentionCase) -> str:
         return f"computes in float32 or bfloat16, not in {case.dtype}"
     if width != case.value_width:
         return f"needs values as wide as keys, not {case.value_width} and {width}"
+    if backend == "cudnn":
+        return _cudnn_refusal(case)
     if backend == "pallas_gpu" and width not in (16, 32, 64, 128):
         return f"needs heads of width 16, 32, 64 or 128, not {width}"
     if backend == "pallas_tpu":
@@ -81,6 +89,19 @@ def refusal(backend: str, case: AttentionCase) -> str:
             return f"needs {LANES} features in a whole number of heads, not {heads} x {width}"
         if case.key_length > MAX_KEYS:
             return f"takes rows of at most {MAX_KEYS} keys, not {case.key_length}"
+    return ""
+
+
+def _cudnn_refusal(case: AttentionCase) -> str:
+    *_, queries, width = case.query_shape
+    if case.dtype != jnp.bfloat16:
+        return f"computes in bfloat16, not in {case.dtype}"
+    if case.has_bias or case.has_dropout:
+        return f"has no {'bias of the scores' if case.has_bias else 'dropout of the weights'}"
+    if width % 8 or width > 128:
+        return f"needs heads of a width up to 128, in multiples of 8, not {width}"
+    if queries % 2 or case.key_length % 2:
+        return f"needs rows of even lengths, not {queries} and {case.key_length}"
     return ""
 
 

@@ -66,10 +66,11 @@ def fused_attention(options: Options, inputs: Inputs) -> Array:
 
 
 def _forward(options: Options, inputs: Inputs) -> tuple[Array, Any]:
-    operands = _operands(options, inputs)
-    kernel = functools.partial(_kernels(options.backend).forward, form=_form(options, inputs))
-    run = _on_each_device(
-        kernel, options, operands, lambda s: ((s.operands,), (s.vectors, s.saved))
+    kernels, operands = _kernels(options.backend), operands_of(options, inputs)
+    run = on_each_device(
+        functools.partial(kernels.forward, form=_form(options, inputs)),
+        operands,
+        lambda s: ((s.operands,), (s.vectors, kernels.saved_specs(s.vectors, s.pairs))),
     )
     context, saved = run(operands)
     return context.swapaxes(1, 2), (inputs, saved)
@@ -77,13 +78,16 @@ def _forward(options: Options, inputs: Inputs) -> tuple[Array, Any]:
 
 def _backward(options: Options, residuals: Any, gradient: Array) -> tuple[Inputs]:
     inputs, saved = residuals
-    operands, form = _operands(options, inputs), _form(options, inputs)
+    kernels, operands = _kernels(options.backend), operands_of(options, inputs)
+    form = _form(options, inputs)
     gradient = gradient.swapaxes(1, 2)
-    run = _on_each_device(
-        functools.partial(_kernels(options.backend).backward, form=form),
-        options,
+    run = on_each_device(
+        functools.partial(kernels.backward, form=form),
         operands,
-        lambda s: ((s.operands, s.saved, s.vectors), (s.vectors, s.vectors, s.vectors)),
+        lambda s: (
+            (s.operands, kernels.saved_specs(s.vectors, s.pairs), s.vectors),
+            (s.vectors, s.vectors, s.vectors),
+        ),
     )
     query, key, value = (x.swapaxes(1, 2) for x in run(operands, saved, gradient))
     of_bias = None if inputs.bias is None else _bias_gradient(operands, form, gradient, inputs.bias)
@@ -109,7 +113,7 @@ def _form(options: Options, inputs: Inputs) -> Form:
     )
 
 
-def _operands(options: Options, inputs: Inputs) -> Operands:
+def operands_of(options: Options, inputs: Inputs) -> Operands:
     """Brings the inputs into the kernels' layout, in which the projections write them."""
     kept = None
     if inputs.dropout_key is not None:
@@ -132,15 +136,13 @@ def _bias_gradient(operands: Operands, form: Form, gradient: Array, bias: Array)
 
     XLA drops it where the bias is not trained.
     """
-    query, key, value, query_segments, key_segments, _, kept = operands
+    query, key, value, _, _, _, kept = operands
     multiply = functools.partial(jnp.einsum, "bthk,bshk->bhts", preferred_element_type=jnp.float32)
-    visible = jax.vmap(visible_keys, (0, 0, None, None, None))(
-        query_segments[:, :, None], key_segments[:, None], 0, 0, form.causal
-    )
+    visible = visible_pairs(operands, form.causal)
 
     def weights(bias: Array) -> Array:
         scores = multiply(query, key) * form.scale + bias.astype(jnp.float32)
-        return masked_softmax(scores, visible[:, None])
+        return masked_softmax(scores, visible)
 
     of_weights = multiply(gradient, value)
     factors = dropout_factors(kept, form.dropped)
@@ -148,25 +150,25 @@ def _bias_gradient(operands: Operands, form: Form, gradient: Array, bias: Array)
     return jax.vjp(weights, bias)[1](of_weights)[0]
 
 
-class _Specs(NamedTuple):
+class Specs(NamedTuple):
     """How a mesh shards the arrays of a kernel: by rows and heads."""
 
     operands: Operands
     vectors: PartitionSpec
     """Of [B, T, H, K]."""
-    saved: Any
+    pairs: PartitionSpec
+    """Of [B, H, T], or [B, H, T, S]."""
 
 
-def _on_each_device(
-    function: Callable, options: Options, operands: Operands, specs: Callable
+def on_each_device(
+    function: Callable, operands: Operands, specs: Callable[[Specs], tuple[Any, Any]]
 ) -> Callable:
     """Lets each device run a kernel on its rows and heads, which XLA would gather everywhere.
 
     Args:
       function: the kernel.
-      options: name the backend.
       operands: of the whole mesh.
-      specs: from `_Specs` to the partition specs of the function's arguments and of its results.
+      specs: returns the partition specs of the function's arguments and of its results.
     """
     mesh = mesh_of_rules()
     if mesh is None:
@@ -179,13 +181,8 @@ def _on_each_device(
     has_rows = operands.bias is not None and operands.bias.shape[0] > 1
     of_bias = PartitionSpec(row_axes if has_rows else None, head_axes)
     segments = PartitionSpec(row_axes)
-    in_specs, out_specs = specs(
-        _Specs(
-            Operands(vectors, vectors, vectors, segments, segments, of_bias, pairs),
-            vectors,
-            _kernels(options.backend).saved_specs(vectors, pairs),
-        )
-    )
+    of_operands = Operands(vectors, vectors, vectors, segments, segments, of_bias, pairs)
+    in_specs, out_specs = specs(Specs(of_operands, vectors, pairs))
     return jax.shard_map(
         function,
         mesh=mesh,
@@ -194,3 +191,10 @@ def _on_each_device(
         axis_names=set(mesh.auto_axes),
         check_vma=False,
     )
+
+
+def visible_pairs(operands: Operands, causal: bool) -> Array:
+    """Returns which keys the queries attend to, bool [B, 1, T, S]."""
+    columns, rows = operands.query_segments[:, :, None], operands.key_segments[:, None]
+    of_row = jax.vmap(lambda column, row: visible_keys(column, row, 0, 0, causal))
+    return of_row(columns, rows)[:, None]
