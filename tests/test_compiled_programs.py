@@ -147,6 +147,33 @@ def test_kernels_of_a_tpu():
     assert found["k"].bytes == found["scores"].bytes == 3 * size
 
 
+SCATTER = """\
+HloModule jit_step, is_scheduled=true
+
+%fused_scatter (p0: bf16[8,64,16], p1: bf16[8,16], p2: s32[8]) -> bf16[8,64,16] {
+  %p0 = bf16[8,64,16]{2,1,0} parameter(0)
+  %p2 = s32[8]{0} parameter(2)
+  %places = s32[8,1]{1,0} bitcast(%p2)
+  %p1 = bf16[8,16]{1,0} parameter(1)
+  %part = bf16[8,1,16]{2,1,0} bitcast(%p1)
+  ROOT %written = bf16[8,64,16]{2,1,0} scatter(%p0, %places, %part), update_window_dims={1,2}
+}
+
+ENTRY %main (cache: bf16[8,64,16], token: bf16[8,16], at: s32[8]) -> bf16[8,64,16] {
+  %cache = bf16[8,64,16]{2,1,0} parameter(0)
+  %token = bf16[8,16]{1,0} parameter(1)
+  %at = s32[8]{0} parameter(2)
+  ROOT %out = bf16[8,64,16]{2,1,0} fusion(%cache, %token, %at), kind=kInput, calls=%fused_scatter
+}
+"""
+
+
+def test_a_scatter_into_a_cache_moves_its_updates_only():
+    (kernel,) = kernels(parse(SCATTER))
+    # The token is read and written, and its place is read.
+    assert kernel.bytes == 2 * (2 * 8 * 16) + 4 * 8
+
+
 def test_collectives_of_a_gpu():
     gather, total = collectives(parse(GPU))
     assert gather.kind == "all-gather"

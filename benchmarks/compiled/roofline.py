@@ -250,6 +250,13 @@ def _result_bytes(inner: Function, size: float) -> tuple[float, set[str]]:
                 array, part, *_ = update.operands
                 size += _memory_bytes(inner[part].result) - _memory_bytes(inner[name].result)
                 updated.add(_origin(inner, array))
+            # A scatter without copies of its operand writes in place, as that to a cache.
+            if update.opcode == "scatter" and len(update.operands) == 3:
+                array, _, part = update.operands
+                origin = _origin(inner, array)
+                if inner[origin].opcode == "parameter":
+                    size += _memory_bytes(inner[part].result) - _memory_bytes(inner[name].result)
+                    updated.add(origin)
     return size, updated
 
 
