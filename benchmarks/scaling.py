@@ -1,158 +1,138 @@
-"""What does a training step need of each of many devices, and what do they send to each other?
+"""What does a training step need of each of many GPUs or TPUs, and what do they send?
 
-    python benchmarks/scaling.py [--models base,big] [--devices 8,64] [--json FILE] [--write]
+    python benchmarks/scaling.py --device h100 --json FILE [--models base,big] [--devices 8,64]
+    python benchmarks/scaling.py --json FILE --write
 
-Compiles training steps ahead of time for simulated CPU devices: no model is ever made and no step
-run, so that any machine will do. Prints a table; --write puts it into docs/scaling.md.
+Compiles training steps as `benchmarks/accelerators.py` does, each in its own process. No device
+is needed. The measurements are added to those in FILE, because the compilers for GPUs and for TPUs
+need different virtual environments; --write puts the table of all of them into docs/scaling.md.
 """
 
 import argparse
-import dataclasses
-import functools
 import json
-import os
+import math
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
-from flaxformer_mt.config import (
-    ExperimentConfig,
-    ParallelConfig,
-    TrainConfig,
-    TransformerConfig,
-)
+from compiled.targets import DEVICES
 
-VOCAB, LENGTH = 32_000, 64
-DOC = Path(__file__).parent.parent / "docs" / "scaling.md"
+ROOT = Path(__file__).resolve().parent.parent
+DOC = ROOT / "docs" / "scaling.md"
 BEGIN, END = "<!-- table of benchmarks/scaling.py -->", "<!-- end of table -->"
+VOCABULARY = 32_000
+
+CONFIGURATION = """\
+from flaxformer_mt.config import DataConfig, ExperimentConfig, TransformerConfig
 
 
-@dataclasses.dataclass(frozen=True)
-class Size:
-    """A model, and how much of a batch each device gets."""
+def get_config() -> ExperimentConfig:
+    return ExperimentConfig(
+        model=TransformerConfig(dtype="bfloat16", scan_layers=True, {fields}),
+        data=DataConfig(source_row_length=256, target_row_length=256),
+    )
+"""
+MODELS = {
+    "base": "",
+    "big": "d_model=1024, num_heads=16, d_ff=4096, dropout_rate=0.3",
+    "1B": "d_model=2048, num_heads=32, d_ff=8192, num_encoder_layers=8, num_decoder_layers=8, "
+    'remat="products"',
+}
+POSITIONS = {
+    ("base", "h100"): 16_384,
+    ("big", "h100"): 16_384,
+    ("base", "v5p"): 16_384,
+    ("big", "v5p"): 16_384,
+}
+"""Target positions for each of data * fsdp; 8,192 for others."""
 
-    model: TransformerConfig
-    rows: int
-    """Rows of 64 source and 64 target tokens for each device."""
-
-
-def transformer(**fields: object) -> TransformerConfig:
-    return TransformerConfig(source_vocab_size=VOCAB, target_vocab_size=VOCAB, **fields)
-
-
-SIZES = {
-    "base": Size(transformer(), rows=64),
-    "big": Size(transformer(d_model=1024, num_heads=16, d_ff=4096), rows=64),
-    "1B": Size(
-        transformer(
-            d_model=2048,
-            num_heads=32,
-            d_ff=8192,
-            num_encoder_layers=8,
-            num_decoder_layers=8,
-            remat="full",
-        ),
-        rows=32,
-    ),
+# Mesh and topology. Along TPUs, fsdp and tensor are lines of the torus.
+GPU_LAYOUTS = {
+    1: [("data=1", "1x1x1")],
+    8: [("data=8", "1x1x8"), ("fsdp=8", "1x1x8"), ("fsdp=4,tensor=2", "1x1x8")],
+    64: [("data=8,fsdp=8", "1x8x8")],
+    256: [("data=32,fsdp=8", "1x32x8")],
+    512: [("data=64,fsdp=8", "1x64x8")],
 }
 LAYOUTS = {
-    8: [{}, {"fsdp": 8}, {"fsdp": 4, "tensor": 2}],
-    64: [{}, {"fsdp": 8}, {"fsdp": 64}, {"fsdp": 8, "tensor": 2}],
-    512: [{}, {"fsdp": 8}, {"fsdp": 64}, {"fsdp": 64, "tensor": 2}],
+    "h100": GPU_LAYOUTS,
+    "h200": GPU_LAYOUTS,
+    "a100": GPU_LAYOUTS,
+    "v5e": {
+        1: [("data=1", "2x2")],
+        16: [("data=16", "4x4"), ("data=4,fsdp=4", "4x4")],
+        256: [("data=16,fsdp=16", "16x16")],
+    },
+    "v5p": {
+        1: [("data=1", "2x2x1")],
+        8: [("data=2,fsdp=4", "2x2x2")],
+        64: [("data=16,fsdp=4", "4x4x4"), ("data=4,fsdp=4,tensor=4", "4x4x4")],
+        512: [("data=64,fsdp=8", "8x8x8")],
+    },
+    "v6e": {1: [("data=1", "2x2")], 16: [("data=4,fsdp=4", "4x4")]},
 }
-"""For each number of devices, meshes: what fsdp and tensor leave over is the axis data."""
+"""By device, for each number of devices."""
 
 
-def measure(name: str, num_devices: int) -> list[dict]:
-    """Measures one model on all devices of this process; returns a dict for each mesh."""
-    import jax
-
-    from flaxformer_mt.data.stream.batches import BatchShape
-    from flaxformer_mt.model.transformer import Transformer
-    from flaxformer_mt.training.memory import step_cost
-    from flaxformer_mt.training.optimizer import make_optimizer, make_schedule
-    from flaxformer_mt.training.parallel import make_strategy
-    from flaxformer_mt.training.state import create_state
-    from flaxformer_mt.training.step import train_step
-
-    size, measurements = SIZES[name], []
-    for layout in LAYOUTS[num_devices]:
-        rows = size.rows * num_devices
-        config = ExperimentConfig(
-            model=size.model,
-            train=TrainConfig(batch_tokens=rows * LENGTH),
-            parallel=ParallelConfig(**layout),
-        )
-        model = Transformer(config.model)
-        schedule = make_schedule(config.optimizer, config.model.d_model, config.train.num_steps)
-        optimizer = make_optimizer(config.optimizer, schedule)
-        make_state = functools.partial(create_state, model, optimizer, config.train)
-        cost = step_cost(
-            make_strategy(config),
-            make_state,
-            functools.partial(train_step, model=model, optimizer=optimizer, config=config.train),
-            BatchShape(rows, LENGTH, LENGTH),
-            optimize=False,
-        )
-        params = jax.eval_shape(make_state).params
-        measurements.append(
-            {
-                "model": name,
-                "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
-                "devices": num_devices,
-                "mesh": {"data": num_devices // _product(layout), **layout},
-                "rows_per_device": size.rows,
-                "bytes": {**dataclasses.asdict(cost), "total": cost.total},
-            }
-        )
-    return measurements
-
-
-def _product(layout: dict[str, int]) -> int:
-    return layout.get("fsdp", 1) * layout.get("tensor", 1)
-
-
-def measure_in_process(name: str, num_devices: int) -> list[dict]:
-    """The same in a process of its own, as a process cannot change how many devices it has."""
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}",
-    }
-    command = [sys.executable, __file__, "--worker", "--models", name, "--devices"]
-    output = subprocess.run(
-        [*command, str(num_devices)], env=environment, stdout=subprocess.PIPE, check=True
-    ).stdout
-    return json.loads(output)
+def measure(model: str, device: str, mesh: str, topology: str) -> dict:
+    """Compiles one step in a process of its own; returns what `accelerators.py` measures."""
+    with tempfile.TemporaryDirectory() as folder:
+        config, result = Path(folder) / f"{model}.py", Path(folder) / "measured.json"
+        config.write_text(CONFIGURATION.format(fields=MODELS[model]), encoding="utf-8")
+        command = [sys.executable, ROOT / "benchmarks" / "accelerators.py", "--steps=training"]
+        options = {
+            "config": config,
+            "device": device,
+            "mesh": mesh,
+            "topology": topology,
+            "target-tokens": POSITIONS.get((model, device), 8_192),
+            "vocabulary": VOCABULARY,
+            "json": result,
+        }
+        given = [f"--{name}={value}" for name, value in options.items()]
+        subprocess.run([*command, *given], check=True, stdout=subprocess.DEVNULL)
+        measured = json.loads(result.read_text(encoding="utf-8"))["training"]
+    return measured | {"config": model}
 
 
 def table(measurements: list[dict]) -> str:
-    """The measurements as Markdown, in units of 10^9 bytes."""
+    """The measurements as Markdown, in GiB of memory and 10^9 bytes sent."""
     lines = [
-        "| model | devices | mesh | parameters | optimizer | temporary | total "
-        "| sent: gathering | sent: adding up | sent: other |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| model | devices | mesh | positions | parameters | optimizer | temporary | total "
+        "| bound | sent: gathering | sent: gradients, float32 | sent: other | waits |",
+        "|" + "---|" * 13,
     ]
-    for row in measurements:
+    order = [*MODELS], [*DEVICES]
+    for row in sorted(
+        measurements,
+        key=lambda row: (
+            order[0].index(row["config"]),
+            order[1].index(row["device"]),
+            math.prod(row["mesh"].values()),
+        ),
+    ):
         mesh = " x ".join(f"{axis} {size}" for axis, size in row["mesh"].items() if size > 1)
-        cost, sent = row["bytes"], row["bytes"]["sent"]
-        adding = sent.get("all-reduce", 0) + sent.get("reduce-scatter", 0)
-        other = sum(sent.values()) - adding - sent.get("all-gather", 0)
+        gathering = gradients = total = waiting = 0.0
+        for each in row["collectives"]:
+            total += each["sent"]
+            waiting += 0 if each["asynchronous"] else each["sent"]
+            gathering += each["sent"] if each["kind"] == "all-gather" else 0
+            is_sum = each["kind"] in ("all-reduce", "reduce-scatter")
+            gradients += each["sent"] if is_sum and each["dtypes"] == "f32" else 0
+        sizes = [row["parameters"], row["optimizer_state"], row["temporary"]]
+        sizes.append(row["arguments"] + row["temporary"])
+        sent = [gathering, gradients, total - gathering - gradients, waiting]
         cells = [
-            cost["parameters"],
-            cost["optimizer_state"],
-            cost["temporary"],
-            cost["total"],
-            sent.get("all-gather", 0),
-            adding,
-            other,
+            row["config"],
+            f"{math.prod(row['mesh'].values())} {row['device']}",
+            mesh or "-",
+            f"{row['target_positions_per_device']:,}",
+            *(f"{size / 2**30:.2f}" for size in sizes),
+            f"{row['bound'] * 1e3:.1f} ms",
+            *(f"{size / 1e9:.2f}" for size in sent),
         ]
-        label = f"{row['model']} ({row['parameters'] / 1e6:,.0f} M)"
-        lines.append(
-            f"| {label} | {row['devices']} | {mesh} | "
-            + " | ".join(f"{cell / 1e9:.2f}" for cell in cells)
-            + " |"
-        )
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -165,25 +145,41 @@ def write(text: str) -> None:
 
 def main() -> None:
     """Measures, prints, and writes what was asked for."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", default=",".join(SIZES), help="of base, big, 1B")
-    parser.add_argument("--devices", default=",".join(map(str, LAYOUTS)), help="of 8, 64, 512")
-    parser.add_argument("--json", type=Path, help="also write the measurements here")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=DEVICES, help="what to compile for; default: nothing")
+    parser.add_argument("--models", default=",".join(MODELS), help="of base, big, 1B")
+    parser.add_argument("--devices", help="numbers of devices; default: all in the script")
+    parser.add_argument("--mesh", help="only this mesh, as in the script: data=8")
+    parser.add_argument("--json", type=Path, required=True, help="where measurements are kept")
     parser.add_argument("--write", action="store_true", help="put the table into docs/scaling.md")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    models, devices = arguments.models.split(","), list(map(int, arguments.devices.split(",")))
-    if arguments.worker:
-        print(json.dumps(measure(models[0], devices[0])))
-        return
-    measurements = [
-        row for model in models for count in devices for row in measure_in_process(model, count)
-    ]
-    print(table(measurements))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(measurements, indent=2) + "\n", encoding="utf-8")
+
+    wanted = arguments.devices.split(",") if arguments.devices else None
+    for count, layouts in LAYOUTS.get(arguments.device, {}).items():
+        for mesh, topology in layouts:
+            if (wanted and str(count) not in wanted) or arguments.mesh not in (None, mesh):
+                continue
+            for model in arguments.models.split(","):
+                measured = measure(model, arguments.device, mesh, topology)
+                kept = read(arguments.json)
+                key = [measured[name] for name in ("config", "device", "topology", "mesh")]
+                kept = [
+                    row
+                    for row in kept
+                    if [row[name] for name in ("config", "device", "topology", "mesh")] != key
+                ]
+                text = json.dumps([*kept, measured], indent=2)
+                arguments.json.write_text(text + "\n", encoding="utf-8")
+    print(table(read(arguments.json)))
     if arguments.write:
-        write(table(measurements))
+        write(table(read(arguments.json)))
+
+
+def read(path: Path) -> list[dict]:
+    """Reads the measurements made so far."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
 
 
 if __name__ == "__main__":

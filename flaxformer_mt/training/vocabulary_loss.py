@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike
 
-from flaxformer_mt.model.logical_axes import mesh_platform
+from flaxformer_mt.model.logical_axes import constrain, mesh_platform
 from flaxformer_mt.model.numerics import at_least_float32
 from flaxformer_mt.training.losses import (
     Convention,
@@ -91,17 +91,21 @@ def chunked_cross_entropy(
         # With an axis of one shard, CPUs would make a transposed copy of all gradients.
         loss, correct = sums(*jax.tree.map(lambda x: x[0], chunks))
     else:
-        # Each shard of the rows has its own sums, which are added over devices once, not for each
-        # chunk.
-        loss, correct = jax.tree.map(jnp.sum, jax.vmap(sums)(*chunks))
+        vectors, labels = chunks
+        loss, correct = _sum_over_shards(vectors, table, bias, labels, options, by_rows)
     return loss, correct, jnp.sum(weights)
 
 
 def row_shards() -> int:
     """Returns the number of devices of the current mesh over which the rows are sharded."""
+    return math.prod(_row_axes())
+
+
+def _row_axes() -> list[int]:
+    """The sizes of the axes of the current mesh over which the rows are sharded."""
     mesh = jax.sharding.get_abstract_mesh()
     # Under pmap the axis exists, too, but a device sees only its own rows.
-    return math.prod(mesh.shape[axis] for axis in ROW_AXES if axis in mesh.auto_axes)
+    return [mesh.shape[axis] for axis in ROW_AXES if axis in mesh.auto_axes]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -155,6 +159,42 @@ def _backward(options, by_rows, gradients, cotangents):
 
 
 _sum_over_chunks.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _sum_over_shards(vectors, table, bias, labels, options, by_rows):
+    """The same for vectors [shards, chunks, N, D], with a shard of the rows on each device.
+
+    Each has its own sums, which are added over devices once, not for each chunk.
+    """
+
+    def sums(vectors, labels):
+        return _sum_over_chunks(vectors, table, bias, labels, options, by_rows)
+
+    return jax.tree.map(jnp.sum, jax.vmap(sums)(vectors, labels))
+
+
+def _forward_of_shards(vectors, table, bias, labels, options, by_rows):
+    def forward(vectors, labels):
+        return _forward(vectors, table, bias, labels, options, by_rows)
+
+    metrics, (of_vectors, *of_factors) = jax.vmap(forward)(vectors, labels)
+    sums = jax.tree.map(_sum_over_devices, of_factors)
+    return jax.tree.map(jnp.sum, metrics), (of_vectors, *sums)
+
+
+def _sum_over_devices(gradient):
+    """Adds up the gradients [shards, V, ...] of a parameter, first over fsdp: it shards the sum.
+
+    In one sum over all devices, compilers for TPUs would leave the whole parameter on each.
+    """
+    sums = jnp.sum(gradient.reshape(*_row_axes(), *gradient.shape[1:]), axis=-gradient.ndim)
+    if gradient.ndim == 3:
+        sums = constrain(sums, "lookup_batch", "vocabulary", "lookup_embed")
+    return jnp.sum(sums, axis=0)
+
+
+_sum_over_shards.defvjp(_forward_of_shards, _backward)
 
 
 def _computed_factors(table, bias, dtype, by_rows):
