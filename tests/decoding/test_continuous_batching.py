@@ -228,3 +228,9 @@ def test_matrices_in_bfloat16_change_no_bit(options):
     np.testing.assert_array_equal(*logits)
     wide = dataclasses.replace(model, dtype="float32")
     assert jax.tree.leaves(rounded_matrices(wide, whole))[0] is jax.tree.leaves(whole)[0]
+
+
+def test_options_are_checked_without_parameters():
+    ContinuousBatcher([(MODEL, {})], BEAM)
+    with pytest.raises(UserError, match=r"decode.num_devices=999"):
+        ContinuousBatcher([(MODEL, {})], dataclasses.replace(BEAM, num_devices=999))

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
@@ -96,7 +97,9 @@ class ContinuousBatcher:
         self._configs = tuple(config for config, _ in models)
         params = tuple(programs.rounded_matrices(*model) for model in models)
         on_first = jax.device_put(params)
-        (first, *_) = jax.tree.leaves(on_first)[0].devices()
+        # Options are checked without parameters.
+        leaves = jax.tree.leaves(on_first) or [jnp.zeros(())]
+        (first, *_) = leaves[0].devices()
         self._devices = decoding_devices(decode, first)
         self._params = {
             device: on_first if device == first else jax.device_put(on_first, device)
