@@ -22,38 +22,59 @@ def battery(monkeypatch):
     return battery
 
 
-def test_all_parts_run_where_packages_are_missing(battery, tmp_path, monkeypatch):
+def run_tiny(battery, tmp_path, parts):
+    """Runs parts in an environment without the packages in `ABSENT`; returns their results."""
     absent = tmp_path / "absent"
     absent.mkdir()
     for name in ABSENT:
         (absent / f"{name}.py").write_text(f"raise ModuleNotFoundError('no {name} here')\n")
-    results = subprocess.run(
-        [sys.executable, BENCHMARKS / "battery.py", f"--out={tmp_path / 'out'}", "--tiny"],
+    out = tmp_path / "out"
+    ended = subprocess.run(
+        [sys.executable, BENCHMARKS / "battery.py", f"--out={out}", "--tiny", "--parts", *parts],
         # One device: the others of the tests only cost time.
         env=os.environ | {"PYTHONPATH": str(absent), "XLA_FLAGS": ""},
         capture_output=True,
         text=True,
     )
-    assert results.returncode == 0, results.stdout + results.stderr
-    assert [line.split()[:2] for line in results.stdout.splitlines()] == [
-        [part, "done"] for part in battery.PARTS
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert [line.split()[:2] for line in ended.stdout.splitlines()] == [
+        [part, "done"] for part in parts
     ]
-    continuing, decoding = (
-        json.loads((tmp_path / "out" / f"{name}.json").read_text())["results"]
-        for name in ("continuing", "decoding_speed")
-    )
-    continued = continuing["as_usual"]["continued"]
+    return {name: json.loads((out / f"{name}.json").read_text())["results"] for name in parts}
+
+
+# In two tests, which run at the same time.
+FIRST = ("parity", "attention", "continuing")
+
+
+def test_what_has_to_be_equal_is_compared(battery, tmp_path, monkeypatch):
+    results = run_tiny(battery, tmp_path, FIRST)
+    assert results["parity"]["families"]["torch"]["passed"]
+    assert results["attention"]["float32"].keys() >= {"einsum", "pallas_gpu", "pallas_tpu"}
+    continued = results["continuing"]["as_usual"]["continued"]
     assert continued["parameters_that_differ"] == []
     assert continued["first_step_whose_metrics_differ"] is None
-    assert decoding["beam_2"]["transformers"]["same_translations"] == 1
 
     page = tmp_path / "accelerators.md"
     monkeypatch.setattr(battery.accelerators_page, "PAGE", page)
     battery.accelerators_page.write(tmp_path / "out", [])
     text = page.read_text()
     assert "Not compiled yet." in text
-    assert battery.accelerators_page.NOT_RUN not in text
     assert "0, equal to the bit" in text
+    assert text.count(battery.accelerators_page.NOT_RUN) == len(battery.PARTS) - len(FIRST)
+
+
+def test_what_is_timed_runs(battery, tmp_path, monkeypatch):
+    parts = [name for name in battery.PARTS if name not in FIRST]
+    results = run_tiny(battery, tmp_path, parts)
+    assert results["training_speed"]["base"].keys() == {"ours", "lean"}
+    assert results["decoding_speed"]["beam_2"]["transformers"]["same_translations"] == 1
+    assert results["training_run"]["test"]["bleu"] >= 0
+
+    page = tmp_path / "accelerators.md"
+    monkeypatch.setattr(battery.accelerators_page, "PAGE", page)
+    battery.accelerators_page.write(tmp_path / "out", [])
+    assert page.read_text().count(battery.accelerators_page.NOT_RUN) == len(FIRST)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,9 @@ def test_a_run_folder_is_all_that_a_model_needs(finished, text, tmp_path):
         "loss",
         "accuracy",
         "target_tokens_per_second",
+        "target_tokens_per_second_per_device",
+        "flops_per_target_token",
+        "memory_bytes",
         "padding_fraction",
         "learning_rate",
     ):
