@@ -125,6 +125,11 @@ def test_json_that_is_not_a_configuration_is_rejected(text):
         (DecodeConfig, {"n_best": 9}, "decode.n_best=9 is more than decode.beam_size=4"),
         (OptimizerConfig, {"weight_decay": 0.1}, "needs optimizer.kind=adamw"),
         (ExperimentConfig, {"train": TrainConfig(batch_tokens=100)}, "not a multiple"),
+        (
+            ExperimentConfig,
+            {"model": TransformerConfig(num_decoder_layers=0)},
+            "model.num_decoder_layers=0: must be at least 1 in a run",
+        ),
         (DataConfig, {"bucket_lengths": (32, 16)}, "must be in increasing order"),
         (DataConfig, {"max_unknown_rate": 2}, "data.max_unknown_rate=2: must be at most 1"),
         (CorpusConfig, {"weight": 0}, "CorpusConfig.weight=0: must be above 0"),

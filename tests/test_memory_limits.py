@@ -43,6 +43,7 @@ SMALL = TransformerConfig(
         {"position_kind": "learned", "max_length": 17, "position_offset": 2},
         {"position_kind": "t5_relative"},
         {"position_kind": "t5_relative", "relative_position_sharing": "layer"},
+        {"position_kind": "t5_relative", "num_encoder_layers": 0, "final_norm": True},
         {"decoder_kind": "ssru", "embedding_norm": True, "final_norm": True},
         {"has_inputs": False, "decoder_kind": "ssru", "output_bias": True},
     ],

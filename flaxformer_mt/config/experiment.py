@@ -31,6 +31,10 @@ class ExperimentConfig:
                 isinstance(value, kind),
                 f"ExperimentConfig.{name}={shown(value)}: must be a {kind.__name__}",
             )
+        stacks = ["num_decoder_layers", "num_encoder_layers"][: 1 + self.model.has_inputs]
+        for name in stacks:
+            # Checkpoints cannot hold the parameters of no layers.
+            require(getattr(self.model, name) > 0, f"model.{name}=0: must be at least 1 in a run")
         field = "target_row_length" if self.data.batching == "packed" else "bucket_lengths[-1]"
         _, row_length = self.data.row_lengths
         require(

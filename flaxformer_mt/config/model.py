@@ -41,9 +41,9 @@ class TransformerConfig:
     """U: width of each head's values; 0 = head_dim."""
     d_ff: int = option(2048, FieldRole.SHAPES, lowest=1, limit=MAX_WIDTH)
     """F: hidden width of the feed-forward network."""
-    num_encoder_layers: int = option(6, FieldRole.SHAPES, lowest=1, limit=MAX_LAYERS)
+    num_encoder_layers: int = option(6, FieldRole.SHAPES, lowest=0, limit=MAX_LAYERS)
     """Number of encoder layers."""
-    num_decoder_layers: int = option(6, FieldRole.SHAPES, lowest=1, limit=MAX_LAYERS)
+    num_decoder_layers: int = option(6, FieldRole.SHAPES, lowest=0, limit=MAX_LAYERS)
     """Number of decoder layers."""
     has_inputs: bool = option(True, FieldRole.ARCHITECTURE, FieldRole.TOKENS)
     """Whether the model has a source: False is a decoder-only language model, without encoder and

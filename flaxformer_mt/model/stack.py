@@ -1,6 +1,7 @@
 """Stacks of L layers with one parameter layout, run as a loop or unrolled."""
 
 import inspect
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,24 @@ def stack(
         same for all layers (`nn.broadcast`).
     """
     is_loop = mesh_platform() == "cpu" if config.scan_layers == "auto" else config.scan_layers
+    with _CREATING_CLASSES:
+        transformed = _transformed(layer, config, num_layers, methods, is_loop)
+    return transformed(config)
+
+
+# Flax removes fields of a layer's class while it makes a class of the transformed layer, and puts
+# them back afterwards. Several threads trace at once when they translate.
+_CREATING_CLASSES = threading.Lock()
+
+
+def _transformed(
+    layer: type[nn.Module],
+    config: TransformerConfig,
+    num_layers: int,
+    methods: dict[str, Any],
+    is_loop: bool,
+) -> type[nn.Module]:
+    """Returns the class of the stack; arguments as of `stack`."""
     if config.remat != "none":
         # Python bools are traced unless they are declared static.
         names = list(inspect.signature(layer.__call__).parameters)
@@ -60,11 +79,11 @@ def stack(
                 "split_rngs": {"params": True, "dropout": True},
                 "in_axes": in_axes,
                 "length": num_layers,
-                "unroll": 1 if is_loop else num_layers,
+                "unroll": 1 if is_loop else max(num_layers, 1),
             }
             for name, in_axes in methods.items()
         },
-    )(config)
+    )
 
 
 def _is_product(primitive: Primitive, *_: Any, **params: Any) -> bool:

@@ -253,7 +253,7 @@ def test_a_layer_without_tensors_is_named():
         ({"heads": float("nan")}, "num_heads=nan: must be an integer"),
         ({"heads": 2, "dropout": []}, "its settings are damaged"),
         ({"heads": 2, "dropout": "0.1"}, "dropout_rate='0.1': must be a number"),
-        ({"heads": 2, "dropout": float("inf")}, "dropout_rate=inf: must be below"),
+        ({"heads": 2, "dropout": float("inf")}, "dropout_rate=inf: must be at most"),
         (
             {"heads": 2, "pos_ffn_activation_fn": ["relu"]},
             "cannot have pos_ffn_activation_fn=['relu",

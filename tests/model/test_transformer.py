@@ -2,17 +2,23 @@
 
 import dataclasses
 import functools
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
+from flax.linen import kw_only_dataclasses as flax_dataclasses
 from packed_rows import check_packed_rows
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.model.cache import reorder_cache
+from flaxformer_mt.model.encoder import EncoderLayer
+from flaxformer_mt.model.stack import stack
 from flaxformer_mt.model.transformer import Embedding, Transformer
 
 TINY = TransformerConfig(
@@ -253,3 +259,22 @@ def test_heads_that_do_not_divide_d_model_are_refused():
         UserError, match=r"model\.d_model=12 is not a multiple of model\.num_heads=5"
     ):
         dataclasses.replace(TINY, num_heads=5)
+
+
+def test_stacks_are_created_by_several_threads_at_once(monkeypatch):
+    """As translation does. Flax removes fields of the layer's class in the meantime."""
+    fields = flax_dataclasses.dataclasses.fields
+
+    def slow_fields(kind):
+        for _ in kind.__dataclass_fields__:
+            time.sleep(1e-4)
+        return fields(kind)
+
+    def create(_):
+        return stack(EncoderLayer, TINY, 2, {"__call__": (nn.broadcast,)})
+
+    before = list(EncoderLayer.__dataclass_fields__)
+    monkeypatch.setattr(flax_dataclasses.dataclasses, "fields", slow_fields)
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(create, range(40)))
+    assert list(EncoderLayer.__dataclass_fields__) == before
