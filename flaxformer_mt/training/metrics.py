@@ -196,7 +196,10 @@ class ConsoleWriter:
     def write(self, step: int, split: str, values: MetricValues) -> None:
         """See `Writer`."""
         parts = [f"step {step:,}/{self._num_steps:,} {split}"]
-        parts += [_FORMATS[name](values[name]) for name in _FORMATS if name in values]
+        shown = {name: values[name] for name in _FORMATS if name in values}
+        if shown.get(_OF_DEVICE) == shown.get("target_tokens_per_second"):
+            shown.pop(_OF_DEVICE, None)
+        parts += [_FORMATS[name](value) for name, value in shown.items()]
         if values.get("skipped_steps"):
             count = values["skipped_steps"]
             what = "update" if values.get("nonfinite_update") else "loss or gradient"
@@ -220,6 +223,7 @@ class ConsoleWriter:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
+_OF_DEVICE = "target_tokens_per_second_per_device"
 _FORMATS: Mapping[str, Callable[..., str]] = {
     "loss": "loss {:.4f}".format,
     "perplexity": "perplexity {:.2f}".format,
@@ -227,7 +231,7 @@ _FORMATS: Mapping[str, Callable[..., str]] = {
     "bleu": "BLEU {:.2f}".format,
     "chrf": "chrF {:.2f}".format,
     "target_tokens_per_second": "{:,.0f} tokens/s".format,
-    "target_tokens_per_second_per_device": "{:,.0f} tokens/s per device".format,
+    _OF_DEVICE: "{:,.0f} tokens/s per device".format,
     "mfu": "MFU {:.1%}".format,
     "memory_bytes": lambda size: f"memory {gibibytes(size)}",
     "learning_rate": "rate {:.2e}".format,

@@ -207,6 +207,19 @@ def test_console_says_where_training_is(terminal):
         assert "0:00:00 left" in out.getvalue()
 
 
+@pytest.mark.parametrize("devices", [1, 4])
+def test_console_shows_the_speed_of_a_device_if_there_are_several(devices):
+    out = io.StringIO()
+    writer = ConsoleWriter(100, Console(file=out, width=200))
+    writer.rewind(0)
+    speed = {"target_tokens_per_second": 400.0}
+    speed["target_tokens_per_second_per_device"] = 400.0 / devices
+    writer.write(20, "train", speed)
+    writer.close()
+    assert ("100 tokens/s per device" in out.getvalue()) == (devices == 4)
+    assert out.getvalue().count("tokens/s") == min(devices, 2)
+
+
 def test_console_says_that_nothing_is_left():
     out = io.StringIO()
     writer = ConsoleWriter(100, Console(file=out))
