@@ -6,7 +6,6 @@ deterministic, and what continuing adds cannot be told from that. Then all is re
 """
 
 import dataclasses
-import json
 import os
 import signal
 from collections.abc import Iterator
@@ -105,6 +104,7 @@ def differences(one: Path, other: Path) -> dict[str, Any]:
 
     from flaxformer_mt.runs.checkpoint import restore_params
     from flaxformer_mt.runs.layout import METRICS
+    from flaxformer_mt.runs.metrics_file import read_metrics
     from flaxformer_mt.training.speed import MEASUREMENTS
 
     sides = [jax.device_get(restore_params(folder, "last")[1]) for folder in (one, other)]
@@ -113,13 +113,12 @@ def differences(one: Path, other: Path) -> dict[str, Any]:
         jax.tree_util.keystr(path): float(np.max(np.abs(value - leaves[1][path])))
         for path, value in leaves[0].items()
     }
-    texts = [
-        [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
-        for folder in (one, other)
-    ]
     lines = [
-        [{n: v for n, v in line.items() if n not in (*MEASUREMENTS, "crc32")} for line in text]
-        for text in texts
+        [
+            {name: value for name, value in line.items() if name not in MEASUREMENTS}
+            for line in read_metrics(folder / METRICS)
+        ]
+        for folder in (one, other)
     ]
     first = next(
         (a["step"] for a, b in zip(*lines, strict=True) if a != b),

@@ -1,7 +1,6 @@
 """Training to the end with BLEU: Multi30k if there is its text, otherwise reversed digits."""
 
 import dataclasses
-import json
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +12,7 @@ def run(options: Options) -> Iterator[dict[str, Any]]:
     """Trains, and translates the test corpus."""
     from flaxformer_mt import experiment, runtime
     from flaxformer_mt.runs.layout import METRICS
+    from flaxformer_mt.runs.metrics_file import read_metrics
     from flaxformer_mt.training.metrics import JsonLinesWriter
 
     runtime.configure()
@@ -22,7 +22,7 @@ def run(options: Options) -> Iterator[dict[str, Any]]:
         parts = experiment.prepare(config, folder, check_languages=False)
         # Without TensorBoard, whose package is not needed for this.
         experiment.fit(parts, folder, writers=[JsonLinesWriter(folder / METRICS)])
-        lines = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+        lines = read_metrics(folder / METRICS)
         trained = {
             "corpus": config.data.corpus,
             "steps": config.train.num_steps,

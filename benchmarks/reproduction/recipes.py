@@ -95,36 +95,29 @@ WU_BLEU = {
 
 def _multi30k_recipes(target: Literal["de", "fr"]) -> dict[str, Recipe]:
     name, title = f"multi30k-en-{target}", f"Multi30k, English to {target}"
-    corpus = f"multi30k-en-{target}"
-    return {
-        name: Recipe(
-            f"{title}, as published",
-            lambda: multi30k(target, published=True),
-            corpus,
-            tokenized=True,
-            averaged=10,
-            tests=MULTI30K_TESTS,
-            published=WU_BLEU[target],
-            source=WU,
-        ),
-        f"{name}-best": Recipe(
-            f"{title}, with what the toolkit offers",
-            lambda: multi30k(target, published=False),
-            corpus,
-            tokenized=True,
-            averaged=10,
-            tests=MULTI30K_TESTS,
-            published=WU_BLEU[target],
-            source=WU,
-        ),
-        f"{name}-cased": Recipe(
-            f"{title}, cased and detokenised",
-            lambda: multi30k(target, published=False),
-            corpus,
-            averaged=10,
-            tests=MULTI30K_TESTS,
-        ),
-    }
+    published = Recipe(
+        f"{title}, as published",
+        lambda: multi30k(target, published=True),
+        corpus=name,
+        tokenized=True,
+        averaged=10,
+        tests=MULTI30K_TESTS,
+        published=WU_BLEU[target],
+        source=WU,
+    )
+    best = dataclasses.replace(
+        published,
+        title=f"{title}, with what the toolkit offers",
+        config=lambda: multi30k(target, published=False),
+    )
+    cased = dataclasses.replace(
+        best,
+        title=f"{title}, cased and detokenised",
+        tokenized=False,
+        published={},
+        source="",
+    )
+    return {name: published, f"{name}-best": best, f"{name}-cased": cased}
 
 
 def _from_file(name: str) -> Callable[[], ExperimentConfig]:

@@ -15,11 +15,11 @@ from sacrebleu.metrics import BLEU, CHRF
 
 from flaxformer_mt import experiment
 from flaxformer_mt.config import ExperimentConfig
+from flaxformer_mt.data.corpora.text_files import read_lines
 from flaxformer_mt.decoding.translator import Translator
 from flaxformer_mt.runs.averaging import average_run
-from flaxformer_mt.runs.metrics_file import read_metrics
 from reproduction.recipes import Recipe
-from reproduction.texts import prepare_multi30k, read_lines
+from reproduction.texts import prepare_multi30k
 
 NUM_BOOTSTRAP_SAMPLES = 1000
 
@@ -59,7 +59,7 @@ def run(
         scored = out / f"{name}-seed{seed}-mean"
         if not scored.exists():
             average_run(workdir, scored, recipe.averaged, "last")
-    rows = read_metrics(workdir / "metrics.jsonl")
+    rows = trained.metrics()
     training = [row for row in rows if row["split"] == "train"]
     return {
         "name": name,
@@ -70,15 +70,19 @@ def run(
         "hours": sum(map(float, read_lines(seconds))) / 3600,
         "validation_loss": min(row["loss"] for row in rows if row["split"] == "valid"),
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(trained.model("last").params)),
-        "scores": _scores(recipe, config, scored, text, workdir),
+        "scores": _scores(recipe, config, scored, text, rows),
     }
 
 
 def _scores(
-    recipe: Recipe, config: ExperimentConfig, run: Path, text: Path | None, workdir: Path
+    recipe: Recipe,
+    config: ExperimentConfig,
+    run: Path,
+    text: Path | None,
+    rows: Sequence[dict[str, Any]],
 ) -> dict[str, Any]:
     if text is None:
-        (test,) = [row for row in read_metrics(workdir / "metrics.jsonl") if row["split"] == "test"]
+        (test,) = [row for row in rows if row["split"] == "test"]
         return {"test": {"bleu": test["bleu"], "signature": test["bleu_signature"]}}
     translator = Translator.from_run(run, "last")
     languages = config.data.source_language, config.data.target_language

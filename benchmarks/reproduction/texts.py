@@ -1,17 +1,12 @@
 """Corpora in the form that a publication has used."""
 
-import gzip
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from flaxformer_mt.data.corpora.text_files import read_lines
+from flaxformer_mt.runs import atomic
+
 SPLITS = ("train", "valid", "test", "test_2017_flickr", "test_2017_mscoco")
-
-
-def read_lines(path: Path) -> list[str]:
-    """Reads the lines of a text file, which may be compressed (.gz)."""
-    opened = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "rt", encoding="utf-8", newline="\n") as file:
-        return file.read().removesuffix("\n").split("\n")
 
 
 def moses(language: str) -> Callable[[str], str]:
@@ -46,9 +41,5 @@ def prepare_multi30k(raw: Path, folder: Path, languages: Iterable[str], tokenize
             path = folder / f"{split}.{language}"
             if not path.exists():
                 lines = read_lines(raw / f"{split}.{language}.gz")
-                partial = path.with_suffix(f".{language}.partial")
-                partial.write_text(
-                    "".join(f"{convert(line)}\n" for line in lines), encoding="utf-8", newline="\n"
-                )
-                partial.rename(path)
+                atomic.write_text(path, "".join(f"{convert(line)}\n" for line in lines))
     return folder

@@ -67,8 +67,7 @@ def score(
     if summary:
         reject_options("lines without --summary", json=as_json or None)
     if contrast or summary:
-        with_columns = as_json and not summary
-        columns = {"tokens": tokens or None, "alignment": None if with_columns else alignment}
+        columns = {"tokens": tokens or None, "alignment": None if as_json else alignment}
         reject_options("lines without --contrast and --summary", **columns)
     if alignment is None:
         chosen = {"alignment-layer": alignment_layer, "alignment-head": alignment_head}
