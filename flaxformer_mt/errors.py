@@ -10,7 +10,7 @@ class UserError(Exception):
 
     The message is one line that names the option or file and says what to do. It is raised before
     anything is written. The entry points (`train.py`, `flaxformer-mt`) print the message without a
-    traceback and exit with code 1.
+    traceback and exit with code 1; the command `parity`, whose code 1 is a difference, with 2.
 
     Messages quote the input, which may be anything: control characters and line ends are escaped,
     and the middle of a message of more than 4000 characters is omitted.

@@ -19,9 +19,9 @@ class ExitCode(enum.IntEnum):
 
 
 _MEANINGS = {
-    ExitCode.SUCCESS: "success; parity: everything agrees",
-    ExitCode.FAILURE: "unusable input or unwritable output; parity also: something differs",
-    ExitCode.USAGE: "invalid options",
+    ExitCode.SUCCESS: "success; parity: everything agrees, or is an accepted difference",
+    ExitCode.FAILURE: "unusable input or unwritable output; parity: something differs",
+    ExitCode.USAGE: "invalid options; parity also: input that it cannot compare",
     ExitCode.INTERRUPTED: "training stopped by SIGTERM or Ctrl-C, saved; rerun to continue",
     ExitCode.STOPPED: "stopped at once by Ctrl-C (training: by the second), without saving",
 }

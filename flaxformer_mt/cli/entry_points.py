@@ -34,8 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         return run(given)
 
+    # A comparison that is impossible is not one that found a difference.
+    failure = ExitCode.USAGE if given[:1] == ["parity"] else ExitCode.FAILURE
     try:
-        return _reported(PROGRAM, start)
+        return _reported(PROGRAM, start, failure)
     except KeyboardInterrupt:
         return ExitCode.STOPPED
 
@@ -64,12 +66,14 @@ def train(arguments: Sequence[str], program: str = "train.py", until_exit: bool 
     return _reported(program, lambda: run_interruptibly(program, start, until_exit))
 
 
-def _reported(program: str, command: Callable[[], int]) -> int:
+def _reported(
+    program: str, command: Callable[[], int], failure: ExitCode = ExitCode.FAILURE
+) -> int:
     """Calls a command, and reports errors of the user and of the operating system in one line.
 
     Returns:
-      The exit code: that of the command; or FAILURE, after an error, and without a message if the
-      reader of standard output is gone.
+      The exit code: that of the command; `failure` after an error; FAILURE, without a message, if
+      the reader of standard output is gone.
     """
     _open_standard_streams()
     try:
@@ -90,7 +94,7 @@ def _reported(program: str, command: Callable[[], int]) -> int:
             _discard_output()
             message = f"standard output cannot be written: {message}"
     print(f"{program}: error: {message}", file=sys.stderr)
-    return ExitCode.FAILURE
+    return failure
 
 
 _WRITE_ERRORS = {errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC}

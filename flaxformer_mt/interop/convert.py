@@ -89,7 +89,7 @@ def convert(
     if target_family not in (OWN, *WRITERS):
         raise UserError(f"{target}: use the suffix .safetensors or .pt")
     atomic.require_absent(target)  # Fails before the source is read.
-    bundle, notes = _read_bundle(source_family, source, overrides)
+    bundle, notes = read_bundle(source_family, source, overrides)
     if target_family == OWN:
         run_folders.write(bundle, target)
         return notes
@@ -111,7 +111,7 @@ def _convert_to_file(
         raise UserError(f"{target}: the output must not be the input")
     notes: Notes = ()
     if source.is_dir() or source_family not in (OWN, *FAMILIES):
-        bundle, notes = _read_bundle(source_family, source, overrides)
+        bundle, notes = read_bundle(source_family, source, overrides)
         state, origin = TrainingState(bundle.config.model, bundle.params, None), OWN
     elif source_family == OWN:
         state, origin = parameter_file.read(source, overrides)
@@ -139,9 +139,14 @@ def _write_file(
     return state.notes
 
 
-def _read_bundle(
+def read_bundle(
     family: str, source: Path, overrides: Mapping[str, Any]
 ) -> tuple[ModelBundle, Notes]:
+    """Reads a folder with a whole model, given configuration fields that override its own.
+
+    Raises:
+      UserError: it is no folder of that family, or damaged.
+    """
     if family in READERS and (source.is_dir() or family not in FAMILIES):
         read: BundleReader = _function(READERS[family], "read")
         return read(source, overrides)

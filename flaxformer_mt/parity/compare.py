@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from flaxformer_mt.parity.recipes import Recipe
 from flaxformer_mt.parity.recipes import recipe as recipe_of
 from flaxformer_mt.parity.reports.comparison import Row
 from flaxformer_mt.parity.reports.report import Report
+from flaxformer_mt.parity.settings import differing_settings
 from flaxformer_mt.parity.tokens import Padding, Tokens
 from flaxformer_mt.parity.trace import Tap, Values, values_of_model, values_of_module
 from flaxformer_mt.parity.trajectory import Curves, Trajectory, train_both
@@ -82,6 +84,9 @@ def compare(
     sides = model_pair(family, torch_module, overrides, forward, recipe)
     tokens, real = real_tokens(sides, batch)
     strict = taps is not None
+    settings = (
+        differing_settings(sides.ours.config, torch_module) if isinstance(family, str) else ()
+    )
     if taps is None:
         taps = references.taps(sides.ours.family.name, sides.ours.config, torch_module)
     with precision(sides.dtype), without_dropout(torch_module):
@@ -101,7 +106,13 @@ def compare(
     if sides.ours.config.activation == "relu":
         kinks = sum(_kinks(site, ours.values, theirs.values, real) for site in theirs.values)
     report = Report(
-        sides.ours.family.name, sides.dtype, tuple(rows), untapped, kinks, trajectory=steps
+        sides.ours.family.name,
+        sides.dtype,
+        tuple(rows),
+        untapped,
+        kinks,
+        trajectory=steps,
+        settings=settings,
     )
     return dataclasses.replace(
         report, diagnosis=_diagnosis(report, sides, tokens, real, ours, theirs)
@@ -169,6 +180,9 @@ def _run_reference(
 
 def _value_rows(ours: Values, theirs: Values, real: Padding, dtype: str) -> Iterator[Row]:
     for site, value in theirs.items():
+        if value.shape != (shape := ours[site].shape):
+            yield Row(site, shape, math.inf, math.inf, VALUES[dtype], value.shape)
+            continue
         found, expected = (select_rows(site, array, real) for array in (ours[site], value))
         largest = _largest(expected)
         scale = largest if dtype == "float64" else max(1.0, largest)
@@ -177,7 +191,8 @@ def _value_rows(ours: Values, theirs: Values, real: Padding, dtype: str) -> Iter
 
 def _kinks(site: str, ours: Values, theirs: Values, real: Padding) -> int:
     """See `Report.kinks`."""
-    if not site.endswith("feed_forward/activated"):
+    fits = ours[site].shape == theirs[site].shape
+    if not (site.endswith("feed_forward/activated") and fits):
         return 0
     found, expected = (select_rows(site, side[site], real) for side in (ours, theirs))
     return int(np.sum((found > 0) != (expected > 0)))
@@ -234,7 +249,7 @@ def _diagnosis(
     report: Report, sides: ModelPair, tokens: Tokens, real: Padding, ours: _Side, theirs: _Side
 ) -> Diagnosis | None:
     first = report.first_divergence
-    if first is None:
+    if first is None or first.reference_shape is not None:
         return None
     return diagnose(
         DiagnosisInputs(

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -12,13 +13,15 @@ from torch import nn
 from flaxformer_mt import interop
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.interop import checkpoint_files
+from flaxformer_mt.interop import checkpoint_files, convert
+from flaxformer_mt.interop.checkpoint_files import Tensors
+from flaxformer_mt.interop.weight_maps import checkpoints
 from flaxformer_mt.memory_limits import host_memory, require_memory
 from flaxformer_mt.parity import references
 from flaxformer_mt.parity.compare import compare
 from flaxformer_mt.parity.recipes import recipe
 from flaxformer_mt.parity.reports.report import Report
-from flaxformer_mt.parity.tokens import example
+from flaxformer_mt.parity.tokens import check_special_tokens, example
 from flaxformer_mt.presets import FAMILIES, canonical_family, check_fields, preset
 
 Dtype = Literal["float64", "float32"]
@@ -45,7 +48,7 @@ _TOY_HEADS = {
     "jadore801120": {"head_dim": 5, "value_dim": 3},
     "annotated_wide_heads": {"head_dim": 5, "value_dim": 5},
 }
-_NOT_IN_TENSORS = ("num_heads", "pad_id", "bos_id", "eos_id")
+_DTYPES = ("dtype", "param_dtype")
 _SOURCE_LENGTH, _TARGET_LENGTH = 11, 9
 # Enough not to be memorized within some hundred steps: a loss near 0 is dominated by rounding.
 _BATCHES = 32
@@ -69,7 +72,8 @@ def check_family(
       size: the size of a reference with random weights; biases and norms are perturbed, too.
       num_steps: optimizer steps to compare, by the family's recipe.
       seed: seed of the weights and the sentences.
-      checkpoint: a file with the weights (and sizes) of the reference; by default random weights.
+      checkpoint: a file or folder with the weights (and sizes) of the reference; by default random
+        weights.
       **settings: fields of `TransformerConfig` that override the size, or that the checkpoint does
         not determine.
 
@@ -97,7 +101,12 @@ def check_family(
         )
         for number in range(_BATCHES)
     ]
-    told = {name: getattr(config, name) for name in _NOT_IN_TENSORS} | settings
+    # All of it, since the module's tensors do not have what a file says of itself.
+    told = {
+        field.name: getattr(config, field.name)
+        for field in dataclasses.fields(config)
+        if field.name not in _DTYPES
+    }
     return compare(family, module, batches[0], num_steps=num_steps, batches=batches, **told)
 
 
@@ -115,6 +124,7 @@ def random_reference(
     if "source_vocab_size" not in settings and _needs_one_vocabulary(family, settings):
         sizes["source_vocab_size"] = sizes["target_vocab_size"]
     given = preset(family, **sizes)
+    check_special_tokens(given)
     count = given.parameter_count
     require_memory(
         4 * count * np.dtype(dtype).itemsize,  # Both sides, and their gradients.
@@ -149,7 +159,7 @@ def load_reference(
 
     Args:
       family: a key of `presets.FAMILIES`.
-      path: the checkpoint.
+      path: the checkpoint: a file or, for `marian`, the folder of a whole model.
       dtype: the dtype that the weights are cast to.
       **overrides: settings that the file does not determine, see `interop.load`.
 
@@ -160,8 +170,8 @@ def load_reference(
       UserError: as `interop.load`; or the reference lacks a tensor of the file.
     """
     family = canonical_family(family)
-    config, _ = interop.load(family, path, **overrides)
-    tensors = checkpoint_files.read(path).tensors
+    config, tensors = _read(family, Path(path), overrides)
+    check_special_tokens(config)
     module = _build(family, config, dtype, **_options(family, tensors))
     its_map = interop.FAMILIES[family]
     computed = {buffer.name for buffer in its_map.buffers(config)}
@@ -177,6 +187,18 @@ def load_reference(
             f"{path}: the reference of {family} differs from it in {', '.join(sorted(strangers))}"
         )
     return config, module.eval()
+
+
+def _read(
+    family: str, path: Path, overrides: Mapping[str, Any]
+) -> tuple[TransformerConfig, Tensors]:
+    """Returns the configuration and the published tensors of a checkpoint or of a whole model."""
+    if not path.is_dir():
+        config, _ = interop.load(family, path, **overrides)
+        return config, checkpoint_files.read(path).tensors
+    bundle, _ = convert.read_bundle(family, path, overrides)
+    config = bundle.config.model
+    return config, checkpoints.to_state_dict(interop.FAMILIES[family], config, bundle.params)
 
 
 def _options(family: str, tensors: Iterable[str]) -> dict[str, Any]:

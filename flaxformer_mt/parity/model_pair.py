@@ -27,7 +27,13 @@ from flaxformer_mt.model.masks import causal_mask
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.parity import references
 from flaxformer_mt.parity.recipes import Recipe, ReferenceLoss, recipe
-from flaxformer_mt.parity.tokens import Padding, Tokens, as_tokens, padding
+from flaxformer_mt.parity.tokens import (
+    Padding,
+    Tokens,
+    as_tokens,
+    check_special_tokens,
+    padding,
+)
 from flaxformer_mt.presets import canonical_family
 from flaxformer_mt.training.losses import Convention, label_smoothed_cross_entropy
 
@@ -156,9 +162,10 @@ def model_pair(
       its_recipe: how it is trained; by default the family's recipe.
 
     Raises:
-      UserError: the module's tensors are not the family's.
+      UserError: the module's tensors are not the family's, or special tokens collide.
     """
     config, params = interop.load(family, module.state_dict(), **overrides)
+    check_special_tokens(config)
     if isinstance(family, str):
         family = interop.FAMILIES[canonical_family(family)]
     default: Forward = _on_tokens

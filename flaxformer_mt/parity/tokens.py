@@ -43,6 +43,33 @@ def padding(tokens: Tokens, pad_id: int) -> Padding:
     return found
 
 
+def check_special_tokens(config: TransformerConfig) -> None:
+    """Checks that the special tokens are in the vocabularies and do not collide.
+
+    Start and end may be one token, as in fairseq. Start and padding may be one token, as in Marian,
+    unless padding is masked in the decoder's self-attention, which would hide the start.
+
+    Raises:
+      UserError: they are not.
+    """
+    if not config.target_vocab_size:  # Bare layers take vectors.
+        return
+    target = config.target_vocab_size
+    both = min(target, config.source_vocab_size) if config.has_inputs else target
+    for name, size in {"pad_id": both, "bos_id": target, "eos_id": both}.items():
+        if (token := getattr(config, name)) >= size:
+            raise UserError(
+                f"{name}={token} is outside of a vocabulary of {size} tokens: give another {name}"
+            )
+    distinct = ("bos_id", "eos_id") if config.mask_target_padding else ("eos_id",)
+    for name in distinct:
+        if config.pad_id == getattr(config, name) >= 0:
+            raise UserError(
+                f"pad_id={config.pad_id} collides with {name}={config.pad_id}: give a pad_id and a "
+                f"{name} that differ"
+            )
+
+
 def as_tokens(batch: Any, config: TransformerConfig) -> Tokens:
     """Converts a batch in any of the usual forms.
 

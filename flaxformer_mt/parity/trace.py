@@ -221,7 +221,8 @@ def values_of_module(
       taps: where the module computes each site; a string is the sub-module whose output it is.
       call: runs the module and returns the logits [B, T, V].
       shapes: the shape of every site, in the order of computation.
-      strict: raise for a tap that does not fit the module; otherwise its site is omitted.
+      strict: raise for a tap that does not fit the module; otherwise a site whose module does not
+        exist or is never called is omitted, and a value of another shape is returned as it is.
 
     Returns:
       The logits, differentiable, and the values of all tapped sites.
@@ -246,11 +247,12 @@ def values_of_module(
     for site in (site for site in shapes if site in wanted):
         try:
             value = _tapped(site, wanted[site], seen[keys[site]])
-            value = _shaped(site, wanted[site].reshape, value, shapes[site])
         except UserError:
             if strict:
                 raise
             continue
+        with contextlib.nullcontext() if strict else contextlib.suppress(UserError):
+            value = _shaped(site, wanted[site].reshape, value, shapes[site])
         found[site] = _masked(value) if site.endswith("/scores") else value
     return logits, found
 
@@ -271,13 +273,17 @@ def _tapped(site: str, tap: Tap, calls: list[list[Any]]) -> np.ndarray:
 def _shaped(
     site: str, reshape: Reshape | None, value: np.ndarray, shape: tuple[int, ...]
 ) -> np.ndarray:
+    misfit = UserError(f"{site} has shape {value.shape} in the reference, but {shape} here")
     if reshape is not None:
-        value = reshape(value, shape)
+        try:
+            value = reshape(value, shape)
+        except ValueError as error:
+            raise misfit from error
     elif len(shape) == 3 and value.shape == (shape[1], shape[0], shape[2]) != shape:
         value = value.swapaxes(0, 1)  # Time-major: [T, B, D].
     merged = value.ndim < len(shape) and value.size == np.prod(shape)
     if value.shape != shape and not merged:
-        raise UserError(f"{site} has shape {value.shape} in the reference, but {shape} here")
+        raise misfit
     return value.reshape(shape)
 
 

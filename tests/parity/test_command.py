@@ -92,7 +92,7 @@ def test_a_weight_that_is_not_finite_is_refused_by_name(command, checkpoint, tmp
     torch.save(state, tmp_path / "damaged.pt")
     arguments = ("--family", "tunz", "--checkpoint", tmp_path / "damaged.pt")
     code, out, err = command(*arguments, "--set", f"num_heads={NUM_HEADS}")
-    assert (code, out) == (1, "")
+    assert (code, out) == (2, "")
     assert "decoder.layers.0.ffn.layer1.weight has numbers that are not finite" in err
 
 
@@ -205,7 +205,7 @@ def test_what_cannot_be_used_is_refused_in_one_line(command, checkpoint, tmp_pat
     }
     for arguments, message in refusals.items():
         code, out, err = command(*arguments)
-        assert (code, out) == (1, ""), arguments
+        assert (code, out) == (2, ""), arguments
         assert err.startswith("flaxformer-mt: error: ")
         assert err.count("\n") == 1
         assert message in err

@@ -2,10 +2,11 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
 from flaxformer_mt.parity.diagnosis.diagnose import Diagnosis
+from flaxformer_mt.parity.settings import SettingDifference
 from flaxformer_mt.parity.trajectory import Trajectory
 
 Section = Literal["values", "losses", "gradients", "steps"]
@@ -27,6 +28,10 @@ class Row(NamedTuple):
     all parameters."""
     tolerance: float
     """The largest `max_abs` that passes."""
+    reference_shape: tuple[int, ...] | None = None
+    """The shape in the reference if it is another one."""
+    accepted: str = ""
+    """Why a difference is accepted; empty unless a baseline has it."""
 
     @property
     def passed(self) -> bool:
@@ -78,16 +83,23 @@ class Comparison:
     """The cause of the first difference, if it is a known one."""
     trajectory: Trajectory | None = None
     """The optimizer steps, if any were requested."""
+    settings: tuple[SettingDifference, ...] = ()
+    """Settings that the reference has otherwise, found before any value was computed."""
+    notes: tuple[str, ...] = ()
+    """What the comparison rests on, one sentence each."""
 
     @property
     def passed(self) -> bool:
-        """Whether all values agree."""
-        return all(row.passed for row in self.rows)
+        """Whether all settings and values agree, apart from accepted differences."""
+        return not self.settings and self.first_divergence is None
 
     @property
     def first_divergence(self) -> Row | None:
-        """The first row out of tolerance; later differences may be its consequence."""
-        return next((row for row in self.rows if not row.passed), None)
+        """The first row out of tolerance; later differences may be its consequence.
+
+        Accepted differences do not count.
+        """
+        return next((row for row in self.rows if not (row.passed or row.accepted)), None)
 
     @property
     def summary(self) -> Summary:
@@ -112,26 +124,43 @@ class Comparison:
         """The result in one line."""
         compared = f"{self.family} in {self.dtype}: {len(self.rows)} values compared"
         first = self.first_divergence
+        if self.settings:
+            compared += f", settings differ ({', '.join(each.name for each in self.settings)})"
+        accepted = sum(not row.passed and bool(row.accepted) for row in self.rows)
+        if accepted:
+            compared += f", {accepted} accepted differences"
         if first is None:
-            return f"{compared}, all agree"
-        count = sum(not row.passed for row in self.rows)
+            return f"{compared}, all {'others ' if accepted else ''}agree"
+        count = sum(not (row.passed or row.accepted) for row in self.rows)
         return f"{compared}, {count} differ, the first is {first.site}"
 
     def explanation(self) -> str:
-        """Why the sides differ, in one or two sentences; empty if they agree."""
+        """Why the sides differ, in a few sentences; empty if they agree."""
+        found = [f"{each}: give {each.name}={each.theirs}." for each in self.settings]
+        return " ".join([*found, *self._explanation_of_values()])
+
+    def _explanation_of_values(self) -> Iterator[str]:
         first = self.first_divergence
-        if first is None:
-            return ""
+        if first is None or (self.settings and self.diagnosis is None):
+            return
+        if first.reference_shape is not None:
+            yield (
+                f"{first.site} has shape {first.reference_shape} in the reference, but "
+                f"{first.shape} here: compare the settings that determine it, such as num_heads."
+            )
+            return
         if self.diagnosis is not None:
             residual = format_difference(self.diagnosis.residual)
-            return (
+            yield (
                 f"Likely cause: {self.diagnosis.cause}; {self.diagnosis.explanation}. "
                 f"This leaves a relative difference of {residual}."
             )
+            return
         step = self.trajectory and self.trajectory.first_divergence
         if first.section == "steps" and step:
-            return f"The {step.quantity} of step {step.step} differs: {step.explanation}."
-        return {
+            yield f"The {step.quantity} of step {step.step} differs: {step.explanation}."
+            return
+        yield {
             "values": f"No known cause explains it. Every value compared before {first.site} "
             "agrees: inspect the operation that computes it, or add taps for its inputs.",
             "losses": "The logits agree and no known convention explains the loss: check the "
@@ -143,7 +172,7 @@ class Comparison:
 
     def remarks(self) -> list[str]:
         """Caveats about the rows, one sentence each."""
-        found = []
+        found = list(self.notes)
         if self.untapped:
             found.append(
                 f"Not compared, because they have no tap: {len(self.untapped)} sites, the first is "

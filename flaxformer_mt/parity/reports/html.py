@@ -59,7 +59,9 @@ def _opening(comparison: Comparison) -> Iterator[str]:
     kind = "agrees" if comparison.passed else "differs"
     yield f'<p class="{kind}"><strong>{escape(comparison.headline())}</strong></p>'
     first = comparison.first_divergence
-    if first is not None:
+    if comparison.settings:
+        yield f"<p>{escape(comparison.explanation())}</p>"
+    elif first is not None:
         link = f'<a href="#first-divergence">{escape(first.site)}</a>'
         yield f"<p>First difference: {link}. {escape(comparison.explanation())}</p>"
     for sentence in (*comparison.remarks(), comparison.closing()):
@@ -84,7 +86,7 @@ def _tables(comparison: Comparison) -> Iterator[str]:
 
 
 def _row(row: Row, is_first: bool) -> str:
-    word = "agrees" if row.passed else "differs"
+    word = "agrees" if row.passed else "accepted" if row.accepted else "differs"
     shape = "×".join(map(str, row.shape))
     cells = [
         f"<td>{escape(row.site)}</td><td>{shape}</td>",

@@ -37,6 +37,8 @@ class Report(Comparison):
             "summary": self.summary._asdict(),
             "untapped": self.untapped,
             "kinks": self.kinks,
+            "settings": [each._asdict() for each in self.settings],
+            "notes": self.notes,
             "first_divergence": first and first.site,
             "diagnosis": self.diagnosis and self.diagnosis._asdict(),
             "rows": [

@@ -99,6 +99,8 @@ def _line(row: Row, first: Row | None) -> Line:
         return Line(_name(row), row, "DIFFERS FIRST", "bold red")
     if row.passed:
         return Line(_name(row), row, "agrees", "")
+    if row.accepted:
+        return Line(_name(row), row, "accepted", "yellow")
     return Line(_name(row), row, "differs", "red")
 
 
@@ -106,9 +108,12 @@ def _summary_of(name: str, group: Sequence[Row]) -> Line:
     worst = max(group, key=lambda row: row.excess)
     below = _name(worst).removeprefix(name).lstrip("/.") or name
     where = f"{name} ({len(group)}), worst {below}"
-    failed = sum(not row.passed for row in group)
+    failed = sum(not (row.passed or row.accepted) for row in group)
     if failed:
         return Line(where, worst, f"{failed} differ", "red")
+    accepted = sum(not row.passed for row in group)
+    if accepted:
+        return Line(where, worst, f"{accepted} accepted", "yellow")
     return Line(where, worst, "agree", "")
 
 
