@@ -113,7 +113,9 @@ def train(
         print_report(experiment.report(), console)
         fit(experiment, folder, console, interruption)
         if config.model.has_inputs:  # A language model does not translate.
-            print_test(experiment, folder, console)
+            if experiment.dataset.test is not None:
+                print_test(experiment, folder, experiment.dataset.test, console)
+            console.print(f"translate with: flaxformer-mt translate --run {folder} < source.txt")
     return Run(workdir)
 
 
@@ -235,7 +237,7 @@ def prepare(
         experiment.load_given_parameters()  # Errors are raised before anything is written.
     if distributed.is_main():
         if not continued:
-            warn_of_shared_pairs(tokens.training, [tokens.valid.tokens, tokens.test.tokens])
+            warn_of_shared_pairs(tokens.training, tokens.held_out)
             if write:
                 write_run(workdir, given, corpora, tokenizers)
         distributed.barrier("data")
@@ -272,7 +274,7 @@ class Experiment:
             split: evaluation_batches(
                 evaluated.tokens, config, self.strategy.row_shards, self.strategy.shard
             )
-            for split, evaluated in (("valid", dataset.valid), ("test", dataset.test))
+            for split, evaluated in dataset.evaluation_sets.items()
         }
         shapes = {_shapes(batch) for batches in self._batches.values() for batch in batches}
         self.run_eval_step = self.strategy.compile_eval_step(
@@ -459,21 +461,26 @@ def evaluate_test(
 
     Returns:
       The checkpoint's step, the translations and the metrics.
+
+    Raises:
+      UserError: the experiment has no test corpus.
     """
+    test = experiment.dataset.test
+    if test is None:
+        raise UserError("data.test_split is empty: there is nothing to test on")
     step, params = restore_params(workdir, "best")
-    hypotheses, metrics = experiment.translate(
-        params, experiment.dataset.test, show_progress=show_progress
-    )
+    hypotheses, metrics = experiment.translate(params, test, show_progress=show_progress)
     metrics |= experiment.measure("test", experiment.strategy.place_state(params))
     if distributed.is_main():
         JsonLinesWriter(workdir / METRICS).write(step, "test", metrics)
     return step, hypotheses, metrics
 
 
-def print_test(experiment: Experiment, workdir: Path, console: Console) -> None:
+def print_test(
+    experiment: Experiment, workdir: Path, test: EvaluationSet, console: Console
+) -> None:
     """Evaluates the best checkpoint on the test corpus, and prints metrics and translations."""
     step, hypotheses, metrics = evaluate_test(experiment, workdir, console.is_terminal)
-    test = experiment.dataset.test
     for number in range(min(experiment.config.train.show_translations, len(test.texts))):
         console.print(f"\nsource       {test.texts.sources[number]}")
         console.print(f"translation  {hypotheses[number]}")
@@ -483,7 +490,6 @@ def print_test(experiment: Experiment, workdir: Path, console: Console) -> None:
         f"loss {metrics['loss']:.4f}, BLEU {metrics['bleu']:.2f}, chrF {metrics['chrf']:.2f}  "
         f"[{metrics['bleu_signature']}]"
     )
-    console.print(f"translate with: flaxformer-mt translate --run {workdir} < source.txt")
 
 
 def print_report(lines: Iterable[tuple[str, str]], console: Console) -> None:

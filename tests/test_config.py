@@ -91,8 +91,8 @@ def test_invalid_json_values_name_the_field(change, message):
         ("data", {"train_corpora": [{"pth": 1}]}, "unknown configuration field data.train_corpora"),
         (
             "data",
-            {"train_corpora": [{"kind": "csv"}]},
-            "train_corpora.0.kind='csv': must be one of",
+            {"train_corpora": [{"kind": "xml"}]},
+            "train_corpora.0.kind='xml': must be one of",
         ),
         (
             "data",

@@ -81,6 +81,7 @@ ONLY_IN = {
         "data.corpora.filters",
         "data.corpora.language_profiles",
     },
+    "datasets": {"data.corpora.datasets_reader"},
     "tensorflow_datasets": {"data.corpora.tfds_reader"},
     "array_record": {"data.corpora.tfds_reader", "data.corpora.tfds_builder"},
     "tensorboardX": {"training.metrics"},

@@ -13,7 +13,9 @@ from flaxformer_mt.config.fields import (
     validate,
 )
 
-CorpusKind: TypeAlias = Literal["text", "tsv", "phrases", "reverse", "tfds"]
+CorpusKind: TypeAlias = Literal[
+    "text", "tsv", "csv", "jsonl", "datasets", "phrases", "reverse", "tfds"
+]
 """A source of sentence pairs; the help of `DataConfig.corpus` explains each."""
 
 
@@ -27,6 +29,8 @@ class CorpusConfig:
     """Like data.path."""
     split: str = option("", FieldRole.TEXT)
     """Like data.train_split, data.valid_split or data.test_split."""
+    columns: tuple[str, ...] = option((), FieldRole.TEXT)
+    """Like data.columns."""
     source_language: str = option("", FieldRole.TEXT)
     """Like data.source_language."""
     target_language: str = option("", FieldRole.TEXT)
@@ -40,6 +44,7 @@ class CorpusConfig:
 
     def __post_init__(self) -> None:
         validate(self, "CorpusConfig")
+        _check_columns(self.columns, "CorpusConfig.columns")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,14 +52,26 @@ class DataConfig:
     """Where sentence pairs come from, how they are filtered, tokenized and batched."""
 
     corpus: CorpusKind = option("text", FieldRole.TEXT)
-    """text: SPLIT.LANGUAGE or SPLIT.LANGUAGE.gz in data.path, one sentence per line; tsv: SPLIT.tsv
-    or SPLIT.tsv.gz in data.path, source and target separated by a tab; phrases: generated numbers,
-    dates, times, units, currencies and lists; reverse: generated digit strings, to be reversed;
-    tfds: the TensorFlow Datasets builder that data.path names."""
+    """text: SPLIT.LANGUAGE in the folder data.path, one sentence per line, or the file that
+    data.path names, in the form that its suffix tells; tsv: SPLIT.tsv, tab-separated columns; csv:
+    SPLIT.csv; jsonl: SPLIT.jsonl, a JSON object per line; datasets: a folder of Hugging Face's
+    save_to_disk; phrases: generated numbers, dates, times, units, currencies and lists; reverse:
+    generated digit strings, to be reversed; tfds: the TensorFlow Datasets builder that data.path
+    names. Files may be compressed (.gz, .zst)."""
     # The text that is read there is identified by its fingerprint, wherever it lies.
     path: str = option("", FieldRole.RUNNING)
-    """Folder of the corpus (text, tsv); name of a TensorFlow Datasets builder, or the folder that
-    it was prepared in (tfds). "tfds:NAME" is a builder whatever data.corpus is."""
+    """Folder of the corpus; or one file (.csv, .jsonl, others tab-separated), two parallel files
+    ("a.en,b.de", or "a" for a.en and a.de), a folder of Hugging Face's save_to_disk; name of a
+    TensorFlow Datasets builder, or the folder that it was prepared in (tfds). "tfds:NAME" is a
+    builder whatever data.corpus is."""
+    columns: tuple[str, ...] = option((), FieldRole.TEXT)
+    """The columns of source and target, by name or by number from 1; further ones are ignored. None
+    = the columns called like the two languages, if there is a header with them, or the only two.
+    Members of a JSON member: translation.en."""
+    hold_out: int = option(0, FieldRole.TEXT, lowest=0)
+    """Set about this many training pairs aside for validation, and as many for the test, chosen by
+    a hash of the source: the same ones however the file grows. They take the place of
+    data.valid_split and data.test_split. 0 = none."""
     source_language: str = option("en", FieldRole.TEXT)
     """Language to translate from: the file suffix of text, the locale of phrases."""
     target_language: str = option("de", FieldRole.TEXT)
@@ -65,7 +82,7 @@ class DataConfig:
     valid_split: str = option("valid", FieldRole.TEXT)
     """Name of the split to validate on, which selects the best checkpoint."""
     test_split: str = option("test", FieldRole.TEXT)
-    """Name of the split that is evaluated only once, at the end."""
+    """Name of the split that is evaluated only once, at the end; empty = no test."""
     generated_pairs: int = option(20000, FieldRole.TEXT, lowest=1, limit=10**7)
     """Training pairs of a generated corpus; valid and test have 500 each."""
     generator_seed: int = option(0, FieldRole.TEXT, lowest=-MAX_INTEGER)
@@ -133,6 +150,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         validate(self, "data")
+        _check_columns(self.columns, "data.columns")
         require(
             bool(self.bucket_lengths)
             and list(self.bucket_lengths) == sorted(set(self.bucket_lengths)),
@@ -145,3 +163,10 @@ class DataConfig:
         if self.batching == "buckets":
             return self.bucket_lengths[-1], self.bucket_lengths[-1]
         return self.source_row_length, self.target_row_length
+
+
+def _check_columns(columns: tuple[str, ...], name: str) -> None:
+    require(
+        len(columns) in (0, 2) and all(columns) and len(set(columns)) == len(columns),
+        f"{name}={columns}: must be two columns, the source and the target, such as 1 2",
+    )

@@ -5,7 +5,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from flaxformer_mt.config import ExperimentConfig, with_vocabulary_sizes
-from flaxformer_mt.data.corpora.corpus import Corpus, ParallelCorpus, open_corpora, read_corpus
+from flaxformer_mt.data.corpora.corpus import (
+    Corpus,
+    ParallelCorpus,
+    open_corpora,
+    read_corpus,
+)
+from flaxformer_mt.data.corpora.hold_out import HeldOutRole, hold_out
 from flaxformer_mt.data.sanity_checks import check_unknown_rate
 from flaxformer_mt.data.stream.encoded_corpus import EncodedCorpus, encode_corpus
 from flaxformer_mt.data.stream.token_store import open_stores
@@ -27,7 +33,13 @@ class TokenizedCorpora:
 
     training: list[EncodedCorpus]
     valid: EvaluationSet
-    test: EvaluationSet
+    test: EvaluationSet | None
+    """None if the experiment has no test split."""
+
+    @property
+    def held_out(self) -> list[EncodedCorpus]:
+        """The tokens of the development set and, if there is one, of the test set."""
+        return [each.tokens for each in (self.valid, self.test) if each is not None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,14 +49,21 @@ class Dataset:
     tokenizers: Tokenizers
     training: TrainingStream
     valid: EvaluationSet
-    test: EvaluationSet
+    test: EvaluationSet | None
+    """None if the experiment has no test split."""
+
+    @property
+    def evaluation_sets(self) -> dict[str, EvaluationSet]:
+        """The development set and, if there is one, the test set, by split."""
+        sets = {"valid": self.valid, "test": self.test}
+        return {split: each for split, each in sets.items() if each is not None}
 
     def report(self) -> Iterator[tuple[str, str]]:
         """Yields the lines about the data at the start of a run, each with its label."""
         for corpus in self.training.corpora:
             yield "train", corpus.name
             yield from (("", line) for line in corpus.report.details())
-        for split, evaluated in (("valid", self.valid), ("test", self.test)):
+        for split, evaluated in self.evaluation_sets.items():
             yield split, f"{evaluated.tokens.name}: {evaluated.tokens.report}"
         fill = self.training.fill
         sides = f"{fill.target:.1%} of the target positions in use"
@@ -61,15 +80,23 @@ class Dataset:
 def open_all(config: ExperimentConfig) -> dict[str, list[Corpus]]:
     """Opens the corpora of "train", "valid" and "test", without reading them.
 
+    There may be none of "test".
+
     Raises:
       UserError: see `open_corpora`.
     """
-    has_inputs = config.model.has_inputs
-    return {
-        "train": open_corpora(config.data, "train", has_inputs),
-        "valid": open_corpora(config.data, "valid", has_inputs),
-        "test": open_corpora(config.data, "test", has_inputs),
-    }
+    data, has_inputs = config.data, config.model.has_inputs
+    held_out: list[HeldOutRole] = []
+    if data.hold_out:
+        held_out += [] if data.valid_corpora else ["valid"]
+        held_out += [] if data.test_corpora or not data.test_split else ["test"]
+    training = open_corpora(data, "train", has_inputs)
+    opened: dict[str, list[Corpus]] = {"train": [*training]}
+    others: tuple[HeldOutRole, ...] = ("valid", "test")
+    for role in others:
+        if role not in held_out:
+            opened[role] = [*open_corpora(data, role, has_inputs)]
+    return opened | hold_out(training, data.hold_out, held_out) if held_out else opened
 
 
 def tokenize(
@@ -89,13 +116,13 @@ def tokenize(
     Raises:
       UserError: a corpus cannot be read or used.
     """
-    valid, test = (
-        _evaluation_set(corpora[split], tokenizers, config) for split in ("valid", "test")
-    )
+    valid = _evaluation_set(corpora["valid"], tokenizers, config)
+    test = _evaluation_set(corpora["test"], tokenizers, config) if corpora["test"] else None
     stores = open_stores(cache_folder, corpora["train"], tokenizers, config)
-    for encoded in (*stores, valid.tokens, test.tokens):
+    tokens = TokenizedCorpora(stores, valid, test)
+    for encoded in (*stores, *tokens.held_out):
         check_unknown_rate(encoded, config.data)
-    return TokenizedCorpora(stores, valid, test)
+    return tokens
 
 
 def resolve_config(

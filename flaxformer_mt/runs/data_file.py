@@ -1,6 +1,8 @@
 """`data.json`: what a run was started with, so that everything that reads it notices a change.
 
     train, valid, test   fingerprints of the corpora; a converted model has none
+    hold_out             the share of the sources that is held out, {"one_in": 128}, and how many
+                         pairs for "valid" and "test"; with data.hold_out only
     tokenizer            fingerprints of the vocabularies
     config               the configuration
     files                size and SHA-256 of the files in `tokenizer/` and `origin/`
@@ -25,7 +27,7 @@ from flaxformer_mt.runs.layout import DATA
 from flaxformer_mt.runs.manifest import Entry, difference
 
 CORPORA = ("train", "valid", "test")
-TOKENIZER, CONFIG, FILES = "tokenizer", "config", "files"
+HOLD_OUT, TOKENIZER, CONFIG, FILES = "hold_out", "tokenizer", "config", "files"
 _TRAINED, _SHA256 = "trained", "sha256"
 
 

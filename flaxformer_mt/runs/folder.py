@@ -212,11 +212,13 @@ def write_run(
     """
     files = {f"{TOKENIZER}/{name}": content for name, content in tokenizers.files.items()}
     files |= {f"{ORIGIN}/{name}": content for name, content in origin.items()}
+    division = next((corpus.division for corpus in corpora.get("train", ())), None)
     workdir.mkdir(parents=True, exist_ok=True)
     data_file.write(
         workdir,
         {
             **{split: [corpus.fingerprint for corpus in parts] for split, parts in corpora.items()},
+            **({} if division is None else {data_file.HOLD_OUT: division()}),
             data_file.TOKENIZER: _fingerprints(tokenizers),
             data_file.CONFIG: configuration.to_dict(experiment),
             data_file.FILES: {

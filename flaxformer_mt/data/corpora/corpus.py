@@ -1,12 +1,13 @@
-"""Parallel corpora from text files, TSV files, TensorFlow Datasets and generators.
+"""Parallel corpora from text files, tables, prepared data sets and generators.
 
 A `StreamedCorpus` reads its pairs anew each time, so text of any size needs no memory. A
 `ParallelCorpus` holds its pairs in memory: development and test sets.
 
-A split is selected by name. For files it is a file name without its suffix, so `data.test_split`
-may be `test_2017_flickr`, or comma-separated names and glob patterns; for TensorFlow Datasets it
-may be a slice such as `train[:10%]`; generated corpora have exactly the three splits that the
-configuration names.
+A split is selected by name. For files of a folder it is a file name without its suffix, so
+`data.test_split` may be `test_2017_flickr`, or comma-separated names and glob patterns; for
+TensorFlow Datasets it may be a slice such as `train[:10%]`; generated corpora have exactly the
+three splits that the configuration names. A path may also name the files of a corpus, which then
+has no splits.
 """
 
 import abc
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias, TypeVar
 
 from flaxformer_mt.config import CorpusConfig, DataConfig
-from flaxformer_mt.data.corpora import text_files, tfds_reader
+from flaxformer_mt.data.corpora import datasets_reader, tables, text_files, tfds_reader
 from flaxformer_mt.errors import UserError
 
 HELD_OUT_PAIRS = 500
@@ -49,6 +50,8 @@ class Corpus(abc.ABC):
     """Token prepended to every source, followed by a space; "" = none."""
     weight: float
     """Sampling weight of its pairs relative to those of other corpora."""
+    division: Callable[[], dict[str, int]] | None = None
+    """Describes how held-out pairs were chosen, for `data.json`; None if none are held out."""
 
     @property
     @abc.abstractmethod
@@ -103,6 +106,8 @@ class StreamedCorpus(Corpus):
     """Opens an iterator over the pairs, without tags."""
     digest: Callable[[], bytes]
     """Computes the SHA-256 of the underlying files or pairs."""
+    division: Callable[[], dict[str, int]] | None = None
+    """See `Corpus`."""
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -116,8 +121,8 @@ class StreamedCorpus(Corpus):
         return ((f"{self.tag} {source}", target) for source, target in self.stream())
 
 
-def open_corpora(config: DataConfig, role: Role, has_inputs: bool = True) -> list[Corpus]:
-    """Opens all corpora of a role without reading their text.
+def open_corpora(config: DataConfig, role: Role, has_inputs: bool = True) -> list[StreamedCorpus]:
+    """Opens all corpora of a role without reading their text, and without holding out any of it.
 
     Args:
       config: describes one corpus in its own fields, or several in `train_corpora`,
@@ -125,13 +130,24 @@ def open_corpora(config: DataConfig, role: Role, has_inputs: bool = True) -> lis
       role: which corpora to open.
       has_inputs: False for a language model, which only needs the target side.
 
+    Returns:
+      The corpora; none for a test split that is named "".
+
     Raises:
       UserError: a file, a builder, a split or a language does not exist.
     """
     corpora = getattr(config, f"{role}_corpora")
     split = getattr(config, f"{role}_split")
     if not corpora:
-        return [open_corpus(_completed(CorpusConfig(), config, split), config, "data.", has_inputs)]
+        if role == "test" and not split:
+            return []
+        corpus = _completed(CorpusConfig(), config, split)
+        if role != "train" and _has_no_splits(corpus):
+            raise UserError(
+                f"data.path={config.path} has only training pairs: set others aside by "
+                f"--data.hold-out 1000, or give a folder, or data.{role}_corpora"
+            )
+        return [open_corpus(corpus, config, "data.", has_inputs)]
     return [
         open_corpus(
             _completed(corpus, config, split), config, f"data.{role}_corpora.{number}.", has_inputs
@@ -142,7 +158,7 @@ def open_corpora(config: DataConfig, role: Role, has_inputs: bool = True) -> lis
 
 def open_corpus(
     corpus: CorpusConfig, data: DataConfig, prefix: str, has_inputs: bool = True
-) -> Corpus:
+) -> StreamedCorpus:
     """Opens one corpus without reading its text.
 
     Args:
@@ -156,7 +172,10 @@ def open_corpus(
     """
     openers: dict[str, Callable[[_Request], _Text]] = {
         "text": _open_text,
-        "tsv": _open_tsv,
+        "tsv": functools.partial(_open_table, "tsv"),
+        "csv": functools.partial(_open_table, "csv"),
+        "jsonl": functools.partial(_open_table, "jsonl"),
+        "datasets": _open_saved,
         "tfds": _open_tfds,
         "phrases": _generate_phrases,
         "reverse": _generate_reverse,
@@ -225,39 +244,108 @@ class _Text:
 
 
 def _completed(corpus: CorpusConfig, data: DataConfig, split: str) -> CorpusConfig:
-    """Fills in the empty fields of a corpus from `data`; "tfds:" in a path selects that kind."""
+    """Fills in the empty fields of a corpus from `data`, and its kind from what the path names."""
     path = corpus.path or data.path
+    kind = "tfds" if path.startswith("tfds:") else corpus.kind or data.corpus
+    if kind == "text" and Path(path).is_file():
+        kind = tables.form_of(Path(path))
+    elif kind == "text" and datasets_reader.is_saved(Path(path)):
+        kind = "datasets"
     return dataclasses.replace(
         corpus,
-        kind="tfds" if path.startswith("tfds:") else corpus.kind or data.corpus,
+        kind=kind,
         path=path.removeprefix("tfds:"),
         split=corpus.split or split,
+        columns=corpus.columns or data.columns,
         source_language=corpus.source_language or data.source_language,
         target_language=corpus.target_language or data.target_language,
     )
 
 
+def _has_no_splits(corpus: CorpusConfig) -> bool:
+    """Returns whether the path of a completed corpus names files, and not a folder of splits."""
+    path = Path(corpus.path)
+    if corpus.kind == "text":
+        return bool(corpus.path) and not path.is_dir() and _parallel_files(corpus) is not None
+    if corpus.kind == "datasets":
+        return not (path / "dataset_dict.json").exists()
+    return path.is_file()
+
+
 def _open_text(request: _Request) -> _Text:
     source_language, target_language = request.languages
-    if not request.has_inputs:
+    _reject_columns(request)
+    pair = _parallel_files(request.corpus)
+    if pair is not None:
+        files = [pair if request.has_inputs else pair[1:]]
+    elif not request.has_inputs:
+        files = [(path,) for path in _find(request, f".{target_language}").values()]
+    else:
+        sources = _find(request, f".{source_language}")
         targets = _find(request, f".{target_language}")
-        return _files([(path,) for path in targets.values()], _stream_targets)
-    sources = _find(request, f".{source_language}")
-    targets = _find(request, f".{target_language}")
-    alone = sorted(sources.keys() ^ targets.keys())
-    if alone:
-        raise UserError(
-            f"{request.prefix}path={request.corpus.path} has {alone[0]} in only one of the "
-            f"languages {source_language} and {target_language}"
-        )
-    return _files(
-        [(path, targets[name]) for name, path in sources.items()], text_files.stream_parallel
+        alone = sorted(sources.keys() ^ targets.keys())
+        if alone:
+            raise UserError(
+                f"{request.prefix}path={request.corpus.path} has {alone[0]} in only one of the "
+                f"languages {source_language} and {target_language}"
+            )
+        files = [(path, targets[name]) for name, path in sources.items()]
+    return _files(files, text_files.stream_parallel if request.has_inputs else _stream_targets)
+
+
+def _parallel_files(corpus: CorpusConfig) -> tuple[Path, ...] | None:
+    """Returns the two files that the path names, if it does: "a.en,b.de", or "a" for a.en, a.de."""
+    names = corpus.path.split(",")
+    if len(names) == 2 and all(Path(name).is_file() for name in names):
+        return Path(names[0]), Path(names[1])
+    languages = corpus.source_language, corpus.target_language
+    for end in ("", *text_files.COMPRESSED):
+        pair = tuple(Path(f"{corpus.path}.{language}{end}") for language in languages)
+        if all(path.is_file() for path in pair):
+            return pair
+    return None
+
+
+def _open_table(form: tables.Form, request: _Request) -> _Text:
+    columns, languages = request.corpus.columns, request.languages
+    path = Path(request.corpus.path)
+    paths = [path] if path.is_file() else [*_find(request, f".{form}").values()]
+
+    def stream(path: Path) -> Iterator[SentencePair]:
+        pairs = tables.stream_table(path, form, columns, languages)
+        return pairs if request.has_inputs else (("", target) for _, target in pairs)
+
+    opened = _files([(path,) for path in paths], stream)
+    if form == "tsv" and not columns:
+        return opened
+    # The same file has other pairs in another form, or in other columns.
+    rule = f"{form} {columns or languages}\n".encode()
+    return dataclasses.replace(
+        opened, digest=lambda: hashlib.sha256(rule + opened.digest()).digest()
     )
 
 
-def _open_tsv(request: _Request) -> _Text:
-    stream = text_files.stream_tsv if request.has_inputs else _stream_tsv_targets
-    return _files([(path,) for path in _find(request, ".tsv").values()], stream)
+def _open_saved(request: _Request) -> _Text:
+    path, option = request.corpus.path, f"{request.prefix}path"
+    if not datasets_reader.is_saved(Path(path)):
+        raise UserError(f"{option}={path} is not a folder that datasets' save_to_disk has written")
+    opened = datasets_reader.open_saved(
+        Path(path), request.corpus.split, request.corpus.columns, request.languages, option
+    )
+
+    def stream() -> Iterator[SentencePair]:
+        pairs = opened.pairs()
+        return pairs if request.has_inputs else (("", target) for _, target in pairs)
+
+    return _Text(opened.name, stream, opened.digest)
+
+
+def _reject_columns(request: _Request) -> None:
+    if request.corpus.columns:
+        raise UserError(
+            f"{request.prefix}columns={request.corpus.columns}: {request.prefix}path="
+            f"{request.corpus.path} has no columns: leave it out, or give the file that has them"
+        )
 
 
 def _open_tfds(request: _Request) -> _Text:
@@ -277,7 +365,7 @@ def _find(request: _Request, suffix: str) -> dict[str, Path]:
             f"{option} is empty: name the folder that has {request.corpus.split}{suffix}"
         )
     if not Path(folder).is_dir():
-        raise UserError(f"{option}={folder} is not a folder")
+        raise UserError(f"{option}={folder} is not a folder, and there is no such file")
     return text_files.find_files(Path(folder), request.corpus.split, suffix, option)
 
 
@@ -294,10 +382,6 @@ def _files(files: Sequence[tuple[Path, ...]], read: Callable[..., Iterator[Sente
 
 def _stream_targets(path: Path) -> Iterator[SentencePair]:
     return (("", target) for target in text_files.stream_lines(path))
-
-
-def _stream_tsv_targets(path: Path) -> Iterator[SentencePair]:
-    return (("", target) for _, target in text_files.stream_tsv(path))
 
 
 def _digest_files(paths: Iterable[Path]) -> bytes:

@@ -1,26 +1,32 @@
-"""Line-by-line reading of text files, plain or gzipped, without loading them into memory.
+"""Line-by-line reading of text files, plain or compressed, without loading them into memory.
 
 A text file has one sentence per line. Two files are parallel if line i of one translates line i of
-the other; a TSV file has a tab-separated source and target on each line.
+the other.
 """
 
 import codecs
 import contextlib
 import gzip
 import hashlib
+import importlib
 import io
 import itertools
 import os
 import select
+import sys
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.input_files import open_regular
 
 MAX_LINE_BYTES = 2**20
 """Limit of the length of a line, with its end: some 150,000 words."""
+
+COMPRESSED = (".gz", ".zst")
+"""Suffixes of the files that are decompressed while they are read."""
 
 _CHUNK_BYTES = 2**20
 _PAUSE_SECONDS = 0.02
@@ -32,14 +38,14 @@ _DESCRIPTORS = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
 
 
 def stream_lines(path: Path) -> Iterator[str]:
-    r"""Yields the lines of a UTF-8 text file, which may be gzipped (`.gz`).
+    r"""Yields the lines of a UTF-8 text file, which may be compressed (`.gz`, `.zst`).
 
     Lines end only with "\n" or "\r\n": other Unicode line separators, such as U+2028, are part of a
     sentence. A leading byte order mark is removed.
 
     Raises:
-      UserError: the file is missing, empty, a truncated gzip file, not UTF-8, or has a line of more
-        than `MAX_LINE_BYTES` (the message names the line). Errors are raised when the reader
+      UserError: the file is missing, empty, a damaged compressed file, not UTF-8, or has a line of
+        more than `MAX_LINE_BYTES` (the message names the line). Errors are raised when the reader
         reaches them, after the lines before.
     """
     with opened(path) as file:
@@ -121,27 +127,11 @@ def read_parallel(source_path: Path, target_path: Path) -> tuple[list[str], list
     return list(sources), list(targets)
 
 
-def stream_tsv(path: Path) -> Iterator[tuple[str, str]]:
-    """Yields the pairs of a file whose lines are a source, one tab and a target.
-
-    Raises:
-      UserError: see `stream_lines`; or a line does not have exactly one tab.
-    """
-    for number, line in enumerate(stream_lines(path), start=1):
-        columns = line.split("\t")
-        if len(columns) != 2:
-            raise UserError(
-                f"{path}, line {number}: {len(columns) - 1} tabs; "
-                "a line must be a source, one tab and a target"
-            )
-        yield columns[0], columns[1]
-
-
 def digest_file(path: Path) -> bytes:
-    """Returns the SHA-256 of a file's content, decompressed if it is gzipped.
+    """Returns the SHA-256 of a file's content, decompressed if it is compressed.
 
     Raises:
-      UserError: the file is missing, or a truncated gzip file.
+      UserError: the file is missing, or a damaged compressed file.
     """
     with opened(path) as file:
         return hashlib.file_digest(file, "sha256").digest()
@@ -153,7 +143,7 @@ def find_files(folder: Path, names: str, suffix: str, option: str) -> dict[str, 
     Args:
       folder: folder of the files.
       names: comma-separated file names or glob patterns ("news-*"), without suffix.
-      suffix: suffix of the files, such as ".en"; it may be followed by ".gz".
+      suffix: suffix of the files, such as ".en"; it may be followed by ".gz" or ".zst".
       option: name of the option that gave the folder, for messages.
 
     Returns:
@@ -164,10 +154,10 @@ def find_files(folder: Path, names: str, suffix: str, option: str) -> dict[str, 
     """
     found: dict[str, Path] = {}
     for name in map(str.strip, names.split(",")):
-        suffixes = (suffix, f"{suffix}.gz")
+        suffixes = [suffix, *(f"{suffix}{end}" for end in COMPRESSED)]
         matches = {
             str(path.relative_to(folder)).removesuffix(end): path
-            for end in reversed(suffixes)  # A plain file takes precedence over a gzipped one.
+            for end in reversed(suffixes)  # A plain file takes precedence over a compressed one.
             for path in folder.glob(f"{name}{end}")
             if path.is_file()
         }
@@ -180,21 +170,30 @@ def find_files(folder: Path, names: str, suffix: str, option: str) -> dict[str, 
 
 
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator[gzip.GzipFile | io.BufferedReader]:
-    """Opens a file for reading, decompressed if its name ends in `.gz`.
+def opened(path: Path) -> Iterator[Any]:
+    """Opens a file for reading, as a binary stream, decompressed if its name is of `COMPRESSED`.
 
     Raises:
       UserError: the file is missing, a folder or a named pipe, whose writer may never come; or it
-        cannot be read (raised while reading).
+        cannot be read (raised while reading), or the decompressor is not installed.
     """
+    damages: tuple[type[Exception], ...] = (EOFError, zlib.error, gzip.BadGzipFile)
     try:
         with contextlib.ExitStack() as stack:
             raw = stack.enter_context(_open(path))
-            yield stack.enter_context(gzip.open(raw)) if path.suffix == ".gz" else raw
+            if path.suffix == ".gz":
+                yield stack.enter_context(gzip.open(raw))
+            elif path.suffix == ".zst":
+                zstd = _require_zstd(path)
+                damages = (*damages, zstd.ZstdError)
+                yield stack.enter_context(zstd.open(raw))
+            else:
+                yield raw
     except FileNotFoundError as error:
         raise UserError(f"there is no file {path}") from error
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(f"{path}: damaged gzip file ({error}); fetch it again") from error
+    except damages as error:
+        kind = "Zstandard" if path.suffix == ".zst" else "gzip"
+        raise UserError(f"{path}: damaged {kind} file ({error}); fetch it again") from error
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
 
@@ -208,6 +207,21 @@ def _open(path: Path) -> io.BufferedReader:
         return open_regular(path)
     except UserError as error:
         raise UserError(f"cannot read {path}: {error}") from error
+
+
+def _require_zstd(path: Path) -> Any:
+    """Imports the module of Zstandard: of Python from 3.14 on, of a package before.
+
+    Raises:
+      UserError: it is not installed.
+    """
+    name = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UserError(
+            f"{path} needs a package that is not installed: pip install 'flaxformer_mt[data]'"
+        ) from error
 
 
 def _arriving(stream: io.BufferedIOBase, enough: int) -> Iterator[list[bytes]]:

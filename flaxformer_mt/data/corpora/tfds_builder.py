@@ -11,7 +11,7 @@ The order of the pairs is kept; training shuffles them anyway.
 
 import contextlib
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +34,7 @@ _WRITER_OPTIONS = "group_size:1"
 
 
 def build_dataset(
-    splits: dict[str, Corpus],
+    splits: Mapping[str, Corpus],
     folder: Path,
     shard_bytes: int = SHARD_BYTES,
 ) -> dict[str, int]:

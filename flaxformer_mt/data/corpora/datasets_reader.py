@@ -1,0 +1,122 @@
+"""Reads what `datasets` of Hugging Face has saved to disk (`save_to_disk`).
+
+A data set has a feature `translation` with one text per language, or one string feature per side.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from flaxformer_mt.config.fields import suggestion
+from flaxformer_mt.data.corpora.text_files import digest_file
+from flaxformer_mt.errors import UserError
+
+_READ_AT_ONCE = 1000  # Rows.
+
+
+def is_saved(path: Path) -> bool:
+    """Returns whether a folder was written by `save_to_disk`, of a data set or of its splits."""
+    return any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedSplit:
+    """The pairs of a data set."""
+
+    rows: Any
+    """The `datasets.Dataset`, which is memory-mapped."""
+    columns: tuple[str, str]
+    """The source and the target: features, or members of one ("translation.en")."""
+    name: str
+    """Name for messages."""
+
+    def pairs(self) -> Iterator[tuple[str, str]]:
+        """Yields the pairs in the order in which they are stored; a missing text is "".
+
+        Line breaks within a sentence become spaces.
+        """
+        for first in range(0, len(self.rows), _READ_AT_ONCE):
+            part = self.rows[first : first + _READ_AT_ONCE]
+            yield from zip(*(_texts(part, column) for column in self.columns), strict=True)
+
+    def digest(self) -> bytes:
+        """Returns the SHA-256 of the columns and of the data set's files."""
+        digest = hashlib.sha256(repr(self.columns).encode())
+        for file in self.rows.cache_files:
+            digest.update(digest_file(Path(file["filename"])))
+        return digest.digest()
+
+
+def open_saved(
+    folder: Path, split: str, columns: Sequence[str], languages: tuple[str, str], option: str
+) -> SavedSplit:
+    """Opens a data set, or one of its splits.
+
+    Args:
+      folder: as `is_saved` accepts it.
+      split: name of the split; a data set without splits is its own.
+      columns: the source and the target; () = `translation` in the two languages, or the features
+        that are called like them.
+      languages: codes of the source and the target language.
+      option: name of the option that gave the folder, for messages.
+
+    Raises:
+      UserError: `datasets` is not installed, the folder is damaged, or has no such split or column.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(
+            f"{option}={folder} is a data set of Hugging Face, which needs a package that is not "
+            "installed: pip install datasets"
+        ) from error
+    import pyarrow
+
+    try:
+        rows = datasets.load_from_disk(str(folder))
+    except (OSError, ValueError, KeyError, TypeError, pyarrow.ArrowException) as error:
+        raise UserError(f"{option}={folder} cannot be read: {error}") from error
+    if isinstance(rows, datasets.DatasetDict):
+        if split not in rows:
+            raise UserError(f"{option}={folder} has no split {split}, only {', '.join(rows)}")
+        rows = rows[split]
+    name = f"{folder}/{split}"
+    if not columns:
+        prefix = "translation." if "translation" in rows.features else ""
+        columns = [f"{prefix}{language}" for language in languages]
+    source, target = (_checked(rows, column, name) for column in columns)
+    return SavedSplit(rows, (source, target), name)
+
+
+def _checked(rows: Any, column: str, name: str) -> str:
+    """Returns a column that exists and holds strings."""
+    feature, known = rows.features, _columns(rows.features)
+    for part in [column] if column in feature else column.split("."):
+        feature = feature.get(part) if hasattr(feature, "get") else None
+        feature = getattr(feature, "languages", feature)  # A `datasets.Translation`.
+        if feature is None:
+            raise UserError(
+                f"{name} has no column {column!r} (data.columns), only "
+                f"{', '.join(map(repr, known))}{suggestion(column, known)}"
+            )
+    return column
+
+
+def _columns(features: Any) -> list[str]:
+    """Returns the names of all features, and of their members."""
+    names = []
+    for name, feature in features.items():
+        members = getattr(feature, "languages", feature if isinstance(feature, dict) else ())
+        names += [f"{name}.{member}" for member in members] or [name]
+    return names
+
+
+def _texts(part: dict[str, list[Any]], column: str) -> list[str]:
+    if column in part:
+        values = part[column]
+    else:
+        name, _, member = column.partition(".")
+        values = [value[member] for value in part[name]]
+    return ["" if text is None else " ".join(text.splitlines()) for text in values]

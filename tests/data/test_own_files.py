@@ -1,0 +1,270 @@
+"""One file of the user's as a corpus: forms, columns, compression, and held-out pairs."""
+
+import gzip
+import importlib
+import json
+import sys
+
+import pytest
+
+from flaxformer_mt.config import CorpusConfig, DataConfig, ExperimentConfig
+from flaxformer_mt.data.corpora.corpus import load_corpus, open_corpora, read_corpus
+from flaxformer_mt.data.dataset import open_all
+from flaxformer_mt.errors import UserError
+
+PAIRS = [("A house.", "Une maison."), ("Two, houses", 'Il dit "oui"')]
+ATTRIBUTED = "".join(f"{source}\t{target}\tCC-BY 2.0\n" for source, target in PAIRS)
+HEADED = 'id,fr,en\n1,Une maison.,A house.\n\n2,"Il dit ""oui""","Two, houses"\n'
+MEMBERS = "".join(json.dumps({"id": 1, "en": en, "fr": fr}) + "\n" for en, fr in PAIRS)
+NESTED = "".join(json.dumps({"translation": {"en": en, "fr": fr}}) + "\n\n" for en, fr in PAIRS)
+
+
+def read(path, **options):
+    config = DataConfig(path=str(path), source_language="en", target_language="fr", **options)
+    corpus = load_corpus(config, "train")
+    return [*corpus.pairs()]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "columns"),
+    [
+        ("fra.txt", ATTRIBUTED, ("1", "2")),
+        ("fra.tsv", ATTRIBUTED.replace("\tCC-BY 2.0", ""), ()),
+        ("fra.tsv", "fr\ten\tid\n" + "".join(f"{fr}\t{en}\t7\n" for en, fr in PAIRS), ()),
+        ("fra.tsv", "English\tFrench\tid\n" + ATTRIBUTED, ("English", "French")),
+        ("fra.csv", HEADED, ()),
+        ("fra.csv", HEADED, ("en", "fr")),
+        ("fra.csv", HEADED.partition("\n")[2], ("3", "2")),
+        ("fra.jsonl", MEMBERS, ()),
+        ("fra.json", MEMBERS, ("en", "fr")),
+        ("fra.jsonl", NESTED, ()),
+        ("fra.ndjson", NESTED, ("translation.en", "translation.fr")),
+    ],
+)  # fmt: skip
+def test_one_file(tmp_path, name, text, columns):
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    assert read(tmp_path / name, columns=columns) == PAIRS
+    (tmp_path / f"{name}.gz").write_bytes(gzip.compress(text.encode()))
+    assert read(tmp_path / f"{name}.gz", columns=columns) == PAIRS
+
+
+def test_line_breaks_within_a_sentence_become_spaces(tmp_path):
+    (tmp_path / "a.csv").write_text('en,fr\n"A\nhouse","Une\r\nmaison"\n', newline="")
+    (tmp_path / "a.jsonl").write_text(json.dumps({"en": "A\nhouse", "fr": "Une\r\nmaison"}) + "\n")
+    for name in ("a.csv", "a.jsonl"):
+        assert read(tmp_path / name) == [("A house", "Une maison")]
+
+
+def test_a_folder_of_tables(tmp_path):
+    (tmp_path / "train.csv").write_text(HEADED)
+    (tmp_path / "valid.jsonl").write_text(MEMBERS)
+    assert read(tmp_path, corpus="csv") == PAIRS
+    config = DataConfig(
+        path=str(tmp_path),
+        target_language="fr",
+        valid_corpora=(CorpusConfig(kind="jsonl"), CorpusConfig(path=f"{tmp_path}/train.csv")),
+    )
+    assert [*read_corpus(open_corpora(config, "valid")).pairs()] == PAIRS * 2
+
+
+@pytest.mark.parametrize("end", ["", ".gz"])
+def test_two_parallel_files(tmp_path, end):
+    for code, side in (("en", 0), ("fr", 1)):
+        text = "".join(f"{pair[side]}\n" for pair in PAIRS).encode()
+        path = tmp_path / f"fra-eng.{code}{end}"
+        path.write_bytes(gzip.compress(text) if end else text)
+    assert read(tmp_path / "fra-eng") == PAIRS
+    assert read(f"{tmp_path}/fra-eng.en{end},{tmp_path}/fra-eng.fr{end}") == PAIRS
+    with pytest.raises(UserError, match=r"data\.columns=\('1', '2'\): .* has no columns"):
+        read(tmp_path / "fra-eng", columns=("1", "2"))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "columns", "message"),
+    [
+        ("a.txt", "a\tb\nc\td\te\n", (), "line 2: 2 tabs; .* name the two: --data.columns 1 2"),
+        ("a.csv", "a,b,c\n", (), "line 1: 3 columns instead of .* --data.columns 1 2"),
+        ("a.csv", "a,b\n", ("1", "3"), r"line 1: no column 3 \(data.columns\): it has 2"),
+        ("a.csv", "id,text\n", ("id", "texte"), "no column 'texte' .*did you mean text"),
+        ("a.csv", 'a,"b\n', (), "line 1: not CSV: unexpected end of data"),
+        ("a.jsonl", '{"en": "a", "de": "b"}\n', (), "line 1: no member 'fr', only 'en', 'de'"),
+        ("a.jsonl", '{"en": "a", "fr": 1}\n', (), "line 1: 'fr' is not a string"),
+        ("a.jsonl", "[1]\n", (), "line 1: not a JSON object"),
+        ("a.jsonl", '{"en": "a",\n', (), "line 1 is damaged: not JSON"),
+        ("a.jsonl", '{"translation": "a"}\n', (), "line 1: no member 'en'"),
+    ],
+)
+def test_errors_name_file_and_line(tmp_path, name, text, columns, message):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=rf"{name}.*{message}"):
+        read(tmp_path / name, columns=columns)
+
+
+@pytest.mark.parametrize("columns", [("1",), ("1", "1"), ("1", ""), ("1", "2", "3")])
+def test_columns_are_two(columns):
+    with pytest.raises(UserError, match=r"data\.columns=.*: must be two columns"):
+        DataConfig(columns=columns)
+
+
+def test_zstandard(tmp_path, monkeypatch):
+    zstd = importlib.import_module(
+        "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
+    )
+    path = tmp_path / "fra.txt.zst"
+    content = zstd.compress(ATTRIBUTED.encode() * 100)
+    path.write_bytes(content)
+    assert read(path, columns=("1", "2")) == PAIRS * 100
+    for damaged in (content[:-3], b"no zst " + content):
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match=r"fra\.txt\.zst: damaged Zstandard file"):
+            read(path, columns=("1", "2"))
+    monkeypatch.setitem(sys.modules, zstd.__name__, None)
+    with pytest.raises(UserError, match=r"not installed: pip install 'flaxformer_mt\[data\]'"):
+        read(path, columns=("1", "2"))
+
+
+def test_the_fingerprint_depends_on_columns_and_form(tmp_path):
+    (tmp_path / "a.tsv").write_text("a\tb\tc,d\n")
+    (tmp_path / "a.csv").write_text("a\tb\tc,d\n")
+
+    def fingerprint(name, columns):
+        config = DataConfig(path=str(tmp_path / name), columns=columns)
+        return open_corpora(config, "train")[0].fingerprint
+
+    found = {fingerprint("a.tsv", ("1", "2")), fingerprint("a.tsv", ("1", "3"))}
+    assert len(found | {fingerprint("a.csv", ("1", "2"))}) == 3
+
+
+def test_a_language_model_reads_the_target_column(tmp_path):
+    (tmp_path / "a.csv").write_text(HEADED)
+    config = DataConfig(path=str(tmp_path / "a.csv"), source_language="en", target_language="fr")
+    (corpus,) = open_corpora(config, "train", has_inputs=False)
+    assert [*corpus.pairs()] == [("", target) for _, target in PAIRS]
+
+
+# Held-out pairs.
+
+
+def numbered(count, first=0):
+    """Sentences, each of which occurs twice, with two translations."""
+    return [(f"Sentence {i // 2}.", f"Phrase {i}.") for i in range(first, first + count)]
+
+
+def divide(tmp_path, pairs, hold_out=32, **options):
+    path = tmp_path / "own.tsv"
+    path.write_text("".join(f"{source}\t{target}\n" for source, target in pairs))
+    data = DataConfig(path=str(path), hold_out=hold_out, target_language="fr", **options)
+    corpora = open_all(ExperimentConfig(data=data))
+    return {role: [pair for each in parts for pair in each.pairs()] for role, parts in
+            corpora.items()}, corpora  # fmt: skip
+
+
+def test_held_out_pairs_are_the_same_ones_however_the_file_grows(tmp_path):
+    few, _ = divide(tmp_path, numbered(1000))
+    assert sorted(pair for pairs in few.values() for pair in pairs) == sorted(numbered(1000))
+    assert all(16 <= len(few[role]) <= 64 for role in ("valid", "test"))
+    # 1,000 / 32 and 1,400 / 32 are both nearest to 32; new pairs are anywhere in the file.
+    more, _ = divide(tmp_path, [*numbered(400, 1000), *reversed(numbered(1000))])
+    for role, pairs in few.items():
+        assert {*pairs} < {*more[role]}
+    twice, _ = divide(tmp_path, numbered(2000), hold_out=64)
+    assert {*few["valid"]} < {*twice["valid"]}
+    halved, _ = divide(tmp_path, numbered(2000), hold_out=32)
+    assert {*halved["valid"]} < {*twice["valid"]}
+    assert {*halved["test"]} < {*twice["test"]}
+
+
+def test_all_translations_of_a_source_are_on_one_side(tmp_path):
+    pairs = [(source.swapcase() if i % 3 else f" {source} ", target)
+             for i, (source, target) in enumerate(numbered(1000))]  # fmt: skip
+    parts, _ = divide(tmp_path, pairs)
+    sources = [{source.strip().casefold() for source, _ in part} for part in parts.values()]
+    assert sum(map(len, sources)) == len(set.union(*sources)) == 500
+
+
+def test_held_out_pairs_are_part_of_the_fingerprint(tmp_path):
+    _, corpora = divide(tmp_path, numbered(1000))
+    found = [corpus.fingerprint for parts in corpora.values() for corpus in parts]
+    _, others = divide(tmp_path, numbered(1000), hold_out=64)
+    found += [corpus.fingerprint for parts in others.values() for corpus in parts]
+    assert len({*found}) == 6
+    assert corpora["train"][0].division() == {
+        "one_in": 32,
+        **{role: len([*corpora[role][0].pairs()]) for role in ("valid", "test")},
+    }
+
+
+def test_the_test_split_is_optional(tmp_path):
+    with_test, _ = divide(tmp_path, numbered(1000))
+    without, corpora = divide(tmp_path, numbered(1000), test_split="")
+    assert corpora["test"] == []
+    assert without["valid"] == with_test["valid"]
+    assert len(without["train"]) == len(with_test["train"]) + len(with_test["test"])
+
+
+def test_a_source_of_several_corpora_is_on_one_side(tmp_path):
+    (tmp_path / "other.tsv").write_text("".join(f"{en}\tAndere {fr}\n" for en, fr in numbered(60)))
+    corpora = (CorpusConfig(), CorpusConfig(path=str(tmp_path / "other.tsv"), tag="<x>"))
+    parts, _ = divide(tmp_path, numbered(1000), train_corpora=corpora)
+    sources = [{source.removeprefix("<x> ") for source, _ in part} for part in parts.values()]
+    assert sum(map(len, sources)) == len(set.union(*sources)) == 500
+    assert any(source.startswith("<x> ") for source, _ in parts["train"])
+
+
+def test_hold_out_is_of_any_corpus_and_not_too_much(tmp_path):
+    data = DataConfig(corpus="reverse", generated_pairs=200, hold_out=20)
+    corpora = open_all(ExperimentConfig(data=data))
+    assert all(10 <= len([*corpora[role][0].pairs()]) <= 50 for role in ("valid", "test"))
+    with pytest.raises(UserError, match=r"data\.hold_out=51 of 200 pairs are too many: at most 50"):
+        divide(tmp_path, numbered(200), hold_out=51)
+
+
+def test_one_file_needs_development_pairs(tmp_path):
+    with pytest.raises(UserError, match=r"own\.tsv has only training pairs: .*--data\.hold-out"):
+        divide(tmp_path, numbered(10), hold_out=0)
+
+
+# Data sets of Hugging Face.
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    datasets = importlib.import_module("datasets")
+    folder = tmp_path_factory.mktemp("datasets")
+    datasets.disable_progress_bars()
+    nested = datasets.Dataset.from_list([{"id": 1, "translation": {"en": en, "fr": fr}} for
+                                         en, fr in PAIRS])  # fmt: skip
+    flat = datasets.Dataset.from_list([{"en": en, "fr": f"{fr}\n"} for en, fr in PAIRS])
+    dev = nested.select([1])
+    datasets.DatasetDict(train=nested, dev=dev).save_to_disk(folder / "splits")
+    flat.save_to_disk(folder / "flat")
+    return folder
+
+
+def test_hugging_face_folders(saved):
+    assert read(saved / "splits") == PAIRS
+    assert read(saved / "flat") == PAIRS
+    assert read(saved / "splits", columns=("translation.fr", "translation.en")) == [
+        pair[::-1] for pair in PAIRS
+    ]
+    config = DataConfig(path=str(saved / "splits"), target_language="fr", valid_split="dev")
+    (corpus,) = open_corpora(config, "valid")
+    assert [*corpus.pairs()] == PAIRS[1:]
+    assert corpus.fingerprint != open_corpora(config, "train")[0].fingerprint
+
+
+def test_what_a_hugging_face_folder_lacks_is_named(saved, tmp_path, monkeypatch):
+    with pytest.raises(UserError, match="has no split training, only train, dev"):
+        open_corpora(DataConfig(path=str(saved / "splits"), train_split="training"), "train")
+    with pytest.raises(UserError, match=r"no column .translation\.de. .*'translation\.fr'"):
+        open_corpora(DataConfig(path=str(saved / "splits")), "train")
+    with pytest.raises(UserError, match="has only training pairs"):
+        open_corpora(DataConfig(path=str(saved / "flat")), "valid")
+    with pytest.raises(UserError, match="is not a folder that datasets' save_to_disk has written"):
+        open_corpora(DataConfig(path=str(tmp_path), corpus="datasets"), "train")
+    (tmp_path / "state.json").write_text("{")
+    with pytest.raises(UserError, match="cannot be read"):
+        open_corpora(DataConfig(path=str(tmp_path)), "train")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match="not installed: pip install datasets"):
+        read(saved / "splits")
