@@ -32,7 +32,8 @@ def constrain(x: Array, *axes: str) -> Array:
 
     The model uses these names: "batch", "length", "embed" (D), "heads" (H*K or H*U), "hidden" (F),
     "vocabulary" (V), and "lookup_batch" and "lookup_embed" for vectors as a sharded table gives
-    them; fused attention uses "attention_heads" (H).
+    them. "attention_heads" (H) is for fused attention, and "vocabulary_parts" for a table that is
+    divided along the vocabulary.
 
     Args:
       x: an array of any rank.
@@ -73,3 +74,9 @@ def dividing_axes(name: str, size: int) -> tuple[str, ...]:
     names = (rule,) if isinstance(rule, str) else rule
     found = tuple(axis for axis in names if axis in mesh.auto_axes)
     return found if size % math.prod(mesh.shape[axis] for axis in found) == 0 else ()
+
+
+def num_parts(name: str, size: int) -> int:
+    """Returns into how many parts the rules divide an axis; arguments as of `dividing_axes`."""
+    mesh = mesh_of_rules()
+    return math.prod(mesh.shape[axis] for axis in dividing_axes(name, size)) if mesh else 1

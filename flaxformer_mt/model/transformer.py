@@ -3,7 +3,9 @@
 import dataclasses
 from typing import Any, NamedTuple, cast
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from flax import struct
 from jax import Array, lax
@@ -13,7 +15,7 @@ from flaxformer_mt.model.attention import KeyValue
 from flaxformer_mt.model.cache import Cache, KeyValueCache, LayerState, RecurrentState
 from flaxformer_mt.model.decoder import Decoder
 from flaxformer_mt.model.encoder import Encoder
-from flaxformer_mt.model.logical_axes import constrain
+from flaxformer_mt.model.logical_axes import constrain, num_parts
 from flaxformer_mt.model.masks import (
     Visibility,
     ancestor_mask,
@@ -58,6 +60,34 @@ class OutputFactors(NamedTuple):
     scale: float
 
 
+def _look_up(table: Array, tokens: Array, dtype: jnp.dtype) -> Array:
+    """Looks up the rows [B, T, D] of a table [V, D]; ids outside the vocabulary give NaN.
+
+    They are rounded to `dtype` only then, so that the gradients of all tokens are added up in the
+    table's dtype.
+    """
+    size, width = table.shape
+    parts = num_parts("vocabulary_parts", size)
+    if parts == 1:
+        return jnp.take(table, tokens, axis=0).astype(dtype)
+    # Each device looks all tokens up in its part of the vocabulary, and finds zeros for those of
+    # other parts. Otherwise XLA would gather the parts, and those of the gradient.
+    tables = table.reshape(parts, -1, width)
+    tables = constrain(tables, "vocabulary_parts", "vocabulary", "lookup_embed")
+    firsts = jnp.arange(0, size, size // parts, dtype=tokens.dtype)
+    tokens = constrain(tokens, "lookup_batch", "length")
+
+    def in_part(part: Array, first: Array) -> Array:
+        found = part.at[tokens - first].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+        return found.astype(dtype)
+
+    found = jax.vmap(in_part)(tables, firsts)
+    found = constrain(found, "vocabulary_parts", "lookup_batch", "length", "lookup_embed")
+    # `jnp.sum` would send float32.
+    vectors = lax.reduce(found, np.zeros((), dtype), lax.add, (0,))
+    return jnp.where(((tokens < 0) | (tokens >= size))[..., None], jnp.nan, vectors)
+
+
 class Embedding(nn.Module):
     """A [V, D] table of token vectors, which can also serve as output projection."""
 
@@ -73,9 +103,8 @@ class Embedding(nn.Module):
     def __call__(self, tokens: Array) -> Array:
         """Looks up the vectors [B, T, D] of tokens [B, T]; ids outside the vocabulary give NaN."""
         c = self.config
-        # Rounded only now, so that the gradients of all tokens are added up in the table's dtype.
-        vectors = jnp.take(self.embedding, jnp.where(tokens == ZERO_VECTOR, 0, tokens), axis=0)
-        vectors = vectors.astype(jnp.dtype(c.dtype))
+        known = jnp.where(tokens == ZERO_VECTOR, 0, tokens)
+        vectors = _look_up(self.embedding, known, jnp.dtype(c.dtype))
         if c.bos_id == c.pad_id:
             # Padding is masked, except where it starts decoding: there the published code
             # (PyTorch's `padding_idx`) does not train its vector through the lookup.

@@ -25,6 +25,7 @@ ACTIVATION_RULES = (
     ("batch", ROW_AXES),
     ("lookup_batch", ("data",)),
     ("lookup_embed", ("fsdp",)),
+    ("vocabulary_parts", ("tensor",)),
     # XLA cannot divide a kernel that is not its own.
     ("attention_heads", ("tensor",)),
 )

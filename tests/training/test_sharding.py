@@ -3,13 +3,20 @@
 import functools
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
+from flax import linen as nn
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.model.transformer import Transformer
+from flaxformer_mt.model.transformer import Embedding, Transformer
+from flaxformer_mt.training.memory import collectives, parse
 from flaxformer_mt.training.sharding import (
+    ACTIVATION_RULES,
+    AXES,
+    ROW_AXES,
     leaves_by_path,
     parse_rules,
     partition_specs,
@@ -164,3 +171,40 @@ def bytes_on(device, tree):
         for shard in leaf.addressable_shards
         if shard.device == device
     )
+
+
+def test_a_table_that_tensor_divides_is_not_gathered():
+    """Neither for a lookup of many tokens nor for its gradient."""
+    config = TransformerConfig(
+        source_vocab_size=64, target_vocab_size=64, d_model=8, num_heads=2, d_ff=8
+    )
+    embedding, tokens = Embedding(config, 64), np.arange(2048, dtype=np.int32).reshape(64, 32) % 64
+    table = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
+    devices = np.array(jax.devices()[:8]).reshape(2, 2, 2)
+    mesh = Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 3)
+
+    def loss(table, tokens):
+        vectors = embedding.apply({"params": {"embedding": table}}, tokens)
+        return jnp.sum(jnp.sin(vectors)), vectors
+
+    def on_mesh(*arguments):
+        with (
+            jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
+            nn.logical_axis_rules(ACTIVATION_RULES),
+        ):
+            return jax.grad(loss, has_aux=True)(*arguments)
+
+    shardings = [
+        NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("tensor", "fsdp"), (ROW_AXES,))
+    ]
+    step = jax.jit(on_mesh, in_shardings=shardings, out_shardings=tuple(shardings))
+    program = step.lower(table, tokens).compile().as_text()
+    gathered = [each for each in collectives(parse(program)) if each.kind == "all-gather"]
+    assert not [each.result for each in gathered if "f32" in each.dtypes]
+
+    gradient, vectors = step(table, tokens)
+    expected, expected_vectors = jax.grad(loss, has_aux=True)(table, tokens)
+    np.testing.assert_array_equal(vectors, expected_vectors)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-6)
+    outside = step(table, np.full_like(tokens, 64))[1]
+    assert np.isnan(outside).all()

@@ -58,12 +58,14 @@ def check(operations: list[Collective], mesh: dict[str, int]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("usual_optimizations")
 @pytest.mark.parametrize(
     ("device", "topology", "mesh"),
     [
         ("v5e", "4x4", {"data": 16, "fsdp": 1, "tensor": 1}),
         ("v5e", "4x4", {"data": 4, "fsdp": 4, "tensor": 1}),
         ("v5e", "4x4", {"data": 2, "fsdp": 4, "tensor": 2}),
+        ("v5p", "4x4x4", {"data": 64, "fsdp": 1, "tensor": 1}),
         ("v5p", "4x4x4", {"data": 16, "fsdp": 4, "tensor": 1}),
         ("v5p", "4x4x4", {"data": 4, "fsdp": 4, "tensor": 4}),
     ],
