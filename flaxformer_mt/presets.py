@@ -276,6 +276,90 @@ def opennmt(**overrides: Any) -> TransformerConfig:
     return TransformerConfig(**values | overrides)
 
 
+def mbart(**overrides: Any) -> TransformerConfig:
+    """Returns an mBART model: pre-norm, learned positions, a norm after the embeddings.
+
+    BART has the same tensors, post-norm: `norm_position="post", scale_embeddings=False`. The
+    published embedding norm is applied before the dropout of embeddings, ours after it, and
+    published initial values are normal with standard deviation 0.02.
+
+    Source: `MBartForConditionalGeneration` and `BartForConditionalGeneration`,
+    https://huggingface.co/docs/transformers/model_doc/mbart; Liu et al. 2020.
+    """
+    overrides = _special_tokens(overrides, pad_id=1, eos_id=2) | overrides
+    values: dict[str, Any] = {
+        "norm_position": "pre",
+        "norm_epsilon": 1e-5,
+        "embedding_norm": True,
+        "final_norm": overrides.get("norm_position", "pre") == "pre",
+        "output_bias": True,
+        "activation": "gelu",
+        "position_kind": "learned",
+        "position_offset": 2,  # whatever pad_id
+        "mask_target_padding": False,
+        "bos_id": overrides.get("eos_id", TransformerConfig.eos_id),
+    }
+    return TransformerConfig(**values | overrides)
+
+
+def m2m100(**overrides: Any) -> TransformerConfig:
+    """Returns an M2M-100 or NLLB model: pre-norm, fairseq's sinusoids, one table of embeddings.
+
+    Published initial values are normal with standard deviation 0.02.
+
+    Source: `M2M100ForConditionalGeneration`,
+    https://huggingface.co/docs/transformers/model_doc/m2m_100; Fan et al. 2021, NLLB Team 2022.
+    """
+    overrides = _special_tokens(overrides, pad_id=1, eos_id=2) | overrides
+    values: dict[str, Any] = {
+        "norm_position": "pre",
+        "norm_epsilon": 1e-5,
+        "final_norm": True,
+        "position_layout": "concatenated",
+        "position_exponent": "tensor2tensor",
+        "position_offset": overrides.get("pad_id", TransformerConfig.pad_id) + 1,
+        "mask_target_padding": False,
+        "bos_id": overrides.get("eos_id", TransformerConfig.eos_id),
+    }
+    return TransformerConfig(**values | overrides)
+
+
+def t5(**overrides: Any) -> TransformerConfig:
+    """Returns a T5 model: pre-norm with root-mean-square norms, relative positions, no biases.
+
+    T5 1.1, mT5 and Flan-T5 have `feed_forward_gate=True, activation="gelu_tanh"` and
+    `tie_embeddings="source_target"`. Logits are scaled only where the output is tied. The published
+    dropout after the final norms is left out, and published embeddings start with standard
+    deviation 1.
+
+    Source: `T5ForConditionalGeneration`,
+    https://huggingface.co/docs/transformers/model_doc/t5; Raffel et al. 2020.
+    """
+    _check_choice("t5", overrides, "tie_embeddings", ("all", "source_target"))
+    overrides = _special_tokens(overrides, pad_id=0, eos_id=1) | overrides
+    rate = overrides.get("dropout_rate", 0.1)
+    values: dict[str, Any] = {
+        "head_dim": 64,
+        "attention_dropout_rate": rate,
+        "activation_dropout_rate": rate,
+        "norm_position": "pre",
+        "norm_kind": "rms",
+        "final_norm": True,
+        "qkv_bias": False,
+        "attention_output_bias": False,
+        "feed_forward_bias": False,
+        "position_kind": "t5_relative",
+        "scale_scores": False,
+        "scale_embeddings": False,
+        "scale_logits": overrides.get("tie_embeddings", "all") == "all",
+        "mask_target_padding": False,
+        "train_pad_embedding": True,
+        "bos_id": overrides.get("pad_id", TransformerConfig.pad_id),
+        "kernel_init": "normal",
+    }
+    return TransformerConfig(**values | overrides)
+
+
 def _special_tokens(overrides: dict[str, Any], **published: int) -> dict[str, Any]:
     """Returns the published special tokens if vocabulary sizes are given, else nothing."""
     return published if overrides.get("target_vocab_size") else {}
@@ -301,6 +385,9 @@ FAMILIES: dict[str, Callable[..., TransformerConfig]] = {
     "marian": marian,
     "fairseq": fairseq,
     "opennmt": opennmt,
+    "mbart": mbart,
+    "m2m100": m2m100,
+    "t5": t5,
 }
 """The preset of each family, by name."""
 

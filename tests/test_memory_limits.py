@@ -40,6 +40,7 @@ SMALL = TransformerConfig(
         {"tie_embeddings": "target_output", "source_vocab_size": 13, "output_bias": True},
         {"head_dim": 5, "value_dim": 3, "qkv_bias": False},
         {"attention_output_bias": False, "feed_forward_bias": False},
+        {"norm_kind": "rms", "final_norm": True, "feed_forward_gate": True},
         {"position_kind": "learned", "max_length": 17, "position_offset": 2},
         {"position_kind": "t5_relative"},
         {"position_kind": "t5_relative", "relative_position_sharing": "layer"},

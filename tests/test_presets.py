@@ -16,6 +16,9 @@ CHARACTERISTIC = {
     "marian": {"activation": "silu", "position_layout": "concatenated", "max_length": 512},
     "fairseq": {"position_offset": 1, "tie_embeddings": "none", "norm_epsilon": 1e-5},
     "opennmt": {"norm_position": "pre", "feed_forward_bias": False, "output_bias": True},
+    "mbart": {"embedding_norm": True, "position_kind": "learned", "position_offset": 2},
+    "m2m100": {"norm_position": "pre", "position_exponent": "tensor2tensor"},
+    "t5": {"norm_kind": "rms", "scale_scores": False, "train_pad_embedding": True},
 }
 
 
@@ -59,6 +62,9 @@ def test_dropout_sites_follow_the_rate_where_the_source_does():
         "marian": (0.0, 0.0),
         "fairseq": (0.0, 0.0),
         "opennmt": (0.1, 0.3),
+        "mbart": (0.0, 0.0),
+        "m2m100": (0.0, 0.0),
+        "t5": (0.3, 0.3),
     }
 
 

@@ -136,6 +136,32 @@ def _attention_positions() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     }
 
 
+def _hub() -> dict[str, Variant]:
+    """Families of the Hugging Face Hub with one table of embeddings."""
+    bart = {"norm_position": "post", "scale_embeddings": False}
+    silu = {"activation": "silu", "scale_embeddings": False}
+    # Within the toy sentences, distances reach every kind of bucket.
+    t5 = {"relative_position_buckets": 8, "head_dim": 5}
+    distance = {"relative_position_max_distance": 5}
+    gated = {
+        "feed_forward_gate": True,
+        "activation": "gelu_tanh",
+        "tie_embeddings": "source_target",
+    }
+    return {
+        "mbart": Variant("mbart", ONE_VOCABULARY | {"max_length": 20}),
+        "mbart_bart": Variant(
+            "mbart", ONE_VOCABULARY | {"max_length": 20} | bart, {"scale_embeddings": False}
+        ),
+        "m2m100": Variant("m2m100", ONE_VOCABULARY | {"max_length": 20}),
+        "m2m100_odd_width_silu": Variant(
+            "m2m100", ONE_VOCABULARY | {"d_model": 15, "num_heads": 5} | silu, silu
+        ),
+        "t5_gated": Variant("t5", ONE_VOCABULARY | t5 | gated | distance, distance),
+        "t5": Variant("t5", ONE_VOCABULARY | t5 | distance, distance),
+    }
+
+
 VARIANTS: dict[str, Variant] = _jadore801120() | {
     "annotated_1000_shared": Variant("annotated", {"source_attention": "self_attn"}),
     "annotated_1000": Variant("annotated"),
@@ -154,6 +180,7 @@ VARIANTS: dict[str, Variant] = _jadore801120() | {
     **_marian(),
     **_fairseq(),
     **_opennmt(),
+    **_hub(),
 }
 """Variants that map tokens to logits: all but `double_projection`, which is layers only."""
 

@@ -62,9 +62,12 @@ class TransformerConfig:
 
     norm_position: Literal["post", "pre"] = option("post", FieldRole.ARCHITECTURE)
     """post: norm(x + f(x)), as in the paper; pre: x + f(norm(x))."""
-    norm_kind: Literal["layer_norm", "unbiased_std"] = option("layer_norm", FieldRole.ARCHITECTURE)
+    norm_kind: Literal["layer_norm", "unbiased_std", "rms"] = option(
+        "layer_norm", FieldRole.ARCHITECTURE
+    )
     """layer_norm: divides by sqrt(biased variance + epsilon); unbiased_std: divides by (standard
-    deviation with n - 1) + epsilon."""
+    deviation with n - 1) + epsilon; rms: divides by sqrt(mean square + epsilon), without
+    subtracting the mean or adding a bias (Zhang and Sennrich 2019)."""
     norm_epsilon: float = option(1e-6, FieldRole.ARCHITECTURE, lowest=0, limit=1)
     """Epsilon of the norms."""
     embedding_norm: bool = option(False, FieldRole.ARCHITECTURE)
@@ -78,6 +81,9 @@ class TransformerConfig:
     """Bias in the output projection of attention."""
     feed_forward_bias: bool = option(True, FieldRole.ARCHITECTURE)
     """Biases in the feed-forward network."""
+    feed_forward_gate: bool = option(False, FieldRole.ARCHITECTURE)
+    """Multiply the activations of the feed-forward network by another linear map of its input
+    (Shazeer 2020)."""
     output_bias: bool = option(False, FieldRole.ARCHITECTURE)
     """Bias of the logits."""
     activation: Literal["relu", "gelu", "gelu_tanh", "silu"] = option(
@@ -118,6 +124,9 @@ class TransformerConfig:
     """Rows of a learned position table, the length of the longest sentence. Other position kinds
     have no limit."""
 
+    scale_scores: bool = option(True, FieldRole.ARCHITECTURE)
+    """Divide the scores of attention by sqrt(K). Without it, as in T5, initial queries are divided
+    by sqrt(K) instead."""
     scale_embeddings: bool = option(True, FieldRole.ARCHITECTURE)
     """Multiply embeddings by sqrt(D)."""
     scale_logits: bool = option(False, FieldRole.ARCHITECTURE)
@@ -128,6 +137,9 @@ class TransformerConfig:
     """Which of source embedding, target embedding and output projection share one table."""
     zero_pad_embeddings: bool = option(False, FieldRole.ARCHITECTURE)
     """Embed the padding token as the zero vector, regardless of its row in the table."""
+    train_pad_embedding: bool = option(False, FieldRole.ARCHITECTURE)
+    """Where padding starts decoding, train its embedding through the lookup, as T5 does. False is
+    PyTorch's `padding_idx`."""
     decoder_kind: Literal["attention", "ssru"] = option("attention", FieldRole.ARCHITECTURE)
     """What connects a decoder layer to the previous target tokens: self-attention, or a simpler
     recurrent unit (SSRU; Kim et al. 2019), as in the small models that run in browsers."""
@@ -141,10 +153,11 @@ class TransformerConfig:
     eos_id: int = option(2, FieldRole.VOCABULARY, lowest=0, limit=MAX_VOCABULARY)
     """Token id that ends a sentence."""
 
-    kernel_init: Literal["xavier_uniform", "xavier_normal", "torch_default"] = option(
+    kernel_init: Literal["xavier_uniform", "xavier_normal", "torch_default", "normal"] = option(
         "xavier_uniform", FieldRole.INITIALIZATION
     )
-    """Initial values of matrices; torch_default is uniform within +-1/sqrt(fan_in)."""
+    """Initial values of matrices; torch_default is uniform within +-1/sqrt(fan_in), normal has
+    standard deviation 1/sqrt(fan_in)."""
     embedding_init: Literal["normal", "xavier_uniform", "xavier_normal"] = option(
         "normal", FieldRole.INITIALIZATION
     )
@@ -245,7 +258,7 @@ class TransformerConfig:
     def parameter_count(self) -> int:
         """The number of scalars in all parameters; vocabulary sizes of 0 count as 0."""
         width, has_inputs = self.d_model, self.has_inputs
-        norm = 2 * width
+        norm = width * (1 if self.norm_kind == "rms" else 2)
         keys, values = self.num_heads * self.key_width, self.num_heads * self.value_width
         attention = (
             _dense(width, keys, self.qkv_bias) * 2
@@ -253,6 +266,7 @@ class TransformerConfig:
             + _dense(values, width, self.attention_output_bias)
         )
         feed_forward = _dense(width, self.d_ff, self.feed_forward_bias)
+        feed_forward *= 1 + self.feed_forward_gate
         feed_forward += _dense(self.d_ff, width, self.feed_forward_bias)
         recurrence = _dense(width, width, False) + _dense(width, width, True)
 

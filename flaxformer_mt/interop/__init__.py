@@ -16,8 +16,11 @@ from flaxformer_mt.interop.families import (
     double_projection,
     fairseq,
     jadore801120,
+    m2m100,
     marian,
+    mbart,
     opennmt,
+    t5,
     torch,
     tunz,
 )
@@ -44,6 +47,9 @@ FAMILIES: dict[str, Family] = {
         marian,
         fairseq,
         opennmt,
+        mbart,
+        m2m100,
+        t5,
     )
 }
 """The weight maps of all families, by name."""

@@ -79,7 +79,8 @@ class MultiHeadAttention(nn.Module):
         c = self.config
         key_features = c.num_heads * c.key_width
         value_features = c.num_heads * c.value_width
-        self.query = dense(c, c.d_model, key_features, c.qkv_bias)
+        divisor = 1 if c.scale_scores else c.key_width**0.5
+        self.query = dense(c, c.d_model, key_features, c.qkv_bias, divisor)
         self.key = dense(c, c.d_model, key_features, c.qkv_bias)
         self.value = dense(c, c.d_model, value_features, c.qkv_bias)
         self.output = dense(c, value_features, c.d_model, c.attention_output_bias)
@@ -136,6 +137,8 @@ class MultiHeadAttention(nn.Module):
         """
         query = self._split_heads(self.query(inputs))
         query = query if transform is None else transform(query)
+        if not self.config.scale_scores:
+            query = query * self.config.key_width**0.5  # All backends divide scores by it.
         platform = mesh_platform()
         threshold = 0 if deterministic else self.dropout.threshold
         case = AttentionCase(

@@ -22,9 +22,10 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 class FeedForward(nn.Module):
     r"""Two linear maps with an activation between them, the same at every position.
 
-    .. math:: a(x W_1 + b_1) W_2 + b_2
+    .. math:: a(x W_1 + b_1) W_2 + b_2,\quad
+        \text{with a gate}\ (a(x W_1 + b_1) \odot (x V + c)) W_2 + b_2
 
-    Source: Vaswani et al. 2017, equation 2 (with a = ReLU).
+    Source: Vaswani et al. 2017, equation 2 (with a = ReLU); Shazeer 2020, equation 6.
     """
 
     config: TransformerConfig
@@ -33,13 +34,18 @@ class FeedForward(nn.Module):
         """Creates the two linear maps."""
         c = self.config
         self.hidden = dense(c, c.d_model, c.d_ff, c.feed_forward_bias)
+        if c.feed_forward_gate:
+            self.gate = dense(c, c.d_model, c.d_ff, c.feed_forward_bias)
         self.output = dense(c, c.d_ff, c.d_model, c.feed_forward_bias)
         self.dropout = Dropout(c.activation_dropout_rate)
 
     def __call__(self, x: Array, deterministic: bool, add_bias: bool = True) -> Array | Biased:
         """Maps [B, T, D] to [B, T, D], on request without adding the last bias."""
         hidden = constrain(self.hidden(x), "batch", "length", "hidden")
-        hidden = self.dropout(ACTIVATIONS[self.config.activation](hidden), deterministic)
+        hidden = ACTIVATIONS[self.config.activation](hidden)
+        if self.config.feed_forward_gate:
+            hidden = hidden * constrain(self.gate(x), "batch", "length", "hidden")
+        hidden = self.dropout(hidden, deterministic)
         if add_bias:
             return constrain(self.output(hidden), "batch", "length", "embed")
         product, bias = self.output.biased(hidden)

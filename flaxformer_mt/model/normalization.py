@@ -81,8 +81,24 @@ def unbiased_std_norm(x: Array, scale: Array, bias: Array, epsilon: float) -> Ar
     return centred / (std + epsilon) * scale + bias
 
 
+def rms_norm(x: Array, scale: Array, epsilon: float) -> Array:
+    r"""Normalises by the root of the mean square; the mean is not subtracted.
+
+    .. math:: y = x / \sqrt{\overline{x^2} + \epsilon} \odot scale
+
+    Args:
+      x: [N, D].
+      scale: [D].
+      epsilon: in units of x squared.
+
+    Source: Zhang and Sennrich 2019; T5, `T5LayerNorm`.
+    """
+    mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+    return x * lax.rsqrt(mean_square + epsilon) * scale
+
+
 class Norm(nn.Module):
-    """A layer norm with learned scale and bias [D], of the kind `config.norm_kind`."""
+    """A norm of the kind `config.norm_kind`, with a learned scale [D] and, unless rms, bias [D]."""
 
     config: TransformerConfig
 
@@ -91,16 +107,20 @@ class Norm(nn.Module):
         c = self.config
         shape, dtype = (c.d_model,), jnp.dtype(c.param_dtype)
         self.scale = self.param("scale", nn.initializers.ones, shape, dtype)
-        self.bias = self.param("bias", nn.initializers.zeros, shape, dtype)
+        if c.norm_kind != "rms":
+            self.bias = self.param("bias", nn.initializers.zeros, shape, dtype)
 
     def __call__(self, x: Array) -> Array:
         """Normalises the last axis of `x` [..., D], in float32 at least; keeps its dtype."""
         c = self.config
         self.sow("intermediates", "input", x)
         dtype = at_least_float32(x.dtype)
-        normalise = layer_norm if c.norm_kind == "layer_norm" else unbiased_std_norm
-        rows = x.reshape(-1, x.shape[-1]).astype(dtype)
-        y = normalise(rows, self.scale.astype(dtype), self.bias.astype(dtype), c.norm_epsilon)
+        rows, scale = x.reshape(-1, x.shape[-1]).astype(dtype), self.scale.astype(dtype)
+        if c.norm_kind == "rms":
+            y = rms_norm(rows, scale, c.norm_epsilon)
+        else:
+            normalise = layer_norm if c.norm_kind == "layer_norm" else unbiased_std_norm
+            y = normalise(rows, scale, self.bias.astype(dtype), c.norm_epsilon)
         return y.reshape(x.shape).astype(x.dtype)
 
     def fused_with_sum(

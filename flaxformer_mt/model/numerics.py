@@ -207,18 +207,34 @@ def _uniform_by_fan_in(fan_in: int) -> jax.nn.initializers.Initializer:
     return init
 
 
+def _divided(
+    init: jax.nn.initializers.Initializer, divisor: float
+) -> jax.nn.initializers.Initializer:
+    def divided(key, shape, dtype=jnp.float32, out_sharding=None):
+        return init(key, shape, dtype, out_sharding) / divisor
+
+    return divided
+
+
 def dense(
     config: TransformerConfig,
     fan_in: int,
     features: int,
     use_bias: bool,
+    divisor: float = 1.0,
 ) -> Dense:
-    """Creates a linear map [..., fan_in] -> [..., features], initialised according to `config`."""
+    """Creates a linear map [..., fan_in] -> [..., features], initialised according to `config`.
+
+    The initial matrix is divided by `divisor`.
+    """
     kernel_init = {
         "xavier_uniform": initializers.xavier_uniform(),
         "xavier_normal": initializers.xavier_normal(),
         "torch_default": _uniform_by_fan_in(fan_in),
+        "normal": initializers.normal(fan_in**-0.5),
     }[config.kernel_init]
+    if divisor != 1:
+        kernel_init = _divided(kernel_init, divisor)
     bias_init = {
         "zeros": initializers.zeros,
         "torch_default": _uniform_by_fan_in(fan_in),

@@ -105,7 +105,7 @@ class Embedding(nn.Module):
         c = self.config
         known = jnp.where(tokens == ZERO_VECTOR, 0, tokens)
         vectors = _look_up(self.embedding, known, jnp.dtype(c.dtype))
-        if c.bos_id == c.pad_id:
+        if c.bos_id == c.pad_id and not c.train_pad_embedding:
             # Padding is masked, except where it starts decoding: there the published code
             # (PyTorch's `padding_idx`) does not train its vector through the lookup.
             padding = (tokens == c.pad_id)[..., None]

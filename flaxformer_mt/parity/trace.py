@@ -14,7 +14,7 @@ the relevant one:
     encoder/layers/0/self_attention/output               [B, S, D]
     encoder/layers/0/self_attention_sum                  [B, S, D], input + output
     encoder/layers/0/self_attention_norm                 [B, S, D], first if pre-norm, last if post
-    encoder/layers/0/feed_forward/hidden, activated      [B, S, F]
+    encoder/layers/0/feed_forward/hidden, activated      [B, S, F]; with a gate, hidden, gate, ...
     encoder/layers/0/feed_forward/output                 [B, S, D]
     encoder/layers/0/feed_forward_sum, feed_forward_norm [B, S, D]
     encoder/layers/0                                     [B, S, D], the layer's output
@@ -112,7 +112,9 @@ def _layer_sites(
         else:
             path = f"{ours}/{following}_norm/input" if following else f"{ours}/__call__"
         residual = Site(f"{name}/{sublayer}_sum", path, 0, layer)
-        inside = _FEED_FORWARD if sublayer == "feed_forward" else _ATTENTION
+        inside = _ATTENTION
+        if sublayer == "feed_forward":
+            inside = _GATED_FEED_FORWARD if config.feed_forward_gate else _FEED_FORWARD
         parts = [
             Site(f"{name}/{sublayer}/{part}", f"{ours}/{sublayer}/{path}", 0, layer)
             for part, path in inside.items()
@@ -136,6 +138,7 @@ _FEED_FORWARD = {
     "activated": "dropout/__call__",
     "output": "output/__call__",
 }
+_GATED_FEED_FORWARD = {"hidden": "hidden/__call__", "gate": "gate/__call__"} | _FEED_FORWARD
 
 
 def values_of_model(config: TransformerConfig, intermediates: Mapping[str, Any]) -> Values:

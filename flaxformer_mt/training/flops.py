@@ -73,7 +73,7 @@ def training_flops(model: TransformerConfig, work: Work) -> Any:
     width = model.d_model
     keys, values = model.num_heads * model.key_width, model.num_heads * model.value_width
     own, other = width * (keys + values), width * (keys + values)  # query, output; key, value
-    feed_forward = 2 * width * model.d_ff
+    feed_forward = (2 + model.feed_forward_gate) * width * model.d_ff
     encoder_layer = work.sources * (own + other + feed_forward)
     encoder_layer += work.source_pairs * (keys + values)
     decoder_layer = work.targets * feed_forward

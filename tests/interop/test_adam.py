@@ -56,7 +56,7 @@ def test_moments_are_converted_like_their_parameters(name):
     before = {"model": reference.state_dict(), "optimizer": optimizer}
     _, params, adam, notes = interop.load_training(variant.family, before, **variant.hints)
     # Constants of the reference have no moments.
-    constants = {"output/bias"} if variant.family == "marian" else set()
+    constants = {"output/bias"} if interop.FAMILIES[variant.family].constants else set()
     expected = {
         path: np.zeros_like(array) if path in constants or path in "".join(notes) else array
         for path, array in flat(params).items()

@@ -289,6 +289,30 @@ def test_what_hugging_face_leaves_out_stays_out(tmp_path):
     chex.assert_trees_all_equal(flat(params), flat(load(variant, reference.state_dict())[1]))
 
 
+def test_a_table_that_t5_never_reads_is_kept(tmp_path):
+    variant = VARIANTS["t5"]
+    state = variant.build().state_dict()
+    name = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+    state[name] = torch.randn(8, 4)
+    config, params = load(variant, state)
+    interop.save("t5", config, params, tmp_path / "model.safetensors")
+    assert_identical(read(tmp_path / "model.safetensors"), state)
+
+
+def test_the_settings_of_t5_are_read():
+    settings = {
+        "num_heads": 4, "feed_forward_proj": "gated-silu", "layer_norm_epsilon": 1e-5,
+        "relative_attention_max_distance": 7, "dropout_rate": 0.3, "pad_token_id": 0,
+        "decoder_start_token_id": 0, "eos_token_id": 1,
+    }  # fmt: skip
+    state = VARIANTS["t5_gated"].build().state_dict()
+    config, _ = interop.load("t5", {"model": state, "settings": settings})
+    assert (config.activation, config.norm_epsilon) == ("silu", 1e-5)
+    assert (config.relative_position_max_distance, config.attention_dropout_rate) == (7, 0.3)
+    with pytest.raises(UserError, match="feed_forward_proj=relu"):
+        interop.load("t5", {"model": state, "settings": settings | {"feed_forward_proj": "relu"}})
+
+
 def test_the_settings_of_a_marian_model_are_read():
     settings = {
         "activation_function": "swish", "scale_embedding": False, "encoder_attention_heads": 4,

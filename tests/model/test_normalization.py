@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.model.normalization import Norm, layer_norm, residual, unbiased_std_norm
+from flaxformer_mt.model.normalization import (
+    Norm,
+    layer_norm,
+    residual,
+    rms_norm,
+    unbiased_std_norm,
+)
 
 
 def test_layer_norm_is_pytorch_s_even_far_from_zero():
@@ -25,6 +31,14 @@ def test_unbiased_std_norm_is_the_formula(float64):
     chex.assert_trees_all_close(
         unbiased_std_norm(jnp.asarray(x), 1.0, 0.0, 1e-6), expected, rtol=1e-12
     )
+
+
+def test_rms_norm_is_pytorch_s(float64):
+    x, scale = np.random.default_rng(0).normal(size=(2, 4, 16))
+    expected = torch.nn.functional.rms_norm(
+        torch.tensor(x), (16,), torch.tensor(scale[0]), eps=1e-3
+    )
+    chex.assert_trees_all_close(rms_norm(x, scale[0], 1e-3), expected.numpy(), rtol=1e-12)
 
 
 @pytest.mark.parametrize("normalise", [layer_norm, unbiased_std_norm])

@@ -7,6 +7,7 @@ differ: in a sentence padded on the left such a row may attend to nothing at all
 here and the mean of all values in the published code (which writes -1e9 over every score).
 """
 
+import copy
 import functools
 from typing import Any, NamedTuple
 
@@ -54,7 +55,7 @@ def batch_of(variant: Variant, config: TransformerConfig) -> Batch:
     source, target = SOURCE, TARGET
     # Marian starts with padding; fairseq and PyTorch hide scores with -inf, so that a row which
     # sees nothing is NaN; and tunz' start stands in the first column.
-    if variant.family not in ("marian", "fairseq", "torch", "tunz"):
+    if variant.family not in ("marian", "mbart", "m2m100", "t5", "fairseq", "torch", "tunz"):
         target = np.concatenate([TARGET[:-1], LEFT_PADDED_TARGET])
     if variant.family == "fairseq":
         source = np.stack([np.roll(row, np.sum(row == 0)) for row in source])
@@ -118,6 +119,8 @@ def test_equals_the_reference(name):
     source, target, positions, _, real = batch
     with torch.no_grad():
         logits, attention = reference(*map(torch.tensor, (source, target)), return_attention=True)
+        exact = copy.deepcopy(reference).double()
+        _, exact_attention = exact(*map(torch.tensor, (source, target)), return_attention=True)
     expected = logits.numpy()
     ours, our_attention = compiled(config)(
         interop.model_params(params), np.int32(source), np.int32(target), positions
@@ -128,7 +131,10 @@ def test_equals_the_reference(name):
     close(np.asarray(ours) * real[:, :, None], expected * real[:, :, None], atol=2e-5)
     maps, their_maps = stacked(our_attention, batch), stacked(attention, batch)
     chex.assert_trees_all_equal_dtypes(maps, their_maps)
-    close(maps, their_maps, atol=1e-6)
+    # PyTorch's own rounding, where it is as large as the tolerance.
+    exact_maps = stacked(exact_attention, batch)
+    rounding = max(np.abs(their_maps[name] - exact_maps[name]).max() for name in maps)
+    close(maps, their_maps, atol=max(1e-6, 2 * rounding))
 
 
 class CompilationTest(chex.TestCase):

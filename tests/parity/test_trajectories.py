@@ -19,6 +19,9 @@ SHORT = [
     "marian_all",
     "fairseq_post_shared",
     "opennmt_unbiased",
+    "mbart",
+    "m2m100",
+    "t5_gated",
 ]
 """The other families."""
 

@@ -36,7 +36,7 @@ OUTPUT = "lm_head.weight"
 BIAS = "final_logits_bias"
 TABLES = ("model.encoder.embed_positions.weight", "model.decoder.embed_positions.weight")
 
-_FIELDS_OF_SETTINGS = {
+FIELDS_OF_SETTINGS = {
     "encoder_attention_heads": "num_heads",
     "d_model": "d_model",
     "scale_embedding": "scale_embeddings",
@@ -84,7 +84,7 @@ def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     fields: dict[str, Any] = {"tie_embeddings": tying}
     if TABLES[0] in tensors:
         fields["max_length"] = checkpoint.size((TABLES[0], 0))
-    fields |= fields_of_settings(settings, _FIELDS_OF_SETTINGS)
+    fields |= fields_of_settings(settings, FIELDS_OF_SETTINGS)
     fields |= activation_of_settings(settings, "activation_function", ACTIVATIONS)
     return fields
 
@@ -97,7 +97,9 @@ def _embeddings(config: TransformerConfig) -> list[TensorRule]:
     return [*others, tied(*target.ours, SHARED, *target.theirs)]
 
 
-def _output_bias() -> TensorRule:
+def output_bias() -> TensorRule:
+    """Returns the rule for the bias of the logits, [1, V] there."""
+
     def to_ours(bias: np.ndarray) -> ArrayTuple:
         return (bias.reshape(-1),)
 
@@ -108,7 +110,7 @@ def _output_bias() -> TensorRule:
 
 
 def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
-    return [*_embeddings(config), _output_bias(), *layers("model.encoder", "model.decoder")]
+    return [*_embeddings(config), output_bias(), *layers("model.encoder", "model.decoder")]
 
 
 def _buffers(config: TransformerConfig) -> list[Buffer]:

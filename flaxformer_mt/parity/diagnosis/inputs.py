@@ -77,7 +77,7 @@ class ParsedSite(NamedTuple):
     @property
     def reads_the_stream(self) -> bool:
         """Whether the value is computed from the input of its sub-layer."""
-        first = self.part in ("query", "key", "value", "hidden")
+        first = self.part in ("query", "key", "value", "hidden", "gate")
         return first and not self.reads_the_encoder
 
 

@@ -133,8 +133,12 @@ def normalization(inputs: DiagnosisInputs, site: ParsedSite, x: np.ndarray) -> L
     """Returns the norm at a site (sub-layer, embedding or final norm) applied to x [B, T, D]."""
     layers = "" if site.layer is None else "layers/"
     path = f"{site.stack}/{layers}{site.group}_norm"
-    scale, bias = (parameter(inputs, f"{path}/{name}", site.layer) for name in ("scale", "bias"))
-    return LayerNormalization(x, inputs.config.norm_kind, inputs.config.norm_epsilon, scale, bias)
+    c = inputs.config
+    scale = parameter(inputs, f"{path}/scale", site.layer)
+    if c.norm_kind == "rms":
+        return LayerNormalization(x, "layer_norm", c.norm_epsilon, scale, 0.0, centers=False)
+    bias = parameter(inputs, f"{path}/bias", site.layer)
+    return LayerNormalization(x, c.norm_kind, c.norm_epsilon, scale, bias)
 
 
 def _norm(inputs: DiagnosisInputs, site: ParsedSite) -> LayerNormalization:
@@ -188,7 +192,7 @@ def _scores(inputs: DiagnosisInputs, site: ParsedSite) -> Scores:
         query=query,
         key=key,
         num_heads=c.num_heads,
-        scale=c.key_width**-0.5,
+        scale=c.key_width**-0.5 if c.scale_scores else 1.0,
         padding=padding[:, None, None],
         causal=np.tril(everything) if of_target else everything,
         rotation=_rotation(inputs) if attends_to_itself else None,
@@ -230,7 +234,8 @@ def _context(inputs: DiagnosisInputs, site: ParsedSite) -> Context:
 
 def _activation(inputs: DiagnosisInputs, site: ParsedSite) -> Activation:
     hidden = inputs.ours[f"{site.prefix}/{site.group}/hidden"]
-    return Activation(hidden, inputs.config.activation)
+    gate = inputs.ours.get(f"{site.prefix}/{site.group}/gate")
+    return Activation(hidden, inputs.config.activation, gate)
 
 
 def _residual(inputs: DiagnosisInputs, site: ParsedSite) -> Residual:
@@ -277,6 +282,7 @@ _OPERATIONS: dict[str, Callable[[DiagnosisInputs, ParsedSite], Operation]] = {
     "weights": _softmax,
     "context": _context,
     "hidden": _from_operand,
+    "gate": _from_operand,
     "activated": _activation,
     "output": _output,
     "sum": _residual,

@@ -18,21 +18,24 @@ from flaxformer_mt.parity.references.common import (
     attention_taps,
     feed_forward_taps,
     post_norm_taps,
+    pre_norm_taps,
 )
 from flaxformer_mt.parity.trace import Tap, for_layers
 
 ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "silu": "silu"}
 
 
-class MarianMT(MarianMTModel):
-    """`MarianMTModel` with the `forward` of the other references."""
+class Forward:
+    """The `forward` of the other references, for a class of Hugging Face to inherit first."""
+
+    config: Any
 
     def forward(
         self, source: Tensor, target_input: Tensor, return_attention: bool = False
     ) -> Tensor | tuple[Tensor, Attention]:
         """Logits [B, T, V] for source [B, S] and target_input [B, T]."""
         padding: Any = source == self.config.pad_token_id
-        outputs = super().forward(
+        outputs: Any = super().forward(  # type: ignore[misc]
             input_ids=source,
             attention_mask=(~padding).long(),
             decoder_input_ids=target_input,
@@ -46,6 +49,37 @@ class MarianMT(MarianMTModel):
                 list(outputs.cross_attentions),
             )
         return outputs.logits
+
+
+class MarianMT(Forward, MarianMTModel):
+    """`MarianMTModel` with the `forward` of the other references."""
+
+
+def settings(config: TransformerConfig) -> dict[str, Any]:
+    """Returns what Hugging Face's models of fairseq's kind name alike, for their configuration."""
+    return {
+        "attn_implementation": "eager",
+        "d_model": config.d_model,
+        "encoder_layers": config.num_encoder_layers,
+        "decoder_layers": config.num_decoder_layers,
+        "encoder_attention_heads": config.num_heads,
+        "decoder_attention_heads": config.num_heads,
+        "encoder_ffn_dim": config.d_ff,
+        "decoder_ffn_dim": config.d_ff,
+        "max_position_embeddings": config.max_length,
+        "dropout": config.dropout_rate,
+        "attention_dropout": config.attention_dropout_rate,
+        "activation_dropout": config.activation_dropout_rate,
+        "encoder_layerdrop": 0.0,
+        "decoder_layerdrop": 0.0,
+        "activation_function": ACTIVATIONS[config.activation],
+        "scale_embedding": config.scale_embeddings,
+        "pad_token_id": config.pad_id,
+        "eos_token_id": config.eos_id,
+        "forced_eos_token_id": config.eos_id,
+        "decoder_start_token_id": config.bos_id,
+        "init_std": config.d_model**-0.5,
+    }
 
 
 def _position_table(rows: int, d_model: int) -> Tensor:
@@ -63,32 +97,13 @@ def build(config: TransformerConfig) -> MarianMT:
 
     Matrices start as wide as 1/sqrt(D), not 0.02: a small model would not attend to anything.
     """
-    options: dict[str, Any] = {"attn_implementation": "eager"}
     model = MarianMT(
         MarianConfig(
+            **settings(config),
             vocab_size=config.source_vocab_size,
             decoder_vocab_size=config.target_vocab_size,
-            d_model=config.d_model,
-            encoder_layers=config.num_encoder_layers,
-            decoder_layers=config.num_decoder_layers,
-            encoder_attention_heads=config.num_heads,
-            decoder_attention_heads=config.num_heads,
-            encoder_ffn_dim=config.d_ff,
-            decoder_ffn_dim=config.d_ff,
-            max_position_embeddings=config.max_length,
-            dropout=config.dropout_rate,
-            attention_dropout=config.attention_dropout_rate,
-            activation_dropout=config.activation_dropout_rate,
-            activation_function=ACTIVATIONS[config.activation],
-            scale_embedding=config.scale_embeddings,
             share_encoder_decoder_embeddings=config.shares_source_and_target,
             tie_word_embeddings=config.shares_target_and_output,
-            pad_token_id=config.pad_id,
-            eos_token_id=config.eos_id,
-            forced_eos_token_id=config.eos_id,
-            decoder_start_token_id=config.pad_id,
-            init_std=config.d_model**-0.5,
-            **options,
         )
     )
     if config.tie_embeddings == "source_target":  # Without a tied output, only version 4 ties them.
@@ -105,11 +120,13 @@ def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
     """Returns the taps of `module`: where it computes each site of `parity.trace`."""
     return {
         **_embedding_taps("source", "encoder"),
-        **for_layers(config.num_encoder_layers, _layer_taps("encoder", {"self": "self_attn"})),
+        **for_layers(
+            config.num_encoder_layers, layer_taps("encoder", {"self": "self_attn"}, "post")
+        ),
         **_embedding_taps("target", "decoder"),
         **for_layers(
             config.num_decoder_layers,
-            _layer_taps("decoder", {"self": "self_attn", "cross": "encoder_attn"}),
+            layer_taps("decoder", {"self": "self_attn", "cross": "encoder_attn"}, "post"),
         ),
     }
 
@@ -121,13 +138,26 @@ def _embedding_taps(side: str, stack: str) -> dict[str, Tap]:
     }
 
 
-def _layer_taps(stack: str, attentions: dict[str, str]) -> dict[str, Tap]:
+def layer_taps(stack: str, attentions: dict[str, str], norm_position: str) -> dict[str, Tap]:
+    """Returns the taps of a layer of fairseq's kind; "{layer}" in a name is its index.
+
+    Args:
+      stack: "encoder" or "decoder".
+      attentions: the names of its attention modules, by kind.
+      norm_position: as in `TransformerConfig`.
+    """
     site, layer = f"{stack}/layers/{{layer}}", f"model.{stack}.layers.{{layer}}"
+
+    def residual_taps(sublayer: str, norm: str, call: int) -> dict[str, Tap]:
+        if norm_position == "pre":
+            return pre_norm_taps(f"{site}/{sublayer}", norm, layer, call)
+        return post_norm_taps(f"{site}/{sublayer}", norm)
+
     found = {site: Tap(layer)}
-    for kind, name in attentions.items():
+    for call, (kind, name) in enumerate(attentions.items()):
         attention = f"{layer}.{name}"
         linears = [f"{attention}.{linear}_proj" for linear in ("q", "k", "v", "out")]
         found |= attention_taps(f"{site}/{kind}_attention", linears, attention)
-        found |= post_norm_taps(f"{site}/{kind}_attention", f"{attention}_layer_norm")
+        found |= residual_taps(f"{kind}_attention", f"{attention}_layer_norm", call)
     found |= feed_forward_taps(f"{site}/feed_forward", f"{layer}.fc1", f"{layer}.fc2")
-    return found | post_norm_taps(f"{site}/feed_forward", f"{layer}.final_layer_norm")
+    return found | residual_taps("feed_forward", f"{layer}.final_layer_norm", len(attentions))

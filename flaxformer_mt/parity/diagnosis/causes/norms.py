@@ -64,7 +64,8 @@ def norm_parameters(ours: LayerNormalization, site: SuspectSite) -> Iterator[Can
     params = site.inputs.params
     for path in [path for path in params if path.endswith("_norm/scale")]:
         scales = np.atleast_2d(params[path])
-        biases = np.atleast_2d(params[path.removesuffix("scale") + "bias"])
+        bias_path = path.removesuffix("scale") + "bias"
+        biases = np.atleast_2d(params.get(bias_path, np.zeros_like(params[path])))
         for layer, (scale, bias) in enumerate(zip(scales, biases, strict=True)):
             yield Candidate(
                 "wrong norm",
@@ -76,7 +77,14 @@ def norm_parameters(ours: LayerNormalization, site: SuspectSite) -> Iterator[Can
 
 @cause(LayerNormalization)
 def root_mean_square(ours: LayerNormalization, site: SuspectSite) -> Iterator[Candidate]:
-    """The mean is not subtracted, with or without a bias."""
+    """The mean is not subtracted, with or without a bias; or it is, where ours does not."""
+    if not ours.centers:
+        yield Candidate(
+            "layer norm",
+            "the reference's norm subtracts the mean, ours is a root-mean-square norm",
+            ours.but(centers=True),
+        )
+        return
     for bias, words in ((ours.bias, ""), (0.0, " and adds no bias")):
         for epsilon in dict.fromkeys([ours.epsilon, *EPSILONS]):
             yield Candidate(

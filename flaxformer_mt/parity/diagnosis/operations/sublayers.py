@@ -42,12 +42,15 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Activation(Operation):
-    """An elementwise function of the hidden units [B, T, F]."""
+    """An elementwise function of the hidden units [B, T, F], times a gate if there is one."""
 
     hidden: np.ndarray
     kind: str
     """A key of `ACTIVATIONS`."""
+    gate: np.ndarray | None = None
+    """[B, T, F], or None."""
 
     def value(self) -> np.ndarray:
         """[B, T, F]."""
-        return ACTIVATIONS[self.kind](torch.tensor(self.hidden)).numpy()
+        activated = ACTIVATIONS[self.kind](torch.tensor(self.hidden)).numpy()
+        return activated if self.gate is None else activated * self.gate

@@ -1,0 +1,36 @@
+"""The weight map of `m2m100`: Hugging Face's M2M-100 and NLLB.
+
+Source, target and output share one table; files have it once. Sinusoids are in no file.
+
+Fields that do not follow from shapes are read from the settings, which are those of the model's
+`config.json`; without them give `num_heads`, and `activation`, `scale_embeddings`, `pad_id` and
+`eos_id` if they are not those of M2M-100.
+"""
+
+from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.interop.families.fairseq import LAYER_ORDER, layers
+from flaxformer_mt.interop.families.mbart import TABLES, guess, omitted, sizes, stack_norms
+from flaxformer_mt.interop.weight_maps.family import Family
+from flaxformer_mt.interop.weight_maps.rules import TensorRule, tied
+
+
+def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
+    return [
+        tied("target_embedding/embedding", *TABLES),
+        *layers("model.encoder", "model.decoder"),
+        *stack_norms("final_norm", "layer_norm"),
+    ]
+
+
+FAMILY = Family(
+    name="m2m100",
+    sizes=sizes,
+    guess=guess,
+    rules=_rules,
+    open_switches=frozenset({"activation", "scale_embeddings", "pad_id"}),
+    order=(
+        "model", "shared", "encoder", "decoder", "embed_tokens", *LAYER_ORDER, "layer_norm",
+        "lm_head", "weight", "bias",
+    ),
+    omitted=omitted,
+)  # fmt: skip
