@@ -45,6 +45,7 @@ from flaxformer_mt.decoding.shortlists.shortlist import require_shortlist
 from flaxformer_mt.decoding.translator import Translator
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.evaluation import evaluate
+from flaxformer_mt.interop.exports import exports, summary
 from flaxformer_mt.interruption import Interruption
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.run_reader import Run
@@ -133,6 +134,7 @@ def dry_run(config: ExperimentConfig, workdir: str | Path, console: Console | No
     with tempfile.TemporaryDirectory() as cache:
         experiment = prepare(config, workdir, cache_folder=Path(cache), write=False)
         print_report(experiment.report(), console)
+        print_report(experiment.export_obstacles(), console)
         try:
             require_training_memory(experiment.config, experiment.strategy)
         except UserError as error:
@@ -295,6 +297,13 @@ class Experiment:
         yield "devices", f"{len(devices)} {devices[0].platform} ({axes})"
         for line in self.strategy.sharding(params).not_divisible:
             yield "sharding", line
+        yield "exports", summary(config.model)
+
+    def export_obstacles(self) -> Iterator[tuple[str, str]]:
+        """Yields what prevents an export to each other format."""
+        for name, obstacle in exports(self.config.model).items():
+            if obstacle:
+                yield "exports", f"not {name}: {obstacle}"
 
     def costs(self) -> Iterator[tuple[str, str]]:
         """Compiles the training step for each shape, and yields what it needs per device."""

@@ -31,6 +31,7 @@ ALLOWED = {
         "training",
         "decoding",
         "evaluation",
+        "interop.exports",
         "run_reader",
     }
     | LEAVES,
@@ -69,12 +70,12 @@ ALLOWED |= dict.fromkeys(
 # Where a heavy or optional package may be imported at all.
 ONLY_IN = {
     "torch": {"interop", "parity"},
-    "transformers": {"parity.references", "interop.formats.ctranslate2"},
+    "transformers": {"parity.references"},
     "matplotlib": {"parity.reports.plots", "plotting"},
     "orbax": {"runs.checkpoint"},
     "sacrebleu": {"evaluation"},
     "sentencepiece": {"data.tokenizers", "interop.formats.jax_server"},
-    "ctranslate2": {"interop.formats.ctranslate2"},
+    "ctranslate2": {"interop.formats.ctranslate2", "interop.formats.ctranslate2_spec"},
     "num2words": {"data.corpora.generated_phrases"},
     "babel": {
         "data.corpora.generated_phrases",

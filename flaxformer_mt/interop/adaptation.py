@@ -105,6 +105,25 @@ def adapt(
     return state.config, state.params, state.notes
 
 
+def check_adaptable(
+    config: TransformerConfig, family: Family, accepted: Collection[str] = ()
+) -> None:
+    """Checks what `adapt` requires of a configuration, without parameters.
+
+    Tables that would have to be equal are assumed not to be.
+
+    Raises:
+      UserError: the families differ in a switch, and no equivalent weights exist.
+    """
+    conversion = _closest_configuration(config, family, accepted)
+    _check_compatible(conversion)
+    for tie in ("shares_source_and_target", "shares_target_and_output"):
+        if getattr(conversion.theirs, tie) and not getattr(config, tie):
+            raise conversion.error("tie_embeddings", "its tables are not equal")
+    for find_steps in (_epsilon, _scales):
+        list(find_steps(conversion, {}))
+
+
 def adapt_training(
     state: TrainingState, family: Family, accepted: Collection[str] = ()
 ) -> TrainingState:

@@ -1,26 +1,36 @@
 """Our export to CTranslate2 gives the same translations and scores as our own search."""
 
 import dataclasses
+import functools
 import json
 import os
 import warnings
 from pathlib import Path
 
 import ctranslate2
+import jax
+import numpy as np
 import opus_mt
 import pytest
 import sacrebleu
 import sentencepiece
+import talker
 
 from flaxformer_mt.cli import main
-from flaxformer_mt.config import DataConfig, DecodeConfig
+from flaxformer_mt.config import DataConfig, DecodeConfig, TransformerConfig
 from flaxformer_mt.data.corpora.corpus import load_corpus
 from flaxformer_mt.data.corpora.text_files import read_lines
+from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.decoding.scoring.scorer import Scorer
 from flaxformer_mt.decoding.translator import Translator
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.convert import convert
+from flaxformer_mt.interop.exports import exports, summary
 from flaxformer_mt.interop.formats import huggingface, run_folders
+from flaxformer_mt.interop.formats.bundle import ModelBundle, experiment
+from flaxformer_mt.model.transformer import Transformer
+from flaxformer_mt.presets import preset
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -147,6 +157,212 @@ def test_published_folders_with_separate_vocabularies_go_on_to_ctranslate2(tmp_p
         assert own.token_log_probabilities == pytest.approx(log_probs, abs=1e-4)
 
 
+TINY = {
+    "d_model": 16,
+    "num_heads": 2,
+    "d_ff": 24,
+    "num_encoder_layers": 2,
+    "num_decoder_layers": 2,
+    "max_length": 64,
+}
+ARRANGEMENTS = {
+    "pre-norm, separate tables": {
+        "norm_position": "pre",
+        "final_norm": True,
+        "activation": "gelu",
+        "output_bias": True,
+        "tie_embeddings": "none",
+        "norm_epsilon": 1e-3,
+    },
+    "post-norm with final norms, without biases": {
+        "final_norm": True,
+        "embedding_norm": True,
+        "activation": "silu",
+        "scale_logits": True,
+        "output_bias": True,
+        "qkv_bias": False,
+        "attention_output_bias": False,
+        "feed_forward_bias": False,
+        "position_layout": "concatenated",
+        "position_exponent": "tensor2tensor",
+    },
+    "rotary, narrow values, from a zero vector": {
+        "norm_position": "pre",
+        "activation": "gelu_tanh",
+        "position_kind": "rotary",
+        "head_dim": 10,
+        "value_dim": 6,
+        "bos_id": -1,
+        "scale_embeddings": False,
+    },
+    "relative bias, narrow keys": {
+        "position_kind": "t5_relative",
+        "relative_position_buckets": 8,
+        "relative_position_max_distance": 12,
+        "head_dim": 4,
+        "value_dim": 10,
+    },
+    "rotary halves": {
+        "position_kind": "rotary",
+        "position_layout": "concatenated",
+        "position_base": 100.0,
+    },
+    "alibi": {"position_kind": "alibi", "num_heads": 4},
+    "learned positions": {"position_kind": "learned", "position_offset": 2},
+    "no positions": {"position_kind": "none", "tie_embeddings": "target_output"},
+    "unbiased standard deviation": {"norm_kind": "unbiased_std"},
+}
+CHEAP = list(ARRANGEMENTS)[:4]
+
+
+def random_bundle(model, tokenizers=None, seed=0):
+    """A model with random parameters, norms and biases included, and a vocabulary."""
+    tokenizers = tokenizers or talker.make_talker().tokenizers
+    sizes = tokenizers.source.vocab_size, tokenizers.target.vocab_size
+    model = dataclasses.replace(
+        model, source_vocab_size=sizes[0], target_vocab_size=sizes[1], dtype="float32"
+    )
+    tokens = np.ones((1, 1), np.int32)
+    shapes = jax.eval_shape(Transformer(model).init, jax.random.key(0), tokens, tokens)["params"]
+    draw = np.random.default_rng(seed)
+
+    def value(path, leaf):
+        mean, deviation = (1.0, 0.2) if path[-1].key == "scale" else (0.0, 0.3)
+        if path[-1].key == "kernel":
+            deviation = leaf.shape[-2] ** -0.5
+        return draw.normal(mean, deviation, leaf.shape).astype(np.float32)
+
+    params = jax.tree_util.tree_map_with_path(value, shapes)
+    return ModelBundle(experiment(model, talker.DATA, SAME_SEARCH), params, tokenizers)
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def log_probabilities(params, sources, inputs, *, model):
+    logits = Transformer(model).apply({"params": params}, sources, inputs)
+    never = [token for token in {model.pad_id, model.bos_id} if token >= 0]
+    return jax.nn.log_softmax(logits.at[..., np.array(never)].set(-np.inf))
+
+
+def assert_scores_are_ours(bundle, folder, sources, targets):
+    """Compares the log-probabilities of all target tokens, in one whole pass."""
+    model = bundle.config.model
+    ids = [
+        [[*sentence, model.eos_id] for sentence in tokenizer.encode(texts)]
+        for tokenizer, texts in (
+            (bundle.tokenizers.source, sources),
+            (bundle.tokenizers.target, targets),
+        )
+    ]
+    rows = [np.full((len(sources), 40), model.pad_id, np.int32) for _ in range(2)]
+    for array, sentences in zip(rows, ids, strict=True):
+        for row, sentence in zip(array, sentences, strict=True):
+            row[: len(sentence)] = sentence
+    inputs = np.concatenate([np.full((len(targets), 1), model.bos_id), rows[1][:, :-1]], axis=1)
+    ours = np.asarray(
+        log_probabilities(bundle.params, rows[0], inputs.astype(np.int32), model=model)
+    )
+    theirs = Served(folder).score(sources, targets)
+    for number, (tokens, scores) in enumerate(zip(ids[1], theirs, strict=True)):
+        own = ours[number, np.arange(len(tokens)), tokens]
+        np.testing.assert_allclose(own, scores, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in CHEAP else pytest.mark.slow) for n in ARRANGEMENTS],
+)
+def test_every_arrangement_has_our_scores(name, tmp_path):
+    bundle = random_bundle(TransformerConfig(**TINY | ARRANGEMENTS[name]))
+    write(bundle, tmp_path / "served", ("norm_epsilon",))
+    sources, targets = (talker.sentences(12, seed, longest=5) for seed in (5, 6))
+    assert_scores_are_ours(bundle, tmp_path / "served", sources, targets)
+
+
+def test_what_the_specification_cannot_hold_is_refused(tmp_path):
+    for fields, reason in (
+        ({"decoder_kind": "ssru"}, "decoder_kind=ssru"),
+        ({"has_inputs": False}, "has_inputs=False"),
+        ({"norm_kind": "unbiased_std"}, "give --accept norm_epsilon"),
+        (
+            {"position_kind": "t5_relative", "relative_position_sharing": "layer"},
+            "relative_position_sharing=layer: its layers share one bias",
+        ),
+    ):
+        bundle = random_bundle(TransformerConfig(**TINY))
+        model = dataclasses.replace(bundle.config.model, **fields)
+        config = dataclasses.replace(bundle.config, model=model)
+        with pytest.raises(UserError, match=f"its models cannot have .*{reason}"):
+            write(dataclasses.replace(bundle, config=config), tmp_path / "served")
+    assert not list(tmp_path.iterdir())
+
+
+def test_exports_are_known_from_the_configuration():
+    sizes = {"source_vocab_size": 90, "target_vocab_size": 90}
+    plain = TransformerConfig(norm_position="pre", final_norm=True, **sizes)
+    assert summary(plain) == "ctranslate2, jax; not marian, marian-native"
+    assert exports(plain)["marian"].startswith("norm_position=pre cannot be converted to post")
+    assert exports(plain)["marian-native"] == "pad_id=0, not -1"
+    marian = preset("marian", **sizes)
+    assert [name for name, obstacle in exports(marian).items() if not obstacle] == [
+        "ctranslate2", "jax", "marian",
+    ]  # fmt: skip
+    assert exports(preset("marian", tie_embeddings="none", **sizes))["marian"] == ""
+    student = dataclasses.replace(
+        preset("marian", **sizes), decoder_kind="ssru", pad_id=-1, bos_id=-1, norm_epsilon=1e-6,
+        position_exponent="tensor2tensor",
+    )  # fmt: skip
+    assert exports(student)["marian-native"] == ""
+    assert exports(student)["ctranslate2"] == "decoder_kind=ssru"
+    assert exports(dataclasses.replace(plain, has_inputs=False))["jax"] == "has_inputs=False"
+
+
+def test_the_end_token_has_the_name_that_scripts_append(tmp_path):
+    names = {"pad_id": 0, "bos_id": 1, "eos_id": 2, "unk_id": 3}
+    names |= {"eos_piece": "<end>", "unk_piece": "<unknown>"}
+    content = opus_mt.train_model(talker.sentences(100), 60, **names)
+    tokenizers = Tokenizers(*[SentencePieceTokenizer(content)] * 2)
+    model = preset("marian", pad_id=0, bos_id=0, eos_id=2, **TINY)
+    bundle = random_bundle(model, tokenizers)
+    write(bundle, tmp_path / "served")
+    assert_scores_are_ours(bundle, tmp_path / "served", ["Hund läuft"], ["die Wiese"])
+    served = Served(tmp_path / "served")
+    sources = talker.sentences(8, 3)
+    translator = Translator(bundle.config, bundle.params, tokenizers)
+    ours = [hypotheses[0].score for hypotheses in translator.translate_n_best(sources)]
+    assert ours == pytest.approx([score for _, score in served.translate(sources)], abs=1e-4)
+
+
+def test_source_padding_that_is_a_target_piece_is_never_chosen(tmp_path):
+    models = (
+        opus_mt.train_model(texts, size)
+        for texts, size in ((PHRASES.sources, 140), (PHRASES.targets, 150))
+    )
+    vocabularies = opus_mt.write_tokenizer(tmp_path / "published", *models, separate=True)
+    config = opus_mt.config(vocabularies, share_encoder_decoder_embeddings=False)
+    padding = config.pad_token_id
+    assert padding < config.decoder_vocab_size - 1
+    published = opus_mt.random_model(config)
+    published.final_logits_bias[0, padding] = 60.0  # The most probable token by far.
+    published.generation_config.bad_words_ids = None
+    published.save_pretrained(tmp_path / "published")
+    bundle, notes = huggingface.read(tmp_path / "published")
+    name = next(piece for piece, id in vocabularies[1].items() if id == padding)
+    assert notes == (
+        f"its generation settings allow the padding token {padding}, which is the target's "
+        f"{name!r}: our search and other exports never choose it",
+    )
+    bundle = with_decode(bundle, dataclasses.replace(SAME_SEARCH, max_length=8))
+    write(bundle, tmp_path / "served")
+    sources = PHRASES.sources[:4]
+    translator = Translator(bundle.config, bundle.params, bundle.tokenizers)
+    ours = [hypotheses[0] for hypotheses in translator.translate_n_best(sources)]
+    theirs = Served(tmp_path / "served").translate(sources)
+    for own, (pieces, score) in zip(ours, theirs, strict=True):
+        assert padding not in own.tokens
+        assert own.score == pytest.approx(score, abs=1e-4)
+        assert name not in pieces
+
+
 def test_weights_can_be_quantized(trained_run, exported, tmp_path, capsys):
     code = main(
         ["convert", "--from", "flaxformer_mt", "--to", "ctranslate2", "--quantization", "int8",
@@ -174,6 +390,13 @@ def test_unsupported_options_are_reported(exported):
     assert settings["suppress_sequences"] == vocabulary.split(["zwölf"])
     assert losses[0] == "decode.coverage_penalty=0.2 is not supported by CTranslate2"
     assert "decode.early_stopping=never is not supported" in losses[1]
+    # CTranslate2 renormalizes after tokens are excluded.
+    apart = dataclasses.replace(SAME_SEARCH, no_repeat_ngram_size=2)
+    assert to_settings(with_decode(bundle, apart))[1] == ()
+    apart = dataclasses.replace(apart, renormalize=False, repetition_penalty=1.2)
+    losses = to_settings(with_decode(bundle, apart))[1]
+    assert losses[0].startswith("decode.renormalize=False is not supported by CTranslate2")
+    assert losses[1].startswith("decode.repetition_penalty=1.2 differs in CTranslate2's beam")
     # Without a length penalty all kinds of early stopping give the same results.
     free = dataclasses.replace(SAME_SEARCH, early_stopping="never", length_penalty=0.0)
     assert to_settings(with_decode(bundle, free))[1] == ()

@@ -64,6 +64,8 @@ class MarianTokenizer:
       files: the files of both sides.
       vocab_size: the highest id plus 1. Ids may have gaps.
       special_ids: tokens that are not part of a decoded text.
+      hidden: pieces of the vocabulary whose ids are those of added tokens, by id. (Added tokens
+        have the ids of the source, which a target vocabulary of its own may give to pieces.)
       cleans_up: whether `CLEANED` is applied to a decoded text.
       decoder_file: the SentencePiece model that joins pieces to a text.
     """
@@ -97,6 +99,11 @@ class MarianTokenizer:
         added_ids = {token.content: id for id, token in added.items()}
         self._ids = vocabulary | added_ids
         self._names = {id: piece for piece, id in vocabulary.items()}
+        self.hidden = {
+            id: self._names[id]
+            for id, token in added.items()
+            if self._names.get(id, token.content) != token.content
+        }
         self._names |= {id: token.content for id, token in added.items()}
         self._special = frozenset(settings.special)
         self.special_ids = {added_ids[token] for token in settings.special}

@@ -197,6 +197,14 @@ class Tokenizers:
             return {"joint.model": self.source.model}
         return {"source.model": self.source.model, "target.model": self.target.model}
 
+    @property
+    def sentencepiece_models(self) -> Mapping[str, bytes]:
+        """The SentencePiece model of each side, "source" and "target"."""
+        if isinstance(self.source, MarianTokenizer):
+            return {side: self.source.files[f"{side}.spm"] for side in ("source", "target")}
+        assert isinstance(self.target, SentencePieceTokenizer)
+        return {"source": self.source.model, "target": self.target.model}
+
     @classmethod
     def load(cls, folder: str | Path) -> "Tokenizers":
         """Loads `joint.model`, `source.model` and `target.model`, or an OPUS-MT vocabulary.

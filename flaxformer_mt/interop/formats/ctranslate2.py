@@ -1,14 +1,10 @@
-"""Exports models to CTranslate2, using its own converter on our Hugging Face export.
+"""Exports models to CTranslate2: its specification, vocabularies and search options.
 
-CTranslate2's Marian models have no padding token: decoding starts from a zero vector, and the
-vocabulary excludes padding. Therefore the embedding of our start token is added to the decoder's
-first position, which only the start token occupies, and padding becomes the last token, which the
-converter removes. Log-probabilities then equal ours with `decode.renormalize`.
+`ctranslate2_spec.py` converts the weights. Vocabularies keep our ids, so that the embeddings are
+those of the run.
 """
 
-import dataclasses
 import json
-import tempfile
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -17,15 +13,15 @@ from flaxformer_mt.config import DecodeConfig
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer
 from flaxformer_mt.decoding.search.options import forbidden_token_ids
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.interop.formats import huggingface
+from flaxformer_mt.interop.exports import ctranslate2_obstacle
 from flaxformer_mt.interop.formats.bundle import ModelBundle
+from flaxformer_mt.model.transformer import ZERO_VECTOR
 from flaxformer_mt.runs import atomic
 
 try:
-    import torch  # noqa: F401
-    from ctranslate2 import converters
     from ctranslate2.specs.model_spec import ACCEPTED_MODEL_TYPES as QUANTIZATIONS
-    from transformers.utils.logging import disable_progress_bar
+
+    from flaxformer_mt.interop.formats.ctranslate2_spec import to_spec
 except ImportError as error:
     raise UserError(
         f"CTranslate2's converter needs {error.name}: pip install 'flaxformer_mt[export]'"
@@ -33,7 +29,8 @@ except ImportError as error:
 
 SETTINGS = "translate_batch.json"
 """File with keyword arguments for `ctranslate2.Translator.translate_batch`."""
-VOCABULARY_MODELS = ("source.spm", "target.spm")
+END, UNKNOWN = "</s>", "<unk>"
+"""The names of the end token and the unknown token, whatever the run's vocabularies call them."""
 
 LONGEST_TRANSLATION = 256
 """CTranslate2's default length limit, which does not depend on the source's length."""
@@ -43,6 +40,8 @@ _UNSUPPORTED = {
     "coverage_penalty": 0.0, "min_length_factor": 0.0, "force_end": False, "beam_groups": 1,
     "sampling": False, "mbr_samples": 0, "shortlist": "",
 }  # fmt: skip
+# Search options that exclude tokens which may be probable, with the values that do not.
+_EXCLUDING = {"no_repeat_ngram_size": 0, "bad_words": (), "bad_word_ids": (), "min_length": 0}
 
 
 def write(
@@ -54,7 +53,7 @@ def write(
     """Writes a folder that `ctranslate2.Translator` loads, atomically.
 
     The folder also contains the two SentencePiece models, and `SETTINGS`, the arguments for a
-    search like the run's. Inputs are lists of SentencePiece pieces ending with "</s>".
+    search like the run's. Inputs are lists of SentencePiece pieces ending with `END`.
 
     Args:
       bundle: the model.
@@ -66,23 +65,33 @@ def write(
       The changes to the weights, and the unsupported search options, in one line each.
 
     Raises:
-      UserError: the model is not a Marian model, or the folder exists or cannot be written.
+      UserError: CTranslate2's specification cannot hold the model, or the folder exists or cannot
+        be written.
     """
     if quantization not in (None, *QUANTIZATIONS):
         raise UserError(f"--quantization {quantization}: choose one of {', '.join(QUANTIZATIONS)}")
-    disable_progress_bar()
-    # The converter ignores search options, so unsupported ones must not be reported here.
-    plain = dataclasses.replace(bundle.config, decode=DecodeConfig(length_penalty_kind="average"))
-    with tempfile.TemporaryDirectory() as scratch, atomic.new_folder(folder) as partial:
-        exported = Path(scratch, "huggingface")
-        notes = huggingface.write(dataclasses.replace(bundle, config=plain), exported, accepted)
-        _Converter(exported, bundle).convert(
-            str(partial), quantization=quantization or "float32", force=True
-        )
-        for name in VOCABULARY_MODELS:
-            (partial / name).write_bytes((exported / name).read_bytes())
-        settings, losses = to_settings(bundle)
+    model, tokenizers = bundle.config.model, bundle.tokenizers
+    obstacle = ctranslate2_obstacle(model, accepted)
+    if obstacle:
+        raise UserError(f"its models cannot have {obstacle}")
+    spec = to_spec(model, bundle.params, bundle.config.decode)
+    source, target = (_tokens(bundle, side) for side in ("source", "target"))
+    spec.register_source_vocabulary(source)
+    spec.register_target_vocabulary(target)
+    spec.config.eos_token, spec.config.unk_token = END, UNKNOWN
+    # Any token will do where decoding starts from a zero vector.
+    spec.config.decoder_start_token = END if model.bos_id == ZERO_VECTOR else target[model.bos_id]
+    spec.validate()
+    spec.optimize(quantization or "float32")
+    settings, losses = to_settings(bundle)
+    with atomic.new_folder(folder) as partial:
+        spec.save(str(partial))
+        for side, content in tokenizers.sentencepiece_models.items():
+            (partial / f"{side}.spm").write_bytes(content)
         (partial / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    notes: tuple[str, ...] = ()
+    if model.norm_kind == "unbiased_std":
+        notes = ("norm_kind=unbiased_std becomes layer_norm: accepted, results differ slightly",)
     return (*notes, *losses)
 
 
@@ -107,6 +116,11 @@ def to_settings(bundle: ModelBundle) -> tuple[dict[str, Any], tuple[str, ...]]:
         "suppress_sequences": _suppressed(bundle),
         "return_scores": True,
     }
+    return settings, tuple(_losses(decode))
+
+
+def _losses(decode: DecodeConfig) -> list[str]:
+    """Returns a line about each search option that CTranslate2 does not have."""
     losses = [
         f"decode.{name}={getattr(decode, name)} is not supported by CTranslate2"
         for name, neutral in _UNSUPPORTED.items()
@@ -122,78 +136,56 @@ def to_settings(bundle: ModelBundle) -> tuple[dict[str, Any], tuple[str, ...]]:
             f"decode.early_stopping={decode.early_stopping} is not supported by CTranslate2, which "
             "stops after beam_size * patience finished translations"
         )
-    return settings, tuple(losses)
+    excluding = [name for name, value in _EXCLUDING.items() if getattr(decode, name) != value]
+    if excluding and not decode.renormalize and decode.beam_size > 1:
+        losses.append(
+            "decode.renormalize=False is not supported by CTranslate2, which renormalizes the "
+            f"probabilities after decode.{excluding[0]} excludes tokens: give the run "
+            "decode.renormalize=True for the same translations"
+        )
+    if decode.repetition_penalty != 1 and decode.beam_size > 1:
+        losses.append(
+            f"decode.repetition_penalty={decode.repetition_penalty} differs in CTranslate2's beam "
+            "search, which divides logits, not log-probabilities"
+        )
+    if decode.copy_unknown and decode.alignment_head > 0:
+        losses.append(
+            f"decode.alignment_head={decode.alignment_head} is not supported by CTranslate2, which "
+            "copies unknown words by the mean of the first heads, this one included"
+        )
+    return losses
 
 
 def _suppressed(bundle: ModelBundle) -> list[list[str]]:
-    """Returns the pieces of phrases that must not be generated, except those with padding."""
-    decode, target = bundle.config.decode, bundle.tokenizers.target
-    words = target.encode([word.strip() for word in decode.bad_words])
+    """Returns the pieces of phrases that must not be generated, unless they cannot be anyway."""
+    model, decode = bundle.config.model, bundle.config.decode
+    words = bundle.tokenizers.target.encode([word.strip() for word in decode.bad_words])
     ids = [[int(token) for token in phrase.split(",")] for phrase in decode.bad_word_ids]
-    always = [[token] for token in forbidden_token_ids(bundle.config.model)]
-    phrases = [phrase for phrase in (*words, *ids, *always) if phrase]
-    pad_id = bundle.config.model.pad_id
-    return [target.pieces(phrase) for phrase in phrases if pad_id not in phrase]
+    names = _tokens(bundle, "target")
+    never = set(forbidden_token_ids(model))
+    for token in (token for phrase in ids for token in phrase if token >= len(names)):
+        raise UserError(f"decode.bad_word_ids: {token} is no token of {len(names)}")
+    return [
+        [names[token] for token in phrase]
+        for phrase in (*words, *ids)
+        if phrase and not never & set(phrase)
+    ]
 
 
-class _Vocabulary:
-    """The tokenizer interface that the converter uses, with padding as the last token, "<pad>"."""
-
-    def __init__(self, tokenizer: Tokenizer, size: int, pad_id: int) -> None:
-        known = range(min(size, tokenizer.vocab_size))
-        pieces = dict(zip(known, tokenizer.pieces(known), strict=True))
+def _tokens(bundle: ModelBundle, side: str) -> list[str]:
+    """Returns the distinct names of all ids of a side."""
+    model = bundle.config.model
+    tokenizer: Tokenizer = getattr(bundle.tokenizers, side)
+    size = getattr(model, f"{side}_vocab_size")
+    names = dict(enumerate(tokenizer.pieces(range(min(size, tokenizer.vocab_size)))))
+    special = {model.eos_id: END, tokenizer.unk_id: UNKNOWN}
+    taken = set(special.values())
+    tokens = []
+    for token in range(size):
         # An embedding table may have more rows than there are pieces.
-        names = [pieces.get(token) or f"<unused{token}>" for token in _pad_last(size, pad_id)]
-        self.tokens = [*names[:-1], "<pad>"]
-        self.eos_token, self.unk_token = tokenizer.pieces([tokenizer.eos_id, tokenizer.unk_id])
-
-    def get_vocab(self) -> dict[str, int]:
-        """Returns the ids by token."""
-        return {token: number for number, token in enumerate(self.tokens)}
-
-
-class _Converter(converters.TransformersConverter):
-    """CTranslate2's converter, extended to models that start decoding from any token."""
-
-    def __init__(self, folder: Path, bundle: ModelBundle) -> None:
-        super().__init__(str(folder))
-        self.model = bundle.config.model
-        self.tokenizers = bundle.tokenizers
-
-    def load_model(self, *arguments: Any, **options: Any) -> Any:
-        """Returns the PyTorch model, changed to start from a zero vector, with padding last."""
-        model = super().load_model(*arguments, **options)
-        encoder, decoder = model.model.encoder, model.model.decoder
-        start = decoder.embed_tokens.weight[self.model.bos_id] * decoder.embed_scale
-        decoder.embed_positions.weight.data[0] += start
-        tables = (encoder.embed_tokens, decoder.embed_tokens, model.lm_head)
-        for table in {id(table.weight): table.weight for table in tables}.values():
-            table.data = table.data[_pad_last(len(table), self.model.pad_id)]
-        bias = model.final_logits_bias
-        model.final_logits_bias = bias[:, _pad_last(bias.shape[1], self.model.pad_id)]
-        return model
-
-    def load_tokenizer(self, *arguments: Any, **options: Any) -> _Vocabulary:
-        """Returns the source's vocabulary, which the converter also uses for the target."""
-        return self._vocabulary("source")
-
-    def _load(self) -> Any:
-        spec = super()._load()
-        if self.tokenizers.joint:
-            return spec
-        # The converter does not remove padding from a target vocabulary of another size.
-        target = self._vocabulary("target").tokens[:-1]
-        spec._vocabularies["target"] = [target]
-        for layer in (spec.decoder.embeddings, spec.decoder.projection):
-            layer.weight = layer.weight[: len(target)]
-        spec.decoder.projection.bias = spec.decoder.projection.bias[: len(target)]
-        return spec
-
-    def _vocabulary(self, side: str) -> _Vocabulary:
-        size = getattr(self.model, f"{side}_vocab_size")
-        return _Vocabulary(getattr(self.tokenizers, side), size, self.model.pad_id)
-
-
-def _pad_last(size: int, pad_id: int) -> list[int]:
-    """Returns all ids in order, except that padding is last."""
-    return [*(token for token in range(size) if token != pad_id), pad_id]
+        name = special.get(token) or names.get(token) or ""
+        if token not in special and (not name or name in taken):
+            name = f"<unused{token}>"
+        taken.add(name)
+        tokens.append(name)
+    return tokens

@@ -107,6 +107,7 @@ def read(
         for name, values in ((CONFIG, settings), (GENERATION, search)):
             _check_special_tokens(name, values, model)
         decode, notes = generation_config.to_decode(search, model)
+        notes += _allowed_padding(search, model, tokenizers)
     carried = params.pop(CARRIED, {})
     kept[_CARRIED_FILE] = safetensors.numpy.save(carried, {"dtype": dtype})
     names = _read_json(folder / TOKENIZER_CONFIG, {})
@@ -220,6 +221,20 @@ def _check_special_tokens(name: str, values: Mapping[str, Any], model: Transform
             )
         if ours not in tokens:
             raise UserError(f"its {name} has {key}={given!r}, but the model has {ours}")
+
+
+def _allowed_padding(
+    search: Mapping[str, Any], model: TransformerConfig, tokenizers: Tokenizers
+) -> list[str]:
+    """Returns a note if `generate` may choose the padding token, as a piece of the target."""
+    assert isinstance(tokenizers.target, MarianTokenizer)
+    piece = tokenizers.target.hidden.get(model.pad_id)
+    if piece is None or [model.pad_id] in (search.get("bad_words_ids") or []):
+        return []
+    return [
+        f"its generation settings allow the padding token {model.pad_id}, which is the target's "
+        f"{piece!r}: our search and other exports never choose it"
+    ]
 
 
 def _check_sizes(settings: Mapping[str, Any], model: TransformerConfig) -> None:

@@ -20,7 +20,6 @@ from jax import Array, export
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.data.tokenizers.marian_tokenizer import CLEANED, MarianTokenizer
 from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE
-from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer
 from flaxformer_mt.decoding.search.options import forbidden_token_ids
 from flaxformer_mt.errors import UserError
@@ -75,7 +74,7 @@ def write(bundle: ModelBundle, folder: Path, accepted: Collection[str] = ()) -> 
         for name, exported in export_functions(model, params).items():
             (partial / f"{name}.jax").write_bytes(exported.serialize())
         np.savez(partial / "parameters.npz", **by_path(params))  # type: ignore[arg-type]
-        for side, content in _sentencepiece_models(bundle).items():
+        for side, content in bundle.tokenizers.sentencepiece_models.items():
             (partial / f"{side}.spm").write_bytes(content)
         (partial / "metadata.json").write_text(
             json.dumps(metadata(bundle), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
@@ -182,12 +181,3 @@ def _decoding(target: Tokenizer) -> dict[str, Any]:
 
 def _pieces(tokenizer: Tokenizer) -> list[str]:
     return tokenizer.pieces(range(tokenizer.vocab_size))
-
-
-def _sentencepiece_models(bundle: ModelBundle) -> dict[str, bytes]:
-    source, target = bundle.tokenizers.source, bundle.tokenizers.target
-    if isinstance(source, MarianTokenizer):
-        return {side: source.files[f"{side}.spm"] for side in ("source", "target")}
-    assert isinstance(source, SentencePieceTokenizer)
-    assert isinstance(target, SentencePieceTokenizer)
-    return {"source": source.model, "target": target.model}

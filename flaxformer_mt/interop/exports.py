@@ -1,0 +1,116 @@
+"""Which formats a trained model could be exported to, told from its configuration alone."""
+
+import dataclasses
+from collections.abc import Collection
+from typing import Any
+
+from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.config.fields import FieldRole, roles_of
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.interop import adaptation
+from flaxformer_mt.interop.families import marian, marian_native
+from flaxformer_mt.interop.weight_maps import validation
+
+# The values that CTranslate2's specification can hold, of switches with others; ...
+_CTRANSLATE2_VALUES = {
+    "has_inputs": (True,),
+    "decoder_kind": ("attention",),
+    "norm_kind": ("layer_norm", "unbiased_std"),
+    "activation": ("relu", "gelu", "gelu_tanh", "silu"),
+    "position_kind": ("sinusoidal", "learned", "rotary", "alibi", "t5_relative", "none"),
+}
+# ... and the other fields of the mathematics, of which it can hold all values. A field that is in
+# neither is new, and `ctranslate2_spec` does not know it.
+_CTRANSLATE2_FIELDS = frozenset({
+    "source_vocab_size", "target_vocab_size", "d_model", "num_heads", "head_dim", "value_dim",
+    "d_ff", "num_encoder_layers", "num_decoder_layers", "max_length",
+    "norm_position", "norm_epsilon", "embedding_norm", "final_norm",
+    "qkv_bias", "attention_output_bias", "feed_forward_bias", "output_bias",
+    "position_layout", "position_exponent", "position_base", "position_offset",
+    "relative_position_buckets", "relative_position_max_distance", "relative_position_sharing",
+    "scale_embeddings", "scale_logits", "tie_embeddings", "zero_pad_embeddings",
+    "mask_target_padding",
+})  # fmt: skip
+
+
+def exports(model: TransformerConfig) -> dict[str, str]:
+    """Returns for each export format what prevents it, or "" if nothing does.
+
+    The formats are those of `convert.WRITERS`. Weights that happen to be equal or zero could allow
+    more; trained ones are not.
+
+    Args:
+      model: with its vocabulary sizes and special tokens.
+    """
+    return {
+        "ctranslate2": ctranslate2_obstacle(model),
+        "jax": "" if model.has_inputs else "has_inputs=False",
+        "marian": _marian_obstacle(model),
+        "marian-native": _marian_native_obstacle(model),
+    }
+
+
+def summary(model: TransformerConfig) -> str:
+    """Names the formats that are possible, and those that are not: "jax; not marian"."""
+    obstacles = exports(model)
+    possible = [name for name, obstacle in obstacles.items() if not obstacle]
+    others = [name for name, obstacle in obstacles.items() if obstacle]
+    names = ", ".join(possible) or "none"
+    return f"{names}; not {', '.join(others)}" if others else names
+
+
+def ctranslate2_obstacle(model: TransformerConfig, accepted: Collection[str] = ()) -> str:
+    """Returns why CTranslate2's specification cannot hold a model, or "" if it can.
+
+    Args:
+      model: the configuration.
+      accepted: switches in which the result may differ slightly: "norm_epsilon" or nothing.
+    """
+    for field in dataclasses.fields(model):
+        name, value = field.name, getattr(model, field.name)
+        if name in _CTRANSLATE2_VALUES:
+            if value not in _CTRANSLATE2_VALUES[name]:
+                return f"{name}={value}"
+        elif name not in _CTRANSLATE2_FIELDS and value != field.default and _is_built(field):
+            return f"{name}={value}"
+    if not min(model.num_encoder_layers, model.num_decoder_layers):
+        return "a stack without layers"
+    layers = max(model.num_encoder_layers, model.num_decoder_layers)
+    if (
+        model.position_kind == "t5_relative"
+        and model.relative_position_sharing == "layer"
+        and layers > 1
+    ):
+        return "relative_position_sharing=layer: its layers share one bias"
+    if model.norm_kind == "unbiased_std" and "norm_epsilon" not in accepted:
+        return (
+            "norm_kind=unbiased_std: results differ slightly, because epsilon is inside the root; "
+            "to convert anyway, give --accept norm_epsilon"
+        )
+    return ""
+
+
+def _is_built(field: dataclasses.Field[Any]) -> bool:
+    """Returns whether a field decides what is computed, or from which parameters."""
+    return bool({FieldRole.ARCHITECTURE, FieldRole.SHAPES} & set(roles_of(field)))
+
+
+def _marian_obstacle(model: TransformerConfig) -> str:
+    if min(model.bos_id, model.pad_id) < 0:
+        return "it needs a start token and a padding token"
+    try:
+        adaptation.check_adaptable(model, marian.FAMILY)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def _marian_native_obstacle(model: TransformerConfig) -> str:
+    for name, wanted in (("pad_id", marian_native.NO_TOKEN), ("eos_id", marian_native.END)):
+        if getattr(model, name) != wanted:
+            return f"{name}={getattr(model, name)}, not {wanted}"
+    try:
+        validation.check_switches(marian_native.FAMILY, model)
+    except UserError as error:
+        return str(error)
+    return ""
