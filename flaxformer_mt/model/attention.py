@@ -1,11 +1,11 @@
 """Scaled dot-product attention and multi-head attention."""
 
-from collections.abc import Callable
-from typing import NamedTuple, cast
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
 
 import jax.numpy as jnp
 from flax import linen as nn
-from jax import Array
+from jax import Array, lax
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.model.fused_attention.backends import AttentionCase, choose_backend
@@ -13,7 +13,15 @@ from flaxformer_mt.model.fused_attention.cudnn import cudnn_attention
 from flaxformer_mt.model.fused_attention.operation import Inputs, Options, fused_attention
 from flaxformer_mt.model.logical_axes import constrain, mesh_platform
 from flaxformer_mt.model.masks import Visibility, dense_mask
-from flaxformer_mt.model.numerics import Biased, Dropout, at_least_float32, dense, masked_softmax
+from flaxformer_mt.model.numerics import (
+    Biased,
+    Dense,
+    Dropout,
+    at_least_float32,
+    dense,
+    linear,
+    masked_softmax,
+)
 
 
 class KeyValue(NamedTuple):
@@ -105,10 +113,65 @@ class MultiHeadAttention(nn.Module):
         value = self._split_heads(self.value(inputs))
         return KeyValue(key if transform is None else transform(key), value)
 
+    def _packed(self, inputs: Array, attended: Array) -> tuple[Array, Array | None, None]:
+        """Computes queries, keys and values, packed as `Inputs` has them, without their biases."""
+        if attended is inputs:
+            return self._product(inputs, (self.query, self.key, self.value)), None, None
+        # XLA would merge this product with those of other layers, and copy a part for each kernel.
+        # (It would also merge barriers of the same array alone.)
+        inputs, attended = lax.optimization_barrier((inputs, attended))
+        of_keys = self._product(attended, (self.key, self.value))
+        return self._product(inputs, (self.query,)), of_keys, None
+
+    def _product(self, x: Array, maps: Sequence[Dense]) -> Array:
+        """Maps [B, S, D] to [B, S, H, P, K] by P linear maps, without their biases."""
+        heads = self.config.num_heads
+        # Heads first: tensor parallelism shards them.
+        kernels = [m.kernel.reshape(m.fan_in, heads, -1) for m in maps]
+        kernel = jnp.stack(kernels, axis=2).reshape(x.shape[-1], -1)
+        rows = x.reshape(-1, x.shape[-1]).astype(maps[0].dtype)
+        products = linear(rows, kernel, None).reshape(*x.shape[:-1], -1)
+        products = constrain(products, "batch", "length", "heads")
+        return products.reshape(*x.shape[:-1], heads, len(maps), -1)
+
+    def _packed_biases(self) -> tuple[Array | None, Array | None]:
+        """Returns the biases [H, K] of queries and of values, if they have any."""
+        if not self.config.qkv_bias:
+            return None, None
+        heads = self.config.num_heads
+        return self.query.bias.reshape(heads, -1), self.value.bias.reshape(heads, -1)
+
+    def _backend(
+        self,
+        inputs: Array,
+        attended: Array | KeyValue,
+        mask: Visibility | Array | None,
+        threshold: int,
+        has_bias: bool,
+        return_weights: bool,
+    ) -> str:
+        c = self.config
+        if isinstance(attended, KeyValue):
+            key_length = attended.key.shape[2]
+        else:
+            key_length = attended.shape[1]
+        case = AttentionCase(
+            mesh_platform(),
+            jnp.dtype(c.dtype),
+            (inputs.shape[0], c.num_heads, inputs.shape[1], c.key_width),
+            key_length,
+            c.value_width,
+            isinstance(mask, Visibility) and not self.is_initializing(),
+            return_weights or self.is_mutable_collection("intermediates"),
+            has_bias,
+            threshold > 0,
+        )
+        return choose_backend(c.attention_backend, case)
+
     def __call__(
         self,
         inputs: Array,
-        attended: KeyValue,
+        attended: Array | KeyValue,
         mask: Visibility | Array | None,
         deterministic: bool,
         bias: Array | None = None,
@@ -120,12 +183,13 @@ class MultiHeadAttention(nn.Module):
 
         Args:
           inputs: [B, T, D], whose projections are the queries.
-          attended: keys [B, H, S, K] and values [B, H, S, U], from `project`.
+          attended: [B, S, D], `inputs` itself in self-attention; or its keys [B, H, S, K] and
+            values [B, H, S, U], from `project`.
           mask: which keys are visible, in a whole pass; or bool, broadcastable to [B, H, T, S],
             True = attend; None = attend to all.
           deterministic: no dropout.
           bias: broadcastable to [B, H, T, S], added to the scores.
-          transform: applied to the queries [B, H, T, K]; the one that the keys had.
+          transform: applied to queries [B, H, T, K] and keys; those of `project` have had it.
           return_weights: whether the weights are read; fused attention does not have them.
           add_bias: False leaves the output projection's bias to be added.
 
@@ -135,47 +199,49 @@ class MultiHeadAttention(nn.Module):
         Raises:
           UserError: `config.attention_backend` cannot do this.
         """
-        query = self._split_heads(self.query(inputs))
-        query = query if transform is None else transform(query)
-        if not self.config.scale_scores:
-            query = query * self.config.key_width**0.5  # All backends divide scores by it.
-        platform = mesh_platform()
         threshold = 0 if deterministic else self.dropout.threshold
-        case = AttentionCase(
-            platform,
-            query.dtype,
-            query.shape,
-            attended.key.shape[2],
-            attended.value.shape[3],
-            isinstance(mask, Visibility) and not self.is_initializing(),
-            return_weights or self.is_mutable_collection("intermediates"),
-            bias is not None,
-            threshold > 0,
-        )
-        backend = choose_backend(self.config.attention_backend, case)
+        backend = self._backend(inputs, attended, mask, threshold, bias is not None, return_weights)
+        key: Any
+        value: Any
+        biases: tuple[Array | None, Array | None] = None, None
+        is_plain = transform is None and self.config.scale_scores
+        if backend == "pallas_gpu" and is_plain and not isinstance(attended, KeyValue):
+            query, key, value = self._packed(inputs, attended)
+            biases = self._packed_biases()
+        else:
+            query = self._split_heads(self.query(inputs))
+            query = query if transform is None else transform(query)
+            if not self.config.scale_scores:
+                query = query * self.config.key_width**0.5  # All backends divide scores by it.
+            if not isinstance(attended, KeyValue):
+                attended = self.project(attended, transform)
+            key, value = attended
         weights: Array | None
         if backend == "einsum":
             context, weights = scaled_dot_product_attention(
                 query,
-                attended.key,
-                attended.value,
-                dense_mask(mask),
-                lambda weights: self.dropout(weights, deterministic=deterministic),
-                lambda name, value: self.sow("intermediates", name, value),
-                bias,
+                key,
+                value,
+                mask=dense_mask(mask),
+                dropout=lambda weights: self.dropout(weights, deterministic=deterministic),
+                tap=lambda name, value: self.sow("intermediates", name, value),
+                bias=bias,
             )
         else:
             visible = cast(Visibility, mask)
             attend = cudnn_attention if backend == "cudnn" else fused_attention
             context = attend(
-                Options(backend, visible.causal, threshold, interpret=platform == "cpu"),
+                Options(backend, visible.causal, threshold, interpret=mesh_platform() == "cpu"),
                 Inputs(
                     query,
-                    *attended,
-                    visible.query_segments,
-                    visible.key_segments,
-                    bias,
-                    self.dropout.draw_key() if threshold else None,
+                    key,
+                    value,
+                    query_segments=visible.query_segments,
+                    key_segments=visible.key_segments,
+                    bias=bias,
+                    dropout_key=self.dropout.draw_key() if threshold else None,
+                    query_bias=biases[0],
+                    value_bias=biases[1],
                 ),
             )
             weights = None

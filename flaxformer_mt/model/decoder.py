@@ -59,7 +59,7 @@ class DecoderLayer(nn.Module):
     def __call__(
         self,
         x: Array,
-        cross: KeyValue | None,
+        encoded: Array | None,
         self_mask: Visibility | Array | None,
         cross_mask: Visibility | Array | None,
         positions: AttentionPositions | None,
@@ -70,7 +70,7 @@ class DecoderLayer(nn.Module):
 
         Args:
           x: [B, T, D].
-          cross: keys [B, H, S, K] and values [B, H, S, U] of the encoder's output.
+          encoded: [B, S, D], the encoder's output.
           self_mask: which keys are visible, or a mask broadcastable to [B, H, T, T]; for a
             recurrent unit bool [B, T], True where a sentence starts.
           cross_mask: which keys are visible, or a mask broadcastable to [B, H, T, S].
@@ -86,9 +86,8 @@ class DecoderLayer(nn.Module):
         def attend(y: Array, add_bias: bool) -> tuple[Array | Biased, Array | None]:
             transform = query_key_transform(self.config, positions)
             bias = attention_bias(positions, self.position_bias)
-            attended = self.self_attention.project(y, transform)
             return self.self_attention(
-                y, attended, self_mask, deterministic, bias, transform, return_attention, add_bias
+                y, y, self_mask, deterministic, bias, transform, return_attention, add_bias
             )
 
         self_weights: Array | None
@@ -97,7 +96,7 @@ class DecoderLayer(nn.Module):
         else:
             x, self_weights = self._residual(x, attend, self.self_attention_norm, deterministic)
         x, cross_weights = self._after_self_attention(
-            x, cross, cross_mask, deterministic, return_attention
+            x, encoded, cross_mask, deterministic, return_attention
         )
         return x, (self_weights, cross_weights) if return_attention else None
 
@@ -151,19 +150,22 @@ class DecoderLayer(nn.Module):
     def _after_self_attention(
         self,
         x: Array,
-        cross: KeyValue | None,
+        attended: Array | KeyValue | None,
         cross_mask: Visibility | Array | None,
         deterministic: bool,
         return_attention: bool,
     ) -> tuple[Array, Array | None]:
-        """Applies the other sub-layers; also returns the cross-attention weights."""
+        """Applies the other sub-layers; also returns the cross-attention weights.
+
+        Cross-attention attends to the encoder's output [B, S, D], or its keys and values.
+        """
         weights = None
-        if cross is not None:
+        if attended is not None:
 
             def attend_to_encoded(y: Array, add_bias: bool) -> tuple[Array | Biased, Array | None]:
                 return self.cross_attention(
                     y,
-                    cross,
+                    attended,
                     cross_mask,
                     deterministic,
                     return_weights=return_attention,
@@ -201,7 +203,7 @@ class Decoder(nn.Module):
             c,
             c.num_decoder_layers,
             {
-                "__call__": (0, same, same, same, same, same),
+                "__call__": (same, same, same, same, same, same),
                 "project_encoded": (),
             },
         )
@@ -240,10 +242,15 @@ class Decoder(nn.Module):
           [B, T, D]; self-attention weights [L, B, H, T, T] (None for recurrent units) and
           cross-attention weights [L, B, H, T, S], or None.
         """
-        cross = None if encoded is None else self.project_encoded(encoded)
         positions = with_shared_bias(positions, self.position_bias)
         x, weights = self.layers(
-            self._below(x), cross, self_mask, cross_mask, positions, deterministic, return_attention
+            self._below(x),
+            encoded,
+            self_mask,
+            cross_mask,
+            positions,
+            deterministic,
+            return_attention,
         )
         self_weights, cross_weights = weights if return_attention else (None, None)
         return self._above(x), self_weights, cross_weights

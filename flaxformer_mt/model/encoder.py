@@ -48,9 +48,8 @@ class EncoderLayer(nn.Module):
         def attend(y: Array, add_bias: bool) -> tuple[Array | Biased, Array | None]:
             transform = query_key_transform(self.config, positions)
             bias = attention_bias(positions, self.position_bias)
-            attended = self.self_attention.project(y, transform)
             return self.self_attention(
-                y, attended, mask, deterministic, bias, transform, return_attention, add_bias
+                y, y, mask, deterministic, bias, transform, return_attention, add_bias
             )
 
         def feed_forward(y: Array, add_bias: bool) -> tuple[Array | Biased, None]:

@@ -17,6 +17,7 @@ from jax import Array
 
 from flaxformer_mt.config import TrainConfig
 from flaxformer_mt.data.stream.batches import Batch
+from flaxformer_mt.model.logical_axes import mesh_platform
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.training.flops import training_flops, work_of_batch
 from flaxformer_mt.training.losses import accuracy, label_smoothed_cross_entropy
@@ -71,15 +72,23 @@ def train_step(
     one = jnp.ones_like(norm)
     metrics["gradient_norm"] = (norm, one)
 
-    trained, frozen = split(state.params, config.freeze)
-    updates, opt_state = optimizer.update(gradient, state.opt_state, trained)
-    trained = optax.apply_updates(trained, updates)
+    def update(state: TrainState) -> tuple[Params, Params, Any]:
+        trained, frozen = split(state.params, config.freeze)
+        updates, opt_state = optimizer.update(gradient, state.opt_state, trained)
+        return optax.apply_updates(trained, updates), frozen, opt_state
+
+    trained, frozen, opt_state = update(state)
     # All are sums over all devices, so that all make the same decision. A finite norm also bounds
     # what is computed from parameters and gradient: Adam's moments and the moving average.
     loss_is_finite, gradient_is_finite, update_is_finite = map(
         jnp.isfinite, (metrics["loss"][0], norm, optax.tree.norm(trained))
     )
     is_finite = loss_is_finite & gradient_is_finite & update_is_finite
+    if mesh_platform() == "gpu":
+        # Computed again where it is written: XLA would write the new parameters, and read them and
+        # the old ones again to choose between them.
+        state = jax.lax.optimization_barrier(state)
+        trained, frozen, opt_state = update(state)
     params = merge(trained, frozen)
     ema = None if state.ema is None else moving_average(state.ema, params, config.ema_decay)
     updated = dataclasses.replace(

@@ -52,7 +52,7 @@ def case(queries, keys, *, width=32, bias=False, dropout=False, dtype=jnp.float3
 
 def reference(inputs, causal):
     """The same by `scaled_dot_product_attention`, with a dense mask and the same random numbers."""
-    query, key, value, query_segments, key_segments, bias, dropout_key = inputs
+    query, key, value, query_segments, key_segments, bias, dropout_key, *_ = inputs
     mask = segment_mask(query_segments, key_segments)
     if causal:
         mask &= causal_mask(query.shape[2])
@@ -106,6 +106,46 @@ def test_equals_the_einsum_and_its_gradients(backend, name):
     expected = value_and_gradients(lambda inputs: reference(inputs, causal), inputs)
     chex.assert_trees_all_close(fused, expected, atol=2e-5)
     assert np.all(fused[0][0, :, lengths[0] * 9 // 10 :] == 0)  # Padding attends to nothing.
+
+
+@pytest.mark.parametrize(
+    ("lengths", "switches", "causal"),
+    [
+        ((70, 70), {"dropout": True}, True),
+        ((50, 130), {"bias": True, "width": 64}, False),
+    ],
+)
+def test_packed_vectors_and_their_biases_equal_separate_ones(lengths, switches, causal):
+    """Queries, keys and values of one product; and keys and values of another than queries."""
+    inputs = case(*lengths, **switches)
+    rng = np.random.default_rng(2)
+    biases = [jnp.asarray(rng.normal(size=(H, inputs.query.shape[3]))) for _ in range(2)]
+
+    def packed(query, key, value, query_bias, value_bias, bias):
+        rows = [x.swapaxes(1, 2) for x in (query, key, value)]
+        if causal:
+            products = jnp.stack(rows, axis=3), None, None
+        else:
+            products = rows[0][:, :, :, None], jnp.stack(rows[1:], axis=3), None
+        dropped = DROPPED if inputs.dropout_key is not None else 0
+        return fused_attention(
+            Options("pallas_gpu", causal, dropped, interpret=True),
+            Inputs(*products, *inputs[3:5], bias, inputs.dropout_key, query_bias, value_bias),
+        )
+
+    def separate(query, key, value, query_bias, value_bias, bias):
+        vectors = query + query_bias[:, None], key, value + value_bias[:, None]
+        return reference(Inputs(*vectors, *inputs[3:5], bias, inputs.dropout_key), causal)
+
+    cotangent = jnp.asarray(rng.normal(size=inputs.query.shape))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(attend, *arrays):
+        context, vjp = jax.vjp(attend, *arrays)
+        return context, vjp(cotangent)
+
+    arrays = *inputs[:3], *biases, inputs.bias
+    chex.assert_trees_all_close(run(packed, *arrays), run(separate, *arrays), atol=2e-5)
 
 
 @pytest.mark.parametrize("causal", [False, True])

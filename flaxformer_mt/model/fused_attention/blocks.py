@@ -11,14 +11,19 @@ LOWEST = -1e30
 
 
 class Operands(NamedTuple):
-    """The inputs of attention in a kernel's layout; in a kernel, references to blocks of them."""
+    """The inputs of attention in a kernel's layout; in a kernel, references to blocks of them.
+
+    The kernel for GPUs also takes packed vectors, as one product of matrices writes them, without
+    their biases: `query` [B, T, H, 3, K] of queries, keys and values, or `query` [B, T, H, 1, K]
+    and `key` [B, S, H, 2, K] of keys and values.
+    """
 
     query: Any
     """[B, T, H, K]."""
     key: Any
-    """[B, S, H, K]."""
+    """[B, S, H, K]; None if `query` has the keys."""
     value: Any
-    """[B, S, H, K]."""
+    """[B, S, H, K]; None if `query` or `key` has the values."""
     query_segments: Any
     """int32 [B, T], the number of each query's sentence in its row."""
     key_segments: Any
@@ -27,6 +32,21 @@ class Operands(NamedTuple):
     """float32 [B or 1, H, T, S] or None; added to the scaled scores."""
     kept: Any = None
     """int8 [B, H, T, S] or None: 0 where dropout sets a weight to 0, otherwise 1."""
+    query_bias: Any = None
+    """float32 [H, K] or None; added to packed queries."""
+    value_bias: Any = None
+    """float32 [H, K] or None; added to packed values."""
+
+
+class Gradients(NamedTuple):
+    """The gradients of queries, keys and values, which are packed as these are."""
+
+    query: Any
+    key: Any
+    value: Any
+    biases: Any = None
+    """float32 [B, blocks, H, 2, K], parts of the sums for the biases of queries and of values; None
+    without them."""
 
 
 class Form(NamedTuple):
@@ -123,14 +143,17 @@ def padded_operands(operands: Operands, queries: int, keys: int) -> Operands:
     def both(x: Array | None) -> Array | None:
         return None if x is None else padded(padded(x, 2, queries), 3, keys)
 
-    return Operands(
-        padded(operands.query, 1, queries),
-        padded(operands.key, 1, keys),
-        padded(operands.value, 1, keys),
-        padded(operands.query_segments, 1, queries),
-        padded(operands.key_segments, 1, keys),
-        both(operands.bias),
-        both(operands.kept),
+    def of_keys(x: Array | None) -> Array | None:
+        return None if x is None else padded(x, 1, keys)
+
+    return operands._replace(
+        query=padded(operands.query, 1, queries),
+        key=of_keys(operands.key),
+        value=of_keys(operands.value),
+        query_segments=padded(operands.query_segments, 1, queries),
+        key_segments=padded(operands.key_segments, 1, keys),
+        bias=both(operands.bias),
+        kept=both(operands.kept),
     )
 
 

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 from flaxformer_mt.model.fused_attention.blocks import (
     LOWEST,
     Form,
+    Gradients,
     Operands,
     dropout_factors,
     like,
@@ -56,82 +57,121 @@ def saved_specs(vectors: PartitionSpec, pairs: PartitionSpec) -> Saved:
     return Saved(vectors, pairs)
 
 
+class Blocks(NamedTuple):
+    """Operands as the kernels take them: blocks of whole rows, of one head."""
+
+    vectors: Any
+    """Queries, keys and values [B, T, H, P, K]: one array or several, of P of the three each."""
+    query_segments: Any
+    key_segments: Any
+    bias: Any
+    kept: Any
+    query_bias: Any
+    value_bias: Any
+
+
 def forward(operands: Operands, *, form: Form) -> tuple[Array, Saved]:
     """Computes the context [B, T, H, K] in the dtype of the query, and what `backward` needs."""
     length = operands.query.shape[1]
-    operands = padded_operands(operands, BLOCK, BLOCK)
-    rows, queries, heads, width = operands.query.shape
-    keys = operands.key.shape[1]
+    blocks = _blocks(operands)
+    rows, queries, heads, _, width = blocks.vectors[0].shape
     # The programs of one row and head are neighbours: they read the same keys.
     grid = (queries // BLOCK, heads, rows)
-    of_queries = pl.BlockSpec((None, BLOCK, None, width), lambda i, h, b: (b, i, h, 0))
-    of_keys = pl.BlockSpec((None, keys, None, width), lambda i, h, b: (b, 0, h, 0))
-    specs = Operands(
-        of_queries,
-        of_keys,
-        of_keys,
-        pl.BlockSpec((None, BLOCK), lambda i, h, b: (b, i)),
-        pl.BlockSpec((None, keys), lambda i, h, b: (b, 0)),
-        _pair_spec(operands.bias, BLOCK, lambda i, b, h: (b, h, i, 0)),
-        _pair_spec(operands.kept, BLOCK, lambda i, b, h: (b, h, i, 0)),
+    specs = _specs(blocks)._replace(
+        query_segments=pl.BlockSpec((None, BLOCK), lambda i, h, b: (b, i)),
+        bias=_pair_spec(blocks.bias, BLOCK, lambda i, b, h: (b, h, i, 0)),
+        kept=_pair_spec(blocks.kept, BLOCK, lambda i, b, h: (b, h, i, 0)),
     )
     context, logsumexp = pl.pallas_call(
         functools.partial(_forward_kernel, form=form),
         grid=grid,
         in_specs=[specs],
-        out_specs=[of_queries, pl.BlockSpec((None, None, BLOCK), lambda i, h, b: (b, h, i))],
+        out_specs=[
+            pl.BlockSpec((None, BLOCK, None, width), lambda i, h, b: (b, i, h, 0)),
+            pl.BlockSpec((None, None, BLOCK), lambda i, h, b: (b, h, i)),
+        ],
         out_shape=[
-            like(operands.query),
+            jax.ShapeDtypeStruct((rows, queries, heads, width), operands.query.dtype),
             jax.ShapeDtypeStruct((rows, heads, queries), jnp.float32),
         ],
         compiler_params=_compiler_params(operands),
         interpret=form.interpret,
         name="attention_forward",
-    )(operands)
+    )(blocks)
     context = context[:, :length]
     return context, Saved(context, logsumexp)
 
 
-def backward(
-    operands: Operands, saved: Saved, gradient: Array, *, form: Form
-) -> tuple[Array, Array, Array]:
-    """Computes the gradients of query, key and value from that of the context [B, T, H, K]."""
-    lengths = operands.query.shape[1], operands.key.shape[1]
-    operands = padded_operands(operands, BLOCK, BLOCK)
+def backward(operands: Operands, saved: Saved, gradient: Array, *, form: Form) -> Gradients:
+    """Computes the gradients from that of the context [B, T, H, K]."""
+    blocks = _blocks(operands)
     context, gradient = (padded(x, 1, BLOCK) for x in (saved.context, gradient))
-    rows, queries, heads, width = operands.query.shape
-    keys = operands.key.shape[1]
-
-    def row_spec(length: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, length, None, width), lambda i, h, b: (b, 0, h, 0))
-
-    of_queries, of_keys = row_spec(queries), row_spec(keys)
-    specs = Operands(
-        of_queries,
-        of_keys,
-        of_keys,
-        pl.BlockSpec((None, queries), lambda i, h, b: (b, 0)),
-        pl.BlockSpec((None, keys), lambda i, h, b: (b, 0)),
-        _pair_spec(operands.bias, queries, lambda i, b, h: (b, h, 0, 0)),
-        _pair_spec(operands.kept, queries, lambda i, b, h: (b, h, 0, 0)),
-    )
+    rows, queries, heads, width = context.shape
+    programs = max(queries, blocks.key_segments.shape[1]) // BLOCK
+    specs = _specs(blocks)
+    of_queries = pl.BlockSpec((None, queries, None, width), lambda i, h, b: (b, 0, h, 0))
     saved_specs = Saved(of_queries, pl.BlockSpec((None, None, queries), lambda i, h, b: (b, h, 0)))
-    of_query, of_key, of_value = pl.pallas_call(
+    outputs: list[Any] = [[like(x) for x in blocks.vectors]]
+    out_specs: list[Any] = [specs.vectors]
+    if operands.query_bias is not None:
+        outputs.append(jax.ShapeDtypeStruct((rows, programs, heads, 2, width), jnp.float32))
+        out_specs.append(
+            pl.BlockSpec((None, None, None, 2, width), lambda i, h, b: (b, i, h, 0, 0))
+        )
+    vectors, *biases = pl.pallas_call(
         functools.partial(_backward_kernel, form=form),
-        grid=(max(queries, keys) // BLOCK, heads, rows),
+        grid=(programs, heads, rows),
         in_specs=[specs, saved_specs, of_queries],
-        out_specs=[of_queries, of_keys, of_keys],
-        out_shape=[like(x) for x in operands[:3]],
+        out_specs=out_specs,
+        out_shape=outputs,
         compiler_params=_compiler_params(operands),
         interpret=form.interpret,
         name="attention_backward",
-    )(operands, Saved(context, saved.logsumexp), gradient)
-    return of_query[:, : lengths[0]], of_key[:, : lengths[1]], of_value[:, : lengths[1]]
+    )(blocks, Saved(context, saved.logsumexp), gradient)
+    of_vectors = iter(vectors)
+    of_operands = (
+        None if x is None else next(of_vectors)[:, : x.shape[1]].reshape(x.shape)
+        for x in operands[:3]
+    )
+    return Gradients(*of_operands, *biases)
+
+
+def _blocks(operands: Operands) -> Blocks:
+    operands = padded_operands(operands, BLOCK, BLOCK)
+    arrays = [x for x in operands[:3] if x is not None]
+    vectors = [x if x.ndim == 5 else x[:, :, :, None] for x in arrays]
+    return Blocks(vectors, *operands[3:])
+
+
+def _specs(blocks: Blocks) -> Blocks:
+    """Returns the blocks of one row and head, with all queries and keys."""
+    queries, keys = blocks.query_segments.shape[1], blocks.key_segments.shape[1]
+
+    def of_vectors(array: Array) -> pl.BlockSpec:
+        _, length, _, parts, width = array.shape
+        return pl.BlockSpec((None, length, None, parts, width), lambda i, h, b: (b, 0, h, 0, 0))
+
+    def of_bias(array: Array | None) -> pl.BlockSpec | None:
+        return None if array is None else pl.BlockSpec((None, array.shape[1]), _head_index)
+
+    return Blocks(
+        [of_vectors(array) for array in blocks.vectors],
+        pl.BlockSpec((None, queries), lambda i, h, b: (b, 0)),
+        pl.BlockSpec((None, keys), lambda i, h, b: (b, 0)),
+        _pair_spec(blocks.bias, queries, lambda i, b, h: (b, h, 0, 0)),
+        _pair_spec(blocks.kept, queries, lambda i, b, h: (b, h, 0, 0)),
+        of_bias(blocks.query_bias),
+        of_bias(blocks.value_bias),
+    )
+
+
+def _head_index(i: Any, h: Any, b: Any) -> tuple[Any, int]:
+    return h, 0
 
 
 def _compiler_params(operands: Operands) -> triton.CompilerParams:
     # Wide heads in float32 would not fit into shared memory twice.
-    stages = 2 if operands.query.dtype.itemsize * operands.query.shape[3] <= 256 else 1
+    stages = 2 if operands.query.dtype.itemsize * operands.query.shape[-1] <= 256 else 1
     return triton.CompilerParams(num_warps=4, num_stages=stages)
 
 
@@ -151,16 +191,40 @@ def _part(reference: Any, queries: Any, keys: Any) -> Array | None:
     return None if reference is None else reference[queries, keys]
 
 
-def _forward_kernel(inputs: Operands, context_ref: Any, logsumexp_ref: Any, *, form: Form) -> None:
+class Place(NamedTuple):
+    """Where a block has the queries, the keys or the values."""
+
+    reference: Any
+    """[T, P, K]."""
+    part: int
+    """Which of the P."""
+
+    def load(self, rows: Any, bias: Any = None) -> Array:
+        """Loads some rows, and adds a bias, a reference to [K]."""
+        x = self.reference[rows, self.part, :]
+        return x if bias is None else (x.astype(jnp.float32) + bias[...][None]).astype(x.dtype)
+
+    def store(self, rows: Any, x: Array) -> None:
+        """Stores some rows in the dtype of the reference."""
+        self.reference[rows, self.part, :] = x.astype(self.reference.dtype)
+
+
+def _places(vectors: list[Any]) -> list[Place]:
+    """Returns the places of queries, keys and values."""
+    return [Place(x, part) for x in vectors for part in range(x.shape[1])]
+
+
+def _forward_kernel(inputs: Blocks, context_ref: Any, logsumexp_ref: Any, *, form: Form) -> None:
     block, width = context_ref.shape
     first_query = pl.program_id(0) * block
-    query = inputs.query[...]
+    of_query, of_key, of_value = _places(inputs.vectors)
+    query = of_query.load(pl.ds(first_query, block), inputs.query_bias)
     query_segments = inputs.query_segments[...][:, None]
 
     def attend_to_block(i: Any, carry: Any) -> Any:
         context, highest, total = carry
         keys = pl.ds(i * BLOCK, BLOCK)
-        key, value = inputs.key[keys, :], inputs.value[keys, :]
+        key, value = of_key.load(keys), of_value.load(keys, inputs.value_bias)
         visible = visible_keys(
             query_segments, inputs.key_segments[keys][None], first_query, i * BLOCK, form.causal
         )
@@ -175,7 +239,7 @@ def _forward_kernel(inputs: Operands, context_ref: Any, logsumexp_ref: Any, *, f
         context = context * rescaled[:, None] + product(weights.astype(value.dtype), value, (1, 0))
         return context, new_highest, total
 
-    last = inputs.key.shape[0] // BLOCK
+    last = inputs.key_segments.shape[0] // BLOCK
     stop = jnp.minimum(last, pl.cdiv(first_query + block, BLOCK)) if form.causal else last
     start = (
         jnp.zeros((block, width), jnp.float32),
@@ -189,27 +253,31 @@ def _forward_kernel(inputs: Operands, context_ref: Any, logsumexp_ref: Any, *, f
 
 
 def _backward_kernel(
-    inputs: Operands,
+    inputs: Blocks,
     saved: Saved,
     gradient_ref: Any,
-    of_query_ref: Any,
-    of_key_ref: Any,
-    of_value_ref: Any,
+    of_vectors: list[Any],
+    of_biases: Any = None,
     *,
     form: Form,
 ) -> None:
     """Program i computes the gradients of block i of the keys and of block i of the queries."""
-    block = pl.program_id(0)
-    first = block * BLOCK
-    width = of_key_ref.shape[1]
-    queries, keys = inputs.query.shape[0], inputs.key.shape[0]
+    first = pl.program_id(0) * BLOCK
+    block = pl.ds(first, BLOCK)
+    queries, keys = inputs.query_segments.shape[0], inputs.key_segments.shape[0]
+    width = gradient_ref.shape[1]
+    of_query, of_key, of_value = _places(inputs.vectors)
+    to_query, to_key, to_value = _places(of_vectors)
+    if of_biases is not None:
+        of_biases[...] = jnp.zeros(of_biases.shape, jnp.float32)
 
     def gradients(
         first_query: Any, num_queries: int, first_key: Any, num_keys: int
     ) -> tuple[Array, ...]:
         """Returns query, key, gradient, the weights after dropout and the scores' gradient."""
         q, k = pl.ds(first_query, num_queries), pl.ds(first_key, num_keys)
-        query, key, value = inputs.query[q, :], inputs.key[k, :], inputs.value[k, :]
+        query = of_query.load(q, inputs.query_bias)
+        key, value = of_key.load(k), of_value.load(k, inputs.value_bias)
         gradient = gradient_ref[q, :]
         along = gradient.astype(jnp.float32) * saved.context[q, :].astype(jnp.float32)
         visible = visible_keys(
@@ -238,9 +306,11 @@ def _backward_kernel(
 
         zeros = jnp.zeros((BLOCK, width), jnp.float32)
         start = jnp.minimum(first, queries) // STEP if form.causal else 0
-        of_key, of_value = lax.fori_loop(start, queries // STEP, add, (zeros, zeros))
-        of_key_ref[pl.ds(first, BLOCK), :] = (of_key * form.scale).astype(of_key_ref.dtype)
-        of_value_ref[pl.ds(first, BLOCK), :] = of_value.astype(of_value_ref.dtype)
+        of_keys, of_values = lax.fori_loop(start, queries // STEP, add, (zeros, zeros))
+        to_key.store(block, of_keys * form.scale)
+        to_value.store(block, of_values)
+        if of_biases is not None:
+            of_biases[1, :] = jnp.sum(of_values, axis=0)
 
     @pl.when(first < queries)
     def _() -> None:
@@ -251,5 +321,7 @@ def _backward_kernel(
         zeros = jnp.zeros((BLOCK, width), jnp.float32)
         last = keys // STEP
         stop = jnp.minimum(last, pl.cdiv(first + BLOCK, STEP)) if form.causal else last
-        of_query = lax.fori_loop(0, stop, add, zeros)
-        of_query_ref[pl.ds(first, BLOCK), :] = (of_query * form.scale).astype(of_query_ref.dtype)
+        of_queries = lax.fori_loop(0, stop, add, zeros) * form.scale
+        to_query.store(block, of_queries)
+        if of_biases is not None:
+            of_biases[0, :] = jnp.sum(of_queries, axis=0)

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from flaxformer_mt.model.fused_attention.blocks import (
     Form,
+    Gradients,
     Operands,
     dropout_factors,
     visible_keys,
@@ -34,14 +35,19 @@ class Options(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The arrays of fused attention."""
+    """The arrays of fused attention.
+
+    Queries, keys and values are [B, H, T, K] and [B, H, S, K]. The backend "pallas_gpu" also takes
+    them packed, as one product of matrices writes them, without their biases: `query`
+    [B, T, H, 3, K] of queries, keys and values; or `query` [B, T, H, 1, K] and `key`
+    [B, S, H, 2, K] of keys and values. (Keys need no bias: it does not change the weights.)
+    """
 
     query: Array
-    """[B, H, T, K]."""
-    key: Array
-    """[B, H, S, K]."""
-    value: Array
-    """[B, H, S, K]."""
+    key: Array | None
+    """None if `query` has the keys."""
+    value: Array | None
+    """None if `query` or `key` has the values."""
     query_segments: Array
     """int32 [B, T], the number of each query's sentence in its row."""
     key_segments: Array
@@ -50,6 +56,15 @@ class Inputs(NamedTuple):
     """[B or 1, H, T, S], added to the scaled scores."""
     dropout_key: Array | None
     """Of the weights' dropout; None without dropout."""
+    query_bias: Array | None = None
+    """[H, K], added to packed queries."""
+    value_bias: Array | None = None
+    """[H, K], added to packed values."""
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether an array has several of queries, keys and values, without biases."""
+        return self.query.ndim == 5
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -86,12 +101,33 @@ def _backward(options: Options, residuals: Any, gradient: Array) -> tuple[Inputs
         operands,
         lambda s: (
             (s.operands, kernels.saved_specs(s.vectors, s.pairs), s.vectors),
-            (s.vectors, s.vectors, s.vectors),
+            Gradients(s.vectors, s.vectors, s.vectors, s.vectors),
         ),
     )
-    query, key, value = (x.swapaxes(1, 2) for x in run(operands, saved, gradient))
+    *vectors, biases = run(operands, saved, gradient)
+    if not inputs.is_packed:
+        vectors = [x.swapaxes(1, 2) for x in vectors]
     of_bias = None if inputs.bias is None else _bias_gradient(operands, form, gradient, inputs.bias)
-    return (Inputs(query, key, value, None, None, of_bias, None),)  # type: ignore[arg-type]
+    of_query_bias, of_value_bias = None, None
+    if biases is not None:
+        sums = jnp.sum(biases, axis=(0, 1)).swapaxes(0, 1)
+        of_query_bias, of_value_bias = (
+            x.astype(bias.dtype)
+            for x, bias in zip(sums, (inputs.query_bias, inputs.value_bias), strict=True)
+        )
+    return (
+        inputs._replace(
+            query=vectors[0],
+            key=vectors[1],
+            value=vectors[2],
+            query_segments=None,
+            key_segments=None,
+            bias=of_bias,
+            dropout_key=None,
+            query_bias=of_query_bias,
+            value_bias=of_value_bias,
+        ),
+    )
 
 
 fused_attention.defvjp(_forward, _backward)
@@ -115,20 +151,44 @@ def _form(options: Options, inputs: Inputs) -> Form:
 
 def operands_of(options: Options, inputs: Inputs) -> Operands:
     """Brings the inputs into the kernels' layout, in which the projections write them."""
+
+    def wide(x: Array | None) -> Array | None:
+        return None if x is None else x.astype(jnp.float32)
+
+    query: Any
+    query, key, value = inputs[:3]
+    if not inputs.is_packed:
+        query, key, value = (x.swapaxes(1, 2) for x in inputs[:3] if x is not None)
     kept = None
     if inputs.dropout_key is not None:
-        shape = (*inputs.query.shape[:3], inputs.key.shape[2])
+        (rows, queries), keys = inputs.query_segments.shape, inputs.key_segments.shape[1]
+        shape = rows, query.shape[2], queries, keys
         numbers = random_uint16(inputs.dropout_key, shape)
         kept = (numbers >= jnp.uint16(options.dropout_threshold)).astype(jnp.int8)
     return Operands(
-        inputs.query.swapaxes(1, 2),
-        inputs.key.swapaxes(1, 2),
-        inputs.value.swapaxes(1, 2),
+        query,
+        key,
+        value,
         inputs.query_segments,
         inputs.key_segments,
-        None if inputs.bias is None else inputs.bias.astype(jnp.float32),
+        wide(inputs.bias),
         kept,
+        wide(inputs.query_bias),
+        wide(inputs.value_bias),
     )
+
+
+def _unpacked(operands: Operands) -> list[Array]:
+    """Returns queries, keys and values, with their biases, [B, T, H, K] and [B, S, H, K]."""
+    arrays = [x for x in operands[:3] if x is not None]
+    if operands.query.ndim == 4:
+        return arrays
+    vectors = [array[:, :, :, part] for array in arrays for part in range(array.shape[3])]
+    biases = operands.query_bias, None, operands.value_bias
+    return [
+        x if bias is None else (x + bias).astype(x.dtype)
+        for x, bias in zip(vectors, biases, strict=True)
+    ]
 
 
 def _bias_gradient(operands: Operands, form: Form, gradient: Array, bias: Array) -> Array:
@@ -136,7 +196,7 @@ def _bias_gradient(operands: Operands, form: Form, gradient: Array, bias: Array)
 
     XLA drops it where the bias is not trained.
     """
-    query, key, value, _, _, _, kept = operands
+    query, key, value = _unpacked(operands)
     multiply = functools.partial(jnp.einsum, "bthk,bshk->bhts", preferred_element_type=jnp.float32)
     visible = visible_pairs(operands, form.causal)
 
@@ -145,7 +205,7 @@ def _bias_gradient(operands: Operands, form: Form, gradient: Array, bias: Array)
         return masked_softmax(scores, visible)
 
     of_weights = multiply(gradient, value)
-    factors = dropout_factors(kept, form.dropped)
+    factors = dropout_factors(operands.kept, form.dropped)
     of_weights = of_weights if factors is None else of_weights * factors
     return jax.vjp(weights, bias)[1](of_weights)[0]
 
@@ -155,7 +215,7 @@ class Specs(NamedTuple):
 
     operands: Operands
     vectors: PartitionSpec
-    """Of [B, T, H, K]."""
+    """Of [B, T, H, ...]."""
     pairs: PartitionSpec
     """Of [B, H, T], or [B, H, T, S]."""
 
@@ -173,7 +233,7 @@ def on_each_device(
     mesh = mesh_of_rules()
     if mesh is None:
         return function
-    rows, _, heads, _ = operands.query.shape
+    rows, _, heads = operands.query.shape[:3]
     row_axes = dividing_axes("batch", rows) or None
     head_axes = dividing_axes("attention_heads", heads) or None
     vectors = PartitionSpec(row_axes, None, head_axes)
@@ -181,7 +241,10 @@ def on_each_device(
     has_rows = operands.bias is not None and operands.bias.shape[0] > 1
     of_bias = PartitionSpec(row_axes if has_rows else None, head_axes)
     segments = PartitionSpec(row_axes)
-    of_operands = Operands(vectors, vectors, vectors, segments, segments, of_bias, pairs)
+    by_head = PartitionSpec(head_axes)
+    of_operands = Operands(
+        vectors, vectors, vectors, segments, segments, of_bias, pairs, by_head, by_head
+    )
     in_specs, out_specs = specs(Specs(of_operands, vectors, pairs))
     return jax.shard_map(
         function,

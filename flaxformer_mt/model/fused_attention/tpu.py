@@ -20,6 +20,7 @@ from flaxformer_mt.model.fused_attention.backends import LANES, MAX_KEYS, SUBLAN
 from flaxformer_mt.model.fused_attention.blocks import (
     LOWEST,
     Form,
+    Gradients,
     Operands,
     dropout_factors,
     like,
@@ -63,9 +64,7 @@ def forward(operands: Operands, *, form: Form) -> tuple[Array, None]:
     return context[:, :length].reshape(shape), None
 
 
-def backward(
-    operands: Operands, saved: None, gradient: Array, *, form: Form
-) -> tuple[Array, Array, Array]:
+def backward(operands: Operands, saved: None, gradient: Array, *, form: Form) -> Gradients:
     """Computes the gradients of query, key and value from that of the context [B, T, H, K]."""
     shape, key_shape = operands.query.shape, operands.key.shape
     operands = _in_kernel_layout(operands)
@@ -84,7 +83,7 @@ def backward(
         interpret=form.interpret,
         name="attention_backward",
     )(operands, padded(_joined(gradient), 1, _multiple(gradient)))
-    return (
+    return Gradients(
         of_query[:, : shape[1]].reshape(shape),
         of_key[:, : key_shape[1]].reshape(key_shape),
         of_value[:, : key_shape[1]].reshape(key_shape),

@@ -19,16 +19,14 @@ BACKWARD_BLOCKS = 4
 
 
 def forward(
-    x: Array, y: Array, bias: Array, scale: Array, shift: Array, draw: Array, *, form: Options
+    x: Array, y: Array, parameters: Array, draw: Array, *, form: Options
 ) -> tuple[Array, Array]:
     """Computes s = x + dropout(y + bias) and its norm.
 
     Args:
       x: [N, D].
       y: [N, D].
-      bias: [1, D], as are the next two.
-      scale: of the norm.
-      shift: of the norm.
+      parameters: float32 [3, D], the bias of y, and the scale and the shift of the norm.
       draw: uint32 [3], the two words of a Threefry key, and the number of the first row.
       form: of the kernels.
 
@@ -37,31 +35,30 @@ def forward(
     """
     rows = block_rows(*x.shape)
     of_rows = pl.BlockSpec((rows, x.shape[1]), lambda i: (i, 0))
-    of_columns = pl.BlockSpec((1, x.shape[1]), lambda i: (0, 0))
     like_x = jax.ShapeDtypeStruct(x.shape, x.dtype)
     normalised, total = pl.pallas_call(
         functools.partial(_forward_kernel, form=form),
         grid=(x.shape[0] // rows,),
-        in_specs=[of_rows, of_rows, of_columns, of_columns, of_columns, _draw_spec()],
+        in_specs=[of_rows, of_rows, _parameters_spec(parameters), _draw_spec()],
         out_specs=[of_rows, of_rows],
         out_shape=[like_x, like_x],
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=1),
         interpret=form.interpret,
         name="residual_norm_forward",
-    )(x, y, bias, scale, shift, draw)
+    )(x, y, parameters, draw)
     return normalised, total
 
 
 def backward(
-    total: Array, gradients: Sequence[Array], scale: Array, draw: Array, *, form: Options
+    total: Array, gradients: Sequence[Array], parameters: Array, draw: Array, *, form: Options
 ) -> tuple[Array, Array, Array]:
     """Computes the gradients of x and of y, and partial sums of those of the parameters.
 
     Args:
       total: s [N, D].
       gradients: of the norm [N, D], one for each of its uses; they are added up.
-      scale: [1, D].
-      draw: as for `forward`.
+      parameters: as for `forward`, and so is the next.
+      draw: random numbers.
       form: of the kernels.
 
     Returns:
@@ -73,12 +70,16 @@ def backward(
     steps = next(n for n in (BACKWARD_BLOCKS, 2, 1) if blocks % n == 0)
     columns = total.shape[1]
     of_rows = pl.BlockSpec((rows * steps, columns), lambda i: (i, 0))
-    of_columns = pl.BlockSpec((1, columns), lambda i: (0, 0))
     like_x = jax.ShapeDtypeStruct(total.shape, total.dtype)
     of_x, of_y, sums = pl.pallas_call(
         functools.partial(_backward_kernel, rows=rows, form=form),
         grid=(blocks // steps,),
-        in_specs=[of_rows, [of_rows for _ in gradients], of_columns, _draw_spec()],
+        in_specs=[
+            of_rows,
+            [of_rows for _ in gradients],
+            _parameters_spec(parameters),
+            _draw_spec(),
+        ],
         out_specs=[of_rows, of_rows, pl.BlockSpec((None, 3, columns), lambda i: (i, 0, 0))],
         out_shape=[
             like_x,
@@ -88,7 +89,7 @@ def backward(
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=1),
         interpret=form.interpret,
         name="residual_norm_backward",
-    )(total, list(gradients), scale, draw)
+    )(total, list(gradients), parameters, draw)
     return of_x, of_y, sums
 
 
@@ -96,6 +97,10 @@ def block_rows(rows: int, columns: int) -> int:
     """Returns the rows of a block: a power of two that divides their number."""
     most = max(BLOCK_VALUES // columns, 1)
     return next(2**i for i in range(most.bit_length() - 1, -1, -1) if rows % 2**i == 0)
+
+
+def _parameters_spec(parameters: Array) -> pl.BlockSpec:
+    return pl.BlockSpec(parameters.shape, lambda i: (0, 0))
 
 
 def _draw_spec() -> pl.BlockSpec:
@@ -108,34 +113,25 @@ def _halves(columns: int) -> list[Any]:
 
 
 def _forward_kernel(
-    x: Any,
-    y: Any,
-    bias: Any,
-    scale: Any,
-    shift: Any,
-    draw: Any,
-    out: Any,
-    total: Any,
-    *,
-    form: Options,
+    x: Any, y: Any, parameters: Any, draw: Any, out: Any, total: Any, *, form: Options
 ) -> None:
     rows, columns = x.shape
     factors = _dropout_factors(draw, pl.program_id(0) * rows, rows, columns, form)
     halves = _halves(columns)
     sums = []
     for half, factor in zip(halves, factors, strict=True):
-        added = (_wide(y, half) + _wide(bias, half)) * factor
+        added = (_wide(y, half) + parameters[0, half][None]) * factor
         # The norm is that of the values which the backward pass will read.
         rounded = (_wide(x, half) + added).astype(total.dtype)
         total[:, half] = rounded
         sums.append(rounded.astype(jnp.float32))
     for half, (normalised, _) in zip(halves, _normalised(sums, columns, form), strict=True):
-        values = normalised * _wide(scale, half) + _wide(shift, half)
+        values = normalised * parameters[1, half][None] + parameters[2, half][None]
         out[:, half] = values.astype(out.dtype)
 
 
 def _backward_kernel(
-    total: Any, gradients: list[Any], scale: Any, draw: Any, of_x: Any, of_y: Any, sums: Any,
+    total: Any, gradients: list[Any], parameters: Any, draw: Any, of_x: Any, of_y: Any, sums: Any,
     *, rows: int, form: Options,
 ) -> None:  # fmt: skip
     all_rows, columns = total.shape
@@ -147,7 +143,7 @@ def _backward_kernel(
         factors = _dropout_factors(draw, first, rows, columns, form)
         normalised = _normalised([_wide(total, half, here) for half in halves], columns, form)
         outer = [sum(_wide(g, half, here) for g in gradients) for half in halves]
-        inner = [g * _wide(scale, half) for g, half in zip(outer, halves, strict=True)]
+        inner = [g * parameters[1, half][None] for g, half in zip(outer, halves, strict=True)]
         mean = _row_sums(inner) / columns
         along = _row_sums([g * n for g, (n, _) in zip(inner, normalised, strict=True)]) / columns
         for i, half in enumerate(halves):

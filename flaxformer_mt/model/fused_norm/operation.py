@@ -50,28 +50,26 @@ def supports(width: int, dtype: jnp.dtype) -> bool:
 
 def _forward(options: Options, inputs: Inputs) -> tuple[tuple[Array, ...], Any]:
     def run(x: Array, y: Array, parameters: Array, draw: Array) -> tuple[Array, ...]:
-        columns = [parameter[None] for parameter in parameters]
-        results = _kernels().forward(_rows(x), _rows(y), *columns, draw, form=options)
+        results = _kernels().forward(_rows(x), _rows(y), parameters, draw, form=options)
         return tuple(result.reshape(x.shape) for result in results)
 
     x, y, bias, scale, shift, key = inputs
     parameters = [jnp.zeros_like(scale) if bias is None else bias, scale, shift]
     stacked = jnp.stack([parameter.astype(jnp.float32) for parameter in parameters])
     normalised, total = _on_each_device(run, (x, y), (stacked,), key, 2)
-    return (normalised,) * options.uses, (inputs, total)
+    return (normalised,) * options.uses, (inputs, stacked, total)
 
 
 def _backward(options: Options, residuals: Any, gradients: tuple[Array, ...]) -> tuple[Inputs]:
     def run(total: Array, *arrays: Array) -> tuple[Array, ...]:
-        *gradients, scale, draw = arrays
+        *gradients, parameters, draw = arrays
         of_x, of_y, sums = _kernels().backward(
-            _rows(total), [_rows(g) for g in gradients], scale[None], draw, form=options
+            _rows(total), [_rows(g) for g in gradients], parameters, draw, form=options
         )
         return of_x.reshape(total.shape), of_y.reshape(total.shape), jnp.sum(sums, 0)[None]
 
-    (_, _, bias, scale, shift, key), total = residuals
-    wide = scale.astype(jnp.float32)
-    of_x, of_y, sums = _on_each_device(run, (total, *gradients), (wide,), key, 3)
+    (_, _, bias, scale, shift, key), stacked, total = residuals
+    of_x, of_y, sums = _on_each_device(run, (total, *gradients), (stacked,), key, 3)
     of_bias, of_scale, of_shift = jnp.sum(sums, 0)
     return (
         Inputs(
