@@ -13,21 +13,23 @@ from flaxformer_mt.config import (
     ExperimentConfig,
     OptimizerConfig,
     TrainConfig,
+    TransformerConfig,
 )
-from flaxformer_mt.presets import preset
 
 
 def get_config() -> ExperimentConfig:
-    """The Annotated Transformer at a size for one accelerator."""
+    """A pre-norm Transformer at a size for one accelerator, which CTranslate2 can serve."""
     return ExperimentConfig(
-        # A published model by name (see flaxformer_mt/presets.py), with your changes.
-        model=preset(
-            "annotated",
+        # Or a published model by name, `preset("marian", d_model=256, ...)`: see
+        # flaxformer_mt/presets.py.
+        model=TransformerConfig(
             d_model=256,
             num_heads=4,
             d_ff=1024,
             num_encoder_layers=6,
             num_decoder_layers=6,
+            norm_position="pre",
+            final_norm=True,
             tie_embeddings="all",
             dtype="bfloat16",
         ),
@@ -50,5 +52,12 @@ def get_config() -> ExperimentConfig:
             accumulation_steps=1,
             best_metric="bleu",
         ),
-        decode=DecodeConfig(beam_size=4, length_penalty=0.6),
+        # CTranslate2 has the same search.
+        decode=DecodeConfig(
+            beam_size=4,
+            length_penalty=1.0,
+            length_penalty_kind="average",
+            early_stopping="first",
+            renormalize=True,
+        ),
     )

@@ -56,8 +56,9 @@ def convert(
         int8_float32, int8_float16, int8_bfloat16, int16, float16 or bfloat16.
     """
     from flaxformer_mt.interop.convert import convert as convert_model
+    from flaxformer_mt.interop.convert import not_written
 
     overrides = model_fields(settings)
     notes = convert_model(source, target, input_file, output_file, overrides, accept, quantization)
-    for note in notes:
+    for note in (*notes, *not_written(target, output_file)):
         output.print_note(note)

@@ -107,7 +107,11 @@ def save(
     path: str | os.PathLike[str],
     adam: AdamState | None = None,
 ) -> None:
-    """Writes parameters as a checkpoint that the published code loads.
+    """Writes parameters as a state dict that the published module loads.
+
+    Options and vocabularies are not written. Programs that read them from a checkpoint, too (those
+    of a family with `also_reads`), need the module and `load_state_dict`; `convert` writes folders
+    that the programs of Marian and Hugging Face load.
 
     Args:
       family: a key of `FAMILIES`, an alias of one (`presets.FAMILY_ALIASES`), or a `Family`.

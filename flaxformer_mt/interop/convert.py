@@ -45,6 +45,11 @@ WRITERS = {
 }
 FILE_SUFFIXES = (".safetensors", *TORCH_SUFFIXES)
 """Suffixes of outputs that are checkpoint files, not folders."""
+OTHER_SUFFIXES = (
+    ".npz", ".npy", ".h5", ".hdf5", ".keras", ".msgpack", ".pkl", ".pickle", ".onnx", ".pb",
+    ".tflite", ".gguf", ".zip", ".tar", ".gz", ".tgz", ".json", ".yml", ".yaml", ".txt", ".spm",
+)  # fmt: skip
+"""Suffixes of other files, which are not written: a folder of such a name would be a surprise."""
 
 
 def convert(
@@ -88,6 +93,11 @@ def convert(
         return _convert_to_file(source_family, target_family, source, target, overrides, accepted)
     if target_family not in (OWN, *WRITERS):
         raise UserError(f"{target}: use the suffix .safetensors or .pt")
+    if target.suffix in OTHER_SUFFIXES:
+        raise UserError(
+            f"{target}: {target.suffix} is not written; {target_family} is a folder, whose name "
+            f"has no such suffix{', or a .safetensors file' if target_family == OWN else ''}"
+        )
     atomic.require_absent(target)  # Fails before the source is read.
     bundle, notes = read_bundle(source_family, source, overrides)
     if target_family == OWN:
@@ -97,6 +107,15 @@ def convert(
     options = {} if quantization is None else {"quantization": quantization}
     with _conversion_errors(source, target_family):
         return notes + write(bundle, target, accepted, **options)
+
+
+def not_written(family: str, target: str | os.PathLike[str]) -> Notes:
+    """Returns a note if the published program reads more from a checkpoint than is in `target`."""
+    family = canonical_family(family)
+    if family not in FAMILIES or Path(target).suffix not in FILE_SUFFIXES:
+        return ()
+    needs = FAMILIES[family].also_reads
+    return (f"{target} has the tensors of {family}; its program also reads {needs}",) * bool(needs)
 
 
 def _convert_to_file(

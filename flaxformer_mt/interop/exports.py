@@ -15,7 +15,7 @@ from flaxformer_mt.interop.weight_maps import validation
 _CTRANSLATE2_VALUES = {
     "has_inputs": (True,),
     "decoder_kind": ("attention",),
-    "norm_kind": ("layer_norm", "unbiased_std"),
+    "norm_kind": ("layer_norm", "unbiased_std", "rms"),
     "activation": ("relu", "gelu", "gelu_tanh", "silu"),
     "position_kind": ("sinusoidal", "learned", "rotary", "alibi", "t5_relative", "none"),
 }
@@ -26,6 +26,7 @@ _CTRANSLATE2_FIELDS = frozenset({
     "d_ff", "num_encoder_layers", "num_decoder_layers", "max_length",
     "norm_position", "norm_epsilon", "embedding_norm", "final_norm",
     "qkv_bias", "attention_output_bias", "feed_forward_bias", "output_bias",
+    "feed_forward_gate", "scale_scores", "train_pad_embedding",
     "position_layout", "position_exponent", "position_base", "position_offset",
     "relative_position_buckets", "relative_position_max_distance", "relative_position_sharing",
     "scale_embeddings", "scale_logits", "tie_embeddings", "zero_pad_embeddings",

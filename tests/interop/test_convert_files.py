@@ -104,7 +104,8 @@ def test_the_console_script_reports_changes_on_standard_error(tmp_path, capsys):
     assert main([*command, "--accept", "norm_epsilon"]) == 0
     out, err = capsys.readouterr()
     assert out == ""
-    assert len(err.splitlines()) == 6
+    assert len(err.splitlines()) == 7
+    assert "fairseq.pt has the tensors of fairseq; its program also reads its options" in err
     assert all(line.startswith("flaxformer-mt: note: ") for line in err.splitlines())
     # fairseq's dictionaries have another padding id, and therefore another first position.
     sizes = {"num_heads": 4, "pad_id": 0, "max_length": 1024}
@@ -128,6 +129,12 @@ def test_invalid_arguments_are_rejected(tmp_path):
     assert "--to tuns: unknown family" in refused("tunz", "tuns", source, target)
     assert "written as a folder" in refused("tunz", "ctranslate2", source, target, hints)
     assert "only norm_epsilon" in refused("tunz", "tunz", source, target, hints, ["final_norm"])
+    for name in ("pad_id", "eos_id"):
+        message = refused("tunz", "tunz", source, target, {**hints, name: 5000})
+        assert f"{name}=5000 is no token: the vocabulary has 11, from 0" in message
+    for family in ("marian-native", "jax", OWN):
+        message = refused("tunz", family, source, tmp_path / "model.npz", hints)
+        assert "model.npz: .npz is not written" in message
     assert ".safetensors" in refused("tunz", OWN, source, target, hints)
     assert "not a safetensors file, or a damaged one" in refused(OWN, "tunz", source, target)
     foreign = tmp_path / "foreign.safetensors"

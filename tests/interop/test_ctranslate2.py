@@ -18,6 +18,7 @@ import talker
 
 from flaxformer_mt.cli import main
 from flaxformer_mt.config import DataConfig, DecodeConfig, TransformerConfig
+from flaxformer_mt.config.files import load_config
 from flaxformer_mt.data.corpora.corpus import load_corpus
 from flaxformer_mt.data.corpora.text_files import read_lines
 from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
@@ -30,7 +31,7 @@ from flaxformer_mt.interop.exports import exports, summary
 from flaxformer_mt.interop.formats import huggingface, run_folders
 from flaxformer_mt.interop.formats.bundle import ModelBundle, experiment
 from flaxformer_mt.model.transformer import Transformer
-from flaxformer_mt.presets import preset
+from flaxformer_mt.presets import FAMILIES, preset
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -195,7 +196,11 @@ ARRANGEMENTS = {
         "bos_id": -1,
         "scale_embeddings": False,
     },
-    "relative bias, narrow keys": {
+    "relative bias, narrow keys, root-mean-square norms, gate": {
+        "norm_position": "pre",
+        "norm_kind": "rms",
+        "feed_forward_gate": True,
+        "scale_scores": False,
         "position_kind": "t5_relative",
         "relative_position_buckets": 8,
         "relative_position_max_distance": 12,
@@ -314,6 +319,53 @@ def test_exports_are_known_from_the_configuration():
     assert exports(student)["marian-native"] == ""
     assert exports(student)["ctranslate2"] == "decoder_kind=ssru"
     assert exports(dataclasses.replace(plain, has_inputs=False))["jax"] == "has_inputs=False"
+
+
+CONFIGS = ("quickstart", "forkme", "multi30k_tiny_en_de")
+PRESETS = [name for name in FAMILIES if name != "annotated_wide_heads"]
+
+
+def config_of(name):
+    return load_config(Path(__file__).parents[2] / "configs" / f"{name}.py")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_models_of_the_configurations_can_be_served(name):
+    config = config_of(name)
+    assert exports(config.model)["ctranslate2"] == ""
+    bundle = talker_bundle(config.decode)
+    if name == "forkme":  # A template whose exports translate like the run.
+        assert to_settings(bundle)[1] == ()
+
+
+def talker_bundle(decode):
+    made = talker.make_talker()
+    config = dataclasses.replace(made.config, model=made.model, decode=decode)
+    return ModelBundle(config, made.params, made.tokenizers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*CONFIGS, *PRESETS])
+def test_translations_are_ours(name, tmp_path, usual_optimizations):
+    model = config_of(name).model if name in CONFIGS else preset(name, **TINY)
+    bundle = random_bundle(model)
+    bundle = with_decode(bundle, dataclasses.replace(SAME_SEARCH, max_length=24))
+    write(bundle, tmp_path / "served", ("norm_epsilon",))
+    sources = list(dict.fromkeys(talker.sentences(700, 3, longest=9)))[:500]
+    assert len(sources) == 500
+    translator = Translator(bundle.config, bundle.params, bundle.tokenizers)
+    ours = [hypotheses[0] for hypotheses in translator.translate_n_best(sources)]
+    theirs = Served(tmp_path / "served").translate(sources)
+    vocabulary, end = bundle.tokenizers.target, bundle.config.model.eos_id
+    same = [
+        (own.score, score)
+        for own, (pieces, score) in zip(ours, theirs, strict=True)
+        if vocabulary.pieces([token for token in own.tokens if token != end]) == pieces
+    ]
+    assert len(same) >= 0.995 * len(sources)
+    worst = max(abs(own - score) for own, score in same)
+    print(f"{name}: {len(same)} of {len(sources)} are equal, scores within {worst:.1e}")
+    assert worst <= 1e-4
 
 
 def test_the_end_token_has_the_name_that_scripts_append(tmp_path):

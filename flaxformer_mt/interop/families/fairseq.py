@@ -207,6 +207,7 @@ def _omitted(config: TransformerConfig) -> frozenset[str]:
 FAMILY = Family(
     name="fairseq",
     sizes=_sizes,
+    also_reads="its options (args or cfg) and dictionaries",
     guess=_guess,
     rules=_rules,
     buffers=_buffers,

@@ -112,6 +112,7 @@ def _buffers(config: TransformerConfig) -> list[Buffer]:
 FAMILY = Family(
     name="jadore801120",
     sizes=_sizes,
+    also_reads="its options (settings) and vocabularies",
     guess=_guess,
     rules=_rules,
     buffers=_buffers,

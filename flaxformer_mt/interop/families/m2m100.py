@@ -25,6 +25,7 @@ def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
 FAMILY = Family(
     name="m2m100",
     sizes=sizes,
+    also_reads="config.json and vocabularies",
     guess=guess,
     rules=_rules,
     open_switches=frozenset({"activation", "scale_embeddings", "pad_id"}),

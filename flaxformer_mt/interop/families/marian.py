@@ -130,6 +130,7 @@ def _omitted(config: TransformerConfig) -> frozenset[str]:
 FAMILY = Family(
     name="marian",
     sizes=_sizes,
+    also_reads="config.json and vocabularies",
     guess=_guess,
     rules=_rules,
     buffers=_buffers,

@@ -106,6 +106,7 @@ def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
 FAMILY = Family(
     name="mbart",
     sizes=sizes,
+    also_reads="config.json and vocabularies",
     guess=_guess,
     rules=_rules,
     open_switches=frozenset({"norm_position", "activation", "scale_embeddings"}),

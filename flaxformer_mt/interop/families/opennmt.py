@@ -185,6 +185,7 @@ def _buffers(config: TransformerConfig) -> list[Buffer]:
 FAMILY = Family(
     name="opennmt",
     sizes=_sizes,
+    also_reads="its options (opt) and vocabularies (vocab)",
     guess=_guess,
     rules=_rules,
     buffers=_buffers,

@@ -190,6 +190,7 @@ def _layout(names: Collection[str]) -> str:
 FAMILY = Family(
     name="t5",
     sizes=_sizes,
+    also_reads="config.json and a vocabulary",
     guess=_guess,
     rules=_rules,
     open_switches=frozenset(

@@ -74,9 +74,9 @@ def to_spec(
     for stack, spec in (("encoder", encoder), ("decoder", decoder)):
         _set_stack(spec, c, arrays, stack)
     spec = transformer_spec.TransformerSpec(encoder, decoder)
-    is_standard = c.norm_kind == "layer_norm"
     # Outside the root, an epsilon this small only matters for rows that are all but constant.
-    spec.config.layer_norm_epsilon = c.norm_epsilon if is_standard else c.norm_epsilon**2
+    is_outside = c.norm_kind == "unbiased_std"
+    spec.config.layer_norm_epsilon = c.norm_epsilon**2 if is_outside else c.norm_epsilon
     return spec
 
 
@@ -86,6 +86,8 @@ def _stack_options(c: TransformerConfig) -> dict[str, Any]:
         "activation": ACTIVATIONS[c.activation],
         "layernorm_embedding": c.embedding_norm,
         "relative_attention_bias": POSITION_KINDS[c.position_kind].bias is not None,
+        "rms_norm": c.norm_kind == "rms",
+        "ffn_glu": c.feed_forward_gate,
         "head_dim": max(c.key_width, c.value_width),
     }
     if c.position_kind == "rotary":
@@ -143,10 +145,13 @@ def _set_stack(spec: Any, c: TransformerConfig, arrays: _Arrays, stack: str) -> 
                 layer.attention, c, own, "cross_attention", [("query",), ("key", "value")]
             )
         _set_norm(layer.ffn.layer_norm, c, own, "feed_forward_norm")
-        for theirs, ours in ((layer.ffn.linear_0, "hidden"), (layer.ffn.linear_1, "output")):
-            theirs.weight = _transposed(own[f"feed_forward/{ours}/kernel"])
+        maps = [(layer.ffn.linear_0, "hidden"), (layer.ffn.linear_1, "output")]
+        if c.feed_forward_gate:
+            maps.append((layer.ffn.linear_0_noact, "gate"))
+        for linear, name in maps:
+            linear.weight = _transposed(own[f"feed_forward/{name}/kernel"])
             if c.feed_forward_bias:
-                theirs.bias = own[f"feed_forward/{ours}/bias"]
+                linear.bias = own[f"feed_forward/{name}/bias"]
 
 
 def _set_attention(
@@ -154,7 +159,8 @@ def _set_attention(
 ) -> None:
     """Fills an attention; each group of inputs is one linear map."""
     _set_norm(spec.layer_norm, c, own, f"{name}_norm")
-    spec.queries_scale = c.key_width**-0.5  # By default that of the padded width.
+    # The default is that of the padded width.
+    spec.queries_scale = c.key_width**-0.5 if c.scale_scores else 1.0
     for linear, group in zip(spec.linear, groups, strict=False):
         kernels = [_padded_heads(c, own[f"{name}/{part}/kernel"]) for part in group]
         linear.weight = _transposed(np.concatenate(kernels, axis=1))
@@ -177,9 +183,10 @@ def _padded_heads(c: TransformerConfig, array: np.ndarray) -> np.ndarray:
 
 def _set_norm(spec: Any, c: TransformerConfig, arrays: _Arrays, path: str) -> None:
     # The unbiased standard deviation is larger.
-    factor = 1.0 if c.norm_kind == "layer_norm" else ((c.d_model - 1) / c.d_model) ** 0.5
+    factor = ((c.d_model - 1) / c.d_model) ** 0.5 if c.norm_kind == "unbiased_std" else 1.0
     spec.gamma = arrays[f"{path}/scale"] * np.float32(factor)
-    spec.beta = arrays[f"{path}/bias"]
+    if c.norm_kind != "rms":
+        spec.beta = arrays[f"{path}/bias"]
 
 
 def _transposed(kernel: np.ndarray) -> np.ndarray:

@@ -74,7 +74,7 @@ def _configure(
 
     Raises:
       UserError: the number of heads is unknown, or an override or setting contradicts the tensors
-        or the family.
+        or the family, or a special token is outside the vocabulary.
     """
     if not checkpoint.tensors:
         raise UserError("it contains no tensors")
@@ -93,6 +93,7 @@ def _configure(
             raise UserError(f"{name}={given[name]} was given, but the tensors have {read[name]}")
     config = family.configuration(**{"dtype": dtype} | given | read)
     validation.check_switches(family, config)
+    validation.check_ids(config)
     return config
 
 

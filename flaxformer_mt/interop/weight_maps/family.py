@@ -96,6 +96,9 @@ class Family:
     """First components of names whose tensors a training checkpoint stores in separate dicts."""
     optimizer_key: str = "optimizer"
     """Key of the optimizer's state in a training checkpoint."""
+    also_reads: str = ""
+    """What the published program reads beside the tensors, and `interop.save` does not write, in
+    words; "" = nothing."""
     preset: Callable[..., TransformerConfig] | None = None
     """Returns the published configuration with the given fields replaced. None: the preset called
     `name` in `presets.py`. For another family `functools.partial(TransformerConfig, ...)` is

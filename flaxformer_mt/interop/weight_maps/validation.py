@@ -42,6 +42,24 @@ def check_switches(family: Family, config: TransformerConfig) -> None:
     check_heads(family, config)
 
 
+def check_ids(config: TransformerConfig) -> None:
+    """Checks that the special tokens are in the vocabularies, unless there are none (V = 0).
+
+    Raises:
+      UserError: one is not.
+    """
+    if not config.target_vocab_size:
+        return
+    both = config.target_vocab_size
+    if config.has_inputs and config.source_vocab_size:
+        both = min(both, config.source_vocab_size)
+    sizes = {"pad_id": both, "bos_id": config.target_vocab_size, "eos_id": both}
+    for name, size in sizes.items():
+        given = getattr(config, name)
+        if given >= size:
+            raise UserError(f"{name}={given} is no token: the vocabulary has {size}, from 0")
+
+
 def check_heads(family: Family, config: TransformerConfig) -> None:
     """Checks that the published code can have heads of these widths.
 
