@@ -55,6 +55,10 @@ def test_one_resolved_configuration_reaches_all_parts(run, tmp_path):
     assert parts.model.config == parts.config.model
     assert parts.config.data.source_row_length == parts.dataset.training.shapes[0].source_length
     assert run.config.model.source_vocab_size == 0
+    # The start of a run names the possible exports, a dry run also what prevents the others.
+    assert dict(parts.report())["exports"] == "ctranslate2, jax; not marian, marian-native"
+    reasons = [line for _, line in parts.export_obstacles()]
+    assert reasons[0].startswith("not marian: position_layout=interleaved cannot be")
 
 
 def changed(**groups):
