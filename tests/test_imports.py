@@ -76,6 +76,7 @@ ONLY_IN = {
     "sacrebleu": {"evaluation"},
     "sentencepiece": {"data.tokenizers", "interop.formats.jax_server"},
     "ctranslate2": {"interop.formats.ctranslate2", "interop.formats.ctranslate2_spec"},
+    "tokenizers": {"data.tokenizers.hub_tokenizer"},
     "num2words": {"data.corpora.generated_phrases"},
     "babel": {
         "data.corpora.generated_phrases",

@@ -56,6 +56,10 @@ class DecodeConfig:
     force_end: bool = option(False, FieldRole.SEARCH)
     """Make the last token within the maximum length the end token; otherwise a translation of that
     length has none."""
+    first_token: str = option("", FieldRole.SEARCH)
+    """Token that every translation begins with, whatever its probability: the target language of
+    multilingual models, such as "fra_Latn" (NLLB), "__fr__" (M2M-100) or "fr_XX" (mBART-50). A
+    sentence's own prefix may name another language."""
     no_repeat_ngram_size: int = option(0, FieldRole.SEARCH, lowest=0, limit=MAX_WIDTH)
     """No n-gram of this size occurs twice in a translation; 0 = no constraint."""
     repetition_penalty: float = option(1.0, FieldRole.SEARCH, lowest=0.001, limit=MAX_FACTOR)

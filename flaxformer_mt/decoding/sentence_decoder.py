@@ -82,6 +82,8 @@ class _TokenizedSegment(NamedTuple):
     """Source tokens, without end token."""
     prefix: Sequence[int] = ()
     """The first tokens of its translation."""
+    certain: int = 0
+    """How many of these have probability 1."""
     phrases: Sequence[Sequence[int]] = ()
     """Token sequences that must appear in its translation."""
 
@@ -138,6 +140,8 @@ class SentenceDecoder:
             f"the scores of {width:,} hypotheses of one sentence (decode.beam_size, "
             "decode.n_best, decode.mbr_samples) take",
         )
+        self.first = self._first_token()
+        """The token that translations begin with, unless a sentence names another language."""
         self.batcher = ContinuousBatcher(models, decode, self._bad_phrases(), scores)
 
     def translate(self, sentences: Sequence[Sentence]) -> Iterator[tuple[int, list[Hypothesis]]]:
@@ -188,12 +192,47 @@ class SentenceDecoder:
                 )
             tokenized = [_TokenizedSegment(*pair) for pair in zip(segments, encoded, strict=False)]
             if tokenized and (sentence.prefix or sentence.phrases):
-                prefix, *phrases = target.encode([sentence.prefix, *sentence.phrases])
+                prefix, *phrases = target.encode_parts([sentence.prefix, *sentence.phrases])
                 tokenized[0] = tokenized[0]._replace(
                     prefix=prefix, phrases=[phrase for phrase in phrases if phrase]
                 )
-            divided.append(tokenized)
+            divided.append(self._with_first_token(tokenized))
         return divided
+
+    def _with_first_token(self, segments: list[_TokenizedSegment]) -> list[_TokenizedSegment]:
+        """Adds the token that translations begin with to the prefixes of a text's segments.
+
+        A language at the beginning of the first prefix takes its place.
+        """
+        first = self.first
+        if segments and segments[0].prefix[:1] and self._is_language(segments[0].prefix[0]):
+            first, own = tuple(segments[0].prefix[:1]), segments[0].prefix[1:]
+            segments = [segments[0]._replace(prefix=own), *segments[1:]]
+        return [
+            segment._replace(prefix=[*first, *segment.prefix], certain=len(first))
+            for segment in segments
+        ]
+
+    def _is_language(self, token: int) -> bool:
+        return token in self.tokenizers.target.language_ids
+
+    def _first_token(self) -> tuple[int, ...]:
+        """Returns the token that translations begin with, if there is one.
+
+        Raises:
+          UserError: `decode.first_token` is not one token of the vocabulary.
+        """
+        target, name = self.tokenizers.target, self.decode.first_token
+        if not name:
+            default = target.first_id
+            return (default,) if default is not None and self._is_language(default) else ()
+        tokens = target.encode_parts([name])[0]
+        if len(tokens) != 1 or tokens[0] == target.unk_id:
+            raise UserError(
+                f"decode.first_token={name} is not a token of the target vocabulary: for a "
+                "language, give its token, such as fra_Latn, __fr__ or fr_XX"
+            )
+        return (tokens[0],)
 
     def _source_lengths(self, texts: Sequence[str]) -> list[int]:
         return list(map(len, self.tokenizers.source.encode(texts)))
@@ -237,6 +276,7 @@ class SentenceDecoder:
             min_length=min(min_length, max_length - 1),
             max_length=max_length,
             prefix=segment.prefix,
+            certain=segment.certain,
             phrases=segment.phrases,
             seed=sampling_seed(decode.seed, segment.tokens),
             allowed=allowed,
@@ -357,7 +397,9 @@ class SentenceDecoder:
 
     def _bad_phrases(self) -> tuple[tuple[int, ...], ...]:
         """Returns the token sequences that must not appear."""
-        words = self.tokenizers.target.encode([word.strip() for word in self.decode.bad_words])
+        words = self.tokenizers.target.encode_parts(
+            [word.strip() for word in self.decode.bad_words]
+        )
         ids = [[int(token) for token in phrase.split(",")] for phrase in self.decode.bad_word_ids]
         for phrase in ids:
             if max(phrase) >= self.model.target_vocab_size:

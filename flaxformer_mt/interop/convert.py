@@ -19,6 +19,7 @@ from flaxformer_mt.interop.adaptation import adapt_training
 from flaxformer_mt.interop.checkpoint_files import TORCH_SUFFIXES
 from flaxformer_mt.interop.formats import parameter_file, run_folders
 from flaxformer_mt.interop.formats.bundle import ModelBundle
+from flaxformer_mt.interop.formats.hub_families import HUB_FAMILIES
 from flaxformer_mt.interop.formats.parameter_file import OWN
 from flaxformer_mt.interop.weight_maps.adam_state import TrainingState
 from flaxformer_mt.presets import canonical_family
@@ -26,19 +27,19 @@ from flaxformer_mt.runs import atomic
 
 Notes = tuple[str, ...]
 """What was changed or lost, in one line each."""
-BundleReader = Callable[[Path, Mapping[str, Any]], tuple[ModelBundle, Notes]]
-"""Reads a whole model, given a path and configuration fields that override its own."""
+BundleReader = Callable[..., tuple[ModelBundle, Notes]]
+"""Reads a whole model: (path, configuration fields that override its own)."""
 BundleWriter = Callable[..., Notes]
 """Writes one: (bundle, folder, accepted switches)."""
 
 # Modules of `formats` with a function `read`, ...
 READERS = {
-    "marian": "huggingface",
+    **dict.fromkeys(HUB_FAMILIES, "huggingface"),
     "marian-native": "marian_native",
 }
 # ... and with a function `write`. They are imported at use, since some need optional packages.
 WRITERS = {
-    "marian": "huggingface",
+    **dict.fromkeys(HUB_FAMILIES, "huggingface"),
     "marian-native": "marian_native",
     "ctranslate2": "ctranslate2",
     "jax": "jax_export",
@@ -104,7 +105,8 @@ def convert(
         run_folders.write(bundle, target)
         return notes
     write: BundleWriter = _function(WRITERS[target_family], "write")
-    options = {} if quantization is None else {"quantization": quantization}
+    options = {"family": target_family} if target_family in HUB_FAMILIES else {}
+    options |= {} if quantization is None else {"quantization": quantization}
     with _conversion_errors(source, target_family):
         return notes + write(bundle, target, accepted, **options)
 
@@ -168,7 +170,7 @@ def read_bundle(
     """
     if family in READERS and (source.is_dir() or family not in FAMILIES):
         read: BundleReader = _function(READERS[family], "read")
-        return read(source, overrides)
+        return read(source, overrides, **({"family": family} if family in HUB_FAMILIES else {}))
     if not source.is_dir():
         raise UserError(f"{source} is not a folder, so it has no vocabulary: a folder is needed")
     if family != OWN:

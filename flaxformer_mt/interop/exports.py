@@ -37,8 +37,8 @@ _CTRANSLATE2_FIELDS = frozenset({
 def exports(model: TransformerConfig) -> dict[str, str]:
     """Returns for each export format what prevents it, or "" if nothing does.
 
-    The formats are those of `convert.WRITERS`. Weights that happen to be equal or zero could allow
-    more; trained ones are not.
+    The formats are those of `convert.WRITERS` that take a vocabulary learned here. Weights that
+    happen to be equal or zero could allow more; trained ones are not.
 
     Args:
       model: with its vocabulary sizes and special tokens.

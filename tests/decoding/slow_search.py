@@ -13,6 +13,7 @@ class Constraints:
     minimum: int = 0
     prefix: tuple[int, ...] = ()
     allowed: frozenset[int] | None = None
+    certain: int = 0
 
 
 class Found(NamedTuple):
@@ -62,7 +63,7 @@ def token_scores(logits, tokens, constraints, options, chosen_by_others=()):
     if len(tokens) < len(constraints.prefix):
         required = constraints.prefix[len(tokens)]
         scores = [-math.inf] * len(logits)
-        scores[required] = originals[required]
+        scores[required] = 0.0 if len(tokens) < constraints.certain else originals[required]
     if options.force_end and len(tokens) == constraints.limit - 1:
         scores = [-math.inf] * len(logits)
         scores[options.eos_id] = 0.0

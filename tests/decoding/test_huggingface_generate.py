@@ -27,7 +27,8 @@ from flaxformer_mt.runs.trained_model import load_run
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from transformers import MarianMTModel
+    import hub_models
+    from transformers import MarianMTModel, PreTrainedModel
 
 BEAMS = (1, 4, 6)
 EARLY_STOPPING = ("never", False, True)
@@ -44,9 +45,11 @@ class ModelPair:
 
     config: TransformerConfig
     params: dict
-    theirs: MarianMTModel
+    theirs: PreTrainedModel
     max_length: int
     """Maximum length of translations, start token included."""
+    first: int | None = None
+    """The token that translations begin with: `forced_bos_token_id`."""
 
     def random_sources(self, count, longest=12, seed=0):
         draw = np.random.default_rng(seed)
@@ -176,11 +179,18 @@ def differences(pair, sources, beam_size, early_stopping, length_penalty):
     settings = pair.theirs.generation_config.to_dict() | options
     decode, notes = generation_config.to_decode(settings, pair.config)
     assert notes == []
+    prefix = []
+    if pair.first is not None:
+        options["forced_bos_token_id"] = pair.first
+        prefix = [pair.first]
     if beam_size == 1:
         options["output_logits"] = True
         del options["early_stopping"]
     expected = generate(pair, sources, options)
-    requests = [Request(source, 0, decode.max_length) for source in sources]
+    requests = [
+        Request(source, 0, decode.max_length, prefix=prefix, certain=len(prefix))
+        for source in sources
+    ]
     lines, lengths = [], []
     for index, found in ContinuousBatcher([(pair.config, pair.params)], decode).decode(requests):
         ours = list(zip(found.tokens, found.scores, strict=True))
@@ -252,6 +262,41 @@ def test_random_weights_find_the_same(early_stopping):
         means.append(mean)
     # Some translations end, and how many depends on the penalty.
     assert 2 < means[0] < means[-1] <= pair.max_length - 1
+
+
+# The token that translations begin with.
+HUB = {"t5": None, "flan": None, "nllb": 5, "mbart50": 6, "bart": None}
+
+
+@functools.cache
+def hub_pair(kind):
+    theirs = hub_models.random_model(hub_models.config(kind, 40))
+    checkpoint = {"model": theirs.state_dict(), "settings": theirs.config.to_dict()}
+    config, params = interop.load(hub_models.KINDS[kind][0], checkpoint)
+    params = interop.model_params(params)
+    return ModelPair(config, params, theirs, max_length=24, first=HUB[kind])
+
+
+@pytest.mark.parametrize(
+    ("kind", "beam_size", "early_stopping"),
+    [("nllb", 4, False), ("t5", 6, "never"), ("mbart50", 1, True)],
+)
+def test_models_of_the_hub_find_the_same(kind, beam_size, early_stopping):
+    pair = hub_pair(kind)
+    mean, lines = differences(pair, pair.random_sources(20), beam_size, early_stopping, 1.0)
+    assert lines == []
+    assert 2 < mean < pair.max_length - 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", HUB)
+def test_models_of_the_hub_find_the_same_with_all_options(kind):
+    pair = hub_pair(kind)
+    sources = pair.random_sources(200, longest=20)
+    for combination in itertools.product(BEAMS, EARLY_STOPPING, (0.6, 1.0)):
+        mean, lines = differences(pair, sources, *combination)
+        print(kind, *combination, f"mean length {mean:.1f}, {len(lines)} ties", *lines, sep="\n  ")
+        assert len(lines) <= 3
 
 
 @pytest.mark.parametrize("beam_size", [1, 6])

@@ -51,6 +51,8 @@ class Vocabulary:
     def encode(self, texts):
         return [[self.words.index(f"\u2581{word}") for word in text.split()] for text in texts]
 
+    encode_parts = encode
+
 
 @pytest.mark.parametrize("name", ["lex", "lex.gz"])
 def test_a_learned_table_can_be_read(tmp_path, name):

@@ -88,6 +88,7 @@ three_constraints = st.lists(
         limit=st.integers(0, P),
         minimum=st.integers(0, P),
         prefix=st.lists(st.sampled_from(WORDS), max_size=2).map(tuple),
+        certain=st.integers(0, 1),
         allowed=st.none() | st.frozensets(st.sampled_from(WORDS)).map(lambda some: some | {EOS}),
     ),
     min_size=B,

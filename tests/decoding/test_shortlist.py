@@ -28,6 +28,8 @@ class Vocabulary:
     def encode(self, texts):
         return [self._encode("\u2581" + text) for text in texts]
 
+    encode_parts = encode
+
     def _encode(self, text):
         if not text:
             return []

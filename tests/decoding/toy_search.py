@@ -88,6 +88,7 @@ def batched(per_row, seeds=None, prefix_length=2):
         phrases=np.zeros((len(per_row), 0, 0), np.int32),
         source_mask=np.ones((len(per_row), S), bool),
         allowed=allowed,
+        certain=np.array([constraints.certain for constraints in per_row], np.int32),
     )
 
 

@@ -14,7 +14,8 @@ from flaxformer_mt.runs.trained_model import load_run
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from transformers import MarianMTModel, MarianTokenizer
+    import hub_models
+    from transformers import AutoModelForSeq2SeqLM, MarianMTModel, MarianTokenizer
 
 
 @pytest.fixture(scope="module")
@@ -28,14 +29,15 @@ def published(text, tmp_path_factory):
     return folder
 
 
-def test_a_published_model_is_trained_further(published, text, tmp_path):
-    run, tuned, exported = (tmp_path / name for name in ("run", "tuned", "exported"))
-    convert("marian", OWN, published, run)
+def fine_tune(run, text, tuned):
+    """Trains a converted run further; its loss falls."""
     options = [
         f"--config={run / 'config.json'}",
         f"--workdir={tuned}",
         f"--train.init-from={run}",
         f"--data.path={text}",
+        "--data.source-language=en",
+        "--data.target-language=de",
         "--optimizer.learning-rate=3e-2",
         "--optimizer.warmup-steps=5",
         "--train.num-steps=30",
@@ -51,6 +53,12 @@ def test_a_published_model_is_trained_further(published, text, tmp_path):
         experiment.fit(experiment.prepare(config, tuned), tuned)
     losses = [line["loss"] for line in metrics(tuned) if line["split"] == "train"]
     assert losses[-1] < losses[0] - 0.5
+
+
+def test_a_published_model_is_trained_further(published, text, tmp_path):
+    run, tuned, exported = (tmp_path / name for name in ("run", "tuned", "exported"))
+    convert("marian", OWN, published, run)
+    fine_tune(run, text, tuned)
     ours, before = load_run(tuned), load_run(run)
     assert ours.tokenizers.source.files == before.tokenizers.source.files
 
@@ -67,6 +75,29 @@ def test_a_published_model_is_trained_further(published, text, tmp_path):
     assert MarianTokenizer.from_pretrained(exported)(sentence).input_ids == expected
     (own,) = ours.tokenizers.source.encode([sentence])
     assert [*own, ours.config.model.eos_id] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["nllb", "flan", "mbart50"])
+def test_a_model_of_the_hub_is_trained_further(kind, text, tmp_path):
+    published, run, tuned, exported = (
+        tmp_path / name for name in ("published", "run", "tuned", "exported")
+    )
+    family, _ = hub_models.KINDS[kind]
+    lines = [(text / f"train.{side}").read_text().splitlines() for side in ("en", "de")]
+    _, tokenizer = hub_models.save(kind, [*lines[0], *lines[1]], published)
+    convert(family, OWN, published, run)
+    fine_tune(run, text, tuned)
+    convert(OWN, family, tuned, exported)
+    ours = load_run(tuned)
+    theirs = AutoModelForSeq2SeqLM.from_pretrained(exported)
+    chex.assert_trees_all_equal(
+        theirs.get_input_embeddings().weight.detach().numpy(),
+        ours.params["target_embedding"]["embedding"],
+    )
+    assert theirs.generation_config.max_length == 5
+    again = type(tokenizer).from_pretrained(exported)
+    assert again(lines[0][0]).input_ids == tokenizer(lines[0][0]).input_ids
 
 
 def test_a_published_folder_is_no_configuration(refuse, published, tmp_path):

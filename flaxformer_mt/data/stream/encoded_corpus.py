@@ -196,7 +196,7 @@ class SideEncoder:
 
     def _unknown_character(self, text: str) -> str:
         """Returns the first unknown character, or all of `text` if none is unknown by itself."""
-        pieces = zip(text, self._tokenizer.encode(list(text)), strict=True)
+        pieces = zip(text, self._tokenizer.encode_parts(list(text)), strict=True)
         unknown = (character for character, ids in pieces if self._tokenizer.unk_id in ids)
         return next(unknown, text)
 

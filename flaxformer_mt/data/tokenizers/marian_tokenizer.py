@@ -129,6 +129,10 @@ class MarianTokenizer:
         """See `Tokenizer.encode`."""
         return self._encode(texts, self._split)
 
+    encode_parts = encode
+    first_id: int | None = None
+    language_ids: frozenset[int] = frozenset()
+
     def split(self, texts: Sequence[str]) -> list[list[str]]:
         """See `Tokenizer.split`."""
         return self._tokenize(texts, self._split)
@@ -360,15 +364,24 @@ def read_files(folder: str | Path) -> TokenizerFiles:
     Raises:
       UserError: a required file is missing, or a file cannot be read.
     """
-    files = {
-        name: read_bytes(Path(folder, name), MAX_MODEL_BYTES)
-        for name in _FILES
-        if Path(folder, name).exists()
-    }
+    files = read_present(folder, _FILES)
     for name in _REQUIRED_FILES:
         if name not in files:
             raise UserError(f"the tokenizer {Path(folder, name)} is missing")
     return files
+
+
+def read_present(folder: str | Path, names: Sequence[str]) -> TokenizerFiles:
+    """Reads the files of a folder that have one of these names.
+
+    Raises:
+      UserError: a file cannot be read.
+    """
+    return {
+        name: read_bytes(Path(folder, name), MAX_MODEL_BYTES)
+        for name in names
+        if Path(folder, name).exists()
+    }
 
 
 def _read_json(files: TokenizerFiles, name: str, label: Callable[[str], Path]) -> dict[str, Any]:

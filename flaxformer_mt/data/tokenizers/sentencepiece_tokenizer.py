@@ -52,6 +52,10 @@ class SentencePieceTokenizer:
         """See `Tokenizer.encode`."""
         return self._processor.encode(list(texts))
 
+    encode_parts = encode
+    first_id = None
+    language_ids: frozenset[int] = frozenset()
+
     def split(self, texts: Sequence[str]) -> list[list[str]]:
         """See `Tokenizer.split`."""
         return self._processor.encode(list(texts), out_type=str)

@@ -1,6 +1,7 @@
 """The tokenizer protocol, and the vocabularies of a run.
 
-Two implementations: `sentencepiece_tokenizer` and, for OPUS-MT models, `marian_tokenizer`.
+Implementations: `sentencepiece_tokenizer` and, for published models, `marian_tokenizer` (OPUS-MT),
+`m2m100_tokenizer` and `hub_tokenizer`.
 
 A tag ("<2de>", see `CorpusConfig.tag`) is a single piece: it is never split or merged.
 """
@@ -8,14 +9,17 @@ A tag ("<2de>", see `CorpusConfig.tag`) is a single piece: it is never split or 
 import dataclasses
 import itertools
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from flaxformer_mt.config import DataConfig
 from flaxformer_mt.data.corpora.corpus import Corpus
 from flaxformer_mt.data.progress import counted
-from flaxformer_mt.data.tokenizers import marian_tokenizer
+from flaxformer_mt.data.tokenizers import hub_tokenizer, m2m100_tokenizer, marian_tokenizer
+from flaxformer_mt.data.tokenizers.hub_tokenizer import HubTokenizer
+from flaxformer_mt.data.tokenizers.language_tokens import HasFirstToken
+from flaxformer_mt.data.tokenizers.m2m100_tokenizer import M2M100Tokenizer
 from flaxformer_mt.data.tokenizers.marian_tokenizer import MarianTokenizer
 from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import (
     SentencePieceTokenizer,
@@ -34,7 +38,7 @@ _Item = TypeVar("_Item")
 _log = logging.getLogger(__name__)
 
 
-class Tokenizer(Protocol):
+class Tokenizer(HasFirstToken, Protocol):
     """A vocabulary: conversion between text and token ids."""
 
     @property
@@ -62,7 +66,13 @@ class Tokenizer(Protocol):
         """SHA-256 of the vocabulary, in hexadecimal."""
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Returns the token ids of each text, without start and end tokens."""
+        """Returns the token ids of each sentence, without start and end tokens.
+
+        It begins with `first_id`, or with its language if the text names one.
+        """
+
+    def encode_parts(self, texts: Sequence[str]) -> list[list[int]]:
+        """Returns the token ids of parts of sentences, to which no first token is added."""
 
     def split(self, texts: Sequence[str]) -> list[list[str]]:
         """Returns the piece of text behind each token of `encode`; words start with U+2581."""
@@ -85,6 +95,19 @@ class Tokenizer(Protocol):
 
     def decode(self, sentences: Sequence[Sequence[int]]) -> list[str]:
         """Returns the text of each sentence up to its first `eos_id`, without special tokens."""
+
+
+PublishedTokenizer: TypeAlias = MarianTokenizer | M2M100Tokenizer | HubTokenizer
+"""A vocabulary that published files define."""
+
+_MARIAN = MarianTokenizer, marian_tokenizer.read_files
+_PUBLISHED: dict[tuple[str, ...], tuple[type[Any], Callable[[str | Path], Mapping[str, bytes]]]] = {
+    (marian_tokenizer.VOCABULARY_FILE, "source.spm"): _MARIAN,
+    (hub_tokenizer.VOCABULARY_FILE,): (HubTokenizer, hub_tokenizer.read_files),
+    (m2m100_tokenizer.PIECES_FILE,): (M2M100Tokenizer, m2m100_tokenizer.read_files),
+    (marian_tokenizer.VOCABULARY_FILE,): _MARIAN,
+}
+"""The class and the reader of each published vocabulary, by the files that tell it."""
 
 
 def tags(config: DataConfig) -> list[str]:
@@ -114,8 +137,8 @@ def evenly(items: Iterable[_Item], limit: int) -> list[_Item]:
 class Tokenizers:
     """The vocabularies of a model; a joint vocabulary is the same object for both sides."""
 
-    source: SentencePieceTokenizer | MarianTokenizer
-    target: SentencePieceTokenizer | MarianTokenizer
+    source: SentencePieceTokenizer | PublishedTokenizer
+    target: SentencePieceTokenizer | PublishedTokenizer
 
     @classmethod
     def for_run(
@@ -141,7 +164,8 @@ class Tokenizers:
                 "subfolder tokenizer"
             )
         tokenizers = cls.load(folder)
-        for tag, pieces in zip(tags(config), tokenizers.source.encode(tags(config)), strict=True):
+        words = tags(config)
+        for tag, pieces in zip(words, tokenizers.source.encode_parts(words), strict=True):
             if len(pieces) > 1:
                 _log.warning(
                     "the tag %s is %d pieces in the vocabulary of data.tokenizer_path=%s",
@@ -190,7 +214,7 @@ class Tokenizers:
     @property
     def files(self) -> Mapping[str, bytes]:
         """The files that `save` writes, by name."""
-        if isinstance(self.source, MarianTokenizer):
+        if not isinstance(self.source, SentencePieceTokenizer):
             return self.source.files  # The same files define both sides.
         assert isinstance(self.target, SentencePieceTokenizer)
         if self.joint:
@@ -199,25 +223,29 @@ class Tokenizers:
 
     @property
     def sentencepiece_models(self) -> Mapping[str, bytes]:
-        """The SentencePiece model of each side, "source" and "target"."""
-        if isinstance(self.source, MarianTokenizer):
+        """The SentencePiece model of each side, "source" and "target".
+
+        Raises:
+          UserError: the vocabulary is not defined by such models.
+        """
+        if type(self.source) is MarianTokenizer:
             return {side: self.source.files[f"{side}.spm"] for side in ("source", "target")}
+        if not isinstance(self.source, SentencePieceTokenizer):
+            raise UserError("its vocabulary is not one SentencePiece model per side")
         assert isinstance(self.target, SentencePieceTokenizer)
         return {"source": self.source.model, "target": self.target.model}
 
     @classmethod
     def load(cls, folder: str | Path) -> "Tokenizers":
-        """Loads `joint.model`, `source.model` and `target.model`, or an OPUS-MT vocabulary.
+        """Loads `joint.model`, `source.model` and `target.model`, or a published vocabulary.
 
         Raises:
           UserError: a file is missing or damaged.
         """
-        if Path(folder, marian_tokenizer.VOCABULARY_FILE).exists():
-            files = marian_tokenizer.read_files(folder)
-            return cls(
-                MarianTokenizer(files, "source", str(folder)),
-                MarianTokenizer(files, "target", str(folder)),
-            )
+        for names, (kind, read_files) in _PUBLISHED.items():
+            if all(Path(folder, name).exists() for name in names):
+                files = read_files(folder)
+                return cls(kind(files, "source", str(folder)), kind(files, "target", str(folder)))
         joint_path = Path(folder, "joint.model")
         if joint_path.exists():
             joint = _read_model(joint_path)

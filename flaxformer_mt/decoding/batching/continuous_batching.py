@@ -56,6 +56,8 @@ class Request(NamedTuple):
     """Maximum number of tokens of a hypothesis, end token included."""
     prefix: Sequence[int] = ()
     """The first tokens of every hypothesis."""
+    certain: int = 0
+    """How many of the prefix' first tokens have probability 1."""
     phrases: Sequence[Sequence[int]] = ()
     """Token sequences that must appear."""
     seed: int = 0
@@ -210,7 +212,11 @@ class ContinuousBatcher:
         prefixes = np.full((count, widths.prefix), -1, np.int32)
         keys = np.zeros((count, 2), np.uint32)
         phrases = np.full((count, widths.num_phrases, widths.phrase), -1, np.int32)
-        allowed = None
+        allowed = certain = None
+        if widths.has_certain:
+            certain = np.array(
+                [request.certain if request else 0 for request in requests], np.int32
+            )
         if widths.has_allowed:
             allowed = np.zeros((count, model.target_vocab_size), bool)
         for row, request in enumerate(requests):
@@ -226,7 +232,9 @@ class ContinuousBatcher:
             if allowed is not None:
                 allowed[row, slice(None) if request.allowed is None else request.allowed] = True
         source_mask = sources != model.pad_id
-        arrays: Any = (max_lengths, min_lengths, prefixes, keys, phrases, source_mask, allowed)
+        arrays: Any = (
+            max_lengths, min_lengths, prefixes, keys, phrases, source_mask, allowed, certain,
+        )  # fmt: skip
         return sources, SentenceConstraints(*arrays)
 
 
@@ -237,6 +245,7 @@ class _ConstraintWidths(NamedTuple):
     num_phrases: int
     phrase: int
     has_allowed: bool
+    has_certain: bool
 
     @classmethod
     def of(cls, requests: Sequence[Request], minimum: int) -> Self:
@@ -247,6 +256,7 @@ class _ConstraintWidths(NamedTuple):
             _power_of_two(max([minimum, *map(len, phrases)])),
             _power_of_two(max([minimum, *map(len, itertools.chain(*phrases))])),
             any(request.allowed is not None for request in requests),
+            any(request.certain for request in requests),
         )
 
 

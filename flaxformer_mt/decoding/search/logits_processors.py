@@ -92,7 +92,13 @@ def forbid_early_end(scores: Array, positions: Array, min_lengths: Array, eos_id
     return scores.at[..., eos_id].add(early[:, None])
 
 
-def require_prefix(scores: Array, originals: Array, positions: Array, prefix: Array) -> Array:
+def require_prefix(
+    scores: Array,
+    originals: Array,
+    positions: Array,
+    prefix: Array,
+    certain: tuple[Array, Array] | None = None,
+) -> Array:
     """Forbids all tokens but the next one of the row's prefix, until the prefix is complete.
 
     Args:
@@ -100,7 +106,12 @@ def require_prefix(scores: Array, originals: Array, positions: Array, prefix: Ar
       originals: the scores before any rule was applied: rules do not apply to the prefix.
       positions: see the module docstring.
       prefix: int32 [B, F], padded with -1.
+      certain: the score of probability 1 [B, W, 1], and int32 [B], how many of the first tokens
+        get it; None = none.
     """
+    if certain is not None:
+        score, count = certain
+        originals = jnp.where((positions < count)[:, None, None], score, originals)
     length = prefix.shape[1]
     index = jnp.minimum(positions, length - 1)[:, None]
     token = jnp.where(positions[:, None] < length, jnp.take_along_axis(prefix, index, axis=1), -1)

@@ -58,6 +58,9 @@ class SentenceConstraints(NamedTuple):
     allowed: Array | None = None
     """bool [B, V], the tokens that may be chosen, over which probabilities are normalized. None =
     all."""
+    certain: Array | None = None
+    """int32 [B], how many of the prefix' first tokens have probability 1, such as a language token
+    that is given. None = 0."""
 
 
 def unconstrained(max_lengths: Array) -> SentenceConstraints:

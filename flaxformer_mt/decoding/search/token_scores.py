@@ -110,7 +110,10 @@ def token_scores(
             scores, tokens, positions, constraints.phrases, options.eos_id
         )
     if constraints.prefix.shape[1]:
-        scores = logits_processors.require_prefix(scores, logits, positions, constraints.prefix)
+        certain = None if constraints.certain is None else (normalizer, constraints.certain)
+        scores = logits_processors.require_prefix(
+            scores, logits, positions, constraints.prefix, certain
+        )
     if options.force_end:
         scores = logits_processors.require_end(
             scores, normalizer, positions, constraints.max_lengths, options.eos_id

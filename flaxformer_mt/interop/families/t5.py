@@ -97,7 +97,9 @@ def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
 
 
 def scales_logits(settings: Mapping[str, Any], default: bool) -> bool:
-    """Returns whether logits are scaled, which Hugging Face tells in two ways."""
+    """Returns whether logits are scaled: never in mT5; in T5, settings tell it in two ways."""
+    if settings.get("model_type") == "mt5":
+        return False
     tied = settings.get("tie_word_embeddings", default)
     return bool(settings.get("scale_decoder_outputs", tied))
 

@@ -38,7 +38,7 @@ LONGEST_TRANSLATION = 256
 # Search options without a counterpart, with the values that have no effect.
 _UNSUPPORTED = {
     "coverage_penalty": 0.0, "min_length_factor": 0.0, "force_end": False, "beam_groups": 1,
-    "sampling": False, "mbr_samples": 0, "shortlist": "",
+    "sampling": False, "mbr_samples": 0, "shortlist": "", "first_token": "",
 }  # fmt: skip
 # Search options that exclude tokens which may be probable, with the values that do not.
 _EXCLUDING = {"no_repeat_ngram_size": 0, "bad_words": (), "bad_word_ids": (), "min_length": 0}
@@ -159,7 +159,7 @@ def _losses(decode: DecodeConfig) -> list[str]:
 def _suppressed(bundle: ModelBundle) -> list[list[str]]:
     """Returns the pieces of phrases that must not be generated, unless they cannot be anyway."""
     model, decode = bundle.config.model, bundle.config.decode
-    words = bundle.tokenizers.target.encode([word.strip() for word in decode.bad_words])
+    words = bundle.tokenizers.target.encode_parts([word.strip() for word in decode.bad_words])
     ids = [[int(token) for token in phrase.split(",")] for phrase in decode.bad_word_ids]
     names = _tokens(bundle, "target")
     never = set(forbidden_token_ids(model))

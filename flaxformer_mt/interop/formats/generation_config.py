@@ -12,6 +12,7 @@ from typing import Any, Literal
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
 from flaxformer_mt.config.decode import SAMPLING_FIELDS
 from flaxformer_mt.config.fields import MAX_VOCABULARY
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer
 from flaxformer_mt.decoding.search.options import forbidden_token_ids
 from flaxformer_mt.errors import UserError
 
@@ -56,12 +57,14 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "constraints": (), "force_words_ids": (), "stop_strings": (), "max_time": (),
 }  # fmt: skip
 
+_FIRST = "forced_bos_token_id"
+
 FIELDS = frozenset({*_DEFAULTS, *_UNSUPPORTED})
 """The names of all settings of `generate`, in whichever file they are stored."""
 
 
 def to_decode(
-    settings: Mapping[str, Any], model: TransformerConfig
+    settings: Mapping[str, Any], model: TransformerConfig, target: Tokenizer | None = None
 ) -> tuple[DecodeConfig, list[str]]:
     """Converts settings of `generate` to search options.
 
@@ -72,6 +75,7 @@ def to_decode(
     Args:
       settings: the content of `generation_config.json`, or of an older `config.json`.
       model: the model's configuration.
+      target: the target's vocabulary, which tells the name of `forced_bos_token_id`.
 
     Returns:
       The search options, and a line about each unsupported setting.
@@ -81,6 +85,7 @@ def to_decode(
     """
     given = {name: value for name, value in settings.items() if value is not None}
     values = _DEFAULTS | given
+    first = _first_token(given.get(_FIRST), target)
     try:
         fields: dict[str, Any] = {ours: values[theirs] for theirs, ours in _SAME.items()}
         fields |= {
@@ -88,6 +93,7 @@ def to_decode(
             "early_stopping": _EARLY_STOPPING[values["early_stopping"]],
             "force_end": _forces_end(values["forced_eos_token_id"], model),
             "bad_word_ids": _bad_word_ids(values["bad_words_ids"], model),
+            "first_token": first,
             **_lengths(values, model),
         }
         if not values["do_sample"]:  # `generate` ignores these, too.
@@ -98,7 +104,7 @@ def to_decode(
     notes = [
         f"{name}={given[name]} is not supported, and ignored"
         for name, neutral in _UNSUPPORTED.items()
-        if name in given and given[name] not in neutral
+        if name in given and given[name] not in neutral and not (name == _FIRST and first)
     ]
     if isinstance(given.get("eos_token_id"), list) and len(set(given["eos_token_id"])) > 1:
         notes.append(
@@ -109,7 +115,10 @@ def to_decode(
 
 
 def from_decode(
-    decode: DecodeConfig, model: TransformerConfig, kept: Mapping[str, Any]
+    decode: DecodeConfig,
+    model: TransformerConfig,
+    kept: Mapping[str, Any],
+    target: Tokenizer | None = None,
 ) -> tuple[dict[str, Any], list[str]]:
     """Converts search options to settings of `generate`.
 
@@ -117,6 +126,7 @@ def from_decode(
       decode: the search options.
       model: the model's configuration, for the special tokens.
       kept: settings that came with the model. Those that are equivalent are kept unchanged.
+      target: the target's vocabulary, which tells the id of `decode.first_token`.
 
     Returns:
       The settings, and a line about each option without a counterpart.
@@ -140,8 +150,10 @@ def from_decode(
     }
     if not decode.sampling:
         values["top_k"] = _DEFAULTS["top_k"]
+    if decode.first_token and target is not None:
+        values[_FIRST] = target.encode_parts([decode.first_token])[0][0]
     try:
-        unchanged = bool(kept) and to_decode(kept, model)[0] == decode
+        unchanged = bool(kept) and to_decode(kept, model, target)[0] == decode
     except UserError:
         unchanged = False
     if unchanged:
@@ -150,7 +162,7 @@ def from_decode(
         changed = {
             name: value
             for name, value in values.items()
-            if value != kept.get(name, _DEFAULTS[name])
+            if value != kept.get(name, _DEFAULTS.get(name))
         }
     if is_one_of(model.eos_id, kept.get("eos_token_id")):
         del ids["eos_token_id"]
@@ -167,7 +179,7 @@ def _losses(decode: DecodeConfig) -> list[str]:
     known = {*_SAME.values(), "length_penalty_kind", "early_stopping", "force_end", "bad_word_ids"}
     # Limits relative to the source's length become `max_length`; the others do not affect results.
     known |= {"max_length", "min_length", "max_length_factor", "max_length_extra", "batch_tokens"}
-    known |= {"max_source_length", "alignment_layer", "alignment_head", "seed"}
+    known |= {"max_source_length", "alignment_layer", "alignment_head", "seed", "first_token"}
     defaults = DecodeConfig()
     notes = [
         f"decode.{field.name}={getattr(decode, field.name)} is not supported by generate"
@@ -181,6 +193,14 @@ def _losses(decode: DecodeConfig) -> list[str]:
             "generation_config.json if needed"
         )
     return notes
+
+
+def _first_token(given: Any, target: Tokenizer | None) -> str:
+    """Returns the name of the token that translations begin with; "" if there is none."""
+    if target is None or type(given) is not int:
+        return ""
+    (name,) = target.pieces([given])
+    return name if target.encode_parts([name]) == [[given]] else ""
 
 
 def _bad_word_ids(

@@ -1,9 +1,9 @@
-"""Reads and writes Hugging Face folders of Marian models, the published format of OPUS-MT.
+"""Reads and writes Hugging Face folders of Marian (OPUS-MT), mBART, M2M-100 and T5 models.
 
-`families/marian.py` maps the weights, `generation_config.py` the search options. A run converted
-from such a folder keeps what only Hugging Face needs in `ModelBundle.origin`, so that converting it
-back gives the same files: settings without a counterpart here, names of omitted tensors, and
-computed tables.
+`families/` maps the weights, `hub_families.py` the settings of the model, `generation_config.py`
+the search options. A run converted from such a folder keeps what only Hugging Face needs in
+`ModelBundle.origin`, so that converting it back gives the same files: settings without a
+counterpart here, names of omitted tensors, and computed tables.
 """
 
 import json
@@ -32,6 +32,7 @@ from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
 from flaxformer_mt.interop.families import marian
 from flaxformer_mt.interop.formats import generation_config
 from flaxformer_mt.interop.formats.bundle import ModelBundle, experiment
+from flaxformer_mt.interop.formats.hub_families import HUB_FAMILIES, HubFamily
 from flaxformer_mt.interop.weight_maps import checkpoints
 from flaxformer_mt.interop.weight_maps.mapping import CARRIED
 from flaxformer_mt.runs import atomic
@@ -43,21 +44,8 @@ _CARRIED_FILE = "carried.safetensors"
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _INDEX = ".index.json"
 
-# Defaults of fields that `config.json` may omit.
-_DEFAULTS: dict[str, Any] = {
-    "is_encoder_decoder": True, "share_encoder_decoder_embeddings": True,
-    "tie_word_embeddings": True, "attention_dropout": 0.0, "activation_dropout": 0.0,
-    "dropout": 0.1, "scale_embedding": False,
-}  # fmt: skip
-# Sizes in `config.json` that follow from the tensors as well.
-_SIZES = {
-    "vocab_size": "source_vocab_size",
-    "decoder_vocab_size": "target_vocab_size",
-    "encoder_layers": "num_encoder_layers",
-    "decoder_layers": "num_decoder_layers",
-    "encoder_ffn_dim": "d_ff",
-    "decoder_ffn_dim": "d_ff",
-}
+# All but one of tied tensors are omitted; this is the one.
+_WRITTEN = {"model.shared.weight", "shared.weight"}
 
 
 def is_folder(path: Path) -> bool:
@@ -69,25 +57,28 @@ def is_folder(path: Path) -> bool:
 
 
 def read(
-    folder: Path, overrides: Mapping[str, Any] | None = None
+    folder: Path, overrides: Mapping[str, Any] | None = None, family: str = "marian"
 ) -> tuple[ModelBundle, tuple[str, ...]]:
-    """Reads a folder to which `MarianMTModel` and `MarianTokenizer` were saved.
+    """Reads a folder to which a model and its tokenizer were saved.
 
     Args:
       folder: the folder, with config.json, weights, and the tokenizer's files.
       overrides: fields of `TransformerConfig` to replace.
+      family: a key of `HUB_FAMILIES`.
 
     Returns:
       The model, and a line about each unsupported setting of `generate`.
 
     Raises:
-      UserError: a file is missing or damaged, files contradict each other, or the model is not
-        Marian's.
+      UserError: a file is missing or damaged, files contradict each other, or the model is of
+        another family.
     """
     settings = _read_json(folder / CONFIG)
-    if settings.get("model_type") != "marian":
+    hub = HUB_FAMILIES[family]
+    if settings.get("model_type") not in hub.architectures:
         raise UserError(
-            f"{folder / CONFIG} is of model_type={settings.get('model_type')}, not marian"
+            f"{folder / CONFIG} is of model_type={settings.get('model_type')}, not "
+            f"{' or '.join(hub.architectures)}"
         )
     tensors, dtype = _read_tensors(folder)
     kept = {CONFIG: read_bytes(folder / CONFIG)}
@@ -95,19 +86,25 @@ def read(
     if (folder / GENERATION).exists():
         kept[GENERATION] = read_bytes(folder / GENERATION)
         search = _read_json(folder / GENERATION)
-    with checkpoints.error_context(folder, marian.FAMILY.name):
+    with checkpoints.error_context(folder, family):
         tokenizers = Tokenizers.load(folder)
         known = {name: value for name, value in settings.items() if value is not None}
         known |= _end_of(known, tokenizers)
         model, params = checkpoints.from_checkpoint(
-            marian.FAMILY, PublishedCheckpoint(tensors, known), dict(overrides or {})
+            hub.family, PublishedCheckpoint(tensors, known), dict(overrides or {})
         )
-        _check_sizes(settings, model)
+        _check_sizes(settings, hub.sizes, model)
         _check_tokenizers(model, tokenizers)
         for name, values in ((CONFIG, settings), (GENERATION, search)):
             _check_special_tokens(name, values, model)
-        decode, notes = generation_config.to_decode(search, model)
+        decode, notes = generation_config.to_decode(search, model, tokenizers.target)
         notes += _allowed_padding(search, model, tokenizers)
+    target = tokenizers.target
+    if target.language_ids and target.first_id is None and not decode.first_token:
+        notes.append(
+            "no target language is set: to translate, give --first-token; to train, set tgt_lang "
+            f"in {TOKENIZER_CONFIG} before the conversion"
+        )
     carried = params.pop(CARRIED, {})
     kept[_CARRIED_FILE] = safetensors.numpy.save(carried, {"dtype": dtype})
     names = _read_json(folder / TOKENIZER_CONFIG, {})
@@ -115,45 +112,51 @@ def read(
     return ModelBundle(config, params, tokenizers, kept), tuple(notes)
 
 
-def write(bundle: ModelBundle, folder: Path, accepted: Collection[str] = ()) -> tuple[str, ...]:
-    """Writes a folder that `MarianMTModel` and `MarianTokenizer` load, atomically.
+def write(
+    bundle: ModelBundle, folder: Path, accepted: Collection[str] = (), family: str = "marian"
+) -> tuple[str, ...]:
+    """Writes a folder that transformers loads, atomically.
 
     Args:
       bundle: the model.
       folder: the folder to create.
       accepted: see `convert`.
+      family: a key of `HUB_FAMILIES`.
 
     Returns:
       The changes to the weights, and the unsupported search options, in one line each.
 
     Raises:
-      UserError: the model cannot be converted to Marian's mathematics, or the folder exists or
+      UserError: the model cannot be converted to the family's mathematics, or the folder exists or
         cannot be written.
     """
+    hub = HUB_FAMILIES[family]
     model, params = bundle.config.model, bundle.params
     notes: tuple[str, ...] = ()
     kept = bundle.origin if _CARRIED_FILE in bundle.origin else {}
     if not kept:
-        model, params, notes = adapt(model, params, marian.FAMILY, accepted)
+        model, params, notes = adapt(model, params, hub.family, accepted)
         # Hugging Face's start token is configurable, so a difference needs no note.
         notes = tuple(note for note in notes if not note.startswith("decoding starts from"))
     if min(model.bos_id, model.pad_id) < 0:
         raise UserError(
-            f"bos_id={model.bos_id} and pad_id={model.pad_id} cannot be written: marian needs a "
-            "start token and a padding token"
+            f"bos_id={model.bos_id} and pad_id={model.pad_id} cannot be written: {family} "
+            "needs a start token and a padding token"
         )
-    carried, dtype = _carried(kept, model)
-    tensors = checkpoints.to_state_dict(marian.FAMILY, model, params | {CARRIED: carried})
-    tokenizer = _tokenizer_files(bundle)
+    carried, dtype = _carried(kept, model, hub)
+    tensors = checkpoints.to_state_dict(hub.family, model, params | {CARRIED: carried})
+    tokenizer = _tokenizer_files(bundle, family)
     stored, old = (_parse(kept, name) for name in (CONFIG, GENERATION))
     if not old:  # Older versions store the settings of `generate` in config.json.
         old = {name: stored[name] for name in stored.keys() & generation_config.FIELDS}
-    search, losses = generation_config.from_decode(bundle.config.decode, model, old)
+    search, losses = generation_config.from_decode(
+        bundle.config.decode, model, old, bundle.tokenizers.target
+    )
     with atomic.new_folder(folder) as partial:
         for name, content in tokenizer.items():
             (partial / name).write_bytes(content)
-        _write_json(partial / CONFIG, _settings(model, stored))
-        _write_json(partial / GENERATION, search)
+        _write_json(partial / CONFIG, _settings(hub, model, stored), kept)
+        _write_json(partial / GENERATION, search, kept)
         checkpoint_files.write(partial / "model.safetensors", _narrowed(tensors, dtype))
     return (*notes, *losses)
 
@@ -227,8 +230,8 @@ def _allowed_padding(
     search: Mapping[str, Any], model: TransformerConfig, tokenizers: Tokenizers
 ) -> list[str]:
     """Returns a note if `generate` may choose the padding token, as a piece of the target."""
-    assert isinstance(tokenizers.target, MarianTokenizer)
-    piece = tokenizers.target.hidden.get(model.pad_id)
+    target = tokenizers.target
+    piece = target.hidden.get(model.pad_id) if isinstance(target, MarianTokenizer) else None
     if piece is None or [model.pad_id] in (search.get("bad_words_ids") or []):
         return []
     return [
@@ -237,13 +240,15 @@ def _allowed_padding(
     ]
 
 
-def _check_sizes(settings: Mapping[str, Any], model: TransformerConfig) -> None:
+def _check_sizes(
+    settings: Mapping[str, Any], sizes: Mapping[str, str], model: TransformerConfig
+) -> None:
     """Checks the sizes in `config.json` against the model, which has them from its tensors.
 
     Raises:
       UserError: they differ.
     """
-    for theirs, ours in _SIZES.items():
+    for theirs, ours in sizes.items():
         given, actual = settings.get(theirs), getattr(model, ours)
         if given is not None and (type(given) is not int or given != actual):
             raise UserError(f"its {CONFIG} has {theirs}={given!r}, but its tensors have {actual}")
@@ -268,10 +273,12 @@ def _check_tokenizers(model: TransformerConfig, tokenizers: Tokenizers) -> None:
 
 def _data(names: Mapping[str, Any], tokenizers: Tokenizers) -> DataConfig:
     """Returns the data configuration for fine-tuning that follows from the tokenizer."""
+    keys = {"source": ("source_lang", "src_lang"), "target": ("target_lang", "tgt_lang")}
     languages = {
-        f"{side}_language": names[short]
-        for side, short in (("source", "source_lang"), ("target", "target_lang"))
-        if isinstance(names.get(short), str)
+        f"{side}_language": names[key]
+        for side, named in keys.items()
+        for key in named
+        if isinstance(names.get(key), str)
     }
     return DataConfig(
         **languages,
@@ -294,15 +301,15 @@ def _parse(kept: Mapping[str, bytes], name: str) -> dict[str, Any]:
 
 
 def _carried(
-    kept: Mapping[str, bytes], model: TransformerConfig
+    kept: Mapping[str, bytes], model: TransformerConfig, hub: HubFamily
 ) -> tuple[dict[str, np.ndarray], str]:
     """Returns the carried tensors for writing, and the dtype of the file."""
     if _CARRIED_FILE in kept:
         return _parse_carried(kept[_CARRIED_FILE])
     # Hugging Face omits computed tables and all but one of tied tensors.
-    omitted = marian.FAMILY.omitted(model)
-    # Transformers 5 ties source and target only together with the output.
-    if model.tie_embeddings == "source_target":
+    omitted = hub.family.omitted(model) - _WRITTEN
+    # For Marian, transformers 5 ties source and target only together with the output.
+    if hub.family is marian.FAMILY and model.tie_embeddings == "source_target":
         omitted = frozenset(marian.TABLES)
     empty = np.empty(0, model.param_dtype)
     return dict.fromkeys(sorted(omitted), empty), model.param_dtype
@@ -327,59 +334,33 @@ def _narrowed(tensors: Mapping[str, np.ndarray], dtype: str) -> Mapping[str, np.
     return narrow if fits else tensors
 
 
-def _settings(model: TransformerConfig, kept: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(hub: HubFamily, model: TransformerConfig, kept: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the content of `config.json`, keeping equivalent entries of the original."""
-    activations = {ours: theirs for theirs, ours in marian.ACTIVATIONS.items()}
-    activation = kept.get("activation_function")
-    if marian.ACTIVATIONS.get(str(activation)) != model.activation:
-        activation = activations[model.activation]
-    values = {
-        "architectures": ["MarianMTModel"],
-        "model_type": "marian",
-        "is_encoder_decoder": True,
-        "vocab_size": model.source_vocab_size,
-        "decoder_vocab_size": model.target_vocab_size,
-        "d_model": model.d_model,
-        "encoder_layers": model.num_encoder_layers,
-        "decoder_layers": model.num_decoder_layers,
-        "encoder_attention_heads": model.num_heads,
-        "decoder_attention_heads": model.num_heads,
-        "encoder_ffn_dim": model.d_ff,
-        "decoder_ffn_dim": model.d_ff,
-        "activation_function": activation,
-        "dropout": model.dropout_rate,
-        "attention_dropout": model.attention_dropout_rate,
-        "activation_dropout": model.activation_dropout_rate,
-        "max_position_embeddings": model.max_length,
-        "scale_embedding": model.scale_embeddings,
-        "share_encoder_decoder_embeddings": model.shares_source_and_target,
-        "tie_word_embeddings": model.shares_target_and_output,
-        "pad_token_id": model.pad_id,
-        "eos_token_id": model.eos_id,
-        "decoder_start_token_id": model.bos_id,
-    }
+    model_type = str(kept.get("model_type", hub.model_type(model)))
+    architectures = [hub.architectures[model_type]]
+    values = {"architectures": architectures, "model_type": model_type}
+    values |= hub.settings(model, kept)
     if not kept:
-        # Fields that converters other than transformers read.
-        return values | {
-            "forced_eos_token_id": model.eos_id,
-            "normalize_before": False,
-            "normalize_embedding": False,
-            "static_position_embeddings": True,
-            "add_bias_logits": False,
-            "add_final_layer_norm": False,
-            "dtype": model.param_dtype,
-        }
-    implied = _DEFAULTS | {"decoder_vocab_size": kept.get("vocab_size")} | dict(kept)
+        return values | hub.new(model)
+    implied = {**hub.defaults, "decoder_vocab_size": kept.get("vocab_size")}
+    implied |= {"num_decoder_layers": kept.get("num_layers")} | dict(kept)
     changed = {name: v for name, v in values.items() if name not in implied or implied[name] != v}
     if generation_config.is_one_of(model.eos_id, kept.get("eos_token_id")):
         del changed["eos_token_id"]
     return dict(kept) | changed
 
 
-def _tokenizer_files(bundle: ModelBundle) -> Mapping[str, bytes]:
+def _tokenizer_files(bundle: ModelBundle, family: str) -> Mapping[str, bytes]:
     source, target = bundle.tokenizers.source, bundle.tokenizers.target
-    if isinstance(source, MarianTokenizer):
+    if not isinstance(source, SentencePieceTokenizer):
+        if (type(source) is MarianTokenizer) != (family == "marian"):
+            raise UserError(f"its vocabulary is not one of {family}'s")
         return source.files
+    if family != "marian":
+        raise UserError(
+            f"its vocabulary was learned here: only models that came with one are written as "
+            f"{family}; --to marian writes this one"
+        )
     assert isinstance(target, SentencePieceTokenizer)
     joint = bundle.tokenizers.joint
     vocabularies = {VOCABULARY_FILE: source}
@@ -416,5 +397,8 @@ def _to_json(values: Mapping[str, Any]) -> bytes:
     return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def _write_json(path: Path, values: Mapping[str, Any]) -> None:
-    path.write_bytes(_to_json(values))
+def _write_json(path: Path, values: Mapping[str, Any], kept: Mapping[str, bytes]) -> None:
+    """Writes a JSON file, with the bytes of the published one if it has the same content."""
+    name = path.name
+    same = name in kept and _parse(kept, name) == values
+    path.write_bytes(kept[name] if same else _to_json(values))

@@ -70,11 +70,12 @@ def write(bundle: ModelBundle, folder: Path, accepted: Collection[str] = ()) -> 
     model, params = bundle.config.model, model_params(bundle.params)
     if not model.has_inputs:
         raise UserError("model.has_inputs=False: a language model has no source to encode")
+    models = bundle.tokenizers.sentencepiece_models
     with atomic.new_folder(folder) as partial:
         for name, exported in export_functions(model, params).items():
             (partial / f"{name}.jax").write_bytes(exported.serialize())
         np.savez(partial / "parameters.npz", **by_path(params))  # type: ignore[arg-type]
-        for side, content in bundle.tokenizers.sentencepiece_models.items():
+        for side, content in models.items():
             (partial / f"{side}.spm").write_bytes(content)
         (partial / "metadata.json").write_text(
             json.dumps(metadata(bundle), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"

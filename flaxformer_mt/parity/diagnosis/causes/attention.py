@@ -22,6 +22,7 @@ def attention_scale(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
     """Another factor of the scores: 1, 1 / K, 1 / sqrt(D), or solved for."""
     features = scores.query.shape[-1]
     width = features // scores.num_heads
+    ours = "1 / sqrt(K)" if site.inputs.config.scale_scores else "1"
     listed = {
         "1": 1.0,
         "1 / K": 1 / width,
@@ -36,7 +37,7 @@ def attention_scale(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
     for name, scale in (listed | solved).items():
         yield Candidate(
             "attention scale",
-            f"the reference multiplies scores by {name}, ours by 1 / sqrt(K)",
+            f"the reference multiplies scores by {name}, ours by {ours}",
             scores.but(scale=scale),
         )
 

@@ -1,0 +1,182 @@
+"""Vocabularies of the Hugging Face Hub that are one `tokenizer.json`: NLLB, mBART-50, T5, BART.
+
+The library `tokenizers` reads the file, as it does for transformers, so that any text has the same
+tokens. Sentences of multilingual vocabularies begin with the token of their language, by default
+that of the settings: "fra_Latn Bonjour".
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from flaxformer_mt.data.tokenizers.language_tokens import with_first
+from flaxformer_mt.data.tokenizers.marian_tokenizer import CLEANED, TokenizerFiles, read_present
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.input_files import parse_json
+
+if TYPE_CHECKING:
+    import tokenizers
+
+VOCABULARY_FILE, SETTINGS_FILE = "tokenizer.json", "tokenizer_config.json"
+_FILES = (
+    VOCABULARY_FILE, SETTINGS_FILE, "special_tokens_map.json", "added_tokens.json",
+    "sentencepiece.bpe.model", "spiece.model", "vocab.json", "merges.txt",
+)  # fmt: skip
+"""The tokenizer files of a folder. Only the first two are read, the others are kept."""
+_SPECIAL = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+"""Special tokens, unless they are in the settings."""
+_SOURCE_LANGUAGES = {"NllbTokenizer": "eng_Latn", "MBart50Tokenizer": "en_XX"}
+"""The source language of each class of multilingual vocabularies, unless it is in the settings."""
+_STARTED = ("BartTokenizer", "RobertaTokenizer")
+"""Classes whose sentences begin with `<s>`."""
+_LANGUAGE_LAST = ("MBartTokenizer", "PLBartTokenizer")
+"""Classes whose sentences end with their language."""
+
+
+class HubTokenizer:
+    """The source or target side of a vocabulary; implements `Tokenizer`.
+
+    Attributes:
+      files: the files of both sides.
+    """
+
+    def __init__(
+        self, files: TokenizerFiles, side: Literal["source", "target"], folder: str = ""
+    ) -> None:
+        """Creates the tokenizer of a side.
+
+        Args:
+          files: from `read_files`.
+          side: the side.
+          folder: folder of the files, for messages.
+
+        Raises:
+          UserError: a file is damaged, or requires a feature that is not supported; or the library
+            is not installed.
+        """
+        try:
+            import tokenizers
+        except ImportError as error:
+            raise UserError(
+                f"{VOCABULARY_FILE} needs tokenizers: pip install 'flaxformer_mt[hub]'"
+            ) from error
+        self.files = files
+        label, settings_label = Path(folder, VOCABULARY_FILE), Path(folder, SETTINGS_FILE)
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(files[VOCABULARY_FILE])
+        except Exception as error:  # The library raises no narrower class.
+            reason = next(iter(str(error).splitlines()), "")
+            raise UserError(f"{label} is damaged: {reason}") from error
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        settings = _read_settings(files, settings_label)
+        kind = str(settings.get("tokenizer_class")).removesuffix("Fast")
+        if kind in _LANGUAGE_LAST or settings.get("legacy_behaviour"):
+            raise UserError(
+                f"{settings_label}: a vocabulary that puts the language after the end of a "
+                "sentence is not supported"
+            )
+        self._cleans_up = bool(settings.get("clean_up_tokenization_spaces"))
+        self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        named = {
+            name: _content(settings.get(name) or default) for name, default in _SPECIAL.items()
+        }
+        self.pad_id, self.eos_id, self.unk_id = (self._id(name, label) for name in named.values())
+        self.bos_id = self.eos_id if kind in (*_SOURCE_LANGUAGES, *_STARTED) else self.pad_id
+        self.language_ids: frozenset[int] = frozenset()
+        self.first_id: int | None = None
+        if kind in _SOURCE_LANGUAGES:
+            added = self._tokenizer.get_added_tokens_decoder()
+            self.language_ids = frozenset(
+                token for token, entry in added.items() if not entry.content.startswith("<")
+            )
+            language = settings.get("src_lang") or _SOURCE_LANGUAGES[kind]
+            if side == "target":
+                language = settings.get("tgt_lang")
+            if language is not None:
+                self.first_id = self._id(str(language), label)
+        elif kind in _STARTED:
+            self.first_id = self._id("<s>", label)
+        digest = hashlib.sha256(files[VOCABULARY_FILE])
+        digest.update(f"{named} {self.first_id} {self._cleans_up}".encode())
+        self.fingerprint = digest.hexdigest()
+
+    def _id(self, token: str, label: Path) -> int:
+        found = self._tokenizer.token_to_id(token)
+        if found is None:
+            raise UserError(f"{label} has no {token}")
+        return int(found)
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """See `Tokenizer.encode`."""
+        return [with_first(ids, self) for ids in self.encode_parts(texts)]
+
+    def encode_parts(self, texts: Sequence[str]) -> list[list[int]]:
+        """See `Tokenizer.encode_parts`."""
+        return [list(encoding.ids) for encoding in self._encodings(texts)]
+
+    def split(self, texts: Sequence[str]) -> list[list[str]]:
+        """See `Tokenizer.split`."""
+        return [
+            self._split(text, encoding)
+            for text, encoding in zip(texts, self._encodings(texts), strict=True)
+        ]
+
+    def sample(self, texts: Sequence[str], seed: int, amount: float) -> list[list[int]]:
+        """Not supported.
+
+        Raises:
+          UserError: always.
+        """
+        raise UserError(f"data.subword_sampling={amount} needs another vocabulary: set it to 0")
+
+    def decode(self, sentences: Sequence[Sequence[int]]) -> list[str]:
+        """See `Tokenizer.decode`; unknown tokens are removed as well."""
+        texts = self._tokenizer.decode_batch([self._until_end(tokens) for tokens in sentences])
+        if self._cleans_up:
+            for before, after in CLEANED:
+                texts = [text.replace(before, after) for text in texts]
+        return texts
+
+    def pieces(self, tokens: Sequence[int]) -> list[str]:
+        """See `Tokenizer.pieces`."""
+        return [self._tokenizer.id_to_token(int(token)) or "" for token in tokens]
+
+    def _encodings(self, texts: Sequence[str]) -> "list[tokenizers.Encoding]":
+        return self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+
+    def _split(self, text: str, encoding: "tokenizers.Encoding") -> list[str]:
+        pieces = [
+            text[slice(*span)] if token == self.unk_id else piece
+            for token, piece, span in zip(
+                encoding.ids, encoding.tokens, encoding.offsets, strict=True
+            )
+        ]
+        tokens = with_first(encoding.ids, self)
+        return [*self.pieces(tokens[: len(tokens) - len(pieces)]), *pieces]
+
+    def _until_end(self, sentence: Sequence[int]) -> list[int]:
+        tokens = [int(token) for token in sentence]
+        return tokens[: tokens.index(self.eos_id)] if self.eos_id in tokens else tokens
+
+
+def _content(token: str | Mapping[str, Any]) -> str:
+    """Returns the text of a special token, given as such or with properties."""
+    return token if isinstance(token, str) else str(token.get("content"))
+
+
+def _read_settings(files: TokenizerFiles, label: Path) -> dict[str, Any]:
+    values = parse_json(files.get(SETTINGS_FILE, b"{}"), str(label))
+    if not isinstance(values, dict):
+        raise UserError(f"{label} is damaged: not a JSON object")
+    return values
+
+
+def read_files(folder: str | Path) -> TokenizerFiles:
+    """Reads the tokenizer files of a folder.
+
+    Raises:
+      UserError: a file cannot be read.
+    """
+    return read_present(folder, _FILES)

@@ -1,0 +1,221 @@
+"""What the folders of each family of the Hugging Face Hub have of their own: `config.json`."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.interop.families import m2m100, marian, mbart, t5
+from flaxformer_mt.interop.weight_maps.family import Family
+
+Settings = Mapping[str, Any]
+
+_COMMON_DEFAULTS: Settings = {"is_encoder_decoder": True, "tie_word_embeddings": True}
+
+
+@dataclasses.dataclass(frozen=True)
+class HubFamily:
+    """The folders of a family."""
+
+    family: Family
+    architectures: Mapping[str, str]
+    """Class of the model for each `model_type`."""
+    model_type: Callable[[TransformerConfig], str]
+    """The `model_type` of a configuration."""
+    settings: Callable[[TransformerConfig, Settings], dict[str, Any]]
+    """`config.json` for a configuration, given that of the published folder, or nothing. Values
+    without a single counterpart in ours are those of the folder where they are equivalent."""
+    sizes: Mapping[str, str]
+    """Sizes in `config.json` that follow from the tensors as well, and our names."""
+    defaults: Settings
+    """Defaults of fields that `config.json` may omit."""
+    new: Callable[[TransformerConfig], dict[str, Any]]
+    """Fields of a `config.json` that no folder gave, for converters other than transformers."""
+
+
+def _activation(model: TransformerConfig, kept: Settings) -> str:
+    """Returns the name of the activation, which may have several."""
+    given = kept.get("activation_function")
+    if marian.ACTIVATIONS.get(str(given)) == model.activation:
+        return str(given)
+    return {ours: theirs for theirs, ours in marian.ACTIVATIONS.items()}[model.activation]
+
+
+def _special(model: TransformerConfig) -> dict[str, Any]:
+    return {
+        "pad_token_id": model.pad_id,
+        "eos_token_id": model.eos_id,
+        "decoder_start_token_id": model.bos_id,
+    }
+
+
+def _fairseq_like(model: TransformerConfig, kept: Settings) -> dict[str, Any]:
+    return {
+        "is_encoder_decoder": True,
+        "vocab_size": model.source_vocab_size,
+        "d_model": model.d_model,
+        "encoder_layers": model.num_encoder_layers,
+        "decoder_layers": model.num_decoder_layers,
+        "encoder_attention_heads": model.num_heads,
+        "decoder_attention_heads": model.num_heads,
+        "encoder_ffn_dim": model.d_ff,
+        "decoder_ffn_dim": model.d_ff,
+        "activation_function": _activation(model, kept),
+        "dropout": model.dropout_rate,
+        "attention_dropout": model.attention_dropout_rate,
+        "activation_dropout": model.activation_dropout_rate,
+        "max_position_embeddings": model.max_length,
+        "scale_embedding": model.scale_embeddings,
+        "tie_word_embeddings": model.shares_target_and_output,
+        **_special(model),
+    }
+
+
+def _marian(model: TransformerConfig, kept: Settings) -> dict[str, Any]:
+    return _fairseq_like(model, kept) | {
+        "decoder_vocab_size": model.target_vocab_size,
+        "share_encoder_decoder_embeddings": model.shares_source_and_target,
+    }
+
+
+def _t5(model: TransformerConfig, kept: Settings) -> dict[str, Any]:
+    activation = kept.get("feed_forward_proj", "relu")
+    is_gated = str(activation).startswith("gated-")
+    if t5.ACTIVATIONS.get(activation) != model.activation or is_gated != model.feed_forward_gate:
+        names = [name for name, ours in t5.ACTIVATIONS.items() if ours == model.activation]
+        gated = [name for name in names if name.startswith("gated-") == model.feed_forward_gate]
+        activation = gated[0]
+    values = {
+        "is_encoder_decoder": True,
+        "vocab_size": model.target_vocab_size,
+        "d_model": model.d_model,
+        "d_kv": model.key_width,
+        "d_ff": model.d_ff,
+        "num_layers": model.num_encoder_layers,
+        "num_decoder_layers": model.num_decoder_layers,
+        "num_heads": model.num_heads,
+        "relative_attention_num_buckets": model.relative_position_buckets,
+        "relative_attention_max_distance": model.relative_position_max_distance,
+        "dropout_rate": model.dropout_rate,
+        "layer_norm_epsilon": model.norm_epsilon,
+        "feed_forward_proj": activation,
+        **_special(model),
+    }
+    if t5.scales_logits(kept, default=True) != model.scale_logits:
+        # It only says whether logits are scaled.
+        values["tie_word_embeddings"] = model.scale_logits
+        if "scale_decoder_outputs" in kept:
+            values["scale_decoder_outputs"] = model.scale_logits
+    return values
+
+
+_FAIRSEQ_SIZES = {
+    "vocab_size": "source_vocab_size",
+    "decoder_vocab_size": "target_vocab_size",
+    "encoder_layers": "num_encoder_layers",
+    "decoder_layers": "num_decoder_layers",
+    "encoder_ffn_dim": "d_ff",
+    "decoder_ffn_dim": "d_ff",
+}
+_T5_SIZES = {
+    "vocab_size": "target_vocab_size",
+    "d_model": "d_model",
+    "d_kv": "key_width",
+    "d_ff": "d_ff",
+    "num_layers": "num_encoder_layers",
+    "num_decoder_layers": "num_decoder_layers",
+    "relative_attention_num_buckets": "relative_position_buckets",
+}
+
+
+def _new(model: TransformerConfig) -> dict[str, Any]:
+    return {"forced_eos_token_id": model.eos_id, "dtype": model.param_dtype}
+
+
+def _new_marian(model: TransformerConfig) -> dict[str, Any]:
+    return _new(model) | {
+        "normalize_before": False,
+        "normalize_embedding": False,
+        "static_position_embeddings": True,
+        "add_bias_logits": False,
+        "add_final_layer_norm": False,
+    }
+
+
+HUB_FAMILIES = {
+    found.family.name: found
+    for found in (
+        HubFamily(
+            family=marian.FAMILY,
+            architectures={"marian": "MarianMTModel"},
+            model_type=lambda model: "marian",
+            settings=_marian,
+            sizes=_FAIRSEQ_SIZES,
+            defaults={
+                **_COMMON_DEFAULTS,
+                "share_encoder_decoder_embeddings": True,
+                "attention_dropout": 0.0,
+                "activation_dropout": 0.0,
+                "dropout": 0.1,
+                "scale_embedding": False,
+            },
+            new=_new_marian,
+        ),
+        HubFamily(
+            family=mbart.FAMILY,
+            architectures={
+                "mbart": "MBartForConditionalGeneration",
+                "bart": "BartForConditionalGeneration",
+            },
+            model_type=lambda model: "mbart" if model.norm_position == "pre" else "bart",
+            settings=_fairseq_like,
+            sizes=_FAIRSEQ_SIZES,
+            defaults={
+                **_COMMON_DEFAULTS,
+                "attention_dropout": 0.0,
+                "activation_dropout": 0.0,
+                "dropout": 0.1,
+                "scale_embedding": False,
+            },
+            new=_new,
+        ),
+        HubFamily(
+            family=m2m100.FAMILY,
+            architectures={"m2m_100": "M2M100ForConditionalGeneration"},
+            model_type=lambda model: "m2m_100",
+            settings=_fairseq_like,
+            sizes=_FAIRSEQ_SIZES,
+            defaults={
+                **_COMMON_DEFAULTS,
+                "attention_dropout": 0.1,
+                "activation_dropout": 0.0,
+                "dropout": 0.1,
+                "scale_embedding": True,
+            },
+            new=_new,
+        ),
+        HubFamily(
+            family=t5.FAMILY,
+            architectures={
+                "t5": "T5ForConditionalGeneration",
+                "mt5": "MT5ForConditionalGeneration",
+            },
+            model_type=lambda model: "t5",
+            settings=_t5,
+            sizes=_T5_SIZES,
+            defaults={
+                **_COMMON_DEFAULTS,
+                "relative_attention_num_buckets": 32,
+                "relative_attention_max_distance": 128,
+                "dropout_rate": 0.1,
+                "layer_norm_epsilon": 1e-6,
+                "feed_forward_proj": "relu",
+                "pad_token_id": 0,
+                "eos_token_id": 1,
+                "decoder_start_token_id": 0,
+            },
+            new=lambda model: {"dtype": model.param_dtype},
+        ),
+    )
+}
+"""By the name of the family."""

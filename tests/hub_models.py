@@ -1,0 +1,142 @@
+"""Toy models in the folder layout of the Hugging Face Hub: T5, NLLB, M2M-100, mBART-50, BART."""
+
+import io
+import json
+import warnings
+
+import sentencepiece
+import tokenizers
+import torch
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import transformers
+    from transformers.models.nllb.tokenization_nllb import FAIRSEQ_LANGUAGE_CODES
+
+KINDS = {
+    "t5": ("t5", None),
+    "flan": ("t5", None),
+    "mt5": ("t5", None),
+    "nllb": ("m2m100", "fra_Latn"),
+    "m2m100": ("m2m100", "__fr__"),
+    "mbart50": ("mbart", "fr_XX"),
+    "bart": ("mbart", "<s>"),
+}
+"""The family of each kind, and the token that translations begin with."""
+
+
+def _pieces(texts, kind, **options):
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts),
+        model_writer=model,
+        vocab_size=200,
+        model_type=kind,
+        hard_vocab_limit=False,
+        num_threads=1,
+        minloglevel=2,
+        **options,
+    )
+    return model.getvalue()
+
+
+def save_tokenizer(kind, texts, folder, **settings):
+    """Writes the tokenizer of a kind, learned from texts, and returns that of transformers."""
+    folder.mkdir(parents=True)
+    if KINDS[kind][0] == "t5":
+        pieces = _pieces(texts, "unigram", pad_id=0, eos_id=1, unk_id=2, bos_id=-1)
+        (folder / "spiece.model").write_bytes(pieces)
+        made = transformers.T5Tokenizer.from_pretrained(folder, **settings)
+        (folder / "spiece.model").unlink()
+    elif kind == "mbart50":
+        (folder / "sentencepiece.bpe.model").write_bytes(_pieces(texts, "unigram"))
+        languages = {"src_lang": "en_XX", "tgt_lang": "fr_XX"} | settings
+        made = transformers.MBart50Tokenizer.from_pretrained(folder, **languages)
+        (folder / "sentencepiece.bpe.model").unlink()
+    elif kind == "nllb":
+        (folder / "sentencepiece.bpe.model").write_bytes(_pieces(texts, "bpe"))
+        languages = {"src_lang": "eng_Latn", "tgt_lang": "fra_Latn"} | settings
+        made = transformers.NllbTokenizer.from_pretrained(
+            folder, extra_special_tokens=FAIRSEQ_LANGUAGE_CODES, **languages
+        )
+        (folder / "sentencepiece.bpe.model").unlink()
+    elif kind == "m2m100":
+        pieces = _pieces(texts, "bpe")
+        processor = sentencepiece.SentencePieceProcessor(model_proto=pieces)
+        names = [processor.id_to_piece(number) for number in range(3, processor.vocab_size())]
+        names = ["<s>", "<pad>", "</s>", "<unk>", *names]
+        (folder / "sentencepiece.bpe.model").write_bytes(pieces)
+        ids = {name: number for number, name in enumerate(names)}
+        (folder / "vocab.json").write_text(json.dumps(ids, indent=2))
+        languages = {"src_lang": "en", "tgt_lang": "fr"} | settings
+        made = transformers.M2M100Tokenizer.from_pretrained(folder, **languages)
+    else:
+        learned = tokenizers.ByteLevelBPETokenizer()
+        special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+        learned.train_from_iterator(texts, 400, special_tokens=special, show_progress=False)
+        learned.save_model(str(folder))
+        made = transformers.BartTokenizer.from_pretrained(folder, **settings)
+        for name in ("vocab.json", "merges.txt"):
+            (folder / name).unlink()
+    made.save_pretrained(folder)
+    return made
+
+
+def config(kind, size, **options):
+    """Returns the configuration of a toy model with `size` tokens."""
+    if KINDS[kind][0] == "t5":
+        values = {
+            "d_model": 16, "d_kv": 5, "d_ff": 24, "num_layers": 2, "num_decoder_layers": 1,
+            "num_heads": 2, "relative_attention_num_buckets": 8, "decoder_start_token_id": 0,
+            "relative_attention_max_distance": 20,
+        }  # fmt: skip
+        if kind != "t5":
+            values |= {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+        made = transformers.MT5Config if kind == "mt5" else transformers.T5Config
+        return made(**values | {"vocab_size": size} | options)
+    values = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 1, "init_std": 0.3}
+    for stack in ("encoder", "decoder"):
+        values |= {f"{stack}_attention_heads": 2, f"{stack}_ffn_dim": 24}
+    values |= {"max_position_embeddings": 64, "decoder_start_token_id": 2, "vocab_size": size}
+    kinds = {"mbart50": transformers.MBartConfig, "bart": transformers.BartConfig}
+    return kinds.get(kind, transformers.M2M100Config)(**values | options)
+
+
+def random_model(config, seed=0):
+    """Returns the model of a configuration with random weights, norms and biases included.
+
+    Its translations end, because the logits of the end token are large.
+    """
+    torch.manual_seed(seed)
+    architectures = {
+        "t5": transformers.T5ForConditionalGeneration,
+        "mt5": transformers.MT5ForConditionalGeneration,
+        "mbart": transformers.MBartForConditionalGeneration,
+        "bart": transformers.BartForConditionalGeneration,
+        "m2m_100": transformers.M2M100ForConditionalGeneration,
+    }
+    model = architectures[config.model_type](config).eval()
+    if config.model_type == "mt5" or not getattr(config, "scale_decoder_outputs", True):
+        model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        model.lm_head.weight[config.eos_token_id] *= 3
+    pad = config.pad_token_id
+    model.generation_config.update(bad_words_ids=[[pad]], num_beams=4, max_length=24)
+    return model
+
+
+def save(kind, texts, folder):
+    """Writes the folder of a toy model; returns the model and its tokenizer."""
+    tokenizer = save_tokenizer(kind, texts, folder)
+    # The languages of M2M-100 are not counted.
+    size = max(len(tokenizer), tokenizer.convert_tokens_to_ids("__zu__") + 9)
+    model = random_model(config(kind, size + 3))
+    name = KINDS[kind][1]
+    if name is not None:
+        first = tokenizer.convert_tokens_to_ids(name)
+        model.generation_config.forced_bos_token_id = first
+    model.save_pretrained(folder)
+    return model, tokenizer

@@ -1,0 +1,199 @@
+"""Folders of T5, NLLB, M2M-100, mBART-50 and BART: the same tokens, values, files as published."""
+
+import dataclasses
+import functools
+import importlib
+import json
+
+import hub_models
+import jax
+import numpy as np
+import pytest
+import torch
+from rounding import rounding_tolerance
+
+from flaxformer_mt.config import DataConfig
+from flaxformer_mt.data.corpora.corpus import load_corpus
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
+from flaxformer_mt.decoding.sentence_decoder import Sentence
+from flaxformer_mt.decoding.translator import Translator
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.interop.formats import huggingface
+from flaxformer_mt.interop.formats.bundle import ModelBundle
+from flaxformer_mt.interop.weight_maps.mapping import model_params
+from flaxformer_mt.model.transformer import Transformer
+
+PHRASES = load_corpus(DataConfig(corpus="phrases", generated_pairs=1000), "train")
+TEXTS = [*PHRASES.sources, *PHRASES.targets]
+ODD = ["", " ", "a  b ", "猫 x", "</s> a", "<unk>", "ﬁne Ⅷ é", "<extra_id_0> b", "a\tb"]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Returns the folder, the model and the tokenizer of a kind."""
+    folder = tmp_path_factory.mktemp("hub")
+    return functools.cache(
+        lambda kind: (folder / kind, *hub_models.save(kind, TEXTS, folder / kind))
+    )
+
+
+def read(kind, folder) -> ModelBundle:
+    bundle, notes = huggingface.read(folder, family=hub_models.KINDS[kind][0])
+    assert notes == ()
+    return bundle
+
+
+@pytest.mark.parametrize("kind", hub_models.KINDS)
+def test_tokens_are_those_of_transformers(kind, saved):
+    folder, _, theirs = saved(kind)
+    tokenizers = Tokenizers.load(folder)
+    for side, argument in (("source", "text"), ("target", "text_target")):
+        ours = getattr(tokenizers, side)
+        ids = ours.encode([*TEXTS, *ODD])
+        assert [[*each, ours.eos_id] for each in ids] == theirs(
+            **{argument: [*TEXTS, *ODD]}
+        ).input_ids
+        # Ours ends at the end token; theirs keeps M2M-100's languages.
+        whole = [each for each in ids if ours.eos_id not in each]
+        bare = [[token for token in each if token not in ours.language_ids] for each in whole]
+        assert ours.decode(whole) == theirs.batch_decode(bare, skip_special_tokens=True)
+        assert [len(pieces) for pieces in ours.split(TEXTS)] == [len(i) for i in ids[: len(TEXTS)]]
+        assert (ours.pad_id, ours.eos_id, ours.unk_id) == (
+            theirs.pad_token_id, theirs.eos_token_id, theirs.unk_token_id,
+        )  # fmt: skip
+        assert ours.vocab_size >= max(map(max, filter(None, ids)))
+        assert ours.encode([]) == ours.encode_parts([]) == []
+
+
+@pytest.mark.parametrize("kind", hub_models.KINDS)
+def test_folder_to_run_to_folder(kind, saved, tmp_path):
+    folder, theirs, _ = saved(kind)
+    bundle = read(kind, folder)
+    huggingface.write(bundle, tmp_path / "again", family=hub_models.KINDS[kind][0])
+    names = sorted(path.name for path in folder.iterdir())
+    assert sorted(path.name for path in (tmp_path / "again").iterdir()) == names
+    for name in names:
+        assert (tmp_path / "again" / name).read_bytes() == (folder / name).read_bytes(), name
+
+    config = bundle.config.model
+    draw = np.random.default_rng(0)
+    source, target = (draw.integers(3, 40, (2, n)) for n in (7, 5))
+    source[1, 4:], target[:, 0] = config.pad_id, config.bos_id
+
+    def logits(model):
+        with torch.no_grad():
+            return model(
+                input_ids=torch.tensor(source),
+                attention_mask=torch.tensor(source != config.pad_id),
+                decoder_input_ids=torch.tensor(target),
+            ).logits.numpy()
+
+    apply = jax.jit(
+        Transformer(config).apply, compiler_options={"xla_backend_optimization_level": 0}
+    )
+    ours = apply({"params": model_params(bundle.params)}, np.int32(source), np.int32(target))
+    tolerance = rounding_tolerance(theirs, logits)
+    np.testing.assert_allclose(np.asarray(ours), logits(theirs), rtol=0, atol=tolerance)
+
+
+@pytest.fixture(scope="module")
+def translator(saved):
+    bundle = read("nllb", saved("nllb")[0])
+    return Translator(bundle.config, model_params(bundle.params), bundle.tokenizers)
+
+
+def test_each_sentence_can_have_its_languages(translator, saved):
+    _, _, theirs = saved("nllb")
+    assert translator.decode.first_token == "fra_Latn"
+    sentences = [
+        Sentence("one two"),
+        Sentence("deu_Latn zwei", prefix="spa_Latn"),
+        Sentence("one", prefix="deu_Latn two"),
+        Sentence("one", prefix="two"),
+    ]
+    options = {"beam_size": 1, "max_length": 6}
+    lists = translator.translate_n_best(sentences, **options)
+    firsts = [hypotheses[0].tokens[0] for hypotheses in lists]
+    names = ["fra_Latn", "spa_Latn", "deu_Latn", "fra_Latn"]
+    assert theirs.convert_ids_to_tokens(firsts) == names
+    own = [*lists[2], *lists[3]]
+    assert all(hypothesis.text.startswith("two") for hypothesis in own)
+    assert "fra_Latn" not in lists[0][0].text
+    source = translator.tokenizers.source
+    assert source.pieces([ids[0] for ids in source.encode(["one", "deu_Latn zwei"])]) == [
+        "eng_Latn", "deu_Latn",
+    ]  # fmt: skip
+    german = [Sentence("one", prefix="two")]
+    (hypotheses,) = translator.translate_n_best(german, first_token="deu_Latn", **options)
+    assert hypotheses[0].tokens == lists[2][0].tokens
+
+
+def test_a_language_that_there_is_none_of_is_refused(translator):
+    with pytest.raises(UserError, match=r"decode.first_token=French is not a token"):
+        translator.translate("one", first_token="French")
+
+
+def test_the_first_token_is_written_for_generate(saved, tmp_path):
+    bundle = read("nllb", saved("nllb")[0])
+    decode = dataclasses.replace(bundle.config.decode, first_token="deu_Latn")
+    config = dataclasses.replace(bundle.config, decode=decode)
+    changed = dataclasses.replace(bundle, config=config)
+    assert huggingface.write(changed, tmp_path / "again", family="m2m100") == ()
+    written = json.loads((tmp_path / "again" / "generation_config.json").read_text())
+    (expected,) = bundle.tokenizers.target.encode_parts(["deu_Latn"])[0]
+    assert written["forced_bos_token_id"] == expected
+    assert read("nllb", tmp_path / "again").config.decode == decode
+
+
+def test_a_missing_target_language_is_noted(saved, tmp_path):
+    for path in saved("mbart50")[0].iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    for name, field in (
+        ("tokenizer_config.json", "tgt_lang"),
+        ("generation_config.json", "forced_bos_token_id"),
+    ):
+        settings = json.loads((tmp_path / name).read_text())
+        del settings[field]
+        (tmp_path / name).write_text(json.dumps(settings))
+    _, notes = huggingface.read(tmp_path, family="mbart")
+    assert [note.split(":")[0] for note in notes] == ["no target language is set"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("nllb", {"tokenizer_class": "MBartTokenizer"}, "language after the end"),
+        ("nllb", {"tgt_lang": "french"}, "has no french"),
+        ("nllb", {"pad_token": "<nothing>"}, "has no <nothing>"),
+        ("m2m100", {"src_lang": "klingon"}, "the language 'klingon'"),
+        ("m2m100", {"language_codes": "new"}, "language_codes='new'"),
+    ],
+)
+def test_settings_of_a_vocabulary_that_cannot_be_followed(kind, changes, message, saved, tmp_path):
+    for path in saved(kind)[0].iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | changes))
+    with pytest.raises(UserError, match=message):
+        Tokenizers.load(tmp_path)
+
+
+def test_a_damaged_vocabulary_is_refused_in_one_line(saved, tmp_path):
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0"')
+    with pytest.raises(UserError, match=r"tokenizer.json is damaged: ") as caught:
+        Tokenizers.load(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("kind", "target"), [("nllb", "jax_export"), ("m2m100", "huggingface")])
+def test_formats_that_cannot_have_the_vocabulary_refuse_it(kind, target, saved, tmp_path):
+    module = importlib.import_module(f"flaxformer_mt.interop.formats.{target}")
+    bundle = read(kind, saved(kind)[0])
+    with pytest.raises(UserError, match=r"marian has norm_position=post|its vocabulary is not"):
+        module.write(bundle, tmp_path / "exported")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_folder_of_another_family_is_refused(saved):
+    with pytest.raises(UserError, match=r"is of model_type=t5, not m2m_100"):
+        huggingface.read(saved("t5")[0], family="m2m100")
