@@ -1,6 +1,7 @@
 """The mesh as the model sees it: its platform, and the names of the axes that it shards."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -60,6 +61,30 @@ def mesh_of_rules() -> AbstractMesh | None:
     """Returns the mesh in use if rules say how it shards activations, otherwise None."""
     mesh = jax.sharding.get_abstract_mesh()
     return mesh if nn.get_logical_axis_rules() and mesh.auto_axes else None
+
+
+def on_each_device(function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+    """Lets each device run a function on its part of arrays.
+
+    XLA would gather the whole arrays on every device for a kernel, which it cannot partition.
+    Without rules or without a mesh, the result is `function` itself.
+
+    Args:
+      function: such as a kernel.
+      in_specs: the partition specs of its arguments, over axes from `dividing_axes`.
+      out_specs: of its results.
+    """
+    mesh = mesh_of_rules()
+    if mesh is None:
+        return function
+    return jax.shard_map(
+        function,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=set(mesh.auto_axes),
+        check_vma=False,
+    )
 
 
 def dividing_axes(name: str, size: int) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from flaxformer_mt.model.fused_attention.blocks import Operands
 from flaxformer_mt.model.fused_attention.operation import (
     Inputs,
     Options,
-    on_each_device,
+    on_rows_and_heads,
     operands_of,
     visible_pairs,
 )
@@ -39,5 +39,5 @@ def cudnn_attention(options: Options, inputs: Inputs) -> Array:
         has_keys = jnp.any(visible, axis=3)[:, 0, :, None, None]
         return jnp.where(has_keys, context, jnp.zeros_like(context))
 
-    run = on_each_device(attend, operands, lambda specs: ((specs.operands,), specs.vectors))
+    run = on_rows_and_heads(attend, operands, lambda specs: ((specs.operands,), specs.vectors))
     return run(operands).swapaxes(1, 2)

@@ -17,7 +17,7 @@ from flaxformer_mt.model.fused_attention.blocks import (
     dropout_factors,
     visible_keys,
 )
-from flaxformer_mt.model.logical_axes import dividing_axes, mesh_of_rules
+from flaxformer_mt.model.logical_axes import dividing_axes, on_each_device
 from flaxformer_mt.model.numerics import masked_softmax, random_uint16
 
 
@@ -82,7 +82,7 @@ def fused_attention(options: Options, inputs: Inputs) -> Array:
 
 def _forward(options: Options, inputs: Inputs) -> tuple[Array, Any]:
     kernels, operands = _kernels(options.backend), operands_of(options, inputs)
-    run = on_each_device(
+    run = on_rows_and_heads(
         functools.partial(kernels.forward, form=_form(options, inputs)),
         operands,
         lambda s: ((s.operands,), (s.vectors, kernels.saved_specs(s.vectors, s.pairs))),
@@ -96,7 +96,7 @@ def _backward(options: Options, residuals: Any, gradient: Array) -> tuple[Inputs
     kernels, operands = _kernels(options.backend), operands_of(options, inputs)
     form = _form(options, inputs)
     gradient = gradient.swapaxes(1, 2)
-    run = on_each_device(
+    run = on_rows_and_heads(
         functools.partial(kernels.backward, form=form),
         operands,
         lambda s: (
@@ -220,19 +220,16 @@ class Specs(NamedTuple):
     """Of [B, H, T], or [B, H, T, S]."""
 
 
-def on_each_device(
+def on_rows_and_heads(
     function: Callable, operands: Operands, specs: Callable[[Specs], tuple[Any, Any]]
 ) -> Callable:
-    """Lets each device run a kernel on its rows and heads, which XLA would gather everywhere.
+    """Lets each device run a kernel on its rows and heads.
 
     Args:
       function: the kernel.
       operands: of the whole mesh.
       specs: returns the partition specs of the function's arguments and of its results.
     """
-    mesh = mesh_of_rules()
-    if mesh is None:
-        return function
     rows, _, heads = operands.query.shape[:3]
     row_axes = dividing_axes("batch", rows) or None
     head_axes = dividing_axes("attention_heads", heads) or None
@@ -245,15 +242,7 @@ def on_each_device(
     of_operands = Operands(
         vectors, vectors, vectors, segments, segments, of_bias, pairs, by_head, by_head
     )
-    in_specs, out_specs = specs(Specs(of_operands, vectors, pairs))
-    return jax.shard_map(
-        function,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        axis_names=set(mesh.auto_axes),
-        check_vma=False,
-    )
+    return on_each_device(function, *specs(Specs(of_operands, vectors, pairs)))
 
 
 def visible_pairs(operands: Operands, causal: bool) -> Array:

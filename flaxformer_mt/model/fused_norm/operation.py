@@ -10,7 +10,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from flaxformer_mt.model.fused_norm.options import Options
-from flaxformer_mt.model.logical_axes import dividing_axes, mesh_of_rules
+from flaxformer_mt.model.logical_axes import dividing_axes, on_each_device
 
 
 class Inputs(NamedTuple):
@@ -56,7 +56,7 @@ def _forward(options: Options, inputs: Inputs) -> tuple[tuple[Array, ...], Any]:
     x, y, bias, scale, shift, key = inputs
     parameters = [jnp.zeros_like(scale) if bias is None else bias, scale, shift]
     stacked = jnp.stack([parameter.astype(jnp.float32) for parameter in parameters])
-    normalised, total = _on_each_device(run, (x, y), (stacked,), key, 2)
+    normalised, total = _on_rows(run, (x, y), (stacked,), key, 2)
     return (normalised,) * options.uses, (inputs, stacked, total)
 
 
@@ -69,7 +69,7 @@ def _backward(options: Options, residuals: Any, gradients: tuple[Array, ...]) ->
         return of_x.reshape(total.shape), of_y.reshape(total.shape), jnp.sum(sums, 0)[None]
 
     (_, _, bias, scale, shift, key), stacked, total = residuals
-    of_x, of_y, sums = _on_each_device(run, (total, *gradients), (stacked,), key, 3)
+    of_x, of_y, sums = _on_rows(run, (total, *gradients), (stacked,), key, 3)
     of_bias, of_scale, of_shift = jnp.sum(sums, 0)
     return (
         Inputs(
@@ -97,10 +97,10 @@ def _rows(x: Array) -> Array:
     return x.reshape(-1, x.shape[-1])
 
 
-def _on_each_device(
+def _on_rows(
     function: Callable, vectors: tuple[Array, ...], same: tuple[Array, ...], key: Any, results: int
 ) -> Any:
-    """Lets each device run a function on its rows, which XLA would gather everywhere.
+    """Lets each device run a function on its rows.
 
     Args:
       function: (*vectors, *same, draw) -> results; `draw` is uint32 [3], the words of the key and
@@ -117,18 +117,8 @@ def _on_each_device(
         first = numbers[:1].astype(jnp.uint32) * jnp.uint32(length)
         return function(*arrays, jnp.concatenate([words, first]))
 
-    arguments = (lax.iota(jnp.int32, rows), words, *vectors, *same)
-    mesh = mesh_of_rules()
-    if mesh is None:
-        return with_first_row(*arguments)
     by_row = PartitionSpec(dividing_axes("batch", rows) or None)
     everywhere = PartitionSpec()
-    run = jax.shard_map(
-        with_first_row,
-        mesh=mesh,
-        in_specs=(by_row, everywhere, *(by_row for _ in vectors), *(everywhere for _ in same)),
-        out_specs=(by_row,) * results,
-        axis_names=set(mesh.auto_axes),
-        check_vma=False,
-    )
-    return run(*arguments)
+    in_specs = by_row, everywhere, *(by_row for _ in vectors), *(everywhere for _ in same)
+    run = on_each_device(with_first_row, in_specs, (by_row,) * results)
+    return run(lax.iota(jnp.int32, rows), words, *vectors, *same)
