@@ -19,6 +19,9 @@ from flaxformer_mt.training.losses import (
 )
 from flaxformer_mt.training.sharding import ROW_AXES
 
+MAX_CHUNK_LOGITS = {"cpu": 2**22, "gpu": 2**26, "tpu": 2**27}
+"""The size of a chunk by platform: what fits into a CPU's caches, or some hundred MiB."""
+
 
 class CrossEntropyOptions(NamedTuple):
     """The static arguments of `chunked_cross_entropy`."""
@@ -58,7 +61,7 @@ def chunked_cross_entropy(
       weights: [B, T], 0 where there is no target.
       options: the scale of the logits, and the arguments of `label_smoothed_cross_entropy`.
       max_chunk_logits: the size of a chunk, which has at least one column; 0 = a default for the
-        kind of device: what fits into a CPU's caches, or some hundred MiB.
+        platform.
 
     Returns:
       The weighted sum of the losses, the only differentiable result; the weighted count of the
@@ -67,8 +70,9 @@ def chunked_cross_entropy(
     """
     targets = jnp.asarray(targets)
     weights = jnp.asarray(weights, at_least_float32(vectors.dtype))
-    by_rows = mesh_platform() != "cpu"
-    max_logits = max_chunk_logits or (2**27 if by_rows else 2**22)
+    platform = mesh_platform()
+    by_rows = platform != "cpu"
+    max_logits = max_chunk_logits or MAX_CHUNK_LOGITS[platform]
     length = targets.shape[1]
     shards = row_shards()
     batch = len(targets) // shards
