@@ -246,6 +246,31 @@ def test_on_a_mesh_every_device_computes_its_own_rows_and_heads(backend):
     chex.assert_trees_all_close(jax.device_get(sharded), run(inputs), rtol=1e-5, atol=1e-5)
 
 
+def test_packed_vectors_on_a_mesh_have_the_gradients_of_one_device():
+    """Those of the biases are added up over the devices that have other rows."""
+    inputs = case(64, 64)
+    packed = jnp.stack([x.swapaxes(1, 2) for x in inputs[:3]], axis=3)
+    biases = jnp.asarray(np.random.default_rng(2).normal(size=(2, H, 32)))
+    options = Options("pallas_gpu", True, 0, interpret=True)
+
+    def loss(packed, biases):
+        segments = inputs[3:5]
+        arrays = Inputs(packed, None, None, *segments, None, None, *biases)
+        return jnp.sum(fused_attention(options, arrays) ** 2)
+
+    expected = jax.jit(jax.grad(loss, argnums=(0, 1)))(packed, biases)
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+
+    def sharded(packed, biases):
+        abstract = jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+        with abstract, nn.logical_axis_rules(ACTIVATION_RULES):
+            return jax.grad(loss, argnums=(0, 1))(packed, biases)
+
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    run = jax.jit(sharded, in_shardings=everywhere, out_shardings=everywhere)
+    chex.assert_trees_all_close(run(packed, biases), expected, rtol=1e-5, atol=1e-5)
+
+
 def a_case(**changes):
     dtype, shape = jnp.dtype("bfloat16"), (4, 8, 256, 64)
     simple = AttentionCase("gpu", dtype, shape, 256, 64, True, False, False, False)

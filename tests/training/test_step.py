@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 
+from flaxformer_mt.training import step as training_step
 from flaxformer_mt.training.losses import token_losses
 
 LENGTH = 8
@@ -59,6 +60,17 @@ def test_a_step_reports_the_mean_over_target_tokens_and_keeps_types(setup, jit):
     norm, one = metrics["gradient_norm"]
     np.testing.assert_allclose(norm, optax.tree.norm(expected), rtol=1e-5)
     assert one == 1
+
+
+def test_gpus_compute_the_same_update_where_they_write_it(setup, monkeypatch):
+    tiny = setup.of(bigram=True, ema_decay=0.5)
+    arguments = tiny.state(), tiny.batch(0)
+    expected = jax.jit(lambda *state_and_batch: tiny.pure_train_step(*state_and_batch))(*arguments)
+    monkeypatch.setattr(training_step, "mesh_platform", lambda: "gpu")
+    program = jax.make_jaxpr(lambda *state_and_batch: tiny.pure_train_step(*state_and_batch))
+    assert "optimization_barrier" in str(program(*arguments))
+    result = jax.jit(lambda *state_and_batch: tiny.pure_train_step(*state_and_batch))(*arguments)
+    chex.assert_trees_all_close(result, expected, rtol=1e-6)
 
 
 def test_metrics_count_tokens_and_positions(setup):
