@@ -38,7 +38,7 @@ def differing_settings(
       config: the configuration of our model.
       module: the reference of a named family, whose attributes have the published meaning.
     """
-    names = {"num_heads": HEAD_COUNTS}
+    names: dict[str, tuple[str, ...]] = {"num_heads": HEAD_COUNTS}
     if config.target_vocab_size:
         names["pad_id"] = PADDING_IDS
     found = []
