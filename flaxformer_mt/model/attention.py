@@ -17,6 +17,7 @@ from flaxformer_mt.model.numerics import (
     Biased,
     Dense,
     Dropout,
+    Shared,
     at_least_float32,
     dense,
     linear,
@@ -99,7 +100,9 @@ class MultiHeadAttention(nn.Module):
         x = constrain(x, "batch", "length", "heads")
         return x.reshape(*x.shape[:-1], self.config.num_heads, -1).swapaxes(-2, -3)
 
-    def project(self, inputs: Array, transform: Callable[[Array], Array] | None = None) -> KeyValue:
+    def project(
+        self, inputs: Array | Shared, transform: Callable[[Array], Array] | None = None
+    ) -> KeyValue:
         """Computes the keys and values of `inputs` [B, S, D].
 
         Args:
@@ -209,12 +212,15 @@ class MultiHeadAttention(nn.Module):
             query, key, value = self._packed(inputs, attended)
             biases = self._packed_biases()
         else:
-            query = self._split_heads(self.query(inputs))
+            shared = Shared.of(inputs, self.config.num_heads)
+            query = self._split_heads(self.query(shared))
             query = query if transform is None else transform(query)
             if not self.config.scale_scores:
                 query = query * self.config.key_width**0.5  # All backends divide scores by it.
-            if not isinstance(attended, KeyValue):
-                attended = self.project(attended, transform)
+            if attended is inputs:
+                attended = self.project(shared, transform)
+            elif not isinstance(attended, KeyValue):
+                attended = self.project(Shared.of(attended, self.config.num_heads), transform)
             key, value = attended
         weights: Array | None
         if backend == "einsum":

@@ -9,7 +9,7 @@ from jax import Array
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.model.logical_axes import constrain
-from flaxformer_mt.model.numerics import Biased, Dropout, dense
+from flaxformer_mt.model.numerics import Biased, Dropout, Shared, dense
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "relu": jax.nn.relu,
@@ -41,10 +41,11 @@ class FeedForward(nn.Module):
 
     def __call__(self, x: Array, deterministic: bool, add_bias: bool = True) -> Array | Biased:
         """Maps [B, T, D] to [B, T, D], on request without adding the last bias."""
-        hidden = constrain(self.hidden(x), "batch", "length", "hidden")
+        shared = Shared.of(x, self.config.d_ff)
+        hidden = constrain(self.hidden(shared), "batch", "length", "hidden")
         hidden = ACTIVATIONS[self.config.activation](hidden)
         if self.config.feed_forward_gate:
-            hidden = hidden * constrain(self.gate(x), "batch", "length", "hidden")
+            hidden = hidden * constrain(self.gate(shared), "batch", "length", "hidden")
         hidden = self.dropout(hidden, deterministic)
         if add_bias:
             return constrain(self.output(hidden), "batch", "length", "embed")

@@ -33,8 +33,8 @@ def constrain(x: Array, *axes: str) -> Array:
 
     The model uses these names: "batch", "length", "embed" (D), "heads" (H*K or H*U), "hidden" (F),
     "vocabulary" (V), and "lookup_batch" and "lookup_embed" for vectors as a sharded table gives
-    them. "attention_heads" (H) is for fused attention, and "vocabulary_parts" for a table that is
-    divided along the vocabulary.
+    them. "attention_heads" (H) is for fused attention, and "parts" for the parts of a matrix or
+    table that is divided among devices.
 
     Args:
       x: an array of any rank.

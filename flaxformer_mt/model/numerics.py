@@ -1,5 +1,6 @@
 """Shared numerics of the model: precision, linear maps, dropout and initial values."""
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from jax.extend.random import threefry2x32_p
 from jax.nn import initializers
 
 from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.model.logical_axes import constrain, num_parts
 
 
 def at_least_float32(dtype: jnp.dtype) -> jnp.dtype:
@@ -62,8 +64,37 @@ def _masked_softmax_backward(weights, gradient):
 masked_softmax.defvjp(_masked_softmax_forward, _masked_softmax_backward)
 
 
-@jax.custom_vjp
-def linear(x: Array, kernel: Array, bias: Array | None) -> Array:
+class Shared(NamedTuple):
+    """The input of several products with matrices whose columns are divided among devices."""
+
+    x: Array
+    """[..., fan_in]."""
+    copies: Array | None
+    """[parts, ..., fan_in], `x` for each part of the matrices; None if they are not divided.
+
+    Only its gradient is used, instead of that of `x`: each device adds up its parts of all
+    products, and then there is one sum over devices instead of one for each product.
+    """
+
+    @classmethod
+    def of(cls, x: Array, columns: int) -> "Shared":
+        """Shares activations [B, S, D].
+
+        Args:
+          x: [B, S, D].
+          columns: a number that divides those of all matrices, such as the number of heads.
+        """
+        parts = num_parts("parts", columns)
+        if parts == 1:
+            return cls(x, None)
+        copies = jnp.broadcast_to(x, (parts, *x.shape))
+        return cls(lax.stop_gradient(x), constrain(copies, "parts", "batch", "length", "embed"))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def linear(
+    x: Array, kernel: Array, bias: Array | None, copies: Array | None = None, parts: int = 1
+) -> Array:
     """Computes x @ kernel + bias in the dtype of `x`.
 
     Its gradient is written out, so that those of the parameters are never rounded to the dtype of
@@ -73,24 +104,33 @@ def linear(x: Array, kernel: Array, bias: Array | None) -> Array:
       x: [N, fan_in].
       kernel: [fan_in, features], of any dtype.
       bias: [features], or None.
+      copies: [parts, N, fan_in] of `x`, which get its gradient; see `Shared`.
+      parts: into which the features are divided.
     """
-    return _linear_forward(x, kernel, bias)[0]
+    return _linear_forward(x, kernel, bias, copies, parts)[0]
 
 
-def _linear_forward(x, kernel, bias):
+def _linear_forward(x, kernel, bias, copies, parts):
+    del copies, parts
     outputs = x @ kernel.astype(x.dtype)
     if bias is not None:
         outputs = outputs + bias.astype(x.dtype)
     return outputs, (x, kernel, bias)
 
 
-def _linear_backward(kept, gradient):
+def _linear_backward(parts, kept, gradient):
     x, kernel, bias = kept
     wide = at_least_float32(x.dtype)
-    of_x = lax.dot_general(gradient, kernel.astype(x.dtype), (((1,), (1,)), ((), ())))
+    rounded = kernel.astype(x.dtype)
+    of_x = of_copies = None
+    if parts == 1:
+        of_x = lax.dot_general(gradient, rounded, (((1,), (1,)), ((), ())))
+    else:
+        left, right = (each.reshape(len(each), parts, -1) for each in (gradient, rounded))
+        of_copies = lax.dot_general(left, right, (((2,), (2,)), ((1,), (1,))))
     of_kernel = lax.dot_general(x, gradient, (((0,), (0,)), ((), ())), preferred_element_type=wide)
     of_bias = None if bias is None else column_sums(gradient).astype(bias.dtype)
-    return of_x, of_kernel.astype(kernel.dtype), of_bias
+    return of_x, of_kernel.astype(kernel.dtype), of_bias, of_copies
 
 
 linear.defvjp(_linear_forward, _linear_backward)
@@ -125,7 +165,7 @@ class Dense(nn.Module):
         if self.use_bias:
             self.bias = self.param("bias", self.bias_init, shape[1:], self.param_dtype)
 
-    def __call__(self, inputs: Array, train_bias: bool = True) -> Array:
+    def __call__(self, inputs: Array | Shared, train_bias: bool = True) -> Array:
         """Maps the last axis of `inputs`; without `train_bias` the bias has no gradient."""
         bias = None
         if self.use_bias:
@@ -136,9 +176,15 @@ class Dense(nn.Module):
         """Maps the last axis of `inputs`, but for the bias, which a later kernel adds."""
         return Biased(self._map(inputs, None), self.bias if self.use_bias else None)
 
-    def _map(self, inputs: Array, bias: Array | None) -> Array:
-        rows = inputs.reshape(-1, self.fan_in).astype(self.dtype)
-        return linear(rows, self.kernel, bias).reshape(*inputs.shape[:-1], self.features)
+    def _map(self, inputs: Array | Shared, bias: Array | None) -> Array:
+        x, copies = inputs if isinstance(inputs, Shared) else (inputs, None)
+        rows = x.reshape(-1, self.fan_in).astype(self.dtype)
+        parts = 1
+        if copies is not None:
+            parts = len(copies)
+            copies = copies.reshape(parts, *rows.shape).astype(self.dtype)
+        outputs = linear(rows, self.kernel, bias, copies, parts)
+        return outputs.reshape(*x.shape[:-1], self.features)
 
 
 class Dropout(nn.Module):

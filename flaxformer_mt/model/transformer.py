@@ -67,22 +67,26 @@ def _look_up(table: Array, tokens: Array, dtype: jnp.dtype) -> Array:
     table's dtype.
     """
     size, width = table.shape
-    parts = num_parts("vocabulary_parts", size)
+    parts = num_parts("parts", size)
+    # From a table whose columns are sharded, each device has a part of every vector. XLA finds no
+    # direct way from there to the whole vectors of some rows, only by this intermediate.
+    tokens = constrain(tokens, "lookup_batch", "length")
     if parts == 1:
-        return jnp.take(table, tokens, axis=0).astype(dtype)
+        columns = constrain(table, "vocabulary", "lookup_embed")
+        vectors = jnp.take(columns, tokens, axis=0).astype(dtype)
+        return constrain(vectors, "lookup_batch", "length", "lookup_embed")
     # Each device looks all tokens up in its part of the vocabulary, and finds zeros for those of
     # other parts. Otherwise XLA would gather the parts, and those of the gradient.
     tables = table.reshape(parts, -1, width)
-    tables = constrain(tables, "vocabulary_parts", "vocabulary", "lookup_embed")
+    tables = constrain(tables, "parts", "vocabulary", "lookup_embed")
     firsts = jnp.arange(0, size, size // parts, dtype=tokens.dtype)
-    tokens = constrain(tokens, "lookup_batch", "length")
 
     def in_part(part: Array, first: Array) -> Array:
         found = part.at[tokens - first].get(mode="fill", fill_value=0, wrap_negative_indices=False)
         return found.astype(dtype)
 
     found = jax.vmap(in_part)(tables, firsts)
-    found = constrain(found, "vocabulary_parts", "lookup_batch", "length", "lookup_embed")
+    found = constrain(found, "parts", "lookup_batch", "length", "lookup_embed")
     # `jnp.sum` would send float32.
     vectors = lax.reduce(found, np.zeros((), dtype), lax.add, (0,))
     return jnp.where(((tokens < 0) | (tokens >= size))[..., None], jnp.nan, vectors)
@@ -116,9 +120,6 @@ class Embedding(nn.Module):
         vectors = jnp.where(zero[..., None], 0, vectors)
         if c.scale_embeddings:
             vectors = vectors * c.d_model**0.5
-        # From a table whose columns are sharded, each device has a part of every vector. XLA finds
-        # no direct way from there to the whole vectors of some rows, only by this intermediate.
-        vectors = constrain(vectors, "lookup_batch", "length", "lookup_embed")
         return constrain(vectors, "batch", "length", "embed")
 
     def attend(self, x: Array) -> Array:

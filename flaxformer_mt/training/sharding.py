@@ -25,7 +25,7 @@ ACTIVATION_RULES = (
     ("batch", ROW_AXES),
     ("lookup_batch", ("data",)),
     ("lookup_embed", ("fsdp",)),
-    ("vocabulary_parts", ("tensor",)),
+    ("parts", ("tensor",)),
     # XLA cannot divide a kernel that is not its own.
     ("attention_heads", ("tensor",)),
 )

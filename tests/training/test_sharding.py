@@ -11,6 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.model.attention import MultiHeadAttention
 from flaxformer_mt.model.transformer import Embedding, Transformer
 from flaxformer_mt.training.memory import collectives, parse
 from flaxformer_mt.training.sharding import (
@@ -173,38 +174,75 @@ def bytes_on(device, tree):
     )
 
 
-def test_a_table_that_tensor_divides_is_not_gathered():
+def on_mesh(function, *axes, tensor=2):
+    """A function that is compiled for a mesh of eight devices, with two along fsdp.
+
+    Args:
+      function: its results are sharded like its arguments.
+      axes: of each argument.
+      tensor: number of devices along that axis.
+    """
+    devices = np.array(jax.devices()[:8]).reshape(-1, 2, tensor)
+    mesh = Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 3)
+    shardings = tuple(NamedSharding(mesh, PartitionSpec(*each)) for each in axes)
+
+    def traced(*arguments):
+        with (
+            jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
+            nn.logical_axis_rules(ACTIVATION_RULES),
+        ):
+            return function(*arguments)
+
+    return jax.jit(traced, in_shardings=shardings, out_shardings=shardings)
+
+
+def sent(step, *arguments):
+    """The collective operations of a step."""
+    return collectives(parse(step.lower(*arguments).compile().as_text()))
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_table_that_is_divided_is_not_gathered(tensor):
     """Neither for a lookup of many tokens nor for its gradient."""
     config = TransformerConfig(
         source_vocab_size=64, target_vocab_size=64, d_model=8, num_heads=2, d_ff=8
     )
     embedding, tokens = Embedding(config, 64), np.arange(2048, dtype=np.int32).reshape(64, 32) % 64
     table = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
-    devices = np.array(jax.devices()[:8]).reshape(2, 2, 2)
-    mesh = Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 3)
 
     def loss(table, tokens):
         vectors = embedding.apply({"params": {"embedding": table}}, tokens)
         return jnp.sum(jnp.sin(vectors)), vectors
 
-    def on_mesh(*arguments):
-        with (
-            jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
-            nn.logical_axis_rules(ACTIVATION_RULES),
-        ):
-            return jax.grad(loss, has_aux=True)(*arguments)
-
-    shardings = [
-        NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("tensor", "fsdp"), (ROW_AXES,))
-    ]
-    step = jax.jit(on_mesh, in_shardings=shardings, out_shardings=tuple(shardings))
-    program = step.lower(table, tokens).compile().as_text()
-    gathered = [each for each in collectives(parse(program)) if each.kind == "all-gather"]
+    gradient_of = jax.grad(loss, has_aux=True)
+    step = on_mesh(gradient_of, ("tensor", "fsdp"), (ROW_AXES,), tensor=tensor)
+    gathered = [each for each in sent(step, table, tokens) if each.kind == "all-gather"]
     assert not [each.result for each in gathered if "f32" in each.dtypes]
 
     gradient, vectors = step(table, tokens)
-    expected, expected_vectors = jax.grad(loss, has_aux=True)(table, tokens)
+    expected, expected_vectors = gradient_of(table, tokens)
     np.testing.assert_array_equal(vectors, expected_vectors)
-    np.testing.assert_allclose(gradient, expected, rtol=1e-6)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-5)
     outside = step(table, np.full_like(tokens, 64))[1]
     assert np.isnan(outside).all()
+
+
+def test_gradients_of_query_key_and_value_are_added_up_before_they_are_sent():
+    config = TransformerConfig(
+        source_vocab_size=8, target_vocab_size=8, d_model=16, num_heads=4, d_ff=8
+    )
+    attention = MultiHeadAttention(config)
+
+    def attend(attention, x):
+        return attention(x, x, None, True)[0]
+
+    x = jax.random.normal(jax.random.key(0), (8, 4, 16))
+    params = attention.init(jax.random.key(1), x, method=attend)
+
+    def gradient_of(x):
+        return jax.grad(lambda x: jnp.sum(jnp.sin(attention.apply(params, x, method=attend))))(x)
+
+    step = on_mesh(lambda x: (gradient_of(x),), (ROW_AXES,))
+    # Of the output, and of the input's gradient.
+    assert [each.kind for each in sent(step, x)] == ["all-reduce"] * 2
+    np.testing.assert_allclose(step(x)[0], gradient_of(x), atol=1e-5)

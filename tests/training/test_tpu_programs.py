@@ -14,6 +14,9 @@ from flaxformer_mt.config import DataConfig, ExperimentConfig, TransformerConfig
 from flaxformer_mt.training.memory import Collective, collectives, parse
 
 VOCABULARY, WIDTH = 32_000, 512
+# Sums over tensor: of the vectors looked up, of the outputs of attention and feed-forward,
+# and of the gradients of their inputs, of the encoder's output and of the loss's vectors.
+LOOKUPS, OUTPUTS, GRADIENTS = 2, 3 + 2, 3 + 2 + 1 + 1
 EXPERIMENT = ExperimentConfig(
     model=TransformerConfig(
         num_encoder_layers=1, num_decoder_layers=1, dtype="bfloat16", dropout_rate=0.0
@@ -40,6 +43,9 @@ def check(operations: list[Collective], mesh: dict[str, int]) -> None:
     if mesh["tensor"] == 1:
         # Only gradients and metrics are added up.
         assert {name for each in sums for name in each.dtypes} == {"f32"}
+    else:
+        activations = sum(each.times * each.dtypes.count("bf16") for each in sums)
+        assert activations == LOOKUPS + OUTPUTS + GRADIENTS
     if mesh["fsdp"] == 1:
         assert {each.kind for each in operations} == {"all-reduce"}
         return
