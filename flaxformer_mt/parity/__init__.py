@@ -11,6 +11,7 @@ import importlib.util
 if importlib.util.find_spec("torch") is None:
     raise ImportError("parity needs PyTorch: pip install 'flaxformer_mt[parity]'")
 
+from flaxformer_mt.parity.assertion import assert_parity
 from flaxformer_mt.parity.compare import compare
 from flaxformer_mt.parity.diagnosis.diagnose import Diagnosis
 from flaxformer_mt.parity.reports.comparison import Row
@@ -27,6 +28,7 @@ __all__ = [
     "Tap",
     "Tokens",
     "Trajectory",
+    "assert_parity",
     "compare",
     "example",
     "for_layers",
