@@ -17,10 +17,7 @@ def inspect(
     checkpoint: CheckpointChoice = "last",
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> None:
-    """Describes a run: checkpoints, sizes, parameters, configuration.
-
-    The parameters are listed by path, with their shapes, and the checkpoints with the validation
-    metric that ranks them (train.best-metric).
+    """Describes a run: step, parameters, fingerprints, configuration.
 
     Examples:
       flaxformer-mt inspect --run RUN
@@ -33,7 +30,7 @@ def inspect(
     """
     from flaxformer_mt.runs.trained_model import describe_run
 
-    description = describe_run(run, checkpoint, output.print_note)
+    description = describe_run(run, checkpoint)
     if as_json:
         output.print_json(description)
     else:

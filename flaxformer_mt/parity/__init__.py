@@ -11,7 +11,8 @@ import importlib.util
 if importlib.util.find_spec("torch") is None:
     raise ImportError("parity needs PyTorch: pip install 'flaxformer_mt[parity]'")
 
-from flaxformer_mt.parity.assertion import assert_parity
+from flaxformer_mt.parity.any_model.compare_models import compare_models
+from flaxformer_mt.parity.any_model.taps import equinox_taps, linen_taps, scope, tap
 from flaxformer_mt.parity.compare import compare
 from flaxformer_mt.parity.diagnosis.diagnose import Diagnosis
 from flaxformer_mt.parity.reports.comparison import Row
@@ -28,13 +29,17 @@ __all__ = [
     "Tap",
     "Tokens",
     "Trajectory",
-    "assert_parity",
     "compare",
+    "compare_models",
+    "equinox_taps",
     "example",
     "for_layers",
+    "linen_taps",
     "plot_trajectory",
+    "scope",
     "softmax_input",
     "softmax_output",
+    "tap",
     "time_major",
     "trajectory",
 ]

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -15,13 +16,14 @@ from flaxformer_mt import interop
 from flaxformer_mt.interop.weight_maps.mapping import by_path
 from flaxformer_mt.parity import references
 from flaxformer_mt.parity.diagnosis.diagnose import Diagnosis, diagnose
+from flaxformer_mt.parity.diagnosis.family_values import FamilyValues
+from flaxformer_mt.parity.diagnosis.findings import find
 from flaxformer_mt.parity.diagnosis.inputs import DiagnosisInputs, select_rows
 from flaxformer_mt.parity.model_pair import (
     COMPILER_OPTIONS,
     Forward,
     ModelPair,
     OurModel,
-    Tables,
     model_pair,
     precision,
     real_tokens,
@@ -29,23 +31,16 @@ from flaxformer_mt.parity.model_pair import (
 )
 from flaxformer_mt.parity.recipes import Recipe
 from flaxformer_mt.parity.recipes import recipe as recipe_of
-from flaxformer_mt.parity.reports.comparison import Row
+from flaxformer_mt.parity.reports.comparison import Finding, Row
 from flaxformer_mt.parity.reports.report import Report
+from flaxformer_mt.parity.rows import GRADIENTS, VALUES, largest, row, step_rows, value_row
 from flaxformer_mt.parity.settings import differing_settings
 from flaxformer_mt.parity.tokens import Padding, Tokens
 from flaxformer_mt.parity.trace import Tap, Values, values_of_model, values_of_module
-from flaxformer_mt.parity.trajectory import Curves, Trajectory, train_both
-
-VALUES = {"float64": 1e-10, "float32": 2e-5}
-"""Tolerance of values, relative to the site's largest magnitude; in float32 to at least 1, because
-small values are often differences of large ones."""
-GRADIENTS = {"float64": 1e-10, "float32": 1e-5}
-"""Tolerance of gradients, relative to the largest gradient."""
+from flaxformer_mt.parity.trajectory import train_both
 
 LOSS_FAMILIES = ("jadore801120", "annotated", "tunz", "torch", "fairseq")
 """Families that together cover every convention of label smoothing."""
-
-PUBLISHED_TABLES = "Our tables of positions are the published ones, rounded to float32."
 
 
 def compare(
@@ -58,7 +53,6 @@ def compare(
     recipe: Recipe | None = None,
     num_steps: int = 0,
     batches: Sequence[Any] = (),
-    tables: Tables = "exact",
     **overrides: Any,
 ) -> Report:
     """Compares all values of our model and a reference on the same weights and batch.
@@ -79,15 +73,13 @@ def compare(
       recipe: loss, schedule and optimizer, by default the family's.
       num_steps: the number of optimizer steps to compare.
       batches: the batches of the steps, used in turn; by default the one batch.
-      tables: "published" replaces our tables of positions by those of the module, or rounds them to
-        float32 if it has none.
       **overrides: settings that tensors do not determine, such as `num_heads`; see `interop.load`.
 
     Raises:
       UserError: the module's tensors are not the family's, a tap does not fit the module, or the
         batch is invalid.
     """
-    sides = model_pair(family, torch_module, overrides, forward, recipe, tables)
+    sides = model_pair(family, torch_module, overrides, forward, recipe)
     tokens, real = real_tokens(sides, batch)
     strict = taps is not None
     settings = (
@@ -99,15 +91,17 @@ def compare(
         ours = _run_ours(sides, tokens)
         theirs = _run_reference(sides, tokens, taps, ours.values, strict)
     rows = [
-        *_value_rows(ours.values, theirs.values, real, sides.dtype),
+        *_value_rows(ours.values, theirs, real, sides.dtype),
         *_loss_rows(ours.losses, theirs.losses, sides.dtype),
         *_gradient_rows(ours.gradients, theirs.gradients, sides.dtype),
     ]
     steps = None
     if num_steps:
         steps = train_both(sides, batches or [batch], num_steps)
-        rows += _step_rows(steps)
-    untapped = tuple(site for site in ours.values if site not in theirs.values)
+        rows += step_rows(steps)
+    untapped = tuple(
+        site for site in ours.values if site not in {*theirs.values, *theirs.never_run}
+    )
     kinks = 0
     if sides.ours.config.activation == "relu":
         kinks = sum(_kinks(site, ours.values, theirs.values, real) for site in theirs.values)
@@ -119,11 +113,14 @@ def compare(
         kinks,
         trajectory=steps,
         settings=settings,
-        notes=(PUBLISHED_TABLES,) if tables == "published" else (),
     )
-    return dataclasses.replace(
-        report, diagnosis=_diagnosis(report, sides, tokens, real, ours, theirs)
+    if report.first_divergence is None:
+        return report
+    inputs = _diagnosis_inputs(sides, tokens, real, ours, theirs)
+    report = dataclasses.replace(
+        report, findings=tuple(_findings(report, inputs, sides.dtype)), never_run=theirs.never_run
     )
+    return dataclasses.replace(report, diagnosis=_diagnosis(report, inputs))
 
 
 class _Side(NamedTuple):
@@ -134,6 +131,10 @@ class _Side(NamedTuple):
     """Per target token: "loss" by the recipe, and one by each convention of `LOSS_FAMILIES`."""
     gradients: dict[str, np.ndarray]
     """By parameter name of the reference."""
+    never_run: tuple[str, ...] = ()
+    """Sites that the reference does not compute."""
+    again: Mapping[str, np.ndarray] = MappingProxyType({})
+    """The reference's values of further calls, see `ModuleValues.again`."""
 
 
 def _run_ours(sides: ModelPair, tokens: Tokens) -> _Side:
@@ -167,7 +168,8 @@ def _run_reference(
 ) -> _Side:
     shapes = {site: value.shape for site, value in ours.items()}
     module = sides.module
-    logits, values = values_of_module(module, taps, lambda _: sides.logits(tokens), shapes, strict)
+    run = values_of_module(module, taps, lambda _: sides.logits(tokens), shapes, strict)
+    logits, values = run.output, run.values
     losses = {"loss": sides.loss(logits, tokens)} | {
         f"loss/{name}": sides.loss(logits, tokens, recipe_of(name).loss) for name in LOSS_FAMILIES
     }
@@ -182,18 +184,23 @@ def _run_reference(
         values | {"logits": logits.detach().numpy()},
         {name: loss.item() for name, loss in losses.items()},
         gradients,
+        run.never_run,
+        run.again,
     )
 
 
-def _value_rows(ours: Values, theirs: Values, real: Padding, dtype: str) -> Iterator[Row]:
-    for site, value in theirs.items():
+def _value_rows(ours: Values, theirs: _Side, real: Padding, dtype: str) -> Iterator[Row]:
+    for site in ours:
+        if site in theirs.never_run:
+            yield Row(site, ours[site].shape, math.inf, math.inf, VALUES[dtype])
+        if site not in theirs.values:
+            continue
+        value = theirs.values[site]
         if value.shape != (shape := ours[site].shape):
             yield Row(site, shape, math.inf, math.inf, VALUES[dtype], value.shape)
             continue
         found, expected = (select_rows(site, array, real) for array in (ours[site], value))
-        largest = _largest(expected)
-        scale = largest if dtype == "float64" else max(1.0, largest)
-        yield _row(site, found, expected, VALUES[dtype] * scale)
+        yield value_row(site, found, expected, dtype)
 
 
 def _kinks(site: str, ours: Values, theirs: Values, real: Padding) -> int:
@@ -207,72 +214,59 @@ def _kinks(site: str, ours: Values, theirs: Values, real: Padding) -> int:
 
 def _loss_rows(ours: Mapping[str, float], theirs: Mapping[str, float], dtype: str) -> Iterator[Row]:
     for name, expected in theirs.items():
-        scale = abs(expected) if dtype == "float64" else max(1.0, abs(expected))
-        yield _row(name, np.array(ours[name]), np.array(expected), VALUES[dtype] * scale)
+        yield value_row(name, np.array(ours[name]), np.array(expected), dtype)
 
 
 def _gradient_rows(
     ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray], dtype: str
 ) -> Iterator[Row]:
-    largest = max(_largest(gradient) for gradient in theirs.values())
+    scale = max(map(largest, theirs.values()))
     for name, expected in theirs.items():
-        tolerance = GRADIENTS[dtype] * largest
-        yield _row(f"gradient/{name}", ours[name], expected, tolerance, largest)
+        yield row(f"gradient/{name}", ours[name], expected, GRADIENTS[dtype] * scale, scale)
 
 
-def _step_rows(steps: Trajectory) -> Iterator[Row]:
-    differences = steps.differences()
-    for name, ours, theirs, relative in zip(
-        Curves._fields, steps.ours, steps.theirs, differences, strict=True
-    ):
-        worst = int(np.argmax(np.nan_to_num(relative, nan=np.inf)))
-        difference = _difference(ours[worst], theirs[worst])
-        tolerance = steps.tolerance * abs(theirs[worst])
-        yield Row(f"steps/{name}", ours.shape, difference, float(relative[worst]), tolerance)
+def _diagnosis_inputs(
+    sides: ModelPair, tokens: Tokens, real: Padding, ours: _Side, theirs: _Side
+) -> DiagnosisInputs:
+    fits = {
+        site: value
+        for site, value in theirs.values.items()
+        if value.shape == ours.values[site].shape
+    }
+    return DiagnosisInputs(
+        site="loss",
+        config=sides.ours.config,
+        params=by_path(sides.params),
+        source=tokens.source,
+        target_input=tokens.target_input,
+        target_output=tokens.target_output,
+        real_source=real.source,
+        real_target=real.target,
+        ours=ours.values,
+        theirs=fits,
+        tolerance=VALUES[sides.dtype],
+        loss=theirs.losses["loss"],
+        convention=sides.ours.recipe.convention,
+        smoothing=sides.ours.recipe.smoothing,
+        again=dict(theirs.again),
+    )
 
 
-def _row(
-    site: str, ours: np.ndarray, theirs: np.ndarray, tolerance: float, scale: float | None = None
-) -> Row:
-    """Builds a row; `scale` normalizes the relative difference, by default theirs' largest."""
-    difference, largest = _difference(ours, theirs), scale or _largest(theirs)
-    relative = difference / largest if largest else difference
-    return Row(site, ours.shape, difference, relative, tolerance)
+def _findings(report: Report, inputs: DiagnosisInputs, dtype: str) -> Iterator[Finding]:
+    first = report.first_divergence
+    if first is None or first.section != "values" or first.reference_shape is not None:
+        return iter(())
+
+    def select(site: str, value: np.ndarray) -> np.ndarray:
+        return select_rows(site, value, inputs.real)
+
+    return find(FamilyValues(inputs), list(inputs.ours), inputs.theirs, select, dtype)
 
 
-def _difference(ours: np.ndarray, theirs: np.ndarray) -> float:
-    """Returns the largest difference; inf where only one side is masked (-inf) or either is NaN."""
-    same = ours == theirs  # inf - inf is NaN, but the values are equal.
-    with np.errstate(invalid="ignore"):
-        differences = np.where(same, 0.0, np.abs(ours - theirs))
-    return float(np.max(np.nan_to_num(differences, nan=np.inf, posinf=np.inf), initial=0.0))
-
-
-def _largest(array: np.ndarray) -> float:
-    return float(np.max(np.abs(array), where=np.isfinite(array), initial=0.0))
-
-
-def _diagnosis(
-    report: Report, sides: ModelPair, tokens: Tokens, real: Padding, ours: _Side, theirs: _Side
-) -> Diagnosis | None:
+def _diagnosis(report: Report, inputs: DiagnosisInputs) -> Diagnosis | None:
     first = report.first_divergence
     if first is None or first.reference_shape is not None:
         return None
-    return diagnose(
-        DiagnosisInputs(
-            site=first.site,
-            config=sides.ours.config,
-            params=by_path(sides.params),
-            source=tokens.source,
-            target_input=tokens.target_input,
-            target_output=tokens.target_output,
-            real_source=real.source,
-            real_target=real.target,
-            ours=ours.values,
-            theirs=theirs.values,
-            tolerance=VALUES[sides.dtype],
-            loss=theirs.losses["loss"],
-            convention=sides.ours.recipe.convention,
-            smoothing=sides.ours.recipe.smoothing,
-        )
-    )
+    if report.findings:
+        return report.findings[0].diagnosis
+    return diagnose(inputs._replace(site=first.site))

@@ -1,8 +1,11 @@
 """Builds the rows of a report from pairs of arrays."""
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from flaxformer_mt.parity.reports.comparison import Row
+from flaxformer_mt.parity.trajectory import Curves, Trajectory
 
 VALUES = {"float64": 1e-10, "float32": 2e-5}
 """Tolerance of values, relative to the site's largest magnitude; in float32 to at least 1, because
@@ -15,6 +18,18 @@ def value_row(site: str, ours: np.ndarray, theirs: np.ndarray, dtype: str) -> Ro
     """Returns the row of a value, with the tolerance of the dtype."""
     scale = largest(theirs) if dtype == "float64" else max(1.0, largest(theirs))
     return row(site, ours, theirs, VALUES[dtype] * scale)
+
+
+def step_rows(steps: Trajectory) -> Iterator[Row]:
+    """Yields the row of each quantity of a training run, at its worst step."""
+    differences = steps.differences()
+    for name, ours, theirs, relative in zip(
+        Curves._fields, steps.ours, steps.theirs, differences, strict=True
+    ):
+        worst = int(np.argmax(np.nan_to_num(relative, nan=np.inf)))
+        found = difference(ours[worst], theirs[worst])
+        tolerance = steps.tolerance * abs(theirs[worst])
+        yield Row(f"steps/{name}", ours.shape, found, float(relative[worst]), tolerance)
 
 
 def row(

@@ -155,12 +155,23 @@ def values_of_model(config: TransformerConfig, intermediates: Mapping[str, Any])
         value = kept[site.path][site.call]
         value = value[0] if isinstance(value, tuple) else value
         value = np.asarray(value if site.layer is None else value[site.layer])
-        found[site.name] = _masked(value) if site.name.endswith("/scores") else value
+        found[site.name] = comparable(site.name, value)
     return found
 
 
-def _masked(scores: np.ndarray) -> np.ndarray:
+def masked(scores: np.ndarray) -> np.ndarray:
+    """Returns scores with -inf for those that are masked."""
     return np.where(scores < MASKED, -np.inf, scores)
+
+
+def comparable(site: str, value: np.ndarray) -> np.ndarray:
+    """Returns the value of a site; of scores, see `masked`."""
+    return masked(value) if is_scores(site) else value
+
+
+def is_scores(site: str) -> bool:
+    """Returns whether a site has attention scores, which may be masked."""
+    return site.split("#")[0].endswith("scores")
 
 
 Reshape = Callable[[np.ndarray, tuple[int, ...]], np.ndarray]
@@ -210,29 +221,43 @@ def for_layers(num_layers: int, taps: Mapping[str, Tap]) -> dict[str, Tap]:
     }
 
 
+Key: TypeAlias = tuple[nn.Module, str, str]
+"""A module, an operation of it or "", and the side."""
+
+
+class ModuleValues(NamedTuple):
+    """What a run of a module computes."""
+
+    output: Any
+    """What `call` returns, differentiable."""
+    values: Values
+    """By site."""
+    never_run: tuple[str, ...]
+    """Sites whose modules were never called."""
+    again: Values
+    """By "site#1", "site#2" ...: the outputs of further calls of the tapped modules."""
+
+
 def values_of_module(
     module: nn.Module,
     taps: Mapping[str, Tap | str],
-    call: Callable[[nn.Module], torch.Tensor],
+    call: Callable[[nn.Module], Any],
     shapes: Mapping[str, tuple[int, ...]],
     strict: bool = True,
-) -> tuple[torch.Tensor, Values]:
+) -> ModuleValues:
     """Runs a module and captures the tapped values.
 
     Args:
       module: any PyTorch module.
       taps: where the module computes each site; a string is the sub-module whose output it is.
-      call: runs the module and returns the logits [B, T, V].
+      call: runs the module and returns its outputs.
       shapes: the shape of every site, in the order of computation.
       strict: raise for a tap that does not fit the module; otherwise a site whose module does not
         exist or is never called is omitted, and a value of another shape is returned as it is.
 
-    Returns:
-      The logits, differentiable, and the values of all tapped sites.
-
     Raises:
-      UserError: a tap names a site or module that does not exist, is never called, or has a value
-        of another size.
+      UserError: a tap names a site, module or operation that does not exist, or has a value of
+        another size.
     """
     wanted = {site: Tap(tap) if isinstance(tap, str) else tap for site, tap in taps.items()}
     modules = dict(module.named_modules(remove_duplicate=False))
@@ -244,10 +269,18 @@ def values_of_module(
         if tap.module not in modules:
             raise UserError(f"tap of {site}: the module has no sub-module {tap.module!r}")
     keys = {site: (modules[tap.module], tap.op, tap.side) for site, tap in wanted.items()}
-    with _recording(module, set(keys.values())) as seen:
-        logits = call(module)
-    found = {}
+    outputs = {(part, "", "output") for part, *_ in keys.values()}
+    with _recording(module, {*keys.values(), *outputs}) as seen:
+        output = call(module)
+    found: Values = {}
+    never_run = []
+    run_elsewhere = {key[1:] for key, calls in seen.items() if calls}
     for site in (site for site in shapes if site in wanted):
+        part = keys[site][0]
+        skipped = part is not module and _is_callable(part) and not seen[part, "", "output"]
+        if skipped or (not seen[keys[site]] and keys[site][1:] in run_elsewhere):
+            never_run.append(site)
+            continue
         try:
             value = _tapped(site, wanted[site], seen[keys[site]])
         except UserError:
@@ -255,9 +288,32 @@ def values_of_module(
                 raise
             continue
         with contextlib.nullcontext() if strict else contextlib.suppress(UserError):
-            value = _shaped(site, wanted[site].reshape, value, shapes[site])
-        found[site] = _masked(value) if site.endswith("/scores") else value
-    return logits, found
+            value = shaped(site, wanted[site].reshape, value, shapes[site])
+        found[site] = comparable(site, value)
+    again = dict(_further_calls(wanted, keys, seen, shapes))
+    return ModuleValues(output, found, tuple(never_run), again)
+
+
+def _is_callable(module: nn.Module) -> bool:
+    """Returns whether a module can be called: a ModuleList cannot."""
+    return type(module).forward is not nn.Module.forward
+
+
+def _further_calls(
+    taps: Mapping[str, Tap],
+    keys: Mapping[str, Key],
+    seen: Mapping[Key, list[list[Any]]],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the outputs of calls that no tap denotes: a layer may run several times."""
+    denoted = {(keys[site], tap.call % max(len(seen[keys[site]]), 1)) for site, tap in taps.items()}
+    for site, tap in taps.items():
+        for index, values in enumerate(seen[keys[site]]):
+            whole = not tap.op and tap.side == "output" and len(values) > tap.argument
+            if whole and (keys[site], index) not in denoted:
+                value = values[tap.argument]
+                if isinstance(value, np.ndarray) and value.shape == shapes[site]:
+                    yield f"{site}#{index}", value
 
 
 def _tapped(site: str, tap: Tap, calls: list[list[Any]]) -> np.ndarray:
@@ -273,9 +329,14 @@ def _tapped(site: str, tap: Tap, calls: list[list[Any]]) -> np.ndarray:
     return values[tap.argument]
 
 
-def _shaped(
+def shaped(
     site: str, reshape: Reshape | None, value: np.ndarray, shape: tuple[int, ...]
 ) -> np.ndarray:
+    """Returns a value of a module in the shape of its site, see `Tap.reshape`.
+
+    Raises:
+      UserError: it has another size.
+    """
     misfit = UserError(f"{site} has shape {value.shape} in the reference, but {shape} here")
     if reshape is not None:
         try:
@@ -288,10 +349,6 @@ def _shaped(
     if value.shape != shape and not merged:
         raise misfit
     return value.reshape(shape)
-
-
-Key: TypeAlias = tuple[nn.Module, str, str]
-"""A module, an operation of it or "", and the side."""
 
 
 @contextlib.contextmanager

@@ -120,7 +120,7 @@ def _explain(quantity: str, step: int) -> str:
         return "the first update differs: check epsilon, weight decay and bias correction"
     return (
         f"update {update} is the first to differ: check the decay rates of Adam's moments, "
-        "clipping, and that both sides get the same batches"
+        "its epsilon, clipping, and that both sides get the same batches"
     )
 
 
@@ -170,19 +170,19 @@ def train_both(
     tokens = [real_tokens(sides, batch)[0] for batch in batches]
     with precision(sides.dtype), without_dropout(module):
         ours = train_ours(sides, tokens, num_steps)
-        with _restored(module):
+        with restored(module):
             theirs = train_reference(sides, tokens, num_steps)
         found = Trajectory(ours, theirs, tolerance or TOLERANCES[sides.dtype])
         first = found.first_divergence
         if first is None or first.quantity == "rate" or _update(first.quantity, first.step) < 2:
             return found
-        with _restored(module):
+        with restored(module):
             _change_the_last_bit(module)
             return found._replace(control=train_reference(sides, tokens, first.step))
 
 
 @contextlib.contextmanager
-def _restored(module: nn.Module) -> Iterator[None]:
+def restored(module: nn.Module) -> Iterator[None]:
     """Restores the tensors and gradients of a module on exit."""
     # No deep copy: modules that keep a non-leaf tensor of their last call cannot be copied. No
     # load_state_dict: some publications override it.
@@ -216,7 +216,7 @@ def train_ours(sides: ModelPair, tokens: Sequence[Tokens], num_steps: int) -> Cu
         batch = tokens[count % len(tokens)]
         trained, state, line = step(trained, state, fixed, np.int32(count), batch)
         rows.append(line)
-    return _curves(jax.device_get(rows))
+    return curves(jax.device_get(rows))
 
 
 @functools.lru_cache(maxsize=8)
@@ -251,16 +251,18 @@ def train_reference(sides: ModelPair, tokens: Sequence[Tokens], num_steps: int) 
         optimizer.zero_grad()
         loss = sides.loss(sides.logits(batch), batch)
         loss.backward()
-        gradients = _norm([p.grad for p in parameters if p.grad is not None])
+        gradients = norm([p.grad for p in parameters if p.grad is not None])
         optimizer.step()
-        rows.append((rate, loss.item(), gradients, _norm(parameters)))
-    return _curves(rows)
+        rows.append((rate, loss.item(), gradients, norm(parameters)))
+    return curves(rows)
 
 
-def _norm(tensors: Sequence[torch.Tensor]) -> float:
+def norm(tensors: Sequence[torch.Tensor]) -> float:
+    """Returns the global norm of tensors."""
     with torch.no_grad():
         return math.sqrt(sum(tensor.square().sum().item() for tensor in tensors))
 
 
-def _curves(rows: Sequence[tuple[Any, ...]]) -> Curves:
+def curves(rows: Sequence[tuple[Any, ...]]) -> Curves:
+    """Returns the curves of which `rows` has one step each."""
     return Curves(*(np.array(column, np.float64) for column in zip(*rows, strict=True)))

@@ -51,8 +51,6 @@ class Compiled:
           num_shapes: number of batch shapes.
         """
         self.batch_shapes: list[str] = []
-        self.on_compile: Callable[[bool], None] = lambda begins: None
-        """Called with True when a compilation begins, and with False when its step is running."""
         self._name = name
         self._step = step
         self._transform = transform
@@ -70,11 +68,7 @@ class Compiled:
         Raises:
           UserError: it would be compiled once more than declared.
         """
-        before = self.compilations
-        result = self._for(state)(state, batch)
-        if self.compilations > before:
-            self.on_compile(False)
-        return result
+        return self._for(state)(state, batch)
 
     def lower(self, state: Any, batch: Batch) -> Any:
         """Lowers the step for abstract arguments: shapes, dtypes and shardings."""
@@ -100,7 +94,6 @@ class Compiled:
                 f"its declared {self._num_shapes} shapes, {why}: every batch must have one of them"
             )
         self.batch_shapes.append(shape)
-        self.on_compile(True)
         return self._step(state, batch)
 
 

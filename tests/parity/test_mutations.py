@@ -6,7 +6,6 @@ comparison only gets the changed module.
 
 import dataclasses
 import functools
-import importlib
 import re
 from pathlib import Path
 from typing import Any
@@ -34,12 +33,14 @@ from mutations import (
     FIRST_NORM,
     IN_DECODER,
     IN_ENCODER,
+    LAST_ATTENTION,
     OPENNMT_ENCODER,
 )
 from torch import nn
 
 from flaxformer_mt import interop, parity
 from flaxformer_mt.parity import references
+from flaxformer_mt.parity.diagnosis import family_values
 from flaxformer_mt.parity.diagnosis.causes import CAUSES, Candidate, SuspectSite, candidates
 from flaxformer_mt.parity.diagnosis.inputs import DiagnosisInputs
 from flaxformer_mt.parity.diagnosis.operations.attention import Softmax
@@ -204,9 +205,7 @@ def test_causes_in_the_docs_are_those_that_are_tested(monkeypatch):
     def capture(inputs):
         captured.append(inputs)
 
-    # The package has a function of the module's name.
-    module = importlib.import_module("flaxformer_mt.parity.compare")
-    monkeypatch.setattr(module, "diagnose", capture)
+    monkeypatch.setattr(family_values, "diagnose", capture)
     parts = {
         "annotated": "src_embed.0",
         "jadore801120": "encoder.layer_norm",
@@ -217,6 +216,7 @@ def test_causes_in_the_docs_are_those_that_are_tested(monkeypatch):
     for family, part in parts.items():
         compared(family, with_output(part, lambda self, y, *_: 2 * y))
     assert len(captured) == len(parts)
+    compared("annotated", layers_in_order(0, 0, 1, 2))
     tested = set().union(*map(causes_of, captured))
     text = (DOCS / "parity.md").read_text("utf-8")
     section = text[text.index("## Reading a diagnosis") : text.index("## float32 or float64")]
@@ -225,6 +225,62 @@ def test_causes_in_the_docs_are_those_that_are_tested(monkeypatch):
     assert documented <= tested
     # Some causes are two at once.
     assert [name for name in tested - documented if not {*name.split(" and ")} <= documented] == []
+
+
+# The order of layers
+
+
+def layers_in_order(*order: int) -> Change:
+    def forward(self, x, mask):
+        for index in order:
+            x, _ = self.layers[index](x, mask)
+        return self.norm(x), []
+
+    return with_forward("encoder", forward)
+
+
+@pytest.mark.parametrize(
+    ("change", "site", "cause"),
+    [
+        (layers_in_order(0, 1), "encoder/layers/2/self_attention_norm", "skipped layer"),
+        (layers_in_order(0, 2), "encoder/layers/1/self_attention_norm", "skipped layer"),
+        (
+            with_forward("encoder.layers.1", lambda self, x, mask: (x, None)),
+            "encoder/layers/1/self_attention_norm",
+            "skipped layer",
+        ),
+        (layers_in_order(0, 0, 1, 2), "encoder/layers/1/self_attention_norm", "repeated layer"),
+        (layers_in_order(0, 2, 1), "encoder/layers/1/self_attention_norm", "layer order"),
+    ],
+)
+def test_the_order_of_layers(change, site, cause):
+    report = compared("annotated", change)
+    assert report.first_divergence.site == site
+    assert report.findings[0].diagnosis.cause == cause
+
+
+def test_a_relu_is_not_dropout():
+    change = with_output(f"{ENCODER}.feed_forward", lambda self, y, x: y.relu())
+    check(
+        compared("annotated", change),
+        f"{IN_ENCODER}/feed_forward_sum",
+        "activation added",
+        "applies relu",
+    )
+
+
+def test_both_faults_are_listed():
+    report = compared(
+        "annotated",
+        all_of(with_values(FIRST_NORM, eps=1e-3), with_values(LAST_ATTENTION, d_k=1)),
+    )
+    found = [(each.site, each.diagnosis.cause) for each in report.findings]
+    assert found == [
+        (f"{IN_ENCODER}/self_attention_norm", "norm epsilon"),
+        (f"{IN_DECODER}/self_attention/scores", "attention scale"),
+    ]
+    assert "1 more differ" in str(report)
+    assert "attention scale" in str(report)
 
 
 # Unknown causes

@@ -65,22 +65,26 @@ def transposed(ours: str, theirs: str) -> TensorRule:
     return TensorRule((ours,), (theirs,), transpose, transpose)
 
 
-def packed(ours: Sequence[str], theirs: str, rule: Callable[[str, str], TensorRule]) -> TensorRule:
+def packed(
+    ours: Sequence[str], theirs: str, rule: Callable[[str, str], TensorRule], axis: int = 0
+) -> TensorRule:
     """Returns the rule for parameters that the reference stores as one tensor.
 
     Args:
       ours: paths, all of one shape.
-      theirs: the name of the tensor, which concatenates them along its first axis.
+      theirs: the name of the tensor, which concatenates them.
       rule: `same` or `transposed`, applied to each part.
+      axis: the axis of the tensor along which they are concatenated.
     """
     part = rule(ours[0], theirs)
 
     def to_ours(tensor: np.ndarray) -> ArrayTuple:
-        parts = tensor.reshape(len(ours), -1, *tensor.shape[1:])
-        return tuple(part.to_ours(rows)[0] for rows in parts)
+        first = tensor.swapaxes(0, axis)
+        parts = first.reshape(len(ours), -1, *first.shape[1:])
+        return tuple(part.to_ours(rows.swapaxes(0, axis))[0] for rows in parts)
 
     def to_theirs(*arrays: np.ndarray) -> ArrayTuple:
-        return (np.concatenate([part.to_theirs(array)[0] for array in arrays]),)
+        return (np.concatenate([part.to_theirs(array)[0] for array in arrays], axis),)
 
     return TensorRule(tuple(ours), (theirs,), to_ours, to_theirs)
 

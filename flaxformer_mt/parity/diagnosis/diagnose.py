@@ -43,7 +43,7 @@ def diagnose(inputs: DiagnosisInputs) -> Diagnosis | None:
     """Returns the known cause that explains the difference best; None if there is none."""
     if inputs.site != "loss" and inputs.site not in inputs.theirs:
         return None  # Gradients and optimizer steps have no causes of their own.
-    inputs = _in_float64(inputs)
+    inputs = in_float64(inputs)
     # Wrong candidates may divide by zero or overflow, which rules them out.
     with np.errstate(all="ignore"):
         found = [
@@ -59,7 +59,9 @@ def diagnose(inputs: DiagnosisInputs) -> Diagnosis | None:
     return next(diagnosis for diagnosis in found if diagnosis.residual <= enough)
 
 
-def _in_float64(inputs: DiagnosisInputs) -> DiagnosisInputs:
+def in_float64(inputs: DiagnosisInputs) -> DiagnosisInputs:
+    """Returns the inputs with all values and parameters in float64."""
+
     def widened(arrays):
         return {name: np.asarray(array, np.float64) for name, array in arrays.items()}
 
@@ -67,6 +69,7 @@ def _in_float64(inputs: DiagnosisInputs) -> DiagnosisInputs:
         params=widened(inputs.params),
         ours=widened(inputs.ours),
         theirs=widened(inputs.theirs),
+        again=widened(inputs.again),
     )
 
 

@@ -40,6 +40,8 @@ class DiagnosisInputs(NamedTuple):
     """Our convention of label smoothing."""
     smoothing: float
     """e of the label smoothing."""
+    again: Values
+    """The reference's values of further calls, see `trace.ModuleValues.again`."""
 
     @property
     def real(self) -> Padding:

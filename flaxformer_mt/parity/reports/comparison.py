@@ -51,6 +51,27 @@ class Row(NamedTuple):
         return self.max_abs / self.tolerance if self.tolerance > 0 else math.inf
 
 
+class Finding(NamedTuple):
+    """A site whose computation differs even from the reference's own preceding values."""
+
+    site: str
+    difference: float
+    """Relative to the largest magnitude; inf where only one side is finite."""
+    diagnosis: Diagnosis | None
+    """Its cause, if it is a known one."""
+
+    def sentence(self) -> str:
+        """The difference and its cause."""
+        differs = f"{self.site} differs by {format_difference(self.difference)}"
+        if self.diagnosis is None:
+            return f"{differs}: no known cause."
+        cause, explanation, residual = self.diagnosis
+        explained = (
+            1.0 if residual < self.difference == math.inf else 1 - residual / self.difference
+        )
+        return f"{differs}: {cause}; {explanation}. This explains {explained:.4%} of it."
+
+
 class Summary(NamedTuple):
     """The worst difference of each kind; None where nothing of that kind was compared."""
 
@@ -81,6 +102,10 @@ class Comparison:
     unit in ten million; it is not an error, and depends on the batch."""
     diagnosis: Diagnosis | None = None
     """The cause of the first difference, if it is a known one."""
+    findings: tuple[Finding, ...] = ()
+    """Every site whose computation differs, in the order of the data flow."""
+    never_run: tuple[str, ...] = ()
+    """Sites that the reference does not compute: the modules of their taps were never called."""
     trajectory: Trajectory | None = None
     """The optimizer steps, if any were requested."""
     settings: tuple[SettingDifference, ...] = ()
@@ -97,9 +122,12 @@ class Comparison:
     def first_divergence(self) -> Row | None:
         """The first row out of tolerance; later differences may be its consequence.
 
+        The first is that of `findings` or `never_run`, by the data flow, if there are any.
         Accepted differences do not count.
         """
-        return next((row for row in self.rows if not (row.passed or row.accepted)), None)
+        failed = [row for row in self.rows if not (row.passed or row.accepted)]
+        found = {finding.site for finding in self.findings} | {*self.never_run}
+        return next((row for row in failed if row.site in found), failed[0] if failed else None)
 
     @property
     def summary(self) -> Summary:
@@ -138,6 +166,18 @@ class Comparison:
         """Why the sides differ, in a few sentences; empty if they agree."""
         found = [f"{each}: give {each.name}={each.theirs}." for each in self.settings]
         return " ".join([*found, *self._explanation_of_values()])
+
+    def further(self) -> list[str]:
+        """The other differences, one sentence each."""
+        others = self.findings[1:]
+        if not self.findings:
+            return []
+        if not others:
+            return ["After correcting it, all other values agree."]
+        return [
+            f"After correcting it, {len(others)} more differ by themselves:",
+            *(finding.sentence() for finding in others),
+        ]
 
     def _explanation_of_values(self) -> Iterator[str]:
         first = self.first_divergence

@@ -4,7 +4,7 @@ import json
 import math
 from typing import Any
 
-from flaxformer_mt.parity.reports import html, junit, text
+from flaxformer_mt.parity.reports import html, text
 from flaxformer_mt.parity.reports.comparison import Comparison
 from flaxformer_mt.parity.trajectory import Trajectory
 
@@ -27,10 +27,6 @@ class Report(Comparison):
         """
         return html.to_html(self)
 
-    def to_junit(self) -> str:
-        """Returns JUnit XML: one test case per value."""
-        return junit.to_junit(self)
-
     def to_json(self) -> str:
         """Returns all rows and the summary as JSON; non-finite numbers are strings."""
         first = self.first_divergence
@@ -45,6 +41,11 @@ class Report(Comparison):
             "notes": self.notes,
             "first_divergence": first and first.site,
             "diagnosis": self.diagnosis and self.diagnosis._asdict(),
+            "never_run": self.never_run,
+            "findings": [
+                finding._asdict() | {"diagnosis": finding.diagnosis and finding.diagnosis._asdict()}
+                for finding in self.findings
+            ],
             "rows": [
                 row._asdict() | {"section": row.section, "passed": row.passed} for row in self.rows
             ],

@@ -57,6 +57,8 @@ def to_text(comparison: Comparison, verbose: bool, width: int, color: bool) -> s
     console.print(_table(comparison, verbose))
     if not comparison.passed:
         console.print(Text(f"\n{comparison.explanation()}"))
+    for sentence in comparison.further():
+        console.print(Text(f"\n{sentence}"))
     for remark in comparison.remarks():
         console.print(Text(f"\n{remark}"))
     console.print(Text(f"\n{comparison.closing()}"))

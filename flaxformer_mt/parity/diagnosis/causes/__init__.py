@@ -20,6 +20,7 @@ from flaxformer_mt.parity.diagnosis.causes import (
     losses,
     norms,
     projections,
+    streams,
     sublayers,
 )
 from flaxformer_mt.parity.diagnosis.causes.registry import (
@@ -42,5 +43,6 @@ __all__ = [
     "losses",
     "norms",
     "projections",
+    "streams",
     "sublayers",
 ]

@@ -9,6 +9,7 @@ from flaxformer_mt.parity.diagnosis.causes.registry import Candidate, SuspectSit
 from flaxformer_mt.parity.diagnosis.operations.attention import Scores
 from flaxformer_mt.parity.diagnosis.operations.base import Given, Operation
 from flaxformer_mt.parity.diagnosis.operations.losses import Loss
+from flaxformer_mt.parity.diagnosis.operations.projections import LinearMap
 from flaxformer_mt.parity.diagnosis.operations.sublayers import ACTIVATIONS, Activation, Residual
 
 
@@ -78,6 +79,23 @@ def other_activation(activation: Activation, site: SuspectSite) -> Iterator[Cand
         )
 
 
+@cause(LinearMap)
+@cause(Residual)
+def activation_added(operation: LinearMap | Residual, site: SuspectSite) -> Iterator[Candidate]:
+    """An activation of the result or, at a residual connection, of the sub-layer's output."""
+    residual = isinstance(operation, Residual)
+    value = operation.output if isinstance(operation, Residual) else operation.value()
+    for kind in ACTIVATIONS:
+        if kind != "none":
+            changed = Activation(value, kind).value()
+            yield Candidate(
+                "activation added",
+                f"the reference applies {kind} to the {'output' if residual else 'result'}, ours "
+                "does not",
+                operation.but(output=changed) if residual else Given(changed),
+            )
+
+
 @cause(Operation)
 def dropout(operation: Operation, site: SuspectSite) -> Iterator[Candidate]:
     """Dropout of the value itself."""
@@ -101,6 +119,8 @@ def active_dropout(
     if kept.all() or not kept.any():
         return
     scale = float(np.median(ratios[kept]))
+    if scale < 1 + 1e-6:  # A ReLU, for example, also sets some values to 0.
+        return
     dropped = np.abs(theirs) < np.abs(theirs - scale * ours)
     yield Candidate(
         "dropout",

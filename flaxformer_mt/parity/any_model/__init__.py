@@ -1,0 +1,1 @@
+"""Compares any PyTorch module with any JAX function of the same weights."""

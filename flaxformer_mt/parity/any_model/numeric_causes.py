@@ -1,0 +1,238 @@
+"""Causes that are numbers: epsilons, scales, precision, dropout, and other weights."""
+
+import collections
+import itertools
+
+import numpy as np
+
+from flaxformer_mt.parity.any_model.cause import Found, ProgramCause
+from flaxformer_mt.parity.any_model.program import Equation
+from flaxformer_mt.parity.any_model.segment import Segment
+
+EPSILONS = (1e-5, 1e-6, 1e-8, 1e-12, 1e-3, 0.0)
+
+
+def another_constant(segment: Segment) -> Found:
+    """Another epsilon, scale, divisor or other number, which is solved for."""
+    groups: dict[tuple[float, str, str], list[int]] = collections.defaultdict(list)
+    for number in filter(segment.is_number, segment.leaves):
+        ours = float(segment.program.constants[number])
+        groups[ours, *_role(segment, number)].append(number)
+    for (ours, cause, words), numbers in groups.items():
+        for together in [[number] for number in numbers] + [numbers] * (len(numbers) > 1):
+
+            def value(new: float, together: list[int] = together) -> np.ndarray:
+                return segment.changed({n: np.asarray(new) for n in together})
+
+            solved = segment.solve(value, ours)
+            if solved is None:
+                continue
+            if cause == "mean" and abs(abs(solved - ours) - 1) < 1e-6:
+                cause, words = "biased variance", "divisor of the sum of squares"
+            yield ProgramCause(
+                cause,
+                f"the {words} is {solved:.6g} in the reference, {ours:.6g} in ours",
+                value(solved),
+            )
+
+
+def _role(segment: Segment, number: int) -> tuple[str, str]:
+    """Returns the cause that another value of a constant would be, and what the constant is."""
+    for equation in segment.consumers(number):
+        others = [n for n in equation.inputs if segment.origin(n) != number]
+        results = list(segment.consumers(equation.outputs[0]))
+        if equation.name == "add" and any(e.name in ("sqrt", "rsqrt") for e in results):
+            return "norm epsilon", "epsilon inside the root"
+        sources = [segment.producer(n) for n in others]
+        if equation.name == "add" and sources == ["sqrt"]:
+            return "norm epsilon", "epsilon outside the root"
+        if equation.name == "div" and sources == ["reduce_sum"]:
+            return "mean", "divisor of the sum"
+        if equation.name in ("mul", "div"):
+            role = "divisor" if equation.name == "div" else "factor"
+            if sources == ["dot_general"]:
+                scores = segment.site.endswith("scores") or "exp" in {
+                    e.name for e in segment.equations
+                }
+                return ("attention scale" if scores else "scale"), f"{role} of the products"
+            if sources == ["gather"]:
+                return "embedding scale", f"{role} of the embeddings"
+            return "scale", f"{role} of {segment.label(others[0])}" if others else role
+        if equation.name == "select_n":
+            return "mask value", "value of masked elements"
+    return "constant", "constant"
+
+
+def another_norm(segment: Segment) -> Found:
+    """Epsilon outside or inside the root, the variance over n or n - 1, or no centering."""
+    for equation in segment.equations:
+        if equation.name in ("sqrt", "rsqrt"):
+            yield from _other_roots(segment, equation)
+    means = {
+        equation.outputs[0]: np.zeros_like(segment.values[equation.outputs[0]])
+        for equation in segment.equations
+        if equation.name == "div"
+        and segment.producer(equation.inputs[0]) == "reduce_sum"
+        and _summand(segment, equation.inputs[0]) not in ("square", "integer_pow", "mul", "exp")
+    }
+    if means:
+        yield ProgramCause(
+            "root-mean-square norm",
+            "the reference's norm does not subtract the mean",
+            segment.changed(means),
+        )
+
+
+def _other_roots(segment: Segment, equation: Equation) -> Found:
+    variance, ours = _variance(segment, equation.inputs[0])
+    count = _count(segment, variance)
+    if count < 2:
+        return
+    ways = {"as ours": 1.0, "over n - 1": count / (count - 1), "over n": 1 - 1 / count}
+    for (over, factor), inside in itertools.product(ways.items(), (True, False)):
+
+        def value(epsilon: float, factor: float = factor, inside: bool = inside) -> np.ndarray:
+            scaled = segment.values[variance] * factor
+            root = np.sqrt(scaled + epsilon) if inside else np.sqrt(scaled) + epsilon
+            result = 1 / root if equation.name == "rsqrt" else root
+            return segment.changed({equation.outputs[0]: result})
+
+        solved = segment.solve(value, ours)
+        for new in dict.fromkeys((ours, *EPSILONS, *([] if solved is None else [solved]))):
+            yield ProgramCause(
+                "norm epsilon" if factor == 1 else "biased variance",
+                f"the reference's norm has epsilon {new:.6g} "
+                f"{'inside' if inside else 'outside'} the root and the variance {over}, ours "
+                f"epsilon {ours:.6g}",
+                value(new),
+            )
+
+
+def _variance(segment: Segment, number: int) -> tuple[int, float]:
+    """Returns the variance below a root, and epsilon."""
+    equation = segment.producers.get(segment.origin(number))
+    if equation is not None and equation.name == "add":
+        for variance, epsilon in (equation.inputs, equation.inputs[::-1]):
+            constant = segment.origin(epsilon)
+            if segment.is_number(constant):
+                return variance, float(segment.program.constants[constant])
+    return number, 0.0
+
+
+def _count(segment: Segment, number: int) -> int:
+    """Returns how many elements the sum behind a variance adds; 0 if it is none."""
+    equation = segment.producers.get(segment.origin(number))
+    while equation is not None and equation.name in ("div", "mul", "select_n", "max"):
+        inputs = [segment.producers.get(segment.origin(n)) for n in equation.inputs]
+        equation = next((e for e in inputs if e is not None), None)
+    if equation is None or equation.name != "reduce_sum":
+        return 0
+    sizes = [segment.values[n].size for n in (*equation.inputs, *equation.outputs)]
+    return sizes[0] // sizes[1]
+
+
+def _summand(segment: Segment, number: int) -> str:
+    total = segment.producers[segment.origin(number)]
+    return segment.producer(total.inputs[0])
+
+
+def lower_precision(segment: Segment) -> Found:
+    """A value is rounded to fewer digits."""
+    if not 0 < segment.residual(segment.value) < 1e-2:
+        return
+    for number, value in segment.values.items():
+        if value.dtype != np.float64 or value.size < 2:
+            continue
+        for dtype in (np.float32, np.float16):
+            rounded = value.astype(dtype).astype(np.float64)
+            yield ProgramCause(
+                "precision",
+                f"the reference rounds {segment.label(number)} to {np.dtype(dtype).name}",
+                segment.changed({number: rounded}),
+            )
+
+
+def solved_for(segment: Segment) -> Found:
+    """A factor, a bias, a table or a matrix that explains the difference."""
+    solved = segment.solve(lambda scale: scale * segment.value, 1.0)
+    if solved is not None:
+        words = f"the reference multiplies the result by {solved:.6g}, ours does not"
+        yield ProgramCause("scale", words, solved * segment.value)
+    last = segment.producers.get(segment.number)
+    if last is not None and last.name == "add":
+        operands = [segment.values[n] for n in last.inputs]
+        if operands[0].shape == operands[1].shape:
+            parts = np.stack([segment.select(x).ravel() for x in operands], axis=1)
+            factors = np.linalg.lstsq(parts, segment.select(segment.expected).ravel())[0]
+            labels = [segment.label(n) for n in last.inputs]
+            yield ProgramCause(
+                "residual scale",
+                f"the reference adds {factors[0]:.6g} times {labels[0]} and {factors[1]:.6g} times "
+                f"{labels[1]}, ours adds them unscaled",
+                factors[0] * operands[0] + factors[1] * operands[1],
+            )
+    with np.errstate(invalid="ignore"):
+        change = segment.expected - segment.value
+    if change.ndim < 2 or not np.isfinite(change).all():
+        return
+    axes = tuple(range(change.ndim - 1))
+    rows = segment.select(change).reshape(-1, change.shape[-1])
+    if len(rows) > 3:
+        bias = rows.mean(axis=0)
+        yield ProgramCause(
+            "different bias",
+            f"the reference adds another vector here; the largest difference is "
+            f"{np.max(np.abs(bias)):.6g}",
+            segment.value + bias,
+        )
+    if change.ndim == 3 and len(change) > 2:
+        table = change.mean(axis=axes[:1])
+        yield ProgramCause(
+            "different positions",
+            f"the reference adds another table here, the same for all sentences; the largest "
+            f"difference is {np.max(np.abs(table)):.6g}",
+            segment.value + table,
+        )
+    for equation in segment.equations:
+        if equation.name != "dot_general" or equation.outputs[0] not in segment.values:
+            continue
+        left, right = equation.inputs
+        matrix = segment.origin(right)
+        result = segment.values[equation.outputs[0]]
+        if matrix not in segment.parameters or result.shape != change.shape:
+            continue
+        x = segment.values[left].reshape(-1, segment.values[left].shape[-1])
+        if len(x) < x.shape[1] + 2:  # With fewer rows, some matrix explains any difference.
+            continue
+        delta = np.linalg.lstsq(x, change.reshape(-1, change.shape[-1]))[0]
+        row, column = np.unravel_index(np.argmax(np.abs(delta)), delta.shape)
+        yield ProgramCause(
+            "different weights",
+            f"the reference has another {segment.parameters[matrix]}; the largest difference is "
+            f"{delta[row, column]:.6g} at [{row}, {column}]",
+            segment.value + (x @ delta).reshape(change.shape),
+        )
+
+
+def active_dropout(segment: Segment) -> Found:
+    """Some elements of the result, or of an operand of its sum, are zero and the others scaled."""
+    last = segment.producers.get(segment.number)
+    parts = [(segment.value, segment.expected)]
+    if last is not None and last.name == "add":
+        x, y = (segment.values[n] for n in last.inputs)
+        if x.shape == y.shape:
+            parts += [(x, segment.expected - y), (y, segment.expected - x)]
+    for ours, theirs in parts:
+        known = np.abs(ours) > 1e-3 * np.max(np.abs(ours), initial=0.0)
+        ratios = theirs[known] / ours[known]
+        kept = ratios > 0.5
+        scale = float(np.median(ratios[kept])) if kept.any() else 1.0
+        if kept.all() or scale < 1 + 1e-6 or not np.isfinite(scale):
+            continue
+        dropped = np.where(np.abs(theirs) < np.abs(theirs - scale * ours), 0, scale * ours)
+        yield ProgramCause(
+            "dropout",
+            f"the reference has active dropout at a rate of {1 - 1 / scale:.3g}: some values are "
+            f"0, the others {scale:.6g} times ours",
+            segment.expected - theirs + dropped,
+        )

@@ -1,0 +1,289 @@
+"""A JAX function as a flat list of equations, in which the values of sites can be replaced.
+
+The equations are those of the jaxpr, with nested functions inlined and loops over layers unrolled.
+Because every equation and its inputs are known, the value of a site can be computed from the
+reference's values of the preceding sites instead of ours. It then differs only if the equations
+between them do: this locates every difference, not just the first.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend import core
+
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.parity.any_model.taps import path_name
+
+_INLINED = {
+    "jit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+    "custom_lin": "call_jaxpr",
+}
+"""Primitives that are replaced by their bodies, and the parameter that holds the body."""
+_CUSTOM = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
+"""Those with a derivative of their own, which are replaced only if they contain a tap."""
+
+Values = dict[int, Any]
+"""The values of a program by number."""
+
+
+class Equation(NamedTuple):
+    """One primitive operation."""
+
+    name: str
+    """Of the primitive."""
+    params: Mapping[str, Any]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    run: Callable[..., Sequence[Any]]
+    """Computes the outputs from the inputs."""
+
+
+class SiteValue(NamedTuple):
+    """The value of a site."""
+
+    name: str
+    number: int
+    position: int
+    """The index of the first equation that may read it."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """A traced function."""
+
+    equations: tuple[Equation, ...]
+    inputs: tuple[int, ...]
+    """One number for each leaf of the parameters, then of the other arguments."""
+    constants: Mapping[int, Any]
+    outputs: tuple[int, ...]
+    output_names: tuple[str, ...]
+    sites: tuple[SiteValue, ...]
+    """In the order of computation."""
+    parameters: Mapping[int, str]
+    """Paths of the parameters, and of the layers of stacked ones."""
+    types: Mapping[int, jax.ShapeDtypeStruct]
+    """The shape and dtype of every value."""
+
+    def run(self, leaves: Sequence[Any], added: Mapping[int, Any] = MappingProxyType({})) -> Values:
+        """Computes all values from the leaves of the arguments.
+
+        Args:
+          leaves: the arguments.
+          added: what is added to computed values, by number.
+        """
+        values = {**self.constants, **dict(zip(self.inputs, leaves, strict=True))}
+        for equation in self.equations:
+            compute(equation, values)
+            values.update({n: values[n] + added[n] for n in equation.outputs if n in added})
+        return values
+
+    def slice_before(self, number: int, known: Iterable[int]) -> list[Equation]:
+        """Returns the equations that compute a value from `known` ones, in order."""
+        stop, wanted, found = set(known), {number}, []
+        for equation in reversed(self.equations):
+            if wanted.intersection(equation.outputs):
+                found.append(equation)
+                wanted.update(set(equation.inputs) - stop)
+        return found[::-1]
+
+
+def compute(equation: Equation, values: Values) -> None:
+    """Adds the outputs of an equation to `values`."""
+    outputs = equation.run(*(values[number] for number in equation.inputs))
+    values.update(zip(equation.outputs, outputs, strict=True))
+
+
+def trace(
+    function: Callable[..., Any], params: Any, args: Sequence[Any], *, intermediates: bool
+) -> Program:
+    """Traces function(params, *args).
+
+    Args:
+      function: a pure function.
+      params: a tree of arrays or shapes.
+      args: the other arguments, trees of arrays.
+      intermediates: the function returns (outputs, intermediates), and each leaf of the latter is
+        a site.
+
+    Raises:
+      UserError: the function has no taps, or does not return a pair.
+    """
+    closed, shape = jax.make_jaxpr(function, return_shape=True)(params, *args)
+    builder = _Builder()
+    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+    inputs = [builder.new(var.aval) for var in closed.jaxpr.invars]
+    builder.parameters = {
+        number: path_name(path) for number, (path, _) in zip(inputs, leaves, strict=False)
+    }
+    outputs = builder.inline(closed.jaxpr, closed.consts, inputs, "")
+    named = [(path_name(path), n) for (path, _), n in zip(_leaves(shape), outputs, strict=True)]
+    if intermediates:
+        if not isinstance(shape, tuple) or len(shape) != 2:
+            raise UserError("the function must return (outputs, intermediates)")
+        for name, number in named:
+            site = intermediate_name(name.removeprefix("1/")) if name.startswith("1/") else ""
+            if site:  # That of the whole module is the output.
+                builder.add_site(site, number)
+        named = [(name[2:], n) for name, n in named if name.split("/")[0] == "0"]
+    return builder.program(inputs, named)
+
+
+def intermediate_name(path: str) -> str:
+    """Returns the site of an intermediate.
+
+    Linen and NNX collect the calls of a module in tuples: "intermediates/a/__call__/0" and
+    "a/__call__/value/0" are "a", and a second call is "a#1". Other paths are kept.
+    """
+    parts = path.split("/")
+    of_linen = parts[0] == "intermediates"
+    if not (of_linen or parts[-2:-1] == ["value"]) or not parts[-1].isdigit():
+        return path
+    parts = parts[1:] if of_linen else [*parts[:-2], parts[-1]]
+    *parts, call = parts
+    if parts[-1:] == ["__call__"]:
+        parts.pop()
+    return "/".join(parts) + (f"#{call}" if int(call) else "")
+
+
+def _leaves(tree: Any) -> list[Any]:
+    return jax.tree_util.tree_flatten_with_path(tree)[0]
+
+
+class _Builder:
+    """Collects the equations of a program."""
+
+    def __init__(self) -> None:
+        self.equations: list[Equation] = []
+        self.constants: dict[int, Any] = {}
+        self.types: dict[int, jax.ShapeDtypeStruct] = {}
+        self.parameters: dict[int, str] = {}
+        self.sites: dict[str, int] = {}
+
+    def new(self, like: Any) -> int:
+        self.types[len(self.types)] = jax.ShapeDtypeStruct(like.shape, like.dtype)
+        return len(self.types) - 1
+
+    def constant(self, value: Any) -> int:
+        number = self.new(jax.typeof(value))
+        self.constants[number] = value
+        return number
+
+    def add_site(self, name: str, number: int) -> None:
+        count = sum(other.split("#")[0] == name for other in self.sites)
+        self.sites[f"{name}#{count}" if count else name] = number
+
+    def add(self, eqn: Any, inputs: Sequence[int]) -> list[int]:
+        outputs = tuple(self.new(var.aval) for var in eqn.outvars)
+        name = eqn.primitive.name
+        self.equations.append(Equation(name, eqn.params, tuple(inputs), outputs, _alone(eqn)))
+        return list(outputs)
+
+    def inline(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[int], layer: str) -> Any:
+        """Adds the equations of a jaxpr, and returns the numbers of its outputs."""
+        numbers = dict(zip(jaxpr.invars, inputs, strict=True))
+        numbers |= {var: self.constant(c) for var, c in zip(jaxpr.constvars, consts, strict=True)}
+
+        def read(var: Any) -> int:
+            return self.constant(var.val) if isinstance(var, core.Literal) else numbers[var]
+
+        for eqn in jaxpr.eqns:
+            outputs = self.expand(eqn, [read(var) for var in eqn.invars], layer)
+            numbers.update(zip(eqn.outvars, outputs, strict=True))
+        return [read(var) for var in jaxpr.outvars]
+
+    def expand(self, eqn: Any, inputs: list[int], layer: str) -> list[int]:
+        name = eqn.primitive.name
+        if name == "name":
+            site = eqn.params["name"].replace("{layer}", layer)
+            self.add_site(site, inputs[0])
+            return inputs
+        body = eqn.params.get({**_INLINED, **_CUSTOM}.get(name, ""))
+        if body is not None and (name in _INLINED or _has_taps(body)):
+            consts = getattr(body, "consts", ())
+            return self.inline(getattr(body, "jaxpr", body), consts, inputs, layer)
+        if name == "scan":
+            return self.unroll(eqn, inputs, layer)
+        return self.add(eqn, inputs)
+
+    def unroll(self, eqn: Any, inputs: list[int], layer: str) -> list[int]:
+        """Unrolls a scan: the slices of stacked parameters are parameters, too."""
+        p = eqn.params
+        length, closed = p["length"], p["jaxpr"]
+        consts, rest = inputs[: p["num_consts"]], inputs[p["num_consts"] :]
+        carry, stacked = rest[: p["num_carry"]], rest[p["num_carry"] :]
+        steps: list[list[int]] = []
+        order = range(length)[::-1] if p["reverse"] else range(length)
+        for index in order:
+            slices = [self.slice_of(number, index) for number in stacked]
+            inner = [*consts, *carry, *slices]
+            found = self.inline(closed.jaxpr, closed.consts, inner, str(index))
+            carry, out = found[: len(carry)], found[len(carry) :]
+            steps.append(out)
+        ordered = steps[::-1] if p["reverse"] else steps
+        outputs = [self.apply(_stack, column) for column in zip(*ordered, strict=True)]
+        return [*carry, *outputs]
+
+    def slice_of(self, number: int, index: int) -> int:
+        """Adds the slice of a stacked value."""
+        output = self.apply(lambda x: jax.lax.index_in_dim(x, index, keepdims=False), [number])
+        if number in self.parameters:
+            self.parameters[output] = f"{self.parameters[number]}[{index}]"
+        return output
+
+    def apply(self, function: Callable[..., Any], inputs: Sequence[int]) -> int:
+        """Adds the equations of a function of numbered values with one result."""
+        closed = jax.make_jaxpr(function)(*(self.types[number] for number in inputs))
+        (output,) = self.inline(closed.jaxpr, closed.consts, inputs, "")
+        return output
+
+    def program(self, inputs: Sequence[int], outputs: Sequence[tuple[str, int]]) -> Program:
+        computed_at = {
+            number: position + 1
+            for position, equation in enumerate(self.equations)
+            for number in equation.outputs
+        }
+        sites = [
+            SiteValue(n, number, computed_at.get(number, 0)) for n, number in self.sites.items()
+        ]
+        return Program(
+            tuple(self.equations),
+            tuple(inputs),
+            self.constants,
+            tuple(number for _, number in outputs),
+            tuple(name for name, _ in outputs),
+            tuple(sorted(sites, key=lambda site: site.position)),
+            self.parameters,
+            self.types,
+        )
+
+
+def _alone(eqn: Any) -> Callable[..., Sequence[Any]]:
+    """Returns an equation as a function of all its inputs, literals among them."""
+    new = core.gensym()
+    inputs = [new(var.aval) for var in eqn.invars]
+    outputs = [new(var.aval) for var in eqn.outvars]
+    alone = eqn.replace(invars=inputs, outvars=outputs)
+    names = [""] * len(inputs), [""] * len(outputs)
+    info = core.DebugInfo("parity", eqn.primitive.name, *map(tuple, names))
+    jaxpr = core.Jaxpr((), inputs, outputs, [alone], eqn.effects, info)
+    return core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, ()))
+
+
+def _stack(*slices: Any) -> Any:
+    return jax.numpy.stack(slices)
+
+
+def _has_taps(body: Any) -> bool:
+    """Returns whether a jaxpr, or one nested in it, names a value."""
+    jaxpr = getattr(body, "jaxpr", body)
+    return any(
+        eqn.primitive.name == "name" or any(map(_has_taps, core.jaxprs_in_params(eqn.params)))
+        for eqn in jaxpr.eqns
+    )

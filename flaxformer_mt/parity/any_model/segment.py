@@ -1,0 +1,181 @@
+"""The equations between two sites, which can be evaluated with changes."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from flaxformer_mt.parity.any_model.numpy_primitives import in_numpy
+from flaxformer_mt.parity.any_model.program import Equation, Program
+from flaxformer_mt.parity.diagnosis.findings import relative_difference
+
+RESHAPING = (
+    "broadcast_in_dim",
+    "reshape",
+    "transpose",
+    "squeeze",
+    "slice",
+    "convert_element_type",
+    "copy",
+    "copy_p",
+    "stop_gradient",
+    "expand_dims",
+)
+"""Primitives that only move numbers."""
+
+Numbers = dict[int, np.ndarray]
+
+
+def compute(equation: Equation, values: Numbers, program: Program) -> None:
+    """Adds the outputs of an equation to `values`, in NumPy if possible."""
+    inputs = [np.asarray(values[number]) for number in equation.inputs]
+    if len(equation.outputs) == 1:
+        (number,) = equation.outputs
+        dtype = program.types[number].dtype
+        found = in_numpy(equation.name, equation.params, inputs, dtype)
+        if found is not NotImplemented:
+            values[number] = found
+            return
+    values.update(zip(equation.outputs, map(np.asarray, equation.run(*inputs)), strict=True))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Segment:
+    """The computation of a site from values that are known."""
+
+    program: Program
+    site: str
+    number: int
+    """Of the value of the site."""
+    known: Mapping[int, str]
+    """The preceding sites with the reference's value, by number."""
+    values: Numbers
+    """All values of the segment, computed from the known ones."""
+    equations: Sequence[Equation]
+    expected: np.ndarray
+    """The reference's value of the site."""
+    theirs: Mapping[str, np.ndarray]
+    """The reference's values of all sites, and of repeated calls."""
+    select: Callable[[np.ndarray], np.ndarray]
+    """The rows that are compared."""
+    tolerance: float
+
+    @property
+    def value(self) -> np.ndarray:
+        """Our value of the site."""
+        return self.values[self.number]
+
+    def residual(self, value: np.ndarray) -> float:
+        """Returns the relative difference of a value to the reference's."""
+        return relative_difference(self.select(value), self.select(self.expected))
+
+    def changed(self, changes: Mapping[int, np.ndarray]) -> np.ndarray:
+        """Returns the value of the site if some values are others of the same shape."""
+        values, different = {**self.values, **changes}, set(changes)
+        for equation in self.equations:
+            if different.intersection(equation.inputs) and not different.issuperset(
+                equation.outputs
+            ):
+                kept = {n: values[n] for n in equation.outputs if n in changes}
+                compute(equation, values, self.program)
+                values.update(kept)
+                different.update(equation.outputs)
+        return values[self.number]
+
+    def with_operand(self, equation: Equation, operand: int, value: np.ndarray) -> np.ndarray:
+        """Returns the value of the site if one operand of one equation is another."""
+        inputs: Numbers = {n: self.values[n] for n in equation.inputs}
+        alone = equation._replace(
+            inputs=(*equation.inputs[:operand], -1, *equation.inputs[operand + 1 :])
+        )
+        inputs[-1] = value
+        compute(alone, inputs, self.program)
+        return self.changed({n: inputs[n] for n in equation.outputs})
+
+    @functools.cached_property
+    def producers(self) -> dict[int, Equation]:
+        """The equation of each value that the segment computes."""
+        return {n: equation for equation in self.equations for n in equation.outputs}
+
+    @functools.cached_property
+    def leaves(self) -> list[int]:
+        """The inputs of the segment."""
+        read = dict.fromkeys(n for equation in self.equations for n in equation.inputs)
+        return [n for n in read if n not in self.producers]
+
+    def consumers(self, number: int) -> Iterator[Equation]:
+        """Yields the equations that read a value, without those that only move its numbers."""
+        for equation in self.equations:
+            if number in equation.inputs:
+                if equation.name in RESHAPING:
+                    yield from self.consumers(equation.outputs[0])
+                else:
+                    yield equation
+
+    def origin(self, number: int) -> int:
+        """Returns the value from which a value was only moved."""
+        while number in self.producers and self.producers[number].name in RESHAPING:
+            number = self.producers[number].inputs[0]
+        return number
+
+    def producer(self, number: int) -> str:
+        """Returns the name of the primitive that computes a value, before it is moved."""
+        found = self.producers.get(self.origin(number))
+        return found.name if found else ""
+
+    def label(self, number: int) -> str:
+        """Returns the name of a value for messages."""
+        origin = self.origin(number)
+        program = self.program
+        if origin in self.known:
+            return self.known[origin]
+        if origin in program.parameters:
+            return program.parameters[origin]
+        if origin in program.constants:
+            value = np.asarray(program.constants[origin])
+            return f"{value.item():g}" if value.size == 1 else "a constant table"
+        if origin in program.inputs:
+            return "the input"
+        return f"the result of {self.producer(origin)}"
+
+    def is_number(self, number: int) -> bool:
+        """Whether a value is one floating constant."""
+        value = self.program.constants.get(number)
+        if value is None or np.size(value) != 1:
+            return False
+        return np.issubdtype(np.asarray(value).dtype, np.floating) and bool(np.isfinite(value))
+
+    @property
+    def parameters(self) -> dict[int, str]:
+        """The parameters that the segment reads."""
+        return {n: self.program.parameters[n] for n in self.leaves if n in self.program.parameters}
+
+    def solve(
+        self, value: Callable[[float], np.ndarray], start: float, steps: int = 16
+    ) -> float | None:
+        """Solves for the number with which the site has the reference's value, if there is one."""
+        expected = self.select(self.expected)
+        finite = np.isfinite(expected)
+        if np.sum(finite) < 8:  # Too few values to distinguish causes.
+            return None
+        scale = self.tolerance * np.max(np.abs(expected[finite]))
+        number, best, smallest, shrunk = start, start, np.inf, False
+        for _ in range(steps):
+            step = 1e-4 * max(abs(number), 1e-3)
+            here = self.select(value(number))
+            slope = (self.select(value(number + step)) - here)[finite] / step
+            missing = (expected - here)[finite]
+            size = float(np.max(np.abs(missing), initial=0.0))
+            steepness = float(np.vdot(slope, slope))
+            if not np.isfinite(size) or not steepness or size > 4 * smallest:
+                if shrunk:
+                    break
+                number, shrunk = best / 4, True  # A divisor must not become 0.
+                continue
+            if size < smallest:
+                best, smallest = number, size
+            elif smallest <= scale:  # What is left is rounding.
+                break
+            number += float(np.vdot(slope, missing)) / steepness
+        return best if smallest <= scale else None

@@ -1,0 +1,152 @@
+"""Converts weights between a PyTorch module and the parameters of a JAX function, by rules.
+
+The rules are those of the weight maps (`interop/weight_maps/rules.py`), with paths in the tree of
+parameters in place of ours:
+
+    transposed("decoder/kernel", "decoder.weight")            one matrix
+    same("layers/{layer}/norm/scale", "h.{layer}.norm.weight") each layer by itself
+    transposed("layers/kernel", "h.{layer}.weight")            layers stacked along a leading axis
+    tied("embedding", "wte.weight", "lm_head.weight")          one parameter, several names
+    packed(["query", "key", "value"], "qkv.weight", transposed) one tensor, several parameters
+"""
+
+import collections
+import dataclasses
+import fnmatch
+import re
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.interop.weight_maps.rules import TensorRule, same
+
+Arrays = Mapping[str, Any]
+
+
+class _Application(NamedTuple):
+    """A rule for one layer, or outside of layers."""
+
+    rule: TensorRule
+    ours: tuple[str, ...]
+    layer: int | None
+    """The index into the leading axis of ours; None if ours are not stacked."""
+    theirs: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightRules:
+    """The rules for a given module and function; every tensor is used once."""
+
+    applications: tuple[_Application, ...]
+
+    def to_function(self, tensors: Arrays) -> dict[str, Any]:
+        """Returns the parameters by path, given tensors by name: NumPy arrays or JAX tracers."""
+        arrays: dict[str, Any] = {}
+        layers: dict[str, list[Any]] = collections.defaultdict(list)
+        for rule, paths, layer, names in self.applications:
+            present = next((tensors[name] for name in names if name in tensors), None)
+            given = [tensors.get(name, present) if rule.tied else tensors[name] for name in names]
+            for path, array in zip(paths, rule.to_ours(*given), strict=True):
+                if layer is None:
+                    arrays[path] = array
+                else:
+                    layers[path].append(array)
+        return arrays | {
+            path: slices[0].__array_namespace__().stack(slices) for path, slices in layers.items()
+        }
+
+    def to_module(self, arrays: Arrays) -> dict[str, Any]:
+        """Returns the tensors by name, given parameters by path."""
+        tensors: dict[str, Any] = {}
+        for rule, paths, layer, names in self.applications:
+            given = [arrays[path] if layer is None else arrays[path][layer] for path in paths]
+            tensors.update(zip(names, rule.to_theirs(*given), strict=True))
+        return tensors
+
+
+def weight_rules(
+    rules: Sequence[TensorRule] | None,
+    shapes: Mapping[str, tuple[int, ...]],
+    parameters: Mapping[str, tuple[int, ...]],
+    buffers: Mapping[str, tuple[int, ...]],
+    unused: Sequence[str] = (),
+) -> WeightRules:
+    """Applies rules to the tensors of a module and the parameters of a function.
+
+    Args:
+      rules: the rules; None: paths and names are equal, up to slashes and dots.
+      shapes: of the parameters of the function, by path.
+      parameters: shapes of the module's parameters, by name; tied ones may be given once.
+      buffers: shapes of the module's buffers, which rules may or may not name.
+      unused: names of parameters of the module that the function has no counterpart for; "*"
+        stands for any part of a name.
+
+    Raises:
+      UserError: a tensor has no rule or several, or a rule fits no tensor or another shape.
+    """
+    tensors = {**parameters, **buffers}
+    if rules is None:
+        rules = [same(path, path.replace("/", ".")) for path in shapes]
+    found = tuple(
+        application for rule in rules for application in _applied(rule, {*tensors, *shapes})
+    )
+    for application in found:
+        if not any(name in tensors for name in application.theirs):
+            raise UserError(
+                f"the rule of {', '.join(application.ours)} names {application.theirs[0]}, which "
+                "the module does not have"
+            )
+    _once("parameter", shapes, (path for a in found if not a.layer for path in a.ours), ())
+    named = [name for a in found for name in a.theirs]
+    _once("tensor", parameters, named, unused)
+    result = WeightRules(found)
+    zeros = {name: np.broadcast_to(np.float32(0), shape) for name, shape in tensors.items()}
+    for path, array in result.to_function(zeros).items():
+        if array.shape != shapes[path]:
+            raise UserError(
+                f"the rule of {path} gives {array.shape}, but the parameter is {shapes[path]}"
+            )
+    return result
+
+
+def _applied(rule: TensorRule, names: Set[str]) -> list[_Application]:
+    """Returns a rule for each layer of which `names` has a tensor or parameter."""
+
+    def at(texts: tuple[str, ...], layer: int) -> tuple[str, ...]:
+        return tuple(text.format(layer=layer, number=layer + 1) for text in texts)
+
+    if not any(re.search(r"\{(layer|number)\}", name) for name in rule.theirs):
+        return [_Application(rule, rule.ours, None, rule.theirs)]
+    stacked = not any("{" in path for path in rule.ours)
+    layered = rule.theirs if stacked else (*rule.theirs, *rule.ours)
+    depth = 0
+    while any(name in names for name in at(layered, depth)):
+        depth += 1
+    if not depth:
+        raise UserError(f"the module has no tensor {rule.theirs[0].format(layer=0, number=1)}")
+    return [
+        _Application(rule, at(rule.ours, i), i if stacked else None, at(rule.theirs, i))
+        for i in range(depth)
+    ]
+
+
+def _once(
+    what: str, existing: Mapping[str, Any], named: Iterable[str], unused: Sequence[str]
+) -> None:
+    counts = collections.Counter(named)
+    for name, count in counts.items():
+        if count > 1:
+            raise UserError(f"{what} {name} is in {count} rules, but must be in one")
+    for name in existing:
+        if name not in counts and not any(fnmatch.fnmatchcase(name, p) for p in unused):
+            also = ", nor in unused=" if what == "tensor" else ""
+            raise UserError(f"{what} {name} is in no rule{also}")
+    if what == "parameter" and (unknown := [path for path in counts if path not in existing]):
+        raise UserError(f"the function has no parameter {unknown[0]}; it has {', '.join(existing)}")
+
+
+def tensor_shapes(tensors: Iterable[tuple[str, Any]]) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of named tensors."""
+    return {name: tuple(tensor.shape) for name, tensor in tensors}

@@ -1,0 +1,51 @@
+"""Causes in the order of layers: skipped, repeated and reordered ones."""
+
+from collections.abc import Iterator
+
+from flaxformer_mt.parity.diagnosis import site_operations
+from flaxformer_mt.parity.diagnosis.causes.registry import Candidate, SuspectSite, cause
+from flaxformer_mt.parity.diagnosis.inputs import parse_site
+from flaxformer_mt.parity.diagnosis.operations.base import Given
+from flaxformer_mt.parity.diagnosis.operations.norms import LayerNormalization
+from flaxformer_mt.parity.diagnosis.operations.projections import LinearMap, Logits
+from flaxformer_mt.parity.diagnosis.operations.sublayers import Residual
+
+
+@cause(Given)
+def skipped_layer(layer: Given, site: SuspectSite) -> Iterator[Candidate]:
+    """A layer whose output is its input."""
+    found = site.parsed
+    if found.part == "layer" and found.layer is not None:
+        yield Candidate(
+            "skipped layer",
+            f"the reference omits {found.prefix}",
+            Given(site_operations.layer_input(site.inputs, found.stack, found.layer)),
+        )
+
+
+@cause(LayerNormalization)
+@cause(LinearMap)
+@cause(Residual)
+def other_layer(
+    operation: LayerNormalization | LinearMap | Residual, site: SuspectSite
+) -> Iterator[Candidate]:
+    """The output of another layer, or of a second run of a layer, as the input."""
+    reads_a_layer = site.parsed.reads_the_stream or site.parsed.reads_the_encoder
+    if isinstance(operation, LinearMap) and not (reads_a_layer or isinstance(operation, Logits)):
+        return
+    own = site.parsed.layer
+    for name, value in {**site.inputs.again, **site.inputs.theirs}.items():
+        found = parse_site(name.split("#")[0])
+        if found.part != "layer" or found.layer is None or value.shape != operation.x.shape:
+            continue
+        if "#" in name:
+            cause, words = "repeated layer", f"the second output of {found.prefix}"
+        elif site.parsed.reads_the_encoder:
+            cause, words = "memory of another layer", f"the output of {found.prefix}"
+        else:
+            stop = len(site.inputs.ours) if own is None else own
+            between = (f"{found.stack}/layers/{i}" for i in range(found.layer + 1, stop))
+            passed = found.layer < stop - 1 and not any(x in site.inputs.theirs for x in between)
+            cause = "skipped layer" if passed else "layer order"
+            words = f"the output of {found.prefix}"
+        yield Candidate(cause, f"the reference reads {words} here", operation.but(x=value))
