@@ -7,7 +7,7 @@ PATH is a folder with train.en, train.de, valid.en, valid.de, test.en and test.d
 the command line.
 
 Devices, from the compilers (benchmarks/accelerators.py): a step of 16,384 target positions needs
-3.1 of the 80 GiB of one H100, without any mesh.
+2.1 of the 80 GiB of one H100, without any mesh.
 """
 
 from flaxformer_mt.config import (
