@@ -164,10 +164,10 @@ class Segment:
         for _ in range(steps):
             step = 1e-4 * max(abs(number), 1e-3)
             here = self.select(value(number))
-            slope = (self.select(value(number + step)) - here)[finite] / step
+            derivative = (self.select(value(number + step)) - here)[finite] / step
             missing = (expected - here)[finite]
             size = float(np.max(np.abs(missing), initial=0.0))
-            steepness = float(np.vdot(slope, slope))
+            steepness = float(np.vdot(derivative, derivative))
             if not np.isfinite(size) or not steepness or size > 4 * smallest:
                 if shrunk:
                     break
@@ -177,5 +177,5 @@ class Segment:
                 best, smallest = number, size
             elif smallest <= scale:  # What is left is rounding.
                 break
-            number += float(np.vdot(slope, missing)) / steepness
+            number += float(np.vdot(derivative, missing)) / steepness
         return best if smallest <= scale else None
