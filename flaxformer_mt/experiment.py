@@ -18,7 +18,7 @@ import functools
 import itertools
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ import jax
 from rich.console import Console
 
 from flaxformer_mt import distributed
-from flaxformer_mt.config import ExperimentConfig, with_vocabulary_sizes
+from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.config.files import load_config
 from flaxformer_mt.data.dataset import (
     Dataset,
@@ -40,9 +40,8 @@ from flaxformer_mt.data.sanity_checks import check_not_blank, check_sides, warn_
 from flaxformer_mt.data.stream.batches import Batch, DataPosition, evaluation_batches
 from flaxformer_mt.data.stream.prefetch import Prefetched
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
-from flaxformer_mt.decoding.sentence_decoder import SentenceDecoder
 from flaxformer_mt.decoding.shortlists.shortlist import require_shortlist
-from flaxformer_mt.decoding.translator import Translator
+from flaxformer_mt.decoding.translator import Translator, check_search
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.evaluation import evaluate
 from flaxformer_mt.interop.exports import exports, summary
@@ -61,9 +60,9 @@ from flaxformer_mt.runs.folder import (
 from flaxformer_mt.runs.layout import CACHE, CONFIG, METRICS, TENSORBOARD
 from flaxformer_mt.runs.lock import locked
 from flaxformer_mt.training import loop
+from flaxformer_mt.training.console import ConsoleWriter, Sample, print_labelled, some_of
 from flaxformer_mt.training.memory import require_training_memory, step_cost
 from flaxformer_mt.training.metrics import (
-    ConsoleWriter,
     JsonLinesWriter,
     TensorBoardWriter,
     Writer,
@@ -111,7 +110,7 @@ def train(
     require_training_memory(config, make_strategy(config))
     with open_folder(workdir, console.print) as folder:
         experiment = prepare(config, folder)
-        print_report(experiment.report(), console)
+        print_labelled(experiment.report(), console)
         fit(experiment, folder, console, interruption)
         if config.model.has_inputs:  # A language model does not translate.
             if experiment.dataset.test is not None:
@@ -133,24 +132,13 @@ def dry_run(config: ExperimentConfig, workdir: str | Path, console: Console | No
     atomic.require_writable(workdir)
     with tempfile.TemporaryDirectory() as cache:
         experiment = prepare(config, workdir, cache_folder=Path(cache), write=False)
-        print_report(experiment.report(), console)
-        print_report(experiment.export_obstacles(), console)
+        print_labelled(experiment.report(), console)
+        print_labelled(experiment.export_obstacles(), console)
         try:
             require_training_memory(experiment.config, experiment.strategy)
         except UserError as error:
             console.print(f"memory   {error}: training would be refused here")
-        print_report(experiment.costs(), console)
-
-
-def check_search(config: ExperimentConfig, tokenizers: Tokenizers) -> None:
-    """Raises the errors of a validation's search, which would otherwise come after many steps.
-
-    Raises:
-      UserError: a search option does not fit the model, or names a file that cannot be used.
-    """
-    sizes = tokenizers.source.vocab_size, tokenizers.target.vocab_size
-    model = with_vocabulary_sizes(config.model, *sizes)
-    SentenceDecoder([(model, {})], config.decode, tokenizers)
+        print_labelled(experiment.costs(), console)
 
 
 def make_console() -> Console:
@@ -292,6 +280,11 @@ class Experiment:
             "model",
             f"{describe(params, config.train.freeze, config.model)}, {config.model.dtype}",
         )
+        epochs = config.train.num_steps / self.dataset.training.batches_per_epoch
+        yield "steps", f"{config.train.num_steps:,}, which are {epochs:,.1f} epochs"
+        if config.train.label_smoothing:
+            smoothing = f"with label smoothing of {config.train.label_smoothing:g}"
+            yield "loss", f"{smoothing}; the perplexity is exp(loss) without it"
         axes = " x ".join(f"{size} {axis}" for axis, size in self.strategy.mesh.shape.items())
         devices = self.strategy.devices
         yield "devices", f"{len(devices)} {devices[0].platform} ({axes})"
@@ -351,48 +344,42 @@ class Experiment:
         batches = map(self.strategy.place_batch, self._batches[split])
         return validate(self.run_eval_step, params, batches)
 
-    def validate(self, params: Any, show_progress: bool = False) -> dict[str, Any]:
+    def validate(self, params: Any) -> tuple[dict[str, Any], list[Sample]]:
         """Computes the metrics of a validation, with those of its translations.
 
         Args:
           params: parameters, placed by the strategy.
-          show_progress: whether to draw a progress bar.
+
+        Returns:
+          The metrics, and translations to show: of some of the sentences, and of `train.watch`.
         """
         metrics = self.measure("valid", params)
         if not self.config.model.has_inputs:
-            return metrics
-        _, quality = self.translate(
-            self.strategy.gather(params),
-            self.dataset.valid,
-            self.config.train.eval_sentences,
-            show_progress,
-        )
-        return {**metrics, **quality}
+            return metrics, []
+        texts, watched = self.dataset.valid.texts, self.config.train.watch
+        sources = texts.sources[: self.config.train.eval_sentences or None]
+        hypotheses = self.translate(self.strategy.gather(params), [*sources, *watched])
+        references, own = texts.targets[: len(sources)], hypotheses[: len(sources)]
+        quality = evaluate(own, references, with_ter=False)
+        samples = [
+            *some_of([Sample(*each) for each in zip(sources, own, references, strict=True)]),
+            *(Sample(*each) for each in zip(watched, hypotheses[len(sources) :], strict=True)),
+        ]
+        return {**metrics, **quality}, samples
 
     def translate(
-        self,
-        params: Any,
-        evaluated: EvaluationSet,
-        num_sentences: int = 0,
-        show_progress: bool = False,
-    ) -> tuple[list[str], dict[str, Any]]:
-        """Translates an evaluation set; of several processes, each translates a part.
+        self, params: Any, sources: Sequence[str], show_progress: bool = False
+    ) -> list[str]:
+        """Translates sentences; of several processes, each translates a part.
 
         Args:
           params: parameters on one device of each process.
-          evaluated: the evaluation set.
-          num_sentences: how many sentences from the first on; 0 = all.
+          sources: the sentences.
           show_progress: whether to draw a progress bar.
-
-        Returns:
-          The translations, and their BLEU and chrF.
         """
-        sources = evaluated.texts.sources[: num_sentences or None]
         translator = Translator(self.config, params, self.dataset.tokenizers)
         own = translator.translate(distributed.share_out(sources), show_progress=show_progress)
-        hypotheses = distributed.gather_texts(own)
-        references = evaluated.texts.targets[: len(sources)]
-        return hypotheses, evaluate(hypotheses, references, with_ter=False)
+        return distributed.gather_texts(own)
 
 
 def _shapes(batch: Batch) -> tuple[tuple[int, ...], ...]:
@@ -422,12 +409,22 @@ def fit(
       Interrupted: a signal arrived, and everything is saved.
     """
     config, console = experiment.config.train, console or make_console()
+    display = ConsoleWriter(
+        config.num_steps, console, experiment.dataset.training.batches_per_epoch
+    )
     if writers is None:
         writers = [
             JsonLinesWriter(workdir / METRICS, console.print),
             TensorBoardWriter(workdir / TENSORBOARD),
-            ConsoleWriter(config.num_steps, console),
+            display,
         ]
+
+    def validated(params: Params, step: int) -> dict[str, Any]:
+        display.validating()
+        metrics, samples = experiment.validate(params)
+        display.translated(samples)
+        return metrics
+
     several = jax.process_count() > 1
     with Checkpointer(
         workdir, config.keep_last, config.keep_best, config.best_metric, console.print
@@ -437,8 +434,9 @@ def fit(
         train_step = experiment.strategy.compile_train_step(
             experiment.train_step, len(experiment.dataset.training.shapes)
         )
+        train_step.on_compile = display.compiling
         with (
-            contextlib.nullcontext(_never)
+            contextlib.nullcontext(lambda step: False)
             if interruption is None
             else interruption.deferred(distributed.agree if several else None, config.log_every)
         ) as should_stop:
@@ -446,7 +444,7 @@ def fit(
                 state,
                 train_step=train_step,
                 stream=experiment.stream,
-                evaluate=lambda params, step: experiment.validate(params, console.is_terminal),
+                evaluate=validated,
                 schedule=experiment.schedule,
                 checkpointer=checkpointer,
                 writers=writers if distributed.is_main() else (),
@@ -454,13 +452,10 @@ def fit(
                 devices=experiment.strategy.devices,
                 should_stop=should_stop,
                 announce=console.print,
+                on_step=display.advance,
             )
             # While signals are still deferred.
             checkpointer.wait()
-
-
-def _never(step: int) -> bool:
-    return False
 
 
 def evaluate_test(
@@ -478,7 +473,8 @@ def evaluate_test(
     if test is None:
         raise UserError("data.test_split is empty: there is nothing to test on")
     step, params = restore_params(workdir, "best")
-    hypotheses, metrics = experiment.translate(params, test, show_progress=show_progress)
+    hypotheses = experiment.translate(params, test.texts.sources, show_progress)
+    metrics = evaluate(hypotheses, test.texts.targets, with_ter=False)
     metrics |= experiment.measure("test", experiment.strategy.place_state(params))
     if distributed.is_main():
         JsonLinesWriter(workdir / METRICS).write(step, "test", metrics)
@@ -490,18 +486,13 @@ def print_test(
 ) -> None:
     """Evaluates the best checkpoint on the test corpus, and prints metrics and translations."""
     step, hypotheses, metrics = evaluate_test(experiment, workdir, console.is_terminal)
-    for number in range(min(experiment.config.train.show_translations, len(test.texts))):
-        console.print(f"\nsource       {test.texts.sources[number]}")
-        console.print(f"translation  {hypotheses[number]}")
-        console.print(f"reference    {test.texts.targets[number]}")
+    texts = zip(test.texts.sources, hypotheses, test.texts.targets, strict=True)
+    for each in itertools.islice(texts, experiment.config.train.show_translations):
+        console.print()
+        print_labelled(Sample(*each).rows(), console, width=12)
     console.print(
         f"\ntest ({test.texts.name}), best checkpoint (step {step:,}): "
         f"loss {metrics['loss']:.4f}, BLEU {metrics['bleu']:.2f}, chrF {metrics['chrf']:.2f}  "
-        f"[{metrics['bleu_signature']}]"
+        f"[{metrics['bleu_signature']}]",
+        soft_wrap=not console.is_terminal,  # Terminals would break lines within words.
     )
-
-
-def print_report(lines: Iterable[tuple[str, str]], console: Console) -> None:
-    """Prints lines behind their labels."""
-    for label, line in lines:
-        console.print(f"{label:<8} {line}")

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import types
@@ -16,9 +17,10 @@ import optax
 import pytest
 from talker import DATA, make_talker, random_params, sentences
 
+import flaxformer_mt
 from flaxformer_mt.cli import entry_points, main, program
 from flaxformer_mt.config import DecodeConfig, to_json
-from flaxformer_mt.data.corpora.corpus import ParallelCorpus
+from flaxformer_mt.data.corpora.corpus import ParallelCorpus, open_corpora
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.decoding.line_format import read_sentence
 from flaxformer_mt.decoding.scoring.scorer import score_pairs
@@ -238,7 +240,57 @@ def test_evaluate_prints_json(run, command, tmp_path):
     )  # fmt: skip
     metrics = evaluate(Translator.from_run(run).translate(sources), references)
     assert code == 0
-    assert json.loads(out) == {"step": 1, "sentences": 4, **metrics}
+    rounded = {
+        name: round(value, 4) if isinstance(value, float) else value
+        for name, value in metrics.items()
+    }
+    assert json.loads(out) == {"step": 1, "sentences": 4, **rounded}
+
+
+def test_evaluate_without_files_takes_the_test_split_of_the_run(run, command, tmp_path):
+    folder = shutil.copytree(run, tmp_path / "run")
+    config = load_run(folder).config
+    data = dataclasses.replace(config.data, path=str(tmp_path), test_split="dev")
+    (folder / "config.json").write_text(to_json(dataclasses.replace(config, data=data)))
+    sources = ["a b c d", "b"]
+    write(tmp_path / f"dev.{data.source_language}", sources)
+    write(tmp_path / f"dev.{data.target_language}", Translator.from_run(run).translate(sources))
+    (corpus,) = open_corpora(data, "test")
+    (folder / "data.json").write_text(json.dumps({"test": [corpus.fingerprint]}))
+
+    code, out, err = command("evaluate", "--run", folder)
+    assert code == 0
+    assert "note: the test split of" in err
+    assert json.loads(out)["sentences"] == 2
+    assert '"bleu": 100.0,' in out  # sacreBLEU: 100.00000000000004
+    only_one = ("--source", tmp_path / f"dev.{data.source_language}")
+    assert_rejected(command("evaluate", "--run", folder, *only_one), "--source", "--reference")
+    write(tmp_path / f"dev.{data.source_language}", ["other text", "b"])
+    assert_rejected(command("evaluate", "--run", folder), "test corpus", "is not the text")
+    no_test = dataclasses.replace(data, test_split="")
+    (folder / "config.json").write_text(to_json(dataclasses.replace(config, data=no_test)))
+    assert_rejected(command("evaluate", "--run", folder, "--split", "test"), "has no test split")
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main(["--version"])
+    assert exit_info.value.code == 0
+    assert capsys.readouterr().out == f"flaxformer-mt {flaxformer_mt.__version__}\n"
+
+
+def test_translate_prompts_on_a_terminal(run, monkeypatch, capfdbinary):
+    expected = Translator.from_run(run).translate(LINES[:2])
+    keyboard, terminal = os.openpty()
+    os.write(keyboard, "".join(f"{line}\n" for line in LINES[:2]).encode() + b"\x04")
+    with os.fdopen(terminal, "rb") as stream:
+        monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(buffer=stream))
+        assert main(["translate", "--run", str(run)]) == 0
+    os.close(keyboard)
+    captured = capfdbinary.readouterr()
+    assert captured.out.decode().splitlines() == expected
+    assert "type a sentence; Ctrl-D ends" in captured.err.decode()
+    assert b"\n> " in captured.err
 
 
 def test_inspect_distinguishes_models(run, command):
@@ -255,8 +307,19 @@ def test_inspect_distinguishes_models(run, command):
     best = json.loads(command("inspect", "--run", run, "--checkpoint", "best", "--json")[1])
     assert best["step"] == 1
     assert best["parameters_sha256"] != last["parameters_sha256"]
+    assert last["checkpoints"] == {"1": {"loss": 1.0}, "2": {"loss": 2.0}}
+    assert last["sizes"]["source_vocab_size"] == talker.tokenizers.source.vocab_size > 0
+    assert last["sizes"]["head_dim"] == talker.model.d_model // talker.model.num_heads
+    shapes = {
+        "/".join(key.key for key in path): list(leaf.shape)
+        for path, leaf in jax.tree.leaves_with_path(random_params(talker.model))
+    }
+    assert last["parameters"] == shapes
     lines = command("inspect", "--run", run)[1].splitlines()
     assert lines[0] == "step: 2"
+    path, shape = next(iter(shapes.items()))
+    assert f"parameters.{path}: {shape}" in lines
+    assert "checkpoints.1.loss: 1.0" in lines
     assert f"parameters_sha256: {last['parameters_sha256']}" in lines
     assert "config.decode.beam_size: 3" in lines
 

@@ -67,8 +67,8 @@ def train(folder: Path, tiny: bool, dies: bool) -> None:
     from flaxformer_mt.training.metrics import JsonLinesWriter
 
     class Killing(JsonLinesWriter):
-        def write(self, step: int, split: str, values: Any) -> None:
-            super().write(step, split, values)
+        def write(self, step: int, split: str, values: Any, is_best: bool = False) -> None:
+            super().write(step, split, values, is_best)
             if dies and step >= num_steps * 2 // 3:
                 os.kill(os.getpid(), signal.SIGKILL)
 

@@ -17,7 +17,10 @@ def inspect(
     checkpoint: CheckpointChoice = "last",
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> None:
-    """Describes a run: step, parameters, fingerprints, configuration.
+    """Describes a run: checkpoints, sizes, parameters, configuration.
+
+    The parameters are listed by path, with their shapes, and the checkpoints with the validation
+    metric that ranks them (train.best-metric).
 
     Examples:
       flaxformer-mt inspect --run RUN
@@ -30,7 +33,7 @@ def inspect(
     """
     from flaxformer_mt.runs.trained_model import describe_run
 
-    description = describe_run(run, checkpoint)
+    description = describe_run(run, checkpoint, output.print_note)
     if as_json:
         output.print_json(description)
     else:

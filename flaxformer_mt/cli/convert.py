@@ -1,9 +1,11 @@
 """The command `convert`: checkpoints and whole models between frameworks."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import tyro
+from rich.filesize import decimal
 
 from flaxformer_mt.cli import output
 from flaxformer_mt.cli.options import model_fields
@@ -23,8 +25,8 @@ def convert(
     r"""Converts a checkpoint or a whole model between frameworks.
 
     The result computes the same function; if the target format cannot represent it, the conversion
-    fails. Every change made to the weights is reported on standard error. The state of Adam is
-    converted where both formats store one.
+    fails. Every change made to the weights is reported on standard error, the files that were
+    written on standard output. The state of Adam is converted where both formats store one.
 
     Examples:
       flaxformer-mt convert --from opennmt --to torch model.pt model.safetensors
@@ -62,3 +64,18 @@ def convert(
     notes = convert_model(source, target, input_file, output_file, overrides, accept, quantization)
     for note in (*notes, *not_written(target, output_file)):
         output.print_note(note)
+    output.print_lines(_written(output_file))
+
+
+def _written(path: Path) -> Iterator[str]:
+    """Yields what a conversion has written: the size of a file, or each of a folder's parts."""
+    yield f"{path}: {decimal(_size(path))}"
+    if path.is_dir():
+        for part in sorted(path.iterdir()):
+            yield f"  {part.name}{'/' if part.is_dir() else ''}: {decimal(_size(part))}"
+
+
+def _size(path: Path) -> int:
+    """Returns the bytes of a file, or of all files in a folder."""
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files if file.is_file())

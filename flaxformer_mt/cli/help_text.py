@@ -166,10 +166,15 @@ def _default_and_bounds(field: dataclasses.Field[Any]) -> Any:
 
 def _field_help(cls: type, name: str) -> str:
     """Returns the docstring of a field as one line."""
+    return join_lines(_field_docstrings(cls).get(name, ""))
+
+
+@functools.cache
+def _field_docstrings(cls: type) -> dict[str, str]:
+    """Returns the docstrings of all fields of a dataclass, by name; its source is parsed for it."""
     documented = (docstring_parser.parse_from_object(base) for base in cls.__mro__[:-1])
-    descriptions = {
+    return {
         parameter.arg_name: parameter.description or ""
         for docstring in documented
         for parameter in reversed(docstring.params)
     }
-    return join_lines(descriptions.get(name, ""))

@@ -59,9 +59,14 @@ def load_runs(folders: Sequence[Path], checkpoint: CheckpointChoice) -> list["Tr
     """
     from flaxformer_mt.runs.trained_model import load_run
 
+    require_runs(folders)
+    return [load_run(folder, checkpoint) for folder in folders]
+
+
+def require_runs(folders: Sequence[Path]) -> None:
+    """Raises UserError if no folder is given."""
     if not folders:
         raise UserError("--run is missing: give the folder of a trained model")
-    return [load_run(folder, checkpoint) for folder in folders]
 
 
 def model_fields(settings: Iterable[str]) -> dict[str, Any]:

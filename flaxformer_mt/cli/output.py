@@ -6,10 +6,12 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from flaxformer_mt.data.corpora.text_files import count_lines
 from flaxformer_mt.runs import atomic
+
+_Group = TypeVar("_Group")
 
 
 def print_lines(lines: Iterable[str]) -> None:
@@ -26,6 +28,19 @@ def print_json(values: Mapping[str, Any]) -> None:
 def print_note(line: str) -> None:
     """Prints a note to standard error."""
     print(f"flaxformer-mt: note: {line}", file=sys.stderr)
+
+
+def prompted(groups: Iterable[_Group], instructions: str) -> Iterator[_Group]:
+    """Yields groups of lines that a user types, each after a prompt on standard error."""
+    print_note(instructions)
+    remaining = iter(groups)
+    while True:
+        print("> ", end="", file=sys.stderr, flush=True)
+        try:
+            yield next(remaining)
+        except StopIteration:
+            print(file=sys.stderr)  # The prompt's line ends.
+            return
 
 
 @contextlib.contextmanager

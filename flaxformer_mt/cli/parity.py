@@ -24,13 +24,20 @@ FamilyChoice = Annotated[
 def parity(
     family: FamilyChoice,
     checkpoint: Path | None = None,
+    inputs: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
+    logits: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
+    script: bool = False,
     settings: Annotated[tuple[str, ...], tyro.conf.arg(name="set", metavar="NAME=VALUE ...")] = (),
     dtype: Literal["float64", "float32"] | None = None,
     size: Literal["toy", "base"] | None = None,
+    tables: Literal["exact", "published"] | None = None,
+    tolerance: Annotated[tuple[str, ...], tyro.conf.arg(metavar="SITE=VALUE ...")] = (),
+    baseline: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
     steps: Annotated[int | None, Bounds(0, 10**6)] = None,
     seed: Annotated[int, Bounds(0, MAX_INTEGER)] = 0,
     json_file: Annotated[Path | None, tyro.conf.arg(name="json", metavar="FILE")] = None,
     html: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
+    junit: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
     markdown: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
     verbose: bool = False,
 ) -> int:
@@ -38,43 +45,67 @@ def parity(
 
     Both sides run with the same weights on the same sentences. The comparison covers the output of
     every sub-layer, the loss, every gradient and, on request, optimizer steps. The report marks the
-    first difference and names its likely cause. The exit code is 1 if anything differs by more than
-    rounding.
+    first difference and names its likely cause. The exit code is 0 if everything agrees, 1 if
+    anything differs by more than rounding, and 2 if the comparison is impossible.
 
     Examples:
       flaxformer-mt parity --family annotated
       flaxformer-mt parity --family torch --checkpoint model.pt \
           --set num_heads=8 --html report.html
+      flaxformer-mt parity --family torch --script > save_values.py
+      flaxformer-mt parity --family torch --checkpoint model.pt \
+          --set num_heads=8 --inputs batch.npz --logits saved.npz
       flaxformer-mt parity --family tunz --steps 1000
       flaxformer-mt parity --family all --markdown docs/parity.md
 
     Args:
       family: The published model, or "all" for a summary of all of them.
-      checkpoint: Checkpoint of that model (.pt or .safetensors). Default: random weights.
+      checkpoint: Checkpoint of that model (.pt or .safetensors), or the folder of a whole model.
+        Default: random weights.
+      inputs: Tokens for which another program computed the values of --logits (.npz).
+      logits: Logits, or values by site, that another program computed with the checkpoint (.npz).
+        Our model is compared with them, which tests the settings as well. Without them, the
+        reference has the settings that are given here.
+      script: Print a Python script that writes the files of --inputs and --logits with any PyTorch
+        program, and exit.
       settings: Configuration fields that differ from the published ones, or that cannot be inferred
         from the checkpoint, such as `num_heads=8 norm_position=pre`.
       dtype: Floating-point type of both sides. Default: float64, in which rounding is too small to
         hide a defect; "all" compares in both types.
       size: Size of a model with random weights. toy (default) takes seconds; base is the base model
         of the paper (D=512, F=2048, H=8, six layers per stack).
+      tables: Tables of positions on both sides: exact ones, computed in the dtype, or the
+        published ones, rounded to float32. Default: published with --logits, else exact.
+      tolerance: Relative tolerance of a site of the report, such as "encoder/*=1e-6"; * stands for
+        any characters.
+      baseline: File of accepted differences (TOML): tables [[accepted]] with `site`, `largest` (a
+        relative difference) and `reason`. They do not count for the exit code.
       steps: Number of optimizer steps to compare. Default: 0, and 100 for "all".
       seed: Seed of random weights and sentences.
       json_file: Also write the report to this file as JSON.
       html: Also write the report to this file as a web page, with a plot of the optimizer steps.
+      junit: Also write the report to this file as JUnit XML, with one test case per value.
       markdown: Write the summary of "all" to this Markdown file, between its markers; the file is
         created if it does not exist.
       verbose: Print every compared value, also in layers without differences.
     """
     fields = model_fields(settings)
-    require_folders(json_file, html, markdown)
+    tolerances = dict(map(_tolerance, tolerance))
+    require_folders(json_file, html, junit, markdown)
     try:
         from flaxformer_mt.parity import families
+        from flaxformer_mt.parity.reports import baseline as baselines
         from flaxformer_mt.parity.reports import family_summary
+        from flaxformer_mt.parity.saved import files as saved_files
     except ImportError as error:
         raise UserError(str(error)) from error
 
     if family == ALL:
-        reject_options("a single family", checkpoint=checkpoint, dtype=dtype, html=html)
+        reject_options(
+            "a single family", checkpoint=checkpoint, inputs=inputs, logits=logits, dtype=dtype,
+            html=html, junit=junit, script=script or None, tables=tables, baseline=baseline,
+            tolerance=tolerance or None,
+        )  # fmt: skip
         if markdown:
             family_summary.read_document(markdown)  # Fails before the comparisons, not after.
         with output.status_line() as announce:
@@ -92,8 +123,20 @@ def parity(
         return _report(table, json_file, verbose)
 
     reject_options("--family all", markdown=markdown)
+    if script:
+        output.print_lines([families.saving_script(family, checkpoint, **fields)])
+        return 0
     if checkpoint:
         reject_options("random weights", size=size)
+    else:
+        reject_options("a --checkpoint", inputs=inputs, logits=logits, tables=tables)
+    saved = None
+    if logits or inputs:
+        if not (logits and inputs):
+            raise UserError("--inputs and --logits belong together: give both")
+        reject_options("a comparison without --logits", steps=steps, dtype=dtype)
+        saved = saved_files.read(inputs, logits)
+    accepted = baselines.read_baseline(baseline) if baseline else ()
     with output.status_line() as announce:
         announce(f"{canonical_family(family)} in {dtype or 'float64'}")
         report = families.check_family(
@@ -103,11 +146,27 @@ def parity(
             num_steps=steps or 0,
             seed=seed,
             checkpoint=checkpoint,
+            saved=saved,
+            tables=tables,
             **fields,
         )
+    report = baselines.judged(report, tolerances, accepted)
+    if junit:
+        atomic.write_text(junit, report.to_junit())
     if html:
         atomic.write_text(html, report.to_html())
     return _report(report, json_file, verbose)
+
+
+def _tolerance(option: str) -> tuple[str, float]:
+    site, _, text = option.rpartition("=")
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not site or not 0 <= value < float("inf"):
+        raise UserError(f"--tolerance {option}: give SITE=VALUE, such as logits=1e-6")
+    return site, value
 
 
 def _report(result: Any, json_file: Path | None, verbose: bool) -> int:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import flaxformer_mt
 from flaxformer_mt import exit_codes, runtime
 from flaxformer_mt.cli import (
     checkpoints,
@@ -69,6 +70,9 @@ def _run(arguments: Sequence[str]) -> int:
     if name in ("-h", "--help"):
         print(overview())
         raise SystemExit(ExitCode.SUCCESS)
+    if name == "--version":
+        print(f"flaxformer-mt {flaxformer_mt.__version__}")
+        raise SystemExit(ExitCode.SUCCESS)
     if name not in commands:
         close = difflib.get_close_matches(name, commands, n=1)
         hint = f"did you mean {close[0]}?" if close else "see flaxformer-mt --help"
@@ -85,6 +89,7 @@ def overview() -> str:
     """Returns the help of the program: its commands, one per line."""
     lines = [
         "usage: flaxformer-mt COMMAND [OPTIONS]",
+        "       flaxformer-mt --version",
         "",
         "Machine translation with encoder-decoder Transformers.",
     ]

@@ -32,10 +32,10 @@ def translate(
 ) -> None:
     """Translates text, one sentence per line.
 
-    Reads standard input and writes standard output unless --input and --output name files. Each
-    translation is printed as soon as it and all earlier ones are ready, even while more input is
-    arriving. Empty lines stay empty; lines that are too long for the model are translated sentence
-    by sentence. See docs/decoding.md for the search options.
+    Reads standard input (on a terminal, after a prompt) and writes standard output unless --input
+    and --output name files. Each translation is printed as soon as it and all earlier ones are
+    ready, even while more input is arriving. Empty lines stay empty; lines that are too long for
+    the model are translated sentence by sentence. See docs/decoding.md for the search options.
 
     Examples:
       flaxformer-mt translate --run RUN < source.txt > translation.txt
@@ -79,5 +79,7 @@ def translate(
         translator = Translator.from_runs(load_runs(run, checkpoint), decode)
         advance = stack.enter_context(output.line_progress(stream))
         groups = arriving_lines(stream, name, enough=window_characters(decode))
+        if input_file is None and stream.isatty():
+            groups = output.prompted(groups, "type a sentence; Ctrl-D ends")
         for line in translate_lines(translator, groups, form, name, advance):
             write([line])

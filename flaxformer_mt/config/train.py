@@ -54,6 +54,9 @@ class TrainConfig:
     """Steps between validations (loss, accuracy, and BLEU and chrF of beam search)."""
     eval_sentences: int = option(500, FieldRole.RUNNING, lowest=0)
     """Validation sentences translated for BLEU and chrF; 0 = all."""
+    watch: tuple[str, ...] = option((), FieldRole.RUNNING)
+    """Sentences in the source language whose translations are printed after each validation, beside
+    those of some validation sentences."""
     checkpoint_every: int = option(1000, FieldRole.RUNNING, lowest=1)
     """Steps between checkpoints."""
     keep_last: int = option(2, FieldRole.RUNNING, lowest=1)

@@ -18,6 +18,8 @@ from flaxformer_mt.data.stream.token_store import open_stores
 from flaxformer_mt.data.stream.training_stream import TrainingStream, choose_source_row_length
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 
+_EXAMPLES = 3  # Training pairs in the report of a starting run.
+
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationSet:
@@ -75,6 +77,21 @@ class Dataset:
             for shape in self.training.shapes
         )
         yield "batches", f"{shapes}; {sides}; {self.training.batches_per_epoch:,.1f} per epoch"
+        yield "vocab", self.tokenizers.describe()
+        yield from self._examples()
+
+    def _examples(self) -> Iterator[tuple[str, str]]:
+        """Yields training pairs as the model sees them: as tokens, separated by spaces."""
+        corpus = self.training.corpora[0]
+        for number in range(_EXAMPLES):
+            # Sorted files begin with their shortest pairs.
+            index = (2 * number + 1) * len(corpus.targets) // (2 * _EXAMPLES)
+            target = self.tokenizers.target.pieces(corpus.targets[index].tolist())
+            if corpus.sources is None:
+                yield "example", " ".join(target)
+            else:
+                source = self.tokenizers.source.pieces(corpus.sources[index].tolist())
+                yield "example", f"{' '.join(source)} | {' '.join(target)}"
 
 
 def open_all(config: ExperimentConfig) -> dict[str, list[Corpus]]:
@@ -86,10 +103,7 @@ def open_all(config: ExperimentConfig) -> dict[str, list[Corpus]]:
       UserError: see `open_corpora`.
     """
     data, has_inputs = config.data, config.model.has_inputs
-    held_out: list[HeldOutRole] = []
-    if data.hold_out:
-        held_out += [] if data.valid_corpora else ["valid"]
-        held_out += [] if data.test_corpora or not data.test_split else ["test"]
+    held_out = _held_out(config)
     training = open_corpora(data, "train", has_inputs)
     opened: dict[str, list[Corpus]] = {"train": [*training]}
     others: tuple[HeldOutRole, ...] = ("valid", "test")
@@ -97,6 +111,26 @@ def open_all(config: ExperimentConfig) -> dict[str, list[Corpus]]:
         if role not in held_out:
             opened[role] = [*open_corpora(data, role, has_inputs)]
     return opened | hold_out(training, data.hold_out, held_out) if held_out else opened
+
+
+def open_held_out(config: ExperimentConfig, role: HeldOutRole) -> list[Corpus]:
+    """Opens the corpora of "valid" or "test" alone; see `open_all`."""
+    data, has_inputs, held_out = config.data, config.model.has_inputs, _held_out(config)
+    if role in held_out:
+        return hold_out(open_corpora(data, "train", has_inputs), data.hold_out, held_out)[role]
+    return [*open_corpora(data, role, has_inputs)]
+
+
+def _held_out(config: ExperimentConfig) -> list[HeldOutRole]:
+    """Returns the roles whose pairs are set aside from the training corpora."""
+    data = config.data
+    if not data.hold_out:
+        return []
+    is_set_aside: dict[HeldOutRole, bool] = {
+        "valid": not data.valid_corpora,
+        "test": not data.test_corpora and bool(data.test_split),
+    }
+    return [role for role, is_set in is_set_aside.items() if is_set]
 
 
 def tokenize(

@@ -334,3 +334,14 @@ def _as_sentence(sentence: Any, name: str) -> Sentence:
         require_text(sentence.prefix, f"{name}.prefix"),
         tuple(require_texts(sentence.phrases, f"{name}.phrases")),
     )
+
+
+def check_search(config: ExperimentConfig, tokenizers: Tokenizers) -> None:
+    """Raises the errors of a validation's search, which would otherwise come after many steps.
+
+    Raises:
+      UserError: a search option does not fit the model, or names a file that cannot be used.
+    """
+    sizes = tokenizers.source.vocab_size, tokenizers.target.vocab_size
+    model = with_vocabulary_sizes(config.model, *sizes)
+    SentenceDecoder([(model, {})], config.decode, tokenizers)

@@ -13,6 +13,7 @@ if importlib.util.find_spec("torch") is None:
 
 from flaxformer_mt.parity.any_model.compare_models import compare_models
 from flaxformer_mt.parity.any_model.taps import equinox_taps, linen_taps, scope, tap
+from flaxformer_mt.parity.assertion import assert_parity
 from flaxformer_mt.parity.compare import compare
 from flaxformer_mt.parity.diagnosis.diagnose import Diagnosis
 from flaxformer_mt.parity.reports.comparison import Row
@@ -29,6 +30,7 @@ __all__ = [
     "Tap",
     "Tokens",
     "Trajectory",
+    "assert_parity",
     "compare",
     "compare_models",
     "equinox_taps",

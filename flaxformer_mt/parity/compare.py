@@ -24,6 +24,7 @@ from flaxformer_mt.parity.model_pair import (
     Forward,
     ModelPair,
     OurModel,
+    Tables,
     model_pair,
     precision,
     real_tokens,
@@ -42,6 +43,8 @@ from flaxformer_mt.parity.trajectory import train_both
 LOSS_FAMILIES = ("jadore801120", "annotated", "tunz", "torch", "fairseq")
 """Families that together cover every convention of label smoothing."""
 
+PUBLISHED_TABLES = "Our tables of positions are the published ones, rounded to float32."
+
 
 def compare(
     family: str | interop.Family,
@@ -53,6 +56,7 @@ def compare(
     recipe: Recipe | None = None,
     num_steps: int = 0,
     batches: Sequence[Any] = (),
+    tables: Tables = "exact",
     **overrides: Any,
 ) -> Report:
     """Compares all values of our model and a reference on the same weights and batch.
@@ -73,13 +77,15 @@ def compare(
       recipe: loss, schedule and optimizer, by default the family's.
       num_steps: the number of optimizer steps to compare.
       batches: the batches of the steps, used in turn; by default the one batch.
+      tables: "published" replaces our tables of positions by those of the module, or rounds them to
+        float32 if it has none.
       **overrides: settings that tensors do not determine, such as `num_heads`; see `interop.load`.
 
     Raises:
       UserError: the module's tensors are not the family's, a tap does not fit the module, or the
         batch is invalid.
     """
-    sides = model_pair(family, torch_module, overrides, forward, recipe)
+    sides = model_pair(family, torch_module, overrides, forward, recipe, tables)
     tokens, real = real_tokens(sides, batch)
     strict = taps is not None
     settings = (
@@ -113,6 +119,7 @@ def compare(
         kinks,
         trajectory=steps,
         settings=settings,
+        notes=(PUBLISHED_TABLES,) if tables == "published" else (),
     )
     if report.first_divergence is None:
         return report

@@ -2,8 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -13,18 +12,20 @@ from torch import nn
 from flaxformer_mt import interop
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.interop import checkpoint_files, convert
-from flaxformer_mt.interop.checkpoint_files import Tensors
-from flaxformer_mt.interop.weight_maps import checkpoints
 from flaxformer_mt.memory_limits import host_memory, require_memory
-from flaxformer_mt.parity import references
+from flaxformer_mt.parity import published, references
 from flaxformer_mt.parity.compare import compare
+from flaxformer_mt.parity.model_pair import Tables
+from flaxformer_mt.parity.published import Dtype, PublishedModel
 from flaxformer_mt.parity.recipes import recipe
 from flaxformer_mt.parity.reports.report import Report
+from flaxformer_mt.parity.saved.compare_saved import compare_saved
+from flaxformer_mt.parity.saved.files import SavedValues
+from flaxformer_mt.parity.saved.script import script
+from flaxformer_mt.parity.settings import SettingDifference
 from flaxformer_mt.parity.tokens import check_special_tokens, example
 from flaxformer_mt.presets import FAMILIES, canonical_family, check_fields, preset
 
-Dtype = Literal["float64", "float32"]
 Size = Literal["toy", "base"]
 
 SIZES: dict[Size, dict[str, int]] = {
@@ -68,6 +69,8 @@ def check_family(
     num_steps: int = 0,
     seed: int = 0,
     checkpoint: str | os.PathLike[str] | None = None,
+    saved: SavedValues | None = None,
+    tables: Tables | None = None,
     **settings: Any,
 ) -> Report:
     """Compares our model with the reference of a family, on generated sentences with padding.
@@ -80,6 +83,10 @@ def check_family(
       seed: seed of the weights and the sentences.
       checkpoint: a file or folder with the weights (and sizes) of the reference; by default random
         weights.
+      saved: what another program computed with the checkpoint. Our model is compared with these
+        values instead of a reference.
+      tables: the tables of positions of both sides: "exact" ones in `dtype`, or the "published"
+        ones, rounded to float32. Default: those of the program that saved values, else exact.
       **settings: fields of `TransformerConfig` that override the size, or that the checkpoint does
         not determine.
 
@@ -93,10 +100,19 @@ def check_family(
     for name, value in {"num_steps": num_steps, "seed": seed}.items():
         if value < 0:
             raise UserError(f"{name}={value} must not be negative")
+    notes: list[str] = []
+    contradicted: tuple[SettingDifference, ...] = ()
     if checkpoint is None:
         config, module = random_reference(family, dtype, size, seed, **settings)
     else:
-        config, module = load_reference(family, checkpoint, dtype, **settings)
+        model = published.read(family, checkpoint)
+        if saved is not None:
+            return compare_saved(model, saved, settings, tables or "published")
+        config = model.configure(settings)
+        check_special_tokens(config)
+        module = model.reference(config, dtype, tables or "exact")
+        contradicted = _contradicted(model.stated(), settings)
+        notes = _reservation(model, config, settings, tables or "exact")
     batches = [
         example(
             config,
@@ -113,7 +129,80 @@ def check_family(
         for field in dataclasses.fields(config)
         if field.name not in _DTYPES
     }
-    return compare(family, module, batches[0], num_steps=num_steps, batches=batches, **told)
+    report = compare(
+        family,
+        module,
+        batches[0],
+        num_steps=num_steps,
+        batches=batches,
+        tables=tables or "exact",
+        **told,
+    )
+    return dataclasses.replace(
+        report, settings=contradicted + report.settings, notes=(*notes, *report.notes)
+    )
+
+
+def saving_script(family: str, checkpoint: str | os.PathLike[str] | None, **settings: Any) -> str:
+    """Returns a script that saves the values of another program, see `saved/script.py`.
+
+    Args:
+      family: a key of `presets.FAMILIES`.
+      checkpoint: the checkpoint whose vocabularies the sentences fit; None for small ones.
+      **settings: as for `check_family`.
+
+    Raises:
+      UserError: as `check_family`; or the model has no embeddings.
+    """
+    family = canonical_family(family)
+    if checkpoint is None:
+        config, _ = random_reference(family, "float32", "toy", 0, **settings)
+    else:
+        config = published.read(family, checkpoint).configure(settings)
+    if not config.target_vocab_size:
+        raise UserError(f"{family} has no embeddings: there are no tokens to save values for")
+    return script(family, config)
+
+
+def _contradicted(
+    stated: Mapping[str, Any], given: Mapping[str, Any]
+) -> tuple[SettingDifference, ...]:
+    """Returns the given settings that the checkpoint itself has otherwise."""
+    return tuple(
+        SettingDifference(name, ours, stated[name], "the checkpoint's own settings")
+        for name, ours in given.items()
+        if name in stated and stated[name] != ours
+    )
+
+
+def _reservation(
+    model: PublishedModel,
+    config: TransformerConfig,
+    given: Mapping[str, Any],
+    tables: Tables,
+) -> list[str]:
+    """Returns what the comparison with a reference built from the same settings rests on."""
+    stated = model.stated()
+    names = sorted({"num_heads", "pad_id", "bos_id", "eos_id"} | model.family.open_switches)
+    assumed = [name for name in names if name not in stated and name not in given]
+    sources = {
+        "stated by the checkpoint": [name for name in names if name in stated],
+        "given": sorted(given),
+        "read from its tensors or assumed as published": assumed,
+    }
+    settings = "; ".join(
+        f"{source}: {', '.join(f'{name}={getattr(config, name)}' for name in found)}"
+        for source, found in sources.items()
+        if found
+    )
+    found = [
+        "The reference was built from the same settings as our model: wrong settings would agree. "
+        "To test them, compare with values that the original program saved (--script prints how).",
+        f"Settings {settings}.",
+    ]
+    if tables == "exact" and any(each.exact for each in model.family.buffers(config)):
+        found.append("Published tables of positions are replaced by exact ones on both sides.")
+    return found
 
 
 def random_reference(
@@ -157,16 +246,19 @@ def _build(family: str, config: TransformerConfig, dtype: Dtype, **options: Any)
 
 
 def load_reference(
-    family: str, path: str | os.PathLike[str], dtype: Dtype, **overrides: Any
+    family: str,
+    path: str | os.PathLike[str],
+    dtype: Dtype,
+    tables: Tables = "exact",
+    **overrides: Any,
 ) -> tuple[TransformerConfig, nn.Module]:
     """Returns the configuration and the reference of a family with the weights of a file.
 
-    Tables that are not learned are recomputed in `dtype`.
-
     Args:
       family: a key of `presets.FAMILIES`.
-      path: the checkpoint: a file or, for `marian`, the folder of a whole model.
+      path: the checkpoint: a file or, for families that have them, the folder of a whole model.
       dtype: the dtype that the weights are cast to.
+      tables: "exact" recomputes tables that are not learned in `dtype`.
       **overrides: settings that the file does not determine, see `interop.load`.
 
     Returns:
@@ -175,41 +267,7 @@ def load_reference(
     Raises:
       UserError: as `interop.load`; or the reference lacks a tensor of the file.
     """
-    family = canonical_family(family)
-    config, tensors = _read(family, Path(path), overrides)
+    model = published.read(family, path)
+    config = model.configure(overrides)
     check_special_tokens(config)
-    module = _build(family, config, dtype, **_options(family, tensors))
-    its_map = interop.FAMILIES[family]
-    computed = {buffer.name for buffer in its_map.buffers(config)}
-    weights = {
-        name: torch.from_numpy(tensor).to(getattr(torch, dtype))
-        for name, tensor in tensors.items()
-        if name not in computed
-    }
-    missing, unexpected = module.load_state_dict(weights, strict=False)
-    strangers = {*missing, *unexpected} - computed - its_map.omitted(config)
-    if strangers:
-        raise UserError(
-            f"{path}: the reference of {family} differs from it in {', '.join(sorted(strangers))}"
-        )
-    return config, module.eval()
-
-
-def _read(
-    family: str, path: Path, overrides: Mapping[str, Any]
-) -> tuple[TransformerConfig, Tensors]:
-    """Returns the configuration and the published tensors of a checkpoint or of a whole model."""
-    if not path.is_dir():
-        config, _ = interop.load(family, path, **overrides)
-        return config, checkpoint_files.read(path).tensors
-    bundle, _ = convert.read_bundle(family, path, overrides)
-    config = bundle.config.model
-    return config, checkpoints.to_state_dict(interop.FAMILIES[family], config, bundle.params)
-
-
-def _options(family: str, tensors: Iterable[str]) -> dict[str, Any]:
-    """Infers options of the reference that are not part of the configuration."""
-    has_source_attention = any(".src_attn." in name for name in tensors)
-    if family in ("annotated", "annotated_wide_heads") and not has_source_attention:
-        return {"source_attention": "self_attn"}
-    return {}
+    return config, model.reference(config, dtype, tables)

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from torch import nn
 from flaxformer_mt import interop
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.interop.weight_maps.family import sinusoids
 from flaxformer_mt.model.masks import causal_mask
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.parity import references
@@ -37,6 +38,10 @@ from flaxformer_mt.parity.tokens import (
 from flaxformer_mt.presets import canonical_family
 from flaxformer_mt.training.losses import Convention, label_smoothed_cross_entropy
 
+Tables = Literal["exact", "published"]
+"""Tables of positions. exact: computed in the dtype of the comparison; published: those of the
+reference or, if they are not among its tensors, rounded to float32."""
+
 # Compilation would dominate the run time; the results do not depend on the optimization level.
 COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}
 
@@ -50,6 +55,7 @@ class OurModel:
     family: interop.Family
     config: TransformerConfig
     recipe: Recipe
+    tables: Tables = "exact"
 
     def logits(
         self, tensors: Mapping[str, Any], tokens: Tokens, *, with_intermediates: bool = False
@@ -60,8 +66,11 @@ class OurModel:
           The logits or, with intermediates, the logits and the intermediate values.
         """
         to_params = interop.differentiable(self.family, self.config, tuple(tensors))
-        variables = {"params": to_params(tensors)}
-        model = Transformer(self.config)
+        config, params = self.config, to_params(tensors)
+        if self.tables == "published" and config.position_kind == "sinusoidal":
+            config, params = self._with_published_tables(params, tensors)
+        variables = {"params": params}
+        model = Transformer(config)
         kept: dict[str, Any] = {}
         if with_intermediates:
             kept = {"capture_intermediates": True, "mutable": ["intermediates"]}
@@ -75,6 +84,32 @@ class OurModel:
         return model.apply(
             variables, source, tokens.target_input, encoder_positions=positions, **kept
         )
+
+    def published_tables(self, tensors: Mapping[str, Any]) -> list[str]:
+        """Returns the names of the tables of positions among the reference's tensors."""
+        names = [each.name for each in self.family.buffers(self.config) if each.exact]
+        # tunz stores the frequencies instead, [D / 2].
+        return [name for name in names if name in tensors and tensors[name].ndim > 1]
+
+    def _with_published_tables(
+        self, params: dict[str, Any], tensors: Mapping[str, Any]
+    ) -> tuple[TransformerConfig, dict[str, Any]]:
+        """Returns the equivalent model whose positions are parameters: the published tables."""
+        width = self.config.d_model
+        exact = sinusoids(self.config)(self.config.max_length)
+        rounded = jnp.asarray(exact.astype(np.float32), jnp.dtype(self.config.param_dtype))
+        names = self.published_tables(tensors)
+        tables = [jnp.reshape(tensors[name], (-1, width)) for name in names] or [rounded]
+        rows = min(table.shape[0] for table in tables)
+        config = dataclasses.replace(
+            self.config, position_kind="learned", position_offset=0, max_length=rows
+        )
+        positions = {
+            f"{side}_positions": {"embedding": table[:rows]}
+            for side, table in (("source", tables[0]), ("target", tables[-1]))
+            if side == "target" or config.has_inputs
+        }
+        return config, params | positions
 
     def loss(self, logits: Array, tokens: Tokens, convention: Convention | None = None) -> Array:
         """Computes the loss per target token, by default with the convention of the recipe."""
@@ -150,6 +185,7 @@ def model_pair(
     overrides: Mapping[str, Any],
     forward: Forward | None = None,
     its_recipe: Recipe | None = None,
+    tables: Tables = "exact",
 ) -> ModelPair:
     """Pairs a reference with our model, which gets its weights.
 
@@ -160,6 +196,7 @@ def model_pair(
       forward: how to run the module; by default `module(source, target_input)` with int64 tensors
         [B, S] and [B, T].
       its_recipe: how it is trained; by default the family's recipe.
+      tables: the tables of positions of our model.
 
     Raises:
       UserError: the module's tensors are not the family's, or special tokens collide.
@@ -172,7 +209,7 @@ def model_pair(
     if not config.target_vocab_size:
         run = _torch_transformer if isinstance(module, nn.Transformer) else _layers
         default = functools.partial(run, config)
-    ours = OurModel(family, config, its_recipe or recipe(family.name))
+    ours = OurModel(family, config, its_recipe or recipe(family.name), tables)
     return ModelPair(ours, params, module, forward or default)
 
 

@@ -175,6 +175,21 @@ def check_unchanged(workdir: Path, corpora: Corpora, tokenizers: Tokenizers) -> 
     Raises:
       UserError: a corpus or the vocabulary has changed; names it.
     """
+    check_corpora(workdir, corpora)
+    stored = data_file.read(workdir)
+    if stored.get("tokenizer") != _fingerprints(tokenizers):
+        raise UserError(
+            f"{workdir / TOKENIZER} is not the vocabulary that the run was started with: restore "
+            "it, or give another --workdir"
+        )
+
+
+def check_corpora(workdir: Path, corpora: Corpora) -> None:
+    """Checks that text is that which a run was started with.
+
+    Raises:
+      UserError: a corpus has changed; names it.
+    """
     stored = data_file.read(workdir)
     for split, parts in corpora.items():
         fingerprints = stored.get(split, [])
@@ -184,11 +199,6 @@ def check_unchanged(workdir: Path, corpora: Corpora, tokenizers: Tokenizers) -> 
                     f"the {split} corpus ({corpus.name}) is not the text that the run in "
                     f"{workdir} was started with: restore it, or give another --workdir"
                 )
-    if stored.get("tokenizer") != _fingerprints(tokenizers):
-        raise UserError(
-            f"{workdir / TOKENIZER} is not the vocabulary that the run was started with: restore "
-            "it, or give another --workdir"
-        )
 
 
 def write_run(

@@ -20,6 +20,11 @@ def ranking_score(metric: ValidationMetric, metrics: Mapping[str, Any]) -> float
     return -value if metric in _LOWER_IS_BETTER else value
 
 
+def metric_of(metric: ValidationMetric, score: float) -> float:
+    """Returns the metric of a finite `ranking_score`."""
+    return -score if metric in _LOWER_IS_BETTER else score
+
+
 def ranked(scores: Mapping[int, float]) -> list[int]:
     """Returns steps by descending score; of equal ones the earlier first."""
     return sorted(scores, key=lambda step: (-scores[step], step))

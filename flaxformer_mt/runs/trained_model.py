@@ -5,6 +5,8 @@ Orbax is imported on use, so that importing this module is cheap.
 
 import dataclasses
 import hashlib
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,10 @@ from flaxformer_mt import config as configuration
 from flaxformer_mt.config import ExperimentConfig, TransformerConfig, with_vocabulary_sizes
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.runs import data_file
 from flaxformer_mt.runs.folder import read_config, read_fingerprints, read_tokenizers
 from flaxformer_mt.runs.layout import TOKENIZER, CheckpointSelector
+from flaxformer_mt.runs.retention import metric_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,26 +74,52 @@ def _check_vocabularies(run: TrainedModel) -> None:
             )
 
 
-def describe_run(folder: str | Path, checkpoint: CheckpointSelector = "last") -> dict[str, Any]:
-    """Returns what identifies a trained model, as JSON values.
+def describe_run(
+    folder: str | Path,
+    checkpoint: CheckpointSelector = "last",
+    announce: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Returns what a trained model is and what identifies it, as JSON values.
 
-    The fingerprints of the training data are None if the run folder does not have them.
+    None are the metric of a checkpoint that was not validated, the fingerprints of the training
+    data of a folder that does not have them, and "hold_out" if no pairs are held out.
+
+    Args:
+      folder: the run folder.
+      checkpoint: whose parameters to describe.
+      announce: called with one line for each damaged checkpoint.
 
     Raises:
       UserError: see `load_run`.
     """
     from flax.traverse_util import flatten_dict
 
+    from flaxformer_mt.runs.checkpoint import whole_checkpoints
+
     run = load_run(folder, checkpoint)
+    model, metric = run.model, run.config.train.best_metric
+    leaves = flatten_dict(run.params, sep="/")
     return {
         "step": run.step,
-        "parameter_count": sum(leaf.size for leaf in flatten_dict(run.params).values()),
+        "checkpoints": {
+            str(step): {metric: None if score == -math.inf else round(metric_of(metric, score), 4)}
+            for step, score in sorted(whole_checkpoints(folder, announce).items())
+        },
+        "sizes": {
+            "source_vocab_size": model.source_vocab_size,
+            "target_vocab_size": model.target_vocab_size,
+            "head_dim": model.key_width,
+            "value_dim": model.value_width,
+        },
+        "parameter_count": sum(leaf.size for leaf in leaves.values()),
+        "parameters": {path: list(leaf.shape) for path, leaf in sorted(leaves.items())},
         "parameters_sha256": parameters_sha256(run.params),
         "tokenizer_fingerprints": {
             "source": run.tokenizers.source.fingerprint,
             "target": run.tokenizers.target.fingerprint,
         },
         "data_fingerprints": read_fingerprints(folder),
+        "hold_out": data_file.read(folder).get(data_file.HOLD_OUT),
         "config": configuration.to_dict(run.config),
     }
 

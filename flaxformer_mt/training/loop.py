@@ -40,6 +40,7 @@ def train(
     devices: Sequence[jax.Device],
     should_stop: Callable[[int], bool] = lambda step: False,
     announce: Callable[[str], None] = print,
+    on_step: Callable[[int, Metrics], None] = lambda step, metrics: None,
 ) -> TrainState:
     """Trains up to `config.num_steps`, from the newest checkpoint if there is one.
 
@@ -59,6 +60,8 @@ def train(
       devices: all devices that compute a step, for reporting.
       should_stop: called with the step after each step; returns whether to save and stop.
       announce: called with each line of other news for the user.
+      on_step: called with the number and the metrics, on the host, of each step when it is
+        finished, which is after the next one was dispatched.
 
     Returns:
       The final state.
@@ -81,13 +84,13 @@ def train(
         if first >= last or _is_patience_over(progress, config, announce):
             return state
 
-        def write(step: int, split: str, values: MetricValues) -> None:
+        def write(step: int, split: str, values: MetricValues, is_best: bool = False) -> None:
             for writer in writers:
-                writer.write(step, split, values)
+                writer.write(step, split, values, is_best)
 
         batches = stack.enter_context(stream(progress.position))
         give_up = functools.partial(_go_back, checkpointer, writers)
-        started = _StartedSteps(progress, batches, config.max_skipped_steps, give_up)
+        started = _StartedSteps(progress, batches, config.max_skipped_steps, give_up, on_step)
         profile = stack.enter_context(
             Profile(_profiled(config, first), checkpointer.run_folder / PROFILE)
         )
@@ -110,17 +113,18 @@ def train(
                 progress.interval = Sums()
 
             validation: MetricValues | None = None
-            is_best = stops_early = False
+            keeps_best = stops_early = False
             if _is_due(step, config.eval_every, last):
                 with started.paused():
                     validation = evaluate(state.eval_params, step)
-                    write(step, "valid", validation)
-                is_best = _record_validation(progress, validation, config)
+                    is_best = _record_validation(progress, validation, config)
+                    write(step, "valid", validation, is_best)
+                keeps_best = is_best and config.keep_best > 0
                 stops_early = _is_patience_over(progress, config, announce)
 
             is_interrupted = should_stop(step)
             is_due = _is_due(step, config.checkpoint_every, last)
-            if is_due or is_best or stops_early or is_interrupted:
+            if is_due or keeps_best or stops_early or is_interrupted:
                 with started.paused():
                     # While steps are being skipped, the state does not change and may not recover.
                     if step == last or not started.skipped_in_a_row:
@@ -149,7 +153,7 @@ def _is_due(step: int, every: int, last: int) -> bool:
 
 
 def _record_validation(progress: Progress, validation: MetricValues, config: TrainConfig) -> bool:
-    """Records a validation; returns whether it is the best so far and its checkpoint is kept.
+    """Records a validation; returns whether it is the best so far.
 
     Raises:
       UserError: it lacks the metric of early stopping.
@@ -164,7 +168,7 @@ def _record_validation(progress: Progress, validation: MetricValues, config: Tra
         ranking_score(metric, validation), config.early_stopping_min_delta
     )
     progress.best = progress.best.after(ranking_score(config.best_metric, validation))
-    return config.keep_best > 0 and progress.best.validations_since == 0
+    return progress.best.validations_since == 0
 
 
 def _is_patience_over(
@@ -228,6 +232,7 @@ class _StartedSteps:
       batches: the stream of batches, for the time spent waiting for it.
       max_skipped: the number of skipped steps in a row at which to give up.
       give_up: called with the step and the causes; must raise.
+      on_step: see `train`.
     """
 
     def __init__(
@@ -236,6 +241,7 @@ class _StartedSteps:
         batches: Prefetched[Batch],
         max_skipped: int,
         give_up: Callable[[int, Sequence[str]], NoReturn],
+        on_step: Callable[[int, Metrics], None],
     ) -> None:
         self.skipped_in_a_row: list[str] = []
         """Causes for which the most recent steps were skipped; empty if the last one was not."""
@@ -243,6 +249,7 @@ class _StartedSteps:
         self._batches = batches
         self._max_skipped = max_skipped
         self._give_up = give_up
+        self._on_step = on_step
         self._running: tuple[int, Metrics] | None = None
         self._waited_before = 0.0
         self._clock = time.perf_counter()
@@ -265,6 +272,7 @@ class _StartedSteps:
         interval.seconds += now - self._clock
         interval.seconds_waited += self._batches.seconds_waited - self._waited_before
         self._clock, self._waited_before = now, self._batches.seconds_waited
+        self._on_step(step, metrics)
 
         if not metrics[_SKIPPED][0]:
             self.skipped_in_a_row.clear()

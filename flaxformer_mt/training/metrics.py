@@ -1,6 +1,5 @@
-"""Metrics of a run: aggregation over steps, validation, and writers."""
+"""Metrics of a run: aggregation over steps, validation, and writers of files."""
 
-import datetime
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -9,10 +8,8 @@ from typing import Any, Protocol, TypeAlias
 
 import jax
 import numpy as np
-from rich.console import Console
 
 from flaxformer_mt.data.stream.batches import Batch
-from flaxformer_mt.memory_limits import gibibytes
 from flaxformer_mt.runs import atomic, metrics_file
 from flaxformer_mt.training.parameters import Params
 from flaxformer_mt.training.progress import Sums
@@ -49,7 +46,7 @@ def validate(
 
 
 class Writer(Protocol):
-    """Writes the metrics of a run to a file or the console."""
+    """Writes the metrics of a run to a file, or to the console (`console.ConsoleWriter`)."""
 
     def rewind(self, step: int) -> None:
         """Discards the metrics of later steps.
@@ -57,8 +54,15 @@ class Writer(Protocol):
         Called before the first `write`, and when a run returns to its newest checkpoint.
         """
 
-    def write(self, step: int, split: str, values: MetricValues) -> None:
-        """Writes the metrics of a split ("train", "valid") after a step."""
+    def write(self, step: int, split: str, values: MetricValues, is_best: bool = False) -> None:
+        """Writes the metrics of a split ("train", "valid") after a step.
+
+        Args:
+          step: the number of steps.
+          split: the split.
+          values: its metrics.
+          is_best: whether they are of the best validation so far.
+        """
 
     def close(self) -> None:
         """Called after the last `write`."""
@@ -95,7 +99,7 @@ class JsonLinesWriter:
                 kept.append(line.text + "\n")
         atomic.write_text(self._path, "".join(kept))
 
-    def write(self, step: int, split: str, values: MetricValues) -> None:
+    def write(self, step: int, split: str, values: MetricValues, is_best: bool = False) -> None:
         """See `Writer`. Infinity and NaN, which JSON does not have, are written as null.
 
         Raises:
@@ -127,7 +131,7 @@ class TensorBoardWriter:
             self.close()
             self._open()
 
-    def write(self, step: int, split: str, values: MetricValues) -> None:
+    def write(self, step: int, split: str, values: MetricValues, is_best: bool = False) -> None:
         """See `Writer`. Metrics that are text are omitted.
 
         Raises:
@@ -166,73 +170,3 @@ class TensorBoardWriter:
             start = SessionLog(status=SessionLog.START)
             self._events.write_event(Event(step=self._first_step + 1, session_log=start))
             self._events.flush()
-
-
-class ConsoleWriter:
-    """Prints metrics: to a terminal as a status line, elsewhere line by line."""
-
-    def __init__(self, num_steps: int, console: Console | None = None) -> None:
-        self._num_steps = num_steps
-        self._console = console or Console()
-        self._status = self._console.status("")
-        self._has_begun = False
-
-    def rewind(self, step: int) -> None:
-        """See `Writer`. Also prints where training starts."""
-        if self._has_begun:
-            self._status.stop()
-            self._print(f"back at step {step:,}")
-            return
-        self._has_begun = True
-        if step >= self._num_steps:
-            self._print(f"nothing to train: step {step:,} of {self._num_steps:,} is reached")
-            return
-        if step:
-            self._print(f"continuing after step {step:,}")
-        self._first_step, self._started = step, time.monotonic()
-        self._status.update(f"step {step + 1:,} of {self._num_steps:,}: compiling")
-        self._status.start()
-
-    def write(self, step: int, split: str, values: MetricValues) -> None:
-        """See `Writer`."""
-        parts = [f"step {step:,}/{self._num_steps:,} {split}"]
-        shown = {name: values[name] for name in _FORMATS if name in values}
-        if shown.get(_OF_DEVICE) == shown.get("target_tokens_per_second"):
-            shown.pop(_OF_DEVICE, None)
-        parts += [_FORMATS[name](value) for name, value in shown.items()]
-        if values.get("skipped_steps"):
-            count = values["skipped_steps"]
-            what = "update" if values.get("nonfinite_update") else "loss or gradient"
-            self._print(f"step {step:,}: {count} skipped: {what} was not finite")
-        if split != "train":
-            self._print("  ".join(parts))
-            return
-        seconds = (time.monotonic() - self._started) / (step - self._first_step)
-        left = datetime.timedelta(seconds=round(seconds * (self._num_steps - step)))
-        line = "  ".join([*parts, f"{left} left"])
-        if self._console.is_terminal:
-            self._status.update(line)
-        else:
-            self._print(line)
-
-    def close(self) -> None:
-        """See `Writer`."""
-        self._status.stop()
-
-    def _print(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-_OF_DEVICE = "target_tokens_per_second_per_device"
-_FORMATS: Mapping[str, Callable[..., str]] = {
-    "loss": "loss {:.4f}".format,
-    "perplexity": "perplexity {:.2f}".format,
-    "accuracy": "accuracy {:.1%}".format,
-    "bleu": "BLEU {:.2f}".format,
-    "chrf": "chrF {:.2f}".format,
-    "target_tokens_per_second": "{:,.0f} tokens/s".format,
-    _OF_DEVICE: "{:,.0f} tokens/s per device".format,
-    "mfu": "MFU {:.1%}".format,
-    "memory_bytes": lambda size: f"memory {gibibytes(size)}",
-    "learning_rate": "rate {:.2e}".format,
-}

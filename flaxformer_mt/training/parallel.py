@@ -51,6 +51,8 @@ class Compiled:
           num_shapes: number of batch shapes.
         """
         self.batch_shapes: list[str] = []
+        self.on_compile: Callable[[bool], None] = lambda begins: None
+        """Called with True when a compilation begins, and with False when its step is running."""
         self._name = name
         self._step = step
         self._transform = transform
@@ -68,7 +70,11 @@ class Compiled:
         Raises:
           UserError: it would be compiled once more than declared.
         """
-        return self._for(state)(state, batch)
+        before = self.compilations
+        result = self._for(state)(state, batch)
+        if self.compilations > before:
+            self.on_compile(False)
+        return result
 
     def lower(self, state: Any, batch: Batch) -> Any:
         """Lowers the step for abstract arguments: shapes, dtypes and shardings."""
@@ -94,6 +100,7 @@ class Compiled:
                 f"its declared {self._num_shapes} shapes, {why}: every batch must have one of them"
             )
         self.batch_shapes.append(shape)
+        self.on_compile(True)
         return self._step(state, batch)
 
 

@@ -91,7 +91,8 @@ def test_two_parallel_files(tmp_path, end):
         ("a.jsonl", '{"en": "a", "fr": 1}\n', (), "line 1: 'fr' is not a string"),
         ("a.jsonl", "[1]\n", (), "line 1: not a JSON object"),
         ("a.jsonl", '{"en": "a",\n', (), "line 1 is damaged: not JSON"),
-        ("a.jsonl", '{"translation": "a"}\n', (), "line 1: no member 'en'"),
+        ("a.jsonl", '{"translation": "a"}\n', (), "line 1: no member 'translation.en'"),
+        ("a.jsonl", '{"translation": 5}\n', (), "line 1: no member 'translation.en'"),
     ],
 )
 def test_errors_name_file_and_line(tmp_path, name, text, columns, message):

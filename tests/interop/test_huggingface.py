@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import os
+import re
 import shutil
 import warnings
 
@@ -166,7 +167,10 @@ def test_a_run_of_ours_to_hugging_face_and_back(trained_run, tmp_path, capsys):
     exported, again = tmp_path / "exported", tmp_path / "again"
     command = ["convert", "--from", OWN, "--to", "marian", str(trained_run), str(exported)]
     assert main(command) == 0
-    assert "length_penalty_kind=gnmt is not supported by generate" in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert "length_penalty_kind=gnmt is not supported by generate" in err
+    assert out.startswith(f"{exported}: ")
+    assert {path.name for path in exported.iterdir()} == set(re.findall(r"(?m)^  (\S+): ", out))
     ours = load_run(trained_run)
     model = MarianMTModel.from_pretrained(exported).eval()
     tokenizer = MarianTokenizer.from_pretrained(exported)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from toy_references import Variant
 
+from flaxformer_mt import interop
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.parity import compare, example
 from flaxformer_mt.parity.families import check_family, load_reference
@@ -63,6 +64,13 @@ def test_what_a_checkpoint_says_of_itself_reaches_both_sides(published, tmp_path
     torch.save(published(), path)
     report = check_family(published.__name__, checkpoint=path)
     assert report.passed, report
+
+
+def test_two_padding_ids_are_refused():
+    checkpoint = jadore801120()
+    checkpoint["settings"].trg_pad_idx = 1
+    with pytest.raises(UserError, match="sources are padded with 3 and targets with 1: unsup"):
+        interop.load("jadore801120", checkpoint)
 
 
 def test_the_folder_of_a_whole_model_is_a_checkpoint(tmp_path):

@@ -1,17 +1,14 @@
 """Aggregation of metrics, and their writers."""
 
-import io
 import os
 
 import jax.numpy as jnp
 import pytest
-from rich.console import Console
 from tensorboardX.proto.event_pb2 import Event
 
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs.metrics_file import format_line, read_metrics
 from flaxformer_mt.training.metrics import (
-    ConsoleWriter,
     JsonLinesWriter,
     TensorBoardWriter,
     means,
@@ -188,53 +185,3 @@ def test_a_writer_without_metrics_leaves_no_file(tmp_path):
     writer.rewind(0)
     writer.close()
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_console_says_where_training_is(terminal):
-    out = io.StringIO()
-    writer = ConsoleWriter(100, Console(file=out, force_terminal=terminal, width=200))
-    writer.rewind(10)
-    metrics = {"loss": 2.5, "target_tokens_per_second": 1234.5, "mfu": 0.5, "memory_bytes": 2**30}
-    writer.write(20, "train", metrics)
-    writer.write(20, "valid", {"loss": 2.0, "bleu": 31.5})
-    writer.close()
-    assert "continuing after step 10" in out.getvalue()
-    assert "step 20/100 valid  loss 2.0000  BLEU 31.50" in out.getvalue()
-    if not terminal:
-        line = "step 20/100 train  loss 2.5000  1,234 tokens/s  MFU 50.0%  memory 1.0 GiB"
-        assert line in out.getvalue()
-        assert "0:00:00 left" in out.getvalue()
-
-
-@pytest.mark.parametrize("devices", [1, 4])
-def test_console_shows_the_speed_of_a_device_if_there_are_several(devices):
-    out = io.StringIO()
-    writer = ConsoleWriter(100, Console(file=out, width=200))
-    writer.rewind(0)
-    speed = {"target_tokens_per_second": 400.0}
-    speed["target_tokens_per_second_per_device"] = 400.0 / devices
-    writer.write(20, "train", speed)
-    writer.close()
-    assert ("100 tokens/s per device" in out.getvalue()) == (devices == 4)
-    assert out.getvalue().count("tokens/s") == min(devices, 2)
-
-
-def test_console_says_that_nothing_is_left():
-    out = io.StringIO()
-    writer = ConsoleWriter(100, Console(file=out))
-    writer.rewind(100)
-    writer.close()
-    assert out.getvalue() == "nothing to train: step 100 of 100 is reached\n"
-
-
-def test_console_says_what_was_skipped_and_that_it_goes_back():
-    out = io.StringIO()
-    writer = ConsoleWriter(100, Console(file=out, width=200))
-    writer.rewind(10)
-    writer.write(20, "train", {"loss": 2.5, "skipped_steps": 3})
-    writer.rewind(15)
-    writer.close()
-    lines = out.getvalue().splitlines()
-    assert "step 20: 3 skipped: loss or gradient was not finite" in lines
-    assert lines[-1] == "back at step 15"

@@ -59,7 +59,7 @@ def stream_table(
     number, first = next(rows)
     by_name = columns and not all(re.fullmatch("[1-9][0-9]*", column) for column in columns)
     if by_name or (not columns and {*languages} <= {*first}):
-        names = columns or languages
+        names: Sequence[str] = columns or languages
         indices = [_index(path, name, first) for name in names]
     else:
         indices = [int(column) - 1 for column in columns]
@@ -128,14 +128,16 @@ def _stream_json(
         values = parse_json(line, where)
         if not isinstance(values, dict):
             raise UserError(f"{where}: not a JSON object with a source and a target")
-        given = values if columns or "translation" not in values else values["translation"]
-        source, target = (_member(where, name, given) for name in columns or languages)
+        names: Sequence[str] = columns or languages
+        if not columns and "translation" in values:
+            names = [f"translation.{language}" for language in languages]
+        source, target = (_member(where, name, values) for name in names)
         yield source, target
 
 
-def _member(where: str, name: str, values: Any) -> str:
+def _member(where: str, name: str, values: dict[str, Any]) -> str:
     """Returns a member of a JSON object; "a.b" is member "b" of member "a"."""
-    value = values
+    value: Any = values
     for part in [name] if name in values else name.split("."):
         if not isinstance(value, dict) or part not in value:
             raise UserError(

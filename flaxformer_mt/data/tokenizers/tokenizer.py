@@ -205,6 +205,14 @@ class Tokenizers:
         """Whether source and target share a vocabulary."""
         return self.source is self.target
 
+    def describe(self) -> str:
+        """Returns the sizes of the vocabularies in words."""
+        source, target = self.source.vocab_size, self.target.vocab_size
+        # An OPUS-MT vocabulary is read by two tokenizers.
+        if self.joint or self.source.fingerprint == self.target.fingerprint:
+            return f"{target:,} pieces for both sides"
+        return f"{source:,} source and {target:,} target pieces"
+
     def save(self, folder: str | Path) -> None:
         """Writes the vocabularies to a folder, for `load`."""
         Path(folder).mkdir(parents=True, exist_ok=True)

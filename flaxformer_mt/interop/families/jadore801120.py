@@ -8,6 +8,7 @@ the settings. A bare state dict, which is also what is written, needs `num_heads
 from typing import Any
 
 from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
 from flaxformer_mt.interop.weight_maps.family import (
     Buffer,
@@ -57,6 +58,9 @@ def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     settings = checkpoint.settings
     fields: dict[str, Any] = guess_tying(checkpoint, SOURCE, TARGET, OUTPUT)
     fields |= fields_of_settings(settings, _FIELDS_OF_SETTINGS)
+    source, target = (settings.get(f"{side}_pad_idx") for side in ("src", "trg"))
+    if None not in (source, target) and source != target:
+        raise UserError(f"sources are padded with {source} and targets with {target}: unsupported")
     if {"proj_share_weight", "embs_share_weight"} <= settings.keys():
         ties_output, ties_source = settings["proj_share_weight"], settings["embs_share_weight"]
         if ties_output:

@@ -46,7 +46,7 @@ def from_checkpoint(
     Raises:
       UserError: as `interop.load`.
     """
-    config = _configure(family, checkpoint, overrides)
+    config = configure(family, checkpoint, overrides)
     rules = mapping.rules_for(family, config, checkpoint.tensors)
     validation.check_tensors(family, rules, config, checkpoint.tensors)
     arrays = mapping.from_reference(
@@ -64,7 +64,7 @@ def from_checkpoint(
     return config, params | {CARRIED: carried} if carried else params
 
 
-def _configure(
+def configure(
     family: Family, checkpoint: PublishedCheckpoint, overrides: dict[str, Any]
 ) -> TransformerConfig:
     """Returns the configuration of a checkpoint.

@@ -6,6 +6,7 @@ Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.Transformer.html
 around it https://docs.pytorch.org/tutorials/beginner/translation_transformer.html
 """
 
+import functools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,15 +34,23 @@ from flaxformer_mt.parity.trace import (
     time_major,
 )
 
+# nn.Transformer takes two by name, any other as a function.
+_ACTIVATIONS = {
+    "silu": nn.functional.silu,
+    "gelu_tanh": functools.partial(nn.functional.gelu, approximate="tanh"),
+}
+
 
 class PositionalEncoding(nn.Module):
-    """Interleaved sinusoids of base 10000, for an even D."""
+    """Interleaved sinusoids, of base 10000 as published, for an even D."""
 
     pos_embedding: Tensor
 
-    def __init__(self, emb_size: int, dropout: float, maxlen: int = 5000) -> None:
+    def __init__(
+        self, emb_size: int, dropout: float, maxlen: int = 5000, base: float = 10000.0
+    ) -> None:
         super().__init__()
-        frequency = torch.exp(-torch.arange(0, emb_size, 2) * math.log(10000) / emb_size)
+        frequency = torch.exp(-torch.arange(0, emb_size, 2) * math.log(base) / emb_size)
         position = torch.arange(0, maxlen).reshape(maxlen, 1)
         table = torch.zeros((maxlen, emb_size))
         table[:, 0::2] = torch.sin(position * frequency)
@@ -55,16 +64,16 @@ class PositionalEncoding(nn.Module):
 
 
 class TokenEmbedding(nn.Module):
-    """Token embeddings times sqrt(D)."""
+    """Token embeddings times sqrt(D), as published, or unscaled."""
 
-    def __init__(self, vocab_size: int, emb_size: int) -> None:
+    def __init__(self, vocab_size: int, emb_size: int, scales: bool = True) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocab_size, emb_size)
-        self.emb_size = emb_size
+        self.scale = math.sqrt(emb_size) if scales else 1.0
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[T, B] to [T, B, D]."""
-        return self.embedding(tokens) * math.sqrt(self.emb_size)
+        return self.embedding(tokens) * self.scale
 
 
 class Seq2SeqTransformer(nn.Module):
@@ -89,6 +98,9 @@ class Seq2SeqTransformer(nn.Module):
         norm_first: bool = False,
         batch_first: bool = False,
         pad_id: int = 0,
+        layer_norm_eps: float = 1e-5,
+        scales: bool = True,
+        position_base: float = 10000.0,
     ) -> None:
         super().__init__()
         self.pad_id = pad_id
@@ -97,7 +109,8 @@ class Seq2SeqTransformer(nn.Module):
             "nhead": nhead,
             "dim_feedforward": dim_feedforward,
             "dropout": dropout,
-            "activation": activation,
+            "activation": _ACTIVATIONS.get(activation, activation),
+            "layer_norm_eps": layer_norm_eps,
             "norm_first": norm_first,
             "batch_first": batch_first,
         }
@@ -106,16 +119,16 @@ class Seq2SeqTransformer(nn.Module):
         encoder = nn.TransformerEncoder(
             nn.TransformerEncoderLayer(**sizes),
             num_encoder_layers,
-            nn.LayerNorm(emb_size),
+            nn.LayerNorm(emb_size, eps=layer_norm_eps),
             enable_nested_tensor=False,
         )
         self.transformer = nn.Transformer(
             **sizes, num_decoder_layers=num_decoder_layers, custom_encoder=encoder
         )
         self.generator = nn.Linear(emb_size, tgt_vocab_size)
-        self.src_tok_emb = TokenEmbedding(src_vocab_size, emb_size)
-        self.tgt_tok_emb = TokenEmbedding(tgt_vocab_size, emb_size)
-        self.positional_encoding = PositionalEncoding(emb_size, dropout)
+        self.src_tok_emb = TokenEmbedding(src_vocab_size, emb_size, scales)
+        self.tgt_tok_emb = TokenEmbedding(tgt_vocab_size, emb_size, scales)
+        self.positional_encoding = PositionalEncoding(emb_size, dropout, base=position_base)
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.xavier_uniform_(parameter)
@@ -175,7 +188,7 @@ def _attention_weights(transformer: nn.Transformer) -> Iterator[Attention]:
 
 
 def build(config: TransformerConfig, batch_first: bool = False) -> Seq2SeqTransformer:
-    """Builds the reference with the sizes, activation and norm position of `config`."""
+    """Builds the reference with the sizes and the open switches of `config`."""
     return Seq2SeqTransformer(
         num_encoder_layers=config.num_encoder_layers,
         num_decoder_layers=config.num_decoder_layers,
@@ -189,6 +202,9 @@ def build(config: TransformerConfig, batch_first: bool = False) -> Seq2SeqTransf
         norm_first=config.norm_position == "pre",
         batch_first=batch_first,
         pad_id=config.pad_id,
+        layer_norm_eps=config.norm_epsilon,
+        scales=config.scale_embeddings,
+        position_base=config.position_base,
     )
 
 

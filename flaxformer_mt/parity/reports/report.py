@@ -4,7 +4,7 @@ import json
 import math
 from typing import Any
 
-from flaxformer_mt.parity.reports import html, text
+from flaxformer_mt.parity.reports import html, junit, text
 from flaxformer_mt.parity.reports.comparison import Comparison
 from flaxformer_mt.parity.trajectory import Trajectory
 
@@ -26,6 +26,10 @@ class Report(Comparison):
           UserError: there were steps, and matplotlib is not installed.
         """
         return html.to_html(self)
+
+    def to_junit(self) -> str:
+        """Returns JUnit XML: one test case per value."""
+        return junit.to_junit(self)
 
     def to_json(self) -> str:
         """Returns all rows and the summary as JSON; non-finite numbers are strings."""

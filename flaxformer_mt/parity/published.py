@@ -1,0 +1,131 @@
+"""A published checkpoint: tensors, what it says of itself, and the reference with its weights."""
+
+import dataclasses
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from flaxformer_mt import interop
+from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.interop import checkpoint_files, convert
+from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint, Tensors
+from flaxformer_mt.interop.weight_maps import checkpoints, mapping, validation
+from flaxformer_mt.parity import references
+from flaxformer_mt.parity.model_pair import Tables
+from flaxformer_mt.presets import canonical_family, check_fields
+
+Dtype = Literal["float64", "float32"]
+
+
+@dataclasses.dataclass(frozen=True)
+class PublishedModel:
+    """A checkpoint file, or the folder of a whole model."""
+
+    family: interop.Family
+    source: Path
+    tensors: Tensors
+    checkpoint: PublishedCheckpoint | None
+    """The content of a file; None for a folder."""
+    config: TransformerConfig | None
+    """The configuration of a folder; None for a file."""
+
+    def configure(self, overrides: Mapping[str, Any]) -> TransformerConfig:
+        """Returns the configuration.
+
+        Args:
+          overrides: fields that replace those of the checkpoint, except for sizes.
+
+        Raises:
+          UserError: the family cannot have them, or they do not fit the tensors.
+        """
+        config = self.unchecked(overrides)
+        with checkpoints.error_context(self.source, self.family.name):
+            rules = mapping.rules_for(self.family, config, self.tensors)
+            validation.check_tensors(self.family, rules, config, self.tensors)
+        return config
+
+    def unchecked(self, overrides: Mapping[str, Any]) -> TransformerConfig:
+        """As `configure`, without a look at every tensor: `reference` refuses those that differ."""
+        with checkpoints.error_context(self.source, self.family.name):
+            if self.checkpoint is not None:
+                return checkpoints.configure(self.family, self.checkpoint, dict(overrides))
+            assert self.config is not None
+            check_fields(overrides)
+            config = dataclasses.replace(self.config, **overrides)
+            validation.check_switches(self.family, config)
+            return config
+
+    def stated(self) -> dict[str, Any]:
+        """Returns the fields that the checkpoint says of itself, beside its tensors."""
+        if self.config is not None:
+            return dataclasses.asdict(self.config)
+        assert self.checkpoint is not None
+        guessed = self.family.guess(self.checkpoint)
+        bare = self.family.guess(self.checkpoint._replace(settings={}))
+        return {name: value for name, value in guessed.items() if bare.get(name) != value}
+
+    def reference(self, config: TransformerConfig, dtype: Dtype, tables: Tables) -> nn.Module:
+        """Returns the family's reference with these weights, in evaluation mode.
+
+        Raises:
+          UserError: the reference lacks a tensor of the checkpoint, or has another shape.
+        """
+        fields = dataclasses.asdict(config) | {"param_dtype": dtype, "dtype": dtype}
+        options = _options(self.family.name, self.tensors)
+        module = references.build(self.family.name, **fields, **options)
+        shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+        buffers = {buffer.name: buffer for buffer in self.family.buffers(config)}
+        weights = {
+            name: torch.from_numpy(tensor).to(getattr(torch, dtype))
+            for name, tensor in self.tensors.items()
+            if name not in buffers
+            or (tables == "published" and buffers[name].exact and shapes.get(name) == tensor.shape)
+        }
+        for name, tensor in weights.items():
+            if shapes.get(name, tensor.shape) != tensor.shape:
+                raise UserError(
+                    f"{self.source}: {name} has shape {tuple(tensor.shape)}, but {shapes[name]} in "
+                    f"the reference of {self.family.name}"
+                )
+        missing, unexpected = module.load_state_dict(weights, strict=False)
+        strangers = {*missing, *unexpected} - buffers.keys() - self.family.omitted(config)
+        if strangers:
+            raise UserError(
+                f"{self.source}: the reference of {self.family.name} differs from it in "
+                f"{', '.join(sorted(strangers))}"
+            )
+        return module.eval()
+
+
+def read(family: str, path: str | os.PathLike[str]) -> PublishedModel:
+    """Reads a checkpoint.
+
+    Args:
+      family: a key of `presets.FAMILIES`.
+      path: a file as for `interop.load` or, for families that have them, the folder of a whole
+        model.
+
+    Raises:
+      UserError: it cannot be read.
+    """
+    its_map, path = interop.FAMILIES[canonical_family(family)], Path(path)
+    if path.is_dir():
+        bundle, _ = convert.read_bundle(its_map.name, path, {})
+        tensors = checkpoints.to_state_dict(its_map, bundle.config.model, bundle.params)
+        return PublishedModel(its_map, path, tensors, None, bundle.config.model)
+    with checkpoints.error_context(path, its_map.name):
+        checkpoint = checkpoint_files.read(path)
+    return PublishedModel(its_map, path, checkpoint.tensors, checkpoint, None)
+
+
+def _options(family: str, tensors: Iterable[str]) -> dict[str, Any]:
+    """Infers options of the reference that are not part of the configuration."""
+    has_source_attention = any(".src_attn." in name for name in tensors)
+    if family in ("annotated", "annotated_wide_heads") and not has_source_attention:
+        return {"source_attention": "self_attn"}
+    return {}

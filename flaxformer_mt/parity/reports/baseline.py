@@ -1,0 +1,116 @@
+"""Accepted differences: a file with the sites, the largest difference and the reason of each.
+
+    [[accepted]]
+    site = "encoder/layers/*/self_attention/scores"
+    largest = 1e-6
+    reason = "the published softmax is float32"
+
+`site` is a site of the report or a pattern, in which * stands for any characters; `largest` is the
+largest relative difference that is accepted.
+"""
+
+import dataclasses
+import fnmatch
+import math
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.input_files import read_text
+from flaxformer_mt.parity.reports.comparison import Row
+from flaxformer_mt.parity.reports.report import Report
+
+
+class AcceptedDifference(NamedTuple):
+    """A known difference that does not fail a comparison."""
+
+    site: str
+    """A site or a pattern."""
+    largest: float
+    """The largest relative difference."""
+    reason: str
+
+
+def read_baseline(path: str | os.PathLike[str]) -> tuple[AcceptedDifference, ...]:
+    """Reads a file of accepted differences.
+
+    Raises:
+      UserError: it cannot be read, or an entry lacks its site, largest difference or reason.
+    """
+    try:
+        content = tomllib.loads(read_text(path))
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise UserError(f"{path} is not TOML: {error}") from error
+    entries = content.get("accepted")
+    if content.keys() != {"accepted"} or not isinstance(entries, list):
+        raise UserError(f"{path} must consist of tables [[accepted]] with site, largest, reason")
+    return tuple(_entry(path, number, entry) for number, entry in enumerate(entries, 1))
+
+
+def _entry(path: str | os.PathLike[str], number: int, entry: Any) -> AcceptedDifference:
+    kinds: dict[str, Any] = {"site": str, "largest": int | float, "reason": str}
+    given = entry if isinstance(entry, dict) else {}
+    for name in sorted(given.keys() ^ kinds.keys()):
+        state = "unknown" if name in given else "missing"
+        raise UserError(f"{path}: {name} of accepted difference {number} is {state}")
+    for name, kind in kinds.items():
+        value = given[name]
+        if not isinstance(value, kind) or isinstance(value, bool) or value == "":
+            what = "a number" if name == "largest" else "a text"
+            raise UserError(f"{path}: {name} of accepted difference {number} must be {what}")
+    return AcceptedDifference(**given)
+
+
+def judged(
+    report: Report,
+    tolerances: Mapping[str, float] = {},
+    accepted: Sequence[AcceptedDifference] = (),
+) -> Report:
+    """Judges the rows of a report by other tolerances and accepted differences.
+
+    Args:
+      report: a finished report.
+      tolerances: relative tolerances by site or pattern; of several that match, the last holds.
+      accepted: accepted differences; the first that matches holds.
+
+    Returns:
+      The report with new verdicts. If its first difference is no longer one, the cause of the next
+      one is unknown. Accepted differences that have disappeared are noted.
+    """
+    rows = tuple(_accepted(_tolerated(row, tolerances), accepted) for row in report.rows)
+    used = {row.accepted for row in rows}
+    stale = [
+        f"The accepted difference at {each.site} does not occur: remove it from the baseline."
+        for each in accepted
+        if each.reason not in used
+    ]
+    unmatched = [
+        f"--tolerance {pattern}: no compared site has this name."
+        for pattern in tolerances
+        if not any(fnmatch.fnmatchcase(row.site, pattern) for row in rows)
+    ]
+    found = dataclasses.replace(report, rows=rows, notes=(*report.notes, *stale, *unmatched))
+    before, after = report.first_divergence, found.first_divergence
+    if after is None or before is None or after.site != before.site:
+        found = dataclasses.replace(found, diagnosis=None)
+    return found
+
+
+def _tolerated(row: Row, tolerances: Mapping[str, float]) -> Row:
+    matching = [value for site, value in tolerances.items() if fnmatch.fnmatchcase(row.site, site)]
+    if not matching or not row.max_rel or not math.isfinite(row.max_rel):
+        return row
+    return row._replace(tolerance=matching[-1] * row.max_abs / row.max_rel)
+
+
+def _accepted(row: Row, accepted: Sequence[AcceptedDifference]) -> Row:
+    if row.passed:
+        return row
+    reasons = (
+        each.reason
+        for each in accepted
+        if fnmatch.fnmatchcase(row.site, each.site) and row.max_rel <= each.largest
+    )
+    return row._replace(accepted=next(reasons, ""))

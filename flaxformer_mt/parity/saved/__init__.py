@@ -1,0 +1,1 @@
+"""Comparison with values that another program saved, which tests the settings as well."""

@@ -1,0 +1,162 @@
+"""Finds the settings with which the published model computes the saved values.
+
+Every setting that tensors do not determine is changed in turn, and the reference is run again: a
+change that leaves almost nothing of the difference is what the other program had.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, get_args, get_type_hints
+
+import numpy as np
+import torch
+
+from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.parity import references
+from flaxformer_mt.parity.diagnosis.inputs import select_rows
+from flaxformer_mt.parity.model_pair import precision
+from flaxformer_mt.parity.published import PublishedModel, Tables
+from flaxformer_mt.parity.rows import difference, largest
+from flaxformer_mt.parity.saved.files import SavedValues
+from flaxformer_mt.parity.settings import SettingDifference
+from flaxformer_mt.parity.tokens import check_special_tokens, padding
+from flaxformer_mt.parity.trace import values_of_module
+
+EXPLAINS = 1e-2
+"""A change is the cause if it leaves at most this part of the difference."""
+
+_NUMBERS: dict[str, tuple[float, ...]] = {
+    "norm_epsilon": tuple(10.0**-power for power in range(3, 13)),
+    "position_base": (1e3, 1e4, 1e5, 5e5, 1e6),
+    "position_offset": (0, 1, 2, 3, 4),
+    "relative_position_max_distance": (8, 16, 32, 64, 128, 256, 512),
+}
+"""Values of numbers that published models have."""
+_MAX_HEADS = 64
+
+
+class Change(NamedTuple):
+    """Other settings for the same weights."""
+
+    values: dict[str, Any]
+    """Fields with their new values."""
+    dropped: tuple[str, ...] = ()
+    """Given fields that are no longer given."""
+
+
+class Search(NamedTuple):
+    """The saved values of a published model, compared under other settings."""
+
+    model: PublishedModel
+    given: Mapping[str, Any]
+    """The settings that the user gave."""
+    saved: SavedValues
+    tables: Tables
+
+    def explanation(self, config: TransformerConfig) -> tuple[SettingDifference, ...]:
+        """Returns the settings with which the reference computes the saved values.
+
+        Args:
+          config: the configuration that does not.
+
+        Returns:
+          The settings to change; nothing if no change explains the difference.
+        """
+        enough = EXPLAINS * self._difference(config)
+        tried = {config}
+        for changes in self._rounds(config):
+            best, least = None, enough
+            for change in changes:
+                other = self._configuration(change)
+                if other is None or other in tried:
+                    continue
+                tried.add(other)
+                left = self._difference(other)
+                if left < least:
+                    best, least = (change, other), left
+            if best is not None:
+                return _differences(config, *best)
+        return ()
+
+    def _configuration(self, change: Change) -> TransformerConfig | None:
+        given = {name: value for name, value in self.given.items() if name not in change.dropped}
+        try:
+            config = self.model.unchecked(given | change.values)
+            check_special_tokens(config)
+        except UserError:  # Not a configuration that this model can have.
+            return None
+        return config
+
+    def _difference(self, config: TransformerConfig) -> float:
+        """Returns the largest relative difference between the reference and the saved values."""
+        try:
+            module = self.model.reference(config, "float64", self.tables)
+        except UserError:
+            return np.inf
+        tokens = self.saved.tokens(config)
+        real = padding(tokens, config.pad_id)
+        wanted = {site: value.shape for site, value in self.saved.values.items()}
+        taps = {}
+        if wanted.keys() != {"logits"}:
+            known = references.taps(self.model.family.name, config, module)
+            taps = {site: tap for site, tap in known.items() if site in wanted}
+        source, target = (torch.tensor(array).long() for array in tokens[:2])
+        with precision("float64"), torch.no_grad():
+            if taps:
+                logits, found = values_of_module(
+                    module, taps, lambda module: module(source, target), wanted, strict=False
+                )
+            else:
+                logits, found = module(source, target), {}
+        found["logits"] = logits.numpy().reshape(*target.shape, -1)
+        worst = 0.0
+        for site, value in self.saved.values.items():
+            if site not in found:
+                continue
+            if found[site].shape != value.shape:
+                return np.inf
+            ours, theirs = (select_rows(site, array, real) for array in (found[site], value))
+            worst = max(worst, difference(ours, theirs) / (largest(theirs) or 1.0))
+        return worst
+
+    def _rounds(self, config: TransformerConfig) -> Iterator[list[Change]]:
+        """Yields changes of one setting, and then those of another one than a given one."""
+        changes = [
+            Change({name: value})
+            for name, values in self._alternatives(config).items()
+            for value in values
+        ]
+        yield [*(Change({}, (name,)) for name in self.given), *changes]
+        yield [
+            Change(change.values, (name,))
+            for name in self.given
+            for change in changes
+            if name not in change.values
+        ]
+
+    def _alternatives(self, config: TransformerConfig) -> dict[str, list[Any]]:
+        hints = get_type_hints(TransformerConfig)
+        found: dict[str, list[Any]] = {
+            "num_heads": [n for n in range(1, _MAX_HEADS + 1) if config.d_model % n == 0],
+            # Padding is at the end, or at the start, of some row.
+            "pad_id": np.unique(self.saved.inputs["source"][:, [0, -1]]).tolist(),
+        }
+        for name in sorted(self.model.family.open_switches):
+            if hints[name] is bool:
+                found[name] = [False, True]
+            else:
+                found[name] = list(_NUMBERS.get(name, get_args(hints[name])))
+        return {
+            name: [value for value in values if value != getattr(config, name)]
+            for name, values in found.items()
+        }
+
+
+def _differences(
+    config: TransformerConfig, change: Change, other: TransformerConfig
+) -> tuple[SettingDifference, ...]:
+    return tuple(
+        SettingDifference(name, ours, theirs, "the saved values")
+        for name in dict.fromkeys([*change.dropped, *change.values])
+        if (ours := getattr(config, name)) != (theirs := getattr(other, name))
+    )

@@ -1,0 +1,250 @@
+"""The progress of a run on the console.
+
+On a terminal, a line at the bottom moves with every step, and metrics and translations stay above
+it. Elsewhere there are plain lines only. Rich leaves colours out if NO_COLOR is set.
+"""
+
+import collections
+import datetime
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+
+from flaxformer_mt.memory_limits import gibibytes
+from flaxformer_mt.training.metrics import MetricValues
+from flaxformer_mt.training.step import Metrics
+
+_REFRESHES_PER_SECOND = 4
+_SAMPLES = 2  # Validation sentences whose translations are printed.
+_RECENT = 20  # The moving line shows means of this many steps.
+
+
+class Sample(NamedTuple):
+    """A sentence that was translated at a validation."""
+
+    source: str
+    translation: str
+    reference: str | None = None
+    """None for a sentence that the user named."""
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Returns the texts with their labels."""
+        texts = {"source": self.source, "translation": self.translation}
+        reference = {} if self.reference is None else {"reference": self.reference}
+        return list((texts | reference).items())
+
+
+def some_of(samples: Sequence[Sample]) -> list[Sample]:
+    """Chooses the samples to print: always the same ones, from the middle of each part."""
+    return [samples[len(samples) * (2 * part + 1) // (2 * _SAMPLES)] for part in range(_SAMPLES)]
+
+
+class ConsoleWriter:
+    """Shows the progress of a run; a `Writer`.
+
+    Args:
+      num_steps: the last step.
+      console: prints.
+      batches_per_epoch: training batches per epoch; None if it is not known.
+    """
+
+    def __init__(
+        self,
+        num_steps: int,
+        console: Console | None = None,
+        batches_per_epoch: float | None = None,
+    ) -> None:
+        self._num_steps = num_steps
+        self._console = console or Console()
+        self._batches_per_epoch = batches_per_epoch
+        self._recent: collections.deque[_Step] = collections.deque(maxlen=_RECENT)
+        self._samples: Sequence[Sample] = ()
+        self._start: _Start | None = None
+        self._bar = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=None, complete_style="cyan", finished_style="cyan"),
+            TextColumn("{task.fields[state]}", markup=False),
+            console=self._console,
+            transient=True,
+            expand=True,
+            refresh_per_second=_REFRESHES_PER_SECOND,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=num_steps, state="")
+
+    def rewind(self, step: int) -> None:
+        """See `Writer`. Also prints where training starts."""
+        if self._start is not None:
+            self._bar.stop()
+            self._print(f"back at step {step:,}")
+            return
+        self._start = _Start(step, time.monotonic(), is_compiled=False)
+        if step >= self._num_steps:
+            self._print(f"nothing to train: step {step:,} of {self._num_steps:,} is reached")
+            return
+        if step:
+            self._print(f"continuing after step {step:,}")
+        self._bar.update(self._task, completed=step, description=self._position(step))
+        self._bar.start()
+
+    def compiling(self, begins: bool) -> None:
+        """Shows that the training step is being compiled; unless it `begins`, no longer."""
+        self._show("compiling the training step" if begins else "")
+
+    def validating(self) -> None:
+        """Shows that a validation has begun, until the next step is finished."""
+        self._show("validating")
+        self._recent.clear()  # Its time is not that of steps.
+
+    def translated(self, samples: Sequence[Sample]) -> None:
+        """Takes translations of a validation, which are printed below its metrics."""
+        self._samples = samples
+
+    def advance(self, step: int, metrics: Metrics) -> None:
+        """Shows a finished step.
+
+        Args:
+          step: its number.
+          metrics: its metrics on the host, each a sum and a weight.
+        """
+        if self._start is None:  # Another process, or other writers, show the run.
+            return
+        now = time.monotonic()
+        if not self._start.is_compiled:
+            self._start = _Start(step, now, is_compiled=True)
+        if self._bar.disable:
+            return
+        self._recent.append(_Step(now, *map(float, metrics["loss"])))
+        self._bar.update(self._task, completed=step, description=self._position(step))
+        self._show("  ".join(self._state(step)))
+
+    def write(self, step: int, split: str, values: MetricValues, is_best: bool = False) -> None:
+        """See `Writer`."""
+        if values.get("skipped_steps"):
+            count = values["skipped_steps"]
+            what = "update" if values.get("nonfinite_update") else "loss or gradient"
+            self._print(f"step {step:,}: {count} skipped: {what} was not finite", "yellow")
+        shown = {name: values[name] for name in _FORMATS if name in values}
+        if shown.get(_OF_DEVICE) == shown.get("target_tokens_per_second"):
+            shown.pop(_OF_DEVICE, None)
+        parts = [_FORMATS[name](value) for name, value in shown.items()]
+        parts += ["best so far"] if is_best else []
+        head = f"{self._position(step)} {split}"
+        if not self._console.is_terminal:
+            left = [f"{self._time_left(step)} left"] if split == "train" else []
+            self._print("  ".join([head, *parts, *left]))
+        elif split == "train":
+            self._print(_fitted(head, parts, self._console.width)[0])
+        else:
+            for line in _fitted(head, parts, self._console.width):
+                self._print(line, "bold green" if is_best else "bold")
+        if split != "train":
+            for sample in self._samples:
+                print_labelled(sample.rows(), self._console, width=11, indent=2)
+            self._samples = ()
+
+    def close(self) -> None:
+        """See `Writer`."""
+        self._bar.stop()
+
+    def _position(self, step: int) -> str:
+        return f"step {step:,}/{self._num_steps:,}"
+
+    def _show(self, state: str) -> None:
+        self._bar.update(self._task, state=state)
+
+    def _state(self, step: int) -> list[str]:
+        """Returns what the moving line says about the most recent steps."""
+        parts = []
+        if self._batches_per_epoch is not None:
+            parts.append(f"epoch {step / self._batches_per_epoch:.1f}")
+        tokens = sum(each.tokens for each in self._recent)
+        if tokens:
+            parts.append(f"loss {sum(each.loss for each in self._recent) / tokens:.3f}")
+        first, *others = self._recent
+        if others:
+            seconds = others[-1].time - first.time
+            parts.append(f"{sum(each.tokens for each in others) / seconds:,.0f} tokens/s")
+            parts.append(f"{self._time_left(step)} left")
+        return parts
+
+    def _time_left(self, step: int) -> datetime.timedelta:
+        """Returns the time until the last step, by that of all steps after the first."""
+        assert self._start is not None
+        steps = max(step - self._start.step, 1)
+        seconds = (time.monotonic() - self._start.time) / steps
+        return datetime.timedelta(seconds=round(seconds * (self._num_steps - step)))
+
+    def _print(self, line: str, style: str = "") -> None:
+        self._console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def print_labelled(
+    lines: Iterable[tuple[str, str]], console: Console, width: int = 8, indent: int = 0
+) -> None:
+    """Prints lines behind their labels; on a terminal, wrapped beside them.
+
+    Args:
+      lines: labels and texts.
+      console: prints.
+      width: of the column of labels.
+      indent: spaces before a label.
+    """
+    for label, text in lines:
+        if not console.is_terminal:
+            console.print(f"{'':<{indent}}{label:<{width}} {text}", soft_wrap=True)
+            continue
+        table = Table.grid(padding=(0, 1, 0, 0))
+        table.add_column(min_width=indent + width, no_wrap=True)
+        table.add_column(overflow="fold")
+        table.add_row(f"{'':<{indent}}{label}", text)
+        console.print(table)
+
+
+class _Start(NamedTuple):
+    """From when on the time of steps counts."""
+
+    step: int
+    time: float
+    is_compiled: bool
+    """Whether this is after the first step, whose time is mostly that of compiling it."""
+
+
+class _Step(NamedTuple):
+    """A finished step."""
+
+    time: float
+    loss: float
+    """The sum over its target tokens."""
+    tokens: float
+
+
+def _fitted(head: str, parts: Sequence[str], width: int) -> list[str]:
+    """Joins parts to lines of at most `width` cells where they are short enough."""
+    lines = [head]
+    for part in parts:
+        if cell_len(lines[-1]) + 2 + cell_len(part) <= width:
+            lines[-1] += f"  {part}"
+        else:
+            lines.append(f"  {part}")
+    return lines
+
+
+_OF_DEVICE = "target_tokens_per_second_per_device"
+_FORMATS: Mapping[str, Callable[..., str]] = {
+    "loss": "loss {:.4f}".format,
+    "perplexity": "perplexity {:.2f}".format,
+    "accuracy": "accuracy {:.1%}".format,
+    "bleu": "BLEU {:.2f}".format,
+    "chrf": "chrF {:.2f}".format,
+    "target_tokens_per_second": "{:,.0f} tokens/s".format,
+    _OF_DEVICE: "{:,.0f} tokens/s per device".format,
+    "mfu": "MFU {:.1%}".format,
+    "memory_bytes": lambda size: f"memory {gibibytes(size)}",
+    "learning_rate": "rate {:.2e}".format,
+}

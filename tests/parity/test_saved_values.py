@@ -1,0 +1,202 @@
+"""Comparison with values that another program saved: wrong settings are found and named."""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+from toy_references import VARIANTS, Variant
+
+from flaxformer_mt import interop
+from flaxformer_mt.cli import main
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.parity import families, published
+from flaxformer_mt.parity.recipes import recipe
+from flaxformer_mt.parity.saved import files
+from flaxformer_mt.parity.saved.search import Search
+from flaxformer_mt.parity.tokens import example
+from flaxformer_mt.parity.trace import Tap, values_of_module
+
+ONE_LAYER = {"num_encoder_layers": 1, "num_decoder_layers": 1}
+MODELS = {
+    "jadore801120": "jadore801120_prj_all",
+    "torch": "torch_pre_gelu",
+    "fairseq": "fairseq_embedding_norm_gelu_unscaled",
+    "opennmt": "opennmt_rotary",
+    "marian": "marian_all",
+}
+WRONG = {
+    "jadore801120": [
+        {"num_heads": 2}, {"pad_id": 3}, {"scale_embeddings": True}, {"scale_logits": False},
+    ],
+    "torch": [
+        {"num_heads": 8}, {"pad_id": 4}, {"norm_position": "post"}, {"activation": "relu"},
+        {"norm_epsilon": 1e-3}, {"scale_embeddings": False},
+    ],
+    "fairseq": [
+        {"num_heads": 8}, {"activation": "relu"}, {"activation": "gelu"},
+        {"scale_embeddings": True},
+    ],
+    "opennmt": [
+        {"num_heads": 2}, {"position_kind": "alibi"}, {"position_layout": "concatenated"},
+        {"norm_epsilon": 1e-5}, {"activation": "gelu"},
+    ],
+    "marian": [{"activation": "gelu"}, {"scale_embeddings": False}, {"num_heads": 8}],
+}  # fmt: skip
+"""Wrong settings that the tensors of these checkpoints do not contradict."""
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Returns (checkpoint, inputs, outputs, right settings) of a family."""
+    folder = tmp_path_factory.mktemp("saved")
+
+    @functools.cache
+    def make(family):
+        variant = VARIANTS[MODELS[family]]
+        module = Variant(family, variant.sizes | ONE_LAYER).build()
+        path, inputs, outputs = (
+            folder / f"{family}{end}" for end in (".pt", "_in.npz", "_out.npz")
+        )
+        torch.save(module.state_dict(), path)
+        config, _ = interop.load(family, path, **variant.hints)
+        tokens = example(config, source_padding=recipe(family).source_padding)
+        source, target = (torch.tensor(array).long() for array in tokens[:2])
+        layers = {"encoder/layers/0": Tap(LAYERS[family])} if family in LAYERS else {}
+        shape = (*tokens.source.shape, config.d_model)
+        logits, values = values_of_module(
+            # As users do: tables stay rounded to float32.
+            module.double(),
+            layers,
+            lambda module: module(source, target),
+            {"encoder/layers/0": shape},
+        )
+        values["logits"] = logits.detach().reshape(*target.shape, -1).numpy()
+        np.savez(inputs, source=tokens.source, target_input=tokens.target_input)
+        np.savez(outputs, **values)
+        return path, inputs, outputs, variant.hints
+
+    return make
+
+
+LAYERS = {"jadore801120": "encoder.layer_stack.0"}
+"""Families of which an inner value is saved, too."""
+
+
+@pytest.fixture
+def command(saved, capsys):
+    """Runs `flaxformer-mt parity` on the files of a family: (code, output, errors)."""
+
+    def execute(family, settings, *options, with_values=True):
+        path, inputs, outputs, hints = saved(family)
+        given = [f"{name}={str(value).lower()}" for name, value in (hints | settings).items()]
+        files = ("--inputs", inputs, "--logits", outputs) if with_values else ()
+        arguments = ("--family", family, "--checkpoint", path, *files, *options, "--set", *given)
+        code = main(["parity", *map(str, arguments)])
+        captured = capsys.readouterr()
+        return code, " ".join(captured.out.split()), captured.err
+
+    return execute
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"), [(family, wrong) for family in WRONG for wrong in WRONG[family]]
+)
+def test_a_wrong_setting_is_named(saved, family, settings):
+    path, inputs, outputs, hints = saved(family)
+    model, values = published.read(family, path), files.read(inputs, outputs)
+    given = hints | settings
+    right = model.configure(hints)
+    search = Search(model, given, values, "published")
+    found = search.explanation(model.configure(given))
+    (name,) = settings
+    assert [(each.name, each.theirs) for each in found] == [(name, getattr(right, name))]
+
+
+def test_right_settings_agree_and_wrong_ones_have_exit_code_1(command):
+    code, out, _ = command("jadore801120", {})
+    assert code == 0, out
+    assert "2 values compared, all agree" in out
+    assert "which test the settings as well" in out
+    assert "Our tables of positions are the published ones" in out
+    code, out, _ = command("jadore801120", {"scale_embeddings": True})
+    assert code == 1
+    assert "settings differ (scale_embeddings)" in out
+    assert "scale_embeddings is True here, but False in the saved values: give" in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", WRONG)
+def test_every_wrong_setting_has_exit_code_1(command, family):
+    assert command(family, {}, "--tolerance", "*=1e-6")[0] == 0
+    for settings in WRONG[family]:
+        (name,) = settings
+        code, out, _ = command(family, settings)
+        assert code == 1
+        assert f"settings differ ({name})" in out
+
+
+def test_without_saved_values_the_report_says_what_it_rests_on(command):
+    code, out, _ = command("jadore801120", {"scale_logits": False}, with_values=False)
+    assert code == 0
+    assert "built from the same settings as our model: wrong settings would agree." in out
+    assert "given: num_heads=4, scale_embeddings=False, scale_logits=False; read from its" in out
+    assert "Published tables of positions are replaced by exact ones on both sides." in out
+
+
+def test_a_checkpoint_that_contradicts_a_setting_is_believed():
+    module = Variant("jadore801120", ONE_LAYER | {"source_vocab_size": 11}).build()
+    stated = {"settings": {"n_head": 4, "src_pad_idx": 0}, "model": module.state_dict()}
+    model = published.PublishedModel(
+        interop.FAMILIES["jadore801120"], "x.pt", {}, interop.checkpoint_files.read(stated), None
+    )
+    found = families._contradicted(model.stated(), {"num_heads": 2, "pad_id": 0})
+    assert [str(each) for each in found] == [
+        "num_heads is 2 here, but 4 in the checkpoint's own settings"
+    ]
+
+
+def test_tables_are_exact_on_request(command):
+    code, out, _ = command("jadore801120", {}, "--tables", "exact")
+    assert code == 1  # The program that saved the values had tables that were rounded to float32.
+    assert "published ones" not in out
+    assert "values 2.2e-08" in out
+
+
+def test_the_printed_script_saves_what_the_command_compares(saved, capsys, monkeypatch, tmp_path):
+    path, _, _, hints = saved("jadore801120")
+    heads = ("--set", f"num_heads={hints['num_heads']}")
+    checkpoint = ("parity", "--family", "jadore801120", "--checkpoint", str(path))
+    assert main([*checkpoint, "--script", *heads]) == 0
+    script = capsys.readouterr().out
+    assert len(script.splitlines()) < 20
+    _, module = families.load_reference("jadore801120", path, "float32", num_heads=4)
+    monkeypatch.chdir(tmp_path)
+    exec(script.replace("module = ...", "module = given"), {"given": module})
+    values = ("--inputs", "batch.npz", "--logits", "saved.npz")
+    assert main([*checkpoint, *values, *heads]) == 0
+    assert "all agree" in capsys.readouterr().out
+
+
+def test_damaged_files_and_other_models_are_refused(saved, tmp_path):
+    path, inputs, outputs, hints = saved("jadore801120")
+    config = published.read("jadore801120", path).configure(hints)
+    for name, content in {"empty.npz": b"", "text.npz": b"no zip", "zip.npz": b"PK\3\4..."}.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError, match=f"{name} is not an .npz file"):
+            files.read(tmp_path / name, outputs)
+    with pytest.raises(UserError, match=r"batch\.npz: there is no such file"):
+        files.read(tmp_path / "batch.npz", outputs)
+    with pytest.raises(UserError, match="has no array source, only encoder/layers/0, logits"):
+        files.read(outputs, outputs)
+    with pytest.raises(UserError, match="source is int32, but must be float32 or float64"):
+        files.read(inputs, inputs)
+    np.savez(tmp_path / "objects.npz", source=np.array([None]))
+    with pytest.raises(UserError, match="Object arrays cannot be loaded"):
+        files.read(tmp_path / "objects.npz", outputs)
+    values = files.read(inputs, outputs)
+    with pytest.raises(UserError, match="there is no site enc: name saved values logits, or sourc"):
+        files.check_sites({"enc": np.zeros(1)}, config)
+    large = values._replace(inputs=values.inputs | {"source": values.inputs["source"] + 90})
+    with pytest.raises(UserError, match=r"source has tokens from 90 to .* the vocabulary has 11"):
+        large.tokens(config)
