@@ -97,7 +97,7 @@ def config(kind, size, **options):
     values = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 1, "init_std": 0.3}
     for stack in ("encoder", "decoder"):
         values |= {f"{stack}_attention_heads": 2, f"{stack}_ffn_dim": 24}
-    values |= {"max_position_embeddings": 64, "decoder_start_token_id": 2, "vocab_size": size}
+    values |= {"max_position_embeddings": 256, "decoder_start_token_id": 2, "vocab_size": size}
     kinds = {"mbart50": transformers.MBartConfig, "bart": transformers.BartConfig}
     return kinds.get(kind, transformers.M2M100Config)(**values | options)
 
