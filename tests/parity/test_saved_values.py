@@ -64,16 +64,16 @@ def saved(tmp_path_factory):
         source, target = (torch.tensor(array).long() for array in tokens[:2])
         layers = {"encoder/layers/0": Tap(LAYERS[family])} if family in LAYERS else {}
         shape = (*tokens.source.shape, config.d_model)
-        logits, values = values_of_module(
+        run = values_of_module(
             # As users do: tables stay rounded to float32.
             module.double(),
             layers,
             lambda module: module(source, target),
             {"encoder/layers/0": shape},
         )
-        values["logits"] = logits.detach().reshape(*target.shape, -1).numpy()
+        logits = run.output.detach().reshape(*target.shape, -1).numpy()
         np.savez(inputs, source=tokens.source, target_input=tokens.target_input)
-        np.savez(outputs, **values)
+        np.savez(outputs, **run.values, logits=logits)
         return path, inputs, outputs, variant.hints
 
     return make

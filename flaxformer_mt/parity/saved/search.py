@@ -103,12 +103,13 @@ class Search(NamedTuple):
         source, target = (torch.tensor(array).long() for array in tokens[:2])
         with precision("float64"), torch.no_grad():
             if taps:
-                logits, found = values_of_module(
+                run = values_of_module(
                     module, taps, lambda module: module(source, target), wanted, strict=False
                 )
+                logits, found = run.output, run.values
             else:
                 logits, found = module(source, target), {}
-        found["logits"] = logits.numpy().reshape(*target.shape, -1)
+        found |= {"logits": logits.numpy().reshape(*target.shape, -1)}
         worst = 0.0
         for site, value in self.saved.values.items():
             if site not in found:
