@@ -19,6 +19,7 @@ from flaxformer_mt.config.experiment import groups
 from flaxformer_mt.config.fields import bounds_of, type_hints
 from flaxformer_mt.config.files import load_config
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.exit_codes import ExitCode
 from flaxformer_mt.runs import parameter_file
 from flaxformer_mt.training.state import seed_key
 
@@ -134,7 +135,7 @@ def test_in_a_list_of_corpora(value):
     ],
 )
 def test_numbers_of_other_commands(capsys, arguments, message):
-    assert main(arguments) == 1
+    assert main(arguments) == (ExitCode.USAGE if arguments[0] == "parity" else ExitCode.FAILURE)
     error = capsys.readouterr().err
     assert error.startswith(f"flaxformer-mt: error: {message}")
     assert error.count("\n") == 1

@@ -69,7 +69,7 @@ def _matches(texts: Sequence[str], order: int) -> tuple[np.ndarray, np.ndarray]:
     """Counts the character n-grams that each pair of texts shares, and those of each text.
 
     Returns:
-      float32 [N, N] and [N], integers.
+      float64 [N, N] and [N], integers.
     """
     # Each occurrence of an n-gram in a text is a separate element. The number that two texts share
     # is then the size of the intersection of two sets: a product of matrices of zeros and ones.
@@ -86,4 +86,4 @@ def _matches(texts: Sequence[str], order: int) -> tuple[np.ndarray, np.ndarray]:
     totals = np.array([len(row) for row in rows])
     occurrences = np.zeros((len(texts), len(columns)), np.float32)
     occurrences[np.repeat(np.arange(len(texts)), totals), list(itertools.chain(*rows))] = 1
-    return occurrences @ occurrences.T, totals.astype(np.float32)
+    return (occurrences @ occurrences.T).astype(np.float64), totals.astype(np.float64)

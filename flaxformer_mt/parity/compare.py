@@ -255,7 +255,7 @@ def _diagnosis_inputs(
         loss=theirs.losses["loss"],
         convention=sides.ours.recipe.convention,
         smoothing=sides.ours.recipe.smoothing,
-        again=dict(theirs.again),
+        again=theirs.again,
     )
 
 

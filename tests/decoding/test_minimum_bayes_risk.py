@@ -45,6 +45,7 @@ def test_equally_good_ones_stay_in_order():
     # The expected chrF differ only in the order of summation.
     around = [f"{'x' * 7}{letter}" for letter in "abcdefg"]
     assert choose(around, 7) == list(range(7))
+    assert choose(["0", "a", "0", "a", "a a a aba"], 3) == [1, 0, 4]  # 44, 40 and 40.
 
 
 @pytest.mark.parametrize("samples", [[""], ["", ""], ["", " "]])

@@ -8,7 +8,6 @@ import json
 import random
 import re
 import sys
-import types
 from pathlib import Path
 
 import opus_mt
@@ -44,8 +43,7 @@ def published(tmp_path):
 
 def server_text(folder, tokenizers):
     """`Text` of the exported `server.py`, with the metadata of a vocabulary."""
-    bundle = types.SimpleNamespace(tokenizers=tokenizers)
-    for side, content in jax_export._sentencepiece_models(bundle).items():
+    for side, content in tokenizers.sentencepiece_models.items():
         (folder / f"{side}.spm").write_bytes(content)
     source, target = tokenizers.source, tokenizers.target
     facts = {

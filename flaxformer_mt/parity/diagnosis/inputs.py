@@ -1,6 +1,7 @@
 """The inputs of a diagnosis, and the components of a site's name."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -40,7 +41,7 @@ class DiagnosisInputs(NamedTuple):
     """Our convention of label smoothing."""
     smoothing: float
     """e of the label smoothing."""
-    again: Values
+    again: Mapping[str, np.ndarray] = MappingProxyType({})
     """The reference's values of further calls, see `trace.ModuleValues.again`."""
 
     @property

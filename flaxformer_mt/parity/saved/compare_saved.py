@@ -159,6 +159,5 @@ def _diagnosis(
             loss=math.nan,  # Losses are not compared.
             convention=its_recipe.convention,
             smoothing=its_recipe.smoothing,
-            again={},
         )
     )
