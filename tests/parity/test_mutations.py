@@ -162,10 +162,15 @@ def layer_taps() -> dict[str, parity.Tap]:
 SOLVED = ("dropout", "mask value", "float32 scores")
 
 
+INSIDE_A_LAYER = [m for m in ANNOTATED if IN_ENCODER in m.site and m.cause not in SOLVED]
+
+
 @pytest.mark.parametrize(
     "mutation",
-    [m for m in ANNOTATED if IN_ENCODER in m.site and m.cause not in SOLVED],
-    ids=lambda mutation: mutation.cause,
+    [
+        pytest.param(mutation, id=mutation.cause, marks=[pytest.mark.slow] if index % 5 else [])
+        for index, mutation in enumerate(INSIDE_A_LAYER)
+    ],
 )
 def test_is_found_inside_a_layer_of_which_only_the_result_is_tapped(mutation):
     report = compared("annotated", mutation.change, taps=layer_taps())
