@@ -184,12 +184,14 @@ class TransformerConfig:
     """How training computes norm(x + dropout(f(x))). xla: by XLA's fusions; pallas_gpu: in one
     kernel, which draws the numbers of dropout again in the backward pass instead of keeping them
     (on CPUs it is interpreted, for tests); auto: the kernel on NVIDIA GPUs where it can."""
-    remat: Literal["none", "products", "full"] = option(
+    remat: Literal["none", "projections", "products", "full"] = option(
         "none", FieldRole.RUNNING, formerly={False: "none", True: "full"}
     )
     """Which activations of a layer are computed again in the backward pass instead of stored, with
-    the same results. none; products: all but the products of matrices and the attention, for
-    little time; full: all, with the least memory and a third more computation."""
+    the same results. none; projections: the queries, keys and values of self-attention that one
+    product computes (attention_backend=pallas_gpu); products: all but the products of matrices and
+    the attention, for little time; full: all, with the least memory and a third more
+    computation."""
 
     def __post_init__(self) -> None:
         validate(self, "model")

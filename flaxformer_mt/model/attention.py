@@ -1,8 +1,9 @@
 """Scaled dot-product attention and multi-head attention."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
+import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jax import Array, lax
@@ -10,7 +11,12 @@ from jax import Array, lax
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.model.fused_attention.backends import AttentionCase, choose_backend
 from flaxformer_mt.model.fused_attention.cudnn import cudnn_attention
-from flaxformer_mt.model.fused_attention.operation import Inputs, Options, fused_attention
+from flaxformer_mt.model.fused_attention.operation import (
+    Inputs,
+    Options,
+    fused_attention,
+    is_fused_attention,
+)
 from flaxformer_mt.model.logical_axes import constrain, mesh_platform
 from flaxformer_mt.model.masks import Visibility, dense_mask
 from flaxformer_mt.model.numerics import (
@@ -119,23 +125,25 @@ class MultiHeadAttention(nn.Module):
     def _packed(self, inputs: Array, attended: Array) -> tuple[Array, Array | None, None]:
         """Computes queries, keys and values, packed as `Inputs` has them, without their biases."""
         if attended is inputs:
-            return self._product(inputs, (self.query, self.key, self.value)), None, None
+            return self._product(inputs, self._kernel(self.query, self.key, self.value)), None, None
         # XLA would merge this product with those of other layers, and copy a part for each kernel.
         # (It would also merge barriers of the same array alone.)
         inputs, attended = lax.optimization_barrier((inputs, attended))
-        of_keys = self._product(attended, (self.key, self.value))
-        return self._product(inputs, (self.query,)), of_keys, None
+        of_keys = self._product(attended, self._kernel(self.key, self.value))
+        return self._product(inputs, self._kernel(self.query)), of_keys, None
 
-    def _product(self, x: Array, maps: Sequence[Dense]) -> Array:
-        """Maps [B, S, D] to [B, S, H, P, K] by P linear maps, without their biases."""
-        heads = self.config.num_heads
+    def _kernel(self, *maps: Dense) -> Array:
+        """Returns the kernels of P linear maps as one [D, H, P, K]."""
         # Heads first: tensor parallelism shards them.
-        kernels = [m.kernel.reshape(m.fan_in, heads, -1) for m in maps]
-        kernel = jnp.stack(kernels, axis=2).reshape(x.shape[-1], -1)
-        rows = x.reshape(-1, x.shape[-1]).astype(maps[0].dtype)
-        products = linear(rows, kernel, None).reshape(*x.shape[:-1], -1)
-        products = constrain(products, "batch", "length", "heads")
-        return products.reshape(*x.shape[:-1], heads, len(maps), -1)
+        heads = self.config.num_heads
+        return jnp.stack([m.kernel.reshape(m.fan_in, heads, -1) for m in maps], axis=2)
+
+    def _product(self, x: Array, kernel: Array) -> Array:
+        """Maps [B, S, D] to [B, S, H, P, K] by a kernel [D, H, P, K], without biases."""
+        rows = x.reshape(-1, x.shape[-1]).astype(self.query.dtype)
+        products = linear(rows, kernel.reshape(x.shape[-1], -1), None)
+        products = constrain(products.reshape(*x.shape[:-1], -1), "batch", "length", "heads")
+        return products.reshape(*x.shape[:-1], *kernel.shape[1:])
 
     def _packed_biases(self) -> tuple[Array | None, Array | None]:
         """Returns the biases [H, K] of queries and of values, if they have any."""
@@ -204,13 +212,19 @@ class MultiHeadAttention(nn.Module):
         """
         threshold = 0 if deterministic else self.dropout.threshold
         backend = self._backend(inputs, attended, mask, threshold, bias is not None, return_weights)
+        query: Any
         key: Any
         value: Any
         biases: tuple[Array | None, Array | None] = None, None
         is_plain = transform is None and self.config.scale_scores
+        kernel = None
         if backend == "pallas_gpu" and is_plain and not isinstance(attended, KeyValue):
-            query, key, value = self._packed(inputs, attended)
             biases = self._packed_biases()
+            if attended is inputs and self.config.remat == "projections":
+                query, key, value = None, None, None
+                kernel = self._kernel(self.query, self.key, self.value)
+            else:
+                query, key, value = self._packed(inputs, attended)
         else:
             shared = Shared.of(inputs, self.config.num_heads)
             query = self._split_heads(self.query(shared))
@@ -235,21 +249,30 @@ class MultiHeadAttention(nn.Module):
             )
         else:
             visible = cast(Visibility, mask)
-            attend = cudnn_attention if backend == "cudnn" else fused_attention
-            context = attend(
-                Options(backend, visible.causal, threshold, interpret=mesh_platform() == "cpu"),
-                Inputs(
-                    query,
-                    key,
-                    value,
-                    query_segments=visible.query_segments,
-                    key_segments=visible.key_segments,
-                    bias=bias,
-                    dropout_key=self.dropout.draw_key() if threshold else None,
-                    query_bias=biases[0],
-                    value_bias=biases[1],
-                ),
+            options = Options(
+                backend, visible.causal, threshold, interpret=mesh_platform() == "cpu"
             )
+            arrays = Inputs(
+                query,
+                key,
+                value,
+                query_segments=visible.query_segments,
+                key_segments=visible.key_segments,
+                bias=bias,
+                dropout_key=self.dropout.draw_key() if threshold else None,
+                query_bias=biases[0],
+                value_bias=biases[1],
+            )
+            attend = cudnn_attention if backend == "cudnn" else fused_attention
+
+            def attend_to_self(x: Array, kernel: Array, arrays: Inputs) -> Array:
+                return attend(options, arrays._replace(query=self._product(x, kernel)))
+
+            if kernel is None:
+                context = attend(options, arrays)
+            else:
+                again = jax.checkpoint(attend_to_self, policy=is_fused_attention)
+                context = again(inputs, kernel, arrays)
             weights = None
         joined = context.swapaxes(-2, -3).reshape(*inputs.shape[:-1], -1)  # [B, T, H*U]
         self.sow("intermediates", "context", joined)

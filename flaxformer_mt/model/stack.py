@@ -10,6 +10,7 @@ from flax import linen as nn
 from jax.extend.core import Primitive
 
 from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.model.fused_attention.operation import is_fused_attention
 from flaxformer_mt.model.logical_axes import mesh_platform
 
 
@@ -57,7 +58,7 @@ def _transformed(
     is_loop: bool,
 ) -> type[nn.Module]:
     """Returns the class of the stack; arguments as of `stack`."""
-    if config.remat != "none":
+    if config.remat in _POLICIES:
         # Python bools are traced unless they are declared static.
         names = list(inspect.signature(layer.__call__).parameters)
         flags = tuple(names.index(name) for name in ("deterministic", "return_attention"))
@@ -91,7 +92,7 @@ def _is_product(primitive: Primitive, *_: Any, **params: Any) -> bool:
     if primitive.name == "dot_general":
         _, batch_axes = params["dimension_numbers"]
         return batch_axes == ((), ())
-    return primitive.name == "pallas_call"
+    return is_fused_attention(primitive)
 
 
 _POLICIES: dict[str, Callable[..., bool] | None] = {"products": _is_product, "full": None}

@@ -19,7 +19,7 @@ from flaxformer_mt.training.losses import (
 )
 from flaxformer_mt.training.sharding import ROW_AXES
 
-MAX_CHUNK_LOGITS = {"cpu": 2**22, "gpu": 2**26, "tpu": 2**27}
+MAX_CHUNK_LOGITS = {"cpu": 2**22, "gpu": 2**27, "tpu": 2**27}
 """The size of a chunk by platform: what fits into a CPU's caches, or some hundred MiB."""
 
 

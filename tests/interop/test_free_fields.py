@@ -40,7 +40,7 @@ RUNNING = {
 
 
 def test_remat_is_only_about_running():
-    assert RUNNING == {"remat": "products", "scan_layers": True}
+    assert RUNNING == {"remat": "projections", "scan_layers": True}
     assert RUNNING.items() <= FREE.items()
 
 

@@ -351,8 +351,8 @@ def loss_and_gradient(config, params, segments):
     ("backend", "kind", "packed"),
     [
         ("pallas_gpu", "sinusoidal", True),
-        ("pallas_tpu", "t5_relative", True),
-        ("pallas_gpu", "alibi", False),
+        pytest.param("pallas_tpu", "t5_relative", True, marks=pytest.mark.slow),
+        pytest.param("pallas_gpu", "alibi", False, marks=pytest.mark.slow),
     ],
 )
 def test_a_model_computes_the_same_with_any_backend(backend, kind, packed):
@@ -370,6 +370,25 @@ def test_a_model_computes_the_same_with_any_backend(backend, kind, packed):
         rtol=2e-5,
         atol=2e-5,
     )
+
+
+def test_projections_are_computed_again_instead_of_stored():
+    stored = {}
+    results = {}
+    for remat in ("none", "projections"):
+        config = dataclasses.replace(TINY, attention_backend="pallas_gpu", remat=remat)
+        params = jax.jit(Transformer(config).init)(jax.random.key(0), TOKENS, TOKENS[:, :9])
+        results[remat] = loss_and_gradient(config, params, None)
+
+        def logits(params, config=config):
+            return Transformer(config).apply(params, TOKENS, TOKENS[:, :9])
+
+        shapes = [x.shape for x in jax.tree.leaves(jax.vjp(logits, params)[1]) if x.ndim == 6]
+        stored[remat] = [shape for shape in shapes if shape[-2] == 3]
+    # [L, B, T, H, 3, K] of each stack.
+    assert len(stored["none"]) == 2
+    assert not stored["projections"]
+    chex.assert_trees_all_close(*results.values(), rtol=1e-6, atol=1e-6)
 
 
 def test_weights_on_request_come_from_the_einsum():

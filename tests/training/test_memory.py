@@ -153,6 +153,7 @@ CONFIG = TransformerConfig(
 )
 
 
+@pytest.mark.slow  # Each policy compiles a step; tests/model has their gradients.
 def test_remat_changes_memory_and_nothing_else():
     tokens = jnp.asarray(np.random.default_rng(0).integers(3, 20, (8, 16)), jnp.int32)
     results, memory = [], []

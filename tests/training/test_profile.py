@@ -80,6 +80,7 @@ def test_a_run_that_goes_on_traces_the_steps_that_remain(runs):  # noqa: F811
     assert list(traces(run)) == ["steps_4_to_5"]
 
 
+@pytest.mark.slow
 def test_steps_beyond_the_end_of_a_run_are_not_traced(runs):  # noqa: F811
     run = runs()
     run(profile_steps="6:900")

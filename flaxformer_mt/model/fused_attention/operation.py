@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec
 
 from flaxformer_mt.model.fused_attention.blocks import (
@@ -78,6 +79,11 @@ def fused_attention(options: Options, inputs: Inputs) -> Array:
       The context [B, H, T, K], in the dtype of `query`. A query without any key gets zeros.
     """
     return _forward(options, inputs)[0]
+
+
+def is_fused_attention(primitive: Primitive, *_: Any, **__: Any) -> bool:
+    """Whether an operation is a kernel: a policy of `jax.checkpoint`, which stores its results."""
+    return primitive.name == "pallas_call"
 
 
 def _forward(options: Options, inputs: Inputs) -> tuple[Array, Any]:
