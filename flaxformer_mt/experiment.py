@@ -360,7 +360,7 @@ class Experiment:
         sources = texts.sources[: self.config.train.eval_sentences or None]
         hypotheses = self.translate(self.strategy.gather(params), [*sources, *watched])
         references, own = texts.targets[: len(sources)], hypotheses[: len(sources)]
-        quality = evaluate(own, references, with_ter=False)
+        quality = evaluate(own, references, standard=("bleu", "chrf"))
         samples = [
             *some_of([Sample(*each) for each in zip(sources, own, references, strict=True)]),
             *(Sample(*each) for each in zip(watched, hypotheses[len(sources) :], strict=True)),
@@ -474,7 +474,7 @@ def evaluate_test(
         raise UserError("data.test_split is empty: there is nothing to test on")
     step, params = restore_params(workdir, "best")
     hypotheses = experiment.translate(params, test.texts.sources, show_progress)
-    metrics = evaluate(hypotheses, test.texts.targets, with_ter=False)
+    metrics = evaluate(hypotheses, test.texts.targets, standard=("bleu", "chrf"))
     metrics |= experiment.measure("test", experiment.strategy.place_state(params))
     if distributed.is_main():
         JsonLinesWriter(workdir / METRICS).write(step, "test", metrics)

@@ -104,6 +104,28 @@ def test_translate_takes_search_options_and_checkpoints(run, command):
     ]
 
 
+@pytest.mark.parametrize("form", ["text", "jsonl"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--beam-size", "3"],
+        ["--mbr-samples", "3", "--top-k", "1"],
+    ],
+)
+def test_n_best_lists_have_n_lines_for_every_sentence(run, command, form, options):
+    """Also for empty lines, and if the search finds fewer different translations."""
+    _, out, _ = command(
+        "translate", "--run", run, "--n-best", "3", "--format", form, *options,
+        stdin=b"Hund\n\nein Hund\n",
+    )  # fmt: skip
+    lines = out.splitlines()
+    if form == "jsonl":
+        assert [len(json.loads(line)["translations"]) for line in lines] == [3, 3, 3]
+    else:
+        assert [line.split(" ||| ")[0] for line in lines] == [*"000111222"]
+        assert lines[3] == lines[5]
+
+
 def test_translate_reads_and_writes_files(run, command, tmp_path):
     expected = command("translate", "--run", run, stdin="\n".join(LINES).encode())[1]
     source, output = tmp_path / "source.gz", tmp_path / "output"

@@ -1,9 +1,11 @@
 """The command `evaluate`: translation quality on a test set."""
 
+import importlib
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import tyro
 
@@ -14,79 +16,274 @@ from flaxformer_mt.cli.options import (
     DecodeOptions,
     RunFolders,
     load_runs,
-    require_runs,
+    reject_options,
+    require_folders,
 )
-from flaxformer_mt.data.corpora.text_files import read_parallel
+from flaxformer_mt.config.fields import Bounds
+from flaxformer_mt.data.corpora.text_files import read_lines
 from flaxformer_mt.errors import UserError
+
+if TYPE_CHECKING:
+    from flaxformer_mt.evaluation import MetricFunction, MetricScore
 
 OptionalTextFile = Annotated[Path | None, tyro.conf.arg(metavar="F")]
 """A text file, plain or compressed."""
+TextFiles = tyro.conf.UseAppendAction[Annotated[tuple[Path, ...], tyro.conf.arg(metavar="F")]]
+"""Text files: an option that may be repeated."""
+MetricNames = tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="METRIC")]]
+"""Metrics: an option that may be repeated."""
+Resamples = Annotated[int | None, Bounds(1, 10**6), tyro.conf.arg(metavar="N")]
 _DIGITS = 4  # Of the metrics, after the point.
+_TITLES = {"bleu": "BLEU", "chrf": "chrF", "chrf++": "chrF++", "ter": "TER"}
+_SIGNIFICANT = 0.05
+
+
+class _TestSet(NamedTuple):
+    """What is translated, and what translations are compared with."""
+
+    name: str
+    sources: list[str] | None
+    references: list[list[str]]
 
 
 def evaluate(
     run: RunFolders = (),
+    hypothesis: TextFiles = (),
+    baseline: OptionalTextFile = None,
     source: OptionalTextFile = None,
-    reference: OptionalTextFile = None,
+    reference: TextFiles = (),
     split: Literal["test", "valid"] | None = None,
+    output_file: Annotated[Path | None, tyro.conf.arg(name="output", metavar="F")] = None,
+    metric: MetricNames = (),
+    tokenize: Annotated[str, tyro.conf.arg(metavar="NAME")] = "13a",
+    lowercase: bool = False,
+    confidence: bool = False,
+    significance: Literal["bootstrap", "randomization"] | None = None,
+    resamples: Resamples = None,
+    output_format: Annotated[Literal["auto", "table", "json"], tyro.conf.arg(name="format")] = (
+        "auto"
+    ),
     checkpoint: CheckpointChoice = "best",
     decode: DecodeOptions = DEFAULT_SEARCH,
 ) -> None:
-    r"""Translates a test set and prints BLEU, chrF and TER as JSON.
+    r"""Computes BLEU, chrF, chrF++ and TER of a run or of existing translations.
 
-    The metrics are computed by sacreBLEU; their signatures are part of the output. Without --source
-    and --reference, the text is that of the run's own test split.
+    Translates a test set with a run, or reads translations from files, or both. The metrics are
+    sacreBLEU's, with their signatures, and functions of yours. Without --source and --reference,
+    the text is that of the run's own test split. See docs/evaluation.md.
 
     Examples:
       flaxformer-mt evaluate --run RUN
-      flaxformer-mt evaluate --run RUN --source test.en --reference test.de
-      flaxformer-mt evaluate --run RUN_1 --run RUN_2 --beam-size 8 \
-          --source test.en --reference test.de
+      flaxformer-mt evaluate --run RUN --source test.en --reference test.de \
+          --output hypothesis.de
+      flaxformer-mt evaluate --hypothesis hypothesis.de --reference test.de \
+          --confidence
+      flaxformer-mt evaluate --baseline old.de --hypothesis new.de \
+          --hypothesis other.de --reference test.1.de --reference test.2.de
+      flaxformer-mt evaluate --run RUN --metric bleu --metric my_metrics:comet
+      flaxformer-mt evaluate --run RUN_1 --run RUN_2 --beam-size 8
 
     Args:
       run: Run folder of the trained model. Repeat the option to decode with an ensemble of models
         that share a vocabulary.
-      source: Text file of source sentences, one per line (.gz, .zst: decompressed).
-      reference: Text file of their reference translations.
-      split: Instead of --source and --reference: the split of the (first) run to translate, which
-        is read from where the run's configuration says. Default: test, or valid if the run has no
-        test split.
+      hypothesis: Text file of translations, one per line (.gz, .zst: decompressed). Repeat the
+        option for several systems.
+      baseline: Text file of the translations with which those of all other systems are compared,
+        by --significance.
+      source: Text file of source sentences, one per line. For translations in files it is only
+        needed by functions of yours.
+      reference: Text file of the reference translations. Repeat the option if each sentence has
+        several.
+      split: Instead of --source and --reference: the split of the (first) run, which is read from
+        where the run's configuration says. Default: test, or valid if the run has no test split.
+      output_file: Write the translations of the run to this file.
+      metric: bleu, chrf, chrf++ or ter: compute only those that are named (default: all four).
+        MODULE:FUNCTION: also compute a function of yours, of a module that is installed or in the
+        current folder. It is called with the sources, the translations and a list of lists of
+        references, and returns a number, or a number for each sentence. Repeat the option for
+        several.
+      tokenize: Tokenizer of BLEU: 13a, intl, char, zh, ja-mecab, ko-mecab, flores200, none.
+      lowercase: Ignore case in BLEU, chrF and chrF++, too. TER always does.
+      confidence: Estimate 95% confidence intervals by bootstrap resampling.
+      significance: Paired test against --baseline: bootstrap resampling (the default), which also
+        gives confidence intervals, or approximate randomization.
+      resamples: Number of bootstrap resamples (default: 1,000), or of trials of the randomization
+        (default: 10,000). The environment variable SACREBLEU_SEED sets their seed, as in sacreBLEU
+        (default: 12345).
+      output_format: auto: a table on a terminal, JSON elsewhere.
       checkpoint: "best" by validation, "last", or the step of a checkpoint.
       decode: Search options. Their defaults are those of the run.
     """
-    if source is not None and reference is not None and split is None:
-        sources, references = read_parallel(source, reference)
-    elif source is None and reference is None:
-        sources, references = _texts_of_run(run, split)
-    else:
-        raise UserError("give --source together with --reference, or neither; --split without them")
+    if not (run or hypothesis or baseline):
+        raise UserError("--run or --hypothesis is missing: say what to evaluate")
+    if not run:
+        reject_options(
+            "--run", split=split, output=output_file, checkpoint=_changed(checkpoint, "best")
+        )
+        if decode != DEFAULT_SEARCH:
+            raise UserError("search options are for --run only: --hypothesis is not translated")
+    if baseline is None:
+        reject_options("--baseline", significance=significance)
+        if not confidence:
+            reject_options("--confidence and --baseline", resamples=resamples)
+    require_folders(output_file)
+    files = _translation_files(baseline, hypothesis, num_others=len(run))
     from flaxformer_mt import evaluation
-    from flaxformer_mt.decoding.translator import Translator
 
-    runs = load_runs(run, checkpoint)
-    hypotheses = Translator.from_runs(runs, decode).translate(
-        sources, show_progress=sys.stderr.isatty()
+    standard, functions = _metrics(metric, evaluation.STANDARD)
+    evaluation.check_options(standard, tokenize)
+    test = _test_set(run, source, reference, split)
+    systems = {str(file): _read_translations(file, test) for file in files}
+    step: int | list[int] | None = None
+    if run:
+        name = " + ".join(map(str, run))
+        step, translations = _translated(run, checkpoint, decode, test.sources or [], output_file)
+        systems = _inserted(systems, name, translations, after=baseline)
+    significance = significance or ("bootstrap" if baseline else None)
+    scores = evaluation.compare(
+        systems,
+        test.references,
+        sources=test.sources,
+        standard=standard,
+        metrics=functions,
+        tokenize=tokenize,
+        lowercase=lowercase,
+        confidence=confidence,
+        significance=significance,
+        resamples=resamples or 0,
     )
-    metrics = evaluation.evaluate(hypotheses, references)
-    steps = [model.step for model in runs]
-    step = steps[0] if len(steps) == 1 else steps
-    rounded = {
+    if output_format == "table" or (output_format == "auto" and sys.stdout.isatty()):
+        _print_table(scores, significance)
+        return
+    common = {} if step is None else {"step": step}
+    common["sentences"] = len(test.references[0])
+    flat = {name: _rounded(evaluation.flattened(found)) for name, found in scores.items()}
+    if len(flat) == 1:
+        output.print_json({**common, **flat.popitem()[1]})
+    else:
+        listed = [{"system": name, **found} for name, found in flat.items()]
+        output.print_json({**common, "systems": listed})
+
+
+def _changed(value: Any, default: Any) -> Any:
+    """Returns an option's value if it is given, else None."""
+    return None if value == default else value
+
+
+def _rounded(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
         name: round(value, _DIGITS) if isinstance(value, float) else value
-        for name, value in metrics.items()
+        for name, value in values.items()
     }
-    output.print_json({"step": step, "sentences": len(sources), **rounded})
 
 
-def _texts_of_run(
-    runs: Sequence[Path], split: Literal["test", "valid"] | None
-) -> tuple[list[str], list[str]]:
+def _translation_files(
+    baseline: Path | None, hypotheses: Sequence[Path], num_others: int
+) -> list[Path]:
+    """Returns the files of translations, the baseline first.
+
+    Raises:
+      UserError: a file is given twice, or there is nothing to compare the baseline with.
+    """
+    files = [*filter(None, [baseline]), *hypotheses]
+    for index, file in enumerate(files):
+        if file.resolve() in [other.resolve() for other in files[:index]]:
+            option = "--baseline and --hypothesis" if file.resolve() == _resolved(baseline) else ""
+            raise UserError(f"{file} is given twice, by {option or '--hypothesis'}: leave one out")
+    if baseline and len(files) + num_others == 1:
+        raise UserError("--baseline needs --hypothesis or --run, to be compared with it")
+    return files
+
+
+def _resolved(path: Path | None) -> Path | None:
+    return None if path is None else path.resolve()
+
+
+def _metrics(
+    names: Sequence[str], standard: Sequence[str]
+) -> tuple[list[str], dict[str, "MetricFunction"]]:
+    """Returns the names of sacreBLEU's metrics, and the functions of the user's by name."""
+    chosen = [name for name in names if ":" not in name]
+    functions: dict[str, MetricFunction] = {}
+    for text in names:
+        if ":" in text:
+            name = text.rpartition(":")[2]
+            if name in functions:
+                raise UserError(f"--metric {text}: there is another function {name}")
+            functions[name] = _function(text)
+    return chosen or list(standard), functions
+
+
+def _function(text: str) -> "MetricFunction":
+    """Imports MODULE:FUNCTION, also from the current folder.
+
+    Raises:
+      UserError: there is no such module or function.
+    """
+    module, _, name = text.rpartition(":")
+    folder = os.getcwd()
+    sys.path.insert(0, folder)
+    try:
+        function: Any = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(f"--metric {text}: {error}") from error
+    finally:
+        sys.path.remove(folder)
+    if not callable(function):
+        raise UserError(f"--metric {text}: {name} is not a function")
+    return function
+
+
+def _test_set(
+    run: Sequence[Path],
+    source: Path | None,
+    references: Sequence[Path],
+    split: Literal["test", "valid"] | None,
+) -> _TestSet:
+    """Reads the test set: the files that are given, or a split of the run.
+
+    Raises:
+      UserError: the options contradict each other; or files are missing, empty or not parallel.
+    """
+    if not references and not source and run:
+        return _split_of_run(run, split)
+    if run and (split or not source or not references):
+        raise UserError("give --source together with --reference, or neither; --split without them")
+    if not references:
+        raise UserError("--reference is missing: give the reference translations")
+    first, *others = ((path, read_lines(path)) for path in references)
+    test = _TestSet(str(first[0]), None, [first[1]])
+    for path, lines in others:
+        _check_parallel(path, lines, test)
+        test.references.append(lines)
+    if source is None:
+        return test
+    lines = read_lines(source)
+    _check_parallel(source, lines, test)
+    return test._replace(sources=lines)
+
+
+def _read_translations(path: Path, test: _TestSet) -> list[str]:
+    lines = read_lines(path)
+    _check_parallel(path, lines, test)
+    return lines
+
+
+def _check_parallel(path: Path, lines: Sequence[str], test: _TestSet) -> None:
+    expected = len(test.references[0])
+    if len(lines) != expected:
+        raise UserError(
+            f"{path} has {len(lines)} lines but {test.name} has {expected}: line i of one must "
+            "translate line i of the other"
+        )
+
+
+def _split_of_run(runs: Sequence[Path], split: Literal["test", "valid"] | None) -> _TestSet:
     """Reads a split of a run; of the first of several, whose text the others have not seen either.
 
     Raises:
-      UserError: no run is given; or its text is not there, or not the text that it was started
-        with.
+      UserError: the run's text is not there, or not the text that it was started with.
     """
-    require_runs(runs)
     from flaxformer_mt.data.corpora.corpus import read_corpus
     from flaxformer_mt.data.dataset import open_held_out
     from flaxformer_mt.runs.folder import check_corpora, read_config
@@ -98,6 +295,76 @@ def _texts_of_run(
     if not corpora:
         raise UserError(f"--split {split}: {runs[0]} has no {split} split")
     check_corpora(runs[0], {split: corpora})
-    output.print_note(f"the {split} split of {runs[0]}: {corpora[0].name}")
+    name = f"the {split} split of {runs[0]}"
+    output.print_note(f"{name}: {corpora[0].name}")
     texts = read_corpus(corpora)
-    return texts.sources, texts.targets
+    return _TestSet(name, list(texts.sources), [list(texts.targets)])
+
+
+def _translated(
+    run: Sequence[Path],
+    checkpoint: CheckpointChoice,
+    decode: DecodeOptions,
+    sources: Sequence[str],
+    output_file: Path | None,
+) -> tuple[int | list[int], list[str]]:
+    """Returns the step of the run, or those of several, and the translations, which it writes."""
+    from flaxformer_mt.decoding.translator import Translator
+
+    models = load_runs(run, checkpoint)
+    translator = Translator.from_runs(models, decode)
+    translations = translator.translate(sources, show_progress=sys.stderr.isatty())
+    if output_file is not None:
+        with output.line_writer(output_file) as write:
+            write(translations)
+    steps = [model.step for model in models]
+    return steps[0] if len(steps) == 1 else steps, translations
+
+
+def _inserted(
+    systems: Mapping[str, list[str]], name: str, translations: list[str], after: Path | None
+) -> dict[str, list[str]]:
+    """Adds the run to the systems: after the baseline, before the others."""
+    items = list(systems.items())
+    items.insert(0 if after is None else 1, (name, translations))
+    return dict(items)
+
+
+def _print_table(
+    scores: Mapping[str, Mapping[str, "MetricScore"]], significance: str | None
+) -> None:
+    """Prints one row per system, one column per metric, and the signatures."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    baseline = next(iter(scores))
+    metrics = scores[baseline]
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("system", overflow="fold")
+    for name in metrics:
+        table.add_column(_TITLES.get(name, name), justify="right", no_wrap=True)
+    for system, found in scores.items():
+        cells = (Text("\n".join(_cell(name, score))) for name, score in found.items())
+        table.add_row(Text(system), *cells)
+    console.print(table)
+    console.print()
+    notes = [f"{_TITLES.get(name, name)}: {score.signature}" for name, score in metrics.items()]
+    if any(score.interval is not None for score in metrics.values()):
+        notes.append("mean ± half the 95% confidence interval, of bootstrap resamples")
+    if significance:
+        notes.append(f"p: paired {significance} against {baseline}; * below {_SIGNIFICANT}")
+    for note in notes:
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
+
+
+def _cell(metric: str, score: "MetricScore") -> Iterable[str]:
+    """Yields the lines of a cell: the score, its interval and its p-value."""
+    digits = 2 if metric in _TITLES else _DIGITS  # sacreBLEU's are percentages.
+    yield f"{score.score:.{digits}f}"
+    if score.mean is not None:
+        yield f"{score.mean:.{digits}f} ± {score.interval:.{digits}f}"
+    if score.p_value is not None:
+        mark = " *" if score.p_value < _SIGNIFICANT else ""
+        yield f"p = {score.p_value:.4f}{mark}"

@@ -1,0 +1,144 @@
+"""The metrics: those of sacreBLEU, and functions of the user's."""
+
+import difflib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from sacrebleu.metrics import BLEU, CHRF, TER
+from sacrebleu.metrics.base import Score, Signature
+
+from flaxformer_mt.errors import UserError
+
+STANDARD = ("bleu", "chrf", "chrf++", "ter")
+"""The metrics of sacreBLEU, in the order of tables."""
+
+DEFAULT_TOKENIZER = "13a"
+"""sacreBLEU's, for languages that separate words by spaces."""
+
+MetricFunction = Callable[
+    [Sequence[str] | None, Sequence[str], Sequence[Sequence[str]]], float | Sequence[float]
+]
+"""(sources, hypotheses, references) -> the score of the corpus, or one score per sentence.
+
+`sources` is None if they are not known. `references[k][i]` is the k-th reference of sentence i."""
+
+
+def sacrebleu_metric(
+    name: str, references: Sequence[Sequence[str]], tokenize: str, lowercase: bool
+) -> Any:
+    """Returns a metric of sacreBLEU that has prepared the references.
+
+    Args:
+      name: one of `STANDARD`.
+      references: [references per sentence][sentences].
+      tokenize: sacreBLEU's name of the tokenizer; for BLEU.
+      lowercase: whether BLEU and the kinds of chrF ignore case. TER always does.
+
+    Raises:
+      UserError: the metric or the tokenizer is unknown, or what the tokenizer needs is missing.
+    """
+    if name == "bleu":
+        return _bleu(references, tokenize, lowercase)
+    if name in ("chrf", "chrf++"):
+        word_order = 2 if name == "chrf++" else 0
+        return CHRF(word_order=word_order, lowercase=lowercase, references=references)
+    if name == "ter":
+        return TER(references=references)
+    known = ", ".join(STANDARD)
+    close = difflib.get_close_matches(name, STANDARD, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"known: {known}"
+    raise UserError(f"unknown metric {name!r}; {hint}")
+
+
+def _bleu(references: Sequence[Sequence[str]], tokenize: str, lowercase: bool) -> BLEU:
+    if tokenize not in BLEU.TOKENIZERS:
+        raise UserError(
+            f"unknown tokenizer {tokenize!r}; sacreBLEU has {', '.join(BLEU.TOKENIZERS)}"
+        )
+    try:
+        return BLEU(tokenize=tokenize, lowercase=lowercase, references=references)
+    except (RuntimeError, ImportError) as error:  # A package is missing.
+        reason = " ".join(str(error).split())
+        raise UserError(f"the tokenizer {tokenize} cannot be used: {reason}") from error
+    except OSError as error:  # Some tokenizers fetch their vocabulary when they are first used.
+        raise UserError(
+            f"the tokenizer {tokenize} cannot be used: its vocabulary could not be fetched: {error}"
+        ) from error
+
+
+class FunctionMetric:
+    """A function of the user's, with the methods by which sacreBLEU resamples its metrics.
+
+    Args:
+      name: of the metric.
+      function: see `MetricFunction`. It is called once per system.
+      sources: of the sentences, if they are known.
+      references: [references per sentence][sentences].
+    """
+
+    def __init__(
+        self,
+        name: str,
+        function: MetricFunction,
+        sources: Sequence[str] | None,
+        references: Sequence[Sequence[str]],
+    ) -> None:
+        self.name = name
+        self._function = function
+        self._sources = sources
+        self._references = references
+        self._values: dict[tuple[str, ...], np.ndarray] = {}
+
+    def values(self, hypotheses: Sequence[str]) -> np.ndarray:
+        """Returns the function's result: float64 [] or, if it scores sentences, [N].
+
+        Raises:
+          TypeError: it is neither a number nor a number for each sentence.
+          UserError: a number is not finite.
+        """
+        key = tuple(hypotheses)
+        if key not in self._values:
+            result = self._function(self._sources, hypotheses, self._references)
+            self._values[key] = self._checked(result, len(key))
+        return self._values[key]
+
+    def _checked(self, result: Any, count: int) -> np.ndarray:
+        try:
+            values = np.asarray(result, np.float64)
+        except (TypeError, ValueError):
+            values = np.empty((0, 0))
+        if values.shape not in ((), (count,)):
+            kind = type(result).__name__
+            size = f" of length {len(result)}" if isinstance(result, Sequence) else ""
+            raise TypeError(
+                f"the metric {self.name} must return a number or one for each of the {count} "
+                f"sentences, not {kind}{size}"
+            )
+        if not np.isfinite(values).all():
+            raise UserError(f"the metric {self.name} returned a number that is not finite")
+        return values
+
+    def corpus_score(self, hypotheses: Sequence[str], references: None) -> Score:
+        """Returns the score of a system: the number, or the mean of those of its sentences."""
+        return Score(self.name, float(self.values(hypotheses).mean()))
+
+    def get_signature(self) -> Signature:
+        """Returns a signature that names the function."""
+        signature = Signature({"num_refs": len(self._references)})
+        name = getattr(self._function, "__qualname__", type(self._function).__qualname__)
+        signature.update("function", f"{self._function.__module__}.{name}")
+        signature.update("version", None)  # sacreBLEU's.
+        return signature
+
+    def _extract_corpus_statistics(
+        self, hypotheses: Sequence[str], references: None
+    ) -> list[list[float]]:
+        return [[value, 1.0] for value in self.values(hypotheses)]
+
+    def _aggregate_and_compute(self, statistics: Any) -> Score:
+        return self._compute_score_from_stats(np.sum(statistics, axis=0))
+
+    def _compute_score_from_stats(self, statistics: Any) -> Score:
+        total, count = statistics
+        return Score(self.name, float(total / count))

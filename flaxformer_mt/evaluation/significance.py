@@ -1,0 +1,112 @@
+"""Confidence intervals and paired tests, computed by sacreBLEU."""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from sacrebleu.significance import PairedTest, Result
+
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.evaluation.metrics import FunctionMetric
+
+PairedTestKind = Literal["bootstrap", "randomization"]
+"""Paired bootstrap resampling (Koehn 2004), or paired approximate randomization (Riezler and
+Maxwell 2005)."""
+
+_SEED = "SACREBLEU_SEED"
+
+
+class MetricScore(NamedTuple):
+    """A metric of one system."""
+
+    score: float
+    signature: str
+    """sacreBLEU's: everything that is needed to compute the score again."""
+    mean: float | None = None
+    """Of the bootstrap resamples; None without an interval."""
+    interval: float | None = None
+    """Half the width of the interval that contains 95% of the resamples' scores."""
+    p_value: float | None = None
+    """Of the difference from the baseline; None for the baseline and without a test."""
+
+
+def score_systems(
+    metric: Any,
+    systems: Mapping[str, Sequence[str]],
+    confidence: bool = False,
+    significance: PairedTestKind | None = None,
+    resamples: int = 0,
+) -> dict[str, MetricScore]:
+    """Computes one metric of several systems.
+
+    Args:
+      metric: from `metrics`.
+      systems: hypotheses by name. The first is the baseline of a paired test.
+      confidence: whether to estimate confidence intervals. A paired bootstrap always does.
+      significance: the paired test that compares the other systems with the first.
+      resamples: number of bootstrap resamples, or of trials of the randomization; 0 = 1,000
+        resamples and 10,000 trials. The intervals beside a randomization have 1,000 resamples.
+
+    Raises:
+      UserError: the environment variable SACREBLEU_SEED is not a number.
+    """
+    resampled = confidence or significance is not None
+    if not resampled or _has_corpus_scores_only(metric, systems):
+        scores = {name: metric.corpus_score(texts, None).score for name, texts in systems.items()}
+        signature = str(metric.get_signature())
+        return {name: MetricScore(score, signature) for name, score in scores.items()}
+    _check_seed()
+    if significance == "randomization":
+        return _paired(metric, systems, "ar", resamples, 0 if confidence else -1)
+    if significance == "bootstrap":
+        return _paired(metric, systems, "bs", resamples)
+    found: dict[str, MetricScore] = {}
+    for name, texts in systems.items():
+        found |= _paired(metric, {name: texts}, "bs", resamples)
+    return found
+
+
+def _has_corpus_scores_only(metric: Any, systems: Mapping[str, Sequence[str]]) -> bool:
+    """Whether there are no scores of sentences, from which resamples could be drawn."""
+    return isinstance(metric, FunctionMetric) and any(
+        metric.values(texts).ndim == 0 for texts in systems.values()
+    )
+
+
+def _paired(
+    metric: Any,
+    systems: Mapping[str, Sequence[str]],
+    kind: Literal["bs", "ar"],
+    resamples: int,
+    confidence: int = -1,
+) -> dict[str, MetricScore]:
+    """Runs sacreBLEU's paired test; with a single system, it estimates its interval only."""
+    test = PairedTest(
+        list(systems.items()),
+        {"metric": metric},
+        references=None,  # The metric has them.
+        test_type=kind,
+        n_samples=resamples,
+        n_ar_confidence=confidence,
+    )
+    signatures, scores = test()
+    ((name, signature),) = signatures.items()
+    return {
+        system: _score(result, str(signature))
+        for system, result in zip(systems, scores[name], strict=True)
+    }
+
+
+def _score(result: str | Result, signature: str) -> MetricScore:
+    assert isinstance(result, Result)
+    mean, interval, p_value = (
+        None if value is None else float(value)
+        for value in (result.mean, result.ci, result.p_value)
+    )
+    return MetricScore(float(result.score), signature, mean, interval, p_value)
+
+
+def _check_seed() -> None:
+    value = os.environ.get(_SEED, "none")
+    if value.lower() != "none" and not value.isdecimal():
+        raise UserError(f"{_SEED}={value}: must be a whole number, or none for another each time")

@@ -1,0 +1,190 @@
+"""The command `evaluate` on translations that are there already."""
+
+import json
+import os
+import pty
+
+import pytest
+
+from flaxformer_mt.cli import main
+from flaxformer_mt.evaluation import compare, evaluate
+
+REFERENCES = ["Ein kleiner Hund läuft über die Wiese.", "Zwei Männer, die lachen.", "Ja."]
+FIRST = ["Ein kleiner hund läuft auf der Wiese.", "Zwei Männer, die lachen.", "Nein."]
+SECOND = ["Hunde laufen.", "Zwei Männer lachen.", "Ja."]
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """The names of text files in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    texts = {"test.de": REFERENCES, "other.de": SECOND, "a.de": FIRST, "b.de": SECOND}
+    for name, lines in {**texts, "two.de": FIRST[:2], "source.en": ["a", "b", "c"]}.items():
+        (tmp_path / name).write_text("".join(f"{line}\n" for line in lines))
+    return tmp_path
+
+
+@pytest.fixture
+def command(capfd, files):
+    """Runs the command in the folder of the files; returns exit code, output and errors."""
+
+    def execute(*arguments):
+        code = main(["evaluate", *arguments])
+        return code, *capfd.readouterr()
+
+    return execute
+
+
+def rounded(values):
+    return {
+        key: round(value, 4) if isinstance(value, float) else value for key, value in values.items()
+    }
+
+
+def test_an_existing_translation(command):
+    code, out, err = command("--hypothesis", "a.de", "--reference", "test.de")
+    assert (code, err) == (0, "")
+    assert json.loads(out) == {"sentences": 3, **rounded(evaluate(FIRST, REFERENCES))}
+
+
+def test_several_systems_references_and_options(command):
+    _, out, _ = command(
+        "--hypothesis", "a.de", "--hypothesis", "b.de", "--reference", "test.de",
+        "--reference", "other.de", "--metric", "bleu", "--tokenize", "intl", "--lowercase",
+        "--confidence", "--resamples", "20",
+    )  # fmt: skip
+    options = {"standard": ["bleu"], "tokenize": "intl", "lowercase": True}
+    options |= {"confidence": True, "resamples": 20}
+    assert json.loads(out) == {
+        "sentences": 3,
+        "systems": [
+            {"system": name, **rounded(evaluate(text, [REFERENCES, SECOND], **options))}
+            for name, text in (("a.de", FIRST), ("b.de", SECOND))
+        ],
+    }
+    assert "bleu_interval" in out
+
+
+def test_a_baseline(command):
+    for options, kind in (((), "bootstrap"), (("--significance", "randomization"),) * 2):
+        _, out, _ = command(
+            "--hypothesis", "a.de", "--baseline", "b.de", "--reference", "test.de",
+            "--resamples", "20", *options,
+        )  # fmt: skip
+        scores = compare(
+            {"b.de": SECOND, "a.de": FIRST}, REFERENCES, resamples=20,
+            significance=kind if isinstance(kind, str) else kind[1],
+        )  # fmt: skip
+        baseline, other = json.loads(out)["systems"]
+        assert (baseline["system"], other["system"]) == ("b.de", "a.de")
+        assert "chrf_p_value" not in baseline
+        assert other["chrf_p_value"] == round(scores["a.de"]["chrf"].p_value, 4)
+        assert ("chrf_interval" in other) == (not options)
+
+
+def test_a_function_of_the_users(command, files):
+    (files / "mine.py").write_text(
+        "def sizes(sources, hypotheses, references):\n"
+        "    return [len(text) - len(source) for text, source in zip(hypotheses, sources)]\n"
+    )
+    _, out, _ = command(
+        "--hypothesis", "a.de", "--reference", "test.de", "--source", "source.en",
+        "--metric", "chrf", "--metric", "mine:sizes",
+    )  # fmt: skip
+    found = json.loads(out)
+    assert set(found) == {
+        "sentences", "chrf", "chrf_signature", "sizes", "sizes_signature",
+    }  # fmt: skip
+    assert found["sizes"] == round(sum(len(text) - 1 for text in FIRST) / 3, 4)
+    assert found["sizes_signature"] == "nrefs:1|function:mine.sizes"
+
+
+def test_the_table(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, err = command(
+        "--hypothesis", "a.de", "--baseline", "b.de", "--reference", "test.de",
+        "--resamples", "20", "--format", "table",
+    )  # fmt: skip
+    assert err == ""
+    table, notes = out.split("\n\n")
+    lines = table.splitlines()
+    assert lines[0].split() == ["system", "BLEU", "chrF", "chrF++", "TER"]
+    assert max(map(len, lines)) <= 80
+    scores = compare(
+        {"b.de": SECOND, "a.de": FIRST}, REFERENCES, significance="bootstrap", resamples=20
+    )
+    assert lines[1].split() == ["b.de", *(f"{each.score:.2f}" for each in scores["b.de"].values())]
+    bleu = scores["a.de"]["bleu"]
+    assert f"{bleu.mean:.2f} ± {bleu.interval:.2f}" in lines[4]
+    assert f"p = {bleu.p_value:.4f}" in lines[5]
+    assert f"BLEU: {bleu.signature}" in notes.splitlines()
+    assert "p: paired bootstrap against b.de; * below 0.05" in notes.splitlines()
+
+
+def test_a_terminal_gets_the_table(files, monkeypatch):
+    controller, terminal = pty.openpty()
+    with os.fdopen(terminal, "w") as stdout:
+        monkeypatch.setattr("sys.stdout", stdout)
+        assert main(["evaluate", "--hypothesis", "a.de", "--reference", "test.de"]) == 0
+    assert os.read(controller, 20).decode().lstrip().startswith("system")
+    os.close(controller)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("", "--run or --hypothesis is missing"),
+        ("--hypothesis a.de", "--reference is missing"),
+        (
+            "--hypothesis two.de --reference test.de",
+            "two.de has 2 lines but test.de has 3: line i of one must translate line i",
+        ),
+        (
+            "--hypothesis a.de --reference test.de --reference two.de",
+            "two.de has 2 lines but test.de has 3",
+        ),
+        (
+            "--hypothesis a.de --reference test.de --source two.de",
+            "two.de has 2 lines but test.de has 3",
+        ),
+        ("--hypothesis empty --reference test.de", "empty is empty"),
+        ("--hypothesis no.de --reference test.de", "there is no file no.de"),
+        (
+            "--hypothesis a.de --baseline ./a.de --reference test.de",
+            "a.de is given twice, by --baseline and --hypothesis",
+        ),
+        ("--hypothesis a.de --hypothesis a.de --reference test.de", "a.de is given twice"),
+        ("--baseline a.de --reference test.de", "--baseline needs --hypothesis or --run"),
+        ("--hypothesis a.de --reference test.de --metric blue", "did you mean bleu"),
+        ("--hypothesis a.de --reference test.de --tokenize x", "unknown tokenizer 'x'"),
+        ("--hypothesis a.de --reference test.de --metric no:f", "No module named 'no'"),
+        ("--hypothesis a.de --reference test.de --metric os:f", "has no attribute 'f'"),
+        ("--hypothesis a.de --reference test.de --metric os:sep", "sep is not a function"),
+        (
+            "--hypothesis a.de --reference test.de --metric os:stat --metric os.path:stat",
+            "another function stat",
+        ),
+        ("--hypothesis a.de --reference test.de --output x", "--output is for --run only"),
+        ("--hypothesis a.de --reference test.de --split test", "--split is for --run only"),
+        ("--hypothesis a.de --reference test.de --beam-size 2", "search options are for --run"),
+        (
+            "--hypothesis a.de --reference test.de --resamples 9",
+            "--resamples is for --confidence and --baseline only",
+        ),
+        (
+            "--hypothesis a.de --reference test.de --significance bootstrap",
+            "--significance is for --baseline only",
+        ),
+        (
+            "--hypothesis a.de --reference test.de --confidence --resamples 0",
+            "--resamples=0: must be at least 1",
+        ),
+    ],
+)
+def test_errors_are_one_line(command, files, arguments, message):
+    (files / "empty").touch()
+    code, out, err = command(*arguments.split())
+    assert (code, out) == (1, "")
+    assert err.startswith("flaxformer-mt: error: ")
+    assert err.count("\n") == 1
+    assert message in err
