@@ -126,7 +126,7 @@ def test_a_terminal_gets_the_table(files, monkeypatch):
     with os.fdopen(terminal, "w") as stdout:
         monkeypatch.setattr("sys.stdout", stdout)
         assert main(["evaluate", "--hypothesis", "a.de", "--reference", "test.de"]) == 0
-    assert os.read(controller, 20).decode().lstrip().startswith("system")
+    assert b"BLEU" in os.read(controller, 80)
     os.close(controller)
 
 

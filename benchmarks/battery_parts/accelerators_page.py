@@ -13,9 +13,11 @@ INTRODUCTION = """\
 What GPUs and TPUs do with the models. `benchmarks/battery.py` writes this page; change the program,
 not the page:
 
-    python benchmarks/battery.py --out DIR --data MULTI30K
-    python benchmarks/accelerators.py --config configs/wmt14_en_de_base.py --device h100 --json FILE
-    python benchmarks/battery.py --out DIR --write-docs --compilers FILE ...
+```sh
+python benchmarks/battery.py --out DIR --data MULTI30K
+python benchmarks/accelerators.py --config configs/wmt14_en_de_base.py --device h100 --json FILE
+python benchmarks/battery.py --out DIR --write-docs --compilers FILE ...
+```
 
 The first command needs a GPU and at most nine minutes. The second needs no device: it asks the
 compilers of the devices. MFU is the flops of the equations per second, padding not counted, divided

@@ -225,7 +225,7 @@ def _function(text: str) -> "MetricFunction":
     sys.path.insert(0, folder)
     try:
         function: Any = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise UserError(f"--metric {text}: {error}") from error
     finally:
         sys.path.remove(folder)

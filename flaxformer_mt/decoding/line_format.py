@@ -46,6 +46,8 @@ def translate_lines(
 ) -> Iterator[str]:
     """Yields the output lines, each as soon as all preceding input lines are translated.
 
+    If fewer than `n_best` different translations of a line are found, the last one is repeated.
+
     Args:
       translator: translates the lines.
       groups: input lines in groups of those available together; a group is translated completely
@@ -71,7 +73,10 @@ def translate_lines(
             scores=scores,
             advance=advance,
         )
-        for index, hypotheses in enumerate(found, first):
+        for index, different in enumerate(found, first):
+            # Programs that read n-best lists count lines.
+            repeated = [different[-1]] * (translator.decode.n_best - len(different))
+            hypotheses = [*different, *repeated]
             if line_format.output == "jsonl":
                 yield format_json(hypotheses, line_format)
             elif translator.decode.n_best == 1:

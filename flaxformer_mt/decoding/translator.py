@@ -186,7 +186,8 @@ class Translator:
 
         Args:
           sentences: a sentence, or an iterable of sentences in any order and of any length.
-          n_best: number of translations per sentence; by default as configured.
+          n_best: number of translations per sentence, fewer if the search does not find so many
+            different ones; by default as configured.
           unit: the unit to align; None = no alignment.
           attention: whether to return the attention from which alignments are computed.
           scores: whether to return scores and log-probabilities; greedy search is faster without.

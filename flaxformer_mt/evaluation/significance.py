@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from sacrebleu.metrics.base import Metric
 from sacrebleu.significance import PairedTest, Result
 
 from flaxformer_mt.errors import UserError
@@ -12,6 +13,9 @@ from flaxformer_mt.evaluation.metrics import FunctionMetric
 PairedTestKind = Literal["bootstrap", "randomization"]
 """Paired bootstrap resampling (Koehn 2004), or paired approximate randomization (Riezler and
 Maxwell 2005)."""
+
+DEFAULT_RESAMPLES = 1000
+"""sacreBLEU's."""
 
 _SEED = "SACREBLEU_SEED"
 
@@ -62,7 +66,10 @@ def score_systems(
         return _paired(metric, systems, "bs", resamples)
     found: dict[str, MetricScore] = {}
     for name, texts in systems.items():
-        found |= _paired(metric, {name: texts}, "bs", resamples)
+        if isinstance(metric, FunctionMetric):
+            found |= _paired(metric, {name: texts}, "bs", resamples)
+        else:
+            found[name] = _bootstrapped(metric, texts, resamples or DEFAULT_RESAMPLES)
     return found
 
 
@@ -70,6 +77,17 @@ def _has_corpus_scores_only(metric: Any, systems: Mapping[str, Sequence[str]]) -
     """Whether there are no scores of sentences, from which resamples could be drawn."""
     return isinstance(metric, FunctionMetric) and any(
         metric.values(texts).ndim == 0 for texts in systems.values()
+    )
+
+
+def _bootstrapped(metric: Metric, hypotheses: Sequence[str], resamples: int) -> MetricScore:
+    """Returns the score with its interval.
+
+    The paired test gives the same interval, except that it rounds some numbers to float32.
+    """
+    score = metric.corpus_score(hypotheses, None, n_bootstrap=resamples)
+    return MetricScore(
+        score.score, str(metric.get_signature()), float(score._mean), float(score._ci)
     )
 
 
