@@ -52,7 +52,7 @@ ALLOWED = {
     "interop": {"config", "model", "runs", "presets"} | LEAVES,
     "parity": {"config", "model", "presets", "interop", "training.losses", "training.optimizer"}
     | LEAVES,
-    "plotting": LEAVES,
+    "plotting": {"config", "runs"} | LEAVES,
 }
 # Modules that handle whole models, with vocabulary and search options, need more than weight maps.
 WHOLE_MODELS = ALLOWED["interop"] | {

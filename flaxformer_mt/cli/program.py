@@ -16,6 +16,7 @@ from flaxformer_mt.cli import (
     evaluate,
     help_text,
     parity,
+    pictures,
     score,
     training,
     translate,
@@ -34,6 +35,7 @@ COMMANDS: dict[str, dict[str, Callable[..., int | None]]] = {
         "score": score.score,
         "evaluate": evaluate.evaluate,
         "inspect": checkpoints.inspect,
+        "plot": pictures.plot,
         "average": checkpoints.average,
         "lexicon": corpora.lexicon,
     },
@@ -88,16 +90,15 @@ def _run(arguments: Sequence[str]) -> int:
 def overview() -> str:
     """Returns the help of the program: its commands, one per line."""
     lines = [
-        "usage: flaxformer-mt COMMAND [OPTIONS]",
-        "       flaxformer-mt --version",
+        "usage: flaxformer-mt COMMAND [OPTIONS]  or  flaxformer-mt --version",
         "",
         "Machine translation with encoder-decoder Transformers.",
     ]
     for title, commands in COMMANDS.items():
         lines += ["", f"{title}:"]
         lines += [f"  {name:<11}{help_text.summary(each)}" for name, each in commands.items()]
-    lines += ["", f"Exit codes: {exit_codes.summary()}."]
     lines += ["", "flaxformer-mt COMMAND --help describes the options of a command."]
+    lines += [f"Exit codes: {exit_codes.summary()}."]
     return "\n".join(lines)
 
 

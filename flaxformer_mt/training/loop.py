@@ -209,6 +209,7 @@ def _training_metrics(interval: Sums, devices: Sequence[Any]) -> dict[str, Any]:
     return {
         **interval.means(),
         **counts,
+        "target_tokens": int(sums["loss"][1]),
         **measurements(interval, devices),
     }
 
