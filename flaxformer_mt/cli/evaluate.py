@@ -66,7 +66,7 @@ def evaluate(
     checkpoint: CheckpointChoice = "best",
     decode: DecodeOptions = DEFAULT_SEARCH,
 ) -> None:
-    r"""Computes BLEU, chrF, chrF++ and TER of a run or of existing translations.
+    r"""Computes BLEU, chrF, chrF++ and TER of a run or of translations.
 
     Translates a test set with a run, or reads translations from files, or both. The metrics are
     sacreBLEU's, with their signatures, and functions of yours. Without --source and --reference,
