@@ -13,6 +13,7 @@ INTRODUCTION = """\
 What GPUs and TPUs do with the models. `benchmarks/battery.py` writes this page; change the program,
 not the page:
 
+<!-- not run: needs a GPU -->
 ```sh
 python benchmarks/battery.py --out DIR --data MULTI30K
 python benchmarks/accelerators.py --config configs/wmt14_en_de_base.py --device h100 --json FILE

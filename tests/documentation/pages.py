@@ -1,0 +1,84 @@
+"""The code blocks of the documentation, and the commands in them.
+
+A block's language says what it is: `sh` is commands; `console` is commands after "$ " with what
+they print; `python` is a program or, after ">>> ", a session; and `text` is output or layout by
+itself. A comment on the line above says why a block is not run.
+"""
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+LANGUAGES = {"sh", "console", "python", "text", "toml", "yaml"}
+REASONS = {
+    "needs a GPU",
+    "needs a TPU",
+    "needs several machines",
+    "needs a download",
+    "takes hours",
+    "does not end",
+}
+_FENCE = re.compile(r"```(\w*)$")
+_COMMENT = re.compile(r"<!-- not run: (.+) -->$")
+
+
+class Command(NamedTuple):
+    """A command, and the lines that the page says it prints; None if it shows none."""
+
+    text: str
+    output: list[str] | None = None
+
+
+class Block(NamedTuple):
+    """A fenced block of code."""
+
+    page: str
+    number: int
+    """Of the line with the fence, from 1."""
+    language: str
+    lines: list[str]
+    reason: str | None
+    """Why it is not run."""
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.number}"
+
+    def commands(self) -> list[Command]:
+        """Returns the commands of a block of `sh` or `console`, without comments."""
+        found: list[Command] = []
+        lines = iter(self.lines)
+        for line in lines:
+            if self.language == "console" and not line.startswith("$ "):
+                found[-1].output.append(line)
+                continue
+            text = line.removeprefix("$ ")
+            while text.endswith("\\"):
+                text = f"{text[:-1].rstrip()} {next(lines).lstrip()}"
+            text = re.sub(r"(^|\s)#(?!SBATCH).*", "", text).strip()
+            if text:
+                found.append(Command(text, [] if self.language == "console" else None))
+        return found
+
+
+def blocks(path: Path) -> list[Block]:
+    """Returns the fenced blocks of a page."""
+    found = []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    index = 0
+    while index < len(lines):
+        fence = _FENCE.match(lines[index])
+        if fence is not None:
+            end = lines.index("```", index + 1)
+            comment = _COMMENT.match(lines[index - 1])
+            page = path.relative_to(ROOT).as_posix()
+            body = lines[index + 1 : end]
+            reason = comment and comment[1]
+            found.append(Block(page, index + 1, fence[1], body, reason))
+            index = end
+        index += 1
+    return found
+
+
+BLOCKS = [block for page in PAGES for block in blocks(page)]
