@@ -129,10 +129,10 @@ class SentenceDecoder:
             self.shortlist = Shortlist.read(
                 decode.shortlist, tokenizers, decode.shortlist_first, decode.shortlist_best
             )
-        limits = [limit for model, _ in models if (limit := longest_sentence(model)) is not None]
-        self.limit = min(limits, default=None)
+        configs = [model for model, _ in models]
+        self.limit = _longest_position(configs)
         """Maximum number of tokens of a source or target that all models support; None = any."""
-        self.longest_source = min([decode.max_source_length or MAX_SOURCE_LENGTH, *limits])
+        self.longest_source = longest_source(decode, configs)
         width = (decode.mbr_samples or decode.n_best) if decode.samples else decode.beam_size
         require_memory(
             4 * width * self.model.target_vocab_size,
@@ -408,6 +408,18 @@ class SentenceDecoder:
                     f"{self.model.target_vocab_size}, the size of the vocabulary"
                 )
         return tuple(tuple(phrase) for phrase in (*words, *ids) if phrase)
+
+
+def longest_source(decode: DecodeConfig, models: Sequence[TransformerConfig]) -> int:
+    """Returns the maximum number of source tokens, with end token, that are not split."""
+    length, limit = decode.max_source_length or MAX_SOURCE_LENGTH, _longest_position(models)
+    return length if limit is None else min(length, limit)
+
+
+def _longest_position(models: Sequence[TransformerConfig]) -> int | None:
+    """Returns the maximum number of tokens that all models support; None = any."""
+    limits = [limit for model in models if (limit := longest_sentence(model)) is not None]
+    return min(limits, default=None)
 
 
 def longest_target(num_source_tokens: int, decode: DecodeConfig) -> int:

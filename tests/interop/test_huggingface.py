@@ -344,6 +344,16 @@ def published(tmp_path_factory):
     return folder
 
 
+def test_attention_of_a_published_model(published, tmp_path):
+    run, page = tmp_path / "run", tmp_path / "page.html"
+    assert main(["convert", "--from", "marian", str(published), str(run)]) == 0
+    sentences = "--source", "two dogs", "--target", "zwei Hunde"
+    assert main(["attention", "--run", str(run), *sentences, "--output", str(page)]) == 0
+    text = page.read_text(encoding="utf-8")
+    assert '"name":"cross","label":"Cross-attention","layers":1,"heads":2' in text
+    assert '[{"text":"<pad>","starts":false},' in text  # The decoder starts with it.
+
+
 @pytest.fixture
 def refused(published, tmp_path, capsys):
     """Converts a damaged copy, checks that nothing is written, and returns the error message."""

@@ -13,8 +13,8 @@ from flaxformer_mt.runs import atomic
 
 FORMATS = ("png", "svg", "pdf")
 
-# Readable on white and on black backgrounds.
-_OURS, _THEIRS, _INK = "#3b82f6", "#f59e0b", "#888888"
+# Visible on white and on black backgrounds; the text of a page's plot has the color of its text.
+_OURS, _THEIRS, _INK = "#3b82f6", "#d97706", "#767676"
 
 # Where the logarithmic axis shows a difference of 0: below float64's resolution.
 _FLOOR = 1e-17
@@ -49,7 +49,7 @@ def as_svg(trajectory: Trajectory) -> str:
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     figure.savefig(output, format="svg", transparent=True, metadata=nothing)
     text = output.getvalue()
-    return text[text.index("<svg") :]
+    return text[text.index("<svg") :].replace(_INK, "currentColor")
 
 
 def _figure(trajectory: Trajectory) -> Any:

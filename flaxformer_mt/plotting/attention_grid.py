@@ -1,0 +1,136 @@
+"""The attention of a sentence as an image: a grid of all heads, and one head with its tokens."""
+
+import io
+import logging
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flaxformer_mt.plotting import drawing
+from flaxformer_mt.plotting.attention_kinds import KINDS, Attention, Maps, piece_text
+from flaxformer_mt.plotting.palettes import palette, quantized
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_INK, _QUIET, _LINE = "#1c2230", "#59616f", "#d8d4cc"
+_GAP = 0.14
+"""Between heads, as a fraction of a head's width."""
+_MOST_LABELS = 48
+"""Tokens of a side that are all labeled."""
+_FONTS = (
+    "DejaVu Sans", "Noto Sans", "Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans Arabic",
+    "Noto Sans Hebrew", "Noto Sans Devanagari", "Hiragino Sans", "PingFang SC", "Yu Gothic",
+    "Microsoft YaHei", "Malgun Gothic", "WenQuanYi Zen Hei", "Arial Unicode MS",
+)  # fmt: skip
+"""Those that are installed draw the characters that the ones before them do not have."""
+
+_log = logging.getLogger(__name__)
+
+
+def to_image(attention: Attention, title: str, kind: str) -> bytes:
+    """Returns an image with a grid of heads per kind, and the head of lowest entropy in large.
+
+    Characters that no installed font has are boxes, with a warning.
+
+    Args:
+      attention: of a sentence.
+      title: the heading.
+      kind: one of `drawing.IMAGES`.
+
+    Raises:
+      UserError: matplotlib is not installed.
+    """
+    figure = drawing.new_figure(13, 8)
+    from matplotlib import rc_context
+
+    fonts: dict[Any, Any] = {"font.family": _installed_fonts()}
+    output = io.BytesIO()
+    with rc_context(fonts), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _draw(figure, attention, title)
+        figure.savefig(output, format=kind, dpi=drawing.DOTS_PER_INCH)
+    for warning in caught:
+        if "missing from font" not in str(warning.message):
+            warnings.warn_explicit(
+                warning.message, warning.category, warning.filename, warning.lineno
+            )
+    if any("missing from font" in str(warning.message) for warning in caught):
+        _log.warning("no installed font has all characters of the tokens: .html shows them")
+    return output.getvalue()
+
+
+def _installed_fonts() -> list[str]:
+    from matplotlib import font_manager
+
+    installed = {*font_manager.fontManager.get_font_names()}
+    return [name for name in _FONTS if name in installed]
+
+
+def _draw(figure: "Figure", attention: Attention, title: str) -> None:
+    kinds = [kind for kind in KINDS if kind in attention.maps]
+    large, small = figure.subfigures(1, 2, width_ratios=(7, 5))
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=_INK)
+    grids = np.atleast_1d(small.subplots(len(kinds), 1))
+    for axes, kind in zip(grids, kinds, strict=True):
+        _draw_heads(axes, attention.maps[kind], KINDS[kind].label)
+    _draw_sharpest(large.subplots(), attention, kinds[-1])
+
+
+def _colors(weights: np.ndarray) -> np.ndarray:
+    """Returns the colors of weights [T, S]: sRGB, uint8 [T, S, 3]."""
+    return palette("light")[quantized(weights)]
+
+
+def _draw_heads(axes: Any, maps: Maps, label: str) -> None:
+    layers, heads, num_rows, num_columns = maps.weights.shape
+    height = min(max(num_rows / num_columns, 0.4), 2.0)
+    line = height + _GAP + 0.22  # The last part is for the entropy.
+    for layer in range(layers):
+        for head in range(heads):
+            left, top = head * (1 + _GAP), layer * line
+            extent = (left, left + 1, top + height, top)
+            axes.imshow(_colors(maps.weights[layer, head]), extent=extent, interpolation="nearest")
+            bits = maps.entropies[layer, head].mean()
+            below = {"ha": "center", "va": "top", "fontsize": 6, "color": _QUIET}
+            axes.text(left + 0.5, top + height + 0.03, f"{bits:.1f}", **below)
+    axes.set_xlim(-0.02, heads * (1 + _GAP) - _GAP + 0.02)
+    axes.set_ylim(layers * line, -0.02)
+    axes.set_xticks([head * (1 + _GAP) + 0.5 for head in range(heads)], range(heads))
+    axes.set_yticks([layer * line + height / 2 for layer in range(layers)], range(layers))
+    axes.set_title(f"{label}: layers x heads, entropy in bits", loc="left", fontsize=9, color=_INK)
+    _quiet(axes, 7)
+
+
+def _draw_sharpest(axes: Any, attention: Attention, kind: str) -> None:
+    maps, described = attention.maps[kind], KINDS[kind]
+    bits = maps.entropies.mean(axis=-1)
+    layer, head = np.unravel_index(bits.argmin(), bits.shape)
+    weights = maps.weights[layer, head]
+    axes.imshow(_colors(weights), interpolation="nearest")
+    rows = np.arange(len(weights))
+    columns = maps.alignment[layer, head]
+    inks = np.where(weights[rows, columns] > 0.25, "white", "black")
+    axes.scatter(columns, rows, s=6, c=inks, linewidths=0)
+    _label(axes.set_xticks, getattr(attention, described.columns.tokens), rotation=90)
+    _label(axes.set_yticks, getattr(attention, described.rows.tokens))
+    axes.xaxis.tick_top()
+    name = f"{described.label}, layer {layer}, head {head}: {bits[layer, head]:.2f} bits"
+    axes.set_xlabel(name, fontsize=9, color=_INK)
+    _quiet(axes, 9 if max(weights.shape) <= 30 else 6)
+
+
+def _label(set_ticks: Any, tokens: Sequence[str], **options: Any) -> None:
+    """Labels the ticks of an axis with tokens; of a long sentence, evenly spaced ones."""
+    positions = range(0, len(tokens), -(-len(tokens) // _MOST_LABELS))
+    # A dollar sign would begin a formula.
+    texts = [piece_text(tokens[position]).replace("$", r"\$") for position in positions]
+    set_ticks(positions, texts, **options)
+
+
+def _quiet(axes: Any, size: float) -> None:
+    axes.tick_params(length=0, labelsize=size, labelcolor=_QUIET)
+    for spine in axes.spines.values():
+        spine.set_color(_LINE)
