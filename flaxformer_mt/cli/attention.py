@@ -23,11 +23,11 @@ def attention(
     checkpoint: CheckpointChoice = "best",
     decode: DecodeOptions = DEFAULT_SEARCH,
 ) -> None:
-    r"""Shows what each token of a sentence attends to, in every layer and head.
+    r"""Shows what each token of a sentence attends to.
 
     Writes an interactive page, one file that needs no network, or an image: self-attention of the
-    encoder and of the decoder, and cross-attention, with the entropy and the alignment of each
-    head. The model is that of a run folder, trained or converted from a published model.
+    encoder and of the decoder, and cross-attention, of every layer and head, with entropies and
+    alignments. The model is that of a run folder, trained or converted from a published model.
 
     Examples:
       flaxformer-mt attention --run RUN --source "A dog is running." \

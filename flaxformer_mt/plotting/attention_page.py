@@ -82,42 +82,6 @@ class AttentionPicture:
             partial.write_bytes(content)
 
 
-def to_html(self) -> str:
-        """Returns the page."""
-        return to_html(self.attention, self.title)
-
-    def save(self, path: str | Path) -> None:
-        """Writes the picture to a file.
-
-        Args:
-          path: ends in .html: the page; .png, .svg or .pdf: an image of all heads.
-
-        Raises:
-          UserError: the name has another ending, the file cannot be written, or an image is asked
-            for and matplotlib is not installed.
-        """
-        path = Path(path)
-        kind = format_of(path)
-        if kind == "html":
-            content = self.to_html().encode()
-        else:
-            content = to_image(self.attention, self.title, kind)
-        with atomic.new_file(path) as partial:
-            partial.write_bytes(content)
-
-
-def format_of(path: Path) -> str:
-    """Returns the format that the name of an output file asks for.
-
-    Raises:
-      UserError: it is none of `FORMATS`.
-    """
-    name = path.suffix.removeprefix(".").lower()
-    if name not in FORMATS:
-        raise UserError(f"{path}: the name of an attention picture must end in .html or .png")
-    return name
-
-
 def to_html(attention: Attention, title: str) -> str:
     """Returns the page of a sentence.
 
