@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import torch
 from torch import nn
 
 from flaxformer_mt import interop
@@ -19,6 +18,7 @@ from flaxformer_mt.parity.diagnosis.diagnose import Diagnosis, diagnose
 from flaxformer_mt.parity.diagnosis.family_values import FamilyValues
 from flaxformer_mt.parity.diagnosis.findings import find
 from flaxformer_mt.parity.diagnosis.inputs import DiagnosisInputs, select_rows
+from flaxformer_mt.parity.gradients import first_difference
 from flaxformer_mt.parity.model_pair import (
     COMPILER_OPTIONS,
     Forward,
@@ -34,10 +34,16 @@ from flaxformer_mt.parity.recipes import Recipe
 from flaxformer_mt.parity.recipes import recipe as recipe_of
 from flaxformer_mt.parity.reports.comparison import Finding, Row
 from flaxformer_mt.parity.reports.report import Report
-from flaxformer_mt.parity.rows import GRADIENTS, VALUES, largest, row, step_rows, value_row
+from flaxformer_mt.parity.rows import VALUES, gradient_rows, step_rows, value_row
 from flaxformer_mt.parity.settings import differing_settings
 from flaxformer_mt.parity.tokens import Padding, Tokens
-from flaxformer_mt.parity.trace import Tap, Values, values_of_model, values_of_module
+from flaxformer_mt.parity.trace import (
+    Tap,
+    Values,
+    parameter_gradients,
+    values_of_model,
+    values_of_module,
+)
 from flaxformer_mt.parity.trajectory import train_both
 
 LOSS_FAMILIES = ("jadore801120", "annotated", "tunz", "torch", "fairseq")
@@ -99,7 +105,7 @@ def compare(
     rows = [
         *_value_rows(ours.values, theirs, real, sides.dtype),
         *_loss_rows(ours.losses, theirs.losses, sides.dtype),
-        *_gradient_rows(ours.gradients, theirs.gradients, sides.dtype),
+        *gradient_rows(ours.gradients, theirs.gradients, sides.dtype),
     ]
     steps = None
     if num_steps:
@@ -127,6 +133,11 @@ def compare(
     report = dataclasses.replace(
         report, findings=tuple(_findings(report, inputs, sides.dtype)), never_run=theirs.never_run
     )
+    if report.first_divergence.section == "gradients":
+        compared = {site: tap for site, tap in taps.items() if site in inputs.theirs}
+        with precision(sides.dtype), without_dropout(torch_module):
+            notes = first_difference(sides, tokens, real, compared, ours.values)
+        report = dataclasses.replace(report, notes=(*report.notes, *notes))
     return dataclasses.replace(report, diagnosis=_diagnosis(report, inputs))
 
 
@@ -180,17 +191,10 @@ def _run_reference(
     losses = {"loss": sides.loss(logits, tokens)} | {
         f"loss/{name}": sides.loss(logits, tokens, recipe_of(name).loss) for name in LOSS_FAMILIES
     }
-    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    found = torch.autograd.grad(losses["loss"], list(parameters.values()), allow_unused=True)
-    gradients = {
-        # The gradient of an unused parameter is 0.
-        name: (torch.zeros_like(parameter) if gradient is None else gradient).numpy()
-        for (name, parameter), gradient in zip(parameters.items(), found, strict=True)
-    }
     return _Side(
         values | {"logits": logits.detach().numpy()},
         {name: loss.item() for name, loss in losses.items()},
-        gradients,
+        parameter_gradients(module, losses["loss"]),
         run.never_run,
         run.again,
     )
@@ -222,14 +226,6 @@ def _kinks(site: str, ours: Values, theirs: Values, real: Padding) -> int:
 def _loss_rows(ours: Mapping[str, float], theirs: Mapping[str, float], dtype: str) -> Iterator[Row]:
     for name, expected in theirs.items():
         yield value_row(name, np.array(ours[name]), np.array(expected), dtype)
-
-
-def _gradient_rows(
-    ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray], dtype: str
-) -> Iterator[Row]:
-    scale = max(map(largest, theirs.values()))
-    for name, expected in theirs.items():
-        yield row(f"gradient/{name}", ours[name], expected, GRADIENTS[dtype] * scale, scale)
 
 
 def _diagnosis_inputs(

@@ -228,21 +228,18 @@ def random_reference(
     )
     # The weight map provides the published special tokens.
     told = {"num_heads": given.num_heads} | settings
-    config, _ = interop.load(family, _build(family, given, dtype).state_dict(), **told)
+    config, _ = interop.load(
+        family, references.of_config(family, given, dtype).state_dict(), **told
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return config, references.perturb(_build(family, config, dtype)).eval()
+        return config, references.perturb(references.of_config(family, config, dtype)).eval()
 
 
 def _needs_one_vocabulary(family: str, settings: Mapping[str, Any]) -> bool:
     names = ("has_inputs", "tie_embeddings")
     chosen = {name: settings[name] for name in names if name in settings}
     return preset(family, **chosen).shares_source_and_target
-
-
-def _build(family: str, config: TransformerConfig, dtype: Dtype, **options: Any) -> nn.Module:
-    fields = dataclasses.asdict(config) | {"param_dtype": dtype, "dtype": dtype}
-    return references.build(family, **fields, **options)
 
 
 def load_reference(

@@ -75,9 +75,8 @@ class PublishedModel:
         Raises:
           UserError: the reference lacks a tensor of the checkpoint, or has another shape.
         """
-        fields = dataclasses.asdict(config) | {"param_dtype": dtype, "dtype": dtype}
         options = _options(self.family.name, self.tensors)
-        module = references.build(self.family.name, **fields, **options)
+        module = references.of_config(self.family.name, config, dtype, **options)
         shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
         buffers = {buffer.name: buffer for buffer in self.family.buffers(config)}
         weights = {

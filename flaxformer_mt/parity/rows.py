@@ -1,6 +1,6 @@
 """Builds the rows of a report from pairs of arrays."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -18,6 +18,15 @@ def value_row(site: str, ours: np.ndarray, theirs: np.ndarray, dtype: str) -> Ro
     """Returns the row of a value, with the tolerance of the dtype."""
     scale = largest(theirs) if dtype == "float64" else max(1.0, largest(theirs))
     return row(site, ours, theirs, VALUES[dtype] * scale)
+
+
+def gradient_rows(
+    ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray], dtype: str
+) -> Iterator[Row]:
+    """Yields the row of each parameter's gradient, relative to the largest of all gradients."""
+    scale = max(map(largest, theirs.values()))
+    for name, expected in theirs.items():
+        yield row(f"gradient/{name}", ours[name], expected, GRADIENTS[dtype] * scale, scale)
 
 
 def step_rows(steps: Trajectory) -> Iterator[Row]:

@@ -7,6 +7,7 @@ import numpy as np
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.interop.weight_maps.validation import ids_outside
 
 
 class Tokens(NamedTuple):
@@ -54,13 +55,10 @@ def check_special_tokens(config: TransformerConfig) -> None:
     """
     if not config.target_vocab_size:  # Bare layers take vectors.
         return
-    target = config.target_vocab_size
-    both = min(target, config.source_vocab_size) if config.has_inputs else target
-    for name, size in {"pad_id": both, "bos_id": target, "eos_id": both}.items():
-        if (token := getattr(config, name)) >= size:
-            raise UserError(
-                f"{name}={token} is outside of a vocabulary of {size} tokens: give another {name}"
-            )
+    for name, token, size in ids_outside(config):
+        raise UserError(
+            f"{name}={token} is outside of a vocabulary of {size} tokens: give another {name}"
+        )
     distinct = ("bos_id", "eos_id") if config.mask_target_padding else ("eos_id",)
     for name in distinct:
         if config.pad_id == getattr(config, name) >= 0:

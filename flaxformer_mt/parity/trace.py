@@ -294,6 +294,19 @@ def values_of_module(
     return ModuleValues(output, found, tuple(never_run), again)
 
 
+def parameter_gradients(module: nn.Module, loss: torch.Tensor) -> dict[str, np.ndarray]:
+    """Returns the gradients of a loss with respect to the trained parameters, by name.
+
+    Those of parameters that the loss does not depend on are 0.
+    """
+    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    return {
+        name: (torch.zeros_like(parameter) if gradient is None else gradient).numpy()
+        for (name, parameter), gradient in zip(parameters.items(), found, strict=True)
+    }
+
+
 def _is_callable(module: nn.Module) -> bool:
     """Returns whether a module can be called: a ModuleList cannot."""
     return type(module).forward is not nn.Module.forward

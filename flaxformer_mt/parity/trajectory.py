@@ -30,6 +30,7 @@ from flaxformer_mt.parity.model_pair import (
     real_tokens,
     without_dropout,
 )
+from flaxformer_mt.parity.optimizer_probe import differences, updates_of_optax, updates_of_torch
 from flaxformer_mt.parity.recipes import Recipe
 from flaxformer_mt.parity.tokens import Tokens
 from flaxformer_mt.training.optimizer import make_optimizer, make_schedule
@@ -74,6 +75,8 @@ class Trajectory(NamedTuple):
     control: Curves | None = None
     """The reference's curves from weights that differ in the last bit, up to the first divergence;
     None if there is none, or if it precedes the second update."""
+    optimizers: tuple[str, ...] = ()
+    """How the optimizers differ, one sentence each, see `optimizer_probe.py`."""
 
     def differences(self) -> Curves:
         """Returns the relative differences by step."""
@@ -89,7 +92,7 @@ class Trajectory(NamedTuple):
         step = int(bad.any(axis=0).argmax())
         quantity = int(bad[:, step].argmax())
         name, difference = Curves._fields[quantity], float(differences[quantity, step])
-        explanation = _explain(name, step + 1)
+        explanation = _explain(name, step + 1, "; ".join(self.optimizers))
         if self.control is not None:
             by_itself = _relative(self.control[quantity], self.theirs[quantity][: step + 1])[step]
             explanation += f"; {_verdict(difference, float(by_itself))}"
@@ -107,7 +110,7 @@ def _update(quantity: str, step: int) -> int:
     return step if quantity == "parameter_norm" else step - 1
 
 
-def _explain(quantity: str, step: int) -> str:
+def _explain(quantity: str, step: int, optimizers: str) -> str:
     if quantity == "rate":
         return "the schedules differ: compare their formulas, and whether steps count from 0 or 1"
     update = _update(quantity, step)
@@ -117,11 +120,13 @@ def _explain(quantity: str, step: int) -> str:
             "gradient_norm": "the losses agree and the gradients do not: check what is trained",
         }[quantity]
     if update == 1:
-        return "the first update differs: check epsilon, weight decay and bias correction"
-    return (
-        f"update {update} is the first to differ: check the decay rates of Adam's moments, "
-        "its epsilon, clipping, and that both sides get the same batches"
+        check = "check epsilon, weight decay and bias correction"
+        return f"the first update differs: {optimizers or check}"
+    check = (
+        "check the decay rates of Adam's moments, its epsilon, clipping, and that both sides get "
+        "the same batches"
     )
+    return f"update {update} is the first to differ: {optimizers or check}"
 
 
 def _verdict(difference: float, by_itself: float) -> str:
@@ -174,11 +179,29 @@ def train_both(
             theirs = train_reference(sides, tokens, num_steps)
         found = Trajectory(ours, theirs, tolerance or TOLERANCES[sides.dtype])
         first = found.first_divergence
-        if first is None or first.quantity == "rate" or _update(first.quantity, first.step) < 2:
+        if first is None or first.quantity == "rate" or not _update(first.quantity, first.step):
+            return found
+        found = found._replace(optimizers=_differing_optimizers(sides.ours))
+        if _update(first.quantity, first.step) < 2:
             return found
         with restored(module):
             _change_the_last_bit(module)
             return found._replace(control=train_reference(sides, tokens, first.step))
+
+
+def _differing_optimizers(ours: OurModel) -> tuple[str, ...]:
+    """Returns how the optimizers of both sides differ at the same learning rate."""
+    rate = ours.recipe.rate(1, ours.config.d_model)
+
+    def optimizer_of(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = ours.recipe.adam(parameters)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        return optimizer
+
+    with precision("float64"):
+        optimizer = make_optimizer(ours.recipe.optimizer, optax.constant_schedule(rate))
+        return tuple(differences(updates_of_optax(optimizer), updates_of_torch(optimizer_of)))
 
 
 @contextlib.contextmanager

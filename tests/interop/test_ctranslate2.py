@@ -15,6 +15,7 @@ import pytest
 import sacrebleu
 import sentencepiece
 import talker
+import torch
 
 from flaxformer_mt.cli import main
 from flaxformer_mt.config import DataConfig, DecodeConfig, TransformerConfig
@@ -409,11 +410,20 @@ def test_source_padding_that_is_a_target_piece_is_never_chosen(tmp_path):
         f"its generation settings allow the padding token {padding}, which is the target's "
         f"{name!r}: our search and other exports never choose it",
     )
+    # Written back as published, it allows it; with other settings, it does not.
+    assert huggingface.write(bundle, tmp_path / "unchanged") == notes
     bundle = with_decode(bundle, dataclasses.replace(SAME_SEARCH, max_length=8))
+    assert huggingface.write(bundle, tmp_path / "changed") == ()
     write(bundle, tmp_path / "served")
     sources = PHRASES.sources[:4]
     translator = Translator(bundle.config, bundle.params, bundle.tokenizers)
     ours = [hypotheses[0] for hypotheses in translator.translate_n_best(sources)]
+    changed = type(published).from_pretrained(tmp_path / "changed")
+    end = bundle.config.model.eos_id
+    for own, source in zip(ours, bundle.tokenizers.source.encode(sources), strict=True):
+        (output,) = changed.generate(torch.tensor([[*source, end]])).tolist()
+        kept = [[i for i in ids if i not in (padding, end)] for ids in (output[1:], own.tokens)]
+        assert kept[0] == kept[1]
     theirs = Served(tmp_path / "served").translate(sources)
     for own, (pieces, score) in zip(ours, theirs, strict=True):
         assert padding not in own.tokens

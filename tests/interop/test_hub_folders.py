@@ -12,12 +12,15 @@ import pytest
 import torch
 from rounding import rounding_tolerance
 
+from flaxformer_mt.cli import main
 from flaxformer_mt.config import DataConfig
 from flaxformer_mt.data.corpora.corpus import load_corpus
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
+from flaxformer_mt.decoding.scoring.scorer import score_pairs
 from flaxformer_mt.decoding.sentence_decoder import Sentence
 from flaxformer_mt.decoding.translator import Translator
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.interop.convert import OWN, convert
 from flaxformer_mt.interop.formats import huggingface
 from flaxformer_mt.interop.formats.bundle import ModelBundle
 from flaxformer_mt.interop.weight_maps.mapping import model_params
@@ -126,6 +129,27 @@ def test_each_sentence_can_have_its_languages(translator, saved):
     german = [Sentence("one", prefix="two")]
     (hypotheses,) = translator.translate_n_best(german, first_token="deu_Latn", **options)
     assert hypotheses[0].tokens == lists[2][0].tokens
+
+
+def test_the_commands_on_the_run_of_a_folder(saved, translator, tmp_path, capfd):
+    """`translate`, `score` and `evaluate`, with languages from the text."""
+    run, source, target = tmp_path / "run", tmp_path / "in", tmp_path / "out"
+    convert("m2m100", OWN, saved("nllb")[0], run)
+    source.write_text("one two\ndeu_Latn zwei\n")
+    short = ["--run", str(run), "--beam-size", "1", "--max-length", "4"]
+    files = ["--source", str(source)]
+    assert main(["translate", *short, "--input", str(source), "--output", str(target)]) == 0
+    lines = target.read_text().splitlines()
+    options = {"beam_size": 1, "max_length": 4}
+    assert lines == translator.translate(["one two", "deu_Latn zwei"], **options)
+    capfd.readouterr()
+    assert main(["score", "--run", str(run), *files, "--target", str(target)]) == 0
+    scores = [float(line.split()[0]) for line in capfd.readouterr().out.splitlines()]
+    model = translator.config, translator.params, translator.tokenizers
+    expected = score_pairs(*model, ["one two", "deu_Latn zwei"], lines)
+    assert scores == pytest.approx([each.log_probability for each in expected], abs=1e-4)
+    assert main(["evaluate", *short, *files, "--reference", str(target)]) == 0
+    assert "100.0" in capfd.readouterr().out
 
 
 def test_a_language_that_there_is_none_of_is_refused(translator):

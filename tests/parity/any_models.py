@@ -78,10 +78,15 @@ class Layer(nn.Module):
         self.scale, self.residual = 0.5, 1.0
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.transform(self.attend(x, mask))
+
+    def attend(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         q, k, v = (self.split(linear(x)) for linear in (self.query, self.key, self.value))
         scores = (q @ k.transpose(2, 3) * self.scale).masked_fill(~mask, -1e9)
         context = self.join(scores.softmax(-1) @ v)
-        x = self.norm_1(self.residual * x + self.out(context))
+        return self.norm_1(self.residual * x + self.out(context))
+
+    def transform(self, x: torch.Tensor) -> torch.Tensor:
         return self.norm_2(x + self.narrow(self.activation(self.wide(x))))
 
     def split(self, x: torch.Tensor) -> torch.Tensor:
@@ -144,7 +149,7 @@ CLASSIFIER = Pair(
                 "layers/{layer}/scores": parity.softmax_input(LAYER),
                 "layers/{layer}/weights": parity.softmax_output(LAYER),
                 "layers/{layer}/output": Tap(f"{LAYER}.out"),
-                "layers/{layer}/layer": Tap(LAYER),
+                "layers/{layer}/layer": Tap(f"{LAYER}.norm_2"),
                 "layers/{layer}/sum": Tap(f"{LAYER}.norm_1", "input"),
                 "layers/{layer}/norm_1": Tap(f"{LAYER}.norm_1"),
                 "layers/{layer}/hidden": Tap(f"{LAYER}.wide"),

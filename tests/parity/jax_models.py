@@ -21,7 +21,7 @@ def dense(p, x):
     return y + p["bias"] if "bias" in p else y
 
 
-def attend(p, x, heads, mask=True, memory=None):
+def attend(p, x, heads, mask=True, memory=None, hidden=-jnp.inf):
     """Multi-head attention [B, T, D]; the mask broadcasts to [B, H, T, S]."""
     memory = x if memory is None else memory
 
@@ -31,7 +31,7 @@ def attend(p, x, heads, mask=True, memory=None):
 
     q, k, v = split("query", x), split("key", memory), split("value", memory)
     scores = q @ k.swapaxes(2, 3) / math.sqrt(q.shape[-1])
-    scores = tap("scores", jnp.where(mask, scores, -jnp.inf))
+    scores = tap("scores", jnp.where(mask, scores, hidden))
     context = tap("weights", jax.nn.softmax(scores)) @ v
     return tap("output", dense(p["output"], context.swapaxes(1, 2).reshape(x.shape)))
 
@@ -132,6 +132,36 @@ def whisper_encoder(params, features, heads=4):
     return tap("norm", layer_norm(params["norm"], x, 1e-5))
 
 
+def transformer(params, source, target, table, heads=4):
+    """The Transformer of hyunwoongko/transformer: post-norm, token 1 is padding."""
+
+    def layer(p, x, masks, memory):
+        for i, (name, mask) in enumerate(masks.items(), 1):
+            with scope(name):
+                y = attend(p[name], x, heads, mask, memory if name == "cross" else None, -1e4)
+            x = tap(f"norm_{i}", layer_norm(p[f"norm_{i}"], x + y, 1e-12))
+        hidden = jax.nn.relu(tap("hidden", dense(p["hidden"], x)))
+        y = tap("narrow", dense(p["narrow"], hidden))
+        return tap("norm_3", layer_norm(p["norm_3"], x + y, 1e-12))
+
+    def stack(name, tokens, masks, memory=None):
+        p = params[name]
+        with scope(name):
+            x = p["words"][tokens]
+            x = jnp.where(tokens[..., None] == 1, jax.lax.stop_gradient(x), x)
+            x = tap("embedded", x + table[: tokens.shape[1]])
+            for i, of_layer in enumerate(p["layers"]):
+                with scope(f"layers/{i}"):
+                    x = layer(of_layer, x, masks, memory)
+        return x
+
+    real = (source != 1)[:, None, None]
+    causal = (target != 1)[:, None, :, None] & jnp.tri(target.shape[1], dtype=bool)
+    memory = stack("encoder", source, {"attention": real})
+    x = stack("decoder", target, {"attention": causal, "cross": real}, memory)
+    return dense(params["output"], x)
+
+
 def layers(theirs, attention, output, norm_1, hidden, narrow, norm_2, bias=(True, True, True)):
     """The rules of a layer; `attention` names query, key and value."""
     ours = "layers/{layer}"
@@ -199,6 +229,41 @@ WHISPER_WEIGHTS = [
 ]
 
 
+def _transformer_layer(stack, attentions, norms):
+    ours, theirs = f"{stack}/layers/{{layer}}", f"{stack}.layers.{{layer}}"
+    return [
+        *(
+            rule
+            for name, module in attentions.items()
+            for part, its_name in zip(
+                ("query", "key", "value", "output"), ("q", "k", "v", "concat"), strict=True
+            )
+            for rule in linear(f"{ours}/{name}/{part}", f"{theirs}.{module}.w_{its_name}", True)
+        ),
+        *(
+            same(f"{ours}/{name}/{part}", f"{theirs}.{module}.{its_name}")
+            for name, module in norms.items()
+            for part, its_name in (("scale", "gamma"), ("bias", "beta"))
+        ),
+        *linear(f"{ours}/hidden", f"{theirs}.ffn.linear1", True),
+        *linear(f"{ours}/narrow", f"{theirs}.ffn.linear2", True),
+        same(f"{stack}/words", f"{stack}.emb.tok_emb.weight"),
+    ]
+
+
+TRANSFORMER_WEIGHTS = [
+    *_transformer_layer(
+        "encoder", {"attention": "attention"}, {"norm_1": "norm1", "norm_3": "norm2"}
+    ),
+    *_transformer_layer(
+        "decoder",
+        {"attention": "self_attention", "cross": "enc_dec_attention"},
+        {"norm_1": "norm1", "norm_2": "norm2", "norm_3": "norm3"},
+    ),
+    *linear("output", "decoder.linear", True),
+]
+
+
 def shapes(rules, module, depth):
     """The tree of the parameters that rules give, with lists of layers."""
     tree = {}
@@ -212,6 +277,7 @@ def shapes(rules, module, depth):
                 for parent in parents:
                     branch = branch.setdefault(parent, {})
                 branch[leaf] = jax.ShapeDtypeStruct(array.shape, np.float32)
-    if "layers" in tree:
-        tree["layers"] = [tree["layers"][str(layer)] for layer in range(depth)]
+    for branch in (tree, *tree.values()):
+        if isinstance(branch, dict) and "layers" in branch:
+            branch["layers"] = [branch["layers"][str(layer)] for layer in range(depth)]
     return tree

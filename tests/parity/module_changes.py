@@ -116,6 +116,37 @@ def unnormalised_memory(module: nn.Module) -> None:
     )
 
 
+def memory_of_layer(index: int | None) -> Change:
+    """Makes each layer of the decoder attend to a layer of the encoder, by default its own."""
+
+    def change(module: nn.Module) -> None:
+        kept = {}
+        for number, layer in enumerate(module.encoder.layers):
+            layer.register_forward_hook(
+                lambda self, inputs, output, number=number: kept.update({number: output[0]})
+            )
+        for number, layer in enumerate(module.decoder.layers):
+            chosen = number if index is None else index
+            layer.register_forward_pre_hook(
+                lambda self, inputs, chosen=chosen: (inputs[0], kept[chosen], *inputs[2:])
+            )
+
+    return change
+
+
+def feed_forward_first(self: Any, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """`annotated`'s EncoderLayer with its sub-layers swapped."""
+    kept = []
+
+    def attend(y: Tensor) -> Tensor:
+        output = self.self_attn(y, y, y, mask)
+        kept.append(self.self_attn.attn)
+        return output
+
+    x = self.sublayer[1](x, self.feed_forward)
+    return self.sublayer[0](x, attend), kept[0]
+
+
 def borrowed(part: str, lender: str) -> Change:
     """Makes a sub-module use the weights of another one."""
 

@@ -40,6 +40,8 @@ FAMILIES = {
     "opennmt_alibi": VARIANTS["opennmt_alibi"],
     "opennmt_t5": VARIANTS["opennmt_t5"],
     "double_projection": DOUBLE_PROJECTION_LAYERS,
+    "torch": VARIANTS["torch_post"],
+    "t5": VARIANTS["t5"],
 }
 
 
@@ -117,6 +119,22 @@ ANNOTATED = [
         "source/embedded",
         with_forward("src_embed.1", positions(exponent="tensor2tensor")),
         "exponent is tensor2tensor",
+    ),
+    Mutation(
+        "logarithm base",
+        "source/embedded",
+        with_forward("src_embed.1", positions(base=math.exp(math.log10(1000)))),
+        r"to the base 10 in exp\(\): its frequencies are those of the base 20.0855, ours 1000",
+    ),
+    Mutation(
+        "float16 positions",
+        "target/embedded",
+        lambda module: module.tgt_embed[1].pe.copy_(module.tgt_embed[1].pe.half()),
+    ),
+    Mutation(
+        "bfloat16 positions",
+        "target/embedded",
+        lambda module: module.tgt_embed[1].pe.copy_(module.tgt_embed[1].pe.bfloat16()),
     ),
     Mutation(
         "position offset",
@@ -519,6 +537,60 @@ T5 = [
     ),
 ]
 
+TORCH = [
+    Mutation(
+        "embedding scale",
+        "target/embedding",
+        with_output("tgt_tok_emb", lambda self, y, x: y / 4),
+        "by 1, ours by 4",
+    ),
+    Mutation(
+        "norm epsilon",
+        f"{IN_ENCODER}/self_attention_norm",
+        with_values("transformer.encoder.layers.0.norm1", eps=1e-3),
+        "epsilon 0.001 .* ours 1e-05",
+    ),
+    Mutation(
+        "activation",
+        f"{IN_DECODER}/feed_forward/activated",
+        with_values("transformer.decoder.layers.1", activation=F.silu),
+        "is silu, ours relu",
+    ),
+    Mutation(
+        "bias missing",
+        f"{IN_DECODER}/feed_forward/output",
+        with_output("transformer.decoder.layers.1.linear2", lambda self, y, x: y - self.bias),
+    ),
+    Mutation(
+        "final norm missing",
+        "encoder/final_norm",
+        with_forward("transformer.encoder.norm", lambda self, x: x),
+    ),
+]
+
+T5_MODULE = [
+    Mutation(
+        "norm epsilon",
+        f"{IN_ENCODER}/self_attention_norm",
+        with_values("encoder.block.0.layer.0.layer_norm", variance_epsilon=1e-3),
+        "epsilon 0.001 .* ours 1e-06",
+    ),
+    Mutation(
+        "activation",
+        f"{IN_DECODER}/feed_forward/activated",
+        with_values("decoder.block.1.layer.2.DenseReluDense", act=nn.GELU()),
+        "is gelu, ours relu",
+    ),
+    Mutation(
+        "wrong layer",
+        "encoder/layers/1/feed_forward/hidden",
+        borrowed(
+            "encoder.block.1.layer.1.DenseReluDense.wi", "encoder.block.0.layer.1.DenseReluDense.wi"
+        ),
+    ),
+    Mutation("logit scale", "logits", with_output("lm_head", lambda self, y, x: 4 * y)),
+]
+
 CASES = [
     pytest.param(family, mutation, id=f"{family}-{mutation.cause}-{mutation.site}")
     for family, mutations in {
@@ -529,6 +601,8 @@ CASES = [
         "opennmt_alibi": ALIBI,
         "opennmt_t5": T5,
         "double_projection": DOUBLE_PROJECTION,
+        "torch": TORCH,
+        "t5": T5_MODULE,
     }.items()
     for mutation in mutations
 ]

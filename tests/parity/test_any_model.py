@@ -1,16 +1,20 @@
 """A PyTorch module and any JAX function of the same weights are compared value by value."""
 
+import math
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 import torch
 from any_models import CLASSIFIER
+from flax import linen
 from module_changes import with_forward, with_values
 
 from flaxformer_mt import parity
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.interop.weight_maps.rules import same, transposed
+from flaxformer_mt.interop.weight_maps.rules import linear, same, transposed
 
 
 def test_values_and_gradients_agree():
@@ -75,6 +79,115 @@ def test_what_cannot_be_compared_is_said(options, message):
         compare_projection(**options)
 
 
+class Network(torch.nn.Module):
+    def __init__(self, activation):
+        super().__init__()
+        self.wide, self.narrow = torch.nn.Linear(3, 5), torch.nn.Linear(5, 2)
+        self.activation = activation
+
+    def forward(self, x):
+        return self.narrow(self.activation(self.wide(x)))
+
+
+class LinenNetwork(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return linen.Dense(2, name="narrow")(linen.relu(linen.Dense(5, name="wide")(x)))
+
+
+def linen_network(intermediates):
+    """A function of Linen parameters, the parameters, and their rules."""
+    params = LinenNetwork().init(jax.random.key(0), jnp.ones((1, 3)))["params"]
+
+    def tapped(params, x):
+        with parity.linen_taps():
+            return LinenNetwork().apply({"params": params}, x)
+
+    def captured(params, x):
+        return LinenNetwork().apply(
+            {"params": params}, x, capture_intermediates=True, mutable=["intermediates"]
+        )
+
+    rules = [*linear("wide", "wide", bias=True), *linear("narrow", "narrow", bias=True)]
+    return captured if intermediates else tapped, params, rules
+
+
+def equinox_network():
+    """The same of Equinox."""
+    equinox = pytest.importorskip("equinox")
+
+    class EquinoxNetwork(equinox.Module):
+        wide: equinox.nn.Linear
+        narrow: equinox.nn.Linear
+
+        def __call__(self, x):
+            return self.narrow(jax.nn.relu(self.wide(x)))
+
+    keys = jax.random.split(jax.random.key(0))
+    model = EquinoxNetwork(
+        equinox.nn.Linear(3, 5, key=keys[0]), equinox.nn.Linear(5, 2, key=keys[1])
+    )
+    params, static = equinox.partition(model, equinox.is_array)
+
+    def tapped(params, x):
+        return jax.vmap(parity.equinox_taps(equinox.combine(params, static)))(x)
+
+    names = [f"{layer}.{part}" for layer in ("wide", "narrow") for part in ("weight", "bias")]
+    return tapped, params, [same(name.replace(".", "/"), name) for name in names]
+
+
+@pytest.mark.parametrize("kind", ["linen taps", "linen intermediates", "equinox"])
+def test_modules_of_other_libraries_have_the_names_of_their_parts(kind):
+    function, params, rules = (
+        equinox_network() if kind == "equinox" else linen_network("intermediates" in kind)
+    )
+    batch = np.random.default_rng(0).normal(size=(6, 3))
+    for activation, cause in ((torch.relu, None), (torch.nn.functional.gelu, "activation")):
+        torch.manual_seed(0)
+        report = parity.compare_models(
+            Network(activation).double(),
+            function,
+            params,
+            batch,
+            weights=rules,
+            intermediates="intermediates" in kind,
+        )
+        assert [row.site for row in report.rows[:2]] == ["wide", "narrow"]
+        assert report.passed == (cause is None), report
+        assert [each.diagnosis.cause for each in report.findings] == ([cause] if cause else [])
+        assert not cause or report.findings[0].site == "narrow"
+
+
+class Formula(torch.nn.Module):
+    """A formula with one parameter, so that there is something to differentiate."""
+
+    def __init__(self, formula):
+        super().__init__()
+        self.weight, self.formula = torch.nn.Parameter(torch.ones(4).double()), formula
+
+    def forward(self, x):
+        return self.formula(self.weight * x)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "says"),
+    [
+        (lambda x: (-x * math.log10(1e4)).exp(), lambda x: jnp.exp(-x * math.log(1e4)), "4 in the"),
+        (lambda x: x.log2(), jnp.log, "multiplies the result by 1.4427"),
+    ],
+)
+def test_another_base_of_logarithms(theirs, ours, says):
+    report = parity.compare_models(
+        Formula(theirs),
+        lambda params, x: ours(params["weight"] * x),
+        {"weight": np.ones(4)},
+        np.random.default_rng(0).uniform(0.5, 2, size=(6, 4)),
+    )
+    (finding,) = report.findings
+    assert finding.diagnosis.cause == "logarithm base", finding
+    assert says in finding.diagnosis.explanation
+
+
 @pytest.mark.parametrize(("epsilon", "passed"), [(1e-8, True), (1e-3, False)])
 def test_optimizer_steps(epsilon, passed):
     module = CLASSIFIER.module()
@@ -94,5 +207,8 @@ def test_optimizer_steps(epsilon, passed):
             ),
         )
     assert report.passed == passed
-    assert (report.trajectory.first_divergence is None) == passed
+    first = report.trajectory.first_divergence
+    assert (first is None) == passed
+    if not passed:
+        assert "Adam's epsilon is 0.001 in the reference, 1e-08 in ours" in first.explanation
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())

@@ -101,7 +101,12 @@ CLASSIFIER_FAULTS = {
     "identity": (with_forward(L, lambda self, x, mask: x), "layers/1/query", "skipped layer"),
     "skipped": (in_order(0, 2), "layers/1/query", "skipped layer"),
     "repeated": (in_order(0, 0, 1, 2), "layers/1/query", "repeated layer"),
-    "reversed": (in_order(0, 2, 1), "layers/1/query", "wrong input"),
+    "reversed": (in_order(0, 2, 1), "layers/1/query", "layer order"),
+    "swapped": (
+        with_forward(L, lambda self, x, mask: self.attend(self.transform(x), mask)),
+        "layers/1/query",
+        "sub-layer order",
+    ),
     "unknown": (with_output(f"{L}.narrow", unknown), "layers/1/narrow", None),
     "pooler": (with_output("pooler", without_bias), "pooled", "bias missing"),
 }
@@ -158,6 +163,9 @@ MIXER_FAULTS = {
     "shared": (borrowed(f"{B}.tokens", "blocks.0.tokens"), "blocks/1/tokens", "wrong weights"),
     "unknown": (with_output("head", unknown), "head", None),
 }
+CONSEQUENCES = {"reversed": {"another layer"}, "swapped": {"wrong input"}}
+"""Other causes that are right, of sites that read what the fault moves."""
+
 MODELS = {
     "classifier": (CLASSIFIER, CLASSIFIER_FAULTS),
     "gpt2": (GPT2, GPT2_FAULTS),
@@ -210,7 +218,7 @@ def test_a_fault(model, fault):
     found = report.findings[0].diagnosis
     assert (found and found.cause) == cause, report.findings
     causes = {each.diagnosis.cause for each in report.findings if each.diagnosis}
-    assert causes <= {cause}, report.findings
+    assert causes <= {cause} | CONSEQUENCES.get(fault, set()), report.findings
 
 
 @pytest.mark.parametrize(
@@ -247,6 +255,25 @@ def test_two_faults(model, first, second):
             "jadore801120",
             all_of(with_values("encoder.layer_norm", eps=1e-5), with_values("", logit_scale=1.0)),
             {"encoder/embedding_norm": "norm epsilon", "logits": "logit scale"},
+        ),
+        (
+            "torch",
+            all_of(
+                with_values("transformer.encoder.layers.0.norm1", eps=1e-3),
+                with_values("transformer.decoder.layers.1", activation=F.silu),
+            ),
+            {
+                "encoder/layers/0/self_attention_norm": "norm epsilon",
+                "decoder/layers/1/feed_forward/activated": "activation",
+            },
+        ),
+        (
+            "t5",
+            all_of(
+                with_values("encoder.block.0.layer.0.layer_norm", variance_epsilon=1e-3),
+                with_output("lm_head", lambda self, y, x: 4 * y),
+            ),
+            {"encoder/layers/0/self_attention_norm": "norm epsilon", "logits": "logit scale"},
         ),
         (
             "opennmt_t5",

@@ -6,6 +6,7 @@ comparison only gets the changed module.
 
 import dataclasses
 import functools
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from module_changes import (
     all_of,
     attention,
     changed_weight,
+    feed_forward_first,
+    memory_of_layer,
     positions,
     with_forward,
     with_output,
@@ -137,6 +140,15 @@ def test_a_mask_that_ignores_padding_of_the_target():
     check(report, "decoder/layers/0/self_attention/scores", "missing padding mask")
 
 
+def test_a_loss_in_bits():
+    def in_bits(logits, targets, smoothing, pad_id):
+        total, count = losses.jadore801120(logits, targets, smoothing, pad_id)
+        return total / math.log(2), count
+
+    theirs = dataclasses.replace(recipe("jadore801120"), loss=in_bits)
+    check(compared("jadore801120", recipe=theirs), "loss", "logarithm base", "to the base 2, ours")
+
+
 def test_another_label_smoothing():
     theirs = dataclasses.replace(recipe("jadore801120"), loss=losses.torch_cross_entropy)
     report = compared("jadore801120", recipe=theirs)
@@ -197,7 +209,8 @@ def causes_of(inputs: DiagnosisInputs) -> set[str]:
     for name in [*inputs.ours, "loss"]:
         ours = inputs.ours.get(name, np.asarray(inputs.loss))
         # Some causes need a large difference, others that of rounding.
-        for theirs in (ours + rng.normal(size=ours.shape), np.float64(np.float32(ours))):
+        noisy, rounded = ours + rng.normal(size=ours.shape), np.float64(np.float32(ours))
+        for theirs in (noisy, rounded, inputs.theirs.get(name, ours)):
             site = SuspectSite(inputs, name, theirs)
             found |= {each.cause for each in candidates(operation(inputs, name), site)}
     return found
@@ -221,7 +234,18 @@ def test_causes_in_the_docs_are_those_that_are_tested(monkeypatch):
     for family, part in parts.items():
         compared(family, with_output(part, lambda self, y, *_: 2 * y))
     assert len(captured) == len(parts)
-    compared("annotated", layers_in_order(0, 0, 1, 2))
+    tables = all_of(
+        lambda module: module.src_embed[1].pe.copy_(module.src_embed[1].pe.half()),
+        lambda module: module.tgt_embed[1].pe.copy_(module.tgt_embed[1].pe.bfloat16()),
+    )
+    for change in (
+        all_of(layers_in_order(0, 0, 1, 2), with_forward("encoder.layers.0", feed_forward_first)),
+        all_of(layers_in_order(2, 1, 0), memory_of_layer(None)),
+        tables,
+    ):
+        count = len(captured)
+        compared("annotated", change)
+        del captured[count + 1 :]
     tested = set().union(*map(causes_of, captured))
     text = (DOCS / "parity.md").read_text("utf-8")
     section = text[text.index("## Reading a diagnosis") : text.index("## float32 or float64")]
@@ -256,12 +280,48 @@ def layers_in_order(*order: int) -> Change:
         ),
         (layers_in_order(0, 0, 1, 2), "encoder/layers/1/self_attention_norm", "repeated layer"),
         (layers_in_order(0, 2, 1), "encoder/layers/1/self_attention_norm", "layer order"),
+        (layers_in_order(2, 1, 0), "encoder/layers/0/self_attention_norm", "reversed layers"),
+        (
+            with_forward("encoder.layers.1", feed_forward_first),
+            "encoder/layers/1/self_attention_norm",
+            "sub-layer order",
+        ),
+        (memory_of_layer(None), "decoder/layers/0/cross_attention/key", "per-layer memory"),
+        (memory_of_layer(1), "decoder/layers/0/cross_attention/key", "memory of another layer"),
     ],
 )
 def test_the_order_of_layers(change, site, cause):
     report = compared("annotated", change)
     assert report.first_divergence.site == site
     assert report.findings[0].diagnosis.cause == cause
+    if "skipped" not in cause:
+        assert {each.diagnosis.cause for each in report.findings if each.diagnosis} == {cause}
+
+
+def detached_statistics(self, x):
+    """`annotated`'s LayerNorm, through whose statistics no gradient flows."""
+    mean, deviation = x.mean(-1, keepdim=True), x.std(-1, keepdim=True)
+    return self.a_2 * (x - mean.detach()) / (deviation.detach() + self.eps) + self.b_2
+
+
+@pytest.mark.parametrize(
+    ("part", "agrees", "differs"),
+    [
+        (
+            "encoder.layers.1.sublayer.1.norm",
+            "encoder/layers/1/feed_forward_norm",
+            "encoder/layers/1/self_attention_sum",
+        ),
+        ("decoder.norm", "decoder/final_norm", "decoder/layers/1"),
+    ],
+)
+def test_detached_statistics_are_located(part, agrees, differs):
+    report = compared("annotated", with_forward(part, detached_statistics))
+    assert report.first_divergence.section == "gradients"
+    (note,) = report.notes
+    assert f"agree down to {agrees}" in note, note
+    assert f"differ at {differs}" in note, note
+    assert note in " ".join(str(report).split())
 
 
 def test_a_relu_is_not_dropout():

@@ -2,12 +2,19 @@
 
 import inspect
 
+import clones
 import jax_models
 import numpy as np
 import pytest
 import torch
 from any_models import GPT2
-from jax_models import BERT_WEIGHTS, VIT_WEIGHTS, WHISPER_WEIGHTS, shapes
+from jax_models import (
+    BERT_WEIGHTS,
+    TRANSFORMER_WEIGHTS,
+    VIT_WEIGHTS,
+    WHISPER_WEIGHTS,
+    shapes,
+)
 
 from flaxformer_mt import parity
 from flaxformer_mt.parity import Tap, references
@@ -137,11 +144,78 @@ def test_gpt2_in_float64():
     assert max(row.max_rel for row in report.rows) < 1e-10
 
 
+def original_transformer():
+    """The model of hyunwoongko/transformer by its own code."""
+    with clones.imported(
+        "https://github.com/hyunwoongko/transformer",
+        "63286547b9cd174a6cfc204832271814d685181f",
+        "models.model.transformer",
+    ) as code:
+        return code.Transformer(
+            src_pad_idx=1,
+            trg_pad_idx=1,
+            trg_sos_idx=2,
+            enc_voc_size=13,
+            dec_voc_size=11,
+            d_model=16,
+            n_head=4,
+            max_len=12,
+            ffn_hidden=24,
+            n_layers=2,
+            drop_prob=0.1,
+            device="cpu",
+        )
+
+
+def test_hyunwoongkos_transformer_in_float64():
+    with references.default_dtype("float64"):
+        torch.manual_seed(0)
+        module = references.perturb(original_transformer())
+    attentions = {"encoder": {"attention": "attention"}}
+    attentions["decoder"] = {"attention": "self_attention", "cross": "enc_dec_attention"}
+    norms = {"encoder": {1: 1, 3: 2}, "decoder": {1: 1, 2: 2, 3: 3}}
+    names = {}
+    for stack in ("encoder", "decoder"):
+        layer = f"{stack}.layers.{{layer}}"
+        taps = {"hidden": Tap(f"{layer}.ffn.linear1"), "narrow": Tap(f"{layer}.ffn.linear2")}
+        taps |= {f"norm_{ours}": Tap(f"{layer}.norm{i}") for ours, i in norms[stack].items()}
+        for ours, theirs in attentions[stack].items():
+            own = attention_taps(f"{layer}.{theirs}", f"{layer}.{theirs}.w_concat")
+            own |= {
+                name: Tap(f"{layer}.{theirs}.w_{name[0]}") for name in ("query", "key", "value")
+            }
+            taps |= {f"{ours}/{name}": tap for name, tap in own.items()}
+        names[f"{stack}/embedded"] = f"{stack}.emb"
+        names |= {f"{stack}/{site}": tap for site, tap in in_layers(taps).items()}
+    source = np.array([[5, 6, 7, 8, 2, 9, 12], [9, 4, 2, 3, 1, 1, 1], [3, 8, 8, 10, 4, 1, 1]])
+    target = np.array([[2, 6, 7, 8, 4], [2, 4, 10, 1, 1], [2, 8, 8, 1, 1]])
+    # Its sinusoids are computed in float32, and are no buffer.
+    table = module.encoder.emb.pos_emb.encoding
+    report = parity.compare_models(
+        module,
+        jax_models.transformer,
+        shapes(TRANSFORMER_WEIGHTS, module, 2),
+        (source, target, table),
+        names=names,
+        weights=TRANSFORMER_WEIGHTS,
+        forward=lambda module, source, target, table: module(source, target),
+    )
+    assert report.passed, report
+    assert not report.untapped
+    assert max(row.max_rel for row in report.rows) < 1e-10
+
+
 def test_the_functions_are_short():
-    parts = ("layer_norm", "dense", "attend", "sandwich", "convolution")
-    lines = {
-        name: len(inspect.getsource(getattr(jax_models, name)).splitlines())
-        for name in (*parts, "gpt2", "bert", "vit", "whisper_encoder")
-    }
-    common = sum(lines[part] for part in parts)
-    assert all(count + common < 60 for count in lines.values()), lines
+    lines = {}
+    for name in ("gpt2", "bert", "vit", "whisper_encoder", "transformer"):
+        wanted, text = [name], ""
+        while wanted:
+            source = inspect.getsource(getattr(jax_models, wanted.pop()))
+            text += source
+            wanted += [
+                part
+                for part in ("layer_norm", "dense", "attend", "sandwich", "convolution")
+                if f"{part}(" in source and f"def {part}(" not in text and part not in wanted
+            ]
+        lines[name] = len(text.splitlines())
+    assert all(count < 60 for count in lines.values()), lines

@@ -113,6 +113,31 @@ def test_a_wrong_setting_is_named(saved, family, settings):
     assert [(each.name, each.theirs) for each in found] == [(name, getattr(right, name))]
 
 
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("jadore801120", {"num_heads": 2, "scale_logits": False}),
+        *(
+            pytest.param(family, settings, marks=pytest.mark.slow)
+            for family, settings in (
+                ("torch", {"num_heads": 8, "activation": "relu"}),
+                ("fairseq", {"num_heads": 8, "scale_embeddings": True}),
+                # The layout of rotations only matters once there are rotations.
+                ("opennmt", {"position_kind": "alibi", "position_layout": "concatenated"}),
+                ("marian", {"activation": "gelu", "scale_embeddings": False}),
+            )
+        ),
+    ],
+)
+def test_two_wrong_settings_are_named(saved, family, settings):
+    path, inputs, outputs, hints = saved(family)
+    model, values = published.read(family, path), files.read(inputs, outputs)
+    right, given = model.configure(hints), hints | settings
+    found = Search(model, given, values, "published").explanation(model.configure(given))
+    expected = {name: getattr(right, name) for name in settings}
+    assert {each.name: each.theirs for each in found} == expected
+
+
 def test_right_settings_agree_and_wrong_ones_have_exit_code_1(command):
     code, out, _ = command("jadore801120", {})
     assert code == 0, out

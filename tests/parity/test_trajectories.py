@@ -2,12 +2,16 @@
 
 import dataclasses
 
+import jax
 import numpy as np
+import optax
 import pytest
 import torch
 from toy_references import DOUBLE_PROJECTION, VARIANTS, Variant
 
 from flaxformer_mt import interop, parity
+from flaxformer_mt.parity.model_pair import precision
+from flaxformer_mt.parity.optimizer_probe import differences, updates_of_optax, updates_of_torch
 from flaxformer_mt.parity.recipes import recipe
 
 ALL = VARIANTS | {"double_projection": DOUBLE_PROJECTION}
@@ -99,9 +103,15 @@ def adam(kind=torch.optim.Adam, **options):
             "whether steps count from 0",
         ),
         ({"loss": recipe("torch").loss}, 1, "loss", "the forward pass and the loss"),
-        ({"adam": adam(eps=1e-4)}, 2, "loss", "the first update differs"),
+        ({"adam": adam(eps=1e-4)}, 2, "loss", "the first update differs: Adam's epsilon is 0.0001"),
         ({"adam": adam(torch.optim.AdamW, weight_decay=1)}, 1, "parameter_norm", "weight decay"),
-        ({"adam": adam(betas=(0.9, 0.9))}, 3, "loss", "update 2 is the first to differ"),
+        (
+            {"adam": adam(betas=(0.9, 0.9))},
+            3,
+            "loss",
+            "update 2 is the first to differ: Adam's decay rates are (0.9, 0.9) in the reference, "
+            "(0.9, 0.997) in ours",
+        ),
         ({"adam": adam(betas=(0.9, 0.9))}, 3, "loss", "it is not rounding"),
     ],
 )
@@ -109,6 +119,32 @@ def test_what_differs_first_is_named(changes, step, quantity, explanation):
     found = train(VARIANTS["tunz"], 4, **wrong(**changes)).first_divergence
     assert (found.step, found.quantity) == (step, quantity)
     assert explanation in found.explanation
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "says"),
+    [
+        ({}, {}, []),
+        ({"eps": 1e-9}, {}, ["Adam's epsilon is 1e-09 in the reference, 1e-08 in ours"]),
+        ({"eps": 1e-5}, {"eps": 1e-30}, ["Adam's epsilon is 1e-05 in the reference, 0 in ours"]),
+        (
+            {"betas": (0.8, 0.98)},
+            {},
+            ["decay rates are (0.8, 0.98) in the reference, (0.9, 0.999)"],
+        ),
+        ({"lr": 2e-3}, {}, ["the first update is 0.002 in the reference and 0.001 in ours"]),
+        ({"weight_decay": 0.1}, {}, ["weight decay: a parameter of 1"]),
+    ],
+)
+def test_how_two_optimizers_differ(theirs, ours, says):
+    """Whether or not the training has come to where it shows."""
+    with precision("float64"), jax.numpy_dtype_promotion("standard"):
+        found = differences(
+            updates_of_optax(optax.adam(**{"learning_rate": 1e-3} | ours)),
+            updates_of_torch(lambda p: torch.optim.Adam(p, **{"lr": 1e-3} | theirs)),
+        )
+    assert len(found) == len(says)
+    assert all(words in sentence for words, sentence in zip(says, found, strict=True)), found
 
 
 @pytest.mark.slow

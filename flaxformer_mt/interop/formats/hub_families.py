@@ -11,6 +11,13 @@ from flaxformer_mt.interop.weight_maps.family import Family
 Settings = Mapping[str, Any]
 
 _COMMON_DEFAULTS: Settings = {"is_encoder_decoder": True, "tie_word_embeddings": True}
+_FAIRSEQ_DEFAULTS: Settings = {
+    **_COMMON_DEFAULTS,
+    "attention_dropout": 0.0,
+    "activation_dropout": 0.0,
+    "dropout": 0.1,
+    "scale_embedding": False,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,14 +158,7 @@ HUB_FAMILIES = {
             model_type=lambda model: "marian",
             settings=_marian,
             sizes=_FAIRSEQ_SIZES,
-            defaults={
-                **_COMMON_DEFAULTS,
-                "share_encoder_decoder_embeddings": True,
-                "attention_dropout": 0.0,
-                "activation_dropout": 0.0,
-                "dropout": 0.1,
-                "scale_embedding": False,
-            },
+            defaults={**_FAIRSEQ_DEFAULTS, "share_encoder_decoder_embeddings": True},
             new=_new_marian,
         ),
         HubFamily(
@@ -170,13 +170,7 @@ HUB_FAMILIES = {
             model_type=lambda model: "mbart" if model.norm_position == "pre" else "bart",
             settings=_fairseq_like,
             sizes=_FAIRSEQ_SIZES,
-            defaults={
-                **_COMMON_DEFAULTS,
-                "attention_dropout": 0.0,
-                "activation_dropout": 0.0,
-                "dropout": 0.1,
-                "scale_embedding": False,
-            },
+            defaults=_FAIRSEQ_DEFAULTS,
             new=_new,
         ),
         HubFamily(
@@ -185,13 +179,7 @@ HUB_FAMILIES = {
             model_type=lambda model: "m2m_100",
             settings=_fairseq_like,
             sizes=_FAIRSEQ_SIZES,
-            defaults={
-                **_COMMON_DEFAULTS,
-                "attention_dropout": 0.1,
-                "activation_dropout": 0.0,
-                "dropout": 0.1,
-                "scale_embedding": True,
-            },
+            defaults={**_FAIRSEQ_DEFAULTS, "attention_dropout": 0.1, "scale_embedding": True},
             new=_new,
         ),
         HubFamily(

@@ -158,7 +158,7 @@ def write(
         _write_json(partial / CONFIG, _settings(hub, model, stored), kept)
         _write_json(partial / GENERATION, search, kept)
         checkpoint_files.write(partial / "model.safetensors", _narrowed(tensors, dtype))
-    return (*notes, *losses)
+    return (*notes, *losses, *_allowed_padding(search, model, bundle.tokenizers))
 
 
 # Reading.

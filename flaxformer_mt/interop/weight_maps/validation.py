@@ -1,7 +1,7 @@
 """Checks configurations, published tensors and parameters against a family's weight map."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -48,16 +48,24 @@ def check_ids(config: TransformerConfig) -> None:
     Raises:
       UserError: one is not.
     """
-    if not config.target_vocab_size:
-        return
-    both = config.target_vocab_size
+    for name, given, size in ids_outside(config):
+        raise UserError(f"{name}={given} is no token: the vocabulary has {size}, from 0")
+
+
+def ids_outside(config: TransformerConfig) -> Iterator[tuple[str, int, int]]:
+    """Yields special tokens that a vocabulary lacks: the field, its id, and the vocabulary's size.
+
+    Padding and end must be in both vocabularies. Without vocabularies (V = 0) there is nothing to
+    be outside of.
+    """
+    target = config.target_vocab_size
+    both = target
     if config.has_inputs and config.source_vocab_size:
-        both = min(both, config.source_vocab_size)
-    sizes = {"pad_id": both, "bos_id": config.target_vocab_size, "eos_id": both}
-    for name, size in sizes.items():
+        both = min(target, config.source_vocab_size)
+    for name, size in {"pad_id": both, "bos_id": target, "eos_id": both}.items():
         given = getattr(config, name)
-        if given >= size:
-            raise UserError(f"{name}={given} is no token: the vocabulary has {size}, from 0")
+        if target and given >= size:
+            yield name, given, size
 
 
 def check_heads(family: Family, config: TransformerConfig) -> None:

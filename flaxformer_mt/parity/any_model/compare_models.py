@@ -31,8 +31,15 @@ from flaxformer_mt.parity.diagnosis.findings import Select, find
 from flaxformer_mt.parity.model_pair import COMPILER_OPTIONS, precision, without_dropout
 from flaxformer_mt.parity.reports.comparison import Finding, Row
 from flaxformer_mt.parity.reports.report import Report
-from flaxformer_mt.parity.rows import GRADIENTS, VALUES, largest, row, step_rows, value_row
-from flaxformer_mt.parity.trace import Tap, Values, comparable, values_of_module
+from flaxformer_mt.parity.rows import VALUES, gradient_rows, step_rows, value_row
+from flaxformer_mt.parity.trace import (
+    Tap,
+    Values,
+    comparable,
+    parameter_gradients,
+    values_of_module,
+)
+from flaxformer_mt.parity.trajectory import restored
 
 JaxFunction = Callable[..., Any]
 ModuleForward = Callable[..., Any]
@@ -103,9 +110,10 @@ def compare_models(
         rows = [*_rows(ours, theirs, sides.dtype, select)]
         findings: tuple[Finding, ...] = ()
         notes = []
-        if not all(row.passed for row in rows):
+        differs = not all(row.passed for row in rows)
+        if differs:
             findings = tuple(_findings(sides, theirs, select))
-        if not all(row.passed for row in rows) and not findings:
+        if differs and not findings:
             shapes = {site: value.shape for site, value in ours.values.items()}
             found = backward.gradients_of_function(sides.program, sides.arguments(), losses[1])
             expected = backward.gradients_of_module(
@@ -188,13 +196,12 @@ class _Sides:
             yield
             return
         tensors = dict(_tensors(self.module))
-        written = self.rules.to_module(self.given)
-        kept = _copies({name: tensors[name] for name in written if name in tensors})
-        try:
-            _write(tensors, written)
+        with restored(self.module):
+            with torch.no_grad():
+                for name, value in self.rules.to_module(self.given).items():
+                    if name in tensors:
+                        tensors[name].copy_(torch.tensor(value))
             yield
-        finally:
-            _write(tensors, kept)
 
     def tensors(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         """Copies the trained tensors and the others, by name."""
@@ -220,13 +227,6 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
     return {name: tensor.detach().clone().numpy() for name, tensor in tensors.items()}
-
-
-def _write(tensors: Mapping[str, torch.Tensor], values: Mapping[str, np.ndarray]) -> None:
-    with torch.no_grad():
-        for name, value in values.items():
-            if name in tensors:
-                tensors[name].copy_(torch.tensor(value))
 
 
 def _sides(
@@ -370,13 +370,6 @@ def _run_module(
         theirs, wanted = _shapes(tensors), _shapes(ours[site] for site in expected)
         raise UserError(f"the module returns {theirs}, but the function {wanted}: give forward=")
     total = loss(*tensors)
-    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    found = torch.autograd.grad(total, list(parameters.values()), allow_unused=True)
-    gradients = {
-        # The gradient of an unused parameter is 0.
-        name: (torch.zeros_like(parameter) if gradient is None else gradient).numpy()
-        for (name, parameter), gradient in zip(parameters.items(), found, strict=True)
-    }
     results = {
         site: comparable(site, tensor.detach().numpy())
         for site, tensor in zip(expected, tensors, strict=True)
@@ -384,7 +377,7 @@ def _run_module(
     return _Side(
         found_values.values | results,
         total.item(),
-        gradients,
+        parameter_gradients(module, total),
         found_values.never_run,
         found_values.again,
     )
@@ -422,7 +415,4 @@ def _rows(ours: _Side, theirs: _Side, dtype: str, real: Select) -> Iterator[Row]
         if site in theirs.values:
             yield value_row(site, real(site, value), real(site, theirs.values[site]), dtype)
     yield value_row("loss", np.array(ours.loss), np.array(theirs.loss), dtype)
-    scale = max(map(largest, theirs.gradients.values()))
-    for name, expected in theirs.gradients.items():
-        found = ours.gradients[name]
-        yield row(f"gradient/{name}", found, expected, GRADIENTS[dtype] * scale, scale)
+    yield from gradient_rows(ours.gradients, theirs.gradients, dtype)

@@ -2,6 +2,7 @@
 
 import collections
 import itertools
+import math
 
 import numpy as np
 
@@ -29,11 +30,22 @@ def another_constant(segment: Segment) -> Found:
                 continue
             if cause == "mean" and abs(abs(solved - ours) - 1) < 1e-6:
                 cause, words = "biased variance", "divisor of the sum of squares"
+            if _is_logarithm(solved / ours if ours else 0.0):
+                cause = "logarithm base"
             yield ProgramCause(
                 cause,
                 f"the {words} is {solved:.6g} in the reference, {ours:.6g} in ours",
                 value(solved),
             )
+
+
+def _is_logarithm(factor: float) -> bool:
+    """Returns whether a factor converts natural logarithms to the base 2 or 10, or back."""
+    return any(
+        math.isclose(factor, value, rel_tol=1e-6)
+        for base in (2, 10)
+        for value in (math.log(base), 1 / math.log(base))
+    )
 
 
 def _role(segment: Segment, number: int) -> tuple[str, str]:
@@ -157,7 +169,9 @@ def solved_for(segment: Segment) -> Found:
     solved = segment.solve(lambda scale: scale * segment.value, 1.0)
     if solved is not None:
         words = f"the reference multiplies the result by {solved:.6g}, ours does not"
-        yield ProgramCause("scale", words, solved * segment.value)
+        logarithms = {"log", "log1p"} & {equation.name for equation in segment.equations}
+        cause = "logarithm base" if logarithms and _is_logarithm(solved) else "scale"
+        yield ProgramCause(cause, words, solved * segment.value)
     last = segment.producers.get(segment.number)
     if last is not None and last.name == "add":
         operands = [segment.values[n] for n in last.inputs]

@@ -70,6 +70,8 @@ class Program:
     """Paths of the parameters, and of the layers of stacked ones."""
     types: Mapping[int, jax.ShapeDtypeStruct]
     """The shape and dtype of every value."""
+    stacks: Mapping[int, tuple[int, ...]]
+    """The values of the iterations of a loop, by the number of their stack."""
 
     def run(self, leaves: Sequence[Any], added: Mapping[int, Any] = MappingProxyType({})) -> Values:
         """Computes all values from the leaves of the arguments.
@@ -83,6 +85,27 @@ class Program:
             compute(equation, values)
             values.update({n: values[n] + added[n] for n in equation.outputs if n in added})
         return values
+
+    def with_sites(self, numbers: Mapping[str, int], outputs: Sequence[str]) -> "Program":
+        """Returns the program with other sites, and some of its outputs.
+
+        Args:
+          numbers: the value of each site, by name.
+          outputs: names of outputs.
+        """
+        computed_at = {
+            number: position + 1
+            for position, equation in enumerate(self.equations)
+            for number in equation.outputs
+        }
+        sites = [SiteValue(n, number, computed_at.get(number, 0)) for n, number in numbers.items()]
+        kept = dict(zip(self.output_names, self.outputs, strict=True))
+        return dataclasses.replace(
+            self,
+            outputs=tuple(kept[name] for name in outputs),
+            output_names=tuple(outputs),
+            sites=tuple(sorted(sites, key=lambda site: site.position)),
+        )
 
     def slice_before(self, number: int, known: Iterable[int]) -> list[Equation]:
         """Returns the equations that compute a value from `known` ones, in order."""
@@ -165,6 +188,7 @@ class _Builder:
         self.types: dict[int, jax.ShapeDtypeStruct] = {}
         self.parameters: dict[int, str] = {}
         self.sites: dict[str, int] = {}
+        self.stacks: dict[int, tuple[int, ...]] = {}
 
     def new(self, like: Any) -> int:
         self.types[len(self.types)] = jax.ShapeDtypeStruct(like.shape, like.dtype)
@@ -227,7 +251,9 @@ class _Builder:
             carry, out = found[: len(carry)], found[len(carry) :]
             steps.append(out)
         ordered = steps[::-1] if p["reverse"] else steps
-        outputs = [self.apply(_stack, column) for column in zip(*ordered, strict=True)]
+        columns = [*zip(*ordered, strict=True)]
+        outputs = [self.apply(_stack, column) for column in columns]
+        self.stacks |= dict(zip(outputs, columns, strict=True))
         return [*carry, *outputs]
 
     def slice_of(self, number: int, index: int) -> int:
@@ -244,24 +270,19 @@ class _Builder:
         return output
 
     def program(self, inputs: Sequence[int], outputs: Sequence[tuple[str, int]]) -> Program:
-        computed_at = {
-            number: position + 1
-            for position, equation in enumerate(self.equations)
-            for number in equation.outputs
-        }
-        sites = [
-            SiteValue(n, number, computed_at.get(number, 0)) for n, number in self.sites.items()
-        ]
-        return Program(
+        names = tuple(name for name, _ in outputs)
+        program = Program(
             tuple(self.equations),
             tuple(inputs),
             self.constants,
             tuple(number for _, number in outputs),
-            tuple(name for name, _ in outputs),
-            tuple(sorted(sites, key=lambda site: site.position)),
+            names,
+            (),
             self.parameters,
             self.types,
+            self.stacks,
         )
+        return program.with_sites(self.sites, names)
 
 
 def _alone(eqn: Any) -> Callable[..., Sequence[Any]]:

@@ -1,5 +1,6 @@
 """Trains a PyTorch module and a JAX function from the same weights on the same batch."""
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,6 +10,8 @@ import optax
 import torch
 from torch import nn
 
+from flaxformer_mt.parity.model_pair import precision
+from flaxformer_mt.parity.optimizer_probe import differences, updates_of_optax, updates_of_torch
 from flaxformer_mt.parity.trajectory import TOLERANCES, Curves, Trajectory, curves, norm, restored
 
 
@@ -37,7 +40,14 @@ def train_both(
     with restored(module):
         theirs = _train_module(module, module_loss, optimizer_of, num_steps)
     ours = _train_function(trained, function_loss, optimizer, num_steps)
-    return Trajectory(ours, theirs, TOLERANCES[dtype])
+    found = Trajectory(ours, theirs, TOLERANCES[dtype])
+    if found.first_divergence is None:
+        return found
+    # An optimizer of a certain tree of parameters cannot be given others.
+    with precision("float64"), contextlib.suppress(ValueError, TypeError, LookupError):
+        both = updates_of_optax(optimizer), updates_of_torch(optimizer_of)
+        found = found._replace(optimizers=tuple(differences(*both)))
+    return found
 
 
 def _train_module(

@@ -1,6 +1,7 @@
 """Causes that are steps: omitted, replaced or reordered operations, weights and inputs."""
 
 import itertools
+import re
 from collections.abc import Iterator
 
 import numpy as np
@@ -259,7 +260,12 @@ def other_inputs(segment: Segment) -> Found:
         if site.number in segment.producers and site.number != segment.number
     }
     readable = {n: segment.known[n] for n in segment.leaves if n in segment.known}
+    order = [site.name for site in segment.program.sites]
+    own = order.index(segment.site) if segment.site in order else len(order)
     for number, before in readable.items():
+        between = order[order.index(before) + 1 : own] if before in order else []
+        if any(site in segment.theirs for site in between):
+            continue  # What runs is not skipped.
         yield ProgramCause(
             "skipped layer",
             f"the reference omits what is between {before} and {segment.site}",
@@ -281,7 +287,8 @@ def other_inputs(segment: Segment) -> Found:
                     f"the reference computes {other.split('#')[0]} again",
                 )
             else:
-                cause, words = "wrong input", f"the reference reads {other} here, ours {ours}"
+                cause = _other_reading(segment.site, ours, other, other in order[own + 1 :])
+                words = f"the reference reads {other} here, ours {ours}"
             if other == segment.site:
                 continue
             yield ProgramCause(cause, words, segment.changed({number: value}))
@@ -290,3 +297,20 @@ def other_inputs(segment: Segment) -> Found:
                 operand = equation.inputs.index(number)
                 changed = segment.with_operand(equation, operand, value)
                 yield ProgramCause(cause, f"{words}, in one place", changed)
+
+
+def _other_reading(site: str, ours: str, other: str, later: bool) -> str:
+    """Returns the cause that a site reads another site than ours does.
+
+    Args:
+      site: the site.
+      ours: what it reads in our program.
+      other: what it reads in the reference.
+      later: whether our program computes `other` after the site.
+    """
+    own, its = (re.match(r".*?\d+(?=/|$)", name) for name in (site, other))
+    inside = own is not None and its is not None and own[0] == its[0]
+    if not inside and re.sub(r"\d+", "#", ours) == re.sub(r"\d+", "#", other):
+        stack = re.split(r"\d", ours)[0]
+        return "layer order" if site.startswith(stack) else "another layer"
+    return "sub-layer order" if later else "wrong input"

@@ -32,7 +32,7 @@ from flaxformer_mt.parity.references.common import default_dtype
 from flaxformer_mt.parity.trace import Tap
 from flaxformer_mt.presets import FAMILIES, canonical_family, preset
 
-__all__ = ["build", "default_dtype", "perturb", "taps"]
+__all__ = ["build", "default_dtype", "of_config", "perturb", "taps"]
 
 
 def build(family: str, **sizes: Any) -> nn.Module:
@@ -54,6 +54,15 @@ def build(family: str, **sizes: Any) -> nn.Module:
     module = _module(family)
     with default_dtype(config.param_dtype):
         return module.build(config, **options)
+
+
+def of_config(family: str, config: TransformerConfig, dtype: str, **options: Any) -> nn.Module:
+    """Builds the reference of a family with exactly this configuration, but for the dtype.
+
+    See `build` for its other options and for errors.
+    """
+    fields = dataclasses.asdict(config) | {"param_dtype": dtype, "dtype": dtype}
+    return build(family, **fields, **options)
 
 
 def taps(family: str, config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:

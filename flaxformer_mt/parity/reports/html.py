@@ -101,6 +101,7 @@ def _opening(comparison: Comparison) -> Iterator[str]:
     elif first is not None:
         link = f'<a href="#first-divergence">{_breakable(first.site)}</a>'
         yield f"<p>First difference: {link}. {escape(comparison.explanation())}</p>"
+    yield from (f"<p>{escape(sentence)}</p>" for sentence in comparison.further())
     for sentence in (*comparison.remarks(), comparison.closing()):
         yield f'<p class="quiet">{escape(sentence)}</p>'
 

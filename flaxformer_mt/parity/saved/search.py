@@ -1,10 +1,11 @@
 """Finds the settings with which the published model computes the saved values.
 
 Every setting that tensors do not determine is changed in turn, and the reference is run again: a
-change that leaves almost nothing of the difference is what the other program had.
+change that leaves almost nothing of the difference is what the other program had. If none does,
+two are changed at once.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, get_args, get_type_hints
 
 import numpy as np
@@ -33,6 +34,9 @@ _NUMBERS: dict[str, tuple[float, ...]] = {
 }
 """Values of numbers that published models have."""
 _MAX_HEADS = 64
+_PROMISING = 8
+"""How many of the changes of one setting are tried together with those of another: the ones that
+leave least of the difference."""
 
 
 class Change(NamedTuple):
@@ -64,7 +68,8 @@ class Search(NamedTuple):
         """
         enough = EXPLAINS * self._difference(config)
         tried = {config}
-        for changes in self._rounds(config):
+        scored: list[tuple[float, Change]] = []
+        for changes in self._rounds(config, scored):
             best, least = None, enough
             for change in changes:
                 other = self._configuration(change)
@@ -72,6 +77,7 @@ class Search(NamedTuple):
                     continue
                 tried.add(other)
                 left = self._difference(other)
+                scored.append((left, change))
                 if left < least:
                     best, least = (change, other), left
             if best is not None:
@@ -120,8 +126,15 @@ class Search(NamedTuple):
             worst = max(worst, difference(ours, theirs) / (largest(theirs) or 1.0))
         return worst
 
-    def _rounds(self, config: TransformerConfig) -> Iterator[list[Change]]:
-        """Yields changes of one setting, and then those of another one than a given one."""
+    def _rounds(
+        self, config: TransformerConfig, scored: Sequence[tuple[float, Change]]
+    ) -> Iterator[list[Change]]:
+        """Yields changes of one setting, of another one than a given one, and of two.
+
+        Args:
+          config: the configuration that is changed.
+          scored: what the changes of the rounds so far leave of the difference.
+        """
         changes = [
             Change({name: value})
             for name, values in self._alternatives(config).items()
@@ -133,6 +146,13 @@ class Search(NamedTuple):
             for name in self.given
             for change in changes
             if name not in change.values
+        ]
+        promising = sorted(scored, key=lambda each: each[0])[:_PROMISING]
+        yield [
+            Change(first.values | second.values, first.dropped)
+            for _, first in promising
+            for second in changes
+            if not second.values.keys() & first.values.keys()
         ]
 
     def _alternatives(self, config: TransformerConfig) -> dict[str, list[Any]]:

@@ -1,9 +1,11 @@
 """Causes in embeddings and position vectors."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import torch
 
 from flaxformer_mt.parity.diagnosis.causes.registry import (
     Candidate,
@@ -43,6 +45,11 @@ def shifted_tokens(lookup: Lookup, site: SuspectSite) -> Iterator[Candidate]:
         "ours, shifted one column to the right": np.roll(lookup.tokens, 1, axis=1),
         "ours, shifted to the right after a zero vector": after_zero,
     }
+    yield Candidate(
+        "reversed tokens",
+        f"the reference's {site.parsed.stack} tokens are ours in reverse order",
+        lookup.but(tokens=lookup.tokens[:, ::-1]),
+    )
     if site.parsed.stack == "decoder":
         shifted["the targets to be predicted"] = site.inputs.target_output
     for what, tokens in shifted.items():
@@ -154,6 +161,20 @@ def unlisted_base(added: AddPositions, site: SuspectSite) -> Iterator[Candidate]
     frequency = np.arctan2(wave[sine], wave[cosine])
     power = 2 / d_model if added.exponent == "paper" else 1 / max(d_model // 2 - 1, 1)
     base = float(frequency ** (-1 / power))
+    mixed = {
+        "10 in exp()": math.exp(math.log10(added.base)),
+        "2 in exp()": math.exp(math.log2(added.base)),
+        "e in a power of 10": 10 ** math.log(added.base),
+        "e in a power of 2": 2 ** math.log(added.base),
+    }
+    for words, value in mixed.items():
+        if abs(base / value - 1) < 1e-6:
+            yield Candidate(
+                "logarithm base",
+                f"the reference takes the logarithm of the position base to the base {words}: its "
+                f"frequencies are those of the base {value:.6g}, ours {added.base:g}",
+                added.but(base=value),
+            )
     yield Candidate(
         "sine base",
         f"the reference's position base is {base:.6g}, ours {added.base:g}",
@@ -181,10 +202,22 @@ def positions_scaled(added: AddPositions, site: SuspectSite) -> Iterator[Candida
 
 @cause(AddPositions)
 def narrow_table(added: AddPositions, site: SuspectSite) -> Iterator[Candidate]:
-    """The same table in float32, as in a float32 module that was cast to float64."""
+    """The same table in fewer digits, as in a float32 module that was cast to float64."""
     if site.theirs is None or site.inputs.config.dtype != "float64":
         return
     off = float(np.max(np.abs(site.rows(site.theirs - added.value())), initial=0.0))
+    vectors = torch.tensor(site.rows(site.theirs - added.embedding))
+    noise = 4 * np.finfo(np.float64).eps * float(np.max(np.abs(site.theirs)))
+    for dtype in (torch.bfloat16, torch.float16):
+        # The narrower format first: its numbers are also some of the wider one's.
+        rounded = float((vectors - vectors.to(dtype).double()).abs().max())
+        if rounded < noise and off <= torch.finfo(dtype).eps:
+            name = str(dtype).removeprefix("torch.")
+            yield Candidate(
+                f"{name} positions",
+                f"the reference's sinusoids are rounded to {name}, and differ by {off:.1e}",
+                Given(site.theirs),
+            )
     # The rounding error of a float32 angle is proportional to the angle.
     if off < 1e-6 * (1 + np.max(added.positions + added.offset)):
         yield Candidate(

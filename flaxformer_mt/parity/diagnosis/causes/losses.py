@@ -1,5 +1,6 @@
 """Causes in the loss."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from flaxformer_mt.parity.diagnosis.causes.registry import (
     combinations,
     shown,
 )
+from flaxformer_mt.parity.diagnosis.operations.base import Given
 from flaxformer_mt.parity.diagnosis.operations.losses import (
     CONVENTIONS,
     NO_PADDING,
@@ -52,6 +54,17 @@ def conventions(loss: Loss, site: SuspectSite) -> Iterator[Candidate]:
                 for name, value in change.items()
             ),
             changed,
+        )
+
+
+@cause(Loss)
+def logarithm_base(loss: Loss, site: SuspectSite) -> Iterator[Candidate]:
+    """Logarithms to the base 2 or 10."""
+    for base in (2, 10):
+        yield Candidate(
+            "logarithm base",
+            f"the reference's loss has logarithms to the base {base}, ours natural ones",
+            Given(loss.value() / math.log(base)),
         )
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from flaxformer_mt.parity.diagnosis import site_operations
+from flaxformer_mt.parity.diagnosis.causes.order import per_layer_memory
 from flaxformer_mt.parity.diagnosis.causes.registry import Candidate, SuspectSite, cause
 from flaxformer_mt.parity.diagnosis.inputs import parse_site
 from flaxformer_mt.parity.diagnosis.operations.base import Given
@@ -23,6 +24,17 @@ def skipped_layer(layer: Given, site: SuspectSite) -> Iterator[Candidate]:
         )
 
 
+@cause(Residual)
+def wrong_residual(residual: Residual, site: SuspectSite) -> Iterator[Candidate]:
+    """The input of the layer as that of a later sub-layer, in our order of sub-layers."""
+    found = site.parsed
+    yield Candidate(
+        "wrong residual",
+        f"the reference adds the output of {found.group} to the input of the layer",
+        residual.but(x=site_operations.layer_input(site.inputs, found.stack, found.layer or 0)),
+    )
+
+
 @cause(LayerNormalization)
 @cause(LinearMap)
 @cause(Residual)
@@ -41,7 +53,9 @@ def other_layer(
         if "#" in name:
             cause, words = "repeated layer", f"the second output of {found.prefix}"
         elif site.parsed.reads_the_encoder:
-            cause, words = "memory of another layer", f"the output of {found.prefix}"
+            each = found.layer == own and per_layer_memory(site.inputs)
+            cause = "per-layer memory" if each else "memory of another layer"
+            words = f"the output of {found.prefix}"
         else:
             stop = len(site.inputs.ours) if own is None else own
             between = (f"{found.stack}/layers/{i}" for i in range(found.layer + 1, stop))

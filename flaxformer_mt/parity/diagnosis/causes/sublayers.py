@@ -15,7 +15,7 @@ from flaxformer_mt.parity.diagnosis.operations.sublayers import ACTIVATIONS, Act
 
 @cause(Residual)
 def residual_connection(residual: Residual, site: SuspectSite) -> Iterator[Candidate]:
-    """A missing input or output, or another input."""
+    """A missing input or output, or a norm in between."""
     found, inputs = site.parsed, site.inputs
     yield Candidate(
         "residual missing",
@@ -36,11 +36,6 @@ def residual_connection(residual: Residual, site: SuspectSite) -> Iterator[Candi
         "norm position",
         f"the reference normalizes the output of {found.group} before adding it",
         residual.but(output=normalized(residual.output)),
-    )
-    yield Candidate(
-        "wrong residual",
-        f"the reference adds the output of {found.group} to the input of the layer",
-        residual.but(x=site_operations.layer_input(inputs, found.stack, found.layer or 0)),
     )
 
 
