@@ -127,13 +127,14 @@ def compare(
         settings=settings,
         notes=(PUBLISHED_TABLES,) if tables == "published" else (),
     )
-    if report.first_divergence is None:
+    first = report.first_divergence
+    if first is None:
         return report
     inputs = _diagnosis_inputs(sides, tokens, real, ours, theirs)
     report = dataclasses.replace(
         report, findings=tuple(_findings(report, inputs, sides.dtype)), never_run=theirs.never_run
     )
-    if report.first_divergence.section == "gradients":
+    if first.section == "gradients":
         compared = {site: tap for site, tap in taps.items() if site in inputs.theirs}
         with precision(sides.dtype), without_dropout(torch_module):
             notes = first_difference(sides, tokens, real, compared, ours.values)

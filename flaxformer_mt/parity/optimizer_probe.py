@@ -93,13 +93,8 @@ def differences(ours: np.ndarray, theirs: np.ndarray) -> list[str]:
             found.append(
                 f"Adam's epsilon is {their.epsilon:.3g} in the reference, {our.epsilon:.3g} in ours"
             )
-        elif (
-            not (our.decay or their.decay)  # It would be part of the gradients.
-            and our.moments
-            and their.moments
-            and not np.allclose(our.moments, their.moments, 1e-5)
-        ):
-            rates = (f"({first:.6g}, {second:.6g})" for first, second in (their[3], our[3]))
+        elif our.moments and their.moments and not np.allclose(our.moments, their.moments, 1e-5):
+            rates = (f"({b1:.6g}, {b2:.6g})" for b1, b2 in (their.moments, our.moments))
             found.append("Adam's decay rates are {} in the reference, {} in ours".format(*rates))
     return found
 
@@ -108,7 +103,9 @@ def _constants(updates: np.ndarray) -> _Constants:
     first = -updates[0]
     epsilon = _epsilon(first[: len(_GRADIENTS)] / first[0])
     rate, decay = first[0] * (1 + (epsilon or 0.0) / _LARGEST), first[_DECAYED]
-    moments = _moments(-updates[1], epsilon) if epsilon is not None else None
+    moments = None
+    if epsilon is not None and not decay:  # Decay may be part of the gradients.
+        moments = _moments(-updates[1], epsilon)
     return _Constants(float(rate), float(decay / rate), epsilon, moments)
 
 
@@ -127,14 +124,14 @@ def _moments(second: np.ndarray, epsilon: float) -> tuple[float, float] | None:
     """Solves for the decay rates (b1, b2) from second updates; None if they are not Adam's.
 
     After the gradients g and d, an update is proportional to (b1 g + d) / (1 + b1), divided by the
-    root of (b2 g^2 + d^2) / (1 + b2): its slope at d = 0 tells b1, and then its value b2.
+    root of (b2 g^2 + d^2) / (1 + b2): its derivative at d = 0 tells b1, and then its value b2.
     """
     rate = second[0] * (1 + epsilon / _LARGEST)
     value, above, below = second[-3:]
-    slope = (above - below) / (2 * _SMALL)
-    if not 0 < value < slope:
+    derivative = (above - below) / (2 * _SMALL)
+    if not 0 < value < derivative:
         return None
-    first = value / slope
+    first = value / derivative
     root = 0.0
     for _ in range(3):  # Epsilon is small beside the root, which b2 tells.
         corrected = value * (1 + (epsilon / (root * _LARGEST) if root else 0.0))

@@ -13,7 +13,6 @@ from test_report import agreeing, diagnosed, refuse_constant, training
 from toy_references import VARIANTS
 
 from flaxformer_mt.cli import main
-from flaxformer_mt.parity.compare import GRADIENTS, VALUES
 from flaxformer_mt.parity.families import load_reference, random_reference
 from flaxformer_mt.parity.reports import family_summary
 from flaxformer_mt.parity.reports.family_summary import (
@@ -22,6 +21,7 @@ from flaxformer_mt.parity.reports.family_summary import (
     FamilyReports,
     FamilySummary,
 )
+from flaxformer_mt.parity.rows import GRADIENTS, VALUES
 from flaxformer_mt.parity.trajectory import TOLERANCES
 from flaxformer_mt.presets import FAMILIES
 
