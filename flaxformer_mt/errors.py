@@ -23,6 +23,10 @@ class UserError(Exception):
         super().__init__(message.translate(_ESCAPES))
 
 
+class UserTypeError(UserError, TypeError):
+    """Raised for a value of the wrong type, which a program may have passed, too."""
+
+
 def unusable(error: OSError) -> UserError:
     """Returns the `UserError` for a file that the operating system cannot use, which it names."""
     reason = error.strerror or str(error)

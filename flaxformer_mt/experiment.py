@@ -41,11 +41,13 @@ from flaxformer_mt.data.stream.batches import Batch, DataPosition, evaluation_ba
 from flaxformer_mt.data.stream.prefetch import Prefetched
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.decoding.shortlists.shortlist import require_shortlist
+from flaxformer_mt.decoding.text_arguments import require_path
 from flaxformer_mt.decoding.translator import Translator, check_search
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.evaluation import evaluate
 from flaxformer_mt.interop.exports import exports, summary
-from flaxformer_mt.interruption import Interruption
+from flaxformer_mt.interruption import Interrupted, Interruption
+from flaxformer_mt.model.attention import attention_class
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.run_reader import Run
 from flaxformer_mt.runs import atomic
@@ -60,6 +62,7 @@ from flaxformer_mt.runs.folder import (
 from flaxformer_mt.runs.layout import CACHE, CONFIG, METRICS, TENSORBOARD
 from flaxformer_mt.runs.lock import locked
 from flaxformer_mt.training import loop
+from flaxformer_mt.training.callbacks import Callback, Callbacks
 from flaxformer_mt.training.console import ConsoleWriter, Sample, print_labelled, some_of
 from flaxformer_mt.training.memory import require_training_memory, step_cost
 from flaxformer_mt.training.metrics import (
@@ -85,14 +88,29 @@ def train(
     config: ExperimentConfig | str | Path,
     workdir: str | Path,
     *,
+    callbacks: Sequence[Callback] = (),
     console: Console | None = None,
     interruption: Interruption | None = None,
 ) -> Run:
     """Trains an experiment, or continues it, and evaluates the best checkpoint on the test corpus.
 
+    A callback sees the metrics as they are written, and may stop the run:
+
+        def watch(step, split, metrics):
+            return split == "valid" and metrics["bleu"] > 30
+
+        train("configs/quickstart.py", "runs/quickstart", callbacks=[watch])
+
+    The run is saved then, evaluated, and returned; the same call continues it. If a callback
+    raises an exception, the run is saved as well, and ends with that exception.
+
     Args:
       config: the configuration, or the path of a configuration file.
       workdir: the run folder; created if missing.
+      callbacks: functions, called as `callback(step, split, metrics)` in their order: with the
+        metrics of split "train" every `train.log_every` steps, and of "valid" after each
+        validation. They return True to stop, None or False to go on. Of several processes, the
+        first one calls them.
       console: prints the progress; by default to standard output.
       interruption: stops training in an orderly way, and saves.
 
@@ -100,18 +118,20 @@ def train(
       The run.
 
     Raises:
+      TypeError: an argument is of another type.
       UserError: the configuration or the data cannot be used, or the folder holds another run.
       Interrupted: a signal arrived, and everything is saved.
     """
     if not isinstance(config, ExperimentConfig):
-        config = load_config(config)
-    workdir, console = Path(workdir), console or make_console()
+        config = load_config(require_path(config, "config", "an ExperimentConfig or a path"))
+    workdir, console = require_path(workdir, "workdir"), console or make_console()
+    Callbacks(callbacks)  # Raises now what `fit` would raise.
     _check_before_start(config, workdir)
     require_training_memory(config, make_strategy(config))
     with open_folder(workdir, console.print) as folder:
         experiment = prepare(config, folder)
         print_labelled(experiment.report(), console)
-        fit(experiment, folder, console, interruption)
+        fit(experiment, folder, console, interruption, callbacks=callbacks)
         if config.model.has_inputs:  # A language model does not translate.
             if experiment.dataset.test is not None:
                 print_test(experiment, folder, experiment.dataset.test, console)
@@ -148,6 +168,7 @@ def make_console() -> Console:
 
 def _check_before_start(config: ExperimentConfig, workdir: Path) -> None:
     """Raises errors that can be found before anything is read or written."""
+    attention_class(config.model)
     make_strategy(config)
     holds_run(workdir, config)
 
@@ -393,6 +414,7 @@ def fit(
     console: Console | None = None,
     interruption: Interruption | None = None,
     writers: Sequence[Writer] | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> None:
     """Trains from the newest checkpoint, or from the start, and writes checkpoints and metrics.
 
@@ -403,8 +425,10 @@ def fit(
       interruption: see `train`.
       writers: receive the metrics, in the first process; by default `metrics.jsonl`, TensorBoard
         and the console.
+      callbacks: see `train`.
 
     Raises:
+      TypeError: a callback is no function, or returned something else than a truth value.
       UserError: see `loop.train`.
       Interrupted: a signal arrived, and everything is saved.
     """
@@ -426,6 +450,7 @@ def fit(
         return metrics
 
     several = jax.process_count() > 1
+    watching = Callbacks(callbacks, distributed.agree, config.log_every if several else 1)
     with Checkpointer(
         workdir, config.keep_last, config.keep_best, config.best_metric, console.print
     ) as checkpointer:
@@ -439,23 +464,29 @@ def fit(
             contextlib.nullcontext(lambda step: False)
             if interruption is None
             else interruption.deferred(distributed.agree if several else None, config.log_every)
-        ) as should_stop:
-            loop.train(
-                state,
-                train_step=train_step,
-                stream=experiment.stream,
-                evaluate=validated,
-                schedule=experiment.schedule,
-                checkpointer=checkpointer,
-                writers=writers if distributed.is_main() else (),
-                config=config,
-                devices=experiment.strategy.devices,
-                should_stop=should_stop,
-                announce=console.print,
-                on_step=display.advance,
-            )
+        ) as is_interrupted:
+            try:
+                loop.train(
+                    state,
+                    train_step=train_step,
+                    stream=experiment.stream,
+                    evaluate=validated,
+                    schedule=experiment.schedule,
+                    checkpointer=checkpointer,
+                    writers=[*writers, watching] if distributed.is_main() else (),
+                    config=config,
+                    devices=experiment.strategy.devices,
+                    should_stop=lambda step: is_interrupted(step) or watching.should_stop(step),
+                    announce=console.print,
+                    on_step=display.advance,
+                )
+            except Interrupted as interrupted:
+                if not watching.is_stopping:
+                    raise
+                console.print(f"by a callback, {interrupted}")
             # While signals are still deferred.
             checkpointer.wait()
+            watching.finish()
 
 
 def evaluate_test(

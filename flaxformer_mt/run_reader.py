@@ -1,18 +1,76 @@
 """The run folder of a trained model, as scripts and notebooks use it."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from flaxformer_mt.config import ExperimentConfig
-from flaxformer_mt.runs.folder import read_config, require_run
+from flaxformer_mt.config.experiment import with_changes
+from flaxformer_mt.decoding.text_arguments import require_path, require_texts
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.runs.folder import check_corpora, read_config, require_run
 from flaxformer_mt.runs.layout import METRICS, CheckpointSelector
 from flaxformer_mt.runs.metrics_file import read_metrics
-from flaxformer_mt.runs.retention import best_step
+from flaxformer_mt.runs.retention import best_step, metric_of
 
 if TYPE_CHECKING:
+    import pandas
+
+    from flaxformer_mt.data.corpora.corpus import ParallelCorpus
     from flaxformer_mt.decoding.translator import Translator
+    from flaxformer_mt.evaluation import MetricFunction
+    from flaxformer_mt.plotting.attention_page import AttentionPicture
+    from flaxformer_mt.plotting.curves import Curves
+    from flaxformer_mt.plotting.history import Axis
     from flaxformer_mt.runs.trained_model import TrainedModel
+
+
+class MetricRows(list[dict[str, Any]]):
+    """Lines of `metrics.jsonl`: "step", "split" and metrics; None is a value that was not finite.
+
+    A list of dicts. `rows("valid")` are those of a split, `rows.frame()` is a data frame; in a
+    notebook they show as a table.
+    """
+
+    def __call__(self, split: Literal["train", "valid", "test"] | None = None) -> "MetricRows":
+        """Returns the rows of a split, by default all.
+
+        Raises:
+          UserError: there is no such split.
+        """
+        if split not in (None, "train", "valid", "test"):
+            raise UserError(f"split={split!r}: choose train, valid or test")
+        return MetricRows(row for row in self if split in (None, row["split"]))
+
+    def frame(self) -> "pandas.DataFrame":
+        """Returns a data frame with a column per metric, NaN where a row has none.
+
+        Raises:
+          UserError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise UserError("a data frame needs pandas: pip install pandas") from error
+        return pandas.DataFrame(list(self))
+
+    def _repr_html_(self) -> str:
+        from flaxformer_mt.plotting.run_summary import rows_table
+
+        return rows_table(self)
+
+
+class CheckpointScore(NamedTuple):
+    """An intact checkpoint of a run."""
+
+    step: int
+    metric: str
+    """The validation metric that ranks checkpoints (`train.best_metric`)."""
+    value: float | None
+    """Its value; None if this checkpoint was not validated."""
+    is_best: bool
+    """Whether it is the one that is loaded by default."""
 
 
 class Run:
@@ -21,48 +79,57 @@ class Run:
         run = Run("runs/quickstart")
         run.config.model.d_model
         run.metrics("valid")[-1]["bleu"]
-        run.translator().translate(["three small dogs"])
+        run.plot().save("curves.png")
+        run.translator().translate("three small dogs")
+        run.attention("three small dogs").save("attention.html")
 
-    Everything is read when it is asked for; a run that is being trained may be looked at.
+    Everything is read when it is asked for; a run that is being trained may be looked at. In a
+    notebook it shows as a summary with its curves.
 
     Args:
       folder: the run folder.
 
     Raises:
+      TypeError: it is not a path.
       UserError: it is not a run folder.
     """
 
     def __init__(self, folder: str | Path) -> None:
-        require_run(folder)
-        self.folder = Path(folder)
+        self.folder = require_path(folder, "folder")
+        require_run(self.folder)
 
     def __repr__(self) -> str:
         return f"Run({str(self.folder)!r})"
+
+    def _repr_html_(self) -> str:
+        from flaxformer_mt.plotting.run_summary import run_summary
+
+        return run_summary(self.folder)
 
     @property
     def config(self) -> ExperimentConfig:
         """The configuration, as it was given."""
         return read_config(self.folder)
 
-    def metrics(self, split: str | None = None) -> list[dict[str, Any]]:
-        """Returns the rows of `metrics.jsonl`, in order.
+    @property
+    def metrics(self) -> MetricRows:
+        """The rows of `metrics.jsonl`, in order; raises UserError if the file is damaged."""
+        return MetricRows(read_metrics(self.folder / METRICS))
 
-        Args:
-          split: only those of "train", "valid" or "test".
-
-        Raises:
-          UserError: the file is damaged.
-        """
-        rows = read_metrics(self.folder / METRICS)
-        return [row for row in rows if split in (None, row["split"])]
-
-    def checkpoints(self, announce: Callable[[str], None] = print) -> list[int]:
-        """Verifies all checkpoints and returns the steps of those that are intact, ascending.
-
-        Args:
-          announce: called with one line for each damaged checkpoint.
-        """
-        return sorted(self._scores(announce))
+    @property
+    def checkpoints(self) -> list[CheckpointScore]:
+        """The intact checkpoints, by step; a line is printed for each damaged one."""
+        scores, metric = self._scores(), self.config.train.best_metric
+        best = best_step(scores)
+        return [
+            CheckpointScore(
+                step,
+                metric,
+                metric_of(metric, score) if math.isfinite(score) else None,
+                step == best,
+            )
+            for step, score in sorted(scores.items())
+        ]
 
     @property
     def latest_step(self) -> int | None:
@@ -77,11 +144,19 @@ class Run:
     def model(self, checkpoint: CheckpointSelector = "best") -> "TrainedModel":
         """Loads the model of a checkpoint.
 
+        Args:
+          checkpoint: "best" by validation, "last", or a step.
+
         Raises:
+          TypeError: `checkpoint` is neither a string nor a step.
           UserError: it cannot be read.
         """
         from flaxformer_mt.runs.trained_model import load_run
 
+        if not isinstance(checkpoint, str | int) or isinstance(checkpoint, bool):
+            raise TypeError(
+                f'checkpoint must be "best", "last" or a step, not {type(checkpoint).__name__}'
+            )
         return load_run(self.folder, checkpoint)
 
     def translator(self, checkpoint: CheckpointSelector = "best") -> "Translator":
@@ -89,6 +164,158 @@ class Run:
         from flaxformer_mt.decoding.translator import Translator
 
         return Translator.from_runs([self.model(checkpoint)])
+
+    @property
+    def held_out_split(self) -> Literal["valid", "test"]:
+        """The split to evaluate on: "test", or "valid" of a run without a test split."""
+        data = self.config.data
+        return "test" if data.test_split or data.test_corpora else "valid"
+
+    def texts(self, split: Literal["valid", "test"] | None = None) -> "ParallelCorpus":
+        """Reads the run's own held-out text, from where its configuration says.
+
+        Args:
+          split: "valid" or "test"; by default `held_out_split`.
+
+        Returns:
+          The texts, with `sources`, `targets` and `name`.
+
+        Raises:
+          UserError: there is no such text, or it is not the one that the run was started with.
+        """
+        from flaxformer_mt.data.corpora.corpus import read_corpus
+        from flaxformer_mt.data.dataset import open_held_out
+
+        if split not in (None, "valid", "test"):
+            raise UserError(f"split={split!r}: choose valid or test")
+        split = split or self.held_out_split
+        corpora = open_held_out(self.config, split)
+        if not corpora:
+            raise UserError(f"{self.folder} has no {split} split")
+        check_corpora(self.folder, {split: corpora})
+        return read_corpus(corpora)
+
+    def evaluate(
+        self,
+        sources: Sequence[str] | None = None,
+        references: Sequence[str] | Sequence[Sequence[str]] | None = None,
+        *,
+        split: Literal["valid", "test"] | None = None,
+        checkpoint: CheckpointSelector = "best",
+        metrics: "Mapping[str, MetricFunction] | None" = None,
+        confidence: bool = False,
+        **options: Any,
+    ) -> dict[str, Any]:
+        """Translates text and compares it with references.
+
+        Args:
+          sources: sentences; by default the run's own test split, see `texts`.
+          references: one translation per sentence, or several lists of them, if `sources` are
+            given.
+          split: instead of both, the split of the run to translate.
+          checkpoint: see `model`.
+          metrics: further metrics, see `evaluation.evaluate`.
+          confidence: whether to estimate 95% confidence intervals.
+          **options: search options, see `Translator.translate_n_best`.
+
+        Returns:
+          BLEU, chrF, chrF++ and TER with their signatures, see `evaluation.evaluate`.
+
+        Raises:
+          TypeError: an argument is of another type.
+          UserError: one of `sources` and `references` is missing, their numbers differ, or the
+            run's own text cannot be read.
+        """
+        from flaxformer_mt import evaluation
+
+        if (sources is None) != (references is None) or (sources is not None and split is not None):
+            raise UserError("give sources together with references, or neither; split without them")
+        if sources is None or references is None:
+            texts = self.texts(split)
+            sources, references = texts.sources, texts.targets
+        given = require_texts(sources, "sources")
+        return evaluation.evaluate(
+            self.translator(checkpoint).translate(given, **options),
+            references,
+            sources=given,
+            metrics=metrics,
+            confidence=confidence,
+        )
+
+    def plot(
+        self,
+        metrics: Sequence[str] = (),
+        *,
+        x: "Axis" = "steps",
+        smoothing: float = 0.0,
+        beside: "Sequence[Run | str | Path]" = (),
+    ) -> "Curves":
+        """Returns the training curves, which show as a picture and can be saved.
+
+        Args:
+          metrics: names of metrics in `metrics.jsonl`, one panel each; by default loss, accuracy,
+            BLEU, chrF, learning rate, gradient norm and speed, as far as there are such metrics.
+          x: what they are plotted over: "steps", "tokens" or "hours".
+          smoothing: weight of the past in a moving average of the training metrics, from 0 to below
+            1.
+          beside: other runs, or their folders, to plot in the same panels.
+
+        Raises:
+          TypeError: an argument is of another type.
+          UserError: see `plotting.curves.plot_curves`.
+        """
+        from flaxformer_mt.plotting.curves import plot_curves
+
+        others = [beside] if isinstance(beside, Run | str | Path) else list(beside)
+        folders = [
+            other.folder if isinstance(other, Run) else require_path(other, "beside", "runs")
+            for other in others
+        ]
+        names = [metrics] if isinstance(metrics, str) else require_texts(metrics, "metrics")
+        return plot_curves([self.folder, *folders], names, x, smoothing)
+
+    def attention(
+        self,
+        source: str,
+        target: str | None = None,
+        checkpoint: CheckpointSelector = "best",
+    ) -> "AttentionPicture":
+        """Returns the attention of every layer and head, which shows as a page and can be saved.
+
+        Args:
+          source: a sentence.
+          target: its translation; by default that of the model.
+          checkpoint: see `model`.
+
+        Raises:
+          TypeError: an argument is of another type.
+          UserError: the checkpoint cannot be read, the source is empty, or a sentence is too long.
+        """
+        from flaxformer_mt.decoding.attention_weights import sentence_attention
+        from flaxformer_mt.plotting.attention_page import AttentionPicture
+
+        found = sentence_attention(self.translator(checkpoint), source, target)
+        return AttentionPicture(found, str(self.folder))
+
+    def fine_tuning_config(self, **changes: Mapping[str, Any]) -> ExperimentConfig:
+        """Returns the configuration of a new run that starts from the best checkpoint.
+
+            config = run.fine_tuning_config(data={"path": "mine.tsv"}, train={"num_steps": 500})
+            flaxformer_mt.train(config, "runs/tuned")
+
+        The parameters and the vocabulary are those of this run; step, optimizer and learning rate
+        start anew.
+
+        Args:
+          **changes: fields by group that differ from this run: `data`, `optimizer`, `train`,
+            `decode`, `parallel` and, as far as the parameters still fit, `model`.
+
+        Raises:
+          TypeError: there is no such group or field, or a value is of another type.
+          UserError: a value is invalid.
+        """
+        start = with_changes(self.config, {"train": {"init_from": str(self.folder)}})
+        return with_changes(start, changes)
 
     def _scores(self, announce: Callable[[str], None] = print) -> dict[int, float]:
         from flaxformer_mt.runs.checkpoint import whole_checkpoints

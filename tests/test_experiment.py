@@ -1,5 +1,6 @@
 """An experiment as a script runs it."""
 
+import contextlib
 import dataclasses
 
 import numpy as np
@@ -16,6 +17,8 @@ from flaxformer_mt.config import (
     TransformerConfig,
 )
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.interruption import Interrupted
+from flaxformer_mt.training.callbacks import Callbacks
 
 CONFIG = ExperimentConfig(
     model=TransformerConfig(
@@ -45,6 +48,75 @@ def test_training_returns_the_run(run):
 def test_a_run_is_continued(run):
     longer = dataclasses.replace(CONFIG, train=dataclasses.replace(CONFIG.train, num_steps=3))
     assert flaxformer_mt.train(longer, run.folder).latest_step == 3
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_a_callback_ends_a_run_after_it_was_saved(tmp_path, monkeypatch, stops):
+    saved = []
+
+    def save_and_stop(*arguments, writers, should_stop, **options):
+        writers[-1].write(1, "train", {"loss": 2.0})
+        assert should_stop(1)
+        saved.append(1)
+        raise Interrupted("stopped after step 1")
+
+    def callback(step, split, metrics):
+        assert (step, split, metrics) == (1, "train", {"loss": 2.0})
+        return stops or 1 / 0
+
+    monkeypatch.setattr(experiment.loop, "train", save_and_stop)
+    parts = experiment.prepare(CONFIG, tmp_path)
+    monkeypatch.setattr(parts, "initial_state", lambda: None)
+    with contextlib.nullcontext() if stops else pytest.raises(ZeroDivisionError):
+        experiment.fit(parts, tmp_path, callbacks=[callback])
+    assert saved == [1]
+
+
+def test_several_callbacks_agree_with_other_processes():
+    def fail(*arguments):
+        raise ZeroDivisionError
+
+    callbacks = Callbacks([fail, lambda *arguments: True], agree_every=2)
+    callbacks.write(1, "train", {})
+    assert not callbacks.should_stop(1)
+    assert callbacks.should_stop(2)
+    with pytest.raises(ZeroDivisionError):
+        callbacks.finish()
+    # In a process that calls nothing, because the first one does.
+    other = Callbacks([fail], agree=lambda flag: True)
+    assert other.should_stop(1)
+    with pytest.raises(UserError, match="a callback failed in the first process"):
+        other.finish()
+    undecided = Callbacks([lambda *arguments: "stop"])
+    undecided.write(1, "train", {})
+    with pytest.raises(TypeError, match="must return True to stop the run, or False or None, not"):
+        undecided.finish()
+
+
+@pytest.mark.slow
+def test_callbacks_see_the_metrics_and_may_stop_a_run(tmp_path):
+    config = changed(train={"num_steps": 4, "log_every": 1, "eval_every": 2})
+    seen = []
+
+    def watch(step, split, metrics):
+        seen.append((step, split))
+        assert np.isfinite(metrics["loss"])
+        return step == 1
+
+    def fail(step, split, metrics):
+        if split == "valid":
+            raise ZeroDivisionError("of the user's")
+
+    def train(*callbacks):
+        return flaxformer_mt.train(config, tmp_path / "run", callbacks=callbacks)
+
+    run = train(watch)
+    assert (seen, run.latest_step) == ([(1, "train")], 1)
+    with pytest.raises(ZeroDivisionError, match="of the user's"):
+        train(watch, fail)
+    assert (seen[1:], run.latest_step) == ([(2, "train"), (2, "valid")], 2)
+    train(lambda step, split, metrics: seen.append(step))
+    assert (seen[3:], run.latest_step) == ([3, 4, 4], 4)
 
 
 def test_one_resolved_configuration_reaches_all_parts(run, tmp_path):

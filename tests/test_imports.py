@@ -20,7 +20,18 @@ ALLOWED = {
     "config": LEAVES,
     "distributed": LEAVES,
     "interruption": LEAVES,
-    "run_reader": {"config", "runs", "decoding"} | LEAVES,
+    "run_reader": {"config", "data", "runs", "decoding", "evaluation", "plotting"} | LEAVES,
+    "loading": {
+        "config",
+        "data.tokenizers",
+        "decoding",
+        "interop",
+        "plotting",
+        "presets",
+        "run_reader",
+        "runs",
+    }
+    | LEAVES,
     "experiment": {
         "config",
         "distributed",
@@ -72,6 +83,7 @@ ONLY_IN = {
     "torch": {"interop", "parity"},
     "transformers": {"parity.references"},
     "matplotlib": {"parity.reports.plots", "plotting"},
+    "pandas": {"run_reader"},
     "orbax": {"runs.checkpoint"},
     "sacrebleu": {"evaluation"},
     "sentencepiece": {"data.tokenizers", "interop.formats.jax_server"},

@@ -1,22 +1,95 @@
 """A run folder, as scripts and notebooks use it."""
 
+import sys
+
+import numpy as np
 import pytest
 
 from flaxformer_mt import Run
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.run_reader import MetricRows
 
 
 def test_what_a_run_holds(trained_run):
     run = Run(trained_run)
     assert run.config.model.d_model == 32
-    assert run.checkpoints() == [run.latest_step] == [run.best_step] == [200]
+    (checkpoint,) = run.checkpoints
+    assert checkpoint.step == run.latest_step == run.best_step == 200
+    assert (checkpoint.metric, checkpoint.is_best) == ("loss", True)
+    assert checkpoint.value == run.metrics("valid")[0]["loss"]
     assert run.model().step == 200
     (validation,) = run.metrics("valid")
     assert validation["step"] == 200
     assert validation in run.metrics()
     sentence = "seven kilometers"
-    (translation,) = run.translator().translate([sentence])
-    assert translation
+    translator = run.translator()
+    (translation,) = translator.translate([sentence])
+    assert translation == translator.translate(sentence)
+
+
+def test_metrics_are_rows_and_a_data_frame(trained_run):
+    run = Run(trained_run)
+    assert run.metrics == run.metrics() == [*run.metrics("train"), *run.metrics("valid")]
+    with pytest.raises(UserError, match="split='dev': choose train, valid or test"):
+        run.metrics("dev")
+    frame = run.metrics.frame()
+    assert list(frame["split"]) == [row["split"] for row in run.metrics]
+    assert np.isnan(frame["perplexity"][0])
+    assert frame["perplexity"].iloc[-1] == run.metrics[-1]["perplexity"]
+
+
+def test_a_data_frame_needs_pandas(trained_run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(UserError, match="a data frame needs pandas: pip install pandas"):
+        Run(trained_run).metrics.frame()
+
+
+def test_what_a_notebook_shows(trained_run, monkeypatch):
+    run = Run(trained_run)
+    assert repr(run) == f"Run('{trained_run}')"
+    page = run._repr_html_()
+    assert page.count("<figure>") == 7
+    assert "en to de, 2 + 2 layers of width 32" in page
+    assert run.plot(["loss"])._repr_png_().startswith(b"\x89PNG")
+    rows = MetricRows([{"step": 1, "split": "valid", "loss": None, "bleu": 12.5}] * 30)
+    table = rows._repr_html_()
+    assert table.count("<tr>") == 21
+    assert "<td>–</td><td>12.5</td>" in table
+    assert "the last 20 of 30 rows" in table
+    attention = run.attention("seven kilometers", "sieben Kilometer")
+    assert repr(attention) == "AttentionPicture('seven kilometers' -> 'sieben Kilometer')"
+    assert attention._repr_html_().startswith("<iframe")
+    # Without matplotlib, or metrics, the rest is shown.
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert "flaxformer_mt[plot]" in run._repr_html_()
+
+
+def test_curves_of_several_runs(trained_run):
+    run = Run(trained_run)
+    curves = run.plot("loss", x="tokens", smoothing=0.5, beside=[run, str(trained_run)])
+    assert (len(curves.histories), curves.metrics) == (3, ["loss"])
+    assert curves.axis == "tokens"
+
+
+def test_the_own_text_of_a_run_is_evaluated(trained_run):
+    run = Run(trained_run)
+    texts = run.texts("valid")
+    assert texts.name == "generated phrases/valid"
+    sentences = texts.sources[:2]
+    translations = run.translator().translate(sentences)
+    metrics = run.evaluate(sentences, translations, metrics={"count": lambda s, h, r: len(h)})
+    assert (metrics["chrf"], metrics["count"]) == (pytest.approx(100), 2)
+    with pytest.raises(UserError, match="give sources together with references"):
+        run.evaluate(sentences)
+
+
+def test_the_configuration_of_fine_tuning(trained_run):
+    config = Run(trained_run).fine_tuning_config(
+        data={"path": "mine.tsv"}, train={"num_steps": 7}, optimizer={"learning_rate": 1e-5}
+    )
+    assert config.train.init_from == str(trained_run)
+    assert (config.train.num_steps, config.data.path) == (7, "mine.tsv")
+    assert config.model == Run(trained_run).config.model
 
 
 def test_a_folder_without_a_run(tmp_path):

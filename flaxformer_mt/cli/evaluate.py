@@ -284,20 +284,12 @@ def _split_of_run(runs: Sequence[Path], split: Literal["test", "valid"] | None) 
     Raises:
       UserError: the run's text is not there, or not the text that it was started with.
     """
-    from flaxformer_mt.data.corpora.corpus import read_corpus
-    from flaxformer_mt.data.dataset import open_held_out
-    from flaxformer_mt.runs.folder import check_corpora, read_config
+    from flaxformer_mt.run_reader import Run
 
-    config = read_config(runs[0])
-    has_test = bool(config.data.test_split or config.data.test_corpora)
-    split = split or ("test" if has_test else "valid")
-    corpora = open_held_out(config, split)
-    if not corpora:
-        raise UserError(f"--split {split}: {runs[0]} has no {split} split")
-    check_corpora(runs[0], {split: corpora})
-    name = f"the {split} split of {runs[0]}"
-    output.print_note(f"{name}: {corpora[0].name}")
-    texts = read_corpus(corpora)
+    run = Run(runs[0])
+    texts = run.texts(split)
+    name = f"the {split or run.held_out_split} split of {runs[0]}"
+    output.print_note(f"{name}: {texts.name}")
     return _TestSet(name, list(texts.sources), [list(texts.targets)])
 
 

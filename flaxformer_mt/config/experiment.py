@@ -2,11 +2,19 @@
 
 import dataclasses
 import typing
+from collections.abc import Mapping
 from typing import Any
 
 from flaxformer_mt.config.data import DataConfig
 from flaxformer_mt.config.decode import DecodeConfig
-from flaxformer_mt.config.fields import FieldRole, names_with, require, shown
+from flaxformer_mt.config.fields import (
+    FieldRole,
+    names_with,
+    require,
+    require_type,
+    shown,
+    suggestion,
+)
 from flaxformer_mt.config.model import TransformerConfig
 from flaxformer_mt.config.optimizer import OptimizerConfig
 from flaxformer_mt.config.parallel import ParallelConfig
@@ -27,7 +35,7 @@ class ExperimentConfig:
     def __post_init__(self) -> None:
         for name, kind in groups().items():
             value = getattr(self, name)
-            require(
+            require_type(
                 isinstance(value, kind),
                 f"ExperimentConfig.{name}={shown(value)}: must be a {kind.__name__}",
             )
@@ -52,6 +60,34 @@ class ExperimentConfig:
 def groups() -> dict[str, type]:
     """Returns the configuration class of each group of an experiment, by name."""
     return typing.get_type_hints(ExperimentConfig)
+
+
+def with_changes(
+    config: ExperimentConfig, changes: Mapping[str, Mapping[str, Any]]
+) -> ExperimentConfig:
+    """Returns a configuration with other values: `{"train": {"num_steps": 100}}`.
+
+    Raises:
+      TypeError: there is no such group or field, or a value is of another type.
+      UserError: a value is invalid.
+    """
+    replaced = {}
+    for group, values in changes.items():
+        if group not in groups():
+            raise TypeError(
+                f"a configuration has no group {group}{suggestion(group, groups())}: it has "
+                f"{', '.join(groups())}"
+            )
+        if not isinstance(values, Mapping):
+            raise TypeError(
+                f"{group} must be a dict of fields and their values, not {type(values).__name__}"
+            )
+        names = [field.name for field in dataclasses.fields(groups()[group])]
+        for name in values:
+            if name not in names:
+                raise TypeError(f"{group} has no field {name}{suggestion(name, names)}")
+        replaced[group] = dataclasses.replace(getattr(config, group), **values)
+    return dataclasses.replace(config, **replaced)
 
 
 def values_with(config: ExperimentConfig, *roles: FieldRole) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypeVar
 
-from flaxformer_mt.errors import UserError
+from flaxformer_mt.errors import UserError, UserTypeError
 
 T = TypeVar("T")
 
@@ -231,6 +231,12 @@ def require(condition: bool, message: str) -> None:
         raise UserError(message)
 
 
+def require_type(condition: bool, message: str) -> None:
+    """Raises `UserTypeError` with the message unless the condition holds."""
+    if not condition:
+        raise UserTypeError(message)
+
+
 def validate(config: Any, group: str) -> None:
     """Checks the type and the bounds of every field of a configuration.
 
@@ -239,8 +245,8 @@ def validate(config: Any, group: str) -> None:
       group: what its fields' names are prefixed with in messages, such as "model".
 
     Raises:
-      UserError: a value has the wrong type or is out of bounds; names the option, the value and
-        the bound.
+      UserTypeError: a value has the wrong type; names the option and the value.
+      UserError: a value is out of bounds; names the bound, too.
     """
     hints = type_hints(config.__class__)
     for field in dataclasses.fields(config):
@@ -258,10 +264,11 @@ def check_value(value: Any, hint: Any, bounds: Bounds | None, name: str) -> None
       name: what it is called in messages.
 
     Raises:
-      UserError: it has the wrong type or is out of bounds.
+      UserTypeError: it has the wrong type.
+      UserError: it is out of bounds.
     """
     if typing.get_origin(hint) is tuple:
-        require(isinstance(value, tuple), f"{name}={shown(value)}: must be a tuple")
+        require_type(isinstance(value, tuple), f"{name}={shown(value)}: must be a tuple")
         for number, (item, kind) in enumerate(items_of(value, hint, name)):
             check_value(item, kind, bounds, f"{name}.{number}")
         return
@@ -271,10 +278,11 @@ def check_value(value: Any, hint: Any, bounds: Bounds | None, name: str) -> None
         require(value in choices, f"{name}={shown(value)}: must be {expected}")
         return
     if hint is float:
-        require(_is_number(value), f"{name}={shown(value)}: must be a number")
+        require_type(_is_number(value), f"{name}={shown(value)}: must be a number")
     else:
         valid = isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
-        require(valid, f"{name}={shown(value)}: must be {_TYPE_NAMES.get(hint, hint.__name__)}")
+        kind = _TYPE_NAMES.get(hint, hint.__name__)
+        require_type(valid, f"{name}={shown(value)}: must be {kind}")
         require(
             hint is not str or "\0" not in value, f"{name}={shown(value)}: must not contain null"
         )

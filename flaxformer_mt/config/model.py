@@ -16,6 +16,9 @@ from flaxformer_mt.config.fields import (
 )
 from flaxformer_mt.memory_limits import host_memory, require_memory
 
+DOT_PRODUCT = "dot_product"
+"""The `attention_kind` of the paper."""
+
 
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig:
@@ -124,6 +127,9 @@ class TransformerConfig:
     """Rows of a learned position table, the length of the longest sentence. Other position kinds
     have no limit."""
 
+    attention_kind: str = option(DOT_PRODUCT, FieldRole.ARCHITECTURE)
+    """How queries attend to keys: dot_product, or the name of a class of yours that
+    flaxformer_mt.register_attention has registered (docs/python.md)."""
     scale_scores: bool = option(True, FieldRole.ARCHITECTURE)
     """Divide the scores of attention by sqrt(K). Without it, as in T5, initial queries are divided
     by sqrt(K) instead."""
@@ -213,6 +219,11 @@ class TransformerConfig:
             self.norm_kind == "layer_norm" or self.d_model > 1,
             "model.norm_kind=unbiased_std needs model.d_model > 1",
         )
+        require(
+            self.attention_kind == DOT_PRODUCT or self.attention_backend in ("auto", "einsum"),
+            f"model.attention_backend={self.attention_backend} computes dot products only, not "
+            f"model.attention_kind={self.attention_kind}: use auto or einsum",
+        )
         self._check_positions()
         self._check_size()
 
@@ -258,7 +269,10 @@ class TransformerConfig:
 
     @property
     def parameter_count(self) -> int:
-        """The number of scalars in all parameters; vocabulary sizes of 0 count as 0."""
+        """The number of scalars in all parameters; vocabulary sizes of 0 count as 0.
+
+        Those that a class of `register_attention` adds are not counted.
+        """
         width, has_inputs = self.d_model, self.has_inputs
         norm = width * (1 if self.norm_kind == "rms" else 2)
         keys, values = self.num_heads * self.key_width, self.num_heads * self.value_width

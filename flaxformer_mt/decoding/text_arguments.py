@@ -1,6 +1,8 @@
-"""Checks the texts that callers pass: a string is iterable, but not a list of texts."""
+"""Checks what callers pass: texts (a string is iterable, but not a list of texts) and paths."""
 
+import os
 from collections.abc import Iterable, Mapping, Set
+from pathlib import Path
 from typing import Any
 
 from flaxformer_mt.errors import UserError
@@ -49,6 +51,22 @@ def require_texts(values: Any, name: str) -> list[str]:
     """
     listed = require_iterable(values, name, "strings")
     return [require_text(value, f"{name}[{index}]") for index, value in enumerate(listed)]
+
+
+def require_path(value: Any, name: str, expected: str = "a path") -> Path:
+    """Returns a string or path as a path.
+
+    Args:
+      value: the argument.
+      name: its name, for messages.
+      expected: what it must be, for messages.
+
+    Raises:
+      TypeError: it is something else.
+    """
+    if not isinstance(value, str | os.PathLike):
+        raise TypeError(f"{name} must be {expected}, not {type(value).__name__}")
+    return Path(value)
 
 
 def _kind(value: Any) -> str:

@@ -16,12 +16,18 @@ from flaxformer_mt.config import (
     TransformerConfig,
     with_vocabulary_sizes,
 )
+from flaxformer_mt.config.fields import suggestion
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.decoding.batching.workers import batch_tokens
 from flaxformer_mt.decoding.ensemble import require_same_vocabularies
 from flaxformer_mt.decoding.scoring.scorer import AlignmentUnit
 from flaxformer_mt.decoding.sentence_decoder import Hypothesis, Sentence, SentenceDecoder
-from flaxformer_mt.decoding.text_arguments import require_iterable, require_text, require_texts
+from flaxformer_mt.decoding.text_arguments import (
+    require_iterable,
+    require_path,
+    require_text,
+    require_texts,
+)
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs.layout import CheckpointSelector
 from flaxformer_mt.runs.trained_model import TrainedModel, load_run
@@ -80,12 +86,14 @@ class Translator:
           checkpoint: which checkpoint of each to read.
 
         Raises:
+          TypeError: a folder is not a path.
           UserError: a folder, or a part of it, is missing or damaged, or the vocabularies differ.
         """
         if isinstance(folders, str | Path):
             folders = [folders]
         listed = require_iterable(folders, "folders", "paths")
-        return cls.from_runs([load_run(folder, checkpoint) for folder in listed])
+        paths = [require_path(folder, "a run folder") for folder in listed]
+        return cls.from_runs([load_run(path, checkpoint) for path in paths])
 
     @classmethod
     def from_runs(cls, runs: Sequence[TrainedModel], decode: DecodeConfig | None = None) -> Self:
@@ -200,7 +208,7 @@ class Translator:
           alone, not on the other sentences.
 
         Raises:
-          TypeError: `sentences` are of another type.
+          TypeError: `sentences` or an option are of another type, or there is no such option.
           UserError: an option is out of range or does not fit the model, the constraints of a
             sentence cannot be met, or the parameters are not finite.
         """
@@ -260,6 +268,10 @@ class Translator:
         self, options: dict[str, Any], unit: AlignmentUnit | None, attention: bool, scores: bool
     ) -> SentenceDecoder:
         given = {name: value for name, value in options.items() if value is not None}
+        names = [field.name for field in dataclasses.fields(self.decode)]
+        for name in given:
+            if name not in names:
+                raise TypeError(f"there is no search option {name}{suggestion(name, names)}")
         decode = dataclasses.replace(self.decode, **given)
         key = (decode, unit, attention, scores)
         if key not in self._decoders:

@@ -1,7 +1,7 @@
 """Scaled dot-product attention and multi-head attention."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,8 @@ from flax import linen as nn
 from jax import Array, lax
 
 from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.config.model import DOT_PRODUCT
+from flaxformer_mt.errors import UserError
 from flaxformer_mt.model.fused_attention.backends import AttentionCase, choose_backend
 from flaxformer_mt.model.fused_attention.cudnn import cudnn_attention
 from flaxformer_mt.model.fused_attention.operation import (
@@ -122,6 +124,38 @@ class MultiHeadAttention(nn.Module):
         value = self._split_heads(self.value(inputs))
         return KeyValue(key if transform is None else transform(key), value)
 
+    def attend(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        mask: Array | None,
+        bias: Array | None,
+        deterministic: bool,
+    ) -> tuple[Array, Array]:
+        """Attends with all heads; what an attention of your own replaces (`register_attention`).
+
+        Args:
+          query: [B, H, T, K], in decoding with T = W hypotheses of one token each.
+          key: [B, H, S, K].
+          value: [B, H, S, U].
+          mask: bool, broadcastable to [B, H, T, S], True = attend; None = attend to all.
+          bias: broadcastable to [B, H, T, S], added to the scores, for some position kinds.
+          deterministic: no dropout.
+
+        Returns:
+          The context [B, H, T, U] and the weights [B, H, T, S] before dropout.
+        """
+        return scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            mask=mask,
+            dropout=lambda weights: self.dropout(weights, deterministic=deterministic),
+            tap=lambda name, value: self.sow("intermediates", name, value),
+            bias=bias,
+        )
+
     def _packed(self, inputs: Array, attended: Array) -> tuple[Array, Array | None, None]:
         """Computes queries, keys and values, packed as `Inputs` has them, without their biases."""
         if attended is inputs:
@@ -162,6 +196,8 @@ class MultiHeadAttention(nn.Module):
         return_weights: bool,
     ) -> str:
         c = self.config
+        if c.attention_kind != DOT_PRODUCT:
+            return "einsum"  # `attend`: kernels compute nothing else than dot products.
         if isinstance(attended, KeyValue):
             key_length = attended.key.shape[2]
         else:
@@ -238,15 +274,7 @@ class MultiHeadAttention(nn.Module):
             key, value = attended
         weights: Array | None
         if backend == "einsum":
-            context, weights = scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                mask=dense_mask(mask),
-                dropout=lambda weights: self.dropout(weights, deterministic=deterministic),
-                tap=lambda name, value: self.sow("intermediates", name, value),
-                bias=bias,
-            )
+            context, weights = self.attend(query, key, value, dense_mask(mask), bias, deterministic)
         else:
             visible = cast(Visibility, mask)
             options = Options(
@@ -280,3 +308,58 @@ class MultiHeadAttention(nn.Module):
             return constrain(self.output(joined), "batch", "length", "embed"), weights
         product, output_bias = self.output.biased(joined)
         return Biased(constrain(product, "batch", "length", "embed"), output_bias), weights
+
+
+_KINDS: dict[str, type[MultiHeadAttention]] = {DOT_PRODUCT: MultiHeadAttention}
+_Kind = TypeVar("_Kind", bound=type[MultiHeadAttention])
+
+
+def register_attention(name: str) -> Callable[[_Kind], _Kind]:
+    """Registers a class of yours as a value of `TransformerConfig.attention_kind`; a decorator.
+
+        @register_attention("sharp")
+        class SharpAttention(MultiHeadAttention):
+            def attend(self, query, key, value, mask, bias, deterministic):
+                return super().attend(2 * query, key, value, mask, bias, deterministic)
+
+    The class replaces `attend`, or more, and may add parameters in its `setup`. All attention of a
+    model with `attention_kind="sharp"` is of this class: training, search and scores need nothing
+    else. A run folder records the name only, and no code, so a program that uses the run imports
+    the file with the class first. Registering a name again replaces the class.
+
+    Args:
+      name: the value of the field.
+
+    Raises:
+      TypeError: the name is not a string, or the class is no subclass of `MultiHeadAttention`.
+      UserError: the name is that of the built-in attention.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"the name of an attention must be a string, not {type(name).__name__}")
+    if name == DOT_PRODUCT:
+        raise UserError(f"{name} is the built-in attention: give yours another name")
+
+    def register(kind: _Kind) -> _Kind:
+        if not (isinstance(kind, type) and issubclass(kind, MultiHeadAttention)):
+            raise TypeError(f"{name} must be a subclass of MultiHeadAttention")
+        if name in _KINDS:
+            jax.clear_caches()  # Compiled programs are found by the configuration.
+        _KINDS[name] = kind
+        return kind
+
+    return register
+
+
+def attention_class(config: TransformerConfig) -> type[MultiHeadAttention]:
+    """Returns the class of a model's attention.
+
+    Raises:
+      UserError: it is not registered.
+    """
+    kind = config.attention_kind
+    if kind not in _KINDS:
+        raise UserError(
+            f"model.attention_kind={kind} is not registered: import the file that calls "
+            f"register_attention({kind!r}) first; registered are {', '.join(_KINDS)}"
+        )
+    return _KINDS[kind]

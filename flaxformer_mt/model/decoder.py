@@ -8,7 +8,7 @@ from flax import linen as nn
 from jax import Array
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.model.attention import KeyValue, MultiHeadAttention
+from flaxformer_mt.model.attention import KeyValue, attention_class
 from flaxformer_mt.model.cache import KeyValueCache, LayerState, RecurrentState
 from flaxformer_mt.model.feed_forward import FeedForward
 from flaxformer_mt.model.logical_axes import constrain
@@ -42,11 +42,11 @@ class DecoderLayer(nn.Module):
             self.recurrence = SSRU(c)
             self.recurrence_norm = Norm(c)
         else:
-            self.self_attention = MultiHeadAttention(c)
+            self.self_attention = attention_class(c)(c)
             self.self_attention_norm = Norm(c)
             self.position_bias = position_bias(c, bidirectional=False, shared=False)
         if c.has_inputs:
-            self.cross_attention = MultiHeadAttention(c)
+            self.cross_attention = attention_class(c)(c)
             self.cross_attention_norm = Norm(c)
         self.feed_forward = FeedForward(c)
         self.feed_forward_norm = Norm(c)

@@ -4,7 +4,7 @@ from flax import linen as nn
 from jax import Array
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.model.attention import MultiHeadAttention
+from flaxformer_mt.model.attention import attention_class
 from flaxformer_mt.model.feed_forward import FeedForward
 from flaxformer_mt.model.logical_axes import constrain
 from flaxformer_mt.model.masks import Visibility
@@ -28,7 +28,7 @@ class EncoderLayer(nn.Module):
     def setup(self) -> None:
         """Creates the sub-layers."""
         c = self.config
-        self.self_attention = MultiHeadAttention(c)
+        self.self_attention = attention_class(c)(c)
         self.self_attention_norm = Norm(c)
         self.position_bias = position_bias(c, bidirectional=True, shared=False)
         self.feed_forward = FeedForward(c)

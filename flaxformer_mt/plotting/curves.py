@@ -73,11 +73,14 @@ def plot_curves(
         the curves themselves stay behind it, faint.
 
     Raises:
+      TypeError: `smoothing` is not a number.
       UserError: a folder has no metrics, a metric is unknown, or the metrics were written by an
         earlier version and lack what the axis needs.
     """
     if not folders:
         raise UserError("there are no curves to plot: name at least one run folder")
+    if not isinstance(smoothing, int | float):
+        raise TypeError(f"smoothing must be a number, not {type(smoothing).__name__}")
     if not 0 <= smoothing < 1:
         raise UserError(f"smoothing={smoothing:g}: give a number from 0 to below 1")
     histories = [read_history(folder) for folder in folders]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from flaxformer_mt.plotting import drawing
 from flaxformer_mt.plotting.history import History, Row
 from flaxformer_mt.plotting.panels import COLORS, INK, Panels, Style, described
+from flaxformer_mt.plotting.tables import table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,7 +26,7 @@ body { background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, sa
   max-width: 84rem; margin: 1.5rem auto; padding: 0 1rem; }
 h1 { font-size: 1.3rem; overflow-wrap: break-word; }
 """
-_FRAGMENT_STYLE = """
+FRAGMENT_STYLE = """
 .fmt-curves { font-variant-numeric: tabular-nums; }
 .fmt-curves .panels { display: grid; gap: 1rem 1.5rem;
   grid-template-columns: repeat(auto-fill, minmax(min(17rem, 100%), 1fr)); }
@@ -74,12 +75,12 @@ def to_fragment(curves: Panels) -> str:
     """
     return "\n".join(
         [
-            f'<style>{_FRAGMENT_STYLE}</style><div class="fmt-curves">',
+            f'<style>{FRAGMENT_STYLE}</style><div class="fmt-curves">',
             *_key(curves),
             '<div class="panels">',
             *(_panel(curves, name) for name in curves.metrics),
             "</div>",
-            *_table(curves),
+            _table(curves),
             "</div>",
         ]
     )
@@ -123,26 +124,23 @@ def _svg(figure: "Figure", name: str, label: str) -> str:
     return drawing.to_inline_svg(figure, name, colors).replace("<svg", f"<svg {role}", 1)
 
 
-def _table(curves: Panels) -> Iterator[str]:
-    """Yields a table of the best checkpoints: their validation, and the test of the run."""
+def _table(curves: Panels) -> str:
+    """Returns a table of the best checkpoints: their validation, and the test of the run."""
     histories = curves.histories
     valid = [name for name in _TABLE if any(name in history.best() for history in histories)]
     test = [name for name in ("bleu", "chrf") if any(name in _test(each) for each in histories)]
     heads = ["run", "steps", *(["best checkpoint"] * bool(valid))]
     heads += [f"valid {described(name).title}" for name in valid]
     heads += [f"test {described(name).title}" for name in test]
-    yield '<div class="scroll"><table><thead><tr>'
-    yield "".join(f'<th scope="col">{escape(head)}</th>' for head in heads)
-    yield "</tr></thead><tbody>"
+    rows = []
     for name, history in zip(curves.names(), histories, strict=True):
         best = history.best()
         cells = [f"{history.last_step:,}"]
         cells += [f"step {history.best_step:,}" if best else "–"] * bool(valid)
-        cells += [_value(best, metric) for metric in valid]
-        cells += [_value(_test(history), metric) for metric in test]
-        columns = "".join(f"<td>{cell}</td>" for cell in cells)
-        yield f'<tr><th scope="row">{escape(name)}</th>{columns}</tr>'
-    yield "</tbody></table></div>"
+        cells += [value_of(best, metric) for metric in valid]
+        cells += [value_of(_test(history), metric) for metric in test]
+        rows.append([name, *cells])
+    return table(heads, rows)
 
 
 def _test(history: History) -> Row:
@@ -151,11 +149,12 @@ def _test(history: History) -> Row:
     return rows[-1] if rows else {}
 
 
-def _value(row: Row, name: str) -> str:
+def value_of(row: Row, name: str) -> str:
     """Returns a metric as a cell of the table."""
     value = row.get(name)
     if value is None:
         return "–"
     metric = described(name)
     unit = "%" if metric.unit.startswith("%") else ""
-    return f"{value * metric.scale:.4g}{unit}"
+    number = value * metric.scale
+    return f"{number:,.0f}" if abs(number) >= 10_000 else f"{number:.4g}{unit}"

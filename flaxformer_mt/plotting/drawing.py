@@ -44,11 +44,11 @@ def new_figure(width: float, height: float) -> "Figure":
     """
     try:
         from matplotlib.figure import Figure
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
     except ImportError as error:
         raise UserError("pictures need matplotlib: pip install 'flaxformer_mt[plot]'") from error
-    figure = Figure(figsize=(width, height), layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.06, h_pad=0.06)  # In inches.
-    return figure
+    layout = ConstrainedLayoutEngine(w_pad=0.06, h_pad=0.06)  # In inches.
+    return Figure(figsize=(width, height), layout=layout)
 
 
 def to_png(figure: "Figure") -> bytes:

@@ -1,5 +1,7 @@
 """Attention against its equation."""
 
+import dataclasses
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -7,6 +9,8 @@ import numpy as np
 import pytest
 
 from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.model import attention
 from flaxformer_mt.model.attention import (
     MultiHeadAttention,
     masked_softmax,
@@ -84,18 +88,63 @@ def test_float64_stays_float64(float64):
 
 def test_a_key_bias_cannot_matter_and_is_not_trained():
     config = TransformerConfig(d_model=8, num_heads=2)
-    attention = MultiHeadAttention(config)
+    module = MultiHeadAttention(config)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 8)), jnp.float32)
 
     def attend(module, inputs):
         return module(inputs, module.project(inputs), None, True)[0]
 
-    params = attention.init(jax.random.key(0), x, method=attend)["params"]
+    params = module.init(jax.random.key(0), x, method=attend)["params"]
 
     def loss(bias):
         moved = params | {"key": params["key"] | {"bias": bias}}
-        return jnp.sum(jnp.square(attention.apply({"params": moved}, x, method=attend)))
+        return jnp.sum(jnp.square(module.apply({"params": moved}, x, method=attend)))
 
     bias = jnp.arange(8, dtype=jnp.float32)
     assert float(loss(bias)) == pytest.approx(float(loss(0 * bias)), rel=1e-5)
     np.testing.assert_array_equal(jax.grad(loss)(bias), 0)
+
+
+@pytest.fixture
+def kinds(monkeypatch):
+    """The registered kinds of attention, restored afterwards."""
+    monkeypatch.setattr("flaxformer_mt.model.attention._KINDS", {**attention._KINDS})
+
+
+def weights_of(config):
+    """The attention of a layer, by its class, of the same parameters."""
+    module = attention.attention_class(config)(config)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 8)), jnp.float32)
+    variables = module.init(jax.random.key(0), x, x, None, True)
+    return module.apply(variables, x, x, None, True)[1]
+
+
+def test_an_attention_of_ones_own_may_be_replaced(kinds, monkeypatch):
+    config = TransformerConfig(d_model=8, num_heads=2)
+    own = dataclasses.replace(config, attention_kind="own")
+    with pytest.raises(UserError, match="attention_kind=own is not registered: import the file"):
+        weights_of(own)
+    cleared, found = [], []
+    monkeypatch.setattr(jax, "clear_caches", lambda: cleared.append(True))
+    for factor in (0.0, 1.0):
+
+        @attention.register_attention("own")
+        class Own(MultiHeadAttention):
+            def attend(self, query, *arguments, factor=factor):
+                return super().attend(factor * query, *arguments)
+
+        found.append(weights_of(own))
+    assert cleared == [True]  # Programs that were compiled with the first one.
+    np.testing.assert_allclose(found[0], 1 / 3, atol=1e-6)
+    np.testing.assert_array_equal(found[1], weights_of(config))
+
+
+def test_what_cannot_be_registered(kinds):
+    with pytest.raises(UserError, match="dot_product is the built-in attention"):
+        attention.register_attention("dot_product")
+    with pytest.raises(TypeError, match="name of an attention must be a string, not type"):
+        attention.register_attention(MultiHeadAttention)
+    with pytest.raises(TypeError, match="own must be a subclass of MultiHeadAttention"):
+        attention.register_attention("own")(print)
+    with pytest.raises(UserError, match="attention_backend=cudnn computes dot products only"):
+        TransformerConfig(attention_kind="own", attention_backend="cudnn")

@@ -14,6 +14,7 @@ from flax import linen as nn
 from flax.linen import kw_only_dataclasses as flax_dataclasses
 from packed_rows import check_packed_rows
 
+from examples import own_attention  # noqa: F401  (registers "cosine")
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.model.cache import reorder_cache
@@ -44,6 +45,7 @@ CONFIGS = {
     "language model": dataclasses.replace(TINY, has_inputs=False),
     "recurrent": dataclasses.replace(TINY, decoder_kind="ssru"),
     "unrolled": dataclasses.replace(TINY, scan_layers=False),
+    "own attention": dataclasses.replace(TINY, attention_kind="cosine"),
 }
 SLOW = pytest.mark.slow
 # Cached steps and whole passes read these fields in the same code.

@@ -1,0 +1,158 @@
+"""Whole models of any kind that can be read, ready to translate."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, overload
+
+from flaxformer_mt.config import ExperimentConfig
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
+from flaxformer_mt.decoding.attention_weights import sentence_attention
+from flaxformer_mt.decoding.text_arguments import require_path
+from flaxformer_mt.decoding.translator import Sentence, Translator
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.input_files import read_json
+from flaxformer_mt.interop.convert import OWN, read_bundle
+from flaxformer_mt.interop.formats import run_folders
+from flaxformer_mt.interop.formats.bundle import ModelBundle
+from flaxformer_mt.interop.formats.hub_families import HUB_FAMILIES
+from flaxformer_mt.plotting.attention_page import AttentionPicture
+from flaxformer_mt.presets import canonical_family
+from flaxformer_mt.run_reader import Run
+from flaxformer_mt.runs.layout import CONFIG
+
+
+class Model:
+    """A model with its vocabulary and search options, from `load`.
+
+        model = load("opus-mt-en-de")
+        model.translate("A dog runs.")
+        run = model.save("runs/opus")  # To train it further, or for the command line.
+
+    Args:
+      bundle: the model.
+      folder: where it was read.
+      family: what it was read as.
+      notes: what of the folder has no counterpart here, in one line each.
+    """
+
+    def __init__(
+        self, bundle: ModelBundle, folder: Path, family: str, notes: tuple[str, ...] = ()
+    ) -> None:
+        self.folder = folder
+        self.family = family
+        self.notes = notes
+        self._bundle = bundle
+        self._translator: Translator | None = None
+
+    def __repr__(self) -> str:
+        return f"<Model {self.family} {str(self.folder)!r}>"
+
+    @property
+    def config(self) -> ExperimentConfig:
+        """The model, its search options, and the defaults for training it further."""
+        return self._bundle.config
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The parameters, nested dicts of arrays."""
+        return self._bundle.params
+
+    @property
+    def tokenizers(self) -> Tokenizers:
+        """The vocabularies of source and target."""
+        return self._bundle.tokenizers
+
+    def translator(self) -> Translator:
+        """Returns the translator, which has further methods.
+
+        Raises:
+          UserError: the model has no encoder.
+        """
+        if self._translator is None:
+            self._translator = Translator(self.config, self.params, self.tokenizers)
+        return self._translator
+
+    @overload
+    def translate(self, sentences: str | Sentence, **options: Any) -> str: ...
+
+    @overload
+    def translate(self, sentences: Iterable[str | Sentence], **options: Any) -> list[str]: ...
+
+    def translate(
+        self, sentences: str | Sentence | Iterable[str | Sentence], **options: Any
+    ) -> str | list[str]:
+        """Translates a sentence, or each sentence of a list; see `Translator.translate`."""
+        return self.translator().translate(sentences, **options)
+
+    def attention(self, source: str, target: str | None = None) -> AttentionPicture:
+        """Returns the attention of every layer and head; see `Run.attention`."""
+        found = sentence_attention(self.translator(), source, target)
+        return AttentionPicture(found, str(self.folder))
+
+    def save(self, folder: str | Path) -> Run:
+        """Writes a run folder, as `flaxformer-mt convert` does.
+
+        Args:
+          folder: the folder to create.
+
+        Returns:
+          The run, which can be trained further; see `Run.fine_tuning_config`.
+
+        Raises:
+          TypeError: `folder` is not a path.
+          UserError: it exists, or cannot be written.
+        """
+        path = require_path(folder, "folder")
+        run_folders.write(self._bundle, path)
+        return Run(path)
+
+
+def load(folder: str | Path, family: str | None = None) -> Model:
+    """Loads a whole model from a folder.
+
+    Args:
+      folder: a folder of OPUS-MT or another family of the Hugging Face Hub, a folder of Marian, or
+        a run folder, whose best checkpoint is loaded. Nothing is downloaded.
+      family: what to read it as, as in `flaxformer-mt convert --from`; by default it is found out.
+
+    Raises:
+      TypeError: an argument is of another type.
+      UserError: there is no such folder, it holds no model that can be read, or it is damaged.
+    """
+    path = require_path(folder, "folder")
+    if family is not None and not isinstance(family, str):
+        raise TypeError(f"family must be a string, not {type(family).__name__}")
+    if path.is_file():
+        raise UserError(f"{path} is a file: give the folder that has its vocabulary, too")
+    if not path.is_dir():
+        raise UserError(f"there is no folder {path}")
+    known = canonical_family(family) if family else _family_of(path)
+    bundle, notes = read_bundle(known, path, {})
+    return Model(bundle, path, known, notes)
+
+
+def _family_of(folder: Path) -> str:
+    """Returns as what a folder is to be read.
+
+    Raises:
+      UserError: it holds no model of a kind that can be read.
+    """
+    if not (folder / CONFIG).is_file():
+        if any(folder.glob("*.npz")) or any(folder.glob("*.bin")):
+            return "marian-native"
+        raise UserError(f"{folder} holds no model: it has neither {CONFIG} nor a file of Marian")
+    settings = read_json(folder / CONFIG)
+    kind = settings.get("model_type") if isinstance(settings, dict) else None
+    if kind is None:
+        return OWN
+    families = {
+        architecture: name
+        for name, hub in HUB_FAMILIES.items()
+        for architecture in hub.architectures
+    }
+    if kind not in families:
+        raise UserError(
+            f"{folder / CONFIG} is of model_type={kind}, which cannot be read; there are "
+            f"{', '.join(sorted(families))}"
+        )
+    return families[kind]
