@@ -53,10 +53,11 @@
     $(`${side}-name`).textContent = name;
     $(`${side}-role`).textContent = role;
     const parent = $(side);
-    parent.dir = rtl ? "rtl" : "ltr";
+    parent.parentElement.dir = rtl ? "rtl" : "ltr";
     elements[side] = tokens.map((token, index) => {
-      const button = make("button", { type: "button", textContent: token.text, tabIndex: -1 });
-      button.className = "token" + (token.starts ? " starts" : "") +
+      const button = make("button",
+        { type: "button", textContent: token.text, tabIndex: -1, dir: "auto" });
+      button.className = "token" + (tokens[index + 1]?.starts ? " ends" : "") +
         (special.test(token.text) ? " special" : "");
       button.addEventListener("focus", () => select(side, index));
       button.addEventListener("click", () => select(side, index));
@@ -85,6 +86,7 @@
     state.selected = side === null ? null : { side, index };
     state.preview = null;
     showSelection();
+    if (state.selected) reveal(state.selected);
   }
 
   function preview(token) {
@@ -168,6 +170,19 @@
     canvas.getContext("2d").putImageData(image, 0, 0);
   }
 
+  // Thumbnails of long sentences show the greatest weight of each square of cells.
+  function pooled(map, [t, s], most = 64) {
+    const side = Math.ceil(Math.max(t, s) / most);
+    const shape = [Math.ceil(t / side), Math.ceil(s / side)];
+    if (side === 1) return [map, shape];
+    const found = new Uint8Array(shape[0] * shape[1]);
+    map.forEach((q, i) => {
+      const place = Math.floor(i / s / side) * shape[1] + Math.floor(i % s / side);
+      found[place] = Math.max(found[place], q);
+    });
+    return [found, shape];
+  }
+
   const columnsOfHeads = (kind) =>
     kind.heads > 8 && (narrow.matches || kind.heads > 16) ? 8 : kind.heads;
 
@@ -193,9 +208,7 @@
         };
         button.addEventListener("focus", choose);
         button.addEventListener("click", choose);
-        paint(canvas, mapOf(kind, layer, head), size(kind));
-        const [t, s] = size(kind);
-        canvas.style.imageRendering = Math.max(t, s) > 48 ? "auto" : "pixelated";
+        paint(canvas, ...pooled(mapOf(kind, layer, head), size(kind)));
         buttons.push(button);
         cells.push(button);
       }
@@ -290,6 +303,16 @@
     for (const [name, value] of Object.entries(place)) rect.setAttribute(name, value);
   }
 
+  // Scrolls the matrix, but not the page, to a row or column.
+  function reveal({ side, index }) {
+    const cell = parseFloat(matrix.firstElementChild.style.getPropertyValue("--cell"));
+    const { offsetWidth, offsetHeight } = matrix.querySelector(".corner");
+    const [name, room] = side === "rows"
+      ? ["scrollTop", matrix.clientHeight - offsetHeight]
+      : ["scrollLeft", matrix.clientWidth - offsetWidth];
+    matrix[name] = Math.max(Math.min(matrix[name], index * cell), (index + 1) * cell - room);
+  }
+
   matrix.addEventListener("keydown", (event) => {
     const moves = { ArrowUp: ["rows", -1], ArrowDown: ["rows", 1], ArrowLeft: ["columns", -1],
       ArrowRight: ["columns", 1] };
@@ -298,10 +321,7 @@
     const [side, step] = moves[event.key];
     const count = state.kind[side].tokens.length;
     const from = state.selected?.side === side ? state.selected.index : step > 0 ? -1 : count;
-    const index = Math.min(Math.max(from + step, 0), count - 1);
-    select(side, index);
-    matrix.querySelectorAll(`.${side} > div`)[index].scrollIntoView(
-      { block: "nearest", inline: "nearest" });
+    select(side, Math.min(Math.max(from + step, 0), count - 1));
   });
 
   // Controls.

@@ -351,7 +351,7 @@ def test_attention_of_a_published_model(published, tmp_path):
     assert main(["attention", "--run", str(run), *sentences, "--output", str(page)]) == 0
     text = page.read_text(encoding="utf-8")
     assert '"name":"cross","label":"Cross-attention","layers":1,"heads":2' in text
-    assert '[{"text":"<pad>","starts":false},' in text  # The decoder starts with it.
+    assert r'[{"text":"\u003cpad>","starts":false},' in text  # The decoder starts with it.
 
 
 @pytest.fixture
