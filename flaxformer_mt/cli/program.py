@@ -10,7 +10,6 @@ from typing import Any
 import flaxformer_mt
 from flaxformer_mt import exit_codes, runtime
 from flaxformer_mt.cli import (
-    attention,
     checkpoints,
     convert,
     corpora,
@@ -37,7 +36,7 @@ COMMANDS: dict[str, dict[str, Callable[..., int | None]]] = {
         "evaluate": evaluate.evaluate,
         "inspect": checkpoints.inspect,
         "plot": pictures.plot,
-        "attention": attention.attention,
+        "attention": pictures.attention,
         "average": checkpoints.average,
         "lexicon": corpora.lexicon,
     },

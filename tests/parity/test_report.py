@@ -155,7 +155,7 @@ def test_what_was_not_compared_is_said_in_every_form():
     assert report.remarks()[1].startswith("Rounding gives 3 hidden units")
     text = " ".join(report.to_text().split())
     assert all(remark in text for remark in report.remarks())
-    assert unread in Page(report.to_html()).data
+    assert unread in "".join(Page(report.to_html()).data)
     values = json.loads(report.to_json())
     assert (values["untapped"], values["kinks"]) == (["encoder/<a>", "encoder/b"], 3)
     assert agreeing.remarks() == []
@@ -191,7 +191,7 @@ def test_json_of_what_is_not_finite():
 class Page(html.parser.HTMLParser):
     """Collects the elements of a page, and checks that they are nested properly."""
 
-    VOID = ("meta",)
+    VOID = ("meta", "wbr")
 
     def __init__(self, text):
         super().__init__()
@@ -267,4 +267,4 @@ def test_without_matplotlib_plots_are_refused_by_name(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(UserError, match=r"matplotlib: pip install 'flaxformer_mt\[parity\]'"):
         training().to_html()
-    assert "<table>" in agreeing.to_html()
+    assert "<table role=" in agreeing.to_html()

@@ -49,9 +49,12 @@ th:first-child, td:first-child { text-align: left; padding-left: 0; white-space:
   overflow-wrap: break-word; }
 td:first-child { font: .8125rem/1.5 ui-monospace, "SF Mono", Menlo, "DejaVu Sans Mono", monospace; }
 th:last-child, td:last-child { padding-right: 0; }
-.scale { width: 9rem; } .bar { display: block; height: .5rem; min-width: 1px;
-  background: currentColor; border-radius: 2px; }
+.scale, th.scale { width: 9rem; text-align: left; }
+.bar { display: block; height: .5rem; min-width: 1px; background: currentColor;
+  border-radius: 2px; }
 #first-divergence td { background: var(--first); font-weight: 600; }
+#first-divergence td:first-child { box-shadow: -.5rem 0 var(--first); }
+#first-divergence td:last-child { box-shadow: .5rem 0 var(--first); }
 .plot { overflow-x: auto; } .plot svg { display: block; width: 100%; min-width: 40rem;
   height: auto; }
 @media (max-width: 48rem) {
@@ -94,16 +97,16 @@ def to_html(comparison: Comparison) -> str:
 
 def _opening(comparison: Comparison) -> Iterator[str]:
     kind = "agrees" if comparison.passed else "differs"
-    yield f'<p class="{kind}"><strong>{escape(comparison.headline())}</strong></p>'
+    yield f'<p class="{kind}"><strong>{_breakable(comparison.headline())}</strong></p>'
     first = comparison.first_divergence
     if comparison.settings:
-        yield f"<p>{escape(comparison.explanation())}</p>"
+        yield f"<p>{_breakable(comparison.explanation())}</p>"
     elif first is not None:
         link = f'<a href="#first-divergence">{_breakable(first.site)}</a>'
-        yield f"<p>First difference: {link}. {escape(comparison.explanation())}</p>"
-    yield from (f"<p>{escape(sentence)}</p>" for sentence in comparison.further())
+        yield f"<p>First difference: {link}. {_breakable(comparison.explanation())}</p>"
+    yield from (f"<p>{_breakable(sentence)}</p>" for sentence in comparison.further())
     for sentence in (*comparison.remarks(), comparison.closing()):
-        yield f'<p class="quiet">{escape(sentence)}</p>'
+        yield f'<p class="quiet">{_breakable(sentence)}</p>'
 
 
 def _plot(comparison: Comparison) -> Iterator[str]:
@@ -146,9 +149,11 @@ def _cell(content: str, attributes: str = "") -> str:
     return f'<td role="cell" {attributes}>{content}</td>'
 
 
-def _breakable(name: str) -> str:
-    """Returns a name as HTML that breaks between its parts, and not within."""
-    return re.sub(r"(?<=[/.])(?=.)|(?=_)", "<wbr>", escape(name))
+def _breakable(text: str) -> str:
+    """Returns text as HTML in which names break between their parts, and not within."""
+    return re.sub(
+        r"(?<=\w/)(?=\w)|(?<=[A-Za-z]\.|\d\.)(?=[A-Za-z])|(?<=\w)(?=_\w)", "<wbr>", escape(text)
+    )
 
 
 def _width(relative: float) -> float:
