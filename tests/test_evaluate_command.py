@@ -162,8 +162,9 @@ def test_a_terminal_gets_the_table(files, monkeypatch):
         ("--hypothesis a.de --reference test.de --metric os:sep", "sep is not a function"),
         (
             "--hypothesis a.de --reference test.de --metric os:stat --metric os.path:stat",
-            "another function stat",
+            "another metric stat",
         ),
+        ("--hypothesis a.de --reference test.de --metric mine:bleu", "another metric bleu"),
         ("--hypothesis a.de --reference test.de --output x", "--output is for --run only"),
         ("--hypothesis a.de --reference test.de --split test", "--split is for --run only"),
         ("--hypothesis a.de --reference test.de --beam-size 2", "search options are for --run"),

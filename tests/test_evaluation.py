@@ -284,6 +284,8 @@ def test_unknown_options_are_named(monkeypatch):
         evaluate(HYPOTHESES, REFERENCES, tokenize="14a")
     with pytest.raises(UserError, match="the metric bleu is sacreBLEU's"):
         evaluate(HYPOTHESES, REFERENCES, metrics={"bleu": lambda *given: 1.0})
+    with pytest.raises(UserError, match="1,000,000,000,000 resamples of 2 sentences take at least"):
+        evaluate(HYPOTHESES, REFERENCES, confidence=True, resamples=10**12)
     monkeypatch.setenv("SACREBLEU_SEED", "first")
     with pytest.raises(UserError, match="SACREBLEU_SEED=first: must be a whole number"):
         evaluate(HYPOTHESES, REFERENCES, confidence=True)

@@ -208,8 +208,8 @@ def _metrics(
     for text in names:
         if ":" in text:
             name = text.rpartition(":")[2]
-            if name in functions:
-                raise UserError(f"--metric {text}: there is another function {name}")
+            if name in (*functions, *standard):
+                raise UserError(f"--metric {text}: there is another metric {name}; rename one")
             functions[name] = _function(text)
     return chosen or list(standard), functions
 

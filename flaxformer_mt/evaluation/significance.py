@@ -9,6 +9,7 @@ from sacrebleu.significance import PairedTest, Result
 
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.evaluation.metrics import FunctionMetric
+from flaxformer_mt.memory_limits import host_memory, require_memory
 
 PairedTestKind = Literal["bootstrap", "randomization"]
 """Paired bootstrap resampling (Koehn 2004), or paired approximate randomization (Riezler and
@@ -52,7 +53,8 @@ def score_systems(
         resamples and 10,000 trials. The intervals beside a randomization have 1,000 resamples.
 
     Raises:
-      UserError: the environment variable SACREBLEU_SEED is not a number.
+      UserError: the environment variable SACREBLEU_SEED is not a number, or the resamples do not
+        fit into memory.
     """
     resampled = confidence or significance is not None
     if not resampled or _has_corpus_scores_only(metric, systems):
@@ -60,6 +62,7 @@ def score_systems(
         signature = str(metric.get_signature())
         return {name: MetricScore(score, signature) for name, score in scores.items()}
     _check_seed()
+    _check_memory(len(next(iter(systems.values()))), resamples or DEFAULT_RESAMPLES)
     if significance == "randomization":
         return _paired(metric, systems, "ar", resamples, 0 if confidence else -1)
     if significance == "bootstrap":
@@ -128,3 +131,10 @@ def _check_seed() -> None:
     value = os.environ.get(_SEED, "none")
     if value.lower() != "none" and not value.isdecimal():
         raise UserError(f"{_SEED}={value}: must be a whole number, or none for another each time")
+
+
+def _check_memory(sentences: int, resamples: int) -> None:
+    """Raises UserError if the indices and two numbers of every resampled sentence do not fit."""
+    needed = 16 * sentences * resamples
+    what = f"{resamples:,} resamples of {sentences:,} sentences take"
+    require_memory(needed, host_memory(), what)

@@ -2,7 +2,8 @@
 
 A block's language says what it is: `sh` is commands; `console` is commands after "$ " with what
 they print; `python` is a program or, after ">>> ", a session; and `text` is output or layout by
-itself. A comment on the line above says why a block is not run.
+itself. A comment on the line above says why a block is not run (`<!-- not run: needs a GPU -->`)
+or which file it is (`<!-- file: serve.py -->`).
 """
 
 import re
@@ -19,9 +20,10 @@ REASONS = {
     "needs a download",
     "takes hours",
     "does not end",
+    "needs your model",
 }
 _FENCE = re.compile(r"```(\w*)$")
-_COMMENT = re.compile(r"<!-- not run: (.+) -->$")
+_COMMENT = re.compile(r"<!-- (not run|file): (.+) -->$")
 
 
 class Command(NamedTuple):
@@ -41,6 +43,8 @@ class Block(NamedTuple):
     lines: list[str]
     reason: str | None
     """Why it is not run."""
+    file: str | None
+    """Name of the file that it is, which later commands run."""
 
     def __str__(self) -> str:
         return f"{self.page}:{self.number}"
@@ -72,10 +76,12 @@ def blocks(path: Path) -> list[Block]:
         if fence is not None:
             end = lines.index("```", index + 1)
             comment = _COMMENT.match(lines[index - 1])
+            given = {comment[1]: comment[2]} if comment else {}
             page = path.relative_to(ROOT).as_posix()
             body = lines[index + 1 : end]
-            reason = comment and comment[1]
-            found.append(Block(page, index + 1, fence[1], body, reason))
+            found.append(
+                Block(page, index + 1, fence[1], body, given.get("not run"), given.get("file"))
+            )
             index = end
         index += 1
     return found
