@@ -12,7 +12,8 @@ import pytest
 
 from flaxformer_mt import parity
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.parity.reports.comparison import Row, Summary
+from flaxformer_mt.parity.diagnosis.diagnose import Diagnosis
+from flaxformer_mt.parity.reports.comparison import Finding, Row, Summary
 from flaxformer_mt.parity.reports.report import Report
 from flaxformer_mt.parity.trajectory import Curves, Trajectory
 
@@ -39,6 +40,20 @@ DIVERGING = {
     "loss": 0.1,
     "gradient/encoder.layers.0.w.bias": 1e-3,
 }
+
+
+def test_html_lists_every_finding():
+    findings = [
+        Finding("encoder/layers/1", 0.25, Diagnosis("norm epsilon", "it is 1 < 2", 1e-16)),
+        Finding("logits", 0.5, Diagnosis("logit scale", "it is 4", 1e-16)),
+        Finding("output", math.inf, None),
+    ]
+    text = diverging(findings=tuple(findings), diagnosis=findings[0].diagnosis).to_html()
+    shown = text.replace("<wbr>", "")
+    assert "Likely cause: norm epsilon; it is 1 &lt; 2." in shown
+    assert "2 more differ by themselves" in shown
+    assert re.findall(r"<li>(.*?) differs by", shown) == ["logits", "output"]
+    assert "no known cause.</li>" in shown
 
 
 def curves(losses):

@@ -104,9 +104,17 @@ def _opening(comparison: Comparison) -> Iterator[str]:
     elif first is not None:
         link = f'<a href="#first-divergence">{_breakable(first.site)}</a>'
         yield f"<p>First difference: {link}. {_breakable(comparison.explanation())}</p>"
-    yield from (f"<p>{_breakable(sentence)}</p>" for sentence in comparison.further())
+    yield from _findings(comparison)
     for sentence in (*comparison.remarks(), comparison.closing()):
         yield f'<p class="quiet">{_breakable(sentence)}</p>'
+
+
+def _findings(comparison: Comparison) -> Iterator[str]:
+    introduction, *others = comparison.further() or [""]
+    if introduction:
+        yield f"<p>{_breakable(introduction)}</p>"
+    if others:
+        yield f"<ul>{''.join(f'<li>{_breakable(sentence)}</li>' for sentence in others)}</ul>"
 
 
 def _plot(comparison: Comparison) -> Iterator[str]:
