@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -32,3 +34,18 @@ def test_importing_the_package_is_cheap():
         [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=True
     )
     assert "flaxformer_mt.decoding.translator.Translator" in done.stdout
+
+
+def test_files_that_are_not_modules_are_part_of_the_wheel():
+    root = Path(flaxformer_mt.__file__).parent
+    settings = tomllib.loads((root.parent / "pyproject.toml").read_text(encoding="utf-8"))
+    patterns = settings["tool"]["setuptools"]["package-data"]
+    packed = {
+        path
+        for package, names in patterns.items()
+        for name in names
+        for path in root.parent.joinpath(*package.split(".")).glob(name)
+    }
+    others = {path for path in root.rglob("*.*") if path.suffix not in (".py", ".pyc")}
+    assert len(others) >= 4
+    assert packed == {path for path in others if path.is_file()}

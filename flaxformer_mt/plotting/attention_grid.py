@@ -71,12 +71,15 @@ def _installed_fonts() -> list[str]:
 
 def _draw(figure: "Figure", attention: Attention, title: str) -> None:
     kinds = [kind for kind in KINDS if kind in attention.maps]
-    large, small = figure.subfigures(1, 2, width_ratios=(7, 5))
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=_INK)
+    parts: Any = figure.subfigures(1, 2, width_ratios=(7, 5), wspace=0.02)
+    large, small = parts
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=_INK)
+    matrix, scale = large.subplots(2, 1, height_ratios=(30, 1))
     grids = np.atleast_1d(small.subplots(len(kinds), 1))
     for axes, kind in zip(grids, kinds, strict=True):
         _draw_heads(axes, attention.maps[kind], KINDS[kind].label)
-    _draw_sharpest(large.subplots(), attention, kinds[-1])
+    _draw_sharpest(matrix, attention, kinds[-1])
+    _draw_scale(scale)
 
 
 def _colors(weights: np.ndarray) -> np.ndarray:
@@ -100,8 +103,9 @@ def _draw_heads(axes: Any, maps: Maps, label: str) -> None:
     axes.set_ylim(layers * line, -0.02)
     axes.set_xticks([head * (1 + _GAP) + 0.5 for head in range(heads)], range(heads))
     axes.set_yticks([layer * line + height / 2 for layer in range(layers)], range(layers))
-    axes.set_title(f"{label}: layers x heads, entropy in bits", loc="left", fontsize=9, color=_INK)
-    _quiet(axes, 7)
+    axes.xaxis.tick_top()
+    axes.set_title(label, loc="left", fontsize=10, color=_INK)
+    _quiet(axes, 7, has_frame=False)
 
 
 def _draw_sharpest(axes: Any, attention: Attention, kind: str) -> None:
@@ -118,8 +122,18 @@ def _draw_sharpest(axes: Any, attention: Attention, kind: str) -> None:
     _label(axes.set_yticks, getattr(attention, described.rows.tokens))
     axes.xaxis.tick_top()
     name = f"{described.label}, layer {layer}, head {head}: {bits[layer, head]:.2f} bits"
-    axes.set_xlabel(name, fontsize=9, color=_INK)
-    _quiet(axes, 9 if max(weights.shape) <= 30 else 6)
+    axes.set_title(name, loc="left", fontsize=10, color=_INK, pad=12)
+    _quiet(axes, 10 if max(weights.shape) <= 30 else 6)
+
+
+def _draw_scale(axes: Any) -> None:
+    axes.imshow(palette("light")[None], aspect="auto", extent=(0, 1, 0, 1))
+    weights = (0, 0.05, 0.25, 0.5, 1)
+    axes.set_xticks([weight**0.5 for weight in weights], weights)
+    axes.set_yticks([])
+    note = "weight; below each head is its entropy in bits; dots mark the greatest of a row"
+    axes.set_title(note, loc="left", fontsize=8, color=_QUIET)
+    _quiet(axes, 8)
 
 
 def _label(set_ticks: Any, tokens: Sequence[str], **options: Any) -> None:
@@ -130,7 +144,7 @@ def _label(set_ticks: Any, tokens: Sequence[str], **options: Any) -> None:
     set_ticks(positions, texts, **options)
 
 
-def _quiet(axes: Any, size: float) -> None:
+def _quiet(axes: Any, size: float, has_frame: bool = True) -> None:
     axes.tick_params(length=0, labelsize=size, labelcolor=_QUIET)
-    for spine in axes.spines.values():
-        spine.set_color(_LINE)
+    axes.spines[:].set_visible(has_frame)
+    axes.spines[:].set_color(_LINE)
