@@ -5,8 +5,11 @@ import shutil
 
 import pytest
 from made_up_attention import attention
+from test_curves import write_run
 
 from flaxformer_mt.plotting.attention_page import AttentionPicture
+from flaxformer_mt.plotting.curves import plot_curves
+from flaxformer_mt.plotting.curves_page import to_page
 
 pytestmark = pytest.mark.slow
 
@@ -140,13 +143,26 @@ def parity_page():
     return Report("annotated", "float64", rows, diagnosis=cause).to_html()
 
 
-PAGES = {"attention": attention_page, "parity": parity_page}
+def curves_page(folder):
+    """The training curves of two runs."""
+    pytest.importorskip("matplotlib")
+    for name in ("one", "a_run_of_a_rather_long_name_with_parts"):
+        write_run(folder / name)
+    return to_page(plot_curves(sorted(folder.iterdir())))
+
+
+PAGES = {
+    "attention": lambda folder: attention_page(),
+    "parity": lambda folder: parity_page(),
+    "curves": curves_page,
+}
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("name", PAGES)
-def test_all_text_can_be_read(opened, name, scheme):
-    page = opened(PAGES[name](), color_scheme=scheme, reduced_motion="reduce")
+def test_all_text_can_be_read(opened, name, scheme, tmp_path_factory):
+    text = PAGES[name](tmp_path_factory.mktemp("runs"))
+    page = opened(text, color_scheme=scheme, reduced_motion="reduce")
     found = page.evaluate(CONTRAST)
     assert found["count"] > 30
     assert found["failures"] == []
@@ -154,8 +170,8 @@ def test_all_text_can_be_read(opened, name, scheme):
 
 @pytest.mark.parametrize("name", PAGES)
 @pytest.mark.parametrize("width", [375, 800, 1280])
-def test_nothing_is_wider_than_the_screen(opened, name, width):
-    page = opened(PAGES[name](), {"width": width, "height": 740})
+def test_nothing_is_wider_than_the_screen(opened, name, width, tmp_path_factory):
+    page = opened(PAGES[name](tmp_path_factory.mktemp("runs")), {"width": width, "height": 740})
     content, screen = page.evaluate(OVERFLOW)
     assert content <= screen == width
 
