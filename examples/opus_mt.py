@@ -22,12 +22,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--hold-out", type=int, default=500)
     parser.add_argument("--batch-tokens", type=int, default=4096)
+    parser.add_argument("--beam-size", type=int, default=4)
+    parser.add_argument("--devices", type=int, default=0, help="0 = all")
     parser.add_argument("--sentence", default="A dog runs across the green grass.")
     options = parser.parse_args()
     workdir = Path(options.workdir)
 
     model = fmt.load(options.folder)
-    print(model, model.translate(options.sentence))
+    print(model, model.translate(options.sentence, beam_size=options.beam_size))
 
     # A run folder, from which training starts and which every command accepts.
     start = workdir.with_name(f"{workdir.name}-start")
@@ -49,6 +51,8 @@ def main() -> None:
             "checkpoint_every": max(options.steps // 5, 1),
         },
         optimizer={"learning_rate": 1e-4, "warmup_steps": 50},
+        decode={"beam_size": options.beam_size},
+        parallel={"num_devices": options.devices},
     )
     tuned = fmt.train(config, workdir)
     print(tuned, tuned.translator().translate(options.sentence))

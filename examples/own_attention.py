@@ -18,7 +18,13 @@ import jax.numpy as jnp
 
 import flaxformer_mt as fmt
 from flaxformer_mt.cli import main as command_line
-from flaxformer_mt.config import DataConfig, OptimizerConfig, TrainConfig
+from flaxformer_mt.config import (
+    DataConfig,
+    DecodeConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainConfig,
+)
 
 
 @fmt.register_attention("cosine")
@@ -67,6 +73,8 @@ def train(kind: str, options: argparse.Namespace) -> fmt.Run:
             num_steps=options.steps, batch_tokens=options.batch_tokens, eval_sentences=20,
             log_every=max(options.steps // 20, 1),
         ),
+        parallel=ParallelConfig(num_devices=options.devices),
+        decode=DecodeConfig(beam_size=options.beam_size),
     )  # fmt: skip
     return fmt.train(config, f"{options.workdir}/{kind}")
 
@@ -79,9 +87,12 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--pairs", type=int, default=30_000)
     parser.add_argument("--batch-tokens", type=int, default=2048)
+    parser.add_argument("--beam-size", type=int, default=4)
+    parser.add_argument("--devices", type=int, default=0, help="0 = all")
+    parser.add_argument("--kinds", nargs="+", default=("cosine", "dot_product"))
     options = parser.parse_args()
-    cosine, dot_product = (train(kind, options) for kind in ("cosine", "dot_product"))
-    cosine.plot(beside=[dot_product]).save(f"{options.workdir}/curves.png")
+    cosine, *others = [train(kind, options) for kind in options.kinds]
+    cosine.plot(beside=others).save(f"{options.workdir}/curves.png")
     print(cosine.translator().translate(["twelve kilometers", "Friday, Tuesday, and Monday"]))
 
 

@@ -10,7 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import flaxformer_mt as fmt
-from flaxformer_mt.config import DataConfig, OptimizerConfig, TrainConfig
+from flaxformer_mt.config import (
+    DataConfig,
+    DecodeConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainConfig,
+)
 
 
 def main() -> None:
@@ -25,6 +31,8 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=4000)
     parser.add_argument("--hold-out", type=int, default=1000)
     parser.add_argument("--batch-tokens", type=int, default=2048)
+    parser.add_argument("--beam-size", type=int, default=4)
+    parser.add_argument("--devices", type=int, default=0, help="0 = all")
     options = parser.parse_args()
 
     config = fmt.ExperimentConfig(
@@ -55,6 +63,8 @@ def main() -> None:
             eval_sentences=200,
             best_metric="bleu",
         ),
+        parallel=ParallelConfig(num_devices=options.devices),
+        decode=DecodeConfig(beam_size=options.beam_size),
     )
 
     def good_enough(step: int, split: str, metrics: Mapping[str, Any]) -> bool:

@@ -157,6 +157,8 @@ class Run:
             raise TypeError(
                 f'checkpoint must be "best", "last" or a step, not {type(checkpoint).__name__}'
             )
+        if isinstance(checkpoint, str) and checkpoint not in ("best", "last"):
+            raise UserError(f'checkpoint={checkpoint!r}: choose "best", "last" or a step')
         return load_run(self.folder, checkpoint)
 
     def translator(self, checkpoint: CheckpointSelector = "best") -> "Translator":

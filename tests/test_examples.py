@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -33,14 +34,44 @@ def file(tmp_path):
     return "pairs.tsv"
 
 
-TINY = ("--steps", 2, "--batch-tokens", 1024)
+@pytest.fixture
+def trained(monkeypatch, trained_run):
+    """Lets programs train nothing, but see a run that is there; returns the configurations."""
+    configs = []
+
+    def train(config, workdir, callbacks=()):
+        Path(workdir).mkdir(parents=True)
+        configs.append(config)
+        for callback in callbacks:
+            assert [callback(1, "valid", {"bleu": bleu}) for bleu in (39, 41)] == [False, True]
+        return Run(trained_run)
+
+    monkeypatch.setattr("flaxformer_mt.train", train)
+    return configs
+
+
+def test_a_file_of_your_own_without_training(example, trained, tmp_path):
+    out = example("train_on_your_file", "fra.tsv", "--columns", "English", "French")
+    assert "CheckpointScore(step=200, metric='loss', value=" in out
+    assert out.count(" -> ") == 5
+    assert "<figure>" in (tmp_path / "runs/mine/curves.html").read_text()
+    assert trained[0].data.columns == ("English", "French")
+
+
+def test_an_attention_of_your_own_without_training(example, trained, tmp_path):
+    assert "Kilometer" in example("own_attention")
+    assert [config.model.attention_kind for config in trained] == ["cosine", "dot_product"]
+    assert (tmp_path / "runs/cosine/curves.png").exists()
+
+
+TINY = ("--steps", 1, "--batch-tokens", 128, "--beam-size", 1, "--devices", 1)
 
 
 @pytest.mark.slow
 def test_train_on_your_file(example, file):
     size = ("--width", 8, "--vocabulary", 400, "--hold-out", 20)
     out = example("train_on_your_file", file, "--workdir", "run", *TINY, *size)
-    assert "CheckpointScore(step=2, metric='bleu', value=" in out
+    assert "CheckpointScore(step=1, metric='bleu', value=" in out
     assert out.count(" -> ") == 5
     run = Run("run")
     assert "<figure>" in (run.folder / "curves.html").read_text()
@@ -61,8 +92,9 @@ def test_an_opus_mt_model(example, file, trained_run, tmp_path):
 
 @pytest.mark.slow
 def test_an_attention_of_your_own(example, tmp_path):
-    out = example("own_attention", "--workdir", "runs", "--width", 8, "--pairs", 60, *TINY)
-    assert out.count("translate with: flaxformer-mt translate --run runs/") == 2
+    size = ("--width", 8, "--pairs", 60, "--kinds", "cosine")
+    out = example("own_attention", "--workdir", "runs", *size, *TINY)
+    assert "translate with: flaxformer-mt translate --run runs/cosine" in out
     params = Run("runs/cosine").model().params
     assert params["encoder"]["layers"]["self_attention"]["temperature"].shape == (2, 4)
     assert (tmp_path / "runs/curves.png").exists()

@@ -69,6 +69,10 @@ def test_curves_of_several_runs(trained_run):
     curves = run.plot("loss", x="tokens", smoothing=0.5, beside=[run, str(trained_run)])
     assert (len(curves.histories), curves.metrics) == (3, ["loss"])
     assert curves.axis == "tokens"
+    with pytest.raises(UserError, match="x='days': choose steps, tokens, hours"):
+        run.plot(x="days")
+    with pytest.raises(UserError, match="checkpoint='bset': choose"):
+        run.model("bset")
 
 
 def test_the_own_text_of_a_run_is_evaluated(trained_run):

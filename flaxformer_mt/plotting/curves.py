@@ -4,6 +4,7 @@ import difflib
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 
@@ -79,6 +80,8 @@ def plot_curves(
     """
     if not folders:
         raise UserError("there are no curves to plot: name at least one run folder")
+    if axis not in get_args(Axis):
+        raise UserError(f"x={axis!r}: choose {', '.join(get_args(Axis))}")
     if not isinstance(smoothing, int | float):
         raise TypeError(f"smoothing must be a number, not {type(smoothing).__name__}")
     if not 0 <= smoothing < 1:

@@ -17,6 +17,11 @@ _WIDTH, _HEIGHT = 3.0, 2.1  # Of a panel, in inches.
 _ON_DARK = ("#5ab4e8", "#ff8a4c", "#3ddbb0", "#e27fb8", "#f0b429", "#9ad3f5")
 _TABLE = ("loss", "perplexity", "accuracy", "bleu", "chrf")
 
+
+def _variables(colors: Sequence[str]) -> str:
+    return " ".join(f"--run-{index}: {color};" for index, color in enumerate(colors))
+
+
 _STYLE = """
 :root { color-scheme: light dark; --paper: #fff; --ink: #1f2328; --quiet: #59636e; --line: #d8dee4;
   %(light)s }
@@ -26,7 +31,10 @@ body { background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, sa
   max-width: 84rem; margin: 1.5rem auto; padding: 0 1rem; }
 h1 { font-size: 1.3rem; overflow-wrap: break-word; }
 """
-FRAGMENT_STYLE = """
+_DARK_NOTEBOOKS = '[data-jp-theme-light="false"] .fmt-curves, .vscode-dark .fmt-curves'
+FRAGMENT_STYLE = (
+    f"{_DARK_NOTEBOOKS} {{ {_variables(_ON_DARK)} }}"
+    + """
 .fmt-curves { font-variant-numeric: tabular-nums; }
 .fmt-curves .panels { display: grid; gap: 1rem 1.5rem;
   grid-template-columns: repeat(auto-fill, minmax(min(17rem, 100%), 1fr)); }
@@ -44,6 +52,7 @@ FRAGMENT_STYLE = """
   border-bottom: 1px solid var(--line, #8886); background: none; }
 .fmt-curves th:first-child { text-align: left; }
 """
+)
 
 
 def to_page(curves: Panels) -> str:
@@ -84,10 +93,6 @@ def to_fragment(curves: Panels) -> str:
             "</div>",
         ]
     )
-
-
-def _variables(colors: Sequence[str]) -> str:
-    return " ".join(f"--run-{index}: {color};" for index, color in enumerate(colors))
 
 
 def _panel(curves: Panels, name: str) -> str:
