@@ -79,6 +79,36 @@ def test_what_cannot_be_compared_is_said(options, message):
         compare_projection(**options)
 
 
+class Shared(torch.nn.Module):
+    """One layer that runs twice, and a table in a buffer that no rule names."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 3, bias=False)
+        self.register_buffer("table", torch.linspace(0.1, 0.3, 3))
+
+    def forward(self, x):
+        return self.layer(self.layer(x + self.table))
+
+
+def test_shared_modules_and_buffers():
+    def function(params, x):
+        x = parity.tap("first", (x + jnp.linspace(0.1, 0.3, 3)) @ params["kernel"])
+        return parity.tap("second", x @ params["kernel"])
+
+    report = parity.compare_models(
+        Shared().double(),
+        function,
+        {"kernel": np.ones((3, 3))},
+        np.random.default_rng(0).normal(size=(4, 3)),
+        names={"first": parity.Tap("layer"), "second": parity.Tap("layer", call=1)},
+        weights=[transposed("kernel", "layer.weight")],
+    )
+    assert report.findings[0].site == "first"  # The table was computed in float32.
+    assert report.findings[0].difference < 1e-7
+    assert len(report.findings) == 1
+
+
 class Network(torch.nn.Module):
     def __init__(self, activation):
         super().__init__()

@@ -271,12 +271,18 @@ def layers_in_order(*order: int) -> Change:
 @pytest.mark.parametrize(
     ("change", "site", "cause"),
     [
-        (layers_in_order(0, 1), "encoder/layers/2/self_attention_norm", "skipped layer"),
+        pytest.param(
+            layers_in_order(0, 1),
+            "encoder/layers/2/self_attention_norm",
+            "skipped layer",
+            marks=pytest.mark.slow,
+        ),
         (layers_in_order(0, 2), "encoder/layers/1/self_attention_norm", "skipped layer"),
-        (
+        pytest.param(
             with_forward("encoder.layers.1", lambda self, x, mask: (x, None)),
             "encoder/layers/1/self_attention_norm",
             "skipped layer",
+            marks=pytest.mark.slow,
         ),
         (layers_in_order(0, 0, 1, 2), "encoder/layers/1/self_attention_norm", "repeated layer"),
         (layers_in_order(0, 2, 1), "encoder/layers/1/self_attention_norm", "layer order"),
@@ -294,6 +300,7 @@ def test_the_order_of_layers(change, site, cause):
     report = compared("annotated", change)
     assert report.first_divergence.site == site
     assert report.findings[0].diagnosis.cause == cause
+    assert not report.untapped  # What never runs has a tap.
     if "skipped" not in cause:
         assert {each.diagnosis.cause for each in report.findings if each.diagnosis} == {cause}
 
@@ -312,7 +319,9 @@ def detached_statistics(self, x):
             "encoder/layers/1/feed_forward_norm",
             "encoder/layers/1/self_attention_sum",
         ),
-        ("decoder.norm", "decoder/final_norm", "decoder/layers/1"),
+        pytest.param(
+            "decoder.norm", "decoder/final_norm", "decoder/layers/1", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_detached_statistics_are_located(part, agrees, differs):
