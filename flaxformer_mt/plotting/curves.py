@@ -93,9 +93,8 @@ def plot_curves(
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(sorted(known))}"
             raise UserError(f"no run has the metric {name}; {hint}")
-    curves = Curves(
-        histories, metrics or [name for name in METRICS if name in known], axis, smoothing
-    )
+    chosen = list(dict.fromkeys(metrics)) or [name for name in METRICS if name in known]
+    curves = Curves(histories, chosen, axis, smoothing)
     for history in histories:
         history.positions(np.zeros(1), axis)  # Raises now what `figure` would raise.
     return curves

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
+from flaxformer_mt.config.fields import shown
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs import step_folders
 from flaxformer_mt.runs.folder import read_config, require_run
@@ -49,7 +50,7 @@ class History:
             name: None
             for row in self.rows
             for name, value in row.items()
-            if name not in ("step", "split") and not isinstance(value, str)
+            if name not in ("step", "split") and _is_number(value)
         }
         return list(names)
 
@@ -59,10 +60,10 @@ class History:
         Raises:
           UserError: see `positions`.
         """
-        rows = [row for row in self.of(split) if metric in row]
-        values = [math.nan if row[metric] is None else row[metric] for row in rows]
-        steps = np.array([row["step"] for row in rows], np.float64)
-        return self.positions(steps, axis), np.array(values, np.float64)
+        rows = [row for row in self.of(split) if _is_number(row.get(metric, ""))]
+        values = np.array([math.nan if row[metric] is None else row[metric] for row in rows], float)
+        steps = np.array([row["step"] for row in rows], float)
+        return self.positions(steps, axis), np.where(np.isfinite(values), values, np.nan)
 
     def best(self) -> Row:
         """Returns the validation of the best checkpoint; empty without one."""
@@ -101,6 +102,9 @@ def read_history(folder: str | Path) -> History:
     rows = read_metrics(folder / METRICS)
     if not rows:
         raise UserError(f"{folder} has no metrics to plot: nothing was trained there yet")
+    for row in rows:  # Lines of earlier versions have no checksum.
+        if type(row["step"]) is not int:
+            raise UserError(f"{folder / METRICS} is damaged: a step is {shown(row['step'])}")
     checkpoints = step_folders.folder_of(folder)
     validated = {row["step"] for row in rows if row["split"] == "valid"}
     best = step_folders.choose(checkpoints, "best") if step_folders.steps_in(checkpoints) else None
@@ -110,6 +114,11 @@ def read_history(folder: str | Path) -> History:
         read_config(folder).train.best_metric,
         best if best in validated else None,
     )
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value of a line is a number, or None, which stands for one that was not finite."""
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
 def smoothed(values: np.ndarray, weight: float) -> np.ndarray:

@@ -145,6 +145,17 @@ def test_errors_are_one_line(run, tmp_path, monkeypatch, capfd, options, message
     assert message in error
 
 
+def test_values_that_are_no_numbers_are_left_out(tmp_path):
+    odd = {"note": [1], "flag": True, "huge": 1e308, "loss": "none"}
+    run = write_run(tmp_path / "run", [*LINES, {"step": 8, "split": "train", **odd}])
+    assert {"note", "flag"}.isdisjoint(read_history(run).metrics())
+    assert len(read_history(run).curve("loss", "train")[0]) == 3
+    plot_curves([run], ["loss", "huge"]).figure()
+    (run / "metrics.jsonl").write_text('{"step": "2", "split": "train", "loss": 1.0}\n')
+    with pytest.raises(UserError, match=r"metrics.jsonl is damaged: a step is '2'"):
+        plot_curves([run])
+
+
 def test_without_matplotlib(run, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     message = r"pictures need matplotlib: pip install 'flaxformer_mt\[plot\]'"
