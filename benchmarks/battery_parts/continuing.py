@@ -5,6 +5,7 @@ deterministic, and what continuing adds cannot be told from that. Then all is re
 `--xla_gpu_deterministic_ops`, which leaves only what continuing does.
 """
 
+import concurrent.futures
 import dataclasses
 import os
 import signal
@@ -39,18 +40,20 @@ def compare(options: Options, flags: str) -> dict[str, Any]:
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}",
         "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.2",
     }
-    running = {
-        name: start(
-            options, "--train", str(root / name), *["--die"] * (name == "killed"), **variables
-        )
-        for name in names
-    }
-    for name in names:
-        if name != "killed":
-            finish(running[name])
-    running["killed"].communicate()
-    if running["killed"].returncode != -signal.SIGKILL:
-        raise RuntimeError(f"it ended with {running['killed'].returncode} before it was killed")
+
+    def run_once(name: str) -> None:
+        die = ["--die"] * (name == "killed")
+        process = start(options, "--train", str(root / name), *die, **variables)
+        if not die:
+            finish(process)
+            return
+        process.communicate()
+        if process.returncode != -signal.SIGKILL:
+            raise RuntimeError(f"it ended with {process.returncode} before it was killed")
+
+    # One after the other, the second finds the compiled programs of the first.
+    with concurrent.futures.ThreadPoolExecutor(1 if options.tiny else len(names)) as pool:
+        list(pool.map(run_once, names))
     finish(start(options, "--train", str(root / "killed"), **variables))
     results = {"continued": differences(root / "whole", root / "killed")}
     if "again" in names:

@@ -1,7 +1,8 @@
 """Scaled dot-product attention and multi-head attention."""
 
+import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -156,6 +157,57 @@ class MultiHeadAttention(nn.Module):
             bias=bias,
         )
 
+    def _project_all(
+        self,
+        inputs: Array,
+        attended: Array | KeyValue,
+        transform: Callable[[Array], Array] | None,
+    ) -> tuple[Array, KeyValue]:
+        """Computes the queries [B, H, T, K] of `inputs`, and the keys and values of `attended`."""
+        shared = Shared.of(inputs, self.config.num_heads)
+        query = self._split_heads(self.query(shared))
+        query = query if transform is None else transform(query)
+        if not self.config.scale_scores:
+            query = query * self.config.key_width**0.5  # All backends divide scores by it.
+        if isinstance(attended, KeyValue):
+            return query, attended
+        if attended is not inputs:
+            shared = Shared.of(attended, self.config.num_heads)
+        return query, self.project(shared, transform)
+
+    def _fused(
+        self,
+        options: Options,
+        inputs: Array,
+        attended: Array | KeyValue,
+        visible: Visibility,
+        bias: Array | None,
+        transform: Callable[[Array], Array] | None,
+    ) -> Array:
+        """Returns the context [B, H, T, U] by a backend that does not write the weights."""
+        attend = cudnn_attention if options.backend == "cudnn" else fused_attention
+        arrays = functools.partial(
+            Inputs,
+            query_segments=visible.query_segments,
+            key_segments=visible.key_segments,
+            bias=bias,
+            dropout_key=self.dropout.draw_key() if options.dropout_threshold else None,
+        )
+        is_plain = transform is None and self.config.scale_scores
+        if options.backend != "pallas_gpu" or not is_plain or isinstance(attended, KeyValue):
+            query, (key, value) = self._project_all(inputs, attended, transform)
+            return attend(options, arrays(query, key, value))
+        query_bias, value_bias = self._packed_biases()
+        arrays = functools.partial(arrays, query_bias=query_bias, value_bias=value_bias)
+        if attended is not inputs or self.config.remat != "projections":
+            return attend(options, arrays(*self._packed(inputs, attended)))
+
+        def project_and_attend(x: Array, kernel: Array) -> Array:
+            return attend(options, arrays(self._product(x, kernel), None, None))
+
+        kernel = self._kernel(self.query, self.key, self.value)
+        return jax.checkpoint(project_and_attend, policy=is_fused_attention)(inputs, kernel)
+
     def _packed(self, inputs: Array, attended: Array) -> tuple[Array, Array | None, None]:
         """Computes queries, keys and values, packed as `Inputs` has them, without their biases."""
         if attended is inputs:
@@ -248,59 +300,16 @@ class MultiHeadAttention(nn.Module):
         """
         threshold = 0 if deterministic else self.dropout.threshold
         backend = self._backend(inputs, attended, mask, threshold, bias is not None, return_weights)
-        query: Any
-        key: Any
-        value: Any
-        biases: tuple[Array | None, Array | None] = None, None
-        is_plain = transform is None and self.config.scale_scores
-        kernel = None
-        if backend == "pallas_gpu" and is_plain and not isinstance(attended, KeyValue):
-            biases = self._packed_biases()
-            if attended is inputs and self.config.remat == "projections":
-                query, key, value = None, None, None
-                kernel = self._kernel(self.query, self.key, self.value)
-            else:
-                query, key, value = self._packed(inputs, attended)
-        else:
-            shared = Shared.of(inputs, self.config.num_heads)
-            query = self._split_heads(self.query(shared))
-            query = query if transform is None else transform(query)
-            if not self.config.scale_scores:
-                query = query * self.config.key_width**0.5  # All backends divide scores by it.
-            if attended is inputs:
-                attended = self.project(shared, transform)
-            elif not isinstance(attended, KeyValue):
-                attended = self.project(Shared.of(attended, self.config.num_heads), transform)
-            key, value = attended
         weights: Array | None
         if backend == "einsum":
+            query, (key, value) = self._project_all(inputs, attended, transform)
             context, weights = self.attend(query, key, value, dense_mask(mask), bias, deterministic)
         else:
             visible = cast(Visibility, mask)
             options = Options(
                 backend, visible.causal, threshold, interpret=mesh_platform() == "cpu"
             )
-            arrays = Inputs(
-                query,
-                key,
-                value,
-                query_segments=visible.query_segments,
-                key_segments=visible.key_segments,
-                bias=bias,
-                dropout_key=self.dropout.draw_key() if threshold else None,
-                query_bias=biases[0],
-                value_bias=biases[1],
-            )
-            attend = cudnn_attention if backend == "cudnn" else fused_attention
-
-            def attend_to_self(x: Array, kernel: Array, arrays: Inputs) -> Array:
-                return attend(options, arrays._replace(query=self._product(x, kernel)))
-
-            if kernel is None:
-                context = attend(options, arrays)
-            else:
-                again = jax.checkpoint(attend_to_self, policy=is_fused_attention)
-                context = again(inputs, kernel, arrays)
+            context = self._fused(options, inputs, attended, visible, bias, transform)
             weights = None
         joined = context.swapaxes(-2, -3).reshape(*inputs.shape[:-1], -1)  # [B, T, H*U]
         self.sow("intermediates", "context", joined)

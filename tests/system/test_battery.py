@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from small_runs import xla_flags
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 # What a machine with a GPU may lack.
@@ -32,7 +33,7 @@ def run_tiny(battery, tmp_path, parts):
     ended = subprocess.run(
         [sys.executable, BENCHMARKS / "battery.py", f"--out={out}", "--tiny", "--parts", *parts],
         # One device: the others of the tests only cost time.
-        env=os.environ | {"PYTHONPATH": str(absent), "XLA_FLAGS": ""},
+        env=os.environ | {"PYTHONPATH": str(absent), "XLA_FLAGS": xla_flags()},
         capture_output=True,
         text=True,
     )

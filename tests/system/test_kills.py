@@ -27,7 +27,6 @@ from flaxformer_mt.training.speed import MEASUREMENTS
 # Orbax reads arrays here without being told where to put them.
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
 
-STEPS = 300
 CONFIG = """
 import dataclasses
 
@@ -55,13 +54,11 @@ OPTIONS = (
     "--data.generated-pairs=1000",
     "--data.vocab-size=500",
     "--data.subword-sampling=0.1",
-    f"--train.num-steps={STEPS}",
     "--train.batch-tokens=512",
     "--train.accumulation-steps=2",
     "--train.ema-decay=0.99",
     "--train.early-stopping-patience=1000",
     "--train.log-every=13",
-    "--train.eval-every=150",
     "--train.eval-sentences=2",
     "--train.show-translations=0",
     "--decode.beam-size=1",
@@ -71,7 +68,7 @@ OPTIONS = (
 
 
 @contextlib.contextmanager
-def training(workdir, cache, checkpoint_every):
+def training(workdir, cache, steps, checkpoint_every):
     """A process of the run in `workdir`; killed at the end if it is still there."""
     environment = {
         **os.environ,
@@ -83,7 +80,12 @@ def training(workdir, cache, checkpoint_every):
     config = workdir.parent / "config.py"
     config.write_text(CONFIG)
     command = [sys.executable, "train.py", f"--config={config}", *OPTIONS]
-    command += [f"--workdir={workdir}", f"--train.checkpoint-every={checkpoint_every}"]
+    command += [
+        f"--workdir={workdir}",
+        f"--train.num-steps={steps}",
+        f"--train.eval-every={steps // 2}",
+        f"--train.checkpoint-every={checkpoint_every}",
+    ]
     with (
         (workdir.parent / f"{workdir.name}.log").open("a") as log,
         subprocess.Popen(command, env=environment, stdout=log, stderr=log) as process,
@@ -94,9 +96,9 @@ def training(workdir, cache, checkpoint_every):
             process.kill()
 
 
-def finish(workdir, cache, checkpoint_every=STEPS):
+def finish(workdir, cache, steps, checkpoint_every):
     """Lets the run go on to its end."""
-    with training(workdir, cache, checkpoint_every) as process:
+    with training(workdir, cache, steps, checkpoint_every) as process:
         code = process.wait(timeout=600)
     assert code == 0, (workdir.parent / f"{workdir.name}.log").read_text()
 
@@ -143,9 +145,9 @@ def kill(process, workdir, step, moment, rng):
     return any(".partial" in name for name in checkpoints(workdir) - before)
 
 
-def result_of(workdir):
+def result_of(workdir, steps):
     """All that a run leaves behind, but for times."""
-    path = workdir / "checkpoints" / str(STEPS)
+    path = workdir / "checkpoints" / str(steps)
     with ocp.PyTreeCheckpointer() as orbax:
         state = {name: orbax.restore(path / name) for name in ("params", "ema", "training")}
     record = json.loads((path / "progress.json").read_text())
@@ -165,13 +167,6 @@ def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("compilations")
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory, cache):
-    workdir = tmp_path_factory.mktemp("runs") / "uninterrupted"
-    finish(workdir, cache)
-    return workdir
-
-
 def stop(process, workdir, step):
     """Asks a process that has got to about a step to save and leave."""
     assert wait_until(process, lambda: newest_step(checkpoints(workdir)) >= step)
@@ -184,29 +179,32 @@ def stop(process, workdir, step):
 
 # The more kills, the more checkpoints there have to be to get on between them.
 @pytest.mark.parametrize(
-    ("kills", "checkpoint_every"), [(1, 50), pytest.param(20, 10, marks=pytest.mark.slow)]
+    ("kills", "stops", "checkpoint_every", "steps"),
+    [(1, 0, 40, 160), pytest.param(20, 1, 10, 300, marks=pytest.mark.slow)],
 )
 def test_a_run_that_is_killed_ends_as_if_it_had_not_been(
-    uninterrupted, tmp_path, cache, kills, checkpoint_every
+    tmp_path, cache, kills, stops, checkpoint_every, steps
 ):
+    uninterrupted, workdir = tmp_path / "uninterrupted", tmp_path / "killed"
+    finish(uninterrupted, cache, steps, checkpoint_every=steps)
     rng = random.Random(kills)
-    workdir = tmp_path / "killed"
     moments = (["save", "any", "save", "start"] * kills)[:kills]
     # Never so late that the run might end before it is killed.
-    steps = sorted(rng.sample(range(1, STEPS - 120), kills))
+    kill_steps = sorted(rng.sample(range(1, steps - 120), kills))
     saving = 0
-    for step, moment in zip(steps, moments, strict=True):
-        with training(workdir, cache, checkpoint_every) as process:
+    for step, moment in zip(kill_steps, moments, strict=True):
+        with training(workdir, cache, steps, checkpoint_every) as process:
             saving += kill(process, workdir, step, moment, rng)
-        assert newest_step(checkpoints(workdir)) < STEPS
-    with training(workdir, cache, checkpoint_every) as process:
-        stop(process, workdir, STEPS - 100)
-    finish(workdir, cache)
+        assert newest_step(checkpoints(workdir)) < steps
+    for _ in range(stops):
+        with training(workdir, cache, steps, checkpoint_every) as process:
+            stop(process, workdir, steps - 100)
+    finish(workdir, cache, steps, checkpoint_every=steps)
     print(f"{kills} kills, {saving} of them amid a save")
 
-    killed, whole = result_of(workdir), result_of(uninterrupted)
+    killed, whole = result_of(workdir, steps), result_of(uninterrupted, steps)
     assert max(line.get("compilations", 0) for line in whole[2]) == 2  # Buckets of both lengths.
     chex.assert_trees_all_equal(killed[0], whole[0])
     assert killed[1:] == whole[1:]
-    assert list(whole_checkpoints(workdir, announce=pytest.fail))[-1] == STEPS
+    assert list(whole_checkpoints(workdir, announce=pytest.fail))[-1] == steps
     assert all(name.isdecimal() for name in os.listdir(workdir / "checkpoints"))

@@ -7,7 +7,7 @@ import sys
 import time
 
 import pytest
-from small_runs import flags, metrics
+from small_runs import flags, metrics, xla_flags
 
 from flaxformer_mt.exit_codes import ExitCode
 
@@ -36,7 +36,7 @@ def start(text, tmp_path, cache):
     def start(*options, program="train.py"):
         environment = {
             **os.environ,
-            "XLA_FLAGS": "--xla_backend_optimization_level=0",
+            "XLA_FLAGS": xla_flags(),
             "JAX_COMPILATION_CACHE_DIR": str(cache),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "PYTHONUNBUFFERED": "1",
