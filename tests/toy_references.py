@@ -1,8 +1,10 @@
 """Small PyTorch references of every family and variant, for tests of `parity` and `interop`."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
+import pytest
 import torch
 
 from flaxformer_mt.parity import references
@@ -190,3 +192,14 @@ UNSCALED_TORCH = Variant(
     {"norm_position": "pre", "scale_embeddings": False},
 )
 DOUBLE_PROJECTION = Variant("double_projection")
+ALL = VARIANTS | {"double_projection": DOUBLE_PROJECTION}
+ONE_OF_EACH = {variant.family: name for name, variant in reversed(ALL.items())}
+"""The first variant of every family."""
+
+
+def others_are_slow(names: Iterable[str] = tuple(ALL)) -> list[Any]:
+    """Parameters of a test that runs quickly for one variant of every family."""
+    decisive = ONE_OF_EACH.values()
+    return [
+        name if name in decisive else pytest.param(name, marks=pytest.mark.slow) for name in names
+    ]

@@ -3,11 +3,7 @@
 from typing import Any
 
 import torch
-from toy_references import DOUBLE_PROJECTION, VARIANTS, Variant
-
-ALL = VARIANTS | {"double_projection": DOUBLE_PROJECTION}
-ONE_OF_EACH = list({variant.family: name for name, variant in ALL.items()}.values())
-"""One variant of every family."""
+from toy_references import Variant
 
 OPTIMIZER_KEYS = {"fairseq": "last_optimizer_state", "opennmt": "optim"}
 

@@ -217,12 +217,12 @@ def test_defaults_of_devices_and_batches_follow_the_platform(monkeypatch):
 def test_matrices_in_bfloat16_change_no_bit(options):
     model = dataclasses.replace(MODEL, dtype="bfloat16", **options)
     tokens = np.arange(3, 11, dtype=np.int32).reshape(2, 4)
-    whole = Transformer(model).init(jax.random.key(0), tokens, tokens)["params"]
+    whole = jax.jit(Transformer(model).init)(jax.random.key(0), tokens, tokens)["params"]
     rounded = rounded_matrices(model, whole)
     sizes = [sum(leaf.nbytes for leaf in jax.tree.leaves(each)) for each in (whole, rounded)]
     assert sizes[1] < 0.7 * sizes[0]
     logits = [
-        np.asarray(Transformer(model).apply({"params": each}, tokens, tokens))
+        np.asarray(jax.jit(Transformer(model).apply)({"params": each}, tokens, tokens))
         for each in (whole, rounded)
     ]
     np.testing.assert_array_equal(*logits)

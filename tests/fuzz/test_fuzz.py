@@ -1,4 +1,4 @@
-"""Malformed input of every kind: a few hundred cases here, 5,000 with `-m slow`.
+"""Malformed input of every kind: a hundred cases here, 5,000 with `-m slow`.
 
 A case is a function of (kind, seed). To run one again:
 
@@ -23,12 +23,12 @@ MAKERS = {
     "foreign_folders": foreign_folders.make,
 }
 NUMBERS = {
-    "checkpoints": (80, 1000),
-    "command_lines": (20, 1200),
-    "configurations": (12, 700),
-    "corpora": (12, 700),
-    "damage": (12, 700),
-    "foreign_folders": (50, 700),
+    "checkpoints": (60, 1000),
+    "command_lines": (12, 1200),
+    "configurations": (8, 700),
+    "corpora": (8, 700),
+    "damage": (8, 700),
+    "foreign_folders": (30, 700),
 }
 """Number of cases in every test run, and with `-m slow`."""
 BLOCK = 100

@@ -9,25 +9,21 @@ import numpy as np
 import pytest
 import torch
 from flax.traverse_util import flatten_dict
-from toy_references import VARIANTS, Variant
-from trained_references import ALL, ONE_OF_EACH, assert_identical, train, trained_checkpoint
+from toy_references import ALL, ONE_OF_EACH, VARIANTS, Variant, others_are_slow
+from trained_references import assert_identical, train, trained_checkpoint
 
 from flaxformer_mt import interop
 from flaxformer_mt.errors import UserError
 
 MIXING = {"double_projection", "annotated_1000_shared"}
-# The scales do not affect tensors, so one of the three variants is enough.
-SAVED = [name for name in ALL if not name.startswith(("jadore801120_emb", "jadore801120_uns"))]
 
 
 def flat(tree: Any) -> dict[str, np.ndarray]:
     return flatten_dict(interop.model_params(tree), sep="/")
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [*((name, "float32") for name in SAVED), *((name, "float64") for name in ONE_OF_EACH)],
-)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", others_are_slow())
 def test_reference_to_ours_and_back_is_byte_identical(name, dtype, tmp_path):
     variant = ALL[name]
     before = trained_checkpoint(variant, dtype)
@@ -42,7 +38,7 @@ def test_reference_to_ours_and_back_is_byte_identical(name, dtype, tmp_path):
     assert_identical(after, before)
 
 
-@pytest.mark.parametrize("name", ONE_OF_EACH)
+@pytest.mark.parametrize("name", ONE_OF_EACH.values())
 def test_moments_are_converted_like_their_parameters(name):
     """Moments equal to their parameters stay equal to ours, unless a note reports zeros."""
     variant = ALL[name]

@@ -12,8 +12,15 @@ import safetensors.torch
 import torch
 from flax.traverse_util import flatten_dict, unflatten_dict
 from rounding import rounding_tolerance
-from toy_references import DOUBLE_PROJECTION, ONE_VOCABULARY, UNSCALED_TORCH, VARIANTS, Variant
-from trained_references import ALL, assert_identical
+from toy_references import (
+    ALL,
+    DOUBLE_PROJECTION,
+    ONE_VOCABULARY,
+    UNSCALED_TORCH,
+    VARIANTS,
+    Variant,
+)
+from trained_references import assert_identical
 
 from flaxformer_mt import interop, presets
 from flaxformer_mt.cli import main

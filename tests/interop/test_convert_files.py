@@ -7,8 +7,8 @@ import pytest
 import safetensors.torch
 import torch
 from flax.traverse_util import flatten_dict
-from toy_references import DOUBLE_PROJECTION, UNSCALED_TORCH, VARIANTS
-from trained_references import ALL, ONE_OF_EACH, assert_identical, trained_checkpoint
+from toy_references import ALL, DOUBLE_PROJECTION, ONE_OF_EACH, UNSCALED_TORCH, VARIANTS
+from trained_references import assert_identical, trained_checkpoint
 
 from flaxformer_mt import interop
 from flaxformer_mt.cli import main
@@ -16,7 +16,7 @@ from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.convert import OWN, convert
 
 
-@pytest.mark.parametrize("name", ONE_OF_EACH)
+@pytest.mark.parametrize("name", ONE_OF_EACH.values())
 def test_to_our_own_file_and_back_is_byte_identical(name, tmp_path):
     variant = ALL[name]
     before = trained_checkpoint(variant)

@@ -8,13 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from toy_references import DOUBLE_PROJECTION, VARIANTS
+from toy_references import ALL, DOUBLE_PROJECTION, VARIANTS, others_are_slow
 
 from flaxformer_mt import interop
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.model.transformer import Transformer
 
-ALL = VARIANTS | {"double_projection": DOUBLE_PROJECTION}
 QUICK = {"xla_backend_optimization_level": 0}
 
 SOURCE = np.array([[5, 3, 8, 2, 0, 0], [4, 7, 2, 0, 0, 0], [9, 3, 10, 6, 5, 2]])
@@ -25,16 +24,7 @@ def named_parameters(reference: torch.nn.Module) -> dict[str, np.ndarray]:
     return {name: tensor.detach().numpy() for name, tensor in reference.named_parameters()}
 
 
-ONE_OF_EACH = {variant.family: name for name, variant in reversed(ALL.items())}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in ONE_OF_EACH.values() else pytest.param(name, marks=pytest.mark.slow)
-        for name in ALL
-    ],
-)
+@pytest.mark.parametrize("name", others_are_slow())
 def test_the_function_returns_what_load_returns(name):
     variant = ALL[name]
     reference = variant.build()

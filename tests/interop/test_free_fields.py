@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from toy_references import DOUBLE_PROJECTION, VARIANTS
+from toy_references import ALL
 
 from flaxformer_mt import interop
 from flaxformer_mt.config import TransformerConfig
@@ -12,7 +12,6 @@ from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.convert import OWN, WRITERS, convert
 from flaxformer_mt.interop.formats import run_folders
 
-ALL = VARIANTS | {"double_projection": DOUBLE_PROJECTION}
 OF_THE_MODEL = {FieldRole.SHAPES, FieldRole.VOCABULARY, FieldRole.ARCHITECTURE}
 
 

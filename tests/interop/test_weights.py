@@ -10,15 +10,13 @@ import pytest
 import safetensors.numpy
 import torch
 from flax.traverse_util import flatten_dict, unflatten_dict
-from toy_references import DOUBLE_PROJECTION, VARIANTS, Variant
+from toy_references import ALL, DOUBLE_PROJECTION, VARIANTS, Variant, others_are_slow
 
 from flaxformer_mt import interop
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.weight_maps import mapping
 from flaxformer_mt.parity import references
 from flaxformer_mt.presets import FAMILIES
-
-ALL = VARIANTS | {"double_projection": DOUBLE_PROJECTION}
 
 
 def load(variant: Variant, source: Any):
@@ -41,7 +39,7 @@ def assert_identical(tensors: dict[str, np.ndarray], state: dict[str, torch.Tens
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", others_are_slow())
 def test_reference_to_ours_and_back_is_byte_identical(name, dtype, tmp_path):
     variant = ALL[name]
     reference = variant.build(dtype)

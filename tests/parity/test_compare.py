@@ -7,7 +7,7 @@ import chex
 import numpy as np
 import pytest
 import torch
-from toy_references import DOUBLE_PROJECTION, VARIANTS, Variant
+from toy_references import ALL, ONE_OF_EACH, VARIANTS, Variant, others_are_slow
 
 from flaxformer_mt import interop, parity
 from flaxformer_mt.errors import UserError
@@ -16,12 +16,6 @@ from flaxformer_mt.parity.recipes import recipe
 from flaxformer_mt.parity.tokens import as_tokens
 from flaxformer_mt.parity.trace import sites
 from flaxformer_mt.presets import FAMILIES, preset
-
-ALL = VARIANTS | {"double_projection": DOUBLE_PROJECTION}
-ONE_OF_EACH = {
-    family: next(name for name, variant in ALL.items() if variant.family == family)
-    for family in FAMILIES
-}
 
 BASE = {"source_vocab_size": 4000, "target_vocab_size": 4000, "d_ff": 2048}
 """The paper's base model; annotated_wide_heads keeps its own width and heads."""
@@ -43,13 +37,7 @@ def compare(variant: Variant, dtype: str) -> parity.Report:
 
 
 # Of the other variants, `test_references.py` compares logits and attention.
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in ONE_OF_EACH.values() else pytest.param(name, marks=pytest.mark.slow)
-        for name in ALL
-    ],
-)
+@pytest.mark.parametrize("name", others_are_slow())
 def test_every_value_and_gradient_in_float64(name):
     report = compare(ALL[name], "float64")
     assert report.passed, report

@@ -19,7 +19,7 @@ import pytest
 import torch
 from absl.testing import parameterized
 from flax.traverse_util import flatten_dict, unflatten_dict
-from toy_references import DOUBLE_PROJECTION, VARIANTS, Variant
+from toy_references import DOUBLE_PROJECTION, VARIANTS, Variant, others_are_slow
 
 from flaxformer_mt import interop
 from flaxformer_mt.config import TransformerConfig
@@ -101,16 +101,7 @@ def stacked(attention: Any, batch: Batch) -> dict[str, np.ndarray]:
     }
 
 
-def one_of_each_family():
-    """The names of all variants; those after the first of their family are slow."""
-    seen = set()
-    for name, variant in VARIANTS.items():
-        decisive = variant.family not in seen
-        seen.add(variant.family)
-        yield name if decisive else pytest.param(name, marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize("name", list(one_of_each_family()))
+@pytest.mark.parametrize("name", others_are_slow(VARIANTS))
 def test_equals_the_reference(name):
     variant = VARIANTS[name]
     reference = variant.build()
@@ -141,7 +132,7 @@ class CompilationTest(chex.TestCase):
     """Compiled or not, the logits are those of the reference."""
 
     @chex.variants(with_jit=True, without_jit=True)
-    @parameterized.parameters("jadore801120_prj_all", "tunz")
+    @parameterized.parameters("tunz")
     def test_logits(self, name):
         variant = VARIANTS[name]
         reference = variant.build()
