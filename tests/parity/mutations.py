@@ -84,6 +84,11 @@ ANNOTATED = [
         with_output("tgt_embed.0", lambda _, y, x: y.roll(-1, 1)),
         "to the left",
     ),
+    Mutation(
+        "reversed tokens",
+        "source/embedding",
+        with_output("src_embed.0", lambda _, y, x: y.flip(1)),
+    ),
     Mutation("positions missing", "source/embedded", with_forward("src_embed.1", lambda _, x: x)),
     Mutation(
         "positions scaled",

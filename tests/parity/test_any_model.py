@@ -15,6 +15,7 @@ from module_changes import with_forward, with_values
 from flaxformer_mt import parity
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.weight_maps.rules import linear, same, transposed
+from flaxformer_mt.parity.any_model import structural_causes
 
 
 def test_values_and_gradients_agree():
@@ -28,6 +29,21 @@ def test_values_and_gradients_agree():
 def test_the_first_difference_is_found():
     report = CLASSIFIER.compare(with_values("layers.1.norm_2", eps=1e-3))
     assert report.first_divergence.site == "layers/1/layer"
+
+
+@pytest.mark.parametrize(
+    ("site", "ours", "other", "later", "cause"),
+    [
+        ("layers/1/query", "layers/0/out", "layers/2/out", True, "layer order"),
+        ("layers/2/query", "layers/1/out", "layers/0/out", False, "layer order"),
+        ("layers/1/query", "layers/0/norm_2", "layers/0/norm_1", False, "wrong input"),
+        ("layers/1/query", "layers/0/norm_2", "layers/1/norm_2", True, "sub-layer order"),
+        ("decoder/0/key", "encoder/2", "encoder/1", False, "another layer"),
+        ("output", "layers/2/out", "layers/1/out", False, "another layer"),
+    ],
+)
+def test_what_reading_another_value_is_called(site, ours, other, later, cause):
+    assert structural_causes.cause_of_reading(site, ours, other, later) == cause
 
 
 def test_a_detached_norm_is_located():

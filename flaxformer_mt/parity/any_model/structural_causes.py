@@ -287,7 +287,7 @@ def other_inputs(segment: Segment) -> Found:
                     f"the reference computes {other.split('#')[0]} again",
                 )
             else:
-                cause = _other_reading(segment.site, ours, other, other in order[own + 1 :])
+                cause = cause_of_reading(segment.site, ours, other, other in order[own + 1 :])
                 words = f"the reference reads {other} here, ours {ours}"
             if other == segment.site:
                 continue
@@ -299,7 +299,7 @@ def other_inputs(segment: Segment) -> Found:
                 yield ProgramCause(cause, f"{words}, in one place", changed)
 
 
-def _other_reading(site: str, ours: str, other: str, later: bool) -> str:
+def cause_of_reading(site: str, ours: str, other: str, later: bool) -> str:
     """Returns the cause that a site reads another site than ours does.
 
     Args:
@@ -308,9 +308,13 @@ def _other_reading(site: str, ours: str, other: str, later: bool) -> str:
       other: what it reads in the reference.
       later: whether our program computes `other` after the site.
     """
-    own, its = (re.match(r".*?\d+(?=/|$)", name) for name in (site, other))
+    own, its = (re.match(rf".*?{_LAYER.pattern}", name) for name in (site, other))
     inside = own is not None and its is not None and own[0] == its[0]
-    if not inside and re.sub(r"\d+", "#", ours) == re.sub(r"\d+", "#", other):
-        stack = re.split(r"\d", ours)[0]
+    if not inside and _LAYER.sub("#", ours) == _LAYER.sub("#", other):
+        stack = _LAYER.split(ours)[0]
         return "layer order" if site.startswith(stack) else "another layer"
     return "sub-layer order" if later else "wrong input"
+
+
+_LAYER = re.compile(r"(?<![^/.])\d+(?![^/.])")
+"""A number that is a whole component of a name: "norm_1" is no layer."""
