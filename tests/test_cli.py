@@ -27,7 +27,7 @@ from flaxformer_mt.decoding.scoring.scorer import score_pairs
 from flaxformer_mt.decoding.shortlists.shortlist import Shortlist
 from flaxformer_mt.decoding.translator import Sentence, Translator
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.evaluation import evaluate
+from flaxformer_mt.evaluation import compare, evaluate
 from flaxformer_mt.exit_codes import ExitCode
 from flaxformer_mt.runs.checkpoint import Checkpointer
 from flaxformer_mt.runs.trained_model import load_run
@@ -267,6 +267,30 @@ def test_evaluate_prints_json(run, command, tmp_path):
         for name, value in metrics.items()
     }
     assert json.loads(out) == {"step": 1, "sentences": 4, **rounded}
+
+
+def test_evaluate_compares_a_run_with_a_baseline_and_keeps_its_translations(run, command, tmp_path):
+    sources, references = sentences(4, longest=2), sentences(4, seed=5)
+    baseline, output = write(tmp_path / "baseline", references[::-1]), tmp_path / "output"
+    arguments = (
+        "evaluate", "--run", run, "--baseline", baseline, "--output", output,
+        "--source", write(tmp_path / "source", sources),
+        "--reference", write(tmp_path / "reference", references), "--resamples", "20",
+    )  # fmt: skip
+    code, out, _ = command(*arguments)
+    translations = Translator.from_run(run).translate(sources)
+    assert code == 0
+    assert output.read_text().splitlines() == translations
+    expected = compare(
+        {"baseline": references[::-1], "run": translations}, references,
+        significance="bootstrap", resamples=20,
+    )  # fmt: skip
+    listed = json.loads(out)["systems"]
+    assert [each["system"] for each in listed] == [str(baseline), str(run)]
+    assert listed[1]["chrf_p_value"] == round(expected["run"]["chrf"].p_value, 4)
+    assert_rejected(
+        command("evaluate", "--run", run, "--reference", baseline), "--source", "--reference"
+    )
 
 
 def test_evaluate_without_files_takes_the_test_split_of_the_run(run, command, tmp_path):

@@ -66,7 +66,9 @@ def prepare(folder: Path, page: str, blocks: list[Block], trained_run: Path) -> 
         "two.en": english[:2],
     }.items():  # fmt: skip
         write(folder / name, lines)
-    write(folder / "fra.txt", ["\t".join((e, f, "CC-BY")) for e, _, f in triples(4200)])
+    many = triples(4200)
+    write(folder / "fra.txt", ["\t".join((e, f, "CC-BY")) for e, _, f in many])
+    write(folder / "mine.tsv", ["\t".join((e, d)) for e, d, _ in many])
     made = {
         word.partition("=")[2]
         for block in blocks
@@ -193,11 +195,11 @@ def names(folder: Path, page: str) -> dict[str, Any]:
 
 
 FURTHER: dict[str, Callable[[Path], None]] = {
-    "README.md docs/opus-mt.md": opus,
+    "README.md docs/opus-mt.md docs/python.md": opus,
     "README.md docs/converting.md docs/parity-in-ci.md": published,
     "docs/hugging-face.md": hub,
     "docs/evaluation.md": mine,
     "docs/training.md": several_checkpoints,
-    "README.md": quickstart,
+    "README.md docs/python.md": quickstart,
 }
 """What only some pages need."""
