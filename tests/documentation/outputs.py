@@ -50,7 +50,11 @@ def without_texts(line: str) -> str:
 
 
 def without_numbers(line: str) -> str:
-    """Replaces numbers, times and sizes by 0, and spaces of any number by one."""
+    """Replaces numbers, times and sizes by 0, and spaces of any number by one.
+
+    Which value of a report is the worst depends on rounding.
+    """
+    line = re.sub(r"worst \S+", "worst SITE", line)
     line = re.sub(r"-?\d[\d,.:]*(e[+-]?\d+)?( (bytes|[kMGT]i?B))?", "0", line)
     return " ".join(line.replace(" *", "").split())
 
@@ -89,4 +93,4 @@ def _labels(line: str) -> set[str]:
     if line.startswith("step "):
         names = re.findall(r"(\w[\w/]*) (?=-?\d)|(tokens/s)", line)
         return {f"step: {name or speed}" for name, speed in names}
-    return {line.split()[0]} if re.match(r"\w+  ", line) else set()
+    return {line.split()[0]} if re.match(r" *\w+  ", line) else set()

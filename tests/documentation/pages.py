@@ -2,8 +2,9 @@
 
 A block's language says what it is: `sh` is commands; `console` is commands after "$ " with what
 they print; `python` is a program or, after ">>> ", a session; and `text` is output or layout by
-itself. A comment on the line above says why a block is not run (`<!-- not run: needs a GPU -->`)
-or which file it is (`<!-- file: serve.py -->`).
+itself. A comment on the line above says why a block is not run (`<!-- not run: needs a GPU -->`),
+which file it is (`<!-- file: serve.py -->`), or that the block before it prints it
+(`<!-- output -->`).
 """
 
 import re
@@ -23,7 +24,7 @@ REASONS = {
     "needs your model",
 }
 _FENCE = re.compile(r"```(\w*)$")
-_COMMENT = re.compile(r"<!-- (not run|file): (.+) -->$")
+_COMMENT = re.compile(r"<!-- (not run|file|output)(?:: (.+))? -->$")
 
 
 class Command(NamedTuple):
@@ -45,6 +46,8 @@ class Block(NamedTuple):
     """Why it is not run."""
     file: str | None
     """Name of the file that it is, which later commands run."""
+    is_output: bool
+    """Whether the last command before it, or the last Python, prints it, among other lines."""
 
     def __str__(self) -> str:
         return f"{self.page}:{self.number}"
@@ -80,7 +83,15 @@ def blocks(path: Path) -> list[Block]:
             page = path.relative_to(ROOT).as_posix()
             body = lines[index + 1 : end]
             found.append(
-                Block(page, index + 1, fence[1], body, given.get("not run"), given.get("file"))
+                Block(
+                    page,
+                    index + 1,
+                    fence[1],
+                    body,
+                    reason=given.get("not run"),
+                    file=given.get("file"),
+                    is_output="output" in given,
+                )
             )
             index = end
         index += 1

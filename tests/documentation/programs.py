@@ -9,19 +9,26 @@ from documentation import outputs
 from documentation.pages import Block
 
 
-def run(block: Block, names: dict[str, Any]) -> str:
-    """Runs a block, which may change `names`; returns what is wrong with it, or ""."""
+def run(block: Block, names: dict[str, Any]) -> tuple[str, str]:
+    """Runs a block, which may change `names`.
+
+    Returns:
+      How its results differ from those of a session, or "", and what it prints.
+    """
     text = "\n".join(block.lines)
+    printed = io.StringIO()
     if not text.startswith(">>> "):
-        exec(compile(text, str(block), "exec"), names)
-        return ""
+        with contextlib.redirect_stdout(printed):
+            exec(compile(text, str(block), "exec"), names)
+        return "", printed.getvalue()
     differences = []
     for example in doctest.DocTestParser().get_examples(text):
-        printed = io.StringIO()
+        start = printed.tell()
         with contextlib.redirect_stdout(printed):
             exec(compile(example.source, str(block), "single"), names)
         shown = [outputs.without_texts(line) for line in example.want.splitlines()]
-        lines = [outputs.without_texts(line) for line in printed.getvalue().splitlines()]
+        result = printed.getvalue()[start:]
+        lines = [outputs.without_texts(line) for line in result.splitlines()]
         if shown != lines:
-            differences.append(f"{example.source}shows {shown} but prints {lines}")
-    return "\n".join(differences)
+            differences.append(f"{block}: {example.source}shows {shown} but prints {lines}")
+    return "\n".join(differences), printed.getvalue()

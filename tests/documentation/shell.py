@@ -45,7 +45,6 @@ def environment(folder: Path) -> dict[str, str]:
         **os.environ,
         "PATH": f"{folder}/.venv/bin:{os.environ['PATH']}",
         "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
-        "COLUMNS": "80",
     }
 
 

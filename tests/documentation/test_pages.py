@@ -7,6 +7,8 @@ import pytest
 from documentation import outputs, programs, shell, workspaces
 from documentation.pages import BLOCKS
 
+WIDTHS = {"docs/parity.md": "100"}
+"""Of the terminal, where it is not 80."""
 RUN = {}
 for _block in BLOCKS:
     RUN.setdefault(_block.page, []).append(_block)
@@ -18,29 +20,35 @@ for _block in BLOCKS:
 def test_commands_print_what_the_page_shows(page, trained_run, tmp_path, monkeypatch):
     workspaces.prepare(tmp_path, page, RUN[page], trained_run)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("COLUMNS", WIDTHS.get(page, "80"))
     monkeypatch.setenv("TERM", "dumb")
     names = workspaces.names(tmp_path, page)
-    differences = []
+    differences, last = [], ("", "")
     for block in RUN[page]:
         if block.reason is not None:
             continue
         if block.file is not None:
             workspaces.write(tmp_path / block.file, block.lines)
+        elif block.is_output:
+            found = outputs.difference(last[0], ["...", *block.lines, "..."], last[1])
+            differences += [f"{block}: {found}"] if found else []
         elif block.language in ("sh", "console"):
-            found = (wrong_command(block, command, tmp_path) for command in block.commands())
-            differences += filter(None, found)
+            for command in block.commands():
+                code, printed = shell.run(command.text, tmp_path)
+                found = wrong(command, code, printed)
+                differences += [f"{block}: $ {command.text}\n{found}"] if found else []
+                last = command.text, printed
         elif block.language == "python":
-            differences += filter(None, [programs.run(block, names)])
+            found, printed = programs.run(block, names)
+            differences += [found] if found else []
+            last = "python", printed
     assert not differences, "\n\n".join(differences)
 
 
-def wrong_command(block, command, folder):
-    """Runs a command; returns how it differs from the page, or ""."""
-    code, printed = shell.run(command.text, folder)
-    difference = ""
+def wrong(command, code, printed):
+    """Returns how the result of a command differs from what the page shows, or ""."""
     if code != 0 and not any("error: " in line for line in command.output or ()):
-        difference = f"it fails with code {code}:\n{printed}"
-    elif command.output is not None:
-        difference = outputs.difference(command.text, command.output, printed)
-    return difference and f"{block}: $ {command.text}\n{difference}"
+        return f"it fails with code {code}:\n{printed}"
+    if command.output is None:
+        return ""
+    return outputs.difference(command.text, command.output, printed)
