@@ -52,9 +52,9 @@ def without_texts(line: str) -> str:
 def without_numbers(line: str) -> str:
     """Replaces numbers, times and sizes by 0, and spaces of any number by one.
 
-    Which value of a report is the worst depends on rounding.
+    Which value of a report is the worst depends on rounding, and so does the width of its table.
     """
-    line = re.sub(r"worst \S+", "worst SITE", line)
+    line = re.sub(r"worst \S+", "worst SITE", re.sub("─+", "─", line))
     line = re.sub(r"-?\d[\d,.:]*(e[+-]?\d+)?( (bytes|[kMGT]i?B))?", "0", line)
     return " ".join(line.replace(" *", "").split())
 

@@ -110,8 +110,8 @@ class _Terminal(io.TextIOWrapper):
 
 def _call(arguments: list[str], source: str | None, target: str | None) -> tuple[int, str]:
     """Calls our program with its standard streams replaced."""
-    # A run's line that moves is no part of what it prints.
-    kind = io.TextIOWrapper if arguments[0] == "train" else _Terminal
+    # A run's line that moves is no part of what it prints; reports are shown as in a file.
+    kind = io.TextIOWrapper if arguments[0] in ("train", "parity") else _Terminal
     errors = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
     with contextlib.ExitStack() as stack:
         output = (

@@ -7,8 +7,6 @@ import pytest
 from documentation import outputs, programs, shell, workspaces
 from documentation.pages import BLOCKS
 
-WIDTHS = {"docs/parity.md": "100"}
-"""Of the terminal, where it is not 80."""
 RUN = {}
 for _block in BLOCKS:
     RUN.setdefault(_block.page, []).append(_block)
@@ -20,7 +18,7 @@ for _block in BLOCKS:
 def test_commands_print_what_the_page_shows(page, trained_run, tmp_path, monkeypatch):
     workspaces.prepare(tmp_path, page, RUN[page], trained_run)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", WIDTHS.get(page, "80"))
+    monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "dumb")
     names = workspaces.names(tmp_path, page)
     differences, last = [], ("", "")
