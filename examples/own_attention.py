@@ -97,5 +97,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    is_command = sys.argv[1:2] and not sys.argv[1].startswith("-")
-    sys.exit(command_line() if is_command else main())
+    if sys.argv[1:2] and not sys.argv[1].startswith("-"):
+        sys.exit(command_line())
+    main()

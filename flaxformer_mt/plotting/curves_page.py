@@ -50,7 +50,7 @@ FRAGMENT_STYLE = (
 .fmt-curves table { border-collapse: collapse; }
 .fmt-curves th, .fmt-curves td { padding: .2rem .8rem .2rem 0; text-align: right;
   border-bottom: 1px solid var(--line, #8886); background: none; }
-.fmt-curves th:first-child { text-align: left; }
+.fmt-curves th:first-child { text-align: left; min-width: 6rem; overflow-wrap: anywhere; }
 """
 )
 

@@ -92,8 +92,10 @@ class Style(NamedTuple):
         return {**line, "marker": self.marker, **edge}
 
 
-_BEST = {"linestyle": "none", "marker": "o", "markersize": 9.0, "markerfacecolor": "none"}
-_BEST |= {"markeredgecolor": INK, "markeredgewidth": 0.9}
+_BEST: dict[str, Any] = {
+    "linestyle": "none", "marker": "o", "markersize": 9.0, "markerfacecolor": "none",
+    "markeredgecolor": INK, "markeredgewidth": 0.9,
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,7 +229,7 @@ def _finish(axes: "Axes", label: str) -> None:
         spine.set(color=INK, linewidth=0.6)
 
 
-def _number(value: float, position: int | None = None) -> str:
+def _number(value: float, position: float | None = None) -> str:
     """Returns a number of an axis: 0.002, 40, 12k, 1.5M."""
     for lowest, unit, letter in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if abs(value) >= lowest:

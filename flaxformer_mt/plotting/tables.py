@@ -14,8 +14,8 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     head = "".join(f'<th scope="col">{escape(each)}</th>' for each in heads)
     body = "".join(_row(*row) for row in rows)
     return (
-        f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead>\n'
-        f"<tbody>{body}</tbody></table></div>"
+        '<div class="scroll" role="region" aria-label="Table" tabindex="0"><table>'
+        f"<thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>"
     )
 
 
