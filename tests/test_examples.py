@@ -58,10 +58,13 @@ def test_a_file_of_your_own_without_training(example, trained, tmp_path):
     assert trained[0].data.columns == ("English", "French")
 
 
-def test_an_attention_of_your_own_without_training(example, trained, tmp_path):
-    assert "Kilometer" in example("own_attention")
-    assert [config.model.attention_kind for config in trained] == ["cosine", "dot_product"]
-    assert (tmp_path / "runs/cosine/curves.png").exists()
+def test_an_opus_mt_model_without_training(example, file, trained, trained_run, tmp_path):
+    convert(OWN, "marian", trained_run, tmp_path / "opus")
+    out = example("opus_mt", "opus", file, "--workdir", "tuned", "--sentence", "seven kilometers")
+    assert "<Model marian 'opus'>" in out
+    assert trained[0].train.init_from == "tuned-start"
+    assert (tmp_path / "tuned/curves.png").stat().st_size > 10_000
+    assert "<html" in (tmp_path / "tuned-start/attention.html").read_text()
 
 
 TINY = ("--steps", 1, "--batch-tokens", 128, "--beam-size", 1, "--devices", 1)
@@ -82,15 +85,10 @@ def test_train_on_your_file(example, file):
 def test_an_opus_mt_model(example, file, trained_run, tmp_path):
     convert(OWN, "marian", trained_run, tmp_path / "opus")
     options = ("--workdir", "tuned", "--hold-out", 20, "--sentence", "seven kilometers", *TINY)
-    out = example("opus_mt", "opus", file, *options)
-    assert "<Model marian 'opus'>" in out
-    assert "Run('tuned')" in out
+    assert "Run('tuned')" in example("opus_mt", "opus", file, *options)
     assert Run("tuned").config.train.init_from == "tuned-start"
-    assert (tmp_path / "tuned/curves.png").stat().st_size > 10_000
-    assert "<html" in (tmp_path / "tuned-start/attention.html").read_text()
 
 
-@pytest.mark.slow
 def test_an_attention_of_your_own(example, tmp_path):
     size = ("--width", 8, "--pairs", 60, "--kinds", "cosine")
     out = example("own_attention", "--workdir", "runs", *size, *TINY)
