@@ -40,8 +40,9 @@ class Sample(NamedTuple):
 
 
 def some_of(samples: Sequence[Sample]) -> list[Sample]:
-    """Chooses the samples to print: always the same ones, from the middle of each part."""
-    return [samples[len(samples) * (2 * part + 1) // (2 * _SAMPLES)] for part in range(_SAMPLES)]
+    """Chooses the samples to print, each once: the same ones, from the middle of each part."""
+    middles = (len(samples) * (2 * part + 1) // (2 * _SAMPLES) for part in range(_SAMPLES))
+    return [samples[index] for index in dict.fromkeys(middles)]
 
 
 class ConsoleWriter:
