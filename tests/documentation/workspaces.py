@@ -198,7 +198,7 @@ FURTHER: dict[str, Callable[[Path], None]] = {
     "README.md docs/opus-mt.md docs/python.md": opus,
     "README.md docs/converting.md docs/parity-in-ci.md": published,
     "docs/hugging-face.md": hub,
-    "docs/evaluation.md": mine,
+    "docs/decoding.md docs/evaluation.md": mine,
     "docs/training.md": several_checkpoints,
     "README.md docs/python.md": quickstart,
 }
