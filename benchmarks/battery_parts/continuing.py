@@ -51,7 +51,7 @@ def compare(options: Options, flags: str) -> dict[str, Any]:
         if process.returncode != -signal.SIGKILL:
             raise RuntimeError(f"it ended with {process.returncode} before it was killed")
 
-    # One after the other, the second finds the compiled programs of the first.
+    # In sequence, the second finds the compiled programs of the first.
     with concurrent.futures.ThreadPoolExecutor(1 if options.tiny else len(names)) as pool:
         list(pool.map(run_once, names))
     finish(start(options, "--train", str(root / "killed"), **variables))
