@@ -62,18 +62,18 @@ from flaxformer_mt.runs.folder import (
 from flaxformer_mt.runs.layout import CACHE, CONFIG, METRICS, TENSORBOARD
 from flaxformer_mt.runs.lock import locked
 from flaxformer_mt.training import loop
-from flaxformer_mt.training.callbacks import Callback, Callbacks
-from flaxformer_mt.training.console import ConsoleWriter, Sample, print_labelled, some_of
 from flaxformer_mt.training.memory import require_training_memory, step_cost
-from flaxformer_mt.training.metrics import (
+from flaxformer_mt.training.optimizer import make_optimizer, make_schedule
+from flaxformer_mt.training.parallel import Strategy, make_strategy
+from flaxformer_mt.training.parameters import Params, describe
+from flaxformer_mt.training.reporting.callbacks import Callback, Callbacks
+from flaxformer_mt.training.reporting.console import ConsoleWriter, Sample, print_labelled, some_of
+from flaxformer_mt.training.reporting.metrics import (
     JsonLinesWriter,
     TensorBoardWriter,
     Writer,
     validate,
 )
-from flaxformer_mt.training.optimizer import make_optimizer, make_schedule
-from flaxformer_mt.training.parallel import Strategy, make_strategy
-from flaxformer_mt.training.parameters import Params, describe
 from flaxformer_mt.training.state import TrainState, create_state
 from flaxformer_mt.training.step import eval_step, train_step
 from flaxformer_mt.training.warm_start import (

@@ -18,7 +18,7 @@ from flaxformer_mt.config import (
 )
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interruption import Interrupted
-from flaxformer_mt.training.callbacks import Callbacks
+from flaxformer_mt.training.reporting.callbacks import Callbacks
 
 CONFIG = ExperimentConfig(
     model=TransformerConfig(

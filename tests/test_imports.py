@@ -98,7 +98,7 @@ ONLY_IN = {
     "datasets": {"data.corpora.datasets_reader"},
     "tensorflow_datasets": {"data.corpora.tfds_reader"},
     "array_record": {"data.corpora.tfds_reader", "data.corpora.tfds_builder"},
-    "tensorboardX": {"training.metrics"},
+    "tensorboardX": {"training.reporting.metrics"},
     "tyro": {"cli"},
 }
 

@@ -67,7 +67,7 @@ def train(folder: Path, tiny: bool, dies: bool) -> None:
     from flaxformer_mt import experiment, runtime
     from flaxformer_mt.config import OptimizerConfig
     from flaxformer_mt.runs.layout import METRICS
-    from flaxformer_mt.training.metrics import JsonLinesWriter
+    from flaxformer_mt.training.reporting.metrics import JsonLinesWriter
 
     class Killing(JsonLinesWriter):
         def write(self, step: int, split: str, values: Any, is_best: bool = False) -> None:
@@ -108,7 +108,7 @@ def differences(one: Path, other: Path) -> dict[str, Any]:
     from flaxformer_mt.runs.checkpoint import restore_params
     from flaxformer_mt.runs.layout import METRICS
     from flaxformer_mt.runs.metrics_file import read_metrics
-    from flaxformer_mt.training.speed import MEASUREMENTS
+    from flaxformer_mt.training.reporting.speed import MEASUREMENTS
 
     sides = [jax.device_get(restore_params(folder, "last")[1]) for folder in (one, other)]
     leaves = [dict(jax.tree.leaves_with_path(side)) for side in sides]

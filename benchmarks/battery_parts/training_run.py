@@ -13,7 +13,7 @@ def run(options: Options) -> Iterator[dict[str, Any]]:
     from flaxformer_mt import experiment, runtime
     from flaxformer_mt.runs.layout import METRICS
     from flaxformer_mt.runs.metrics_file import read_metrics
-    from flaxformer_mt.training.metrics import JsonLinesWriter
+    from flaxformer_mt.training.reporting.metrics import JsonLinesWriter
 
     runtime.configure()
     config = configuration(options)

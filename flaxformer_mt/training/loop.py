@@ -17,12 +17,12 @@ from flaxformer_mt.interruption import Interrupted
 from flaxformer_mt.runs.checkpoint import Checkpointer
 from flaxformer_mt.runs.layout import PROFILE
 from flaxformer_mt.runs.retention import ranking_score
-from flaxformer_mt.training.metrics import MetricValues, Writer
 from flaxformer_mt.training.parallel import Compiled
 from flaxformer_mt.training.parameters import Params
-from flaxformer_mt.training.profile import Profile
-from flaxformer_mt.training.progress import Progress, Sums
-from flaxformer_mt.training.speed import measurements
+from flaxformer_mt.training.reporting.metrics import MetricValues, Writer
+from flaxformer_mt.training.reporting.profile import Profile
+from flaxformer_mt.training.reporting.progress import Progress, Sums
+from flaxformer_mt.training.reporting.speed import measurements
 from flaxformer_mt.training.state import TrainState
 from flaxformer_mt.training.step import Metrics
 

@@ -20,7 +20,7 @@ from flaxformer_mt.runs.averaging import average_run
 from flaxformer_mt.runs.checkpoint import Checkpointer, restore_params
 from flaxformer_mt.runs.manifest import damage
 from flaxformer_mt.runs.trained_model import load_run
-from flaxformer_mt.training.metrics import JsonLinesWriter
+from flaxformer_mt.training.reporting.metrics import JsonLinesWriter
 
 
 def digest(tree):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from flaxformer_mt.training.console import ConsoleWriter, Sample, print_labelled, some_of
+from flaxformer_mt.training.reporting.console import ConsoleWriter, Sample, print_labelled, some_of
 
 
 @pytest.mark.parametrize("terminal", [True, False])

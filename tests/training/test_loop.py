@@ -16,8 +16,8 @@ from flaxformer_mt.interruption import Interrupted
 from flaxformer_mt.runs.checkpoint import Checkpointer, restore_params, whole_checkpoints
 from flaxformer_mt.runs.metrics_file import read_metrics
 from flaxformer_mt.training.loop import train
-from flaxformer_mt.training.metrics import JsonLinesWriter, validate
-from flaxformer_mt.training.speed import MEASUREMENTS
+from flaxformer_mt.training.reporting.metrics import JsonLinesWriter, validate
+from flaxformer_mt.training.reporting.speed import MEASUREMENTS
 
 
 @dataclasses.dataclass

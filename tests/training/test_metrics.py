@@ -8,7 +8,7 @@ from tensorboardX.proto.event_pb2 import Event
 
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs.metrics_file import format_line, read_metrics
-from flaxformer_mt.training.metrics import (
+from flaxformer_mt.training.reporting.metrics import (
     JsonLinesWriter,
     TensorBoardWriter,
     means,

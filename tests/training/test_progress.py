@@ -4,7 +4,7 @@ import json
 import math
 
 from flaxformer_mt.data.stream.batches import DataPosition
-from flaxformer_mt.training.progress import BestSoFar, Progress, Sums
+from flaxformer_mt.training.reporting.progress import BestSoFar, Progress, Sums
 
 
 def test_the_best_so_far():

@@ -7,7 +7,7 @@ import jax
 
 from flaxformer_mt.accelerators import accelerator_of
 from flaxformer_mt.memory_limits import peak_memory
-from flaxformer_mt.training.progress import Sums
+from flaxformer_mt.training.reporting.progress import Sums
 
 MEASUREMENTS = (
     "target_tokens_per_second",

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from flaxformer_mt.memory_limits import gibibytes
-from flaxformer_mt.training.metrics import MetricValues
+from flaxformer_mt.training.reporting.metrics import MetricValues
 from flaxformer_mt.training.step import Metrics
 
 _REFRESHES_PER_SECOND = 4

@@ -6,7 +6,7 @@ from typing import TypeAlias
 import numpy as np
 
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.training.metrics import MetricValues
+from flaxformer_mt.training.reporting.metrics import MetricValues
 
 Callback: TypeAlias = Callable[[int, str, Mapping[str, float | int | str]], bool | None]
 """Called as `callback(step, split, metrics)` with the metrics of training (split "train", every

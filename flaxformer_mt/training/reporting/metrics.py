@@ -12,7 +12,7 @@ import numpy as np
 from flaxformer_mt.data.stream.batches import Batch
 from flaxformer_mt.runs import atomic, metrics_file
 from flaxformer_mt.training.parameters import Params
-from flaxformer_mt.training.progress import Sums
+from flaxformer_mt.training.reporting.progress import Sums
 from flaxformer_mt.training.step import Metrics
 
 MetricValues: TypeAlias = Mapping[str, float | int | str]
