@@ -100,7 +100,8 @@ def test_translate_takes_search_options_and_checkpoints(run, command):
     assert out.splitlines() == [
         f"{index} ||| {hypothesis.text} ||| {hypothesis.score:.6f}"
         for index, hypotheses in enumerate(expected)
-        for hypothesis in hypotheses
+        # Of an empty line there is one translation, which is repeated.
+        for hypothesis in (hypotheses * 2)[:2]
     ]
 
 

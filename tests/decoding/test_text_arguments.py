@@ -152,7 +152,7 @@ def test_what_is_no_checkpoint_is_a_type_error():
 def test_a_run_needs_a_folder():
     with pytest.raises(TypeError, match="folders"):
         Translator.from_run(None)
-    with pytest.raises(TypeError, match="Path"):
+    with pytest.raises(TypeError, match="must be a path"):
         Translator.from_run([None])
     with pytest.raises(UserError, match="name at least one"):
         Translator.from_run([])

@@ -30,8 +30,6 @@ from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.parity import references
 from flaxformer_mt.parity.compare import compare
 
-pytestmark = pytest.mark.usefixtures("usual_optimizations")
-
 INPUTS = Path(__file__).parent / "real_inputs"
 SPECIAL_TOKENS = ["<unk>", "<pad>", "<bos>", "<eos>"]
 CYRILLIC = list(" -~абвгдежзийклмнопрстуфхчшъьэюяёғқҳҷӣӯ")

@@ -129,8 +129,10 @@ def _order(
 def reads(inputs: DiagnosisInputs, site: str, value: np.ndarray) -> bool:
     """Returns whether the reference's value of a site is computed from this input."""
     expected = inputs.theirs.get(site)
+    if expected is None:
+        return False
     operation = site_operations.operation(inputs, site)
-    if expected is None or not isinstance(operation, LayerNormalization | LinearMap):
+    if not isinstance(operation, LayerNormalization | LinearMap):
         return False
     if value.shape != operation.x.shape:
         return False
