@@ -9,6 +9,7 @@ import importlib.metadata
 import os
 import shutil
 import tempfile
+from pathlib import Path
 
 # Before JAX is imported: the number of devices cannot be changed afterwards.
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
@@ -55,6 +56,15 @@ def pytest_xdist_make_scheduler(config, log):
     from xdist.scheduler import WorkStealingScheduling
 
     return WorkStealingScheduling(config, log) if config.option.dist == "load" else None
+
+
+def pytest_runtest_teardown(item):
+    """Drops compiled programs before their memory maps reach the limit of a process, 65,530."""
+    maps = Path("/proc/self/maps")
+    if item.get_closest_marker("slow") and maps.exists():
+        with maps.open() as lines:
+            if sum(1 for _ in lines) > 30_000:
+                jax.clear_caches()
 
 
 def pytest_unconfigure():
