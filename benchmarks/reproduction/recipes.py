@@ -79,7 +79,12 @@ def multi30k(
         model=model,
         data=data,
         optimizer=OptimizerConfig(
-            schedule="inverse_square_root", learning_rate=5e-3, warmup_steps=2000, epsilon=1e-8
+            schedule="inverse_square_root",
+            learning_rate=5e-3,
+            warmup_steps=2000,
+            epsilon=1e-8,
+            # The default of the publication's copy of fairseq.
+            clip_norm=25.0,
         ),
         train=train,
         decode=DecodeConfig(beam_size=5, length_penalty=1.0, length_penalty_kind="average"),
