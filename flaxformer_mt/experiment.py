@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -40,11 +41,13 @@ from flaxformer_mt.data.sanity_checks import check_not_blank, check_sides, warn_
 from flaxformer_mt.data.stream.batches import Batch, DataPosition, evaluation_batches
 from flaxformer_mt.data.stream.prefetch import Prefetched
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
+from flaxformer_mt.decoding.scoring.teacher_forcing import predict_tokens
 from flaxformer_mt.decoding.shortlists.shortlist import require_shortlist
 from flaxformer_mt.decoding.text_arguments import require_path
 from flaxformer_mt.decoding.translator import Translator, check_search
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.evaluation import evaluate
+from flaxformer_mt.evaluation.teacher_forced import seq2seq_acc, teacher_forced_bleu
 from flaxformer_mt.interop.exports import exports, summary
 from flaxformer_mt.interruption import Interrupted, Interruption
 from flaxformer_mt.model.attention import attention_class
@@ -386,7 +389,32 @@ class Experiment:
             *some_of([Sample(*each) for each in zip(sources, own, references, strict=True)]),
             *(Sample(*each) for each in zip(watched, hypotheses[len(sources) :], strict=True)),
         ]
-        return {**metrics, **quality}, samples
+        return {**metrics, **quality, **self._teacher_forced_metrics(params)}, samples
+
+    def _teacher_forced_metrics(self, params: Any) -> dict[str, float]:
+        """Computes `train.teacher_forced_metrics` of the development set."""
+        wanted = self.config.train.teacher_forced_metrics
+        corpus = self.dataset.valid.tokens
+        if not wanted or corpus.sources is None:
+            return {}
+        sources, targets = (
+            [tokens.tolist() for tokens in side] for side in (corpus.sources, corpus.targets)
+        )
+        own = distributed.share_out(range(len(targets)))
+        predicted = predict_tokens(
+            self.strategy.gather(params),
+            self.config.model,
+            self.config.decode,
+            [sources[index] for index in own],
+            [targets[index] for index in own],
+        )
+        lines = distributed.gather_texts([json.dumps(tokens) for tokens in predicted])
+        predictions = [json.loads(line) for line in lines]
+        functions: dict[str, Callable[[], float]] = {
+            "seq2seq_acc": lambda: seq2seq_acc(predictions, targets, list(map(len, sources))),
+            "teacher_forced_bleu": lambda: teacher_forced_bleu(predictions, targets),
+        }
+        return {name: functions[name]() for name in wanted}
 
     def translate(
         self, params: Any, sources: Sequence[str], show_progress: bool = False

@@ -43,6 +43,10 @@ class ExperimentConfig:
         for name in stacks:
             # Checkpoints cannot hold the parameters of no layers.
             require(getattr(self.model, name) > 0, f"model.{name}=0: must be at least 1 in a run")
+        require(
+            self.model.has_inputs or not self.train.teacher_forced_metrics,
+            "train.teacher_forced_metrics are for translation models, and model.has_inputs=False",
+        )
         field = "target_row_length" if self.data.batching == "packed" else "bucket_lengths[-1]"
         _, row_length = self.data.row_lengths
         require(

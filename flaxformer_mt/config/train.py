@@ -12,6 +12,10 @@ ValidationMetric: TypeAlias = Literal[
 """A metric of a validation. Lower is better for the first three, higher for the others."""
 
 
+TeacherForcedMetric: TypeAlias = Literal["seq2seq_acc", "teacher_forced_bleu"]
+"""A metric of the tokens that are most probable after the reference's preceding tokens."""
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
     """Length of training, batches, loss, validation and checkpoints."""
@@ -54,6 +58,10 @@ class TrainConfig:
     """Steps between validations (loss, accuracy, and BLEU and chrF of beam search)."""
     eval_sentences: int = option(500, FieldRole.RUNNING, lowest=0)
     """Validation sentences translated for BLEU and chrF; 0 = all."""
+    teacher_forced_metrics: tuple[TeacherForcedMetric, ...] = option((), FieldRole.RUNNING)
+    """Further metrics of validations, of the tokens that are most probable after the reference's
+    preceding tokens. seq2seq_acc: share of positions that are right, where batches of 64 sentences
+    are padded and padding counts as right (fast.ai); teacher_forced_bleu: BLEU over tokens."""
     watch: tuple[str, ...] = option((), FieldRole.RUNNING)
     """Sentences in the source language whose translations are printed after each validation, beside
     those of some validation sentences."""

@@ -47,6 +47,8 @@ _SPECIAL = {
     "accuracy": Metric("accuracy", "% of tokens", 100),
     "bleu": Metric("BLEU"),
     "chrf": Metric("chrF"),
+    "seq2seq_acc": Metric("seq2seq_acc", "% of positions", 100),
+    "teacher_forced_bleu": Metric("teacher-forced BLEU"),
     "learning_rate": Metric("learning rate", starts_at_0=True, is_noisy=False),
     "gradient_norm": Metric("gradient norm", is_log=True),
     "target_tokens_per_second": Metric("speed", "target tokens/s", starts_at_0=True),

@@ -1,7 +1,7 @@
-"""Teacher forcing: log-probabilities and attention of given targets, in one full pass."""
+"""Teacher forcing: what a model predicts after each prefix of given targets, in one full pass."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -59,30 +59,78 @@ def teacher_force(
         table.
     """
     check_alignment_options(model, decode)
-    inputs = [[model.bos_id, *tokens[:-1]] for tokens in targets]
-    # Both sides get the length of the longer one, which limits the number of shapes.
-    lengths = [max(map(len, pair)) for pair in zip(sources, targets, strict=True)]
-    tokens = batch_tokens(decode, jax.default_backend())
     results: dict[int, TeacherForcingResult] = {}
-    for bucket in plan_buckets(lengths, tokens, model, first):
+    for indices, arrays in _batches(model, decode, sources, targets, first):
         log_probabilities, weights = target_log_probabilities(
             params,
-            fill_rows(sources, bucket, model.pad_id),
-            fill_rows(inputs, bucket, model.pad_id),
-            fill_rows(targets, bucket, model.pad_id),
+            *arrays,
             model=model,
             excluded=forbidden_token_ids(model) if decode.renormalize else (),
             attention=(decode.alignment_layer, decode.alignment_head) if attention else None,
         )
         rows = log_probabilities.tolist()
         matrices = None if weights is None else np.asarray(weights)
-        for row, index in enumerate(bucket.indices):
+        for row, index in enumerate(indices):
             num_target, num_source = len(targets[index]), len(sources[index])
             results[index] = TeacherForcingResult(
                 rows[row][:num_target],
                 None if matrices is None else matrices[row, :num_target, :num_source],
             )
     return [results[index] for index in range(len(targets))]
+
+
+def predict_tokens(
+    params: Any,
+    model: TransformerConfig,
+    decode: DecodeConfig,
+    sources: Sequence[Sequence[int]],
+    targets: Sequence[Sequence[int]],
+) -> list[list[int]]:
+    """Predicts each target token from the source and the preceding target tokens.
+
+    Args:
+      params: parameters of `model`.
+      model: configuration of the Transformer, with its vocabulary sizes.
+      decode: `batch_tokens`.
+      sources: token ids, the end token included.
+      targets: token ids of equally many targets, each of at least one token.
+
+    Returns:
+      The most probable tokens, as many for each pair as its target has, in the order given.
+
+    Raises:
+      UserError: a sentence is longer than the model's position table.
+    """
+    results: dict[int, list[int]] = {}
+    for indices, (source_tokens, input_tokens, _) in _batches(model, decode, sources, targets):
+        rows = most_probable_tokens(params, source_tokens, input_tokens, model=model).tolist()
+        for row, index in zip(rows, indices, strict=False):  # Buckets have padding rows.
+            results[index] = row[: len(targets[index])]
+    return [results[index] for index in range(len(targets))]
+
+
+def _batches(
+    model: TransformerConfig,
+    decode: DecodeConfig,
+    sources: Sequence[Sequence[int]],
+    targets: Sequence[Sequence[int]],
+    first: int = 1,
+) -> Iterator[tuple[Sequence[int], tuple[np.ndarray, np.ndarray, np.ndarray]]]:
+    """Yields batches of pairs of similar length.
+
+    Yields:
+      The indices of the pairs in the first rows, and the source tokens int32 [B, S], the decoder's
+      input tokens and the target tokens int32 [B, T], padded.
+    """
+    inputs = [[model.bos_id, *tokens[:-1]] for tokens in targets]
+    # Both sides get the length of the longer one, which limits the number of shapes.
+    lengths = [max(map(len, pair)) for pair in zip(sources, targets, strict=True)]
+    tokens = batch_tokens(decode, jax.default_backend())
+    for bucket in plan_buckets(lengths, tokens, model, first):
+        source_tokens, input_tokens, target_tokens = (
+            fill_rows(side, bucket, model.pad_id) for side in (sources, inputs, targets)
+        )
+        yield bucket.indices, (source_tokens, input_tokens, target_tokens)
 
 
 def check_alignment_options(model: TransformerConfig, decode: DecodeConfig) -> None:
@@ -143,3 +191,22 @@ def target_log_probabilities(
     layer, head = attention
     weights = result[1].decoder_cross[layer]
     return log_probabilities, weights.mean(axis=1) if head == -1 else weights[:, head]
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def most_probable_tokens(
+    params: Any, source_tokens: Array, input_tokens: Array, *, model: TransformerConfig
+) -> Array:
+    """Computes the most probable token at each target position.
+
+    Args:
+      params: parameters of `model`.
+      source_tokens: int32 [B, S], with end token, padded.
+      input_tokens: int32 [B, T], the targets shifted right, beginning with the start token.
+      model: configuration of the Transformer.
+
+    Returns:
+      Token ids, int32 [B, T]; meaningless at padding.
+    """
+    logits: Any = Transformer(model).apply({"params": params}, source_tokens, input_tokens)
+    return logits.argmax(axis=-1)

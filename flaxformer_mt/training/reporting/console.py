@@ -243,6 +243,8 @@ _FORMATS: Mapping[str, Callable[..., str]] = {
     "accuracy": "accuracy {:.1%}".format,
     "bleu": "BLEU {:.2f}".format,
     "chrf": "chrF {:.2f}".format,
+    "seq2seq_acc": "seq2seq_acc {:.4f}".format,
+    "teacher_forced_bleu": "teacher-forced BLEU {:.2f}".format,
     "target_tokens_per_second": "{:,.0f} tokens/s".format,
     _OF_DEVICE: "{:,.0f} tokens/s per device".format,
     "mfu": "MFU {:.1%}".format,

@@ -1,0 +1,24 @@
+"""Tokens predicted by teacher forcing are the argmax of the whole model."""
+
+import numpy as np
+
+from flaxformer_mt.decoding.scoring.teacher_forcing import predict_tokens
+from flaxformer_mt.model.transformer import Transformer
+
+
+def test_predictions_are_the_argmax_of_each_pair_alone(talker):
+    sources, targets = (
+        [[*talker.tokenizers.source.encode([text])[0], talker.model.eos_id] for text in texts]
+        for texts in (
+            ["ein Hund bellt", "die", "zwei Hunde"],
+            ["die Wiese", "ein Hund bellt", "die"],
+        )
+    )
+    found = predict_tokens(talker.params, talker.model, talker.config.decode, sources, targets)
+    for source, target, predicted in zip(sources, targets, found, strict=True):
+        logits = Transformer(talker.model).apply(
+            {"params": talker.params},
+            np.array([source]),
+            np.array([[talker.model.bos_id, *target[:-1]]]),
+        )
+        assert predicted == logits[0].argmax(axis=-1).tolist()
