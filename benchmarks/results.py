@@ -3,26 +3,36 @@
     python benchmarks/results.py --list
     python benchmarks/results.py --run multi30k-en-de --data DATA --out runs/results
 
-DATA has the folders `multi30k-en-de` and `multi30k-en-fr`, with train, valid, test,
-test_2017_flickr and test_2017_mscoco, .en.gz and so on: the raw text of Multi30k, task 1,
-github.com/multi30k/dataset. Tokenised text needs sacremoses. The same command continues a run that
-was stopped. Each run writes NAME-seedN.json and a copy of its metrics into --results; `--page`
-writes the tables of docs/results.md from all of them.
+DATA has the folders `multi30k-en-de`, `multi30k-en-fr` (the raw text of Multi30k, task 1,
+github.com/multi30k/dataset: train, valid, test, test_2017_flickr and test_2017_mscoco, .en.gz and
+so on) and `tatoeba-eng-fra` (train, valid and test, .en.gz and .fr.gz, of manythings.org/anki).
+Tokenised text needs sacremoses, `first-steps` and the families PyTorch.
+
+The same command continues a run that was stopped. Each run writes NAME-seedN.json, a copy of its
+metrics and a picture of its curves into --results; `--page` writes docs/results.md from all of
+them.
 """
 
 import argparse
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
+from reproduction import first_steps
 from reproduction.page import write_page
 from reproduction.recipes import RECIPES
+from reproduction.repository import RESULTS
 from reproduction.runs import run, write_json
 
 from flaxformer_mt import runtime
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.plotting.curves import plot_curves
 
-RESULTS = Path(__file__).parents[1] / "docs" / "results"
+FIRST_STEPS = "first-steps"
+TITLES = {name: recipe.title for name, recipe in RECIPES.items()} | {
+    FIRST_STEPS: f"The first {first_steps.NUM_STEPS} steps of every family, beside PyTorch"
+}
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -31,7 +41,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--list", action="store_true", help="print the names of all experiments")
-    what.add_argument("--run", nargs="+", metavar="NAME", choices=RECIPES, help="train and score")
+    what.add_argument("--run", nargs="+", metavar="NAME", choices=TITLES, help="train and score")
     what.add_argument("--page", action="store_true", help="write docs/results.md")
     parser.add_argument("--data", type=Path, default=Path("data"), help="folder of the raw corpora")
     parser.add_argument("--out", type=Path, default=Path("runs/results"), help="of run folders")
@@ -44,28 +54,47 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     if options.list:
-        for name, recipe in RECIPES.items():
-            print(f"{name:24} {recipe.title}")
+        for name, title in TITLES.items():
+            print(f"{name:24} {title}")
         return 0
     if options.page:
         write_page(options.results)
         return 0
     runtime.configure()
-    changes = {} if options.num_steps is None else {"num_steps": options.num_steps}
     options.results.mkdir(parents=True, exist_ok=True)
     for name in options.run:
         try:
-            result = run(name, RECIPES[name], options.data, options.out, options.seed, changes)
+            if name == FIRST_STEPS:
+                compare_first_steps(options)
+            else:
+                train_and_score(name, options)
         except UserError as error:
             print(f"results.py: error: {name}: {error}", file=sys.stderr)
             return 1
-        stem = f"{name}-seed{options.seed}"
-        write_json(options.results / f"{stem}.json", result)
-        metrics = options.out / stem / "metrics.jsonl"
-        shutil.copyfile(metrics, options.results / f"{stem}.metrics.jsonl")
-        for test, scores in result["scores"].items():
-            print(f"{name} {test}: BLEU {scores['bleu']:.2f}")
     return 0
+
+
+def train_and_score(name: str, options: argparse.Namespace) -> None:
+    changes: dict[str, Any] = {}
+    if options.num_steps is not None:
+        changes = {"train": {"num_steps": options.num_steps}}
+    result = run(name, RECIPES[name], options.data, options.out, options.seed, changes)
+    stem = f"{name}-seed{options.seed}"
+    write_json(options.results / f"{stem}.json", result)
+    shutil.copyfile(options.out / stem / "metrics.jsonl", options.results / f"{stem}.metrics.jsonl")
+    plot_curves([options.out / stem]).save(options.results / f"{stem}.png")
+    for test, scores in result["scores"].items():
+        print(f"{name} {test}: BLEU {scores['bleu']:.2f}")
+
+
+def compare_first_steps(options: argparse.Namespace) -> None:
+    found = []
+    for family in first_steps.NAMES:
+        values = first_steps.compare(family, options.data, options.out)
+        print(f"{family:24} largest difference {values['largest_difference']:.1e}", flush=True)
+        found.append(values)
+    write_json(options.results / f"{FIRST_STEPS}.json", {"name": FIRST_STEPS, "families": found})
+    first_steps.plot(found, options.results / f"{FIRST_STEPS}.png")
 
 
 if __name__ == "__main__":

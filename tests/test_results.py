@@ -1,5 +1,6 @@
-"""`benchmarks/results.py`: its experiments, scoring and page, without training."""
+"""`benchmarks/results.py`: its experiments, text, scoring and page; one of them is trained."""
 
+import gzip
 import importlib
 import json
 from pathlib import Path
@@ -18,12 +19,13 @@ def results(monkeypatch):
 def test_every_experiment_is_listed_and_has_a_configuration(results, capsys):
     assert results.main(["--list"]) == 0
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert names == list(results.RECIPES)
+    assert names == list(results.TITLES)
     for recipe in results.RECIPES.values():
         config = recipe.config()
         assert set(recipe.published) <= set(recipe.tests)
         assert recipe.averaged <= max(config.train.keep_last, 1)
-        assert bool(recipe.corpus) == (config.data.corpus == "text")
+        assert (recipe.text is not None) == (config.data.corpus == "text")
+        assert config.model.has_inputs == bool(recipe.tests)
 
 
 def test_the_page_has_the_mean_of_the_seeds(results, tmp_path):
@@ -32,16 +34,17 @@ def test_the_page_has_the_mean_of_the_seeds(results, tmp_path):
     for seed, bleu in ((1, 40.0), (2, 42.0)):
         values = {
             "name": "multi30k-en-de", "seed": seed, "commit": "abc", "device": "1 x GPU",
-            "steps": 8000, "hours": 1.5, "parameters": 2_600_000, "validation_loss": 3.0,
+            "steps": 8000, "hours": 1.5, "parameters": 2_600_000,
             "scores": {"test": {
-                "bleu": bleu, "interval": 1.25, "chrf": 60.0, "signature": "tok:none",
+                "bleu": bleu, "interval": 1.25, "chrf": 60.0, "exact": 0.1, "signature": "tok:none",
             }},
         }  # fmt: skip
         (folder / f"{seed}.json").write_text(json.dumps(values))
     assert results.main(["--page", "--results", str(folder)]) == 0
     page = (tmp_path / "results.md").read_text()
-    assert "| test | 41.00 | 41.02 | ± 1.25 | 60.00 |" in page
+    assert "| test | 41.00 | 41.02 | ± 1.25 | 60.00 | 10.0% |" in page
     assert "python benchmarks/results.py --run multi30k-en-de" in page
+    assert "Not yet run: `reverse`" in page
 
 
 def test_tokenised_text_is_scored_as_it_is(results):
@@ -61,3 +64,62 @@ def test_text_is_prepared_as_moses_does(monkeypatch):
         == "two &quot; young &quot; men &apos;s hats ."
     )
     assert texts.moses("fr")("L'homme d’Œuvre.") == "l&apos; homme d&apos; œuvre ."
+
+
+@pytest.fixture
+def raw(tmp_path):
+    """Raw corpora of a few lines."""
+    english = ["Where is it?", "I know.", "Why did you ask that?", "What a day!", "whatever?"]
+    french = ["Où est-ce ?", "Je sais.", "Pourquoi as-tu demandé ça ?", "Quelle journée !", "bof ?"]
+    for split in ("train", "valid", "test"):
+        for suffix, lines in (("en", english), ("fr", french)):
+            path = tmp_path / "tatoeba-eng-fra" / f"{split}.{suffix}.gz"
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(gzip.compress("".join(f"{line}\n" for line in lines).encode()))
+    return tmp_path
+
+
+def test_questions_start_with_a_wh_word_and_end_with_a_question_mark(results, raw, tmp_path):
+    texts = importlib.import_module("reproduction.texts")
+    folder = tmp_path / "questions"
+    folder.mkdir()
+    texts.QUESTIONS.write(raw, folder)
+    assert (folder / "test.en").read_text() == "Where is it?\nWhy did you ask that?\n"
+    assert (folder / "test.fr").read_text() == "Où est-ce ?\nPourquoi as-tu demandé ça ?\n"
+
+
+def test_samples_of_a_corpus_contain_the_smaller_ones(results, raw, tmp_path):
+    texts = importlib.import_module("reproduction.texts")
+    samples = []
+    for size in (2, 4):
+        folder = tmp_path / f"sample-{size}"
+        folder.mkdir()
+        texts.tatoeba(size).write(raw, folder)
+        samples.append((folder / "train.en").read_text().splitlines())
+        assert len((folder / "valid.fr").read_text().splitlines()) == 5
+    assert [len(sample) for sample in samples] == [2, 4]
+    assert samples[1][:2] == samples[0]
+
+
+# Narrower than published, everything else is the recipe's.
+NARROW = {
+    "model": {"d_model": 64, "d_ff": 256},
+    "train": {"eval_every": 200, "checkpoint_every": 200},
+    "parallel": {"num_devices": 1},
+}
+
+
+@pytest.mark.usefixtures("usual_optimizations")
+def test_the_copy_task_is_learned_perfectly(results, tmp_path):
+    runs = importlib.import_module("reproduction.runs")
+    name = "annotated-copy"
+    values = runs.run(name, results.RECIPES[name], tmp_path, tmp_path / "out", 1, NARROW)
+    assert values["scores"]["test"]["exact"] == 1
+    assert values["scores"]["test"]["bleu"] == pytest.approx(100)
+    assert values["steps"] == 400
+
+    folder = tmp_path / "results"
+    folder.mkdir()
+    runs.write_json(folder / f"{name}-seed1.json", values)
+    assert results.main(["--page", "--results", str(folder)]) == 0
+    assert "| 100.0% |" in (tmp_path / "results.md").read_text()

@@ -3,22 +3,37 @@
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from reproduction.recipes import RECIPES, Recipe
+from flaxformer_mt.runs import atomic
+from flaxformer_mt.runs.metrics_file import read_metrics
+from reproduction.first_steps import NUM_STEPS
+from reproduction.recipe import Group, Recipe
+from reproduction.recipes import RECIPES
 
 INTRODUCTION = """# Results
 
 Every line can be repeated: `python benchmarks/results.py --run NAME` (`--help` says what text it
-needs). The scores of each run with their signatures, and its metrics step by step, are in
-[results/](results). BLEU of text that is tokenised already equals that of Moses' `multi-bleu.perl`;
-BLEU of cased text is sacreBLEU's default. Intervals are those of 1,000 bootstrap samples, 95%; of
-several seeds, the mean is given.
+needs, `--list` has all names). The scores of each run with their signatures, its metrics step by
+step and its curves are in [results/](results). BLEU of text that is tokenised already equals that
+of Moses' `multi-bleu.perl`; BLEU of cased text is sacreBLEU's default. Intervals are those of 1,000
+bootstrap samples, 95%; of several seeds, the mean is given.
 
 This file is written by `python benchmarks/results.py --page`.
 """
+
+SECTIONS: dict[Group, str] = {
+    "quickstart": "Configurations without a corpus",
+    "multi30k": "Multi30k, the Transformer-Tiny of Wu et al. 2021",
+    "families": "Every preset, tiny, on Multi30k",
+    "seeds": "The published implementations' own tasks",
+    "tatoeba": "Tatoeba, by the number of training pairs",
+}
+
+Runs = Sequence[dict[str, Any]]
+"""The results of one experiment, one for each seed."""
 
 
 def write_page(results: Path) -> None:
@@ -31,30 +46,141 @@ def write_page(results: Path) -> None:
     for path in sorted(results.glob("*.json")):
         values = json.loads(path.read_text())
         runs[values["name"]].append(values)
-    sections = [_section(name, RECIPES[name], runs[name]) for name in RECIPES if name in runs]
-    results.with_suffix(".md").write_text("\n".join([INTRODUCTION, *sections]))
+    parts = [INTRODUCTION]
+    for group, title in SECTIONS.items():
+        members = {name: runs[name] for name, recipe in RECIPES.items() if recipe.group == group}
+        finished = {name: found for name, found in members.items() if found}
+        missing = [f"`{name}`" for name, found in members.items() if not found]
+        parts.append(f"## {title}\n")
+        if finished and group in _TABLES:
+            parts.append("\n".join([*_TABLES[group](finished), ""]))
+        elif finished:
+            parts += [
+                _section(name, RECIPES[name], found, results) for name, found in finished.items()
+            ]
+        if group == "families" and runs["first-steps"]:
+            parts.append("\n".join([*_first_steps(runs["first-steps"][0]["families"]), ""]))
+        if missing:
+            parts.append(f"Not yet run: {', '.join(missing)}.\n")
+    atomic.write_text(results.with_suffix(".md"), "\n".join(parts))
 
 
-def _section(name: str, recipe: Recipe, runs: Sequence[dict[str, Any]]) -> str:
-    lines = [f"## {recipe.title}", "", f"    python benchmarks/results.py --run {name}", ""]
-    lines += ["| test set | BLEU | published | interval | chrF |", "|---|---|---|---|---|"]
-    for test in runs[0]["scores"]:
-        scores = [run["scores"][test] for run in runs]
-        bleu = statistics.mean(score["bleu"] for score in scores)
-        published = recipe.published.get(test)
-        interval = "" if "interval" not in scores[0] else f"± {scores[0]['interval']:.2f}"
-        chrf = "" if "chrf" not in scores[0] else f"{scores[0]['chrf']:.2f}"
-        shown = "" if published is None else f"{published:.2f}"
-        lines.append(f"| {test} | {bleu:.2f} | {shown} | {interval} | {chrf} |")
+def _section(recipe: Recipe, runs: Runs, results: Path) -> str:
+    """One experiment: a table of its test sets, what it rests on, and its curves."""
+    name = runs[0]["name"]
+    lines = [f"### {recipe.title}", "", f"    python benchmarks/results.py --run {name}", ""]
+    if runs[0]["scores"]:
+        lines += ["| test set | BLEU | published | interval | chrF | exact |", "|---|" + "---|" * 5]
+        lines += [_row(test, runs, recipe) for test in runs[0]["scores"]]
+    else:
+        best = runs[0]["validation"]
+        lines.append(
+            f"Validation: loss {best['loss']:.4f}, perplexity {best['perplexity']:.2f}, accuracy "
+            f"{best['accuracy']:.1%}."
+        )
+    lines += ["", _foundation(runs)]
+    if recipe.source:
+        lines.append(f"Published: {recipe.source}.")
+    if recipe.note:
+        lines.append(recipe.note)
+    if recipe.by_epoch:
+        lines += ["", *_by_epoch(recipe.by_epoch, results / f"{_stem(runs[0])}.metrics.jsonl")]
+    lines += ["", *(f"![curves]({results.name}/{_stem(run)}.png)" for run in runs)]
+    return "\n".join([*lines, ""])
+
+
+def _stem(run: dict[str, Any]) -> str:
+    return f"{run['name']}-seed{run['seed']}"
+
+
+def _row(test: str, runs: Runs, recipe: Recipe) -> str:
+    scores = [run["scores"][test] for run in runs]
+    published = recipe.published.get(test)
+    cells = [
+        f"{statistics.mean(score['bleu'] for score in scores):.2f}",
+        "" if published is None else f"{published:.2f}",
+        "" if "interval" not in scores[0] else f"± {scores[0]['interval']:.2f}",
+        "" if "chrf" not in scores[0] else f"{scores[0]['chrf']:.2f}",
+        "" if "exact" not in scores[0] else f"{scores[0]['exact']:.1%}",
+    ]
+    return f"| {test} | {' | '.join(cells)} |"
+
+
+def _foundation(runs: Runs) -> str:
+    """The sentence about what the figures of an experiment rest on."""
     seeds = ", ".join(str(run["seed"]) for run in runs)
     hours = ", ".join(f"{run['hours']:.2f}" for run in runs)
     steps = ", ".join(f"{run['steps']:,}" for run in runs)
-    lines += [
-        "",
+    signatures = {score["signature"] for run in runs for score in run["scores"].values()}
+    return (
         f"Seeds {seeds}; {steps} steps; {hours} hours on {runs[0]['device']}; commit "
-        f"{runs[0]['commit']}; {runs[0]['parameters']:,} parameters; "
-        f"{runs[0]['scores'][next(iter(runs[0]['scores']))]['signature']}.",
-    ]
-    if recipe.source:
-        lines.append(f"Published scores: {recipe.source}.")
-    return "\n".join([*lines, ""])
+        f"{runs[0]['commit']}; {runs[0]['parameters']:,} parameters"
+        + "".join(f"; {signature}" for signature in sorted(signatures))
+        + "."
+    )
+
+
+def _by_epoch(metrics: Sequence[str], path: Path) -> Iterator[str]:
+    """A table with a line for each validation."""
+    rows = read_metrics(path)
+    training = {row["step"]: row for row in rows if row["split"] == "train"}
+    yield f"| epoch | train_loss | {' | '.join(f'valid {name}' for name in metrics)} | seconds |"
+    yield "|---|---|" + "---|" * (len(metrics) + 1)
+    validations = [row for row in rows if row["split"] == "valid"]
+    for epoch, row in enumerate(validations):
+        train = training[row["step"]]
+        seconds = train["target_tokens"] / train["target_tokens_per_second"]
+        cells = " | ".join(f"{row[name]:.4f}" for name in metrics)
+        yield f"| {epoch} | {train['loss']:.4f} | {cells} | {seconds:.0f} |"
+
+
+def _families(found: dict[str, Runs]) -> Iterator[str]:
+    yield "| `--run` | development loss | perplexity | BLEU | tokens/s | target tokens |"
+    yield "|---|---|---|---|---|---|"
+    for name, runs in found.items():
+        run = runs[0]
+        yield (
+            f"| `{name}` | {run['validation']['loss']:.4f} | {run['validation']['perplexity']:.2f} "
+            f"| {run['scores']['test']['bleu']:.2f} | {run['tokens_per_second']:,.0f} "
+            f"| {run['target_tokens']:,} |"
+        )
+
+
+def _tatoeba(found: dict[str, Runs]) -> Iterator[str]:
+    yield "| `--run` | BLEU | interval | chrF | steps |"
+    yield "|---|---|---|---|---|"
+    for name, runs in found.items():
+        score = runs[0]["scores"]["test"]
+        yield (
+            f"| `{name}` | {score['bleu']:.2f} | ± {score['interval']:.2f} | {score['chrf']:.2f} "
+            f"| {runs[0]['steps']:,} |"
+        )
+
+
+def _first_steps(families: Sequence[dict[str, Any]]) -> Iterator[str]:
+    yield f"### The first {NUM_STEPS} steps beside PyTorch"
+    yield ""
+    yield "    python benchmarks/results.py --run first-steps"
+    yield ""
+    yield (
+        "The PyTorch reference of each preset and our model, trained from the same weights on the "
+        "same batches of Multi30k, in float32, without dropout: loss per token of both sides, and "
+        "the largest relative difference of the loss in any step."
+    )
+    yield ""
+    yield "| preset | first loss | last loss, ours | last loss, PyTorch | largest difference |"
+    yield "|---|---|---|---|---|"
+    for values in families:
+        yield (
+            f"| `{values['name']}` | {values['ours'][0]:.4f} | {values['ours'][-1]:.4f} "
+            f"| {values['pytorch'][-1]:.4f} | {values['largest_difference']:.1e} |"
+        )
+    yield ""
+    yield "![loss of both sides](results/first-steps.png)"
+
+
+_TABLES: dict[Group, Callable[[dict[str, Runs]], Iterator[str]]] = {
+    "families": _families,
+    "tatoeba": _tatoeba,
+}
+"""Groups whose experiments are lines of one table."""

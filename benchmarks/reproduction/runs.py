@@ -1,9 +1,9 @@
 """Trains a recipe, averages checkpoints, translates its test sets and scores them."""
 
 import contextlib
-import dataclasses
 import json
 import platform
+import statistics
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,17 +15,24 @@ from sacrebleu.metrics import BLEU, CHRF
 
 from flaxformer_mt import experiment
 from flaxformer_mt.config import ExperimentConfig
+from flaxformer_mt.config.experiment import with_changes
 from flaxformer_mt.data.corpora.text_files import read_lines
 from flaxformer_mt.decoding.translator import Translator
+from flaxformer_mt.run_reader import MetricRows
 from flaxformer_mt.runs.averaging import average_run
-from reproduction.recipes import Recipe
-from reproduction.texts import prepare_multi30k
+from reproduction.recipe import Recipe
+from reproduction.texts import write_lines
 
 NUM_BOOTSTRAP_SAMPLES = 1000
 
 
 def run(
-    name: str, recipe: Recipe, data: Path, out: Path, seed: int, options: Mapping[str, Any]
+    name: str,
+    recipe: Recipe,
+    data: Path,
+    out: Path,
+    seed: int,
+    changes: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """Trains a recipe, or continues it, and scores it.
 
@@ -35,20 +42,18 @@ def run(
       data: the folder of the raw corpora.
       out: run folders, prepared text and translations go there.
       seed: of initial values, dropout and the order of the data.
-      options: fields of `TrainConfig` to replace, to try a recipe out; usually none.
+      changes: values that replace those of the recipe, to try it out: `{"train": {...}}`.
 
     Returns:
       JSON values: scores by test set, the number of steps, hours, and what they rest on.
     """
-    config = recipe.config()
-    text = None
-    if recipe.corpus:
-        text = out / "text" / f"{recipe.corpus}-{'tokenized' if recipe.tokenized else 'raw'}"
-        languages = (config.data.source_language, config.data.target_language)
-        prepare_multi30k(data / recipe.corpus, text, languages, recipe.tokenized)
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, path=str(text)))
-    train = dataclasses.replace(config.train, seed=seed, **options)
-    config = dataclasses.replace(config, train=train)
+    folder = None
+    if recipe.text is not None:
+        folder = out / "text" / recipe.text.name
+        folder.mkdir(parents=True, exist_ok=True)
+        recipe.text.write(data, folder)
+    found = {"data": {} if folder is None else {"path": str(folder)}, "train": {"seed": seed}}
+    config = with_changes(with_changes(recipe.config(), found), changes or {})
 
     workdir = out / f"{name}-seed{seed}"
     seconds = out / f"{workdir.name}.seconds"
@@ -60,18 +65,27 @@ def run(
         if not scored.exists():
             average_run(workdir, scored, recipe.averaged, "last")
     rows = trained.metrics()
-    training = [row for row in rows if row["split"] == "train"]
+    training, best = rows("train"), _best(rows)
+    speeds = [row["target_tokens_per_second"] for row in training]
     return {
         "name": name,
         "seed": seed,
+        "command": f"python benchmarks/results.py --run {name} --seed {seed}",
         "commit": _commit(),
         "device": _device(),
         "steps": training[-1]["step"],
+        "target_tokens": sum(row["target_tokens"] for row in training),
+        "tokens_per_second": statistics.median(speeds),
         "hours": sum(map(float, read_lines(seconds))) / 3600,
-        "validation_loss": min(row["loss"] for row in rows if row["split"] == "valid"),
+        "validation": {key: best[key] for key in ("loss", "perplexity", "accuracy")},
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(trained.model("last").params)),
-        "scores": _scores(recipe, config, scored, text, rows),
+        "scores": _scores(recipe, config, scored, folder, rows),
     }
+
+
+def _best(rows: MetricRows) -> dict[str, Any]:
+    """Returns the validation with the lowest loss."""
+    return min(rows("valid"), key=lambda row: row["loss"])
 
 
 def _scores(
@@ -79,12 +93,15 @@ def _scores(
     config: ExperimentConfig,
     run: Path,
     text: Path | None,
-    rows: Sequence[dict[str, Any]],
+    rows: MetricRows,
 ) -> dict[str, Any]:
-    if text is None:
-        (test,) = [row for row in rows if row["split"] == "test"]
+    """Translates the test sets and returns their scores."""
+    if text is None or recipe.text is None:
+        (test,) = rows("test")
         return {"test": {"bleu": test["bleu"], "signature": test["bleu_signature"]}}
-    translator = Translator.from_run(run, "last")
+    if not recipe.tests:
+        return {}
+    translator = Translator.from_run(run, "last" if recipe.averaged > 1 else "best")
     languages = config.data.source_language, config.data.target_language
     scores = {}
     for test in recipe.tests:
@@ -92,13 +109,15 @@ def _scores(
         start = time.perf_counter()
         hypotheses = translator.translate(sources)
         seconds = time.perf_counter() - start
-        (run / f"{test}.hypotheses").write_text("".join(f"{line}\n" for line in hypotheses))
-        scores[test] = score(hypotheses, references, recipe.tokenized) | {"seconds": seconds}
+        write_lines(run / f"{test}.hypotheses", hypotheses)
+        scores[test] = score(hypotheses, references, recipe.text.is_tokenized) | {
+            "seconds": seconds
+        }
     return scores
 
 
 def score(hypotheses: Sequence[str], references: Sequence[str], tokenized: bool) -> dict[str, Any]:
-    """Computes BLEU with a bootstrap interval of 95%, and chrF.
+    """Computes BLEU with a bootstrap interval of 95%, chrF, and the share of exact matches.
 
     Args:
       hypotheses: translations.
@@ -112,6 +131,7 @@ def score(hypotheses: Sequence[str], references: Sequence[str], tokenized: bool)
         "interval": result._ci,
         "signature": str(bleu.get_signature()),
         "chrf": CHRF().corpus_score(hypotheses, [references]).score,
+        "exact": sum(map(str.__eq__, hypotheses, references)) / len(references),
     }
 
 

@@ -1,12 +1,17 @@
 """Corpora in the form that a publication has used."""
 
-from collections.abc import Callable, Iterable
+import functools
+import random
+import re
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from flaxformer_mt.data.corpora.text_files import read_lines
 from flaxformer_mt.runs import atomic
+from reproduction.recipe import Text
 
-SPLITS = ("train", "valid", "test", "test_2017_flickr", "test_2017_mscoco")
+SPLITS = ("train", "valid", "test")
+MULTI30K_TESTS = ("test", "test_2017_flickr", "test_2017_mscoco")
 
 
 def moses(language: str) -> Callable[[str], str]:
@@ -22,24 +27,81 @@ def moses(language: str) -> Callable[[str], str]:
     return lambda line: tokenizer.tokenize(normalizer.normalize(line.lower()), return_str=True)
 
 
-def prepare_multi30k(raw: Path, folder: Path, languages: Iterable[str], tokenized: bool) -> Path:
-    """Writes train, valid and the test sets of one language pair, unless they are there.
+def multi30k(language: str, *, tokenized: bool) -> Text:
+    """Returns Multi30k, English and one other language, with its three test sets."""
+    name = f"multi30k-en-{language}"
 
-    Args:
-      raw: the folder of the raw text, with train.en.gz and so on.
-      folder: the folder to write.
-      languages: the suffixes of the files.
-      tokenized: in the form of `moses`; otherwise as they are.
+    def write(raw: Path, folder: Path) -> None:
+        for suffix in ("en", language):
+            convert = moses(suffix) if tokenized else str
+            for split in ("train", "valid", *MULTI30K_TESTS):
+                path = folder / f"{split}.{suffix}"
+                if not path.exists():
+                    write_lines(path, map(convert, read_lines(raw / name / f"{split}.{suffix}.gz")))
 
-    Returns:
-      `folder`.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    for language in languages:
-        convert = moses(language) if tokenized else str
-        for split in SPLITS:
-            path = folder / f"{split}.{language}"
-            if not path.exists():
-                lines = read_lines(raw / f"{split}.{language}.gz")
-                atomic.write_text(path, "".join(f"{convert(line)}\n" for line in lines))
-    return folder
+    return Text(f"{name}-{'tokenized' if tokenized else 'raw'}", write, tokenized)
+
+
+_WH_QUESTION = re.compile(r"(what|who|whom|whose|which|when|where|why|how)\b.*\?", re.IGNORECASE)
+
+
+def _is_wh_question(english: str) -> bool:
+    return _WH_QUESTION.fullmatch(english.strip()) is not None
+
+
+def _pairs(raw: Path, split: str) -> list[tuple[str, str]]:
+    """Reads a split of Tatoeba, English and French."""
+    sides = (read_lines(raw / "tatoeba-eng-fra" / f"{split}.{code}.gz") for code in ("en", "fr"))
+    return list(zip(*sides, strict=True))
+
+
+def _write_pairs(folder: Path, split: str, pairs: Iterable[tuple[str, str]]) -> None:
+    english, french = zip(*pairs, strict=True)
+    write_lines(folder / f"{split}.en", english)
+    write_lines(folder / f"{split}.fr", french)
+
+
+def _write_questions(raw: Path, folder: Path) -> None:
+    for split in SPLITS:
+        _write_pairs(
+            folder, split, (pair for pair in _pairs(raw, split) if _is_wh_question(pair[0]))
+        )
+
+
+QUESTIONS = Text("questions", _write_questions)
+"""The pairs of Tatoeba whose English side starts with a wh-word and ends with a question mark."""
+
+
+def _write_sample(count: int, raw: Path, folder: Path) -> None:
+    # A prefix of one permutation: each size contains the smaller ones.
+    pairs = _pairs(raw, "train")
+    random.Random(0).shuffle(pairs)
+    _write_pairs(folder, "train", pairs[:count])
+    for split in ("valid", "test"):
+        _write_pairs(folder, split, _pairs(raw, split))
+
+
+def tatoeba(count: int) -> Text:
+    """Returns `count` training pairs of Tatoeba, at random, with all of its other splits."""
+    return Text(f"tatoeba-{count}", functools.partial(_write_sample, count))
+
+
+def _write_copies(raw: Path, folder: Path) -> None:
+    generator = random.Random(0)
+    for split, count in (("train", 20 * 20 * 80), ("valid", 500), ("test", 500)):
+        lines = [
+            " ".join("a" + "".join(generator.choices("abcdefghij", k=9))) for _ in range(count)
+        ]
+        for suffix in ("in", "out"):
+            write_lines(folder / f"{split}.{suffix}", lines)
+
+
+COPIES = Text("copies", _write_copies)
+"""The copy task of The Annotated Transformer: ten symbols out of ten, the first always the same.
+
+Training has 20 epochs of 20 batches of 80 lines, which it never repeats."""
+
+
+def write_lines(path: Path, lines: Iterable[str] | Sequence[str]) -> None:
+    """Writes lines to a file, all of them or none."""
+    atomic.write_text(path, "".join(f"{line}\n" for line in lines))

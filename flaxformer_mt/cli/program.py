@@ -1,6 +1,5 @@
 """The commands: finds the one that is named, parses its options and calls it."""
 
-import difflib
 import inspect
 import re
 import sys
@@ -22,6 +21,7 @@ from flaxformer_mt.cli import (
     translate,
 )
 from flaxformer_mt.cli.options import configured_search
+from flaxformer_mt.config.fields import suggestion
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.exit_codes import ExitCode
 
@@ -77,9 +77,8 @@ def _run(arguments: Sequence[str]) -> int:
         print(f"flaxformer-mt {flaxformer_mt.__version__}")
         raise SystemExit(ExitCode.SUCCESS)
     if name not in commands:
-        close = difflib.get_close_matches(name, commands, n=1)
-        hint = f"did you mean {close[0]}?" if close else "see flaxformer-mt --help"
-        print(f"flaxformer-mt: error: unknown command {name}; {hint}", file=sys.stderr)
+        hint = suggestion(name, commands) or "; see flaxformer-mt --help"
+        print(f"flaxformer-mt: error: unknown command {name}{hint}", file=sys.stderr)
         raise SystemExit(ExitCode.USAGE)
     command = commands[name]
     defaults: dict[str, Any] = {}

@@ -1,6 +1,5 @@
 """The metrics: those of sacreBLEU, and functions of the user's."""
 
-import difflib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,6 +7,7 @@ import numpy as np
 from sacrebleu.metrics import BLEU, CHRF, TER
 from sacrebleu.metrics.base import Score, Signature
 
+from flaxformer_mt.config.fields import suggestion
 from flaxformer_mt.errors import UserError
 
 STANDARD = ("bleu", "chrf", "chrf++", "ter")
@@ -45,10 +45,8 @@ def sacrebleu_metric(
         return CHRF(word_order=word_order, lowercase=lowercase, references=references)
     if name == "ter":
         return TER(references=references)
-    known = ", ".join(STANDARD)
-    close = difflib.get_close_matches(name, STANDARD, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"known: {known}"
-    raise UserError(f"unknown metric {name!r}; {hint}")
+    hint = suggestion(name, STANDARD) or f"; known: {', '.join(STANDARD)}"
+    raise UserError(f"unknown metric {name!r}{hint}")
 
 
 def _bleu(references: Sequence[Sequence[str]], tokenize: str, lowercase: bool) -> BLEU:

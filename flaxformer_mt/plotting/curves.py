@@ -1,6 +1,5 @@
 """Training curves of runs: what is plotted, as a picture, a file or a web page."""
 
-import difflib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import get_args
 
 import numpy as np
 
+from flaxformer_mt.config.fields import suggestion
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.plotting import drawing
 from flaxformer_mt.plotting.curves_page import to_page
@@ -90,9 +90,8 @@ def plot_curves(
     known = {name for history in histories for name in history.metrics()}
     for name in metrics:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(sorted(known))}"
-            raise UserError(f"no run has the metric {name}; {hint}")
+            hint = suggestion(name, known) or f"; there are {', '.join(sorted(known))}"
+            raise UserError(f"no run has the metric {name}{hint}")
     chosen = list(dict.fromkeys(metrics)) or [name for name in METRICS if name in known]
     curves = Curves(histories, chosen, axis, smoothing)
     for history in histories:

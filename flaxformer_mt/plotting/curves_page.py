@@ -157,9 +157,4 @@ def _test(history: History) -> Row:
 def value_of(row: Row, name: str) -> str:
     """Returns a metric as a cell of the table."""
     value = row.get(name)
-    if value is None:
-        return "–"
-    metric = described(name)
-    unit = "%" if metric.unit.startswith("%") else ""
-    number = value * metric.scale
-    return f"{number:,.0f}" if abs(number) >= 10_000 else f"{number:.4g}{unit}"
+    return "–" if value is None else described(name).format(value)

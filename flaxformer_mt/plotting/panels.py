@@ -39,6 +39,13 @@ class Metric(NamedTuple):
     is_noisy: bool = True
     """Whether it is smoothed."""
 
+    def format(self, value: float) -> str:
+        """Returns a value with four digits, in the unit of the panel."""
+        number = value * self.scale
+        if abs(number) >= 10_000:
+            return f"{number:,.0f}"
+        return f"{number:.4g}{'%' if self.unit.startswith('%') else ''}"
+
 
 _SPECIAL = {
     "loss": Metric("loss", "nats per token"),
@@ -199,8 +206,7 @@ def best_of(history: History) -> list[str]:
     if value is None:
         return []
     metric = described(history.best_metric)
-    unit = "%" if metric.unit.startswith("%") else ""
-    return [f"{metric.title} {value * metric.scale:.4g}{unit} at step {history.best_step:,}"]
+    return [f"{metric.title} {metric.format(value)} at step {history.best_step:,}"]
 
 
 def _shown(values: np.ndarray, metric: Metric) -> np.ndarray:

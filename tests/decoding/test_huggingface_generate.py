@@ -166,8 +166,8 @@ def differences(pair, sources, beam_size, early_stopping, length_penalty):
     """Searches on both sides and asserts that the results agree except for ties.
 
     Returns:
-      The mean length of the translations, and a line for each pair of translations that differ
-      because their scores, or those of others before, tie.
+      The mean length of the translations, and a line for each sentence with translations that
+      differ because their scores, or those of others before, tie.
     """
     options = {
         "num_beams": beam_size,
@@ -191,7 +191,7 @@ def differences(pair, sources, beam_size, early_stopping, length_penalty):
         Request(source, 0, decode.max_length, prefix=prefix, certain=len(prefix))
         for source in sources
     ]
-    lines, lengths = [], []
+    lines, lengths = {}, []
     for index, found in ContinuousBatcher([(pair.config, pair.params)], decode).decode(requests):
         ours = list(zip(found.tokens, found.scores, strict=True))
         assert len(ours) == len(expected[index]) == options["num_return_sequences"]
@@ -203,10 +203,11 @@ def differences(pair, sources, beam_size, early_stopping, length_penalty):
             assert abs(score - their_score) <= close, (index, rank, ours, expected[index])
             if own != their:
                 kind = "tie" if abs(score - their_score) <= TIE else "after a tie"
-                lines.append(
-                    f"source {index}, rank {rank}, {kind}: {own} and {their} at {score:.6f}"
+                # A tie moves all that follow it.
+                lines.setdefault(
+                    index, f"source {index}, rank {rank}, {kind}: {own} and {their} at {score:.6f}"
                 )
-    return np.mean(lengths), lines
+    return np.mean(lengths), list(lines.values())
 
 
 def assert_logits_agree(pair):

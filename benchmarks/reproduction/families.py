@@ -1,0 +1,80 @@
+"""Every preset, tiny, on the same text for the same number of tokens.
+
+Each has its own arrangement, initialisation, loss and schedule, which are those of
+`parity.recipes`, with 2,000 steps of warm-up.
+"""
+
+import functools
+from typing import Any
+
+from flaxformer_mt import presets
+from flaxformer_mt.config import DataConfig, ExperimentConfig, TrainConfig, TransformerConfig
+from reproduction.recipe import Recipe
+from reproduction.texts import multi30k as text
+
+SIZES = {
+    "d_model": 128,
+    "num_heads": 4,
+    "d_ff": 512,
+    "num_encoder_layers": 3,
+    "num_decoder_layers": 3,
+}
+NUM_STEPS = 6000
+WARMUP_STEPS = 2000
+TOKENIZER_IDS = {"pad_id": 0, "bos_id": 1, "eos_id": 2}
+"""Of a vocabulary that the run learns."""
+# Families that start decoding in another way.
+_STARTS = {"tunz": -1, "marian": 0, "t5": 0, "fairseq": 2, "mbart": 2, "m2m100": 2}
+
+POSITION_KINDS = ("rotary", "alibi", "t5_relative")
+
+
+def tiny(family: str, **overrides: Any) -> TransformerConfig:
+    """Returns the tiny model of a family, with the special tokens of a learned vocabulary."""
+    ids = TOKENIZER_IDS | {"bos_id": _STARTS.get(family, TOKENIZER_IDS["bos_id"])}
+    if family == "double_projection":  # The published layers have no positions.
+        overrides = {"position_kind": "sinusoidal"} | overrides
+    return presets.preset(family, **SIZES | ids | overrides)
+
+
+def family(name: str, model: TransformerConfig | None = None) -> ExperimentConfig:
+    """Returns the experiment of a family; `model` replaces its own."""
+    from flaxformer_mt.parity.recipes import recipe  # Needs PyTorch.
+
+    training = recipe(name, WARMUP_STEPS, NUM_STEPS)
+    return ExperimentConfig(
+        model=model or tiny(name),
+        data=DataConfig(corpus="text", source_language="en", target_language="de", vocab_size=4000),
+        optimizer=training.optimizer,
+        train=TrainConfig(
+            num_steps=NUM_STEPS,
+            batch_tokens=2048,
+            label_smoothing=training.smoothing,
+            label_smoothing_convention=training.convention,
+            log_every=100,
+            eval_every=500,
+            eval_sentences=100,
+            checkpoint_every=500,
+        ),
+    )
+
+
+def position_kind(kind: Any) -> ExperimentConfig:
+    """Returns the experiment of a position kind, in the preset `opennmt`."""
+    return family("opennmt", tiny("opennmt", position_kind=kind))
+
+
+def _recipe(title: str, config: Any) -> Recipe:
+    return Recipe(title, "families", config, text=text("de", tokenized=False))
+
+
+RECIPES = {
+    **{
+        f"family-{name}": _recipe(f"preset `{name}`", functools.partial(family, name))
+        for name in presets.FAMILIES
+    },
+    **{
+        f"positions-{kind}": _recipe(f"`{kind}` positions", functools.partial(position_kind, kind))
+        for kind in POSITION_KINDS
+    },
+}

@@ -1,0 +1,142 @@
+"""The first steps of every family beside its PyTorch reference, on equal weights and batches."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flaxformer_mt import presets
+from flaxformer_mt.config import DataConfig, TransformerConfig, with_vocabulary_sizes
+from flaxformer_mt.data.corpora.corpus import load_corpus
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
+from reproduction.families import POSITION_KINDS, WARMUP_STEPS, tiny
+from reproduction.texts import multi30k
+
+NUM_STEPS = 200
+LENGTH = 20
+"""Of the rows, on both sides; longer sentences are left out."""
+ROWS = 16
+SIZES = {"d_model": 64, "d_ff": 128, "num_encoder_layers": 2, "num_decoder_layers": 2}
+VOCABULARY = 1000
+
+_TOLD = ("num_heads", "pad_id", "bos_id", "eos_id")
+
+NAMES = (*presets.FAMILIES, *(f"opennmt-{kind}" for kind in POSITION_KINDS))
+
+
+def compare(name: str, data: Path, out: Path) -> dict[str, Any]:
+    """Trains both sides of a family for `NUM_STEPS`, in float64, without dropout.
+
+    Args:
+      name: one of `NAMES`: a family, or `opennmt` with another kind of positions.
+      data: the folder of the raw corpora.
+      out: the prepared text goes there.
+
+    Returns:
+      JSON values: both loss curves, and the largest relative difference of the loss.
+    """
+    import torch
+
+    from flaxformer_mt.parity import references
+    from flaxformer_mt.parity.model_pair import model_pair, precision, real_tokens, without_dropout
+    from flaxformer_mt.parity.recipes import recipe
+    from flaxformer_mt.parity.trajectory import train_ours, train_reference
+
+    family, _, kind = name.partition("-")
+    options = {"position_kind": kind} if kind else {}
+    text = multi30k("de", tokenized=False)
+    folder = out / "text" / text.name
+    folder.mkdir(parents=True, exist_ok=True)
+    text.write(data, folder)
+    config = DataConfig(
+        corpus="text", path=str(folder), source_language="en", target_language="de",
+        vocab_size=VOCABULARY,
+    )  # fmt: skip
+    corpus = load_corpus(config, "train")
+    tokenizers = Tokenizers.for_run([corpus], config, True)
+    model = with_vocabulary_sizes(
+        tiny(family, **SIZES | options),
+        tokenizers.source.vocab_size,
+        tokenizers.target.vocab_size,
+    )
+    torch.manual_seed(1)
+    module = references.of_config(family, model, "float64")
+    # What tensors do not determine; the sizes are read from them.
+    told = {name: getattr(model, name) for name in _TOLD} | options
+    training = recipe(family, WARMUP_STEPS, NUM_STEPS)
+    sides = model_pair(family, module, told, its_recipe=training)
+    batches = _batches(corpus, tokenizers, sides.ours.config, training.source_padding)
+    tokens = [real_tokens(sides, batch)[0] for batch in batches]
+    with precision("float64"), without_dropout(module):
+        ours = train_ours(sides, tokens, NUM_STEPS).loss
+        theirs = train_reference(sides, tokens, NUM_STEPS).loss
+    return {
+        "name": name,
+        "ours": ours.round(6).tolist(),
+        "pytorch": theirs.round(6).tolist(),
+        "largest_difference": float(np.abs(ours / theirs - 1).max()),
+    }
+
+
+def _batches(
+    corpus: Any, tokenizers: Tokenizers, model: TransformerConfig, source_padding: str
+) -> list[tuple[np.ndarray, ...]]:
+    """Returns `NUM_STEPS` batches of one shape: source, target input and target output."""
+    eos = model.eos_id
+    pairs = [
+        ([*source, eos], [*target, eos])
+        for source, target in zip(
+            tokenizers.source.encode(corpus.sources),
+            tokenizers.target.encode(corpus.targets),
+            strict=True,
+        )
+        if max(len(source), len(target)) < LENGTH
+    ]
+    order = np.random.default_rng(1).permutation(len(pairs))
+    batches = []
+    for step in range(NUM_STEPS):
+        chosen = [pairs[index] for index in order[step * ROWS : (step + 1) * ROWS]]
+        if not model.target_vocab_size:  # Layers alone: a token is one of D vectors.
+            chosen = [tuple(_as_vectors(side, model) for side in pair) for pair in chosen]
+        sources = [source for source, _ in chosen]
+        batches.append((
+            _rows(sources, model.pad_id, source_padding),
+            _rows([[model.bos_id, *target[:-1]] for _, target in chosen], model.pad_id),
+            _rows([target for _, target in chosen], model.pad_id),
+        ))  # fmt: skip
+    return batches
+
+
+def _as_vectors(tokens: Sequence[int], model: TransformerConfig) -> list[int]:
+    """Maps tokens to ids below D, and none but padding to padding."""
+    return [1 + token % (model.d_model - 1) for token in tokens]
+
+
+def _rows(sentences: Sequence[Sequence[int]], pad_id: int, side: str = "right") -> np.ndarray:
+    rows = np.full((len(sentences), LENGTH), pad_id, np.int32)
+    for row, tokens in zip(rows, sentences, strict=True):
+        start = LENGTH - len(tokens) if side == "left" else 0
+        row[start : start + len(tokens)] = tokens
+    return rows
+
+
+def plot(results: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draws both loss curves of every family, one panel each."""
+    from matplotlib.figure import Figure
+
+    columns = 5
+    lines = -(-len(results) // columns)
+    figure = Figure(figsize=(2.6 * columns, 2.1 * lines), layout="constrained")
+    axes = np.atleast_1d(figure.subplots(lines, columns, sharex=True)).flat
+    for panel, values in zip(axes, results, strict=False):
+        panel.plot(values["pytorch"], color="#f59e0b", linewidth=4, alpha=0.6, label="PyTorch")
+        panel.plot(values["ours"], color="#1d4ed8", linewidth=1, label="ours")
+        panel.set_title(f"{values['name']}, {values['largest_difference']:.0e}", fontsize=9)
+        panel.tick_params(labelsize=7)
+    for panel in axes[len(results) :]:
+        panel.set_axis_off()
+    axes[0].legend(fontsize=7)
+    figure.supxlabel("step", fontsize=9)
+    figure.supylabel("loss per token", fontsize=9)
+    figure.savefig(path, dpi=110)

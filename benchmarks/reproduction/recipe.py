@@ -1,0 +1,47 @@
+"""What an experiment consists of."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from flaxformer_mt.config import ExperimentConfig
+
+
+class Text(NamedTuple):
+    """The text of an experiment."""
+
+    name: str
+    """Of the folder that it is written to; experiments on the same text share it."""
+    write: Callable[[Path, Path], None]
+    """Called with the folder of raw corpora (--data) and the folder to write."""
+    is_tokenized: bool = False
+    """Lower-cased, normalised and tokenised text, scored as it is; otherwise cased and raw."""
+
+
+Group = Literal["quickstart", "multi30k", "families", "seeds", "tatoeba"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """One experiment."""
+
+    title: str
+    group: Group
+    """The section of docs/results.md."""
+    config: Callable[[], ExperimentConfig]
+    """Without `data.path` and `train.seed`, which the runner sets."""
+    text: Text | None = None
+    """None if it is generated, as the configuration says."""
+    averaged: int = 1
+    """The number of last checkpoints whose mean is scored; 1 = the best checkpoint."""
+    tests: tuple[str, ...] = ("test",)
+    """Test sets; () for a language model, which has the metrics of its validation."""
+    published: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """BLEU by test set, with the scoring of the text."""
+    source: str = ""
+    """Where published figures are."""
+    by_epoch: tuple[str, ...] = ()
+    """Validation metrics to tabulate by epoch."""
+    note: str = ""
+    """What a reader has to know beside the figures, as Markdown."""

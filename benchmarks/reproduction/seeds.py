@@ -1,0 +1,191 @@
+"""The tasks of the published implementations themselves."""
+
+import dataclasses
+
+from flaxformer_mt import presets
+from flaxformer_mt.config import (
+    DataConfig,
+    DecodeConfig,
+    ExperimentConfig,
+    OptimizerConfig,
+    TrainConfig,
+)
+from reproduction.families import tiny
+from reproduction.recipe import Recipe
+from reproduction.texts import COPIES, QUESTIONS
+from reproduction.texts import multi30k as multi30k_text
+
+
+def questions() -> ExperimentConfig:
+    """French questions to English: ten epochs of one cycle, some 145 steps each."""
+    model = presets.preset(
+        "annotated_wide_heads", num_encoder_layers=6, num_decoder_layers=6, d_ff=2048
+    )
+    steps = 145
+    return ExperimentConfig(
+        model=model,
+        data=DataConfig(
+            corpus="text",
+            source_language="fr",
+            target_language="en",
+            vocab_size=6000,
+            joint_vocabulary=False,
+            source_row_length=36,
+            target_row_length=32,
+        ),
+        optimizer=OptimizerConfig(
+            schedule="one_cycle",
+            learning_rate=1e-3,
+            warmup_steps=3 * steps,
+            beta2=0.99,
+            epsilon=1e-5,
+        ),
+        train=TrainConfig(
+            num_steps=10 * steps,
+            batch_tokens=576,
+            label_smoothing=0.0,
+            log_every=steps,
+            eval_every=steps,
+            checkpoint_every=steps,
+            eval_sentences=0,
+            teacher_forced_metrics=("seq2seq_acc", "teacher_forced_bleu"),
+        ),
+    )
+
+
+def annotated_copy() -> ExperimentConfig:
+    """Two layers, eleven classes, 20 epochs of 20 batches of 80 lines, no smoothing."""
+    return ExperimentConfig(
+        model=presets.preset(
+            "annotated",
+            num_encoder_layers=2,
+            num_decoder_layers=2,
+            position_base=10000.0,
+            kernel_init="xavier_uniform",
+            embedding_init="xavier_uniform",
+        ),
+        data=DataConfig(
+            corpus="text",
+            source_language="in",
+            target_language="out",
+            vocab_size=32,
+            byte_fallback=False,
+            # One line a row.
+            source_row_length=11,
+            target_row_length=11,
+        ),
+        optimizer=OptimizerConfig(schedule="noam", learning_rate=0.5, warmup_steps=400),
+        train=TrainConfig(
+            num_steps=400,
+            batch_tokens=80 * 11,
+            label_smoothing=0.0,
+            label_smoothing_convention="non_pad_kl",
+            log_every=20,
+            eval_every=100,
+            checkpoint_every=100,
+            eval_sentences=100,
+        ),
+        decode=DecodeConfig(beam_size=1, length_penalty=0.0),
+    )
+
+
+def annotated_de_en() -> ExperimentConfig:
+    """Harvardnlp's German to English: 6 + 6 layers of width 512, 8 epochs, warm-up of 3,000."""
+    model = dataclasses.replace(annotated_copy().model, num_encoder_layers=6, num_decoder_layers=6)
+    steps = 29_000 // 32
+    return ExperimentConfig(
+        model=model,
+        data=DataConfig(
+            corpus="text",
+            source_language="de",
+            target_language="en",
+            vocab_size=8000,
+            joint_vocabulary=False,
+        ),
+        optimizer=OptimizerConfig(schedule="noam", learning_rate=1.0, warmup_steps=3000),
+        train=TrainConfig(
+            num_steps=8 * steps,
+            batch_tokens=512,  # 32 sentences.
+            label_smoothing=0.1,
+            label_smoothing_convention="non_pad_kl",
+            log_every=100,
+            eval_every=steps,
+            eval_sentences=100,
+            checkpoint_every=steps,
+        ),
+        decode=DecodeConfig(beam_size=1, length_penalty=0.0),
+    )
+
+
+def jadore801120() -> ExperimentConfig:
+    """The command of its README: 256 sentences a batch, 400 epochs, warm-up of 128,000 steps."""
+    steps = 29_000 // 256
+    return ExperimentConfig(
+        model=presets.preset("jadore801120", scale_logits=True),
+        data=DataConfig(
+            corpus="text", source_language="de", target_language="en", vocab_size=10000
+        ),
+        optimizer=OptimizerConfig(schedule="noam", learning_rate=2.0, warmup_steps=128_000),
+        train=TrainConfig(
+            num_steps=400 * steps,
+            batch_tokens=4096,  # 256 sentences.
+            label_smoothing=0.1,
+            label_smoothing_convention="others",
+            log_every=steps,
+            eval_every=5 * steps,
+            eval_sentences=100,
+            checkpoint_every=5 * steps,
+        ),
+        decode=DecodeConfig(beam_size=5, length_penalty=0.7),
+    )
+
+
+def tunz_language_model() -> ExperimentConfig:
+    """The same layers without encoder, on the English side: 10 epochs."""
+    return ExperimentConfig(
+        model=tiny("tunz", has_inputs=False, num_encoder_layers=0, tie_embeddings="target_output"),
+        data=DataConfig(corpus="text", target_language="en", vocab_size=4000),
+        optimizer=OptimizerConfig(
+            schedule="tensor2tensor", learning_rate=2.0, warmup_steps=1000, beta2=0.997
+        ),
+        train=TrainConfig(
+            num_steps=2000,
+            batch_tokens=2048,
+            label_smoothing=0.1,
+            label_smoothing_convention="others_kl",
+            log_every=100,
+            eval_every=200,
+            checkpoint_every=200,
+        ),
+    )
+
+
+_GERMAN_ENGLISH = multi30k_text("de", tokenized=False)
+
+RECIPES = {
+    "questions": Recipe(
+        "`questions`: French questions to English",
+        "seeds",
+        questions,
+        text=QUESTIONS,
+        by_epoch=("loss", "seq2seq_acc", "teacher_forced_bleu"),
+        source="the last line of its table: train_loss 0.0420, valid_loss 1.7106, seq2seq_acc "
+        "0.7496, bleu 0.5904, on a corpus of 50,000 questions",
+        note="Its corpus is not to be had; these are the 9,283 questions of Tatoeba. Its BLEU "
+        "counts padding and words, ours subword tokens.",
+    ),
+    "annotated-copy": Recipe("`annotated`: the copy task", "seeds", annotated_copy, text=COPIES),
+    "annotated-de-en": Recipe(
+        "`annotated`: German to English", "seeds", annotated_de_en, text=_GERMAN_ENGLISH
+    ),
+    "jadore801120-de-en": Recipe(
+        "`jadore801120`: German to English", "seeds", jadore801120, text=_GERMAN_ENGLISH
+    ),
+    "tunz-language-model": Recipe(
+        "`tunz`: a language model of English",
+        "seeds",
+        tunz_language_model,
+        text=_GERMAN_ENGLISH,
+        tests=(),
+    ),
+}
