@@ -55,9 +55,7 @@ def write_page(results: Path) -> None:
         if finished and group in _TABLES:
             parts.append("\n".join([*_TABLES[group](finished), ""]))
         elif finished:
-            parts += [
-                _section(name, RECIPES[name], found, results) for name, found in finished.items()
-            ]
+            parts += [_section(RECIPES[name], found, results) for name, found in finished.items()]
         if group == "families" and runs["first-steps"]:
             parts.append("\n".join([*_first_steps(runs["first-steps"][0]["families"]), ""]))
         if missing:
