@@ -398,7 +398,8 @@ class Experiment:
         if not wanted or corpus.sources is None:
             return {}
         sources, targets = (
-            [tokens.tolist() for tokens in side] for side in (corpus.sources, corpus.targets)
+            [side[index].tolist() for index in range(len(side))]
+            for side in (corpus.sources, corpus.targets)
         )
         own = distributed.share_out(range(len(targets)))
         predicted = predict_tokens(

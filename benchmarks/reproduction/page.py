@@ -105,7 +105,7 @@ def _row(test: str, runs: Runs, recipe: Recipe) -> str:
 
 
 def _foundation(runs: Runs) -> str:
-    """The sentence about what the figures of an experiment rest on."""
+    """What the scores of an experiment rest on."""
     seeds = ", ".join(str(run["seed"]) for run in runs)
     hours = ", ".join(f"{run['hours']:.2f}" for run in runs)
     steps = ", ".join(f"{run['steps']:,}" for run in runs)
@@ -162,7 +162,7 @@ def _first_steps(families: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield ""
     yield (
         "The PyTorch reference of each preset and our model, trained from the same weights on the "
-        "same batches of Multi30k, in float32, without dropout: loss per token of both sides, and "
+        "same batches of Multi30k, in float64, without dropout: loss per token of both sides, and "
         "the largest relative difference of the loss in any step."
     )
     yield ""

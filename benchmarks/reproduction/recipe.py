@@ -40,8 +40,8 @@ class Recipe:
     published: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """BLEU by test set, with the scoring of the text."""
     source: str = ""
-    """Where published figures are."""
+    """Where the published values are."""
     by_epoch: tuple[str, ...] = ()
     """Validation metrics to tabulate by epoch."""
     note: str = ""
-    """What a reader has to know beside the figures, as Markdown."""
+    """What a reader has to know beside the scores, as Markdown."""
