@@ -25,7 +25,11 @@ OPTIONS = {
                   "attention", "checkpoint"),
     "score": ("run", "source", "target", "checkpoint", "normalize", "tokens", "alignment",
               "alignment-layer", "alignment-head", "contrast", "json", "summary"),
-    "evaluate": ("run", "source", "reference", "checkpoint"),
+    "evaluate": ("run", "source", "reference", "checkpoint", "hypothesis", "baseline", "split",
+                 "output", "metric", "tokenize", "lowercase", "confidence", "significance",
+                 "resamples", "format"),
+    "plot": ("run", "output", "metrics", "x", "smoothing"),
+    "attention": ("run", "source", "target", "output", "checkpoint"),
     "inspect": ("run", "checkpoint", "json"),
     "average": ("run", "last", "best", "output"),
     "lexicon": ("run", "source", "target", "output"),
@@ -38,8 +42,9 @@ OPTIONS = {
 """The options of every command, without those of configurations."""
 LAST = {"train": ("--dry-run",), "parity": ("--html=missing/report.html",)}
 """What keeps a command from taking seconds: the second one is refused before it compares."""
-DECODING = {"translate", "evaluate"}
-INTEGERS = {"last", "best", "steps", "seed", "alignment-layer", "alignment-head", "num-processes"}
+DECODING = {"translate", "evaluate", "attention"}
+INTEGERS = {"last", "best", "steps", "seed", "alignment-layer", "alignment-head", "num-processes",
+            "resamples"}  # fmt: skip
 SAMPLING = {"temperature": 1.0, "top-k": 0, "top-p": 1.0, "min-p": 0.0, "epsilon-cutoff": 0.0}
 """Options that have no effect without --sampling, and their defaults."""
 
@@ -69,6 +74,10 @@ def base_arguments(name: str, world: World, folder: Path) -> list[str]:
             return [run, f"--source={lines}", f"--target={lines}"]
         case "evaluate":
             return [run, f"--source={lines}", f"--reference={lines}"]
+        case "plot":
+            return [run, f"--output={folder / 'curves.svg'}"]
+        case "attention":
+            return [run, "--source=two", f"--output={folder / 'attention.svg'}"]
         case "inspect":
             return [run]
         case "average":
