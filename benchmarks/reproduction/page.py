@@ -68,8 +68,7 @@ def _section(recipe: Recipe, runs: Runs, results: Path) -> str:
     name = runs[0]["name"]
     lines = [f"### {recipe.title}", "", f"    python benchmarks/results.py --run {name}", ""]
     if runs[0]["scores"]:
-        lines += ["| test set | BLEU | published | interval | chrF | exact |", "|---|" + "---|" * 5]
-        lines += [_row(test, runs, recipe) for test in runs[0]["scores"]]
+        lines += _scores(runs, recipe)
     else:
         best = runs[0]["validation"]
         lines.append(
@@ -91,17 +90,31 @@ def _stem(run: dict[str, Any]) -> str:
     return f"{run['name']}-seed{run['seed']}"
 
 
-def _row(test: str, runs: Runs, recipe: Recipe) -> str:
-    scores = [run["scores"][test] for run in runs]
-    published = recipe.published.get(test)
-    cells = [
-        f"{statistics.mean(score['bleu'] for score in scores):.2f}",
-        "" if published is None else f"{published:.2f}",
-        "" if "interval" not in scores[0] else f"± {scores[0]['interval']:.2f}",
-        "" if "chrf" not in scores[0] else f"{scores[0]['chrf']:.2f}",
-        "" if "exact" not in scores[0] else f"{scores[0]['exact']:.1%}",
-    ]
-    return f"| {test} | {' | '.join(cells)} |"
+_COLUMNS: dict[str, str] = {
+    "bleu": "{:.2f}",
+    "published": "{:.2f}",
+    "interval": "± {:.2f}",
+    "chrf": "{:.2f}",
+    "exact": "{:.1%}",
+}
+_HEADS = {"bleu": "BLEU", "published": "published BLEU", "chrf": "chrF", "exact": "exact matches"}
+
+
+def _scores(runs: Runs, recipe: Recipe) -> Iterator[str]:
+    """A table with a line for each test set, and the columns that any of them has."""
+    lines = {}
+    for test, score in runs[0]["scores"].items():
+        lines[test] = {
+            **score,
+            "bleu": statistics.mean(run["scores"][test]["bleu"] for run in runs),
+            **({"published": recipe.published[test]} if test in recipe.published else {}),
+        }
+    columns = [name for name in _COLUMNS if any(name in line for line in lines.values())]
+    yield f"| test set | {' | '.join(_HEADS.get(name, name) for name in columns)} |"
+    yield "|---|" + "---|" * len(columns)
+    for test, line in lines.items():
+        cells = [_COLUMNS[name].format(line[name]) if name in line else "" for name in columns]
+        yield f"| {test} | {' | '.join(cells)} |"
 
 
 def _foundation(runs: Runs) -> str:
