@@ -54,7 +54,7 @@ def questions() -> ExperimentConfig:
 
 
 def annotated_copy() -> ExperimentConfig:
-    """Two layers, eleven classes, 20 epochs of 20 batches of 80 lines, no smoothing."""
+    """Two layers, eleven classes, 20 batches of 80 lines an epoch, no smoothing; 40 epochs."""
     return ExperimentConfig(
         model=presets.preset(
             "annotated",
@@ -76,7 +76,7 @@ def annotated_copy() -> ExperimentConfig:
         ),
         optimizer=OptimizerConfig(schedule="noam", learning_rate=0.5, warmup_steps=400),
         train=TrainConfig(
-            num_steps=400,
+            num_steps=800,
             batch_tokens=80 * 11,
             label_smoothing=0.0,
             label_smoothing_convention="non_pad_kl",
@@ -174,7 +174,14 @@ RECIPES = {
         note="Its corpus is not to be had; these are the 9,283 questions of Tatoeba. Its BLEU "
         "counts padding and words, ours subword tokens.",
     ),
-    "annotated-copy": Recipe("`annotated`: the copy task", "seeds", annotated_copy, text=COPIES),
+    "annotated-copy": Recipe(
+        "`annotated`: the copy task",
+        "seeds",
+        annotated_copy,
+        text=COPIES,
+        note="The published run has 20 epochs, all of which its learning rate rises. Here these are "
+        "followed by 20 more: after the first 20, 92.6% of the test's lines were exact.",
+    ),
     "annotated-de-en": Recipe(
         "`annotated`: German to English", "seeds", annotated_de_en, text=_GERMAN_ENGLISH
     ),

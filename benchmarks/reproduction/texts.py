@@ -99,7 +99,7 @@ def _write_copies(raw: Path, folder: Path) -> None:
 COPIES = Text("copies", _write_copies)
 """The copy task of The Annotated Transformer: ten symbols out of ten, the first always the same.
 
-Training has 20 epochs of 20 batches of 80 lines, which it never repeats."""
+Training has 20 epochs of 20 batches of 80 lines, all of them different."""
 
 
 def write_lines(path: Path, lines: Iterable[str] | Sequence[str]) -> None:
