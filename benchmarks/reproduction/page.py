@@ -32,6 +32,18 @@ SECTIONS: dict[Group, str] = {
     "tatoeba": "Tatoeba, by the number of training pairs",
 }
 
+_INTRODUCTIONS: dict[Group, str] = {
+    "families": (
+        "3 + 3 layers of width 128 and 6,000 batches of 2,048 tokens for all; the arrangement, "
+        "initial values, loss and schedule of each are its own."
+    ),
+    "seeds": (
+        "Translation with `tunz` and with the layers of the notebook (`double_projection`) is in "
+        "the table above: `family-tunz`, `family-double_projection`."
+    ),
+    "tatoeba": "`configs/forkme.py`, with early stopping.",
+}
+
 Runs = Sequence[dict[str, Any]]
 """The results of one experiment, one for each seed."""
 
@@ -52,6 +64,8 @@ def write_page(results: Path) -> None:
         finished = {name: found for name, found in members.items() if found}
         missing = [f"`{name}`" for name, found in members.items() if not found]
         parts.append(f"## {title}\n")
+        if group in _INTRODUCTIONS:
+            parts.append(f"{_INTRODUCTIONS[group]}\n")
         if finished and group in _TABLES:
             parts.append("\n".join([*_TABLES[group](finished), ""]))
         elif finished:

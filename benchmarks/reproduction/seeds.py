@@ -179,8 +179,8 @@ RECIPES = {
         "seeds",
         annotated_copy,
         text=COPIES,
-        note="The published run has 20 epochs, all of which its learning rate rises. Here these are "
-        "followed by 20 more: after the first 20, 92.6% of the test's lines were exact.",
+        note="The published run has 20 epochs, in which the rate only rises; here 20 more follow. "
+        "After the first 20, 92.6% of the lines of the test were exact.",
     ),
     "annotated-de-en": Recipe(
         "`annotated`: German to English", "seeds", annotated_de_en, text=_GERMAN_ENGLISH
