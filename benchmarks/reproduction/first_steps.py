@@ -97,8 +97,6 @@ def _batches(
     batches = []
     for step in range(NUM_STEPS):
         chosen = [pairs[index] for index in order[step * ROWS : (step + 1) * ROWS]]
-        if not model.target_vocab_size:  # Layers alone: a token is one of D vectors.
-            chosen = [tuple(_as_vectors(side, model) for side in pair) for pair in chosen]
         sources = [source for source, _ in chosen]
         batches.append((
             _rows(sources, model.pad_id, source_padding),
@@ -106,11 +104,6 @@ def _batches(
             _rows([target for _, target in chosen], model.pad_id),
         ))  # fmt: skip
     return batches
-
-
-def _as_vectors(tokens: Sequence[int], model: TransformerConfig) -> list[int]:
-    """Maps tokens to ids below D, and none but padding to padding."""
-    return [1 + token % (model.d_model - 1) for token in tokens]
 
 
 def _rows(sentences: Sequence[Sequence[int]], pad_id: int, side: str = "right") -> np.ndarray:

@@ -115,7 +115,7 @@ class OurModel:
         """Computes the loss per target token, by default with the convention of the recipe."""
         total, weight = label_smoothed_cross_entropy(
             logits,
-            classes(tokens, logits.shape[-1]),
+            classes(tokens, logits.shape[-1], self.config.pad_id),
             tokens.target_output != self.config.pad_id,
             self.recipe.smoothing,
             convention or self.recipe.convention,
@@ -169,12 +169,10 @@ class ModelPair:
         self, logits: torch.Tensor, tokens: Tokens, its_loss: ReferenceLoss | None = None
     ) -> torch.Tensor:
         """Computes the loss per target token, by default with the loss of the recipe."""
-        targets = torch.tensor(classes(tokens, logits.shape[-1])).long()
+        pad_id = self.ours.config.pad_id
+        targets = torch.tensor(classes(tokens, logits.shape[-1], pad_id)).long()
         total, count = (its_loss or self.ours.recipe.loss)(
-            logits.flatten(0, 1),
-            targets.flatten(),
-            self.ours.recipe.smoothing,
-            self.ours.config.pad_id,
+            logits.flatten(0, 1), targets.flatten(), self.ours.recipe.smoothing, pad_id
         )
         return total / count
 
@@ -220,9 +218,14 @@ def real_tokens(models: ModelPair, batch: Any) -> tuple[Tokens, Padding]:
     return tokens, padding(tokens, config.pad_id)
 
 
-def classes(tokens: Tokens, vocabulary: int) -> np.ndarray:
-    """Returns the target classes, [B, T]; the D outputs of bare layers serve as logits."""
-    return tokens.target_output % vocabulary
+def classes(tokens: Tokens, vocabulary: int, pad_id: int) -> np.ndarray:
+    """Returns the target classes, [B, T]; the D outputs of bare layers serve as logits.
+
+    Tokens of a vocabulary larger than D share classes, but none shares that of padding.
+    """
+    found = tokens.target_output % vocabulary
+    shared = (found == pad_id) & (tokens.target_output != pad_id)
+    return (found + shared.astype(found.dtype)) % vocabulary
 
 
 @contextlib.contextmanager

@@ -56,6 +56,15 @@ def learned(found: parity.Trajectory) -> bool:
     return found.theirs.loss[-BATCHES:].mean() < found.theirs.loss[:BATCHES].mean()
 
 
+def test_layers_alone_may_be_given_tokens_of_a_larger_vocabulary():
+    reference, config = small(DOUBLE_PROJECTION)
+    batch = parity.example(config, rows=8)
+    # Modulo D, these would be padding, which losses ignore.
+    batch = batch._replace(target_output=batch.target_output * config.d_model)
+    found = parity.trajectory("double_projection", reference, [batch], 2, **DOUBLE_PROJECTION.hints)
+    assert found.first_divergence is None
+
+
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in LONG])
 def test_a_thousand_steps_in_float64(name):
     found = train(ALL[name], 1000)
