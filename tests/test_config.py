@@ -215,6 +215,7 @@ CONTINUABLE = {
     "optimizer": set(),
     "train": {
         "num_steps", "log_every", "eval_every", "eval_sentences", "checkpoint_every", "keep_last",
+        "teacher_forced_metrics",
         "watch", "keep_best", "show_translations", "early_stopping_patience", "max_skipped_steps",
         "init_from", "profile_steps",
     },

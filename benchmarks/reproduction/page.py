@@ -80,7 +80,7 @@ def write_page(results: Path) -> None:
 def _section(recipe: Recipe, runs: Runs, results: Path) -> str:
     """One experiment: a table of its test sets, what it rests on, and its curves."""
     name = runs[0]["name"]
-    lines = [f"### {recipe.title}", "", f"    python benchmarks/results.py --run {name}", ""]
+    lines = [f"### {recipe.title}", "", f"`python benchmarks/results.py --run {name}`", ""]
     if runs[0]["scores"]:
         lines += _scores(runs, recipe)
     else:
@@ -185,7 +185,7 @@ def _tatoeba(found: dict[str, Runs]) -> Iterator[str]:
 def _first_steps(families: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield f"### The first {NUM_STEPS} steps beside PyTorch"
     yield ""
-    yield "    python benchmarks/results.py --run first-steps"
+    yield "`python benchmarks/results.py --run first-steps`"
     yield ""
     yield (
         "The PyTorch reference of each preset and our model, trained from the same weights on the "
