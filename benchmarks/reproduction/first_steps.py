@@ -1,5 +1,6 @@
 """The first steps of every family beside its PyTorch reference, on equal weights and batches."""
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import numpy as np
 
 from flaxformer_mt import presets
 from flaxformer_mt.config import DataConfig, TransformerConfig, with_vocabulary_sizes
-from flaxformer_mt.data.corpora.corpus import load_corpus
+from flaxformer_mt.data.corpora.corpus import ParallelCorpus, load_corpus
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from reproduction.families import POSITION_KINDS, WARMUP_STEPS, tiny
 from reproduction.texts import multi30k
@@ -45,16 +46,7 @@ def compare(name: str, data: Path, out: Path) -> dict[str, Any]:
 
     family, _, kind = name.partition("-")
     options = {"position_kind": kind} if kind else {}
-    text = multi30k("de", tokenized=False)
-    folder = out / "text" / text.name
-    folder.mkdir(parents=True, exist_ok=True)
-    text.write(data, folder)
-    config = DataConfig(
-        corpus="text", path=str(folder), source_language="en", target_language="de",
-        vocab_size=VOCABULARY,
-    )  # fmt: skip
-    corpus = load_corpus(config, "train")
-    tokenizers = Tokenizers.for_run([corpus], config, True)
+    corpus, tokenizers = _corpus(data, out)
     model = with_vocabulary_sizes(
         tiny(family, **SIZES | options),
         tokenizers.source.vocab_size,
@@ -79,8 +71,20 @@ def compare(name: str, data: Path, out: Path) -> dict[str, Any]:
     }
 
 
+@functools.cache
+def _corpus(data: Path, out: Path) -> tuple[ParallelCorpus, Tokenizers]:
+    """Returns the training text of all families, and its vocabulary."""
+    folder = multi30k("de", tokenized=False).prepare(data, out)
+    config = DataConfig(
+        corpus="text", path=str(folder), source_language="en", target_language="de",
+        vocab_size=VOCABULARY,
+    )  # fmt: skip
+    corpus = load_corpus(config, "train")
+    return corpus, Tokenizers.for_run([corpus], config, True)
+
+
 def _batches(
-    corpus: Any, tokenizers: Tokenizers, model: TransformerConfig, source_padding: str
+    corpus: ParallelCorpus, tokenizers: Tokenizers, model: TransformerConfig, source_padding: str
 ) -> list[tuple[np.ndarray, ...]]:
     """Returns `NUM_STEPS` batches of one shape: source, target input and target output."""
     eos = model.eos_id

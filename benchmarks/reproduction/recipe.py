@@ -18,6 +18,13 @@ class Text(NamedTuple):
     is_tokenized: bool = False
     """Lower-cased, normalised and tokenised text, scored as it is; otherwise cased and raw."""
 
+    def prepare(self, raw: Path, out: Path) -> Path:
+        """Writes the text below `out`, and returns its folder."""
+        folder = out / "text" / self.name
+        folder.mkdir(parents=True, exist_ok=True)
+        self.write(raw, folder)
+        return folder
+
 
 Group = Literal["quickstart", "multi30k", "families", "seeds", "tatoeba"]
 

@@ -47,11 +47,7 @@ def run(
     Returns:
       JSON values: scores by test set, the number of steps, hours, and what they rest on.
     """
-    folder = None
-    if recipe.text is not None:
-        folder = out / "text" / recipe.text.name
-        folder.mkdir(parents=True, exist_ok=True)
-        recipe.text.write(data, folder)
+    folder = None if recipe.text is None else recipe.text.prepare(data, out)
     found = {"data": {} if folder is None else {"path": str(folder)}, "train": {"seed": seed}}
     config = with_changes(with_changes(recipe.config(), found), changes or {})
 

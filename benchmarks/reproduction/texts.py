@@ -3,7 +3,7 @@
 import functools
 import random
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from flaxformer_mt.data.corpora.text_files import read_lines
@@ -102,6 +102,6 @@ COPIES = Text("copies", _write_copies)
 Training has 20 epochs of 20 batches of 80 lines, all of them different."""
 
 
-def write_lines(path: Path, lines: Iterable[str] | Sequence[str]) -> None:
+def write_lines(path: Path, lines: Iterable[str]) -> None:
     """Writes lines to a file, all of them or none."""
     atomic.write_text(path, "".join(f"{line}\n" for line in lines))
