@@ -1,9 +1,11 @@
 """Every preset, tiny, on the same text for the same number of tokens.
 
 Each has its own arrangement, initialisation, loss and schedule, which are those of
-`parity.recipes`, with 2,000 steps of warm-up.
+`parity.recipes`, with 1,000 steps of warm-up. Learning rates that do not depend on the width are
+those of wide models; they are replaced by `_LEARNING_RATES`.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -16,15 +18,30 @@ SIZES = {
     "d_model": 128,
     "num_heads": 4,
     "d_ff": 512,
-    "num_encoder_layers": 3,
-    "num_decoder_layers": 3,
+    "num_encoder_layers": 2,
+    "num_decoder_layers": 2,
 }
-NUM_STEPS = 6000
-WARMUP_STEPS = 2000
+NUM_STEPS = 3000
+BATCH_TOKENS = 1024
+WARMUP_STEPS = 1000
 TOKENIZER_IDS = {"pad_id": 0, "bos_id": 1, "eos_id": 2}
 """Of a vocabulary that the run learns."""
 # Families that start decoding in another way.
 _STARTS = {"tunz": -1, "marian": 0, "t5": 0, "fairseq": 2, "mbart": 2, "m2m100": 2}
+# The peak of their schedules, which `noam` reaches at this width with the same warm-up.
+_LEARNING_RATES = {
+    "annotated_wide_heads": 3e-3,
+    "marian": 3e-3,
+    "fairseq": 3e-3,
+    "mbart": 3e-3,
+    "m2m100": 3e-3,
+    # Constant, without warm-up.
+    "double_projection": 1e-3,
+    "torch": 1e-3,
+    "t5": 1e-3,
+}
+# Published with the training code of another family.
+_TRAINED_AS = {"mbart": "fairseq", "m2m100": "fairseq"}
 
 POSITION_KINDS = ("rotary", "alibi", "t5_relative")
 
@@ -41,14 +58,17 @@ def family(name: str, model: TransformerConfig | None = None) -> ExperimentConfi
     """Returns the experiment of a family; `model` replaces its own."""
     from flaxformer_mt.parity.recipes import recipe  # Needs PyTorch.
 
-    training = recipe(name, WARMUP_STEPS, NUM_STEPS)
+    training = recipe(_TRAINED_AS.get(name, name), WARMUP_STEPS, NUM_STEPS)
+    optimizer = training.optimizer
+    if name in _LEARNING_RATES:
+        optimizer = dataclasses.replace(optimizer, learning_rate=_LEARNING_RATES[name])
     return ExperimentConfig(
         model=model or tiny(name),
         data=DataConfig(corpus="text", source_language="en", target_language="de", vocab_size=4000),
-        optimizer=training.optimizer,
+        optimizer=optimizer,
         train=TrainConfig(
             num_steps=NUM_STEPS,
-            batch_tokens=2048,
+            batch_tokens=BATCH_TOKENS,
             label_smoothing=training.smoothing,
             label_smoothing_convention=training.convention,
             log_every=100,

@@ -11,10 +11,11 @@ from flaxformer_mt import presets
 from flaxformer_mt.config import DataConfig, TransformerConfig, with_vocabulary_sizes
 from flaxformer_mt.data.corpora.corpus import ParallelCorpus, load_corpus
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
-from reproduction.families import POSITION_KINDS, WARMUP_STEPS, tiny
+from reproduction.families import POSITION_KINDS, tiny
 from reproduction.texts import multi30k
 
 NUM_STEPS = 200
+WARMUP_STEPS = 2000
 LENGTH = 20
 """Of the rows, on both sides; longer sentences are left out."""
 ROWS = 16

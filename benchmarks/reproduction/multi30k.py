@@ -20,9 +20,11 @@ WU_BLEU = {
     "de": dict(zip(MULTI30K_TESTS, (41.02, 33.36, 29.88), strict=True)),
     "fr": dict(zip(MULTI30K_TESTS, (61.80, 53.46, 44.52), strict=True)),
 }
+_LANGUAGES = {"de": "German", "fr": "French"}
 NOTE = (
     "The published command names two devices, each with 4,096 tokens a batch; here a batch has the "
-    "4,096 tokens of the paper, packed, so that an epoch has some 110 steps."
+    "4,096 tokens of the paper, packed, so that an epoch has some 110 steps, and as many updates "
+    "see half the text."
 )
 
 
@@ -80,7 +82,7 @@ def multi30k(
 
 
 def _of_pair(target: Literal["de", "fr"]) -> dict[str, Recipe]:
-    name, title = f"multi30k-en-{target}", f"Multi30k, English to {target}"
+    name, title = f"multi30k-en-{target}", f"Multi30k, English to {_LANGUAGES[target]}"
     published = Recipe(
         f"{title}, as published",
         "multi30k",
