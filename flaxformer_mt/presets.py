@@ -170,8 +170,7 @@ def tunz(**overrides: Any) -> TransformerConfig:
 def torch(**overrides: Any) -> TransformerConfig:
     """Returns `torch.nn.Transformer` with the embeddings and output of the PyTorch tutorial.
 
-    Post-norm, but with the final norms that are usual in pre-norm models. PyTorch initialises
-    attention biases with zeros and the others at random; here all are random.
+    Post-norm, but with the final norms that are usual in pre-norm models.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.Transformer.html and
     https://docs.pytorch.org/tutorials/beginner/translation_transformer.html
@@ -184,8 +183,9 @@ def torch(**overrides: Any) -> TransformerConfig:
         "final_norm": True,
         "output_bias": True,
         "tie_embeddings": "none",
+        "kernel_init": "torch_transformer",
         "embedding_init": "xavier_uniform",
-        "bias_init": "torch_default",
+        "bias_init": "torch_transformer",
     }
     return TransformerConfig(**values | overrides)
 
@@ -218,9 +218,7 @@ def fairseq(**overrides: Any) -> TransformerConfig:
 
     Positions are counted from `pad_id` + 1 and over real tokens only: a source that is padded on
     the left, as in fairseq, needs `encoder_positions`. The published embedding norm is applied
-    before the dropout of embeddings, ours after it. Initial values differ: fairseq's query, key and
-    value matrices are smaller by sqrt(2), and its feed-forward network has those of
-    `torch.nn.Linear`.
+    before the dropout of embeddings, ours after it.
 
     Source: https://github.com/facebookresearch/fairseq (fairseq/models/transformer)
     """
@@ -236,6 +234,8 @@ def fairseq(**overrides: Any) -> TransformerConfig:
         "zero_pad_embeddings": True,
         "tie_embeddings": "none",
         "bos_id": overrides.get("eos_id", TransformerConfig.eos_id),
+        "kernel_init": "fairseq",
+        "bias_init": "fairseq",
     }
     return TransformerConfig(**values | overrides)
 
@@ -329,8 +329,8 @@ def t5(**overrides: Any) -> TransformerConfig:
 
     T5 1.1, mT5 and Flan-T5 have `feed_forward_gate=True, activation="gelu_tanh"` and
     `tie_embeddings="source_target"`. Logits are scaled only where the output is tied. The published
-    dropout after the final norms is left out, and published embeddings start with standard
-    deviation 1.
+    dropout after the final norms is left out. An untied output starts with standard deviation
+    1/sqrt(D), that of Hugging Face with 1.
 
     Source: `T5ForConditionalGeneration`,
     https://huggingface.co/docs/transformers/model_doc/t5; Raffel et al. 2020.
@@ -356,6 +356,7 @@ def t5(**overrides: Any) -> TransformerConfig:
         "train_pad_embedding": True,
         "bos_id": overrides.get("pad_id", TransformerConfig.pad_id),
         "kernel_init": "normal",
+        "embedding_init": "standard_normal",
     }
     return TransformerConfig(**values | overrides)
 

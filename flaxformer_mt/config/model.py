@@ -159,17 +159,23 @@ class TransformerConfig:
     eos_id: int = option(2, FieldRole.VOCABULARY, lowest=0, limit=MAX_VOCABULARY)
     """Token id that ends a sentence."""
 
-    kernel_init: Literal["xavier_uniform", "xavier_normal", "torch_default", "normal"] = option(
-        "xavier_uniform", FieldRole.INITIALIZATION
+    kernel_init: Literal[
+        "xavier_uniform", "xavier_normal", "torch_default", "normal", "torch_transformer", "fairseq"
+    ] = option("xavier_uniform", FieldRole.INITIALIZATION)
+    """Initial values of matrices. torch_default: uniform within +-1/sqrt(fan_in); normal: with
+    standard deviation 1/sqrt(fan_in); torch_transformer: xavier_uniform, but divided by sqrt(2) for
+    queries, keys and values; fairseq: the same, but torch_default in the feed-forward network and
+    normal in an untied output."""
+    embedding_init: Literal["normal", "standard_normal", "xavier_uniform", "xavier_normal"] = (
+        option("normal", FieldRole.INITIALIZATION)
     )
-    """Initial values of matrices; torch_default is uniform within +-1/sqrt(fan_in), normal has
-    standard deviation 1/sqrt(fan_in)."""
-    embedding_init: Literal["normal", "xavier_uniform", "xavier_normal"] = option(
-        "normal", FieldRole.INITIALIZATION
+    """Initial values of embeddings; normal has standard deviation 1/sqrt(D), standard_normal 1."""
+    bias_init: Literal["zeros", "torch_default", "torch_transformer", "fairseq"] = option(
+        "zeros", FieldRole.INITIALIZATION
     )
-    """Initial values of embeddings; normal has standard deviation 1/sqrt(D)."""
-    bias_init: Literal["zeros", "torch_default"] = option("zeros", FieldRole.INITIALIZATION)
-    """Initial values of biases; torch_default is uniform within +-1/sqrt(fan_in)."""
+    """Initial values of biases. torch_default: uniform within +-1/sqrt(fan_in); torch_transformer:
+    the same, but zeros in attention; fairseq: the same, but zeros in the outputs of attention and
+    of the model."""
 
     dtype: Literal["float32", "bfloat16", "float64"] = option("float32", FieldRole.NUMERICS)
     """Data type of the computation. Softmax, norms and losses use at least float32."""

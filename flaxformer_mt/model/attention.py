@@ -98,10 +98,12 @@ class MultiHeadAttention(nn.Module):
         key_features = c.num_heads * c.key_width
         value_features = c.num_heads * c.value_width
         divisor = 1 if c.scale_scores else c.key_width**0.5
-        self.query = dense(c, c.d_model, key_features, c.qkv_bias, divisor)
-        self.key = dense(c, c.d_model, key_features, c.qkv_bias)
-        self.value = dense(c, c.d_model, value_features, c.qkv_bias)
-        self.output = dense(c, value_features, c.d_model, c.attention_output_bias)
+        self.query = dense(c, "qkv", c.d_model, key_features, c.qkv_bias, divisor)
+        self.key = dense(c, "qkv", c.d_model, key_features, c.qkv_bias)
+        self.value = dense(c, "qkv", c.d_model, value_features, c.qkv_bias)
+        self.output = dense(
+            c, "attention_output", value_features, c.d_model, c.attention_output_bias
+        )
         self.dropout = Dropout(c.attention_dropout_rate)
 
     def _split_heads(self, x: Array) -> Array:

@@ -33,10 +33,10 @@ class FeedForward(nn.Module):
     def setup(self) -> None:
         """Creates the two linear maps."""
         c = self.config
-        self.hidden = dense(c, c.d_model, c.d_ff, c.feed_forward_bias)
+        self.hidden = dense(c, "feed_forward", c.d_model, c.d_ff, c.feed_forward_bias)
         if c.feed_forward_gate:
-            self.gate = dense(c, c.d_model, c.d_ff, c.feed_forward_bias)
-        self.output = dense(c, c.d_ff, c.d_model, c.feed_forward_bias)
+            self.gate = dense(c, "feed_forward", c.d_model, c.d_ff, c.feed_forward_bias)
+        self.output = dense(c, "feed_forward", c.d_ff, c.d_model, c.feed_forward_bias)
         self.dropout = Dropout(c.activation_dropout_rate)
 
     def __call__(self, x: Array, deterministic: bool, add_bias: bool = True) -> Array | Biased:

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -243,6 +243,40 @@ def random_uint16(key: Array, shape: tuple[int, ...]) -> Array:
     return jnp.concatenate(halves, axis=-1)[..., :columns]
 
 
+Site: TypeAlias = Literal["qkv", "attention_output", "feed_forward", "output"]
+"""The place of a linear map in the model; some published initial values depend on it."""
+
+# Xavier's values with half the variance: those of a matrix of 3D rows that contains all three.
+_KERNELS_BY_SITE: dict[str, dict[Site, str]] = {
+    "torch_transformer": {
+        "qkv": "half_variance",
+        "attention_output": "xavier_uniform",
+        "feed_forward": "xavier_uniform",
+        "output": "xavier_uniform",
+    },
+    "fairseq": {
+        "qkv": "half_variance",
+        "attention_output": "xavier_uniform",
+        "feed_forward": "torch_default",
+        "output": "normal",
+    },
+}
+_BIASES_BY_SITE: dict[str, dict[Site, str]] = {
+    "torch_transformer": {
+        "qkv": "zeros",
+        "attention_output": "zeros",
+        "feed_forward": "torch_default",
+        "output": "torch_default",
+    },
+    "fairseq": {
+        "qkv": "torch_default",
+        "attention_output": "zeros",
+        "feed_forward": "torch_default",
+        "output": "zeros",
+    },
+}
+
+
 def _uniform_by_fan_in(fan_in: int) -> jax.nn.initializers.Initializer:
     """Returns the initializer of `torch.nn.Linear`, uniform in +-1/sqrt(fan_in)."""
     bound = 1 / math.sqrt(fan_in)
@@ -264,6 +298,7 @@ def _divided(
 
 def dense(
     config: TransformerConfig,
+    site: Site,
     fan_in: int,
     features: int,
     use_bias: bool,
@@ -271,20 +306,29 @@ def dense(
 ) -> Dense:
     """Creates a linear map [..., fan_in] -> [..., features], initialised according to `config`.
 
-    The initial matrix is divided by `divisor`.
+    Args:
+      config: of the model.
+      site: where the map is.
+      fan_in: its number of inputs.
+      features: its number of outputs.
+      use_bias: adds a bias.
+      divisor: of the initial matrix.
     """
+    kernel_kind = _KERNELS_BY_SITE.get(config.kernel_init, {}).get(site, config.kernel_init)
     kernel_init = {
         "xavier_uniform": initializers.xavier_uniform(),
         "xavier_normal": initializers.xavier_normal(),
+        "half_variance": initializers.variance_scaling(0.5, "fan_avg", "uniform"),
         "torch_default": _uniform_by_fan_in(fan_in),
         "normal": initializers.normal(fan_in**-0.5),
-    }[config.kernel_init]
+    }[kernel_kind]
     if divisor != 1:
         kernel_init = _divided(kernel_init, divisor)
+    bias_kind = _BIASES_BY_SITE.get(config.bias_init, {}).get(site, config.bias_init)
     bias_init = {
         "zeros": initializers.zeros,
         "torch_default": _uniform_by_fan_in(fan_in),
-    }[config.bias_init]
+    }[bias_kind]
     return Dense(
         fan_in,
         features,
@@ -300,6 +344,7 @@ def embedding_init(config: TransformerConfig) -> jax.nn.initializers.Initializer
     """Returns the initializer of a [V, D] embedding table."""
     return {
         "normal": initializers.normal(config.d_model**-0.5),
+        "standard_normal": initializers.normal(1.0),
         "xavier_uniform": initializers.xavier_uniform(),
         "xavier_normal": initializers.xavier_normal(),
     }[config.embedding_init]

@@ -28,8 +28,8 @@ class SSRU(nn.Module):
     def setup(self) -> None:
         """Creates the two linear maps."""
         c = self.config
-        self.candidate = dense(c, c.d_model, c.d_model, False)
-        self.forget = dense(c, c.d_model, c.d_model, True)
+        self.candidate = dense(c, "feed_forward", c.d_model, c.d_model, False)
+        self.forget = dense(c, "feed_forward", c.d_model, c.d_model, True)
 
     def _gate(self, x: Array) -> tuple[Array, Array]:
         """Computes f and (1 - f) W x of [B, T, D], in float32 at least: c sums small numbers."""

@@ -76,7 +76,11 @@ class RelativeBias(nn.Module):
         c = self.config
         num_buckets = c.relative_position_buckets
         shape = (num_buckets, c.num_heads)
-        table = self.param("embedding", embedding_init(c), shape, jnp.dtype(c.param_dtype))
+        # T5's token embeddings have standard deviation 1, its biases 1/sqrt(D).
+        init = nn.initializers.normal(c.d_model**-0.5)
+        if c.embedding_init != "standard_normal":
+            init = embedding_init(c)
+        table = self.param("embedding", init, shape, jnp.dtype(c.param_dtype))
         distance = keys[:, None, :] - queries[:, :, None]  # [B, T, S]
         first: int | Array = 0
         if self.bidirectional:

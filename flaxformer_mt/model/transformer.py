@@ -172,7 +172,7 @@ class Transformer(nn.Module):
         self.target_positions = encoding(c) if encoding else None
         self.embedding_dropout = Dropout(c.embedding_dropout)
         if not c.shares_target_and_output:
-            self.output: Any = dense(c, c.d_model, c.target_vocab_size, c.output_bias)
+            self.output: Any = dense(c, "output", c.d_model, c.target_vocab_size, c.output_bias)
         elif c.output_bias:
             self.output = OutputBias(c)
 
