@@ -9,7 +9,7 @@ from typing import Any
 
 from flaxformer_mt.runs import atomic
 from flaxformer_mt.runs.metrics_file import read_metrics
-from reproduction import families
+from reproduction import families, tatoeba
 from reproduction.first_steps import NUM_STEPS
 from reproduction.recipe import Group, Recipe
 from reproduction.recipes import RECIPES
@@ -33,6 +33,8 @@ SECTIONS: dict[Group, str] = {
     "tatoeba": "Tatoeba, by the number of training pairs",
 }
 
+TATOEBA_PICTURE = "tatoeba.png"
+
 _INTRODUCTIONS: dict[Group, str] = {
     "families": (
         "2 + 2 layers of width 128, 4,000 pieces, and "
@@ -48,7 +50,11 @@ _INTRODUCTIONS: dict[Group, str] = {
         "Translation with `tunz` and with the layers of the notebook (`double_projection`) is in "
         "the table above: `family-tunz`, `family-double_projection`."
     ),
-    "tatoeba": "`configs/forkme.py`, with early stopping.",
+    "tatoeba": (
+        "`configs/forkme.py` at 3 + 3 layers of width 128, in float32, with 4,000 pieces, for at "
+        f"most {tatoeba.NUM_STEPS:,} batches of {tatoeba.BATCH_TOKENS:,} target tokens: early "
+        "stopping ends the runs on few pairs before."
+    ),
 }
 
 Runs = Sequence[dict[str, Any]]
@@ -77,6 +83,9 @@ def write_page(results: Path) -> None:
             parts.append("\n".join([*_TABLES[group](finished), ""]))
         elif finished:
             parts += [_section(RECIPES[name], found, results) for name, found in finished.items()]
+        if group == "tatoeba" and finished:
+            bleu = {name: found[0]["scores"]["test"]["bleu"] for name, found in finished.items()}
+            tatoeba.plot(bleu, results / TATOEBA_PICTURE)
         if group == "families" and runs["first-steps"]:
             parts.append("\n".join([*_first_steps(runs["first-steps"][0]["families"]), ""]))
         if missing:
@@ -176,6 +185,9 @@ def _families(found: dict[str, Runs]) -> Iterator[str]:
             f"| {run['scores']['test']['bleu']:.2f} | {run['tokens_per_second']:,.0f} "
             f"| {run['target_tokens']:,} |"
         )
+    for name in found:
+        if RECIPES[name].note:
+            yield f"\n`{name}`: {RECIPES[name].note}"
 
 
 def _tatoeba(found: dict[str, Runs]) -> Iterator[str]:
@@ -187,6 +199,8 @@ def _tatoeba(found: dict[str, Runs]) -> Iterator[str]:
             f"| `{name}` | {score['bleu']:.2f} | ± {score['interval']:.2f} | {score['chrf']:.2f} "
             f"| {runs[0]['steps']:,} |"
         )
+    yield ""
+    yield f"![BLEU by the number of training pairs](results/{TATOEBA_PICTURE})"
 
 
 def _first_steps(compared: Sequence[dict[str, Any]]) -> Iterator[str]:

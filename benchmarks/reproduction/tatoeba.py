@@ -1,40 +1,88 @@
-"""Tatoeba, English and French, by the number of training pairs, with the template's defaults."""
+"""Tatoeba, English and French, by the number of training pairs, with the template's recipe.
 
-import dataclasses
+`configs/forkme.py` is made for an accelerator. `SIZE` and the batch are replaced by what two CPU
+cores train in minutes, and warm-up and rate by those that fit the number of steps.
+"""
+
 import functools
+from collections.abc import Mapping
+from pathlib import Path
 
 from flaxformer_mt.config import ExperimentConfig
+from flaxformer_mt.config.experiment import with_changes
 from flaxformer_mt.config.files import load_config
 from reproduction.recipe import Recipe
 from reproduction.repository import CONFIGS
 from reproduction.texts import tatoeba
 
-SIZES = (1000, 10_000, 100_000)
+PAIRS = (1000, 10_000, 100_000)
+DIRECTIONS = (("en", "fr"), ("fr", "en"))
+NUM_STEPS = 2500
+BATCH_TOKENS = 2048
+SIZE = {
+    "d_model": 128,
+    "d_ff": 512,
+    "num_encoder_layers": 3,
+    "num_decoder_layers": 3,
+    "dtype": "float32",
+}
 
 
 def experiment(source: str, target: str) -> ExperimentConfig:
-    """Returns configs/forkme.py for a pair of languages, ended by early stopping."""
-    config = load_config(CONFIGS / "forkme.py")
-    return dataclasses.replace(
-        config,
-        data=dataclasses.replace(config.data, source_language=source, target_language=target),
-        train=dataclasses.replace(
-            config.train,
-            num_steps=10_000,
-            eval_every=100,
-            checkpoint_every=500,
-            early_stopping_patience=10,
-        ),
-    )
+    """Returns configs/forkme.py for a pair of languages, at `SIZE` and ended by early stopping."""
+    changes = {
+        "model": SIZE,
+        "data": {"source_language": source, "target_language": target, "vocab_size": 4000},
+        "optimizer": {"learning_rate": 3e-3, "warmup_steps": 500},
+        "train": {
+            "num_steps": NUM_STEPS,
+            "batch_tokens": BATCH_TOKENS,
+            "log_every": 100,
+            "eval_every": 100,
+            "eval_sentences": 100,
+            "checkpoint_every": 100,
+            "best_metric": "loss",
+            "early_stopping_patience": 5,
+        },
+    }
+    return with_changes(load_config(CONFIGS / "forkme.py"), changes)
+
+
+def name(source: str, target: str, pairs: int) -> str:
+    """Returns the name of the experiment with that many training pairs."""
+    return f"tatoeba-{source}-{target}-{pairs // 1000}k"
+
+
+def plot(bleu: Mapping[str, float], path: Path) -> None:
+    """Draws BLEU by the number of training pairs, a line for each direction.
+
+    Args:
+      bleu: of the test set, by the name of the experiment; those that are missing are left out.
+      path: the picture.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5, 3.2), layout="constrained")
+    axes = figure.subplots()
+    for (source, target), color in zip(DIRECTIONS, ("#1d4ed8", "#f59e0b"), strict=True):
+        known = {size: name(source, target, size) for size in PAIRS}
+        points = [(size, bleu[run]) for size, run in known.items() if run in bleu]
+        pairs, scores = [size for size, _ in points], [score for _, score in points]
+        axes.plot(pairs, scores, "o-", color=color, label=f"{source}-{target}")
+    axes.set_xscale("log")
+    axes.set_xlabel("training pairs")
+    axes.set_ylabel("BLEU")
+    axes.legend()
+    figure.savefig(path, dpi=110)
 
 
 RECIPES = {
-    f"tatoeba-{source}-{target}-{size // 1000}k": Recipe(
+    name(source, target, size): Recipe(
         f"{source}-{target}, {size:,} pairs",
         "tatoeba",
         functools.partial(experiment, source, target),
         text=tatoeba(size),
     )
-    for source, target in (("en", "fr"), ("fr", "en"))
-    for size in SIZES
+    for source, target in DIRECTIONS
+    for size in PAIRS
 }
