@@ -176,31 +176,53 @@ def _by_epoch(metrics: Sequence[str], path: Path) -> Iterator[str]:
 
 
 def _families(found: dict[str, Runs]) -> Iterator[str]:
-    yield "| `--run` | development loss | perplexity | BLEU | tokens/s | target tokens |"
-    yield "|---|---|---|---|---|---|"
-    for name, runs in found.items():
+    yield (
+        "| `--run`, with its curves | development loss | perplexity | BLEU | interval | tokens/s "
+        "| hours | commit |"
+    )
+    yield "|---|---|---|---|---|---|---|---|"
+    for runs in found.values():
         run = runs[0]
+        validation, score = run["validation"], run["scores"]["test"]
         yield (
-            f"| `{name}` | {run['validation']['loss']:.4f} | {run['validation']['perplexity']:.2f} "
-            f"| {run['scores']['test']['bleu']:.2f} | {run['tokens_per_second']:,.0f} "
-            f"| {run['target_tokens']:,} |"
+            f"| {_curves(run)} | {validation['loss']:.4f} | {validation['perplexity']:.2f} "
+            f"| {score['bleu']:.2f} | ± {score['interval']:.2f} | {run['tokens_per_second']:,.0f} "
+            f"| {run['hours']:.2f} | {run['commit']} |"
         )
+    yield from _common(found)
     for name in found:
         if RECIPES[name].note:
             yield f"\n`{name}`: {RECIPES[name].note}"
 
 
 def _tatoeba(found: dict[str, Runs]) -> Iterator[str]:
-    yield "| `--run` | BLEU | interval | chrF | steps |"
-    yield "|---|---|---|---|---|"
-    for name, runs in found.items():
-        score = runs[0]["scores"]["test"]
+    yield "| `--run`, with its curves | BLEU | interval | chrF | steps | hours | commit |"
+    yield "|---|---|---|---|---|---|---|"
+    for runs in found.values():
+        run = runs[0]
+        score = run["scores"]["test"]
         yield (
-            f"| `{name}` | {score['bleu']:.2f} | ± {score['interval']:.2f} | {score['chrf']:.2f} "
-            f"| {runs[0]['steps']:,} |"
+            f"| {_curves(run)} | {score['bleu']:.2f} | ± {score['interval']:.2f} "
+            f"| {score['chrf']:.2f} | {run['steps']:,} | {run['hours']:.2f} | {run['commit']} |"
         )
+    yield from _common(found)
     yield ""
     yield f"![BLEU by the number of training pairs](results/{TATOEBA_PICTURE})"
+
+
+def _curves(run: dict[str, Any]) -> str:
+    """The name of an experiment, linked to its curves."""
+    return f"[`{run['name']}`](results/{_stem(run)}.png)"
+
+
+def _common(found: dict[str, Runs]) -> Iterator[str]:
+    """What the scores of a table rest on beside its columns."""
+    used = [runs[0] for runs in found.values()]
+    seeds = sorted({str(run["seed"]) for run in used})
+    devices = sorted({run["device"] for run in used})
+    signatures = sorted({run["scores"]["test"]["signature"] for run in used})
+    yield ""
+    yield f"Seed {', '.join(seeds)}; {', '.join(devices)}; {', '.join(signatures)}."
 
 
 def _first_steps(compared: Sequence[dict[str, Any]]) -> Iterator[str]:
