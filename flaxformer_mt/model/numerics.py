@@ -246,7 +246,8 @@ def random_uint16(key: Array, shape: tuple[int, ...]) -> Array:
 Site: TypeAlias = Literal["qkv", "attention_output", "feed_forward", "output"]
 """The place of a linear map in the model; some published initial values depend on it."""
 
-# Xavier's values with half the variance: those of a matrix of 3D rows that contains all three.
+# half_variance: Xavier's values have this variance in one matrix [D, 3D] for queries, keys and
+# values, which is about half of that in three of [D, D].
 _KERNELS_BY_SITE: dict[str, dict[Site, str]] = {
     "torch_transformer": {
         "qkv": "half_variance",
