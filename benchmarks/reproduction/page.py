@@ -43,8 +43,7 @@ _INTRODUCTIONS: dict[Group, str] = {
         "schedule of each are its own. Warm-up has "
         f"{families.WARMUP_STEPS:,} steps; learning rates that do not depend "
         "on the width are those of wide models, and are replaced by a peak of 3e-3 (constant: "
-        "1e-3). `jadore801120` and `t5` do not reach 25 BLEU in this table: their loss is still "
-        "falling when it stops. No other rates have been run to the end."
+        "1e-3). Lines below 25 BLEU have a note."
     ),
     "seeds": (
         "Translation with `tunz` and with the layers of the notebook (`double_projection`) is in "
