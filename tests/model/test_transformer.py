@@ -22,9 +22,6 @@ from flaxformer_mt.model.encoder import EncoderLayer
 from flaxformer_mt.model.stack import stack
 from flaxformer_mt.model.transformer import Embedding, Transformer
 
-# Of logits up to 4 in float32, whose sums processors order differently: 2e-6 was seen.
-ROUNDING = {"rtol": 1e-5, "atol": 1e-5}
-
 TINY = TransformerConfig(
     source_vocab_size=23,
     target_vocab_size=23,
@@ -128,9 +125,9 @@ def test_hypotheses_can_continue_one_another(name):
     _, cache = step([[5, 6], [7, 8]], cache, 1)
     swapped, _ = step([[9, 9], [9, 9]], reorder_cache(cache, jnp.array([[1, 0], [1, 1]])), 2)
     kept, _ = step([[9, 9], [9, 9]], cache, 2)
-    chex.assert_trees_all_close(swapped[0], kept[0, ::-1], **ROUNDING)
-    chex.assert_trees_all_close(swapped[1, 0], kept[1, 1], **ROUNDING)
-    chex.assert_trees_all_close(swapped[1, 1], kept[1, 1], **ROUNDING)
+    chex.assert_trees_all_close(swapped[0], kept[0, ::-1], atol=1e-6)
+    chex.assert_trees_all_close(swapped[1, 0], kept[1, 1], atol=1e-6)
+    chex.assert_trees_all_close(swapped[1, 1], kept[1, 1], atol=1e-6)
 
 
 def test_one_parameter_layout_runs_as_a_loop_and_unrolled():
@@ -140,7 +137,7 @@ def test_one_parameter_layout_runs_as_a_loop_and_unrolled():
     chex.assert_trees_all_close(
         model.apply(variables, source, target),
         unrolled.apply(variables, source, target),
-        **ROUNDING,
+        atol=1e-6,
     )
 
 
@@ -148,14 +145,15 @@ def test_without_segments_padding_does_not_matter():
     model, variables, source, target = initialise(TINY)
     padded = model.apply(variables, source, target)
     alone = model.apply(variables, source[1:, :3], target[1:, :3])
-    chex.assert_trees_all_close(padded[1:, :3], alone, **ROUNDING)
+    chex.assert_trees_all_close(padded[1:, :3], alone, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["post", "recurrent"])
-def test_segments_of_a_row_do_not_see_each_other(name):
-    model, variables, _, _ = initialise(CONFIGS[name])
+def test_segments_of_a_row_do_not_see_each_other(float64, name):
+    config = dataclasses.replace(CONFIGS[name], dtype="float64", param_dtype="float64")
+    model, variables, _, _ = initialise(config)
     sources, targets = [[3, 4, 2], [7, 8, 9, 2]], [[1, 5, 6], [1, 8]]
-    check_packed_rows(model, variables, sources, targets, ROUNDING)
+    check_packed_rows(model, variables, sources, targets, {"atol": 1e-12, "rtol": 0})
 
 
 def test_segment_ids_for_one_side_only_are_refused():
@@ -167,7 +165,7 @@ def test_segment_ids_for_one_side_only_are_refused():
 def test_attention_of_every_layer_is_returned_and_sums_to_one():
     model, variables, source, target = initialise(TINY)
     logits, attention = model.apply(variables, source, target, return_attention=True)
-    chex.assert_trees_all_close(logits, model.apply(variables, source, target), **ROUNDING)
+    chex.assert_trees_all_close(logits, model.apply(variables, source, target), atol=1e-6)
     chex.assert_shape(attention.encoder_self, (2, 2, 2, 5, 5))
     chex.assert_shape(attention.decoder_self, (3, 2, 2, 4, 4))
     chex.assert_shape(attention.decoder_cross, (3, 2, 2, 4, 5))
@@ -218,7 +216,7 @@ def test_layers_drop_different_units():
         )
 
     # The loop and its unrolled form draw the same, layer by layer.
-    chex.assert_trees_all_close(encode(True), encode(False), **ROUNDING)
+    chex.assert_trees_all_close(encode(True), encode(False), atol=1e-6)
 
 
 def test_bfloat16_keeps_parameters_and_logits_in_float32():
