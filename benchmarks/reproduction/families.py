@@ -35,10 +35,10 @@ _LEARNING_RATES = {
     "fairseq": 3e-3,
     "mbart": 3e-3,
     "m2m100": 3e-3,
+    "t5": 3e-3,
     # Constant, without warm-up.
     "double_projection": 1e-3,
     "torch": 1e-3,
-    "t5": 3e-3,
 }
 # Published with the training code of another family; T5's schedule is that of Marian.
 _TRAINED_AS = {"mbart": "fairseq", "m2m100": "fairseq", "t5": "marian"}

@@ -11,6 +11,7 @@ from pathlib import Path
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.config.experiment import with_changes
 from flaxformer_mt.config.files import load_config
+from flaxformer_mt.plotting.drawing import new_figure
 from reproduction.recipe import Recipe
 from reproduction.repository import CONFIGS
 from reproduction.texts import tatoeba
@@ -60,15 +61,12 @@ def plot(bleu: Mapping[str, float], path: Path) -> None:
       bleu: of the test set, by the name of the experiment; those that are missing are left out.
       path: the picture.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5, 3.2), layout="constrained")
+    figure = new_figure(5, 3.2)
     axes = figure.subplots()
     for (source, target), color in zip(DIRECTIONS, ("#1d4ed8", "#f59e0b"), strict=True):
-        known = {size: name(source, target, size) for size in PAIRS}
-        points = [(size, bleu[run]) for size, run in known.items() if run in bleu]
-        pairs, scores = [size for size, _ in points], [score for _, score in points]
-        axes.plot(pairs, scores, "o-", color=color, label=f"{source}-{target}")
+        known = [pairs for pairs in PAIRS if name(source, target, pairs) in bleu]
+        scores = [bleu[name(source, target, pairs)] for pairs in known]
+        axes.plot(known, scores, "o-", color=color, label=f"{source}-{target}")
     axes.set_xscale("log")
     axes.set_xlabel("training pairs")
     axes.set_ylabel("BLEU")
