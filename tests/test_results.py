@@ -28,7 +28,7 @@ def test_every_experiment_is_listed_and_has_a_configuration(results, capsys):
         assert config.model.has_inputs == bool(recipe.tests)
 
 
-def test_the_page_has_the_mean_of_the_seeds(results, tmp_path):
+def test_the_page_has_the_means_of_the_seeds(results, tmp_path):
     folder = tmp_path / "results"
     folder.mkdir()
     for seed, bleu in ((1, 40.0), (2, 42.0)):
@@ -36,13 +36,18 @@ def test_the_page_has_the_mean_of_the_seeds(results, tmp_path):
             "name": "multi30k-en-de", "seed": seed, "commit": "abc", "device": "1 x GPU",
             "steps": 8000, "hours": 1.5, "parameters": 2_600_000,
             "scores": {"test": {
-                "bleu": bleu, "interval": 1.25, "chrf": 60.0, "exact": 0.1, "signature": "tok:none",
+                "bleu": bleu, "interval": 1.25, "chrf": 20 + bleu, "exact": 0.1,
+                "signature": "tok:none",
             }},
         }  # fmt: skip
+        if seed == 2:
+            values["note"] = "Stopped by hand."
         (folder / f"{seed}.json").write_text(json.dumps(values))
     assert results.main(["--page", "--results", str(folder)]) == 0
     page = (tmp_path / "results.md").read_text()
-    assert "| test | 41.00 | 41.02 | ± 1.25 | 60.00 | 10.0% |" in page
+    assert "| test | 41.00 | 41.02 | ± 1.25 | 61.00 | 10.0% |" in page
+    assert "Seed 1, 2; 1 x GPU; tok:none; 8,000, 8,000 steps; 1.50, 1.50 hours; commit abc" in page
+    assert "\nSeed 2: Stopped by hand." in page
     assert "python benchmarks/results.py --run multi30k-en-de" in page
     assert "Not yet run: `reverse`" in page
 

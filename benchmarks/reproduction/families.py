@@ -95,8 +95,6 @@ JADORE_NOTE = (
     "option, which is a line of its own. The published run has 400 epochs, this table six."
 )
 T5_NOTE = (
-    "This line was trained before the preset had the published embeddings, which start with a "
-    "standard deviation of 1; with them the training loss after 400 steps is 5.89 instead of 5.98. "
     "T5 is published with Adafactor, which moves parameters in proportion to their size; all lines "
     "here have Adam. `t5-unscaled` has embeddings of 1/sqrt(D) and logits that are not scaled: "
     "5.30 after 400 steps, while the same relative positions in the preset `opennmt` "
@@ -118,16 +116,7 @@ _VARIANTS = {
     ),
     "t5-unscaled": ("t5", {"embedding_init": "normal", "scale_logits": False}),
 }
-_VALUES_NOTE = (
-    "This line was trained before the preset had the published initial values: it started from "
-    "Xavier's in all matrices."
-)
-_NOTES = {
-    "jadore801120": JADORE_NOTE,
-    "t5": T5_NOTE,
-    "torch": _VALUES_NOTE,
-    "fairseq": _VALUES_NOTE,
-}
+_NOTES = {"jadore801120": JADORE_NOTE, "t5": T5_NOTE}
 
 
 RECIPES = {

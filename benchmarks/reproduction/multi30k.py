@@ -28,10 +28,6 @@ NOTE = (
     "4,096 tokens of the paper, packed, so that an epoch has some 110 steps, and as many updates "
     "see half the text."
 )
-GERMAN_NOTE = (
-    f"{NOTE} Seed 1 was trained before the preset had fairseq's initial values: it started from "
-    "Xavier's in all matrices."
-)
 
 
 def published(target: Literal["de", "fr"]) -> ExperimentConfig:
@@ -127,7 +123,7 @@ def _of_pair(target: Literal["de", "fr"]) -> dict[str, Recipe]:
         tests=MULTI30K_TESTS,
         published=WU_BLEU[target],
         source=WU,
-        note=GERMAN_NOTE if target == "de" else NOTE,
+        note=NOTE,
     )
     with_more = dataclasses.replace(
         as_published,

@@ -20,7 +20,7 @@ Every line can be repeated: `python benchmarks/results.py --run NAME` (`--help` 
 needs, `--list` has all names). The scores of each run with their signatures, its metrics step by
 step and its curves are in [results/](results). BLEU of text that is tokenised already equals that
 of Moses' `multi-bleu.perl`; BLEU of cased text is sacreBLEU's default. Intervals are those of 1,000
-bootstrap samples, 95%; of several seeds, the mean is given.
+bootstrap samples, 95%; of several seeds, means are given.
 
 This file is written by `python benchmarks/results.py --page`.
 """
@@ -64,7 +64,8 @@ def write_page(results: Path) -> None:
     """Writes the page beside the folder of results.
 
     Args:
-      results: has a JSON file of each run, as `runs.run` returns it.
+      results: has a JSON file of each run, as `runs.run` returns it; a "note" that is added to it
+        says what is true of this run and not of its recipe.
     """
     runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for path in sorted(results.glob("*.json")):
@@ -107,8 +108,7 @@ def _section(recipe: Recipe, runs: Runs, results: Path) -> str:
     lines += ["", _foundation(runs)]
     if recipe.source:
         lines.append(f"Published: {recipe.source}.")
-    if recipe.note:
-        lines.append(recipe.note)
+    lines += _notes(recipe, runs)
     if recipe.by_epoch:
         lines += ["", *_by_epoch(recipe.by_epoch, results / f"{_stem(runs[0])}.metrics.jsonl")]
     lines += ["", *(f"![curves]({results.name}/{_stem(run)}.png)" for run in runs)]
@@ -133,11 +133,12 @@ def _scores(runs: Runs, recipe: Recipe) -> Iterator[str]:
     """A table with a line for each test set, and the columns that any of them has."""
     lines = {}
     for test, score in runs[0]["scores"].items():
-        lines[test] = {
-            **score,
-            "bleu": statistics.mean(run["scores"][test]["bleu"] for run in runs),
-            **({"published": recipe.published[test]} if test in recipe.published else {}),
+        means = {
+            column: statistics.mean(run["scores"][test][column] for run in runs)
+            for column in _COLUMNS.keys() & score.keys()
         }
+        published = {"published": recipe.published[test]} if test in recipe.published else {}
+        lines[test] = means | published
     columns = [name for name in _COLUMNS if any(name in line for line in lines.values())]
     yield f"| test set | {' | '.join(_HEADS.get(name, name) for name in columns)} |"
     yield "|---|" + "---|" * len(columns)
@@ -148,16 +149,25 @@ def _scores(runs: Runs, recipe: Recipe) -> Iterator[str]:
 
 def _foundation(runs: Runs) -> str:
     """What the scores of an experiment rest on."""
-    seeds = ", ".join(str(run["seed"]) for run in runs)
     hours = ", ".join(f"{run['hours']:.2f}" for run in runs)
     steps = ", ".join(f"{run['steps']:,}" for run in runs)
+    commits = ", ".join(dict.fromkeys(run["commit"] for run in runs))
+    parameters = f"{runs[0]['parameters']:,} parameters"
+    return f"{_common(runs)}; {steps} steps; {hours} hours; commit {commits}; {parameters}."
+
+
+def _common(runs: Runs) -> str:
+    """The seeds, devices and signatures of runs."""
+    seeds = ", ".join(sorted({str(run["seed"]) for run in runs}))
+    devices = ", ".join(sorted({run["device"] for run in runs}))
     signatures = {score["signature"] for run in runs for score in run["scores"].values()}
-    return (
-        f"Seeds {seeds}; {steps} steps; {hours} hours on {runs[0]['device']}; commit "
-        f"{runs[0]['commit']}; {runs[0]['parameters']:,} parameters"
-        + "".join(f"; {signature}" for signature in sorted(signatures))
-        + "."
-    )
+    return "; ".join([f"Seed {seeds}", devices, *sorted(signatures)])
+
+
+def _notes(recipe: Recipe, runs: Runs) -> list[str]:
+    """The note of an experiment and those of its runs."""
+    of_runs = [f"Seed {run['seed']}: {run['note']}" for run in runs if "note" in run]
+    return ([recipe.note] if recipe.note else []) + of_runs
 
 
 def _by_epoch(metrics: Sequence[str], path: Path) -> Iterator[str]:
@@ -188,10 +198,11 @@ def _families(found: dict[str, Runs]) -> Iterator[str]:
             f"| {score['bleu']:.2f} | ± {score['interval']:.2f} | {run['tokens_per_second']:,.0f} "
             f"| {run['hours']:.2f} | {run['commit']} |"
         )
-    yield from _common(found)
-    for name in found:
-        if RECIPES[name].note:
-            yield f"\n`{name}`: {RECIPES[name].note}"
+    yield f"\n{_common([runs[0] for runs in found.values()])}."
+    for name, runs in found.items():
+        notes = _notes(RECIPES[name], runs[:1])
+        if notes:
+            yield f"\n`{name}`: {' '.join(notes)}"
 
 
 def _tatoeba(found: dict[str, Runs]) -> Iterator[str]:
@@ -204,7 +215,7 @@ def _tatoeba(found: dict[str, Runs]) -> Iterator[str]:
             f"| {_curves(run)} | {score['bleu']:.2f} | ± {score['interval']:.2f} "
             f"| {score['chrf']:.2f} | {run['steps']:,} | {run['hours']:.2f} | {run['commit']} |"
         )
-    yield from _common(found)
+    yield f"\n{_common([runs[0] for runs in found.values()])}."
     yield ""
     yield f"![BLEU by the number of training pairs](results/{TATOEBA_PICTURE})"
 
@@ -212,16 +223,6 @@ def _tatoeba(found: dict[str, Runs]) -> Iterator[str]:
 def _curves(run: dict[str, Any]) -> str:
     """The name of an experiment, linked to its curves."""
     return f"[`{run['name']}`](results/{_stem(run)}.png)"
-
-
-def _common(found: dict[str, Runs]) -> Iterator[str]:
-    """What the scores of a table rest on beside its columns."""
-    used = [runs[0] for runs in found.values()]
-    seeds = sorted({str(run["seed"]) for run in used})
-    devices = sorted({run["device"] for run in used})
-    signatures = sorted({run["scores"]["test"]["signature"] for run in used})
-    yield ""
-    yield f"Seed {', '.join(seeds)}; {', '.join(devices)}; {', '.join(signatures)}."
 
 
 def _first_steps(compared: Sequence[dict[str, Any]]) -> Iterator[str]:
