@@ -61,7 +61,15 @@ ALLOWED = {
     | LEAVES,
     "evaluation": {"config", "decoding"} | LEAVES,
     "interop": {"config", "model", "runs", "presets"} | LEAVES,
-    "parity": {"config", "model", "presets", "interop", "training.losses", "training.optimizer"}
+    "parity": {
+        "config",
+        "model",
+        "presets",
+        "interop",
+        "training.losses",
+        "training.optimizer",
+        "plotting.drawing",
+    }
     | LEAVES,
     "plotting": {"config", "runs"} | LEAVES,
 }

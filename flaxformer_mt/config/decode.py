@@ -18,6 +18,8 @@ MAX_FACTOR = 1000
 
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "epsilon_cutoff")
 """Fields that have an effect only where translations are sampled."""
+# Of a token id: Python does not read integers of thousands of digits.
+_MAX_DIGITS = 10
 _OF_SHORTLISTS = ("shortlist_first", "shortlist_best")
 
 
@@ -149,10 +151,11 @@ class DecodeConfig:
         if not self.shortlist:
             self._require_defaults(_OF_SHORTLISTS, "needs decode.shortlist")
         for phrase in self.bad_word_ids:
+            shown = phrase if len(phrase) <= 40 else f"{phrase[:40]}..."
+            tokens = [token.strip() for token in phrase.split(",")]
             require(
-                all(token.strip().isdecimal() for token in phrase.split(",")),
-                f'decode.bad_word_ids: "{phrase}" must be comma-separated token ids, such as '
-                '"17,4"',
+                all(token.isdecimal() and len(token) <= _MAX_DIGITS for token in tokens),
+                f'decode.bad_word_ids: "{shown}" must be comma-separated token ids, such as "17,4"',
             )
 
     def _check_sampling(self) -> None:

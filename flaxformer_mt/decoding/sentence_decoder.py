@@ -403,16 +403,14 @@ class SentenceDecoder:
         size = self.model.target_vocab_size
         ids = []
         for phrase in self.decode.bad_word_ids:
-            tokens = [token.strip().lstrip("0") or "0" for token in phrase.split(",")]
+            tokens = [int(token) for token in phrase.split(",")]
             for token in tokens:
-                # Python does not read integers of thousands of digits.
-                if len(token) > len(str(size)) or int(token) >= size:
-                    short = token if len(token) <= 20 else f"{token[:20]}..."
+                if token >= size:
                     raise UserError(
-                        f"decode.bad_word_ids: {short} is not a token; ids must be less than "
+                        f"decode.bad_word_ids: {token} is not a token; ids must be less than "
                         f"{size}, the size of the vocabulary"
                     )
-            ids.append(list(map(int, tokens)))
+            ids.append(tokens)
         return tuple(tuple(phrase) for phrase in (*words, *ids) if phrase)
 
 

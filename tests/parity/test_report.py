@@ -280,6 +280,6 @@ def test_plots_are_written_in_the_format_of_their_name(tmp_path):
 
 def test_without_matplotlib_plots_are_refused_by_name(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(UserError, match=r"matplotlib: pip install 'flaxformer_mt\[parity\]'"):
+    with pytest.raises(UserError, match=r"matplotlib: pip install 'flaxformer_mt\[plot\]'"):
         training().to_html()
     assert "<table role=" in agreeing.to_html()

@@ -1,17 +1,18 @@
 """Plots two training runs side by side."""
 
-import io
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.parity.trajectory import Curves, Trajectory
+from flaxformer_mt.plotting import drawing
 from flaxformer_mt.runs import atomic
 
-FORMATS = ("png", "svg", "pdf")
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # Visible on white and on black backgrounds; the text of a page's plot has the color of its text.
 _OURS, _THEIRS, _INK = "#3b82f6", "#d97706", "#767676"
@@ -32,8 +33,9 @@ def plot_trajectory(trajectory: Trajectory, path: str | os.PathLike[str]) -> Non
     """
     path = Path(path)
     suffix = path.suffix.removeprefix(".")
-    if suffix not in FORMATS:
-        raise UserError(f"{path}: the name of a plot must end in one of {', '.join(FORMATS)}")
+    if suffix not in drawing.IMAGES:
+        formats = ", ".join(drawing.IMAGES)
+        raise UserError(f"{path}: the name of a plot must end in one of {formats}")
     figure = _figure(trajectory)
     with atomic.new_file(path) as partial:
         figure.savefig(partial, format=suffix)
@@ -45,21 +47,11 @@ def as_svg(trajectory: Trajectory) -> str:
     Raises:
       UserError: matplotlib is not installed.
     """
-    figure, output = _figure(trajectory), io.StringIO()
-    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    figure.savefig(output, format="svg", transparent=True, metadata=nothing)
-    text = output.getvalue()
-    return text[text.index("<svg") :].replace(_INK, "currentColor")
+    return drawing.to_inline_svg(_figure(trajectory), "trajectory", {_INK: "currentColor"})
 
 
-def _figure(trajectory: Trajectory) -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UserError(
-            "plotting a trajectory needs matplotlib: pip install 'flaxformer_mt[parity]'"
-        ) from error
-    figure = Figure(figsize=(9, 6), layout="constrained")
+def _figure(trajectory: Trajectory) -> "Figure":
+    figure = drawing.new_figure(9, 6)
     loss, norm, differences = figure.subplot_mosaic([["loss", "norm"], ["both", "both"]]).values()
     steps = np.arange(1, len(trajectory.ours.loss) + 1)
     for axes, name in ((loss, "loss"), (norm, "gradient_norm")):
