@@ -6,7 +6,7 @@
 DATA has the folders `multi30k-en-de`, `multi30k-en-fr` (the raw text of Multi30k, task 1,
 github.com/multi30k/dataset: train, valid, test, test_2017_flickr and test_2017_mscoco, .en.gz and
 so on) and `tatoeba-eng-fra` (train, valid and test, .en.gz and .fr.gz, of manythings.org/anki).
-Tokenised text needs sacremoses, `first-steps` and the families PyTorch.
+Tokenised text needs sacremoses, pictures matplotlib, `first-steps` and the families PyTorch.
 
 The same command continues a run that was stopped. Each run writes NAME-seedN.json, a copy of its
 metrics and a picture of its curves into --results; `--page` writes docs/results.md from all of
@@ -22,16 +22,15 @@ from typing import Any
 from reproduction import first_steps
 from reproduction.page import write_page
 from reproduction.recipes import RECIPES
-from reproduction.repository import RESULTS
+from reproduction.repository import RESULTS, ROOT
 from reproduction.runs import run, write_json
 
 from flaxformer_mt import runtime
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.plotting.curves import plot_curves
 
-FIRST_STEPS = "first-steps"
 TITLES = {name: recipe.title for name, recipe in RECIPES.items()} | {
-    FIRST_STEPS: f"The first {first_steps.NUM_STEPS} steps of every family, beside PyTorch"
+    first_steps.NAME: f"The first {first_steps.NUM_STEPS} steps of every family, beside PyTorch"
 }
 
 
@@ -45,10 +44,18 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     what.add_argument("--page", action="store_true", help="write docs/results.md")
     parser.add_argument("--data", type=Path, default=Path("data"), help="folder of the raw corpora")
     parser.add_argument("--out", type=Path, default=Path("runs/results"), help="of run folders")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the scores")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--num-steps", type=int, help="instead of the recipe's, to try it out")
-    return parser.parse_args(arguments)
+    parser.add_argument(
+        "--results", type=Path, help=f"folder of the scores (default: {RESULTS.relative_to(ROOT)})"
+    )
+    parser.add_argument("--seed", type=int, default=1, help=f"not used by {first_steps.NAME}")
+    parser.add_argument(
+        "--num-steps", type=int, help="instead of the recipe's, to try it out; needs --results"
+    )
+    options = parser.parse_args(arguments)
+    if options.num_steps is not None and options.results is None:
+        parser.error("--num-steps needs --results: its scores are not those of the recipe")
+    options.results = options.results or RESULTS
+    return options
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -57,20 +64,20 @@ def main(arguments: list[str] | None = None) -> int:
         for name, title in TITLES.items():
             print(f"{name:24} {title}")
         return 0
-    if options.page:
-        write_page(options.results)
-        return 0
-    runtime.configure()
-    options.results.mkdir(parents=True, exist_ok=True)
-    for name in options.run:
-        try:
-            if name == FIRST_STEPS:
+    try:
+        if options.page:
+            write_page(options.results)
+            return 0
+        runtime.configure()
+        options.results.mkdir(parents=True, exist_ok=True)
+        for name in options.run:
+            if name == first_steps.NAME:
                 compare_first_steps(options)
             else:
                 train_and_score(name, options)
-        except UserError as error:
-            print(f"results.py: error: {name}: {error}", file=sys.stderr)
-            return 1
+    except UserError as error:
+        print(f"results.py: error: {error}", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -93,8 +100,10 @@ def compare_first_steps(options: argparse.Namespace) -> None:
         values = first_steps.compare(family, options.data, options.out)
         print(f"{family:24} largest difference {values['largest_difference']:.1e}", flush=True)
         found.append(values)
-    write_json(options.results / f"{FIRST_STEPS}.json", {"name": FIRST_STEPS, "families": found})
-    first_steps.plot(found, options.results / f"{FIRST_STEPS}.png")
+    write_json(
+        options.results / f"{first_steps.NAME}.json", {"name": first_steps.NAME, "families": found}
+    )
+    first_steps.plot(found, options.results / f"{first_steps.NAME}.png")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from flaxformer_mt.errors import UserError
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
@@ -18,8 +20,9 @@ def results(monkeypatch):
 
 def test_every_experiment_is_listed_and_has_a_configuration(results, capsys):
     assert results.main(["--list"]) == 0
-    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert names == list(results.TITLES)
+    names = {line.split()[0] for line in capsys.readouterr().out.splitlines()}
+    assert names == {*results.RECIPES, "first-steps"}
+    assert {"multi30k-en-de", "family-t5", "questions", "tatoeba-en-fr-1k"} <= names
     for recipe in results.RECIPES.values():
         config = recipe.config()
         assert set(recipe.published) <= set(recipe.tests)
@@ -28,28 +31,89 @@ def test_every_experiment_is_listed_and_has_a_configuration(results, capsys):
         assert config.model.has_inputs == bool(recipe.tests)
 
 
-def test_the_page_has_the_means_of_the_seeds(results, tmp_path):
-    folder = tmp_path / "results"
-    folder.mkdir()
-    for seed, bleu in ((1, 40.0), (2, 42.0)):
-        values = {
-            "name": "multi30k-en-de", "seed": seed, "commit": "abc", "device": "1 x GPU",
-            "steps": 8000, "hours": 1.5, "parameters": 2_600_000,
-            "scores": {"test": {
-                "bleu": bleu, "interval": 1.25, "chrf": 20 + bleu, "exact": 0.1,
-                "signature": "tok:none",
-            }},
-        }  # fmt: skip
-        if seed == 2:
-            values["note"] = "Stopped by hand."
-        (folder / f"{seed}.json").write_text(json.dumps(values))
+def write_run(folder, name, seed, bleu, **changes):
+    """Writes the result of a run; its other values depend on the seed."""
+    score = {
+        "bleu": bleu, "interval": 1 + seed / 4, "chrf": 20 + bleu, "exact": seed / 10,
+        "signature": "tok:none",
+    }  # fmt: skip
+    values = {
+        "name": name, "seed": seed, "commit": f"abc{seed}", "device": "1 x GPU",
+        "steps": 1000 * seed, "hours": 1.5 * seed, "parameters": 2_600_000,
+        "tokens_per_second": 5000.0 * seed,
+        "validation": {"loss": 1.0 + seed, "perplexity": 10.0 * seed, "accuracy": 0.5},
+        "scores": {"test": score},
+    }  # fmt: skip
+    (folder / f"{name}-seed{seed}.json").write_text(json.dumps(values | changes))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder for results."""
+    path = tmp_path / "found.new"
+    path.mkdir()
+    return path
+
+
+def write_page(results, folder):
     assert results.main(["--page", "--results", str(folder)]) == 0
-    page = (tmp_path / "results.md").read_text()
-    assert "| test | 41.00 | 41.02 | ± 1.25 | 61.00 | 10.0% |" in page
-    assert "Seed 1, 2; 1 x GPU; tok:none; 8,000, 8,000 steps; 1.50, 1.50 hours; commit abc" in page
-    assert "\nSeed 2: Stopped by hand." in page
+    return (folder.parent / "found.new.md").read_text()
+
+
+def test_the_page_has_the_means_of_the_seeds(results, folder):
+    write_run(folder, "multi30k-en-de", 10, 42.0, note="Stopped by hand.")
+    write_run(folder, "multi30k-en-de", 2, 40.0)
+    page = write_page(results, folder)
+    assert "| test | 41.00 | 41.02 | ± 2.50 | 61.00 | 60.0% |" in page
+    assert (
+        "Seed 2, 10; 1 x GPU; tok:none; 2,000, 10,000 steps; mean of the last 10 checkpoints; "
+        "3.00, 15.00 hours; commit abc2, abc10; 2,600,000 parameters."
+    ) in page
+    assert "\nSeed 10: Stopped by hand." in page
     assert "python benchmarks/results.py --run multi30k-en-de" in page
+    assert "![curves](found.new/multi30k-en-de-seed2.png)" in page
     assert "Not yet run: `reverse`" in page
+    assert "Not yet run: `family-jadore801120`" in page
+    assert "`first-steps`." in page
+
+
+def test_tables_of_many_experiments_have_the_means_of_the_seeds(results, folder):
+    for name in ("family-t5", "tatoeba-en-fr-1k"):
+        for seed, bleu in ((1, 20.0), (3, 30.0)):
+            write_run(folder, name, seed, bleu)
+    page = write_page(results, folder)
+    assert (
+        "| [`family-t5`](found.new/family-t5-seed1.png) | 3.0000 | 20.00 | 25.00 | ± 1.50 | 10,000 "
+        "| 3.00 | abc1, abc3 |"
+    ) in page
+    assert (
+        "| [`tatoeba-en-fr-1k`](found.new/tatoeba-en-fr-1k-seed1.png) | 25.00 | ± 1.50 | 45.00 "
+        "| 2,000 | 3.00 | abc1, abc3 |"
+    ) in page
+    assert "Seed 1, 3; 1 x GPU; tok:none." in page
+    assert "\n`family-t5`: T5 is published with Adafactor" in page
+    assert (folder / "tatoeba.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_page_of_the_repository_is_that_of_its_results(results, folder):
+    docs = BENCHMARKS.parent / "docs"
+    for path in (docs / "results").iterdir():
+        (folder / path.name).symlink_to(path)
+    (folder / "tatoeba.png").unlink(missing_ok=True)
+    page = write_page(results, folder)
+    assert page.replace("(found.new/", "(results/") == (docs / "results.md").read_text()
+
+
+def test_a_page_without_results_is_refused(results, tmp_path, capsys):
+    assert results.main(["--page", "--results", str(tmp_path / "typo")]) == 1
+    assert "typo has no JSON file of a run" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_shortened_run_does_not_replace_the_scores_of_the_recipe(results, capsys):
+    with pytest.raises(SystemExit):
+        results.main(["--run", "reverse", "--num-steps", "10"])
+    assert "--num-steps needs --results" in capsys.readouterr().err
 
 
 def test_tokenised_text_is_scored_as_it_is(results):
@@ -104,6 +168,8 @@ def test_samples_of_a_corpus_contain_the_smaller_ones(results, raw, tmp_path):
         assert len((folder / "valid.fr").read_text().splitlines()) == 5
     assert [len(sample) for sample in samples] == [2, 4]
     assert samples[1][:2] == samples[0]
+    with pytest.raises(UserError, match="has 5 training pairs, fewer than 6"):
+        texts.tatoeba(6).write(raw, tmp_path)
 
 
 # Narrower than published, and therefore without dropout, and with more and smaller batches.
@@ -128,7 +194,7 @@ NARROW = {
 
 
 @pytest.mark.usefixtures("usual_optimizations")
-def test_the_copy_task_is_learned_perfectly(results, tmp_path):
+def test_the_copy_task_is_learned_perfectly(results, tmp_path, folder):
     runs = importlib.import_module("reproduction.runs")
     name = "annotated-copy"
     values = runs.run(name, results.RECIPES[name], tmp_path, tmp_path / "out", 1, NARROW)
@@ -136,8 +202,5 @@ def test_the_copy_task_is_learned_perfectly(results, tmp_path):
     assert values["scores"]["test"]["bleu"] == pytest.approx(100)
     assert values["steps"] == 1200
 
-    folder = tmp_path / "results"
-    folder.mkdir()
     runs.write_json(folder / f"{name}-seed1.json", values)
-    assert results.main(["--page", "--results", str(folder)]) == 0
-    assert "| 100.0% |" in (tmp_path / "results.md").read_text()
+    assert "| 100.0% |" in write_page(results, folder)

@@ -11,6 +11,7 @@ from flaxformer_mt import presets
 from flaxformer_mt.config import DataConfig, TransformerConfig, with_vocabulary_sizes
 from flaxformer_mt.data.corpora.corpus import ParallelCorpus, load_corpus
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
+from flaxformer_mt.plotting import drawing
 from reproduction.families import POSITION_KINDS, tiny
 from reproduction.texts import multi30k
 
@@ -22,8 +23,8 @@ ROWS = 16
 SIZES = {"d_model": 64, "d_ff": 128, "num_encoder_layers": 2, "num_decoder_layers": 2}
 VOCABULARY = 1000
 
-_TOLD = ("num_heads", "pad_id", "bos_id", "eos_id")
-
+NAME = "first-steps"
+"""Of this comparison, beside those of recipes."""
 NAMES = (*presets.FAMILIES, *(f"opennmt-{kind}" for kind in POSITION_KINDS))
 
 
@@ -46,7 +47,7 @@ def compare(name: str, data: Path, out: Path) -> dict[str, Any]:
     from flaxformer_mt.parity.trajectory import train_ours, train_reference
 
     family, _, kind = name.partition("-")
-    options = {"position_kind": kind} if kind else {}
+    options: dict[str, Any] = {"position_kind": kind} if kind else {}
     corpus, tokenizers = _corpus(data, out)
     model = with_vocabulary_sizes(
         tiny(family, **SIZES | options),
@@ -55,10 +56,10 @@ def compare(name: str, data: Path, out: Path) -> dict[str, Any]:
     )
     torch.manual_seed(1)
     module = references.of_config(family, model, "float64")
-    # What tensors do not determine; the sizes are read from them.
-    told = {name: getattr(model, name) for name in _TOLD} | options
+    # The sizes are read from the tensors.
+    options |= {name: getattr(model, name) for name in ("num_heads", "pad_id", "bos_id", "eos_id")}
     training = recipe(family, WARMUP_STEPS, NUM_STEPS)
-    sides = model_pair(family, module, told, its_recipe=training)
+    sides = model_pair(family, module, options, its_recipe=training)
     batches = _batches(corpus, tokenizers, sides.ours.config, training.source_padding)
     tokens = [real_tokens(sides, batch)[0] for batch in batches]
     with precision("float64"), without_dropout(module):
@@ -121,11 +122,9 @@ def _rows(sentences: Sequence[Sequence[int]], pad_id: int, side: str = "right") 
 
 def plot(results: Sequence[dict[str, Any]], path: Path) -> None:
     """Draws both loss curves of every family, one panel each."""
-    from matplotlib.figure import Figure
-
     columns = 5
     lines = -(-len(results) // columns)
-    figure = Figure(figsize=(2.6 * columns, 2.1 * lines), layout="constrained")
+    figure = drawing.new_figure(2.6 * columns, 2.1 * lines)
     axes = np.atleast_1d(figure.subplots(lines, columns, sharex=True)).flat
     for panel, values in zip(axes, results, strict=False):
         panel.plot(values["pytorch"], color="#f59e0b", linewidth=4, alpha=0.6, label="PyTorch")
@@ -137,4 +136,4 @@ def plot(results: Sequence[dict[str, Any]], path: Path) -> None:
     axes[0].legend(fontsize=7)
     figure.supxlabel("step", fontsize=9)
     figure.supylabel("loss per token", fontsize=9)
-    figure.savefig(path, dpi=110)
+    path.write_bytes(drawing.to_png(figure))

@@ -1,26 +1,36 @@
 """docs/results.md, from the scores of finished runs."""
 
+import functools
+import itertools
 import json
+import operator
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs import atomic
 from flaxformer_mt.runs.metrics_file import read_metrics
-from reproduction import families, tatoeba
-from reproduction.first_steps import NUM_STEPS
+from reproduction import families, first_steps, tatoeba
 from reproduction.recipe import Group, Recipe
 from reproduction.recipes import RECIPES
 
 INTRODUCTION = """# Results
 
-Every line can be repeated: `python benchmarks/results.py --run NAME` (`--help` says what text it
-needs, `--list` has all names). The scores of each run with their signatures, its metrics step by
-step and its curves are in [results/](results). BLEU of text that is tokenised already equals that
-of Moses' `multi-bleu.perl`; BLEU of cased text is sacreBLEU's default. Intervals are those of 1,000
-bootstrap samples, 95%; of several seeds, means are given.
+`python benchmarks/results.py --run NAME` trains and scores one line of this page (`--help` says
+what text it needs, `--list` has all names). Where a recipe has changed since, the line says so, and
+its commit has the recipe that was trained. The scores of each run with their signatures, its
+metrics step by step and its curves are in [results/](results).
+
+Text that is tokenised already is scored without further tokenisation, as by Moses'
+`multi-bleu.perl`, other text with sacreBLEU's defaults. chrF is that of the same text: it can be
+compared only between lines with the same text. Intervals are 95% bootstrap intervals (1,000
+samples). With several seeds, scores and intervals are means over the seeds, so that the intervals
+do not include the variance between seeds. The loss is the training objective, which differs between
+presets; the perplexity is that of the cross-entropy without label smoothing. Hours and tokens per
+second are those of the training steps; the CPUs were shared with other programs.
 
 This file is written by `python benchmarks/results.py --page`.
 """
@@ -29,7 +39,7 @@ SECTIONS: dict[Group, str] = {
     "quickstart": "Configurations without a corpus",
     "multi30k": "Multi30k, the Transformer-Tiny of Wu et al. 2021",
     "families": "Every preset, tiny, on Multi30k",
-    "seeds": "The published implementations' own tasks",
+    "published-tasks": "What the published implementations were trained on",
     "tatoeba": "Tatoeba, by the number of training pairs",
 }
 
@@ -39,13 +49,14 @@ _INTRODUCTIONS: dict[Group, str] = {
     "families": (
         "2 + 2 layers of width 128, 4,000 pieces, and "
         f"{families.NUM_STEPS:,} batches of {families.BATCH_TOKENS:,} target tokens for "
-        "all, which are six passes over the text. The arrangement, initial values, loss and "
-        "schedule of each are its own. Warm-up has "
-        f"{families.WARMUP_STEPS:,} steps; learning rates that do not depend "
-        "on the width are those of wide models, and are replaced by a peak of 3e-3 (constant: "
-        "1e-3). Lines below 25 BLEU have a note."
+        "all, which are six passes over the text. Architecture, initial values and loss are those "
+        "of the preset, schedules those of the published training code or a related one (mBART and "
+        "M2M-100: fairseq; T5: Marian), with "
+        f"{families.WARMUP_STEPS:,} steps of warm-up; `annotated_wide_heads` has one cycle, "
+        "`torch` and `double_projection` a constant rate. Peak rates are 2.8e-3 to 5.6e-3, "
+        "constant ones 1e-3, T5's is 1e-2. Lines below 25 BLEU have a note."
     ),
-    "seeds": (
+    "published-tasks": (
         "Translation with `tunz` and with the layers of the notebook (`double_projection`) is in "
         "the table above: `family-tunz`, `family-double_projection`."
     ),
@@ -66,11 +77,18 @@ def write_page(results: Path) -> None:
     Args:
       results: has a JSON file of each run, as `runs.run` returns it; a "note" that is added to it
         says what is true of this run and not of its recipe.
+
+    Raises:
+      UserError: there is no such file.
     """
     runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for path in sorted(results.glob("*.json")):
         values = json.loads(path.read_text())
         runs[values["name"]].append(values)
+    if not runs:
+        raise UserError(f"{results} has no JSON file of a run")
+    for found in runs.values():
+        found.sort(key=lambda run: run.get("seed", 0))
     parts = [INTRODUCTION]
     for group, title in SECTIONS.items():
         members = {name: runs[name] for name, recipe in RECIPES.items() if recipe.group == group}
@@ -80,17 +98,23 @@ def write_page(results: Path) -> None:
         if group in _INTRODUCTIONS:
             parts.append(f"{_INTRODUCTIONS[group]}\n")
         if finished and group in _TABLES:
-            parts.append("\n".join([*_TABLES[group](finished), ""]))
+            parts.append("\n".join([*_TABLES[group](finished, results.name), ""]))
         elif finished:
             parts += [_section(RECIPES[name], found, results) for name, found in finished.items()]
         if group == "tatoeba" and finished:
-            bleu = {name: found[0]["scores"]["test"]["bleu"] for name, found in finished.items()}
+            bleu = {
+                name: _mean(found, "scores", "test", "bleu") for name, found in finished.items()
+            }
             tatoeba.plot(bleu, results / TATOEBA_PICTURE)
-        if group == "families" and runs["first-steps"]:
-            parts.append("\n".join([*_first_steps(runs["first-steps"][0]["families"]), ""]))
+        if group == "families":
+            if runs[first_steps.NAME]:
+                compared = runs[first_steps.NAME][0]["families"]
+                parts.append("\n".join([*_first_steps(compared, results.name), ""]))
+            else:
+                missing.append(f"`{first_steps.NAME}`")
         if missing:
             parts.append(f"Not yet run: {', '.join(missing)}.\n")
-    atomic.write_text(results.with_suffix(".md"), "\n".join(parts))
+    atomic.write_text(results.parent / f"{results.name}.md", "\n".join(parts))
 
 
 def _section(recipe: Recipe, runs: Runs, results: Path) -> str:
@@ -100,12 +124,13 @@ def _section(recipe: Recipe, runs: Runs, results: Path) -> str:
     if runs[0]["scores"]:
         lines += _scores(runs, recipe)
     else:
-        best = runs[0]["validation"]
-        lines.append(
-            f"Validation: loss {best['loss']:.4f}, perplexity {best['perplexity']:.2f}, accuracy "
-            f"{best['accuracy']:.1%}."
+        loss, perplexity, accuracy = (
+            _mean(runs, "validation", name) for name in ("loss", "perplexity", "accuracy")
         )
-    lines += ["", _foundation(runs)]
+        lines.append(
+            f"Validation: loss {loss:.4f}, perplexity {perplexity:.2f}, accuracy {accuracy:.1%}."
+        )
+    lines += ["", _foundation(recipe, runs)]
     if recipe.source:
         lines.append(f"Published: {recipe.source}.")
     lines += _notes(recipe, runs)
@@ -134,8 +159,7 @@ def _scores(runs: Runs, recipe: Recipe) -> Iterator[str]:
     lines = {}
     for test, score in runs[0]["scores"].items():
         means = {
-            column: statistics.mean(run["scores"][test][column] for run in runs)
-            for column in _COLUMNS.keys() & score.keys()
+            column: _mean(runs, "scores", test, column) for column in _COLUMNS.keys() & score.keys()
         }
         published = {"published": recipe.published[test]} if test in recipe.published else {}
         lines[test] = means | published
@@ -147,21 +171,37 @@ def _scores(runs: Runs, recipe: Recipe) -> Iterator[str]:
         yield f"| {test} | {' | '.join(cells)} |"
 
 
-def _foundation(runs: Runs) -> str:
+def _mean(runs: Runs, *path: str) -> float:
+    """Returns the mean of a value over seeds."""
+    return statistics.mean(functools.reduce(operator.getitem, path, run) for run in runs)
+
+
+def _foundation(recipe: Recipe, runs: Runs) -> str:
     """What the scores of an experiment rest on."""
     hours = ", ".join(f"{run['hours']:.2f}" for run in runs)
     steps = ", ".join(f"{run['steps']:,}" for run in runs)
-    commits = ", ".join(dict.fromkeys(run["commit"] for run in runs))
     parameters = f"{runs[0]['parameters']:,} parameters"
-    return f"{_common(runs)}; {steps} steps; {hours} hours; commit {commits}; {parameters}."
+    scored = (
+        "best checkpoint by validation loss"
+        if recipe.averaged == 1
+        else f"mean of the last {recipe.averaged} checkpoints"
+    )
+    return (
+        f"{_common(runs)}; {steps} steps; {scored}; {hours} hours; commit {_commits(runs)}; "
+        f"{parameters}."
+    )
 
 
 def _common(runs: Runs) -> str:
     """The seeds, devices and signatures of runs."""
-    seeds = ", ".join(sorted({str(run["seed"]) for run in runs}))
+    seeds = ", ".join(map(str, sorted({run["seed"] for run in runs})))
     devices = ", ".join(sorted({run["device"] for run in runs}))
     signatures = {score["signature"] for run in runs for score in run["scores"].values()}
     return "; ".join([f"Seed {seeds}", devices, *sorted(signatures)])
+
+
+def _commits(runs: Runs) -> str:
+    return ", ".join(dict.fromkeys(run["commit"] for run in runs))
 
 
 def _notes(recipe: Recipe, runs: Runs) -> list[str]:
@@ -184,56 +224,59 @@ def _by_epoch(metrics: Sequence[str], path: Path) -> Iterator[str]:
         yield f"| {epoch} | {train['loss']:.4f} | {cells} | {seconds:.0f} |"
 
 
-def _families(found: dict[str, Runs]) -> Iterator[str]:
+def _families(found: dict[str, Runs], folder: str) -> Iterator[str]:
     yield (
         "| `--run`, with its curves | development loss | perplexity | BLEU | interval | tokens/s "
         "| hours | commit |"
     )
     yield "|---|---|---|---|---|---|---|---|"
     for runs in found.values():
-        run = runs[0]
-        validation, score = run["validation"], run["scores"]["test"]
+        loss, perplexity = (_mean(runs, "validation", name) for name in ("loss", "perplexity"))
+        bleu, interval = (_mean(runs, "scores", "test", name) for name in ("bleu", "interval"))
         yield (
-            f"| {_curves(run)} | {validation['loss']:.4f} | {validation['perplexity']:.2f} "
-            f"| {score['bleu']:.2f} | ± {score['interval']:.2f} | {run['tokens_per_second']:,.0f} "
-            f"| {run['hours']:.2f} | {run['commit']} |"
+            f"| {_curves(runs, folder)} | {loss:.4f} | {perplexity:.2f} | {bleu:.2f} "
+            f"| ± {interval:.2f} | {_mean(runs, 'tokens_per_second'):,.0f} "
+            f"| {_mean(runs, 'hours'):.2f} | {_commits(runs)} |"
         )
-    yield f"\n{_common([runs[0] for runs in found.values()])}."
+    yield f"\n{_common(list(itertools.chain(*found.values())))}."
     for name, runs in found.items():
-        notes = _notes(RECIPES[name], runs[:1])
+        notes = _notes(RECIPES[name], runs)
         if notes:
             yield f"\n`{name}`: {' '.join(notes)}"
 
 
-def _tatoeba(found: dict[str, Runs]) -> Iterator[str]:
+def _tatoeba(found: dict[str, Runs], folder: str) -> Iterator[str]:
     yield "| `--run`, with its curves | BLEU | interval | chrF | steps | hours | commit |"
     yield "|---|---|---|---|---|---|---|"
     for runs in found.values():
-        run = runs[0]
-        score = run["scores"]["test"]
-        yield (
-            f"| {_curves(run)} | {score['bleu']:.2f} | ± {score['interval']:.2f} "
-            f"| {score['chrf']:.2f} | {run['steps']:,} | {run['hours']:.2f} | {run['commit']} |"
+        bleu, interval, chrf = (
+            _mean(runs, "scores", "test", name) for name in ("bleu", "interval", "chrf")
         )
-    yield f"\n{_common([runs[0] for runs in found.values()])}."
+        yield (
+            f"| {_curves(runs, folder)} | {bleu:.2f} | ± {interval:.2f} | {chrf:.2f} "
+            f"| {_mean(runs, 'steps'):,.0f} | {_mean(runs, 'hours'):.2f} | {_commits(runs)} |"
+        )
+    yield f"\n{_common(list(itertools.chain(*found.values())))}."
     yield ""
-    yield f"![BLEU by the number of training pairs](results/{TATOEBA_PICTURE})"
+    yield f"![BLEU by the number of training pairs]({folder}/{TATOEBA_PICTURE})"
 
 
-def _curves(run: dict[str, Any]) -> str:
-    """The name of an experiment, linked to its curves."""
-    return f"[`{run['name']}`](results/{_stem(run)}.png)"
+def _curves(runs: Runs, folder: str) -> str:
+    """The name of an experiment, linked to the curves of its first run."""
+    return f"[`{runs[0]['name']}`]({folder}/{_stem(runs[0])}.png)"
 
 
-def _first_steps(compared: Sequence[dict[str, Any]]) -> Iterator[str]:
-    yield f"### The first {NUM_STEPS} steps beside PyTorch"
+def _first_steps(compared: Sequence[dict[str, Any]], folder: str) -> Iterator[str]:
+    yield f"### The first {first_steps.NUM_STEPS} steps beside PyTorch"
     yield ""
-    yield "`python benchmarks/results.py --run first-steps`"
+    yield f"`python benchmarks/results.py --run {first_steps.NAME}`"
     yield ""
     yield (
         "The PyTorch reference of each preset and our model, trained from the same weights on the "
-        "same batches of Multi30k, in float64, without dropout: loss per token of both sides, and "
-        "the largest relative difference of the loss in any step."
+        "same batches of Multi30k, in float64, without dropout, at width "
+        f"{first_steps.SIZES['d_model']} with {first_steps.VOCABULARY:,} pieces and a warm-up of "
+        f"{first_steps.WARMUP_STEPS:,} steps: loss per token of both sides, and the largest "
+        "relative difference of the loss in any step."
     )
     yield ""
     yield "| preset | first loss | last loss, ours | last loss, PyTorch | largest difference |"
@@ -244,10 +287,10 @@ def _first_steps(compared: Sequence[dict[str, Any]]) -> Iterator[str]:
             f"| {values['pytorch'][-1]:.4f} | {values['largest_difference']:.1e} |"
         )
     yield ""
-    yield "![loss of both sides](results/first-steps.png)"
+    yield f"![loss of both sides]({folder}/{first_steps.NAME}.png)"
 
 
-_TABLES: dict[Group, Callable[[dict[str, Runs]], Iterator[str]]] = {
+_TABLES: dict[Group, Callable[[dict[str, Runs], str], Iterator[str]]] = {
     "families": _families,
     "tatoeba": _tatoeba,
 }

@@ -26,7 +26,7 @@ class Text(NamedTuple):
         return folder
 
 
-Group = Literal["quickstart", "multi30k", "families", "seeds", "tatoeba"]
+Group = Literal["quickstart", "multi30k", "families", "published-tasks", "tatoeba"]
 
 
 @dataclasses.dataclass(frozen=True)

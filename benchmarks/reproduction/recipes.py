@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.config.files import load_config
-from reproduction import families, multi30k, seeds, tatoeba
+from reproduction import families, multi30k, published_tasks, tatoeba
 from reproduction.recipe import Recipe
 from reproduction.repository import CONFIGS
 
@@ -20,7 +20,7 @@ RECIPES: dict[str, Recipe] = {
     ),
     **multi30k.RECIPES,
     **families.RECIPES,
-    **seeds.RECIPES,
+    **published_tasks.RECIPES,
     **tatoeba.RECIPES,
 }
 """By the name that `benchmarks/results.py --run` takes."""

@@ -1,12 +1,12 @@
 """Trains a recipe, averages checkpoints, translates its test sets and scores them."""
 
-import contextlib
 import json
 import platform
+import shutil
 import statistics
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,10 @@ from flaxformer_mt.config.experiment import with_changes
 from flaxformer_mt.data.corpora.text_files import read_lines
 from flaxformer_mt.decoding.translator import Translator
 from flaxformer_mt.run_reader import MetricRows
+from flaxformer_mt.runs import atomic
 from flaxformer_mt.runs.averaging import average_run
 from reproduction.recipe import Recipe
+from reproduction.repository import ROOT
 from reproduction.texts import write_lines
 
 NUM_BOOTSTRAP_SAMPLES = 1000
@@ -45,21 +47,24 @@ def run(
       changes: values that replace those of the recipe, to try it out: `{"train": {...}}`.
 
     Returns:
-      JSON values: scores by test set, the number of steps, hours, and what they rest on.
+      JSON values: scores by test set, the number of steps, the hours that these took, without
+      validation, and what they rest on.
     """
     folder = None if recipe.text is None else recipe.text.prepare(data, out)
     found = {"data": {} if folder is None else {"path": str(folder)}, "train": {"seed": seed}}
     config = with_changes(with_changes(recipe.config(), found), changes or {})
 
     workdir = out / f"{name}-seed{seed}"
-    seconds = out / f"{workdir.name}.seconds"
-    with _timed(seconds):
-        trained = experiment.train(config, workdir)
+    commit = out / f"{workdir.name}.commit"
+    if not (workdir.exists() and commit.exists()):
+        out.mkdir(parents=True, exist_ok=True)
+        write_lines(commit, [_commit()])
+    trained = experiment.train(config, workdir)
     scored = workdir
     if recipe.averaged > 1:
-        scored = out / f"{name}-seed{seed}-mean"
-        if not scored.exists():
-            average_run(workdir, scored, recipe.averaged, "last")
+        scored = out / f"{workdir.name}-mean"
+        shutil.rmtree(scored, ignore_errors=True)  # Of fewer steps.
+        average_run(workdir, scored, recipe.averaged, "last")
     rows = trained.metrics()
     training, best = rows("train"), _best(rows)
     speeds = [row["target_tokens_per_second"] for row in training]
@@ -67,12 +72,13 @@ def run(
         "name": name,
         "seed": seed,
         "command": f"python benchmarks/results.py --run {name} --seed {seed}",
-        "commit": _commit(),
+        "commit": read_lines(commit)[0],
         "device": _device(),
         "steps": training[-1]["step"],
         "target_tokens": sum(row["target_tokens"] for row in training),
         "tokens_per_second": statistics.median(speeds),
-        "hours": sum(map(float, read_lines(seconds))) / 3600,
+        "hours": sum(row["target_tokens"] / row["target_tokens_per_second"] for row in training)
+        / 3600,
         "validation": {key: best[key] for key in ("loss", "perplexity", "accuracy")},
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(trained.model("last").params)),
         "scores": _scores(recipe, config, scored, folder, rows),
@@ -131,23 +137,16 @@ def score(hypotheses: Sequence[str], references: Sequence[str], tokenized: bool)
     }
 
 
-@contextlib.contextmanager
-def _timed(path: Path) -> Iterator[None]:
-    """Adds the time that the block takes to a file, which has a line for each part of a run."""
-    start = time.perf_counter()
-    try:
-        yield
-    finally:
-        with path.open("a") as file:
-            file.write(f"{time.perf_counter() - start:.1f}\n")
-
-
 def _commit() -> str:
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=10"]
-    result = subprocess.run(
-        command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    """Returns the commit that is checked out, or "unknown" outside a repository."""
+    commands = (["rev-parse", "--short=10", "HEAD"], ["status", "--porcelain", "-uno"])
+    head, changes = (
+        subprocess.run(
+            ["git", *command], cwd=ROOT, capture_output=True, text=True, check=False
+        ).stdout.strip()
+        for command in commands
     )
-    return result.stdout.strip() or "unknown"
+    return f"{head}{'-dirty' if changes else ''}" or "unknown"
 
 
 def _device() -> str:
@@ -160,4 +159,4 @@ def _device() -> str:
 
 def write_json(path: Path, values: Any) -> None:
     """Writes JSON values to a file."""
-    path.write_text(json.dumps(values, indent=1) + "\n")
+    atomic.write_text(path, json.dumps(values, indent=1) + "\n")

@@ -1,7 +1,7 @@
 """Tatoeba, English and French, by the number of training pairs, with the template's recipe.
 
-`configs/forkme.py` is made for an accelerator. `SIZE` and the batch are replaced by what two CPU
-cores train in minutes, and warm-up and rate by those that fit the number of steps.
+`configs/forkme.py` is made for an accelerator. `SIZE` and a smaller batch replace its values, so
+that two CPU cores train it in minutes; warm-up and rate fit the number of steps.
 """
 
 import functools
@@ -11,7 +11,7 @@ from pathlib import Path
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.config.experiment import with_changes
 from flaxformer_mt.config.files import load_config
-from flaxformer_mt.plotting.drawing import new_figure
+from flaxformer_mt.plotting import drawing
 from reproduction.recipe import Recipe
 from reproduction.repository import CONFIGS
 from reproduction.texts import tatoeba
@@ -61,7 +61,7 @@ def plot(bleu: Mapping[str, float], path: Path) -> None:
       bleu: of the test set, by the name of the experiment; those that are missing are left out.
       path: the picture.
     """
-    figure = new_figure(5, 3.2)
+    figure = drawing.new_figure(5, 3.2)
     axes = figure.subplots()
     for (source, target), color in zip(DIRECTIONS, ("#1d4ed8", "#f59e0b"), strict=True):
         known = [pairs for pairs in PAIRS if name(source, target, pairs) in bleu]
@@ -71,7 +71,7 @@ def plot(bleu: Mapping[str, float], path: Path) -> None:
     axes.set_xlabel("training pairs")
     axes.set_ylabel("BLEU")
     axes.legend()
-    figure.savefig(path, dpi=110)
+    path.write_bytes(drawing.to_png(figure))
 
 
 RECIPES = {

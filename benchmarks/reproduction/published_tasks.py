@@ -1,4 +1,4 @@
-"""The tasks of the published implementations themselves."""
+"""What the published implementations themselves were trained on."""
 
 import dataclasses
 
@@ -54,7 +54,7 @@ def questions() -> ExperimentConfig:
 
 
 def annotated_copy() -> ExperimentConfig:
-    """Two layers, eleven classes, 20 batches of 80 lines an epoch, no smoothing; 40 epochs."""
+    """The copy task: 2 + 2 layers, 20 batches of 80 lines an epoch, no smoothing; 40 epochs."""
     return ExperimentConfig(
         model=presets.preset(
             "annotated",
@@ -90,9 +90,14 @@ def annotated_copy() -> ExperimentConfig:
 
 
 def annotated_de_en() -> ExperimentConfig:
-    """Harvardnlp's German to English: 6 + 6 layers of width 512, 8 epochs, warm-up of 3,000."""
+    """German to English: 6 + 6 layers of width 512, 8 epochs.
+
+    The published loop has batches of 32 sentences, makes an update after each 10 (`accum_iter`),
+    and advances the rate, of a warm-up of 3,000, with every batch. In updates, that is a warm-up
+    of 300 and a factor of 10^-0.5.
+    """
     model = dataclasses.replace(annotated_copy().model, num_encoder_layers=6, num_decoder_layers=6)
-    steps = 29_000 // 32
+    steps = 29_000 // 320
     return ExperimentConfig(
         model=model,
         data=DataConfig(
@@ -102,13 +107,14 @@ def annotated_de_en() -> ExperimentConfig:
             vocab_size=8000,
             joint_vocabulary=False,
         ),
-        optimizer=OptimizerConfig(schedule="noam", learning_rate=1.0, warmup_steps=3000),
+        optimizer=OptimizerConfig(schedule="noam", learning_rate=10**-0.5, warmup_steps=300),
         train=TrainConfig(
             num_steps=8 * steps,
-            batch_tokens=512,  # 32 sentences.
+            batch_tokens=5120,  # 320 sentences.
+            accumulation_steps=10,
             label_smoothing=0.1,
             label_smoothing_convention="non_pad_kl",
-            log_every=100,
+            log_every=steps,
             eval_every=steps,
             eval_sentences=100,
             checkpoint_every=steps,
@@ -118,7 +124,7 @@ def annotated_de_en() -> ExperimentConfig:
 
 
 def jadore801120() -> ExperimentConfig:
-    """The command of its README: 256 sentences a batch, 400 epochs, warm-up of 128,000 steps."""
+    """The command of the README: 256 sentences a batch, 400 epochs, warm-up of 128,000 steps."""
     steps = 29_000 // 256
     return ExperimentConfig(
         model=presets.preset("jadore801120", scale_logits=True),
@@ -141,7 +147,7 @@ def jadore801120() -> ExperimentConfig:
 
 
 def tunz_language_model() -> ExperimentConfig:
-    """The same layers without encoder, on the English side: 10 epochs."""
+    """A model of the size of `families.tiny` without encoder, on English: some 9 epochs."""
     return ExperimentConfig(
         model=tiny("tunz", has_inputs=False, num_encoder_layers=0, tie_embeddings="target_output"),
         data=DataConfig(corpus="text", target_language="en", vocab_size=4000),
@@ -165,32 +171,42 @@ _GERMAN_ENGLISH = multi30k_text("de", tokenized=False)
 RECIPES = {
     "questions": Recipe(
         "`questions`: French questions to English",
-        "seeds",
+        "published-tasks",
         questions,
         text=QUESTIONS,
         by_epoch=("loss", "seq2seq_acc", "teacher_forced_bleu"),
-        source="the last line of its table: train_loss 0.0420, valid_loss 1.7106, seq2seq_acc "
-        "0.7496, bleu 0.5904, on a corpus of 50,000 questions",
-        note="Its corpus is not to be had; these are the 9,283 questions of Tatoeba. Its BLEU "
-        "counts padding and words, ours subword tokens.",
+        source="the last epoch of the notebook: train_loss 0.0420, valid_loss 1.7106, seq2seq_acc "
+        "0.7496, bleu 0.5904 (of 1), on a corpus of 50,000 questions",
+        note="That corpus is not available. The text here is the English wh-questions of Tatoeba "
+        "and their translations: 9,283 pairs to train, 72 to validate, 80 to test. The published "
+        "BLEU counts words and padding, from 0 to 1; `teacher_forced_bleu` counts subword tokens, "
+        "from 0 to 100.",
     ),
     "annotated-copy": Recipe(
         "`annotated`: the copy task",
-        "seeds",
+        "published-tasks",
         annotated_copy,
         text=COPIES,
-        note="The published run has 20 epochs, in which the rate only rises; here 20 more follow. "
-        "After the first 20, 92.6% of the lines of the test were exact.",
+        note="The published run has 20 epochs, in which the learning rate only rises; here 20 "
+        "more follow. The validation BLEU is 93.8 after the first 20, and 99.5 after 30.",
     ),
     "annotated-de-en": Recipe(
-        "`annotated`: German to English", "seeds", annotated_de_en, text=_GERMAN_ENGLISH
+        "`annotated`: German to English",
+        "published-tasks",
+        annotated_de_en,
+        text=_GERMAN_ENGLISH,
+        note="The published text is tokenised by spaCy into words; here it has 8,000 subword "
+        "pieces a side.",
     ),
     "jadore801120-de-en": Recipe(
-        "`jadore801120`: German to English", "seeds", jadore801120, text=_GERMAN_ENGLISH
+        "`jadore801120`: German to English",
+        "published-tasks",
+        jadore801120,
+        text=_GERMAN_ENGLISH,
     ),
     "tunz-language-model": Recipe(
         "`tunz`: a language model of English",
-        "seeds",
+        "published-tasks",
         tunz_language_model,
         text=_GERMAN_ENGLISH,
         tests=(),
