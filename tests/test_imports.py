@@ -1,7 +1,8 @@
-"""The direction of imports (docs: which room may know of which), read from the source."""
+"""The direction of imports (docs/architecture.md), read from the source."""
 
 import ast
 import graphlib
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "flaxformer_mt"
 
-# What each room may import from the package, besides itself.
+# What each package may import from the package, besides itself.
 LEAVES = {"accelerators", "errors", "exit_codes", "input_files", "memory_limits", "runs.atomic"}
 ALLOWED = {
     "accelerators": set(),
@@ -135,8 +136,8 @@ MODULE_NAMES = {
 }
 
 
-def is_within(module, rooms):
-    return any(module == room or module.startswith(f"{room}.") for room in rooms)
+def is_within(module, packages):
+    return any(module == name or module.startswith(f"{name}.") for name in packages)
 
 
 MODULES = {
@@ -155,15 +156,24 @@ def _allowed(name):
 
 @pytest.mark.parametrize("name", MODULES)
 def test_arrows_point_one_way(name):
-    room = name.split(".")[0]
+    package = name.split(".")[0]
     for module in imported_modules(MODULES[name]):
         if module.startswith("flaxformer_mt."):
             inside = module.removeprefix("flaxformer_mt.")
-            allowed = room == "cli" or is_within(inside, _allowed(name) | {room})
+            allowed = package == "cli" or is_within(inside, _allowed(name) | {package})
             assert allowed, f"{name} must not import {module}"
         top = module.split(".")[0]
         if top in ONLY_IN:
             assert is_within(name, ONLY_IN[top]), f"{name} must not import {top}"
+
+
+def test_the_documentation_has_the_same_table():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([\w.]+)` \| ((?:`[\w.]+`(?:, )?)+) \|$", text, re.MULTILINE)
+    documented = {name: set(re.findall(r"[\w.]+", names)) for name, names in rows}
+    # The modules that all may import are in a sentence, not in the table.
+    table = {name: names - LEAVES for name, names in ALLOWED.items()}
+    assert documented == {name: names for name, names in table.items() if names}
 
 
 def test_nothing_imports_the_entry_points():

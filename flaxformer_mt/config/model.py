@@ -222,7 +222,7 @@ class TransformerConfig:
             f"model.target_vocab_size={self.target_vocab_size}",
         )
         require(
-            self.norm_kind == "layer_norm" or self.d_model > 1,
+            self.norm_kind != "unbiased_std" or self.d_model > 1,
             "model.norm_kind=unbiased_std needs model.d_model > 1",
         )
         require(

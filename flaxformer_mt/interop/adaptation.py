@@ -14,6 +14,7 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 
 from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.config.model import DOT_PRODUCT
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.weight_maps import adam_state, mapping, validation
 from flaxformer_mt.interop.weight_maps.adam_state import TrainingState
@@ -331,9 +332,13 @@ def _biases(conversion: Conversion, arrays: ArraysByPath) -> Iterator[Adaptation
 
 
 def _has_effect(config: TransformerConfig, path: str) -> bool:
-    """Returns whether a bias can change the results: that of untransformed keys cannot."""
+    """Returns whether a bias can change the results.
+
+    That of keys cannot, unless they are transformed or `attention_kind` is not the dot product.
+    """
     is_transformed = "self_attention" in path and transforms_keys(config)
-    return is_transformed or not path.endswith("/key/bias")
+    is_own = config.attention_kind != DOT_PRODUCT
+    return is_transformed or is_own or not path.endswith("/key/bias")
 
 
 def _is_switched_bias(path: str) -> bool:

@@ -120,10 +120,11 @@ class MultiHeadAttention(nn.Module):
           inputs: [B, S, D].
           transform: applied to the keys [B, H, S, K], such as a rotation by their positions.
         """
-        # Without a transform, a key bias adds the same number to all scores of a query, which
-        # cancels in the softmax: its gradient is 0. Computed, it would be rounding noise, which
-        # Adam scales up to steps of full size.
-        key = self._split_heads(self.key(inputs, train_bias=transform is not None))
+        # With dot products and without a transform, a key bias adds the same number to all scores
+        # of a query, which cancels in the softmax: its gradient is 0. Computed, it would be
+        # rounding noise, which Adam scales up to steps of full size.
+        cancels = self.config.attention_kind == DOT_PRODUCT and transform is None
+        key = self._split_heads(self.key(inputs, train_bias=not cancels))
         value = self._split_heads(self.value(inputs))
         return KeyValue(key if transform is None else transform(key), value)
 

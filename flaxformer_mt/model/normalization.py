@@ -164,7 +164,11 @@ class Norm(nn.Module):
 
 
 class Twice(NamedTuple):
-    """What a sub-layer and the residual beside it use; one array, whose gradients are not added."""
+    """The output of a fused norm, once for the next sub-layer and once for its residual connection.
+
+    The backward pass of the kernel takes both gradients and adds them itself, which saves a pass
+    over memory.
+    """
 
     of_sublayer: Array
     of_residual: Array

@@ -52,8 +52,8 @@ class RelativeBias(nn.Module):
     In the encoder one half of the buckets is for keys at or before the query, the other for those
     after it. In the decoder all buckets are for keys at or before the query.
 
-    Scores are divided by sqrt(K) before it is added, as in OpenNMT-py 3 (T5 has folded this
-    division into the initial values of the query projection).
+    With `config.scale_scores`, scores are divided by sqrt(K) before it is added (OpenNMT-py 3);
+    without, they are not (T5).
 
     Source: Raffel et al. 2020, section 2.1; OpenNMT-py 3, `compute_bias`.
     """

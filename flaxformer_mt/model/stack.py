@@ -29,8 +29,9 @@ def stack(
     0.91 of the time to run it (`benchmarks/layer_stack.py`). GPUs and TPUs would spend a quarter of
     a step on copying what the loop keeps for the backward pass into and out of stacked arrays.
 
-    `config.remat` names what training stores of each layer; the rest is computed again in the
-    backward pass (Chen et al. 2016). Inputs of layers are always stored.
+    `config.remat` selects which activations are computed again in the backward pass instead of
+    stored (Chen et al. 2016); inputs of layers are always stored. "products" and "full" are applied
+    here, "projections" in `MultiHeadAttention`.
 
     Args:
       layer: its methods map (carry, *arguments) to (carry, output); outputs are stacked along L.

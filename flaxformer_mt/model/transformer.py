@@ -63,17 +63,20 @@ class OutputFactors(NamedTuple):
 def _look_up(table: Array, tokens: Array, dtype: jnp.dtype) -> Array:
     """Looks up the rows [B, T, D] of a table [V, D]; ids outside the vocabulary give NaN.
 
-    They are rounded to `dtype` only then, so that the gradients of all tokens are added up in the
-    table's dtype.
+    The vectors are rounded to `dtype` after the lookup, so that the gradients of all tokens are
+    added up in the table's dtype.
     """
     size, width = table.shape
     parts = num_parts("parts", size)
-    # From a table whose columns are sharded, each device has a part of every vector. XLA finds no
-    # direct way from there to the whole vectors of some rows, only by this intermediate.
+    # Where the table's columns are sharded, each device holds a slice of every vector. XLA does not
+    # find the resharding to whole vectors of a device's own rows directly; these constraints give
+    # it the intermediate layout.
     tokens = constrain(tokens, "lookup_batch", "length")
     if parts == 1:
         columns = constrain(table, "vocabulary", "lookup_embed")
-        vectors = jnp.take(columns, tokens, axis=0).astype(dtype)
+        rows = columns.at[tokens]
+        vectors = rows.get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+        vectors = vectors.astype(dtype)
         return constrain(vectors, "lookup_batch", "length", "lookup_embed")
     # Each device looks all tokens up in its part of the vocabulary, and finds zeros for those of
     # other parts. Otherwise XLA would gather the parts, and those of the gradient.
@@ -152,7 +155,7 @@ def _columns(length: int, positions: Array | None) -> Array:
 class Transformer(nn.Module):
     """The model of "Attention Is All You Need", with the switches of its published variants.
 
-    `presets.py` names the variants. The model does not shift targets: the data room makes the
+    `presets.py` names the variants. The model does not shift targets: `data/` makes the
     decoder inputs.
     """
 

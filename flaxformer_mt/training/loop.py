@@ -53,7 +53,7 @@ def train(
         `config.eval_every` steps and at the end.
       schedule: the learning rate schedule of the optimizer, for reporting.
       checkpointer: saves every `config.checkpoint_every` steps, after each validation that is the
-        best so far, and at the end.
+        best so far if `config.keep_best` is not 0, and at the end.
       writers: receive training metrics every `config.log_every` steps and at the end, and the
         metrics of each validation. Speed is that of the steps only; the first includes compilation.
       config: number of steps, intervals, and early stopping.
@@ -67,7 +67,8 @@ def train(
       The final state.
 
     Raises:
-      Interrupted: `should_stop` returned True; a checkpoint was written.
+      Interrupted: `should_stop` returned True; a checkpoint was written, unless the last steps
+        were skipped.
       UserError: loss, gradient or update of too many steps in a row was not finite, and the run is
         back at its newest checkpoint; or a checkpoint cannot be written.
     """

@@ -178,8 +178,8 @@ def eval_step(
     """Computes the metrics of a batch without dropout; arguments as in `train_step`.
 
     Returns:
-      "loss" (the training objective), "accuracy", and "cross_entropy" (the loss without label
-      smoothing, whose exponential is the perplexity), all per target token.
+      "loss" (the label-smoothed cross-entropy), "accuracy", and "cross_entropy" (without label
+      smoothing; its exponential is the perplexity), all per target token.
     """
     logits = _apply(model, params, batch, deterministic=True)
     metrics = _loss_and_accuracy(logits, batch, model, config)

@@ -105,6 +105,24 @@ def test_a_key_bias_cannot_matter_and_is_not_trained():
     np.testing.assert_array_equal(jax.grad(loss)(bias), 0)
 
 
+def test_a_key_bias_of_an_attention_of_ones_own_is_trained(kinds):
+    @attention.register_attention("own")
+    class Distances(MultiHeadAttention):
+        def attend(self, query, key, value, *arguments):
+            distances = jnp.square(query[..., None, :] - key[..., None, :, :]).sum(-1)
+            weights = jax.nn.softmax(-distances)
+            return weights @ value, weights
+
+    module = Distances(TransformerConfig(d_model=8, num_heads=2, attention_kind="own"))
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 8)), jnp.float32)
+    variables = module.init(jax.random.key(0), x, x, None, True)
+
+    def loss(variables):
+        return jnp.sum(jnp.square(module.apply(variables, x, x, None, True)[0]))
+
+    assert jax.grad(loss)(variables)["params"]["key"]["bias"].any()
+
+
 @pytest.fixture
 def kinds(monkeypatch):
     """The registered kinds of attention, restored afterwards."""

@@ -228,6 +228,15 @@ def test_bfloat16_keeps_parameters_and_logits_in_float32():
     assert 0 < float(jnp.abs(logits - exact).max()) < 0.2
 
 
+@pytest.mark.parametrize("token", [4, -2])
+def test_tokens_outside_the_vocabulary_give_nan(token):
+    embedding = Embedding(TransformerConfig(d_model=8, num_heads=2), 4)
+    variables = embedding.init(jax.random.key(0), jnp.zeros((1, 1), int))
+    vectors = embedding.apply(variables, jnp.array([[3, token]]))
+    assert jnp.isfinite(vectors[0, 0]).all()
+    assert jnp.isnan(vectors[0, 1]).all()
+
+
 def test_gradients_of_embeddings_are_added_up_in_float32():
     config = dataclasses.replace(TINY, dtype="bfloat16", scale_embeddings=False)
     embedding, tokens = Embedding(config, 4), jnp.full((1, 1025), 3)

@@ -37,8 +37,9 @@ def extend_beam(
     """Extends the W best unfinished hypotheses by one token.
 
     The 2W best continuations are candidates. The complete ones among the first W compete by score
-    for the W entries of finished hypotheses; the first W incomplete ones are continued. There are
-    always W of them, because each hypothesis has only one continuation that ends it.
+    for the W entries of finished hypotheses; the first W incomplete ones are continued. Before
+    the maximum length there are always W of them, because each hypothesis has only one continuation
+    that ends it.
 
     Returns:
       The hypotheses to continue; the W best finished ones, best first; and the index of the

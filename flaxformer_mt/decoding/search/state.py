@@ -103,8 +103,9 @@ class SearchResult(NamedTuple):
     scores: Array
     """float32 [B, N], the ranking score: log-probability / length penalty + coverage penalty."""
     log_probabilities: Array
-    """float32 [B, N], summed over the tokens, end token included, with the options applied: a
-    required end has probability 1, and repetition and diversity penalties are subtracted."""
+    """float32 [B, N], summed over the tokens, end token included, with all rules applied: a
+    required end has probability 1, and repetition and diversity penalties are included; temperature
+    and the filters of sampling are not."""
 
 
 class SearchState(NamedTuple):
