@@ -74,7 +74,7 @@ def _look_up(table: Array, tokens: Array, dtype: jnp.dtype) -> Array:
     tokens = constrain(tokens, "lookup_batch", "length")
     if parts == 1:
         columns = constrain(table, "vocabulary", "lookup_embed")
-        rows = columns.at[tokens]
+        rows = jnp.asarray(columns).at[tokens]  # Parameters may be NumPy arrays.
         vectors = rows.get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
         vectors = vectors.astype(dtype)
         return constrain(vectors, "lookup_batch", "length", "lookup_embed")
