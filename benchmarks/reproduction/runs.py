@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from sacrebleu.metrics import BLEU, CHRF
 
 from flaxformer_mt import experiment
@@ -18,6 +19,7 @@ from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.config.experiment import with_changes
 from flaxformer_mt.data.corpora.text_files import read_lines
 from flaxformer_mt.decoding.translator import Translator
+from flaxformer_mt.plotting.history import read_history
 from flaxformer_mt.run_reader import MetricRows
 from flaxformer_mt.runs import atomic
 from flaxformer_mt.runs.averaging import average_run
@@ -68,6 +70,7 @@ def run(
     rows = trained.metrics()
     training, best = rows("train"), _best(rows)
     speeds = [row["target_tokens_per_second"] for row in training]
+    (hours,) = read_history(workdir).positions(np.array([training[-1]["step"]]), "hours")
     return {
         "name": name,
         "seed": seed,
@@ -77,8 +80,7 @@ def run(
         "steps": training[-1]["step"],
         "target_tokens": sum(row["target_tokens"] for row in training),
         "tokens_per_second": statistics.median(speeds),
-        "hours": sum(row["target_tokens"] / row["target_tokens_per_second"] for row in training)
-        / 3600,
+        "hours": float(hours),
         "validation": {key: best[key] for key in ("loss", "perplexity", "accuracy")},
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(trained.model("last").params)),
         "scores": _scores(recipe, config, scored, folder, rows),
@@ -139,14 +141,9 @@ def score(hypotheses: Sequence[str], references: Sequence[str], tokenized: bool)
 
 def _commit() -> str:
     """Returns the commit that is checked out, or "unknown" outside a repository."""
-    commands = (["rev-parse", "--short=10", "HEAD"], ["status", "--porcelain", "-uno"])
-    head, changes = (
-        subprocess.run(
-            ["git", *command], cwd=ROOT, capture_output=True, text=True, check=False
-        ).stdout.strip()
-        for command in commands
-    )
-    return f"{head}{'-dirty' if changes else ''}" or "unknown"
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return result.stdout.strip() or "unknown"
 
 
 def _device() -> str:
