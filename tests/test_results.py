@@ -91,7 +91,7 @@ def test_tables_of_many_experiments_have_the_means_of_the_seeds(results, folder)
         "| 2,000 | 3.00 | abc1, abc3 |"
     ) in page
     assert "Seed 1, 3; 1 x GPU; tok:none." in page
-    assert "\n`family-t5`: T5 is published with Adafactor" in page
+    assert "\n`family-t5`: Trained with Adafactor" in page
     assert (folder / "tatoeba.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -8,10 +8,11 @@ from flaxformer_mt.config.fields import FieldRole, option, require, validate
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """Adam and its learning rate."""
+    """The optimizer and its learning rate."""
 
-    kind: Literal["adam", "adamw"] = option("adam", FieldRole.TRAINING)
-    """adamw adds decoupled weight decay."""
+    kind: Literal["adam", "adamw", "adafactor"] = option("adam", FieldRole.TRAINING)
+    """adamw adds decoupled weight decay; adafactor needs hardly any memory, and multiplies the
+    learning rate by the root mean square of each parameter (T5: 1e-2)."""
     learning_rate: float = option(1e-3, FieldRole.TRAINING, above=0, limit=1e6)
     """Peak learning rate of constant, inverse_square_root and one_cycle; factor of noam and
     tensor2tensor."""

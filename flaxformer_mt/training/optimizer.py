@@ -14,6 +14,7 @@ from jax import Array
 
 from flaxformer_mt.config import OptimizerConfig
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.training.sharding import path_name
 
 
 def inverse_square_root_schedule(peak: float, warmup_steps: int) -> optax.Schedule:
@@ -120,16 +121,47 @@ def make_schedule(config: OptimizerConfig, d_model: int, num_steps: int) -> opta
 def make_optimizer(
     config: OptimizerConfig, schedule: optax.Schedule
 ) -> optax.GradientTransformation:
-    """Returns Adam or AdamW with a schedule, after clipping by global norm if configured."""
+    """Returns an optimizer with a schedule, after clipping by global norm if configured.
+
+    Adafactor is that of Shazeer and Stern 2018 without momentum, as T5 is trained with: matrices
+    have factored second moments if both dimensions are at least 128.
+    """
     moments = {"b1": config.beta1, "b2": config.beta2, "eps": config.epsilon}
-    if config.kind == "adamw":
-        optimizer = optax.adamw(schedule, weight_decay=config.weight_decay, **moments)
-    else:
-        optimizer = optax.adam(schedule, **moments)
+    match config.kind:
+        case "adam":
+            optimizer = optax.adam(schedule, **moments)
+        case "adamw":
+            optimizer = optax.adamw(schedule, weight_decay=config.weight_decay, **moments)
+        case "adafactor":
+            optimizer = _for_each_layer(optax.adafactor(schedule))
     if config.clip_norm:
         optimizer = optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
 
     return optax.GradientTransformation(optimizer.init, _with_standard_promotion(optimizer.update))
+
+
+def _for_each_layer(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Wraps an optimizer that uses means over a parameter, which layers [L, ...] do not share."""
+
+    def over_layers(function: Callable) -> Callable:
+        def wrapped(tree: Any, *rest: Any) -> Any:
+            # All layers may be frozen.
+            return (jax.vmap(function) if jax.tree.leaves(tree) else function)(tree, *rest)
+
+        return wrapped
+
+    def label(path: Any, _: Any) -> str:
+        stack, *rest = path_name(path).split("/")
+        return stack if rest[:1] == ["layers"] else "other"
+
+    layers = optax.GradientTransformation(
+        over_layers(optimizer.init), over_layers(optimizer.update)
+    )
+    # The stacks may differ in their number of layers.
+    return optax.partition(
+        {"encoder": layers, "decoder": layers, "other": optimizer},
+        functools.partial(jax.tree_util.tree_map_with_path, label),
+    )
 
 
 def _with_standard_promotion(function: Callable) -> Callable:

@@ -163,8 +163,9 @@ def _axes_of(path: str, rank: int, rules: Iterable[ShardingRule]) -> Axes:
 def partition_specs(specs: Mapping[str, PartitionSpec], tree: Any) -> Any:
     """Returns the partition spec of every array of a tree, such as a training state.
 
-    An array whose path ends with that of a parameter has the parameter's spec; others are
-    replicated.
+    An array whose path ends with that of a parameter has the parameter's spec. Others are
+    replicated, as are Adafactor's row and column means, which have fewer dimensions or some of
+    size 1.
 
     Args:
       specs: by parameter path.
@@ -178,7 +179,10 @@ def partition_specs(specs: Mapping[str, PartitionSpec], tree: Any) -> Any:
         names = path_name(path).split("/")
         endings = ("/".join(names[start:]) for start in range(len(names)))
         spec = next((specs[ending] for ending in endings if ending in specs), PartitionSpec())
-        return spec if len(spec) <= len(leaf.shape) else PartitionSpec()
+        fits = len(spec) <= len(leaf.shape) and not any(
+            axis and size == 1 for axis, size in zip(spec, leaf.shape, strict=False)
+        )
+        return spec if fits else PartitionSpec()
 
     return jax.tree_util.tree_map_with_path(spec_of, tree)
 

@@ -18,6 +18,7 @@ import pytest
 from full_disks import files_no_longer_than, in_private_mounts
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from flaxformer_mt.config import OptimizerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs import step_folders
 from flaxformer_mt.runs.checkpoint import (
@@ -26,6 +27,7 @@ from flaxformer_mt.runs.checkpoint import (
     whole_checkpoints,
     write_params,
 )
+from flaxformer_mt.training.optimizer import make_optimizer
 from flaxformer_mt.training.state import TrainState
 
 
@@ -86,6 +88,23 @@ def test_what_is_saved_is_restored_to_the_bit_on_other_devices(
     chex.assert_trees_all_equal_structs(restored, state)
     for leaf, like in zip(jax.tree.leaves(restored), jax.tree.leaves(template), strict=True):
         assert leaf.sharding == like.sharding
+
+
+def test_the_state_of_adafactor_is_restored(tmp_path):
+    """It has places for parameters of other labels, which have no arrays."""
+    optimizer = make_optimizer(OptimizerConfig(kind="adafactor"), optax.constant_schedule(1e-2))
+
+    def state_of(step):
+        state = make_state(step)
+        params = {"encoder": state.params, "output": {"bias": jnp.ones(3)}}
+        _, opt_state = optimizer.update(params, optimizer.init(params), params)
+        return dataclasses.replace(state, params=params, opt_state=opt_state)
+
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(7, state_of(7))
+    with Checkpointer(tmp_path) as checkpointer:
+        restored, _ = checkpointer.restore(state_of(0))
+    chex.assert_trees_all_equal(restored, state_of(7))
 
 
 @pytest.mark.parametrize("with_ema", [False, True])

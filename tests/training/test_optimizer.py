@@ -1,4 +1,4 @@
-"""Schedules and updates, compared with the published formulas and PyTorch's Adam."""
+"""Schedules and updates, compared with the published formulas and the optimizers of PyTorch."""
 
 import chex
 import jax
@@ -7,6 +7,8 @@ import numpy as np
 import optax
 import pytest
 import torch
+from flax.traverse_util import flatten_dict
+from transformers import Adafactor
 
 from flaxformer_mt.config import OptimizerConfig
 from flaxformer_mt.errors import UserError
@@ -110,3 +112,60 @@ def test_trajectories_are_those_of_torch(kind, weight_decay, clip_norm, float64)
     # torch's clipping divides by the norm plus 1e-6.
     chex.assert_trees_all_close(params, expected, atol=1e-7 if clip_norm else 1e-12)
     chex.assert_trees_all_equal_dtypes(params, expected)
+
+
+def test_adafactor_is_that_of_transformers(float64):
+    """On matrices that are factored, vectors, and stacked layers, for 20 updates in float64."""
+    key = np.random.default_rng(0)
+    layers = {"kernel": key.normal(size=(3, 128, 130)), "bias": key.normal(size=(3, 140)) * 1e-5}
+    # Layers whose sizes differ do not share a mean.
+    layers = {
+        name: value * np.array([1e-2, 1, 30]).reshape(3, *[1] * (value.ndim - 1))
+        for name, value in layers.items()
+    }
+    start = {
+        "encoder": {"layers": layers},
+        "decoder": {"layers": {"scale": key.normal(size=(2, 150))}},
+        "output": {"kernel": key.normal(size=(140, 128)), "bias": key.normal(size=150)},
+    }
+    targets = jax.tree.map(lambda value: value + key.normal(size=value.shape), start)
+
+    def by_parameter(tree):
+        """The parameters of each layer by themselves."""
+        flat = sorted(flatten_dict(tree, sep="/").items())
+        return [
+            value for path, values in flat for value in (values if "layers" in path else [values])
+        ]
+
+    parameters = [torch.tensor(value, requires_grad=True) for value in by_parameter(start)]
+    theirs = Adafactor(parameters, lr=1e-2, relative_step=False)
+    optimizer = make_optimizer(
+        OptimizerConfig(kind="adafactor", schedule="constant", learning_rate=1e-2),
+        optax.constant_schedule(1e-2),
+    )
+    params = jax.tree.map(jnp.asarray, start)
+    state = optimizer.init(params)
+
+    @jax.jit
+    def update(params, state):
+        gradients = jax.tree.map(lambda value, target: 2 * (value - target), params, targets)
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for _ in range(20):
+        theirs.zero_grad()
+        for parameter, target in zip(parameters, by_parameter(targets), strict=True):
+            ((parameter - torch.tensor(target)) ** 2).sum().backward()
+        theirs.step()
+        params, state = update(params, state)
+
+    expected = [jnp.asarray(parameter.detach().numpy()) for parameter in parameters]
+    # optax computes the decay rate in float32.
+    chex.assert_trees_all_close(by_parameter(params), expected, rtol=0, atol=1e-8)
+
+
+def test_adafactor_with_frozen_layers():
+    optimizer = make_optimizer(OptimizerConfig(kind="adafactor"), optax.constant_schedule(1e-2))
+    params = {"output": {"bias": jnp.ones(3)}}
+    updates, _ = optimizer.update(params, optimizer.init(params), params)
+    assert np.all(np.asarray(updates["output"]["bias"]) < 0)

@@ -131,6 +131,25 @@ def test_optimizer_state_and_average_are_sharded_like_the_parameters(setup):
     assert found["opt_state/0/count"] == found["step"] == found["key"] == PartitionSpec()
 
 
+def test_adafactor_is_trained_sharded(setup):
+    """Its row and column means have paths that end as those of the parameters, but other shapes."""
+    one, eight = (
+        setup.of(
+            num_devices=number,
+            parallel=parallel,
+            optimizer={"kind": "adafactor", "schedule": "constant"},
+        )
+        for number, parallel in ((1, {}), (8, {"fsdp": 2, "tensor": 2}))
+    )
+    losses = []
+    for tiny in (one, eight):
+        state = tiny.strategy.create_state(tiny.create_state)
+        for step in range(2):
+            state, metrics = tiny.train_step(state, tiny.placed_batch(step))
+        losses.append(float(metrics["loss"][0]))
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
 def test_the_longest_ending_of_a_path_counts():
     specs = {"output/kernel": PartitionSpec("fsdp"), "a/output/kernel": PartitionSpec("tensor")}
     tree = {"mu": {"a": {"output": {"kernel": jax.ShapeDtypeStruct((4,), "float32")}}}}
