@@ -22,7 +22,6 @@ from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.training.flops import training_flops, work_of_batch
 from flaxformer_mt.training.losses import accuracy, label_smoothed_cross_entropy
 from flaxformer_mt.training.parameters import Params, merge, split
-from flaxformer_mt.training.r_drop import divergence
 from flaxformer_mt.training.state import TrainState
 from flaxformer_mt.training.vocabulary_loss import CrossEntropyOptions, chunked_cross_entropy
 
@@ -182,47 +181,29 @@ def eval_step(
       smoothing; its exponential is the perplexity), all per target token.
     """
     logits = _apply(model, params, batch, deterministic=True)
-    metrics = _loss_and_accuracy(logits, batch, model, config)
-    metrics["cross_entropy"] = label_smoothed_cross_entropy(
-        logits, batch.decoder_target_tokens, batch.decoder_loss_weights
+    targets, weights = batch.decoder_target_tokens, batch.decoder_loss_weights
+    loss = label_smoothed_cross_entropy(
+        logits,
+        targets,
+        weights,
+        smoothing=config.label_smoothing,
+        convention=config.label_smoothing_convention,
+        pad_id=model.config.pad_id,
     )
+    metrics = {
+        "loss": loss,
+        "accuracy": accuracy(logits, targets, weights),
+        "cross_entropy": label_smoothed_cross_entropy(logits, targets, weights),
+    }
     return jax.lax.psum(metrics, axis_name) if axis_name else metrics
 
 
 def _objective(
     model: Transformer, params: Params, batch: Batch, key: Array, config: TrainConfig
 ) -> tuple[Array, Metrics]:
-    """Returns the objective, summed over the target tokens of some rows, and their metrics."""
-    if config.r_drop:
-        return _r_drop_objective(model, params, batch, key, config)
-    factors = _apply(
-        model, params, batch, deterministic=False, rngs={"dropout": key}, project=False
-    )
-    loss, correct, tokens = chunked_cross_entropy(
-        factors.vectors,
-        factors.table,
-        factors.bias,
-        batch.decoder_target_tokens,
-        batch.decoder_loss_weights,
-        CrossEntropyOptions(
-            factors.scale,
-            config.label_smoothing,
-            config.label_smoothing_convention,
-            model.config.pad_id,
-        ),
-    )
-    return loss, {
-        "loss": (loss, tokens),
-        "accuracy": (correct, tokens),
-        "padding_fraction": _padding(batch),
-        **_flops(model, batch, tokens, config),
-    }
+    r"""Computes the objective, summed over the target tokens of some rows, and their metrics.
 
-
-def _r_drop_objective(
-    model: Transformer, params: Params, batch: Batch, key: Array, config: TrainConfig
-) -> tuple[Array, Metrics]:
-    r"""Computes the objective of R-Drop, summed over target tokens.
+    With R-Drop it is
 
     .. math:: -\log p_1(y) - \log p_2(y)
         + \alpha \tfrac{1}{2} \left( KL(p_1 \| p_2) + KL(p_2 \| p_1) \right)
@@ -230,25 +211,39 @@ def _r_drop_objective(
     p_1 and p_2 are the predictions of the same model with two dropout masks. (With label smoothing,
     the first two terms are the smoothed cross-entropy, as in the authors' code.) The gradient is
     therefore twice as long as without R-Drop, even if alpha is small: Adam is invariant to that,
-    but `optimizer.clip_norm` must be doubled.
-
-    The reported loss and accuracy are the means of the two passes.
+    but `optimizer.clip_norm` must be doubled. The reported loss and accuracy are the means of the
+    two passes.
 
     Source: Liang et al. 2021, equation 4.
     """
+    passes = 2 if config.r_drop else 1
     # A row and its copy are neighbours, and therefore on the same device.
-    twice = jax.tree.map(functools.partial(jnp.repeat, repeats=2, axis=0), batch)
-    logits = _apply(model, params, twice, deterministic=False, rngs={"dropout": key})
-    sums = _loss_and_accuracy(logits, twice, model, config)
-    pairs = logits.reshape(-1, 2, *logits.shape[1:])  # [B, 2, T, V]
-    divergences = divergence(pairs[:, 0], pairs[:, 1], batch.decoder_loss_weights)
+    rows = jax.tree.map(functools.partial(jnp.repeat, repeats=passes, axis=0), batch)
+    factors = _apply(model, params, rows, deterministic=False, rngs={"dropout": key}, project=False)
+    objective, correct, divergence, weight = chunked_cross_entropy(
+        factors.vectors,
+        factors.table,
+        factors.bias,
+        rows.decoder_target_tokens,
+        rows.decoder_loss_weights,
+        CrossEntropyOptions(
+            factors.scale,
+            config.label_smoothing,
+            config.label_smoothing_convention,
+            model.config.pad_id,
+            config.r_drop,
+        ),
+    )
+    tokens = weight / passes
     metrics = {
-        **jax.tree.map(lambda value: value / 2, sums),
-        "r_drop": divergences,
+        "loss": ((objective - config.r_drop * divergence) / passes, tokens),
+        "accuracy": (correct / passes, tokens),
         "padding_fraction": _padding(batch),
-        **_flops(model, batch, sums["loss"][1] / 2, config, passes=2),
+        **_flops(model, batch, tokens, config, passes),
     }
-    return sums["loss"][0] + config.r_drop * divergences[0], metrics
+    if config.r_drop:
+        metrics["r_drop"] = (divergence, tokens)
+    return objective, metrics
 
 
 def _apply(model: Transformer, params: Params, batch: Batch, **options: Any) -> Any:
@@ -265,22 +260,6 @@ def _apply(model: Transformer, params: Params, batch: Batch, **options: Any) -> 
     )
 
 
-def _loss_and_accuracy(
-    logits: Array, batch: Batch, model: Transformer, config: TrainConfig
-) -> Metrics:
-    """Computes the metrics "loss" and "accuracy"."""
-    targets, weights = batch.decoder_target_tokens, batch.decoder_loss_weights
-    loss = label_smoothed_cross_entropy(
-        logits,
-        targets,
-        weights,
-        smoothing=config.label_smoothing,
-        convention=config.label_smoothing_convention,
-        pad_id=model.config.pad_id,
-    )
-    return {"loss": loss, "accuracy": accuracy(logits, targets, weights)}
-
-
 def _padding(batch: Batch) -> tuple[Array, Array]:
     """Counts the padding positions of source and target, and all positions."""
     padding, positions = jnp.float32(0), 0
@@ -292,7 +271,7 @@ def _padding(batch: Batch) -> tuple[Array, Array]:
 
 
 def _flops(
-    model: Transformer, batch: Batch, tokens: Array, config: TrainConfig, passes: int = 1
+    model: Transformer, batch: Batch, tokens: Array, config: TrainConfig, passes: int
 ) -> Metrics:
     """Counts the flops of the equations; not for frozen parameters, which need fewer."""
     if config.freeze:

@@ -17,6 +17,7 @@ from flaxformer_mt.training.losses import (
     label_smoothed_cross_entropy,
     smoothed_label,
 )
+from flaxformer_mt.training.r_drop import divergence
 from flaxformer_mt.training.sharding import ROW_AXES
 
 MAX_CHUNK_LOGITS = {"cpu": 2**22, "gpu": 2**27, "tpu": 2**27}
@@ -32,6 +33,14 @@ class CrossEntropyOptions(NamedTuple):
     """Of the labels, as for `token_losses`; so are the next two."""
     convention: Convention
     pad_id: int
+    r_drop: float = 0.0
+    """Factor of the divergence of R-Drop. If it is not 0, rows come in pairs, and row 2b + 1 is a
+    second prediction of row 2b."""
+
+    @property
+    def passes(self) -> int:
+        """Number of predictions of a row."""
+        return 2 if self.r_drop else 1
 
 
 def chunked_cross_entropy(
@@ -42,7 +51,7 @@ def chunked_cross_entropy(
     weights: ArrayLike,
     options: CrossEntropyOptions,
     max_chunk_logits: int = 0,
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, Array, Array, Array]:
     """Sums losses and correct predictions without materialising all logits.
 
     The logits are scale * (vectors @ table.T + bias). They are computed in chunks of columns, with
@@ -64,9 +73,10 @@ def chunked_cross_entropy(
         platform.
 
     Returns:
-      The weighted sum of the losses, the only differentiable result; the weighted count of the
-      positions where no class has a higher logit than the target; the sum of the weights. In
-      float32, or float64 if the vectors are.
+      The weighted sum of the losses, with R-Drop plus `options.r_drop` times the divergence, the
+      only differentiable result; the weighted count of the positions where no class has a higher
+      logit than the target; the weighted sum of the divergences (0 without R-Drop); the sum of the
+      weights. In float32, or float64 if the vectors are.
     """
     targets = jnp.asarray(targets)
     weights = jnp.asarray(weights, at_least_float32(vectors.dtype))
@@ -83,21 +93,26 @@ def chunked_cross_entropy(
     )
 
     def split(x: Array) -> Array:
-        """[B, T, ...] to [shards, chunks, rows * columns, ...]: chunks have columns of all rows."""
-        chunks = x.reshape(shards, batch, -1, columns, *x.shape[2:]).swapaxes(1, 2)
+        """[B, T, ...] to [shards, chunks, rows * columns, ...]: chunks have columns of all rows.
+
+        In a chunk, all second predictions follow all first ones.
+        """
+        rows = batch // options.passes
+        chunks = x.reshape(shards, rows, options.passes, -1, columns, *x.shape[2:])
+        chunks = jnp.moveaxis(chunks, (3, 2), (1, 2))
         return chunks.reshape(shards, -1, batch * columns, *x.shape[2:])
 
-    def sums(vectors: Array, labels: tuple[Array, Array]) -> tuple[Array, Array]:
+    def sums(vectors: Array, labels: tuple[Array, Array]) -> tuple[Array, Array, Array]:
         return _sum_over_chunks(vectors, table, bias, labels, options, by_rows)
 
     chunks = split(vectors), (split(targets), split(weights))
     if shards == 1:
         # With an axis of one shard, CPUs would make a transposed copy of all gradients.
-        loss, correct = sums(*jax.tree.map(lambda x: x[0], chunks))
+        metrics = sums(*jax.tree.map(lambda x: x[0], chunks))
     else:
         vectors, labels = chunks
-        loss, correct = _sum_over_shards(vectors, table, bias, labels, options, by_rows)
-    return loss, correct, jnp.sum(weights)
+        metrics = _sum_over_shards(vectors, table, bias, labels, options, by_rows)
+    return *metrics, jnp.sum(weights)
 
 
 def row_shards() -> int:
@@ -114,7 +129,7 @@ def _row_axes() -> list[int]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _sum_over_chunks(vectors, table, bias, labels, options, by_rows):
-    """Loss and correct predictions of vectors [chunks, N, D], targets and weights [chunks, N].
+    """The metrics of vectors [chunks, N, D], targets and weights [chunks, N].
 
     With `by_rows`, the logits of a chunk are [N, V], else [V, N]: CPUs sum much faster over columns
     than along rows, on other devices the classes have to be contiguous.
@@ -127,7 +142,7 @@ def _sum_over_chunks(vectors, table, bias, labels, options, by_rows):
         return jax.tree.map(jnp.add, sums, metrics), None
 
     zero = jnp.zeros((), at_least_float32(vectors.dtype))
-    return lax.scan(add, (zero, zero), (vectors, labels))[0]
+    return lax.scan(add, (zero, zero, zero), (vectors, labels))[0]
 
 
 def _forward(vectors, table, bias, labels, options, by_rows):
@@ -151,13 +166,15 @@ def _forward(vectors, table, bias, labels, options, by_rows):
     of_factors = [
         None if factor is None else jnp.zeros(factor.shape, table.dtype) for factor in factors
     ]
-    (metrics, *sums), of_vectors = lax.scan(add, ((zero, zero), *of_factors), (vectors, labels))
+    (metrics, *sums), of_vectors = lax.scan(
+        add, ((zero, zero, zero), *of_factors), (vectors, labels)
+    )
     return metrics, (of_vectors, *jax.tree.map(lambda gradient: gradient[: len(table)], sums))
 
 
 def _backward(options, by_rows, gradients, cotangents):
     del options, by_rows  # They are in the gradients.
-    loss_cotangent, _ = cotangents
+    loss_cotangent, *_ = cotangents
     scaled = jax.tree.map(lambda g: g * loss_cotangent.astype(g.dtype), gradients)
     return *scaled, None
 
@@ -215,7 +232,7 @@ def _computed_factors(table, bias, dtype, by_rows):
 
 
 def _metrics_and_gradients(vectors, factors, labels, options, num_classes, by_rows):
-    """Sums of loss and of correct predictions, and the gradient with respect to the products."""
+    """Sums of loss, correct predictions and divergences, and the gradient of the products."""
     table, bias = factors
     dtype = at_least_float32(vectors.dtype)
     logits = jnp.einsum(
@@ -235,20 +252,31 @@ def _metrics_and_gradients(vectors, factors, labels, options, num_classes, by_ro
 def _of_columns(logits, labels, options):
     """Metrics and gradients of logits [V, N]."""
     targets, weights = labels
-    scale, smoothing, convention, pad_id = options
     loss, _ = label_smoothed_cross_entropy(
-        logits, targets, weights, smoothing, convention, pad_id, axis=0
+        logits, targets, weights, options.smoothing, options.convention, options.pad_id, axis=0
     )
     correct, _ = accuracy(logits, targets, weights, axis=0)
     classes = jnp.arange(len(logits), dtype=targets.dtype)[:, None]
-    gradients = _less_label(jax.nn.softmax(logits, axis=0), classes, targets, options, len(logits))
-    return (loss, correct), gradients * (scale * weights)
+    probabilities = jax.nn.softmax(logits, axis=0)
+    gradients = _less_label(probabilities, classes, targets, options, len(logits))
+    metrics = loss, correct, jnp.zeros_like(loss)
+    if options.r_drop:
+        metrics, gradients = _with_divergence(
+            metrics,
+            gradients,
+            probabilities,
+            jax.nn.log_softmax(logits, axis=0),
+            weights,
+            options,
+            0,
+        )
+    return metrics, gradients * (options.scale * weights)
 
 
 def _of_rows(logits, labels, options, num_classes):
     """Metrics and gradients of logits [N, V], of which the first `num_classes` are of classes."""
     targets, weights = labels
-    scale, smoothing, convention, pad_id = options
+    smoothing, convention, pad_id = options.smoothing, options.convention, options.pad_id
     logits = logits.astype(weights.dtype)
     classes = lax.broadcasted_iota(targets.dtype, logits.shape, 1)
     targets, is_class = targets[:, None], classes < num_classes
@@ -274,7 +302,25 @@ def _of_rows(logits, labels, options, num_classes):
     probabilities = jnp.exp(logits - highest[:, None]) / exponentials[:, None]
     probabilities = jnp.where(is_class, probabilities, 0)
     gradients = _less_label(probabilities, classes, targets, options, num_classes)
-    return (loss, correct), gradients * (scale * weights)[:, None]
+    metrics = loss, correct, jnp.zeros_like(loss)
+    if options.r_drop:
+        log_probabilities = logits - (highest + jnp.log(exponentials))[:, None]
+        metrics, gradients = _with_divergence(
+            metrics, gradients, probabilities, log_probabilities, weights, options, 1
+        )
+    return metrics, gradients * (options.scale * weights)[:, None]
+
+
+def _with_divergence(metrics, gradients, probabilities, log_probabilities, weights, options, axis):
+    """Adds R-Drop's divergence of the two halves of a chunk, whose classes are along an axis."""
+    loss, correct, _ = metrics
+    (p, q), (log_p, log_q) = (
+        jnp.split(array, 2, 1 - axis) for array in (probabilities, log_probabilities)
+    )
+    each, *of_logits = divergence(p, q, log_p - log_q, axis)
+    total = jnp.sum(each * weights[: len(each)])
+    gradients = gradients + options.r_drop * jnp.concatenate(of_logits, 1 - axis)
+    return (loss + options.r_drop * total, correct, total), gradients
 
 
 def _merged_sums(left, right):
