@@ -163,7 +163,7 @@ class Norm(nn.Module):
         return True
 
 
-class Twice(NamedTuple):
+class NormOutputs(NamedTuple):
     """The output of a fused norm, once for the next sub-layer and once for its residual connection.
 
     The backward pass of the kernel takes both gradients and adds them itself, which saves a pass
@@ -175,7 +175,7 @@ class Twice(NamedTuple):
 
 
 def residual(
-    x: Array | Twice,
+    x: Array | NormOutputs,
     sublayer: Callable[[Array, bool], tuple[Any, Any]],
     norm: Norm,
     dropout: Dropout,
@@ -197,9 +197,10 @@ def residual(
       is_last: whether no other sub-layer of the same layer follows.
 
     Returns:
-      [B, T, D], possibly `Twice` unless it is the last, and the second result of the sub-layer.
+      [B, T, D], possibly as `NormOutputs` unless it is the last, and the second result of the
+      sub-layer.
     """
-    x, beside = x if isinstance(x, Twice) else (x, x)
+    x, beside = x if isinstance(x, NormOutputs) else (x, x)
     if norm.config.norm_position == "pre":
         y, extra = sublayer(norm(x), True)
         return beside + dropout(y, deterministic=deterministic), extra
@@ -208,4 +209,4 @@ def residual(
     if not is_fused:
         return norm(beside + dropout(y, deterministic=deterministic)), extra
     results = norm.fused_with_sum(beside, y, dropout, 1 if is_last else 2)
-    return results[0] if is_last else Twice(*results), extra
+    return results[0] if is_last else NormOutputs(*results), extra

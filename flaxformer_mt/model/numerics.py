@@ -243,12 +243,12 @@ def random_uint16(key: Array, shape: tuple[int, ...]) -> Array:
     return jnp.concatenate(halves, axis=-1)[..., :columns]
 
 
-Site: TypeAlias = Literal["qkv", "attention_output", "feed_forward", "output"]
-"""The place of a linear map in the model; some published initial values depend on it."""
+LinearRole: TypeAlias = Literal["qkv", "attention_output", "feed_forward", "output"]
+"""What a linear map computes in the model; some published initial values depend on it."""
 
 # half_variance: Xavier's values have this variance in one matrix [D, 3D] for queries, keys and
 # values, which is about half of that in three of [D, D].
-_KERNELS_BY_SITE: dict[str, dict[Site, str]] = {
+_KERNELS_BY_ROLE: dict[str, dict[LinearRole, str]] = {
     "torch_transformer": {
         "qkv": "half_variance",
         "attention_output": "xavier_uniform",
@@ -262,7 +262,7 @@ _KERNELS_BY_SITE: dict[str, dict[Site, str]] = {
         "output": "normal",
     },
 }
-_BIASES_BY_SITE: dict[str, dict[Site, str]] = {
+_BIASES_BY_ROLE: dict[str, dict[LinearRole, str]] = {
     "torch_transformer": {
         "qkv": "zeros",
         "attention_output": "zeros",
@@ -299,7 +299,7 @@ def _divided(
 
 def dense(
     config: TransformerConfig,
-    site: Site,
+    role: LinearRole,
     fan_in: int,
     features: int,
     use_bias: bool,
@@ -309,13 +309,13 @@ def dense(
 
     Args:
       config: of the model.
-      site: where the map is.
+      role: what the map computes.
       fan_in: its number of inputs.
       features: its number of outputs.
       use_bias: adds a bias.
       divisor: of the initial matrix.
     """
-    kernel_kind = _KERNELS_BY_SITE.get(config.kernel_init, {}).get(site, config.kernel_init)
+    kernel_kind = _KERNELS_BY_ROLE.get(config.kernel_init, {}).get(role, config.kernel_init)
     kernel_init = {
         "xavier_uniform": initializers.xavier_uniform(),
         "xavier_normal": initializers.xavier_normal(),
@@ -325,7 +325,7 @@ def dense(
     }[kernel_kind]
     if divisor != 1:
         kernel_init = _divided(kernel_init, divisor)
-    bias_kind = _BIASES_BY_SITE.get(config.bias_init, {}).get(site, config.bias_init)
+    bias_kind = _BIASES_BY_ROLE.get(config.bias_init, {}).get(role, config.bias_init)
     bias_init = {
         "zeros": initializers.zeros,
         "torch_default": _uniform_by_fan_in(fan_in),

@@ -205,6 +205,7 @@ def make_record(
     """
     value = metrics.get(best_metric, math.nan)
     metrics = {best_metric: value} if math.isfinite(value) else {}
+    # The keys are those of earlier versions.
     record = {"best_metric": best_metric, "figures": metrics, "progress": progress}
     return record if run_id is None else {**record, "run": run_id}
 

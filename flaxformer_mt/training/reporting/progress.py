@@ -24,7 +24,7 @@ class BestSoFar:
         return BestSoFar(self.score, self.validations_since + 1)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns JSON values."""
+        """Returns JSON values, under the keys of checkpoints of earlier versions."""
         return {"merit": self.score, "validations_since": self.validations_since}
 
     @classmethod
@@ -57,7 +57,8 @@ class Sums:
     def to_json(self) -> dict[str, Any]:
         """Returns JSON values."""
         return {
-            "figures": dict(self.metrics),  # A copy: the checkpoint is written later.
+            # As in checkpoints of earlier versions. A copy: the checkpoint is written later.
+            "figures": dict(self.metrics),
             "seconds": self.seconds,
             "seconds_waited": self.seconds_waited,
         }
