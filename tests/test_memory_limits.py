@@ -11,6 +11,7 @@ from flaxformer_mt import experiment, memory_limits
 from flaxformer_mt.config import (
     DataConfig,
     ExperimentConfig,
+    OptimizerConfig,
     TrainConfig,
     TransformerConfig,
 )
@@ -113,6 +114,16 @@ def test_usual_models_fit(monkeypatch):
     require_training_memory(config, make_strategy(config))
     monkeypatch.setattr(memory_limits, "host_memory", lambda: None)
     config = dataclasses.replace(config, model=TransformerConfig(num_encoder_layers=10_000))
+    require_training_memory(config, make_strategy(config))
+
+
+def test_adafactor_needs_no_memory_for_moments(monkeypatch):
+    config = ExperimentConfig(model=TransformerConfig(num_encoder_layers=200))
+    size = config.model.parameter_count * 4
+    monkeypatch.setattr(memory_limits, "host_memory", lambda: 3 * size * jax.device_count())
+    with pytest.raises(UserError, match="training a model of"):
+        require_training_memory(config, make_strategy(config))
+    config = dataclasses.replace(config, optimizer=OptimizerConfig(kind="adafactor"))
     require_training_memory(config, make_strategy(config))
 
 

@@ -1,7 +1,8 @@
 """Every preset, tiny, on the same text for the same number of tokens.
 
-Each has its own architecture, initial values, loss, optimizer and schedule, which are those of
-`parity.recipes` (but for T5), with 1,000 steps of warm-up. Learning rates that do not depend on the
+Each has its own architecture, initial values, loss and schedule, which are those of
+`parity.recipes`, with 1,000 steps of warm-up; T5 has its own optimizer and no label smoothing.
+Learning rates that do not depend on the
 width are those of wide models; `_LEARNING_RATES` replaces them.
 """
 
@@ -104,10 +105,10 @@ JADORE_NOTE = (
     "option, which is a line of its own. The published run has 400 epochs, this table six."
 )
 T5_NOTE = (
-    "Trained with Adafactor, as published, whose steps are in proportion to the parameters. With "
-    "Adam, embeddings that start with a standard deviation of 1 hardly change: it ended with 8.14 "
-    "BLEU at a rate of 1e-3; with a peak of 1e-2 its training loss was 5.46 after 600 steps, that "
-    "of Adafactor 4.43 (both with label smoothing)."
+    "Trained with Adafactor, as published, whose steps are in proportion to the parameters. Adam "
+    "hardly changes embeddings that start with a standard deviation of 1: with a peak rate of 1e-2 "
+    "its training loss was 5.46 after 600 steps, that of Adafactor 4.43 (both with label "
+    "smoothing)."
 )
 # Further options, by the name of their line.
 _VARIANTS = {

@@ -53,9 +53,9 @@ _INTRODUCTIONS: dict[Group, str] = {
         "of the preset, schedules those of the published training code or a related one (mBART and "
         "M2M-100: fairseq), with "
         f"{families.WARMUP_STEPS:,} steps of warm-up; `annotated_wide_heads` has one cycle, "
-        "`torch`, `double_projection` and T5 a constant rate. The optimizer is Adam, of T5 "
-        "Adafactor. Peak rates are 2.8e-3 to 5.6e-3, constant ones 1e-3, T5's is 1e-2. Lines below "
-        "25 BLEU have a note."
+        "`torch`, `double_projection` and T5 a constant rate. The optimizer is Adam, for T5 it "
+        "is Adafactor. Peak rates are 2.8e-3 to 5.6e-3, constant ones 1e-3, T5's is 1e-2. Lines "
+        "below 25 BLEU have a note."
     ),
     "published-tasks": (
         "Translation with `tunz` and with the layers of the notebook (`double_projection`) is in "

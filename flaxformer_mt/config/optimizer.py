@@ -11,8 +11,9 @@ class OptimizerConfig:
     """The optimizer and its learning rate."""
 
     kind: Literal["adam", "adamw", "adafactor"] = option("adam", FieldRole.TRAINING)
-    """adamw adds decoupled weight decay; adafactor needs hardly any memory, and multiplies the
-    learning rate by the root mean square of each parameter (T5: 1e-2)."""
+    """adamw adds decoupled weight decay. adafactor keeps only row and column means of large
+    matrices, and multiplies the learning rate by the root mean square of each parameter (T5: 1e-2);
+    it has no beta1, beta2 and epsilon."""
     learning_rate: float = option(1e-3, FieldRole.TRAINING, above=0, limit=1e6)
     """Peak learning rate of constant, inverse_square_root and one_cycle; factor of noam and
     tensor2tensor."""

@@ -21,9 +21,9 @@ from flaxformer_mt.training.state import TrainState
 def require_training_memory(config: ExperimentConfig, strategy: Strategy) -> None:
     """Checks that the devices have the memory that a training step needs at the very least.
 
-    Counted are parameters and, unless some are frozen, their gradient, Adam's moments and the
-    moving average; and of one micro-batch one activation and, unless a kernel keeps them to itself,
-    the attention scores of one layer.
+    Counted are parameters and, unless some are frozen, their gradient, the moments of Adam (what
+    Adafactor keeps may be small) and the moving average; and of one micro-batch one activation and,
+    unless a kernel keeps them to itself, the attention scores of one layer.
 
     Args:
       config: the configuration; vocabulary sizes of 0 count as 0.
@@ -34,7 +34,8 @@ def require_training_memory(config: ExperimentConfig, strategy: Strategy) -> Non
     """
     model, train = config.model, config.train
     count = model.parameter_count
-    copies = 1 if train.freeze else 4 + (train.ema_decay > 0)
+    moments = 0 if config.optimizer.kind == "adafactor" else 2
+    copies = 1 if train.freeze else 2 + moments + (train.ema_decay > 0)
     stored = copies * count * jnp.dtype(model.param_dtype).itemsize
     rows = config.rows_per_batch // (train.accumulation_steps * strategy.row_shards)
     lengths = config.data.row_lengths if model.has_inputs else config.data.row_lengths[1:]

@@ -141,7 +141,10 @@ def make_optimizer(
 
 
 def _for_each_layer(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Wraps an optimizer that uses means over a parameter, which layers [L, ...] do not share."""
+    """Applies an optimizer to each layer of stacked parameters [L, ...] by itself.
+
+    Its means over a parameter must not include other layers.
+    """
 
     def over_layers(function: Callable) -> Callable:
         def wrapped(tree: Any, *rest: Any) -> Any:

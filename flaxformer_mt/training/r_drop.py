@@ -13,7 +13,7 @@ def divergence(p: Array, q: Array, log_ratio: Array, axis: int) -> tuple[Array, 
     Args:
       p: probabilities of the first prediction, [..., V, ...].
       q: of the second, of the same shape.
-      log_ratio: log p - log q; where both are 0, any number.
+      log_ratio: log p - log q; where both are 0, any finite number.
       axis: of the classes.
 
     Returns:

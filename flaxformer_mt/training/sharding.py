@@ -1,7 +1,7 @@
 """How arrays are sharded over the device mesh.
 
-Rules select parameters by their paths. What the optimizer keeps for a parameter, and its moving
-average, have paths that end with the parameter's, and are sharded like it; all else is replicated.
+Rules select parameters by their paths. Adam's moments of a parameter, and its moving average, have
+paths that end with the parameter's, and are sharded like it; all else is replicated.
 Activations are sharded by the logical names of their axes (`model/logical_axes.py`).
 """
 
@@ -169,7 +169,7 @@ def partition_specs(specs: Mapping[str, PartitionSpec], tree: Any) -> Any:
 
     Args:
       specs: by parameter path.
-      tree: arrays, or anything with their ranks.
+      tree: arrays, or anything with their shapes.
 
     Returns:
       The same tree of `PartitionSpec`.

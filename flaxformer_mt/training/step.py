@@ -78,7 +78,7 @@ def train_step(
 
     trained, frozen, opt_state = update(state)
     # All are sums over all devices, so that all make the same decision. A finite norm also bounds
-    # what is computed from parameters and gradient: Adam's moments and the moving average.
+    # what is computed from parameters and gradient: the optimizer's state and the moving average.
     loss_is_finite, gradient_is_finite, update_is_finite = map(
         jnp.isfinite, (metrics["loss"][0], norm, optax.tree.norm(trained))
     )

@@ -35,7 +35,7 @@ class CrossEntropyOptions(NamedTuple):
     pad_id: int
     r_drop: float = 0.0
     """Factor of the divergence of R-Drop. If it is not 0, rows come in pairs, and row 2b + 1 is a
-    second prediction of row 2b."""
+    second prediction of row 2b, with the same targets and weights."""
 
     @property
     def passes(self) -> int:
@@ -60,7 +60,8 @@ def chunked_cross_entropy(
 
     GPUs and TPUs, whose time goes into moving the logits, round them to the dtype of the vectors
     (losses and gradients are computed from them in float32) and read them twice: once for all sums,
-    once for the gradients. CPUs keep them in float32 at least.
+    once for the gradients; with R-Drop once more, for the divergences. CPUs keep them in float32 at
+    least.
 
     Args:
       vectors: [B, T, D].
@@ -232,7 +233,10 @@ def _computed_factors(table, bias, dtype, by_rows):
 
 
 def _metrics_and_gradients(vectors, factors, labels, options, num_classes, by_rows):
-    """Sums of loss, correct predictions and divergences, and the gradient of the products."""
+    """Sums of losses, correct predictions and divergences, and a gradient.
+
+    The gradient is that with respect to the products of vectors and table, before they are scaled.
+    """
     table, bias = factors
     dtype = at_least_float32(vectors.dtype)
     logits = jnp.einsum(
@@ -261,14 +265,9 @@ def _of_columns(logits, labels, options):
     gradients = _less_label(probabilities, classes, targets, options, len(logits))
     metrics = loss, correct, jnp.zeros_like(loss)
     if options.r_drop:
+        log_probabilities = jax.nn.log_softmax(logits, axis=0)
         metrics, gradients = _with_divergence(
-            metrics,
-            gradients,
-            probabilities,
-            jax.nn.log_softmax(logits, axis=0),
-            weights,
-            options,
-            0,
+            metrics, gradients, probabilities, log_probabilities, weights, options, 0
         )
     return metrics, gradients * (options.scale * weights)
 

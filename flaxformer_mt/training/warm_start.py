@@ -95,7 +95,7 @@ def start_from(state: TrainState, params: Params, place: Callable[[Params], Para
     """Returns an initial state with other parameters, also as the start of the moving average.
 
     Args:
-      state: the state; its parameters are replaced. Adam's moments do not depend on them.
+      state: the state; its parameters are replaced. That of the optimizer does not depend on them.
       params: from `load_parameters`, the same in every process.
       place: places parameters on the devices; `place_state` of the strategy.
     """
