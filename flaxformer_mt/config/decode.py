@@ -65,8 +65,8 @@ class DecodeConfig:
     no_repeat_ngram_size: int = option(0, FieldRole.SEARCH, lowest=0, limit=MAX_WIDTH)
     """No n-gram of this size occurs twice in a translation; 0 = no constraint."""
     repetition_penalty: float = option(1.0, FieldRole.SEARCH, lowest=0.001, limit=MAX_FACTOR)
-    """Divides the scores of tokens that the translation already contains (Keskar et al. 2019); 1 =
-    no penalty."""
+    """Divides the scores of tokens that the translation already contains, and of the start token
+    (Keskar et al. 2019); 1 = no penalty."""
     bad_words: tuple[str, ...] = option((), FieldRole.SEARCH)
     """Words and phrases that must not occur, each as written inside a sentence."""
     bad_word_ids: tuple[str, ...] = option((), FieldRole.SEARCH)

@@ -56,7 +56,7 @@ def token_scores(logits, tokens, constraints, options, chosen_by_others=()):
     scores = []
     for token, score in enumerate(originals):
         score -= options.diversity_penalty * chosen_by_others.count(token)
-        if options.repetition_penalty is not None and token in tokens:
+        if options.repetition_penalty is not None and token in (options.bos_id, *tokens):
             shift = normalizer if options.independent else 0.0
             score = penalize(score + shift, options.repetition_penalty) - shift
         scores.append(-math.inf if is_ruled_out(tokens, token, constraints, options) else score)

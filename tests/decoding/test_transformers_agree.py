@@ -37,7 +37,7 @@ def theirs(processor, tokens, scores, position=POSITION):
 RULES = {
     "repetition penalty": (
         lambda scores, tokens, positions: logits_processors.penalize_repetition(
-            scores, tokens, positions, 1.7
+            scores, tokens, positions, 1.7, bos_id=-1
         ),
         logits_process.RepetitionPenaltyLogitsProcessor(1.7),
     ),
@@ -162,7 +162,7 @@ def generate(table, options, constraints):
     """Returns the hypotheses of transformers and their scores, NaN for greedy search."""
     model = ToyModel(table)
     found = model.generate(
-        torch.tensor([[BOS]]),
+        torch.tensor([[options.bos_id]]),
         transformers.GenerationConfig(
             num_beams=options.beam_size,
             num_return_sequences=options.n_best,
@@ -183,7 +183,7 @@ def generate(table, options, constraints):
             return_dict_in_generate=True,
             output_scores=True,
             pad_token_id=PAD,
-            bos_token_id=BOS,
+            bos_token_id=options.bos_id,
             eos_token_id=EOS,
         ),
         attention_mask=torch.ones((1, 1), dtype=torch.long),
@@ -214,6 +214,8 @@ GENERATE = {
         force_end=True,
         renormalize=True,
     ),
+    # As in mBART and M2M-100.
+    "start and end are one": dataclasses.replace(PLAIN, bos_id=EOS, repetition_penalty=1.3),
     "greedy": dataclasses.replace(
         PLAIN,
         beam_size=1,

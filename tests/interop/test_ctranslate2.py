@@ -465,6 +465,13 @@ def test_unsupported_options_are_reported(exported):
     losses = to_settings(with_decode(bundle, apart))[1]
     assert losses[0].startswith("decode.renormalize=False is not supported by CTranslate2")
     assert losses[1].startswith("decode.repetition_penalty=1.2 differs in CTranslate2's beam")
+    alone = dataclasses.replace(SAME_SEARCH, beam_size=1, n_best=1, repetition_penalty=1.2)
+    greedy = with_decode(bundle, alone)
+    assert to_settings(greedy)[1] == ()
+    model = dataclasses.replace(bundle.config.model, bos_id=bundle.config.model.eos_id)
+    config = dataclasses.replace(greedy.config, model=model)
+    (loss,) = to_settings(dataclasses.replace(greedy, config=config))[1]
+    assert loss.startswith("decode.repetition_penalty=1.2 does not apply to the start token")
     # Without a length penalty all kinds of early stopping give the same results.
     free = dataclasses.replace(SAME_SEARCH, early_stopping="never", length_penalty=0.0)
     assert to_settings(with_decode(bundle, free))[1] == ()

@@ -23,15 +23,19 @@ def forbid(scores: Array, ids: Sequence[int]) -> Array:
 
 
 def penalize_repetition(
-    scores: Array, tokens: Array, positions: Array, penalty: float | Array
+    scores: Array, tokens: Array, positions: Array, penalty: float | Array, bos_id: int
 ) -> Array:
     """Divides the scores of a hypothesis' own tokens by the penalty; multiplies negative ones.
 
+    The start token counts as well, which matters where it is also the end token (mBART, M2M-100).
+    If `bos_id` is negative, there is none.
+
     Source: Keskar et al. 2019, section 4.1, which does not treat negative scores separately.
     """
+    tokens = jnp.pad(tokens, ((0, 0), (0, 0), (1, 0)), constant_values=bos_id)
     seen = jnp.take_along_axis(scores, tokens, axis=2)
     penalized = jnp.where(seen < 0, seen * penalty, seen / penalty)
-    is_defined = jnp.arange(tokens.shape[2]) < positions[:, None, None]
+    is_defined = (jnp.arange(tokens.shape[2]) <= positions[:, None, None]) & (tokens >= 0)
     # Indices beyond the vocabulary are dropped.
     indices = jnp.where(is_defined, tokens, scores.shape[2])
     return scores.at[*_hypothesis_indices(scores), indices].set(penalized, mode="drop")

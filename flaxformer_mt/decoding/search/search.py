@@ -5,9 +5,7 @@ three. Shapes never change, so each of them can be part of a compiled program, a
 influence each other: a row may be replaced by that of a new search between two steps.
 
 Beam search follows Hugging Face transformers 5.23 (`_beam_search` in generation/utils.py), except
-that each row stops on its own, and that the start token is not one of the tokens that repetition
-penalties and n-grams look at. The latter matters only where it is also the end token (fairseq,
-mBART and M2M-100): there a repetition penalty of transformers lowers the probability of the end.
+that each row stops on its own.
 """
 
 import functools

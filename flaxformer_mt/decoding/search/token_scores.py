@@ -93,7 +93,7 @@ def token_scores(
         # The formula depends on the origin: log-probabilities in a beam search, otherwise logits.
         origin = jnp.zeros_like(normalizer) if options.independent else normalizer
         scores = origin + logits_processors.penalize_repetition(
-            scores - origin, tokens, positions, options.repetition_penalty
+            scores - origin, tokens, positions, options.repetition_penalty, options.bos_id
         )
     if options.no_repeat_ngram_size:
         scores = logits_processors.forbid_repeated_ngrams(

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from flaxformer_mt.config import DecodeConfig
+from flaxformer_mt.config import DecodeConfig, TransformerConfig
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer
 from flaxformer_mt.decoding.search.options import forbidden_token_ids
 from flaxformer_mt.errors import UserError
@@ -116,10 +116,10 @@ def to_settings(bundle: ModelBundle) -> tuple[dict[str, Any], tuple[str, ...]]:
         "suppress_sequences": _suppressed(bundle),
         "return_scores": True,
     }
-    return settings, tuple(_losses(decode))
+    return settings, tuple(_losses(decode, model))
 
 
-def _losses(decode: DecodeConfig) -> list[str]:
+def _losses(decode: DecodeConfig, model: TransformerConfig) -> list[str]:
     """Returns a line about each search option that CTranslate2 does not have."""
     losses = [
         f"decode.{name}={getattr(decode, name)} is not supported by CTranslate2"
@@ -147,6 +147,11 @@ def _losses(decode: DecodeConfig) -> list[str]:
         losses.append(
             f"decode.repetition_penalty={decode.repetition_penalty} differs in CTranslate2's beam "
             "search, which divides logits, not log-probabilities"
+        )
+    elif decode.repetition_penalty != 1 and model.bos_id == model.eos_id:
+        losses.append(
+            f"decode.repetition_penalty={decode.repetition_penalty} does not apply to the start "
+            "token in CTranslate2: translations, which end with the same token, become shorter"
         )
     if decode.copy_unknown and decode.alignment_head > 0:
         losses.append(
