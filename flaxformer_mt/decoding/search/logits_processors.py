@@ -109,7 +109,7 @@ def require_prefix(
       scores: see the module docstring.
       originals: the scores before any rule was applied: rules do not apply to the prefix.
       positions: see the module docstring.
-      prefix: int32 [B, F], padded with -1.
+      prefix: int32 [B, prefix length], padded with -1.
       certain: the score of probability 1 [B, W, 1], and int32 [B], how many of the first tokens
         get it; None = none.
     """

@@ -96,11 +96,11 @@ def round_robin(banks: Array, scores: Array) -> Array:
     the second best of each bank, and so on.
 
     Args:
-      banks: int32 [B, K]; -1 for entries that are no candidates, which come last.
-      scores: float32 [B, K]; of equal ones the earlier comes first.
+      banks: int32 [B, C]; -1 for entries that are no candidates, which come last.
+      scores: float32 [B, C]; of equal ones the earlier comes first.
 
     Returns:
-      int32 [B, K], indices of the candidates.
+      int32 [B, C], indices of the candidates.
     """
     indices = jnp.broadcast_to(jnp.arange(banks.shape[1]), banks.shape)
     descending, _, order = lax.sort((-banks, -scores, indices), num_keys=2)

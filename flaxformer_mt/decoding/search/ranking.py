@@ -57,7 +57,7 @@ def coverage_penalty(coverage: Array, beta: float | Array) -> Array:
 
 
 def ranking_scores(extended: Hypotheses, positions: Array, options: SearchOptions) -> Array:
-    """Returns the scores, float32 [B, K], of hypotheses with `positions` + 1 tokens."""
+    """Returns the scores, float32 [B, C], of hypotheses with `positions` + 1 tokens."""
     penalty = length_penalty(positions + 1, options.length_penalty, options.length_penalty_kind)
     scores = extended.log_probabilities / penalty[:, None]
     if extended.coverage is None or options.coverage_penalty is None:
@@ -71,7 +71,7 @@ def is_complete(
     constraints: SentenceConstraints,
     options: SearchOptions,
 ) -> Array:
-    """Whether each hypothesis, bool [B, K], of `positions` + 1 tokens ends with the last one."""
+    """Whether each hypothesis, bool [B, C], of `positions` + 1 tokens ends with the last one."""
     is_longest = positions + 1 >= constraints.max_lengths
     return (extended.last == options.eos_id) | is_longest[:, None]
 
@@ -79,7 +79,7 @@ def is_complete(
 def as_finished(
     extended: Hypotheses, complete: Array, positions: Array, options: SearchOptions
 ) -> SearchResult:
-    """Converts the hypotheses where `complete` bool [B, K] is true; all others become empty."""
+    """Converts the hypotheses where `complete` bool [B, C] is true; all others become empty."""
     is_finished = complete & is_possible(extended.log_probabilities)
     return SearchResult(
         tokens=extended.tokens,

@@ -47,8 +47,8 @@ class SentenceConstraints(NamedTuple):
     min_lengths: Array
     """int32 [B], minimum number of tokens of a hypothesis, end token excluded."""
     prefix: Array
-    """int32 [B, F], the first tokens of every hypothesis, padded with -1. They count towards
-    lengths and scores like all others."""
+    """int32 [B, prefix length], the first tokens of every hypothesis, padded with -1. They count
+    towards lengths and scores like all others."""
     keys: Array
     """uint32 [B, 2], Threefry keys for sampling."""
     phrases: Array
@@ -76,16 +76,16 @@ def unconstrained(max_lengths: Array) -> SentenceConstraints:
 
 
 class Hypotheses(NamedTuple):
-    """Unfinished hypotheses, K per row: W, or more while the best W are not yet chosen."""
+    """Unfinished hypotheses, C per row: W, or more while the best W are not yet chosen."""
 
     tokens: Array
-    """int32 [B, K, P]; only as many as the row's position are defined."""
+    """int32 [B, C, P]; only as many as the row's position are defined."""
     last: Array
-    """int32 [B, K], the last token, initially `bos_id`."""
+    """int32 [B, C], the last token, initially `bos_id`."""
     log_probabilities: Array
-    """float32 [B, K], summed over the tokens; IMPOSSIBLE if the hypothesis is not continued."""
+    """float32 [B, C], summed over the tokens; IMPOSSIBLE if the hypothesis is not continued."""
     coverage: Array | None
-    """float32 [B, K, S], attention that each source token has received, 1 for padding; None without
+    """float32 [B, C, S], attention that each source token has received, 1 for padding; None without
     coverage penalty."""
 
 
@@ -134,7 +134,7 @@ def gather_hypotheses(tree: Any, indices: Array) -> Any:
 def append_tokens(
     hypotheses: Hypotheses, tokens: Array, log_probabilities: Array, positions: Array
 ) -> Hypotheses:
-    """Appends one token [B, K] to each hypothesis, and replaces the log-probabilities [B, K]."""
+    """Appends one token [B, C] to each hypothesis, and replaces the log-probabilities [B, C]."""
     is_position = jnp.arange(hypotheses.tokens.shape[2]) == positions[:, None, None]
     return hypotheses._replace(
         tokens=jnp.where(is_position, tokens[:, :, None], hypotheses.tokens),
@@ -144,7 +144,7 @@ def append_tokens(
 
 
 def drop(hypotheses: Hypotheses, dropped: Array) -> Hypotheses:
-    """Marks the hypotheses where `dropped` bool [B, K] is true as not to be continued."""
+    """Marks the hypotheses where `dropped` bool [B, C] is true as not to be continued."""
     kept = jnp.where(dropped, IMPOSSIBLE, hypotheses.log_probabilities)
     return hypotheses._replace(log_probabilities=kept)
 
