@@ -210,6 +210,11 @@ class Transformer(nn.Module):
         Returns:
           [B, T, V] in float32, or float64 if that is the compute dtype; and the attention, if
           requested.
+
+        Raises:
+          ValueError: only one side has segment ids, or a side is longer than its learned positions.
+          UserError: the program cannot use the kernels that `attention_backend` or `norm_backend`
+            require.
         """
         c = self.config
         if c.has_inputs and (encoder_segment_ids is None) != (decoder_segment_ids is None):
@@ -298,6 +303,9 @@ class Transformer(nn.Module):
           beam_size: W, hypotheses per sentence.
           max_length: P, the capacity in target tokens.
           batch_size: B, needed only without inputs.
+
+        Raises:
+          ValueError: there is neither `encoded` nor `batch_size`.
         """
         c = self.config
         layers = range(c.num_decoder_layers)
@@ -335,6 +343,9 @@ class Transformer(nn.Module):
         Returns:
           [B, W, V], and the cache with these tokens added; and the mean over heads of the last
           layer's cross-attention weights [B, W, S], if requested.
+
+        Raises:
+          ValueError: attention is requested, but there are no inputs.
         """
         beams, length = cache.ancestry.shape[1:]
         hypotheses = jnp.arange(beams, dtype=jnp.int32)[:, None]
