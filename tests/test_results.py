@@ -1,6 +1,5 @@
 """`benchmarks/results.py`: its experiments, text, scoring and page; one of them is trained."""
 
-import dataclasses
 import gzip
 import importlib
 import json
@@ -26,7 +25,6 @@ def test_every_experiment_is_listed_and_has_a_configuration(results, capsys):
     assert {"multi30k-en-de", "family-t5", "questions", "tatoeba-en-fr-1k"} <= names
     for recipe in results.RECIPES.values():
         config = recipe.config()
-        assert recipe.starts_from in {"", *results.RECIPES}
         assert set(recipe.published) <= set(recipe.tests)
         assert recipe.averaged <= max(config.train.keep_last, 1)
         assert (recipe.text is not None) == (config.data.corpus == "text")
@@ -193,20 +191,6 @@ NARROW = {
     },
     "parallel": {"num_devices": 1},
 }
-
-
-def test_a_recipe_may_start_from_another(results, tmp_path, monkeypatch):
-    runs = importlib.import_module("reproduction.runs")
-    trained = []
-    monkeypatch.setattr(
-        runs.experiment,
-        "train",
-        lambda config, workdir: trained.append((workdir, config.train.init_from)),
-    )
-    recipe = dataclasses.replace(results.RECIPES["reverse"], starts_from="quickstart")
-    runs.train("tuned", recipe, tmp_path, tmp_path / "out", seed=3)
-    first, second = (tmp_path / "out" / name for name in ("quickstart-seed3", "tuned-seed3"))
-    assert trained == [(first, ""), (second, str(first))]
 
 
 @pytest.mark.usefixtures("usual_optimizations")

@@ -40,9 +40,6 @@ class Recipe:
     """Without `data.path` and `train.seed`, which the runner sets."""
     text: Text | None = None
     """None if it is generated, as the configuration says."""
-    starts_from: str = ""
-    """The name of another recipe, whose scored parameters are the initial ones, with the same seed;
-    it is trained first."""
     averaged: int = 1
     """The number of last checkpoints whose mean is scored; 1 = the best checkpoint."""
     tests: tuple[str, ...] = ("test",)

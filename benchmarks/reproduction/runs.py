@@ -8,7 +8,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,65 +20,14 @@ from flaxformer_mt.config.experiment import with_changes
 from flaxformer_mt.data.corpora.text_files import read_lines
 from flaxformer_mt.decoding.translator import Translator
 from flaxformer_mt.plotting.history import read_history
-from flaxformer_mt.run_reader import MetricRows, Run
+from flaxformer_mt.run_reader import MetricRows
 from flaxformer_mt.runs import atomic
 from flaxformer_mt.runs.averaging import average_run
 from reproduction.recipe import Recipe
-from reproduction.recipes import RECIPES
 from reproduction.repository import ROOT
 from reproduction.texts import write_lines
 
 NUM_BOOTSTRAP_SAMPLES = 1000
-
-
-class Trained(NamedTuple):
-    """A recipe that has been trained."""
-
-    config: ExperimentConfig
-    run: Run
-    text: Path | None
-    """The folder of its text; None if that is generated."""
-    workdir: Path
-    scored: Path
-    """The run folder that is scored: that of the mean of checkpoints, or `workdir`."""
-    commit: str
-    """That was checked out when it started."""
-
-
-def train(
-    name: str,
-    recipe: Recipe,
-    data: Path,
-    out: Path,
-    seed: int,
-    changes: Mapping[str, Mapping[str, Any]] | None = None,
-) -> Trained:
-    """Trains a recipe, or continues it, after the one that it starts from.
-
-    Arguments as in `run`.
-    """
-    folder = None if recipe.text is None else recipe.text.prepare(data, out)
-    found: dict[str, dict[str, Any]] = {
-        "data": {} if folder is None else {"path": str(folder)},
-        "train": {"seed": seed},
-    }
-    if recipe.starts_from:
-        first = train(recipe.starts_from, RECIPES[recipe.starts_from], data, out, seed, changes)
-        found["train"]["init_from"] = str(first.scored)
-    config = with_changes(with_changes(recipe.config(), found), changes or {})
-
-    workdir = out / f"{name}-seed{seed}"
-    commit = out / f"{workdir.name}.commit"
-    if not (workdir.exists() and commit.exists()):
-        out.mkdir(parents=True, exist_ok=True)
-        write_lines(commit, [_commit()])
-    trained = experiment.train(config, workdir)
-    scored = workdir
-    if recipe.averaged > 1:
-        scored = out / f"{workdir.name}-mean"
-        shutil.rmtree(scored, ignore_errors=True)  # Of fewer steps.
-        average_run(workdir, scored, recipe.averaged, "last")
-    return Trained(config, trained, folder, workdir, scored, read_lines(commit)[0])
 
 
 def run(
@@ -103,24 +52,38 @@ def run(
       JSON values: scores by test set, the number of steps, the hours that these took, without
       validation, and what they rest on.
     """
-    trained = train(name, recipe, data, out, seed, changes)
-    rows = trained.run.metrics()
+    folder = None if recipe.text is None else recipe.text.prepare(data, out)
+    found = {"data": {} if folder is None else {"path": str(folder)}, "train": {"seed": seed}}
+    config = with_changes(with_changes(recipe.config(), found), changes or {})
+
+    workdir = out / f"{name}-seed{seed}"
+    commit = out / f"{workdir.name}.commit"
+    if not (workdir.exists() and commit.exists()):
+        out.mkdir(parents=True, exist_ok=True)
+        write_lines(commit, [_commit()])
+    trained = experiment.train(config, workdir)
+    scored = workdir
+    if recipe.averaged > 1:
+        scored = out / f"{workdir.name}-mean"
+        shutil.rmtree(scored, ignore_errors=True)  # Of fewer steps.
+        average_run(workdir, scored, recipe.averaged, "last")
+    rows = trained.metrics()
     training, best = rows("train"), _best(rows)
     speeds = [row["target_tokens_per_second"] for row in training]
-    (hours,) = read_history(trained.workdir).positions(np.array([training[-1]["step"]]), "hours")
+    (hours,) = read_history(workdir).positions(np.array([training[-1]["step"]]), "hours")
     return {
         "name": name,
         "seed": seed,
         "command": f"python benchmarks/results.py --run {name} --seed {seed}",
-        "commit": trained.commit,
+        "commit": read_lines(commit)[0],
         "device": _device(),
         "steps": training[-1]["step"],
         "target_tokens": sum(row["target_tokens"] for row in training),
         "tokens_per_second": statistics.median(speeds),
         "hours": float(hours),
         "validation": {key: best[key] for key in ("loss", "perplexity", "accuracy")},
-        "parameters": sum(leaf.size for leaf in jax.tree.leaves(trained.run.model("last").params)),
-        "scores": _scores(recipe, trained, rows),
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(trained.model("last").params)),
+        "scores": _scores(recipe, config, scored, folder, rows),
     }
 
 
@@ -129,16 +92,21 @@ def _best(rows: MetricRows) -> dict[str, Any]:
     return min(rows("valid"), key=lambda row: row["loss"])
 
 
-def _scores(recipe: Recipe, trained: Trained, rows: MetricRows) -> dict[str, Any]:
+def _scores(
+    recipe: Recipe,
+    config: ExperimentConfig,
+    run: Path,
+    text: Path | None,
+    rows: MetricRows,
+) -> dict[str, Any]:
     """Translates the test sets and returns their scores."""
-    text, run, data = trained.text, trained.scored, trained.config.data
     if text is None or recipe.text is None:
         (test,) = rows("test")
         return {"test": {"bleu": test["bleu"], "signature": test["bleu_signature"]}}
     if not recipe.tests:
         return {}
     translator = Translator.from_run(run, "last" if recipe.averaged > 1 else "best")
-    languages = data.source_language, data.target_language
+    languages = config.data.source_language, config.data.target_language
     scores = {}
     for test in recipe.tests:
         sources, references = (read_lines(text / f"{test}.{language}") for language in languages)
