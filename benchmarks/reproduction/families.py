@@ -2,8 +2,8 @@
 
 Each has its own architecture, initial values, loss and schedule, which are those of
 `parity.recipes`, with 1,000 steps of warm-up; T5 has its own optimizer and no label smoothing.
-Learning rates that do not depend on the
-width are those of wide models; `_LEARNING_RATES` replaces them.
+Learning rates that do not depend on the width are those of wide models; `_LEARNING_RATES` replaces
+them.
 """
 
 import dataclasses

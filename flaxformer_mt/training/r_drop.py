@@ -4,6 +4,11 @@ import jax.numpy as jnp
 from jax import Array
 
 
+def num_passes(alpha: float) -> int:
+    """Returns how often each row is computed with a factor `alpha` of the divergence."""
+    return 2 if alpha else 1
+
+
 def divergence(p: Array, q: Array, log_ratio: Array, axis: int) -> tuple[Array, Array, Array]:
     r"""Computes the mean of the two Kullback-Leibler divergences, and its gradient.
 

@@ -22,6 +22,7 @@ from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.training.flops import training_flops, work_of_batch
 from flaxformer_mt.training.losses import accuracy, label_smoothed_cross_entropy
 from flaxformer_mt.training.parameters import Params, merge, split
+from flaxformer_mt.training.r_drop import num_passes
 from flaxformer_mt.training.state import TrainState
 from flaxformer_mt.training.vocabulary_loss import CrossEntropyOptions, chunked_cross_entropy
 
@@ -216,7 +217,7 @@ def _objective(
 
     Source: Liang et al. 2021, equation 4.
     """
-    passes = 2 if config.r_drop else 1
+    passes = num_passes(config.r_drop)
     # A row and its copy are neighbours, and therefore on the same device.
     rows = jax.tree.map(functools.partial(jnp.repeat, repeats=passes, axis=0), batch)
     factors = _apply(model, params, rows, deterministic=False, rngs={"dropout": key}, project=False)

@@ -17,7 +17,7 @@ from flaxformer_mt.training.losses import (
     label_smoothed_cross_entropy,
     smoothed_label,
 )
-from flaxformer_mt.training.r_drop import divergence
+from flaxformer_mt.training.r_drop import divergence, num_passes
 from flaxformer_mt.training.sharding import ROW_AXES
 
 MAX_CHUNK_LOGITS = {"cpu": 2**22, "gpu": 2**27, "tpu": 2**27}
@@ -36,11 +36,6 @@ class CrossEntropyOptions(NamedTuple):
     r_drop: float = 0.0
     """Factor of the divergence of R-Drop. If it is not 0, rows come in pairs, and row 2b + 1 is a
     second prediction of row 2b, with the same targets and weights."""
-
-    @property
-    def passes(self) -> int:
-        """Number of predictions of a row."""
-        return 2 if self.r_drop else 1
 
 
 def chunked_cross_entropy(
@@ -98,8 +93,8 @@ def chunked_cross_entropy(
 
         In a chunk, all second predictions follow all first ones.
         """
-        rows = batch // options.passes
-        chunks = x.reshape(shards, rows, options.passes, -1, columns, *x.shape[2:])
+        passes = num_passes(options.r_drop)
+        chunks = x.reshape(shards, batch // passes, passes, -1, columns, *x.shape[2:])
         chunks = jnp.moveaxis(chunks, (3, 2), (1, 2))
         return chunks.reshape(shards, -1, batch * columns, *x.shape[2:])
 
