@@ -53,7 +53,7 @@ from flaxformer_mt.interruption import Interrupted, Interruption
 from flaxformer_mt.model.attention import attention_class
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.run_reader import Run
-from flaxformer_mt.runs import atomic
+from flaxformer_mt.runs import atomic, step_folders
 from flaxformer_mt.runs.checkpoint import Checkpointer, restore_params
 from flaxformer_mt.runs.folder import (
     check_unchanged,
@@ -178,7 +178,10 @@ def _check_before_start(config: ExperimentConfig, workdir: Path) -> None:
 
 @contextlib.contextmanager
 def open_folder(workdir: Path, announce: Callable[[str], None] = print) -> Iterator[Path]:
-    """Creates and locks a run folder; one that no run was written to is removed again.
+    """Creates and locks a run folder; one that was created for nothing is removed again.
+
+    This is so if no run was written to it, or if the run was refused before it trained: the
+    corrected command then starts anew.
 
     Args:
       workdir: the run folder.
@@ -192,11 +195,21 @@ def open_folder(workdir: Path, announce: Callable[[str], None] = print) -> Itera
         return
     existed = workdir.exists()
     with locked(workdir, announce):
+        is_refused = False
         try:
             yield workdir
+        except UserError:
+            is_refused = True
+            raise
         finally:
-            if not existed and not (workdir / CONFIG).exists():
+            is_needed = _has_trained(workdir) if is_refused else (workdir / CONFIG).exists()
+            if not existed and not is_needed:
                 shutil.rmtree(workdir)
+
+
+def _has_trained(workdir: Path) -> bool:
+    metrics = workdir / METRICS
+    return step_folders.has_any(workdir) or (metrics.exists() and metrics.stat().st_size > 0)
 
 
 def prepare(
@@ -230,7 +243,8 @@ def prepare(
     if given.decode.shortlist:
         require_shortlist(given.decode.shortlist)
     corpora = open_all(given)
-    check_not_blank(itertools.chain(*corpora.values()), given.model.has_inputs)
+    for of_role in corpora.values():
+        check_not_blank(of_role, given.model.has_inputs)
     if continued:
         tokenizers = read_tokenizers(workdir)
         check_unchanged(workdir, corpora, tokenizers)

@@ -521,10 +521,12 @@ def test_standard_output_on_a_full_disk(printed, run, arguments, buffering):
 
 
 def test_closed_standard_streams_are_errors(printed, run, monkeypatch):
-    error = "flaxformer-mt: error: standard {}put cannot be {}: Bad file descriptor\n"
-    assert printed(None, "inspect", "--run", run) == (1, error.format("out", "written"))
+    error = "flaxformer-mt: error: {}: Bad file descriptor\n"
+    unwritable = error.format("standard output cannot be written")
+    assert printed(None, "inspect", "--run", run) == (1, unwritable)
     monkeypatch.setattr(sys, "stdin", None)
-    assert printed(sys.stdout, "translate", "--run", run) == (1, error.format("in", "read"))
+    unreadable = error.format("cannot read standard input")
+    assert printed(sys.stdout, "translate", "--run", run) == (1, unreadable)
 
 
 def test_a_closed_standard_output_is_not_taken_by_another_file():

@@ -16,6 +16,7 @@ from flaxformer_mt.config import (
     TrainConfig,
     TransformerConfig,
 )
+from flaxformer_mt.config.experiment import with_changes
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interruption import Interrupted
 from flaxformer_mt.training.reporting.callbacks import Callbacks
@@ -43,6 +44,25 @@ def test_training_returns_the_run(run):
     assert run.latest_step == 2
     assert [row["split"] for row in run.metrics()] == ["train", "valid", "test"]
     assert np.isfinite(run.metrics("test")[0]["loss"])
+
+
+@pytest.mark.parametrize(
+    ("group", "change"),
+    [("train", {"freeze": ("embeding",)}), ("model", {"attention_backend": "cudnn"})],
+)
+def test_a_refused_run_leaves_no_folder(tmp_path, group, change):
+    refused = with_changes(CONFIG, {group: change})
+    with pytest.raises(UserError, match=f"{group}.{next(iter(change))}"):
+        flaxformer_mt.train(refused, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    assert flaxformer_mt.train(CONFIG, tmp_path / "run").latest_step == 2
+
+
+def test_a_refused_continuation_leaves_the_run(run):
+    refused = with_changes(CONFIG, {"train": {"freeze": ("embeding",), "num_steps": 9}})
+    with pytest.raises(UserError, match="another configuration"):
+        flaxformer_mt.train(refused, run.folder)
+    assert run.latest_step == 2
 
 
 def test_a_run_is_continued(run):

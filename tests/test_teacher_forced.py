@@ -73,3 +73,7 @@ def test_language_models_have_none():
     train = dataclasses.replace(config.train, teacher_forced_metrics=("seq2seq_acc",))
     with pytest.raises(UserError, match="teacher_forced_metrics are for translation models"):
         dataclasses.replace(config, train=train)
+    for name, metric in (("best_metric", "bleu"), ("early_stopping_metric", "chrf")):
+        train = dataclasses.replace(config.train, **{name: metric})
+        with pytest.raises(UserError, match=rf"train\.{name}={metric} is for translation models"):
+            dataclasses.replace(config, train=train)

@@ -41,7 +41,7 @@ def write(folder: Path, compilers: Sequence[Path]) -> None:
 
 def _compilers(measured: Sequence[dict[str, Any]]) -> Iterator[str]:
     """The section of the compilers."""
-    yield "## What the compilers say\n"
+    yield "## Compile-time estimates\n"
     yield (
         "A step of training or decoding, compiled for the device. The bound is the least time\n"
         "that the program can take: kernel by kernel, the larger of its products at the peak rate\n"

@@ -49,6 +49,13 @@ def prepare(
     from flaxformer_mt.data.corpora.corpus import open_corpus
     from flaxformer_mt.data.sanity_checks import check_not_blank
 
+    files_of_splits: dict[str, str] = {}
+    for name, files in map(_split_and_files, splits):
+        if name in files_of_splits:
+            raise UserError(
+                f"--splits {name} is given twice: write {name}={files_of_splits[name]},{files}"
+            )
+        files_of_splits[name] = files
     corpora = {
         name: open_corpus(
             CorpusConfig(
@@ -61,9 +68,9 @@ def prepare(
             DataConfig(),
             prefix="--",
         )
-        for name, files in map(_split_and_files, splits)
+        for name, files in files_of_splits.items()
     }
-    check_not_blank(corpora.values())
+    check_not_blank([*corpora.values()])
     counts = tfds_builder.build_dataset(corpora, output_folder)
     options = {
         "corpus": "tfds",

@@ -51,10 +51,14 @@ def line_writer(path: Path) -> Iterator[Callable[[Iterable[str]], None]]:
 
 
 @contextlib.contextmanager
-def line_progress(stream: io.BufferedIOBase) -> Iterator[Callable[[], object]]:
+def line_progress(stream: io.BufferedIOBase, name: str) -> Iterator[Callable[[], object]]:
     """Shows a progress bar over the lines of a file on a terminal.
 
     Pipes, whose length is unknown, get no bar, nor does standard error that is not a terminal.
+
+    Args:
+      stream: the file.
+      name: origin of the text, for messages.
 
     Yields:
       A function to call after each line.
@@ -67,7 +71,7 @@ def line_progress(stream: io.BufferedIOBase) -> Iterator[Callable[[], object]]:
 
     columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("Translating", total=count_lines(stream))
+        task = progress.add_task("Translating", total=count_lines(stream, name))
         yield lambda: progress.advance(task)
 
 

@@ -77,7 +77,7 @@ def translate(
             else output.print_lines
         )
         translator = Translator.from_runs(load_runs(run, checkpoint), decode)
-        advance = stack.enter_context(output.line_progress(stream))
+        advance = stack.enter_context(output.line_progress(stream, name))
         groups = arriving_lines(stream, name, enough=window_characters(decode))
         if input_file is None and stream.isatty():
             groups = output.prompted(groups, "type a sentence; Ctrl-D ends")

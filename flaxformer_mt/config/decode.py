@@ -100,8 +100,8 @@ class DecodeConfig:
     """Number of samples for minimum Bayes risk decoding (Eikema and Aziz 2020), which returns those
     most similar to all others by chrF; 0 = search instead."""
     ensemble: Literal["log", "probability"] = option("log", FieldRole.SEARCH)
-    """How several models are combined. log: the mean of their log-probabilities; probability: the
-    logarithm of the mean of their probabilities."""
+    """How several models are combined. log: the mean of their log-probabilities, normalized again;
+    probability: the logarithm of the mean of their probabilities."""
     shortlist: str = option("", FieldRole.SEARCH)
     """File of a lexical table, either with lines "target source probability" or binary as Marian
     writes it: only translations of the source's tokens and frequent tokens are allowed."""

@@ -47,6 +47,12 @@ class ExperimentConfig:
             self.model.has_inputs or not self.train.teacher_forced_metrics,
             "train.teacher_forced_metrics are for translation models, and model.has_inputs=False",
         )
+        for name in ("best_metric", "early_stopping_metric"):
+            metric = getattr(self.train, name)
+            require(
+                self.model.has_inputs or metric not in ("bleu", "chrf"),
+                f"train.{name}={metric} is for translation models, and model.has_inputs=False",
+            )
         field = "target_row_length" if self.data.batching == "packed" else "bucket_lengths[-1]"
         _, row_length = self.data.row_lengths
         require(

@@ -150,7 +150,8 @@ class TransformerConfig:
     """What connects a decoder layer to the previous target tokens: self-attention, or a simpler
     recurrent unit (SSRU; Kim et al. 2019), as in the small models that run in browsers."""
     mask_target_padding: bool = option(True, FieldRole.ARCHITECTURE)
-    """Mask target padding in the decoder's self-attention (otherwise only future tokens)."""
+    """Mask target padding in the decoder's self-attention (otherwise only future tokens), unless
+    decoding starts from padding."""
 
     pad_id: int = option(0, FieldRole.VOCABULARY, lowest=-1, limit=MAX_VOCABULARY)
     """Token id of padding; -1 if the vocabulary has none."""
@@ -329,6 +330,11 @@ class TransformerConfig:
         """`embedding_dropout_rate`, with its default resolved."""
         rate = self.embedding_dropout_rate
         return self.dropout_rate if rate < 0 else rate
+
+    @property
+    def longest_sentence(self) -> int | None:
+        """Maximum number of tokens of a sentence that the model supports; None = any."""
+        return self.max_length if self.position_kind == "learned" else None
 
     @property
     def shares_source_and_target(self) -> bool:

@@ -2,7 +2,7 @@
 
 import itertools
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -45,23 +45,30 @@ def check_unknown_rate(corpus: EncodedCorpus, config: DataConfig) -> None:
             )
 
 
-def check_not_blank(corpora: Iterable[Corpus], has_inputs: bool = True) -> None:
-    """Checks that each corpus has a pair with text on both sides; it reads up to the first.
+def check_not_blank(corpora: Sequence[Corpus], has_inputs: bool = True) -> None:
+    """Checks that corpora have a pair with text on both sides; reads each up to the first.
 
     Args:
-      corpora: of training, development or test.
+      corpora: the corpora of one role. If they are held out of others, one with text is enough.
       has_inputs: False for a language model, which only needs the target side.
 
     Raises:
       UserError: all lines of a side, or one line of each pair, are blank; names the corpus.
     """
-    for corpus in corpora:
-        if not any(
-            target.strip() and (not has_inputs or source.removeprefix(corpus.tag).strip())
-            for source, target in corpus.pairs()
-        ):
-            sides = "on both sides" if has_inputs else "on the target side"
-            raise UserError(f"{corpus.name}: no pair has text {sides}: give another split or file")
+    blank = [corpus for corpus in corpora if not _has_text(corpus, has_inputs)]
+    for corpus in blank:
+        if corpus.may_be_empty and len(blank) < len(corpora):
+            continue
+        sides = "on both sides" if has_inputs else "on the target side"
+        advice = "raise data.hold_out" if corpus.may_be_empty else "give another split or file"
+        raise UserError(f"{corpus.name}: no pair has text {sides}: {advice}")
+
+
+def _has_text(corpus: Corpus, has_inputs: bool) -> bool:
+    return any(
+        target.strip() and (not has_inputs or source.removeprefix(corpus.tag).strip())
+        for source, target in corpus.pairs()
+    )
 
 
 def check_sides(training: Sequence[Corpus], held_out: Sequence[Corpus]) -> None:

@@ -27,7 +27,8 @@ def combine(steps: Sequence[StepFunction], how: Literal["log", "probability"]) -
     Args:
       steps: one per model. The models may differ in everything but their vocabularies (see
         `require_same_vocabularies`).
-      how: what to average. "log" is a geometric mean, whose probabilities sum to less than 1.
+      how: what to average. "log" is a geometric mean, whose probabilities sum to less than 1
+        until the search normalizes them.
 
     Returns:
       A step function over a tuple of the models' states. Its logits are the logarithms above, in

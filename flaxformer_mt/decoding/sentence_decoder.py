@@ -4,12 +4,14 @@ import dataclasses
 import hashlib
 import itertools
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
+from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.decoding import minimum_bayes_risk, sentence_splitting
 from flaxformer_mt.decoding.batching.continuous_batching import (
@@ -17,7 +19,6 @@ from flaxformer_mt.decoding.batching.continuous_batching import (
     Request,
     TokenHypotheses,
 )
-from flaxformer_mt.decoding.batching.length_buckets import longest_sentence
 from flaxformer_mt.decoding.scoring import alignment
 from flaxformer_mt.decoding.scoring.alignment import Links
 from flaxformer_mt.decoding.scoring.scorer import AlignmentUnit, check_unit
@@ -86,6 +87,11 @@ class _TokenizedSegment(NamedTuple):
     """How many of these have probability 1."""
     phrases: Sequence[Sequence[int]] = ()
     """Token sequences that must appear in its translation."""
+    repeated: int = 0
+    """How many of its first tokens repeat the tag of the text, and are not part of the segment."""
+
+
+_TAG = re.compile(r">>\S+<<|<\S+>")
 
 
 class SentenceDecoder:
@@ -180,17 +186,15 @@ class SentenceDecoder:
                     "required phrases are not supported with sampling: remove decode.sampling and "
                     "decode.mbr_samples"
                 )
-            segments, encoded = [Segment(text)] * bool(text), [tokens]
+            tokenized = [_TokenizedSegment(Segment(text), tokens)] * bool(text)
             if len(tokens) > limit:
-                segments = sentence_splitting.split(text, limit, self._source_lengths)
-                encoded = source.encode([segment.text for segment in segments])
-            if len(segments) > 1 and sentence.phrases:
+                tokenized = self._split(text, limit)
+            if len(tokenized) > 1 and sentence.phrases:
                 raise UserError(
                     f'"{text[:30]}...": required phrases are not supported for input of more than '
                     f"{self.longest_source} tokens, which is split: pass its sentences separately, "
                     "or increase decode.max_source_length"
                 )
-            tokenized = [_TokenizedSegment(*pair) for pair in zip(segments, encoded, strict=False)]
             if tokenized and (sentence.prefix or sentence.phrases):
                 prefix, *phrases = target.encode_parts([sentence.prefix, *sentence.phrases])
                 tokenized[0] = tokenized[0]._replace(
@@ -198,6 +202,36 @@ class SentenceDecoder:
                 )
             divided.append(self._with_first_token(tokenized))
         return divided
+
+    def _split(self, text: str, limit: int) -> list[_TokenizedSegment]:
+        """Splits a text that has too many tokens; its tag, if any, precedes every segment."""
+        source = self.tokenizers.source
+        tag, tag_tokens = self._tag(text)
+        # A language takes the place of the vocabulary's own, other tags need room.
+        is_language = not source.language_ids.isdisjoint(tag_tokens)
+        replaced = int(is_language and source.first_id is not None)
+        repeated = len(tag_tokens) - replaced
+        segments = sentence_splitting.split(
+            text.removeprefix(tag), max(1, limit - repeated), self._source_lengths
+        )
+        if tag:
+            segments[0] = segments[0]._replace(text=f"{tag} {segments[0].text}")
+        first, *others = source.encode([segment.text for segment in segments])
+        encoded = [first, *([*tag_tokens, *tokens[replaced:]] for tokens in others)]
+        return [
+            _TokenizedSegment(segment, tokens, repeated=repeated if number else 0)
+            for number, (segment, tokens) in enumerate(zip(segments, encoded, strict=True))
+        ]
+
+    def _tag(self, text: str) -> tuple[str, list[int]]:
+        """Returns the tag that a text begins with, such as ">>fra<<", and its tokens."""
+        source, (word, *rest) = self.tokenizers.source, text.split(maxsplit=1)
+        (tokens,) = source.encode([word])
+        names = (piece.removeprefix(SPACE) for piece in source.pieces(tokens))
+        ids = dict(zip(names, tokens, strict=True))
+        if rest and word in ids and (_TAG.fullmatch(word) or ids[word] in source.language_ids):
+            return word, tokens
+        return "", []
 
     def _with_first_token(self, segments: list[_TokenizedSegment]) -> list[_TokenizedSegment]:
         """Adds the token that translations begin with to the prefixes of a text's segments.
@@ -331,6 +365,7 @@ class SentenceDecoder:
         assert attention is not None
         target = self.tokenizers.target
         attention = alignment.without_ends(attention, hypothesis.tokens, self.model.eos_id)
+        attention = attention[:, segment.repeated :]
         tokens = hypothesis.tokens[: len(attention)]
         source_pieces = self.tokenizers.source.split([segment.segment.text])[0]
         pieces = target.pieces(tokens)
@@ -422,7 +457,7 @@ def longest_source(decode: DecodeConfig, models: Sequence[TransformerConfig]) ->
 
 def _longest_position(models: Sequence[TransformerConfig]) -> int | None:
     """Returns the maximum number of tokens that all models support; None = any."""
-    limits = [limit for model in models if (limit := longest_sentence(model)) is not None]
+    limits = [limit for model in models if (limit := model.longest_sentence) is not None]
     return min(limits, default=None)
 
 

@@ -249,7 +249,8 @@ class Transformer(nn.Module):
                 decoder_segment_ids,
                 pad_id=c.pad_id,
                 causal=True,
-                hide_padding=c.mask_target_padding,
+                # The start is never hidden.
+                hide_padding=c.mask_target_padding and c.bos_id != c.pad_id,
             )
         length = decoder_input_tokens.shape[1]
         positions = _columns(length, decoder_positions)

@@ -91,7 +91,8 @@ class Checkpointer:
           announce: called with one line for each damaged checkpoint.
 
         Raises:
-          UserError: the folder cannot be written to, or `data.json` is damaged.
+          UserError: the folder cannot be written to, a checkpoint cannot be opened, or `data.json`
+            is damaged.
         """
         self.run_folder = Path(run_folder)
         self._folder = step_folders.folder_of(run_folder)
@@ -104,12 +105,14 @@ class Checkpointer:
         self._scores: dict[int, float] = {}
         """Ranking scores of all intact checkpoints; kept by the first process only."""
         if distributed.is_main():
-            with _explained(f"{self._folder} cannot be written to: {{}}"):
+            problem = f"{self._folder} cannot be written to: {{}}"
+            with _explained(problem):
                 self._folder.mkdir(parents=True, exist_ok=True)
                 step_folders.remove_leftovers(self._folder)
                 with atomic.workspace(self._folder):
                     pass  # Fails now rather than at the first save.
-                self._scores, damaged = step_folders.verified(self._folder)
+            self._scores, damaged = step_folders.verified(self._folder)
+            with _explained(problem):
                 for step, cause in damaged.items():
                     aside = step_folders.set_aside(self._folder, step)
                     announce(f"{self._folder / str(step)} is damaged: {cause}; moved to {aside}")

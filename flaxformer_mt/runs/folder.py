@@ -138,7 +138,12 @@ def holds_run(workdir: Path, experiment: ExperimentConfig) -> bool:
             f"{workdir / CHECKPOINTS} holds no checkpoint, but the run has written some: restore "
             "them, or give another --workdir to begin anew"
         )
-    changed = configuration.differences(read_config(workdir), experiment)
+    stored = read_config(workdir)
+    changed = configuration.differences(stored, experiment)
+    starts = stored.train.init_from, experiment.train.init_from
+    if starts[0] != starts[1] and not step_folders.has_any(workdir):
+        # Before its first checkpoint, a run is continued from its start.
+        changed.append("train.init_from: {!r} in the run, {!r} now".format(*starts))
     if changed:
         raise UserError(
             f"{workdir} holds a run of another configuration ({'; '.join(changed)}): "

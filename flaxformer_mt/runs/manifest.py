@@ -5,6 +5,7 @@ without one is incomplete.
 """
 
 import concurrent.futures
+import errno
 import hashlib
 import json
 import os
@@ -59,6 +60,9 @@ def damage(
 
     Returns:
       A description of the first difference, or None if there is none.
+
+    Raises:
+      UserError: see `difference`.
     """
     if not os.path.lexists(folder / MANIFEST):
         return f"{MANIFEST} is missing: the {kind} is incomplete, or the file was deleted"
@@ -70,12 +74,23 @@ def damage(
             for name in (files if names is None else names)
         }
     except OSError as error:
+        _require_damage(error, folder / MANIFEST)
         return f"{MANIFEST} cannot be read: {error.strerror}"
     except (UserError, KeyError, TypeError, AttributeError):
         return f"{MANIFEST} is damaged"
     with concurrent.futures.ThreadPoolExecutor() as pool:
         causes = pool.map(lambda name: difference(folder / name, entries[name], name), entries)
         return next(filter(None, causes), None)
+
+
+_PASSING = {errno.EACCES, errno.EPERM, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+"""Errors that say nothing about the content of a file."""
+
+
+def _require_damage(error: OSError, path: Path) -> None:
+    """Raises `UserError` for an error after which the file may be intact."""
+    if error.errno in _PASSING:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _files(folder: Path) -> list[Path]:
@@ -101,6 +116,9 @@ def difference(path: Path, entry: Entry, name: str) -> str | None:
       path: the file.
       entry: what it is expected to be.
       name: what it is called in the description.
+
+    Raises:
+      UserError: the file cannot be opened for a reason that may pass, such as missing permission.
     """
     if not os.path.lexists(path):
         return f"{name} is missing"
@@ -109,6 +127,7 @@ def difference(path: Path, entry: Entry, name: str) -> str | None:
             found = hashlib.file_digest(file, "sha256").hexdigest()
             length = file.tell()
     except OSError as error:
+        _require_damage(error, path)
         return f"{name} cannot be read: {error.strerror}"
     except UserError as error:
         return f"{name}: {error}"

@@ -13,6 +13,7 @@ from flaxformer_mt.data.stream.batches import (
     padding_fraction,
 )
 from flaxformer_mt.data.stream.packing import Sentences
+from flaxformer_mt.errors import UserError
 from tests.data.pairs import all_pairs, encoded, pairs_in, pairs_of_lengths
 
 MODEL = TransformerConfig(pad_id=9, bos_id=1, eos_id=2)
@@ -93,6 +94,21 @@ def test_evaluation_does_not_truncate_long_pairs():
         BatchShape(1, 32, 32),
         BatchShape(1, 8192, 8192),
     ]
+
+
+def test_evaluation_rows_are_no_longer_than_the_learned_positions():
+    model = TransformerConfig(position_kind="learned", max_length=20)
+    config = dataclasses.replace(CONFIG, model=model)
+    corpus = pairs_of_lengths([(3, 4), (17, 5), (20, 20)])
+    batches = evaluation_batches(corpus, config)
+    assert sorted(pair for batch in batches for pair in pairs_in(batch)) == all_pairs(corpus)
+    assert max(shape_of(batch) for batch in batches[1:]) == BatchShape(1, 20, 20)
+    too_long = pairs_of_lengths([(3, 4), (21, 5)])
+    with pytest.raises(UserError, match=r"pair 2 has 21 tokens .*model\.max_length=20"):
+        evaluation_batches(too_long, config)
+    short = dataclasses.replace(model, max_length=11)
+    with pytest.raises(UserError, match=r"rows of 12 source and 10 .*model\.max_length=11: set"):
+        evaluation_batches(corpus, dataclasses.replace(config, model=short))
 
 
 @pytest.mark.parametrize("row_shards", [1, 2, 4])

@@ -10,6 +10,7 @@ import pytest
 from flaxformer_mt.config import CorpusConfig, DataConfig, ExperimentConfig
 from flaxformer_mt.data.corpora.corpus import load_corpus, open_corpora, read_corpus
 from flaxformer_mt.data.dataset import open_all
+from flaxformer_mt.data.sanity_checks import check_not_blank
 from flaxformer_mt.errors import UserError
 
 PAIRS = [("A house.", "Une maison."), ("Two, houses", 'Il dit "oui"')]
@@ -79,6 +80,15 @@ def test_two_parallel_files(tmp_path, end):
         read(tmp_path / "fra-eng", columns=("1", "2"))
 
 
+def test_a_folder_takes_precedence_over_files_of_its_name(tmp_path):
+    (tmp_path / "corpus").mkdir()
+    for code, side in (("en", 0), ("fr", 1)):
+        (tmp_path / f"corpus.{code}").write_text("beside\n")
+        text = "".join(f"{pair[side]}\n" for pair in PAIRS)
+        (tmp_path / "corpus" / f"train.{code}").write_text(text)
+    assert read(tmp_path / "corpus") == PAIRS
+
+
 @pytest.mark.parametrize(
     ("name", "text", "columns", "message"),
     [
@@ -87,6 +97,7 @@ def test_two_parallel_files(tmp_path, end):
         ("a.csv", "a,b\n", ("1", "3"), r"line 1: no column 3 \(data.columns\): it has 2"),
         ("a.csv", "id,text\n", ("id", "texte"), "no column 'texte' .*did you mean text"),
         ("a.csv", 'a,"b\n', (), "line 1: not CSV: unexpected end of data"),
+        ("a.csv", "\n\n", (), "has only blank lines"),
         ("a.jsonl", '{"en": "a", "de": "b"}\n', (), "line 1: no member 'fr', only 'en', 'de'"),
         ("a.jsonl", '{"en": "a", "fr": 1}\n', (), "line 1: 'fr' is not a string"),
         ("a.jsonl", "[1]\n", (), "line 1: not a JSON object"),
@@ -212,6 +223,20 @@ def test_a_source_of_several_corpora_is_on_one_side(tmp_path):
     assert any(source.startswith("<x> ") for source, _ in parts["train"])
 
 
+def test_nothing_has_to_be_held_out_of_a_small_corpus(tmp_path):
+    (tmp_path / "small.tsv").write_text("One.\tUn.\n")
+    corpora = (CorpusConfig(), CorpusConfig(path=str(tmp_path / "small.tsv")))
+    _, corpora = divide(tmp_path, numbered(1000), train_corpora=corpora)
+    for of_role in corpora.values():
+        check_not_blank(of_role)
+    assert [len([*corpus.pairs()]) > 0 for corpus in corpora["valid"]] == [True, False]
+    with pytest.raises(UserError, match=r"held out of .*small\.tsv: .* raise data\.hold_out"):
+        check_not_blank(corpora["valid"][1:])
+    (tmp_path / "small.tsv").write_text(" \tUn.\n")
+    with pytest.raises(UserError, match=r"small\.tsv without held-out pairs: .* split or file"):
+        check_not_blank(corpora["train"])
+
+
 def test_hold_out_is_of_any_corpus_and_not_too_much(tmp_path):
     data = DataConfig(corpus="reverse", generated_pairs=200, hold_out=20)
     corpora = open_all(ExperimentConfig(data=data))
@@ -239,12 +264,16 @@ def saved(tmp_path_factory):
     dev = nested.select([1])
     datasets.DatasetDict(train=nested, dev=dev).save_to_disk(folder / "splits")
     flat.save_to_disk(folder / "flat")
+    languages = datasets.Features(translation=datasets.Translation(["en", "fr"]))
+    hub = {"translation": [{"en": en, "fr": fr} for en, fr in PAIRS]}
+    datasets.Dataset.from_dict(hub, features=languages).save_to_disk(folder / "hub")
     return folder
 
 
 def test_hugging_face_folders(saved):
     assert read(saved / "splits") == PAIRS
     assert read(saved / "flat") == PAIRS
+    assert read(saved / "hub") == PAIRS
     assert read(saved / "splits", columns=("translation.fr", "translation.en")) == [
         pair[::-1] for pair in PAIRS
     ]
@@ -259,6 +288,10 @@ def test_what_a_hugging_face_folder_lacks_is_named(saved, tmp_path, monkeypatch)
         open_corpora(DataConfig(path=str(saved / "splits"), train_split="training"), "train")
     with pytest.raises(UserError, match=r"no column .translation\.de. .*'translation\.fr'"):
         open_corpora(DataConfig(path=str(saved / "splits")), "train")
+    with pytest.raises(UserError, match=r"no column .translation\.de. .*'translation\.fr'"):
+        open_corpora(DataConfig(path=str(saved / "hub")), "train")
+    with pytest.raises(UserError, match=r"column 'id' \(data\.columns\) has no text: int64"):
+        read(saved / "splits", columns=("id", "translation.fr"))
     with pytest.raises(UserError, match="has only training pairs"):
         open_corpora(DataConfig(path=str(saved / "flat")), "valid")
     with pytest.raises(UserError, match="is not a folder that datasets' save_to_disk has written"):

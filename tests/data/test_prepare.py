@@ -175,6 +175,8 @@ def test_on_the_command_line(tmp_path, capfd):
 
     assert main([*arguments, "--splits", "train"]) == 1
     assert "--splits train: write NAME=FILES" in capfd.readouterr().err
+    assert main([*arguments, "--splits", "train=europarl", "train=news-*"]) == 1
+    assert "--splits train is given twice: write train=europarl,news-*" in capfd.readouterr().err
     assert main(arguments) == 1
     assert "has neither train.en nor train.en.gz" in capfd.readouterr().err
 

@@ -1,5 +1,6 @@
 """Text files that are none: without an end or without line ends."""
 
+import errno
 import gzip
 import io
 import os
@@ -8,7 +9,13 @@ import time
 import pytest
 
 from flaxformer_mt.data.corpora import text_files
-from flaxformer_mt.data.corpora.text_files import MAX_LINE_BYTES, arriving_lines, read_lines
+from flaxformer_mt.data.corpora.text_files import (
+    MAX_LINE_BYTES,
+    arriving_lines,
+    count_lines,
+    opened,
+    read_lines,
+)
 from flaxformer_mt.errors import UserError
 
 
@@ -47,3 +54,21 @@ class Stream(io.BytesIO):
 def test_what_is_no_text_file_is_named(tmp_path):
     assert "/dev/zero: a device, not a file" in refusal(read_lines, text_files.Path("/dev/zero"))
     assert f"{tmp_path}: a folder, not a file" in refusal(read_lines, tmp_path)
+
+
+def test_errors_of_the_caller_are_not_those_of_the_file(tmp_path):
+    path = tmp_path / "source.txt"
+    path.write_text("one\n")
+    with pytest.raises(BrokenPipeError), opened(path):
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+
+@pytest.mark.parametrize("content", [b"no gzip\n", gzip.compress(b"one\ntwo\n", mtime=0)[:-9]])
+def test_damaged_files_that_are_read_in_parts_are_named(tmp_path, content):
+    path = tmp_path / "source.txt.gz"
+    path.write_bytes(content)
+    for function in (lambda *arguments: [count_lines(*arguments)], arriving_lines):
+        with opened(path) as stream:
+            enough = (100,) if function is arriving_lines else ()
+            message = refusal(function, stream, str(path), *enough)
+        assert f"{path}: damaged gzip file" in message

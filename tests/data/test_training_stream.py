@@ -343,6 +343,16 @@ def test_source_rows_fit_the_sources():
     assert choose_source_row_length([corpus], config(target_row_length=64)) >= 30
 
 
+def test_pairs_that_are_dropped_do_not_lengthen_source_rows():
+    pairs = [(20, 20)] * 990
+    setting = config(source_row_length=0, target_row_length=64)
+    expected = choose_source_row_length([pairs_of_lengths(pairs)], setting)
+    corpus = pairs_of_lengths([*pairs, *[(800, 800)] * 10])
+    assert choose_source_row_length([corpus], setting) == expected
+    truncating = config(source_row_length=0, target_row_length=64, long_sentences="truncate")
+    assert choose_source_row_length([corpus], truncating) == 800
+
+
 def test_source_row_length_of_buckets_and_language_models():
     buckets = config(source_row_length=0, batching="buckets", bucket_lengths=(8, 24))
     assert choose_source_row_length([pairs_of_lengths([(3, 4)])], buckets) == 24

@@ -149,6 +149,19 @@ def test_longer_arrays_change_nothing(monkeypatch):
     assert_same(found, {index: together()[index + 15] for index in range(14)})
 
 
+@pytest.mark.parametrize("certain", [0, 1])
+def test_samples_begin_with_their_prefixes(certain):
+    with_prefixes = [
+        request._replace(prefix=[5, 7][: 1 + index % 2], certain=certain, phrases=())
+        for index, request in enumerate(requests()[:6])
+    ]
+    batcher = make_batcher(DecodeConfig(sampling=True, n_best=3, batch_tokens=64))
+    for index, found in batcher.decode(with_prefixes):
+        prefix = tuple(with_prefixes[index].prefix)
+        assert len(found.tokens) == 3
+        assert all(tokens[: len(prefix)] == prefix for tokens in found.tokens)
+
+
 def test_parameters_that_are_not_finite_find_nothing():
     broken = jax.tree.map(lambda leaf: leaf * np.nan, params())
     (found,) = (

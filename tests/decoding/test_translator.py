@@ -12,9 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from talker import random_params, sentences, with_decode, with_end_bias
 
+from flaxformer_mt.config import CorpusConfig, DataConfig, DecodeConfig
+from flaxformer_mt.data.corpora.corpus import ParallelCorpus
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.decoding import minimum_bayes_risk
 from flaxformer_mt.decoding.scoring.alignment import align
-from flaxformer_mt.decoding.sentence_decoder import longest_target, on_one_line, sampling_seed
+from flaxformer_mt.decoding.sentence_decoder import (
+    SentenceDecoder,
+    longest_target,
+    on_one_line,
+    sampling_seed,
+)
 from flaxformer_mt.decoding.translator import Sentence, Translator, in_order, windows
 from flaxformer_mt.errors import UserError
 
@@ -210,6 +218,21 @@ def test_long_input_is_split(talker):
         )
     with pytest.raises(UserError, match=r"phrases .* more than 20 tokens"):
         translator.translate([Sentence(" ".join(parts), phrases=("Hund",))])
+
+
+def test_segments_of_long_input_have_its_tag(talker):
+    parts = ["Die Wiese und der Hund.", "Ein kleiner roter Hund.", "Hund."]
+    corpus = ParallelCorpus(parts, parts, "tagged", tag="<2de>")
+    config = DataConfig(vocab_size=300, train_corpora=(CorpusConfig(tag=corpus.tag),))
+    tokenizers = Tokenizers.train([corpus], config)
+    expected = tokenizers.source.encode([f"<2de> {part}" for part in parts])
+    options = DecodeConfig(max_source_length=max(map(len, expected)) + 1)
+    decoder = SentenceDecoder([(talker.config.model, talker.params)], options, tokenizers)
+    (segments,) = decoder._divide([Sentence(f"<2de> {' '.join(parts)}")])
+    assert [segment.tokens for segment in segments] == expected
+    assert [segment.repeated for segment in segments] == [0, 1, 1]
+    (segments,) = decoder._divide([Sentence(f"<unknown> {' '.join(parts)}")])
+    assert not any(segment.repeated for segment in segments)
 
 
 def test_phrases_are_not_supported_with_sampling(talker):

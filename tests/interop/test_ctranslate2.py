@@ -18,7 +18,7 @@ import talker
 import torch
 
 from flaxformer_mt.cli import main
-from flaxformer_mt.config import DataConfig, DecodeConfig, TransformerConfig
+from flaxformer_mt.config import DataConfig, DecodeConfig, TrainConfig, TransformerConfig
 from flaxformer_mt.config.files import load_config
 from flaxformer_mt.data.corpora.corpus import load_corpus
 from flaxformer_mt.data.corpora.text_files import read_lines
@@ -299,7 +299,7 @@ def test_what_the_specification_cannot_hold_is_refused(tmp_path):
     ):
         bundle = random_bundle(TransformerConfig(**TINY))
         model = dataclasses.replace(bundle.config.model, **fields)
-        config = dataclasses.replace(bundle.config, model=model)
+        config = dataclasses.replace(bundle.config, model=model, train=TrainConfig())
         with pytest.raises(UserError, match=f"its models cannot have .*{reason}"):
             write(dataclasses.replace(bundle, config=config), tmp_path / "served")
     assert not list(tmp_path.iterdir())

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib
+import itertools
 import json
 
 import hub_models
@@ -131,6 +132,17 @@ def test_each_sentence_can_have_its_languages(translator, saved):
     assert hypotheses[0].tokens == lists[2][0].tokens
 
 
+def test_parts_of_long_input_have_its_language(translator):
+    parts = ["deu_Latn one two three.", "deu_Latn four five.", "deu_Latn six."]
+    text = " ".join(parts[:1] + [part.removeprefix("deu_Latn ") for part in parts[1:]])
+    longest = max(map(len, translator.tokenizers.source.encode(parts)))
+    options = {"beam_size": 1, "max_length": 6, "max_source_length": longest + 1}
+    together, *alone = translator.translate_n_best([text, *parts], unit="pieces", **options)
+    tokens = [hypotheses[0].tokens for hypotheses in alone]
+    assert together[0].tokens == tuple(itertools.chain(*tokens))
+    assert len(together[0].alignment) == sum(len(h[0].alignment) for h in alone)
+
+
 def test_the_commands_on_the_run_of_a_folder(saved, translator, tmp_path, capfd):
     """`translate`, `score` and `evaluate`, with languages from the text."""
     run, source, target = tmp_path / "run", tmp_path / "in", tmp_path / "out"
@@ -170,18 +182,24 @@ def test_the_first_token_is_written_for_generate(saved, tmp_path):
     assert read("nllb", tmp_path / "again").config.decode == decode
 
 
-def test_a_missing_target_language_is_noted(saved, tmp_path):
+@pytest.mark.parametrize("is_forced", [False, True])
+def test_a_missing_target_language_is_noted(is_forced, saved, tmp_path):
     for path in saved("mbart50")[0].iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     for name, field in (
         ("tokenizer_config.json", "tgt_lang"),
         ("generation_config.json", "forced_bos_token_id"),
     ):
+        if is_forced and name == "generation_config.json":
+            continue
         settings = json.loads((tmp_path / name).read_text())
         del settings[field]
         (tmp_path / name).write_text(json.dumps(settings))
     _, notes = huggingface.read(tmp_path, family="mbart")
-    assert [note.split(":")[0] for note in notes] == ["no target language is set"]
+    (note,) = notes
+    assert note.startswith("no target language is set: ")
+    assert ("--first-token" in note) != is_forced
+    assert "to train or score, set tgt_lang" in note
 
 
 @pytest.mark.parametrize(

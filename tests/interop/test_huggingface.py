@@ -77,6 +77,15 @@ def save_half(folder):
     return MarianMTModel.from_pretrained(folder, dtype=torch.float32).eval()
 
 
+def save_without_defaults(folder):
+    """A folder whose config.json omits what is transformers' default."""
+    model = save(folder, activation_function="gelu", scale_embedding=False)
+    settings = json.loads((folder / "config.json").read_text())
+    del settings["activation_function"], settings["scale_embedding"]
+    (folder / "config.json").write_text(json.dumps(settings))
+    return model
+
+
 VARIANTS = {
     "new": save,
     "old": save_old,
@@ -85,6 +94,7 @@ VARIANTS = {
     "separate": functools.partial(save, separate=True),
     "separate, untied": functools.partial(save, separate=True, tie_word_embeddings=False),
     "unscaled gelu": functools.partial(save, activation_function="gelu", scale_embedding=False),
+    "without defaults": save_without_defaults,
     "rows to spare": functools.partial(save, vocab_size=400, decoder_vocab_size=400),
 }
 
@@ -315,6 +325,16 @@ def test_every_search_option_survives_a_round_trip():
     }
     drawn, _ = generation_config.to_decode(sampling, MODEL)
     assert (drawn.sampling, drawn.top_k, drawn.top_p, drawn.max_length) == (True, 7, 0.9, 8)
+
+
+def test_samples_are_drawn_without_beams():
+    _, notes = generation_config.to_decode({"do_sample": True, "num_beams": 4}, MODEL)
+    assert notes == [
+        "num_beams=4 is not supported with do_sample, and ignored: samples are drawn independently"
+    ]
+    written, _ = generation_config.from_decode(DecodeConfig(sampling=True, n_best=8), MODEL, {})
+    assert (written["do_sample"], written["num_return_sequences"]) == (True, 8)
+    assert written.get("num_beams", 1) == 1
 
 
 def test_unsupported_settings_are_reported():

@@ -42,6 +42,7 @@ CONFIGS = {
     "no positions": dataclasses.replace(TINY, position_kind="none", embedding_norm=True),
     "annotated norm": dataclasses.replace(TINY, norm_kind="unbiased_std", output_bias=True),
     "zero start": dataclasses.replace(TINY, bos_id=-1, zero_pad_embeddings=True),
+    "padding start": dataclasses.replace(TINY, bos_id=TINY.pad_id),
     "language model": dataclasses.replace(TINY, has_inputs=False),
     "recurrent": dataclasses.replace(TINY, decoder_kind="ssru"),
     "unrolled": dataclasses.replace(TINY, scan_layers=False),

@@ -18,6 +18,7 @@ import pytest
 from full_disks import files_no_longer_than, in_private_mounts
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from flaxformer_mt import input_files
 from flaxformer_mt.config import OptimizerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs import step_folders
@@ -297,6 +298,24 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(copy, damage, c
     assert re.search(rf"checkpoints/3 is damaged: {cause}.*; moved to .*3\.damaged$", line)
     assert entries(copy) == ["2", "3", "3.damaged"]
     chex.assert_trees_all_equal(restore_params(copy, "last")[1], make_state(3).params)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "progress.json"])
+def test_a_checkpoint_that_cannot_be_opened_now_is_not_damaged(copy, monkeypatch, name):
+    open_regular = input_files.open_regular
+
+    def refuse(path, *arguments):
+        if path == copy / "checkpoints" / "3" / name:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return open_regular(path, *arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(input_files, "open_regular", refuse)
+        with pytest.raises(UserError, match=rf"3/{name} cannot be read: Stale file handle"):
+            Checkpointer(copy)
+    assert entries(copy) == ["1", "2", "3"]
+    with Checkpointer(copy) as checkpointer:
+        assert checkpointer.latest_step() == 3
 
 
 def test_a_damaged_earlier_checkpoint_is_not_kept_as_the_best(tmp_path):

@@ -155,6 +155,14 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_is_continued(workdir)
     assert holds_run(workdir, EXPERIMENT)
 
 
+def test_only_a_run_without_a_checkpoint_needs_the_same_start(workdir):
+    other = ExperimentConfig(train=TrainConfig(init_from="runs/trained"))
+    with pytest.raises(UserError, match=r"train\.init_from: '' in the run, 'runs/trained' now"):
+        holds_run(workdir, other)
+    save(workdir, 1)
+    assert holds_run(workdir, other)
+
+
 def test_a_start_that_was_killed_can_be_repeated(workdir, tokenizers, tmp_path, monkeypatch):
     """Wherever in writing the folder, and with any configuration."""
     files = {path.relative_to(workdir) for path in workdir.rglob("*") if path.is_file()}

@@ -52,6 +52,8 @@ class Corpus(abc.ABC):
     """Sampling weight of its pairs relative to those of other corpora."""
     division: Callable[[], dict[str, int]] | None = None
     """Describes how held-out pairs were chosen, for `data.json`; None if none are held out."""
+    may_be_empty: bool = False
+    """Whether it was held out of a corpus that may be too small for it to have any pair."""
 
     @property
     @abc.abstractmethod
@@ -107,6 +109,8 @@ class StreamedCorpus(Corpus):
     digest: Callable[[], bytes]
     """Computes the SHA-256 of the underlying files or pairs."""
     division: Callable[[], dict[str, int]] | None = None
+    """See `Corpus`."""
+    may_be_empty: bool = False
     """See `Corpus`."""
 
     @functools.cached_property
@@ -266,7 +270,7 @@ def _has_no_splits(corpus: CorpusConfig) -> bool:
     """Returns whether the path of a completed corpus names files, and not a folder of splits."""
     path = Path(corpus.path)
     if corpus.kind == "text":
-        return bool(corpus.path) and not path.is_dir() and _parallel_files(corpus) is not None
+        return bool(corpus.path) and _parallel_files(corpus) is not None
     if corpus.kind == "datasets":
         return not (path / "dataset_dict.json").exists()
     return path.is_file()
@@ -294,11 +298,16 @@ def _open_text(request: _Request) -> _Text:
 
 
 def _parallel_files(corpus: CorpusConfig) -> tuple[Path, ...] | None:
-    """Returns the two files that the path names, if it does: "a.en,b.de", or "a" for a.en, a.de."""
+    """Returns the two files that the path names, if it does: "a.en,b.de", or "a" for a.en, a.de.
+
+    A folder "a" takes precedence over such files beside it.
+    """
     names = corpus.path.split(",")
     if len(names) == 2 and all(Path(name).is_file() for name in names):
         return Path(names[0]), Path(names[1])
     languages = corpus.source_language, corpus.target_language
+    if Path(corpus.path).is_dir():
+        return None
     for end in ("", *text_files.COMPRESSED):
         pair = tuple(Path(f"{corpus.path}.{language}{end}") for language in languages)
         if all(path.is_file() for path in pair):

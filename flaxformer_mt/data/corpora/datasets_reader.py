@@ -92,25 +92,32 @@ def open_saved(
 
 def _checked(rows: Any, column: str, name: str) -> str:
     """Returns a column that exists and holds strings."""
-    feature, known = rows.features, _columns(rows.features)
-    for part in [column] if column in feature else column.split("."):
-        feature = feature.get(part) if hasattr(feature, "get") else None
-        feature = getattr(feature, "languages", feature)  # A `datasets.Translation`.
-        if feature is None:
-            raise UserError(
-                f"{name} has no column {column!r} (data.columns), only "
-                f"{', '.join(map(repr, known))}{suggestion(column, known)}"
-            )
+    known = _columns(rows.features)
+    if column not in known:
+        raise UserError(
+            f"{name} has no column {column!r} (data.columns), only "
+            f"{', '.join(map(repr, known))}{suggestion(column, known)}"
+        )
+    if known[column] not in ("string", "large_string"):
+        raise UserError(f"{name}: column {column!r} (data.columns) has no text: {known[column]}")
     return column
 
 
-def _columns(features: Any) -> list[str]:
-    """Returns the names of all features, and of their members."""
-    names = []
+def _columns(features: Any) -> dict[str, str]:
+    """Returns the data types of all features, and of their members."""
+    types: dict[str, str] = {}
     for name, feature in features.items():
-        members = getattr(feature, "languages", feature if isinstance(feature, dict) else ())
-        names += [f"{name}.{member}" for member in members] or [name]
-    return names
+        if hasattr(feature, "languages"):  # A `datasets.Translation`.
+            types |= {f"{name}.{language}": "string" for language in feature.languages}
+        elif isinstance(feature, dict):
+            types |= {f"{name}.{key}": _type(member) for key, member in feature.items()}
+        else:
+            types[name] = _type(feature)
+    return types
+
+
+def _type(feature: Any) -> str:
+    return str(getattr(feature, "dtype", type(feature).__name__))
 
 
 def _texts(part: dict[str, list[Any]], column: str) -> list[str]:

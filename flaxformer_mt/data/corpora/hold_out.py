@@ -144,7 +144,12 @@ def _part(division: Division, number: int, role: Role) -> StreamedCorpus:
     if role != "train":
         name = f"held out of {corpus.name}"
     return dataclasses.replace(
-        corpus, name=name, stream=stream, digest=digest, division=division.describe
+        corpus,
+        name=name,
+        stream=stream,
+        digest=digest,
+        division=division.describe,
+        may_be_empty=role != "train",
     )
 
 

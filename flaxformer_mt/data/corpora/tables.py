@@ -56,7 +56,9 @@ def stream_table(
         yield from _stream_json(path, columns, languages)
         return
     rows = _csv_rows(path) if form == "csv" else _tab_rows(path)
-    number, first = next(rows)
+    number, first = next(rows, (0, []))
+    if not number:
+        raise UserError(f"{path} has only blank lines")
     by_name = columns and not all(re.fullmatch("[1-9][0-9]*", column) for column in columns)
     if by_name or (not columns and {*languages} <= {*first}):
         names: Sequence[str] = columns or languages

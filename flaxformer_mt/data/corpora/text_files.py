@@ -48,7 +48,7 @@ def stream_lines(path: Path) -> Iterator[str]:
         more than `MAX_LINE_BYTES` (the message names the line). Errors are raised when the reader
         reaches them, after the lines before.
     """
-    with opened(path) as file:
+    with opened(path) as file, _explained(str(path)):
         # One byte more than a line may have tells that it is longer.
         lines = _decoded(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), str(path))
         first = next(lines, None)
@@ -81,24 +81,31 @@ def arriving_lines(stream: io.BufferedIOBase, name: str, enough: int) -> Iterato
     number = 1
     groups = _arriving(stream, enough)
     while True:
-        try:
+        with _explained(name):
             lines = next(groups, None)
-        except OSError as error:
-            raise UserError(f"{name} cannot be read: {error.strerror}") from error
         if lines is None:
             return
         yield list(_decoded(lines, name, number))
         number += len(lines)
 
 
-def count_lines(stream: io.BufferedIOBase) -> int:
-    """Counts the remaining lines of a seekable stream, and restores its position."""
-    start = stream.tell()
+def count_lines(stream: io.BufferedIOBase, name: str) -> int:
+    """Counts the remaining lines of a seekable stream, and restores its position.
+
+    Args:
+      stream: the stream.
+      name: origin of the text, for messages.
+
+    Raises:
+      UserError: it cannot be read, or is a damaged compressed file.
+    """
     count, last = 0, b"\n"
-    while chunk := stream.read1(_CHUNK_BYTES):
-        count += chunk.count(b"\n")
-        last = chunk[-1:]
-    stream.seek(start)
+    with _explained(name):
+        start = stream.tell()
+        while chunk := stream.read1(_CHUNK_BYTES):
+            count += chunk.count(b"\n")
+            last = chunk[-1:]
+        stream.seek(start)
     return count + (last != b"\n")
 
 
@@ -133,7 +140,7 @@ def digest_file(path: Path) -> bytes:
     Raises:
       UserError: the file is missing, or a damaged compressed file.
     """
-    with opened(path) as file:
+    with opened(path) as file, _explained(str(path)):
         return hashlib.file_digest(file, "sha256").digest()
 
 
@@ -175,41 +182,46 @@ def opened(path: Path) -> Iterator[Any]:
 
     Raises:
       UserError: the file is missing, a folder or a named pipe, whose writer may never come; or it
-        cannot be read (raised while reading), or the decompressor is not installed.
+        cannot be opened, or the decompressor is not installed.
     """
-    damages: tuple[type[Exception], ...] = (EOFError, zlib.error, gzip.BadGzipFile)
-    try:
-        with contextlib.ExitStack() as stack:
-            raw = stack.enter_context(_open(path))
+    with contextlib.ExitStack() as stack:
+        with _explained(str(path)):
+            stream: Any = stack.enter_context(_open(path))
             if path.suffix == ".gz":
-                yield stack.enter_context(gzip.open(raw))
+                stream = stack.enter_context(gzip.open(stream))
             elif path.suffix == ".zst":
-                zstd = _require_zstd(path)
-                damages = (*damages, zstd.ZstdError)
-                yield stack.enter_context(zstd.open(raw))
-            else:
-                yield raw
-    except FileNotFoundError as error:
-        raise UserError(f"there is no file {path}") from error
+                stream = stack.enter_context(_require_zstd(str(path)).open(stream))
+        yield stream
+
+
+@contextlib.contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """Turns errors of reading a file, which may be compressed, into `UserError`."""
+    damages: tuple[type[Exception], ...] = (EOFError, zlib.error, gzip.BadGzipFile)
+    is_zstd = name.endswith(".zst")
+    if is_zstd:
+        damages = (*damages, _require_zstd(name).ZstdError)
+    try:
+        yield
     except damages as error:
-        kind = "Zstandard" if path.suffix == ".zst" else "gzip"
-        raise UserError(f"{path}: damaged {kind} file ({error}); fetch it again") from error
+        kind = "Zstandard" if is_zstd else "gzip"
+        raise UserError(f"{name}: damaged {kind} file ({error}); fetch it again") from error
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
+        raise UserError(f"cannot read {name}: {error.strerror}") from error
 
 
 def _open(path: Path) -> io.BufferedReader:
-    if str(path).startswith(_DESCRIPTORS):
-        return path.open("rb")
     if not path.exists():
         raise UserError(f"there is no file {path}")
+    if str(path).startswith(_DESCRIPTORS):
+        return path.open("rb")
     try:
         return open_regular(path)
     except UserError as error:
         raise UserError(f"cannot read {path}: {error}") from error
 
 
-def _require_zstd(path: Path) -> Any:
+def _require_zstd(path: str) -> Any:
     """Imports the module of Zstandard: of Python from 3.14 on, of a package before.
 
     Raises:

@@ -15,6 +15,7 @@ import numpy as np
 from flaxformer_mt.config import ExperimentConfig, TransformerConfig
 from flaxformer_mt.data.stream.encoded_corpus import EncodedCorpus
 from flaxformer_mt.data.stream.packing import PackedRows, Sentences, decoder_inputs, pack, plan_rows
+from flaxformer_mt.errors import UserError
 
 Array: TypeAlias = np.ndarray | jax.Array
 
@@ -137,8 +138,21 @@ def make_batch(
 
 
 def packed_shape(config: ExperimentConfig) -> BatchShape:
-    """Returns the shape of packed batches: in evaluation, and in training without buckets."""
-    return BatchShape(config.rows_per_batch, *config.data.row_lengths)
+    """Returns the shape of packed batches: in evaluation, and in training without buckets.
+
+    Raises:
+      UserError: the rows are longer than the model's table of learned positions.
+    """
+    lengths = config.data.row_lengths
+    limit = config.model.longest_sentence
+    if limit is not None and max(lengths) > limit:
+        raise UserError(
+            f"training rows of {lengths[0]} source and {lengths[1]} target tokens are longer than "
+            f"the model's table of learned positions, model.max_length={limit}: set "
+            "data.source_row_length and data.target_row_length (or data.bucket_lengths), or raise "
+            "model.max_length"
+        )
+    return BatchShape(config.rows_per_batch, *lengths)
 
 
 def pair_lengths(corpus: EncodedCorpus) -> tuple[np.ndarray, np.ndarray]:
@@ -167,8 +181,12 @@ def evaluation_batches(
       row_shards: number of devices that share the rows of a batch; the number of rows of every
         batch is a multiple of it.
       shard: the part of each batch to build.
+
+    Raises:
+      UserError: the rows, or a pair, are longer than the model's table of learned positions.
     """
     packed = packed_shape(config)
+    limit = config.model.longest_sentence
     source_lengths, target_lengths = pair_lengths(corpus)
     fits = (source_lengths <= packed.source_length) & (target_lengths <= packed.target_length)
     fitting = np.flatnonzero(fits)
@@ -181,7 +199,13 @@ def evaluation_batches(
     rows_by_shape = {packed: [fitting[row].tolist() for row in plan]}
     longest_side = np.maximum(source_lengths, target_lengths)
     for pair in np.flatnonzero(~fits).tolist():
-        shape = _shape_of_long_rows(int(longest_side[pair]), packed, row_shards)
+        longest = int(longest_side[pair])
+        if limit is not None and longest > limit:
+            raise UserError(
+                f"{corpus.name}: pair {pair + 1:,} has {longest:,} tokens on one side, more than "
+                f"the learned positions of the model (model.max_length={limit}): shorten it"
+            )
+        shape = _shape_of_long_rows(longest, packed, row_shards, limit)
         rows_by_shape.setdefault(shape, []).append([pair])
     return [
         make_batch(
@@ -197,9 +221,13 @@ def evaluation_batches(
     ]
 
 
-def _shape_of_long_rows(longest: int, packed: BatchShape, row_shards: int) -> BatchShape:
+def _shape_of_long_rows(
+    longest: int, packed: BatchShape, row_shards: int, limit: int | None
+) -> BatchShape:
     """Returns the shape for pairs that exceed the packed rows, with no more attention weights."""
     length = 1 << (longest - 1).bit_length()
+    if limit is not None:
+        length = min(length, limit)
     attention = packed.rows * packed.source_length * packed.target_length
     rows_per_device = max(1, attention // (length * length * row_shards))
     return BatchShape(rows_per_device * row_shards, length, length)

@@ -356,7 +356,7 @@ def choose_source_row_length(
 
     Multiples of 8, or else of 4, are efficient on accelerators, and are preferred if they can be
     filled well. At most one source in a thousand is longer than a row. The choice is based on a
-    fixed sample of the pairs.
+    fixed sample of the pairs, without those whose targets are too long to be trained on.
 
     Args:
       corpora: the training corpora.
@@ -367,6 +367,12 @@ def choose_source_row_length(
     if config.data.batching == "buckets":
         return target_row_length
     pairs = [np.arange(len(corpus.targets)) for corpus in corpora]
+    if config.data.long_sentences != "truncate":
+        fitting = [
+            np.flatnonzero(pair_lengths(corpus)[1] <= target_row_length) for corpus in corpora
+        ]
+        if all(map(len, fitting)):  # Otherwise `select_pairs` raises an error.
+            pairs = fitting
     longest = max(int(pair_lengths(corpus)[0].max()) for corpus in corpora)
     reader = _PairReader(corpora, pairs, longest, target_row_length, config, sampler)
     random = generator(config.train.seed, _SAMPLE_KEY)

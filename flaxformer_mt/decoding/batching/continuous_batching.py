@@ -22,7 +22,7 @@ import numpy as np
 
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
 from flaxformer_mt.decoding.batching import search_programs as programs
-from flaxformer_mt.decoding.batching.length_buckets import longest_sentence, row_length
+from flaxformer_mt.decoding.batching.length_buckets import row_length
 from flaxformer_mt.decoding.batching.workers import (
     batch_tokens,
     decoding_devices,
@@ -120,7 +120,7 @@ class ContinuousBatcher:
             bad_phrases=bad_phrases,
             scores=scores,
         )
-        limits = [limit for config in self._configs if (limit := longest_sentence(config))]
+        limits = [limit for config in self._configs if (limit := config.longest_sentence)]
         self._limit = min(limits, default=None)
         self._shapes: dict[tuple[int, _ConstraintWidths, int], SearchState] = {}
 
@@ -149,7 +149,11 @@ class ContinuousBatcher:
         queues = [
             (
                 length,
-                _ConstraintWidths.of([requests[index] for index in indices], int(constrained)),
+                _ConstraintWidths.of(
+                    [requests[index] for index in indices],
+                    minimum=int(constrained),
+                    minimum_phrases=int(constrained and not self._options.sampling),
+                ),
                 collections.deque(indices),
                 -(-len(indices) // num_workers),
             )
@@ -248,13 +252,19 @@ class _ConstraintWidths(NamedTuple):
     has_certain: bool
 
     @classmethod
-    def of(cls, requests: Sequence[Request], minimum: int) -> Self:
-        """Returns powers of two, or 0; none is below `minimum`, which is 0 or 1."""
+    def of(cls, requests: Sequence[Request], minimum: int, minimum_phrases: int) -> Self:
+        """Returns powers of two, or 0.
+
+        Args:
+          requests: the requests.
+          minimum: 0 or 1, the least width of prefixes.
+          minimum_phrases: 0 or 1, that of phrases, which samples cannot have.
+        """
         phrases = [request.phrases for request in requests]
         return cls(
             _power_of_two(max([minimum, *(len(request.prefix) for request in requests)])),
-            _power_of_two(max([minimum, *map(len, phrases)])),
-            _power_of_two(max([minimum, *map(len, itertools.chain(*phrases))])),
+            _power_of_two(max([minimum_phrases, *map(len, phrases)])),
+            _power_of_two(max([minimum_phrases, *map(len, itertools.chain(*phrases))])),
             any(request.allowed is not None for request in requests),
             any(request.certain for request in requests),
         )

@@ -42,7 +42,7 @@ def plan_buckets(
     Raises:
       UserError: a sentence is longer than the position table.
     """
-    limit = longest_sentence(model)
+    limit = model.longest_sentence
     groups: dict[int, list[int]] = {}
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         if limit is not None and lengths[index] > limit:
@@ -58,11 +58,6 @@ def plan_buckets(
         for start in range(0, len(indices), num_rows):
             buckets.append(Bucket(length, num_rows, indices[start : start + num_rows]))
     return buckets
-
-
-def longest_sentence(model: TransformerConfig) -> int | None:
-    """Returns the maximum number of tokens of a sentence that the model supports; None = any."""
-    return model.max_length if model.position_kind == "learned" else None
 
 
 def fill_rows(sequences: Sequence[Sequence[int]], bucket: Bucket, pad_id: int) -> np.ndarray:

@@ -106,6 +106,11 @@ def to_decode(
         for name, neutral in _UNSUPPORTED.items()
         if name in given and given[name] not in neutral and not (name == _FIRST and first)
     ]
+    if decode.sampling and decode.beam_size > 1:
+        notes.append(
+            f"num_beams={decode.beam_size} is not supported with do_sample, and ignored: samples "
+            "are drawn independently"
+        )
     if isinstance(given.get("eos_token_id"), list) and len(set(given["eos_token_id"])) > 1:
         notes.append(
             f"eos_token_id={given['eos_token_id']} has several end tokens: only {model.eos_id}, "
@@ -148,7 +153,9 @@ def from_decode(
             *([int(token) for token in phrase.split(",")] for phrase in decode.bad_word_ids),
         ],
     }
-    if not decode.sampling:
+    if decode.sampling:
+        values["num_beams"] = 1  # More are beam search with sampling in `generate`.
+    else:
         values["top_k"] = _DEFAULTS["top_k"]
     if decode.first_token and target is not None:
         values[_FIRST] = target.encode_parts([decode.first_token])[0][0]

@@ -17,6 +17,7 @@ _FAIRSEQ_DEFAULTS: Settings = {
     "activation_dropout": 0.0,
     "dropout": 0.1,
     "scale_embedding": False,
+    "activation_function": "gelu",
 }
 
 
@@ -35,7 +36,7 @@ class HubFamily:
     sizes: Mapping[str, str]
     """Sizes in `config.json` that follow from the tensors as well, and our names."""
     defaults: Settings
-    """Defaults of fields that `config.json` may omit."""
+    """Fields that `config.json` may omit, with the defaults of transformers' class."""
     new: Callable[[TransformerConfig], dict[str, Any]]
     """Fields of a `config.json` that no folder gave, for converters other than transformers."""
 
@@ -179,7 +180,12 @@ HUB_FAMILIES = {
             model_type=lambda model: "m2m_100",
             settings=_fairseq_like,
             sizes=_FAIRSEQ_SIZES,
-            defaults={**_FAIRSEQ_DEFAULTS, "attention_dropout": 0.1, "scale_embedding": True},
+            defaults={
+                **_FAIRSEQ_DEFAULTS,
+                "attention_dropout": 0.1,
+                "scale_embedding": True,
+                "activation_function": "relu",
+            },
             new=_new,
         ),
         HubFamily(

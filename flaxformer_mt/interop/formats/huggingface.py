@@ -88,7 +88,8 @@ def read(
         search = _read_json(folder / GENERATION)
     with checkpoints.error_context(folder, family):
         tokenizers = Tokenizers.load(folder)
-        known = {name: value for name, value in settings.items() if value is not None}
+        known = dict(hub.defaults)
+        known |= {name: value for name, value in settings.items() if value is not None}
         known |= _end_of(known, tokenizers)
         model, params = checkpoints.from_checkpoint(
             hub.family, PublishedCheckpoint(tensors, known), dict(overrides or {})
@@ -100,10 +101,11 @@ def read(
         decode, notes = generation_config.to_decode(search, model, tokenizers.target)
         notes += _allowed_padding(search, model, tokenizers)
     target = tokenizers.target
-    if target.language_ids and target.first_id is None and not decode.first_token:
+    if target.language_ids and target.first_id is None:
+        translating = "" if decode.first_token else "to translate, give --first-token; "
         notes.append(
-            "no target language is set: to translate, give --first-token; to train, set tgt_lang "
-            f"in {TOKENIZER_CONFIG} before the conversion"
+            f"no target language is set: {translating}to train or score, set tgt_lang in "
+            f"{TOKENIZER_CONFIG} before the conversion"
         )
     carried = params.pop(CARRIED, {})
     kept[_CARRIED_FILE] = safetensors.numpy.save(carried, {"dtype": dtype})
