@@ -21,6 +21,7 @@ from typing import Any
 
 from reproduction import first_steps
 from reproduction.page import write_page
+from reproduction.recipe import members, run_name
 from reproduction.recipes import RECIPES
 from reproduction.repository import RESULTS, ROOT
 from reproduction.runs import run, write_json
@@ -47,7 +48,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--results", type=Path, help=f"folder of the scores (default: {RESULTS.relative_to(ROOT)})"
     )
-    parser.add_argument("--seed", type=int, default=1, help=f"not used by {first_steps.NAME}")
+    parser.add_argument(
+        "--seed", type=int, default=1, help=f"not used by {first_steps.NAME} and by ensembles"
+    )
     parser.add_argument(
         "--num-steps", type=int, help="instead of the recipe's, to try it out; needs --results"
     )
@@ -86,10 +89,14 @@ def train_and_score(name: str, options: argparse.Namespace) -> None:
     if options.num_steps is not None:
         changes = {"train": {"num_steps": options.num_steps}}
     result = run(name, RECIPES[name], options.data, options.out, options.seed, changes)
-    stem = f"{name}-seed{options.seed}"
+    stem = run_name(name, options.seed)
     write_json(options.results / f"{stem}.json", result)
-    shutil.copyfile(options.out / stem / "metrics.jsonl", options.results / f"{stem}.metrics.jsonl")
-    plot_curves([options.out / stem]).save(options.results / f"{stem}.png")
+    trained = members(name, RECIPES[name], options.seed)
+    stems = [run_name(member.name, member.seed) for member in trained]
+    for each in stems:
+        metrics = options.results / f"{each}.metrics.jsonl"
+        shutil.copyfile(options.out / each / "metrics.jsonl", metrics)
+    plot_curves([options.out / each for each in stems]).save(options.results / f"{stem}.png")
     for test, scores in result["scores"].items():
         print(f"{name} {test}: BLEU {scores['bleu']:.2f}")
 

@@ -1,5 +1,6 @@
 """`benchmarks/results.py`: its experiments, text, scoring and page; one of them is trained."""
 
+import dataclasses
 import gzip
 import importlib
 import json
@@ -7,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from flaxformer_mt.data.corpora.text_files import read_lines
+from flaxformer_mt.decoding.translator import Translator
 from flaxformer_mt.errors import UserError
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -191,6 +194,22 @@ NARROW = {
     },
     "parallel": {"num_devices": 1},
 }
+
+
+def test_the_models_of_an_ensemble_translate_together(results, tmp_path):
+    runs = importlib.import_module("reproduction.runs")
+    recipes = importlib.import_module("reproduction.recipe")
+    alone = results.RECIPES["annotated-copy"]
+    members = tuple(recipes.Member("copies", alone, seed) for seed in (3, 4))
+    together = dataclasses.replace(alone, members=members)
+    short = {"num_steps": 4, "eval_every": 4, "checkpoint_every": 4}
+    changes = NARROW | {"train": NARROW["train"] | short}
+    values = runs.run("ensemble", together, tmp_path, tmp_path / "out", 1, changes)
+    assert values["steps"] == 8
+    folders = [tmp_path / "out" / f"copies-seed{seed}" for seed in (3, 4)]
+    sources = read_lines(tmp_path / "out" / "text" / "copies" / "test.in")
+    path = tmp_path / "out" / "translations" / "ensemble-seed1" / "test.hypotheses"
+    assert read_lines(path) == Translator.from_run(folders).translate(sources)
 
 
 @pytest.mark.usefixtures("usual_optimizations")

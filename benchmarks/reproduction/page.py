@@ -14,7 +14,7 @@ from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs import atomic
 from flaxformer_mt.runs.metrics_file import read_metrics
 from reproduction import families, first_steps, tatoeba
-from reproduction.recipe import Group, Recipe
+from reproduction.recipe import Group, Recipe, run_name
 from reproduction.recipes import RECIPES
 
 INTRODUCTION = """# Results
@@ -29,8 +29,9 @@ Text that is tokenised already is scored without further tokenisation, as by Mos
 compared only between lines with the same text. Intervals are 95% bootstrap intervals (1,000
 samples). With several seeds, scores and intervals are means over the seeds, so that the intervals
 do not include the variance between seeds. The loss is the training objective, which differs between
-presets; the perplexity is that of the cross-entropy without label smoothing. Hours and tokens per
-second are those of the training steps; the CPUs were shared with other programs.
+presets; the perplexity is that of the cross-entropy without label smoothing. Hours are those
+of the training steps, tokens per second the median over intervals of the training log; the CPUs
+were shared with other programs.
 
 This file is written by `python benchmarks/results.py --page`.
 """
@@ -142,7 +143,7 @@ def _section(recipe: Recipe, runs: Runs, results: Path) -> str:
 
 
 def _stem(run: dict[str, Any]) -> str:
-    return f"{run['name']}-seed{run['seed']}"
+    return run_name(run["name"], run["seed"])
 
 
 _COLUMNS: dict[str, str] = {
@@ -187,18 +188,24 @@ def _foundation(recipe: Recipe, runs: Runs) -> str:
         if recipe.averaged == 1
         else f"mean of the last {recipe.averaged} checkpoints"
     )
+    ensemble = ""
+    if recipe.members:
+        names = (f"`{member.name}` of seed {member.seed}" for member in recipe.members)
+        ensemble = f"Ensemble of {', '.join(names)}"
+        parameters += " a model"
+        scored += " of each"
     return (
-        f"{_common(runs)}; {steps} steps; {scored}; {hours} hours; commit {_commits(runs)}; "
-        f"{parameters}."
+        f"{_common(runs, ensemble)}; {steps} steps; {scored}; {hours} hours; "
+        f"commit {_commits(runs)}; {parameters}."
     )
 
 
-def _common(runs: Runs) -> str:
-    """The seeds, devices and signatures of runs."""
+def _common(runs: Runs, models: str = "") -> str:
+    """The models of runs, by default their seeds, and their devices and signatures."""
     seeds = ", ".join(map(str, sorted({run["seed"] for run in runs})))
     devices = ", ".join(sorted({run["device"] for run in runs}))
     signatures = {score["signature"] for run in runs for score in run["scores"].values()}
-    return "; ".join([f"Seed {seeds}", devices, *sorted(signatures)])
+    return "; ".join([models or f"Seed {seeds}", devices, *sorted(signatures)])
 
 
 def _commits(runs: Runs) -> str:

@@ -29,6 +29,11 @@ class Text(NamedTuple):
 Group = Literal["quickstart", "multi30k", "families", "published-tasks", "tatoeba"]
 
 
+def run_name(name: str, seed: int) -> str:
+    """Returns the name of the run folder, and of the files, of an experiment with a seed."""
+    return f"{name}-seed{seed}"
+
+
 @dataclasses.dataclass(frozen=True)
 class Recipe:
     """One experiment."""
@@ -42,6 +47,8 @@ class Recipe:
     """None if it is generated, as the configuration says."""
     averaged: int = 1
     """The number of last checkpoints whose mean is scored; 1 = the best checkpoint."""
+    members: tuple["Member", ...] = ()
+    """The experiments whose models translate together as an ensemble; () = only its own."""
     tests: tuple[str, ...] = ("test",)
     """Test sets; () for a language model, which has the metrics of its validation."""
     published: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -52,3 +59,17 @@ class Recipe:
     """Validation metrics to tabulate by epoch."""
     note: str = ""
     """What a reader has to know beside the scores, as Markdown."""
+
+
+class Member(NamedTuple):
+    """A model of an ensemble."""
+
+    name: str
+    """Of the recipe."""
+    recipe: Recipe
+    seed: int
+
+
+def members(name: str, recipe: Recipe, seed: int) -> tuple[Member, ...]:
+    """Returns the models that an experiment trains: those of an ensemble have their own seeds."""
+    return recipe.members or (Member(name, recipe, seed),)

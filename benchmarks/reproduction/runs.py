@@ -8,7 +8,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -23,7 +23,8 @@ from flaxformer_mt.plotting.history import read_history
 from flaxformer_mt.run_reader import MetricRows
 from flaxformer_mt.runs import atomic
 from flaxformer_mt.runs.averaging import average_run
-from reproduction.recipe import Recipe
+from flaxformer_mt.runs.trained_model import TrainedModel, load_run
+from reproduction.recipe import Recipe, members, run_name
 from reproduction.repository import ROOT
 from reproduction.texts import write_lines
 
@@ -45,75 +46,101 @@ def run(
       recipe: what to train.
       data: the folder of the raw corpora.
       out: run folders, prepared text and translations go there.
-      seed: of initial values, dropout and the order of the data.
+      seed: of initial values, dropout and the order of the data; the members of an ensemble have
+        their own.
       changes: values that replace those of the recipe, to try it out: `{"train": {...}}`.
 
     Returns:
       JSON values: scores by test set, the number of steps, the hours that these took, without
-      validation, and what they rest on.
+      validation, and what they rest on. Of an ensemble, steps, tokens and hours are sums, other
+      values of training those of the first model.
     """
     folder = None if recipe.text is None else recipe.text.prepare(data, out)
-    found = {"data": {} if folder is None else {"path": str(folder)}, "train": {"seed": seed}}
-    config = with_changes(with_changes(recipe.config(), found), changes or {})
-
-    workdir = out / f"{name}-seed{seed}"
-    commit = out / f"{workdir.name}.commit"
-    if not (workdir.exists() and commit.exists()):
-        out.mkdir(parents=True, exist_ok=True)
-        write_lines(commit, [_commit()])
-    trained = experiment.train(config, workdir)
-    scored = workdir
-    if recipe.averaged > 1:
-        scored = out / f"{workdir.name}-mean"
-        shutil.rmtree(scored, ignore_errors=True)  # Of fewer steps.
-        average_run(workdir, scored, recipe.averaged, "last")
-    rows = trained.metrics()
-    training, best = rows("train"), _best(rows)
-    speeds = [row["target_tokens_per_second"] for row in training]
-    (hours,) = read_history(workdir).positions(np.array([training[-1]["step"]]), "hours")
+    models = []
+    for member in members(name, recipe, seed):
+        found = {"data": {} if folder is None else {"path": str(folder)}}
+        found["train"] = {"seed": member.seed}
+        config = with_changes(with_changes(member.recipe.config(), found), changes or {})
+        workdir = out / run_name(member.name, member.seed)
+        models.append(_train(config, workdir, member.recipe.averaged))
+    first = models[0]
+    best = min(first.rows("valid"), key=lambda row: row["loss"])
     return {
         "name": name,
         "seed": seed,
         "command": f"python benchmarks/results.py --run {name} --seed {seed}",
-        "commit": read_lines(commit)[0],
+        "commit": ", ".join(dict.fromkeys(model.commit for model in models)),
         "device": _device(),
-        "steps": training[-1]["step"],
-        "target_tokens": sum(row["target_tokens"] for row in training),
-        "tokens_per_second": statistics.median(speeds),
-        "hours": float(hours),
+        "steps": sum(model.steps for model in models),
+        "target_tokens": sum(model.target_tokens for model in models),
+        "tokens_per_second": first.tokens_per_second,
+        "hours": sum(model.hours for model in models),
         "validation": {key: best[key] for key in ("loss", "perplexity", "accuracy")},
-        "parameters": sum(leaf.size for leaf in jax.tree.leaves(trained.model("last").params)),
-        "scores": _scores(recipe, config, scored, folder, rows),
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(first.model.params)),
+        "scores": _scores(recipe, models, folder, out / "translations" / run_name(name, seed)),
     }
 
 
-def _best(rows: MetricRows) -> dict[str, Any]:
-    """Returns the validation with the lowest loss."""
-    return min(rows("valid"), key=lambda row: row["loss"])
+class _Trained(NamedTuple):
+    """A finished run."""
+
+    model: TrainedModel
+    """The model to translate with."""
+    commit: str
+    steps: int
+    target_tokens: int
+    tokens_per_second: float
+    hours: float
+    rows: MetricRows
+
+
+def _train(config: ExperimentConfig, workdir: Path, averaged: int) -> _Trained:
+    """Trains one model, or continues it, and averages its last checkpoints."""
+    commit = workdir.with_name(f"{workdir.name}.commit")
+    if not (workdir.exists() and commit.exists()):
+        workdir.parent.mkdir(parents=True, exist_ok=True)
+        write_lines(commit, [_commit()])
+    trained = experiment.train(config, workdir)
+    scored = workdir
+    if averaged > 1:
+        scored = workdir.with_name(f"{workdir.name}-mean")
+        shutil.rmtree(scored, ignore_errors=True)  # Of fewer steps.
+        average_run(workdir, scored, averaged, "last")
+    rows = trained.metrics()
+    training = rows("train")
+    (hours,) = read_history(workdir).positions(np.array([training[-1]["step"]]), "hours")
+    return _Trained(
+        model=load_run(scored, "last" if averaged > 1 else "best"),
+        commit=read_lines(commit)[0],
+        steps=training[-1]["step"],
+        target_tokens=sum(row["target_tokens"] for row in training),
+        tokens_per_second=statistics.median(row["target_tokens_per_second"] for row in training),
+        hours=float(hours),
+        rows=rows,
+    )
 
 
 def _scores(
-    recipe: Recipe,
-    config: ExperimentConfig,
-    run: Path,
-    text: Path | None,
-    rows: MetricRows,
+    recipe: Recipe, models: Sequence[_Trained], text: Path | None, folder: Path
 ) -> dict[str, Any]:
-    """Translates the test sets and returns their scores."""
+    """Translates the test sets, into `folder`, and returns their scores."""
+    first = models[0]
     if text is None or recipe.text is None:
-        (test,) = rows("test")
+        (test,) = first.rows("test")
         return {"test": {"bleu": test["bleu"], "signature": test["bleu_signature"]}}
     if not recipe.tests:
         return {}
-    translator = Translator.from_run(run, "last" if recipe.averaged > 1 else "best")
-    languages = config.data.source_language, config.data.target_language
+    translator = Translator.from_runs([each.model for each in models])
+    data = first.model.config.data
+    languages = data.source_language, data.target_language
+    folder.mkdir(parents=True, exist_ok=True)
     scores = {}
     for test in recipe.tests:
         sources, references = (read_lines(text / f"{test}.{language}") for language in languages)
         start = time.perf_counter()
         hypotheses = translator.translate(sources)
         seconds = time.perf_counter() - start
-        write_lines(run / f"{test}.hypotheses", hypotheses)
+        write_lines(folder / f"{test}.hypotheses", hypotheses)
         scores[test] = score(hypotheses, references, recipe.text.is_tokenized) | {
             "seconds": seconds
         }
