@@ -15,11 +15,12 @@ import yaml
 from opus_mt import train_model
 
 from flaxformer_mt import cli
-from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.config import DecodeConfig, TransformerConfig
+from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.families.marian_native import FAMILY
 from flaxformer_mt.interop.families.marian_native import options as options_of
-from flaxformer_mt.interop.formats import marian_files, marian_native
+from flaxformer_mt.interop.formats import marian_files, marian_native, marian_search
 from flaxformer_mt.interop.weight_maps import checkpoints, mapping, validation
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.runs.trained_model import load_run
@@ -207,6 +208,72 @@ def test_a_folder_survives_conversion_to_a_run_and_back(folder, tmp_path, capsys
     again = load_run(tmp_path / "again")
     assert again.model == run.model
     jax.tree.map(np.testing.assert_array_equal, again.params, run.params)
+
+
+def search_of(folder, **options):
+    """Returns the search options that are read from a folder with these options of Marian."""
+    path = folder / "config.yml"
+    settings = yaml.safe_load(path.read_text())
+    path.write_text(yaml.safe_dump({key: settings[key] for key in ("models", "vocabs")} | options))
+    bundle, notes = marian_native.read(folder)
+    return bundle.config.decode, notes
+
+
+def test_options_that_the_folder_does_not_name_have_marians_defaults(folder):
+    search, notes = search_of(folder)
+    assert (search.beam_size, search.length_penalty, search.max_length_factor) == (12, 0, 3)
+    assert notes == ()
+    search, notes = search_of(folder, normalize=1, **{"word-penalty": 0.5})
+    assert (search.beam_size, search.length_penalty) == (12, 1)
+    assert notes == ("word-penalty=0.5 is not supported, and ignored",)
+
+
+def test_unknown_tokens_are_suppressed_unless_the_options_allow_them(folder):
+    assert search_of(folder)[0].bad_word_ids == ("1",)
+    assert search_of(folder, **{"allow-unk": True})[0].bad_word_ids == ()
+    (folder / "config.yml").unlink()
+    assert marian_native.read(folder)[0].config.decode.bad_word_ids == ("1",)
+
+
+@pytest.fixture
+def byte_vocabulary():
+    """A vocabulary with byte fallback, and the ids of its control characters."""
+    content = train_model(TEXTS, 280, **SPECIAL, byte_fallback=True)
+    tokenizer = SentencePieceTokenizer(content, "bytes")
+    names = tokenizer.pieces(range(tokenizer.vocab_size))
+    return tokenizer, [str(names.index(f"<0x{byte:02X}>")) for byte in range(32)]
+
+
+def test_control_characters_are_suppressed_unless_the_options_allow_them(byte_vocabulary):
+    tokenizer, control = byte_vocabulary
+    decode, _ = marian_search.to_decode({}, tokenizer)
+    assert decode.bad_word_ids == ("1", *control)
+    assert "allow-special" not in marian_search.from_decode(decode, tokenizer)[0]
+    decode, _ = marian_search.to_decode({"allow-special": True}, tokenizer)
+    assert decode.bad_word_ids == ("1",)
+    assert marian_search.from_decode(decode, tokenizer)[0]["allow-special"] is True
+
+
+def test_an_export_names_the_search_options_that_marian_lacks(byte_vocabulary):
+    tokenizer, control = byte_vocabulary
+    same = DecodeConfig(
+        beam_size=6, length_penalty=0.7, length_penalty_kind="average", max_length_factor=2.5,
+        bad_word_ids=("1", *control), alignment_layer=2, seed=3,
+    )  # fmt: skip
+    assert marian_search.from_decode(same, tokenizer) == (
+        {"beam-size": 6, "normalize": 0.7, "max-length-factor": 2.5}, (),
+    )  # fmt: skip
+    other = DecodeConfig(coverage_penalty=0.2, bad_word_ids=("1", "17,4"), n_best=2)
+    options, notes = marian_search.from_decode(other, tokenizer)
+    assert (options["normalize"], options["allow-special"]) == (0, True)
+    assert "allow-unk" not in options
+    gnmt, *others = notes
+    assert "decode.length_penalty=0.6 of length_penalty_kind=gnmt is not supported" in gnmt
+    assert others == [
+        "decode.n_best=2 is not supported by Marian",
+        "decode.coverage_penalty=0.2 is not supported by Marian",
+        "decode.bad_word_ids=('1', '17,4') is not supported by Marian",
+    ]
 
 
 def test_a_step_against_the_gradient_lowers_the_loss(folder):

@@ -4,7 +4,6 @@ Its lengths include the start token. Its bad words are token ids; in published m
 padding, which our search never chooses.
 """
 
-import dataclasses
 import itertools
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
@@ -15,6 +14,7 @@ from flaxformer_mt.config.fields import MAX_VOCABULARY
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer
 from flaxformer_mt.decoding.search.options import forbidden_token_ids
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.interop.formats.search_notes import unsupported_options
 
 _EARLY_STOPPING: dict[Any, Literal["never", "heuristic", "first"]] = {
     "never": "never",
@@ -183,16 +183,12 @@ def is_one_of(eos_id: int, given: Any) -> bool:
 
 def _losses(decode: DecodeConfig) -> list[str]:
     """Returns a line about each option that `generate` does not support."""
-    known = {*_SAME.values(), "length_penalty_kind", "early_stopping", "force_end", "bad_word_ids"}
-    # Limits relative to the source's length become `max_length`; the others do not affect results.
-    known |= {"max_length", "min_length", "max_length_factor", "max_length_extra", "batch_tokens"}
-    known |= {"max_source_length", "alignment_layer", "alignment_head", "seed", "first_token"}
-    defaults = DecodeConfig()
-    notes = [
-        f"decode.{field.name}={getattr(decode, field.name)} is not supported by generate"
-        for field in dataclasses.fields(decode)
-        if field.name not in known and getattr(decode, field.name) != getattr(defaults, field.name)
-    ]
+    # Limits relative to the source's length become `max_length`.
+    supported = {
+        *_SAME.values(), "length_penalty_kind", "early_stopping", "force_end", "bad_word_ids",
+        "max_length", "min_length", "max_length_factor", "max_length_extra", "first_token",
+    }  # fmt: skip
+    notes = unsupported_options(decode, supported, "generate")
     if decode.length_penalty_kind == "gnmt" and decode.length_penalty and decode.beam_size > 1:
         notes.append(
             "decode.length_penalty_kind=gnmt is not supported by generate, which divides scores by "

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from flaxformer_mt.config import DataConfig, DecodeConfig, TransformerConfig
+from flaxformer_mt.config import DataConfig, TransformerConfig
 from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.input_files import MAX_MODEL_BYTES, read_bytes
 from flaxformer_mt.interop.families.marian_native import END, FAMILY, NO_TOKEN, options
-from flaxformer_mt.interop.formats import marian_files
+from flaxformer_mt.interop.formats import marian_files, marian_search
 from flaxformer_mt.interop.formats.bundle import ModelBundle, experiment
 from flaxformer_mt.interop.weight_maps import checkpoints
 from flaxformer_mt.runs import atomic
@@ -63,10 +63,11 @@ def read(
         byte_fallback=False,
         target_row_length=128,
     )
-    bundle = ModelBundle(experiment(config, data, _decode(files)), params, tokenizers)
-    if not files.options.get("shortlist"):
-        return bundle, ()
-    return bundle, ("its shortlist is ignored: translations may contain any token",)
+    try:
+        decode, notes = marian_search.to_decode(files.options, tokenizers.target)
+    except UserError as error:
+        raise UserError(f"the decoder's options beside {files.model}: {error}") from error
+    return ModelBundle(experiment(config, data, decode), params, tokenizers), notes
 
 
 def write(bundle: ModelBundle, folder: Path, accepted: Collection[str] = ()) -> tuple[str, ...]:
@@ -75,10 +76,10 @@ def write(bundle: ModelBundle, folder: Path, accepted: Collection[str] = ()) -> 
     Args:
       bundle: the model.
       folder: the folder to create.
-      accepted: ignored, since nothing is changed.
+      accepted: ignored, since the model is not changed.
 
     Returns:
-      No notes, since nothing is changed.
+      A line about each search option that Marian does not support.
 
     Raises:
       UserError: the model or its vocabulary is not supported by Marian, or the folder exists or
@@ -91,21 +92,14 @@ def write(bundle: ModelBundle, folder: Path, accepted: Collection[str] = ()) -> 
         name: _checked(tokenizer, "the run's vocabulary").model
         for name, tokenizer in zip(names, (tokenizers.source, tokenizers.target), strict=False)
     }
-    decode = bundle.config.decode
-    settings = {
-        "relative-paths": True,
-        "models": [_MODEL],
-        "vocabs": [names[0], names[-1]],
-        "beam-size": decode.beam_size,
-        "normalize": decode.length_penalty if decode.length_penalty_kind == "average" else 0,
-        "max-length-factor": decode.max_length_factor,
-    }
+    search, notes = marian_search.from_decode(bundle.config.decode, tokenizers.target)
+    settings = {"relative-paths": True, "models": [_MODEL], "vocabs": [names[0], names[-1]]}
     with atomic.new_folder(folder) as partial:
         marian_files.write_npz(partial / _MODEL, tensors, options(model))
         for name, content in vocabularies.items():
             (partial / name).write_bytes(content)
-        (partial / _OPTIONS).write_text(yaml.safe_dump(settings, sort_keys=False))
-    return ()
+        (partial / _OPTIONS).write_text(yaml.safe_dump(settings | search, sort_keys=False))
+    return notes
 
 
 def load(path: Path, **overrides: Any) -> tuple[TransformerConfig, dict[str, Any]]:
@@ -211,20 +205,3 @@ def _checked(tokenizer: Tokenizer, name: str) -> SentencePieceTokenizer:
         if given != wanted:
             raise UserError(f"{name} has {field}={given}, but Marian requires {wanted}")
     return tokenizer
-
-
-def _decode(files: MarianFiles) -> DecodeConfig:
-    """Returns the search options that correspond to the options of Marian's decoder."""
-    fields: dict[str, Any] = {
-        ours: files.options[theirs]
-        for theirs, ours in (
-            ("beam-size", "beam_size"),
-            ("normalize", "length_penalty"),
-            ("max-length-factor", "max_length_factor"),
-        )
-        if files.options.get(theirs) is not None
-    }
-    try:
-        return DecodeConfig(length_penalty_kind="average", **fields)
-    except UserError as error:
-        raise UserError(f"the decoder's options beside {files.model}: {error}") from error
