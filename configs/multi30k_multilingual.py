@@ -60,7 +60,7 @@ def get_config() -> ExperimentConfig:
             batch_tokens=4096,
             label_smoothing=0.1,
             eval_every=1000,
-            eval_sentences=0,  # The first 500 would all be German.
+            eval_sentences=0,
             checkpoint_every=250,
             best_metric="bleu",
         ),

@@ -21,7 +21,7 @@ class ExitCode(enum.IntEnum):
 _MEANINGS = {
     ExitCode.SUCCESS: "success; parity: everything agrees, or is an accepted difference",
     ExitCode.FAILURE: "unusable input or unwritable output; parity: something differs",
-    ExitCode.USAGE: "invalid options; parity also: input that it cannot compare",
+    ExitCode.USAGE: "options that cannot be parsed; parity also: input that it cannot compare",
     ExitCode.INTERRUPTED: "training stopped by SIGTERM or Ctrl-C, saved; rerun to continue",
     ExitCode.STOPPED: "stopped at once by Ctrl-C (training: by the second), without saving",
 }

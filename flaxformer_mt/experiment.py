@@ -21,7 +21,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 import jax
 from rich.console import Console
@@ -32,6 +32,7 @@ from flaxformer_mt.config.files import load_config
 from flaxformer_mt.data.dataset import (
     Dataset,
     EvaluationSet,
+    held_out_roles,
     open_all,
     open_dataset,
     resolve_config,
@@ -47,9 +48,10 @@ from flaxformer_mt.decoding.text_arguments import require_path
 from flaxformer_mt.decoding.translator import Translator, check_search
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.evaluation import evaluate
+from flaxformer_mt.evaluation.metrics import tokenizer_of
 from flaxformer_mt.evaluation.teacher_forced import seq2seq_acc, teacher_forced_bleu
 from flaxformer_mt.interop.exports import exports, summary
-from flaxformer_mt.interruption import Interrupted, Interruption
+from flaxformer_mt.interruption import Interrupted, Interruption, handle_signals
 from flaxformer_mt.model.attention import attention_class
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.run_reader import Run
@@ -60,10 +62,12 @@ from flaxformer_mt.runs.folder import (
     check_vocabulary,
     holds_run,
     read_tokenizers,
+    update_config,
     write_run,
 )
 from flaxformer_mt.runs.layout import CACHE, CONFIG, METRICS, TENSORBOARD
 from flaxformer_mt.runs.lock import locked
+from flaxformer_mt.standard_output import BestEffortOutput
 from flaxformer_mt.training import loop
 from flaxformer_mt.training.memory import require_training_memory, step_cost
 from flaxformer_mt.training.optimizer import make_optimizer, make_schedule
@@ -115,7 +119,8 @@ def train(
         validation. They return True to stop, None or False to go on. Of several processes, the
         first one calls them.
       console: prints the progress; by default to standard output.
-      interruption: stops training in an orderly way, and saves.
+      interruption: stops training in an orderly way, and saves; by default Ctrl-C and SIGTERM do,
+        if this is the main thread.
 
     Returns:
       The run.
@@ -127,17 +132,22 @@ def train(
     """
     if not isinstance(config, ExperimentConfig):
         config = load_config(require_path(config, "config", "an ExperimentConfig or a path"))
-    workdir, console = require_path(workdir, "workdir"), console or make_console()
+    workdir = require_path(workdir, "workdir")
+    console = console or make_console(
+        BestEffortOutput(f"training goes on without it, and {workdir / METRICS} has all metrics")
+    )
     Callbacks(callbacks)  # Raises now what `fit` would raise.
     _check_before_start(config, workdir)
     require_training_memory(config, make_strategy(config))
     with open_folder(workdir, console.print) as folder:
         experiment = prepare(config, folder)
         print_labelled(experiment.report(), console)
-        fit(experiment, folder, console, interruption, callbacks=callbacks)
+        given = contextlib.nullcontext(interruption)
+        with given if interruption else handle_signals() as handled:
+            fit(experiment, folder, console, handled, callbacks=callbacks)
+        if experiment.dataset.test is not None:
+            print_test(experiment, folder, experiment.dataset.test, console)
         if config.model.has_inputs:  # A language model does not translate.
-            if experiment.dataset.test is not None:
-                print_test(experiment, folder, experiment.dataset.test, console)
             console.print(f"translate with: flaxformer-mt translate --run {folder} < source.txt")
     return Run(workdir)
 
@@ -164,9 +174,19 @@ def dry_run(config: ExperimentConfig, workdir: str | Path, console: Console | No
         print_labelled(experiment.costs(), console)
 
 
-def make_console() -> Console:
-    """Returns a console for the progress of a run; quiet in all processes but the first."""
-    return Console(highlight=False, markup=False, soft_wrap=True, quiet=not distributed.is_main())
+def make_console(file: BestEffortOutput | None = None) -> Console:
+    """Returns a console for the progress of a run; quiet in all processes but the first.
+
+    Args:
+      file: to print to; by default standard output.
+    """
+    return Console(
+        file=cast(TextIO, file),
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+        quiet=not distributed.is_main(),
+    )
 
 
 def _check_before_start(config: ExperimentConfig, workdir: Path) -> None:
@@ -174,6 +194,29 @@ def _check_before_start(config: ExperimentConfig, workdir: Path) -> None:
     attention_class(config.model)
     make_strategy(config)
     holds_run(workdir, config)
+
+
+def _require_effects(config: ExperimentConfig) -> None:
+    """Checks a new run for options that others make ineffective.
+
+    Raises:
+      UserError: there is one.
+    """
+    data, model = config.data, config.model
+    if data.hold_out and not held_out_roles(data):
+        raise UserError(
+            f"data.hold_out={data.hold_out} has no effect: data.valid_corpora are the development "
+            "set, and data.test_corpora or data.test_split='' the test set"
+        )
+    rates = (
+        model.dropout_rate, model.embedding_dropout, model.attention_dropout_rate,
+        model.activation_dropout_rate,
+    )  # fmt: skip
+    if config.train.r_drop and not any(rates):
+        raise UserError(
+            f"train.r_drop={config.train.r_drop} has no effect without dropout: set "
+            "model.dropout_rate, or train.r_drop=0"
+        )
 
 
 @contextlib.contextmanager
@@ -239,6 +282,7 @@ def prepare(
         distributed.barrier("data")
     continued = holds_run(workdir, given)
     if not continued:
+        _require_effects(given)
         require_parameters(given.train.init_from)
     if given.decode.shortlist:
         require_shortlist(given.decode.shortlist)
@@ -266,8 +310,10 @@ def prepare(
     if distributed.is_main():
         if not continued:
             warn_of_shared_pairs(tokens.training, tokens.held_out)
-            if write:
-                write_run(workdir, given, corpora, tokenizers)
+        if write and continued:
+            update_config(workdir, given)
+        elif write:
+            write_run(workdir, given, corpora, tokenizers)
         distributed.barrier("data")
     return experiment
 
@@ -377,6 +423,11 @@ class Experiment:
 
         return Prefetched(read, position)
 
+    @property
+    def bleu_tokenizer(self) -> str:
+        """The tokenizer of sacreBLEU for the target language."""
+        return tokenizer_of(self.config.data.target_language)
+
     def measure(self, split: str, params: Any) -> dict[str, Any]:
         """Computes loss, accuracy and perplexity of the development or test corpus."""
         batches = map(self.strategy.place_batch, self._batches[split])
@@ -395,10 +446,13 @@ class Experiment:
         if not self.config.model.has_inputs:
             return metrics, []
         texts, watched = self.dataset.valid.texts, self.config.train.watch
-        sources = texts.sources[: self.config.train.eval_sentences or None]
+        chosen = texts.first_of_parts(self.config.train.eval_sentences or len(texts))
+        sources, references = (
+            [side[index] for index in chosen] for side in (texts.sources, texts.targets)
+        )
         hypotheses = self.translate(self.strategy.gather(params), [*sources, *watched])
-        references, own = texts.targets[: len(sources)], hypotheses[: len(sources)]
-        quality = evaluate(own, references, standard=("bleu", "chrf"))
+        own = hypotheses[: len(sources)]
+        quality = evaluate(own, references, standard=("bleu", "chrf"), tokenize=self.bleu_tokenizer)
         samples = [
             *some_of([Sample(*each) for each in zip(sources, own, references, strict=True)]),
             *(Sample(*each) for each in zip(watched, hypotheses[len(sources) :], strict=True)),
@@ -538,7 +592,7 @@ def evaluate_test(
     """Evaluates the best checkpoint on the test corpus, and writes the metrics.
 
     Returns:
-      The checkpoint's step, the translations and the metrics.
+      The checkpoint's step, the translations, of which a language model has none, and the metrics.
 
     Raises:
       UserError: the experiment has no test corpus.
@@ -547,9 +601,16 @@ def evaluate_test(
     if test is None:
         raise UserError("data.test_split is empty: there is nothing to test on")
     step, params = restore_params(workdir, "best")
-    hypotheses = experiment.translate(params, test.texts.sources, show_progress)
-    metrics = evaluate(hypotheses, test.texts.targets, standard=("bleu", "chrf"))
-    metrics |= experiment.measure("test", experiment.strategy.place_state(params))
+    hypotheses: list[str] = []
+    metrics = experiment.measure("test", experiment.strategy.place_state(params))
+    if experiment.config.model.has_inputs:
+        hypotheses = experiment.translate(params, test.texts.sources, show_progress)
+        metrics |= evaluate(
+            hypotheses,
+            test.texts.targets,
+            standard=("bleu", "chrf"),
+            tokenize=experiment.bleu_tokenizer,
+        )
     if distributed.is_main():
         JsonLinesWriter(workdir / METRICS).write(step, "test", metrics)
     return step, hypotheses, metrics
@@ -560,13 +621,16 @@ def print_test(
 ) -> None:
     """Evaluates the best checkpoint on the test corpus, and prints metrics and translations."""
     step, hypotheses, metrics = evaluate_test(experiment, workdir, console.is_terminal)
+    head = f"test ({test.texts.name}), best checkpoint (step {step:,}): loss {metrics['loss']:.4f}"
+    if not experiment.config.model.has_inputs:
+        console.print(f"\n{head}, perplexity {metrics['perplexity']:.2f}")
+        return
     texts = zip(test.texts.sources, hypotheses, test.texts.targets, strict=True)
     for each in itertools.islice(texts, experiment.config.train.show_translations):
         console.print()
         print_labelled(Sample(*each).rows(), console, width=12)
     console.print(
-        f"\ntest ({test.texts.name}), best checkpoint (step {step:,}): "
-        f"loss {metrics['loss']:.4f}, BLEU {metrics['bleu']:.2f}, chrF {metrics['chrf']:.2f}  "
+        f"\n{head}, BLEU {metrics['bleu']:.2f}, chrF {metrics['chrf']:.2f}  "
         f"[{metrics['bleu_signature']}]",
         soft_wrap=not console.is_terminal,  # Terminals would break lines within words.
     )

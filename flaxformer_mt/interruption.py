@@ -27,11 +27,8 @@ _RETRY_SECONDS = 0.05
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class Interrupted(BaseException):
-    """Raised when training was stopped by a signal, and everything that it had reached is saved.
-
-    Like KeyboardInterrupt, it is not an `Exception`, so that libraries do not swallow it.
-    """
+class Interrupted(KeyboardInterrupt):
+    """Raised when training was stopped by a signal, and everything that it had reached is saved."""
 
 
 class Interruption:
@@ -45,14 +42,18 @@ class Interruption:
 
     Args:
       until_exit: keep handling signals after the context was left, until the process ends.
+      may_exit: whether signals may end the process, as described above. Otherwise, as in a
+        notebook, the main thread receives a second Ctrl-C as KeyboardInterrupt.
     """
 
-    def __init__(self, until_exit: bool = False) -> None:
+    def __init__(self, until_exit: bool = False, may_exit: bool = True) -> None:
         self._until_exit = until_exit
+        self._may_exit = may_exit
         self._requested = threading.Event()
         self._is_deferred = False
         self._is_raised = False
         self._is_finished = False
+        self._is_handled = False
         self._name = ""
         self._num_retries = 0
         self._overdue = threading.Timer(GRACE_SECONDS, _exit, [ExitCode.INTERRUPTED])
@@ -121,6 +122,9 @@ class Interruption:
             self._interrupt()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._is_handled and number == signal.SIGINT and not self._may_exit:
+            raise KeyboardInterrupt
+        self._is_handled = True
         self._name = self._name or signal.Signals(number).name
         self._requested.set()
         if self._is_deferred or self._is_raised or self._is_finished:
@@ -130,6 +134,7 @@ class Interruption:
             timer = threading.Timer(_RETRY_SECONDS, self._retry, [number])
             timer.daemon = True
             timer.start()
+            self._is_handled = False
         else:
             self._interrupt()
 
@@ -158,10 +163,20 @@ class Interruption:
                     self._name = self._name or name
                     self._requested.set()
                     _say(f"{name}: stopping after this step; Ctrl-C (again) exits without saving")
-                elif not self._is_finished:
+                elif self._may_exit and not self._is_finished:
                     self._overdue.start()
-            elif number[0] == signal.SIGINT:
+            elif self._may_exit and number[0] == signal.SIGINT:
                 _exit(ExitCode.STOPPED)
+
+
+def handle_signals() -> contextlib.AbstractContextManager[Interruption | None]:
+    """Returns a context in which signals stop training, for scripts and notebooks.
+
+    It yields None in other threads than the main one, which receive no signals.
+    """
+    if threading.current_thread() is threading.main_thread():
+        return Interruption(may_exit=False)
+    return contextlib.nullcontext()
 
 
 def run_interruptibly(

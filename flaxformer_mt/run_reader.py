@@ -221,7 +221,8 @@ class Run:
           **options: search options, see `Translator.translate_n_best`.
 
         Returns:
-          BLEU, chrF, chrF++ and TER with their signatures, see `evaluation.evaluate`.
+          BLEU (with the tokenizer for the target language), chrF, chrF++ and TER with their
+          signatures, see `evaluation.evaluate`.
 
         Raises:
           TypeError: an argument is of another type.
@@ -229,6 +230,7 @@ class Run:
             run's own text cannot be read.
         """
         from flaxformer_mt import evaluation
+        from flaxformer_mt.evaluation.metrics import tokenizer_of
 
         if (sources is None) != (references is None) or (sources is not None and split is not None):
             raise UserError("give sources together with references, or neither; split without them")
@@ -241,6 +243,7 @@ class Run:
             references,
             sources=given,
             metrics=metrics,
+            tokenize=tokenizer_of(self.config.data.target_language),
             confidence=confidence,
         )
 
@@ -306,7 +309,7 @@ class Run:
             flaxformer_mt.train(config, "runs/tuned")
 
         The parameters and the vocabulary are those of this run; step, optimizer and learning rate
-        start anew.
+        start anew. Where `data` has a path, corpora that this run names one by one are replaced.
 
         Args:
           **changes: fields by group that differ from this run: `data`, `optimizer`, `train`,
@@ -316,8 +319,11 @@ class Run:
           TypeError: there is no such group or field, or a value is of another type.
           UserError: a value is invalid.
         """
-        start = with_changes(self.config, {"train": {"init_from": str(self.folder)}})
-        return with_changes(start, changes)
+        data: dict[str, Any] = {"tokenizer_path": ""}
+        if "path" in changes.get("data", {}):
+            data |= {"train_corpora": (), "valid_corpora": (), "test_corpora": ()}
+        start = {"train": {"init_from": str(self.folder)}, "data": data}
+        return with_changes(with_changes(self.config, start), changes)
 
     def _scores(self, announce: Callable[[str], None] = print) -> dict[int, float]:
         from flaxformer_mt.runs.checkpoint import whole_checkpoints

@@ -167,6 +167,7 @@ def test_json_lines_give_constraints():
     assert read_sentence(line, "jsonl", "here") == Sentence("a", "b", ("c", "d e"))
     assert read_sentence('{"text": "a"}', "jsonl", "here") == Sentence("a")
     assert read_sentence(line, "text", "here") == Sentence(line)
+    assert read_sentence("  ", "jsonl", "here").text.strip() == ""
 
 
 @pytest.mark.parametrize(

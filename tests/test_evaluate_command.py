@@ -99,6 +99,25 @@ def test_a_function_of_the_users(command, files):
     assert found["sizes_signature"] == "nrefs:1|function:mine.sizes"
 
 
+def test_a_function_of_the_users_that_fails_is_named(command, files):
+    (files / "failing.py").write_text(
+        "def broken(sources, hypotheses, references):\n    return 1 / 0\n"
+    )
+    code, out, err = command(
+        "--hypothesis", "a.de", "--reference", "test.de", "--metric", "failing:broken"
+    )
+    assert (code, out) == (1, "")
+    (line,) = err.splitlines()
+    assert "--metric failing:broken: ZeroDivisionError: division by zero (" in line
+    assert line.endswith("failing.py, line 2)")
+
+
+def test_an_output_that_is_a_folder_is_refused(command, files, trained_run):
+    code, _, err = command("--run", str(trained_run), "--output", ".")
+    assert code == 1
+    assert ". cannot be written: it is a folder" in err
+
+
 def test_the_table(command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     _, out, err = command(

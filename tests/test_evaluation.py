@@ -12,6 +12,7 @@ import sacrebleu
 
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.evaluation import compare, evaluate
+from flaxformer_mt.evaluation.metrics import tokenizer_of
 
 REFERENCES = ["Ein kleiner Hund läuft über die Wiese.", "Zwei Männer, die lachen."]
 HYPOTHESES = ["Ein kleiner hund läuft auf der Wiese.", "Zwei Männer, die lachen."]
@@ -42,6 +43,16 @@ def test_bleu_is_case_sensitive():
     lower = [sentence.lower() for sentence in REFERENCES]
     assert evaluate(REFERENCES, REFERENCES)["bleu"] == pytest.approx(100)
     assert evaluate(lower, REFERENCES)["bleu"] < 80
+
+
+def test_languages_without_spaces_have_a_tokenizer_of_their_own():
+    names = {"de": "13a", "": "13a", "zh_CN": "zh", "zho_Hans": "zh", "JA": "char", "th-TH": "char"}
+    assert {name: tokenizer_of(name) for name in names} == names
+    text = ["今日は天気がいい", "私は学生です"]
+    found = {
+        name: evaluate(text, text, tokenize=tokenizer_of(name))["bleu"] for name in ("ja", "en")
+    }
+    assert found == {"ja": pytest.approx(100), "en": 0}
 
 
 def test_metrics_that_take_long_are_optional():

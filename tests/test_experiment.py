@@ -2,6 +2,10 @@
 
 import contextlib
 import dataclasses
+import errno
+import io
+import os
+import signal
 
 import numpy as np
 import pytest
@@ -9,6 +13,7 @@ import pytest
 import flaxformer_mt
 from flaxformer_mt import experiment
 from flaxformer_mt.config import (
+    CorpusConfig,
     DataConfig,
     DecodeConfig,
     ExperimentConfig,
@@ -68,6 +73,66 @@ def test_a_refused_continuation_leaves_the_run(run):
 def test_a_run_is_continued(run):
     longer = dataclasses.replace(CONFIG, train=dataclasses.replace(CONFIG.train, num_steps=3))
     assert flaxformer_mt.train(longer, run.folder).latest_step == 3
+
+
+def test_a_continued_run_records_the_options_that_it_was_given(tmp_path):
+    run = flaxformer_mt.train(with_changes(CONFIG, {"train": {"num_steps": 1}}), tmp_path / "run")
+    longer = with_changes(CONFIG, {"train": {"num_steps": 2}, "decode": {"beam_size": 2}})
+    flaxformer_mt.train(longer, run.folder)
+    stored = flaxformer_mt.Run(run.folder).config
+    assert (stored.train.num_steps, stored.decode.beam_size) == (2, 2)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_script_that_is_interrupted_saves_first(tmp_path, number):
+    config = with_changes(CONFIG, {"train": {"num_steps": 50, "log_every": 1, "eval_every": 50}})
+    handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+
+    def send(step, split, metrics):
+        if step == 3:
+            os.kill(os.getpid(), number)
+
+    with pytest.raises(KeyboardInterrupt, match="stopped after step"):
+        flaxformer_mt.train(config, tmp_path / "run", callbacks=[send])
+    assert 3 <= flaxformer_mt.Run(tmp_path / "run").latest_step < 50
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == handlers
+
+
+def test_training_goes_on_without_standard_output(tmp_path, monkeypatch, capsys):
+    class Closed(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr("sys.stdout", Closed())
+    run = flaxformer_mt.train(CONFIG, tmp_path / "run")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("standard output cannot be written (Broken pipe): training goes on")
+    assert (run.latest_step, len(run.metrics("test"))) == (2, 1)
+
+
+def test_a_language_model_is_tested(tmp_path):
+    model = {"has_inputs": False, "num_encoder_layers": 0}
+    config = with_changes(CONFIG, {"model": model, "train": {"num_steps": 1}})
+    run = flaxformer_mt.train(config, tmp_path / "run")
+    (metrics,) = run.metrics("test")
+    assert np.isfinite(metrics["perplexity"])
+    assert "bleu" not in metrics
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train": {"r_drop": 5.0}, "model": {"dropout_rate": 0.0}}, "train.r_drop=5.0 has no"),
+        (
+            {"data": {"hold_out": 5, "test_split": "", "valid_corpora": (CorpusConfig(),)}},
+            "data.hold_out=5 has no effect",
+        ),
+    ],
+)
+def test_options_that_others_make_ineffective_are_refused(tmp_path, changes, message):
+    with pytest.raises(UserError, match=message):
+        flaxformer_mt.train(with_changes(CONFIG, changes), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("stops", [True, False])

@@ -45,8 +45,10 @@ ALLOWED = {
         "evaluation",
         "interop.exports",
         "run_reader",
+        "standard_output",
     }
     | LEAVES,
+    "standard_output": set(),
     "runs": {"config", "distributed", "data.corpora.corpus", "data.tokenizers"} | LEAVES,
     "presets": {"config"} | LEAVES,
     "model": {"config"} | LEAVES,

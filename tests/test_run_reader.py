@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from flaxformer_mt import Run
+from flaxformer_mt.config import CorpusConfig
+from flaxformer_mt.config.experiment import with_changes
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.run_reader import MetricRows
 
@@ -94,6 +96,17 @@ def test_the_configuration_of_fine_tuning(trained_run):
     assert config.train.init_from == str(trained_run)
     assert (config.train.num_steps, config.data.path) == (7, "mine.tsv")
     assert config.model == Run(trained_run).config.model
+
+
+def test_fine_tuning_has_the_own_vocabulary_and_the_given_text(trained_run, monkeypatch):
+    run, corpora = Run(trained_run), (CorpusConfig(path="elsewhere"),)
+    data = {"tokenizer_path": "moved", "train_corpora": corpora, "valid_corpora": corpora}
+    monkeypatch.setattr(Run, "config", with_changes(run.config, {"data": data}))
+    config = run.fine_tuning_config(data={"path": "mine.tsv"})
+    assert config.data.tokenizer_path == ""
+    assert config.data.train_corpora == config.data.valid_corpora == ()
+    assert run.fine_tuning_config().data.train_corpora == corpora
+    assert run.fine_tuning_config(data={"tokenizer_path": "other"}).data.tokenizer_path == "other"
 
 
 def test_a_folder_without_a_run(tmp_path):

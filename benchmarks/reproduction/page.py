@@ -60,7 +60,11 @@ _INTRODUCTIONS: dict[Group, str] = {
     ),
     "published-tasks": (
         "Translation with `tunz` and with the layers of the notebook (`double_projection`) is in "
-        "the table above: `family-tunz`, `family-double_projection`."
+        "the table above: `family-tunz`, `family-double_projection`. `jadore801120-de-en`, the "
+        "command of its README (400 epochs of a base model), is for an accelerator: 45,200 updates "
+        "of 4,096 tokens take at least 2.4 minutes on an H100, at the 12.8 ms for 16,384 positions "
+        "of docs/accelerators.md. That README shows accuracy and perplexity as pictures only, of a "
+        "run of 200 epochs with a warm-up of 4,000 updates and half the learning rate."
     ),
     "tatoeba": (
         "`configs/forkme.py` at 3 + 3 layers of width 128, in float32, with 4,000 pieces, for at "

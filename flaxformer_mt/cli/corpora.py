@@ -18,6 +18,7 @@ def prepare(
     source_language: Annotated[str, tyro.conf.arg(metavar="CODE")],
     target_language: Annotated[str, tyro.conf.arg(metavar="CODE")],
     form: Annotated[Literal["text", "tsv"], tyro.conf.arg(name="format")] = "text",
+    columns: Annotated[tuple[str, ...], tyro.conf.arg(metavar="SOURCE TARGET")] = (),
     splits: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=FILES ...")] = (
         "train=train",
         "validation=valid",
@@ -42,6 +43,8 @@ def prepare(
       target_language: Suffix of the target files and name of the target language in the data set.
       form: text: FILE.LANGUAGE or FILE.LANGUAGE.gz, one sentence per line; tsv: FILE.tsv or
         FILE.tsv.gz, tab-separated source and target sentences.
+      columns: Columns of source and target in tab-separated files, by name or by number from 1, if
+        there are further ones.
       splits: Splits to build, each with the comma-separated names (or glob patterns) of its files,
         without their suffixes.
     """
@@ -64,6 +67,7 @@ def prepare(
                 split=files,
                 source_language=source_language,
                 target_language=target_language,
+                columns=columns,
             ),
             DataConfig(),
             prefix="--",

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from flaxformer_mt.errors import UserError, unusable
 from flaxformer_mt.exit_codes import ExitCode
 from flaxformer_mt.interruption import Interruption, run_interruptibly
+from flaxformer_mt.standard_output import discard_output
 
 PROGRAM = "flaxformer-mt"
 """Name of the console script."""
@@ -83,7 +84,7 @@ def _reported(
             # While errors can still be reported; Python flushes once more at exit.
             sys.stdout.flush()
     except BrokenPipeError:
-        _discard_output()
+        discard_output()
         return ExitCode.FAILURE
     except UserError as error:
         message = str(error)
@@ -91,18 +92,13 @@ def _reported(
         message = str(unusable(error))
         # Errors of files have their names.
         if error.filename is None and error.errno in _WRITE_ERRORS:
-            _discard_output()
+            discard_output()
             message = f"standard output cannot be written: {message}"
     print(f"{program}: error: {message}", file=sys.stderr)
     return failure
 
 
 _WRITE_ERRORS = {errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC}
-
-
-def _discard_output() -> None:
-    """Makes standard output a stream whose writes always succeed."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _open_standard_streams() -> None:

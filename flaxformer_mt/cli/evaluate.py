@@ -1,8 +1,10 @@
 """The command `evaluate`: translation quality on a test set."""
 
+import functools
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
@@ -55,7 +57,7 @@ def evaluate(
     split: Literal["test", "valid"] | None = None,
     output_file: Annotated[Path | None, tyro.conf.arg(name="output", metavar="F")] = None,
     metric: MetricNames = (),
-    tokenize: Annotated[str, tyro.conf.arg(metavar="NAME")] = "13a",
+    tokenize: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None,
     lowercase: bool = False,
     confidence: bool = False,
     significance: Literal["bootstrap", "randomization"] | None = None,
@@ -103,6 +105,7 @@ def evaluate(
         references, and returns a number, or a number for each sentence. Repeat the option for
         several.
       tokenize: Tokenizer of BLEU: 13a, intl, char, zh, ja-mecab, ko-mecab, flores200, none.
+        Default: that of the run's target language, or 13a.
       lowercase: Ignore case in BLEU, chrF and chrF++, too. TER always does.
       confidence: Estimate 95% confidence intervals by bootstrap resampling.
       significance: Paired test against --baseline: bootstrap resampling (the default), which also
@@ -131,6 +134,7 @@ def evaluate(
     from flaxformer_mt import evaluation
 
     standard, functions = _metrics(metric, evaluation.STANDARD)
+    tokenize = tokenize or _tokenizer_of(run)
     evaluation.check_options(standard, tokenize)
     test = _test_set(run, source, reference, split)
     systems = {str(file): _read_translations(file, test) for file in files}
@@ -163,6 +167,14 @@ def evaluate(
     else:
         listed = [{"system": name, **found} for name, found in flat.items()]
         output.print_json({**common, "systems": listed})
+
+
+def _tokenizer_of(run: Sequence[Path]) -> str:
+    """Returns the tokenizer of BLEU for the target language of the first run, if there is one."""
+    from flaxformer_mt.evaluation.metrics import DEFAULT_TOKENIZER, tokenizer_of
+    from flaxformer_mt.runs.folder import read_config
+
+    return tokenizer_of(read_config(run[0]).data.target_language) if run else DEFAULT_TOKENIZER
 
 
 def _changed(value: Any, default: Any) -> Any:
@@ -231,7 +243,19 @@ def _function(text: str) -> "MetricFunction":
         sys.path.remove(folder)
     if not callable(function):
         raise UserError(f"--metric {text}: {name} is not a function")
-    return function
+
+    @functools.wraps(function)
+    def reporting(*texts: Any) -> Any:
+        try:
+            return function(*texts)
+        except Exception as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise UserError(
+                f"--metric {text}: {reason} ({last.filename}, line {last.lineno})"
+            ) from error
+
+    return reporting
 
 
 def _test_set(

@@ -101,7 +101,9 @@ def reject_options(valid_for: str, **options: object) -> None:
 
 
 def require_folders(*files: Path | None) -> None:
-    """Raises UserError if the folder of a file to be written does not exist."""
+    """Raises UserError if a file to be written is a folder, or its folder does not exist."""
     for file in files:
+        if file is not None and file.is_dir():
+            raise UserError(f"{file} cannot be written: it is a folder")
         if file is not None and not file.parent.is_dir():
             raise UserError(f"{file} cannot be written: {file.parent} is not a folder")

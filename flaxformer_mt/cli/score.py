@@ -11,7 +11,7 @@ import tyro
 
 from flaxformer_mt.cli import output
 from flaxformer_mt.cli.options import CheckpointChoice, RunFolder, TextFile, reject_options
-from flaxformer_mt.data.corpora.text_files import stream_parallel
+from flaxformer_mt.data.corpora.text_files import stream_parallel_files
 
 
 def score(
@@ -109,5 +109,5 @@ def score(
 
 def _candidates(source: Path, targets: Sequence[Path]) -> Iterator[tuple[str, list[str]]]:
     """Yields each line of `source` with the same line of every file in `targets`."""
-    for pairs in zip(*(stream_parallel(source, target) for target in targets), strict=True):
-        yield pairs[0][0], [target for _, target in pairs]
+    for line, *translations in stream_parallel_files(source, *targets):
+        yield line, translations

@@ -166,6 +166,7 @@ class DataConfig:
 
 
 def _check_columns(columns: tuple[str, ...], name: str) -> None:
+    require("0" not in columns, f"{name}={columns}: columns are numbered from 1")
     require(
         len(columns) in (0, 2) and all(columns) and len(set(columns)) == len(columns),
         f"{name}={columns}: must be two columns, the source and the target, such as 1 2",

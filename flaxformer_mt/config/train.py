@@ -57,7 +57,8 @@ class TrainConfig:
     eval_every: int = option(1000, FieldRole.RUNNING, lowest=1)
     """Steps between validations (loss, accuracy, and BLEU and chrF of beam search)."""
     eval_sentences: int = option(500, FieldRole.RUNNING, lowest=0)
-    """Validation sentences translated for BLEU and chrF; 0 = all."""
+    """Validation sentences translated for BLEU and chrF: the first ones, of several corpora in
+    proportion to their sizes; 0 = all."""
     teacher_forced_metrics: tuple[TeacherForcedMetric, ...] = option((), FieldRole.RUNNING)
     """Further metrics of validations, of the tokens that are most probable after the reference's
     preceding tokens. seq2seq_acc: share of positions that are right, where batches of 64 sentences

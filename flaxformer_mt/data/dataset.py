@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from flaxformer_mt.config import ExperimentConfig, with_vocabulary_sizes
+from flaxformer_mt.config import DataConfig, ExperimentConfig, with_vocabulary_sizes
 from flaxformer_mt.data.corpora.corpus import (
     Corpus,
     ParallelCorpus,
@@ -103,7 +103,7 @@ def open_all(config: ExperimentConfig) -> dict[str, list[Corpus]]:
       UserError: see `open_corpora`.
     """
     data, has_inputs = config.data, config.model.has_inputs
-    held_out = _held_out(config)
+    held_out = held_out_roles(config.data)
     training = open_corpora(data, "train", has_inputs)
     opened: dict[str, list[Corpus]] = {"train": [*training]}
     others: tuple[HeldOutRole, ...] = ("valid", "test")
@@ -115,15 +115,14 @@ def open_all(config: ExperimentConfig) -> dict[str, list[Corpus]]:
 
 def open_held_out(config: ExperimentConfig, role: HeldOutRole) -> list[Corpus]:
     """Opens the corpora of "valid" or "test" alone; see `open_all`."""
-    data, has_inputs, held_out = config.data, config.model.has_inputs, _held_out(config)
+    data, has_inputs, held_out = config.data, config.model.has_inputs, held_out_roles(config.data)
     if role in held_out:
         return hold_out(open_corpora(data, "train", has_inputs), data.hold_out, held_out)[role]
     return [*open_corpora(data, role, has_inputs)]
 
 
-def _held_out(config: ExperimentConfig) -> list[HeldOutRole]:
+def held_out_roles(data: DataConfig) -> list[HeldOutRole]:
     """Returns the roles whose pairs are set aside from the training corpora."""
-    data = config.data
     if not data.hold_out:
         return []
     is_set_aside: dict[HeldOutRole, bool] = {

@@ -93,13 +93,13 @@ def read_sentence(line: str, encoding: LineEncoding, location: str) -> Sentence:
     Args:
       line: without line end.
       encoding: text; or jsonl: {"text": "...", "prefix": "...", "phrases": ["...", ...]}, of which
-        only "text" is required.
+        only "text" is required; a blank line is an empty sentence.
       location: where the line is, for error messages.
 
     Raises:
       UserError: the line is not such a JSON object.
     """
-    if encoding == "text":
+    if encoding == "text" or not line.strip():
         return Sentence(line)
     values = parse_json(line, location)
     if not isinstance(values, dict) or "text" not in values:

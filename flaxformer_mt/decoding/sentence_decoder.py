@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
+from flaxformer_mt.data.tokenizers.language_tokens import with_first
 from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.decoding import minimum_bayes_risk, sentence_splitting
@@ -65,9 +66,11 @@ class Hypothesis:
     log_probability: float = 0.0
     """Natural logarithm, summed over the tokens."""
     source_pieces: tuple[str, ...] = ()
-    """Text of the source tokens, without end token; empty unless attention is needed."""
+    """Text of the source tokens, without end token and a language that the sentence does not
+    name itself; empty unless attention is needed."""
     pieces: tuple[str, ...] = ()
-    """Text of the target tokens, without end token; empty unless attention is needed."""
+    """Text of the target tokens, without end token and language; empty unless attention is
+    needed."""
     alignment: Links = dataclasses.field(default_factory=list)
     """(source, target) links of words or pieces, counted from 0; empty if not requested."""
     attention: np.ndarray | None = dataclasses.field(default=None, compare=False)
@@ -361,13 +364,20 @@ class SentenceDecoder:
     def _with_attention(
         self, segment: _TokenizedSegment, hypothesis: Hypothesis, attention: np.ndarray | None
     ) -> Hypothesis:
-        """Adds to a hypothesis what is computed from its attention [T, S], end tokens included."""
+        """Adds to a hypothesis what is computed from its attention [T, S], end tokens included.
+
+        Languages that neither the input nor the translation contains as text are left out.
+        """
         assert attention is not None
-        target = self.tokenizers.target
+        source, target = self.tokenizers.source, self.tokenizers.target
         attention = alignment.without_ends(attention, hypothesis.tokens, self.model.eos_id)
-        attention = attention[:, segment.repeated :]
         tokens = hypothesis.tokens[: len(attention)]
-        source_pieces = self.tokenizers.source.split([segment.segment.text])[0]
+        (own,) = source.encode_parts([segment.segment.text])
+        num_added = len(with_first(own, source)) - len(own)
+        source_pieces = source.split([segment.segment.text])[0][num_added:]
+        num_languages = int(bool(tokens) and tokens[0] in target.language_ids)
+        tokens = tokens[num_languages:]
+        attention = attention[num_languages:, segment.repeated + num_added :]
         pieces = target.pieces(tokens)
         links: Links = []
         if self.unit == "words":

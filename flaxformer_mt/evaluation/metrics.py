@@ -1,5 +1,6 @@
 """The metrics: those of sacreBLEU, and functions of the user's."""
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,25 @@ STANDARD = ("bleu", "chrf", "chrf++", "ter")
 
 DEFAULT_TOKENIZER = "13a"
 """sacreBLEU's, for languages that separate words by spaces."""
+
+_SPACELESS = {
+    "zh": "zh", "zho": "zh", "cmn": "zh", "yue": "zh", "ja": "char", "jpn": "char", "th": "char",
+    "tha": "char", "lo": "char", "lao": "char", "km": "char", "khm": "char", "my": "char",
+    "mya": "char",
+}  # fmt: skip
+
+
+def tokenizer_of(language: str) -> str:
+    """Returns the tokenizer of BLEU for a language: one that separates words without spaces.
+
+    Those that need further packages, such as ja-mecab, are not chosen: metrics of a run should not
+    depend on what is installed.
+
+    Args:
+      language: its code, such as "zh", "zh_CN" or "zho_Hans".
+    """
+    return _SPACELESS.get(re.split("[-_]", language.lower())[0], DEFAULT_TOKENIZER)
+
 
 MetricFunction = Callable[
     [Sequence[str] | None, Sequence[str], Sequence[Sequence[str]]], float | Sequence[float]

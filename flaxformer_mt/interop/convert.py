@@ -137,9 +137,18 @@ def _convert_to_file(
     elif source_family == OWN:
         state, origin = parameter_file.read(source, overrides)
     else:
-        state, origin = interop.load_training(source_family, source, **overrides), source_family
+        state, origin = _training_state(source_family, source, overrides), source_family
     with _conversion_errors(source, target_family):
         return notes + _write_file(state, origin, target_family, target, accepted)
+
+
+def _training_state(family: str, source: Path, overrides: Mapping[str, Any]) -> TrainingState:
+    """Reads a checkpoint, without its optimizer if that is not one with Adam's state."""
+    try:
+        return interop.load_training(family, source, **overrides)
+    except UserError as error:
+        config, params = interop.load(family, source, **overrides)
+        return TrainingState(config, params, None, (f"the optimizer's state is dropped: {error}",))
 
 
 def _write_file(

@@ -79,7 +79,8 @@ def as_tokens(batch: Any, config: TransformerConfig) -> Tokens:
       config: provides `pad_id` and `eos_id`.
 
     Raises:
-      UserError: the batch has another form, inconsistent shapes, or packed rows.
+      UserError: the batch has another form, inconsistent shapes, numbers that are no tokens of the
+        vocabularies, or packed rows.
     """
     names = ("encoder_input_tokens", "decoder_input_tokens", "decoder_target_tokens")
     if isinstance(batch, tuple | list):
@@ -93,7 +94,10 @@ def as_tokens(batch: Any, config: TransformerConfig) -> Tokens:
             f"a batch must have {', '.join(names)}, or be a tuple of these in this order"
         )
     _refuse_packed(batch)
-    arrays = [np.asarray(array).astype(np.int32) for array in arrays]
+    given = [np.asarray(array) for array in arrays]
+    arrays = [array.astype(np.int32) for array in given]
+    if not all(map(np.array_equal, arrays, given)):
+        raise UserError("the tokens of a batch must be integers")
     if len(arrays) == 2:
         arrays.append(_without_start(arrays[1], config))
     tokens = Tokens(*arrays)
@@ -101,7 +105,21 @@ def as_tokens(batch: Any, config: TransformerConfig) -> Tokens:
     if any(array.ndim != 2 for array in tokens) or len(rows) != 1:
         shapes = ", ".join(str(array.shape) for array in tokens)
         raise UserError(f"the tokens of a batch must be [B, S], [B, T] and [B, T], not {shapes}")
+    _require_vocabulary(tokens, config)
     return tokens
+
+
+def _require_vocabulary(tokens: Tokens, config: TransformerConfig) -> None:
+    # tunz starts from a zero vector instead of a token: -1.
+    lowest = min(0, config.bos_id, config.pad_id)
+    for name, array in tokens._asdict().items():
+        # Bare layers have no vocabularies.
+        size = config.source_vocab_size if name == "source" else config.target_vocab_size
+        if size and array.size and not (lowest <= array.min() and array.max() < size):
+            raise UserError(
+                f"{name} has tokens from {array.min()} to {array.max()}, but the vocabulary "
+                f"has {size}"
+            )
 
 
 def _refuse_packed(batch: Any) -> None:
@@ -142,10 +160,15 @@ def example(
       target_length: T.
       source_padding: the side on which sources are padded; targets are padded on the right.
       seed: seed of the sentences.
+
+    Raises:
+      UserError: a vocabulary has only special tokens.
     """
     random = np.random.default_rng(seed)
-    source_lengths = np.append(source_length, random.integers(2, source_length, rows - 1))
-    target_lengths = np.append(target_length, random.integers(2, target_length, rows - 1))
+    source_lengths, target_lengths = (
+        np.append(length, random.integers(low, max(length, low + 1), rows - 1))
+        for length, low in ((n, max(1, min(2, n - 1))) for n in (source_length, target_length))
+    )
     source = _sentences(random, config, config.source_vocab_size, source_lengths)
     if source_padding == "left":
         source = np.stack(
@@ -163,7 +186,10 @@ def _sentences(
     random: np.random.Generator, config: TransformerConfig, vocabulary: int, lengths: np.ndarray
 ) -> np.ndarray:
     special = {config.pad_id, config.bos_id, config.eos_id}
-    words = [token for token in range(vocabulary or config.d_model) if token not in special]
+    size = vocabulary or config.d_model
+    words = [token for token in range(size) if token not in special]
+    if not words:
+        raise UserError(f"a vocabulary of {size} tokens has only special ones: give a larger one")
     tokens = random.choice(words, size=(len(lengths), lengths.max()))
     columns = np.arange(lengths.max())
     tokens = np.where(columns == lengths[:, None] - 1, config.eos_id, tokens)

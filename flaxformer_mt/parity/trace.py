@@ -298,8 +298,13 @@ def parameter_gradients(module: nn.Module, loss: torch.Tensor) -> dict[str, np.n
     """Returns the gradients of a loss with respect to the trained parameters, by name.
 
     Those of parameters that the loss does not depend on are 0.
+
+    Raises:
+      UserError: no parameter is trained.
     """
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    if not parameters:
+        raise UserError("all parameters of the module are frozen: call module.requires_grad_()")
     found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
     return {
         name: (torch.zeros_like(parameter) if gradient is None else gradient).numpy()

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from flaxformer_mt import interop
+from flaxformer_mt.errors import UserError
 from flaxformer_mt.parity.model_pair import (
     COMPILER_OPTIONS,
     Forward,
@@ -171,6 +172,10 @@ def train_both(
     sides: ModelPair, batches: Sequence[Any], num_steps: int, tolerance: float | None = None
 ) -> Trajectory:
     """Trains both sides of a pair; the module is restored at the end."""
+    if num_steps < 1 or not batches:
+        raise UserError(
+            f"num_steps={num_steps} of {len(batches)} batches: there must be one of each at least"
+        )
     module = sides.module
     tokens = [real_tokens(sides, batch)[0] for batch in batches]
     with precision(sides.dtype), without_dropout(module):

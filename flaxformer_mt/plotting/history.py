@@ -101,7 +101,10 @@ def read_history(folder: str | Path) -> History:
     folder = Path(folder)
     rows = read_metrics(folder / METRICS)
     if not rows:
-        raise UserError(f"{folder} has no metrics to plot: nothing was trained there yet")
+        raise UserError(
+            f"{folder} has no metrics to plot: nothing was trained there yet, or it is the average "
+            "or the conversion of another model"
+        )
     for row in rows:  # Lines of earlier versions have no checksum.
         if type(row["step"]) is not int:
             raise UserError(f"{folder / METRICS} is damaged: a step is {shown(row['step'])}")

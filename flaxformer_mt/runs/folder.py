@@ -4,6 +4,7 @@
 the folder would hold a different run. It is continued whole or not at all.
 """
 
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -11,6 +12,8 @@ from typing import Any, TypeAlias
 from flaxformer_mt import config as configuration
 from flaxformer_mt import input_files
 from flaxformer_mt.config import ExperimentConfig
+from flaxformer_mt.config.experiment import groups
+from flaxformer_mt.config.fields import FieldRole, names_with
 from flaxformer_mt.data.corpora.corpus import Corpus
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
@@ -241,10 +244,35 @@ def write_run(
             },
         },
     )
+    for path in (workdir / TOKENIZER, workdir / ORIGIN):
+        # A start that was killed may have left files of another vocabulary.
+        if path.is_symlink():
+            path.unlink()
+        elif path.exists():
+            shutil.rmtree(path)
     for name, content in files.items():
         (workdir / name).parent.mkdir(exist_ok=True)
         atomic.write_bytes(workdir / name, content)
     atomic.write_text(workdir / CONFIG, configuration.to_json(experiment))
+
+
+def update_config(workdir: Path, experiment: ExperimentConfig) -> None:
+    """Writes the options that a continued run was given to `config.json`, for other commands.
+
+    Args:
+      workdir: the folder of a run that may be continued with `experiment`; see `holds_run`.
+      experiment: the configuration. What the run was started from stays as it is.
+
+    Raises:
+      UserError: it cannot be written.
+    """
+    stored = configuration.to_dict(read_config(workdir))
+    values = configuration.to_dict(experiment)
+    for group, kind in groups().items():
+        values[group] |= {name: stored[group][name] for name in names_with(kind, FieldRole.START)}
+    if values != stored:
+        updated = configuration.from_dict(values)
+        atomic.write_text(workdir / CONFIG, configuration.to_json(updated))
 
 
 def _fingerprints(tokenizers: Tokenizers) -> dict[str, str]:

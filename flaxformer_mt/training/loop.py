@@ -52,8 +52,9 @@ def train(
       evaluate: (params, step) -> metrics of the validation corpus; called every
         `config.eval_every` steps and at the end.
       schedule: the learning rate schedule of the optimizer, for reporting.
-      checkpointer: saves every `config.checkpoint_every` steps, after each validation that is the
-        best so far if `config.keep_best` is not 0, and at the end.
+      checkpointer: saves every `config.checkpoint_every` steps (later if that step was skipped),
+        after each validation that is the best so far if `config.keep_best` is not 0, and at the
+        end.
       writers: receive training metrics every `config.log_every` steps and at the end, and the
         metrics of each validation. Speed is that of the steps only; the first includes compilation.
       config: number of steps, intervals, and early stopping.
@@ -67,8 +68,7 @@ def train(
       The final state.
 
     Raises:
-      Interrupted: `should_stop` returned True; a checkpoint was written, unless the last steps
-        were skipped.
+      Interrupted: `should_stop` returned True; a checkpoint was written.
       UserError: loss, gradient or update of too many steps in a row was not finite, and the run is
         back at its newest checkpoint; or a checkpoint cannot be written.
     """
@@ -89,12 +89,24 @@ def train(
             for writer in writers:
                 writer.write(step, split, values, is_best)
 
+        def write_training(step: int) -> None:
+            started.wait()
+            values = {
+                **_training_metrics(progress.interval, devices),
+                # Skipped steps do not advance the schedule.
+                "learning_rate": float(schedule(step - 1 - progress.skipped)),
+                "compilations": len(progress.batch_shapes),
+            }
+            write(step, "train", values)
+            progress.interval = Sums()
+
         batches = stack.enter_context(stream(progress.position))
         give_up = functools.partial(_go_back, checkpointer, writers)
         started = _StartedSteps(progress, batches, config.max_skipped_steps, give_up, on_step)
         profile = stack.enter_context(
             Profile(_profiled(config, first), checkpointer.run_folder / PROFILE)
         )
+        is_due = False
         for step in range(first + 1, last + 1):
             with profile.of(step, started.paused):
                 batch, progress.position = next(batches)
@@ -102,16 +114,9 @@ def train(
                 progress.add_shapes(train_step.batch_shapes)
                 started.add(step, metrics)
 
-            if _is_due(step, config.log_every, last):
-                started.wait()
-                values = {
-                    **_training_metrics(progress.interval, devices),
-                    # Skipped steps do not advance the schedule.
-                    "learning_rate": float(schedule(step - 1 - progress.skipped)),
-                    "compilations": len(progress.batch_shapes),
-                }
-                write(step, "train", values)
-                progress.interval = Sums()
+            is_logged = _is_due(step, config.log_every, last)
+            if is_logged:
+                write_training(step)
 
             validation: MetricValues | None = None
             keeps_best = stops_early = False
@@ -122,14 +127,19 @@ def train(
                     write(step, "valid", validation, is_best)
                 keeps_best = is_best and config.keep_best > 0
                 stops_early = _is_patience_over(progress, config, announce)
+                if stops_early and not is_logged:
+                    write_training(step)
 
             is_interrupted = should_stop(step)
-            is_due = _is_due(step, config.checkpoint_every, last)
-            if is_due or keeps_best or stops_early or is_interrupted:
+            is_needed = keeps_best or stops_early or is_interrupted or step == last
+            is_due = is_due or _is_due(step, config.checkpoint_every, last)
+            if is_needed or is_due:
                 with started.paused():
-                    # While steps are being skipped, the state does not change and may not recover.
-                    if step == last or not started.skipped_in_a_row:
+                    # While steps are being skipped, the state does not change and may not recover:
+                    # a regular checkpoint is written after the next step that succeeds.
+                    if is_needed or not started.skipped_in_a_row:
                         checkpointer.save(step, state, progress.to_json(), validation)
+                        is_due = False
             if is_interrupted:
                 checkpointer.wait()
                 raise Interrupted(

@@ -61,8 +61,9 @@ def train_step(
       - "padding_fraction", per position;
       - "flops_per_target_token" (see `training_flops`), unless parameters are frozen;
       - "gradient_norm", per step: of the trained parameters, before clipping;
-      - "skipped_steps", "nonfinite_loss", "nonfinite_gradient" and "nonfinite_update", per step:
-        0 or 1.
+      - "skipped_steps", per step: 0 or 1;
+      - "nonfinite_loss", "nonfinite_gradient" and "nonfinite_update", per step: 0 or 1, where the
+        first of the three that was not finite counts.
 
       In a skipped step the others have the weight 0, except for the padding fraction: their means
       are those of the other steps.
@@ -104,8 +105,8 @@ def train_step(
             for name, holds in (
                 ("skipped_steps", ~is_finite),
                 ("nonfinite_loss", ~loss_is_finite),
-                ("nonfinite_gradient", ~gradient_is_finite),
-                ("nonfinite_update", ~update_is_finite),
+                ("nonfinite_gradient", loss_is_finite & ~gradient_is_finite),
+                ("nonfinite_update", loss_is_finite & gradient_is_finite & ~update_is_finite),
             )
         },
     }

@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from flaxformer_mt.config import CorpusConfig, DataConfig
-from flaxformer_mt.data.corpora.corpus import HELD_OUT_PAIRS, load_corpus, open_corpora, read_corpus
+from flaxformer_mt.data.corpora.corpus import (
+    HELD_OUT_PAIRS,
+    ParallelCorpus,
+    load_corpus,
+    open_corpora,
+    read_corpus,
+)
 from flaxformer_mt.data.corpora.text_files import read_lines, stream_parallel
 from flaxformer_mt.errors import UserError
 
@@ -134,7 +140,7 @@ def test_missing_files_and_folders(tmp_path):
         load_corpus(text_config(""), "train")
     with pytest.raises(UserError, match=r"data\.path=.*nowhere is not a folder"):
         load_corpus(text_config(tmp_path / "nowhere"), "train")
-    with pytest.raises(UserError, match=r"has neither train\.en nor train\.en\.gz"):
+    with pytest.raises(UserError, match=r"has none of train\.en, train\.en\.gz"):
         load_corpus(text_config(tmp_path), "train")
     with pytest.raises(UserError, match="there is no file"):
         read_lines(tmp_path / "train.en")
@@ -183,7 +189,7 @@ def test_many_files_by_name_and_pattern(tmp_path):
 def test_a_pattern_that_matches_nothing(tmp_path):
     write_pair(tmp_path)
     config = text_config(tmp_path, train_split="train,news-*")
-    with pytest.raises(UserError, match=r"has neither news-\*\.en nor news-\*\.en\.gz"):
+    with pytest.raises(UserError, match=r"has none of news-\*\.en, news-\*\.en\.gz"):
         open_corpora(config, "train")
 
 
@@ -269,6 +275,15 @@ def test_generated_splits_are_distinct_disjoint_and_reproducible(kind):
     sources = [source for corpus in splits.values() for source in corpus.sources]
     assert len(set(sources)) == len(sources)
     assert load_corpus(config, "valid") == splits["valid"]
+
+
+def test_the_first_pairs_are_those_of_all_parts():
+    lines = [str(number) for number in range(10)]
+    corpus = ParallelCorpus(lines, lines, "both", parts=(("a", 2), ("b", 0), ("c", 8)))
+    assert corpus.first_of_parts(5) == [0, 2, 3, 4, 5]
+    assert corpus.first_of_parts(100) == [*range(10)]
+    assert dataclasses.replace(corpus, parts=()).first_of_parts(3) == [0, 1, 2]
+    assert ParallelCorpus([], [], "none").first_of_parts(3) == []
 
 
 def test_generated_held_out_pairs_do_not_depend_on_the_size_of_training():

@@ -80,6 +80,11 @@ def test_two_parallel_files(tmp_path, end):
         read(tmp_path / "fra-eng", columns=("1", "2"))
 
 
+def test_columns_are_numbered_from_1():
+    with pytest.raises(UserError, match=r"data.columns=\('0', '1'\): columns are numbered from 1"):
+        DataConfig(columns=("0", "1"))
+
+
 def test_a_folder_takes_precedence_over_files_of_its_name(tmp_path):
     (tmp_path / "corpus").mkdir()
     for code, side in (("en", 0), ("fr", 1)):
@@ -92,10 +97,16 @@ def test_a_folder_takes_precedence_over_files_of_its_name(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "columns", "message"),
     [
-        ("a.txt", "a\tb\nc\td\te\n", (), "line 2: 2 tabs; .* name the two: --data.columns 1 2"),
-        ("a.csv", "a,b,c\n", (), "line 1: 3 columns instead of .* --data.columns 1 2"),
+        ("a.txt", "a\tb\nc\td\te\n", (), r"line 2: 2 tabs; .* name the two, such as 1 2 \(data.c"),
+        ("a.csv", "a,b,c\n", (), r"line 1: 3 columns instead of .*, such as 1 2 \(data.columns\)"),
         ("a.csv", "a,b\n", ("1", "3"), r"line 1: no column 3 \(data.columns\): it has 2"),
-        ("a.csv", "id,text\n", ("id", "texte"), "no column 'texte' .*did you mean text"),
+        ("a.txt", "ab\n", (), "line 1: 0 tabs; a line must be a source, one tab and a target$"),
+        (
+            "a.csv",
+            "id,text\n",
+            ("id", "texte"),
+            r"no column 'texte' .*did you mean text\?; without",
+        ),
         ("a.csv", 'a,"b\n', (), "line 1: not CSV: unexpected end of data"),
         ("a.csv", "\n\n", (), "has only blank lines"),
         ("a.jsonl", '{"en": "a", "de": "b"}\n', (), "line 1: no member 'fr', only 'en', 'de'"),

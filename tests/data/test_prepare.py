@@ -178,7 +178,7 @@ def test_on_the_command_line(tmp_path, capfd):
     assert main([*arguments, "--splits", "train=europarl", "train=news-*"]) == 1
     assert "--splits train is given twice: write train=europarl,news-*" in capfd.readouterr().err
     assert main(arguments) == 1
-    assert "has neither train.en nor train.en.gz" in capfd.readouterr().err
+    assert "has none of train.en, train.en.gz, train.en.zst" in capfd.readouterr().err
 
 
 def test_tsv_on_the_command_line(tmp_path):

@@ -93,7 +93,7 @@ def test_space_separated_digits_are_one_piece_each():
 
 
 def test_vocabulary_smaller_than_the_number_of_characters():
-    with pytest.raises(UserError, match=r"data\.vocab_size=50 pieces: Vocabulary size is smaller"):
+    with pytest.raises(UserError, match=r"=50 pieces: the characters of the text alone are \d+"):
         Tokenizers.train([CORPUS], dataclasses.replace(CONFIG, vocab_size=50))
 
 

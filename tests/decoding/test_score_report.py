@@ -2,12 +2,15 @@
 
 import json
 import math
+import re
 
 import pytest
 
 from flaxformer_mt.cli import main
+from flaxformer_mt.data.corpora import text_files
 from flaxformer_mt.decoding.scoring.score_report import CorpusTotals, preferred, to_json, to_text
 from flaxformer_mt.decoding.scoring.scorer import PairScore, ScoredSentence
+from flaxformer_mt.errors import UserError
 
 GOOD = PairScore((5, 6, 2), (-0.5, -0.25, -0.25), ("▁ein", "▁Hund", "</s>"), [(0, 0), (2, 1)])
 BAD = PairScore((7, 2), (-2.0, -1.0), ("▁eine", "</s>"))
@@ -147,3 +150,27 @@ def test_unsupported_columns_are_rejected(command, tmp_path):
     code, out, err = command(contrast=["eins", "zwei"], **files)
     assert (code, out) == (1, "")
     assert f"{tmp_path / 'source'} has 1 lines but {tmp_path / 'contrast'} has 2" in err
+
+
+def test_parallel_files_are_read_once(tmp_path, monkeypatch):
+    opened = []
+
+    def stream_lines(path):
+        opened.append(path)
+        return iter(path.read_text().splitlines())
+
+    def written(name, *lines):
+        path = tmp_path / name
+        path.write_text("".join(f"{line}\n" for line in lines))
+        return path
+
+    monkeypatch.setattr(text_files, "stream_lines", stream_lines)
+    paths = [written("1", "a", "b"), written("2", "c", "d"), written("3", "e", "f")]
+    assert [*text_files.stream_parallel_files(*paths)] == [("a", "c", "e"), ("b", "d", "f")]
+    assert opened == paths  # A pipe can be read once only.
+    for counts in ((1, 1, 3), (1, 3, 1), (3, 1, 3)):
+        paths = [written(f"{n}", *range(count)) for n, count in enumerate(counts)]
+        other = next(n for n in (1, 2) if counts[n] != counts[0])
+        message = f"{paths[0]} has {counts[0]} lines but {paths[other]} has {counts[other]}: "
+        with pytest.raises(UserError, match=re.escape(message)):
+            list(text_files.stream_parallel_files(*paths))

@@ -88,6 +88,19 @@ def test_adam_that_cannot_be_converted_is_dropped_with_a_note(variant, target, r
     assert not {"model", "optim"} & torch.load(tmp_path / "after.pt", weights_only=True).keys()
 
 
+def test_the_state_of_another_optimizer_is_dropped_with_a_note(tmp_path):
+    variant = VARIANTS["tunz"]
+    reference = variant.build()
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+    sum(parameter.sum() for parameter in reference.parameters()).backward()
+    optimizer.step()
+    source, target = paths(tmp_path, "before", "after")
+    torch.save({"model": reference.state_dict(), "optimizer": optimizer.state_dict()}, source)
+    (note,) = convert("tunz", "tunz", source, target, variant.hints)
+    assert note.startswith("the optimizer's state is dropped: ")
+    assert_identical(torch.load(target, weights_only=True), {**reference.state_dict()})
+
+
 def test_safetensors_of_a_published_family_contain_no_adam(tmp_path):
     variant = VARIANTS["tunz"]
     torch.save(trained_checkpoint(variant), tmp_path / "before.pt")

@@ -1,16 +1,19 @@
 """Folders of T5, NLLB, M2M-100, mBART-50 and BART: the same tokens, values, files as published."""
 
+import copy
 import dataclasses
 import functools
 import importlib
 import itertools
 import json
+import shutil
 
 import hub_models
 import jax
 import numpy as np
 import pytest
 import torch
+import transformers
 from rounding import rounding_tolerance
 
 from flaxformer_mt.cli import main
@@ -100,6 +103,33 @@ def test_folder_to_run_to_folder(kind, saved, tmp_path):
     np.testing.assert_allclose(np.asarray(ours), logits(theirs), rtol=0, atol=tolerance)
 
 
+def test_a_folder_of_a_model_without_output_layer_is_read(saved, tmp_path):
+    folder, theirs, _ = saved("bart")
+    shutil.copytree(folder, tmp_path / "base")
+    theirs.model.save_pretrained(tmp_path / "base")
+    with torch.no_grad():
+        assert not theirs.final_logits_bias.any()
+    whole, base = read("bart", folder), huggingface.read(tmp_path / "base", family="mbart")[0]
+    jax.tree.map(
+        np.testing.assert_array_equal, model_params(base.params), model_params(whole.params)
+    )
+
+
+def test_the_dtype_of_a_folder_is_that_of_its_weights(saved, tmp_path):
+    folder, theirs, _ = saved("m2m100")
+    shutil.copytree(folder, tmp_path / "half")
+    copy.deepcopy(theirs).half().save_pretrained(tmp_path / "half")
+    bundle = read("m2m100", tmp_path / "half")
+    huggingface.write(bundle, tmp_path / "same", family="m2m100")
+    tuned = jax.tree.map(lambda array: array + np.float32(1e-6), model_params(bundle.params))
+    trained = dataclasses.replace(bundle, params={**bundle.params, **tuned})
+    huggingface.write(trained, tmp_path / "tuned", family="m2m100")
+    names = {"same": torch.float16, "tuned": torch.float32}
+    for name, dtype in names.items():
+        model = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / name, dtype="auto")
+        assert model.dtype == dtype
+
+
 @pytest.fixture(scope="module")
 def translator(saved):
     bundle = read("nllb", saved("nllb")[0])
@@ -130,6 +160,25 @@ def test_each_sentence_can_have_its_languages(translator, saved):
     german = [Sentence("one", prefix="two")]
     (hypotheses,) = translator.translate_n_best(german, first_token="deu_Latn", **options)
     assert hypotheses[0].tokens == lists[2][0].tokens
+
+
+def test_alignments_count_words_of_the_text_not_languages(translator):
+    options = {"beam_size": 1, "max_length": 4, "attention": True}
+    sentences = [
+        Sentence("one two", prefix="deu_Latn two"),
+        Sentence("deu_Latn one two", prefix="two"),
+    ]
+    for unit in ("words", "pieces"):
+        (plain,), (named,) = translator.translate_n_best(sentences, unit=unit, **options)
+        assert plain.source_pieces == named.source_pieces[1:]
+        assert named.source_pieces[0] == "deu_Latn"
+        for hypothesis in (plain, named):
+            assert hypothesis.pieces[0] not in ("deu_Latn", "fra_Latn")
+            assert hypothesis.attention.shape == (
+                len(hypothesis.pieces), len(hypothesis.source_pieces),
+            )  # fmt: skip
+            assert [target for _, target in hypothesis.alignment][:1] == [0]
+        assert {source for source, _ in plain.alignment} <= set(range(len(plain.source_pieces)))
 
 
 def test_parts_of_long_input_have_its_language(translator):

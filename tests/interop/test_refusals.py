@@ -266,6 +266,27 @@ def test_settings_of_the_wrong_type_are_named(settings, message):
     assert message in refusal("opennmt", content, num_heads=None)
 
 
+@pytest.mark.parametrize(
+    ("family", "part", "settings", "message"),
+    [
+        ("opennmt", "opt", {"parallel_residual": True}, "parallel_residual: True, only False"),
+        ("opennmt", "opt", {"sliding_window": 2}, "sliding_window: 2, only 0"),
+        ("fairseq", "args", {"cross_self_attention": True}, "cross_self_attention: True, only"),
+        (
+            "fairseq",
+            "args",
+            {"encoder_normalize_before": False, "decoder_normalize_before": True},
+            "decoder_normalize_before: True, only False",
+        ),
+    ],
+)
+def test_settings_without_tensors_that_change_the_model_are_refused(
+    family, part, settings, message
+):
+    content = {"model": state_dict(family), part: settings}
+    assert f"the model cannot have {message}" in refusal(family, content)
+
+
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
 def test_numbers_that_are_not_finite_are_named(number, tmp_path):
     state = state_dict("tunz")

@@ -1,5 +1,6 @@
 """A PyTorch module and any JAX function of the same weights are compared value by value."""
 
+import dataclasses
 import math
 
 import jax
@@ -44,6 +45,48 @@ def test_the_first_difference_is_found():
 )
 def test_what_reading_another_value_is_called(site, ours, other, later, cause):
     assert structural_causes.cause_of_reading(site, ours, other, later) == cause
+
+
+class Weighted(torch.nn.Module):
+    """A linear layer, and a function of its output."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 6).double()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(self.layer(x))
+
+
+def compare_weighted(function, **options):
+    params = {"layer": {"kernel": np.zeros((4, 6)), "bias": np.zeros(6)}}
+    x = np.random.default_rng(0).normal(size=(5, 4))
+    return parity.compare_models(
+        Weighted(function),
+        lambda params, x: x @ params["layer"]["kernel"] + params["layer"]["bias"],
+        params,
+        x,
+        weights=linear("layer", "layer", bias=True),
+        **options,
+    )
+
+
+def test_masks_of_rows_and_activations_are_not_called_dropout():
+    mask = torch.tensor([1.0, 0, 1, 1, 0]).double()[:, None]
+    for function in (lambda y: y * mask * 4, lambda y: torch.relu(y) * 2):
+        report = compare_weighted(function)
+        assert not report.passed
+        assert "dropout" not in report.explanation()
+
+
+def test_other_outputs_than_tensors_and_numbers_of_steps_are_refused():
+    holder = dataclasses.make_dataclass("Holder", ["value"])
+    for function in (holder, lambda y: None):
+        with pytest.raises(UserError, match="give forward="):
+            compare_weighted(function)
+    with pytest.raises(UserError, match="num_steps=-1: must be 0 or more"):
+        compare_weighted(lambda y: y, num_steps=-1)
 
 
 def test_a_detached_norm_is_located():

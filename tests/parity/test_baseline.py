@@ -58,6 +58,10 @@ def test_a_difference_that_grows_or_disappears_is_said():
     assert gone.notes == (
         "The accepted difference at * does not occur: remove it from the baseline.",
     )
+    # Of two with the same reason, one may have disappeared.
+    one, other = TABLES._replace(site="source/embedded"), TABLES._replace(site="logits")
+    (note,) = judged(REPORT, {"logits": 1}, accepted=[one, other]).notes
+    assert note.startswith("The accepted difference at logits does not occur")
 
 
 def test_the_cause_of_an_accepted_difference_is_not_that_of_the_next():

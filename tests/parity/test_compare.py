@@ -267,6 +267,9 @@ def test_batches_are_taken_in_every_usual_form():
         ((np.zeros((2, 3)),), "a batch must have encoder_input_tokens"),
         ((np.zeros((2, 3)), np.zeros((3, 3)), np.zeros((3, 3))), r"not \(2, 3\), \(3, 3\)"),
         ((np.zeros((2, 3)), np.zeros((2, 3)), np.zeros((2, 3))), "no target token"),
+        ((np.full((2, 3), 2.7), np.ones((2, 3))), "the tokens of a batch must be integers"),
+        ((np.full((2, 3), 99), np.ones((2, 3))), "source has tokens from 99 to 99, but the voc"),
+        ((np.ones((2, 3)), np.full((2, 3), -9)), "target_input has tokens from -9 to -9, but"),
         (
             {
                 "encoder_input_tokens": np.ones((1, 4)),
@@ -281,6 +284,31 @@ def test_a_batch_of_another_form_is_refused(batch, message):
     reference, hints, _ = tunz()
     with pytest.raises(UserError, match=message):
         parity.compare("tunz", reference, batch, **hints)
+
+
+def test_a_frozen_module_is_refused():
+    reference, hints, batch = tunz()
+    with pytest.raises(UserError, match=r"frozen: call module\.requires_grad_\(\)"):
+        parity.compare("tunz", reference.requires_grad_(False), batch, **hints)
+
+
+def test_numbers_of_steps_and_batches_are_checked():
+    reference, hints, batch = tunz()
+    for batches, steps in (([batch], 0), ([batch], -1), ([], 2)):
+        with pytest.raises(UserError, match=f"num_steps={steps} of {len(batches)} batches"):
+            parity.trajectory("tunz", reference, batches, steps, **hints)
+
+
+def test_examples_may_be_short_but_need_ordinary_tokens():
+    config = preset("tunz", source_vocab_size=9, target_vocab_size=9, d_model=8)
+    for length in (1, 2, 3):
+        tokens = parity.example(config, source_length=length, target_length=length)
+        assert tokens.source.shape == tokens.target_input.shape == (4, length)
+        assert (tokens.target_output == config.eos_id).sum() == 4
+    sizes = {"source_vocab_size": 3, "target_vocab_size": 3}
+    small = dataclasses.replace(config, **sizes, pad_id=0, eos_id=1, bos_id=2)
+    with pytest.raises(UserError, match="a vocabulary of 3 tokens has only special ones"):
+        parity.example(small)
 
 
 def test_examples_are_padded_and_repeatable():

@@ -5,6 +5,7 @@ import functools
 import numpy as np
 import pytest
 import torch
+import transformers
 from toy_references import VARIANTS, Variant
 
 from flaxformer_mt import interop
@@ -13,6 +14,7 @@ from flaxformer_mt.errors import UserError
 from flaxformer_mt.parity import families, published
 from flaxformer_mt.parity.recipes import recipe
 from flaxformer_mt.parity.saved import files
+from flaxformer_mt.parity.saved.script import script
 from flaxformer_mt.parity.saved.search import Search
 from flaxformer_mt.parity.tokens import example
 from flaxformer_mt.parity.trace import Tap, values_of_module
@@ -52,14 +54,15 @@ def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
 
     @functools.cache
-    def make(family):
+    def make(family, **sizes):
         variant = VARIANTS[MODELS[family]]
-        module = Variant(family, variant.sizes | ONE_LAYER).build()
+        module = Variant(family, variant.sizes | ONE_LAYER | sizes).build()
         path, inputs, outputs = (
-            folder / f"{family}{end}" for end in (".pt", "_in.npz", "_out.npz")
+            folder / f"{family}{len(sizes)}{end}" for end in (".pt", "_in.npz", "_out.npz")
         )
         torch.save(module.state_dict(), path)
-        config, _ = interop.load(family, path, **variant.hints)
+        hints = variant.hints | {name: sizes[name] for name in variant.hints.keys() & sizes}
+        config, _ = interop.load(family, path, **hints)
         tokens = example(config, source_padding=recipe(family).source_padding)
         source, target = (torch.tensor(array).long() for array in tokens[:2])
         layers = {"encoder/layers/0": Tap(LAYERS[family])} if family in LAYERS else {}
@@ -74,7 +77,7 @@ def saved(tmp_path_factory):
         logits = run.output.detach().reshape(*target.shape, -1).numpy()
         np.savez(inputs, source=tokens.source, target_input=tokens.target_input)
         np.savez(outputs, **run.values, logits=logits)
-        return path, inputs, outputs, variant.hints
+        return path, inputs, outputs, hints
 
     return make
 
@@ -111,6 +114,15 @@ def test_a_wrong_setting_is_named(saved, family, settings):
     found = search.explanation(model.configure(given))
     (name,) = settings
     assert [(each.name, each.theirs) for each in found] == [(name, getattr(right, name))]
+
+
+def test_a_number_of_heads_that_does_not_divide_the_width_is_found(saved):
+    sizes = {"num_heads": 3, "head_dim": 5, "value_dim": 5}
+    path, inputs, outputs, hints = saved("jadore801120", **sizes)
+    model, values = published.read("jadore801120", path), files.read(inputs, outputs)
+    given = hints | {"num_heads": 5}
+    (found,) = Search(model, given, values, "published").explanation(model.configure(given))
+    assert (found.name, found.theirs) == ("num_heads", 3)
 
 
 @pytest.mark.parametrize(
@@ -193,14 +205,29 @@ def test_the_printed_script_saves_what_the_command_compares(saved, capsys, monke
     heads = ("--set", f"num_heads={hints['num_heads']}")
     checkpoint = ("parity", "--family", "jadore801120", "--checkpoint", str(path))
     assert main([*checkpoint, "--script", *heads]) == 0
-    script = capsys.readouterr().out
-    assert len(script.splitlines()) < 20
+    text = capsys.readouterr().out
+    assert len(text.splitlines()) < 25
     _, module = families.load_reference("jadore801120", path, "float32", num_heads=4)
     monkeypatch.chdir(tmp_path)
-    exec(script.replace("module = ...", "module = given"), {"given": module})
+    exec(text.replace("module = ...", "module = given"), {"given": module})
     values = ("--inputs", "batch.npz", "--logits", "saved.npz")
     assert main([*checkpoint, *values, *heads]) == 0
     assert "all agree" in capsys.readouterr().out
+
+
+def test_the_script_calls_models_of_transformers_by_keywords(tmp_path, monkeypatch):
+    settings = {"d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 20}
+    for stack in ("encoder", "decoder"):
+        settings |= {f"{stack}_attention_heads": 2, f"{stack}_ffn_dim": 8}
+    module = transformers.MarianMTModel(
+        transformers.MarianConfig(**settings, pad_token_id=19, max_position_embeddings=16)
+    )
+    config, _ = interop.load("marian", module.state_dict(), num_heads=2, pad_id=19, bos_id=19)
+    monkeypatch.chdir(tmp_path)
+    text = script("marian", config)
+    exec(text.replace("module = ...", "module = given"), {"given": module})
+    batch, found = np.load("batch.npz"), np.load("saved.npz")
+    assert found["logits"].shape == (*batch["target_input"].shape, 20)
 
 
 def test_damaged_files_and_other_models_are_refused(saved, tmp_path):

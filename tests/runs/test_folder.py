@@ -188,6 +188,19 @@ def test_a_start_that_was_killed_can_be_repeated(workdir, tokenizers, tmp_path, 
         assert read_tokenizers(folder).source.fingerprint == tokenizers.source.fingerprint
 
 
+def test_a_start_with_another_kind_of_vocabulary_leaves_no_files_of_the_first(
+    workdir, tokenizers, tmp_path
+):
+    folder = tmp_path / "killed"
+    (folder / "tokenizer").mkdir(parents=True)
+    (folder / "tokenizer" / "source.model").write_bytes(b"of a start that was killed")
+    (folder / "origin").symlink_to(tmp_path / "nowhere")
+    write_run(folder, OTHER, corpora(), tokenizers)
+    names = [path.name for path in (folder / "tokenizer").iterdir()]
+    assert names == [path.name for path in (workdir / "tokenizer").iterdir()]
+    assert not (folder / "origin").is_symlink()
+
+
 def edit(path, group, name, value):
     values = json.loads(path.read_text())
     values[group][name] = value

@@ -55,6 +55,7 @@ def test_a_loss_that_is_not_finite_changes_nothing_on_any_device(setup, strategy
                 expected,
             )
         assert metrics["skipped_steps"] == metrics["nonfinite_loss"] == (1, 1)
+        assert metrics["nonfinite_gradient"] == metrics["nonfinite_update"] == (0, 1)
         for name in ("loss", "accuracy", "gradient_norm"):
             assert metrics[name] == (0, 0)
         assert metrics["padding_fraction"][1] == 2 * good.decoder_segment_ids.size

@@ -279,6 +279,27 @@ def test_after_many_skipped_steps_the_run_goes_back_and_stops(runs):
     assert int(run.state.step) == 8
 
 
+def test_a_skipped_step_delays_a_regular_checkpoint_only(runs):
+    run = runs(checkpoint_every=2, eval_every=100, keep_last=5)
+    run(batch=spoiled(run.tiny, {1}))
+    assert run.checkpoints == [3, 4, 6]
+
+    best = runs("best", checkpoint_every=100, eval_every=1, keep_best=1)
+    best(batch=spoiled(best.tiny, {1}), evaluate=losses(3.0, 2.0, 2.5, 2.6, 2.7, 2.8))
+    assert 2 in best.checkpoints
+
+    stopped = runs("stopped", checkpoint_every=100, eval_every=100)
+    with pytest.raises(Interrupted, match=r"stopped after step 3; .* continues after step 3"):
+        stopped(batch=spoiled(stopped.tiny, {2}), should_stop=lambda step: step == 3)
+    assert stopped.checkpoints == [3]
+
+
+def test_training_metrics_are_written_when_a_run_stops_early(runs):
+    run = runs(eval_every=1, log_every=4, early_stopping_patience=2)
+    run(evaluate=losses(1.0, 2.0, 3.0, 4.0, 5.0, 6.0))
+    assert run.steps[-2:] == [(3, "valid"), (3, "train")]
+
+
 def test_without_a_checkpoint_a_run_goes_back_to_the_start(runs):
     run = runs(log_every=1, max_skipped_steps=3)
     with pytest.raises(UserError, match=r"steps 1 to 3 .* back at step 0: .*clip_norm=1$"):

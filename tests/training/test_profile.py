@@ -80,6 +80,13 @@ def test_a_run_that_goes_on_traces_the_steps_that_remain(runs):  # noqa: F811
     assert list(traces(run)) == ["steps_4_to_5"]
 
 
+def test_a_trace_that_early_stopping_cuts_short_is_discarded(runs):  # noqa: F811
+    run = runs(eval_every=1, early_stopping_patience=1)
+    run(profile_steps="1:5", evaluate=lambda params, step: {"loss": float(step)})
+    assert int(run.state.step) == 2
+    assert not [*(run.folder / "profile").glob("*")]
+
+
 @pytest.mark.slow
 def test_steps_beyond_the_end_of_a_run_are_not_traced(runs):  # noqa: F811
     run = runs()

@@ -95,6 +95,23 @@ class ParallelCorpus(Corpus):
         """See `Corpus.pairs`."""
         return zip(self.sources, self.targets, strict=True)
 
+    def first_of_parts(self, wanted: int) -> list[int]:
+        """Returns the indices of the first pairs of each part, in proportion to the parts' sizes.
+
+        Args:
+          wanted: the number of pairs; all, if there are fewer.
+        """
+        sizes = [size for _, size in self.parts] or [len(self)]
+        ends = list(itertools.accumulate(sizes))
+        wanted = min(wanted, len(self))
+        # Rounding the ends, not the sizes, gives as many pairs as are wanted.
+        rounded = [wanted * end // max(len(self), 1) for end in ends]
+        return [
+            end - size + index
+            for end, size, last, before in zip(ends, sizes, rounded, [0, *rounded], strict=False)
+            for index in range(last - before)
+        ]
+
 
 @dataclasses.dataclass(frozen=True)
 class StreamedCorpus(Corpus):

@@ -90,8 +90,8 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
 def _index(path: Path, name: str, header: Sequence[str]) -> int:
     if name not in header:
         raise UserError(
-            f"{path} has no column {name!r} (data.columns), only {', '.join(map(repr, header))}"
-            f"{suggestion(name, header)}"
+            f"{path} has no column {name!r} (data.columns), only {', '.join(map(repr, header))} in "
+            f"its first line{suggestion(name, header)}; without a header, give numbers: 1 2"
         )
     return header.index(name)
 
@@ -102,7 +102,8 @@ def _chosen(
     """Returns the source and the target of a row; without indices, its only two columns."""
     if not indices:
         if len(row) != 2:
-            raise UserError(f"{path}, line {number}: {_NOT_TWO[form](len(row))}; {_ADVICE}")
+            advice = _ADVICE if len(row) > 2 else ""
+            raise UserError(f"{path}, line {number}: {_NOT_TWO[form](len(row))}{advice}")
         return row[0], row[1]
     for index in indices:
         if index >= len(row):
@@ -117,7 +118,7 @@ _NOT_TWO: Mapping[Form, Callable[[int], str]] = {
     "tsv": lambda cells: f"{cells - 1} tabs; a line must be a source, one tab and a target",
     "csv": lambda cells: f"{cells} columns instead of a source and a target",
 }
-_ADVICE = "if there are further columns, name the two: --data.columns 1 2"
+_ADVICE = "; if there are further columns, name the two, such as 1 2 (data.columns)"
 
 
 def _stream_json(

@@ -17,7 +17,7 @@ import sys
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.input_files import open_regular
@@ -110,22 +110,29 @@ def count_lines(stream: io.BufferedIOBase, name: str) -> int:
 
 
 def stream_parallel(source_path: Path, target_path: Path) -> Iterator[tuple[str, str]]:
-    """Yields the pairs of two parallel files.
+    """Returns an iterator over the pairs of two parallel files; see `stream_parallel_files`."""
+    return cast(Iterator[tuple[str, str]], stream_parallel_files(source_path, target_path))
+
+
+def stream_parallel_files(source_path: Path, *target_paths: Path) -> Iterator[tuple[str, ...]]:
+    """Yields the lines of a file with those of its translations, each of which is read once.
 
     Raises:
       UserError: see `stream_lines`; or the files have different numbers of lines.
     """
-    sources, targets = stream_lines(source_path), stream_lines(target_path)
-    pairs = itertools.zip_longest(sources, targets)
-    for number, (source, target) in enumerate(pairs, start=1):
-        if source is None or target is None:
-            ended, longer = number - 1, number + sum(1 for _ in pairs)
-            counts = (ended, longer) if source is None else (longer, ended)
+    paths = source_path, *target_paths
+    rows = itertools.zip_longest(*map(stream_lines, paths))
+    for number, row in enumerate(rows, start=1):
+        if None in row:
+            counts = [number - (line is None) for line in row]
+            for others in rows:
+                counts = [n + (line is not None) for n, line in zip(counts, others, strict=True)]
+            other = next(n for n, count in enumerate(counts) if count != counts[0])
             raise UserError(
-                f"{source_path} has {counts[0]} lines but {target_path} has {counts[1]}: "
+                f"{source_path} has {counts[0]} lines but {paths[other]} has {counts[other]}: "
                 "line i of one must translate line i of the other"
             )
-        yield source, target
+        yield row
 
 
 def read_parallel(source_path: Path, target_path: Path) -> tuple[list[str], list[str]]:
@@ -170,7 +177,7 @@ def find_files(folder: Path, names: str, suffix: str, option: str) -> dict[str, 
         }
         if not matches:
             raise UserError(
-                f"{option}={folder} has neither {name}{suffixes[0]} nor {name}{suffixes[1]}"
+                f"{option}={folder} has none of {', '.join(name + end for end in suffixes)}"
             )
         found |= dict(sorted(matches.items()))
     return found

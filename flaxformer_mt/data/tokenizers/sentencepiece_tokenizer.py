@@ -9,6 +9,7 @@ import functools
 import hashlib
 import io
 import logging
+import re
 from collections.abc import Sequence
 
 import sentencepiece
@@ -21,6 +22,8 @@ PAD_ID, BOS_ID, EOS_ID, UNK_ID = 0, 1, 2, 3
 """Special ids of the vocabularies trained here."""
 
 _log = logging.getLogger(__name__)
+
+_REQUIRED = re.compile(r"Vocabulary size is smaller than required_chars\. \d+ vs (\d+)")
 
 
 class SentencePieceTokenizer:
@@ -122,6 +125,12 @@ def train_sentencepiece(
     except RuntimeError as error:
         # "INTERNAL: src/trainer_interface.cc(638) [condition] Vocabulary size is smaller than ..."
         reason = str(error).rpartition("] ")[2].strip()
+        needed = _REQUIRED.search(reason)
+        if needed:
+            reason = (
+                f"the characters of the text alone are {needed[1]}: increase data.vocab_size, or "
+                "decrease data.character_coverage (0.9995 is usual for Chinese and Japanese)"
+            )
         raise UserError(
             f"SentencePiece cannot learn data.vocab_size={config.vocab_size} pieces: {reason}"
         ) from error

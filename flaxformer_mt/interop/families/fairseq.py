@@ -21,6 +21,7 @@ from flaxformer_mt.interop.weight_maps.family import (
     Buffer,
     Family,
     activation_of_settings,
+    check_supported,
     fields_of_settings,
     guess_tying,
 )
@@ -79,6 +80,9 @@ def layer_sizes(checkpoint: PublishedCheckpoint, encoder: str, decoder: str) -> 
         "num_encoder_layers": checkpoint.num_layers(f"{encoder}.layers."),
         "num_decoder_layers": checkpoint.num_layers(f"{decoder}.layers."),
     }
+
+
+_SUPPORTED = {"cross_self_attention": (False, None), "no_cross_attention": (False, None)}
 
 
 def check_equal_heads(settings: Mapping[str, Any]) -> None:
@@ -141,8 +145,10 @@ def _options(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     tensors, options = checkpoint.tensors, _options(checkpoint.settings)
     check_equal_heads(options)
+    check_supported(options, _SUPPORTED)
     has_final_norm = checkpoint.has_any(".layer_norm.weight")
     pre_norm = options.get("encoder_normalize_before", has_final_norm)
+    check_supported(options, {"decoder_normalize_before": (pre_norm,)})
     fields: dict[str, Any] = {
         **guess_tying(checkpoint, SOURCE, TARGET, OUTPUT if OUTPUT in tensors else None),
         "norm_position": "pre" if pre_norm else "post",

@@ -14,7 +14,11 @@ import yaml
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
-from flaxformer_mt.interop.weight_maps.family import Family, activation_of_settings
+from flaxformer_mt.interop.weight_maps.family import (
+    Family,
+    activation_of_settings,
+    check_supported,
+)
 from flaxformer_mt.interop.weight_maps.rules import ArrayTuple, TensorRule, embeddings, same
 from flaxformer_mt.model.transformer import ZERO_VECTOR
 
@@ -173,10 +177,10 @@ def _sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
 
 def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     options = checkpoint.settings
-    _check_supported(options, _SUPPORTED)
+    check_supported(options, _SUPPORTED, _spelt)
     is_recurrent = options.get("transformer-decoder-autoreg") == "rnn"
     if is_recurrent:
-        _check_supported(options, _RECURRENT)
+        check_supported(options, _RECURRENT, _spelt)
     source_vocabulary, target_vocabulary = _vocabulary_sizes(options)
     ties_source = _is_on(options, "tied-embeddings-all") or _is_on(options, "tied-embeddings-src")
     ties_output = _is_on(options, "tied-embeddings-all") or _is_on(options, "tied-embeddings")
@@ -197,15 +201,6 @@ def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
             (False, False): "none",
         }[ties_source, ties_output],
     }
-
-
-def _check_supported(options: Mapping[str, Any], supported: Mapping[str, tuple[Any, ...]]) -> None:
-    for name, values in supported.items():
-        if options.get(name, values[0]) not in values:
-            choices = " or ".join(map(_spelt, values))
-            raise UserError(
-                f"the model cannot have {name}: {_spelt(options[name])}, only {choices}"
-            )
 
 
 def _spelt(value: Any) -> str:

@@ -21,6 +21,7 @@ from flaxformer_mt.interop.weight_maps.family import (
     Buffer,
     Family,
     activation_of_settings,
+    check_supported,
     fields_of_settings,
     guess_tying,
     sinusoids,
@@ -43,6 +44,7 @@ TABLE = "encoder.embeddings.make_embedding.pe.pe"
 BUCKETS = "self_attn.relative_attention_bias.weight"
 
 _FIELDS_OF_OPTIONS = {"heads": "num_heads", "norm_eps": "norm_epsilon"}
+_SUPPORTED = {"parallel_residual": (False, None), "sliding_window": (0, None)}
 _DROPOUT_OPTIONS = {"dropout": "dropout_rate", "attention_dropout": "attention_dropout_rate"}
 
 
@@ -61,6 +63,7 @@ def _sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
 
 def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     options = checkpoint.settings
+    check_supported(options, _SUPPORTED)
     fields: dict[str, Any] = {
         **guess_tying(checkpoint, SOURCE, TARGET, OUTPUT),
         "qkv_bias": checkpoint.has_any(".linear_query.bias"),

@@ -29,7 +29,7 @@ from flaxformer_mt.input_files import parse_json, read_bytes, read_json
 from flaxformer_mt.interop import checkpoint_files
 from flaxformer_mt.interop.adaptation import adapt
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
-from flaxformer_mt.interop.families import marian
+from flaxformer_mt.interop.families import marian, t5
 from flaxformer_mt.interop.formats import generation_config
 from flaxformer_mt.interop.formats.bundle import ModelBundle, experiment
 from flaxformer_mt.interop.formats.hub_families import HUB_FAMILIES, HubFamily
@@ -81,6 +81,7 @@ def read(
             f"{' or '.join(hub.architectures)}"
         )
     tensors, dtype = _read_tensors(folder)
+    tensors = _of_whole_model(tensors, hub)
     kept = {CONFIG: read_bytes(folder / CONFIG)}
     search = settings
     if (folder / GENERATION).exists():
@@ -157,9 +158,10 @@ def write(
     with atomic.new_folder(folder) as partial:
         for name, content in tokenizer.items():
             (partial / name).write_bytes(content)
-        _write_json(partial / CONFIG, _settings(hub, model, stored), kept)
+        written = _narrowed(tensors, dtype)
+        _write_json(partial / CONFIG, _settings(hub, model, stored) | _dtype(stored, written), kept)
         _write_json(partial / GENERATION, search, kept)
-        checkpoint_files.write(partial / "model.safetensors", _narrowed(tensors, dtype))
+        checkpoint_files.write(partial / "model.safetensors", written)
     return (*notes, *losses, *_allowed_padding(search, model, bundle.tokenizers))
 
 
@@ -183,6 +185,21 @@ def _read_tensors(folder: Path) -> tuple[dict[str, np.ndarray], str]:
         if (folder / (name + _INDEX)).exists():
             return checkpoint_files.read_widened(_shards(folder / (name + _INDEX)))
     raise UserError(f"{folder} has no {' and no '.join(_WEIGHTS)}")
+
+
+def _of_whole_model(tensors: dict[str, np.ndarray], hub: HubFamily) -> dict[str, np.ndarray]:
+    """Returns the tensors by the names in a model with an output layer.
+
+    A folder that was saved from a model without one, such as BartModel, has names without prefix.
+    """
+    has_prefix = any(name.startswith(("model.", "lm_head.")) for name in tensors)
+    if has_prefix or hub.family is t5.FAMILY:  # T5's names have none.
+        return tensors
+    found = {f"model.{name}": tensor for name, tensor in tensors.items()}
+    table = tensors.get("shared.weight")
+    if marian.BIAS in hub.family.constants and table is not None:
+        found[marian.BIAS] = np.zeros((1, len(table)), table.dtype)
+    return found
 
 
 def _shards(index: Path) -> list[Path]:
@@ -334,6 +351,20 @@ def _narrowed(tensors: Mapping[str, np.ndarray], dtype: str) -> Mapping[str, np.
     narrow = {name: tensor.astype(dtype) for name, tensor in tensors.items()}
     fits = all(np.array_equal(narrow[name], tensor) for name, tensor in tensors.items())
     return narrow if fits else tensors
+
+
+def _dtype(kept: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Returns the entry of `config.json` in whose dtype transformers loads, if tensors are wider.
+
+    transformers 5 calls it "dtype", earlier versions "torch_dtype".
+    """
+    wide = {tensor.dtype.name for tensor in tensors.values()} == {"float32"}
+    narrow = ("float16", "bfloat16")
+    return {
+        name: "float32"
+        for name in ("dtype", "torch_dtype")
+        if wide and str(kept.get(name)).removeprefix("torch.") in narrow
+    }
 
 
 def _settings(hub: HubFamily, model: TransformerConfig, kept: Mapping[str, Any]) -> dict[str, Any]:

@@ -166,6 +166,29 @@ def activation_of_settings(
     return {"activation": activations[settings[name]]}
 
 
+def check_supported(
+    settings: Mapping[str, Any],
+    supported: Mapping[str, tuple[Any, ...]],
+    spelt: Callable[[Any], str] = str,
+) -> None:
+    """Checks settings that no tensor shows, but that change what is computed.
+
+    Args:
+      settings: the published settings.
+      supported: the values of each setting that our model has, the default first.
+      spelt: how the program writes a value.
+
+    Raises:
+      UserError: a setting has another value.
+    """
+    for name, values in supported.items():
+        if settings.get(name, values[0]) not in values:
+            choices = " or ".join(map(spelt, values))
+            raise UserError(
+                f"the model cannot have {name}: {spelt(settings[name])}, only {choices}"
+            )
+
+
 def head_width(features: int, num_heads: int) -> int:
     """Returns the width of one of `num_heads` heads whose projection has `features` rows.
 

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -91,6 +91,8 @@ def compare_models(
     Raises:
       UserError: the sides cannot be compared; the message says what does not fit.
     """
+    if num_steps < 0:
+        raise UserError(f"num_steps={num_steps}: must be 0 or more")
     if num_steps and optimizers is None:
         raise UserError("num_steps= needs optimizers=, one for each side")
     sides = _sides(
@@ -401,6 +403,8 @@ def _output_tensors(outputs: Any) -> list[torch.Tensor]:
     if isinstance(outputs, torch.Tensor):
         return [outputs]
     parts = outputs.values() if isinstance(outputs, Mapping) else outputs
+    if not isinstance(parts, Iterable):
+        return []
     return [part for part in parts if isinstance(part, torch.Tensor)]
 
 

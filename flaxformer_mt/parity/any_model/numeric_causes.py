@@ -228,6 +228,13 @@ def solved_for(segment: Segment) -> Found:
         )
 
 
+def _is_mask_of_rows(zero: np.ndarray, known: np.ndarray) -> bool:
+    """Returns whether vectors (the last axis) are zero as a whole, or not at all."""
+    if not zero.ndim or zero.shape[-1] < 2:
+        return False
+    return not (zero.any(axis=-1) & (known & ~zero).any(axis=-1)).any()
+
+
 def active_dropout(segment: Segment) -> Found:
     """Some elements of the result, or of an operand of its sum, are zero and the others scaled."""
     last = segment.producers.get(segment.number)
@@ -243,6 +250,10 @@ def active_dropout(segment: Segment) -> Found:
         scale = float(np.median(ratios[kept])) if kept.any() else 1.0
         if kept.all() or scale < 1 + 1e-6 or not np.isfinite(scale):
             continue
+        zero = np.zeros(ours.shape, bool)
+        zero[known] = ~kept
+        if _is_mask_of_rows(zero, known) or np.array_equal(zero, known & (ours < 0)):
+            continue  # A mask of padding, or an activation.
         dropped = np.where(np.abs(theirs) < np.abs(theirs - scale * ours), 0, scale * ours)
         yield ProgramCause(
             "dropout",

@@ -80,11 +80,11 @@ def judged(
       one is unknown. Accepted differences that have disappeared are noted.
     """
     rows = tuple(_accepted(_tolerated(row, tolerances), accepted) for row in report.rows)
-    used = {row.accepted for row in rows}
+    used = {_first_accepting(row, accepted) for row in rows if row.accepted}
     stale = [
         f"The accepted difference at {each.site} does not occur: remove it from the baseline."
         for each in accepted
-        if each.reason not in used
+        if each not in used
     ]
     unmatched = [
         f"--tolerance {pattern}: no compared site has this name."
@@ -108,9 +108,14 @@ def _tolerated(row: Row, tolerances: Mapping[str, float]) -> Row:
 def _accepted(row: Row, accepted: Sequence[AcceptedDifference]) -> Row:
     if row.passed:
         return row
-    reasons = (
-        each.reason
+    first = _first_accepting(row, accepted)
+    return row._replace(accepted="" if first is None else first.reason)
+
+
+def _first_accepting(row: Row, accepted: Sequence[AcceptedDifference]) -> AcceptedDifference | None:
+    matching = (
+        each
         for each in accepted
         if fnmatch.fnmatchcase(row.site, each.site) and row.max_rel <= each.largest
     )
-    return row._replace(accepted=next(reasons, ""))
+    return next(matching, None)

@@ -17,12 +17,21 @@ sites = {{}}  # optional, such as {{"encoder/layers/0": "name.of.your.module"}}
 saved = {{}}
 for site, name in sites.items():
     module.get_submodule(name).register_forward_hook(
-        lambda module, inputs, output, site=site: saved.update({{site: output}}))
+        lambda module, inputs, output, site=site: saved.update(
+            {{site: output[0] if isinstance(output, tuple) else output}}))
 with torch.no_grad():
-    saved["logits"] = module.double().eval()(source, target_input)
+    module.double().eval()
+    logits = {call}  # as your code calls it
+saved["logits"] = logits.reshape(*target_input.shape, -1)
 np.savez("batch.npz", source=source, target_input=target_input)
 np.savez("saved.npz", **{{site: value.numpy() for site, value in saved.items()}})
 """
+
+_HUGGING_FACE = (
+    "module(input_ids=source, attention_mask=(source != {pad_id}).long(), "
+    "decoder_input_ids=target_input).logits"
+)
+_CALLS = dict.fromkeys(("marian", "mbart", "m2m100", "t5"), _HUGGING_FACE)
 
 
 def script(family: str, config: TransformerConfig) -> str:
@@ -39,9 +48,9 @@ def script(family: str, config: TransformerConfig) -> str:
         target_length=5,
         source_padding=recipe(family).source_padding,
     )
-    return _SCRIPT.format(
-        family=family, source=_literal(tokens.source), target=_literal(tokens.target_input)
-    )
+    call = _CALLS.get(family, "module(source, target_input)").format(pad_id=config.pad_id)
+    source, target = map(_literal, (tokens.source, tokens.target_input))
+    return _SCRIPT.format(family=family, source=source, target=target, call=call)
 
 
 def _literal(tokens: np.ndarray) -> str:

@@ -158,7 +158,11 @@ class Search(NamedTuple):
     def _alternatives(self, config: TransformerConfig) -> dict[str, list[Any]]:
         hints = get_type_hints(TransformerConfig)
         found: dict[str, list[Any]] = {
-            "num_heads": [n for n in range(1, _MAX_HEADS + 1) if config.d_model % n == 0],
+            "num_heads": [
+                n
+                for n in range(1, _MAX_HEADS + 1)
+                if config.d_model % n == 0 or self.model.family.head_widths != "even"
+            ],
             # Padding is at the end, or at the start, of some row.
             "pad_id": np.unique(self.saved.inputs["source"][:, [0, -1]]).tolist(),
         }

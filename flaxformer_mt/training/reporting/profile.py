@@ -16,7 +16,7 @@ from flaxformer_mt.runs import atomic
 class Profile:
     """Traces the steps of a range, into a folder that appears once all of them have run.
 
-    A context manager: leaving it with an exception discards a trace that has begun.
+    A context manager: leaving it discards a trace that has begun and is not complete.
 
     Args:
       steps: consecutive steps; if a run is continued amid them, those that remain.
@@ -65,7 +65,13 @@ class Profile:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if error is None:  # Training ended early.
+            kind, error = _Incomplete, _Incomplete()
         self._trace.__exit__(kind, error, traceback)
+
+
+class _Incomplete(Exception):
+    """Discards a trace."""
 
 
 @contextlib.contextmanager
@@ -77,7 +83,10 @@ def _traced(path: Path) -> Iterator[None]:
     """
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # Thousands of calls inside JAX, which slow the steps down.
-    with atomic.new_folder(path, replace=True, parents=True) as folder:
+    with (
+        contextlib.suppress(_Incomplete),
+        atomic.new_folder(path, replace=True, parents=True) as folder,
+    ):
         jax.profiler.start_trace(folder, profiler_options=options)
         try:
             yield

@@ -1,0 +1,54 @@
+"""Standard output whose reader is gone, or whose disk is full.
+
+Imports the standard library only.
+"""
+
+import contextlib
+import io
+import os
+import sys
+from typing import Any, TextIO
+
+
+def discard_output() -> None:
+    """Makes standard output a stream whose writes always succeed."""
+    with contextlib.suppress(io.UnsupportedOperation):  # A notebook's has no file descriptor.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class BestEffortOutput:
+    """Standard output that a program can do without; a file for `rich.console.Console`.
+
+    The first error of writing is reported on standard error, with `consequence`, and all text from
+    then on is discarded.
+    """
+
+    def __init__(self, consequence: str) -> None:
+        self._consequence = consequence
+        self._failed: TextIO | None = None
+
+    def write(self, text: str) -> int:
+        """Writes text, if that is possible; returns its length."""
+        self._attempt("write", text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flushes standard output, if that is possible."""
+        self._attempt("flush")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stdout, name)
+
+    def _attempt(self, method: str, *arguments: str) -> None:
+        if sys.stdout is self._failed:
+            return
+        try:
+            getattr(sys.stdout, method)(*arguments)
+        except OSError as error:
+            self._failed = sys.stdout
+            discard_output()
+            with contextlib.suppress(OSError):
+                print(
+                    f"standard output cannot be written ({error.strerror}): {self._consequence}",
+                    file=sys.stderr,
+                )
