@@ -114,8 +114,10 @@ BEST_NOTE = (
 
 
 FRENCH_BEST_NOTE = (
-    "The published recipe, with one and with two batches an update, each ended after "
-    f"{_EPOCHS} epochs to save time; both models translate together."
+    "The published recipe, with two and with one batch an update, each ended after "
+    f"{_EPOCHS} epochs to save time; both models translate together. On the development set they "
+    "have a BLEU of 58.53 and 58.93 alone, and of 59.49 together. On the test sets, each is about "
+    "one point below the run of all 8,000 updates (`multi30k-en-fr`)."
 )
 BEST_NOTES = {"de": BEST_NOTE, "fr": FRENCH_BEST_NOTE}
 _BEST = {

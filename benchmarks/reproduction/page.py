@@ -64,7 +64,7 @@ _INTRODUCTIONS: dict[Group, str] = {
         "command of its README (400 epochs of a base model), is for an accelerator: 45,200 updates "
         "of 4,096 tokens take at least 2.4 minutes on an H100, at the 12.8 ms for 16,384 positions "
         "of docs/accelerators.md. That README shows accuracy and perplexity as pictures only, of a "
-        "run of 200 epochs with a warm-up of 4,000 updates and half the learning rate."
+        "run of 200 epochs with a warm-up of 4,000 updates and a quarter of the learning rate."
     ),
     "tatoeba": (
         "`configs/forkme.py` at 3 + 3 layers of width 128, in float32, with 4,000 pieces, for at "
