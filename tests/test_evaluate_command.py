@@ -112,6 +112,18 @@ def test_a_function_of_the_users_that_fails_is_named(command, files):
     assert line.endswith("failing.py, line 2)")
 
 
+def test_the_default_tokenizer_of_text_without_spaces(command, files):
+    for name in ("a.ja", "test.ja"):
+        (files / name).write_text("今日は天気がいい\n私は学生です\n猫\n")
+    _, out, err = command("--hypothesis", "a.ja", "--reference", "test.ja")
+    assert "words without spaces" in err
+    assert json.loads(out)["bleu"] < 100
+    for given in ("char", "13a"):
+        _, out, err = command("--hypothesis", "a.ja", "--reference", "test.ja", "--tokenize", given)
+        assert err == ""
+    assert command("--hypothesis", "a.de", "--reference", "test.de")[2] == ""
+
+
 def test_an_output_that_is_a_folder_is_refused(command, files, trained_run):
     code, _, err = command("--run", str(trained_run), "--output", ".")
     assert code == 1

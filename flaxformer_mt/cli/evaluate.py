@@ -134,9 +134,11 @@ def evaluate(
     from flaxformer_mt import evaluation
 
     standard, functions = _metrics(metric, evaluation.STANDARD)
-    tokenize = tokenize or _tokenizer_of(run)
+    is_chosen, tokenize = tokenize is not None, tokenize or _tokenizer_of(run)
     evaluation.check_options(standard, tokenize)
     test = _test_set(run, source, reference, split)
+    if "bleu" in standard and not is_chosen:
+        _note_spaceless(test, tokenize)
     systems = {str(file): _read_translations(file, test) for file in files}
     step: int | list[int] | None = None
     if run:
@@ -175,6 +177,17 @@ def _tokenizer_of(run: Sequence[Path]) -> str:
     from flaxformer_mt.runs.folder import read_config
 
     return tokenizer_of(read_config(run[0]).data.target_language) if run else DEFAULT_TOKENIZER
+
+
+def _note_spaceless(test: _TestSet, tokenize: str) -> None:
+    """Says that BLEU's default tokenizer is not meant for the references, if that is so."""
+    from flaxformer_mt.evaluation.metrics import DEFAULT_TOKENIZER, is_spaceless
+
+    if tokenize == DEFAULT_TOKENIZER and is_spaceless(test.references[0]):
+        output.print_note(
+            f"the references have words without spaces, which BLEU's tokenizer {tokenize} does not "
+            "separate: give --tokenize zh, ja-mecab or char"
+        )
 
 
 def _changed(value: Any, default: Any) -> Any:

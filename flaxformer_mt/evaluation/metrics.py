@@ -44,6 +44,18 @@ MetricFunction = Callable[
 `sources` is None if they are not known. `references[k][i]` is the k-th reference of sentence i."""
 
 
+# Thai, Lao, Myanmar, Khmer, kana, Han.
+_SPACELESS_LETTER = re.compile(
+    "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff]"
+)
+
+
+def is_spaceless(texts: Sequence[str]) -> bool:
+    """Returns whether most letters are of scripts that do not separate words by spaces."""
+    text = "".join(texts[:1000])
+    return 2 * len(_SPACELESS_LETTER.findall(text)) > sum(map(str.isalpha, text))
+
+
 def sacrebleu_metric(
     name: str, references: Sequence[Sequence[str]], tokenize: str, lowercase: bool
 ) -> Any:
