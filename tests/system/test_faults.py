@@ -42,7 +42,7 @@ def test_invalid_utf8(refused):
 
 def test_missing_file(refused):
     error = refused(lambda text: (text / "train.en").unlink())
-    assert "neither train.en nor train.en.gz" in error
+    assert "none of train.en, train.en.gz, train.en.zst" in error
 
 
 def test_sentence_longer_than_the_row_as_error(refused):
