@@ -423,10 +423,14 @@ class Experiment:
 
         return Prefetched(read, position)
 
-    @property
-    def bleu_tokenizer(self) -> str:
-        """The tokenizer of sacreBLEU for the target language."""
-        return tokenizer_of(self.config.data.target_language)
+    def quality(self, hypotheses: Sequence[str], references: Sequence[str]) -> dict[str, Any]:
+        """Computes BLEU, with the tokenizer for the target language, and chrF."""
+        return evaluate(
+            hypotheses,
+            references,
+            standard=("bleu", "chrf"),
+            tokenize=tokenizer_of(self.config.data.target_language),
+        )
 
     def measure(self, split: str, params: Any) -> dict[str, Any]:
         """Computes loss, accuracy and perplexity of the development or test corpus."""
@@ -452,7 +456,7 @@ class Experiment:
         )
         hypotheses = self.translate(self.strategy.gather(params), [*sources, *watched])
         own = hypotheses[: len(sources)]
-        quality = evaluate(own, references, standard=("bleu", "chrf"), tokenize=self.bleu_tokenizer)
+        quality = self.quality(own, references)
         samples = [
             *some_of([Sample(*each) for each in zip(sources, own, references, strict=True)]),
             *(Sample(*each) for each in zip(watched, hypotheses[len(sources) :], strict=True)),
@@ -605,12 +609,7 @@ def evaluate_test(
     metrics = experiment.measure("test", experiment.strategy.place_state(params))
     if experiment.config.model.has_inputs:
         hypotheses = experiment.translate(params, test.texts.sources, show_progress)
-        metrics |= evaluate(
-            hypotheses,
-            test.texts.targets,
-            standard=("bleu", "chrf"),
-            tokenize=experiment.bleu_tokenizer,
-        )
+        metrics |= experiment.quality(hypotheses, test.texts.targets)
     if distributed.is_main():
         JsonLinesWriter(workdir / METRICS).write(step, "test", metrics)
     return step, hypotheses, metrics

@@ -165,10 +165,8 @@ def example(
       UserError: a vocabulary has only special tokens.
     """
     random = np.random.default_rng(seed)
-    source_lengths, target_lengths = (
-        np.append(length, random.integers(low, max(length, low + 1), rows - 1))
-        for length, low in ((n, max(1, min(2, n - 1))) for n in (source_length, target_length))
-    )
+    source_lengths = _lengths(random, source_length, rows)
+    target_lengths = _lengths(random, target_length, rows)
     source = _sentences(random, config, config.source_vocab_size, source_lengths)
     if source_padding == "left":
         source = np.stack(
@@ -180,6 +178,12 @@ def example(
     # The end token is never an input.
     target_input = np.where(output == config.pad_id, config.pad_id, target_input)
     return Tokens(source, target_input, output)
+
+
+def _lengths(random: np.random.Generator, longest: int, rows: int) -> np.ndarray:
+    """Returns the lengths of sentences; the first is the longest."""
+    shortest = max(1, min(2, longest - 1))
+    return np.append(longest, random.integers(shortest, max(longest, shortest + 1), rows - 1))
 
 
 def _sentences(

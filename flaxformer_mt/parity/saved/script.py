@@ -3,6 +3,7 @@
 import numpy as np
 
 from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.interop.formats.hub_families import HUB_FAMILIES
 from flaxformer_mt.parity.recipes import recipe
 from flaxformer_mt.parity.tokens import example
 
@@ -31,7 +32,7 @@ _HUGGING_FACE = (
     "module(input_ids=source, attention_mask=(source != {pad_id}).long(), "
     "decoder_input_ids=target_input).logits"
 )
-_CALLS = dict.fromkeys(("marian", "mbart", "m2m100", "t5"), _HUGGING_FACE)
+_CALLS = dict.fromkeys(HUB_FAMILIES, _HUGGING_FACE)
 
 
 def script(family: str, config: TransformerConfig) -> str:
