@@ -124,7 +124,8 @@ def _wait_for(coordinator: str, timeout: int) -> None:
     end = time.monotonic() + timeout
     while True:
         try:
-            socket.create_connection((host, int(port)), timeout=5).close()
+            # Brackets separate an IPv6 address from the port.
+            socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
             return
         except OSError as error:
             if time.monotonic() > end:

@@ -191,6 +191,15 @@ def make_console(file: BestEffortOutput | None = None) -> Console:
 
 def _check_before_start(config: ExperimentConfig, workdir: Path) -> None:
     """Raises errors that can be found before anything is read or written."""
+    for name in ("dtype", "param_dtype"):
+        if (
+            getattr(config.model, name) == "float64"
+            and jax.dtypes.canonicalize_dtype("float64") != "float64"
+        ):
+            raise UserError(
+                f"model.{name}=float64: JAX computes in float32 unless the environment has "
+                "JAX_ENABLE_X64=1"
+            )
     attention_class(config.model)
     make_strategy(config)
     holds_run(workdir, config)

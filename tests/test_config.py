@@ -135,6 +135,11 @@ def test_json_that_is_not_a_configuration_is_rejected(text):
         (CorpusConfig, {"weight": 0}, "CorpusConfig.weight=0: must be above 0"),
         (TrainConfig, {"ema_decay": 1.0}, "train.ema_decay=1.0: must be below 1"),
         (ParallelConfig, {"strategy": "pmap", "fsdp": 2}, "pmap cannot shard parameters"),
+        (
+            ParallelConfig,
+            {"strategy": "pmap", "sharding_rules": (("embedding$", "fsdp,-"),)},
+            "omit parallel.sharding_rules",
+        ),
     ],
 )
 def test_invalid_values_are_rejected(kind, values, message):
@@ -352,3 +357,9 @@ def test_values_of_earlier_versions_are_read():
         values = configuration.to_dict(config)
         values["model"]["remat"] = before
         assert configuration.from_dict(values).model.remat == now
+
+
+def test_a_loss_that_excludes_padding_needs_a_padding_token():
+    train = TrainConfig(label_smoothing=0.1, label_smoothing_convention="non_pad_kl")
+    with pytest.raises(UserError, match=r"non_pad_kl needs .* model\.pad_id=-1: use others_kl"):
+        ExperimentConfig(model=TransformerConfig(pad_id=-1), train=train)

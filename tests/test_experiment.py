@@ -51,6 +51,13 @@ def test_training_returns_the_run(run):
     assert np.isfinite(run.metrics("test")[0]["loss"])
 
 
+@pytest.mark.parametrize("name", ["dtype", "param_dtype"])
+def test_a_run_in_float64_needs_it_enabled(tmp_path, name):
+    refused = with_changes(CONFIG, {"model": {name: "float64"}})
+    with pytest.raises(UserError, match=rf"model\.{name}=float64: .* JAX_ENABLE_X64=1"):
+        flaxformer_mt.train(refused, tmp_path / "run")
+
+
 @pytest.mark.parametrize(
     ("group", "change"),
     [("train", {"freeze": ("embeding",)}), ("model", {"attention_backend": "cudnn"})],

@@ -1,11 +1,14 @@
 """Environment settings made before JAX starts; the user's own take precedence."""
 
+import io
 import os
+import socket
 import subprocess
 import sys
 
 import pytest
 
+from flaxformer_mt import distributed
 from flaxformer_mt.runtime import cache_folder, set_xla_flags, use_compilation_cache
 
 
@@ -79,3 +82,17 @@ def test_compiled_programs_of_others_are_not_used(
             "compiled programs are not kept"
         ]
         assert folder.stat().st_mode & 0o777 == mode
+
+
+@pytest.mark.parametrize("host", ["::1", "node1"])
+def test_an_ipv6_coordinator_is_reached(monkeypatch, host):
+    addresses = []
+
+    def connect(address, timeout):
+        addresses.append(address)
+        return io.BytesIO()
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    shown = f"[{host}]" if ":" in host else host
+    distributed._wait_for(f"{shown}:1234", timeout=0)
+    assert addresses == [(host, 1234)]

@@ -53,6 +53,11 @@ class ExperimentConfig:
                 self.model.has_inputs or metric not in ("bleu", "chrf"),
                 f"train.{name}={metric} is for translation models, and model.has_inputs=False",
             )
+        require(
+            self.train.label_smoothing_convention != "non_pad_kl" or self.model.pad_id >= 0,
+            f"train.label_smoothing_convention=non_pad_kl needs a padding token, and model.pad_id="
+            f"{self.model.pad_id}: use others_kl",
+        )
         field = "target_row_length" if self.data.batching == "packed" else "bucket_lengths[-1]"
         _, row_length = self.data.row_lengths
         require(

@@ -231,6 +231,11 @@ class TransformerConfig:
             f"model.attention_backend={self.attention_backend} computes dot products only, not "
             f"model.attention_kind={self.attention_kind}: use auto or einsum",
         )
+        require(
+            self.norm_position == "post" or self.norm_backend != "pallas_gpu",
+            f"model.norm_backend=pallas_gpu computes norm(x + f(x)), which a model with "
+            f"model.norm_position={self.norm_position} does not have: use auto or xla",
+        )
         self._check_positions()
         self._check_size()
 

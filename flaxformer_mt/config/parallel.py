@@ -33,3 +33,8 @@ class ParallelConfig:
             "parallel.strategy=pmap cannot shard parameters: set parallel.fsdp and parallel.tensor "
             "to 1, or parallel.strategy=mesh",
         )
+        require(
+            self.strategy == "mesh" or not self.sharding_rules,
+            "parallel.strategy=pmap cannot shard parameters: omit parallel.sharding_rules, or set "
+            "parallel.strategy=mesh",
+        )

@@ -62,7 +62,8 @@ class TrainConfig:
     teacher_forced_metrics: tuple[TeacherForcedMetric, ...] = option((), FieldRole.RUNNING)
     """Further metrics of validations, of the tokens that are most probable after the reference's
     preceding tokens. seq2seq_acc: share of positions that are right, where batches of 64 sentences
-    are padded and padding counts as right (fast.ai); teacher_forced_bleu: BLEU over tokens."""
+    are padded and padding counts as right, as a mean over sentences (fast.ai); teacher_forced_bleu:
+    BLEU over tokens."""
     watch: tuple[str, ...] = option((), FieldRole.RUNNING)
     """Sentences in the source language whose translations are printed after each validation, beside
     those of some validation sentences."""

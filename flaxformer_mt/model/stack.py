@@ -93,7 +93,7 @@ def _is_product(primitive: Primitive, *_: Any, **params: Any) -> bool:
     if primitive.name == "dot_general":
         _, batch_axes = params["dimension_numbers"]
         return batch_axes == ((), ())
-    return is_fused_attention(primitive)
+    return is_fused_attention(primitive, **params)
 
 
 _POLICIES: dict[str, Callable[..., bool] | None] = {"products": _is_product, "full": None}

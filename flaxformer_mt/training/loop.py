@@ -137,7 +137,7 @@ def train(
                 with started.paused():
                     # While steps are being skipped, the state does not change and may not recover:
                     # a regular checkpoint is written after the next step that succeeds.
-                    if is_needed or not started.skipped_in_a_row:
+                    if is_needed or not progress.skipped_in_a_row:
                         checkpointer.save(step, state, progress.to_json(), validation)
                         is_due = False
             if is_interrupted:
@@ -255,8 +255,6 @@ class _StartedSteps:
         give_up: Callable[[int, Sequence[str]], NoReturn],
         on_step: Callable[[int, Metrics], None],
     ) -> None:
-        self.skipped_in_a_row: list[str] = []
-        """Causes for which the most recent steps were skipped; empty if the last one was not."""
         self._progress = progress
         self._batches = batches
         self._max_skipped = max_skipped
@@ -287,13 +285,13 @@ class _StartedSteps:
         self._on_step(step, metrics)
 
         if not metrics[_SKIPPED][0]:
-            self.skipped_in_a_row.clear()
+            self._progress.skipped_in_a_row.clear()
             return
         self._progress.skipped += 1
-        cause = next(cause for name, cause in _CAUSES.items() if metrics[name][0])
-        self.skipped_in_a_row.append(cause)
-        if len(self.skipped_in_a_row) >= self._max_skipped:
-            self._give_up(step, self.skipped_in_a_row)
+        causes = self._progress.skipped_in_a_row
+        causes.append(next(cause for name, cause in _CAUSES.items() if metrics[name][0]))
+        if len(causes) >= self._max_skipped:
+            self._give_up(step, causes)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

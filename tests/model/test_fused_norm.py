@@ -138,9 +138,36 @@ def test_a_model_has_the_same_parameters_dropout_and_gradients_with_it():
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("norm_kind", "unbiased_std"), ("d_model", 96), ("dtype", "float64")]
+    ("field", "value"),
+    [
+        ("norm_kind", "unbiased_std"),
+        ("norm_position", "pre"),
+        ("d_model", 96),
+        ("dtype", "float64"),
+    ],
 )
 def test_what_it_cannot_do_is_refused_by_name(float64, field, value):
-    config = dataclasses.replace(SMALL, **{field: value}, norm_backend="pallas_gpu")
+    def trained():
+        return loss_and_gradients(
+            dataclasses.replace(SMALL, **{field: value}, norm_backend="pallas_gpu")
+        )
+
     with pytest.raises(UserError, match=r"model\.norm_backend=pallas_gpu .*: use auto or xla"):
-        jax.eval_shape(lambda: loss_and_gradients(config))
+        jax.eval_shape(trained)
+
+
+def test_its_results_are_not_stored_where_only_products_are():
+    stored = {}
+    for backend in ("xla", "pallas_gpu"):
+        config = dataclasses.replace(SMALL, norm_backend=backend, remat="products")
+        params = jax.jit(Transformer(config).init)(jax.random.key(0), TOKENS, TOKENS)
+
+        def logits(params, config=config):
+            rngs = {"dropout": jax.random.key(1)}
+            return Transformer(config).apply(params, TOKENS, TOKENS, deterministic=False, rngs=rngs)
+
+        residuals = jax.eval_shape(lambda params: jax.vjp(logits, params)[1], params)
+        # [L, B * T, D] of each stack.
+        shapes = [x.shape for x in jax.tree.leaves(residuals)]
+        stored[backend] = shapes.count((1, TOKENS.size, SMALL.d_model))
+    assert stored["pallas_gpu"] == stored["xla"] > 0

@@ -279,6 +279,15 @@ def test_after_many_skipped_steps_the_run_goes_back_and_stops(runs):
     assert int(run.state.step) == 8
 
 
+def test_a_continued_run_counts_the_skipped_steps_before(runs):
+    run = runs(log_every=1, max_skipped_steps=4)
+    bad = spoiled(run.tiny, {3, 4, 5, 6, 7})
+    with pytest.raises(Interrupted):
+        run(batch=bad, num_steps=10, should_stop=lambda step: step == 5)
+    with pytest.raises(UserError, match=r"not finite in steps 4 to 7 \(train\.max_skipped_steps=4"):
+        run(batch=bad, num_steps=10)
+
+
 def test_a_skipped_step_delays_a_regular_checkpoint_only(runs):
     run = runs(checkpoint_every=2, eval_every=100, keep_last=5)
     run(batch=spoiled(run.tiny, {1}))

@@ -81,9 +81,9 @@ def fused_attention(options: Options, inputs: Inputs) -> Array:
     return _forward(options, inputs)[0]
 
 
-def is_fused_attention(primitive: Primitive, *_: Any, **__: Any) -> bool:
+def is_fused_attention(primitive: Primitive, *_: Any, **params: Any) -> bool:
     """Whether an operation is a kernel: a policy of `jax.checkpoint`, which stores its results."""
-    return primitive.name == "pallas_call"
+    return primitive.name == "pallas_call" and "attention" in str(params.get("name"))
 
 
 def _forward(options: Options, inputs: Inputs) -> tuple[Array, Any]:

@@ -80,6 +80,8 @@ class Progress:
     """Metrics of the steps since training metrics were last written."""
     skipped: int = 0
     """Number of steps skipped since the start."""
+    skipped_in_a_row: list[str] = dataclasses.field(default_factory=list)
+    """Causes for which the most recent steps were skipped; empty if the last one was not."""
     best: BestSoFar = BestSoFar()
     """By `train.best_metric`."""
     stopping: BestSoFar = BestSoFar()
@@ -97,6 +99,7 @@ class Progress:
             "position": self.position._asdict(),
             "interval": self.interval.to_json(),
             "skipped": self.skipped,
+            "skipped_in_a_row": [*self.skipped_in_a_row],
             "best": self.best.to_json(),
             "stopping": self.stopping.to_json(),
             "batch_shapes": self.batch_shapes,
@@ -111,5 +114,7 @@ class Progress:
             skipped=values["skipped"],
             best=BestSoFar.from_json(values["best"]),
             stopping=BestSoFar.from_json(values["stopping"]),
-            batch_shapes=tuple(values.get("batch_shapes", ())),  # Earlier versions have none.
+            # Earlier versions do not have the following.
+            skipped_in_a_row=[*values.get("skipped_in_a_row", ())],
+            batch_shapes=tuple(values.get("batch_shapes", ())),
         )
