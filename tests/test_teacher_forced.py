@@ -34,7 +34,7 @@ def padded_accuracy(predictions, targets):
         np.array([[*tokens, *[PAD] * (length - len(tokens))] for tokens in side])
         for side in (predictions, targets)
     ]
-    return np.mean(sides[0] == sides[1]), sides[0].size
+    return np.mean(sides[0] == sides[1]), len(targets)
 
 
 def test_seq2seq_acc_is_that_of_padded_batches(sentences):
@@ -54,6 +54,12 @@ def test_seq2seq_acc_is_that_of_padded_batches(sentences):
         for predicted, token in zip(*pair, strict=True)
     )
     assert expected > right / tokens
+
+
+def test_batches_of_seq2seq_acc_weigh_as_many_as_their_sentences():
+    targets = [[1] * 20] * 64 + [[1] * 2] * 64
+    predictions = [[2] * 20] * 64 + [[1] * 2] * 64
+    assert seq2seq_acc(predictions, targets, [9] * 64 + [5] * 64) == 0.5
 
 
 def test_teacher_forced_bleu_is_that_of_tokens(sentences):

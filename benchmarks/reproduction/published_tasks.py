@@ -180,7 +180,9 @@ RECIPES = {
         note="That corpus is not available. The text here is the English wh-questions of Tatoeba "
         "and their translations: 9,283 pairs to train, 72 to validate, 80 to test. The published "
         "BLEU counts words and padding, from 0 to 1; `teacher_forced_bleu` counts subword tokens, "
-        "from 0 to 100.",
+        "from 0 to 100. Of the 72 validation sentences, 64 are one batch of `seq2seq_acc` and 8 "
+        "the other, which here weigh as many as their positions, since then as many as their "
+        "sentences, as in fast.ai.",
     ),
     "annotated-copy": Recipe(
         "`annotated`: the copy task",

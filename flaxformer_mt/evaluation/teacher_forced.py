@@ -18,13 +18,15 @@ def seq2seq_acc(
     targets: Sequence[Sequence[int]],
     source_lengths: Sequence[int],
 ) -> float:
-    """Computes the share of positions that agree, padding included.
+    """Computes the share of positions that agree, padding included, as a mean over batches.
 
     Sentences are sorted by the length of their sources, longest first, and divided into batches of
     64; both sides of a batch are padded to its longest target. Positions where both are padding
-    agree. The metric is therefore higher than the accuracy per token.
+    agree. The metric is therefore higher than the accuracy per token. The weight of a batch is its
+    number of sentences.
 
-    Source: `seq2seq_acc` of fast.ai's course on natural language processing, with its batches.
+    Source: `seq2seq_acc` of fast.ai's course on natural language processing, with its batches, and
+    the mean over them of `AverageMetric` in fast.ai version 1.
 
     Args:
       predictions: for N sentences, one token for each token of the target.
@@ -35,17 +37,19 @@ def seq2seq_acc(
       The share, from 0 to 1; 0 without sentences.
     """
     lengths = np.array([len(target) for target in targets], np.int64)
-    order = np.argsort(-np.asarray(source_lengths, np.int64), kind="stable")
-    positions = 0
-    for first in range(0, len(order), BATCH_SIZE):
-        batch = lengths[order[first : first + BATCH_SIZE]]
-        positions += batch.size * int(batch.max())
-    wrong = sum(
-        predicted != token
-        for pair in zip(predictions, targets, strict=True)
-        for predicted, token in zip(*pair, strict=True)
+    num_wrong = np.array(
+        [
+            sum(predicted != token for predicted, token in zip(*pair, strict=True))
+            for pair in zip(predictions, targets, strict=True)
+        ],
+        np.int64,
     )
-    return 1 - wrong / positions if positions else 0.0
+    order = np.argsort(-np.asarray(source_lengths, np.int64), kind="stable")
+    total = 0.0
+    for first in range(0, len(order), BATCH_SIZE):
+        batch = order[first : first + BATCH_SIZE]
+        total += batch.size - num_wrong[batch].sum() / max(1, lengths[batch].max())
+    return float(total / len(order)) if len(order) else 0.0
 
 
 def teacher_forced_bleu(
