@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
@@ -22,7 +24,11 @@ from flaxformer_mt.decoding.batching.continuous_batching import (
 )
 from flaxformer_mt.decoding.scoring import alignment
 from flaxformer_mt.decoding.scoring.alignment import Links
-from flaxformer_mt.decoding.scoring.scorer import AlignmentUnit, check_unit
+from flaxformer_mt.decoding.scoring.scorer import (
+    AlignmentUnit,
+    certain_first_token,
+    check_unit,
+)
 from flaxformer_mt.decoding.scoring.teacher_forcing import check_alignment_options, teacher_force
 from flaxformer_mt.decoding.sentence_splitting import Segment
 from flaxformer_mt.decoding.shortlists.shortlist import Shortlist
@@ -91,10 +97,11 @@ class _TokenizedSegment(NamedTuple):
     phrases: Sequence[Sequence[int]] = ()
     """Token sequences that must appear in its translation."""
     repeated: int = 0
-    """How many of its first tokens repeat the tag of the text, and are not part of the segment."""
+    """How many of its first tokens repeat the tags of the text, and are not part of the segment."""
 
 
 _TAG = re.compile(r">>\S+<<|<\S+>")
+_WORD = re.compile(r"\S+")
 
 
 class SentenceDecoder:
@@ -125,6 +132,7 @@ class SentenceDecoder:
         """
         check_unit(unit)
         self.model, self.params = models[0]
+        self._all_params = [params for _, params in models]
         self.decode = decode
         self.tokenizers = tokenizers
         self.unit = unit
@@ -149,7 +157,7 @@ class SentenceDecoder:
             f"the scores of {width:,} hypotheses of one sentence (decode.beam_size, "
             "decode.n_best, decode.mbr_samples) take",
         )
-        self.first = self._first_token()
+        self.first = certain_first_token(tokenizers.target, decode)
         """The token that translations begin with, unless a sentence names another language."""
         self.batcher = ContinuousBatcher(models, decode, self._bad_phrases(), scores)
 
@@ -207,9 +215,9 @@ class SentenceDecoder:
         return divided
 
     def _split(self, text: str, limit: int) -> list[_TokenizedSegment]:
-        """Splits a text that has too many tokens; its tag, if any, precedes every segment."""
+        """Splits a text that has too many tokens; its tags, if any, precede every segment."""
         source = self.tokenizers.source
-        tag, tag_tokens = self._tag(text)
+        tag, tag_tokens = self._tags(text)
         # A language takes the place of the vocabulary's own, other tags need room.
         is_language = not source.language_ids.isdisjoint(tag_tokens)
         replaced = int(is_language and source.first_id is not None)
@@ -226,15 +234,20 @@ class SentenceDecoder:
             for number, (segment, tokens) in enumerate(zip(segments, encoded, strict=True))
         ]
 
-    def _tag(self, text: str) -> tuple[str, list[int]]:
-        """Returns the tag that a text begins with, such as ">>fra<<", and its tokens."""
-        source, (word, *rest) = self.tokenizers.source, text.split(maxsplit=1)
+    def _tags(self, text: str) -> tuple[str, list[int]]:
+        """Returns the tags that a text begins with, such as ">>fra<<", and their tokens."""
+        words = itertools.takewhile(lambda word: self._is_tag(word[0]), _WORD.finditer(text))
+        end = max((word.end() for word in words), default=0)
+        if end in (0, len(text)):
+            return "", []
+        return text[:end], self.tokenizers.source.encode([text[:end]])[0]
+
+    def _is_tag(self, word: str) -> bool:
+        source = self.tokenizers.source
         (tokens,) = source.encode([word])
         names = (piece.removeprefix(SPACE) for piece in source.pieces(tokens))
         ids = dict(zip(names, tokens, strict=True))
-        if rest and word in ids and (_TAG.fullmatch(word) or ids[word] in source.language_ids):
-            return word, tokens
-        return "", []
+        return word in ids and bool(_TAG.fullmatch(word) or ids[word] in source.language_ids)
 
     def _with_first_token(self, segments: list[_TokenizedSegment]) -> list[_TokenizedSegment]:
         """Adds the token that translations begin with to the prefixes of a text's segments.
@@ -253,24 +266,6 @@ class SentenceDecoder:
     def _is_language(self, token: int) -> bool:
         return token in self.tokenizers.target.language_ids
 
-    def _first_token(self) -> tuple[int, ...]:
-        """Returns the token that translations begin with, if there is one.
-
-        Raises:
-          UserError: `decode.first_token` is not one token of the vocabulary.
-        """
-        target, name = self.tokenizers.target, self.decode.first_token
-        if not name:
-            default = target.first_id
-            return (default,) if default is not None and self._is_language(default) else ()
-        tokens = target.encode_parts([name])[0]
-        if len(tokens) != 1 or tokens[0] == target.unk_id:
-            raise UserError(
-                f"decode.first_token={name} is not a token of the target vocabulary: for a "
-                "language, give its token, such as fra_Latn, __fr__ or fr_XX"
-            )
-        return (tokens[0],)
-
     def _source_lengths(self, texts: Sequence[str]) -> list[int]:
         return list(map(len, self.tokenizers.source.encode(texts)))
 
@@ -283,7 +278,10 @@ class SentenceDecoder:
             if not segment.tokens:
                 yield number, [Hypothesis("")]
         finished = self.batcher.decode([self._request(segments[number]) for number in nonempty])
-        hypotheses = ((nonempty[index], self._hypotheses(found)) for index, found in finished)
+        hypotheses = (
+            (nonempty[index], self._hypotheses(found, segments[nonempty[index]].segment.text))
+            for index, found in finished
+        )
         if not self.needs_attention:
             yield from hypotheses
             return
@@ -319,9 +317,15 @@ class SentenceDecoder:
             allowed=allowed,
         )
 
-    def _hypotheses(self, found: TokenHypotheses) -> list[Hypothesis]:
+    def _hypotheses(self, found: TokenHypotheses, text: str) -> list[Hypothesis]:
         """Detokenizes the hypotheses of a segment, and selects those of minimum Bayes risk."""
         if not found.tokens:
+            if all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(self._all_params)):
+                raise UserError(
+                    f'"{text[:30]}": no translation fulfils the options that exclude tokens, such '
+                    "as decode.no_repeat_ngram_size, decode.bad_words, decode.min_length and "
+                    "decode.shortlist"
+                )
             raise UserError("the model's parameters are not finite: training has diverged")
         texts = map(on_one_line, self.tokenizers.target.decode(found.tokens))
         unknown = [math.nan] * len(found.tokens)
@@ -366,7 +370,8 @@ class SentenceDecoder:
     ) -> Hypothesis:
         """Adds to a hypothesis what is computed from its attention [T, S], end tokens included.
 
-        Languages that neither the input nor the translation contains as text are left out.
+        Languages, and other first tokens of the vocabulary, that neither the input nor the
+        translation contains as text are left out.
         """
         assert attention is not None
         source, target = self.tokenizers.source, self.tokenizers.target
@@ -375,9 +380,10 @@ class SentenceDecoder:
         (own,) = source.encode_parts([segment.segment.text])
         num_added = len(with_first(own, source)) - len(own)
         source_pieces = source.split([segment.segment.text])[0][num_added:]
-        num_languages = int(bool(tokens) and tokens[0] in target.language_ids)
-        tokens = tokens[num_languages:]
-        attention = attention[num_languages:, segment.repeated + num_added :]
+        first_ids = {*target.language_ids, target.first_id}
+        num_first = int(bool(tokens) and tokens[0] in first_ids)
+        tokens = tokens[num_first:]
+        attention = attention[num_first:, segment.repeated + num_added :]
         pieces = target.pieces(tokens)
         links: Links = []
         if self.unit == "words":
@@ -418,14 +424,18 @@ class SentenceDecoder:
     ) -> Hypothesis:
         links: Links = []
         num_source = num_target = 0
-        for hypothesis in hypotheses:
+        texts, parts = [h.text for h in hypotheses], [segment.segment for segment in segments]
+        separators = sentence_splitting.separators(texts, parts)
+        for hypothesis, part, separator in zip(hypotheses, parts, separators, strict=True):
+            if self.unit == "words":
+                # The last word of the segments before continues in this one.
+                num_source -= bool(num_source) and not part.after_space
+                num_target -= bool(num_target and hypothesis.pieces) and not separator
             links += [(num_source + s, num_target + t) for s, t in hypothesis.alignment]
             num_source += self._num_units(hypothesis.source_pieces)
             num_target += self._num_units(hypothesis.pieces)
         return Hypothesis(
-            text=sentence_splitting.join(
-                [h.text for h in hypotheses], [segment.segment for segment in segments]
-            ),
+            text=sentence_splitting.join(texts, parts),
             score=math.fsum(h.score for h in hypotheses),
             tokens=tuple(itertools.chain(*(h.tokens for h in hypotheses))),
             log_probability=math.fsum(h.log_probability for h in hypotheses),

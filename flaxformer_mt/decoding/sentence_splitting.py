@@ -55,6 +55,8 @@ class Segment(NamedTuple):
     text: str
     inside_word: bool = False
     """Whether it begins inside a word of a script with spaces between words."""
+    after_space: bool = True
+    """Whether a space precedes it, or it is the beginning of the text."""
 
 
 def split(text: str, limit: int, measure_lengths: MeasureLengths) -> list[Segment]:
@@ -69,26 +71,35 @@ def split(text: str, limit: int, measure_lengths: MeasureLengths) -> list[Segmen
       The segments, none of them empty. Concatenated they are the text, except for spaces at their
       boundaries.
     """
-    return list(_split_levels(Segment(text.strip()), limit, measure_lengths, _LEVELS))
+    segments: list[Segment] = []
+    end = 0
+    for segment in _split_levels(Segment(text.strip()), limit, measure_lengths, _LEVELS):
+        start = text.index(segment.text, end)
+        segments.append(segment._replace(after_space=start > end or not segments))
+        end = start + len(segment.text)
+    return segments
 
 
 def join(translations: Sequence[str], segments: Sequence[Segment]) -> str:
-    """Joins the translations of a text's segments.
+    """Joins the translations of a text's segments by the `separators`."""
+    parts = zip(separators(translations, segments), translations, strict=True)
+    return "".join(itertools.chain(*parts))
 
-    They are joined by a space, unless the segment begins inside a word or one of the characters
-    adjacent to the space belongs to a script without spaces.
+
+def separators(translations: Sequence[str], segments: Sequence[Segment]) -> list[str]:
+    """Returns what precedes the translation of each of a text's segments.
+
+    It is a space, unless the segment begins inside a word or one of the characters adjacent to the
+    space belongs to a script without spaces.
     """
-    joined: list[str] = []
+    found: list[str] = []
     end = ""
     for translation, segment in zip(translations, segments, strict=True):
-        if not translation:
-            continue
         spaceless = _SPACELESS.match(end) or _SPACELESS.match(translation)
-        if joined and not segment.inside_word and not spaceless:
-            joined.append(" ")
-        joined.append(translation)
-        end = translation[-1]
-    return "".join(joined)
+        is_joined = not end or not translation or segment.inside_word or spaceless
+        found.append("" if is_joined else " ")
+        end = translation[-1:] or end
+    return found
 
 
 def sentences(text: str) -> list[str]:

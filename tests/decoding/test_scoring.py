@@ -101,8 +101,12 @@ def test_error_messages_count_sentences_across_chunks(talker, monkeypatch):
         **{f"{side}_positions": {"embedding": np.zeros((12, 16))} for side in ("source", "target")},
     }
     pairs = [("ein", "ein")] * 4 + [("Hund " * 20, "ein")]
+    scorer = Scorer(config, params, talker.tokenizers)
     with pytest.raises(UserError, match="sentence 5 has"):
-        list(Scorer(config, params, talker.tokenizers).stream(pairs))
+        list(scorer.stream(pairs))
+    candidates = [(source, [target, target]) for source, target in pairs]
+    with pytest.raises(UserError, match="sentence 5 has"):
+        list(scorer.stream_candidates(candidates))
 
 
 def test_language_models_are_rejected(talker):

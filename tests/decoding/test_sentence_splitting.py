@@ -58,7 +58,7 @@ def test_only_long_sentences_are_split_further():
     ]
     assert split("Abcdefghijkl", 2, count_words) == [
         Segment("Abcdef"),
-        Segment("ghijkl", inside_word=True),
+        Segment("ghijkl", inside_word=True, after_space=False),
     ]
 
 

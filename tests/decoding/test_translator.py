@@ -235,6 +235,40 @@ def test_segments_of_long_input_have_its_tag(talker):
     assert not any(segment.repeated for segment in segments)
 
 
+def test_segments_of_long_input_have_all_its_tags(talker):
+    parts = ["Die Wiese und der Hund.", "Ein kleiner roter Hund.", "Hund."]
+    tagged = ParallelCorpus(parts, parts, "tagged", tag="<news> <2de>")
+    config = DataConfig(vocab_size=300, train_corpora=(CorpusConfig(tag=tagged.tag),))
+    tokenizers = Tokenizers.train([tagged], config)
+    expected = tokenizers.source.encode([f"<news>  <2de> {part}" for part in parts])
+    options = DecodeConfig(max_source_length=max(map(len, expected)) + 1)
+    decoder = SentenceDecoder([(talker.config.model, talker.params)], options, tokenizers)
+    (segments,) = decoder._divide([Sentence(f"<news>  <2de> {' '.join(parts)}")])
+    assert [segment.tokens for segment in segments] == expected
+    assert [segment.repeated for segment in segments] == [0, 2, 2]
+
+
+@pytest.mark.parametrize(
+    "text", ["abcdefghijklmnopqrst Hund", "你好。再见。好", "Hund, die Wiese."]
+)
+def test_links_of_split_input_are_of_words_of_the_text(talker, text):
+    translator = make_translator(with_decode(talker, max_source_length=8))
+    (hypotheses,) = translator.translate_n_best([text], unit="words", **GREEDY)
+    (best,) = hypotheses
+    assert max(source for source, _ in best.alignment) == len(text.split()) - 1
+    assert {target for _, target in best.alignment} <= set(range(len(best.text.split())))
+
+
+@pytest.mark.parametrize("beam_size", [1, 4])
+def test_options_that_exclude_all_translations_are_named(talker, beam_size):
+    size = talker.tokenizers.target.vocab_size
+    with pytest.raises(UserError, match=r'"Hund": no translation .* decode\.no_repeat_ngram_size'):
+        make_translator(talker).translate_n_best(
+            "Hund", beam_size=beam_size, n_best=1, no_repeat_ngram_size=1, min_length=size + 20,
+            max_length=size + 40,
+        )  # fmt: skip
+
+
 def test_phrases_are_not_supported_with_sampling(talker):
     with pytest.raises(UserError, match=r"not supported with sampling: remove decode\.sampling"):
         make_translator(talker).translate([Sentence("Hund", phrases=("Hund",))], mbr_samples=2)

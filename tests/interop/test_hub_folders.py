@@ -20,7 +20,9 @@ from flaxformer_mt.cli import main
 from flaxformer_mt.config import DataConfig
 from flaxformer_mt.data.corpora.corpus import load_corpus
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
-from flaxformer_mt.decoding.scoring.scorer import score_pairs
+from flaxformer_mt.decoding.scoring.alignment import words
+from flaxformer_mt.decoding.scoring.scorer import Scorer, score_pairs
+from flaxformer_mt.decoding.scoring.teacher_forcing import teacher_force
 from flaxformer_mt.decoding.sentence_decoder import Sentence
 from flaxformer_mt.decoding.translator import Translator
 from flaxformer_mt.errors import UserError
@@ -179,6 +181,42 @@ def test_alignments_count_words_of_the_text_not_languages(translator):
             )  # fmt: skip
             assert [target for _, target in hypothesis.alignment][:1] == [0]
         assert {source for source, _ in plain.alignment} <= set(range(len(plain.source_pieces)))
+
+
+@pytest.mark.parametrize("kind", ["nllb", "m2m100", "bart"])
+def test_scores_and_alignments_are_those_of_the_search(kind, saved):
+    bundle = read(kind, saved(kind)[0])
+    model = bundle.config, model_params(bundle.params), bundle.tokenizers
+    translator, scorer = Translator(*model), Scorer(*model)
+    sources, targets = PHRASES.sources[:4], PHRASES.targets[:4]
+    forced = [Sentence(*pair) for pair in zip(sources, targets, strict=True)]
+    found = translator.translate_n_best(forced, beam_size=1, unit="pieces")
+    aligned = scorer.stream(zip(sources, targets, strict=True), "pieces")
+    for source, (hypothesis,), scored in zip(sources, found, aligned, strict=True):
+        # The hypothesis begins with the target, and goes on.
+        count = len(scored.tokens) - 1
+        assert hypothesis.tokens[:count] == scored.tokens[:-1]
+        tokens = [*bundle.tokenizers.source.encode([source])[0], scorer.model.eos_id]
+        (result,) = teacher_force(
+            scorer.params, scorer.model, scorer.decode, [tokens], [hypothesis.tokens]
+        )
+        _, *chosen = result.log_probabilities
+        if bundle.config.decode.force_end:  # At the maximum length, with probability 1.
+            chosen[-1] = 0
+        assert hypothesis.log_probability == pytest.approx(sum(chosen), abs=1e-3)
+        expected = [0, *chosen[: count - 1]]
+        assert scored.token_log_probabilities[:count] == pytest.approx(expected, abs=1e-3)
+        pieces = scored.pieces[1:-1]
+        assert hypothesis.pieces[: len(pieces)] == pieces
+        assert hypothesis.alignment[: len(pieces)] == scored.alignment
+
+
+def test_words_of_byte_level_vocabularies_begin_with_a_space(saved):
+    tokenizer = Tokenizers.load(saved("bart")[0]).source
+    (pieces,) = tokenizer.split(["one two three"])
+    assert [piece for piece in pieces if piece.startswith("\u2581")][-1:]
+    assert max(words(pieces[1:])) == 2
+    assert tokenizer.pieces(tokenizer.encode(["one two three"])[0]) == pieces
 
 
 def test_parts_of_long_input_have_its_language(translator):

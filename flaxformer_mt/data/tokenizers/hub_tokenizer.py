@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from flaxformer_mt.data.tokenizers.language_tokens import with_first
 from flaxformer_mt.data.tokenizers.marian_tokenizer import CLEANED, TokenizerFiles, read_present
+from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.input_files import parse_json
 
@@ -32,6 +33,10 @@ _STARTED = ("BartTokenizer", "RobertaTokenizer")
 """Classes whose sentences begin with `<s>`."""
 _LANGUAGE_LAST = ("MBartTokenizer", "PLBartTokenizer")
 """Classes whose sentences end with their language."""
+
+
+_BYTE_LEVEL_SPACE = "\u0120"
+"""How pieces of byte-level vocabularies begin that follow a space."""
 
 
 class HubTokenizer:
@@ -77,6 +82,8 @@ class HubTokenizer:
                 f"{settings_label}: a vocabulary that puts the language after the end of a "
                 "sentence is not supported"
             )
+        is_bytes = isinstance(self._tokenizer.decoder, tokenizers.decoders.ByteLevel)
+        self._own_space = _BYTE_LEVEL_SPACE if is_bytes else SPACE
         self._cleans_up = bool(settings.get("clean_up_tokenization_spaces"))
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         named = {
@@ -141,20 +148,27 @@ class HubTokenizer:
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
         """See `Tokenizer.pieces`."""
-        return [self._tokenizer.id_to_token(int(token)) or "" for token in tokens]
+        names = (self._tokenizer.id_to_token(int(token)) or "" for token in tokens)
+        return [self._with_space(name) for name in names]
 
     def _encodings(self, texts: Sequence[str]) -> "list[tokenizers.Encoding]":
         return self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
 
     def _split(self, text: str, encoding: "tokenizers.Encoding") -> list[str]:
         pieces = [
-            text[slice(*span)] if token == self.unk_id else piece
+            text[slice(*span)] if token == self.unk_id else self._with_space(piece)
             for token, piece, span in zip(
                 encoding.ids, encoding.tokens, encoding.offsets, strict=True
             )
         ]
         tokens = with_first(encoding.ids, self)
         return [*self.pieces(tokens[: len(tokens) - len(pieces)]), *pieces]
+
+    def _with_space(self, piece: str) -> str:
+        """Returns a piece with U+2581 instead of the vocabulary's own mark of a space."""
+        if piece.startswith(self._own_space):
+            return SPACE + piece.removeprefix(self._own_space)
+        return piece
 
     def _until_end(self, sentence: Sequence[int]) -> list[int]:
         tokens = [int(token) for token in sentence]

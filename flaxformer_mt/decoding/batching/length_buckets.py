@@ -27,7 +27,10 @@ class Bucket(NamedTuple):
 
 
 def plan_buckets(
-    lengths: Sequence[int], batch_tokens: int, model: TransformerConfig, first: int = 1
+    lengths: Sequence[int],
+    batch_tokens: int,
+    model: TransformerConfig,
+    numbers: Sequence[int] | None = None,
 ) -> list[Bucket]:
     """Groups sentences of similar length, the longest first.
 
@@ -37,7 +40,7 @@ def plan_buckets(
       lengths: number of tokens of each sentence, end token included. Those of length 0 are skipped.
       batch_tokens: tokens per bucket, padding included; a longer sentence gets its own bucket.
       model: the configuration that limits the positions.
-      first: number of the first sentence, for error messages.
+      numbers: of the sentences, for error messages; None = from 1.
 
     Raises:
       UserError: a sentence is longer than the position table.
@@ -46,8 +49,9 @@ def plan_buckets(
     groups: dict[int, list[int]] = {}
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         if limit is not None and lengths[index] > limit:
+            number = index + 1 if numbers is None else numbers[index]
             raise UserError(
-                f"sentence {index + first} has {lengths[index]} tokens, but the position table "
+                f"sentence {number} has {lengths[index]} tokens, but the position table "
                 f"holds only model.max_length={limit}: split the sentence"
             )
         if lengths[index] > 0:

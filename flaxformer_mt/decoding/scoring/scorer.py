@@ -10,7 +10,8 @@ import jax
 import numpy as np
 
 from flaxformer_mt.config import DecodeConfig, ExperimentConfig, with_vocabulary_sizes
-from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
+from flaxformer_mt.data.tokenizers.language_tokens import with_first
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers
 from flaxformer_mt.decoding.scoring.alignment import Links, align, align_words, without_ends
 from flaxformer_mt.decoding.scoring.teacher_forcing import teacher_force
 from flaxformer_mt.decoding.search.ranking import length_penalty
@@ -46,7 +47,8 @@ class PairScore:
     tokens: tuple[int, ...]
     """Target tokens, the end token included."""
     token_log_probabilities: tuple[float, ...]
-    """Of each token, given the source and the preceding tokens; natural logarithm."""
+    """Of each token, given the source and the preceding tokens; natural logarithm. That of a first
+    token which the search does not choose, such as the language, is 0."""
     pieces: tuple[str, ...] = ()
     """The text of each token; the last is the end token's entry in the vocabulary."""
     alignment: Links | None = None
@@ -68,12 +70,46 @@ class PairScore:
         return self.log_probability / float(penalty)
 
 
+class _TargetTokens(NamedTuple):
+    """A target, tokenized."""
+
+    tokens: list[int]
+    """Without the end token."""
+    num_added: int
+    """How many of the first tokens are not part of the text."""
+    num_certain: int
+    """How many of the first tokens the search does not choose."""
+
+
 class ScoredSentence(NamedTuple):
     """A source sentence and the scores of its translations."""
 
     source: str
     targets: Sequence[str]
     scores: list[PairScore]
+
+
+def certain_first_token(target: Tokenizer, decode: DecodeConfig) -> tuple[int, ...]:
+    """Returns the token that translations begin with, with probability 1, if there is one.
+
+    Args:
+      target: the tokenizer of the target side; its own language is the default.
+      decode: `first_token`.
+
+    Raises:
+      UserError: `decode.first_token` is not one token of the vocabulary.
+    """
+    name = decode.first_token
+    if not name:
+        default = target.first_id
+        return (default,) if default is not None and default in target.language_ids else ()
+    tokens = target.encode_parts([name])[0]
+    if len(tokens) != 1 or tokens[0] == target.unk_id:
+        raise UserError(
+            f"decode.first_token={name} is not a token of the target vocabulary: for a "
+            "language, give its token, such as fra_Latn, __fr__ or fr_XX"
+        )
+    return (tokens[0],)
 
 
 class Scorer:
@@ -91,7 +127,7 @@ class Scorer:
           tokenizers: the run's tokenizers.
 
         Raises:
-          UserError: the model has no encoder.
+          UserError: the model has no encoder, or `decode.first_token` is no token.
         """
         if not config.model.has_inputs:
             raise UserError("model.has_inputs=False: a language model has no translations to score")
@@ -101,6 +137,7 @@ class Scorer:
         self.decode = config.decode
         self.params = jax.device_put(params)
         self.tokenizers = tokenizers
+        self._first = certain_first_token(tokenizers.target, config.decode)
 
     def stream(
         self, pairs: Iterable[tuple[str, str]], alignment: AlignmentUnit | None = None
@@ -119,45 +156,79 @@ class Scorer:
           UserError: a sentence is longer than a learned position table, or the decoder does not
             have the configured alignment layer or head.
         """
-        check_unit(alignment)
         numbered = enumerate(require_iterable(pairs, "pairs", "pairs of strings"))
-        remaining = (_as_pair(pair, f"pairs[{index}]") for index, pair in numbered)
-        first = 1
+        yield from self._stream(
+            ((index + 1, _as_pair(pair, f"pairs[{index}]")) for index, pair in numbered), alignment
+        )
+
+    def _stream(
+        self,
+        numbered: Iterable[tuple[int, tuple[str, str]]],
+        alignment: AlignmentUnit | None,
+    ) -> Iterator[PairScore]:
+        """Scores pairs, which have numbers for error messages."""
+        check_unit(alignment)
+        remaining = iter(numbered)
         while chunk := list(itertools.islice(remaining, CHUNK_SIZE)):
-            yield from self._score(chunk, alignment, first)
-            first += len(chunk)
+            numbers, pairs = zip(*chunk, strict=True)
+            yield from self._score(pairs, alignment, numbers)
 
     def _score(
-        self, pairs: Sequence[tuple[str, str]], alignment: AlignmentUnit | None, first: int
+        self,
+        pairs: Sequence[tuple[str, str]],
+        alignment: AlignmentUnit | None,
+        numbers: Sequence[int],
     ) -> Iterator[PairScore]:
         sources, targets = zip(*pairs, strict=True)
-        source, target, eos_id = self.tokenizers.source, self.tokenizers.target, self.model.eos_id
-        target_rows = [[*tokens, eos_id] for tokens in target.encode(targets)]
+        source, eos_id = self.tokenizers.source, self.model.eos_id
+        source_rows, source_texts = source.encode(sources), source.encode_parts(sources)
+        encoded = [
+            self._target_tokens(tokens) for tokens in self.tokenizers.target.encode_parts(targets)
+        ]
         results = teacher_force(
             self.params,
             self.model,
             self.decode,
-            [[*tokens, eos_id] for tokens in source.encode(sources)],
-            target_rows,
+            [[*tokens, eos_id] for tokens in source_rows],
+            [[*row.tokens, eos_id] for row in encoded],
             attention=alignment is not None,
-            first=first,
+            numbers=numbers,
         )
-        end = target.pieces([eos_id])
-        source_pieces, target_pieces = source.split(sources), target.split(targets)
-        for index, (tokens, result) in enumerate(zip(target_rows, results, strict=True)):
+        end = self.tokenizers.target.pieces([eos_id])
+        source_pieces, target_pieces = source.split(sources), self.tokenizers.target.split(targets)
+        for index, (row, result) in enumerate(zip(encoded, results, strict=True)):
+            # Tokens that the text does not have are in no alignment.
+            num_source_added = len(source_rows[index]) - len(source_texts[index])
+            added = row.tokens[: row.num_added]
+            of_text = target_pieces[index][
+                len(target_pieces[index]) - len(row.tokens) + len(added) :
+            ]
+            tokens = [*row.tokens, eos_id]
             links = None
             if result.attention is not None:
                 attention = without_ends(result.attention, tokens, eos_id)
+                attention = attention[row.num_added :, num_source_added:]
                 if alignment == "words":
-                    links = align_words(attention, source_pieces[index], target_pieces[index])
+                    links = align_words(attention, source_pieces[index][num_source_added:], of_text)
                 else:
                     links = align(attention)
+            chosen = result.log_probabilities[row.num_certain :]
             yield PairScore(
                 tuple(tokens),
-                tuple(result.log_probabilities),
-                (*target_pieces[index], *end),
+                (*[0.0] * row.num_certain, *chosen),
+                (*self.tokenizers.target.pieces(added), *of_text, *end),
                 links,
             )
+
+    def _target_tokens(self, tokens: Sequence[int]) -> _TargetTokens:
+        """Adds the first token to the tokens of a text, unless it names a language itself."""
+        target = self.tokenizers.target
+        if tokens and tokens[0] in target.language_ids:
+            return _TargetTokens([*tokens], num_added=0, num_certain=1)
+        if self._first:
+            return _TargetTokens([*self._first, *tokens], num_added=1, num_certain=1)
+        added = with_first(tokens, target)
+        return _TargetTokens(added, num_added=len(added) - len(tokens), num_certain=0)
 
     def stream_candidates(
         self,
@@ -174,8 +245,12 @@ class Scorer:
         counted, paired = itertools.tee(
             _as_candidates(item, f"candidates[{index}]") for index, item in enumerate(listed)
         )
-        pairs = ((source, target) for source, targets in paired for target in targets)
-        scores = self.stream(pairs, alignment)
+        pairs = (
+            (number, (source, target))
+            for number, (source, targets) in enumerate(paired, start=1)
+            for target in targets
+        )
+        scores = self._stream(pairs, alignment)
         for source, targets in counted:
             yield ScoredSentence(source, targets, list(itertools.islice(scores, len(targets))))
 

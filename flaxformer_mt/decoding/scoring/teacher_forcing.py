@@ -35,7 +35,7 @@ def teacher_force(
     targets: Sequence[Sequence[int]],
     *,
     attention: bool = False,
-    first: int = 1,
+    numbers: Sequence[int] | None = None,
 ) -> list[TeacherForcingResult]:
     """Computes the log-probabilities of given targets.
 
@@ -49,7 +49,7 @@ def teacher_force(
       sources: token ids, the end token included.
       targets: token ids of equally many targets, each of at least one token.
       attention: whether to return the attention of that layer and head.
-      first: number of the first pair, for error messages.
+      numbers: of the pairs, for error messages; None = from 1.
 
     Returns:
       One result per pair, in the order given.
@@ -60,7 +60,7 @@ def teacher_force(
     """
     check_alignment_options(model, decode)
     results: dict[int, TeacherForcingResult] = {}
-    for indices, arrays in _batches(model, decode, sources, targets, first):
+    for indices, arrays in _batches(model, decode, sources, targets, numbers):
         log_probabilities, weights = target_log_probabilities(
             params,
             *arrays,
@@ -114,7 +114,7 @@ def _batches(
     decode: DecodeConfig,
     sources: Sequence[Sequence[int]],
     targets: Sequence[Sequence[int]],
-    first: int = 1,
+    numbers: Sequence[int] | None = None,
 ) -> Iterator[tuple[Sequence[int], tuple[np.ndarray, np.ndarray, np.ndarray]]]:
     """Yields batches of pairs of similar length.
 
@@ -126,7 +126,7 @@ def _batches(
     # Both sides get the length of the longer one, which limits the number of shapes.
     lengths = [max(map(len, pair)) for pair in zip(sources, targets, strict=True)]
     tokens = batch_tokens(decode, jax.default_backend())
-    for bucket in plan_buckets(lengths, tokens, model, first):
+    for bucket in plan_buckets(lengths, tokens, model, numbers):
         source_tokens, input_tokens, target_tokens = (
             fill_rows(side, bucket, model.pad_id) for side in (sources, inputs, targets)
         )
