@@ -110,6 +110,13 @@ def test_a_function_of_the_users_that_fails_is_named(command, files):
     (line,) = err.splitlines()
     assert "--metric failing:broken: ZeroDivisionError: division by zero (" in line
     assert line.endswith("failing.py, line 2)")
+    (files / "damaged.py").write_text("def sizes(:\n")
+    code, out, err = command(
+        "--hypothesis", "a.de", "--reference", "test.de", "--metric", "damaged:sizes"
+    )
+    assert (code, out) == (1, "")
+    (line,) = err.splitlines()
+    assert "--metric damaged:sizes: SyntaxError: " in line
 
 
 def test_the_default_tokenizer_of_text_without_spaces(command, files):

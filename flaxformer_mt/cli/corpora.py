@@ -1,5 +1,6 @@
 """Commands that process parallel text: `prepare` and `lexicon`."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -83,7 +84,9 @@ def prepare(
         "target-language": target_language,
     }
     for role in ("train", "valid", "test"):
-        options |= {f"{role}-split": name for name in counts if name.startswith(role)}
+        split = _split_of(role, list(counts))
+        if split or role == "test":  # Training needs the other two.
+            options[f"{role}-split"] = split
     sizes = ", ".join(f"{count:,} pairs {name}" for name, count in counts.items())
     output.print_lines(
         [
@@ -92,6 +95,12 @@ def prepare(
             + " ".join(f"--data.{name}={value}" for name, value in options.items()),
         ]
     )
+
+
+def _split_of(role: str, splits: Sequence[str]) -> str:
+    """Returns the split that a role's name, or the beginning of its name, says; "" if none does."""
+    named = [split for split in splits if split.startswith(role)]
+    return role if role in named else next(iter(named), "")
 
 
 def _split_and_files(setting: str) -> tuple[str, str]:

@@ -250,8 +250,9 @@ def _function(text: str) -> "MetricFunction":
     sys.path.insert(0, folder)
     try:
         function: Any = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise UserError(f"--metric {text}: {error}") from error
+    except Exception as error:  # The module can raise anything.
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise UserError(f"--metric {text}: {reason}") from error
     finally:
         sys.path.remove(folder)
     if not callable(function):

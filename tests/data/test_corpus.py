@@ -470,3 +470,10 @@ def test_tfds_not_installed(monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(UserError, match=r"flaxformer_mt\[data\]"):
         load_corpus(DataConfig(corpus="tfds", path="wmt14_translate/de-en"), "train")
+
+
+@pytest.mark.parametrize("name", ["/train", "**train", ""])
+def test_names_that_are_no_pattern_in_the_folder(tmp_path, name):
+    config = dataclasses.replace(text_config(tmp_path), train_split=name)
+    with pytest.raises(UserError, match=r"data\.path="):
+        load_corpus(config, "train")

@@ -281,6 +281,14 @@ def saved(tmp_path_factory):
     return folder
 
 
+def test_missing_translations_and_line_separators_of_hugging_face_folders(tmp_path):
+    datasets = importlib.import_module("datasets")
+    datasets.disable_progress_bars()
+    rows = {"translation": [{"en": "a\u2028b\x0cc\nd", "fr": "x"}, None, {"en": None, "fr": "y"}]}
+    datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "data")
+    assert read(tmp_path / "data") == [("a\u2028b\x0cc d", "x"), ("", ""), ("", "y")]
+
+
 def test_hugging_face_folders(saved):
     assert read(saved / "splits") == PAIRS
     assert read(saved / "flat") == PAIRS

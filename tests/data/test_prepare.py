@@ -170,7 +170,8 @@ def test_on_the_command_line(tmp_path, capfd):
     assert counts == f"{tmp_path}/data: 7 pairs train, 2 pairs validation"
     assert how_to_train.endswith(
         f"--data.corpus=tfds --data.path={tmp_path}/data --data.source-language=en "
-        "--data.target-language=de --data.train-split=train --data.valid-split=validation"
+        "--data.target-language=de --data.train-split=train --data.valid-split=validation "
+        "--data.test-split="
     )
 
     assert main([*arguments, "--splits", "train"]) == 1
@@ -179,6 +180,22 @@ def test_on_the_command_line(tmp_path, capfd):
     assert "--splits train is given twice: write train=europarl,news-*" in capfd.readouterr().err
     assert main(arguments) == 1
     assert "has none of train.en, train.en.gz, train.en.zst" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("splits", "options"),
+    [
+        (["train", "validation"], "--data.valid-split=validation --data.test-split="),
+        (["train", "train_extra", "test"], "--data.test-split=test"),
+    ],
+)
+def test_the_printed_command_has_the_splits(tmp_path, capfd, splits, options):
+    write_text(tmp_path, "text", PAIRS)
+    arguments = ["prepare", "--path", str(tmp_path), "--output", str(tmp_path / "data")]
+    arguments += ["--source-language", "en", "--target-language", "de"]
+    assert main([*arguments, "--splits", *(f"{split}=text" for split in splits)]) == 0
+    printed = capfd.readouterr().out.splitlines()[1]
+    assert printed.endswith(f"--data.train-split=train {options}")
 
 
 def test_tsv_on_the_command_line(tmp_path):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flaxformer_mt.config.fields import suggestion
+from flaxformer_mt.data.corpora.tables import LINE_BREAKS
 from flaxformer_mt.data.corpora.text_files import digest_file
 from flaxformer_mt.errors import UserError
 
@@ -125,5 +126,5 @@ def _texts(part: dict[str, list[Any]], column: str) -> list[str]:
         values = part[column]
     else:
         name, _, member = column.partition(".")
-        values = [value[member] for value in part[name]]
-    return ["" if text is None else " ".join(text.splitlines()) for text in values]
+        values = [None if value is None else value[member] for value in part[name]]
+    return ["" if text is None else LINE_BREAKS.sub(" ", text.rstrip("\r\n")) for text in values]

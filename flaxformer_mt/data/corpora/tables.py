@@ -28,7 +28,7 @@ _FORMS: Mapping[str, Form] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
 }
-_LINE_BREAKS = re.compile(r"\r\n|\r|\n")
+LINE_BREAKS = re.compile(r"\r\n|\r|\n")
 
 
 def form_of(path: Path) -> Form:
@@ -82,7 +82,7 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     try:
         for row in reader:
             if row:  # An empty line.
-                yield reader.line_num, [_LINE_BREAKS.sub(" ", cell) for cell in row]
+                yield reader.line_num, [LINE_BREAKS.sub(" ", cell) for cell in row]
     except csv.Error as error:
         raise UserError(f"{path}, line {reader.line_num}: not CSV: {error}") from error
 
@@ -150,4 +150,4 @@ def _member(where: str, name: str, values: dict[str, Any]) -> str:
         value = value[part]
     if not isinstance(value, str):
         raise UserError(f"{where}: {name!r} is not a string")
-    return _LINE_BREAKS.sub(" ", value)
+    return LINE_BREAKS.sub(" ", value)

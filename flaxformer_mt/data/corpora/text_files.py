@@ -169,12 +169,17 @@ def find_files(folder: Path, names: str, suffix: str, option: str) -> dict[str, 
     found: dict[str, Path] = {}
     for name in map(str.strip, names.split(",")):
         suffixes = [suffix, *(f"{suffix}{end}" for end in COMPRESSED)]
-        matches = {
-            str(path.relative_to(folder)).removesuffix(end): path
-            for end in reversed(suffixes)  # A plain file takes precedence over a compressed one.
-            for path in folder.glob(f"{name}{end}")
-            if path.is_file()
-        }
+        try:
+            matches = {
+                str(path.relative_to(folder)).removesuffix(end): path
+                for end in reversed(suffixes)  # A plain file precedes a compressed one.
+                for path in folder.glob(f"{name}{end}")
+                if path.is_file()
+            }
+        except (NotImplementedError, ValueError) as error:
+            raise UserError(
+                f"{option}={folder}: {name!r} is no file name or pattern in this folder: {error}"
+            ) from error
         if not matches:
             raise UserError(
                 f"{option}={folder} has none of {', '.join(name + end for end in suffixes)}"
