@@ -180,43 +180,38 @@ class Scorer:
         numbers: Sequence[int],
     ) -> Iterator[PairScore]:
         sources, targets = zip(*pairs, strict=True)
-        source, eos_id = self.tokenizers.source, self.model.eos_id
+        source, target, eos_id = self.tokenizers.source, self.tokenizers.target, self.model.eos_id
         source_rows, source_texts = source.encode(sources), source.encode_parts(sources)
-        encoded = [
-            self._target_tokens(tokens) for tokens in self.tokenizers.target.encode_parts(targets)
-        ]
+        target_rows = [self._target_tokens(tokens) for tokens in target.encode_parts(targets)]
         results = teacher_force(
             self.params,
             self.model,
             self.decode,
             [[*tokens, eos_id] for tokens in source_rows],
-            [[*row.tokens, eos_id] for row in encoded],
+            [[*row.tokens, eos_id] for row in target_rows],
             attention=alignment is not None,
             numbers=numbers,
         )
-        end = self.tokenizers.target.pieces([eos_id])
-        source_pieces, target_pieces = source.split(sources), self.tokenizers.target.split(targets)
-        for index, (row, result) in enumerate(zip(encoded, results, strict=True)):
-            # Tokens that the text does not have are in no alignment.
-            num_source_added = len(source_rows[index]) - len(source_texts[index])
-            added = row.tokens[: row.num_added]
-            of_text = target_pieces[index][
-                len(target_pieces[index]) - len(row.tokens) + len(added) :
-            ]
-            tokens = [*row.tokens, eos_id]
+        split = zip(source.split(sources), target.split(targets), strict=True)
+        for index, (source_pieces, target_pieces) in enumerate(split):
+            row, result = target_rows[index], results[index]
+            first, num_own = row.tokens[: row.num_added], len(row.tokens) - row.num_added
+            own_pieces = target_pieces[len(target_pieces) - num_own :]
+            tokens = (*row.tokens, eos_id)
             links = None
             if result.attention is not None:
+                # Tokens that are not part of the texts are in no alignment.
+                num_added = len(source_rows[index]) - len(source_texts[index])
                 attention = without_ends(result.attention, tokens, eos_id)
-                attention = attention[row.num_added :, num_source_added:]
+                attention = attention[row.num_added :, num_added:]
                 if alignment == "words":
-                    links = align_words(attention, source_pieces[index][num_source_added:], of_text)
+                    links = align_words(attention, source_pieces[num_added:], own_pieces)
                 else:
                     links = align(attention)
-            chosen = result.log_probabilities[row.num_certain :]
             yield PairScore(
-                tuple(tokens),
-                (*[0.0] * row.num_certain, *chosen),
-                (*self.tokenizers.target.pieces(added), *of_text, *end),
+                tokens,
+                (*[0.0] * row.num_certain, *result.log_probabilities[row.num_certain :]),
+                (*target.pieces(first), *own_pieces, *target.pieces([eos_id])),
                 links,
             )
 
