@@ -26,6 +26,7 @@ def test_sums_give_means_of_what_counted():
 def test_progress_comes_back_from_json_to_the_bit():
     interval = Sums({"loss": (0.1 + 0.2, 3.0)}, seconds=1 / 3, seconds_waited=1e-9)
     progress = Progress(DataPosition(1, 2, 3), interval, 4, BestSoFar(-0.1, 5), BestSoFar())
+    progress.skipped_in_a_row += ["loss", "gradient"]
     progress.add_shapes(["[4, 8]", "[2, 16]"])
     progress.add_shapes(["[2, 16]", "[1, 32]"])
     assert progress.batch_shapes == ("[4, 8]", "[2, 16]", "[1, 32]")
@@ -43,6 +44,8 @@ def test_progress_files_keep_their_keys():
         "best": {"merit": -5.0, "validations_since": 6},
         "stopping": {"merit": None, "validations_since": 0},
         "batch_shapes": [],
+        "skipped_in_a_row": [],
     }
-    earlier = {name: value for name, value in progress.to_json().items() if name != "batch_shapes"}
+    newer = {"batch_shapes", "skipped_in_a_row"}
+    earlier = {name: value for name, value in progress.to_json().items() if name not in newer}
     assert Progress.from_json(earlier) == progress

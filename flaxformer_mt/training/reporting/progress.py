@@ -80,14 +80,14 @@ class Progress:
     """Metrics of the steps since training metrics were last written."""
     skipped: int = 0
     """Number of steps skipped since the start."""
-    skipped_in_a_row: list[str] = dataclasses.field(default_factory=list)
-    """Causes for which the most recent steps were skipped; empty if the last one was not."""
     best: BestSoFar = BestSoFar()
     """By `train.best_metric`."""
     stopping: BestSoFar = BestSoFar()
     """By `train.early_stopping_metric`."""
     batch_shapes: tuple[str, ...] = ()
     """Shapes for which the training step was compiled, in the order of their first batches."""
+    skipped_in_a_row: list[str] = dataclasses.field(default_factory=list)
+    """Causes for which the most recent steps were skipped; empty if the last one was not."""
 
     def add_shapes(self, batch_shapes: Iterable[str]) -> None:
         """Adds the shapes for which this process has compiled the training step."""
