@@ -251,8 +251,7 @@ def _function(text: str) -> "MetricFunction":
     try:
         function: Any = getattr(importlib.import_module(module), name)
     except Exception as error:  # The module can raise anything.
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise UserError(f"--metric {text}: {reason}") from error
+        raise UserError(f"--metric {text}: {_reason(error)}") from error
     finally:
         sys.path.remove(folder)
     if not callable(function):
@@ -264,12 +263,16 @@ def _function(text: str) -> "MetricFunction":
             return function(*texts)
         except Exception as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise UserError(
-                f"--metric {text}: {reason} ({last.filename}, line {last.lineno})"
+                f"--metric {text}: {_reason(error)} ({last.filename}, line {last.lineno})"
             ) from error
 
     return reporting
+
+
+def _reason(error: Exception) -> str:
+    """Returns the class and the message of an error, on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _test_set(

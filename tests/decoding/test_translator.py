@@ -220,32 +220,22 @@ def test_long_input_is_split(talker):
         translator.translate([Sentence(" ".join(parts), phrases=("Hund",))])
 
 
-def test_segments_of_long_input_have_its_tag(talker):
+@pytest.mark.parametrize(
+    ("tag", "text_tag", "num_tags"), [("<2de>", "<2de>", 1), ("<news> <2de>", "<news>  <2de>", 2)]
+)
+def test_segments_of_long_input_have_its_tags(talker, tag, text_tag, num_tags):
     parts = ["Die Wiese und der Hund.", "Ein kleiner roter Hund.", "Hund."]
-    corpus = ParallelCorpus(parts, parts, "tagged", tag="<2de>")
+    corpus = ParallelCorpus(parts, parts, "tagged", tag=tag)
     config = DataConfig(vocab_size=300, train_corpora=(CorpusConfig(tag=corpus.tag),))
     tokenizers = Tokenizers.train([corpus], config)
-    expected = tokenizers.source.encode([f"<2de> {part}" for part in parts])
+    expected = tokenizers.source.encode([f"{text_tag} {part}" for part in parts])
     options = DecodeConfig(max_source_length=max(map(len, expected)) + 1)
     decoder = SentenceDecoder([(talker.config.model, talker.params)], options, tokenizers)
-    (segments,) = decoder._divide([Sentence(f"<2de> {' '.join(parts)}")])
+    (segments,) = decoder._divide([Sentence(f"{text_tag} {' '.join(parts)}")])
     assert [segment.tokens for segment in segments] == expected
-    assert [segment.repeated for segment in segments] == [0, 1, 1]
+    assert [segment.repeated for segment in segments] == [0, num_tags, num_tags]
     (segments,) = decoder._divide([Sentence(f"<unknown> {' '.join(parts)}")])
     assert not any(segment.repeated for segment in segments)
-
-
-def test_segments_of_long_input_have_all_its_tags(talker):
-    parts = ["Die Wiese und der Hund.", "Ein kleiner roter Hund.", "Hund."]
-    tagged = ParallelCorpus(parts, parts, "tagged", tag="<news> <2de>")
-    config = DataConfig(vocab_size=300, train_corpora=(CorpusConfig(tag=tagged.tag),))
-    tokenizers = Tokenizers.train([tagged], config)
-    expected = tokenizers.source.encode([f"<news>  <2de> {part}" for part in parts])
-    options = DecodeConfig(max_source_length=max(map(len, expected)) + 1)
-    decoder = SentenceDecoder([(talker.config.model, talker.params)], options, tokenizers)
-    (segments,) = decoder._divide([Sentence(f"<news>  <2de> {' '.join(parts)}")])
-    assert [segment.tokens for segment in segments] == expected
-    assert [segment.repeated for segment in segments] == [0, 2, 2]
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,8 @@ class Scorer:
     ) -> Iterator[PairScore]:
         sources, targets = zip(*pairs, strict=True)
         source, target, eos_id = self.tokenizers.source, self.tokenizers.target, self.model.eos_id
-        source_rows, source_texts = source.encode(sources), source.encode_parts(sources)
+        source_texts = source.encode_parts(sources)
+        source_rows = [with_first(tokens, source) for tokens in source_texts]
         target_rows = [self._target_tokens(tokens) for tokens in target.encode_parts(targets)]
         results = teacher_force(
             self.params,
