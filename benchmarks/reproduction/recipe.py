@@ -17,6 +17,8 @@ class Text(NamedTuple):
     """Called with the folder of raw corpora (--data) and the folder to write."""
     is_tokenized: bool = False
     """Lower-cased, normalised and tokenised text, scored as it is; otherwise cased and raw."""
+    joined: Callable[[str], str] = str
+    """Joins the subwords of a line, before it is scored; the text may be segmented already."""
 
     def prepare(self, raw: Path, out: Path) -> Path:
         """Writes the text below `out`, and returns its folder."""

@@ -140,6 +140,9 @@ def _scores(
         start = time.perf_counter()
         hypotheses = translator.translate(sources)
         seconds = time.perf_counter() - start
+        hypotheses, references = (
+            list(map(recipe.text.joined, lines)) for lines in (hypotheses, references)
+        )
         write_lines(folder / f"{test}.hypotheses", hypotheses)
         scores[test] = score(hypotheses, references, recipe.text.is_tokenized) | {
             "seconds": seconds

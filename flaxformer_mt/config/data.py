@@ -111,9 +111,9 @@ class DataConfig:
     max_unknown_rate: float = option(0.1, FieldRole.TEXT, lowest=0, highest=1)
     """Reject a corpus with a larger share of unknown tokens."""
 
-    tokenizer: Literal["bpe", "unigram"] = option("bpe", FieldRole.VOCABULARY)
-    """Algorithm of the SentencePiece model, which is trained on the training split on first
-    use."""
+    tokenizer: Literal["bpe", "unigram", "word"] = option("bpe", FieldRole.VOCABULARY)
+    """Algorithm of the SentencePiece model, which is trained on the training split on first use.
+    word: one token per word, for text that is segmented already, as by subword-nmt."""
     vocab_size: int = option(10000, FieldRole.VOCABULARY, lowest=1, limit=MAX_VOCABULARY)
     """Vocabulary size to learn (per language, unless joint_vocabulary). Small corpora get a
     smaller one."""
