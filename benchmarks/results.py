@@ -6,7 +6,8 @@
 DATA has the folders `multi30k-en-de`, `multi30k-en-fr` (the raw text of Multi30k, task 1,
 github.com/multi30k/dataset: train, valid, test, test_2017_flickr and test_2017_mscoco, .en.gz and
 so on) and `tatoeba-eng-fra` (train, valid and test, .en.gz and .fr.gz, of manythings.org/anki).
-Tokenised text needs sacremoses, pictures matplotlib, `first-steps` and the families PyTorch.
+Tokenised text needs sacremoses and subword-nmt, pictures matplotlib, `first-steps` and the families
+PyTorch.
 
 The same command continues a run that was stopped. Each run writes NAME-seedN.json, a copy of its
 metrics and a picture of its curves into --results; `--page` writes docs/results.md from all of

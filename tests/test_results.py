@@ -138,6 +138,38 @@ def test_text_is_prepared_as_moses_does(monkeypatch):
     assert texts.moses("fr")("L'homme d’Œuvre.") == "l&apos; homme d&apos; œuvre ."
 
 
+def test_subwords_of_multi30k(results, tmp_path):
+    texts = importlib.import_module("reproduction.texts")
+    lines = {"en": ["A playhouse.", "Two houses, one bird.", "A bird plays, a bird houses."]}
+    lines["fr"] = ["Une maison d'oiseau.", "Deux maisons, un oiseau.", "Un oiseau."]
+    raw = tmp_path / "raw" / "multi30k-en-fr"
+    raw.mkdir(parents=True)
+    for split in ("train", "valid", *texts.MULTI30K_TESTS):
+        for suffix, own in lines.items():
+            content = "".join(f"{line}\n" for line in own).encode()
+            (raw / f"{split}.{suffix}.gz").write_bytes(gzip.compress(content, mtime=0))
+    text = texts.multi30k_subwords("fr")
+    folder = text.prepare(tmp_path / "raw", tmp_path)
+    assert text.is_tokenized
+    for suffix, own in lines.items():
+        tokenized = [texts.moses(suffix)(line) for line in own]
+        for split in ("train", "test_2017_mscoco"):
+            segmented = read_lines(folder / f"{split}.{suffix}")
+            assert list(map(text.joined, segmented)) == tokenized
+    # "play" and "hou" occur twice, "house" at the end of a word only once.
+    assert read_lines(folder / "test.en")[0] == "a play@@ hou@@ s@@ e ."
+    assert read_lines(folder / "test.fr")[2] == "un oiseau ."
+
+
+@pytest.mark.parametrize(
+    ("segmented", "words"),
+    [("a play@@ house", "a playhouse"), ("unfinish@@", "unfinish"), ("@ x@@y", "@ x@@y"), ("", "")],
+)
+def test_markers_of_subwords_are_removed(results, segmented, words):
+    texts = importlib.import_module("reproduction.texts")
+    assert texts.without_markers(segmented) == words
+
+
 @pytest.fixture
 def raw(tmp_path):
     """Raw corpora of a few lines."""

@@ -63,7 +63,7 @@ def published(target: Language) -> ExperimentConfig:
     return with_changes(
         published_layers(target, steps_per_epoch=_BATCHES[target]),
         {
-            "data": {"tokenizer": "word", "byte_fallback": False},
+            "data": {"tokenizer": "word"},
             "train": {"batch_tokens": 64 * _ROWS[target]},
         },
     )

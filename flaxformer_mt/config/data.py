@@ -113,14 +113,15 @@ class DataConfig:
 
     tokenizer: Literal["bpe", "unigram", "word"] = option("bpe", FieldRole.VOCABULARY)
     """Algorithm of the SentencePiece model, which is trained on the training split on first use.
-    word: one token per word, for text that is segmented already, as by subword-nmt."""
+    word: one token per word, for text that is segmented already, as by subword-nmt; other words are
+    <unk>."""
     vocab_size: int = option(10000, FieldRole.VOCABULARY, lowest=1, limit=MAX_VOCABULARY)
     """Vocabulary size to learn (per language, unless joint_vocabulary). Small corpora get a
     smaller one."""
     joint_vocabulary: bool = option(True, FieldRole.VOCABULARY)
     """One vocabulary for both languages."""
     byte_fallback: bool = option(True, FieldRole.VOCABULARY)
-    """Encode characters outside the vocabulary as bytes instead of <unk>."""
+    """bpe, unigram: encode characters outside the vocabulary as bytes instead of <unk>."""
     character_coverage: float = option(1.0, FieldRole.VOCABULARY, lowest=0.98, highest=1)
     """Share of the corpus' characters that the vocabulary covers."""
     tokenizer_path: str = option("", FieldRole.VOCABULARY)

@@ -92,6 +92,19 @@ def test_space_separated_digits_are_one_piece_each():
     assert [len(tokens) for tokens in tokenizer.encode(["7", "1 2 3 4"])] == [1, 4]
 
 
+def test_words_that_are_segmented_already_are_one_token_each():
+    texts = ["a play@@ house , t-shirt", "d&apos; un compound@@ compound@@ compound@@ s 3.14"]
+    config = DataConfig(tokenizer="word")
+    tokenizer = Tokenizers.train([ParallelCorpus(texts, texts, "words")], config).source
+    words = {word for text in texts for word in text.split()}
+    assert tokenizer.vocab_size == 4 + len(words)
+    assert tokenizer.split(texts) == [[f"\u2581{word}" for word in text.split()] for text in texts]
+    assert tokenizer.decode(tokenizer.encode(texts)) == texts
+    assert tokenizer.encode(["a zebra"]) == [[*tokenizer.encode(["a"])[0], tokenizer.unk_id]]
+    with pytest.raises(UserError, match=r"data.subword_sampling needs .*, not one of kind WORD"):
+        tokenizer.sample(texts, 0, 0.1)
+
+
 def test_vocabulary_smaller_than_the_number_of_characters():
     with pytest.raises(UserError, match=r"=50 pieces: the characters of the text alone are \d+"):
         Tokenizers.train([CORPUS], dataclasses.replace(CONFIG, vocab_size=50))

@@ -78,6 +78,12 @@ def _word_sampler(proto: Any, processor: sentencepiece.SentencePieceProcessor) -
             lambda word: processor.nbest_encode(without_space(word), nbest_size=MOST_SPLITS),
             [piece.score for _, piece in pieces],
         )
+    if proto.trainer_spec.model_type != proto.trainer_spec.BPE:
+        kind = proto.trainer_spec.ModelType.Name(proto.trainer_spec.model_type)
+        raise UserError(
+            f"data.subword_sampling needs a bpe or unigram vocabulary, not one of kind {kind}: set "
+            "it to 0"
+        )
     normal = [(token, piece) for token, piece in pieces if piece.type == piece.NORMAL]
     return BpeDropout(
         ranks={piece.piece: -piece.score for _, piece in normal},

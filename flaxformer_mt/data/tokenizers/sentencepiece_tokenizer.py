@@ -110,7 +110,8 @@ def train_sentencepiece(
             vocab_size=config.vocab_size,
             hard_vocab_limit=False,
             character_coverage=config.character_coverage,
-            byte_fallback=config.byte_fallback,
+            # The bytes of a whole word would contain its space, and be decoded with U+2581.
+            byte_fallback=config.byte_fallback and config.tokenizer != "word",
             normalization_rule_name="identity",
             pad_id=PAD_ID,
             bos_id=BOS_ID,
