@@ -27,7 +27,7 @@ import jax
 from rich.console import Console
 
 from flaxformer_mt import distributed
-from flaxformer_mt.config import ExperimentConfig
+from flaxformer_mt.config import GENERATED, ExperimentConfig
 from flaxformer_mt.config.files import load_config
 from flaxformer_mt.data.dataset import (
     Dataset,
@@ -212,6 +212,13 @@ def _require_effects(config: ExperimentConfig) -> None:
       UserError: there is one.
     """
     data, model = config.data, config.model
+    if data.corpus in GENERATED and not data.train_corpora and not data.path.startswith("tfds:"):
+        for name in ("path", "columns"):
+            if given := getattr(data, name):
+                raise UserError(
+                    f"data.{name}={given} has no effect, since data.corpus={data.corpus} is "
+                    "generated: set data.corpus=text for a file or a folder of your own"
+                )
     if data.hold_out and not held_out_roles(data):
         raise UserError(
             f"data.hold_out={data.hold_out} has no effect: data.valid_corpora are the development "

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from flaxformer_mt.config import ExperimentConfig
+from flaxformer_mt.config import GENERATED, ExperimentConfig
 from flaxformer_mt.config.experiment import with_changes
 from flaxformer_mt.decoding.text_arguments import require_path, require_texts
 from flaxformer_mt.errors import UserError
@@ -309,7 +309,8 @@ class Run:
             flaxformer_mt.train(config, "runs/tuned")
 
         The parameters and the vocabulary are those of this run; step, optimizer and learning rate
-        start anew. Where `data` has a path, corpora that this run names one by one are replaced.
+        start anew. Where `data` has a path, corpora that this run names one by one or generates are
+        replaced.
 
         Args:
           **changes: fields by group that differ from this run: `data`, `optimizer`, `train`,
@@ -322,6 +323,8 @@ class Run:
         data: dict[str, Any] = {"tokenizer_path": ""}
         if "path" in changes.get("data", {}):
             data |= {"train_corpora": (), "valid_corpora": (), "test_corpora": ()}
+            if self.config.data.corpus in GENERATED:
+                data["corpus"] = "text"
         start = {"train": {"init_from": str(self.folder)}, "data": data}
         return with_changes(with_changes(self.config, start), changes)
 

@@ -134,6 +134,8 @@ def test_a_language_model_is_tested(tmp_path):
             {"data": {"hold_out": 5, "test_split": "", "valid_corpora": (CorpusConfig(),)}},
             "data.hold_out=5 has no effect",
         ),
+        ({"data": {"path": "mine.tsv"}}, "data.path=mine.tsv has no effect, since data.corpus="),
+        ({"data": {"columns": ("1", "2")}}, "data.columns=.* has no effect"),
     ],
 )
 def test_options_that_others_make_ineffective_are_refused(tmp_path, changes, message):

@@ -106,6 +106,12 @@ def test_fine_tuning_has_the_own_vocabulary_and_the_given_text(trained_run, monk
     assert config.data.tokenizer_path == ""
     assert config.data.train_corpora == config.data.valid_corpora == ()
     assert run.fine_tuning_config().data.train_corpora == corpora
+    generated = with_changes(run.config, {"data": {"corpus": "phrases"}})
+    monkeypatch.setattr(Run, "config", generated)
+    assert run.fine_tuning_config(data={"path": "mine.tsv"}).data.corpus == "text"
+    given = run.fine_tuning_config(data={"path": "mine.tsv", "corpus": "csv"})
+    assert given.data.corpus == "csv"
+    assert run.fine_tuning_config().data.corpus == "phrases"
     assert run.fine_tuning_config(data={"tokenizer_path": "other"}).data.tokenizer_path == "other"
 
 

@@ -45,8 +45,8 @@ def convert(
     Args:
       input_file: Checkpoint file (.pt or .safetensors), run folder, or model folder such as those
         on the Hugging Face Hub.
-      output_file: File to write (.pt, or .safetensors, which does not store the state of Adam) or
-        folder to create.
+      output_file: File to write (.pt, or .safetensors, which stores the state of Adam only with
+        --to flaxformer_mt) or folder to create.
       source: Family of the input: a published model, or `flaxformer_mt` for a run folder or for
         parameters in a .safetensors file.
       target: Family of the output.

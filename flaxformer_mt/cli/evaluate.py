@@ -134,6 +134,8 @@ def evaluate(
     from flaxformer_mt import evaluation
 
     standard, functions = _metrics(metric, evaluation.STANDARD)
+    if "bleu" not in standard:
+        reject_options("--metric bleu", tokenize=tokenize)
     is_chosen, tokenize = tokenize is not None, tokenize or _tokenizer_of(run)
     evaluation.check_options(standard, tokenize)
     test = _test_set(run, source, reference, split)

@@ -6,7 +6,7 @@ declaration states its roles and bounds (`fields.py`).
 """
 
 from flaxformer_mt.config.continuation import RESUMABLE_FIELDS, differences
-from flaxformer_mt.config.data import CorpusConfig, CorpusKind, DataConfig
+from flaxformer_mt.config.data import GENERATED, CorpusConfig, CorpusKind, DataConfig
 from flaxformer_mt.config.decode import DecodeConfig
 from flaxformer_mt.config.experiment import ExperimentConfig
 from flaxformer_mt.config.model import TransformerConfig, with_vocabulary_sizes
@@ -16,6 +16,7 @@ from flaxformer_mt.config.serialization import from_dict, from_json, to_dict, to
 from flaxformer_mt.config.train import TrainConfig, ValidationMetric
 
 __all__ = [
+    "GENERATED",
     "RESUMABLE_FIELDS",
     "CorpusConfig",
     "CorpusKind",

@@ -18,6 +18,9 @@ CorpusKind: TypeAlias = Literal[
 ]
 """A source of sentence pairs; the help of `DataConfig.corpus` explains each."""
 
+GENERATED: frozenset[CorpusKind] = frozenset({"phrases", "reverse"})
+"""Sources that read no files."""
+
 
 @dataclasses.dataclass(frozen=True)
 class CorpusConfig:
