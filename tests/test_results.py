@@ -11,6 +11,8 @@ import pytest
 from flaxformer_mt.data.corpora.text_files import read_lines
 from flaxformer_mt.decoding.translator import Translator
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.exit_codes import ExitCode
+from flaxformer_mt.interruption import Interrupted
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -242,6 +244,36 @@ def test_the_models_of_an_ensemble_translate_together(results, tmp_path):
     sources = read_lines(tmp_path / "out" / "text" / "copies" / "test.in")
     path = tmp_path / "out" / "translations" / "ensemble-seed1" / "test.hypotheses"
     assert read_lines(path) == Translator.from_run(folders).translate(sources)
+
+
+def test_a_mean_with_a_checkpoint_of_an_interruption_is_refused(results):
+    runs = importlib.import_module("reproduction.runs")
+    config = results.RECIPES["multi30k-en-de"].config()
+    every = config.train.checkpoint_every
+    runs._require_regular([every, 2 * every, 2 * every + 1], Path("run"), config)
+    with pytest.raises(UserError, match=f"^run was interrupted after {every + 1} steps"):
+        runs._require_regular([every, every + 1, 2 * every], Path("run"), config)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "folder_name", "seed"),
+    [
+        (["reverse", "--seed", "3"], "out", 3),
+        (["reverse", "--seed", "3", "--num-steps", "7"], "7-steps", 3),
+        (["multi30k-en-de-best", "--seed", "3"], "out", 1),
+    ],
+)
+def test_where_and_with_which_seed_an_experiment_is_trained(
+    results, tmp_path, monkeypatch, capsys, arguments, folder_name, seed
+):
+    def stop(name, recipe, data, out, given, changes):
+        assert (name, out.name, given) == (arguments[0], folder_name, seed)
+        raise Interrupted("stopped by SIGTERM")
+
+    monkeypatch.setattr(results, "run", stop)
+    folders = [f"--out={tmp_path / 'out'}", f"--results={tmp_path}"]
+    assert results.main(["--run", *arguments, *folders]) == ExitCode.INTERRUPTED
+    assert capsys.readouterr().err == "results.py: stopped by SIGTERM\n"
 
 
 @pytest.mark.usefixtures("usual_optimizations")

@@ -107,8 +107,8 @@ JADORE_NOTE = (
 T5_NOTE = (
     "Trained with Adafactor, as published, whose steps are in proportion to the parameters. Adam "
     "hardly changes embeddings that start with a standard deviation of 1: with a peak rate of 1e-2 "
-    "its training loss was 5.46 after 600 steps, that of Adafactor 4.43 (both with label "
-    "smoothing)."
+    "its training loss was 5.46 after 600 steps, that of Adafactor 4.43, in trials "
+    "with label smoothing. This line has none, as published."
 )
 # Further options, by the name of their line.
 _VARIANTS = {

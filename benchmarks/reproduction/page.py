@@ -48,11 +48,12 @@ TATOEBA_PICTURE = "tatoeba.png"
 
 _INTRODUCTIONS: dict[Group, str] = {
     "multi30k": (
-        "The published values are within the intervals of the published recipe's lines. Equal are "
-        "the text (tokenised as the corpus' own, except in 1 of 7,000 lines), model, schedule, "
-        "stopping, averaging, search and scoring. Different are the subword pieces (10,000 of "
-        "SentencePiece's BPE instead of 10,000 merges of subword-nmt), the tokens of an update "
-        "where a line says so, and random numbers."
+        'Equal to the publication in the lines "as published" are the text (tokenised as the '
+        "corpus' own, except in 1 of 7,000 lines), its subwords, model, loss, schedule, stopping, "
+        "averaging, search and scoring. Different are the batches, which have as many target "
+        "tokens as fairseq's on average, but sentences of all lengths, the number of batches in an "
+        'update, and random numbers. Lines "with SentencePiece" have other subwords and more '
+        "tokens in an update."
     ),
     "families": (
         "2 + 2 layers of width 128, 4,000 pieces, and "
@@ -76,7 +77,7 @@ _INTRODUCTIONS: dict[Group, str] = {
     "tatoeba": (
         "`configs/forkme.py` at 3 + 3 layers of width 128, in float32, with 4,000 pieces, for at "
         f"most {tatoeba.NUM_STEPS:,} batches of {tatoeba.BATCH_TOKENS:,} target tokens: early "
-        "stopping ends the runs on few pairs before."
+        "stopping ends the runs on few pairs earlier."
     ),
 }
 

@@ -180,9 +180,9 @@ RECIPES = {
         note="That corpus is not available. The text here is the English wh-questions of Tatoeba "
         "and their translations: 9,283 pairs to train, 72 to validate, 80 to test. The published "
         "BLEU counts words and padding, from 0 to 1; `teacher_forced_bleu` counts subword tokens, "
-        "from 0 to 100. Of the 72 validation sentences, 64 are one batch of `seq2seq_acc` and 8 "
-        "the other, which here weigh as many as their positions, since then as many as their "
-        "sentences, as in fast.ai.",
+        "from 0 to 100. The 72 validation sentences are two batches of `seq2seq_acc`, of 64 and "
+        "of 8. This run weighted them by their positions; the code now weights them by their "
+        "sentences, as fast.ai does.",
     ),
     "annotated-copy": Recipe(
         "`annotated`: the copy task",

@@ -1,6 +1,7 @@
 """Trains a recipe, averages checkpoints, translates its test sets and scores them."""
 
 import json
+import math
 import platform
 import shutil
 import statistics
@@ -19,6 +20,7 @@ from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.config.experiment import with_changes
 from flaxformer_mt.data.corpora.text_files import read_lines
 from flaxformer_mt.decoding.translator import Translator
+from flaxformer_mt.errors import UserError
 from flaxformer_mt.plotting.history import read_history
 from flaxformer_mt.run_reader import MetricRows
 from flaxformer_mt.runs import atomic
@@ -102,10 +104,12 @@ def _train(config: ExperimentConfig, workdir: Path, averaged: int) -> _Trained:
         write_lines(commit, [_commit()])
     trained = experiment.train(config, workdir)
     scored = workdir
+    # A trial of few steps has fewer checkpoints.
+    averaged = min(averaged, math.ceil(config.train.num_steps / config.train.checkpoint_every))
     if averaged > 1:
         scored = workdir.with_name(f"{workdir.name}-mean")
         shutil.rmtree(scored, ignore_errors=True)  # Of fewer steps.
-        average_run(workdir, scored, averaged, "last")
+        _require_regular(average_run(workdir, scored, averaged, "last"), workdir, config)
     rows = trained.metrics()
     training = rows("train")
     (hours,) = read_history(workdir).positions(np.array([training[-1]["step"]]), "hours")
@@ -118,6 +122,20 @@ def _train(config: ExperimentConfig, workdir: Path, averaged: int) -> _Trained:
         hours=float(hours),
         rows=rows,
     )
+
+
+def _require_regular(averaged: Sequence[int], workdir: Path, config: ExperimentConfig) -> None:
+    """Checks that no step but the last is one of an interruption.
+
+    Raises:
+      UserError: one is. Its checkpoint replaced a regular one.
+    """
+    for step in averaged[:-1]:
+        if step % config.train.checkpoint_every:
+            raise UserError(
+                f"{workdir} was interrupted after {step} steps, and the mean of its last "
+                f"{len(averaged)} checkpoints is not that of the recipe: remove it and train again"
+            )
 
 
 def _scores(
