@@ -212,17 +212,21 @@ def _require_effects(config: ExperimentConfig) -> None:
       UserError: there is one.
     """
     data, model = config.data, config.model
-    if data.corpus in GENERATED and not data.train_corpora and not data.path.startswith("tfds:"):
-        for name in ("path", "columns"):
-            if given := getattr(data, name):
-                raise UserError(
-                    f"data.{name}={given} has no effect, since data.corpus={data.corpus} is "
-                    "generated: set data.corpus=text for a file or a folder of your own"
-                )
+    is_generated = data.corpus in GENERATED and not data.train_corpora
+    if is_generated and data.path and not data.path.startswith("tfds:"):
+        raise UserError(
+            f"data.path={data.path} has no effect, since data.corpus={data.corpus} is generated: "
+            "set data.corpus=text for a file or a folder of your own"
+        )
     if data.hold_out and not held_out_roles(data):
         raise UserError(
             f"data.hold_out={data.hold_out} has no effect: data.valid_corpora are the development "
             "set, and data.test_corpora or data.test_split='' the test set"
+        )
+    if data.subword_sampling and not model.has_inputs:
+        raise UserError(
+            f"data.subword_sampling={data.subword_sampling} has no effect: a language model has no "
+            "sources to segment"
         )
     rates = (
         model.dropout_rate, model.embedding_dropout, model.attention_dropout_rate,
@@ -316,6 +320,8 @@ def prepare(
             check_vocabulary(Path(path))
         data = dataclasses.replace(given.data, tokenizer_path=path)
         tokenizers = Tokenizers.for_run(corpora["train"], data, given.model.has_inputs)
+        if data.subword_sampling:
+            tokenizers.source.sample([], 0, data.subword_sampling)  # Some vocabularies cannot.
     if given.model.has_inputs:
         check_search(given, tokenizers)
     tokens = tokenize(given, corpora, tokenizers, cache_folder or workdir / CACHE)

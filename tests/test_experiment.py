@@ -135,7 +135,10 @@ def test_a_language_model_is_tested(tmp_path):
             "data.hold_out=5 has no effect",
         ),
         ({"data": {"path": "mine.tsv"}}, "data.path=mine.tsv has no effect, since data.corpus="),
-        ({"data": {"columns": ("1", "2")}}, "data.columns=.* has no effect"),
+        (
+            {"data": {"subword_sampling": 0.1}, "model": {"has_inputs": False}},
+            "data.subword_sampling=0.1 has no effect",
+        ),
     ],
 )
 def test_options_that_others_make_ineffective_are_refused(tmp_path, changes, message):

@@ -60,6 +60,8 @@ def prepare(
                 f"--splits {name} is given twice: write {name}={files_of_splits[name]},{files}"
             )
         files_of_splits[name] = files
+    if not path.is_dir():
+        raise UserError(f"--path={path} is not a folder: name the one with the files of all splits")
     corpora = {
         name: open_corpus(
             CorpusConfig(

@@ -156,6 +156,10 @@ class DataConfig:
         validate(self, "data")
         _check_columns(self.columns, "data.columns")
         require(
+            not self.subword_sampling or self.tokenizer != "word" or bool(self.tokenizer_path),
+            f"data.subword_sampling={self.subword_sampling} needs data.tokenizer=bpe or unigram",
+        )
+        require(
             bool(self.bucket_lengths)
             and list(self.bucket_lengths) == sorted(set(self.bucket_lengths)),
             f"data.bucket_lengths={self.bucket_lengths} must be in increasing order",

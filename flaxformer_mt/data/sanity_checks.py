@@ -35,13 +35,15 @@ def check_unknown_rate(corpus: EncodedCorpus, config: DataConfig) -> None:
       UserError: more than `config.max_unknown_rate` of the tokens of a side are unknown.
     """
     sides = {"source": corpus.report.sources, "target": corpus.report.targets}
+    change = "set data.byte_fallback, raise data.character_coverage"
+    if config.tokenizer == "word":
+        change = "raise data.vocab_size"
     for side, report in sides.items():
         if report is not None and report.unknown_rate > config.max_unknown_rate:
             raise UserError(
                 f"{corpus.name}: {report.unknown_rate:.1%} of the {side} tokens are unknown "
                 f"(data.max_unknown_rate={config.max_unknown_rate:g}), such as "
-                f"{report.unknown_example!r}: set data.byte_fallback, raise "
-                "data.character_coverage, or use a vocabulary made for this text"
+                f"{report.unknown_example!r}: {change}, or use a vocabulary made for this text"
             )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
 from flaxformer_mt.data.tokenizers.language_tokens import with_first
 from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE
-from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers
 from flaxformer_mt.decoding import minimum_bayes_risk, sentence_splitting
 from flaxformer_mt.decoding.batching.continuous_batching import (
     ContinuousBatcher,
@@ -207,7 +207,7 @@ class SentenceDecoder:
                     "or increase decode.max_source_length"
                 )
             if tokenized and (sentence.prefix or sentence.phrases):
-                prefix, *phrases = target.encode_parts([sentence.prefix, *sentence.phrases])
+                prefix, *phrases = _known(target, [sentence.prefix, *sentence.phrases])
                 tokenized[0] = tokenized[0]._replace(
                     prefix=prefix, phrases=[phrase for phrase in phrases if phrase]
                 )
@@ -452,9 +452,10 @@ class SentenceDecoder:
 
     def _bad_phrases(self) -> tuple[tuple[int, ...], ...]:
         """Returns the token sequences that must not appear."""
-        words = self.tokenizers.target.encode_parts(
-            [word.strip() for word in self.decode.bad_words]
-        )
+        target = self.tokenizers.target
+        words = target.encode_parts([word.strip() for word in self.decode.bad_words])
+        # Other words cannot be generated anyway.
+        known = [phrase for phrase in words if target.unk_id not in phrase]
         size = self.model.target_vocab_size
         ids = []
         for phrase in self.decode.bad_word_ids:
@@ -466,7 +467,23 @@ class SentenceDecoder:
                         f"{size}, the size of the vocabulary"
                     )
             ids.append(tokens)
-        return tuple(tuple(phrase) for phrase in (*words, *ids) if phrase)
+        return tuple(tuple(phrase) for phrase in (*known, *ids) if phrase)
+
+
+def _known(target: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """Returns the tokens of texts that a translation must contain.
+
+    Raises:
+      UserError: the vocabulary does not have all of a text.
+    """
+    encoded = target.encode_parts(texts)
+    for text, tokens in zip(texts, encoded, strict=True):
+        if target.unk_id in tokens:
+            raise UserError(
+                f'a translation cannot contain "{text}", which is partly unknown in the target '
+                "vocabulary: leave it out of prefix or phrases"
+            )
+    return encoded
 
 
 def longest_source(decode: DecodeConfig, models: Sequence[TransformerConfig]) -> int:

@@ -53,6 +53,12 @@ def test_a_language_model_has_targets_only():
     assert str(encoded.report) == "5 pairs; 14 target tokens, 0.00% unknown"
 
 
+def test_the_first_unknown_word_is_kept():
+    words = Tokenizers.train([CORPUS], DataConfig(tokenizer="word"))
+    report = encode_corpus(ParallelCorpus(["1 2 x y"], ["1"], "letters"), words, CONFIG).report
+    assert (report.sources.unknown_tokens, report.sources.unknown_example) == (2, "x")
+
+
 def test_unknown_tokens_are_counted_and_the_first_character_is_kept():
     corpus = ParallelCorpus(["1", "2 猫 3", "x"], ["1", "2", "3"], "letters")
     report = encode_corpus(corpus, WITHOUT_BYTES, CONFIG).report

@@ -256,6 +256,19 @@ def test_hold_out_is_of_any_corpus_and_not_too_much(tmp_path):
         divide(tmp_path, numbered(200), hold_out=51)
 
 
+def test_a_file_has_no_splits(tmp_path):
+    (tmp_path / "own.tsv").write_text("a\tb\n")
+    corpora = (CorpusConfig(kind="tsv", path=str(tmp_path / "own.tsv"), split="valid"),)
+    with pytest.raises(UserError, match=r"data\.valid_corpora\.0\.split=valid has no effect"):
+        open_corpora(DataConfig(valid_corpora=corpora), "valid")
+
+
+@pytest.mark.parametrize("kind", ["phrases", "tfds"])
+def test_text_without_columns(kind):
+    with pytest.raises(UserError, match=rf"data\.columns=.* text of kind {kind} has no columns"):
+        open_corpora(DataConfig(corpus=kind, columns=("1", "2")), "train")
+
+
 def test_one_file_needs_development_pairs(tmp_path):
     with pytest.raises(UserError, match=r"own\.tsv has only training pairs: .*--data\.hold-out"):
         divide(tmp_path, numbered(10), hold_out=0)
@@ -300,6 +313,25 @@ def test_hugging_face_folders(saved):
     (corpus,) = open_corpora(config, "valid")
     assert [*corpus.pairs()] == PAIRS[1:]
     assert corpus.fingerprint != open_corpora(config, "train")[0].fingerprint
+
+
+def test_hugging_face_folders_with_any_number_of_languages(tmp_path):
+    datasets = importlib.import_module("datasets")
+    feature = datasets.TranslationVariableLanguages(["en", "fr"])
+    rows = {"translation": [{"en": "a", "fr": "b"}]}
+    features = datasets.Features(translation=feature)
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / "data")
+    with pytest.raises(UserError, match=r"no column 'translation\.en'"):
+        read(tmp_path / "data")
+
+
+def test_a_damaged_hugging_face_folder(tmp_path):
+    datasets = importlib.import_module("datasets")
+    datasets.Dataset.from_dict({"en": ["hello"], "fr": ["bonjour"]}).save_to_disk(tmp_path / "data")
+    (file,) = (tmp_path / "data").glob("*.arrow")
+    file.write_bytes(file.read_bytes().replace(b"hello", b"h\xffllo"))
+    with pytest.raises(UserError, match="data/train cannot be read: "):
+        read(tmp_path / "data")
 
 
 def test_what_a_hugging_face_folder_lacks_is_named(saved, tmp_path, monkeypatch):

@@ -198,6 +198,15 @@ def test_the_printed_command_has_the_splits(tmp_path, capfd, splits, options):
     assert printed.endswith(f"--data.train-split=train {options}")
 
 
+def test_splits_of_a_file(tmp_path, capfd):
+    (tmp_path / "train.tsv").write_text("a\tb\n")
+    arguments = ["prepare", "--path", str(tmp_path / "train.tsv"), "--output", str(tmp_path / "x")]
+    arguments += ["--source-language", "en", "--target-language", "de", "--format", "tsv"]
+    assert main(arguments) == 1
+    assert "train.tsv is not a folder" in capfd.readouterr().err
+    assert not (tmp_path / "x").exists()
+
+
 def test_tsv_on_the_command_line(tmp_path):
     lines = "".join(f"{source}\t{target}\n" for source, target in PAIRS[:3])
     (tmp_path / "train.tsv").write_text(lines, encoding="utf-8")

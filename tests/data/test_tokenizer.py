@@ -100,7 +100,9 @@ def test_words_that_are_segmented_already_are_one_token_each():
     assert tokenizer.vocab_size == 4 + len(words)
     assert tokenizer.split(texts) == [[f"\u2581{word}" for word in text.split()] for text in texts]
     assert tokenizer.decode(tokenizer.encode(texts)) == texts
-    assert tokenizer.encode(["a zebra"]) == [[*tokenizer.encode(["a"])[0], tokenizer.unk_id]]
+    a, unknown = tokenizer.encode(["a"])[0], tokenizer.unk_id
+    assert tokenizer.encode(["a zebra", "a b c a"]) == [[*a, unknown], [*a, unknown, unknown, *a]]
+    assert tokenizer.split(["a b c a"]) == [["\u2581a", "\u2581b", "\u2581c", "\u2581a"]]
     with pytest.raises(UserError, match=r"data.subword_sampling needs .*, not one of kind WORD"):
         tokenizer.sample(texts, 0, 0.1)
 
@@ -108,6 +110,13 @@ def test_words_that_are_segmented_already_are_one_token_each():
 def test_vocabulary_smaller_than_the_number_of_characters():
     with pytest.raises(UserError, match=r"=50 pieces: the characters of the text alone are \d+"):
         Tokenizers.train([CORPUS], dataclasses.replace(CONFIG, vocab_size=50))
+
+
+def test_words_of_long_lines_are_learned():
+    texts = ["short", "word " * 2000 + "last"]
+    config = DataConfig(tokenizer="word")
+    tokenizer = Tokenizers.train([ParallelCorpus(texts, texts, "long")], config).source
+    assert tokenizer.unk_id not in tokenizer.encode(["short word last"])[0]
 
 
 def test_corpus_without_text():
@@ -230,6 +239,11 @@ def test_a_vocabulary_without_the_tags(tmp_path, caplog):
     TRAINED.save(tmp_path)
     Tokenizers.for_run([], dataclasses.replace(TAGGED, tokenizer_path=str(tmp_path)))
     assert [line[:13] for line in caplog.messages] == ["the tag <2fr>", "the tag <bt> "]
+    words = dataclasses.replace(CONFIG, tokenizer="word")
+    Tokenizers.train([CORPUS], words).save(tmp_path / "words")
+    config = dataclasses.replace(TAGGED, tokenizer_path=str(tmp_path / "words"))
+    with pytest.raises(UserError, match="the tag <2fr> is unknown in the vocabulary"):
+        Tokenizers.for_run([], config)
 
 
 def test_a_vocabulary_is_learned_if_none_is_given():

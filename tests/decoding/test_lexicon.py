@@ -65,3 +65,12 @@ def test_a_learned_table_can_be_read(tmp_path, name):
     shortlist = Shortlist.read(tmp_path / name, tokenizers, first=0, best=1)
     allowed = shortlist.allowed(source.encode(["dog cat"])[0])
     assert target.pieces(allowed) == ["</s>", "\u2581Hund", "\u2581Katze"]
+
+
+@pytest.mark.parametrize("piece", ["\u2581\r", "\x0c", "\u2581Hund\t", "a b", "\n"])
+def test_pieces_with_white_space_are_left_out(tmp_path, piece):
+    source, target = Vocabulary("dog"), Vocabulary("Hund")
+    target.words[1] = piece
+    tokenizers = types.SimpleNamespace(source=source, target=target)
+    write_table(tmp_path / "lex", {(2, 1): 0.5, (2, 2): 0.5}, tokenizers)
+    assert (tmp_path / "lex").read_text() == "\u2581Hund \u2581dog 0.500000\n"

@@ -259,6 +259,19 @@ def test_options_that_exclude_all_translations_are_named(talker, beam_size):
         )  # fmt: skip
 
 
+def test_what_is_not_in_the_vocabulary(talker, monkeypatch):
+    target = talker.tokenizers.target
+    unknown = target.encode(["Hund"])[0][-1]
+    monkeypatch.setattr(target, "unk_id", unknown)
+    translator = make_translator(talker)
+    for constraints in ({"prefix": "die Hund"}, {"phrases": ("grüne", "Hund")}):
+        with pytest.raises(UserError, match=r'cannot contain ".*Hund", which is partly unknown'):
+            translator.translate([Sentence("kleiner", **constraints)])
+    # Other words that are unknown remain possible.
+    every = translator.translate_n_best(["Hund"], bad_words=("Hund",), **GREEDY)
+    assert every == translator.translate_n_best(["Hund"], **GREEDY)
+
+
 def test_phrases_are_not_supported_with_sampling(talker):
     with pytest.raises(UserError, match=r"not supported with sampling: remove decode\.sampling"):
         make_translator(talker).translate([Sentence("Hund", phrases=("Hund",))], mbr_samples=2)

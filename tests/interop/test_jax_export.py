@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from jax import export
 
-from flaxformer_mt.config import DataConfig, ExperimentConfig, TransformerConfig
-from flaxformer_mt.data.corpora.corpus import load_corpus
+from flaxformer_mt.config import CorpusConfig, DataConfig, ExperimentConfig, TransformerConfig
+from flaxformer_mt.data.corpora.corpus import ParallelCorpus, load_corpus
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.decoding.translator import Translator
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.convert import convert
-from flaxformer_mt.interop.formats import run_folders
+from flaxformer_mt.interop.formats import jax_server, run_folders
 from flaxformer_mt.interop.formats.bundle import ModelBundle
 from flaxformer_mt.interop.formats.jax_export import export_functions, metadata, write
 from flaxformer_mt.interop.weight_maps.mapping import by_path
@@ -119,6 +120,22 @@ def test_metadata_contains_what_a_server_needs(exported):
     assert facts["longest"] == model.max_length
     assert len(facts["pieces"]["source"]) == model.source_vocab_size == tokenizer.vocab_size
     assert facts["functions"].keys() == {"encode", "step", "reorder"}
+
+
+@pytest.mark.parametrize("kind", ["bpe", "word"])
+def test_the_server_encodes_tags_and_unknown_words_as_the_run(tmp_path, kind):
+    texts = [">>de<< the house", ">>de<< the old houses"]
+    tags = (CorpusConfig(tag=">>de<<"),)
+    data = DataConfig(tokenizer=kind, byte_fallback=False, train_corpora=tags)
+    tokenizers = Tokenizers.train([ParallelCorpus(texts, texts, "houses")], data)
+    for name in ("source.spm", "target.spm"):
+        (tmp_path / name).write_bytes(tokenizers.source.model)
+    size = tokenizers.source.vocab_size
+    config = ExperimentConfig(model=TransformerConfig(size, size, max_length=32))
+    facts = json.loads(json.dumps(metadata(ModelBundle(config, {}, tokenizers))))
+    server = jax_server.Text(tmp_path, facts)
+    for text in (*texts, "the xxx yyy house", "xxx"):
+        assert server.encode(text) == tokenizers.source.encode([text])[0]
 
 
 @pytest.mark.parametrize(

@@ -169,12 +169,16 @@ def open_corpora(config: DataConfig, role: Role, has_inputs: bool = True) -> lis
                 f"--data.hold-out 1000, or give a folder, or data.{role}_corpora"
             )
         return [open_corpus(corpus, config, "data.", has_inputs)]
-    return [
-        open_corpus(
-            _completed(corpus, config, split), config, f"data.{role}_corpora.{number}.", has_inputs
-        )
-        for number, corpus in enumerate(corpora)
-    ]
+    opened = []
+    for number, corpus in enumerate(corpora):
+        prefix, completed = f"data.{role}_corpora.{number}.", _completed(corpus, config, split)
+        if corpus.split and _has_no_splits(completed):
+            raise UserError(
+                f"{prefix}split={corpus.split} has no effect: {prefix}path={completed.path} has no "
+                "splits"
+            )
+        opened.append(open_corpus(completed, config, prefix, has_inputs))
+    return opened
 
 
 def open_corpus(
@@ -367,14 +371,17 @@ def _open_saved(request: _Request) -> _Text:
 
 
 def _reject_columns(request: _Request) -> None:
-    if request.corpus.columns:
+    corpus, prefix = request.corpus, request.prefix
+    if corpus.columns:
+        text = f"{prefix}path={corpus.path}" if corpus.path else f"text of kind {corpus.kind}"
         raise UserError(
-            f"{request.prefix}columns={request.corpus.columns}: {request.prefix}path="
-            f"{request.corpus.path} has no columns: leave it out, or give the file that has them"
+            f"{prefix}columns={corpus.columns}: {text} has no columns: leave it out, or give the "
+            "file that has them"
         )
 
 
 def _open_tfds(request: _Request) -> _Text:
+    _reject_columns(request)
     source, target = request.languages
     languages = (source if request.has_inputs else None, target)
     split = tfds_reader.open_split(
@@ -457,6 +464,7 @@ def _generate(
     A checksum of the source assigns each pair to a split (valid and test own a tenth of all sources
     each), so the splits are disjoint whatever their sizes and seeds.
     """
+    _reject_columns(request)
     data, kind, split = request.data, request.corpus.kind, request.corpus.split
     splits = (data.valid_split, data.test_split, data.train_split)
     if split not in splits:

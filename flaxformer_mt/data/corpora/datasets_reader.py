@@ -37,10 +37,19 @@ class SavedSplit:
         """Yields the pairs in the order in which they are stored; a missing text is "".
 
         Line breaks within a sentence become spaces.
+
+        Raises:
+          UserError: a file is damaged.
         """
+        import pyarrow
+
         for first in range(0, len(self.rows), _READ_AT_ONCE):
-            part = self.rows[first : first + _READ_AT_ONCE]
-            yield from zip(*(_texts(part, column) for column in self.columns), strict=True)
+            try:
+                part = self.rows[first : first + _READ_AT_ONCE]
+                texts = [_texts(part, column) for column in self.columns]
+            except (ValueError, SystemError, OSError, pyarrow.ArrowException) as error:
+                raise UserError(f"{self.name} cannot be read: {error}") from error
+            yield from zip(*texts, strict=True)
 
     def digest(self) -> bytes:
         """Returns the SHA-256 of the columns and of the data set's files."""
@@ -108,7 +117,7 @@ def _columns(features: Any) -> dict[str, str]:
     """Returns the data types of all features, and of their members."""
     types: dict[str, str] = {}
     for name, feature in features.items():
-        if hasattr(feature, "languages"):  # A `datasets.Translation`.
+        if type(feature).__name__ == "Translation":
             types |= {f"{name}.{language}": "string" for language in feature.languages}
         elif isinstance(feature, dict):
             types |= {f"{name}.{key}": _type(member) for key, member in feature.items()}

@@ -14,6 +14,7 @@ from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.data.corpora.corpus import ParallelCorpus
 from flaxformer_mt.data.corpora.filters import Dropped
 from flaxformer_mt.data.stream.packing import Sentences
+from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers
 from flaxformer_mt.errors import UserError
 
@@ -191,14 +192,9 @@ class SideEncoder:
         self._unknown_tokens += len(unknown)
         if len(unknown) and not self._unknown_example:
             first = int(np.searchsorted(sentences.offsets, unknown[0], side="right")) - 1
-            self._unknown_example = self._unknown_character(texts[first])
+            token = int(unknown[0] - sentences.offsets[first])
+            self._unknown_example = self._tokenizer.split([texts[first]])[0][token].strip(SPACE)
         return sentences
-
-    def _unknown_character(self, text: str) -> str:
-        """Returns the first unknown character, or all of `text` if none is unknown by itself."""
-        pieces = zip(text, self._tokenizer.encode_parts(list(text)), strict=True)
-        unknown = (character for character, ids in pieces if self._tokenizer.unk_id in ids)
-        return next(unknown, text)
 
     def report(self) -> SideReport:
         """Returns the statistics of all chunks, which must contain at least one text."""

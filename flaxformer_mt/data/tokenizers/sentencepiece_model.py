@@ -19,7 +19,8 @@ from flaxformer_mt.errors import UserError
 SPACE = "\u2581"
 """SentencePiece's symbol for a space, including the one that it prepends to a text."""
 
-_WORD = re.compile(f"{SPACE}[^{SPACE}]*")
+WORD = re.compile(f"{SPACE}[^{SPACE}]*")
+"""A word of normalised text."""
 
 
 def open_model(model: bytes, name: str) -> sentencepiece.SentencePieceProcessor:
@@ -61,7 +62,7 @@ class TextSampler:
 
     def sample(self, texts: Sequence[str], seed: int, amount: float) -> list[list[int]]:
         """Returns the model's piece ids for each text; arguments as in `Tokenizer.sample`."""
-        words = [_WORD.findall(text) for text in self._processor.normalize(list(texts))]
+        words = [WORD.findall(text) for text in self._processor.normalize(list(texts))]
         sampled = self._words.sample(list(itertools.chain(*words)), seed, amount)
         remaining = iter(sampled)
         return [list(itertools.chain(*itertools.islice(remaining, len(own)))) for own in words]

@@ -8,6 +8,7 @@ outside the vocabulary are decoded as " \u2047 ".)
 import functools
 import hashlib
 import io
+import itertools
 import logging
 import re
 from collections.abc import Sequence
@@ -15,7 +16,8 @@ from collections.abc import Sequence
 import sentencepiece
 
 from flaxformer_mt.config import DataConfig
-from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE, TextSampler, open_model
+from flaxformer_mt.data.corpora.text_files import MAX_LINE_BYTES
+from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE, WORD, TextSampler, open_model
 from flaxformer_mt.errors import UserError
 
 PAD_ID, BOS_ID, EOS_ID, UNK_ID = 0, 1, 2, 3
@@ -53,7 +55,11 @@ class SentencePieceTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """See `Tokenizer.encode`."""
-        return self._processor.encode(list(texts))
+        encoded = self._processor.encode(list(texts))
+        return [
+            self._processor.piece_to_id(self.split([text])[0]) if self.unk_id in tokens else tokens
+            for text, tokens in zip(texts, encoded, strict=True)
+        ]
 
     encode_parts = encode
     first_id = None
@@ -61,7 +67,14 @@ class SentencePieceTokenizer:
 
     def split(self, texts: Sequence[str]) -> list[list[str]]:
         """See `Tokenizer.split`."""
-        return self._processor.encode(list(texts), out_type=str)
+        split = self._processor.encode(list(texts), out_type=str)
+        return [list(itertools.chain(*map(self._words, pieces))) for pieces in split]
+
+    def _words(self, piece: str) -> list[str]:
+        """Separates consecutive unknown words, of which SentencePiece makes one piece."""
+        if piece.count(SPACE) > 1 and self._processor.piece_to_id(piece) == self.unk_id:
+            return WORD.findall(piece)
+        return [piece]
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
         """See `Tokenizer.pieces`."""
@@ -110,6 +123,7 @@ def train_sentencepiece(
             vocab_size=config.vocab_size,
             hard_vocab_limit=False,
             character_coverage=config.character_coverage,
+            max_sentence_length=MAX_LINE_BYTES,  # Longer lines would be left out.
             # The bytes of a whole word would contain its space, and be decoded with U+2581.
             byte_fallback=config.byte_fallback and config.tokenizer != "word",
             normalization_rule_name="identity",
@@ -125,7 +139,7 @@ def train_sentencepiece(
         )
     except RuntimeError as error:
         # "INTERNAL: src/trainer_interface.cc(638) [condition] Vocabulary size is smaller than ..."
-        reason = str(error).rpartition("] ")[2].strip()
+        reason = str(error).rpartition("] ")[2].strip() or str(error)
         needed = _REQUIRED.search(reason)
         if needed:
             reason = (

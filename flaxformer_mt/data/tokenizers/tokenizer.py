@@ -166,6 +166,11 @@ class Tokenizers:
         tokenizers = cls.load(folder)
         words = tags(config)
         for tag, pieces in zip(words, tokenizers.source.encode_parts(words), strict=True):
+            if tokenizers.source.unk_id in pieces:
+                raise UserError(
+                    f"the tag {tag} is unknown in the vocabulary of data.tokenizer_path={given}, "
+                    "and would not be seen by the model: use another tag or vocabulary"
+                )
             if len(pieces) > 1:
                 _log.warning(
                     "the tag %s is %d pieces in the vocabulary of data.tokenizer_path=%s",

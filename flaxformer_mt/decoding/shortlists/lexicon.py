@@ -71,7 +71,7 @@ def write_table(
 ) -> None:
     """Writes lines of "target source probability", which `Shortlist.read` and Marian read.
 
-    Pieces that contain an ASCII space, which neither could read, are skipped.
+    Pieces that contain ASCII white space, which neither could read, are skipped.
 
     Args:
       path: the file, compressed if its name ends with ".gz".
@@ -90,4 +90,4 @@ def write_table(
 
 
 def _is_one_field(piece: str) -> bool:
-    return len(piece.encode().split()) == 1
+    return piece.encode().split() == [piece.encode()]

@@ -164,7 +164,9 @@ def _losses(decode: DecodeConfig, model: TransformerConfig) -> list[str]:
 def _suppressed(bundle: ModelBundle) -> list[list[str]]:
     """Returns the pieces of phrases that must not be generated, unless they cannot be anyway."""
     model, decode = bundle.config.model, bundle.config.decode
-    words = bundle.tokenizers.target.encode_parts([word.strip() for word in decode.bad_words])
+    target = bundle.tokenizers.target
+    words = target.encode_parts([word.strip() for word in decode.bad_words])
+    known = [phrase for phrase in words if target.unk_id not in phrase]
     ids = [[int(token) for token in phrase.split(",")] for phrase in decode.bad_word_ids]
     names = _tokens(bundle, "target")
     never = set(forbidden_token_ids(model))
@@ -172,7 +174,7 @@ def _suppressed(bundle: ModelBundle) -> list[list[str]]:
         raise UserError(f"decode.bad_word_ids: {token} is no token of {len(names)}")
     return [
         [names[token] for token in phrase]
-        for phrase in (*words, *ids)
+        for phrase in (*known, *ids)
         if phrase and not never & set(phrase)
     ]
 

@@ -161,6 +161,8 @@ def metadata(bundle: ModelBundle) -> dict[str, Any]:
         "max_length": decode.max_length,
         "max_length_factor": decode.max_length_factor,
         "max_length_extra": decode.max_length_extra,
+        # Codes of vocabularies that are learned here are pieces like others.
+        "has_codes": isinstance(source, MarianTokenizer),
         "pieces": {"source": _pieces(source), "target": _pieces(target)},
         "decoding": _decoding(target),
     }

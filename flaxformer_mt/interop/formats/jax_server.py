@@ -121,15 +121,21 @@ class Text:
         )
         self.ids = {piece: token for token, piece in enumerate(facts["pieces"]["source"])}
         self.pieces = facts["pieces"]["target"]
+        self.has_codes = facts["has_codes"]
         self.unknown = facts["unk_id"]
         self.decoding = facts["decoding"]
 
     def encode(self, text: str) -> list[int]:
         """Returns the token ids of a text, which may begin with a language code (">>fra<<")."""
-        code = re.match(">>.*?<<", text)
+        code = re.match(">>.*?<<", text) if self.has_codes else None
         pieces = [code[0]] if code else []
         pieces += self.source.encode(text[code.end() if code else 0 :], out_type=str)
-        return [self.ids.get(piece, self.unknown["source"]) for piece in pieces]
+        ids = []
+        for piece in pieces:
+            # SentencePiece makes one piece of consecutive unknown words.
+            number = 1 if piece in self.ids else max(1, piece.count("\u2581"))
+            ids += [self.ids.get(piece, self.unknown["source"])] * number
+        return ids
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Returns the text of token ids, on one line."""
