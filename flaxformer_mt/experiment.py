@@ -86,6 +86,7 @@ from flaxformer_mt.training.step import eval_step, train_step
 from flaxformer_mt.training.warm_start import (
     load_parameters,
     require_parameters,
+    require_vocabulary,
     start_from,
     tokenizer_path,
 )
@@ -320,6 +321,8 @@ def prepare(
             check_vocabulary(Path(path))
         data = dataclasses.replace(given.data, tokenizer_path=path)
         tokenizers = Tokenizers.for_run(corpora["train"], data, given.model.has_inputs)
+        if given.train.init_from and path != given.train.init_from:
+            require_vocabulary(given.train.init_from, tokenizers)
         if data.subword_sampling:
             tokenizers.source.sample([], 0, data.subword_sampling)  # Some vocabularies cannot.
     if given.model.has_inputs:

@@ -110,6 +110,13 @@ def test_a_function_of_the_users_that_fails_is_named(command, files):
     (line,) = err.splitlines()
     assert "--metric failing:broken: ZeroDivisionError: division by zero (" in line
     assert line.endswith("failing.py, line 2)")
+    (files / "other.py").write_text("def pairs(sources, hypotheses, references):\n    return {}\n")
+    code, out, err = command(
+        "--hypothesis", "a.de", "--reference", "test.de", "--metric", "other:pairs"
+    )
+    assert (code, out) == (1, "")
+    assert "the metric pairs must return a number or one for each of the" in err
+    assert err.count("\n") == 1
     (files / "damaged.py").write_text("def sizes(:\n")
     code, out, err = command(
         "--hypothesis", "a.de", "--reference", "test.de", "--metric", "damaged:sizes"

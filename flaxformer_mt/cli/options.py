@@ -82,13 +82,12 @@ def _model_field(setting: str) -> tuple[str, Any]:
     name, _, text = setting.partition("=")
     check_fields([name])
     kind: Any = typing.get_type_hints(TransformerConfig)[name]
-    choices = typing.get_args(kind) or (("true", "false") if kind is bool else ())
+    values = typing.get_args(kind) or ((True, False) if kind is bool else ())
+    choices = {str(value).lower() if isinstance(value, bool) else value: value for value in values}
     if choices and text not in choices:
         raise UserError(f"--set {setting}: {name} is one of {', '.join(choices)}")
-    if kind is bool:
-        return name, text == "true"
     try:
-        return name, text if choices else kind(text)
+        return name, choices[text] if choices else kind(text)
     except ValueError as error:
         raise UserError(f"--set {setting}: {name} is a number, {kind.__name__}") from error
 

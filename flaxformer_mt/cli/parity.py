@@ -90,6 +90,9 @@ def parity(
       verbose: Print every compared value, also in layers without differences.
     """
     fields = model_fields(settings)
+    for name in ("dtype", "param_dtype"):
+        if name in fields:
+            raise UserError(f"--set {name}: both sides compute in the same dtype, give --dtype")
     tolerances = dict(map(_tolerance, tolerance))
     require_folders(json_file, html, junit, markdown)
     try:

@@ -11,6 +11,7 @@ from jax import Array
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.decoding.batching.length_buckets import fill_rows, plan_buckets
+from flaxformer_mt.decoding.scoring.scorer import certain_first_token, with_certain_first
 from flaxformer_mt.decoding.sentence_decoder import longest_source
 from flaxformer_mt.decoding.text_arguments import require_text
 from flaxformer_mt.decoding.translator import Translator
@@ -98,8 +99,13 @@ def sentence_attention(
         target_tokens = tokenizers.target.pieces(target_ids)
     else:
         target = require_text(target, "target").strip()
-        target_ids = [*tokenizers.target.encode([target])[0], model.eos_id]
-        target_tokens = [*tokenizers.target.split([target])[0], end]
+        first = certain_first_token(tokenizers.target, translator.decode)
+        own = tokenizers.target.encode_parts([target])[0]
+        row = with_certain_first(own, tokenizers.target, first)
+        target_ids = [*row.tokens, model.eos_id]
+        pieces = tokenizers.target.split([target])[0]
+        added = tokenizers.target.pieces(row.tokens[: row.num_added])
+        target_tokens = [*added, *pieces[len(pieces) - len(own) :], end]
     _require_size(model, len(source_ids), len(target_ids))
     return SentenceAttention(
         source=source,

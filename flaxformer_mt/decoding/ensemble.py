@@ -89,7 +89,7 @@ def require_same_vocabularies(runs: Sequence[tuple[str, TrainedModel]]) -> None:
       runs: (folder, run) of each model.
 
     Raises:
-      UserError: the vocabularies, or the special tokens, of two runs differ.
+      UserError: the vocabularies, the special tokens or the numbers of logits of two runs differ.
     """
     first_folder, first = runs[0]
     for folder, run in runs[1:]:
@@ -100,8 +100,8 @@ def require_same_vocabularies(runs: Sequence[tuple[str, TrainedModel]]) -> None:
                     f"{first_folder} and {folder} cannot form an ensemble: their {side} "
                     "vocabularies differ; train one with data.tokenizer_path set to the other"
                 )
-        for name in ("pad_id", "bos_id", "eos_id"):
-            ours, theirs = (getattr(r.config.model, name) for r in (first, run))
+        for name in ("pad_id", "bos_id", "eos_id", "target_vocab_size"):
+            ours, theirs = (getattr(r.model, name) for r in (first, run))
             if ours != theirs:
                 raise UserError(
                     f"{first_folder} and {folder} cannot form an ensemble: model.{name} is "

@@ -9,7 +9,7 @@ from sacrebleu.metrics import BLEU, CHRF, TER
 from sacrebleu.metrics.base import Score, Signature
 
 from flaxformer_mt.config.fields import suggestion
-from flaxformer_mt.errors import UserError
+from flaxformer_mt.errors import UserError, UserTypeError
 
 STANDARD = ("bleu", "chrf", "chrf++", "ter")
 """The metrics of sacreBLEU, in the order of tables."""
@@ -141,7 +141,7 @@ class FunctionMetric:
         if values.shape not in ((), (count,)):
             kind = type(result).__name__
             size = f" of length {len(result)}" if isinstance(result, Sequence) else ""
-            raise TypeError(
+            raise UserTypeError(
                 f"the metric {self.name} must return a number or one for each of the {count} "
                 f"sentences, not {kind}{size}"
             )

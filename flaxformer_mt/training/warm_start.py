@@ -11,11 +11,12 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from flaxformer_mt.config import ExperimentConfig, TransformerConfig
 from flaxformer_mt.config.fields import FieldRole, names_with
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.input_files import open_regular
 from flaxformer_mt.runs import parameter_file
 from flaxformer_mt.runs.checkpoint import restore_params
-from flaxformer_mt.runs.folder import read_config, require_run
+from flaxformer_mt.runs.folder import read_config, read_tokenizers, require_run
 from flaxformer_mt.training.parameters import Params
 from flaxformer_mt.training.state import TrainState
 
@@ -42,6 +43,23 @@ def tokenizer_path(config: ExperimentConfig) -> str:
         f"train.init_from={start} has no vocabulary: give the folder that has it as "
         "data.tokenizer_path"
     )
+
+
+def require_vocabulary(init_from: str, tokenizers: Tokenizers) -> None:
+    """Checks that parameters of a run are of a vocabulary, as far as it is known.
+
+    Raises:
+      UserError: they are of another one.
+    """
+    if not Path(init_from).is_dir():
+        return
+    theirs = read_tokenizers(init_from)
+    for side in ("source", "target"):
+        if getattr(theirs, side).fingerprint != getattr(tokenizers, side).fingerprint:
+            raise UserError(
+                f"train.init_from={init_from} has another {side} vocabulary than "
+                "data.tokenizer_path: leave the latter out"
+            )
 
 
 def require_parameters(init_from: str) -> None:

@@ -48,6 +48,13 @@ def test_encoding_adds_no_special_ids_and_decoding_skips_them():
     assert tokenizer.decode([framed, padded, []]) == ["twelve kilometers", "twelve kilometers", ""]
 
 
+def test_ids_that_only_the_embedding_table_has_are_unknown():
+    tokenizer = TRAINED.source
+    assert tokenizer.pieces([tokenizer.vocab_size, tokenizer.unk_id]) == ["<unk>", "<unk>"]
+    (tokens,) = tokenizer.encode(["twelve"])
+    assert tokenizer.decode([[*tokens, tokenizer.vocab_size + 5]]) == ["twelve \u2047 "]
+
+
 def test_without_byte_fallback_there_are_unknown_tokens():
     config = dataclasses.replace(CONFIG, byte_fallback=False)
     tokenizer = Tokenizers.train([CORPUS], config).source

@@ -45,6 +45,17 @@ def test_weights_are_those_of_the_model(talker):
     assert found.input_tokens == tuple(tokenizers.target.pieces(inputs))
 
 
+def test_a_given_target_begins_as_translations_do(talker):
+    target = talker.tokenizers.target
+    piece = target.pieces(target.encode(["ein"])[0][:1])[0]
+    first = piece.removeprefix("\u2581")
+    assert target.encode_parts([first]) == [target.encode(["ein"])[0][:1]]
+    begun = with_decode(talker, first_token=first)
+    found = sentence_attention(translator(begun), "die grüne Wiese", "Hund")
+    own = [*target.split(["Hund"])[0], *target.pieces([talker.model.eos_id])]
+    assert found.target_tokens == (piece, *own)
+
+
 def test_entropy_and_alignment():
     weights = np.array([[[[1, 0, 0, 0], [0.25] * 4, [0, 0.5, 0.5, 0], [0] * 4]]], np.float32)
     maps = AttentionMaps(weights)

@@ -99,8 +99,8 @@ def test_every_state_is_reordered():
 
 def run(source="s", target="t", **model):
     vocabularies = types.SimpleNamespace(
-        source=types.SimpleNamespace(fingerprint=source),
-        target=types.SimpleNamespace(fingerprint=target),
+        source=types.SimpleNamespace(fingerprint=source, vocab_size=64),
+        target=types.SimpleNamespace(fingerprint=target, vocab_size=64),
     )
     config = ExperimentConfig(model=TransformerConfig(**model))
     return TrainedModel(config, {}, vocabularies, step=0)
@@ -116,6 +116,10 @@ def test_models_of_different_sizes_can_form_an_ensemble():
         (run(source="x"), "source vocabularies differ"),
         (run(target="x"), "target vocabularies differ"),
         (run(eos_id=7), "model.eos_id is 2 in one and 7 in the other"),
+        (
+            run(target_vocab_size=128, source_vocab_size=128),
+            "model.target_vocab_size is 64 in one and 128 in the other",
+        ),
     ],
 )
 def test_different_vocabularies_are_rejected(other, cause):

@@ -1,3 +1,4 @@
+import copy
 import gzip
 import itertools
 import os
@@ -105,8 +106,10 @@ def test_more_first_tokens_than_there_are(write):
 
 
 def test_with_one_vocabulary_the_source_can_be_copied(write):
-    shortlist = Shortlist.read(write("\u2581der \u2581die 1"), JOINT, first=0, best=1)
-    assert shortlist.allowed([3, 5]).tolist() == [0, 2, 3, 5]
+    same = types.SimpleNamespace(source=TARGET, target=copy.copy(TARGET), joint=False)
+    for tokenizers in (JOINT, same):
+        shortlist = Shortlist.read(write("\u2581der \u2581die 1"), tokenizers, first=0, best=1)
+        assert shortlist.allowed([3, 5]).tolist() == [0, 2, 3, 5]
 
 
 def test_a_table_of_words_applies_to_their_pieces(write):

@@ -327,6 +327,16 @@ def test_every_search_option_survives_a_round_trip():
     assert (drawn.sampling, drawn.top_k, drawn.top_p, drawn.max_length) == (True, 7, 0.9, 8)
 
 
+def test_changed_lengths_replace_those_without_the_start():
+    kept = {"max_new_tokens": 100, "min_new_tokens": 5}
+    decode, _ = generation_config.to_decode(kept, MODEL)
+    assert (decode.max_length, decode.min_length) == (100, 5)
+    assert generation_config.from_decode(decode, MODEL, kept)[0].items() >= kept.items()
+    changed = dataclasses.replace(decode, max_length=50, min_length=0)
+    written, _ = generation_config.from_decode(changed, MODEL, kept)
+    assert generation_config.to_decode(written, MODEL)[0] == changed
+
+
 def test_samples_are_drawn_without_beams():
     _, notes = generation_config.to_decode({"do_sample": True, "num_beams": 4}, MODEL)
     assert notes == [

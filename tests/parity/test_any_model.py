@@ -247,6 +247,32 @@ def test_modules_of_other_libraries_have_the_names_of_their_parts(kind):
         assert not cause or report.findings[0].site == "narrow"
 
 
+@pytest.mark.parametrize("rows", [1, 4])
+def test_values_of_another_shape_differ(rows):
+    """Also those that broadcast."""
+    kernels = {"wide": np.random.default_rng(0).normal(size=(3, 5)), "narrow": np.ones((5, 2))}
+    module = Network(torch.relu).double()
+    for layer in (module.wide, module.narrow):
+        torch.nn.init.zeros_(layer.bias)
+
+    def function(params, x):
+        wide = x @ params["wide"]
+        tapped = parity.tap("wide", wide[:rows])
+        return jax.nn.relu(wide) @ params["narrow"] + 0 * tapped.sum()
+
+    report = parity.compare_models(
+        module,
+        function,
+        kernels,
+        np.random.default_rng(0).normal(size=(6, 3)),
+        weights=[transposed("wide", "wide.weight"), transposed("narrow", "narrow.weight")],
+        unused=["wide.bias", "narrow.bias"],
+    )
+    assert report.first_divergence.site == "wide"
+    assert (report.rows[0].shape, report.rows[0].reference_shape) == ((rows, 5), (6, 5))
+    assert f"wide has shape (6, 5) in the reference, but {(rows, 5)} here" in report.explanation()
+
+
 class Formula(torch.nn.Module):
     """A formula with one parameter, so that there is something to differentiate."""
 

@@ -1,5 +1,6 @@
 """Verdicts for continuous integration: tolerances by site, accepted differences, JUnit."""
 
+import dataclasses
 from xml.etree import ElementTree
 
 import pytest
@@ -7,8 +8,9 @@ from test_report import agreeing, diagnosed
 
 from flaxformer_mt import parity
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.parity.diagnosis.diagnose import Diagnosis
 from flaxformer_mt.parity.reports.baseline import AcceptedDifference, judged, read_baseline
-from flaxformer_mt.parity.reports.comparison import Row
+from flaxformer_mt.parity.reports.comparison import Finding, Row
 from flaxformer_mt.parity.reports.report import Report
 from flaxformer_mt.parity.settings import SettingDifference
 
@@ -72,6 +74,18 @@ def test_the_cause_of_an_accepted_difference_is_not_that_of_the_next():
     assert diagnosed.diagnosis is not None
     assert found.diagnosis is None
     assert found.first_divergence != first
+
+
+def test_findings_of_accepted_differences_are_left_out():
+    cause = Diagnosis("norm epsilon", "1e-5 instead of 1e-6", 0.0)
+    findings = (
+        Finding("source/embedded", 1e-8, None),
+        Finding("encoder/layers/0", 2e-8, cause),
+    )
+    report = dataclasses.replace(REPORT, findings=findings)
+    found = judged(report, accepted=[TABLES._replace(site="source/embedded")])
+    assert (found.diagnosis, found.findings) == (cause, findings[1:])
+    assert judged(report, accepted=[TABLES]).further() == []
 
 
 @pytest.mark.parametrize(

@@ -188,6 +188,8 @@ def test_what_cannot_be_used_is_refused_in_one_line(command, checkpoint, tmp_pat
         (*one, "--set", "num_heads=many"): "--set num_heads=many: num_heads is a number, int",
         (*one, "--set", "norm_position=mid"): "norm_position is one of post, pre",
         (*one, "--set", "qkv_bias"): "qkv_bias is one of true, false",
+        (*one, "--set", "scan_layers=maybe"): "scan_layers is one of auto, true, false",
+        (*one, "--set", "dtype=bfloat16"): "--set dtype: both sides compute in the same dtype",
         (*one, "--set", "qkv_bias=true"): "tunz has qkv_bias=False",
         (*one, "--steps", -1): "--steps=-1: must be at least 0",
         (*one, "--json", no_folder): f"{no_folder} cannot be written: {no_folder.parent} is no",

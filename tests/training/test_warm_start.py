@@ -12,9 +12,17 @@ import safetensors.numpy
 from flax.traverse_util import flatten_dict
 
 from flaxformer_mt.config import DataConfig, ExperimentConfig, TrainConfig, to_dict, to_json
+from flaxformer_mt.data.corpora.corpus import load_corpus
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs.checkpoint import Checkpointer
-from flaxformer_mt.training.warm_start import load_parameters, start_from, tokenizer_path
+from flaxformer_mt.runs.folder import read_tokenizers
+from flaxformer_mt.training.warm_start import (
+    load_parameters,
+    require_vocabulary,
+    start_from,
+    tokenizer_path,
+)
 
 
 def trained_elsewhere(tiny):
@@ -143,3 +151,15 @@ def test_the_vocabulary_comes_from_where_the_parameters_come_from(tmp_path):
     assert path("elsewhere", str(tmp_path)) == path("elsewhere") == "elsewhere"
     with pytest.raises(UserError, match=r"data\.tokenizer_path"):
         path(start="converted.safetensors")
+
+
+def test_parameters_of_another_vocabulary_are_refused(trained_run, tmp_path):
+    tokenizers = read_tokenizers(trained_run)
+    require_vocabulary(str(trained_run), tokenizers)
+    require_vocabulary(str(tmp_path / "parameters.safetensors"), tokenizers)
+    size = tokenizers.source.vocab_size
+    corpus = load_corpus(DataConfig(corpus="phrases", generated_pairs=300), "train")
+    other = Tokenizers.train([corpus], DataConfig(vocab_size=size))
+    assert other.source.vocab_size == size
+    with pytest.raises(UserError, match=r"init_from=.* has another source vocabulary than"):
+        require_vocabulary(str(trained_run), other)

@@ -171,9 +171,10 @@ def evaluation_batches(
 ) -> list[Batch]:
     """Returns batches that contain every pair exactly once, without truncation.
 
-    Pairs that fit are packed into rows of the training shape. A longer pair gets its own row, whose
-    length is the next power of two; batches of such rows have fewer rows, so that attention needs
-    no more memory. The last batch of each shape is padded with empty rows.
+    Pairs that fit are packed into rows of the training shape, as many as a microbatch has. A longer
+    pair gets its own row, whose length is the next power of two; batches of such rows have fewer
+    rows, so that attention needs no more memory. The last batch of each shape is padded with empty
+    rows.
 
     Args:
       corpus: the pairs.
@@ -185,7 +186,9 @@ def evaluation_batches(
     Raises:
       UserError: the rows, or a pair, are longer than the model's table of learned positions.
     """
-    packed = packed_shape(config)
+    shape_of_steps = packed_shape(config)
+    # No more than a forward pass of training has.
+    packed = shape_of_steps._replace(rows=shape_of_steps.rows // config.train.accumulation_steps)
     limit = config.model.longest_sentence
     source_lengths, target_lengths = pair_lengths(corpus)
     fits = (source_lengths <= packed.source_length) & (target_lengths <= packed.target_length)

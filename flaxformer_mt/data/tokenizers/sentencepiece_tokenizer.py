@@ -78,7 +78,7 @@ class SentencePieceTokenizer:
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
         """See `Tokenizer.pieces`."""
-        return self._processor.id_to_piece([int(token) for token in tokens])
+        return self._processor.id_to_piece(self._known(tokens))
 
     def sample(self, texts: Sequence[str], seed: int, amount: float) -> list[list[int]]:
         """See `Tokenizer.sample`."""
@@ -92,8 +92,12 @@ class SentencePieceTokenizer:
         """See `Tokenizer.decode`."""
         return self._processor.decode([self._until_end(sentence) for sentence in sentences])
 
+    def _known(self, tokens: Sequence[int]) -> list[int]:
+        """Replaces ids that only the model's embedding table has, which may be larger."""
+        return [int(token) if token < self.vocab_size else self.unk_id for token in tokens]
+
     def _until_end(self, sentence: Sequence[int]) -> list[int]:
-        tokens = [int(token) for token in sentence]
+        tokens = self._known(sentence)
         return tokens[: tokens.index(self.eos_id)] if self.eos_id in tokens else tokens
 
 

@@ -34,7 +34,8 @@ def check_unit(unit: AlignmentUnit | None) -> None:
 
 ScoreNormalization = Literal["none", "tokens", "search"]
 """The divisor of a log-probability: none; the number of tokens; or the length penalty of the
-search, which results in the score by which the search would rank the translation."""
+search, which results in the score by which the search would rank the translation, unless it has
+further penalties, a shortlist, or renormalizes after excluding tokens."""
 
 CHUNK_SIZE = 4096
 """Number of pairs that are read, sorted by length and scored together."""
@@ -70,7 +71,7 @@ class PairScore:
         return self.log_probability / float(penalty)
 
 
-class _TargetTokens(NamedTuple):
+class TargetTokens(NamedTuple):
     """A target, tokenized."""
 
     tokens: list[int]
@@ -110,6 +111,24 @@ def certain_first_token(target: Tokenizer, decode: DecodeConfig) -> tuple[int, .
             "language, give its token, such as fra_Latn, __fr__ or fr_XX"
         )
     return (tokens[0],)
+
+
+def with_certain_first(
+    tokens: Sequence[int], target: Tokenizer, first: Sequence[int]
+) -> TargetTokens:
+    """Adds the first token to the tokens of a text, unless it names a language itself.
+
+    Args:
+      tokens: from `Tokenizer.encode_parts`.
+      target: the tokenizer of the target side.
+      first: from `certain_first_token`.
+    """
+    if tokens and tokens[0] in target.language_ids:
+        return TargetTokens([*tokens], num_added=0, num_certain=1)
+    if first:
+        return TargetTokens([*first, *tokens], num_added=1, num_certain=1)
+    added = with_first(tokens, target)
+    return TargetTokens(added, num_added=len(added) - len(tokens), num_certain=0)
 
 
 class Scorer:
@@ -183,7 +202,10 @@ class Scorer:
         source, target, eos_id = self.tokenizers.source, self.tokenizers.target, self.model.eos_id
         source_texts = source.encode_parts(sources)
         source_rows = [with_first(tokens, source) for tokens in source_texts]
-        target_rows = [self._target_tokens(tokens) for tokens in target.encode_parts(targets)]
+        target_rows = [
+            with_certain_first(tokens, target, self._first)
+            for tokens in target.encode_parts(targets)
+        ]
         results = teacher_force(
             self.params,
             self.model,
@@ -215,16 +237,6 @@ class Scorer:
                 (*target.pieces(first), *own_pieces, *target.pieces([eos_id])),
                 links,
             )
-
-    def _target_tokens(self, tokens: Sequence[int]) -> _TargetTokens:
-        """Adds the first token to the tokens of a text, unless it names a language itself."""
-        target = self.tokenizers.target
-        if tokens and tokens[0] in target.language_ids:
-            return _TargetTokens([*tokens], num_added=0, num_certain=1)
-        if self._first:
-            return _TargetTokens([*self._first, *tokens], num_added=1, num_certain=1)
-        added = with_first(tokens, target)
-        return _TargetTokens(added, num_added=len(added) - len(tokens), num_certain=0)
 
     def stream_candidates(
         self,

@@ -78,7 +78,13 @@ class Shortlist:
         if not len(translations):
             raise UserError(f"decode.shortlist={path} has no translation of any source token")
         always = {*range(min(first, target_size)), tokenizers.target.eos_id}
-        return cls(offsets, translations, np.array(sorted(always), np.int32), tokenizers.joint)
+        # Published vocabularies are read by a tokenizer for each side.
+        joint = tokenizers.joint or (
+            source_size == target_size
+            and tokenizers.source.pieces(range(source_size))
+            == tokenizers.target.pieces(range(target_size))
+        )
+        return cls(offsets, translations, np.array(sorted(always), np.int32), joint)
 
     def allowed(self, source_tokens: Sequence[int], also: Sequence[int] = ()) -> np.ndarray:
         """Returns the target tokens that are allowed in a translation.

@@ -171,6 +171,11 @@ def from_decode(
             for name, value in values.items()
             if value != kept.get(name, _DEFAULTS.get(name))
         }
+        # Where they are given, `generate` ignores the lengths with the start token.
+        replaced = {"max_new_tokens", "min_new_tokens"}
+        if not decode.first_token and target is not None and _first_token(kept.get(_FIRST), target):
+            replaced.add(_FIRST)
+        kept = {name: value for name, value in kept.items() if name not in replaced}
     if is_one_of(model.eos_id, kept.get("eos_token_id")):
         del ids["eos_token_id"]
     return ids | dict(kept) | ids | changed, _losses(decode)

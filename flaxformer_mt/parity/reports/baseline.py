@@ -91,10 +91,18 @@ def judged(
         for pattern in tolerances
         if not any(fnmatch.fnmatchcase(row.site, pattern) for row in rows)
     ]
-    found = dataclasses.replace(report, rows=rows, notes=(*report.notes, *stale, *unmatched))
+    differ = {row.site for row in rows if not (row.passed or row.accepted)}
+    found = dataclasses.replace(
+        report,
+        rows=rows,
+        findings=tuple(finding for finding in report.findings if finding.site in differ),
+        notes=(*report.notes, *stale, *unmatched),
+    )
     before, after = report.first_divergence, found.first_divergence
     if after is None or before is None or after.site != before.site:
-        found = dataclasses.replace(found, diagnosis=None)
+        causes = {finding.site: finding.diagnosis for finding in found.findings}
+        diagnosis = None if after is None else causes.get(after.site)
+        found = dataclasses.replace(found, diagnosis=diagnosis)
     return found
 
 
