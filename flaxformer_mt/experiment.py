@@ -52,6 +52,7 @@ from flaxformer_mt.evaluation.metrics import tokenizer_of
 from flaxformer_mt.evaluation.teacher_forced import seq2seq_acc, teacher_forced_bleu
 from flaxformer_mt.interop.exports import exports, summary
 from flaxformer_mt.interruption import Interrupted, Interruption, handle_signals
+from flaxformer_mt.memory_limits import explained_exhaustion
 from flaxformer_mt.model.attention import attention_class
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.run_reader import Run
@@ -577,9 +578,12 @@ def fit(
 
     several = jax.process_count() > 1
     watching = Callbacks(callbacks, distributed.agree, config.log_every if several else 1)
-    with Checkpointer(
-        workdir, config.keep_last, config.keep_best, config.best_metric, console.print
-    ) as checkpointer:
+    with (
+        explained_exhaustion("training", _LESS_MEMORY),
+        Checkpointer(
+            workdir, config.keep_last, config.keep_best, config.best_metric, console.print
+        ) as checkpointer,
+    ):
         is_new = checkpointer.latest_step() is None
         state = experiment.initial_state() if is_new else experiment.abstract_state()
         train_step = experiment.strategy.compile_train_step(
@@ -613,6 +617,12 @@ def fit(
             # While signals are still deferred.
             checkpointer.wait()
             watching.finish()
+
+
+_LESS_MEMORY = (
+    "set model.remat=full, or parallel.fsdp with several devices; a new run can also have more "
+    "train.accumulation_steps or a lower train.batch_tokens"
+)
 
 
 def evaluate_test(

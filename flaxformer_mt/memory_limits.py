@@ -1,10 +1,11 @@
 """How much memory there is, to refuse what cannot fit before anything is allocated."""
 
+import contextlib
 import functools
 import os
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,27 @@ def require_memory(needed: int, available: int | None, what: str) -> None:
         raise UserError(
             f"{what} at least {gibibytes(needed)} of memory, but there is {gibibytes(available)}"
         )
+
+
+@contextlib.contextmanager
+def explained_exhaustion(work: str, remedy: str) -> Iterator[None]:
+    """Turns the error of a device that runs out of memory into a `UserError`.
+
+    Args:
+      work: what needs the memory, as the beginning of the message: "training".
+      remedy: what the user can do about it, as the end of the message.
+    """
+    import jax
+
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        reasons = [line for line in str(error).splitlines() if "RESOURCE_EXHAUSTED" in line]
+        if not reasons:
+            raise
+        raise UserError(
+            f"{work} needs more memory than the device has: {remedy} ({reasons[0].strip()})"
+        ) from error
 
 
 def gibibytes(size: int) -> str:

@@ -5,6 +5,7 @@ import functools
 import random
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from flaxformer_mt.config import (
@@ -101,3 +102,8 @@ def make_talker():
     tokenizers = Tokenizers.train([corpus], DATA)
     talker = Talker(ExperimentConfig(model=MODEL, data=DATA, decode=DECODE), {}, tokenizers)
     return dataclasses.replace(talker, params=random_params(talker.model))
+
+
+def exhaust_memory(*arguments, **options):
+    """Asks the device for 32 TiB, like a program that needs too much."""
+    return jnp.zeros((2**43,), jnp.float32)

@@ -6,6 +6,7 @@ import time
 import jax
 import jax.numpy as jnp
 import pytest
+from talker import exhaust_memory
 
 from flaxformer_mt import experiment, memory_limits
 from flaxformer_mt.config import (
@@ -15,11 +16,12 @@ from flaxformer_mt.config import (
     TrainConfig,
     TransformerConfig,
 )
+from flaxformer_mt.config.experiment import with_changes
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.model.relative_bias import distance_buckets
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.training.memory import require_training_memory
-from flaxformer_mt.training.parallel import make_strategy
+from flaxformer_mt.training.parallel import Compiled, make_strategy
 
 SMALL = TransformerConfig(
     source_vocab_size=11,
@@ -136,3 +138,29 @@ def test_many_buckets_take_no_time():
     start = time.monotonic()
     assert distance_buckets(512, 2**14)[-1] == 511
     assert time.monotonic() - start < 2
+
+
+def test_a_device_without_enough_memory_is_explained_and_the_corrected_run_starts(
+    monkeypatch, tmp_path
+):
+    config = ExperimentConfig(
+        model=dataclasses.replace(SMALL, source_vocab_size=0, target_vocab_size=0),
+        data=DataConfig(corpus="reverse", generated_pairs=50, vocab_size=280),
+        train=TrainConfig(num_steps=1, batch_tokens=1024, eval_sentences=1),
+    )
+    with monkeypatch.context() as patched:
+        patched.setattr(Compiled, "__call__", exhaust_memory)
+        with pytest.raises(
+            UserError, match=r"^training needs more memory .*model\.remat=full.*bytes"
+        ):
+            experiment.train(config, tmp_path / "run")
+    less = with_changes(config, {"train": {"batch_tokens": 512}})
+    assert experiment.train(less, tmp_path / "run").latest_step == 1
+
+
+def test_other_errors_of_a_device_are_left_alone():
+    with (
+        pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"),
+        memory_limits.explained_exhaustion("training", "buy more"),
+    ):
+        raise jax.errors.JaxRuntimeError("INTERNAL: no space")

@@ -33,7 +33,7 @@ from flaxformer_mt.decoding.scoring.teacher_forcing import check_alignment_optio
 from flaxformer_mt.decoding.sentence_splitting import Segment
 from flaxformer_mt.decoding.shortlists.shortlist import Shortlist
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.memory_limits import host_memory, require_memory
+from flaxformer_mt.memory_limits import explained_exhaustion, host_memory, require_memory
 
 MAX_SOURCE_LENGTH = 512
 """Tokens of the longest input that is not split, unless `decode.max_source_length` is set."""
@@ -165,8 +165,15 @@ class SentenceDecoder:
         """Yields the index and the translations, best first, of each sentence as it finishes.
 
         Raises:
-          UserError: the constraints of a sentence cannot be met, or the parameters are not finite.
+          UserError: the constraints of a sentence cannot be met, the parameters are not finite, or
+            the device has too little memory.
         """
+        with explained_exhaustion(
+            "translation", "lower decode.batch_tokens, decode.beam_size or decode.max_source_length"
+        ):
+            yield from self._translate(sentences)
+
+    def _translate(self, sentences: Sequence[Sentence]) -> Iterator[tuple[int, list[Hypothesis]]]:
         divided = self._divide(sentences)
         for index, segments in enumerate(divided):
             if not segments:

@@ -5,10 +5,11 @@ import math
 
 import numpy as np
 import pytest
-from talker import full_pass, padded, sentences, with_decode
+from talker import exhaust_memory, full_pass, padded, sentences, with_decode
 
 from flaxformer_mt.config import DecodeConfig
 from flaxformer_mt.decoding.scoring import scorer as scorer_module
+from flaxformer_mt.decoding.scoring import teacher_forcing
 from flaxformer_mt.decoding.scoring.scorer import PairScore, Scorer, score_pairs
 from flaxformer_mt.errors import UserError
 
@@ -119,3 +120,9 @@ def test_language_models_are_rejected(talker):
 def test_different_numbers_of_sentences_are_rejected(talker):
     with pytest.raises(UserError, match="8 source sentences, but 7 target sentences"):
         score(talker, targets=TARGETS[1:])
+
+
+def test_a_device_without_enough_memory_is_explained(monkeypatch, talker):
+    monkeypatch.setattr(teacher_forcing, "target_log_probabilities", exhaust_memory)
+    with pytest.raises(UserError, match=r"^scoring needs more memory .*shorten the longest lines"):
+        score_pairs(talker.config, talker.params, talker.tokenizers, "ein Hund", "die Wiese")

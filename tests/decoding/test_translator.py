@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from talker import random_params, sentences, with_decode, with_end_bias
+from talker import exhaust_memory, random_params, sentences, with_decode, with_end_bias
 
 from flaxformer_mt.config import CorpusConfig, DataConfig, DecodeConfig
 from flaxformer_mt.data.corpora.corpus import ParallelCorpus
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.decoding import minimum_bayes_risk
+from flaxformer_mt.decoding.batching import continuous_batching
 from flaxformer_mt.decoding.scoring.alignment import align
 from flaxformer_mt.decoding.sentence_decoder import (
     SentenceDecoder,
@@ -377,3 +378,11 @@ def test_a_search_without_scores_finds_the_same(talker):
         for own, theirs in zip(found, expected, strict=True):
             assert [one.tokens for one in own] == [one.tokens for one in theirs]
             assert all(math.isnan(one.score) == bool(one.tokens) for one in own)
+
+
+def test_a_device_without_enough_memory_is_explained(monkeypatch, talker):
+    monkeypatch.setattr(continuous_batching.programs, "run_search", exhaust_memory)
+    with pytest.raises(
+        UserError, match=r"^translation needs more memory .*lower decode\.batch_tok"
+    ):
+        make_translator(talker).translate("ein Hund")

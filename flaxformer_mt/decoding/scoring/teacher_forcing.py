@@ -14,6 +14,7 @@ from flaxformer_mt.decoding.batching.length_buckets import fill_rows, plan_bucke
 from flaxformer_mt.decoding.batching.workers import batch_tokens
 from flaxformer_mt.decoding.search.options import forbidden_token_ids
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.memory_limits import explained_exhaustion
 from flaxformer_mt.model.transformer import Transformer
 
 
@@ -55,20 +56,21 @@ def teacher_force(
       One result per pair, in the order given.
 
     Raises:
-      UserError: the model has no such layer or head, or a sentence is longer than its position
-        table.
+      UserError: the model has no such layer or head, a sentence is longer than its position table,
+        or the device has too little memory.
     """
     check_alignment_options(model, decode)
     results: dict[int, TeacherForcingResult] = {}
     for indices, arrays in _batches(model, decode, sources, targets, numbers):
-        log_probabilities, weights = target_log_probabilities(
-            params,
-            *arrays,
-            model=model,
-            excluded=forbidden_token_ids(model) if decode.renormalize else (),
-            attention=(decode.alignment_layer, decode.alignment_head) if attention else None,
-        )
-        rows = log_probabilities.tolist()
+        with explained_exhaustion("scoring", "shorten the longest lines"):
+            log_probabilities, weights = target_log_probabilities(
+                params,
+                *arrays,
+                model=model,
+                excluded=forbidden_token_ids(model) if decode.renormalize else (),
+                attention=(decode.alignment_layer, decode.alignment_head) if attention else None,
+            )
+            rows = log_probabilities.tolist()
         matrices = None if weights is None else np.asarray(weights)
         for row, index in enumerate(indices):
             num_target, num_source = len(targets[index]), len(sources[index])
