@@ -45,7 +45,7 @@ from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.decoding.scoring.teacher_forcing import predict_tokens
 from flaxformer_mt.decoding.shortlists.shortlist import require_shortlist
 from flaxformer_mt.decoding.text_arguments import require_path
-from flaxformer_mt.decoding.translator import Translator, check_search
+from flaxformer_mt.decoding.translator import Sentence, Translator, check_search, into_languages
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.evaluation import evaluate
 from flaxformer_mt.evaluation.metrics import tokenizer_of
@@ -480,7 +480,8 @@ class Experiment:
         sources, references = (
             [side[index] for index in chosen] for side in (texts.sources, texts.targets)
         )
-        hypotheses = self.translate(self.strategy.gather(params), [*sources, *watched])
+        sentences, references = into_languages(sources, references, self.dataset.tokenizers.target)
+        hypotheses = self.translate(self.strategy.gather(params), [*sentences, *watched])
         own = hypotheses[: len(sources)]
         quality = self.quality(own, references)
         samples = [
@@ -516,13 +517,13 @@ class Experiment:
         return {name: functions[name]() for name in wanted}
 
     def translate(
-        self, params: Any, sources: Sequence[str], show_progress: bool = False
+        self, params: Any, sources: Sequence[str | Sentence], show_progress: bool = False
     ) -> list[str]:
         """Translates sentences; of several processes, each translates a part.
 
         Args:
           params: parameters on one device of each process.
-          sources: the sentences.
+          sources: the sentences, with constraints on their translations if they have any.
           show_progress: whether to draw a progress bar.
         """
         translator = Translator(self.config, params, self.dataset.tokenizers)
@@ -643,8 +644,11 @@ def evaluate_test(
     hypotheses: list[str] = []
     metrics = experiment.measure("test", experiment.strategy.place_state(params))
     if experiment.config.model.has_inputs:
-        hypotheses = experiment.translate(params, test.texts.sources, show_progress)
-        metrics |= experiment.quality(hypotheses, test.texts.targets)
+        sentences, references = into_languages(
+            test.texts.sources, test.texts.targets, experiment.dataset.tokenizers.target
+        )
+        hypotheses = experiment.translate(params, sentences, show_progress)
+        metrics |= experiment.quality(hypotheses, references)
     if distributed.is_main():
         JsonLinesWriter(workdir / METRICS).write(step, "test", metrics)
     return step, hypotheses, metrics

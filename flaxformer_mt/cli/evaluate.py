@@ -145,7 +145,7 @@ def evaluate(
     step: int | list[int] | None = None
     if run:
         name = " + ".join(map(str, run))
-        step, translations = _translated(run, checkpoint, decode, test.sources or [], output_file)
+        step, translations, test = _translated(run, checkpoint, decode, test, output_file)
         systems = _inserted(systems, name, translations, after=baseline)
     significance = significance or ("bootstrap" if baseline else None)
     scores = evaluation.compare(
@@ -340,20 +340,30 @@ def _translated(
     run: Sequence[Path],
     checkpoint: CheckpointChoice,
     decode: DecodeOptions,
-    sources: Sequence[str],
+    test: _TestSet,
     output_file: Path | None,
-) -> tuple[int | list[int], list[str]]:
-    """Returns the step of the run, or those of several, and the translations, which it writes."""
-    from flaxformer_mt.decoding.translator import Translator
+) -> tuple[int | list[int], list[str], _TestSet]:
+    """Translates a test set, and writes the translations.
+
+    Returns:
+      The step of the run, or those of several, the translations, and the test set with references
+      that do not begin with their language.
+    """
+    from flaxformer_mt.decoding.translator import Translator, into_languages
 
     models = load_runs(run, checkpoint)
     translator = Translator.from_runs(models, decode)
-    translations = translator.translate(sources, show_progress=sys.stderr.isatty())
+    sources, target = test.sources or [], translator.tokenizers.target
+    (sentences, first), *others = (
+        into_languages(sources, each, target) for each in test.references
+    )
+    translations = translator.translate(sentences, show_progress=sys.stderr.isatty())
     if output_file is not None:
         with output.line_writer(output_file) as write:
             write(translations)
     steps = [model.step for model in models]
-    return steps[0] if len(steps) == 1 else steps, translations
+    test = test._replace(references=[first, *(references for _, references in others)])
+    return steps[0] if len(steps) == 1 else steps, translations, test
 
 
 def _inserted(

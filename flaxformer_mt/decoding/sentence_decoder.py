@@ -17,6 +17,7 @@ from flaxformer_mt.data.tokenizers.language_tokens import with_first
 from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers
 from flaxformer_mt.decoding import minimum_bayes_risk, sentence_splitting
+from flaxformer_mt.decoding.bad_phrases import bad_phrases
 from flaxformer_mt.decoding.batching.continuous_batching import (
     ContinuousBatcher,
     Request,
@@ -159,7 +160,12 @@ class SentenceDecoder:
         )
         self.first = certain_first_token(tokenizers.target, decode)
         """The token that translations begin with, unless a sentence names another language."""
-        self.batcher = ContinuousBatcher(models, decode, self._bad_phrases(), scores)
+        self.batcher = ContinuousBatcher(
+            models,
+            decode,
+            bad_phrases(decode, tokenizers.target, self.model.target_vocab_size),
+            scores,
+        )
 
     def translate(self, sentences: Sequence[Sentence]) -> Iterator[tuple[int, list[Hypothesis]]]:
         """Yields the index and the translations, best first, of each sentence as it finishes.
@@ -456,25 +462,6 @@ class SentenceDecoder:
         if self.unit == "pieces":
             return len(pieces)
         return max(alignment.words(pieces), default=-1) + 1
-
-    def _bad_phrases(self) -> tuple[tuple[int, ...], ...]:
-        """Returns the token sequences that must not appear."""
-        target = self.tokenizers.target
-        words = target.encode_parts([word.strip() for word in self.decode.bad_words])
-        # Other words cannot be generated anyway.
-        known = [phrase for phrase in words if target.unk_id not in phrase]
-        size = self.model.target_vocab_size
-        ids = []
-        for phrase in self.decode.bad_word_ids:
-            tokens = [int(token) for token in phrase.split(",")]
-            for token in tokens:
-                if token >= size:
-                    raise UserError(
-                        f"decode.bad_word_ids: {token} is not a token; ids must be less than "
-                        f"{size}, the size of the vocabulary"
-                    )
-            ids.append(tokens)
-        return tuple(tuple(phrase) for phrase in (*known, *ids) if phrase)
 
 
 def _known(target: Tokenizer, texts: Sequence[str]) -> list[list[int]]:

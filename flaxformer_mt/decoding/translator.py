@@ -17,7 +17,7 @@ from flaxformer_mt.config import (
     with_vocabulary_sizes,
 )
 from flaxformer_mt.config.fields import suggestion
-from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers, split_language
 from flaxformer_mt.decoding.batching.workers import batch_tokens
 from flaxformer_mt.decoding.ensemble import require_same_vocabularies
 from flaxformer_mt.decoding.scoring.scorer import AlignmentUnit
@@ -358,3 +358,25 @@ def check_search(config: ExperimentConfig, tokenizers: Tokenizers) -> None:
     sizes = tokenizers.source.vocab_size, tokenizers.target.vocab_size
     model = with_vocabulary_sizes(config.model, *sizes)
     SentenceDecoder([(model, {})], config.decode, tokenizers)
+
+
+def into_languages(
+    sources: Sequence[str], references: Sequence[str], target: Tokenizer
+) -> tuple[list[Sentence], list[str]]:
+    """Returns sentences to translate into the languages of their references.
+
+    Args:
+      sources: the source texts.
+      references: their translations. In multilingual vocabularies (NLLB, M2M-100, mBART-50) they
+        may begin with a language.
+      target: the tokenizer of the target side.
+
+    Returns:
+      The sentences, and the references without the languages, which translations do not show.
+    """
+    divided = [split_language(reference, target) for reference in references]
+    sentences = [
+        Sentence(source, prefix=language)
+        for source, (language, _) in zip(sources, divided, strict=True)
+    ]
+    return sentences, [text for _, text in divided]

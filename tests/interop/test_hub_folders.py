@@ -24,7 +24,7 @@ from flaxformer_mt.decoding.scoring.alignment import words
 from flaxformer_mt.decoding.scoring.scorer import Scorer, score_pairs
 from flaxformer_mt.decoding.scoring.teacher_forcing import teacher_force
 from flaxformer_mt.decoding.sentence_decoder import Sentence
-from flaxformer_mt.decoding.translator import Translator
+from flaxformer_mt.decoding.translator import Translator, into_languages
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.convert import OWN, convert
 from flaxformer_mt.interop.formats import huggingface
@@ -249,6 +249,30 @@ def test_the_commands_on_the_run_of_a_folder(saved, translator, tmp_path, capfd)
     expected = score_pairs(*model, ["one two", "deu_Latn zwei"], lines)
     assert scores == pytest.approx([each.log_probability for each in expected], abs=1e-4)
     assert main(["evaluate", *short, *files, "--reference", str(target)]) == 0
+    assert json.loads(capfd.readouterr().out)["ter"] == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "german"), [("nllb", "deu_Latn"), ("m2m100", "__de__"), ("mbart50", "de_DE")]
+)
+def test_references_name_the_language_to_translate_into(kind, german, saved, tmp_path, capfd):
+    run, bundle = tmp_path / "run", read(kind, saved(kind)[0])
+    convert(hub_models.KINDS[kind][0], OWN, saved(kind)[0], run)
+    options = {"beam_size": 1, "max_length": 4}
+    into_german = Sentence("one two", prefix=german)
+    translations = Translator(
+        bundle.config, model_params(bundle.params), bundle.tokenizers
+    ).translate([into_german, "one two"], **options)
+    sentences, references = into_languages(
+        ["one two"] * 2, [f"{german} {translations[0]}", translations[1]], bundle.tokenizers.target
+    )
+    assert sentences == [into_german, Sentence("one two")]
+    assert references == translations
+    (tmp_path / "source").write_text("one two\none two\n")
+    (tmp_path / "target").write_text(f"{german} {translations[0]}\n{translations[1]}\n")
+    short = ["--run", str(run), "--beam-size", "1", "--max-length", "4"]
+    files = ["--source", str(tmp_path / "source"), "--reference", str(tmp_path / "target")]
+    assert main(["evaluate", *short, *files]) == 0
     assert json.loads(capfd.readouterr().out)["ter"] == 0
 
 

@@ -9,6 +9,7 @@ from small_runs import metrics
 
 from flaxformer_mt import experiment
 from flaxformer_mt.cli import training
+from flaxformer_mt.config.experiment import with_changes
 from flaxformer_mt.interop.convert import OWN, convert
 from flaxformer_mt.runs.trained_model import load_run
 
@@ -75,6 +76,35 @@ def test_a_published_model_is_trained_further(published, text, tmp_path):
     assert MarianTokenizer.from_pretrained(exported)(sentence).input_ids == expected
     (own,) = ours.tokenizers.source.encode([sentence])
     assert [*own, ours.config.model.eos_id] == expected
+
+
+def test_validation_translates_into_the_languages_of_the_references(monkeypatch, tmp_path):
+    published, run, folder = (tmp_path / name for name in ("published", "run", "text"))
+    texts = {"eng_Latn": "four dogs bark", "deu_Latn": "vier Hunde bellen jetzt"}
+    hub_models.save("nllb", [*texts.values()] * 50, published)
+    convert("m2m100", OWN, published, run)
+    folder.mkdir()
+    for split in ("train", "valid", "test"):
+        (folder / f"{split}.fr").write_text("quatre chiens aboient\n" * 2)
+        references = "".join(f"{language} {text}\n" for language, text in texts.items())
+        (folder / f"{split}.en").write_text(references)
+    config = with_changes(
+        load_run(run).config,
+        {
+            "data": {"path": str(folder), "source_language": "fr", "target_language": "en"},
+            "train": {"init_from": str(run), "batch_tokens": 256},
+            "parallel": {"num_devices": 1},
+        },
+    )
+    prepared = experiment.prepare(config, tmp_path / "tuned")
+    monkeypatch.setattr(
+        experiment.Experiment,
+        "translate",
+        lambda self, params, sentences, *_: [texts[each.prefix] for each in sentences],
+    )
+    metrics, samples = prepared.validate(prepared.initial_state().params)
+    assert (metrics["bleu"], metrics["chrf"]) == pytest.approx((100, 100))
+    assert [sample.reference for sample in samples] == [*texts.values()]
 
 
 @pytest.mark.slow

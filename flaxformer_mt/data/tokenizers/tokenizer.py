@@ -97,6 +97,21 @@ class Tokenizer(HasFirstToken, Protocol):
         """Returns the text of each sentence up to its first `eos_id`, without special tokens."""
 
 
+def split_language(text: str, vocabulary: Tokenizer) -> tuple[str, str]:
+    """Divides a text into the language that it names at its beginning, and the rest.
+
+    Returns:
+      The name of the language, such as "deu_Latn", and the text without it; "" and the whole text
+      if it names none.
+    """
+    first, _, rest = text.strip().partition(" ")
+    if vocabulary.language_ids:
+        (tokens,) = vocabulary.encode_parts([first])
+        if len(tokens) == 1 and tokens[0] in vocabulary.language_ids:
+            return first, rest
+    return "", text
+
+
 PublishedTokenizer: TypeAlias = MarianTokenizer | M2M100Tokenizer | HubTokenizer
 """A vocabulary that published files define."""
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer
+from flaxformer_mt.decoding.bad_phrases import bad_phrases
 from flaxformer_mt.decoding.search.options import forbidden_token_ids
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.exports import ctranslate2_obstacle
@@ -164,19 +165,10 @@ def _losses(decode: DecodeConfig, model: TransformerConfig) -> list[str]:
 def _suppressed(bundle: ModelBundle) -> list[list[str]]:
     """Returns the pieces of phrases that must not be generated, unless they cannot be anyway."""
     model, decode = bundle.config.model, bundle.config.decode
-    target = bundle.tokenizers.target
-    words = target.encode_parts([word.strip() for word in decode.bad_words])
-    known = [phrase for phrase in words if target.unk_id not in phrase]
-    ids = [[int(token) for token in phrase.split(",")] for phrase in decode.bad_word_ids]
+    phrases = bad_phrases(decode, bundle.tokenizers.target, model.target_vocab_size)
     names = _tokens(bundle, "target")
     never = set(forbidden_token_ids(model))
-    for token in (token for phrase in ids for token in phrase if token >= len(names)):
-        raise UserError(f"decode.bad_word_ids: {token} is no token of {len(names)}")
-    return [
-        [names[token] for token in phrase]
-        for phrase in (*known, *ids)
-        if phrase and not never & set(phrase)
-    ]
+    return [[names[token] for token in phrase] for phrase in phrases if not never & set(phrase)]
 
 
 def _tokens(bundle: ModelBundle, side: str) -> list[str]:
