@@ -64,6 +64,7 @@ from flaxformer_mt.runs.folder import (
     holds_run,
     read_tokenizers,
     update_config,
+    with_stored_start,
     write_run,
 )
 from flaxformer_mt.runs.layout import CACHE, CONFIG, METRICS, TENSORBOARD
@@ -303,7 +304,9 @@ def prepare(
     if not distributed.is_main():
         distributed.barrier("data")
     continued = holds_run(workdir, given)
-    if not continued:
+    if continued:
+        given = with_stored_start(workdir, given)
+    else:
         _require_effects(given)
         require_parameters(given.train.init_from)
     if given.decode.shortlist:

@@ -7,6 +7,7 @@ import io
 import os
 import signal
 
+import chex
 import numpy as np
 import pytest
 
@@ -24,6 +25,7 @@ from flaxformer_mt.config import (
 from flaxformer_mt.config.experiment import with_changes
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interruption import Interrupted
+from flaxformer_mt.runs.trained_model import load_run
 from flaxformer_mt.training.reporting.callbacks import Callbacks
 
 CONFIG = ExperimentConfig(
@@ -88,6 +90,18 @@ def test_a_continued_run_records_the_options_that_it_was_given(tmp_path):
     flaxformer_mt.train(longer, run.folder)
     stored = flaxformer_mt.Run(run.folder).config
     assert (stored.train.num_steps, stored.decode.beam_size) == (2, 2)
+
+
+def test_a_run_without_a_whole_checkpoint_begins_again_from_where_it_was_started(run, tmp_path):
+    config = with_changes(CONFIG, {"train": {"init_from": str(run.folder), "num_steps": 1}})
+    tuned = flaxformer_mt.train(config, tmp_path / "tuned")
+    params = load_run(tuned.folder, "last").params
+    for checkpoint in (tuned.folder / "checkpoints").iterdir():
+        (checkpoint / "manifest.json").write_text("{}")
+    elsewhere = with_changes(config, {"train": {"init_from": str(tmp_path / "removed")}})
+    again = flaxformer_mt.train(elsewhere, tuned.folder)
+    chex.assert_trees_all_equal(load_run(again.folder, "last").params, params)
+    assert again.config.train.init_from == str(run.folder)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

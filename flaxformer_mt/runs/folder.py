@@ -256,23 +256,32 @@ def write_run(
     atomic.write_text(workdir / CONFIG, configuration.to_json(experiment))
 
 
-def update_config(workdir: Path, experiment: ExperimentConfig) -> None:
-    """Writes the options that a continued run was given to `config.json`, for other commands.
+def with_stored_start(workdir: Path, experiment: ExperimentConfig) -> ExperimentConfig:
+    """Returns the configuration of a continued run, with what the run was started from.
 
     Args:
       workdir: the folder of a run that may be continued with `experiment`; see `holds_run`.
-      experiment: the configuration. What the run was started from stays as it is.
-
-    Raises:
-      UserError: it cannot be written.
+      experiment: the configuration as it is given now.
     """
     stored = configuration.to_dict(read_config(workdir))
     values = configuration.to_dict(experiment)
     for group, kind in groups().items():
         values[group] |= {name: stored[group][name] for name in names_with(kind, FieldRole.START)}
-    if values != stored:
-        updated = configuration.from_dict(values)
-        atomic.write_text(workdir / CONFIG, configuration.to_json(updated))
+    return configuration.from_dict(values)
+
+
+def update_config(workdir: Path, experiment: ExperimentConfig) -> None:
+    """Writes the options that a continued run was given to `config.json`, for other commands.
+
+    Args:
+      workdir: the folder of the run.
+      experiment: the configuration, from `with_stored_start`.
+
+    Raises:
+      UserError: it cannot be written.
+    """
+    if experiment != read_config(workdir):
+        atomic.write_text(workdir / CONFIG, configuration.to_json(experiment))
 
 
 def _fingerprints(tokenizers: Tokenizers) -> dict[str, str]:
