@@ -27,8 +27,9 @@ import jax
 from rich.console import Console
 
 from flaxformer_mt import distributed
-from flaxformer_mt.config import GENERATED, ExperimentConfig
+from flaxformer_mt.config import GENERATED, DataConfig, ExperimentConfig, TransformerConfig
 from flaxformer_mt.config.files import load_config
+from flaxformer_mt.data.corpora.corpus import has_splits
 from flaxformer_mt.data.dataset import (
     Dataset,
     EvaluationSet,
@@ -39,8 +40,14 @@ from flaxformer_mt.data.dataset import (
     tokenize,
 )
 from flaxformer_mt.data.sanity_checks import check_not_blank, check_sides, warn_of_shared_pairs
-from flaxformer_mt.data.stream.batches import Batch, DataPosition, evaluation_batches
+from flaxformer_mt.data.stream.batches import (
+    Batch,
+    DataPosition,
+    evaluation_batches,
+    packed_shape,
+)
 from flaxformer_mt.data.stream.prefetch import Prefetched
+from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.decoding.scoring.teacher_forcing import predict_tokens
 from flaxformer_mt.decoding.shortlists.shortlist import require_shortlist
@@ -139,6 +146,8 @@ def train(
     console = console or make_console(
         BestEffortOutput(f"training goes on without it, and {workdir / METRICS} has all metrics")
     )
+    if isinstance(callbacks, Iterator):
+        callbacks = list(callbacks)
     Callbacks(callbacks)  # Raises now what `fit` would raise.
     _check_before_start(config, workdir)
     require_training_memory(config, make_strategy(config))
@@ -205,6 +214,8 @@ def _check_before_start(config: ExperimentConfig, workdir: Path) -> None:
             )
     attention_class(config.model)
     make_strategy(config)
+    make_schedule(config.optimizer, config.model.d_model, config.train.num_steps)
+    packed_shape(config)
     holds_run(workdir, config)
 
 
@@ -226,6 +237,11 @@ def _require_effects(config: ExperimentConfig) -> None:
             f"data.hold_out={data.hold_out} has no effect: data.valid_corpora are the development "
             "set, and data.test_corpora or data.test_split='' the test set"
         )
+    if data.train_split != DataConfig.train_split and not (data.train_corpora or has_splits(data)):
+        raise UserError(
+            f"data.train_split={data.train_split} has no effect: data.path={data.path} has no "
+            "splits"
+        )
     if data.subword_sampling and not model.has_inputs:
         raise UserError(
             f"data.subword_sampling={data.subword_sampling} has no effect: a language model has no "
@@ -239,6 +255,23 @@ def _require_effects(config: ExperimentConfig) -> None:
         raise UserError(
             f"train.r_drop={config.train.r_drop} has no effect without dropout: set "
             "model.dropout_rate, or train.r_drop=0"
+        )
+
+
+def _require_shared_vocabulary(model: TransformerConfig, tokenizers: Tokenizers) -> None:
+    """Checks that an embedding table of both sides is for a vocabulary of both sides.
+
+    Raises:
+      UserError: each side has learned a vocabulary of its own.
+    """
+    source, target = tokenizers.source, tokenizers.target
+    # In published vocabularies, the same ids may be read by two tokenizers.
+    is_own = isinstance(source, SentencePieceTokenizer)
+    if is_own and source.fingerprint != target.fingerprint and model.shares_source_and_target:
+        raise UserError(
+            f"model.tie_embeddings={model.tie_embeddings} gives both sides one table, but each has "
+            "a vocabulary of its own: set model.tie_embeddings=target_output or none, or "
+            "data.joint_vocabulary=True"
         )
 
 
@@ -270,7 +303,8 @@ def open_folder(workdir: Path, announce: Callable[[str], None] = print) -> Itera
         finally:
             is_needed = _has_trained(workdir) if is_refused else (workdir / CONFIG).exists()
             if not existed and not is_needed:
-                shutil.rmtree(workdir)
+                # NFS keeps files that are still open, such as the lock.
+                shutil.rmtree(workdir, ignore_errors=True)
 
 
 def _has_trained(workdir: Path) -> bool:
@@ -325,6 +359,7 @@ def prepare(
             check_vocabulary(Path(path))
         data = dataclasses.replace(given.data, tokenizer_path=path)
         tokenizers = Tokenizers.for_run(corpora["train"], data, given.model.has_inputs)
+        _require_shared_vocabulary(given.model, tokenizers)
         if given.train.init_from and path != given.train.init_from:
             require_vocabulary(given.train.init_from, tokenizers)
         if data.subword_sampling:

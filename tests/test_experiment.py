@@ -148,6 +148,10 @@ def test_a_language_model_is_tested(tmp_path):
             {"data": {"hold_out": 5, "test_split": "", "valid_corpora": (CorpusConfig(),)}},
             "data.hold_out=5 has no effect",
         ),
+        (
+            {"data": {"corpus": "text", "path": "pyproject.toml", "train_split": "train[:9%]"}},
+            r"data\.train_split=train\[:9%\] has no effect: data.path=pyproject.toml has no splits",
+        ),
         ({"data": {"path": "mine.tsv"}}, "data.path=mine.tsv has no effect, since data.corpus="),
         (
             {"data": {"subword_sampling": 0.1}, "model": {"has_inputs": False}},
@@ -228,6 +232,43 @@ def test_callbacks_see_the_metrics_and_may_stop_a_run(tmp_path):
     assert (seen[1:], run.latest_step) == ([(2, "train"), (2, "valid")], 2)
     train(lambda step, split, metrics: seen.append(step))
     assert (seen[3:], run.latest_step) == ([3, 4, 4], 4)
+
+
+def test_callbacks_of_an_iterator_are_called(tmp_path):
+    config = changed(train={"num_steps": 2, "log_every": 1})
+    functions = (function for function in [lambda step, split, metrics: True])
+    assert flaxformer_mt.train(config, tmp_path / "run", callbacks=functions).latest_step == 1
+
+
+def test_two_vocabularies_of_one_size_need_two_tables(tmp_path):
+    numbers = [str(number**3) for number in range(1000, 1200)]
+    letters = str.maketrans("0123456789", "abcdefghij")
+    text = "".join(f"{number.translate(letters)}\t{number}\n" for number in numbers)
+    (tmp_path / "text.tsv").write_text(text)
+    data = {
+        "corpus": "text", "path": str(tmp_path / "text.tsv"), "columns": ("1", "2"),
+        "hold_out": 10, "joint_vocabulary": False, "vocab_size": 300,
+    }  # fmt: skip
+    with pytest.raises(UserError, match="each has a vocabulary of its own: set"):
+        flaxformer_mt.train(changed(data=data), tmp_path / "run")
+    untied = changed(data=data, model={"tie_embeddings": "target_output"})
+    assert flaxformer_mt.train(untied, tmp_path / "run").latest_step == 2
+
+
+def test_a_schedule_that_is_too_short_is_refused_before_the_text_is_read(monkeypatch, tmp_path):
+    monkeypatch.setattr(experiment, "open_all", None)
+    short = changed(optimizer={"schedule": "one_cycle", "warmup_steps": 9})
+    with pytest.raises(UserError, match=r"optimizer\.warmup_steps=9"):
+        flaxformer_mt.train(short, tmp_path / "run")
+
+
+def test_a_refused_folder_that_cannot_be_removed_does_not_hide_why(monkeypatch, tmp_path):
+    def busy(path, *arguments, **options):
+        raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+
+    monkeypatch.setattr(os, "rmdir", busy)
+    with pytest.raises(UserError, match="why"), experiment.open_folder(tmp_path / "run"):
+        raise UserError("why")
 
 
 def test_one_resolved_configuration_reaches_all_parts(run, tmp_path):

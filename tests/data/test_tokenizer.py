@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 import logging
 import threading
 
@@ -188,8 +189,8 @@ def test_tags_are_one_piece_each_and_never_split(kind):
     assert (len(tag), len(both)) == (1, 2)
     assert text[:2] == both
     assert tokenizer.decode([text]) == ["<2fr> <bt> twelve kilometers"]
-    for seed in range(20):
-        (sampled,) = tokenizer.sample(["<2fr> <bt> twelve kilometers"], seed, 0.9)
+    for amount, seed in itertools.product((0.1, 0.9), range(50)):
+        (sampled,) = tokenizer.sample(["<2fr> <bt> twelve kilometers"], seed, amount)
         assert sampled[:2] == both
 
 

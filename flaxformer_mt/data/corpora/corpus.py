@@ -287,6 +287,11 @@ def _completed(corpus: CorpusConfig, data: DataConfig, split: str) -> CorpusConf
     )
 
 
+def has_splits(data: DataConfig) -> bool:
+    """Returns whether `data.train_split` chooses anything: `data.path` may name a corpus' files."""
+    return not _has_no_splits(_completed(CorpusConfig(), data, data.train_split))
+
+
 def _has_no_splits(corpus: CorpusConfig) -> bool:
     """Returns whether the path of a completed corpus names files, and not a folder of splits."""
     path = Path(corpus.path)

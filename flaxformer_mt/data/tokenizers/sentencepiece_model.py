@@ -74,11 +74,16 @@ def _word_sampler(proto: Any, processor: sentencepiece.SentencePieceProcessor) -
     def without_space(word: str) -> str:
         return word.removeprefix(SPACE)  # SentencePiece adds it again.
 
+    whole = tuple(piece.piece for _, piece in pieces if piece.type == piece.USER_DEFINED)
     if proto.trainer_spec.model_type == proto.trainer_spec.UNIGRAM:
-        return UnigramSampling(
-            lambda word: processor.nbest_encode(without_space(word), nbest_size=MOST_SPLITS),
-            [piece.score for _, piece in pieces],
-        )
+
+        def best_splits(word: str) -> list[list[int]]:
+            text = without_space(word)
+            if word.startswith(whole):  # nbest_encode would split these, too.
+                return [processor.encode(text)]
+            return processor.nbest_encode(text, nbest_size=MOST_SPLITS)
+
+        return UnigramSampling(best_splits, [piece.score for _, piece in pieces])
     if proto.trainer_spec.model_type != proto.trainer_spec.BPE:
         kind = proto.trainer_spec.ModelType.Name(proto.trainer_spec.model_type)
         raise UserError(
@@ -90,5 +95,5 @@ def _word_sampler(proto: Any, processor: sentencepiece.SentencePieceProcessor) -
         ranks={piece.piece: -piece.score for _, piece in normal},
         ids={piece.piece: token for token, piece in normal},
         encode=lambda word: processor.encode(without_space(word)),
-        whole=[piece.piece for _, piece in pieces if piece.type == piece.USER_DEFINED],
+        whole=whole,
     )
