@@ -6,13 +6,17 @@
 DATA has the folders
 - `multi30k-en-de`, `multi30k-en-fr`: data/task1/raw of github.com/multi30k/dataset, with `val`
   renamed to `valid` and `test_2016_flickr` to `test`: train.en.gz, test_2017_mscoco.de.gz, ...
-- `tatoeba-eng-fra`: fra-eng of manythings.org/anki as train, valid and test, .en.gz and .fr.gz,
-  about 1% of the English sentences, chosen by their SHA-1, in each of the last two.
+- `tatoeba-eng-fra`: fra-eng of manythings.org/anki, of 2017-09-29 for the published page, as train,
+  valid and test, .en.gz and .fr.gz, with about 1% of the English sentences and all of their
+  translations in each of the last two.
+
+A result has the SHA-256 of the text that it was trained and tested on.
 
 Tokenised text needs sacremoses and subword-nmt, pictures matplotlib, `first-steps` and the families
 PyTorch.
 
-The same command continues a run that was stopped. Each run writes NAME-seedN.json, a copy of its
+The same command continues a run that was stopped; one whose last checkpoints are averaged must not
+be stopped while these are written. Each run writes NAME-seedN.json, a copy of its
 metrics and a picture of its curves into --results; `--page` writes docs/results.md from all of
 them.
 """
@@ -106,7 +110,9 @@ def train_and_score(name: str, options: argparse.Namespace) -> None:
     trained = members(name, recipe, seed)
     stems = [run_name(member.name, member.seed) for member in trained]
     for each in stems:
-        metrics = options.results / f"{each}.metrics.jsonl"
+        # The models of an ensemble may have lines of their own.
+        kept = each if each == stem else f"{stem}.{each}"
+        metrics = options.results / f"{kept}.metrics.jsonl"
         shutil.copyfile(out / each / "metrics.jsonl", metrics)
     plot_curves([out / each for each in stems]).save(options.results / f"{stem}.png")
     for test, scores in result["scores"].items():

@@ -44,6 +44,7 @@ def write_run(folder, name, seed, bleu, **changes):
     }  # fmt: skip
     values = {
         "name": name, "seed": seed, "commit": f"abc{seed}", "device": "1 x GPU",
+        "command": f"python benchmarks/results.py --run {name} --seed {seed}",
         "steps": 1000 * seed, "hours": 1.5 * seed, "parameters": 2_600_000,
         "tokens_per_second": 5000.0 * seed,
         "validation": {"loss": 1.0 + seed, "perplexity": 10.0 * seed, "accuracy": 0.5},
@@ -75,7 +76,8 @@ def test_the_page_has_the_means_of_the_seeds(results, folder):
         "3.00, 15.00 hours; commit abc2, abc10; 2,600,000 parameters."
     ) in page
     assert "\nSeed 10: Stopped by hand." in page
-    assert "python benchmarks/results.py --run multi30k-en-de" in page
+    for seed in (2, 10):
+        assert f"`python benchmarks/results.py --run multi30k-en-de --seed {seed}`" in page
     assert "![curves](found.new/multi30k-en-de-seed2.png)" in page
     assert "Not yet run: `reverse`" in page
     assert "Not yet run: `family-jadore801120`" in page
@@ -230,16 +232,29 @@ NARROW = {
 }
 
 
-def test_the_models_of_an_ensemble_translate_together(results, tmp_path):
+LENGTHS = ("num_steps", "eval_every", "checkpoint_every")
+
+
+def test_the_models_of_an_ensemble_translate_together(results, tmp_path, monkeypatch):
     runs = importlib.import_module("reproduction.runs")
     recipes = importlib.import_module("reproduction.recipe")
     alone = results.RECIPES["annotated-copy"]
     members = tuple(recipes.Member("copies", alone, seed) for seed in (3, 4))
     together = dataclasses.replace(alone, members=members)
-    short = {"num_steps": 4, "eval_every": 4, "checkpoint_every": 4}
-    changes = NARROW | {"train": NARROW["train"] | short}
-    values = runs.run("ensemble", together, tmp_path, tmp_path / "out", 1, changes)
-    assert values["steps"] == 8
+    commits = iter(["first", "second", "second", "second", "third", "third"])
+    monkeypatch.setattr(runs, "_commit", lambda: next(commits))
+
+    def result(steps):
+        changes = NARROW | {"train": NARROW["train"] | dict.fromkeys(LENGTHS, steps)}
+        return runs.run("ensemble", together, tmp_path, tmp_path / "out", 1, changes)
+
+    assert result(2)["commit"] == "first, second"
+    values = result(4)
+    assert (values["steps"], values["commit"]) == (8, "first, second")
+    assert result(4)["commit"] == "first, second"  # It was finished before the third.
+    assert {name: len(sums) for name, sums in values["data"].items()} == {
+        "train": 1, "valid": 1, "test": 1,
+    }  # fmt: skip
     folders = [tmp_path / "out" / f"copies-seed{seed}" for seed in (3, 4)]
     sources = read_lines(tmp_path / "out" / "text" / "copies" / "test.in")
     path = tmp_path / "out" / "translations" / "ensemble-seed1" / "test.hypotheses"
@@ -274,6 +289,29 @@ def test_where_and_with_which_seed_an_experiment_is_trained(
     folders = [f"--out={tmp_path / 'out'}", f"--results={tmp_path}"]
     assert results.main(["--run", *arguments, *folders]) == ExitCode.INTERRUPTED
     assert capsys.readouterr().err == "results.py: stopped by SIGTERM\n"
+
+
+def test_an_ensemble_does_not_replace_the_files_of_its_members(results, tmp_path, monkeypatch):
+    found, out = tmp_path / "found", tmp_path / "out"
+    members = results.RECIPES["multi30k-en-fr-best"].members
+    for member in members:
+        folder = out / f"{member.name}-seed{member.seed}"
+        folder.mkdir(parents=True)
+        (folder / "metrics.jsonl").write_text(f"{member.name}\n")
+    monkeypatch.setattr(results, "run", lambda *arguments: {"scores": {}})
+    monkeypatch.setattr(results, "plot_curves", lambda folders: Picture())
+    arguments = ["--run", "multi30k-en-fr-best", "--out", str(out), "--results", str(found)]
+    assert results.main(arguments) == 0
+    copies = [path.name for path in sorted(found.glob("*.metrics.jsonl"))]
+    assert copies == sorted(
+        f"multi30k-en-fr-best-seed1.{member.name}-seed{member.seed}.metrics.jsonl"
+        for member in members
+    )
+
+
+class Picture:
+    def save(self, path):
+        path.write_bytes(b"")
 
 
 @pytest.mark.usefixtures("usual_optimizations")

@@ -1,5 +1,6 @@
 """Trains a recipe, averages checkpoints, translates its test sets and scores them."""
 
+import itertools
 import json
 import math
 import platform
@@ -22,9 +23,11 @@ from flaxformer_mt.data.corpora.text_files import read_lines
 from flaxformer_mt.decoding.translator import Translator
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.plotting.history import read_history
-from flaxformer_mt.run_reader import MetricRows
-from flaxformer_mt.runs import atomic
+from flaxformer_mt.run_reader import MetricRows, Run
+from flaxformer_mt.runs import atomic, data_file
 from flaxformer_mt.runs.averaging import average_run
+from flaxformer_mt.runs.folder import read_fingerprints
+from flaxformer_mt.runs.layout import CONFIG
 from flaxformer_mt.runs.trained_model import TrainedModel, load_run
 from reproduction.recipe import Recipe, members, run_name
 from reproduction.repository import ROOT
@@ -71,7 +74,8 @@ def run(
         "name": name,
         "seed": seed,
         "command": f"python benchmarks/results.py --run {name} --seed {seed}",
-        "commit": ", ".join(dict.fromkeys(model.commit for model in models)),
+        "commit": ", ".join(dict.fromkeys(itertools.chain(*(each.commits for each in models)))),
+        "data": first.data,
         "device": _device(),
         "steps": sum(model.steps for model in models),
         "target_tokens": sum(model.target_tokens for model in models),
@@ -88,7 +92,10 @@ class _Trained(NamedTuple):
 
     model: TrainedModel
     """The model to translate with."""
-    commit: str
+    commits: Sequence[str]
+    """Those that it was started and continued with."""
+    data: dict[str, list[str]]
+    """SHA-256 of the corpora, by role."""
     steps: int
     target_tokens: int
     tokens_per_second: float
@@ -98,11 +105,17 @@ class _Trained(NamedTuple):
 
 def _train(config: ExperimentConfig, workdir: Path, averaged: int) -> _Trained:
     """Trains one model, or continues it, and averages its last checkpoints."""
-    commit = workdir.with_name(f"{workdir.name}.commit")
-    if not (workdir.exists() and commit.exists()):
-        workdir.parent.mkdir(parents=True, exist_ok=True)
-        write_lines(commit, [_commit()])
+    recorded = workdir.with_name(f"{workdir.name}.commit")
+    workdir.parent.mkdir(parents=True, exist_ok=True)
+    is_continued = (workdir / CONFIG).exists() and recorded.exists()
+    before = read_lines(recorded) if is_continued else []
+    commits = list(dict.fromkeys([*before, _commit()]))
+    write_lines(recorded, commits)
+    first_step = Run(workdir).latest_step if is_continued else None
     trained = experiment.train(config, workdir)
+    if trained.latest_step == first_step:  # It was finished already.
+        commits = before
+        write_lines(recorded, commits)
     scored = workdir
     # A trial of few steps has fewer checkpoints.
     averaged = min(averaged, math.ceil(config.train.num_steps / config.train.checkpoint_every))
@@ -113,9 +126,11 @@ def _train(config: ExperimentConfig, workdir: Path, averaged: int) -> _Trained:
     rows = trained.metrics()
     training = rows("train")
     (hours,) = read_history(workdir).positions(np.array([training[-1]["step"]]), "hours")
+    fingerprints = read_fingerprints(workdir) or {}
     return _Trained(
         model=load_run(scored, "last" if averaged > 1 else "best"),
-        commit=read_lines(commit)[0],
+        commits=commits,
+        data={name: values for name, values in fingerprints.items() if name in data_file.CORPORA},
         steps=training[-1]["step"],
         target_tokens=sum(row["target_tokens"] for row in training),
         tokens_per_second=statistics.median(row["target_tokens_per_second"] for row in training),
