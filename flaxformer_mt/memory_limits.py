@@ -11,6 +11,8 @@ from typing import Any
 
 from flaxformer_mt.errors import UserError
 
+LESS_ON_DEVICE = "end other programs that use it, or set JAX_PLATFORMS=cpu"
+"""What to do where a model does not fit onto the device, see `explained_exhaustion`."""
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 

@@ -230,6 +230,7 @@ class Run:
             run's own text cannot be read.
         """
         from flaxformer_mt import evaluation
+        from flaxformer_mt.decoding.translator import into_languages
         from flaxformer_mt.evaluation.metrics import tokenizer_of
 
         if (sources is None) != (references is None) or (sources is not None and split is not None):
@@ -238,9 +239,17 @@ class Run:
             texts = self.texts(split)
             sources, references = texts.sources, texts.targets
         given = require_texts(sources, "sources")
+        lists = evaluation.reference_lists(references)
+        for each in lists:
+            if len(each) != len(given):
+                raise UserError(f"{len(given)} sources, but {len(each)} references")
+        translator = self.translator(checkpoint)
+        (sentences, first), *others = (
+            into_languages(given, each, translator.tokenizers.target) for each in lists
+        )
         return evaluation.evaluate(
-            self.translator(checkpoint).translate(given, **options),
-            references,
+            translator.translate(sentences, **options),
+            [first, *(texts for _, texts in others)],
             sources=given,
             metrics=metrics,
             tokenize=tokenizer_of(self.config.data.target_language),

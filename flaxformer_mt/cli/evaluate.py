@@ -352,7 +352,9 @@ def _translated(
     from flaxformer_mt.decoding.translator import Translator, into_languages
 
     models = load_runs(run, checkpoint)
+    steps = [model.step for model in models]
     translator = Translator.from_runs(models, decode)
+    del models  # The translator has parameters of its own.
     sources, target = test.sources or [], translator.tokenizers.target
     (sentences, first), *others = (
         into_languages(sources, each, target) for each in test.references
@@ -361,7 +363,6 @@ def _translated(
     if output_file is not None:
         with output.line_writer(output_file) as write:
             write(translations)
-    steps = [model.step for model in models]
     test = test._replace(references=[first, *(references for _, references in others)])
     return steps[0] if len(steps) == 1 else steps, translations, test
 

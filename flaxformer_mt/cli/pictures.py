@@ -1,5 +1,6 @@
 """Commands that draw pictures: `plot` and `attention`."""
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -84,8 +85,8 @@ def attention(
         heads.
       target: Its translation. Default: that of the model.
       checkpoint: "best" by validation, "last", or the step of a checkpoint.
-      decode: Options of the search for the translation, if there is no --target. Their defaults
-        are those of the run.
+      decode: Options of the search for the translation, if there is no --target; --first-token
+        also precedes a given --target. Their defaults are those of the run.
     """
     from flaxformer_mt.plotting.attention_page import AttentionPicture
     from flaxformer_mt.plotting.drawing import format_of
@@ -97,8 +98,12 @@ def attention(
     from flaxformer_mt.runs.trained_model import load_run
 
     model = load_run(run, checkpoint)
-    if target is not None and decode != model.config.decode:
-        raise UserError("search options have no effect on a given --target: leave them out")
+    own = dataclasses.replace(model.config.decode, first_token=decode.first_token)
+    if target is not None and decode != own:
+        raise UserError(
+            "search options other than --first-token have no effect on a given --target: leave "
+            "them out"
+        )
     found = sentence_attention(Translator.from_runs([model], decode), source, target)
     AttentionPicture(found, f"Attention of {run}, step {model.step}").save(output_file)
     output.print_lines([f"{output_file}: {found.source} -> {found.target}"])

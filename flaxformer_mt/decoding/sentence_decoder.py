@@ -303,7 +303,8 @@ class SentenceDecoder:
 
     def _request(self, segment: _TokenizedSegment) -> Request:
         decode, num_tokens = self.decode, len(segment.tokens)
-        max_length = decode.max_length or longest_target(num_tokens, decode)
+        min_length = max(decode.min_length, int(decode.min_length_factor * num_tokens))
+        max_length = decode.max_length or max(longest_target(num_tokens, decode), min_length + 1)
         # Required tokens take precedence over the maximum length.
         required = [*segment.prefix, *itertools.chain(*segment.phrases)]
         max_length = max(max_length, len(required) + 1)
@@ -315,7 +316,6 @@ class SentenceDecoder:
                     f"model.max_length={self.limit}"
                 )
             max_length = min(max_length, self.limit)
-        min_length = max(decode.min_length, int(decode.min_length_factor * num_tokens))
         allowed = None
         if self.shortlist is not None:
             allowed = self.shortlist.allowed([*segment.tokens, self.model.eos_id], required)

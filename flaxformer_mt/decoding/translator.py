@@ -18,6 +18,7 @@ from flaxformer_mt.config import (
 )
 from flaxformer_mt.config.fields import suggestion
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers, split_language
+from flaxformer_mt.decoding.batching.search_programs import rounded_matrices
 from flaxformer_mt.decoding.batching.workers import batch_tokens
 from flaxformer_mt.decoding.ensemble import require_same_vocabularies
 from flaxformer_mt.decoding.scoring.scorer import AlignmentUnit
@@ -29,6 +30,7 @@ from flaxformer_mt.decoding.text_arguments import (
     require_texts,
 )
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.memory_limits import LESS_ON_DEVICE, explained_exhaustion
 from flaxformer_mt.runs.layout import CheckpointSelector
 from flaxformer_mt.runs.trained_model import TrainedModel, load_run
 
@@ -64,10 +66,15 @@ class Translator:
           UserError: a model has no encoder.
         """
         sizes = tokenizers.source.vocab_size, tokenizers.target.vocab_size
-        self.models = [
-            (with_vocabulary_sizes(model, *sizes), jax.device_put(parameters))
-            for model, parameters in ((config.model, params), *others)
-        ]
+        with explained_exhaustion("loading the model", LESS_ON_DEVICE):
+            # Searches with other options share them.
+            self.models = [
+                (model, jax.device_put(rounded_matrices(model, parameters)))
+                for model, parameters in (
+                    (with_vocabulary_sizes(model, *sizes), parameters)
+                    for model, parameters in ((config.model, params), *others)
+                )
+            ]
         if not all(model.has_inputs for model, _ in self.models):
             raise UserError("model.has_inputs=False: a language model cannot translate")
         self.decode = config.decode

@@ -122,7 +122,7 @@ def compare(
       UserError: see `evaluate`; or there is no system.
     """
     texts = {name: require_texts(given, name) for name, given in systems.items()}
-    all_references = _reference_lists(references)
+    all_references = reference_lists(references)
     if sources is not None:
         sources = require_texts(sources, "sources")
     _check_counts(texts, all_references, sources)
@@ -167,8 +167,12 @@ def flattened(scores: Mapping[str, MetricScore]) -> dict[str, Any]:
     return result
 
 
-def _reference_lists(references: Any) -> list[list[str]]:
-    """Returns one reference per sentence, or several lists of them, as a list of lists."""
+def reference_lists(references: Any) -> list[list[str]]:
+    """Returns one reference per sentence, or several lists of them, as a list of lists.
+
+    Raises:
+      TypeError: they are neither.
+    """
     listed = list(require_iterable(references, "references", "strings"))
     if all(isinstance(each, str) for each in listed):
         return [require_texts(listed, "references")]

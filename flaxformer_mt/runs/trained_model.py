@@ -16,6 +16,7 @@ from flaxformer_mt import config as configuration
 from flaxformer_mt.config import ExperimentConfig, TransformerConfig, with_vocabulary_sizes
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.memory_limits import LESS_ON_DEVICE, explained_exhaustion
 from flaxformer_mt.runs import data_file
 from flaxformer_mt.runs.folder import read_config, read_fingerprints, read_tokenizers
 from flaxformer_mt.runs.layout import TOKENIZER, CheckpointSelector
@@ -53,7 +54,8 @@ def load_run(folder: str | Path, checkpoint: CheckpointSelector = "best") -> Tra
     tokenizers = read_tokenizers(folder)
     from flaxformer_mt.runs.checkpoint import restore_params
 
-    step, params = restore_params(folder, checkpoint)
+    with explained_exhaustion("loading the model", LESS_ON_DEVICE):
+        step, params = restore_params(folder, checkpoint)
     run = TrainedModel(config, params, tokenizers, step, Path(folder))
     _check_vocabularies(run)
     return run

@@ -18,6 +18,7 @@ from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.decoding import minimum_bayes_risk
 from flaxformer_mt.decoding.batching import continuous_batching
 from flaxformer_mt.decoding.scoring.alignment import align
+from flaxformer_mt.decoding.scoring.scorer import Scorer
 from flaxformer_mt.decoding.sentence_decoder import (
     SentenceDecoder,
     longest_target,
@@ -378,6 +379,35 @@ def test_a_search_without_scores_finds_the_same(talker):
         for own, theirs in zip(found, expected, strict=True):
             assert [one.tokens for one in own] == [one.tokens for one in theirs]
             assert all(math.isnan(one.score) == bool(one.tokens) for one in own)
+
+
+def test_a_minimum_length_raises_the_automatic_maximum(talker):
+    options = {"beam_size": 1, "max_length_factor": 0.0, "max_length_extra": 5}
+    (best,) = make_translator(talker).translate_n_best("Hund", 1, min_length=12, **options)
+    assert len(best.tokens) > 12
+
+
+def test_searches_with_different_options_share_rounded_parameters(talker):
+    model = dataclasses.replace(talker.config.model, dtype="bfloat16")
+    config = dataclasses.replace(talker.config, model=model)
+    translator = Translator(config, talker.params, talker.tokenizers)
+    decoders = [translator._decoder({"seed": seed}, None, False, False) for seed in (1, 2)]
+    first, second = (jax.tree.leaves([*decoder.batcher._params.values()]) for decoder in decoders)
+    assert all(
+        ours.unsafe_buffer_pointer() == theirs.unsafe_buffer_pointer()
+        for ours, theirs in zip(first, second, strict=True)
+    )
+    ((_, params),) = translator.models
+    assert params["target_embedding"]["embedding"].dtype == "bfloat16"
+
+
+def test_a_model_that_does_not_fit_onto_the_device_is_explained(monkeypatch, talker):
+    monkeypatch.setattr(jax, "device_put", exhaust_memory)
+    for load in (Translator, Scorer):
+        with pytest.raises(
+            UserError, match=r"^loading the model needs more memory .*JAX_PLATFORMS"
+        ):
+            load(talker.config, talker.params, talker.tokenizers)
 
 
 def test_a_device_without_enough_memory_is_explained(monkeypatch, talker):

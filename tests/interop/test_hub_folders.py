@@ -31,6 +31,7 @@ from flaxformer_mt.interop.formats import huggingface
 from flaxformer_mt.interop.formats.bundle import ModelBundle
 from flaxformer_mt.interop.weight_maps.mapping import model_params
 from flaxformer_mt.model.transformer import Transformer
+from flaxformer_mt.run_reader import Run
 
 PHRASES = load_corpus(DataConfig(corpus="phrases", generated_pairs=1000), "train")
 TEXTS = [*PHRASES.sources, *PHRASES.targets]
@@ -268,6 +269,8 @@ def test_references_name_the_language_to_translate_into(kind, german, saved, tmp
     )
     assert sentences == [into_german, Sentence("one two")]
     assert references == translations
+    texts = ["one two"] * 2, [f"{german} {translations[0]}", translations[1]]
+    assert Run(run).evaluate(*texts, **options)["ter"] == 0
     (tmp_path / "source").write_text("one two\none two\n")
     (tmp_path / "target").write_text(f"{german} {translations[0]}\n{translations[1]}\n")
     short = ["--run", str(run), "--beam-size", "1", "--max-length", "4"]

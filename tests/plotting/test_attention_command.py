@@ -44,7 +44,8 @@ def test_errors_are_one_line(command, tmp_path):
         ("--source", "a", "--output", "a.gif"): "a.gif: the name of a picture must end in one",
         ("--source", "a", "--output", "no/a.html"): "no/a.html cannot be written: no is not a fold",
         ("--source", " ", "--output", tmp_path / "a.html"): "the source is empty",
-        (*ending, "--beam-size", "2"): "search options have no effect on a given --target",
+        (*ending, "--beam-size", "2"): "search options other than --first-token have no",
+        (*ending, "--first-token", "no token"): "--first-token=no token is not a token",
         (*ending, "--checkpoint", "7"): "7",
     }.items():
         code, printed, error = command(*arguments)

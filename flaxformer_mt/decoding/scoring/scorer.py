@@ -17,6 +17,7 @@ from flaxformer_mt.decoding.scoring.teacher_forcing import teacher_force
 from flaxformer_mt.decoding.search.ranking import length_penalty
 from flaxformer_mt.decoding.text_arguments import require_iterable, require_text, require_texts
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.memory_limits import LESS_ON_DEVICE, explained_exhaustion
 
 AlignmentUnit = Literal["words", "pieces"]
 """What an alignment links."""
@@ -154,7 +155,8 @@ class Scorer:
             config.model, tokenizers.source.vocab_size, tokenizers.target.vocab_size
         )
         self.decode = config.decode
-        self.params = jax.device_put(params)
+        with explained_exhaustion("loading the model", LESS_ON_DEVICE):
+            self.params = jax.device_put(params)
         self.tokenizers = tokenizers
         self._first = certain_first_token(tokenizers.target, config.decode)
 
