@@ -53,9 +53,9 @@ _INTRODUCTIONS: dict[Group, str] = {
         "lines). Three things differ: a batch mixes sentences of all lengths, with as many target "
         "tokens as fairseq's on average; an update has one batch, not two; random numbers. Lines "
         '"with SentencePiece" have other subwords and more tokens in an update. '
-        "`multi30k-en-de-command` and `multi30k-en-fr-command`, which have two batches an update as "
-        "the published command, see up to 55 million target tokens: four hours of a CPU core for "
-        "each."
+        "`multi30k-en-de-command` and `multi30k-en-fr-command`, which have two batches an update "
+        "as the published command, see up to 55 million target tokens: four hours of a CPU core "
+        "for each."
     ),
     "families": (
         "2 + 2 layers of width 128, 4,000 pieces, and "
