@@ -79,6 +79,7 @@ ALLOWED = {
 # Modules that handle whole models, with vocabulary and search options, need more than weight maps.
 WHOLE_MODELS = ALLOWED["interop"] | {
     "data.tokenizers",
+    "decoding.bad_phrases",
     "decoding.search.options",
     "runs",
 }

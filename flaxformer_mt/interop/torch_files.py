@@ -18,6 +18,7 @@ import mmap
 import os
 import pickletools
 import struct
+import warnings
 import zipfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -80,7 +81,9 @@ def read(path: Path) -> Any:
       UserError: the file cannot be read, is damaged or of another kind, has more than tensors,
         containers and numbers, or describes more data than it has.
     """
-    with open_regular(path) as file:
+    with open_regular(path) as file, warnings.catch_warnings():
+        # Of strings in damaged files, which look like escape sequences.
+        warnings.simplefilter("ignore", DeprecationWarning)
         size = os.fstat(file.fileno()).st_size
         try:
             start = file.read(4)

@@ -144,6 +144,11 @@ def archive(path, program, members=(), compression=zipfile.ZIP_STORED):
             file.writestr(f"model/{name}", content)
 
 
+def test_a_damaged_string_is_refused_without_a_warning(tmp_path):
+    archive(tmp_path / "model.pt", b"\x80\x02S'\\}'\n.")
+    assert "damaged" in refusal(tmp_path / "model.pt")
+
+
 def tensor(key=b"0", length=1, offset=0, shape=(1,), strides=(1,)):
     """The instructions that push a tensor."""
 
