@@ -518,7 +518,9 @@ class Experiment:
         sources, references = (
             [side[index] for index in chosen] for side in (texts.sources, texts.targets)
         )
-        sentences, references = into_languages(sources, references, self.dataset.tokenizers.target)
+        sentences, (references,) = into_languages(
+            sources, [references], self.dataset.tokenizers.target
+        )
         hypotheses = self.translate(self.strategy.gather(params), [*sentences, *watched])
         own = hypotheses[: len(sources)]
         quality = self.quality(own, references)
@@ -682,8 +684,8 @@ def evaluate_test(
     hypotheses: list[str] = []
     metrics = experiment.measure("test", experiment.strategy.place_state(params))
     if experiment.config.model.has_inputs:
-        sentences, references = into_languages(
-            test.texts.sources, test.texts.targets, experiment.dataset.tokenizers.target
+        sentences, (references,) = into_languages(
+            test.texts.sources, [test.texts.targets], experiment.dataset.tokenizers.target
         )
         hypotheses = experiment.translate(params, sentences, show_progress)
         metrics |= experiment.quality(hypotheses, references)

@@ -244,12 +244,10 @@ class Run:
             if len(each) != len(given):
                 raise UserError(f"{len(given)} sources, but {len(each)} references")
         translator = self.translator(checkpoint)
-        (sentences, first), *others = (
-            into_languages(given, each, translator.tokenizers.target) for each in lists
-        )
+        sentences, lists = into_languages(given, lists, translator.tokenizers.target)
         return evaluation.evaluate(
             translator.translate(sentences, **options),
-            [first, *(texts for _, texts in others)],
+            lists,
             sources=given,
             metrics=metrics,
             tokenize=tokenizer_of(self.config.data.target_language),

@@ -356,14 +356,12 @@ def _translated(
     translator = Translator.from_runs(models, decode)
     del models  # The translator has parameters of its own.
     sources, target = test.sources or [], translator.tokenizers.target
-    (sentences, first), *others = (
-        into_languages(sources, each, target) for each in test.references
-    )
+    sentences, references = into_languages(sources, test.references, target)
     translations = translator.translate(sentences, show_progress=sys.stderr.isatty())
     if output_file is not None:
         with output.line_writer(output_file) as write:
             write(translations)
-    test = test._replace(references=[first, *(references for _, references in others)])
+    test = test._replace(references=references)
     return steps[0] if len(steps) == 1 else steps, translations, test
 
 

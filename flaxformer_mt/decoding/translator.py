@@ -66,14 +66,15 @@ class Translator:
           UserError: a model has no encoder.
         """
         sizes = tokenizers.source.vocab_size, tokenizers.target.vocab_size
+        models = [
+            (with_vocabulary_sizes(model, *sizes), parameters)
+            for model, parameters in ((config.model, params), *others)
+        ]
         with explained_exhaustion("loading the model", LESS_ON_DEVICE):
             # Searches with other options share them.
             self.models = [
                 (model, jax.device_put(rounded_matrices(model, parameters)))
-                for model, parameters in (
-                    (with_vocabulary_sizes(model, *sizes), parameters)
-                    for model, parameters in ((config.model, params), *others)
-                )
+                for model, parameters in models
             ]
         if not all(model.has_inputs for model, _ in self.models):
             raise UserError("model.has_inputs=False: a language model cannot translate")
@@ -368,22 +369,22 @@ def check_search(config: ExperimentConfig, tokenizers: Tokenizers) -> None:
 
 
 def into_languages(
-    sources: Sequence[str], references: Sequence[str], target: Tokenizer
-) -> tuple[list[Sentence], list[str]]:
+    sources: Sequence[str], references: Sequence[Sequence[str]], target: Tokenizer
+) -> tuple[list[Sentence], list[list[str]]]:
     """Returns sentences to translate into the languages of their references.
 
     Args:
       sources: the source texts.
-      references: their translations. In multilingual vocabularies (NLLB, M2M-100, mBART-50) they
-        may begin with a language.
+      references: one or more lists of their translations. In multilingual vocabularies (NLLB,
+        M2M-100, mBART-50) they may begin with a language; that of the first list is used.
       target: the tokenizer of the target side.
 
     Returns:
       The sentences, and the references without the languages, which translations do not show.
     """
-    divided = [split_language(reference, target) for reference in references]
+    divided = [[split_language(text, target) for text in each] for each in references]
     sentences = [
         Sentence(source, prefix=language)
-        for source, (language, _) in zip(sources, divided, strict=True)
+        for source, (language, _) in zip(sources, divided[0], strict=True)
     ]
-    return sentences, [text for _, text in divided]
+    return sentences, [[text for _, text in each] for each in divided]

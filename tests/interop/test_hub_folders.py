@@ -264,12 +264,12 @@ def test_references_name_the_language_to_translate_into(kind, german, saved, tmp
     translations = Translator(
         bundle.config, model_params(bundle.params), bundle.tokenizers
     ).translate([into_german, "one two"], **options)
+    texts = ["one two"] * 2, [f"{german} {translations[0]}", translations[1]]
     sentences, references = into_languages(
-        ["one two"] * 2, [f"{german} {translations[0]}", translations[1]], bundle.tokenizers.target
+        texts[0], [texts[1], translations], bundle.tokenizers.target
     )
     assert sentences == [into_german, Sentence("one two")]
-    assert references == translations
-    texts = ["one two"] * 2, [f"{german} {translations[0]}", translations[1]]
+    assert references == [translations, translations]
     assert Run(run).evaluate(*texts, **options)["ter"] == 0
     (tmp_path / "source").write_text("one two\none two\n")
     (tmp_path / "target").write_text(f"{german} {translations[0]}\n{translations[1]}\n")
