@@ -6,6 +6,7 @@ import importlib
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from flaxformer_mt.data.corpora.text_files import read_lines
@@ -13,6 +14,7 @@ from flaxformer_mt.decoding.translator import Translator
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.exit_codes import ExitCode
 from flaxformer_mt.interruption import Interrupted
+from flaxformer_mt.run_reader import Run
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -307,6 +309,44 @@ def test_an_ensemble_does_not_replace_the_files_of_its_members(results, tmp_path
         f"multi30k-en-fr-best-seed1.{member.name}-seed{member.seed}.metrics.jsonl"
         for member in members
     )
+
+
+def test_marian_of_transformers_is_trained_as_ours(results, raw, tmp_path):
+    runs, recipes, texts = (
+        importlib.import_module(f"reproduction.{name}") for name in ("runs", "recipe", "texts")
+    )
+    name = "family-marian-transformers"
+    theirs = dataclasses.replace(
+        results.RECIPES[name],
+        text=recipes.Text("questions", texts.tatoeba(5).write),
+    )
+    ours = dataclasses.replace(theirs, train=results.RECIPES["family-marian"].train)
+    changes = {
+        "model": {"d_model": 16, "d_ff": 32, "num_heads": 2, "dropout_rate": 0.0},
+        "data": {"target_language": "fr", "vocab_size": 320},
+        "optimizer": {"warmup_steps": 2, "learning_rate": 1e-2},
+        "train": {"num_steps": 6, "batch_tokens": 256, "log_every": 1, "eval_every": 3},
+        "parallel": {"num_devices": 1},
+    }
+    values = {}
+    for label, each in (("ours", ours), ("theirs", theirs)):
+        values[label] = runs.run(label, each, raw, tmp_path / "out", 1, changes)
+    both = [Run(tmp_path / "out" / f"{label}-seed1").metrics() for label in values]
+    for split, metrics in (
+        ("train", ("loss", "accuracy", "learning_rate", "target_tokens")),
+        ("valid", ("loss", "cross_entropy", "perplexity", "accuracy")),
+    ):
+        for metric in metrics:
+            np.testing.assert_allclose(
+                *([row[metric] for row in rows(split)] for rows in both), rtol=1e-5
+            )
+    for key in ("steps", "target_tokens", "parameters", "data"):
+        assert values["ours"][key] == values["theirs"][key]
+    translations = [
+        read_lines(tmp_path / "out" / "translations" / f"{label}-seed1" / "test.hypotheses")
+        for label in values
+    ]
+    assert translations[0] == translations[1]
 
 
 class Picture:

@@ -18,6 +18,7 @@ from flaxformer_mt.config import (
     TrainConfig,
     TransformerConfig,
 )
+from reproduction import transformers_marian
 from reproduction.recipe import Recipe
 from reproduction.texts import multi30k as text
 
@@ -110,6 +111,11 @@ T5_NOTE = (
     "standard deviation of 1. In trials with label smoothing, the training loss after 600 steps "
     "was 5.46 with Adam (peak rate 1e-2) and 4.43 with Adafactor."
 )
+TRANSFORMERS_NOTE = (
+    "`MarianMTModel` of transformers, trained in PyTorch from the initial values of "
+    "`family-marian`, with the same sentences, loss, optimizer and learning rate in each step. "
+    "Only the random numbers of dropout differ. Search and scoring are those of the other lines."
+)
 # Further options, by the name of their line.
 _VARIANTS = {
     "jadore801120-emb": ("jadore801120", {"scale_embeddings": True}),
@@ -141,6 +147,14 @@ RECIPES = {
         )
         for line, (name, options) in _VARIANTS.items()
     },
+    "family-marian-transformers": dataclasses.replace(
+        _recipe(
+            "preset `marian` in transformers",
+            functools.partial(family, "marian"),
+            TRANSFORMERS_NOTE,
+        ),
+        train=transformers_marian.train,
+    ),
     **{
         f"positions-{kind}": _recipe(f"`{kind}` positions", functools.partial(position_kind, kind))
         for kind in POSITION_KINDS

@@ -5,7 +5,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from flaxformer_mt import experiment
 from flaxformer_mt.config import ExperimentConfig
+from flaxformer_mt.run_reader import Run
 
 
 class Text(NamedTuple):
@@ -47,6 +49,8 @@ class Recipe:
     """Without `data.path` and `train.seed`, which the runner sets."""
     text: Text | None = None
     """None if it is generated, as the configuration says."""
+    train: Callable[[ExperimentConfig, Path], Run] = experiment.train
+    """Trains in a run folder, and returns it."""
     averaged: int = 1
     """The number of last checkpoints whose mean is scored; 1 = the best checkpoint."""
     members: tuple["Member", ...] = ()

@@ -16,7 +16,6 @@ import jax
 import numpy as np
 from sacrebleu.metrics import BLEU, CHRF
 
-from flaxformer_mt import experiment
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.config.experiment import with_changes
 from flaxformer_mt.data.corpora.text_files import read_lines
@@ -67,7 +66,7 @@ def run(
         found["train"] = {"seed": member.seed}
         config = with_changes(with_changes(member.recipe.config(), found), changes or {})
         workdir = out / run_name(member.name, member.seed)
-        models.append(_train(config, workdir, member.recipe.averaged))
+        models.append(_train(member.recipe, config, workdir))
     first = models[0]
     best = min(first.rows("valid"), key=lambda row: row["loss"])
     return {
@@ -103,7 +102,7 @@ class _Trained(NamedTuple):
     rows: MetricRows
 
 
-def _train(config: ExperimentConfig, workdir: Path, averaged: int) -> _Trained:
+def _train(recipe: Recipe, config: ExperimentConfig, workdir: Path) -> _Trained:
     """Trains one model, or continues it, and averages its last checkpoints."""
     recorded = workdir.with_name(f"{workdir.name}.commit")
     workdir.parent.mkdir(parents=True, exist_ok=True)
@@ -112,13 +111,15 @@ def _train(config: ExperimentConfig, workdir: Path, averaged: int) -> _Trained:
     commits = list(dict.fromkeys([*before, _commit()]))
     write_lines(recorded, commits)
     first_step = Run(workdir).latest_step if is_continued else None
-    trained = experiment.train(config, workdir)
+    trained = recipe.train(config, workdir)
     if trained.latest_step == first_step:  # It was finished already.
         commits = before
         write_lines(recorded, commits)
     scored = workdir
     # A trial of few steps has fewer checkpoints.
-    averaged = min(averaged, math.ceil(config.train.num_steps / config.train.checkpoint_every))
+    averaged = min(
+        recipe.averaged, math.ceil(config.train.num_steps / config.train.checkpoint_every)
+    )
     if averaged > 1:
         scored = workdir.with_name(f"{workdir.name}-mean")
         shutil.rmtree(scored, ignore_errors=True)  # Of fewer steps.
