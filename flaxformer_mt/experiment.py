@@ -27,7 +27,13 @@ import jax
 from rich.console import Console
 
 from flaxformer_mt import distributed
-from flaxformer_mt.config import GENERATED, DataConfig, ExperimentConfig, TransformerConfig
+from flaxformer_mt.config import (
+    GENERATED,
+    DataConfig,
+    ExperimentConfig,
+    TransformerConfig,
+    with_vocabulary_sizes,
+)
 from flaxformer_mt.config.files import load_config
 from flaxformer_mt.data.corpora.corpus import has_splits
 from flaxformer_mt.data.dataset import (
@@ -214,9 +220,14 @@ def _check_before_start(config: ExperimentConfig, workdir: Path) -> None:
             )
     attention_class(config.model)
     make_strategy(config)
-    make_schedule(config.optimizer, config.model.d_model, config.train.num_steps)
+    schedule = make_schedule(config.optimizer, config.model.d_model, config.train.num_steps)
     packed_shape(config)
     holds_run(workdir, config)
+    if config.train.freeze:
+        # Raises what is wrong with it. The sizes of the vocabularies are not known yet.
+        model = Transformer(with_vocabulary_sizes(config.model, 1, 1))
+        optimizer = make_optimizer(config.optimizer, schedule)
+        jax.eval_shape(functools.partial(create_state, model, optimizer, config.train))
 
 
 def _require_effects(config: ExperimentConfig) -> None:
@@ -342,7 +353,7 @@ def prepare(
         given = with_stored_start(workdir, given)
     else:
         _require_effects(given)
-        require_parameters(given.train.init_from)
+        require_parameters(given.train.init_from, given.model)
     if given.decode.shortlist:
         require_shortlist(given.decode.shortlist)
     corpora = open_all(given)

@@ -314,6 +314,7 @@ def changed(**groups):
             {"train": {"init_from": "absent"}, "data": {"tokenizer_path": "absent"}},
             "train.init_from=absent: there is no such file",
         ),
+        ({"train": {"freeze": ("embeding",)}}, "train.freeze: 'embeding' matches no parameter"),
     ],
 )
 def test_what_options_name_is_checked_before_anything_long(
@@ -326,4 +327,15 @@ def test_what_options_name_is_checked_before_anything_long(
     with pytest.raises(UserError) as caught:
         start(changed(**groups), tmp_path / "run")
     assert message in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_parameters_of_another_size_are_refused_before_anything_long(run, tmp_path, monkeypatch):
+    def no_tokens(*arguments, **options):
+        raise AssertionError("the corpus was tokenized")
+
+    monkeypatch.setattr(experiment, "tokenize", no_tokens)
+    larger = changed(train={"init_from": str(run.folder)}, model={"d_ff": 3 * CONFIG.model.d_ff})
+    with pytest.raises(UserError, match=rf"init_from=.*model\.d_ff: {CONFIG.model.d_ff} there"):
+        experiment.train(larger, tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -1,7 +1,8 @@
 """Initialization of a run from trained parameters and their vocabulary."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,16 +63,22 @@ def require_vocabulary(init_from: str, tokenizers: Tokenizers) -> None:
             )
 
 
-def require_parameters(init_from: str) -> None:
-    """Checks that what `train.init_from` names, if anything, is there.
+def require_parameters(init_from: str, model: TransformerConfig) -> None:
+    """Checks what `train.init_from` names, if anything, as far as this takes no time.
+
+    Args:
+      init_from: as in `load_parameters`.
+      model: the model to initialize; vocabulary sizes may still be 0.
 
     Raises:
-      UserError: there is no such file or folder, or the folder is not a run folder.
+      UserError: there is no such file or folder, the folder is not a run folder, or its run has
+        another model.
     """
     if not init_from:
         return
+    is_folder = Path(init_from).is_dir()
     try:
-        if Path(init_from).is_dir():
+        if is_folder:
             require_run(init_from)
         else:
             open_regular(init_from).close()
@@ -80,6 +87,9 @@ def require_parameters(init_from: str) -> None:
             f"train.init_from={init_from}: {error}; give a run folder, or a .safetensors file that "
             "`flaxformer-mt convert` wrote"
         ) from error
+    if is_folder:
+        with _naming(init_from):
+            _check_fields(read_config(init_from).model, model)
 
 
 def load_parameters(init_from: str, model: TransformerConfig, template: Params) -> Params:
@@ -98,12 +108,10 @@ def load_parameters(init_from: str, model: TransformerConfig, template: Params) 
       UserError: the parameters cannot be read, or belong to another model.
     """
     path = Path(init_from)
-    try:
+    with _naming(init_from):
         config, arrays = _read_run(path) if path.is_dir() else _read_file(path)
         _check_fields(config, model)
         _check_shapes(arrays, flatten_dict(template, sep="/"))
-    except UserError as error:
-        raise UserError(f"train.init_from={init_from}: {error}") from error
     return jax.tree.map(
         lambda leaf, array: np.asarray(array, leaf.dtype), template, unflatten_dict(arrays, sep="/")
     )
@@ -121,6 +129,15 @@ def start_from(state: TrainState, params: Params, place: Callable[[Params], Para
     return dataclasses.replace(
         state, params=place(params), ema=None if state.ema is None else place(params)
     )
+
+
+@contextlib.contextmanager
+def _naming(init_from: str) -> Iterator[None]:
+    """Names the option in errors."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"train.init_from={init_from}: {error}") from error
 
 
 def _read_run(folder: Path) -> tuple[TransformerConfig, dict[str, Any]]:
@@ -142,8 +159,8 @@ def _check_fields(theirs: TransformerConfig, ours: TransformerConfig) -> None:
         for name in here
         if name in there
         and there[name] != here[name]
-        # In a run's configuration 0 means: as many as the vocabulary has.
-        and not (name.endswith("vocab_size") and there[name] == 0)
+        # 0 means: as many as the vocabulary has.
+        and not (name.endswith("vocab_size") and 0 in (there[name], here[name]))
     ]
     if differing:
         raise UserError(f"another model ({'; '.join(differing)}): give the values from there")
