@@ -190,7 +190,8 @@ RECIPES = {
         annotated_copy,
         text=COPIES,
         note="The published run has 20 epochs, in which the learning rate only rises; here 20 "
-        "more follow. The validation BLEU is 93.8 after the first 20, and 99.5 after 30.",
+        "more follow. The validation BLEU is 93.8 after the first 20, and 99.5 after 30. In the "
+        "tests, a model of width 64, without dropout, learns to copy every line of the test set.",
     ),
     "annotated-de-en": Recipe(
         "`annotated`: German to English",
