@@ -263,6 +263,25 @@ def test_the_models_of_an_ensemble_translate_together(results, tmp_path, monkeyp
     assert read_lines(path) == Translator.from_run(folders).translate(sources)
 
 
+def test_translations_by_teachers_are_added_to_the_training_text(results, raw, tmp_path):
+    runs, recipes = (importlib.import_module(f"reproduction.{name}") for name in ("runs", "recipe"))
+    alone = of_few_lines(results.RECIPES["family-torch"])
+    teachers = tuple(recipes.Member("teacher", alone, seed) for seed in (3, 4))
+    taught = dataclasses.replace(alone, teachers=teachers)
+    runs.run("taught", taught, raw, tmp_path / "out", 1, TINY)
+    folders = [tmp_path / "out" / f"teacher-seed{seed}" for seed in (3, 4)]
+    own, with_theirs = (
+        tmp_path / "out" / "text" / name for name in ("few", "few-teacher-seed3-teacher-seed4")
+    )
+    sources, references = (read_lines(own / f"train.{language}") for language in ("en", "fr"))
+    translations = Translator.from_run(folders).translate(sources)
+    assert read_lines(with_theirs / "train.en") == sources * 2
+    assert read_lines(with_theirs / "train.fr") == references + translations
+    assert read_lines(with_theirs / "test.fr") == read_lines(own / "test.fr")
+    data = Run(tmp_path / "out" / "taught-seed1").config.data
+    assert (data.path, data.tokenizer_path) == (str(with_theirs), str(folders[0]))
+
+
 def test_a_mean_with_a_checkpoint_of_an_interruption_is_refused(results):
     runs = importlib.import_module("reproduction.runs")
     config = results.RECIPES["multi30k-en-de"].config()
@@ -311,42 +330,41 @@ def test_an_ensemble_does_not_replace_the_files_of_its_members(results, tmp_path
     )
 
 
+TINY = {
+    "model": {"d_model": 16, "d_ff": 32, "num_heads": 2, "dropout_rate": 0.0},
+    "data": {"target_language": "fr", "vocab_size": 320},
+    "optimizer": {"warmup_steps": 2, "learning_rate": 1e-2},
+    "train": {"num_steps": 6, "batch_tokens": 256, "log_every": 1, "eval_every": 3},
+    "parallel": {"num_devices": 1},
+}
+
+
+def of_few_lines(recipe):
+    """A recipe with the five pairs of `raw` instead of its text."""
+    texts = importlib.import_module("reproduction.texts")
+    text = importlib.import_module("reproduction.recipe").Text("few", texts.tatoeba(5).write)
+    return dataclasses.replace(recipe, text=text)
+
+
 def test_marian_of_transformers_is_trained_as_ours(results, raw, tmp_path):
-    runs, recipes, texts = (
-        importlib.import_module(f"reproduction.{name}") for name in ("runs", "recipe", "texts")
-    )
-    name = "family-marian-transformers"
-    theirs = dataclasses.replace(
-        results.RECIPES[name],
-        text=recipes.Text("questions", texts.tatoeba(5).write),
-    )
-    ours = dataclasses.replace(theirs, train=results.RECIPES["family-marian"].train)
-    changes = {
-        "model": {"d_model": 16, "d_ff": 32, "num_heads": 2, "dropout_rate": 0.0},
-        "data": {"target_language": "fr", "vocab_size": 320},
-        "optimizer": {"warmup_steps": 2, "learning_rate": 1e-2},
-        "train": {"num_steps": 6, "batch_tokens": 256, "log_every": 1, "eval_every": 3},
-        "parallel": {"num_devices": 1},
-    }
-    values = {}
-    for label, each in (("ours", ours), ("theirs", theirs)):
-        values[label] = runs.run(label, each, raw, tmp_path / "out", 1, changes)
-    both = [Run(tmp_path / "out" / f"{label}-seed1").metrics() for label in values]
-    for split, metrics in (
+    runs = importlib.import_module("reproduction.runs")
+    values, metrics, translations = {}, [], []
+    for name in ("family-marian", "family-marian-transformers"):
+        recipe = of_few_lines(results.RECIPES[name])
+        values[name] = runs.run(name, recipe, raw, tmp_path / "out", 1, TINY)
+        metrics.append(Run(tmp_path / "out" / f"{name}-seed1").metrics())
+        folder = tmp_path / "out" / "translations" / f"{name}-seed1"
+        translations.append(read_lines(folder / "test.hypotheses"))
+    for split, names in (
         ("train", ("loss", "accuracy", "learning_rate", "target_tokens")),
         ("valid", ("loss", "cross_entropy", "perplexity", "accuracy")),
     ):
-        for metric in metrics:
-            np.testing.assert_allclose(
-                *([row[metric] for row in rows(split)] for rows in both), rtol=1e-5
-            )
-    for key in ("steps", "target_tokens", "parameters", "data"):
-        assert values["ours"][key] == values["theirs"][key]
-    translations = [
-        read_lines(tmp_path / "out" / "translations" / f"{label}-seed1" / "test.hypotheses")
-        for label in values
-    ]
+        for name in names:
+            ours, theirs = ([row[name] for row in rows(split)] for rows in metrics)
+            np.testing.assert_allclose(theirs, ours, rtol=1e-5)
     assert translations[0] == translations[1]
+    for key in ("steps", "target_tokens", "parameters", "data"):
+        assert len({str(each[key]) for each in values.values()}) == 1
 
 
 class Picture:

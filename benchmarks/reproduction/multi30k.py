@@ -33,6 +33,10 @@ NOTE = (
     "used here. The same number of updates covers half as many epochs."
 )
 COMMAND_NOTE = "Two batches an update, as on the two devices of the published command."
+DISTILLED_NOTE = (
+    "The training text has each pair twice: with its reference, and with a translation by trained "
+    "models (Kim and Rush 2016, Sequence-Level Knowledge Distillation)."
+)
 SENTENCEPIECE_NOTE = (
     "10,000 subwords of SentencePiece, 256 of which are bytes, instead of 10,000 merges of "
     "subword-nmt. SentencePiece's subwords never cross punctuation and have at most 16 characters: "
@@ -316,7 +320,25 @@ def _of_pair(target: Language) -> dict[str, Recipe]:
         note=CASED_NOTE,
     )
     published_ones = {name: as_published, f"{name}-command": command}
-    return published_ones | trained | {f"{name}-best": best, f"{name}-cased": cased_and_raw}
+    teachers = {
+        "de": (Member(name, as_published, 2), Member(f"{name}-command", command, 1)),
+        "fr": (Member(name, as_published, 1),),
+    }
+    distilled = dataclasses.replace(
+        as_published,
+        title=f"{title}, distilled",
+        teachers=teachers[target],
+        note=DISTILLED_NOTE,
+    )
+    return (
+        published_ones
+        | trained
+        | {
+            f"{name}-distilled": distilled,
+            f"{name}-best": best,
+            f"{name}-cased": cased_and_raw,
+        }
+    )
 
 
 RECIPES = _of_pair("de") | _of_pair("fr")

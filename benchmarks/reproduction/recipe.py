@@ -55,6 +55,10 @@ class Recipe:
     """The number of last checkpoints whose mean is scored; 1 = the best checkpoint."""
     members: tuple["Member", ...] = ()
     """The experiments whose models translate together as an ensemble; () = only its own."""
+    teachers: tuple["Member", ...] = ()
+    """The experiments whose models translate the training text together. Each pair is then in the
+    training text twice, with its reference and with that translation; the vocabulary is that of the
+    first teacher."""
     tests: tuple[str, ...] = ("test",)
     """Test sets; () for a language model, which has the metrics of its validation."""
     published: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -68,7 +72,7 @@ class Recipe:
 
 
 class Member(NamedTuple):
-    """A model of an ensemble."""
+    """A model that is trained by a recipe."""
 
     name: str
     """Of the recipe."""

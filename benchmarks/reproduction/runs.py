@@ -7,6 +7,7 @@ import platform
 import shutil
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,7 +29,7 @@ from flaxformer_mt.runs.averaging import average_run
 from flaxformer_mt.runs.folder import read_fingerprints
 from flaxformer_mt.runs.layout import CONFIG
 from flaxformer_mt.runs.trained_model import TrainedModel, load_run
-from reproduction.recipe import Recipe, members, run_name
+from reproduction.recipe import Member, Recipe, members, run_name
 from reproduction.repository import ROOT
 from reproduction.texts import write_lines
 
@@ -60,13 +61,7 @@ def run(
       values of training those of the first model.
     """
     folder = None if recipe.text is None else recipe.text.prepare(data, out)
-    models = []
-    for member in members(name, recipe, seed):
-        found = {"data": {} if folder is None else {"path": str(folder)}}
-        found["train"] = {"seed": member.seed}
-        config = with_changes(with_changes(member.recipe.config(), found), changes or {})
-        workdir = out / run_name(member.name, member.seed)
-        models.append(_train(member.recipe, config, workdir))
+    models = [_member(member, folder, out, changes or {}) for member in members(name, recipe, seed)]
     first = models[0]
     best = min(first.rows("valid"), key=lambda row: row["loss"])
     return {
@@ -84,6 +79,42 @@ def run(
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(first.model.params)),
         "scores": _scores(recipe, models, folder, out / "translations" / run_name(name, seed)),
     }
+
+
+def _member(
+    member: Member, text: Path | None, out: Path, changes: Mapping[str, Mapping[str, Any]]
+) -> "_Trained":
+    """Trains one model, or continues it; arguments as in `run`, with the folder of the text."""
+    data = {} if text is None else {"path": str(text)}
+    if text is not None and member.recipe.teachers:
+        teachers = [_member(each, text, out, changes) for each in member.recipe.teachers]
+        names = "-".join(run_name(each.name, each.seed) for each in member.recipe.teachers)
+        models = [each.model for each in teachers]
+        data = {
+            "path": str(_translated(text, models, text.with_name(f"{text.name}-{names}"))),
+            "tokenizer_path": str(models[0].folder),
+        }
+    found = {"data": data, "train": {"seed": member.seed}}
+    config = with_changes(with_changes(member.recipe.config(), found), changes)
+    return _train(member.recipe, config, out / run_name(member.name, member.seed))
+
+
+def _translated(text: Path, teachers: Sequence[TrainedModel], folder: Path) -> Path:
+    """Returns `folder`, with the text, to which the teachers' translations are added."""
+    if folder.exists():
+        return folder
+    data = teachers[0].config.data
+    source, target = (
+        f"train.{language}" for language in (data.source_language, data.target_language)
+    )
+    sources, references = (read_lines(text / name) for name in (source, target))
+    translator = Translator.from_runs(teachers)
+    translations = translator.translate(sources, show_progress=sys.stderr.isatty())
+    with atomic.new_folder(folder) as partial:
+        shutil.copytree(text, partial, dirs_exist_ok=True)
+        write_lines(partial / source, sources * 2)
+        write_lines(partial / target, [*references, *translations])
+    return folder
 
 
 class _Trained(NamedTuple):
