@@ -97,6 +97,7 @@ class _Marian:
         bias = self._model.final_logits_bias
         del self._model.final_logits_bias
         self._model.final_logits_bias = torch.nn.Parameter(bias)
+        torch.manual_seed(config.train.seed)  # Dropout.
         self._loss = recipe(FAMILY).loss
         adam = config.optimizer
         self._optimizer = torch.optim.Adam(
@@ -109,25 +110,31 @@ class _Marian:
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.zero_grad()
-        loss, _, correct, tokens = self._sums(batch)
+        logits, target = self._predict(batch)
+        loss, tokens = self._loss(
+            logits, target, self._config.train.label_smoothing, self._config.model.pad_id
+        )
         (loss / tokens).backward()
         self._optimizer.step()
-        return {"loss": (loss.item(), tokens), "accuracy": (correct, tokens)}
+        return {"loss": (loss.item(), int(tokens)), "accuracy": self._accuracy(logits, target)}
 
     def validate(self) -> dict[str, float]:
         """Returns the metrics of the development corpus."""
         import torch
 
         self._model.eval()
-        sums = Sums()
+        pad_id, sums = self._config.model.pad_id, Sums()
         with torch.no_grad():
             for batch in self._validation:
-                loss, cross_entropy, correct, tokens = self._sums(batch)
-                sums.add({
-                    "loss": (loss.item(), tokens),
-                    "cross_entropy": (cross_entropy.item(), tokens),
-                    "accuracy": (correct, tokens),
-                })  # fmt: skip
+                logits, target = self._predict(batch)
+                values = {"accuracy": self._accuracy(logits, target)}
+                for name, smoothing in (
+                    ("loss", self._config.train.label_smoothing),
+                    ("cross_entropy", 0.0),
+                ):
+                    total, tokens = self._loss(logits, target, smoothing, pad_id)
+                    values[name] = (total.item(), int(tokens))
+                sums.add(values)
         means = sums.means()
         return means | {"perplexity": float(np.exp(means["cross_entropy"]))}
 
@@ -140,28 +147,26 @@ class _Marian:
         _, params = interop.load(FAMILY, tensors, **overrides)
         return interop.model_params(params)
 
-    def _sums(self, batch: Batch) -> tuple[Any, Any, int, int]:
-        """Returns the sums over the target tokens of a batch, and their number.
-
-        The sums are those of the smoothed loss, of the cross-entropy, and of right predictions.
-        """
+    def _predict(self, batch: Batch) -> tuple[Any, Any]:
+        """Returns the logits [N, V] and the target tokens [N] of padded sentences."""
         pad_id = self._config.model.pad_id
         source = _padded(batch.encoder_input_tokens, batch.encoder_segment_ids, pad_id)
         decoder_input, target = (
             _padded(tokens, batch.decoder_segment_ids, pad_id)
             for tokens in (batch.decoder_input_tokens, batch.decoder_target_tokens)
         )
-        logits = self._model(
+        outputs = self._model(
             input_ids=source,
             attention_mask=source != pad_id,
             decoder_input_ids=decoder_input,
             use_cache=False,
-        ).logits.flatten(0, 1)
-        target = target.flatten()
-        loss, tokens = self._loss(logits, target, self._config.train.label_smoothing, pad_id)
-        cross_entropy, _ = self._loss(logits.detach(), target, 0.0, pad_id)
-        correct = ((logits.argmax(1) == target) & (target != pad_id)).sum()
-        return loss, cross_entropy, int(correct), int(tokens)
+        )
+        return outputs.logits.flatten(0, 1), target.flatten()
+
+    def _accuracy(self, logits: Any, target: Any) -> tuple[int, int]:
+        """Returns the number of right predictions, and that of target tokens."""
+        is_token = target != self._config.model.pad_id
+        return int(((logits.argmax(1) == target) & is_token).sum()), int(is_token.sum())
 
 
 def _padded(rows: Array | None, segment_ids: Array | None, pad_id: int) -> Any:
