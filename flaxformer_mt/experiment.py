@@ -61,7 +61,7 @@ from flaxformer_mt.decoding.text_arguments import require_path
 from flaxformer_mt.decoding.translator import Sentence, Translator, check_search, into_languages
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.evaluation import evaluate
-from flaxformer_mt.evaluation.metrics import tokenizer_of
+from flaxformer_mt.evaluation.metrics import tokenizer_of_run
 from flaxformer_mt.evaluation.teacher_forced import seq2seq_acc, teacher_forced_bleu
 from flaxformer_mt.interop.exports import exports, summary
 from flaxformer_mt.interruption import Interrupted, Interruption, handle_signals
@@ -504,7 +504,7 @@ class Experiment:
             hypotheses,
             references,
             standard=("bleu", "chrf"),
-            tokenize=tokenizer_of(self.config.data.target_language),
+            tokenize=tokenizer_of_run(self.config.data),
         )
 
     def measure(self, split: str, params: Any) -> dict[str, Any]:

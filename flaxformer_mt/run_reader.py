@@ -231,7 +231,7 @@ class Run:
         """
         from flaxformer_mt import evaluation
         from flaxformer_mt.decoding.translator import into_languages
-        from flaxformer_mt.evaluation.metrics import tokenizer_of
+        from flaxformer_mt.evaluation.metrics import tokenizer_of_run
 
         if (sources is None) != (references is None) or (sources is not None and split is not None):
             raise UserError("give sources together with references, or neither; split without them")
@@ -243,6 +243,14 @@ class Run:
         for each in lists:
             if len(each) != len(given):
                 raise UserError(f"{len(given)} sources, but {len(each)} references")
+        tokenize = tokenizer_of_run(self.config.data)
+        evaluation.check_options(
+            evaluation.STANDARD,
+            tokenize,
+            metrics or (),
+            confidence=confidence,
+            sentences=len(given),
+        )
         translator = self.translator(checkpoint)
         sentences, lists = into_languages(given, lists, translator.tokenizers.target)
         return evaluation.evaluate(
@@ -250,7 +258,7 @@ class Run:
             lists,
             sources=given,
             metrics=metrics,
-            tokenize=tokenizer_of(self.config.data.target_language),
+            tokenize=tokenize,
             confidence=confidence,
         )
 

@@ -7,6 +7,7 @@ import pty
 import pytest
 
 from flaxformer_mt.cli import main
+from flaxformer_mt.decoding.translator import Translator
 from flaxformer_mt.evaluation import compare, evaluate
 
 REFERENCES = ["Ein kleiner Hund läuft über die Wiese.", "Zwei Männer, die lachen.", "Ja."]
@@ -99,6 +100,17 @@ def test_a_function_of_the_users(command, files):
     assert found["sizes_signature"] == "nrefs:1|function:mine.sizes"
 
 
+def test_a_function_of_the_users_may_import_its_neighbours_later(command, files):
+    (files / "neighbour.py").write_text("SCORE = 5\n")
+    (files / "lazy.py").write_text(
+        "def score(sources, hypotheses, references):\n"
+        "    import neighbour\n"
+        "    return neighbour.SCORE\n"
+    )
+    _, out, _ = command("--hypothesis", "a.de", "--reference", "test.de", "--metric", "lazy:score")
+    assert json.loads(out)["score"] == 5
+
+
 def test_a_function_of_the_users_that_fails_is_named(command, files):
     (files / "failing.py").write_text(
         "def broken(sources, hypotheses, references):\n    return 1 / 0\n"
@@ -136,6 +148,27 @@ def test_the_default_tokenizer_of_text_without_spaces(command, files):
         _, out, err = command("--hypothesis", "a.ja", "--reference", "test.ja", "--tokenize", given)
         assert err == ""
     assert command("--hypothesis", "a.de", "--reference", "test.de")[2] == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "seed", "message"),
+    [
+        (("--n-best", "2"), "1", "--n-best is for translate: one translation of each sentence"),
+        (("--confidence",), "x", "SACREBLEU_SEED=x: must be a whole number"),
+    ],
+)
+def test_options_are_checked_before_the_translation(
+    command, trained_run, monkeypatch, options, seed, message
+):
+    def no_translation(*arguments, **options):
+        raise AssertionError("the test set was translated")
+
+    monkeypatch.setattr(Translator, "translate", no_translation)
+    monkeypatch.setenv("SACREBLEU_SEED", seed)
+    texts = ("--source", "source.en", "--reference", "test.de")
+    code, out, err = command("--run", str(trained_run), *texts, *options)
+    assert (code, out) == (1, "")
+    assert message in err
 
 
 def test_an_output_that_is_a_folder_is_refused(command, files, trained_run):
@@ -223,7 +256,7 @@ def test_a_terminal_gets_the_table(files, monkeypatch):
         ),
         (
             "--hypothesis a.de --reference test.de --confidence --resamples 0",
-            "--resamples=0: must be at least 1",
+            "--resamples=0: must be at least 2",
         ),
     ],
 )

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 
@@ -10,9 +11,10 @@ import numpy as np
 import pytest
 import sacrebleu
 
+from flaxformer_mt.config import CorpusConfig, DataConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.evaluation import compare, evaluate
-from flaxformer_mt.evaluation.metrics import tokenizer_of
+from flaxformer_mt.evaluation.metrics import tokenizer_of, tokenizer_of_run
 
 REFERENCES = ["Ein kleiner Hund läuft über die Wiese.", "Zwei Männer, die lachen."]
 HYPOTHESES = ["Ein kleiner hund läuft auf der Wiese.", "Zwei Männer, die lachen."]
@@ -307,3 +309,47 @@ def test_what_a_tokenizer_needs_is_named(monkeypatch):
     monkeypatch.delitem(sys.modules, "sacrebleu.tokenizers.tokenizer_ja_mecab", raising=False)
     with pytest.raises(UserError, match=r"ja-mecab cannot be used: .* pip install"):
         evaluate(HYPOTHESES, REFERENCES, tokenize="ja-mecab")
+
+
+def test_equal_texts_are_not_significantly_different():
+    systems = {"a": ["a b c x", "e f g h"], "b": ["a b c x", "e f g h"]}
+    references = ["a b c d", "e f g h"]
+    for significance in ("bootstrap", "randomization"):
+        scores = compare(systems, references, standard=["bleu"], significance=significance)
+        assert scores["b"]["bleu"].p_value == 1
+        assert scores["a"]["bleu"].p_value is None
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"significance": "boot"}, UserError, "significance='boot': choose bootstrap or random"),
+        ({"significance": "bootstrap", "resamples": -5}, UserError, "resamples=-5: give 2 or"),
+        ({"confidence": True, "resamples": 1}, UserError, "resamples=1: give 2 or more"),
+        ({"confidence": True, "resamples": "9"}, TypeError, "resamples must be a number, not str"),
+        (
+            {"standard": "bleu"},
+            TypeError,
+            "standard must be a list of strings, not a single string",
+        ),
+    ],
+)
+def test_options_of_comparisons_are_checked(options, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        compare({"a": ["a"], "b": ["b"]}, ["a"], **options)
+
+
+def test_systems_have_names():
+    with pytest.raises(TypeError, match="systems must be texts by name, not list"):
+        compare([["a"]], ["a"])
+
+
+def test_the_tokenizer_of_a_run_is_that_of_the_languages_of_its_corpora():
+    def data(*languages, of_data="de"):
+        corpora = tuple(CorpusConfig(target_language=language) for language in languages)
+        return DataConfig(target_language=of_data, train_corpora=corpora)
+
+    assert tokenizer_of_run(data("zh", "zh_CN")) == "zh"
+    assert tokenizer_of_run(data("zh", "")) == "13a"
+    assert tokenizer_of_run(data("", of_data="ja")) == "char"
+    assert tokenizer_of_run(data(of_data="zh")) == "zh"

@@ -34,7 +34,7 @@ TextFiles = tyro.conf.UseAppendAction[Annotated[tuple[Path, ...], tyro.conf.arg(
 """Text files: an option that may be repeated."""
 MetricNames = tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="METRIC")]]
 """Metrics: an option that may be repeated."""
-Resamples = Annotated[int | None, Bounds(1, 10**6), tyro.conf.arg(metavar="N")]
+Resamples = Annotated[int | None, Bounds(2, 10**6), tyro.conf.arg(metavar="N")]
 _DIGITS = 4  # Of the metrics, after the point.
 _TITLES = {"bleu": "BLEU", "chrf": "chrF", "chrf++": "chrF++", "ter": "TER"}
 _SIGNIFICANT = 0.05
@@ -125,6 +125,8 @@ def evaluate(
         )
         if decode != DEFAULT_SEARCH:
             raise UserError("search options are for --run only: --hypothesis is not translated")
+    else:
+        _require_one_translation(run[0], decode)
     if baseline is None:
         reject_options("--baseline", significance=significance)
         if not confidence:
@@ -137,8 +139,16 @@ def evaluate(
     if "bleu" not in standard:
         reject_options("--metric bleu", tokenize=tokenize)
     is_chosen, tokenize = tokenize is not None, tokenize or _tokenizer_of(run)
-    evaluation.check_options(standard, tokenize)
+    significance = significance or ("bootstrap" if baseline else None)
     test = _test_set(run, source, reference, split)
+    evaluation.check_options(
+        standard,
+        tokenize,
+        confidence=confidence,
+        significance=significance,
+        resamples=resamples or 0,
+        sentences=len(test.references[0]),
+    )
     if "bleu" in standard and not is_chosen:
         _note_spaceless(test, tokenize)
     systems = {str(file): _read_translations(file, test) for file in files}
@@ -147,7 +157,6 @@ def evaluate(
         name = " + ".join(map(str, run))
         step, translations, test = _translated(run, checkpoint, decode, test, output_file)
         systems = _inserted(systems, name, translations, after=baseline)
-    significance = significance or ("bootstrap" if baseline else None)
     scores = evaluation.compare(
         systems,
         test.references,
@@ -173,12 +182,20 @@ def evaluate(
         output.print_json({**common, "systems": listed})
 
 
-def _tokenizer_of(run: Sequence[Path]) -> str:
-    """Returns the tokenizer of BLEU for the target language of the first run, if there is one."""
-    from flaxformer_mt.evaluation.metrics import DEFAULT_TOKENIZER, tokenizer_of
+def _require_one_translation(run: Path, decode: DecodeOptions) -> None:
+    """Refuses another `--n-best` than that of the run, which is not used either."""
     from flaxformer_mt.runs.folder import read_config
 
-    return tokenizer_of(read_config(run[0]).data.target_language) if run else DEFAULT_TOKENIZER
+    if decode.n_best != read_config(run).decode.n_best:
+        raise UserError("--n-best is for translate: one translation of each sentence is evaluated")
+
+
+def _tokenizer_of(run: Sequence[Path]) -> str:
+    """Returns the tokenizer of BLEU for the target language of the first run, if there is one."""
+    from flaxformer_mt.evaluation.metrics import DEFAULT_TOKENIZER, tokenizer_of_run
+    from flaxformer_mt.runs.folder import read_config
+
+    return tokenizer_of_run(read_config(run[0]).data) if run else DEFAULT_TOKENIZER
 
 
 def _note_spaceless(test: _TestSet, tokenize: str) -> None:
@@ -242,20 +259,19 @@ def _metrics(
 
 
 def _function(text: str) -> "MetricFunction":
-    """Imports MODULE:FUNCTION, also from the current folder.
+    """Imports MODULE:FUNCTION, also from the current folder, where it may import others later.
 
     Raises:
       UserError: there is no such module or function.
     """
     module, _, name = text.rpartition(":")
     folder = os.getcwd()
-    sys.path.insert(0, folder)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
     try:
         function: Any = getattr(importlib.import_module(module), name)
     except Exception as error:  # The module can raise anything.
         raise UserError(f"--metric {text}: {_reason(error)}") from error
-    finally:
-        sys.path.remove(folder)
     if not callable(function):
         raise UserError(f"--metric {text}: {name} is not a function")
 

@@ -95,6 +95,8 @@ def sentence_attention(
                 f"at most {limit}: give one of them"
             )
         hypothesis = translator.translate_n_best(source, 1, scores=False)[0]
+        if not hypothesis.tokens:
+            raise UserError("the source has no tokens: give another sentence")
         target, target_ids = hypothesis.text, [*hypothesis.tokens]
         target_tokens = tokenizers.target.pieces(target_ids)
     else:

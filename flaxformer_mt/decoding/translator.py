@@ -154,6 +154,8 @@ class Translator:
 
         Arguments and errors are those of `translate_n_best`.
         """
+        if "n_best" in options:
+            raise TypeError("n_best: translate returns the best translation; use translate_n_best")
         given = _as_sentences(sentences)
         lists = self.translate_n_best(
             given, 1, beam_size=beam_size, scores=False, show_progress=show_progress, **options

@@ -3,7 +3,7 @@
 Source: Post 2018, "A Call for Clarity in Reporting BLEU Scores".
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from flaxformer_mt.decoding.text_arguments import require_iterable, require_texts
@@ -15,7 +15,12 @@ from flaxformer_mt.evaluation.metrics import (
     MetricFunction,
     sacrebleu_metric,
 )
-from flaxformer_mt.evaluation.significance import MetricScore, PairedTestKind, score_systems
+from flaxformer_mt.evaluation.significance import (
+    MetricScore,
+    PairedTestKind,
+    check_resampling,
+    score_systems,
+)
 
 __all__ = [
     "DEFAULT_TOKENIZER",
@@ -58,7 +63,7 @@ def evaluate(
       lowercase: whether BLEU, chrF and chrF++ ignore case.
       confidence: whether to estimate 95% confidence intervals by bootstrap resampling. Scores of
         whole corpora have none. The seed is that of sacreBLEU, SACREBLEU_SEED or 12345.
-      resamples: number of resamples; 0 = sacreBLEU's default, 1,000.
+      resamples: number of resamples, at least 2; 0 = sacreBLEU's default, 1,000.
 
     Returns:
       For each metric, by its name: the score (of sacreBLEU's metrics, in percent);
@@ -115,24 +120,35 @@ def compare(
         1,000 and 10,000. The intervals beside a randomization have 1,000 resamples.
 
     Returns:
-      {system: {metric: score}}. sacreBLEU's own programs compute the same numbers.
+      {system: {metric: score}}. sacreBLEU's own programs compute the same numbers, except that
+      the p-value of a text equal to the baseline is 1 here.
 
     Raises:
       TypeError: see `evaluate`.
-      UserError: see `evaluate`; or there is no system.
+      UserError: see `evaluate`; or there is no system, the test is unknown, the resamples are too
+        few or too many, or the environment variable SACREBLEU_SEED is not a number.
     """
+    if not isinstance(systems, Mapping):
+        raise TypeError(f"systems must be texts by name, not {type(systems).__name__}")
     texts = {name: require_texts(given, name) for name, given in systems.items()}
     all_references = reference_lists(references)
     if sources is not None:
         sources = require_texts(sources, "sources")
     _check_counts(texts, all_references, sources)
-    functions = dict(metrics or {})
+    functions, standard = dict(metrics or {}), require_texts(standard, "standard")
+    check_options(
+        standard,
+        tokenize,
+        functions,
+        confidence=confidence,
+        significance=significance,
+        resamples=resamples,
+        sentences=len(all_references[0]),
+    )
     all_metrics: dict[str, Any] = {
         name: sacrebleu_metric(name, all_references, tokenize, lowercase) for name in standard
     }
     for name, function in functions.items():
-        if name in STANDARD:
-            raise UserError(f"the metric {name} is sacreBLEU's: give the function another name")
         all_metrics[name] = FunctionMetric(name, function, sources, all_references)
     by_metric = {
         name: score_systems(metric, texts, confidence, significance, resamples)
@@ -143,13 +159,28 @@ def compare(
     }
 
 
-def check_options(standard: Iterable[str], tokenize: str) -> None:
-    """Raises the `UserError` of a metric or tokenizer that is unknown or cannot be used.
+def check_options(
+    standard: Iterable[str],
+    tokenize: str,
+    functions: Collection[str] = (),
+    *,
+    confidence: bool = False,
+    significance: PairedTestKind | None = None,
+    resamples: int = 0,
+    sentences: int = 1,
+) -> None:
+    """Raises the errors of options that are unknown or cannot be used.
 
-    For programs that compute something expensive before they evaluate it.
+    For programs that compute something expensive before they evaluate it. Arguments are those of
+    `compare`, with the names of its functions and the number of sentences.
     """
     for name in standard:
         sacrebleu_metric(name, [], tokenize, lowercase=False)
+    for name in functions:
+        if name in STANDARD:
+            raise UserError(f"the metric {name} is sacreBLEU's: give the function another name")
+    if confidence or significance is not None or resamples:
+        check_resampling(significance, resamples, sentences)
 
 
 def flattened(scores: Mapping[str, MetricScore]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import numpy as np
 from sacrebleu.metrics import BLEU, CHRF, TER
 from sacrebleu.metrics.base import Score, Signature
 
+from flaxformer_mt.config import DataConfig
 from flaxformer_mt.config.fields import suggestion
 from flaxformer_mt.errors import UserError, UserTypeError
 
@@ -34,6 +35,14 @@ def tokenizer_of(language: str) -> str:
       language: its code, such as "zh", "zh_CN" or "zho_Hans".
     """
     return _SPACELESS.get(re.split("[-_]", language.lower())[0], DEFAULT_TOKENIZER)
+
+
+def tokenizer_of_run(data: DataConfig) -> str:
+    """Returns the tokenizer of BLEU for the target language of a run, 13a if it has several."""
+    corpora = (*data.train_corpora, *data.valid_corpora, *data.test_corpora)
+    languages = {corpus.target_language or data.target_language for corpus in corpora}
+    tokenizers = {tokenizer_of(language) for language in languages or {data.target_language}}
+    return tokenizers.pop() if len(tokenizers) == 1 else DEFAULT_TOKENIZER
 
 
 MetricFunction = Callable[

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from sacrebleu.metrics.base import Metric
 from sacrebleu.significance import PairedTest, Result
@@ -32,7 +32,8 @@ class MetricScore(NamedTuple):
     interval: float | None = None
     """Half the width of the interval that contains 95% of the resamples' scores."""
     p_value: float | None = None
-    """Of the difference from the baseline; None for the baseline and without a test."""
+    """Of the difference from the baseline, 1 for equal texts; None for the baseline and without a
+    test."""
 
 
 def score_systems(
@@ -53,16 +54,14 @@ def score_systems(
         resamples and 10,000 trials. The intervals beside a randomization have 1,000 resamples.
 
     Raises:
-      UserError: the environment variable SACREBLEU_SEED is not a number, or the resamples do not
-        fit into memory.
+      UserError: see `check_resampling`.
     """
     resampled = confidence or significance is not None
     if not resampled or _has_corpus_scores_only(metric, systems):
         scores = {name: metric.corpus_score(texts, None).score for name, texts in systems.items()}
         signature = str(metric.get_signature())
         return {name: MetricScore(score, signature) for name, score in scores.items()}
-    _check_seed()
-    _check_memory(len(next(iter(systems.values()))), resamples or DEFAULT_RESAMPLES)
+    check_resampling(significance, resamples, len(next(iter(systems.values()))))
     if significance == "randomization":
         return _paired(metric, systems, "ar", resamples, 0 if confidence else -1)
     if significance == "bootstrap":
@@ -112,10 +111,16 @@ def _paired(
     )
     signatures, scores = test()
     ((name, signature),) = signatures.items()
-    return {
+    found = {
         system: _score(result, str(signature))
         for system, result in zip(systems, scores[name], strict=True)
     }
+    baseline, *others = systems
+    for other in others:
+        # sacreBLEU counts the differences above the observed one, of which there are none.
+        if list(systems[other]) == list(systems[baseline]):
+            found[other] = found[other]._replace(p_value=1.0)
+    return found
 
 
 def _score(result: str | Result, signature: str) -> MetricScore:
@@ -125,6 +130,30 @@ def _score(result: str | Result, signature: str) -> MetricScore:
         for value in (result.mean, result.ci, result.p_value)
     )
     return MetricScore(float(result.score), signature, mean, interval, p_value)
+
+
+def check_resampling(significance: Any, resamples: Any, sentences: int) -> None:
+    """Checks what intervals and paired tests depend on besides the texts.
+
+    Args:
+      significance: a `PairedTestKind` or None.
+      resamples: their number, or 0.
+      sentences: the number of sentences.
+
+    Raises:
+      TypeError: `resamples` is not a number.
+      UserError: an argument cannot be used; the environment variable SACREBLEU_SEED is not a
+        number, or the resamples do not fit into memory.
+    """
+    if significance not in (None, *get_args(PairedTestKind)):
+        names = " or ".join(get_args(PairedTestKind))
+        raise UserError(f"significance={significance!r}: choose {names}, or None")
+    if not isinstance(resamples, int):
+        raise TypeError(f"resamples must be a number, not {type(resamples).__name__}")
+    if resamples < 0 or resamples == 1:  # sacreBLEU does not resample once.
+        raise UserError(f"resamples={resamples}: give 2 or more, or 0 for sacreBLEU's default")
+    _check_seed()
+    _check_memory(sentences, resamples or DEFAULT_RESAMPLES)
 
 
 def _check_seed() -> None:

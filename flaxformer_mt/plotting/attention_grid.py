@@ -73,7 +73,8 @@ def _draw(figure: "Figure", attention: Attention, title: str) -> None:
     kinds = [kind for kind in KINDS if kind in attention.maps]
     parts: Any = figure.subfigures(1, 2, width_ratios=(7, 5), wspace=0.02)
     large, small = parts
-    figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=_INK)
+    heading = figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=_INK)
+    heading.set_parse_math(False)  # Names of folders may have dollars.
     matrix, scale = large.subplots(2, 1, height_ratios=(30, 1))
     grids = np.atleast_1d(small.subplots(len(kinds), 1))
     for axes, kind in zip(grids, kinds, strict=True):

@@ -98,6 +98,10 @@ def test_unknown_tokens_become_the_word_that_they_attend_to(target, attended, te
     assert copy_unknown(target, attention, SOURCE_PIECES, Vocabulary()) == text
 
 
+def test_without_a_source_word_unknown_tokens_stay():
+    assert copy_unknown((1, 0), np.zeros((2, 0)), [], Vocabulary()) == "der<unk>"
+
+
 @pytest.fixture(scope="module")
 def copier(talker):
     """A model whose target tokens attend to the source token at their own position.

@@ -89,6 +89,8 @@ def test_what_cannot_be_shown_is_an_error(talker, monkeypatch):
     ours = translator(with_decode(talker, max_source_length=4))
     with pytest.raises(UserError, match="the source is empty"):
         sentence_attention(ours, " ")
+    with pytest.raises(UserError, match="the source has no tokens"):
+        sentence_attention(ours, "\u2581")
     with pytest.raises(UserError, match=r"would be split into sentences of at most 4: give one"):
         sentence_attention(ours, "die grüne Wiese und ein Hund")
     with pytest.raises(TypeError, match="source must be a string, not"):

@@ -174,3 +174,11 @@ def test_parallel_files_are_read_once(tmp_path, monkeypatch):
         message = f"{paths[0]} has {counts[0]} lines but {paths[other]} has {counts[other]}: "
         with pytest.raises(UserError, match=re.escape(message)):
             list(text_files.stream_parallel_files(*paths))
+
+
+def test_a_perplexity_too_large_for_a_float_is_none():
+    totals = CorpusTotals()
+    totals.sentences, totals.tokens, totals.log_probability = 1, 5, -14450.7
+    metrics = totals.metrics()
+    assert metrics["perplexity"] is None
+    assert metrics["log_probability"] == -14450.7

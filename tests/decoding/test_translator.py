@@ -307,6 +307,11 @@ def test_options_out_of_range_are_rejected(talker, options, message):
         make_translator(talker).translate_n_best(SENTENCES, **options)
 
 
+def test_translate_returns_one_translation(talker):
+    with pytest.raises(TypeError, match="use translate_n_best"):
+        make_translator(talker).translate("Hund", n_best=2)
+
+
 @pytest.mark.parametrize("beam_size", [1, 3])
 def test_parameters_that_are_not_finite_are_rejected(talker, beam_size):
     params = jax.tree.map(lambda leaf: leaf * np.nan, talker.params)

@@ -131,7 +131,7 @@ def test_the_color_scale_is_perceptually_uniform(background):
 
 def test_pictures_are_written_in_the_format_of_their_name(tmp_path):
     pytest.importorskip("matplotlib")
-    picture = AttentionPicture(attention("cost $5 and $6", "b", layers=2, heads=2))
+    picture = AttentionPicture(attention("cost $5 and $6", "b", layers=2, heads=2), title="r$^$x")
     picture.save(tmp_path / "all.png")
     assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
     picture.save(tmp_path / "all.svg")

@@ -86,7 +86,7 @@ def copy_unknown(
     """Returns the text of a translation, with unknown tokens replaced by source words.
 
     Each unknown token becomes the source word that it attends to most; consecutive ones that attend
-    to the same word become that word once.
+    to the same word become that word once. A source without words leaves them as they are.
 
     Args:
       target: T tokens, without end token.
@@ -94,6 +94,8 @@ def copy_unknown(
       source_pieces: S pieces, from `Tokenizer.split`.
       tokenizer: the target tokenizer.
     """
+    if not source_pieces:
+        return tokenizer.decode([target])[0]
     groups = words(source_pieces)
     most = (attention @ one_hot(groups)).argmax(axis=1)
     copied = [

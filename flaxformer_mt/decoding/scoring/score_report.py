@@ -5,6 +5,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from flaxformer_mt.decoding.scoring.alignment import pharaoh
 from flaxformer_mt.decoding.scoring.scorer import PairScore, ScoredSentence
 
@@ -89,17 +91,20 @@ class CorpusTotals:
             self.compared += 1
             self.preferred += preferred([value(score) for score in scored.scores]) == 0
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float | None]:
         """Returns the sums, the perplexity and the accuracy.
 
-        The perplexity is exp(-mean log-probability per token), end tokens included; the accuracy is
-        the fraction of sentences whose first translation is preferred.
+        The perplexity is exp(-mean log-probability per token), end tokens included, None if it is
+        too large for a float; the accuracy is the fraction of sentences whose first translation is
+        preferred.
         """
-        metrics: dict[str, float] = {
+        with np.errstate(over="ignore"):
+            perplexity = float(np.exp(-self.log_probability / self.tokens))
+        metrics: dict[str, float | None] = {
             "sentences": self.sentences,
             "tokens": self.tokens,
             "log_probability": self.log_probability,
-            "perplexity": math.exp(-self.log_probability / self.tokens),
+            "perplexity": perplexity if math.isfinite(perplexity) else None,
         }
         if self.compared:
             metrics |= {"preferred": self.preferred, "accuracy": self.preferred / self.compared}
