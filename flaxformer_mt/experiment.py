@@ -449,11 +449,12 @@ class Experiment:
         yield "devices", f"{len(devices)} {devices[0].platform} ({axes})"
         for line in self.strategy.sharding(params).not_divisible:
             yield "sharding", line
-        yield "exports", summary(config.model)
+        yield "exports", summary(config.model, self.dataset.tokenizers.has_sentencepiece)
 
     def export_obstacles(self) -> Iterator[tuple[str, str]]:
         """Yields what prevents an export to each other format."""
-        for name, obstacle in exports(self.config.model).items():
+        has_sentencepiece = self.dataset.tokenizers.has_sentencepiece
+        for name, obstacle in exports(self.config.model, has_sentencepiece).items():
             if obstacle:
                 yield "exports", f"not {name}: {obstacle}"
 

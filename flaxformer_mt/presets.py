@@ -336,6 +336,8 @@ def t5(**overrides: Any) -> TransformerConfig:
     https://huggingface.co/docs/transformers/model_doc/t5; Raffel et al. 2020.
     """
     _check_choice("t5", overrides, "tie_embeddings", ("all", "source_target"))
+    if overrides.get("feed_forward_gate"):
+        _check_choice("t5", overrides, "activation", ("relu", "gelu_tanh", "silu"))
     overrides = _special_tokens(overrides, pad_id=0, eos_id=1) | overrides
     rate = overrides.get("dropout_rate", 0.1)
     values: dict[str, Any] = {

@@ -128,5 +128,8 @@ def test_what_the_published_code_cannot_do_is_refused():
         presets.preset("opennmt", activation="silu")
     with pytest.raises(UserError, match="opennmt has no position_kind=learned"):
         presets.preset("opennmt", position_kind="learned")
+    with pytest.raises(UserError, match="t5 has no activation=gelu: choose one of relu, gelu_tanh"):
+        presets.t5(feed_forward_gate=True, activation="gelu")
+    assert presets.t5(activation="gelu").activation == "gelu"
     with pytest.raises(UserError, match="fairseq has no activation=silu"):
         presets.preset("fairseq", activation="silu")

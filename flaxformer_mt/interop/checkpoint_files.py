@@ -244,7 +244,11 @@ def _state_dict(content: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the state dict of a training checkpoint, with separately stored modules merged."""
     for key in STATE_DICT_KEYS:
         if isinstance(content.get(key), Mapping):
-            modules = {name: content[name] for name in MODULE_KEYS if name in content}
+            modules = {
+                name: content[name]
+                for name in MODULE_KEYS
+                if isinstance(content.get(name), Mapping)
+            }
             return content[key] | {
                 f"{module}.{name}": tensor
                 for module, tensors in modules.items()

@@ -34,7 +34,7 @@ _CTRANSLATE2_FIELDS = frozenset({
 })  # fmt: skip
 
 
-def exports(model: TransformerConfig) -> dict[str, str]:
+def exports(model: TransformerConfig, has_sentencepiece: bool = True) -> dict[str, str]:
     """Returns for each export format what prevents it, or "" if nothing does.
 
     The formats are those of `convert.WRITERS` that take a vocabulary learned here. Weights that
@@ -42,18 +42,24 @@ def exports(model: TransformerConfig) -> dict[str, str]:
 
     Args:
       model: with its vocabulary sizes and special tokens.
+      has_sentencepiece: whether its vocabularies are SentencePiece models, as all are that were
+        learned here.
     """
+    vocabulary = "" if has_sentencepiece else "its vocabulary is no SentencePiece model"
     return {
-        "ctranslate2": ctranslate2_obstacle(model),
-        "jax": "" if model.has_inputs else "has_inputs=False",
+        "ctranslate2": ctranslate2_obstacle(model) or vocabulary,
+        "jax": vocabulary if model.has_inputs else "has_inputs=False",
         "marian": _marian_obstacle(model),
         "marian-native": _marian_native_obstacle(model),
     }
 
 
-def summary(model: TransformerConfig) -> str:
-    """Names the formats that are possible, and those that are not: "jax; not marian"."""
-    obstacles = exports(model)
+def summary(model: TransformerConfig, has_sentencepiece: bool = True) -> str:
+    """Names the formats that are possible, and those that are not: "jax; not marian".
+
+    Arguments are those of `exports`.
+    """
+    obstacles = exports(model, has_sentencepiece)
     possible = [name for name, obstacle in obstacles.items() if not obstacle]
     others = [name for name, obstacle in obstacles.items() if obstacle]
     names = ", ".join(possible) or "none"

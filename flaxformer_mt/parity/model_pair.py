@@ -158,7 +158,8 @@ class ModelPair:
         logits = self.forward(self.module, tokens)
         rows = tokens.target_output.shape
         vocabulary = self.ours.config.target_vocab_size or self.ours.config.d_model
-        if not isinstance(logits, torch.Tensor) or logits.numel() != math.prod(rows) * vocabulary:
+        shapes = {(*rows, vocabulary), (math.prod(rows), vocabulary)}
+        if not isinstance(logits, torch.Tensor) or tuple(logits.shape) not in shapes:
             what = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits)
             raise UserError(
                 f"the module returns {what}, not logits {(*rows, vocabulary)}: give forward="

@@ -52,6 +52,8 @@ def row(
 
 def difference(ours: np.ndarray, theirs: np.ndarray) -> float:
     """Returns the largest difference; inf where only one side is masked (-inf) or either is NaN."""
+    if ours.dtype == bool:
+        ours, theirs = ours.astype(np.int8), theirs.astype(np.int8)
     same = ours == theirs  # inf - inf is NaN, but the values are equal.
     with np.errstate(invalid="ignore"):
         differences = np.where(same, 0.0, np.abs(ours - theirs))

@@ -305,6 +305,11 @@ def parameter_gradients(module: nn.Module, loss: torch.Tensor) -> dict[str, np.n
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if not parameters:
         raise UserError("all parameters of the module are frozen: call module.requires_grad_()")
+    if not loss.requires_grad:
+        raise UserError(
+            "the loss does not depend on the module's parameters by a differentiable path: its "
+            "outputs are detached, integers, or were computed under torch.no_grad"
+        )
     found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
     return {
         name: (torch.zeros_like(parameter) if gradient is None else gradient).numpy()

@@ -27,6 +27,7 @@ from flaxformer_mt.decoding.sentence_decoder import Sentence
 from flaxformer_mt.decoding.translator import Translator, into_languages
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.convert import OWN, convert
+from flaxformer_mt.interop.exports import exports
 from flaxformer_mt.interop.formats import huggingface
 from flaxformer_mt.interop.formats.bundle import ModelBundle
 from flaxformer_mt.interop.weight_maps.mapping import model_params
@@ -314,6 +315,29 @@ def test_a_missing_target_language_is_noted(is_forced, saved, tmp_path):
     assert note.startswith("no target language is set: ")
     assert ("--first-token" in note) != is_forced
     assert "to train or score, set tgt_lang" in note
+
+
+def test_a_missing_start_token_is_noted(saved, tmp_path):
+    for path in saved("mbart50")[0].iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    for name in ("config.json", "generation_config.json"):
+        settings = json.loads((tmp_path / name).read_text())
+        settings.pop("decoder_start_token_id", None)
+        (tmp_path / name).write_text(json.dumps(settings))
+    bundle, notes = huggingface.read(tmp_path, family="mbart")
+    (note,) = notes
+    assert note.startswith("no decoder_start_token_id is set: translations start from token 2,")
+    assert bundle.config.model.bos_id == 2
+    assert huggingface.read(tmp_path, {"bos_id": 0}, family="mbart")[1] == ()
+
+
+@pytest.mark.parametrize("kind", ["nllb", "t5", "bart"])
+def test_exports_that_the_vocabulary_prevents_are_not_offered(kind, saved):
+    bundle = read(kind, saved(kind)[0])
+    assert not bundle.tokenizers.has_sentencepiece
+    offered = exports(bundle.config.model, bundle.tokenizers.has_sentencepiece)
+    assert offered["jax"] == "its vocabulary is no SentencePiece model"
+    assert offered["ctranslate2"]
 
 
 @pytest.mark.parametrize(

@@ -226,6 +226,11 @@ def test_options_that_the_folder_does_not_name_have_marians_defaults(folder):
     search, notes = search_of(folder, normalize=1, **{"word-penalty": 0.5})
     assert (search.beam_size, search.length_penalty) == (12, 1)
     assert notes == ("word-penalty=0.5 is not supported, and ignored",)
+    _, notes = search_of(folder, **{"output-sampling": ["topk", 10], "force-decode": True})
+    assert notes == (
+        "output-sampling=['topk', 10] is not supported, and ignored",
+        "force-decode=True is not supported, and ignored",
+    )
 
 
 def test_unknown_tokens_are_suppressed_unless_the_options_allow_them(folder):

@@ -360,6 +360,22 @@ def test_a_fairseq_checkpoint_of_any_version_is_read(version, tmp_path):
     assert_identical(read(tmp_path / "model.pt"), state)
 
 
+@pytest.mark.parametrize(("newer", "rate"), [(None, 0.2), (0.0, 0.2), (0.1, 0.1)])
+def test_the_older_name_of_a_rate_of_fairseq_counts_without_the_newer(newer, rate):
+    options = {"encoder_attention_heads": 4, "relu_dropout": 0.2}
+    options |= {} if newer is None else {"activation_dropout": newer}
+    state = VARIANTS["fairseq_post_shared"].build().state_dict()
+    config, _ = interop.load("fairseq", {"model": state, "args": argparse.Namespace(**options)})
+    assert config.activation_dropout_rate == rate
+
+
+@pytest.mark.parametrize("generator", [None, torch.Generator().get_state()])
+def test_the_state_of_a_random_generator_is_no_module(generator):
+    state = VARIANTS["torch_post"].build().state_dict()
+    config, _ = interop.load("torch", {"model": state, "generator": generator}, num_heads=4)
+    assert config.num_heads == 4
+
+
 def test_an_old_fairseq_checkpoint_has_its_tied_output_once(tmp_path):
     variant = VARIANTS["fairseq_post_shared"]
     state = variant.build().state_dict()

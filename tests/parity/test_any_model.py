@@ -89,6 +89,39 @@ def test_other_outputs_than_tensors_and_numbers_of_steps_are_refused():
         compare_weighted(lambda y: y, num_steps=-1)
 
 
+class TwoOutputs(torch.nn.Module):
+    """Returns a dict, and a mask beside the values."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = torch.nn.Linear(3, 2, bias=False)
+        self.b = torch.nn.Linear(3, 2, bias=False)
+
+    def forward(self, x):
+        values = self.a(x)
+        return {"logits": values, "aux": self.b(x), "is_positive": values > 0}
+
+
+def test_outputs_of_a_dict_have_names():
+    def function(params, x):
+        values = x @ params["a"]
+        return {"logits": values, "aux": x @ params["b"], "is_positive": values > 0}
+
+    def loss(aux, is_positive, logits):
+        return (aux**2).sum() + (logits**3).sum()
+
+    params = {"a": np.ones((3, 2)), "b": np.ones((3, 2))}
+    report = parity.compare_models(
+        TwoOutputs().double(),
+        function,
+        params,
+        np.random.default_rng(0).normal(size=(4, 3)),
+        weights=[transposed("a", "a.weight"), transposed("b", "b.weight")],
+        loss=(loss, loss),
+    )
+    assert report.passed, str(report)
+
+
 def test_a_detached_norm_is_located():
     def detached(self, x):
         mean = x.mean(-1, keepdim=True).detach()
@@ -131,6 +164,8 @@ def test_both_sides_have_the_weights_of_either(weights_of):
         ({"names": {"h": ""}}, "there is no site h"),
         ({"forward": lambda module, x: module(x)[:, :1]}, "returns .*, but the function"),
         ({"intermediates": True}, r"must return \(outputs, intermediates\)"),
+        ({"weights_of": "modul"}, "weights_of='modul': choose module or function"),
+        ({"forward": lambda module, x: module(x).detach()}, "its outputs are detached, integers"),
     ],
 )
 def test_what_cannot_be_compared_is_said(options, message):

@@ -190,6 +190,7 @@ def test_flattened_logits_will_do_and_others_are_refused():
     for forward, message in (
         (lambda *args: (run(*args), None), "returns <class 'tuple'>, not logits"),
         (lambda *args: run(*args)[:, :2], r"returns \(4, 2, 11\), not logits \(4, 6, 11\)"),
+        (lambda *args: run(*args).transpose(0, 1), r"returns \(6, 4, 11\), not logits \(4, 6, 1"),
     ):
         with pytest.raises(UserError, match=message):
             parity.compare("tunz", reference, batch, forward=forward, **hints)

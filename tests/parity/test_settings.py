@@ -142,3 +142,10 @@ def test_shapes_that_do_not_fit_are_said():
     shapes = f"{scores} has shape (4, 4, 7, 7) in the reference, but (4, 2, 7, 7) here: compare"
     assert report.explanation().startswith(shapes)
     assert report.diagnosis is None
+
+
+@pytest.mark.parametrize(
+    "settings", [{"scale_logits": False}, {"tie_embeddings": "source_target", "scale_logits": True}]
+)
+def test_t5_scales_its_logits_as_the_settings_say(settings):
+    assert check_family("t5", **ONE_LAYER, **settings).passed

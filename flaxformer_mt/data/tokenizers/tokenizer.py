@@ -250,6 +250,13 @@ class Tokenizers:
         return {"source.model": self.source.model, "target.model": self.target.model}
 
     @property
+    def has_sentencepiece(self) -> bool:
+        """Whether there are `sentencepiece_models`."""
+        return isinstance(self.source, SentencePieceTokenizer) or (
+            type(self.source) is MarianTokenizer
+        )
+
+    @property
     def sentencepiece_models(self) -> Mapping[str, bytes]:
         """The SentencePiece model of each side, "source" and "target".
 
@@ -258,8 +265,9 @@ class Tokenizers:
         """
         if type(self.source) is MarianTokenizer:
             return {side: self.source.files[f"{side}.spm"] for side in ("source", "target")}
-        if not isinstance(self.source, SentencePieceTokenizer):
+        if not self.has_sentencepiece:
             raise UserError("its vocabulary is not one SentencePiece model per side")
+        assert isinstance(self.source, SentencePieceTokenizer)
         assert isinstance(self.target, SentencePieceTokenizer)
         return {"source": self.source.model, "target": self.target.model}
 

@@ -161,7 +161,11 @@ def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
         fields["max_length"] = checkpoint.size(*tables) - PAD_ID - 1
     elif options.get("no_token_positional_embeddings"):
         fields["position_kind"] = "none"
-    fields |= fields_of_settings(options, _FIELDS_OF_OPTIONS)
+    # The older name counts where the newer one is 0.
+    rate = options.get("activation_dropout") or options.get("relu_dropout")
+    fields |= fields_of_settings(
+        {**options, "activation_dropout": rate} if rate else options, _FIELDS_OF_OPTIONS
+    )
     fields |= activation_of_settings(options, "activation_fn", _ACTIVATIONS)
     if "no_scale_embedding" in options:
         fields["scale_embeddings"] = not options["no_scale_embedding"]

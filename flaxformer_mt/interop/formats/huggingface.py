@@ -101,6 +101,12 @@ def read(
             _check_special_tokens(name, values, model)
         decode, notes = generation_config.to_decode(search, model, tokenizers.target)
         notes += _allowed_padding(search, model, tokenizers)
+    start = "decoder_start_token_id"
+    if all(values.get(start) is None for values in (known, search)) and not overrides:
+        notes.append(
+            f"no {start} is set: translations start from token {model.bos_id}, those of `generate` "
+            f"from bos_token_id; set {start}, or give --set bos_id=..."
+        )
     target = tokenizers.target
     if target.language_ids and target.first_id is None:
         translating = "" if decode.first_token else "to translate, give --first-token; "

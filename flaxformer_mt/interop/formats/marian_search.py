@@ -50,8 +50,11 @@ def to_decode(
     notes = []
     if options.get("shortlist"):
         notes.append("its shortlist is ignored: translations may contain any token")
-    if options.get("word-penalty"):
-        notes.append(f"word-penalty={options['word-penalty']} is not supported, and ignored")
+    notes += [
+        f"{name}={options[name]} is not supported, and ignored"
+        for name in ("word-penalty", "output-sampling", "force-decode")
+        if options.get(name)
+    ]
     return decode, tuple(notes)
 
 

@@ -124,7 +124,10 @@ def compare_models(
             shapes = {site: value.shape for site, value in ours.values.items()}
             found = backward.gradients_of_function(sides.program, sides.arguments(), losses[1])
             expected = backward.gradients_of_module(
-                torch_module, taps, lambda: losses[0](*_output_tensors(run())), shapes
+                torch_module,
+                taps,
+                lambda: losses[0](*_output_tensors(run(), names_of_outputs)),
+                shapes,
             )
             notes = backward.first_difference(sides.program, found, expected, sides.dtype)
         steps = None
@@ -137,7 +140,7 @@ def compare_models(
 
             steps = train_both(
                 torch_module,
-                lambda: losses[0](*_output_tensors(run())),
+                lambda: losses[0](*_output_tensors(run(), names_of_outputs)),
                 optimizers[0],
                 trained,
                 function_loss,
@@ -246,6 +249,8 @@ def _sides(
     unused: Sequence[str],
     intermediates: bool,
 ) -> _Sides:
+    if weights_of not in ("module", "function"):
+        raise UserError(f"weights_of={weights_of!r}: choose module or function")
     dtypes = {str(p.dtype).removeprefix("torch.") for p in module.parameters()}
     if len(dtypes) != 1 or not dtypes <= {"float32", "float64"}:
         found = ", ".join(sorted(dtypes)) or "no parameters"
@@ -372,7 +377,7 @@ def _run_module(
     module, expected = sides.module, [*map(_output_site, sides.program.output_names)]
     shapes = {site: value.shape for site, value in ours.items()}
     found_values = values_of_module(module, taps, lambda _: run(), shapes, strict)
-    tensors = _output_tensors(found_values.output)
+    tensors = _output_tensors(found_values.output, sides.program.output_names)
     if [tuple(tensor.shape) for tensor in tensors] != [shapes[site] for site in expected]:
         theirs, wanted = _shapes(tensors), _shapes(ours[site] for site in expected)
         raise UserError(f"the module returns {theirs}, but the function {wanted}: give forward=")
@@ -404,10 +409,15 @@ def _same_names(module: nn.Module, ours: Values) -> dict[str, Tap | str]:
     return {site: name for site in ours if (name := site.replace("/", ".")) in modules}
 
 
-def _output_tensors(outputs: Any) -> list[torch.Tensor]:
+def _output_tensors(outputs: Any, names: Sequence[str]) -> list[torch.Tensor]:
+    """Returns the tensors that a module returns, in the order of the function's outputs."""
     if isinstance(outputs, torch.Tensor):
         return [outputs]
-    parts = outputs.values() if isinstance(outputs, Mapping) else outputs
+    parts = outputs
+    if isinstance(outputs, Mapping):
+        # JAX sorts the keys of a dict. If the function returns a tuple, the order has to do.
+        ordered = names if outputs.keys() == {*names} else outputs
+        parts = [outputs[name] for name in ordered]
     if not isinstance(parts, Iterable):
         return []
     return [part for part in parts if isinstance(part, torch.Tensor)]

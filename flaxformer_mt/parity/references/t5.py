@@ -44,7 +44,7 @@ def build(config: TransformerConfig) -> T5:
     options: dict[str, Any] = {
         "attn_implementation": "eager",
         # False only switches the scale of the logits off.
-        "tie_word_embeddings": config.shares_target_and_output,
+        "tie_word_embeddings": config.scale_logits,
         "decoder_start_token_id": config.bos_id,
     }
     model = T5(
