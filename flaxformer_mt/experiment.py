@@ -258,6 +258,20 @@ def _require_effects(config: ExperimentConfig) -> None:
             f"data.subword_sampling={data.subword_sampling} has no effect: a language model has no "
             "sources to segment"
         )
+    if not model.has_inputs:
+        for name, is_given in (
+            ("data.max_length_ratio", data.max_length_ratio),
+            ("data.drop_identical", data.drop_identical),
+            ("train.watch", config.train.watch),
+        ):
+            if is_given:
+                raise UserError(f"{name} has no effect: a language model has no sources")
+    optimizer = config.optimizer
+    if optimizer.total_steps and optimizer.schedule != "one_cycle":
+        raise UserError(
+            f"optimizer.total_steps={optimizer.total_steps} has no effect with "
+            f"optimizer.schedule={optimizer.schedule}: it is the length of one_cycle"
+        )
     rates = (
         model.dropout_rate, model.embedding_dropout, model.attention_dropout_rate,
         model.activation_dropout_rate,

@@ -28,8 +28,12 @@ class BestEffortOutput:
         self._failed: TextIO | None = None
 
     def write(self, text: str) -> int:
-        """Writes text, if that is possible; returns its length."""
-        self._attempt("write", text)
+        """Writes text, if that is possible; returns its length.
+
+        Characters that standard output cannot encode are written as escapes.
+        """
+        encoding = sys.stdout.encoding or "utf-8"
+        self._attempt("write", text.encode(encoding, "backslashreplace").decode(encoding))
         return len(text)
 
     def flush(self) -> None:

@@ -130,6 +130,8 @@ def test_json_that_is_not_a_configuration_is_rejected(text):
             {"model": TransformerConfig(num_decoder_layers=0)},
             "model.num_decoder_layers=0: must be at least 1 in a run",
         ),
+        (TrainConfig, {"watch": ("caf\udce9",)}, "must be valid Unicode"),
+        (DataConfig, {"path": "corp\udcff"}, "must be valid Unicode"),
         (DataConfig, {"bucket_lengths": (32, 16)}, "must be in increasing order"),
         (DataConfig, {"max_unknown_rate": 2}, "data.max_unknown_rate=2: must be at most 1"),
         (CorpusConfig, {"weight": 0}, "CorpusConfig.weight=0: must be above 0"),

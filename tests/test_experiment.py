@@ -157,6 +157,22 @@ def test_a_language_model_is_tested(tmp_path):
             {"data": {"subword_sampling": 0.1}, "model": {"has_inputs": False}},
             "data.subword_sampling=0.1 has no effect",
         ),
+        (
+            {"train": {"watch": ("twelve",)}, "model": {"has_inputs": False}},
+            "train.watch has no effect: a language model has no sources",
+        ),
+        (
+            {"data": {"max_length_ratio": 1.5}, "model": {"has_inputs": False}},
+            "data.max_length_ratio has no effect",
+        ),
+        (
+            {"optimizer": {"total_steps": 50}},
+            "total_steps=50 has no effect with optimizer.schedule=inverse_square_root",
+        ),
+        (
+            {"model": {"source_vocab_size": 100, "target_vocab_size": 100}},
+            "model.source_vocab_size=100 is less than the [0-9]+ tokens of the vocabulary",
+        ),
     ],
 )
 def test_options_that_others_make_ineffective_are_refused(tmp_path, changes, message):

@@ -254,6 +254,11 @@ def validate(config: Any, group: str) -> None:
         check_value(value, hints[field.name], bounds_of(field), f"{group}.{field.name}")
 
 
+def _is_unicode(text: str) -> bool:
+    """Whether a string can be written to a file: it has no lone surrogate."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
 def check_value(value: Any, hint: Any, bounds: Bounds | None, name: str) -> None:
     """Checks one value of a configuration against its type and its bounds.
 
@@ -285,6 +290,9 @@ def check_value(value: Any, hint: Any, bounds: Bounds | None, name: str) -> None
         require_type(valid, f"{name}={shown(value)}: must be {kind}")
         require(
             hint is not str or "\0" not in value, f"{name}={shown(value)}: must not contain null"
+        )
+        require(
+            hint is not str or _is_unicode(value), f"{name}={shown(value)}: must be valid Unicode"
         )
     if bounds is not None:
         problem = bounds.problem(value)

@@ -17,6 +17,7 @@ from flaxformer_mt.data.stream.encoded_corpus import EncodedCorpus, encode_corpu
 from flaxformer_mt.data.stream.token_store import open_stores
 from flaxformer_mt.data.stream.training_stream import TrainingStream, choose_source_row_length
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
+from flaxformer_mt.errors import UserError
 
 _EXAMPLES = 3  # Training pairs in the report of a starting run.
 
@@ -161,7 +162,19 @@ def tokenize(
 def resolve_config(
     config: ExperimentConfig, tokens: TokenizedCorpora, tokenizers: Tokenizers
 ) -> ExperimentConfig:
-    """Returns the configuration with what it leaves to the data: vocabulary sizes, row lengths."""
+    """Returns the configuration with what it leaves to the data: vocabulary sizes, row lengths.
+
+    Raises:
+      UserError: a table of the model is smaller than the vocabulary.
+    """
+    for side in ("source", "target") if config.model.has_inputs else ("target",):
+        size = getattr(config.model, f"{side}_vocab_size")
+        needed = getattr(tokenizers, side).vocab_size
+        if 0 < size < needed:
+            raise UserError(
+                f"model.{side}_vocab_size={size} is less than the {needed} tokens of the "
+                "vocabulary: leave it out, or give 0"
+            )
     model = with_vocabulary_sizes(
         config.model, tokenizers.source.vocab_size, tokenizers.target.vocab_size
     )

@@ -154,7 +154,10 @@ def _forward(vectors, table, bias, labels, options, by_rows):
         if bias is not None:
             of_bias = jnp.sum(gradients, axis=0 if by_rows else 1).astype(bias.dtype)
         gradients = gradients.astype(rows.dtype)
-        of_table = jnp.einsum(f"{axes},nd->vd", gradients, rows, preferred_element_type=table.dtype)
+        operands = gradients, rows
+        if not by_rows:
+            operands = _widened(table.dtype, *operands)
+        of_table = jnp.einsum(f"{axes},nd->vd", *operands, preferred_element_type=table.dtype)
         of_rows = jnp.einsum(f"{axes},vd->nd", gradients, factors[0])
         return jax.tree.map(jnp.add, sums, (metrics, of_table, of_bias)), of_rows
 
@@ -227,6 +230,14 @@ def _computed_factors(table, bias, dtype, by_rows):
     return table, bias
 
 
+def _widened(dtype, *arrays):
+    """Returns bfloat16 operands in the dtype of their product, to which CPUs cannot multiply them.
+
+    XLA has such a product for some layouts only, unless it is compiled with other flags.
+    """
+    return tuple(array.astype(dtype) for array in arrays)
+
+
 def _metrics_and_gradients(vectors, factors, labels, options, num_classes, by_rows):
     """Sums of losses, correct predictions and divergences, and a gradient.
 
@@ -236,7 +247,7 @@ def _metrics_and_gradients(vectors, factors, labels, options, num_classes, by_ro
     dtype = at_least_float32(vectors.dtype)
     logits = jnp.einsum(
         "nd,vd->nv" if by_rows else "vd,nd->vn",
-        *((vectors, table) if by_rows else (table, vectors)),
+        *((vectors, table) if by_rows else _widened(dtype, table, vectors)),
         preferred_element_type=dtype,
     )
     if bias is not None:

@@ -432,6 +432,8 @@ def test_tfds_language_that_the_builder_lacks(prepared):
 def test_tfds_empty_split(prepared):
     with pytest.raises(UserError, match=r"split train\[:0\]: "):
         load_corpus(tfds_config(prepared), "train[:0]")
+    with pytest.raises(UserError, match=r"split train\[9:3\]: "):
+        load_corpus(tfds_config(prepared), "train[9:3]")
 
 
 def test_tfds_unknown_split(prepared):

@@ -327,6 +327,9 @@ def test_hugging_face_folders_with_any_number_of_languages(tmp_path):
 
 def test_a_damaged_hugging_face_folder(tmp_path):
     datasets = importlib.import_module("datasets")
+    datasets.Dataset.from_dict({"en": [], "fr": []}).save_to_disk(tmp_path / "empty")
+    with pytest.raises(UserError, match="empty cannot be read"):
+        load_corpus(DataConfig(corpus="text", path=str(tmp_path / "empty")), "train")
     datasets.Dataset.from_dict({"en": ["hello"], "fr": ["bonjour"]}).save_to_disk(tmp_path / "data")
     (file,) = (tmp_path / "data").glob("*.arrow")
     file.write_bytes(file.read_bytes().replace(b"hello", b"h\xffllo"))

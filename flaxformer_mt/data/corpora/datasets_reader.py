@@ -86,7 +86,8 @@ def open_saved(
 
     try:
         rows = datasets.load_from_disk(str(folder))
-    except (OSError, ValueError, KeyError, TypeError, pyarrow.ArrowException) as error:
+    # IndexError: it has no rows.
+    except (OSError, ValueError, LookupError, TypeError, pyarrow.ArrowException) as error:
         raise UserError(f"{option}={folder} cannot be read: {error}") from error
     if isinstance(rows, datasets.DatasetDict):
         if split not in rows:

@@ -119,9 +119,11 @@ def open_split(path: str, split: str, languages: LanguagePair, prefix: str) -> T
         records = builder.as_data_source(
             split, deserialize_method=tfds.decode.DeserializeMethod.RAW_BYTES
         )
+        len(records)  # Raises ValueError for "train[9:3]".
     except (ImportError, NotImplementedError) as error:
         raise UserError(_how_to_prepare(path, is_folder, prefix)) from error
-    except (OSError, ValueError, ParseError) as error:
+    # AssertionError: there is no such version.
+    except (AssertionError, OSError, ValueError, ParseError) as error:
         reason = str(error).partition("\n")[0]
         raise UserError(f"{prefix}path={path}, split {split}: {reason}") from error
     take = _find_languages(tfds, builder.info.features, languages, f"{prefix}path={path}", prefix)
