@@ -149,3 +149,9 @@ def test_shapes_that_do_not_fit_are_said():
 )
 def test_t5_scales_its_logits_as_the_settings_say(settings):
     assert check_family("t5", **ONE_LAYER, **settings).passed
+
+
+@pytest.mark.parametrize("family", ["torch", "annotated"])
+@pytest.mark.parametrize("tie_embeddings", ["all", "source_target", "target_output"])
+def test_references_tie_what_the_settings_tie(family, tie_embeddings):
+    assert check_family(family, **ONE_LAYER, tie_embeddings=tie_embeddings).passed

@@ -332,12 +332,12 @@ def make_model(
 def build(
     config: TransformerConfig, source_attention: SourceAttention = "src_attn"
 ) -> EncoderDecoder:
-    """Builds the reference with the sizes and the position base of `config`.
+    """Builds the reference with the sizes, the tied tables and the position base of `config`.
 
     `annotated_wide_heads` uses it, too: the same code, with d_k and d_v of its own and the
     attention's dropout following the rate.
     """
-    return make_model(
+    model = make_model(
         config.source_vocab_size,
         config.target_vocab_size,
         encoder_layers=config.num_encoder_layers,
@@ -353,6 +353,14 @@ def build(
         source_attention=source_attention,
         pad=config.pad_id,
     )
+    source, target = model.src_embed[0], model.tgt_embed[0]
+    assert isinstance(source, Embeddings)
+    assert isinstance(target, Embeddings)
+    if config.shares_source_and_target:
+        source.lut.weight = target.lut.weight
+    if config.shares_target_and_output:
+        model.generator.proj.weight = target.lut.weight
+    return model
 
 
 def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:

@@ -189,7 +189,7 @@ def _attention_weights(transformer: nn.Transformer) -> Iterator[Attention]:
 
 def build(config: TransformerConfig, batch_first: bool = False) -> Seq2SeqTransformer:
     """Builds the reference with the sizes and the open switches of `config`."""
-    return Seq2SeqTransformer(
+    model = Seq2SeqTransformer(
         num_encoder_layers=config.num_encoder_layers,
         num_decoder_layers=config.num_decoder_layers,
         emb_size=config.d_model,
@@ -206,6 +206,11 @@ def build(config: TransformerConfig, batch_first: bool = False) -> Seq2SeqTransf
         scales=config.scale_embeddings,
         position_base=config.position_base,
     )
+    if config.shares_source_and_target:
+        model.src_tok_emb.embedding.weight = model.tgt_tok_emb.embedding.weight
+    if config.shares_target_and_output:
+        model.generator.weight = model.tgt_tok_emb.embedding.weight
+    return model
 
 
 def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
