@@ -141,9 +141,9 @@ def project(params, x):
 
 def compare_projection(**options):
     module = torch.nn.Linear(3, 2, bias=False)
-    params = {"kernel": np.ones((3, 2), np.float32)}
     batch = np.arange(6.0).reshape(2, 3)
     defaults = {"names": {"hidden": ""}, "weights": [transposed("kernel", "weight")]}
+    params = options.pop("params", {"kernel": np.ones((3, 2), np.float32)})
     return parity.compare_models(module, project, params, batch, **(defaults | options))
 
 
@@ -164,6 +164,10 @@ def test_both_sides_have_the_weights_of_either(weights_of):
         ({"names": {"h": ""}}, "there is no site h"),
         ({"forward": lambda module, x: module(x)[:, :1]}, "returns .*, but the function"),
         ({"intermediates": True}, r"must return \(outputs, intermediates\)"),
+        (
+            {"weights_of": "function", "params": {"kernel": jax.ShapeDtypeStruct((3, 2), float)}},
+            "needs arrays in params, not shapes",
+        ),
         ({"weights_of": "modul"}, "weights_of='modul': choose module or function"),
         ({"forward": lambda module, x: module(x).detach()}, "its outputs are detached, integers"),
     ],
@@ -180,6 +184,7 @@ class Shared(torch.nn.Module):
         super().__init__()
         self.layer = torch.nn.Linear(3, 3, bias=False)
         self.register_buffer("table", torch.linspace(0.1, 0.3, 3))
+        self.register_buffer("unused", torch.ones(2))
 
     def forward(self, x):
         return self.layer(self.layer(x + self.table))
@@ -190,8 +195,10 @@ def test_shared_modules_and_buffers():
         x = parity.tap("first", (x + jnp.linspace(0.1, 0.3, 3)) @ params["kernel"])
         return parity.tap("second", x @ params["kernel"])
 
+    module = Shared().double()
+    module.unused = module.unused.bfloat16()
     report = parity.compare_models(
-        Shared().double(),
+        module,
         function,
         {"kernel": np.ones((3, 3))},
         np.random.default_rng(0).normal(size=(4, 3)),

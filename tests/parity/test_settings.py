@@ -155,3 +155,8 @@ def test_t5_scales_its_logits_as_the_settings_say(settings):
 @pytest.mark.parametrize("tie_embeddings", ["all", "source_target", "target_output"])
 def test_references_tie_what_the_settings_tie(family, tie_embeddings):
     assert check_family(family, **ONE_LAYER, tie_embeddings=tie_embeddings).passed
+
+
+def test_annotated_needs_an_even_width():
+    with pytest.raises(UserError, match="d_model=15: the published positions need an even"):
+        check_family("annotated", **ONE_LAYER, d_model=15, num_heads=3)

@@ -236,7 +236,12 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
-    return {name: tensor.detach().clone().numpy() for name, tensor in tensors.items()}
+    # NumPy has no bfloat16 and no float8, which buffers may have.
+    wide = {
+        name: tensor.float() if tensor.is_floating_point() and tensor.element_size() < 4 else tensor
+        for name, tensor in tensors.items()
+    }
+    return {name: tensor.detach().clone().numpy() for name, tensor in wide.items()}
 
 
 def _sides(
@@ -273,6 +278,8 @@ def _sides(
         program = _program(function, *_frozen((like, arguments)), intermediates)
     given = None
     if weights_of == "function":
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for _, leaf in leaves):
+            raise UserError("weights_of='function' needs arrays in params, not shapes")
         given = {path_name(path): np.asarray(leaf, dtype) for path, leaf in leaves}
     return _Sides(module, program, applied, tuple(shapes), arguments, dtype, given)
 

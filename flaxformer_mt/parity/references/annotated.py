@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.errors import UserError
 from flaxformer_mt.parity.references.common import (
     MASKED_SCORE,
     Attention,
@@ -337,6 +338,8 @@ def build(
     `annotated_wide_heads` uses it, too: the same code, with d_k and d_v of its own and the
     attention's dropout following the rate.
     """
+    if config.d_model % 2:
+        raise UserError(f"d_model={config.d_model}: the published positions need an even number")
     model = make_model(
         config.source_vocab_size,
         config.target_vocab_size,
