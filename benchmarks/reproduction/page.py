@@ -50,12 +50,13 @@ _INTRODUCTIONS: dict[Group, str] = {
     "multi30k": (
         'In the lines "as published", the text, its subwords, the model, loss, schedule, stopping, '
         "averaging, search and scoring equal the publication's (the text except in 1 of 4,600 "
-        "lines). Three things differ: a batch mixes sentences of all lengths, with as many target "
+        "lines). Four things differ: an update has the rate of fairseq's next one; a batch mixes sentences of all lengths, with as many target "
         "tokens as fairseq's on average; an update has one batch, not two; random numbers. Lines "
         '"with SentencePiece" have other subwords and more tokens in an update. '
-        "`multi30k-en-de-command` and `multi30k-en-fr-command`, which have two batches an update "
-        "as the published command, see up to 55 million target tokens: four hours of a CPU core "
-        "for each."
+        "In `multi30k-en-de-command` and `multi30k-en-fr-command` an update has two batches, as in "
+        "the published command: up to 55 million target tokens. The German one, which ended after "
+        "5,890 updates, is 0.45, 0.18 and 0.49 below the publication, and `multi30k-en-de` 0.36, "
+        "0.54 and 1.07: all are within the intervals."
     ),
     "families": (
         "2 + 2 layers of width 128, 4,000 pieces, and "
