@@ -50,8 +50,9 @@ _INTRODUCTIONS: dict[Group, str] = {
     "multi30k": (
         'In the lines "as published", the text, its subwords, the model, loss, schedule, stopping, '
         "averaging, search and scoring equal the publication's (the text except in 1 of 4,600 "
-        "lines). Four things differ: an update has the rate of fairseq's next one; a batch mixes sentences of all lengths, with as many target "
-        "tokens as fairseq's on average; an update has one batch, not two; random numbers. Lines "
+        "lines). Four things differ: an update has the rate of fairseq's next one; a batch mixes "
+        "sentences of all lengths, with as many target tokens as fairseq's on average; an update "
+        "has one batch, not two; random numbers. Lines "
         '"with SentencePiece" have other subwords and more tokens in an update. '
         "In `multi30k-en-de-command` and `multi30k-en-fr-command` an update has two batches, as in "
         "the published command: up to 55 million target tokens. The German one, which ended after "
