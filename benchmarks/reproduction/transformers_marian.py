@@ -93,6 +93,9 @@ class _Marian:
             path = Path(folder) / FAMILY
             huggingface.write(ModelBundle(config, params, parts.dataset.tokenizers), path)
             self._model = MarianMTModel.from_pretrained(path)
+        # Loading may make the tables of sinusoids trainable.
+        for stack in (self._model.model.encoder, self._model.model.decoder):
+            stack.embed_positions.weight.requires_grad_(False)
         # Marian trains this bias, and so do we; transformers only reads it.
         bias = self._model.final_logits_bias
         del self._model.final_logits_bias
