@@ -52,16 +52,13 @@ def score_systems(
       significance: the paired test that compares the other systems with the first.
       resamples: number of bootstrap resamples, or of trials of the randomization; 0 = 1,000
         resamples and 10,000 trials. The intervals beside a randomization have 1,000 resamples.
-
-    Raises:
-      UserError: see `check_resampling`.
+        `check_resampling` has checked it.
     """
     resampled = confidence or significance is not None
     if not resampled or _has_corpus_scores_only(metric, systems):
         scores = {name: metric.corpus_score(texts, None).score for name, texts in systems.items()}
         signature = str(metric.get_signature())
         return {name: MetricScore(score, signature) for name, score in scores.items()}
-    check_resampling(significance, resamples, len(next(iter(systems.values()))))
     if significance == "randomization":
         return _paired(metric, systems, "ar", resamples, 0 if confidence else -1)
     if significance == "bootstrap":
