@@ -329,6 +329,20 @@ def test_a_missing_start_token_is_noted(saved, tmp_path):
     assert note.startswith("no decoder_start_token_id is set: translations start from token 2,")
     assert bundle.config.model.bos_id == 2
     assert huggingface.read(tmp_path, {"bos_id": 0}, family="mbart")[1] == ()
+    assert huggingface.read(tmp_path, {"max_length": 256}, family="mbart")[1] == notes
+
+
+def test_a_missing_limit_of_the_length_is_noted(saved, tmp_path):
+    for path in saved("mbart50")[0].iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    search = json.loads((tmp_path / "generation_config.json").read_text())
+    del search["max_length"]
+    (tmp_path / "generation_config.json").write_text(json.dumps(search))
+    _, (note,) = huggingface.read(tmp_path, family="mbart")
+    assert note.startswith("no max_length is set: `generate` ends translations after 20 tokens")
+    search["max_new_tokens"] = 30
+    (tmp_path / "generation_config.json").write_text(json.dumps(search))
+    assert huggingface.read(tmp_path, family="mbart")[1] == ()
 
 
 @pytest.mark.parametrize("kind", ["nllb", "t5", "bart"])

@@ -102,10 +102,17 @@ def read(
         decode, notes = generation_config.to_decode(search, model, tokenizers.target)
         notes += _allowed_padding(search, model, tokenizers)
     start = "decoder_start_token_id"
-    if all(values.get(start) is None for values in (known, search)) and not overrides:
+    is_chosen = "bos_id" in (overrides or {})
+    if all(values.get(start) is None for values in (known, search)) and not is_chosen:
         notes.append(
             f"no {start} is set: translations start from token {model.bos_id}, those of `generate` "
             f"from bos_token_id; set {start}, or give --set bos_id=..."
+        )
+    if all(search.get(name) is None for name in ("max_length", "max_new_tokens")):
+        notes.append(
+            "no max_length is set: `generate` ends translations after 20 tokens, ours have at most "
+            f"{decode.max_length_factor:g} times the source's tokens and {decode.max_length_extra} "
+            "more; for the same results, set max_length"
         )
     target = tokenizers.target
     if target.language_ids and target.first_id is None:
