@@ -243,7 +243,7 @@ def test_the_models_of_an_ensemble_translate_together(results, tmp_path, monkeyp
     alone = results.RECIPES["annotated-copy"]
     members = tuple(recipes.Member("copies", alone, seed) for seed in (3, 4))
     together = dataclasses.replace(alone, members=members)
-    commits = iter(["first", "second", "second", "second", "third", "third"])
+    commits = iter(["first", "second", "second", "second", "third", "third", "fourth"])
     monkeypatch.setattr(runs, "_commit", lambda: next(commits))
 
     def result(steps):
@@ -254,6 +254,10 @@ def test_the_models_of_an_ensemble_translate_together(results, tmp_path, monkeyp
     values = result(4)
     assert (values["steps"], values["commit"]) == (8, "first, second")
     assert result(4)["commit"] == "first, second"  # It was finished before the third.
+    monkeypatch.setitem(NARROW["optimizer"], "learning_rate", 0.3)
+    with pytest.raises(UserError, match="another configuration"):
+        result(6)
+    assert read_lines(tmp_path / "out" / "copies-seed3.commit") == ["first", "second"]
     assert {name: len(sums) for name, sums in values["data"].items()} == {
         "train": 1, "valid": 1, "test": 1,
     }  # fmt: skip

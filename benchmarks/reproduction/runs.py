@@ -141,11 +141,13 @@ def _train(recipe: Recipe, config: ExperimentConfig, workdir: Path) -> _Trained:
     before = read_lines(recorded) if is_continued else []
     commits = list(dict.fromkeys([*before, _commit()]))
     write_lines(recorded, commits)
-    first_step = Run(workdir).latest_step if is_continued else None
-    trained = recipe.train(config, workdir)
-    if trained.latest_step == first_step:  # It was finished already.
-        commits = before
-        write_lines(recorded, commits)
+    first_step = _latest_step(workdir)
+    try:
+        trained = recipe.train(config, workdir)
+    finally:
+        if _latest_step(workdir) == first_step:  # This commit has trained nothing.
+            commits = before
+            write_lines(recorded, commits)
     scored = workdir
     # A trial of few steps has fewer checkpoints.
     averaged = min(
@@ -169,6 +171,10 @@ def _train(recipe: Recipe, config: ExperimentConfig, workdir: Path) -> _Trained:
         hours=float(hours),
         rows=rows,
     )
+
+
+def _latest_step(workdir: Path) -> int | None:
+    return Run(workdir).latest_step if (workdir / CONFIG).exists() else None
 
 
 def _require_regular(averaged: Sequence[int], workdir: Path, config: ExperimentConfig) -> None:
