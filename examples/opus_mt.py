@@ -3,7 +3,7 @@
     python examples/opus_mt.py opus-mt-en-de mine.tsv --workdir runs/tuned
 
 The folder is that of any Marian model of the Hugging Face Hub, once it is downloaded; folders of
-NLLB, M2M-100, mBART and T5 work likewise.
+NLLB, M2M-100, mBART-50, BART and T5 work likewise.
 """
 
 import argparse

@@ -2,14 +2,14 @@
 
     run = experiment.train("configs/quickstart.py", "runs/quickstart")
 
-does everything: it tokenises, trains, evaluates, and continues a run that is there already. To use
-the parts separately:
+does everything: it tokenises, trains, evaluates, and continues an existing run. To use the parts
+separately:
 
     config = load_config("configs/quickstart.py")  # of flaxformer_mt.config.files
     with experiment.open_folder(workdir) as folder:
         parts = experiment.prepare(config, workdir)
         experiment.fit(parts, folder)
-        metrics = experiment.evaluate_test(parts, folder)
+        step, translations, metrics = experiment.evaluate_test(parts, folder)
 """
 
 import contextlib
@@ -356,6 +356,9 @@ def prepare(
       write: whether to write a new run's configuration, vocabulary and fingerprints.
       check_languages: whether to check that the sides of a new run's corpora are not swapped, for
         which Babel is imported.
+
+    Returns:
+      The experiment: its configuration, vocabulary, tokens, batches, model, optimizer and devices.
 
     Raises:
       UserError: the folder holds another run, or the configuration or the data cannot be used.

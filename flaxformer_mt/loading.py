@@ -115,6 +115,9 @@ def load(folder: str | Path, family: str | None = None) -> Model:
         a run folder, whose best checkpoint is loaded. Nothing is downloaded.
       family: what to read it as, as in `flaxformer-mt convert --from`; by default it is found out.
 
+    Returns:
+      The model, with its vocabularies and search options; `notes` has what could not be converted.
+
     Raises:
       TypeError: an argument is of another type.
       UserError: there is no such folder, it holds no model that can be read, or it is damaged.

@@ -18,14 +18,19 @@ FILES = [
     if path != Path(__file__)
 ]  # fmt: skip
 
-UNITS = "seconds?|ms|milliseconds?|bytes|KiB|MiB|GiB|tokens|steps|pairs|sentences"
+UNITS = (
+    "seconds?|ms|milliseconds?|bytes|KiB|MiB|GiB|tokens|steps|pairs|sentences|batches|"
+    "parameters|pieces"
+)
 WORDS = {
     r"\bparted\b": "separated, comma-separated",
     r"\bleft whole\b|\bstays? whole\b": "not sharded, replicated",
     r"\bchange hands\b": "continuous batching",
     r"\bleft over\b": "remaining",
     r"(?<!\")\bfigures\b(?!\")": "metrics, measurements",
-    rf"\b({UNITS}) an? (target token|step|device|second|row|token|sentence)\b": "per ...",
+    rf"\b({UNITS}) an? (target token|step|device|second|row|token|sentence|update|side)\b": (
+        "per ..."
+    ),
     r"\b[Uu]nprojected\b|\bwhat logits are made of\b": "factors of the output projection",
     r"\bPast\b|what self-attention remembers": "key/value cache",
     r"\bwhat is asked of\b|\bwish(es)?\b": "per-sentence constraints",

@@ -10,8 +10,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "accelerators.md"
 INTRODUCTION = """\
 # Accelerators
 
-What GPUs and TPUs do with the models. `benchmarks/battery.py` writes this page; change the program,
-not the page:
+Measurements and compile-time estimates for GPUs and TPUs. `benchmarks/battery.py` writes this page;
+change the program, not the page:
 
 <!-- not run: needs a GPU -->
 ```sh
@@ -20,9 +20,9 @@ python benchmarks/accelerators.py --config configs/wmt14_en_de_base.py --device 
 python benchmarks/battery.py --out DIR --write-docs --compilers FILE ...
 ```
 
-The first command needs a GPU and at most nine minutes. The second needs no device: it asks the
-compilers of the devices. MFU is the flops of the equations per second, padding not counted, divided
-by the peak for bfloat16 in `flaxformer_mt/accelerators.py`.
+The first command needs a GPU and at most nine minutes. The second compiles for the device with XLA,
+and needs none. MFU is the model FLOPs per second, without those of padding, divided by the peak for
+bfloat16 in `flaxformer_mt/accelerators.py`.
 """
 NOT_RUN = "Not run on a device yet."
 

@@ -32,7 +32,7 @@ NOTE = (
     "trains on two devices with 4,096 positions each; the paper states 4,096 per batch, which is "
     "used here. The same number of updates covers half as many epochs."
 )
-COMMAND_NOTE = "Two batches an update, as on the two devices of the published command."
+COMMAND_NOTE = "Two batches per update, as on the two devices of the published command."
 DISTILLED_NOTE = (
     "The training text has each pair twice: with its reference, and with a translation by trained "
     "models (Kim and Rush 2016, Sequence-Level Knowledge Distillation)."
@@ -177,7 +177,7 @@ BEST_NOTE = "\n".join(
     [
         "Three models with SentencePiece's subwords translate together (the mean of their "
         "log-probabilities). They were chosen by the development set: BLEU of 42.07 (seed 2) and "
-        "42.31 (two batches an update) alone, 43.08 together, and 43.13 with seed 3. The aim, 1.0 "
+        "42.31 (two batches per update) alone, 43.08 together, and 43.13 with seed 3. The aim, 1.0 "
         "above the publication on each test set, is reached on the first only (+1.27, +0.34, "
         "+0.45). No single model that was tried is clearly better than "
         "`multi30k-en-de-sentencepiece`. The files of these trials were not kept; a dash means "
@@ -192,7 +192,7 @@ BEST_NOTE = "\n".join(
 
 
 FRENCH_BEST_NOTE = (
-    "Two models with SentencePiece's subwords, of two batches and of one in an update, ended after "
+    "Two models with SentencePiece's subwords, of two batches and of one per update, ended after "
     f"{_SHORTER // 2:,} and {_SHORTER:,} updates (44 epochs) to save time; both models translate "
     "together. On the development set they have a BLEU of 58.53 and 58.93 alone, and of 59.49 "
     "together. On the test sets, each is 0.8 to 1.9 points below the run of all 8,000 updates "
@@ -292,7 +292,7 @@ def _of_pair(target: Language) -> dict[str, Recipe]:
     )
     two_devices = dataclasses.replace(
         sentencepiece,
-        title=f"{sentencepiece.title} and two batches an update",
+        title=f"{sentencepiece.title} and two batches per update",
         config=functools.partial(with_sentencepiece, target, devices=2),
         note=TWO_DEVICES_NOTE,
     )

@@ -53,7 +53,7 @@ _INTRODUCTIONS: dict[Group, str] = {
         "lines). Four things differ: an update has the rate of fairseq's next one; a batch mixes "
         "sentences of all lengths, with as many target tokens as fairseq's on average; an update "
         "has one batch, not two; random numbers. Lines "
-        '"with SentencePiece" have other subwords and more tokens in an update. '
+        '"with SentencePiece" have other subwords and more tokens per update. '
         "In `multi30k-en-de-command` and `multi30k-en-fr-command` an update has two batches, as in "
         "the published command: up to 55 million target tokens. The German one, which ended after "
         "5,890 updates, is 0.45, 0.18 and 0.49 below the publication, and `multi30k-en-de` 0.36, "
@@ -212,7 +212,7 @@ def _foundation(recipe: Recipe, runs: Runs) -> str:
     if recipe.members:
         names = (f"`{member.name}` of seed {member.seed}" for member in recipe.members)
         ensemble = f"Ensemble of {', '.join(names)}"
-        parameters += " a model"
+        parameters += " per model"
         scored += " of each"
     return (
         f"{_common(runs, ensemble)}; {steps} steps; {scored}; {hours} hours; "

@@ -199,7 +199,7 @@ RECIPES = {
         annotated_de_en,
         text=_GERMAN_ENGLISH,
         note="The published text is tokenised by spaCy into words; here it has 8,000 subword "
-        "pieces a side.",
+        "pieces per side.",
     ),
     "jadore801120-de-en": Recipe(
         "`jadore801120`: German to English",

@@ -42,8 +42,8 @@ def prepare(
       output_folder: Folder to create. It appears under its name only when the data set is complete.
       source_language: Suffix of the source files and name of the source language in the data set.
       target_language: Suffix of the target files and name of the target language in the data set.
-      form: text: FILE.LANGUAGE or FILE.LANGUAGE.gz, one sentence per line; tsv: FILE.tsv or
-        FILE.tsv.gz, tab-separated source and target sentences.
+      form: text: FILE.LANGUAGE, one sentence per line; tsv: FILE.tsv, tab-separated source and
+        target sentences. Both may be compressed (.gz, .zst).
       columns: Columns of source and target in tab-separated files, by name or by number from 1, if
         there are further ones.
       splits: Splits to build, each with the comma-separated names (or glob patterns) of its files,
@@ -131,7 +131,7 @@ def lexicon(
 
     Args:
       run: Run folder of the trained model, whose vocabulary is used.
-      source: Text file of source sentences, one per line (.gz: decompressed).
+      source: Text file of source sentences, one per line (.gz, .zst: decompressed).
       target: Text file of their translations.
       output_file: Text file to write, one "target source probability" entry per line (.gz:
         compressed).

@@ -27,7 +27,7 @@ Settings = Annotated[
 ]
 """Fields of `TransformerConfig`, parsed by `model_fields`."""
 TextFile = Annotated[Path, tyro.conf.arg(metavar="F")]
-"""A text file, plain or gzipped."""
+"""A text file, plain or compressed (.gz, .zst)."""
 DecodeOptions = tyro.conf.OmitArgPrefixes[DecodeConfig]
 """All fields of `DecodeConfig` as options without a prefix."""
 DEFAULT_SEARCH = DecodeConfig()

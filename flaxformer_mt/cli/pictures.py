@@ -44,8 +44,8 @@ def plot(
       run: Run folders, also of runs that are being trained.
       metrics: Metrics to draw, by their names in metrics.jsonl. Default: those above.
       x: What to draw them over: steps, target tokens, or hours of training steps.
-      smoothing: Weight of the past in a moving average of the training metrics, from 0 to below 1;
-        the metrics themselves stay behind it.
+      smoothing: Weight of the previous average in the moving average of the training metrics, from
+        0 to below 1; the metrics themselves are drawn faintly behind it.
     """
     from flaxformer_mt.plotting.curves import plot_curves
     from flaxformer_mt.plotting.drawing import format_of

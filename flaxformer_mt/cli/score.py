@@ -44,12 +44,12 @@ def score(
 
     Args:
       run: Run folder of the trained model.
-      source: Text file of source sentences, one per line (.gz: decompressed).
+      source: Text file of source sentences, one per line (.gz, .zst: decompressed).
       target: Text file of their translations.
       checkpoint: "best" by validation, "last", or the step of a checkpoint.
       normalize: Divisor of the log-probability. none: 1; tokens: the number of target tokens, end
         token included; search: the length penalty of the run's search, which gives its ranking
-        score.
+        score, unless the search has further penalties or a shortlist, or renormalizes.
       tokens: Add a column with the space-separated log-probability of each target token.
       alignment: Add a column with word or subword alignments taken from attention, as 0-based
         source-target pairs such as `0-0 1-2`.

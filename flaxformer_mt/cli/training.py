@@ -29,7 +29,7 @@ class Flags(ExperimentConfig):
     """Run folder, created if missing. An existing run is continued."""
     dry_run: bool = dataclasses.field(default=False, kw_only=True)
     """Check everything and print what would be trained, with shapes, parameters, memory and
-    compilations, but do not train and write nothing."""
+    compilations, without training and without writing anything."""
     coordinator: str = dataclasses.field(default="", kw_only=True)
     """HOST:PORT of the first of several processes that train together; see docs/scaling.md."""
     num_processes: int = dataclasses.field(default=0, kw_only=True)

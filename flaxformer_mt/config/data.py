@@ -68,20 +68,21 @@ class DataConfig:
     TensorFlow Datasets builder, or the folder that it was prepared in (tfds). "tfds:NAME" is a
     builder whatever data.corpus is."""
     columns: tuple[str, ...] = option((), FieldRole.TEXT)
-    """The columns of source and target, by name or by number from 1; further ones are ignored. None
-    = the columns called like the two languages, if there is a header with them, or the only two.
-    Members of a JSON member: translation.en."""
+    """The columns of source and target, by name or by number from 1; further ones are ignored. By
+    default the columns that a header names after the two languages, or else the only two columns.
+    Nested JSON members are written with a dot: translation.en."""
     hold_out: int = option(0, FieldRole.TEXT, lowest=0)
     """Set about this many training pairs aside for validation, and as many for the test, chosen by
-    a hash of the source: the same ones however the file grows. They take the place of
-    data.valid_split and data.test_split. 0 = none."""
+    a hash of the source, so that they stay held out when the file grows; half of them return to
+    training each time it has about doubled. They take the place of data.valid_split and
+    data.test_split. 0 = none."""
     source_language: str = option("en", FieldRole.TEXT)
     """Language to translate from: the file suffix of text, the locale of phrases."""
     target_language: str = option("de", FieldRole.TEXT)
     """Language to translate into."""
     train_split: str = option("train", FieldRole.TEXT)
-    """Name of the split to train on. For text and tsv it may be several comma-separated names and
-    patterns: "europarl,news-*"."""
+    """Name of the split to train on. For files (text, tsv, csv, jsonl) it may be several
+    comma-separated names and patterns: "europarl,news-*"."""
     valid_split: str = option("valid", FieldRole.TEXT)
     """Name of the split to validate on, which selects the best checkpoint."""
     test_split: str = option("test", FieldRole.TEXT)

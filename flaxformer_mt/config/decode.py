@@ -119,7 +119,7 @@ class DecodeConfig:
     """Head whose attention aligns, from 0; -1 = the mean of all heads."""
     max_source_length: int = option(0, FieldRole.SEARCH, lowest=2, limit=MAX_WIDTH, also=0)
     """Input longer than this many tokens is split at sentence boundaries, and its translations are
-    joined; 0 = 512, or the number of positions of the model."""
+    joined; 0 = 512. At most model.max_length if the model has learned positions."""
     batch_tokens: int = option(0, FieldRole.RUNNING, lowest=0)
     """Source tokens decoded together with a beam of 4, padding included (more with a smaller beam);
     0 = 1024 on CPUs, 16384 on GPUs and TPUs."""

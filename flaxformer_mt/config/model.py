@@ -124,15 +124,15 @@ class TransformerConfig:
     """Which layers share the learned bias of t5_relative. stack: all layers of the encoder, and all
     of the decoder, as in T5; layer: each has its own, as in OpenNMT-py."""
     max_length: int = option(1024, FieldRole.SHAPES, lowest=1, limit=MAX_LENGTH)
-    """Rows of a learned position table, the length of the longest sentence. Other position kinds
-    have no limit."""
+    """Positions of a learned table, and so the length of the longest sentence (the table has
+    position_offset rows more). Other position kinds have no limit on sentences."""
 
     attention_kind: str = option(DOT_PRODUCT, FieldRole.ARCHITECTURE)
     """How queries attend to keys: dot_product, or the name of a class of yours that
     flaxformer_mt.register_attention has registered (docs/python.md)."""
     scale_scores: bool = option(True, FieldRole.ARCHITECTURE)
-    """Divide the scores of attention by sqrt(K). Without it, as in T5, initial queries are divided
-    by sqrt(K) instead."""
+    """Divide the scores of attention by sqrt(K). Without it, as in T5, the initial values of the
+    query projection are divided by sqrt(K) instead."""
     scale_embeddings: bool = option(True, FieldRole.ARCHITECTURE)
     """Multiply embeddings by sqrt(D)."""
     scale_logits: bool = option(False, FieldRole.ARCHITECTURE)
@@ -192,11 +192,12 @@ class TransformerConfig:
     """How attention is computed in whole passes. einsum: by XLA, with its weights in memory;
     pallas_gpu, pallas_tpu: in one kernel that never writes them (on CPUs it is interpreted, for
     tests); cudnn: by NVIDIA's library, in bfloat16 without dropout of the weights; auto: the Pallas
-    kernel of the platform where it can, einsum on CPUs."""
+    kernel of the platform if it supports the case, else einsum."""
     norm_backend: Literal["auto", "xla", "pallas_gpu"] = option("auto", FieldRole.NUMERICS)
     """How training computes norm(x + dropout(f(x))). xla: by XLA's fusions; pallas_gpu: in one
-    kernel, which draws the numbers of dropout again in the backward pass instead of keeping them
-    (on CPUs it is interpreted, for tests); auto: the kernel on NVIDIA GPUs where it can."""
+    kernel, which draws dropout's random numbers again in the backward pass instead of storing a
+    mask (on CPUs it is interpreted, for tests); auto: the kernel on NVIDIA GPUs if it supports the
+    case, else xla."""
     remat: Literal["none", "projections", "products", "full"] = option(
         "none", FieldRole.RUNNING, formerly={False: "none", True: "full"}
     )

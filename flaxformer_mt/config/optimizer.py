@@ -25,7 +25,8 @@ class OptimizerConfig:
     min(1, t/w) * max(t, w)^-0.5; one_cycle: cosine up to the peak and down to nearly 0 at
     total_steps."""
     warmup_steps: int = option(4000, FieldRole.TRAINING, lowest=0)
-    """w: number of steps over which the learning rate rises."""
+    """w: number of steps over which the learning rate rises; constant ignores it, one_cycle needs
+    it."""
     total_steps: int = option(0, FieldRole.TRAINING, lowest=0)
     """Length of a one_cycle schedule; 0 = train.num_steps."""
     beta1: float = option(0.9, FieldRole.TRAINING, lowest=0, below=1)

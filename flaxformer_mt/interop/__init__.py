@@ -123,6 +123,7 @@ def save(
         that the published code uses.
 
     Raises:
+      TypeError: an argument is of another type.
       UserError: the published code cannot have this configuration, the parameters (or moments) do
         not match it, or the file cannot be written.
     """

@@ -270,6 +270,20 @@ class Decoder(nn.Module):
         The layers are unrolled, because a loop would copy the cache of every layer at every token.
         Slicing the stacked parameters costs nothing per token: it does not depend on the token, and
         XLA moves it out of the loop over tokens.
+
+        Args:
+          x: [B, W, D], the embedded tokens.
+          cross: per layer, keys [B, H, S, K] and values [B, H, S, U]; None without inputs.
+          states: per layer, see `DecoderLayer.step`.
+          token_positions: int32 [B], the position of each sentence's tokens, from 0.
+          visible: bool [B, 1, W, P * W], the cached tokens that each hypothesis attends to.
+          cross_mask: bool [B, 1, 1, S], True = attend; None without inputs.
+          positions: of the tokens [B, 1] and of the cached keys [1, P * W]; None if attention does
+            not use them.
+
+        Returns:
+          [B, W, D] in the compute dtype; the states including these tokens; the last layer's
+          cross-attention weights [B, H, W, S], or None without inputs.
         """
         x = self._below(x)
         positions = with_shared_bias(positions, self.position_bias)

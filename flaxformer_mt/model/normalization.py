@@ -29,10 +29,13 @@ def layer_norm(x: Array, scale: Array, bias: Array, epsilon: float) -> Array:
         / \sqrt{\sigma^2 + \epsilon},\quad g = \partial y \odot scale
 
     Args:
-      x: [N, D].
+      x: [N, D], float32 or float64.
       scale: [D].
       bias: [D].
       epsilon: in units of x squared.
+
+    Returns:
+      [N, D], in the dtype of `x`.
 
     Source: Ba et al. 2016. The variance is computed from the centred x: the difference of two means
     that some libraries use loses all digits if the mean is large.
@@ -66,10 +69,13 @@ def unbiased_std_norm(x: Array, scale: Array, bias: Array, epsilon: float) -> Ar
     .. math:: (x - \mu) / (s + \epsilon) \odot scale + bias,\quad s^2 = \sum (x - \mu)^2 / (D - 1)
 
     Args:
-      x: [N, D], D > 1.
+      x: [N, D], float32 or float64, D > 1.
       scale: [D].
       bias: [D].
       epsilon: in units of x.
+
+    Returns:
+      [N, D], in the dtype of `x`.
 
     Source: The Annotated Transformer, `LayerNorm`.
     """
@@ -87,9 +93,12 @@ def rms_norm(x: Array, scale: Array, epsilon: float) -> Array:
     .. math:: y = x / \sqrt{\overline{x^2} + \epsilon} \odot scale
 
     Args:
-      x: [N, D].
+      x: [N, D], float32 or float64.
       scale: [D].
       epsilon: in units of x squared.
+
+    Returns:
+      [N, D], in the dtype of `x`.
 
     Source: Zhang and Sennrich 2019; T5, `T5LayerNorm`.
     """

@@ -42,6 +42,9 @@ def masked_softmax(scores: Array, mask: Array) -> Array:
     Args:
       scores: [..., T, S].
       mask: bool, broadcastable to [..., T, S], True = attend. A row without any key gets zeros.
+
+    Returns:
+      [..., T, S], in the dtype of `scores`.
     """
     return _masked_softmax_forward(scores, mask)[0]
 
@@ -106,6 +109,9 @@ def linear(
       bias: [features], or None.
       copies: [parts, N, fan_in] of `x`, which get its gradient; see `Shared`.
       parts: into which the features are divided.
+
+    Returns:
+      [N, features], in the dtype of `x`.
     """
     return _linear_forward(x, kernel, bias, copies, parts)[0]
 

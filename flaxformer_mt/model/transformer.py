@@ -279,7 +279,14 @@ class Transformer(nn.Module):
         encoder_positions: Array | None = None,
         deterministic: bool = True,
     ) -> Array:
-        """Encodes source tokens [B, S] as vectors [B, S, D]; arguments as in `__call__`."""
+        """Encodes source tokens, int32 [B, S]; arguments as in `__call__`.
+
+        Returns:
+          [B, S, D], in the compute dtype.
+
+        Raises:
+          ValueError: the row is longer than the table of learned positions.
+        """
         return self._encode(
             encoder_input_tokens,
             encoder_segment_ids,
@@ -300,7 +307,7 @@ class Transformer(nn.Module):
 
         Args:
           encoded: [B, S, D] from `encode`; None without inputs.
-          encoder_input_tokens: [B, S]; padding is where the token is `pad_id`.
+          encoder_input_tokens: int32 [B, S]; padding is where the token is `pad_id`.
           beam_size: W, hypotheses per sentence.
           max_length: P, the capacity in target tokens.
           batch_size: B, needed only without inputs.
@@ -342,8 +349,8 @@ class Transformer(nn.Module):
           return_attention: also return the cross-attention of the last layer.
 
         Returns:
-          [B, W, V], and the cache with these tokens added; and the mean over heads of the last
-          layer's cross-attention weights [B, W, S], if requested.
+          [B, W, V] in at least float32, and the cache with these tokens added; and the mean over
+          heads of the last layer's cross-attention weights [B, W, S], if requested.
 
         Raises:
           ValueError: attention is requested, but there are no inputs.

@@ -75,17 +75,22 @@ def compare(
       family: the weight map of the module: the name of a family, or a custom map.
       torch_module: the reference, in float32 or float64; our model uses the same dtype. It is not
         modified.
-      batch: one sentence pair per row, see `tokens.as_tokens`.
+      batch: integers, one sentence pair per row: (source [B, S], target_input [B, T]), or with
+        target_output [B, T], padded with `pad_id`; or an object with `encoder_input_tokens`,
+        `decoder_input_tokens` and `decoder_target_tokens`.
       taps: where the module computes each site of `trace.py`; sites without a tap are not
         compared. The default is the taps of the family's reference that fit the module.
       forward: maps (module, tokens) to logits [B, T, V]; by default
         `module(source, target_input)` on int64 tensors.
-      recipe: loss, schedule and optimizer, by default the family's.
+      recipe: loss, schedule and optimizer, by default the family's, or those of `torch`.
       num_steps: the number of optimizer steps to compare.
       batches: the batches of the steps, used in turn; by default the one batch.
       tables: "published" replaces our tables of positions by those of the module, or rounds them to
         float32 if it has none.
       **overrides: settings that tensors do not determine, such as `num_heads`; see `interop.load`.
+
+    Returns:
+      The report; `passed` is True if every row is within its tolerance.
 
     Raises:
       UserError: the module's tensors are not the family's, a tap does not fit the module, or the

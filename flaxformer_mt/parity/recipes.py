@@ -1,4 +1,7 @@
-"""How each family is trained: as published, in PyTorch, and the equivalent configuration."""
+"""How families are trained: as published, in PyTorch, and the equivalent configuration.
+
+The families `double_projection`, `mbart`, `m2m100` and `t5` have the recipe of `torch`.
+"""
 
 import dataclasses
 import functools

@@ -161,6 +161,9 @@ def trajectory(
       tolerance: relative tolerance; by default from `TOLERANCES`.
       **overrides: settings that tensors do not determine, see `interop.load`.
 
+    Returns:
+      The curves of both sides, by step; `first_divergence` is None if they agree.
+
     Raises:
       UserError: the tensors are not the family's, or a batch is invalid.
     """

@@ -70,8 +70,8 @@ def plot_curves(
       metrics: names of metrics in `metrics.jsonl`, one panel each; by default `METRICS`, as far as
         the runs have them.
       axis: what the curves are plotted over.
-      smoothing: weight of the past in the moving average of training metrics, from 0 to below 1;
-        the curves themselves stay behind it, faint.
+      smoothing: weight of the previous average in the moving average of training metrics, from 0
+        to below 1; the curves themselves are drawn faintly behind it.
 
     Raises:
       TypeError: `smoothing` is not a number.

@@ -121,10 +121,20 @@ def make_schedule(config: OptimizerConfig, d_model: int, num_steps: int) -> opta
 def make_optimizer(
     config: OptimizerConfig, schedule: optax.Schedule
 ) -> optax.GradientTransformation:
-    """Returns an optimizer with a schedule, after clipping by global norm if configured.
+    """Makes an optimizer with a schedule, after clipping by global norm if configured.
 
-    Adafactor is that of Shazeer and Stern 2018 without momentum, as T5 is trained with: matrices
-    have factored second moments if both dimensions are at least 128.
+    Adafactor has no momentum, as T5 is trained with: matrices have factored second moments if both
+    dimensions are at least 128.
+
+    Args:
+      config: the kind and its constants.
+      schedule: the learning rate of a step, from `make_schedule`.
+
+    Returns:
+      An optax transformation of gradients to updates that are added to the parameters.
+
+    Source: Kingma and Ba 2015 (Adam); Loshchilov and Hutter 2019 (AdamW); Shazeer and Stern 2018
+    (Adafactor).
     """
     moments = {"b1": config.beta1, "b2": config.beta2, "eps": config.epsilon}
     match config.kind:

@@ -275,7 +275,7 @@ def _padding(batch: Batch) -> tuple[Array, Array]:
 def _flops(
     model: Transformer, batch: Batch, tokens: Array, config: TrainConfig, passes: int
 ) -> Metrics:
-    """Counts the flops of the equations; not for frozen parameters, which need fewer."""
+    """Counts the model FLOPs; not for frozen parameters, which need fewer."""
     if config.freeze:
         return {}
     flops = training_flops(model.config, work_of_batch(batch))

@@ -307,6 +307,16 @@ def score_pairs(
 ) -> PairScore | list[PairScore]:
     """Scores a target as a translation of its source, or each target of a list; see `Scorer`.
 
+    Args:
+      config: of the run.
+      params: the parameters, nested dicts of arrays.
+      tokenizers: the vocabularies.
+      sources: a sentence, or several.
+      targets: its translation, or as many.
+
+    Returns:
+      A `PairScore`, or a list of them in the order given.
+
     Raises:
       TypeError: `sources` and `targets` are neither two strings nor two iterables of strings.
       UserError: the numbers of sentences differ, or one of the errors of `Scorer`.

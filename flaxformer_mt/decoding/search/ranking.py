@@ -26,9 +26,12 @@ def length_penalty(
     """Returns the divisor of a log-probability: ((5 + length) / 6)**alpha, or length**alpha.
 
     Args:
-      length: int32, number of tokens of the hypothesis, end token included.
-      alpha: 0 for no penalty; a larger value favors longer hypotheses.
+      length: int32 of any shape, number of tokens of the hypotheses, end token included.
+      alpha: a scalar, 0 for no penalty; a larger value favors longer hypotheses.
       kind: "gnmt" for the first formula, "average" for the second.
+
+    Returns:
+      float32, of the shape of `length`.
 
     Source: Wu et al. 2016, equation 14, without coverage; Hugging Face transformers.
     """

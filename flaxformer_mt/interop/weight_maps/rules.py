@@ -41,7 +41,13 @@ class TensorRule(NamedTuple):
 
 
 def same(ours: str, theirs: str) -> TensorRule:
-    """Returns the rule for one tensor that is equal on both sides."""
+    """Returns the rule for one tensor that is equal on both sides.
+
+    Args:
+      ours: path of the parameter, such as "encoder/final_norm/scale"; below "encoder/layers" and
+        "decoder/layers" its first axis, L, is that of the layers.
+      theirs: name of the tensor; "{layer}" is the index of the layer, whose tensor has no axis L.
+    """
     return tied(ours, theirs)
 
 
@@ -117,7 +123,13 @@ def unused(rule: TensorRule, also_theirs: str) -> TensorRule:
 
 
 def linear(ours: str, theirs: str, bias: bool) -> list[TensorRule]:
-    """Returns the rules for a `torch.nn.Linear`."""
+    """Returns the rules for a `torch.nn.Linear`.
+
+    Args:
+      ours: path of the module, which has a kernel [in, out] and perhaps a bias [out]; see `same`.
+      theirs: name of the module, which has a weight [out, in] and perhaps a bias [out].
+      bias: whether there is one.
+    """
     rules = [transposed(f"{ours}/kernel", f"{theirs}.weight")]
     if bias:
         rules.append(same(f"{ours}/bias", f"{theirs}.bias"))
@@ -125,7 +137,14 @@ def linear(ours: str, theirs: str, bias: bool) -> list[TensorRule]:
 
 
 def norm(ours: str, theirs: str, scale: str = "weight", bias: str = "bias") -> list[TensorRule]:
-    """Returns the rules for a layer norm, by default a `torch.nn.LayerNorm`."""
+    """Returns the rules for a layer norm, by default a `torch.nn.LayerNorm`.
+
+    Args:
+      ours: path of the module, which has a scale [D] and a bias [D]; see `same`.
+      theirs: name of the module.
+      scale: name of its tensor that corresponds to the scale.
+      bias: likewise.
+    """
     return [
         same(f"{ours}/scale", f"{theirs}.{scale}"),
         same(f"{ours}/bias", f"{theirs}.{bias}"),

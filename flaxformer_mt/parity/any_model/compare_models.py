@@ -88,6 +88,9 @@ def compare_models(
       optimizers: for PyTorch a function of the parameters, such as
         `lambda parameters: torch.optim.Adam(parameters, 1e-3)`, and for JAX of optax.
 
+    Returns:
+      The report; `passed` is True if every row is within its tolerance.
+
     Raises:
       UserError: the sides cannot be compared; the message says what does not fit.
     """

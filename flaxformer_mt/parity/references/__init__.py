@@ -1,9 +1,10 @@
 """References: the published Transformers in PyTorch, which our model must equal.
 
-They are written from the equations. Parameters, buffers and modules have the published names, so
-that a state dict of the published code loads with `strict=True`. Constants of a publication
-(epsilons, layouts, masks, fixed dropout rates) are literals here instead of configuration fields,
-because they are what the comparison verifies.
+They are written from the equations, except for `torch` (PyTorch's own module) and `marian`,
+`mbart`, `m2m100` and `t5` (those of Hugging Face). Parameters, buffers and modules have the
+published names, so that a state dict of the published code loads with `strict=True`. Constants of a
+publication (epsilons, layouts, masks, fixed dropout rates) are literals here instead of
+configuration fields, because they are what the comparison verifies.
 
 All references have the same interface:
 

@@ -24,7 +24,7 @@ def measurements(interval: Sums, devices: Sequence[Any]) -> dict[str, float]:
 
     - "target_tokens_per_second", of all devices, and "target_tokens_per_second_per_device", without
       padding;
-    - "mfu", the flops of the equations per second divided by the peak of the devices for bfloat16,
+    - "mfu", the model FLOPs per second divided by the peak of the devices for bfloat16,
       if that is known;
     - "memory_bytes", the most memory that a device of this process has had in use so far, if that
       is known;
