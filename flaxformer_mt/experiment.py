@@ -19,6 +19,7 @@ import itertools
 import json
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO, cast
@@ -30,6 +31,7 @@ from flaxformer_mt import distributed
 from flaxformer_mt.config import (
     GENERATED,
     DataConfig,
+    DecodeConfig,
     ExperimentConfig,
     TransformerConfig,
     with_vocabulary_sizes,
@@ -365,6 +367,8 @@ def prepare(
     """
     if not distributed.is_main():
         distributed.barrier("data")
+        if write:
+            _require_shared(workdir)
     continued = holds_run(workdir, given)
     if continued:
         given = with_stored_start(workdir, given)
@@ -394,7 +398,13 @@ def prepare(
             tokenizers.source.sample([], 0, data.subword_sampling)  # Some vocabularies cannot.
     if given.model.has_inputs:
         check_search(given, tokenizers)
-    tokens = tokenize(given, corpora, tokenizers, cache_folder or workdir / CACHE)
+    tokens = tokenize(
+        given,
+        corpora,
+        tokenizers,
+        cache_folder or workdir / CACHE,
+        verify=distributed.is_main(),
+    )
     config = resolve_config(given, tokens, tokenizers)
     experiment = Experiment(config, open_dataset(config, tokens, tokenizers))
     if not continued:
@@ -407,7 +417,29 @@ def prepare(
         elif write:
             write_run(workdir, given, corpora, tokenizers)
         distributed.barrier("data")
+    # Collectives wait for a late process for a limited time, on CPUs for 30 s.
+    distributed.barrier("experiment is prepared")
     return experiment
+
+
+_SHARED_SECONDS = 60
+"""How long a file system may take to show other hosts what one of them has written: that of NFS."""
+
+
+def _require_shared(workdir: Path) -> None:
+    """Checks that a process other than the first sees the run folder that the first has written.
+
+    Raises:
+      UserError: it does not.
+    """
+    end = time.monotonic() + _SHARED_SECONDS
+    while not (workdir / CONFIG).exists():
+        if time.monotonic() > end:
+            raise UserError(
+                f"--workdir={workdir}: process {jax.process_index()} does not see what process 0 "
+                "has written there: give a folder on a file system that all processes share"
+            )
+        time.sleep(0.5)
 
 
 class Experiment:
@@ -595,7 +627,11 @@ class Experiment:
           sources: the sentences, with constraints on their translations if they have any.
           show_progress: whether to draw a progress bar.
         """
-        translator = Translator(self.config, params, self.dataset.tokenizers)
+        decode = self.config.decode
+        if self.config.parallel.num_devices:
+            decode = decoding_on(self.strategy.devices, decode)
+        config = dataclasses.replace(self.config, decode=decode)
+        translator = Translator(config, params, self.dataset.tokenizers)
         own = translator.translate(distributed.share_out(sources), show_progress=show_progress)
         return distributed.gather_texts(own)
 
@@ -603,6 +639,19 @@ class Experiment:
 def _shapes(batch: Batch) -> tuple[tuple[int, ...], ...]:
     """The shapes for which a step is compiled."""
     return tuple(leaf.shape for leaf in jax.tree.leaves(batch))
+
+
+def decoding_on(devices: Sequence[jax.Device], decode: DecodeConfig) -> DecodeConfig:
+    """Returns search options with which no more devices translate than train.
+
+    Args:
+      devices: those that train, of all processes.
+      decode: the options; those of a user who chose `num_devices` do not change.
+    """
+    own = [each for each in devices if each.process_index == jax.process_index()]
+    if decode.num_devices or not own or own[0].platform == "cpu":  # Zero means one CPU.
+        return decode
+    return dataclasses.replace(decode, num_devices=len(own))
 
 
 def fit(
@@ -676,7 +725,10 @@ def fit(
                     writers=[*writers, watching] if distributed.is_main() else (),
                     config=config,
                     devices=experiment.strategy.devices,
-                    should_stop=lambda step: is_interrupted(step) or watching.should_stop(step),
+                    # Both are asked after every step, because processes have to agree on each.
+                    should_stop=lambda step: any(
+                        [is_interrupted(step), watching.should_stop(step)]
+                    ),
                     announce=console.print,
                     on_step=display.advance,
                 )

@@ -104,7 +104,8 @@ class Interruption:
           processes, the same for all.
 
         Raises:
-          Interrupted: on leaving the context, if a signal has arrived.
+          Interrupted: on leaving the context, if a signal has arrived; under several processes, in
+            all of them, if one has received a signal.
         """
 
         def requested(step: int) -> bool:
@@ -115,6 +116,9 @@ class Interruption:
         self._is_deferred = True
         try:
             yield requested
+            # Of the steps after the last agreement.
+            if agree is not None and agree(self._requested.is_set()):
+                self._requested.set()
         finally:
             self._is_raised = self._requested.is_set()
             self._is_deferred = False
@@ -145,7 +149,8 @@ class Interruption:
 
     def _interrupt(self) -> None:
         self._is_raised = True
-        raise Interrupted(f"stopped by {self._name}; the same command continues")
+        name = self._name or "a signal to another process"
+        raise Interrupted(f"stopped by {name}; the same command continues")
 
     def _watch(self, signals: socket.socket) -> None:
         is_first = True

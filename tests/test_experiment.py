@@ -6,13 +6,14 @@ import errno
 import io
 import os
 import signal
+import types
 
 import chex
 import numpy as np
 import pytest
 
 import flaxformer_mt
-from flaxformer_mt import experiment
+from flaxformer_mt import distributed, experiment
 from flaxformer_mt.config import (
     CorpusConfig,
     DataConfig,
@@ -222,6 +223,26 @@ def test_several_callbacks_agree_with_other_processes():
     undecided.write(1, "train", {})
     with pytest.raises(TypeError, match="must return True to stop the run, or False or None, not"):
         undecided.finish()
+
+
+def test_a_folder_that_processes_do_not_share_is_refused(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(distributed, "is_main", lambda: False)
+    monkeypatch.setattr(experiment, "_SHARED_SECONDS", 0)
+    experiment.prepare(CONFIG, run.folder)
+    with pytest.raises(UserError, match="does not see what process 0 has written there"):
+        experiment.prepare(CONFIG, tmp_path / "local")
+
+
+def test_no_more_devices_translate_than_train():
+    def device(platform, process):
+        return types.SimpleNamespace(platform=platform, process_index=process)
+
+    decode = DecodeConfig()
+    gpus = [device("gpu", process) for process in (0, 0, 1, 1, 1)]
+    assert experiment.decoding_on(gpus, decode).num_devices == 2
+    chosen = dataclasses.replace(decode, num_devices=1)
+    assert experiment.decoding_on(gpus, chosen) == chosen
+    assert experiment.decoding_on([device("cpu", 0)] * 4, decode) == decode
 
 
 @pytest.mark.slow

@@ -150,12 +150,33 @@ def test_several_processes_agree_now_and_then():
 
     def agree(is_requested):
         asked.append(is_requested)
-        return True  # Another process was asked to stop.
+        return len(asked) == 2  # Another process was asked to stop.
 
     with Interruption() as interruption, interruption.deferred(agree, agree_every=5) as requested:
-        answers = [requested(step) for step in range(1, 11)]
-    assert answers == [False] * 4 + [True] + [False] * 4 + [True]
-    assert asked == [False, False]
+        answers = [requested(step) for step in range(1, 13)]
+    assert answers == [False] * 9 + [True, False, False]
+    assert asked == [False] * 3  # The last time at the end.
+
+
+def test_several_processes_agree_on_a_signal_after_the_last_step():
+    with (
+        pytest.raises(Interrupted, match=r"^stopped by a signal to another process; the same"),
+        Interruption() as interruption,
+        interruption.deferred(lambda is_requested: True, agree_every=50) as requested,
+    ):
+        assert not requested(7)
+
+
+def test_an_error_does_not_wait_for_other_processes():
+    def agree(is_requested):
+        raise AssertionError("the others have not failed, and do not ask")
+
+    with (
+        pytest.raises(ValueError, match=r"^bad data$"),
+        Interruption() as interruption,
+        interruption.deferred(agree, agree_every=50),
+    ):
+        raise ValueError("bad data")
 
 
 HOLD_LOCK = """

@@ -138,6 +138,8 @@ def tokenize(
     corpora: Mapping[str, Sequence[Corpus]],
     tokenizers: Tokenizers,
     cache_folder: Path,
+    *,
+    verify: bool = True,
 ) -> TokenizedCorpora:
     """Filters, tokenizes and checks corpora.
 
@@ -146,13 +148,14 @@ def tokenize(
       corpora: from `open_all`.
       tokenizers: the vocabularies of the run.
       cache_folder: where the tokens of training corpora are stored, and read from if they are.
+      verify: whether to verify stored tokens, see `open_stores`.
 
     Raises:
       UserError: a corpus cannot be read or used.
     """
     valid = _evaluation_set(corpora["valid"], tokenizers, config)
     test = _evaluation_set(corpora["test"], tokenizers, config) if corpora["test"] else None
-    stores = open_stores(cache_folder, corpora["train"], tokenizers, config)
+    stores = open_stores(cache_folder, corpora["train"], tokenizers, config, verify=verify)
     tokens = TokenizedCorpora(stores, valid, test)
     for encoded in (*stores, *tokens.held_out):
         check_unknown_rate(encoded, config.data)

@@ -225,6 +225,15 @@ class Checkpointer:
         if unfinished is not None:
             unfinished.result()
 
+    def wait_for_all(self) -> None:
+        """As `wait`, in all processes: the first one completes checkpoints, the others wait for it.
+
+        All of them have to call it before they end, because JAX aborts the first one if it is still
+        writing `SHUTDOWN_SECONDS` later.
+        """
+        self.wait()
+        distributed.barrier("the checkpoint is complete")
+
     def close(self) -> None:
         """Waits and stops the writing threads; errors as in `wait`."""
         try:

@@ -122,7 +122,16 @@ def train(
             keeps_best = stops_early = False
             if _is_due(step, config.eval_every, last):
                 with started.paused():
-                    validation = evaluate(state.eval_params, step)
+                    try:
+                        validation = evaluate(state.eval_params, step)
+                    except Exception:
+                        # The steps before it are not lost, for example if it needs too much memory.
+                        # Of several processes, others may not have failed, and would not save.
+                        may_save = jax.process_count() == 1 and not progress.skipped_in_a_row
+                        if may_save and step < last:
+                            checkpointer.save(step, state, progress.to_json())
+                            checkpointer.wait()
+                        raise
                     is_best = _record_validation(progress, validation, config)
                     write(step, "valid", validation, is_best)
                 keeps_best = is_best and config.keep_best > 0
@@ -141,7 +150,7 @@ def train(
                         checkpointer.save(step, state, progress.to_json(), validation)
                         is_due = False
             if is_interrupted:
-                checkpointer.wait()
+                checkpointer.wait_for_all()
                 raise Interrupted(
                     f"stopped after step {step:,}; the same command continues after step "
                     f"{checkpointer.latest_step() or 0:,}"
@@ -198,7 +207,7 @@ def _go_back(
     checkpointer: Checkpointer, writers: Sequence[Writer], step: int, causes: Sequence[str]
 ) -> NoReturn:
     """Rewinds and stops a run whose last steps, up to `step`, were skipped for these causes."""
-    checkpointer.wait()
+    checkpointer.wait_for_all()
     good = checkpointer.latest_step() or 0
     for writer in writers:
         writer.rewind(good)

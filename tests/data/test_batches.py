@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from flaxformer_mt.config import DataConfig, ExperimentConfig, TrainConfig, TransformerConfig
+from flaxformer_mt.data.stream import batches as batches_module
 from flaxformer_mt.data.stream.batches import (
     BatchShape,
     Shard,
@@ -75,6 +76,16 @@ def test_evaluation_batches_are_no_larger_than_microbatches():
     corpus = encoded([[5, 5, 5, 2]] * 10, [[6, 6, 6, 6, 2]] * 10)
     batches = evaluation_batches(corpus, dataclasses.replace(CONFIG, train=train))
     assert {shape_of(batch).rows for batch in batches} == {packed_shape(CONFIG).rows // 2}
+    assert sorted(pair for batch in batches for pair in pairs_in(batch)) == all_pairs(corpus)
+
+
+@pytest.mark.parametrize(("row_shards", "rows"), [(1, 2), (2, 4)])
+def test_evaluation_batches_of_large_vocabularies_have_fewer_rows(monkeypatch, row_shards, rows):
+    model = dataclasses.replace(CONFIG.model, source_vocab_size=100, target_vocab_size=100)
+    corpus = encoded([[5, 5, 5, 2]] * 10, [[6, 6, 6, 6, 2]] * 10)
+    monkeypatch.setattr(batches_module, "MAX_LOGITS", 2 * packed_shape(CONFIG).target_length * 100)
+    batches = evaluation_batches(corpus, dataclasses.replace(CONFIG, model=model), row_shards)
+    assert {shape_of(batch).rows for batch in batches} == {rows}
     assert sorted(pair for batch in batches for pair in pairs_in(batch)) == all_pairs(corpus)
 
 

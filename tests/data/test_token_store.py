@@ -176,6 +176,17 @@ def test_a_damaged_store_is_rebuilt(tmp_path, caplog, name, fault):
     assert again.sources.tokens.tolist() == wanted
 
 
+def test_one_process_verifies_for_all(tmp_path):
+    open_stores(tmp_path, [CORPUS], TOKENIZERS, CONFIG)
+    content = (tmp_path / "train-0" / "source.tokens").read_bytes()
+    damaged = content[:-2] + bytes([content[-2] ^ 1, content[-1]])
+    (tmp_path / "train-0" / "source.tokens").write_bytes(damaged)
+    open_stores(tmp_path, [CORPUS], TOKENIZERS, CONFIG, verify=False)
+    assert (tmp_path / "train-0" / "source.tokens").read_bytes() == damaged
+    open_stores(tmp_path, [CORPUS], TOKENIZERS, CONFIG)
+    assert (tmp_path / "train-0" / "source.tokens").read_bytes() == content
+
+
 @pytest.mark.parametrize(
     "name",
     [

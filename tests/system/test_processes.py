@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from small_runs import TINY_MODEL, xla_flags
 
+from flaxformer_mt.exit_codes import ExitCode
 from flaxformer_mt.runs.checkpoint import whole_checkpoints
 from flaxformer_mt.runs.metrics_file import read_metrics
 
@@ -138,6 +139,15 @@ def expected(start, folders, uninterrupted):
     return uninterrupted
 
 
+def wait_for_checkpoint(run, workdir):
+    end = time.monotonic() + 240
+    while not whole_checkpoints(workdir):
+        said = [log.read_text() for log in run.logs]
+        assert time.monotonic() < end, said
+        assert all(process.poll() is None for process in run.processes), said
+        time.sleep(0.05)
+
+
 @pytest.mark.slow
 def test_the_same_losses(start, folders, expected):
     start(folders / "two", 2).finish()
@@ -160,17 +170,27 @@ def test_when_one_is_killed_the_other_ends_and_the_run_goes_on(
 ):
     workdir = folders / f"{victim} killed"
     run = start(workdir, 2, num_steps=100_000)
-    end = time.monotonic() + 240
-    while not whole_checkpoints(workdir):
-        said = [log.read_text() for log in run.logs]
-        assert time.monotonic() < end, said
-        assert all(process.poll() is None for process in run.processes), said
-        time.sleep(0.05)
+    wait_for_checkpoint(run, workdir)
     run.processes[victim].send_signal(signal.SIGKILL)
     assert run.processes[1 - victim].wait(timeout=150) != 0  # it does not wait for ever
 
     start(workdir, successors).finish()
     assert_same_losses(workdir, expected)
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_stops_all_and_the_run_goes_on(start, folders, expected):
+    workdir = folders / "signalled"
+    run = start(workdir, 2, num_steps=100_000)
+    wait_for_checkpoint(run, workdir)
+    run.processes[1].send_signal(signal.SIGTERM)
+    for process, log in zip(run.processes, run.logs, strict=True):
+        assert process.wait(timeout=150) == ExitCode.INTERRUPTED, log.read_text()
+    reached = max(whole_checkpoints(workdir))
+    assert read_metrics(workdir / "metrics.jsonl")[-1]["step"] == reached
+    if reached < STEPS:
+        start(workdir, 2).finish()
+        assert_same_losses(workdir, expected)
 
 
 def test_the_others_not_coming_is_said_in_one_line(tmp_path):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from flaxformer_mt import distributed
 from flaxformer_mt.data.stream.prefetch import Prefetched
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interruption import Interrupted
@@ -134,6 +135,14 @@ def test_a_run_that_was_asked_to_stop_saves_and_goes_on_exactly(runs):
     assert stopped.rows_read[0] == 5
     chex.assert_trees_all_equal(*jax.device_get([whole.state, stopped.state]))
     assert stopped.lines == whole.lines
+
+
+def test_processes_wait_for_the_checkpoint_of_an_interruption(runs, monkeypatch):
+    run, waiting = runs(), []
+    monkeypatch.setattr(distributed, "barrier", lambda name: waiting.append(run.checkpoints))
+    with pytest.raises(Interrupted):
+        run(should_stop=lambda step: step == 5)
+    assert waiting == [[3, 5]]
 
 
 def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(runs):
@@ -327,6 +336,18 @@ def test_no_checkpoint_holds_parameters_that_are_not_finite(runs):
     for step in run.checkpoints:
         _, params = restore_params(run.folder, step)
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(jax.device_get(params)))
+
+
+def test_a_validation_that_fails_does_not_lose_the_steps_before_it(runs):
+    def evaluate(params, step):
+        raise RuntimeError("out of memory")
+
+    whole, failed = runs("whole")(), runs("failed")
+    with pytest.raises(RuntimeError, match="out of memory"):
+        failed(evaluate=evaluate)
+    assert failed.checkpoints == [3]
+    failed()
+    chex.assert_trees_all_equal(*jax.device_get([whole.state, failed.state]))
 
 
 def test_an_exception_of_the_stream_ends_the_run(runs):

@@ -19,6 +19,10 @@ from flaxformer_mt.errors import UserError
 
 Array: TypeAlias = np.ndarray | jax.Array
 
+MAX_LOGITS = 2**27
+"""Logits of an evaluation batch on each device, 0.5 GiB in float32, unless a single row has more.
+"""
+
 
 @flax.struct.dataclass
 class Batch:
@@ -171,10 +175,10 @@ def evaluation_batches(
 ) -> list[Batch]:
     """Returns batches that contain every pair exactly once, without truncation.
 
-    Pairs that fit are packed into rows of the training shape, as many as a microbatch has. A longer
-    pair gets its own row, whose length is the next power of two; batches of such rows have fewer
-    rows, so that attention needs no more memory. The last batch of each shape is padded with empty
-    rows.
+    Pairs that fit are packed into rows of the training shape, as many as a microbatch has, or fewer
+    if the vocabulary is large (`MAX_LOGITS`). A longer pair gets its own row, whose length is the
+    next power of two; batches of such rows have fewer rows, so that attention needs no more memory.
+    The last batch of each shape is padded with empty rows.
 
     Args:
       corpus: the pairs.
@@ -187,8 +191,13 @@ def evaluation_batches(
       UserError: the rows, or a pair, are longer than the model's table of learned positions.
     """
     shape_of_steps = packed_shape(config)
-    # No more than a forward pass of training has.
-    packed = shape_of_steps._replace(rows=shape_of_steps.rows // config.train.accumulation_steps)
+    # No more than a forward pass of training has. That computes its logits in chunks.
+    of_row = shape_of_steps.target_length * max(config.model.target_vocab_size, 1)
+    rows = min(
+        shape_of_steps.rows // config.train.accumulation_steps,
+        row_shards * max(MAX_LOGITS // of_row, 1),
+    )
+    packed = shape_of_steps._replace(rows=rows)
     limit = config.model.longest_sentence
     source_lengths, target_lengths = pair_lengths(corpus)
     fits = (source_lengths <= packed.source_length) & (target_lengths <= packed.target_length)

@@ -65,6 +65,8 @@ def open_stores(
     corpora: Sequence[Corpus],
     tokenizers: Tokenizers,
     config: ExperimentConfig,
+    *,
+    verify: bool = True,
 ) -> list[EncodedCorpus]:
     """Opens the stores of the training corpora, and builds those that are missing or out of date.
 
@@ -75,6 +77,8 @@ def open_stores(
       corpora: the training corpora, from `open_corpora`.
       tokenizers: the vocabularies.
       config: the experiment, with the options of the filters.
+      verify: whether to read all of the stores and compare their checksums. One process does so for
+        all that train together.
 
     Raises:
       UserError: model and tokenizer disagree on special ids; a corpus cannot be read, or all of
@@ -83,7 +87,7 @@ def open_stores(
     """
     check_special_ids(tokenizers, config)
     with _locked(cache_folder):
-        return _open_stores(cache_folder, corpora, tokenizers, config)
+        return _open_stores(cache_folder, corpora, tokenizers, config, verify)
 
 
 @contextlib.contextmanager
@@ -105,6 +109,7 @@ def _open_stores(
     corpora: Sequence[Corpus],
     tokenizers: Tokenizers,
     config: ExperimentConfig,
+    verify: bool,
 ) -> list[EncodedCorpus]:
     """As `open_stores`, in a folder that is locked."""
     folders = [cache_folder / f"train-{number}" for number in range(len(corpora))]
@@ -117,7 +122,7 @@ def _open_stores(
     stores = []
     for number, (folder, corpus) in enumerate(zip(folders, corpora, strict=True)):
         origin = _origin(corpora[: number + 1], tokenizers, config)
-        if not _is_usable(folder, origin, corpus.name):
+        if not _is_usable(folder, origin, corpus.name, verify):
             seen = SeenPairs()
             if number and config.data.drop_duplicates:
                 seen = SeenPairs(_map(folders[number - 1] / "seen.hashes", np.uint64))
@@ -148,17 +153,19 @@ def _is_store(folder: Path) -> bool:
     return folder.is_dir() and {path.name for path in folder.iterdir()} <= _FILES
 
 
-def _is_usable(folder: Path, origin: _Origin, name: str) -> bool:
+def _is_usable(folder: Path, origin: _Origin, name: str, verify: bool) -> bool:
     """Returns whether a store is complete and up to date; otherwise logs the reason.
 
     Args:
       folder: folder of the store.
       origin: required key of the store.
       name: name of the corpus, for the log.
+      verify: see `open_stores`.
     """
     if not folder.exists():
         return False
-    reason = damage(folder, "store") or _changes(_description(folder)["origin"], origin)
+    damaged = damage(folder, "store") if verify else ""
+    reason = damaged or _changes(_description(folder)["origin"], origin)
     if reason:
         _log.warning("%s is filtered and tokenized again: in %s, %s", name, folder, reason)
     return not reason
