@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import torch
 from torch import nn
 
 from flaxformer_mt import interop
@@ -38,9 +39,12 @@ from flaxformer_mt.parity.rows import VALUES, gradient_rows, step_rows, value_ro
 from flaxformer_mt.parity.settings import differing_settings
 from flaxformer_mt.parity.tokens import Padding, Tokens
 from flaxformer_mt.parity.trace import (
+    Reshape,
     Tap,
     Values,
+    frozen_parameters,
     parameter_gradients,
+    time_major,
     values_of_model,
     values_of_module,
 )
@@ -107,18 +111,32 @@ def compare(
     with precision(sides.dtype), without_dropout(torch_module):
         ours = _run_ours(sides, tokens)
         theirs = _run_reference(sides, tokens, taps, ours.values, strict)
+    theirs = theirs._replace(
+        values=_in_our_layout(theirs.values, taps, ours.values, real, sides.dtype)
+    )
+    notes = [PUBLISHED_TABLES] if tables == "published" else []
     rows = [
-        *_value_rows(ours.values, theirs, real, sides.dtype),
         *_loss_rows(ours.losses, theirs.losses, sides.dtype),
         *gradient_rows(ours.gradients, theirs.gradients, sides.dtype),
     ]
+    of_values = list(_value_rows(ours.values, theirs, real, sides.dtype))
+    if not strict:
+        elsewhere = _computed_elsewhere(of_values, rows, theirs)
+        of_values = [row for row in of_values if row.site not in elsewhere]
+        if elsewhere:
+            notes.append(
+                f"Not compared, because the module does not compute them where the published code "
+                f"does: {len(elsewhere)} sites, the first is {elsewhere[0]}. Logits, losses and "
+                "gradients agree."
+            )
+    rows = [*of_values, *rows]
+    notes += frozen_parameters(torch_module)
     steps = None
     if num_steps:
         steps = train_both(sides, batches or [batch], num_steps)
         rows += step_rows(steps)
-    untapped = tuple(
-        site for site in ours.values if site not in {*theirs.values, *theirs.never_run}
-    )
+    tapped = {*theirs.values, *theirs.never_run}
+    untapped = tuple(site for site in ours.values if site not in tapped)
     kinks = 0
     if sides.ours.config.activation == "relu":
         kinks = sum(_kinks(site, ours.values, theirs.values, real) for site in theirs.values)
@@ -130,11 +148,13 @@ def compare(
         kinks,
         trajectory=steps,
         settings=settings,
-        notes=(PUBLISHED_TABLES,) if tables == "published" else (),
+        notes=tuple(notes),
     )
     first = report.first_divergence
     if first is None:
         return report
+    if _is_random(sides, tokens):
+        report = dataclasses.replace(report, notes=(*report.notes, _RANDOM))
     inputs = _diagnosis_inputs(sides, tokens, real, ours, theirs)
     report = dataclasses.replace(
         report, findings=tuple(_findings(report, inputs, sides.dtype)), never_run=theirs.never_run
@@ -145,6 +165,68 @@ def compare(
             notes = first_difference(sides, tokens, real, compared, ours.values)
         report = dataclasses.replace(report, notes=(*report.notes, *notes))
     return dataclasses.replace(report, diagnosis=_diagnosis(report, inputs))
+
+
+_RANDOM = (
+    "The module is random: its logits differ between two runs on the same batch. Switch off what "
+    "eval() does not, such as torch.nn.functional.dropout."
+)
+
+
+def _is_random(sides: ModelPair, tokens: Tokens) -> bool:
+    with precision(sides.dtype), without_dropout(sides.module), torch.no_grad():
+        first, second = (sides.logits(tokens) for _ in range(2))
+    return not torch.equal(first.nan_to_num(), second.nan_to_num())
+
+
+def _in_our_layout(
+    values: Values, taps: Mapping[str, Tap | str], ours: Values, real: Padding, dtype: str
+) -> Values:
+    """Transposes time-major values [T, B, D] with B = T, whose shape does not tell their layout.
+
+    It is the layout in which a value agrees; for a value that agrees in neither, that of the last
+    one with the same `Tap.reshape`.
+    """
+
+    def agrees(site: str, value: np.ndarray) -> bool:
+        found, expected = (select_rows(site, array, real) for array in (ours[site], value))
+        return value_row(site, found, expected, dtype).passed
+
+    transposed: dict[Reshape | None, bool] = {}
+    found = dict(values)
+    for site, value in values.items():
+        tap = taps.get(site)
+        reshape = tap.reshape if isinstance(tap, Tap) else None
+        is_square = value.ndim == 3 and value.shape[0] == value.shape[1]
+        may_be = tap is not None and reshape in (None, time_major)
+        if not (is_square and may_be and value.shape == ours[site].shape):
+            continue
+        other = value.swapaxes(0, 1)
+        if agrees(site, value) != agrees(site, other):
+            transposed[reshape] = agrees(site, other)
+        if transposed.get(reshape):
+            found[site] = other
+    return found
+
+
+def _computed_elsewhere(
+    of_values: Sequence[Row], others: Sequence[Row], theirs: "_Side"
+) -> list[str]:
+    """Returns sites that differ only because a tap of the family does not fit the module.
+
+    The taps are where the published code computes the values. A module that computes the same
+    function may compute them elsewhere, in another layout, or not at all.
+
+    Args:
+      of_values: the rows of the sites and of the logits.
+      others: the rows of losses and gradients.
+      theirs: the reference.
+    """
+    logits = [row for row in of_values if row.site == "logits"]
+    if not all(row.passed for row in (*logits, *others)):
+        return []
+    may_differ = {*theirs.never_run, *theirs.uncertain}
+    return [row.site for row in of_values if not row.passed and row.site in may_differ]
 
 
 class _Side(NamedTuple):
@@ -159,6 +241,8 @@ class _Side(NamedTuple):
     """Sites that the reference does not compute."""
     again: Mapping[str, np.ndarray] = MappingProxyType({})
     """The reference's values of further calls, see `ModuleValues.again`."""
+    uncertain: tuple[str, ...] = ()
+    """See `ModuleValues.uncertain`."""
 
 
 def _run_ours(sides: ModelPair, tokens: Tokens) -> _Side:
@@ -203,6 +287,7 @@ def _run_reference(
         parameter_gradients(module, losses["loss"]),
         run.never_run,
         run.again,
+        run.uncertain,
     )
 
 

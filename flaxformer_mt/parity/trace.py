@@ -192,8 +192,11 @@ class Tap(NamedTuple):
     argument: int = 0
     """The index of the input or output, if there are several."""
     reshape: Reshape | None = None
-    """A function of (value, shape of the site). By default [T, B, D] is
-    transposed, unless B = T, and merged leading axes, such as [B*H, T, S], are split."""
+    """A function of (value, shape of the site). By default [T, B, D] is transposed, and merged
+    leading axes, such as [B*H, T, S], are split. Where B = T, `compare` takes the layout that
+    agrees."""
+    is_by_head: bool = False
+    """Whether several calls are those of the heads: they are stacked along a new axis 1."""
 
 
 def softmax_input(module: str, call: int = 0) -> Tap:
@@ -207,8 +210,13 @@ def softmax_output(module: str, call: int = 0) -> Tap:
 
 
 def time_major(value: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Converts a time-major value, [T, B, D] or [T*B, D], to [B, T, D]; for `Tap.reshape`."""
+    """Converts a time-major value, [T, B, D] or [T*B, D], to [B, T, D]; for `Tap.reshape`.
+
+    A value [B, T, D] is returned as it is, unless B = T.
+    """
     batch, length, width = shape
+    if value.shape == shape != (length, batch, width):
+        return value
     return value.reshape(length, batch, width).swapaxes(0, 1)
 
 
@@ -236,6 +244,9 @@ class ModuleValues(NamedTuple):
     """Sites whose modules were never called."""
     again: Values
     """By "site#1", "site#2" ...: the outputs of further calls of the tapped modules."""
+    uncertain: tuple[str, ...] = ()
+    """Sites whose tap may not fit the module: their values have another shape, had to be split by
+    an assumption, or come from an operation of a sub-module."""
 
 
 def values_of_module(
@@ -270,10 +281,11 @@ def values_of_module(
             raise UserError(f"tap of {site}: the module has no sub-module {tap.module!r}")
     keys = {site: (modules[tap.module], tap.op, tap.side) for site, tap in wanted.items()}
     outputs = {(part, "", "output") for part, *_ in keys.values()}
-    with _recording(module, {*keys.values(), *outputs}) as seen:
+    in_parts: set[Key] = set()
+    with _recording(module, {*keys.values(), *outputs}, in_parts) as seen:
         output = call(module)
     found: Values = {}
-    never_run = []
+    never_run, uncertain = [], []
     run_elsewhere = {key[1:] for key, calls in seen.items() if calls}
     for site in (site for site in shapes if site in wanted):
         part = keys[site][0]
@@ -287,11 +299,26 @@ def values_of_module(
             if strict:
                 raise
             continue
+        reshape = wanted[site].reshape
+        is_split = reshape is None and value.ndim < len(shapes[site])
         with contextlib.nullcontext() if strict else contextlib.suppress(UserError):
-            value = shaped(site, wanted[site].reshape, value, shapes[site])
+            value = shaped(site, reshape, value, shapes[site])
+        if is_split or value.shape != shapes[site] or keys[site] in in_parts:
+            uncertain.append(site)
         found[site] = comparable(site, value)
     again = dict(_further_calls(wanted, keys, seen, shapes))
-    return ModuleValues(output, found, tuple(never_run), again)
+    return ModuleValues(output, found, tuple(never_run), again, tuple(uncertain))
+
+
+def frozen_parameters(module: nn.Module) -> list[str]:
+    """Returns the note of a report on parameters that are not trained, if there are any."""
+    names = [name for name, p in module.named_parameters() if not p.requires_grad]
+    if not names:
+        return []
+    return [
+        f"Not compared: the gradients of {len(names)} frozen parameters (requires_grad=False), the "
+        f"first is {names[0]}."
+    ]
 
 
 def parameter_gradients(module: nn.Module, loss: torch.Tensor) -> dict[str, np.ndarray]:
@@ -331,6 +358,8 @@ def _further_calls(
     """Yields the outputs of calls that no tap denotes: a layer may run several times."""
     denoted = {(keys[site], tap.call % max(len(seen[keys[site]]), 1)) for site, tap in taps.items()}
     for site, tap in taps.items():
+        if tap.is_by_head:
+            continue
         for index, values in enumerate(seen[keys[site]]):
             whole = not tap.op and tap.side == "output" and len(values) > tap.argument
             if whole and (keys[site], index) not in denoted:
@@ -346,6 +375,9 @@ def _tapped(site: str, tap: Tap, calls: list[list[Any]]) -> np.ndarray:
             f"tap of {site}: {what} {tap.module!r} was called {len(calls)} times, "
             f"and there is no call {tap.call}"
         )
+    if tap.is_by_head and len(calls) > 1:
+        heads = [_tapped(site, tap._replace(is_by_head=False), [call]) for call in calls]
+        return np.stack(heads, axis=1)
     values = calls[tap.call]
     if not 0 <= tap.argument < len(values) or not isinstance(values[tap.argument], np.ndarray):
         raise UserError(f"tap of {site}: {tap.side} {tap.argument} of {what} is not a tensor")
@@ -375,10 +407,15 @@ def shaped(
 
 
 @contextlib.contextmanager
-def _recording(root: nn.Module, wanted: Set[Key]) -> Iterator[dict[Key, list[list[Any]]]]:
-    """Records the inputs or outputs of the given modules and operations for every call."""
+def _recording(
+    root: nn.Module, wanted: Set[Key], in_parts: set[Key]
+) -> Iterator[dict[Key, list[list[Any]]]]:
+    """Records the inputs or outputs of the given modules and operations for every call.
+
+    Adds to `in_parts` the operations that only sub-modules run.
+    """
     seen: dict[Key, list[list[Any]]] = {key: [] for key in wanted}
-    in_parts: dict[Key, list[list[Any]]] = {key: [] for key in wanted}
+    of_parts: dict[Key, list[list[Any]]] = {key: [] for key in wanted}
     running = [root]
     handles = []
 
@@ -398,13 +435,16 @@ def _recording(root: nn.Module, wanted: Set[Key]) -> Iterator[dict[Key, list[lis
     def record_operation(name: str, side: str, values: Any) -> None:
         record(running[-1], name, side, values)
         for module in {*running} - {running[-1]}:
-            record(module, name, side, values, in_parts)
+            record(module, name, side, values, of_parts)
 
     class Operations(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             # In-place and safe variants compute the same: "mul_", "_safe_softmax".
             name = func.overloadpacket.__name__.removesuffix("_").replace("_safe_", "_")
-            record_operation(name, "input", args)  # Before they are modified in place.
+            factors = args
+            if name == "baddbmm":  # A product, to which a mask is added.
+                name, factors = "bmm", args[1:]
+            record_operation(name, "input", factors)  # Before they are modified in place.
             output = func(*args, **kwargs or {})
             record_operation(name, "output", output)
             return output
@@ -420,7 +460,10 @@ def _recording(root: nn.Module, wanted: Set[Key]) -> Iterator[dict[Key, list[lis
         # PyTorch's fused attention does not expose scores and weights.
         with Operations(), sdpa_kernel(SDPBackend.MATH):
             yield seen
-        seen.update({key: in_parts[key] for key, calls in seen.items() if not calls})
+        for key, calls in seen.items():
+            if not calls and of_parts[key]:
+                seen[key] = of_parts[key]
+                in_parts.add(key)
     finally:
         for handle in handles:
             handle.remove()

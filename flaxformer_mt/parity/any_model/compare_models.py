@@ -36,6 +36,7 @@ from flaxformer_mt.parity.trace import (
     Tap,
     Values,
     comparable,
+    frozen_parameters,
     parameter_gradients,
     values_of_module,
 )
@@ -164,7 +165,7 @@ def compare_models(
         findings=findings,
         never_run=theirs.never_run,
         trajectory=steps,
-        notes=tuple(notes),
+        notes=(*notes, *frozen_parameters(torch_module)),
     )
 
 

@@ -217,9 +217,13 @@ def _layer_taps(stack: str, norms: dict[str, str], last_norm: str) -> dict[str, 
         inner = f"{attention}.attention"
         linears = [f"{inner}.W_q", f"{inner}.W_k", f"{inner}.W_v", f"{attention}.W_o"]
         inside = attention_taps(f"{site}/{kind}_attention", linears, inner)
+        # The notebook calls the inner attention once for each head.
         for name in ("query", "key", "value"):
             projection = f"{site}/{kind}_attention/{name}"
-            inside[projection] = inside[projection]._replace(reshape=heads_joined)
+            inside[projection] = inside[projection]._replace(reshape=heads_joined, is_by_head=True)
+        for name in ("scores", "weights"):
+            of_softmax = f"{site}/{kind}_attention/{name}"
+            inside[of_softmax] = inside[of_softmax]._replace(is_by_head=True)
         found |= inside | post_norm_taps(f"{site}/{kind}_attention", f"{layer}.{norm}")
     network = f"{layer}.feed_forward"
     found |= feed_forward_taps(f"{site}/feed_forward", f"{network}.0", f"{network}.2")

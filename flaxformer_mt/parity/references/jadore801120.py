@@ -285,9 +285,9 @@ def build(config: TransformerConfig) -> Transformer:
 def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
     """Returns the taps of `module`: where it computes each site of `parity.trace`."""
     return {
-        **_embedding_taps("source", "encoder"),
+        **_embedding_taps("source", "encoder", "src_word_emb", config),
         **for_layers(config.num_encoder_layers, _layer_taps("encoder", {"self": "slf_attn"})),
-        **_embedding_taps("target", "decoder"),
+        **_embedding_taps("target", "decoder", "trg_word_emb", config),
         **for_layers(
             config.num_decoder_layers,
             _layer_taps("decoder", {"self": "slf_attn", "cross": "enc_attn"}),
@@ -295,9 +295,10 @@ def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
     }
 
 
-def _embedding_taps(side: str, stack: str) -> dict[str, Tap]:
+def _embedding_taps(side: str, stack: str, table: str, config: TransformerConfig) -> dict[str, Tap]:
+    scaled = Tap(stack, op="mul") if config.scale_embeddings else Tap(f"{stack}.{table}")
     return {
-        f"{side}/embedding": Tap(stack, op="mul"),
+        f"{side}/embedding": scaled,
         f"{side}/embedded": Tap(f"{stack}.position_enc"),
         f"{stack}/embedding_norm": Tap(f"{stack}.layer_norm"),
     }

@@ -272,8 +272,8 @@ def _layer_taps(
 def _inside_attention_taps(site: str, module: str) -> dict[str, Tap]:
     """`torch.nn.MultiheadAttention` computes everything itself, without sub-modules.
 
-    It multiplies queries [B*H, T, K] by their scale and then with keys [B*H, K, S], weights with
-    values [B*H, S, K], and last the context [T*B, H*K] with the output projection.
+    It multiplies queries [B*H, T, K] by their scale and then with keys [B*H, K, S], at last weights
+    with values [B*H, S, K], and the context [T*B, H*K] with the output projection.
     """
 
     def keys_joined(value: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -281,8 +281,8 @@ def _inside_attention_taps(site: str, module: str) -> dict[str, Tap]:
 
     return {
         f"{site}/query": Tap(module, "input", "mul", reshape=heads_joined),
-        f"{site}/key": Tap(module, "input", "baddbmm", argument=2, reshape=keys_joined),
-        f"{site}/value": Tap(module, "input", "bmm", argument=1, reshape=heads_joined),
+        f"{site}/key": Tap(module, "input", "bmm", argument=1, reshape=keys_joined),
+        f"{site}/value": Tap(module, "input", "bmm", -1, argument=1, reshape=heads_joined),
         f"{site}/scores": softmax_input(module),
         f"{site}/weights": softmax_output(module),
         f"{site}/context": Tap(module, "input", "addmm", -1, argument=1, reshape=time_major),

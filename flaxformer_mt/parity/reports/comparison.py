@@ -186,7 +186,8 @@ class Comparison:
         if first.reference_shape is not None:
             yield (
                 f"{first.site} has shape {first.reference_shape} in the reference, but "
-                f"{first.shape} here: compare the settings that determine it, such as num_heads."
+                f"{first.shape} here: compare the settings that determine it, such as num_heads. "
+                "If the module has another layout there, give taps=."
             )
             return
         if self.diagnosis is not None:
