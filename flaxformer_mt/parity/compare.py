@@ -36,7 +36,7 @@ from flaxformer_mt.parity.recipes import recipe as recipe_of
 from flaxformer_mt.parity.reports.comparison import Finding, Row
 from flaxformer_mt.parity.reports.report import Report
 from flaxformer_mt.parity.rows import VALUES, gradient_rows, step_rows, value_row
-from flaxformer_mt.parity.settings import differing_settings
+from flaxformer_mt.parity.settings import SettingDifference, differing_settings
 from flaxformer_mt.parity.tokens import Padding, Tokens
 from flaxformer_mt.parity.trace import (
     Reshape,
@@ -103,9 +103,9 @@ def compare(
     sides = model_pair(family, torch_module, overrides, forward, recipe, tables)
     tokens, real = real_tokens(sides, batch)
     strict = taps is not None
-    settings = (
-        differing_settings(sides.ours.config, torch_module) if isinstance(family, str) else ()
-    )
+    settings: tuple[SettingDifference, ...] = ()
+    if isinstance(family, str):
+        settings = differing_settings(sides.ours.config, torch_module, sides.ours.family.name)
     if taps is None:
         taps = references.taps(sides.ours.family.name, sides.ours.config, torch_module)
     with precision(sides.dtype), without_dropout(torch_module):

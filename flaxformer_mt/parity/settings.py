@@ -7,8 +7,10 @@ from torch import nn
 
 from flaxformer_mt.config import TransformerConfig
 
-HEAD_COUNTS = ("num_heads", "n_heads", "n_head", "nhead", "head_count", "head_size", "h")
-"""Attributes in which published attentions keep their number of heads. (`head_size` is tunz's.)"""
+HEAD_COUNTS = ("num_heads", "n_heads", "n_head", "nhead", "head_count", "h")
+"""Attributes in which published attentions keep their number of heads."""
+HEAD_COUNTS_OF = {"tunz": ("head_size",)}
+"""Further ones of a family; elsewhere the name has another meaning."""
 PADDING_IDS = ("padding_idx", "pad_id", "pad_idx", "src_pad_idx", "trg_pad_idx", "pad")
 """Attributes in which published models keep the id of the padding token."""
 
@@ -28,7 +30,7 @@ class SettingDifference(NamedTuple):
 
 
 def differing_settings(
-    config: TransformerConfig, module: nn.Module
+    config: TransformerConfig, module: nn.Module, family: str
 ) -> tuple[SettingDifference, ...]:
     """Returns the settings that the attributes of a module's parts contradict.
 
@@ -36,9 +38,10 @@ def differing_settings(
 
     Args:
       config: the configuration of our model.
-      module: the reference of a named family, whose attributes have the published meaning.
+      module: the reference, whose attributes have the published meaning.
+      family: the name of its family.
     """
-    names: dict[str, tuple[str, ...]] = {"num_heads": HEAD_COUNTS}
+    names: dict[str, tuple[str, ...]] = {"num_heads": HEAD_COUNTS + HEAD_COUNTS_OF.get(family, ())}
     if config.target_vocab_size:
         names["pad_id"] = PADDING_IDS
     found = []

@@ -129,6 +129,12 @@ def test_as_many_sentences_as_tokens(family):
     assert report.passed, report
 
 
+def test_an_attribute_may_have_the_name_of_another_familys_setting():
+    reference, hints, batch = published("annotated")
+    reference.head_size = 4 * hints["num_heads"]  # The width of a head; in tunz, their number.
+    assert parity.compare("annotated", reference, batch, **hints).passed
+
+
 def test_active_dropout_is_noted():
     reference, hints, batch = published("tunz")
     original = reference.encoder.layers[0].ffn.forward
