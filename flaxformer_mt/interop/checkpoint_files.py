@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import safetensors.numpy
@@ -44,6 +44,13 @@ class PublishedCheckpoint(NamedTuple):
     """Training options stored with the weights; empty if there are none."""
     optimizer: Mapping[str, Any] | None = None
     """The state dict of the optimizer, unchecked; None if there is none."""
+    prefix: str = ""
+    """What preceded all names of tensors in the file, such as "module."; see `without_prefix`."""
+
+    def without_prefix(self, prefix: str) -> Self:
+        """Returns the checkpoint without a prefix that all names of its tensors have."""
+        tensors = {name.removeprefix(prefix): tensor for name, tensor in self.tensors.items()}
+        return self._replace(tensors=tensors, prefix=self.prefix + prefix)
 
     def size(self, *witnesses: tuple[str, int]) -> int:
         """Returns the size that most of these (tensor, axis) pairs have.
@@ -225,8 +232,24 @@ def write_torch(path: Path, content: Mapping[str, Any]) -> None:
 def _read_file(path: Path) -> Any:
     # A safetensors file starts with the length of its JSON header, in eight bytes.
     if first_bytes(path)[8:] == b"{":
-        return read_safetensors(path)[0]
+        tensors, metadata = read_safetensors(path)
+        tensors |= _aliases(tensors, metadata)
+        torch_files.check_size(tensors, path.stat().st_size)
+        return tensors
     return torch_files.read(path)
+
+
+def _aliases(tensors: Tensors, metadata: Mapping[str, str]) -> dict[str, np.ndarray]:
+    """Returns the tied tensors that a safetensors file has under another name only.
+
+    `safetensors.torch.save_model` writes each tensor once, and {omitted name: written name} into
+    the metadata, which may have anything else, too.
+    """
+    return {
+        name: tensors[written]
+        for name, written in metadata.items()
+        if name not in tensors and written in tensors
+    }
 
 
 def _import_torch() -> ModuleType:

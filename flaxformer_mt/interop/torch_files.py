@@ -93,7 +93,7 @@ def read(path: Path) -> Any:
                 content = _read_old(file)
             else:
                 raise UserError("damaged, or not a checkpoint")
-            _check_size(content, size * _MAX_SHARING)
+            check_size(content, size)
         except zipfile.BadZipFile as error:
             raise UserError(f"damaged: {error}") from error
         except _DAMAGE as error:
@@ -368,14 +368,19 @@ def _require_keys(values: Iterable[Any]) -> None:
                 raise TypeError
 
 
-def _check_size(content: Any, max_bytes: int) -> None:
+def check_size(content: Any, file_size: int) -> None:
     """Checks that an object is no deeper and larger than checkpoints are.
 
     Containers and tensors that are shared, or contain themselves, may be much larger than a file.
 
+    Args:
+      content: nested containers of tensors, as numpy arrays, and other values.
+      file_size: the number of bytes of the file that it was read from.
+
     Raises:
       UserError: it is.
     """
+    max_bytes = file_size * _MAX_SHARING
     items, level = _MAX_ITEMS, [content]
     for _ in range(_MAX_DEPTH):
         following: list[Any] = []

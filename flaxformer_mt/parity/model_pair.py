@@ -23,6 +23,7 @@ from torch import nn
 from flaxformer_mt import interop
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.interop.weight_maps import checkpoints
 from flaxformer_mt.interop.weight_maps.family import sinusoids
 from flaxformer_mt.model.masks import causal_mask
 from flaxformer_mt.model.transformer import Transformer
@@ -204,6 +205,7 @@ def model_pair(
     check_special_tokens(config)
     if isinstance(family, str):
         family = interop.FAMILIES[canonical_family(family)]
+    checkpoints.check_module(family, config, module.state_dict(keep_vars=True))
     default: Forward = _on_tokens
     if not config.target_vocab_size:
         run = _torch_transformer if isinstance(module, nn.Transformer) else _layers

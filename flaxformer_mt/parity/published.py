@@ -12,7 +12,7 @@ from torch import nn
 from flaxformer_mt import interop
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.interop import checkpoint_files, convert
+from flaxformer_mt.interop import convert
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint, Tensors
 from flaxformer_mt.interop.weight_maps import checkpoints, mapping, validation
 from flaxformer_mt.parity import references
@@ -118,7 +118,7 @@ def read(family: str, path: str | os.PathLike[str]) -> PublishedModel:
         tensors = checkpoints.to_state_dict(its_map, bundle.config.model, bundle.params)
         return PublishedModel(its_map, path, tensors, None, bundle.config.model)
     with checkpoints.error_context(path, its_map.name):
-        checkpoint = checkpoint_files.read(path)
+        checkpoint = checkpoints.read(its_map, path)
     return PublishedModel(its_map, path, checkpoint.tensors, checkpoint, None)
 
 

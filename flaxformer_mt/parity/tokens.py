@@ -74,8 +74,8 @@ def as_tokens(batch: Any, config: TransformerConfig) -> Tokens:
     Args:
       batch: a mapping or an object with `encoder_input_tokens`, `decoder_input_tokens` and
         `decoder_target_tokens`; or (source, target_input), (source, target_input, target_output).
-        Missing outputs are the inputs without the first token, followed by the end token. Arrays
-        may be of NumPy, JAX or PyTorch.
+        Missing outputs are the inputs without the first token, followed by the end token; a row
+        without a sentence, of padding alone, has none. Arrays may be of NumPy, JAX or PyTorch.
       config: provides `pad_id` and `eos_id`.
 
     Raises:
@@ -94,17 +94,23 @@ def as_tokens(batch: Any, config: TransformerConfig) -> Tokens:
             f"a batch must have {', '.join(names)}, or be a tuple of these in this order"
         )
     _refuse_packed(batch)
-    given = [np.asarray(array) for array in arrays]
-    arrays = [array.astype(np.int32) for array in given]
+    try:
+        given = [np.asarray(array) for array in arrays]
+        arrays = [array.astype(np.int32) for array in given]
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            "the tokens of a batch must be arrays of integers with rows of one length: fill up "
+            f"shorter rows with pad_id={config.pad_id}"
+        ) from error
     if not all(map(np.array_equal, arrays, given)):
         raise UserError("the tokens of a batch must be integers")
-    if len(arrays) == 2:
-        arrays.append(_without_start(arrays[1], config))
-    tokens = Tokens(*arrays)
-    rows = {array.shape[:1] for array in tokens}
-    if any(array.ndim != 2 for array in tokens) or len(rows) != 1:
-        shapes = ", ".join(str(array.shape) for array in tokens)
+    rows = {array.shape[:1] for array in arrays}
+    if any(array.ndim != 2 for array in arrays) or len(rows) != 1:
+        shapes = ", ".join(str(array.shape) for array in arrays)
         raise UserError(f"the tokens of a batch must be [B, S], [B, T] and [B, T], not {shapes}")
+    if len(arrays) == 2:
+        arrays.append(_without_start(arrays[0], arrays[1], config))
+    tokens = Tokens(*arrays)
     _require_vocabulary(tokens, config)
     return tokens
 
@@ -131,13 +137,21 @@ def _refuse_packed(batch: Any) -> None:
         )
 
 
-def _without_start(target_input: np.ndarray, config: TransformerConfig) -> np.ndarray:
+def _without_start(
+    source: np.ndarray, target_input: np.ndarray, config: TransformerConfig
+) -> np.ndarray:
+    """Returns the outputs [B, T] for sources [B, S] and inputs [B, T]."""
+    has_sentence = (target_input != config.pad_id).any(axis=1)
+    if config.bos_id == config.pad_id:
+        # The inputs of an empty target are padding, too; its source is not.
+        has_sentence |= (source != config.pad_id).any(axis=1)
     outputs = np.roll(target_input, -1, axis=1)
     real = np.roll(target_input != config.pad_id, -1, axis=1)
     real[:, -1] = False
     # The end token is the output at the last input token of each row.
     outputs = np.where(real, outputs, config.pad_id)
-    outputs[np.arange(len(outputs)), real.sum(axis=1)] = config.eos_id
+    (rows,) = np.nonzero(has_sentence)
+    outputs[rows, real[rows].sum(axis=1)] = config.eos_id
     return outputs
 
 

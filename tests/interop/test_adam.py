@@ -15,6 +15,7 @@ from trained_references import assert_identical, train, trained_checkpoint
 
 from flaxformer_mt import interop
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.interop.convert import OWN, convert
 
 MIXING = {"double_projection", "annotated_1000_shared"}
 
@@ -61,6 +62,84 @@ def test_moments_are_converted_like_their_parameters(name):
     }
     chex.assert_trees_all_equal(flat(adam.mean), expected)
     chex.assert_trees_all_equal(flat(adam.variance), expected)
+
+
+def in_reverse(variant: Variant) -> torch.nn.Module:
+    """Returns a reference whose classes define their parts in the reverse order."""
+    reference = variant.build()
+    for part in reference.modules():
+        if not isinstance(part, torch.nn.ModuleList | torch.nn.Sequential):
+            parts = dict(part._modules)
+            part._modules.clear()
+            part._modules.update(reversed(parts.items()))
+    return reference
+
+
+def moments_by_name(variant: Variant, checkpoint: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Returns the first moments that the module `in_reverse` gets from a checkpoint."""
+    key = interop.FAMILIES[variant.family].optimizer_key
+    reference = in_reverse(variant)
+    optimizer = torch.optim.Adam(reference.parameters())
+    reference.load_state_dict(checkpoint["model"], strict=False)
+    optimizer.load_state_dict(checkpoint[key])
+    return {
+        name: optimizer.state[parameter]["exp_avg"]
+        for name, parameter in reference.named_parameters()
+        if parameter in optimizer.state
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "omitted"),
+    [
+        ("jadore801120_prj_all", ()),
+        ("tunz", ()),
+        ("fairseq_post_shared", ()),
+        ("fairseq_post_shared", ("version", "_float_tensor")),
+    ],
+)
+def test_moments_stay_with_their_parameters_in_another_order(name, omitted, tmp_path):
+    variant = ALL[name]
+    reference = in_reverse(variant)
+    published = [name for name, _ in variant.build().named_parameters()]
+    assert [name for name, _ in reference.named_parameters()] != published
+    adam = torch.optim.Adam(reference.parameters())
+    for parameter in reference.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    adam.step()
+    state_dict = reference.state_dict()
+    model = {n: each for n, each in state_dict.items() if not n.endswith(omitted or ("-",))}
+    assert bool(omitted) == (len(model) < len(state_dict))
+    key = interop.FAMILIES[variant.family].optimizer_key
+    before = {"model": model, key: adam.state_dict()}
+    torch.save(before, tmp_path / "before.pt")
+    expected = moments_by_name(variant, before)
+    config, params, state, _ = interop.load_training(
+        variant.family, tmp_path / "before.pt", **variant.hints
+    )
+    # Without the carried tensors, those that the file omits are written.
+    for written in (params, interop.model_params(params)):
+        interop.save(variant.family, config, written, tmp_path / "after.pt", state)
+        after = torch.load(tmp_path / "after.pt", weights_only=True)
+        chex.assert_trees_all_equal(moments_by_name(variant, after), expected)
+        again = interop.load_training(variant.family, tmp_path / "after.pt", **variant.hints)
+        assert again.adam is not None
+        chex.assert_trees_all_equal(again.adam.mean, state.mean)
+    own = tmp_path / "own.safetensors"
+    convert(variant.family, OWN, tmp_path / "before.pt", own, variant.hints)
+    convert(OWN, variant.family, own, tmp_path / "converted.pt")
+    converted = torch.load(tmp_path / "converted.pt", weights_only=True)
+    chex.assert_trees_all_equal(moments_by_name(variant, converted), expected)
+
+
+@pytest.mark.parametrize("names", [None, 3, [], ["a", 1], [["a"]]])
+def test_an_order_of_other_parameters_is_ignored(names, tmp_path):
+    variant = VARIANTS["tunz"]
+    before = trained_checkpoint(variant)
+    config, params, adam, _ = interop.load_training("tunz", before, **variant.hints)
+    adam = adam._replace(settings={**adam.settings, "parameters": names})
+    interop.save("tunz", config, params, tmp_path / "after.pt", adam)
+    assert_identical(torch.load(tmp_path / "after.pt", weights_only=True), before)
 
 
 def test_our_optimizer_continues_from_the_loaded_state():

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from toy_references import ALL, DOUBLE_PROJECTION, VARIANTS, others_are_slow
+from toy_references import ALL, DOUBLE_PROJECTION, ONE_OF_EACH, VARIANTS, others_are_slow
 
 from flaxformer_mt import interop
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.interop.weight_maps import checkpoints
 from flaxformer_mt.model.transformer import Transformer
 
 QUICK = {"xla_backend_optimization_level": 0}
@@ -102,3 +103,48 @@ def test_a_missing_name_is_reported():
     names = set(named_parameters(reference)) - {"decoder.last_norm.bias"}
     with pytest.raises(UserError, match=r"decoder\.last_norm\.bias of tunz is missing"):
         interop.differentiable("tunz", config, names)
+
+
+def check(name: str, module: torch.nn.Module, **overrides: Any) -> None:
+    variant = ALL[name]
+    hints = variant.hints | overrides
+    config, _ = interop.load(variant.family, module.state_dict(), **hints)
+    family = interop.FAMILIES[variant.family]
+    checkpoints.check_module(family, config, module.state_dict(keep_vars=True))
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH.values())
+def test_every_reference_can_be_compared_by_name(name):
+    check(name, ALL[name].build())
+
+
+def test_layers_that_share_tensors_are_named():
+    module = VARIANTS["annotated_1000"].build()
+    module.encoder.layers[1] = module.encoder.layers[0]
+    shared = (
+        r"encoder\.layers\.0\.self_attn\.linears\.0\.weight and "
+        r"encoder\.layers\.1\.self_attn\.linears\.0\.weight are one tensor \(shared\), but "
+        "annotated has one for each"
+    )
+    with pytest.raises(UserError, match=shared):
+        check("annotated_1000", module)
+    # A module lists them once.
+    config, _ = interop.load("annotated", module.state_dict(), **VARIANTS["annotated_1000"].hints)
+    with pytest.raises(UserError, match="if the module shares this one, give each layer its own"):
+        interop.differentiable("annotated", config, named_parameters(module))
+    # Tensors without gradient may be shared.
+    check("annotated_1000", module.requires_grad_(False))
+
+
+def test_a_tied_table_is_one_tensor_only_if_the_configuration_ties_it():
+    module = VARIANTS["jadore801120_prj_all"].build()
+    with pytest.raises(UserError, match=r"src_word_emb\.weight and .*trg_word_emb\.weight are one"):
+        check("jadore801120_prj_all", module, tie_embeddings="none", scale_logits=False)
+
+
+def test_a_wrapped_module_is_named():
+    module = torch.nn.DataParallel(VARIANTS["torch_post"].build())
+    with pytest.raises(
+        UserError, match=r"begin with 'module\.'.*give the module inside, module\.mod"
+    ):
+        check("torch_post", module)

@@ -4,7 +4,9 @@ import json
 import struct
 import time
 
+import numpy as np
 import pytest
+import safetensors.numpy
 
 from flaxformer_mt import interop
 from flaxformer_mt.errors import UserError
@@ -52,3 +54,13 @@ def test_a_header_is_compared_with_the_file(name, tmp_path):
         assert time.monotonic() - start < 2
         assert str(path) in str(caught.value)
         assert str(caught.value).isprintable()
+
+
+def test_a_tensor_of_many_names_is_compared_with_the_file(tmp_path):
+    path = tmp_path / "model.safetensors"
+    names = {f"name{number}": "a" for number in range(10_000)}
+    safetensors.numpy.save_file({"a": np.zeros(10**6, np.float32)}, path, names)
+    start = time.monotonic()
+    with pytest.raises(UserError, match=r"model\.safetensors .*its tensors are far larger than"):
+        interop.load("torch", path)
+    assert time.monotonic() - start < 2

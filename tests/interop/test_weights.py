@@ -8,6 +8,7 @@ import chex
 import numpy as np
 import pytest
 import safetensors.numpy
+import safetensors.torch
 import torch
 from flax.traverse_util import flatten_dict, unflatten_dict
 from toy_references import ALL, DOUBLE_PROJECTION, VARIANTS, Variant, others_are_slow
@@ -209,6 +210,26 @@ def test_what_a_writer_left_out_is_left_out_again(name, tmp_path):
     interop.save(variant.family, config, params, tmp_path / "trained.pt")
     assert read(tmp_path / "trained.pt").keys() == rest.keys()
     chex.assert_trees_all_equal(flat(load(variant, tmp_path / "trained.pt")[1]), trained)
+
+
+@pytest.mark.parametrize("name", ["jadore801120_prj_all", "marian_all"])
+def test_tied_tensors_that_save_model_writes_once_are_read(name, tmp_path):
+    variant = ALL[name]
+    module = variant.build()
+    config, params = load(variant, module.state_dict())
+    path = tmp_path / "model.safetensors"
+    safetensors.torch.save_model(module, str(path), {"step": "3"})
+    with safetensors.safe_open(path, "np") as file:
+        assert len(file.keys()) < len(module.state_dict())
+        metadata = file.metadata()
+    found = load(variant, path)
+    assert found[0] == config
+    chex.assert_trees_all_equal(found[1], params)
+    # Metadata of a file that has all tensors changes nothing.
+    tensors = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    metadata |= {"other": "none", next(iter(tensors)): "none", "none": "none"}
+    safetensors.torch.save_file(tensors, path, metadata)
+    chex.assert_trees_all_equal(load(variant, path)[1], params)
 
 
 def test_tied_tensors_are_one_in_a_pytorch_file(tmp_path):

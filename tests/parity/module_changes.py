@@ -68,6 +68,19 @@ def norm(divisor: Callable[[Tensor], Tensor], centre: bool = True) -> Callable[.
     return forward
 
 
+def narrow_statistics(self: Any, x: Tensor) -> Tensor:
+    """`annotated`'s LayerNorm with its mean and deviation in float32."""
+    narrow = x.float()
+    divisor = narrow.std(-1, keepdim=True) + self.eps
+    return self.a_2 * (x - narrow.mean(-1, keepdim=True)) / divisor + self.b_2
+
+
+def narrow_norm(self: nn.LayerNorm, x: Tensor) -> Tensor:
+    """`nn.LayerNorm` in float32, such as fairseq's Fp32LayerNorm."""
+    scale, bias = self.weight.float(), self.bias.float()
+    return F.layer_norm(x.float(), self.normalized_shape, scale, bias, self.eps).double()
+
+
 def attention(
     split: Callable[[Tensor, int], Tensor] = split_heads,
     hide: Callable[[Tensor, Tensor], Tensor] = lambda scores, mask: scores.masked_fill(~mask, -1e9),
@@ -161,14 +174,36 @@ def all_of(*changes: Change) -> Change:
     return lambda module: [change(module) for change in changes]
 
 
-# The bug of the study notes, in a decoder that has a `src_attn` and never uses it.
-source_attention_by_self_attention = all_of(
-    *(
-        borrowed(f"{layer}.src_attn.linears.{index}", f"{layer}.self_attn.linears.{index}")
-        for layer in ("decoder.layers.0", "decoder.layers.1")
-        for index in range(4)
-    )
-)
+def source_attention_by(lender: str) -> Change:
+    """Makes each decoder layer attend to the source with another module than its `src_attn`.
+
+    Args:
+      lender: the name of the module, with "{layer}" for the index of the layer.
+    """
+
+    def forward(
+        self: Any, attend: Any, x: Tensor, memory: Tensor, src_mask: Tensor, tgt_mask: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        x = self.sublayer[0](x, lambda x: self.self_attn(x, x, x, tgt_mask))
+        self_weights = self.self_attn.attn
+        x = self.sublayer[1](x, lambda x: attend(x, memory, memory, src_mask))
+        return self.sublayer[2](x, self.feed_forward), self_weights, attend.attn
+
+    def change(module: nn.Module) -> None:
+        for index, layer in enumerate(module.get_submodule("decoder.layers").children()):
+            attend = module.get_submodule(lender.format(layer=index))
+            layer.forward = functools.partial(forward, layer, attend)
+
+    return change
+
+
+def attends_by_self_attention(
+    self: Any, x: Tensor, memory: Tensor, trg_mask: Tensor, src_mask: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`jadore801120`'s DecoderLayer, which never calls its `enc_attn`, nor the norm in it."""
+    x, self_weights = self.slf_attn(x, x, trg_mask)
+    x, cross_weights = self.slf_attn(x, memory, src_mask)
+    return self.pos_ffn(x), self_weights, cross_weights
 
 
 def post_norm(self: Any, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from module_changes import (
     Change,
+    attends_by_self_attention,
     attention,
     borrowed,
     by_feature,
@@ -16,11 +17,13 @@ from module_changes import (
     everything,
     keys_that_are_real,
     masked_by,
+    narrow_norm,
+    narrow_statistics,
     norm,
     positions,
     post_norm,
     pre_norm,
-    source_attention_by_self_attention,
+    source_attention_by,
     unnormalised_memory,
     with_forward,
     with_output,
@@ -29,6 +32,7 @@ from module_changes import (
 from torch import Tensor, nn
 from toy_references import DOUBLE_PROJECTION as DOUBLE_PROJECTION_LAYERS
 from toy_references import VARIANTS
+from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from flaxformer_mt.model.positions import sinusoidal_table
 
@@ -182,6 +186,12 @@ ANNOTATED = [
         ),
     ),
     Mutation(
+        "float32 norm",
+        f"{IN_ENCODER}/feed_forward_norm",
+        with_forward(f"{ENCODER}.sublayer.1.norm", narrow_statistics),
+        "statistics",
+    ),
+    Mutation(
         "norm bias missing",
         f"{IN_ENCODER}/feed_forward_norm",
         with_output(f"{ENCODER}.sublayer.1.norm", lambda self, y, x: y - self.b_2),
@@ -225,9 +235,22 @@ ANNOTATED = [
     ),
     Mutation(
         "wrong attention",
+        f"{IN_DECODER}/cross_attention/value",
+        borrowed(f"{DECODER}.src_attn.linears.2", f"{LAST_ATTENTION}.linears.2"),
+        "value weights of self_attention in decoder layer 1",
+    ),
+    Mutation(
+        "wrong attention",
         "decoder/layers/0/cross_attention/query",
-        source_attention_by_self_attention,
-        "of self_attention in decoder layer 0",
+        # The bug of the study notes, in a decoder that has a `src_attn` and never calls it.
+        source_attention_by("decoder.layers.{layer}.self_attn"),
+        "all weights of self_attention in decoder layer 0",
+    ),
+    Mutation(
+        "wrong layer",
+        f"{IN_DECODER}/cross_attention/query",
+        source_attention_by("decoder.layers.0.src_attn"),
+        "all weights of cross_attention in decoder layer 0",
     ),
     Mutation(
         "swapped query and key", SCORES, with_forward(FIRST_ATTENTION, attention(project=(1, 0, 2)))
@@ -380,10 +403,22 @@ JADORE801120 = [
         "over n - 1, ours .* over n",
     ),
     Mutation(
+        "float32 norm",
+        "decoder/embedding_norm",
+        with_forward("decoder.layer_norm", narrow_norm),
+        "float32",
+    ),
+    Mutation(
         "norm position",
         f"{IN_ENCODER}/self_attention/query",
         with_forward("encoder.layer_stack.0.slf_attn", pre_norm),
         "pre-norm",
+    ),
+    Mutation(
+        "wrong attention",
+        f"{IN_DECODER}/cross_attention/query",
+        with_forward("decoder.layer_stack.1", attends_by_self_attention),
+        "all weights of self_attention in decoder layer 1",
     ),
     Mutation(
         "positions missing", "target/embedded", with_forward("decoder.position_enc", lambda _, x: x)
@@ -574,6 +609,13 @@ TORCH = [
 ]
 
 T5_MODULE = [
+    # As published: its reference has float64 norms in float64.
+    Mutation(
+        "float32 norm",
+        f"{IN_ENCODER}/self_attention_norm",
+        with_forward("encoder.block.0.layer.0.layer_norm", T5LayerNorm.forward),
+        "statistics",
+    ),
     Mutation(
         "norm epsilon",
         f"{IN_ENCODER}/self_attention_norm",

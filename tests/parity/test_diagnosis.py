@@ -1,6 +1,7 @@
 """Known causes on hand-made inputs: those that rarely show in comparisons of whole models."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -154,6 +155,52 @@ def test_what_stands_at_padding_does_not_matter():
     table = sinusoidal_table(4, 12)
     expected = np.where((SOURCE != 0)[..., None], 0, 1e6 * random(3, 4, 12))
     check(positioned(table, expected), "positions missing")
+
+
+# Norms
+
+
+def normalized(
+    theirs: Callable[[torch.Tensor], torch.Tensor], mean: float = 0.0
+) -> Diagnosis | None:
+    """Diagnoses a norm of [3, 4, 12] without scale and bias, whose inputs have this mean."""
+    x = torch.tensor(random(3, 4, 12, seed=30) + mean)
+    ours = F.layer_norm(x, x.shape[-1:], eps=CONFIG.norm_epsilon).numpy()
+    values = {"encoder/layers/0": x.numpy(), "encoder/final_norm": ours}
+    path = "encoder/final_norm"
+    params = {f"{path}/scale": np.ones(12), f"{path}/bias": np.zeros(12)}
+    found = theirs(x).numpy()
+    config = {"dtype": "float64"}
+    return diagnose(diagnosis_inputs(path, values, found, params=params, config=config))
+
+
+def with_float32_statistics(x: torch.Tensor) -> torch.Tensor:
+    narrow = x.float()
+    variance = narrow.var(-1, keepdim=True, correction=0) + CONFIG.norm_epsilon
+    return (x - narrow.mean(-1, keepdim=True)) / variance.sqrt()
+
+
+@pytest.mark.parametrize("mean", [0.0, 1e3])
+def test_statistics_in_float32(mean):
+    check(normalized(with_float32_statistics, mean), "float32 norm", "the statistics of")
+
+
+def test_a_norm_in_float32():
+    def narrow(x):
+        return F.layer_norm(x.float(), x.shape[-1:], eps=CONFIG.norm_epsilon).double()
+
+    check(normalized(narrow), "float32 norm", "its norm in float32")
+
+
+def test_what_looks_like_float32_and_is_not():
+    def with_another_epsilon(x):
+        return F.layer_norm(x, x.shape[-1:], eps=CONFIG.norm_epsilon + 1e-7)
+
+    def scaled(x):
+        return F.layer_norm(x, x.shape[-1:], eps=CONFIG.norm_epsilon) * (1 + 1e-5)
+
+    check(normalized(with_another_epsilon), "norm epsilon")
+    assert normalized(scaled) is None
 
 
 # Attention

@@ -122,6 +122,39 @@ def test_a_positional_encoding_in_place_of_the_feed_forward_network():
     check(report, f"{network}/output", "feed-forward replaced", "a positional encoding")
 
 
+def with_an_empty_source(tokens: parity.Tokens) -> parity.Tokens:
+    """The same batch with a source, the third, of padding alone."""
+    empty = np.arange(len(tokens.source))[:, None] == 2
+    return tokens._replace(source=np.where(empty, 0, tokens.source))
+
+
+@pytest.mark.parametrize(("fill", "says"), [(-1e9, "the mean of all values"), (-math.inf, "NaN")])
+def test_a_source_of_padding_alone(fill, says):
+    """No query of that sentence may attend to any key."""
+
+    def fill_masked(scores, mask):
+        return scores.masked_fill(~mask, fill)
+
+    batch = with_an_empty_source(example("annotated"))
+    count = int((batch.target_output[2] != 0).sum())
+    attentions = [f"decoder.layers.{layer}.src_attn" for layer in range(2)]
+    change = all_of(*(with_forward(part, attention(hide=fill_masked)) for part in attentions))
+    report = compared("annotated", change, batch=batch)
+    site = "decoder/layers/0/cross_attention/weights"
+    assert report.first_divergence.site == site
+    assert report.diagnosis.cause == "query without any key"
+    assert f"of {count} queries" in report.diagnosis.explanation
+    assert says in report.diagnosis.explanation
+    found = {each.site: each.diagnosis and each.diagnosis.cause for each in report.findings}
+    sites = {f"decoder/layers/{layer}/cross_attention/weights" for layer in range(2)}
+    assert found == dict.fromkeys(sites, "query without any key")
+
+    report = compared("annotated", change, batch=batch, taps=layer_taps())
+    assert report.first_divergence.site == "decoder/layers/0"
+    assert report.diagnosis.cause == "query without any key"
+    assert says in report.diagnosis.explanation
+
+
 def test_a_mask_that_ignores_padding_of_the_target():
     """As in the published translator of `jadore801120`; it shows with padding on the left."""
     source, target_input, target_output = example("jadore801120")
@@ -171,7 +204,7 @@ def layer_taps() -> dict[str, parity.Tap]:
 
 
 # Without a tap at the site itself, constants cannot be solved for.
-SOLVED = ("dropout", "mask value", "float32 scores")
+SOLVED = ("dropout", "mask value", "float32 scores", "float32 norm")
 
 
 INSIDE_A_LAYER = [m for m in ANNOTATED if IN_ENCODER in m.site and m.cause not in SOLVED]
@@ -246,6 +279,9 @@ def test_causes_in_the_docs_are_those_that_are_tested(monkeypatch):
         count = len(captured)
         compared("annotated", change)
         del captured[count + 1 :]
+    count = len(captured)
+    compared("annotated", batch=with_an_empty_source(example("annotated")))
+    del captured[count + 1 :]
     tested = set().union(*map(causes_of, captured))
     text = (DOCS / "parity.md").read_text("utf-8")
     section = text[text.index("## Reading a diagnosis") : text.index("## float32 or float64")]

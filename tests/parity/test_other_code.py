@@ -9,6 +9,8 @@ from torch.nn import functional
 from toy_references import ALL, ONE_OF_EACH
 
 from flaxformer_mt import interop, parity
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.parity import published as published_files
 from flaxformer_mt.parity.references import double_projection, jadore801120
 
 
@@ -151,3 +153,22 @@ def test_frozen_parameters_are_noted():
     assert report.passed
     (note,) = report.notes
     assert note.startswith("Not compared: the gradients of 8 frozen parameters (requires_grad=")
+
+
+def test_what_cannot_be_compared_is_named():
+    reference, hints, batch = published("annotated")
+    with pytest.raises(UserError, match=r"begin with 'module\.', .* give the module inside"):
+        parity.compare("annotated", torch.nn.DataParallel(reference), batch, **hints)
+    layers = reference.encoder.layers
+    layers[1] = layers[0]
+    first = r"encoder\.layers\.0\.self_attn\.linears\.0\.weight"
+    with pytest.raises(UserError, match=rf"{first} and encoder\.layers\.1\..* are one tensor"):
+        parity.compare("annotated", reference, batch, **hints)
+
+
+def test_the_checkpoint_of_a_wrapped_module_is_read(tmp_path):
+    reference, *_ = published("annotated")
+    wrapped = {f"module.{name}": tensor for name, tensor in reference.state_dict().items()}
+    torch.save(wrapped, tmp_path / "wrapped.pt")
+    model = published_files.read("annotated", tmp_path / "wrapped.pt")
+    assert model.tensors.keys() == reference.state_dict().keys()

@@ -3,7 +3,8 @@
 PyTorch's `Adam.state_dict()` is {"state": {index: {"step", "exp_avg", "exp_avg_sq"}},
 "param_groups": [...]}. The index numbers parameters as `torch.nn.Module.named_parameters` lists
 them: in the order of the state dict, without buffers, a tied parameter once. A parameter that no
-gradient has reached has no entry.
+gradient has reached has no entry. A module that has the published names may define them in another
+order; that of a file is kept in `AdamState.settings`, for the numbers of the file written from it.
 
 Moments are converted as their parameters are, by the family's rules. Where a rule combines several
 tensors, or uses one twice, no moments of ours are equivalent: ours are zero there, and the
@@ -48,8 +49,9 @@ class AdamState(NamedTuple):
     variance: dict[str, Any]
     """The second moments."""
     settings: Mapping[str, Any] = {}
-    """What has no counterpart in our optimizer: PyTorch's "param_groups", and "step_type", the
-    dtype of its step counter ("int" if that is not a tensor)."""
+    """What has no counterpart in our optimizer: PyTorch's "param_groups"; "step_type", the dtype of
+    its step counter ("int" if that is not a tensor); and "parameters", their names in the order of
+    the module that it belongs to."""
 
 
 class TrainingState(NamedTuple):
@@ -69,7 +71,7 @@ def load_training(
 ) -> TrainingState:
     """Implements `interop.load_training`."""
     with checkpoints.error_context(source, family.name):
-        checkpoint = checkpoint_files.read(source)
+        checkpoint = checkpoints.read(family, source)
         config, params = checkpoints.from_checkpoint(family, checkpoint, overrides)
         if checkpoint.optimizer is None:
             return TrainingState(config, params, None)
@@ -92,7 +94,8 @@ def save(
     """Implements `interop.save` with Adam's state."""
     if Path(path).suffix == ".safetensors":
         raise UserError(f"{path}: PyTorch reads Adam's state from .pt files only: use .pt")
-    tensors = checkpoints.to_state_dict(family, config, params)
+    written = checkpoints.to_state_dict(family, config, params)
+    tensors = _in_order_of_parameters(family, config, written, adam.settings.get("parameters"))
     parts: dict[str, dict[str, np.ndarray]] = {part: {} for part in ("model", *family.parts)}
     for name, tensor in tensors.items():
         part, _, rest = name.partition(".")
@@ -117,6 +120,7 @@ def _read(family: Family, config: TransformerConfig, checkpoint: PublishedCheckp
         the parameters' step counts differ.
     """
     groups, state = _groups_and_state(checkpoint.optimizer)
+    groups = [_without_prefix(group, checkpoint.prefix) for group in groups]
     rules = mapping.rules_for(family, config, checkpoint.tensors)
     parameters = _parameters(family, rules, config, checkpoint.tensors)
     names = _names_by_index(groups, parameters)
@@ -145,7 +149,7 @@ def _read(family: Family, config: TransformerConfig, checkpoint: PublishedCheckp
         step,
         _to_ours(rules, config, moments[MEAN]),
         _to_ours(rules, config, moments[VARIANCE]),
-        {"param_groups": groups, "step_type": step_type},
+        {"param_groups": groups, "step_type": step_type, "parameters": [*parameters]},
     )
 
 
@@ -161,16 +165,26 @@ def _groups_and_state(optimizer: Any) -> tuple[list[Any], Mapping[Any, Any]]:
     raise UserError("the optimizer's state is not that of a torch.optim.Adam")
 
 
+def _without_prefix(group: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
+    """Returns a group of an optimizer without the prefix that a wrapper gave its names."""
+    names = group.get("param_names")
+    if not prefix or not isinstance(names, list):
+        return group
+    return {**group, "param_names": [str(name).removeprefix(prefix) for name in names]}
+
+
 def _parameters(
     family: Family, rules: Sequence[TensorRule], config: TransformerConfig, tensors: Tensors
 ) -> dict[str, bool]:
     """Returns the reference's parameters in PyTorch's order, and whether each is trained."""
     buffers = {buffer.name: buffer.is_parameter for buffer in family.buffers(config)}
     names = {name for _, _, theirs in mapping.applications(rules, config) for name in theirs}
-    complete = names | buffers.keys()
-    # A complete file is in the order of the model that wrote it.
-    is_complete = tensors.keys() >= complete
-    listed = [*tensors] if is_complete else mapping.in_order(family, complete)
+    listed = mapping.in_order(family, names | buffers.keys())
+    is_complete = tensors.keys() >= {name for name in listed if buffers.get(name, True)}
+    # A file is in the order of the model that wrote it. If that is the published order, so is the
+    # place of a parameter that the file omits.
+    if is_complete or [*tensors] != mapping.in_order(family, tensors):
+        listed = [*tensors, *(name for name in listed if name not in tensors)]
     trained = {name: name not in buffers for name in listed}
     for rule, _, theirs in mapping.applications(rules, config):
         trained |= {
@@ -186,6 +200,24 @@ def _parameters(
         for name, is_trained in trained.items()
         if name not in family.constants and buffers.get(name, True)
     }
+
+
+def _in_order_of_parameters(
+    family: Family, config: TransformerConfig, tensors: Tensors, names: Any
+) -> Tensors:
+    """Returns the reference's tensors in an order in which its parameters are `names`.
+
+    They are returned as they are if that is their order already, or if the reference has other
+    parameters than `names`, which may be anything: our own files have them.
+    """
+    rules = mapping.rules_for(family, config, tensors)
+    if not isinstance(names, list) or [*_parameters(family, rules, config, tensors)] == names:
+        return tensors
+    ranks = {str(name): rank for rank, name in enumerate(names)}
+    listed = sorted(tensors, key=lambda name: ranks.get(name, len(ranks)))
+    ordered = {name: tensors[name] for name in listed}
+    fits = [*_parameters(family, rules, config, ordered)] == names
+    return ordered if fits else tensors
 
 
 def _names_by_index(

@@ -19,13 +19,60 @@ from flaxformer_mt.interop.weight_maps import mapping, validation
 from flaxformer_mt.interop.weight_maps.family import Family
 from flaxformer_mt.interop.weight_maps.mapping import CARRIED
 
+WRAPPER_PREFIXES = ("module.", "_orig_mod.", "model.")
+"""What wrappers of a module put before all names of its tensors: `torch.nn.DataParallel` and
+`DistributedDataParallel`, `torch.compile`, and usually a LightningModule."""
+
 
 def load(
     family: Family, source: str | os.PathLike[str] | Mapping[str, Any], overrides: dict[str, Any]
 ) -> tuple[TransformerConfig, dict[str, Any]]:
     """Implements `interop.load`."""
     with error_context(source, family.name):
-        return from_checkpoint(family, checkpoint_files.read(source), overrides)
+        return from_checkpoint(family, read(family, source), overrides)
+
+
+def read(family: Family, source: str | os.PathLike[str] | Mapping[str, Any]) -> PublishedCheckpoint:
+    """Reads a checkpoint as `checkpoint_files.read` does, without what wrappers add to all names.
+
+    A prefix (`WRAPPER_PREFIXES`, possibly several) is removed if the names are the family's without
+    it, and are not with it.
+
+    Raises:
+      UserError: as `checkpoint_files.read`.
+    """
+    checkpoint = checkpoint_files.read(source)
+    for prefix in _prefixes(checkpoint.tensors):
+        unwrapped = checkpoint.without_prefix(prefix)
+        if _has_names_of(family, unwrapped):
+            return unwrapped
+    return checkpoint
+
+
+def _prefixes(names: Collection[str]) -> Iterator[str]:
+    """Yields "", and then the prefixes that all names have and wrappers add, from the shortest."""
+    prefix = ""
+    while True:
+        yield prefix
+        longer = (
+            prefix + each
+            for each in WRAPPER_PREFIXES
+            if names and all(name.startswith(prefix + each) for name in names)
+        )
+        following = next(longer, None)
+        if following is None:
+            return
+        prefix = following
+
+
+def _has_names_of(family: Family, checkpoint: PublishedCheckpoint) -> bool:
+    """Returns whether the tensors that determine the family's sizes have its names."""
+    try:
+        # One head divides any width.
+        family.sizes(checkpoint, 1)
+    except (UserError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        return False
+    return True
 
 
 @contextlib.contextmanager
@@ -123,13 +170,53 @@ def differentiable(
     known = mapping.with_ties(rules, config, constants | dict.fromkeys(names))
     for name in shapes:
         if name not in known:
-            raise UserError(f"tensor {name} of {family.name} is missing from the names")
+            raise _missing(family, name, shapes, names)
 
     def to_ours(tensors: Mapping[str, Any]) -> dict[str, Any]:
         complete = mapping.with_ties(rules, config, constants | dict(tensors))
         return unflatten_dict(mapping.from_reference(rules, config, complete), sep="/")
 
     return to_ours
+
+
+def check_module(family: Family, config: TransformerConfig, tensors: Mapping[str, Any]) -> None:
+    """Checks that a module can be compared by its tensors' names, after `load` of its state dict.
+
+    Args:
+      family: the weight map of the module.
+      config: from `load`.
+      tensors: the module's `state_dict(keep_vars=True)`.
+
+    Raises:
+      UserError: the module is a wrapper, or shares a trained tensor where the family has several.
+    """
+    differentiable(family, config, tensors)
+    validation.check_sharing(family, config, tensors)
+
+
+def _missing(
+    family: Family, name: str, expected: Collection[str], names: Collection[str]
+) -> UserError:
+    """Returns the error for a tensor that is missing from the names of a module's tensors.
+
+    Args:
+      family: the weight map.
+      name: the tensor.
+      expected: the names of all tensors of the family.
+      names: those of the module.
+    """
+    fitting = (
+        prefix for prefix in _prefixes(names) if any(prefix + each in names for each in expected)
+    )
+    if prefix := next(fitting, ""):
+        return UserError(
+            f"the names of the module's tensors begin with {prefix!r}, which a wrapper adds: give "
+            f"the module inside, module.{prefix.removesuffix('.')}"
+        )
+    return UserError(
+        f"tensor {name} of {family.name} is missing from the names, which have a shared tensor "
+        "once: if the module shares this one, give each layer its own"
+    )
 
 
 def save(

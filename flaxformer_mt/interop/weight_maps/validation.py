@@ -1,7 +1,8 @@
 """Checks configurations, published tensors and parameters against a family's weight map."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from flaxformer_mt.interop.weight_maps.mapping import (
     applications,
     parameter_shapes,
     reference_shapes,
+    rules_for,
     with_ties,
 )
 from flaxformer_mt.interop.weight_maps.rules import TensorRule
@@ -119,6 +121,38 @@ def check_tensors(
         for name in present:
             if not identical(tensors[name], tensors[present[0]]):
                 raise UserError(f"{present[0]} and {name} must be equal to be tied, but differ")
+
+
+def check_sharing(family: Family, config: TransformerConfig, tensors: Mapping[str, Any]) -> None:
+    """Checks that a module shares no trained tensor where the family has several.
+
+    A module whose layers are one object has one gradient for all of them; the family has one for
+    each.
+
+    Args:
+      family: the weight map of the module.
+      config: from `interop.load`.
+      tensors: the module's `state_dict(keep_vars=True)`, in which a shared tensor is one object.
+
+    Raises:
+      UserError: it does; the message names two tensors.
+    """
+    rules = rules_for(family, config, tensors)
+    places = {
+        name: (theirs if rule.tied else (name,))
+        for rule, _, theirs in applications(rules, config)
+        for name in theirs
+    }
+    first: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        if name not in places or not tensor.requires_grad:
+            continue
+        other = first.setdefault(id(tensor), name)
+        if other not in places[name]:
+            raise UserError(
+                f"the module's tensors {other} and {name} are one tensor (shared), but "
+                f"{family.name} has one for each: give each its own"
+            )
 
 
 def check_params(config: TransformerConfig, arrays: Tensors, what: str = "parameter") -> None:

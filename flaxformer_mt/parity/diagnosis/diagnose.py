@@ -168,7 +168,10 @@ def _residual(inputs: DiagnosisInputs, predicted: np.ndarray | None, expected: n
             select_rows(inputs.site, array, inputs.real) for array in (predicted, expected)
         )
     finite = np.isfinite(expected)
-    if not np.array_equal(predicted[~finite], expected[~finite]):
+    # Where all is NaN, any constant that is solved for is, too, and would explain it.
+    if np.isnan(expected).all():
+        return np.inf
+    if not np.array_equal(predicted[~finite], expected[~finite], equal_nan=True):
         return np.inf
     difference = np.max(np.abs(predicted - expected), where=finite, initial=0.0)
     largest = np.max(np.abs(expected), where=finite, initial=0.0)

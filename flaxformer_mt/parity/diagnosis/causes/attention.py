@@ -166,6 +166,27 @@ def swapped_query_and_key(scores: Scores, site: SuspectSite) -> Iterator[Candida
 
 
 @cause(Softmax)
+def query_without_any_key(softmax: Softmax, site: SuspectSite) -> Iterator[Candidate]:
+    """What a query gets whose keys are all masked: the mean of all values, or NaN."""
+    without = np.all(np.isneginf(softmax.scores), axis=-1, keepdims=True)
+    count = int(np.sum(site.rows(without).any(axis=(1, 2))))
+    if not count:
+        return
+    weights = softmax.value()
+    others = {
+        "the mean of all values, because its masked scores are finite": 1 / weights.shape[-1],
+        "NaN, because its masked scores are -inf": np.nan,
+    }
+    for words, weight in others.items():
+        yield Candidate(
+            "query without any key",
+            f"all keys of {count} queries are masked, as in a sentence of padding alone: the "
+            f"reference gives them {words}; ours gives zeros",
+            Given(np.where(without, weight, weights)),
+        )
+
+
+@cause(Softmax)
 def softmax_axis(softmax: Softmax, site: SuspectSite) -> Iterator[Candidate]:
     """A softmax over queries, heads or sentences."""
     # Where everything is masked, the finite fill values of published masks give equal weights.

@@ -45,6 +45,50 @@ def _solved_epsilon(ours: LayerNormalization, site: SuspectSite) -> list[float]:
 
 
 @cause(LayerNormalization)
+def narrow_norm(ours: LayerNormalization, site: SuspectSite) -> Iterator[Candidate]:
+    """Mean and divisor in float32, as in Hugging Face's T5, or the whole norm, as in fairseq."""
+    if site.theirs is None or site.inputs.config.dtype != "float64":
+        return
+    scaled, expected = site.rows(ours.but(bias=0.0).value()), site.rows(site.theirs)
+    change = expected - scaled - ours.bias
+    largest = _float32_errors(ours, site)
+    size = np.abs(scaled) + np.abs(ours.scale) + np.abs(ours.bias)
+    if not np.all(np.abs(change) <= largest * size):  # Also if any is NaN.
+        return
+    if np.array_equal(expected, expected.astype(np.float32)):
+        yield Candidate(
+            "float32 norm",
+            "the reference computes its norm in float32, ours in float64",
+            Given(site.theirs),
+        )
+    # A rounded divisor scales the rows, a rounded mean moves them.
+    moved = np.broadcast_to(ours.scale, scaled.shape)
+    changes = np.stack([scaled, moved] if ours.centers else [scaled], axis=-1)
+    if scaled.shape[-1] <= 2 * changes.shape[-1]:  # Too few features to tell.
+        return
+    errors = np.linalg.pinv(changes) @ change[..., None]
+    if np.all(np.abs(errors) <= largest[..., None]):
+        value = ours.value()
+        value[site.real] += (changes @ errors)[..., 0]
+        yield Candidate(
+            "float32 norm",
+            f"the statistics of the reference's norm differ by up to {np.max(np.abs(errors)):.1e}, "
+            "as if they were computed in float32; ours are float64",
+            Given(value),
+        )
+
+
+def _float32_errors(ours: LayerNormalization, site: SuspectSite) -> np.ndarray:
+    """Returns the largest errors of float32 statistics, relative to the divisor, [N, 1].
+
+    They grow with the mean: the numbers that are averaged are rounded relative to their size.
+    """
+    divisor = site.rows(DIVISORS[ours.kind](ours.centered(), ours.epsilon))
+    size = np.sqrt(np.mean(np.square(site.rows(ours.x)), axis=-1, keepdims=True))
+    return 8 * np.finfo(np.float32).eps * np.maximum(1, size / divisor)
+
+
+@cause(LayerNormalization)
 def norm_missing(ours: LayerNormalization, site: SuspectSite) -> Iterator[Candidate]:
     """No normalization."""
     name = "final norm missing" if site.parsed.group == "final" else "norm missing"

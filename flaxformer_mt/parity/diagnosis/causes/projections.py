@@ -6,10 +6,12 @@ import numpy as np
 
 from flaxformer_mt.parity.diagnosis import site_operations
 from flaxformer_mt.parity.diagnosis.causes.registry import Candidate, SuspectSite, cause
-from flaxformer_mt.parity.diagnosis.inputs import ParsedSite
+from flaxformer_mt.parity.diagnosis.inputs import DiagnosisInputs, ParsedSite, with_values
 from flaxformer_mt.parity.diagnosis.operations.attention import Softmax
-from flaxformer_mt.parity.diagnosis.operations.base import Given
+from flaxformer_mt.parity.diagnosis.operations.base import Given, Operation
+from flaxformer_mt.parity.diagnosis.operations.norms import LayerNormalization
 from flaxformer_mt.parity.diagnosis.operations.projections import LinearMap, Logits
+from flaxformer_mt.parity.diagnosis.operations.sublayers import Residual
 
 
 @cause(LinearMap)
@@ -89,7 +91,7 @@ def attended(linear: LinearMap, site: SuspectSite) -> Iterator[Candidate]:
 @cause(LinearMap)
 def borrowed_weights(linear: LinearMap, site: SuspectSite) -> Iterator[Candidate]:
     """The weights of another projection, attention or layer."""
-    for name, lender in _lenders(site):
+    for name, lender in _lenders(site.parsed, site.inputs):
         found = site_operations.linear_map(site.inputs, lender, linear.x)
         if found.kernel.shape == linear.kernel.shape:
             yield Candidate(
@@ -100,12 +102,64 @@ def borrowed_weights(linear: LinearMap, site: SuspectSite) -> Iterator[Candidate
             )
 
 
-def _lenders(site: SuspectSite) -> Iterator[tuple[str, ParsedSite]]:
+@cause(LayerNormalization)
+@cause(Residual)
+def borrowed_sublayer(
+    operation: LayerNormalization | Residual, site: SuspectSite
+) -> Iterator[Candidate]:
+    """The module of another sub-layer runs in place of the own one, which may exist, unused."""
+    found, inputs = site.parsed, site.inputs
+    group = f"{found.prefix}/{found.group}"
+    is_norm = isinstance(operation, LayerNormalization)
+    if f"{group}/output" not in inputs.ours or f"{group}/output" in inputs.theirs:
+        return  # It does not exist, or has been compared.
+    if is_norm and inputs.config.norm_position == "pre":
+        return
+    parts = [name for name in inputs.ours if name.startswith(f"{group}/")]
+    x = site_operations.sublayer_input(inputs, found)
+    for name, lender in _lenders(found._replace(part="output"), inputs):
+        changed = _with_weights_of(inputs, found, lender)
+        if changed is None or lender.part != "output":
+            continue
+        for part in parts:
+            value = site_operations.operation(changed, part).value()
+            changed = with_values(changed, {part: value})
+        theirs: Operation = Residual(x, changed.ours[f"{group}/output"])
+        if is_norm:  # A part of the module.
+            theirs = site_operations.normalization(inputs, lender, theirs.value())
+        yield Candidate(
+            name,
+            f"the reference's {found.group} has all weights of {lender.group} in {lender.stack} "
+            f"layer {lender.layer}",
+            theirs,
+        )
+
+
+def _with_weights_of(
+    inputs: DiagnosisInputs, own: ParsedSite, lender: ParsedSite
+) -> DiagnosisInputs | None:
+    """Gives a sub-layer the weights of another one; None if these do not fit."""
+    params = inputs.params
+    own_path, their_path = (f"{each.stack}/layers/{each.group}/" for each in (own, lender))
+    held = {path: weights.copy() for path, weights in params.items() if path.startswith(own_path)}
+    lent = {
+        own_path + path.removeprefix(their_path): weights[lender.layer]
+        for path, weights in params.items()
+        if path.startswith(their_path)
+    }
+    shapes = {path: weights.shape[1:] for path, weights in held.items()}
+    if shapes != {path: weights.shape for path, weights in lent.items()}:
+        return None
+    for path, weights in lent.items():
+        held[path][own.layer] = weights
+    return inputs._replace(params={**params, **held})
+
+
+def _lenders(own: ParsedSite, inputs: DiagnosisInputs) -> Iterator[tuple[str, ParsedSite]]:
     """Yields the sites whose weights may be used by mistake: those that differ in one component."""
-    own = site.parsed
     if own.layer is None:
         return
-    kernels = site.inputs.params
+    kernels = inputs.params
     lenders = [
         *(("wrong projection", own._replace(part=part)) for part in ("query", "key", "value")),
         *(

@@ -83,7 +83,8 @@ def candidates(operation: Operation, site: SuspectSite) -> Iterator[Candidate]:
     """Yields all candidates for an `operation` of our model, the most specific first."""
     for kind in type(operation).__mro__:
         for function in CAUSES.get(kind, ()):
-            with contextlib.suppress(NotComputed):  # A cause must only use existing values.
+            # A cause must only use existing values, and some are NaN.
+            with contextlib.suppress(NotComputed, np.linalg.LinAlgError):
                 yield from function(operation, site)
 
 
