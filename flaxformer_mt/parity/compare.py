@@ -187,11 +187,6 @@ def _in_our_layout(
     It is the layout in which a value agrees; for a value that agrees in neither, that of the last
     one with the same `Tap.reshape`.
     """
-
-    def agrees(site: str, value: np.ndarray) -> bool:
-        found, expected = (select_rows(site, array, real) for array in (ours[site], value))
-        return value_row(site, found, expected, dtype).passed
-
     transposed: dict[Reshape | None, bool] = {}
     found = dict(values)
     for site, value in values.items():
@@ -202,8 +197,11 @@ def _in_our_layout(
         if not (is_square and may_be and value.shape == ours[site].shape):
             continue
         other = value.swapaxes(0, 1)
-        if agrees(site, value) != agrees(site, other):
-            transposed[reshape] = agrees(site, other)
+        agrees, other_agrees = (
+            _row_of_tokens(site, ours[site], each, real, dtype).passed for each in (value, other)
+        )
+        if agrees != other_agrees:
+            transposed[reshape] = other_agrees
         if transposed.get(reshape):
             found[site] = other
     return found
@@ -301,8 +299,15 @@ def _value_rows(ours: Values, theirs: _Side, real: Padding, dtype: str) -> Itera
         if value.shape != (shape := ours[site].shape):
             yield Row(site, shape, math.inf, math.inf, VALUES[dtype], value.shape)
             continue
-        found, expected = (select_rows(site, array, real) for array in (ours[site], value))
-        yield value_row(site, found, expected, dtype)
+        yield _row_of_tokens(site, ours[site], value, real, dtype)
+
+
+def _row_of_tokens(
+    site: str, ours: np.ndarray, theirs: np.ndarray, real: Padding, dtype: str
+) -> Row:
+    """Returns the row of a value at real tokens."""
+    found, expected = (select_rows(site, array, real) for array in (ours, theirs))
+    return value_row(site, found, expected, dtype)
 
 
 def _kinks(site: str, ours: Values, theirs: Values, real: Padding) -> int:
