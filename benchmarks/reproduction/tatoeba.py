@@ -40,10 +40,9 @@ def experiment(source: str, target: str) -> ExperimentConfig:
             "batch_tokens": BATCH_TOKENS,
             "log_every": 100,
             "eval_every": 100,
-            "eval_sentences": 100,
             "checkpoint_every": 100,
-            "best_metric": "loss",
-            "early_stopping_patience": 5,
+            "early_stopping_metric": "bleu",
+            "early_stopping_patience": 8,
         },
     }
     return with_changes(load_config(CONFIGS / "forkme.py"), changes)
