@@ -74,8 +74,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     if options.list:
+        width = max(map(len, TITLES))
         for name, title in TITLES.items():
-            print(f"{name:24} {title}")
+            print(f"{name:{width}}  {title}")
         return 0
     try:
         if options.page:

@@ -5,10 +5,11 @@
 PATH is a folder with train, valid and test .en and .de (or .en.gz and .de.gz): the raw text of
 Multi30k, task 1 (Elliott et al. 2016), github.com/multi30k/dataset.
 
-The model is that of `multi30k_tiny_en_de.py` with the architecture of the OPUS-MT models, so that
-it can be exported by `flaxformer-mt convert --from flaxformer_mt --to marian` (or `--to
-ctranslate2`);
-see docs/opus-mt.md.
+The model has the size of `multi30k_tiny_en_de.py` and the architecture of the OPUS-MT models, so
+that it can be exported by `flaxformer-mt convert --from flaxformer_mt --to marian` (or `--to
+ctranslate2`); see docs/opus-mt.md.
+
+docs/results.md has its scores (`multi30k-en-de-marian`).
 """
 
 from flaxformer_mt import presets
@@ -42,14 +43,15 @@ def get_config() -> ExperimentConfig:
             vocab_size=10000,
         ),
         optimizer=OptimizerConfig(
-            schedule="inverse_square_root", learning_rate=5e-3, warmup_steps=2000
+            schedule="one_cycle", learning_rate=5e-3, warmup_steps=700, clip_norm=25.0
         ),
         train=TrainConfig(
-            num_steps=3500,
+            num_steps=2240,
             batch_tokens=4096,
             label_smoothing=0.1,
-            eval_every=500,
-            checkpoint_every=250,
+            # 4 epochs.
+            eval_every=448,
+            checkpoint_every=448,
             best_metric="bleu",
         ),
         decode=DecodeConfig(beam_size=4, length_penalty=0.6),

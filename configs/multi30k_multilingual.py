@@ -12,7 +12,7 @@ each sentence:
 Source: Johnson et al. 2017, "Google's Multilingual Neural Machine Translation System", for the
 tags; Arivazhagan et al. 2019, "Massively Multilingual Neural Machine Translation in the Wild", for
 the temperature, which balances corpora of different sizes. These two have the same size, so that
-it has no effect until a third one is added. The model is that of multi30k_tiny_en_de.py. Scores
+it has no effect until a third one is added. The sizes are those of multi30k_tiny_en_de.py. Scores
 have not been measured; by its compiled program a step takes at least 1.04 ms on an H100
 (benchmarks/accelerators.py).
 """

@@ -37,7 +37,7 @@ This file is written by `python benchmarks/results.py --page`.
 """
 
 SECTIONS: dict[Group, str] = {
-    "quickstart": "Configurations without a corpus",
+    "configs": "Files of `configs/`",
     "multi30k": "Multi30k, the Transformer-Tiny of Wu et al. 2021",
     "families": "Every preset, tiny, on Multi30k",
     "published-tasks": "What the published implementations were trained on",
@@ -203,8 +203,9 @@ def _foundation(recipe: Recipe, runs: Runs) -> str:
     hours = ", ".join(f"{run['hours']:.2f}" for run in runs)
     steps = ", ".join(f"{run['steps']:,}" for run in runs)
     parameters = f"{runs[0]['parameters']:,} parameters"
+    metric = recipe.config().train.best_metric
     scored = (
-        "best checkpoint by validation loss"
+        f"best checkpoint by validation {metric.upper() if metric == 'bleu' else metric}"
         if recipe.averaged == 1
         else f"mean of the last {recipe.averaged} checkpoints"
     )
@@ -239,13 +240,14 @@ def _notes(recipe: Recipe, runs: Runs) -> list[str]:
 
 
 def _by_epoch(metrics: Sequence[str], path: Path) -> Iterator[str]:
-    """A table with a line for each validation."""
+    """A table with a line for each validation, or for ten of them where there are more."""
     rows = read_metrics(path)
     training = {row["step"]: row for row in rows if row["split"] == "train"}
     yield f"| epoch | train_loss | {' | '.join(f'valid {name}' for name in metrics)} | seconds |"
     yield "|---|---|" + "---|" * (len(metrics) + 1)
     validations = [row for row in rows if row["split"] == "valid"]
-    for epoch, row in enumerate(validations):
+    interval = max(1, len(validations) // 10)
+    for epoch, row in list(enumerate(validations))[interval - 1 :: interval]:
         train = training[row["step"]]
         seconds = train["target_tokens"] / train["target_tokens_per_second"]
         cells = " | ".join(f"{row[name]:.4f}" for name in metrics)

@@ -30,7 +30,7 @@ class Text(NamedTuple):
         return folder
 
 
-Group = Literal["quickstart", "multi30k", "families", "published-tasks", "tatoeba"]
+Group = Literal["configs", "multi30k", "families", "published-tasks", "tatoeba"]
 
 
 def run_name(name: str, seed: int) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.config.files import load_config
-from reproduction import families, multi30k, published_tasks, tatoeba
+from reproduction import families, multi30k, published_tasks, tatoeba, texts
 from reproduction.recipe import Recipe
 from reproduction.repository import CONFIGS
 
@@ -14,9 +14,24 @@ def _from_file(name: str) -> Callable[[], ExperimentConfig]:
 
 
 RECIPES: dict[str, Recipe] = {
-    "reverse": Recipe("Digits reversed", "quickstart", _from_file("reverse")),
+    "reverse": Recipe("Digits reversed", "configs", _from_file("reverse")),
     "quickstart": Recipe(
-        "Generated phrases, English to French", "quickstart", _from_file("quickstart")
+        "Generated phrases, English to French", "configs", _from_file("quickstart")
+    ),
+    "first-hour": Recipe(
+        "100,000 pairs of Tatoeba, English to French",
+        "configs",
+        _from_file("first_hour"),
+        text=texts.tatoeba(100_000),
+        note="`configs/first_hour.py`.",
+    ),
+    "multi30k-en-de-marian": Recipe(
+        "Multi30k, English to German, with the architecture of OPUS-MT",
+        "configs",
+        _from_file("multi30k_marian_en_de"),
+        text=texts.multi30k("de", tokenized=False),
+        tests=texts.MULTI30K_TESTS,
+        note="`configs/multi30k_marian_en_de.py`.",
     ),
     **multi30k.RECIPES,
     **families.RECIPES,

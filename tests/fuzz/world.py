@@ -32,6 +32,7 @@ OPTIONS = (
     "--model.num-encoder-layers=1",
     "--model.num-decoder-layers=1",
     "--model.activation=relu",
+    "--optimizer.schedule=inverse_square_root",
     "--train.batch-tokens=64",
     "--train.eval-every=2",
     "--train.checkpoint-every=2",

@@ -19,6 +19,7 @@ SMALL = (
     "--model.num-encoder-layers=1",
     "--model.num-decoder-layers=1",
     "--data.vocab-size=400",
+    "--optimizer.schedule=inverse_square_root",
     "--train.batch-tokens=512",
     "--train.eval-every=4",
     "--train.checkpoint-every=2",
