@@ -140,6 +140,7 @@ def test_many_buckets_take_no_time():
     assert time.monotonic() - start < 2
 
 
+@pytest.mark.slow
 def test_a_device_without_enough_memory_is_explained_and_the_corrected_run_starts(
     monkeypatch, tmp_path
 ):

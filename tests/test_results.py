@@ -225,10 +225,10 @@ NARROW = {
     },
     "optimizer": {"learning_rate": 0.2, "warmup_steps": 200},
     "train": {
-        "num_steps": 1200,
+        "num_steps": 1000,
         "batch_tokens": 440,
-        "eval_every": 1200,
-        "checkpoint_every": 1200,
+        "eval_every": 1000,
+        "checkpoint_every": 1000,
     },
     "parallel": {"num_devices": 1},
 }
@@ -237,6 +237,7 @@ NARROW = {
 LENGTHS = ("num_steps", "eval_every", "checkpoint_every")
 
 
+@pytest.mark.slow
 def test_the_models_of_an_ensemble_translate_together(results, tmp_path, monkeypatch):
     runs = importlib.import_module("reproduction.runs")
     recipes = importlib.import_module("reproduction.recipe")
@@ -267,6 +268,7 @@ def test_the_models_of_an_ensemble_translate_together(results, tmp_path, monkeyp
     assert read_lines(path) == Translator.from_run(folders).translate(sources)
 
 
+@pytest.mark.slow
 def test_translations_by_teachers_are_added_to_the_training_text(results, raw, tmp_path):
     runs, recipes = (importlib.import_module(f"reproduction.{name}") for name in ("runs", "recipe"))
     alone = of_few_lines(results.RECIPES["family-torch"])
@@ -383,7 +385,7 @@ def test_the_copy_task_is_learned_perfectly(results, tmp_path, folder):
     values = runs.run(name, results.RECIPES[name], tmp_path, tmp_path / "out", 1, NARROW)
     assert values["scores"]["test"]["exact"] == 1
     assert values["scores"]["test"]["bleu"] == pytest.approx(100)
-    assert values["steps"] == 1200
+    assert values["steps"] == 1000
 
     runs.write_json(folder / f"{name}-seed1.json", values)
     assert "| 100.0% |" in write_page(results, folder)

@@ -44,7 +44,7 @@ def run_tiny(battery, tmp_path, parts):
     return {name: json.loads((out / f"{name}.json").read_text())["results"] for name in parts}
 
 
-# In two tests, which run at the same time.
+# The others are timed, in a slow test.
 FIRST = ("parity", "attention", "continuing")
 
 
@@ -65,6 +65,7 @@ def test_what_has_to_be_equal_is_compared(battery, tmp_path, monkeypatch):
     assert text.count(battery.accelerators_page.NOT_RUN) == len(battery.PARTS) - len(FIRST)
 
 
+@pytest.mark.slow
 def test_what_is_timed_runs(battery, tmp_path, monkeypatch):
     parts = [name for name in battery.PARTS if name not in FIRST]
     results = run_tiny(battery, tmp_path, parts)

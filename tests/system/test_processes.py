@@ -193,6 +193,7 @@ def test_a_signal_to_one_stops_all_and_the_run_goes_on(start, folders, expected)
         assert_same_losses(workdir, expected)
 
 
+@pytest.mark.slow
 def test_the_others_not_coming_is_said_in_one_line(tmp_path):
     """Of the first process, which waits, and of another, which finds nobody."""
     port = free_port()
