@@ -2,7 +2,8 @@
 
     python train.py --config=configs/forkme.py --data.path=PATH --workdir=runs/mine
 
-PATH is a folder with train.en, train.de, valid.en, valid.de, test.en and test.de (or .gz).
+PATH is a folder with train.en, train.de, valid.en, valid.de, test.en and test.de (or .gz), or one
+file (docs/data.md).
 `python train.py --config=configs/forkme.py --help` documents every field; each can also be set on
 the command line.
 

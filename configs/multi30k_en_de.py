@@ -3,7 +3,8 @@
     python train.py --config=configs/multi30k_en_de.py --data.path=PATH --workdir=runs/multi30k
 
 PATH is a folder with train, valid and test .en and .de (or .en.gz and .de.gz): the raw text of
-Multi30k, task 1 (Elliott et al. 2016), github.com/multi30k/dataset.
+Multi30k, task 1 (Elliott et al. 2016). As it is in github.com/multi30k/dataset, data/task1/raw, it
+needs `--data.valid-split=val --data.test-split=test_2016_flickr`.
 
 Source of the model: Vaswani et al. 2017, table 3, "base", with more dropout, since 29,000 pairs
 are few. A step takes about 30 times as long as one of multi30k_tiny_en_de.py. Its score has not

@@ -3,7 +3,8 @@
     python train.py --config=configs/multi30k_marian_en_de.py --data.path=PATH --workdir=runs/marian
 
 PATH is a folder with train, valid and test .en and .de (or .en.gz and .de.gz): the raw text of
-Multi30k, task 1 (Elliott et al. 2016), github.com/multi30k/dataset.
+Multi30k, task 1 (Elliott et al. 2016). As it is in github.com/multi30k/dataset, data/task1/raw, it
+needs `--data.valid-split=val --data.test-split=test_2016_flickr`.
 
 The model has the size of `multi30k_tiny_en_de.py` and the architecture of the OPUS-MT models, so
 that it can be exported by `flaxformer-mt convert --from flaxformer_mt --to marian` (or `--to

@@ -4,7 +4,8 @@
         --data.path=PATH
 
 PATH is a folder with train, valid and test .en, .de and .fr (or .gz): the raw text of Multi30k,
-task 1 (Elliott et al. 2016, 2017), github.com/multi30k/dataset. To translate, put the tag before
+task 1 (Elliott et al. 2016, 2017). As it is in github.com/multi30k/dataset, data/task1/raw, it
+needs `--data.valid-split=val --data.test-split=test_2016_flickr`. To translate, put the tag before
 each sentence:
 
     echo "<2fr> A dog runs." | flaxformer-mt translate --run runs/multilingual

@@ -3,7 +3,8 @@
     python train.py --config=configs/multi30k_tiny_en_de.py --data.path=PATH --workdir=runs/tiny
 
 PATH is a folder with train, valid and test .en and .de (or .en.gz and .de.gz): the raw text of
-Multi30k, task 1 (Elliott et al. 2016), github.com/multi30k/dataset.
+Multi30k, task 1 (Elliott et al. 2016). As it is in github.com/multi30k/dataset, data/task1/raw, it
+needs `--data.valid-split=val --data.test-split=test_2016_flickr`.
 
 The model is the Transformer-Tiny of Wu et al. 2021, "Good for Misconceived Reasons: An Empirical
 Revisiting on the Need for Visual Context in Multimodal Machine Translation". The learning rate has

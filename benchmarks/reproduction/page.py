@@ -30,8 +30,8 @@ compare it only between lines with equal text. Intervals are 95% bootstrap inter
 samples). With several seeds, scores and intervals are means over the seeds, so that the intervals
 do not include the variance between seeds. The loss is the training objective, which differs between
 presets; the perplexity is that of the cross-entropy without label smoothing. Hours are those
-of the training steps, tokens per second the median over intervals of the training log; the CPUs
-were shared with other programs.
+of the training steps, tokens per second the median over intervals of the training log. "1 x x86_64
+CPU" is one JAX device: one or two cores, which were shared with other programs.
 
 This file is written by `python benchmarks/results.py --page`.
 """
@@ -48,16 +48,15 @@ TATOEBA_PICTURE = "tatoeba.png"
 
 _INTRODUCTIONS: dict[Group, str] = {
     "multi30k": (
-        'In the lines "as published", the text, its subwords, the model, loss, schedule, stopping, '
-        "averaging, search and scoring equal the publication's (the text except in 1 of 4,600 "
-        "lines). Four things differ: an update has the rate of fairseq's next one; a batch mixes "
-        "sentences of all lengths, with as many target tokens as fairseq's on average; an update "
-        "has one batch, not two; random numbers. Lines "
-        '"with SentencePiece" have other subwords and more tokens per update. '
-        "In `multi30k-en-de-command` and `multi30k-en-fr-command` an update has two batches, as in "
-        "the published command: up to 55 million target tokens. The German one, which ended after "
-        "5,890 updates, is 0.45, 0.18 and 0.49 below the publication, and `multi30k-en-de` 0.36, "
-        "0.54 and 1.07: all are within the intervals."
+        'In the lines "as published" and "as the published command", the text, its subwords, the '
+        "model, loss, schedule, stopping, averaging, search and scoring equal the publication's "
+        "(the text except in 1 of 4,600 lines). Three things differ: update t has the rate that "
+        "fairseq uses at t + 1; a batch mixes sentences of all lengths, with as many target tokens "
+        'as fairseq\'s on average; random numbers. "As published" also has one batch per update, '
+        'instead of the two of the published command. Lines "with SentencePiece" have other '
+        "subwords and more tokens per update. `multi30k-en-de-command`, which stopped after 5,890 "
+        "updates, is 0.45, 0.18 and 0.49 below the publication, and `multi30k-en-de` 0.36, 0.54 "
+        "and 1.07: all are within the intervals."
     ),
     "families": (
         "2 + 2 layers of width 128, 4,000 pieces, and "
@@ -76,7 +75,8 @@ _INTRODUCTIONS: dict[Group, str] = {
         "command of its README (400 epochs of a base model), is for an accelerator: 45,200 updates "
         "of 4,096 tokens take at least 2.4 minutes on an H100, at the 12.8 ms for 16,384 positions "
         "of docs/accelerators.md. That README shows accuracy and perplexity as pictures only, of a "
-        "run of 200 epochs with a warm-up of 4,000 updates and a quarter of the learning rate."
+        "run of 200 epochs with a warm-up of 4,000 updates and a quarter of the learning rate; "
+        "`jadore801120-de-en-small` repeats its schedule with a small model."
     ),
     "tatoeba": (
         "`configs/forkme.py` at 3 + 3 layers of width 128, in float32, with 4,000 pieces, for at "
