@@ -103,6 +103,8 @@ class _TokenizedSegment(NamedTuple):
 
 _TAG = re.compile(r">>\S+<<|<\S+>")
 _WORD = re.compile(r"\S+")
+# The language code of an OPUS-MT model, which may be followed by the text without a space.
+_CODE = re.compile(r">>\S+?<<")
 
 
 class SentenceDecoder:
@@ -239,7 +241,8 @@ class SentenceDecoder:
             text.removeprefix(tag), max(1, limit - repeated), self._source_lengths
         )
         if tag:
-            segments[0] = segments[0]._replace(text=f"{tag} {segments[0].text}")
+            space = " " * text.removeprefix(tag)[0].isspace()
+            segments[0] = segments[0]._replace(text=f"{tag}{space}{segments[0].text}")
         first, *others = source.encode([segment.text for segment in segments])
         encoded = [first, *([*tag_tokens, *tokens[replaced:]] for tokens in others)]
         return [
@@ -251,9 +254,13 @@ class SentenceDecoder:
         """Returns the tags that a text begins with, such as ">>fra<<", and their tokens."""
         words = itertools.takewhile(lambda word: self._is_tag(word[0]), _WORD.finditer(text))
         end = max((word.end() for word in words), default=0)
+        code = _CODE.match(text)
+        if not end and code is not None and self._is_tag(code[0]):
+            end = code.end()
         if end in (0, len(text)):
             return "", []
-        return text[:end], self.tokenizers.source.encode([text[:end]])[0]
+        tokens, whole = self.tokenizers.source.encode([text[:end], text])
+        return (text[:end], tokens) if whole[: len(tokens)] == tokens else ("", [])
 
     def _is_tag(self, word: str) -> bool:
         source = self.tokenizers.source
@@ -405,7 +412,13 @@ class SentenceDecoder:
             links = alignment.align(attention)
         text = hypothesis.text
         if self.decode.copy_unknown and target.unk_id in tokens:
-            text = on_one_line(alignment.copy_unknown(tokens, attention, source_pieces, target))
+            tag, _ = self._tags(segment.segment.text)
+            num_tags = len(source.encode_parts([tag])[0])  # These are no words to copy.
+            text = on_one_line(
+                alignment.copy_unknown(
+                    tokens, attention[:, num_tags:], source_pieces[num_tags:], target
+                )
+            )
         return dataclasses.replace(
             hypothesis,
             text=text,

@@ -7,6 +7,7 @@ import random
 
 import jax
 import numpy as np
+import opus_mt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -238,6 +239,33 @@ def test_segments_of_long_input_have_its_tags(talker, tag, text_tag, num_tags):
     assert [segment.repeated for segment in segments] == [0, num_tags, num_tags]
     (segments,) = decoder._divide([Sentence(f"<unknown> {' '.join(parts)}")])
     assert not any(segment.repeated for segment in segments)
+
+
+@pytest.mark.parametrize("space", ["", " "])
+def test_segments_of_long_input_have_its_code(talker, tmp_path, space):
+    model = opus_mt.train_model(sentences(200, longest=6), 50)
+    opus_mt.write_tokenizer(tmp_path / "opus", model, model)
+    tokenizers = Tokenizers.load(tmp_path / "opus")
+    parts = ["die Wiese und der Hund.", "ein kleiner roter Hund."]
+    expected = tokenizers.source.encode([f">>deu<< {part}" for part in parts])
+    options = DecodeConfig(max_source_length=max(map(len, expected)) + 1)
+    decoder = SentenceDecoder([(talker.config.model, talker.params)], options, tokenizers)
+    (segments,) = decoder._divide([Sentence(f">>deu<<{space}{' '.join(parts)}")])
+    assert [segment.tokens for segment in segments] == expected
+    assert [segment.repeated for segment in segments] == [0, 1]
+
+
+def test_tags_are_not_copied_for_unknown_tokens(talker, monkeypatch):
+    translator = make_translator(talker)
+    (found,) = translator.translate_n_best(["Hund Wiese"], **GREEDY)
+    monkeypatch.setattr(talker.tokenizers.target, "unk_id", found[0].tokens[0])
+    copied = translator.translate("Hund Wiese", beam_size=1, copy_unknown=True)
+    assert "Hund" in copied or "Wiese" in copied
+    for tag, other in (("Hund", "Wiese"), ("Hund Wiese", None)):
+        monkeypatch.setattr(SentenceDecoder, "_tags", lambda self, text, tag=tag: (tag, []))
+        copied = translator.translate("Hund Wiese", beam_size=1, copy_unknown=True)
+        assert "Hund" not in copied
+        assert other is None or other in copied
 
 
 @pytest.mark.parametrize(

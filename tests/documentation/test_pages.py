@@ -4,6 +4,7 @@
 """
 
 import pytest
+import torch
 from documentation import outputs, programs, shell, workspaces
 from documentation.pages import BLOCKS
 
@@ -12,8 +13,17 @@ for _block in BLOCKS:
     RUN.setdefault(_block.page, []).append(_block)
 
 
+@pytest.fixture
+def default_dtype():
+    """Restores the default dtype of PyTorch, which pages set."""
+    dtype = torch.get_default_dtype()
+    yield
+    torch.set_default_dtype(dtype)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+@pytest.mark.usefixtures("default_dtype")
 @pytest.mark.parametrize("page", RUN)
 def test_commands_print_what_the_page_shows(page, trained_run, tmp_path, monkeypatch):
     workspaces.prepare(tmp_path, page, RUN[page], trained_run)

@@ -472,9 +472,30 @@ def test_unsupported_options_are_reported(exported):
     config = dataclasses.replace(greedy.config, model=model)
     (loss,) = to_settings(dataclasses.replace(greedy, config=config))[1]
     assert loss.startswith("decode.repetition_penalty=1.2 does not apply to the start token")
-    # Without a length penalty all kinds of early stopping give the same results.
-    free = dataclasses.replace(SAME_SEARCH, early_stopping="never", length_penalty=0.0)
+    # Without a length penalty, the best translation is found when it is the most probable one.
+    free = dataclasses.replace(SAME_SEARCH, early_stopping="never", length_penalty=0.0, n_best=1)
     assert to_settings(with_decode(bundle, free))[1] == ()
+    for changes in ({"n_best": 2}, {"early_stopping": "first"}):
+        (loss,) = to_settings(with_decode(bundle, dataclasses.replace(free, **changes)))[1]
+        assert loss.startswith("decode.length_penalty=0.0 differs in CTranslate2")
+    copying = dataclasses.replace(SAME_SEARCH, copy_unknown=True)
+    (loss,) = to_settings(with_decode(bundle, copying))[1]
+    assert loss.startswith("decode.copy_unknown=True differs in CTranslate2")
+
+
+def test_computed_positions_cover_all_input_that_is_not_split(tmp_path):
+    bundle = random_bundle(preset("marian", **TINY | {"max_length": 8}))
+    bundle = with_decode(bundle, dataclasses.replace(SAME_SEARCH, max_length=6))
+    write(bundle, tmp_path / "served", ("norm_epsilon",))
+    source = " ".join(talker.sentences(10, 3))
+    assert len(bundle.tokenizers.source.encode([source])[0]) > 16
+    translator = Translator(bundle.config, bundle.params, bundle.tokenizers)
+    ((best, *_),) = translator.translate_n_best([source])
+    ((pieces, score),) = Served(tmp_path / "served").translate([source])
+    end = bundle.config.model.eos_id
+    tokens = [token for token in best.tokens if token != end]
+    assert bundle.tokenizers.target.pieces(tokens) == pieces
+    assert best.score == pytest.approx(score, abs=1e-4)
 
 
 def test_invalid_outputs_are_rejected(exported, tmp_path):

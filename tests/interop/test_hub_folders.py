@@ -76,6 +76,27 @@ def test_tokens_are_those_of_transformers(kind, saved):
         assert ours.encode([]) == ours.encode_parts([]) == []
 
 
+@pytest.mark.parametrize("kind", ["nllb", "mbart50"])
+def test_added_tokens_are_no_languages(kind, saved, tmp_path):
+    theirs = copy.deepcopy(saved(kind)[2])
+    theirs.add_tokens(["[ENT]"])
+    theirs.save_pretrained(tmp_path / "added")
+    source = Tokenizers.load(tmp_path / "added").source
+    text = f"[ENT] {TEXTS[0]}"
+    assert [[*ids, source.eos_id] for ids in source.encode([text])] == theirs([text]).input_ids
+
+
+def test_outer_spaces_have_no_effect_on_scores(saved):
+    bundle = read("bart", saved("bart")[0])
+    scorer = Scorer(bundle.config, bundle.params, bundle.tokenizers)
+    texts = TEXTS[0], f" {TEXTS[0]} "
+    inside, *outside = (
+        score.log_probability
+        for score in scorer.stream((source, target) for source in texts for target in texts)
+    )
+    assert outside == [inside] * 3
+
+
 @pytest.mark.parametrize("kind", hub_models.KINDS)
 def test_folder_to_run_to_folder(kind, saved, tmp_path):
     folder, theirs, _ = saved(kind)

@@ -14,6 +14,7 @@ import numpy as np
 import opus_mt
 import pytest
 import safetensors.numpy
+import talker
 import torch
 from flax.traverse_util import unflatten_dict
 from rounding import rounding_tolerance
@@ -350,6 +351,9 @@ def test_samples_are_drawn_without_beams():
 def test_unsupported_settings_are_reported():
     _, notes = generation_config.to_decode({"forced_bos_token_id": 4, "typical_p": 1.0}, MODEL)
     assert notes == ["forced_bos_token_id=4 is not supported, and ignored"]
+    target = talker.make_talker().tokenizers.target
+    _, notes = generation_config.to_decode({"forced_bos_token_id": -1}, MODEL, target)
+    assert notes == ["forced_bos_token_id=-1 is not supported, and ignored"]
     decode = DecodeConfig(coverage_penalty=0.2, length_penalty_kind="gnmt")
     _, notes = generation_config.from_decode(decode, MODEL, {})
     assert notes[0] == "decode.coverage_penalty=0.2 is not supported by generate"

@@ -72,6 +72,66 @@ def compare_weighted(function, **options):
     )
 
 
+class Masked(torch.nn.Module):
+    """A linear layer of the inputs that a mask lets through."""
+
+    def __init__(self):
+        super().__init__()
+        self.mask = torch.nn.Identity()
+        self.layer = torch.nn.Linear(4, 6).double()
+
+    def forward(self, x):
+        return self.layer(x * self.mask(x > 0))
+
+
+@pytest.mark.parametrize(("limit", "bias", "site"), [(0, 2, "output"), (0.5, 1, "mask")])
+def test_sites_that_are_masks(limit, bias, site):
+    def ours(params, x):
+        params = params["layer"]
+        mask = parity.tap("mask", x > limit)
+        return jnp.where(mask, x, 0) @ params["kernel"] + bias * params["bias"]
+
+    params = {"layer": {"kernel": np.zeros((4, 6)), "bias": np.zeros(6)}}
+    x = np.random.default_rng(0).normal(size=(5, 4))
+    report = parity.compare_models(
+        Masked(), ours, params, x, weights=linear("layer", "layer", bias=True)
+    )
+    assert report.first_divergence.site == site
+
+
+def test_sites_that_are_tokens():
+    class Embedded(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.ids = torch.nn.Identity()
+            self.table = torch.nn.Embedding(5, 3).double()
+
+        def forward(self, tokens):
+            return self.table(self.ids(tokens.clamp(max=3)))
+
+    report = parity.compare_models(
+        Embedded(),
+        lambda params, tokens: params["table"][parity.tap("ids", jnp.minimum(tokens, 4))],
+        {"table": np.zeros((5, 3))},
+        np.array([[0, 1, 4, 2]]),
+        weights=[same("table", "table.weight")],
+    )
+    assert report.first_divergence.site == "ids"
+
+
+def test_gradients_that_differ_where_no_site_is_a_module():
+    layer = torch.nn.Linear(4, 6).double()
+    report = parity.compare_models(
+        layer,
+        lambda params, x: x @ params["kernel"] + jax.lax.stop_gradient(params["bias"]),
+        {"kernel": np.zeros((4, 6)), "bias": np.zeros(6)},
+        np.random.default_rng(0).normal(size=(5, 4)),
+        weights=[transposed("kernel", "weight"), same("bias", "bias")],
+    )
+    assert not report.passed
+    assert [row.site for row in report.rows if not row.passed] == ["gradient/bias"]
+
+
 def test_masks_of_rows_and_activations_are_not_called_dropout():
     mask = torch.tensor([1.0, 0, 1, 1, 0]).double()[:, None]
     for function in (lambda y: y * mask * 4, lambda y: torch.relu(y) * 2):

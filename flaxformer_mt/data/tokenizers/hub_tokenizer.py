@@ -6,6 +6,7 @@ that of the settings: "fra_Latn Bonjour".
 """
 
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,6 +30,8 @@ _SPECIAL = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
 """Special tokens, unless they are in the settings."""
 _SOURCE_LANGUAGES = {"NllbTokenizer": "eng_Latn", "MBart50Tokenizer": "en_XX"}
 """The source language of each class of multilingual vocabularies, unless it is in the settings."""
+_LANGUAGE = re.compile(r"[a-z]{2,3}_[A-Z][A-Za-z]+")
+"""The names of languages in these vocabularies."""
 _STARTED = ("BartTokenizer", "RobertaTokenizer")
 """Classes whose sentences begin with `<s>`."""
 _LANGUAGE_LAST = ("MBartTokenizer", "PLBartTokenizer")
@@ -96,7 +99,7 @@ class HubTokenizer:
         if kind in _SOURCE_LANGUAGES:
             added = self._tokenizer.get_added_tokens_decoder()
             self.language_ids = frozenset(
-                token for token, entry in added.items() if not entry.content.startswith("<")
+                token for token, entry in added.items() if _LANGUAGE.fullmatch(entry.content)
             )
             language = settings.get("src_lang") or _SOURCE_LANGUAGES[kind]
             if side == "target":

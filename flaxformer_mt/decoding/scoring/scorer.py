@@ -200,7 +200,8 @@ class Scorer:
         alignment: AlignmentUnit | None,
         numbers: Sequence[int],
     ) -> Iterator[PairScore]:
-        sources, targets = zip(*pairs, strict=True)
+        # As in translation, outer spaces are not part of a text.
+        sources, targets = ([text.strip() for text in side] for side in zip(*pairs, strict=True))
         source, target, eos_id = self.tokenizers.source, self.tokenizers.target, self.model.eos_id
         source_texts = source.encode_parts(sources)
         source_rows = [with_first(tokens, source) for tokens in source_texts]

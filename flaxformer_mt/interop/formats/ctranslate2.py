@@ -4,6 +4,7 @@
 those of the run.
 """
 
+import dataclasses
 import json
 from collections.abc import Collection
 from pathlib import Path
@@ -13,6 +14,7 @@ from flaxformer_mt.config import DecodeConfig, TransformerConfig
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer
 from flaxformer_mt.decoding.bad_phrases import bad_phrases
 from flaxformer_mt.decoding.search.options import forbidden_token_ids
+from flaxformer_mt.decoding.sentence_decoder import longest_source
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.exports import ctranslate2_obstacle
 from flaxformer_mt.interop.formats.bundle import ModelBundle
@@ -75,7 +77,8 @@ def write(
     obstacle = ctranslate2_obstacle(model, accepted)
     if obstacle:
         raise UserError(f"its models cannot have {obstacle}")
-    spec = to_spec(model, bundle.params, bundle.config.decode)
+    positions = dataclasses.replace(model, max_length=_num_positions(bundle))
+    spec = to_spec(positions, bundle.params, bundle.config.decode)
     source, target = (_tokens(bundle, side) for side in ("source", "target"))
     spec.register_source_vocabulary(source)
     spec.register_target_vocabulary(target)
@@ -103,14 +106,14 @@ def to_settings(bundle: ModelBundle) -> tuple[dict[str, Any], tuple[str, ...]]:
       The arguments, and a line about each option without a counterpart.
     """
     decode, model = bundle.config.decode, bundle.config.model
-    limit = decode.max_length or LONGEST_TRANSLATION
+    limit, num_positions = decode.max_length or LONGEST_TRANSLATION, _num_positions(bundle)
     settings = {
         "beam_size": decode.beam_size,
         "num_hypotheses": decode.n_best,
         "length_penalty": decode.length_penalty,
         "min_decoding_length": decode.min_length,
-        "max_decoding_length": min(limit, model.max_length),
-        "max_input_length": model.max_length,
+        "max_decoding_length": min(limit, num_positions),
+        "max_input_length": num_positions,
         "no_repeat_ngram_size": decode.no_repeat_ngram_size,
         "repetition_penalty": decode.repetition_penalty,
         "replace_unknowns": decode.copy_unknown,
@@ -118,6 +121,14 @@ def to_settings(bundle: ModelBundle) -> tuple[dict[str, Any], tuple[str, ...]]:
         "return_scores": True,
     }
     return settings, tuple(_losses(decode, model))
+
+
+def _num_positions(bundle: ModelBundle) -> int:
+    """Returns the length of the tables: computed positions cover all input that is not split."""
+    model = bundle.config.model
+    if model.longest_sentence is not None:
+        return model.max_length
+    return max(model.max_length, longest_source(bundle.config.decode, [model]))
 
 
 def _losses(decode: DecodeConfig, model: TransformerConfig) -> list[str]:
@@ -137,6 +148,12 @@ def _losses(decode: DecodeConfig, model: TransformerConfig) -> list[str]:
             f"decode.early_stopping={decode.early_stopping} is not supported by CTranslate2, which "
             "stops after beam_size * patience finished translations"
         )
+    looks_further = decode.n_best > 1 or decode.early_stopping == "first"
+    if not decode.length_penalty and decode.beam_size > 1 and looks_further:
+        losses.append(
+            "decode.length_penalty=0.0 differs in CTranslate2, which then stops as soon as the "
+            "most probable hypothesis has ended"
+        )
     excluding = [name for name, value in _EXCLUDING.items() if getattr(decode, name) != value]
     if excluding and not decode.renormalize and decode.beam_size > 1:
         losses.append(
@@ -153,6 +170,11 @@ def _losses(decode: DecodeConfig, model: TransformerConfig) -> list[str]:
         losses.append(
             f"decode.repetition_penalty={decode.repetition_penalty} does not apply to the start "
             "token in CTranslate2: translations, which end with the same token, become shorter"
+        )
+    if decode.copy_unknown:
+        losses.append(
+            "decode.copy_unknown=True differs in CTranslate2, which copies a source token for each "
+            "unknown one, not a word"
         )
     if decode.copy_unknown and decode.alignment_head > 0:
         losses.append(

@@ -205,7 +205,7 @@ def _losses(decode: DecodeConfig) -> list[str]:
 
 def _first_token(given: Any, target: Tokenizer | None) -> str:
     """Returns the name of the token that translations begin with; "" if there is none."""
-    if target is None or type(given) is not int:
+    if target is None or type(given) is not int or given < 0:
         return ""
     (name,) = target.pieces([given])
     return name if target.encode_parts([name]) == [[given]] else ""

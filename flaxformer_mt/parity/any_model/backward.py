@@ -95,6 +95,8 @@ def gradients_of_module(
         if isinstance(tensor := _chosen(seen[tap.module, tap.side], tap), torch.Tensor)
         and tensor.requires_grad
     }
+    if not tensors:
+        return {}
     found = torch.autograd.grad(total, list(tensors.values()), allow_unused=True)
     return {
         site: shaped(

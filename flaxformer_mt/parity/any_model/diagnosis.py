@@ -60,6 +60,8 @@ class ProgramValues:
 
     def explain(self, site: str, expected: np.ndarray) -> Diagnosis | None:
         """Returns the known cause of a difference, the most specific of the right ones."""
+        if not np.issubdtype(expected.dtype, np.inexact):  # Causes are those of computations.
+            return None
         number = self._sites[site]
         _, values, equations = self._computed(number)
         segment = Segment(
@@ -91,6 +93,8 @@ class ProgramValues:
         """Sets the value of a site, if the reference has one."""
         if expected is not None:
             number = self._sites[site]
+            if not np.issubdtype(expected.dtype, np.inexact):  # PyTorch's integers have 64 bits.
+                expected = expected.astype(self._program.types[number].dtype)
             # A row that is masked throughout has equal weights with published, finite masks.
             self._values[number] = np.maximum(expected, MASKED) if is_scores(site) else expected
             self._known[number] = site

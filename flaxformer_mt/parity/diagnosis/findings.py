@@ -68,6 +68,8 @@ def relative_difference(ours: np.ndarray, theirs: np.ndarray, floor: float = 0.0
     """
     if ours.shape != theirs.shape:
         return np.inf
+    if not np.issubdtype(ours.dtype, np.inexact):  # Unsigned and bool differences are no numbers.
+        ours, theirs = ours.astype(np.float64), theirs.astype(np.float64)
     finite = np.isfinite(theirs)
     if not np.array_equal(ours[~finite], theirs[~finite], equal_nan=True):
         return np.inf
