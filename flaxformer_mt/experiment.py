@@ -20,11 +20,12 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO, cast
 
 import jax
+import numpy as np
 from rich.console import Console
 
 from flaxformer_mt import distributed
@@ -53,6 +54,7 @@ from flaxformer_mt.data.stream.batches import (
     DataPosition,
     evaluation_batches,
     packed_shape,
+    pair_lengths,
 )
 from flaxformer_mt.data.stream.prefetch import Prefetched
 from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
@@ -319,7 +321,7 @@ def open_folder(workdir: Path, announce: Callable[[str], None] = print) -> Itera
     if not distributed.is_main():
         yield workdir
         return
-    existed = workdir.exists()
+    before = set(workdir.iterdir()) if workdir.is_dir() else None
     with locked(workdir, announce):
         is_refused = False
         try:
@@ -329,9 +331,21 @@ def open_folder(workdir: Path, announce: Callable[[str], None] = print) -> Itera
             raise
         finally:
             is_needed = _has_trained(workdir) if is_refused else (workdir / CONFIG).exists()
-            if not existed and not is_needed:
-                # NFS keeps files that are still open, such as the lock.
-                shutil.rmtree(workdir, ignore_errors=True)
+            if not is_needed and (is_refused or before is None):
+                _remove_new(workdir, before)
+
+
+def _remove_new(workdir: Path, before: Collection[Path] | None) -> None:
+    """Removes what is in a folder but not in `before`; the folder, too, if that is None."""
+    if before is None:
+        # NFS keeps files that are still open, such as the lock.
+        shutil.rmtree(workdir, ignore_errors=True)
+    elif workdir / CONFIG not in before:
+        for path in {*workdir.iterdir()}.difference(before):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
 
 
 def _has_trained(workdir: Path) -> bool:
@@ -560,7 +574,17 @@ class Experiment:
     def measure(self, split: str, params: Any) -> dict[str, Any]:
         """Computes loss, accuracy and perplexity of the development or test corpus."""
         batches = map(self.strategy.place_batch, self._batches[split])
-        return validate(self.run_eval_step, params, batches)
+        corpus = self.dataset.evaluation_sets[split].tokens
+        lengths = np.maximum(*pair_lengths(corpus))
+        longest = int(lengths.argmax())
+        with contextlib.ExitStack() as stack:
+            if lengths[longest] > self.config.data.target_row_length:
+                advice = (
+                    f"shorten or remove its longest pair, number {longest + 1:,}, which has "
+                    f"{lengths[longest]:,} tokens"
+                )
+                stack.enter_context(explained_exhaustion(f"the loss of {corpus.name}", advice))
+            return validate(self.run_eval_step, params, batches)
 
     def validate(self, params: Any) -> tuple[dict[str, Any], list[Sample]]:
         """Computes the metrics of a validation, with those of its translations.

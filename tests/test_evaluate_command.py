@@ -227,6 +227,7 @@ def test_a_terminal_gets_the_table(files, monkeypatch):
         ),
         ("--hypothesis empty --reference test.de", "empty is empty"),
         ("--hypothesis no.de --reference test.de", "there is no file no.de"),
+        ("--hypothesis a.de --reference decode.en", "there is no file decode.en"),
         (
             "--hypothesis a.de --baseline ./a.de --reference test.de",
             "a.de is given twice, by --baseline and --hypothesis",

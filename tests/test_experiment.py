@@ -73,6 +73,16 @@ def test_a_refused_run_leaves_no_folder(tmp_path, group, change):
     assert flaxformer_mt.train(CONFIG, tmp_path / "run").latest_step == 2
 
 
+def test_a_refused_run_leaves_what_was_in_its_folder(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    refused = with_changes(CONFIG, {"train": {"freeze": ("embeding",)}})
+    with pytest.raises(UserError, match=r"train\.freeze"):
+        flaxformer_mt.train(refused, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    assert flaxformer_mt.train(CONFIG, tmp_path).latest_step == 2
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
 def test_a_refused_continuation_leaves_the_run(run):
     refused = with_changes(CONFIG, {"train": {"freeze": ("embeding",), "num_steps": 9}})
     with pytest.raises(UserError, match="another configuration"):

@@ -159,6 +159,22 @@ def test_a_device_without_enough_memory_is_explained_and_the_corrected_run_start
     assert experiment.train(less, tmp_path / "run").latest_step == 1
 
 
+def test_the_longest_development_pair_is_named_if_it_needs_too_much_memory(monkeypatch, tmp_path):
+    config = ExperimentConfig(
+        model=dataclasses.replace(SMALL, source_vocab_size=0, target_vocab_size=0),
+        data=DataConfig(corpus="text", path=str(tmp_path), vocab_size=270),
+        train=TrainConfig(batch_tokens=512, eval_sentences=1),
+    )
+    for split in ("train", "valid", "test"):
+        lines = ["a b c", "d e f", "a " * 100 if split == "valid" else "b"]
+        for language in (config.data.source_language, config.data.target_language):
+            (tmp_path / f"{split}.{language}").write_text("\n".join([*lines, ""]))
+    prepared = experiment.prepare(config, tmp_path / "run")
+    monkeypatch.setattr(Compiled, "__call__", exhaust_memory)
+    with pytest.raises(UserError, match=r"longest pair, number 3, which has \d+ tokens"):
+        prepared.measure("valid", prepared.initial_state().params)
+
+
 def test_other_errors_of_a_device_are_left_alone():
     with (
         pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"),

@@ -3,6 +3,7 @@
 import io
 import sys
 
+from flaxformer_mt.cli import main
 from flaxformer_mt.standard_output import BestEffortOutput
 
 
@@ -13,3 +14,14 @@ def test_characters_that_the_output_cannot_encode_are_escaped(monkeypatch):
     assert output.write("é ▁der\n") == 7
     output.flush()
     assert written.getvalue() == b"\xe9 \\u2581der\n"
+
+
+def test_a_table_is_escaped_where_the_output_is_ascii(monkeypatch, tmp_path):
+    (tmp_path / "a.de").write_text("der Hund bellt laut\n" * 3)
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    path = str(tmp_path / "a.de")
+    arguments = ["--hypothesis", path, "--reference", path, "--resamples", "10", "--confidence"]
+    assert main(["evaluate", *arguments, "--format", "table"]) == 0
+    assert b"100" in written.getvalue()
+    assert b"\\xb1" in written.getvalue()

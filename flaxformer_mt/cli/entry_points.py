@@ -4,6 +4,7 @@ They handle signals before they import anything that takes time, and report erro
 """
 
 import errno
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -104,7 +105,8 @@ _WRITE_ERRORS = {errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC
 def _open_standard_streams() -> None:
     """Opens streams that are closed, so that no other file takes their place.
 
-    Using them is an error, except for standard error.
+    Using them is an error, except for standard error. Characters that standard output cannot encode
+    are written as escapes.
     """
     for name, flags, mode in (
         ("stdin", os.O_WRONLY, "r"),
@@ -113,3 +115,5 @@ def _open_standard_streams() -> None:
     ):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, flags), mode, closefd=False))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")

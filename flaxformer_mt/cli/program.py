@@ -1,5 +1,6 @@
 """The commands: finds the one that is named, parses its options and calls it."""
 
+import dataclasses
 import inspect
 import re
 import sys
@@ -21,6 +22,7 @@ from flaxformer_mt.cli import (
     translate,
 )
 from flaxformer_mt.cli.options import configured_search
+from flaxformer_mt.config import DecodeConfig
 from flaxformer_mt.config.fields import suggestion
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.exit_codes import ExitCode
@@ -104,4 +106,9 @@ def overview() -> str:
 
 def _with_option_names(message: str) -> str:
     """Replaces fields of `DecodeConfig` in a message by the options that set them."""
-    return re.sub(r"\bdecode\.(\w+)", lambda field: "--" + field[1].replace("_", "-"), message)
+    names = "|".join(field.name for field in dataclasses.fields(DecodeConfig))
+    return re.sub(
+        rf"(?<![\w./-])decode\.({names})\b",
+        lambda field: "--" + field[1].replace("_", "-"),
+        message,
+    )

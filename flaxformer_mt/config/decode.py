@@ -191,6 +191,11 @@ class DecodeConfig:
             )
 
     @property
+    def longest_source(self) -> int:
+        """Number of tokens of the longest input that is not split, whatever the model."""
+        return self.max_source_length or 512
+
+    @property
     def samples(self) -> bool:
         """Whether translations are sampled rather than searched for."""
         return self.sampling or self.mbr_samples > 0

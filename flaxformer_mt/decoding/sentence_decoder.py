@@ -36,9 +36,6 @@ from flaxformer_mt.decoding.shortlists.shortlist import Shortlist
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.memory_limits import explained_exhaustion, host_memory, require_memory
 
-MAX_SOURCE_LENGTH = 512
-"""Tokens of the longest input that is not split, unless `decode.max_source_length` is set."""
-
 ALIGNMENT_CHUNK_SIZE = 64
 """Number of segments whose translations are aligned together."""
 
@@ -495,8 +492,8 @@ def _known(target: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
 
 def longest_source(decode: DecodeConfig, models: Sequence[TransformerConfig]) -> int:
     """Returns the maximum number of source tokens, with end token, that are not split."""
-    length, limit = decode.max_source_length or MAX_SOURCE_LENGTH, _longest_position(models)
-    return length if limit is None else min(length, limit)
+    limit = _longest_position(models)
+    return decode.longest_source if limit is None else min(decode.longest_source, limit)
 
 
 def _longest_position(models: Sequence[TransformerConfig]) -> int | None:

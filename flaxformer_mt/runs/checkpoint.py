@@ -105,7 +105,8 @@ class Checkpointer:
         self._scores: dict[int, float] = {}
         """Ranking scores of all intact checkpoints; kept by the first process only."""
         if distributed.is_main():
-            problem = f"{self._folder} cannot be written to: {{}}"
+            _require_writable_name(self._folder)
+            problem = f"{self._folder} cannot be written to:"
             with _explained(problem):
                 self._folder.mkdir(parents=True, exist_ok=True)
                 step_folders.remove_leftovers(self._folder)
@@ -263,8 +264,8 @@ class Checkpointer:
         kept = kept_steps(self._scores, self._keep_last, self._keep_best)
         for superfluous in self._scores.keys() - kept:
             with _explained(
-                f"{self._folder / str(superfluous)} could not be removed: {{}}; all checkpoints "
-                "are intact"
+                f"{self._folder / str(superfluous)} could not be removed:",
+                "; all checkpoints are intact",
             ):
                 # One that is being read is removed after a later save.
                 if step_folders.remove(self._folder, superfluous):
@@ -275,8 +276,8 @@ class Checkpointer:
         """As `_explained`, for a save; removes what a failed one has written."""
         try:
             with _explained(
-                f"the checkpoint of step {step} could not be written to {self._folder}: {{}}; "
-                "earlier checkpoints are intact"
+                f"the checkpoint of step {step} could not be written to {self._folder}:",
+                "; earlier checkpoints are intact",
             ):
                 yield
         except UserError:
@@ -346,6 +347,7 @@ def write_params(run_folder: str | Path, step: int, params: Mapping[str, Any]) -
       params: nested dicts of arrays.
     """
     folder = step_folders.folder_of(run_folder)
+    _require_writable_name(folder)
     folder.mkdir(parents=True)
     _complete_all_writes()
     with atomic.workspace(folder) as workspace, contextlib.ExitStack() as stack:
@@ -419,11 +421,11 @@ def _from_first_process(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _explained(message: str) -> Iterator[None]:
+def _explained(problem: str, consequence: str = "") -> Iterator[None]:
     """Converts errors of the operating system.
 
     Raises:
-      UserError: `message`, with the reason in place of {}.
+      UserError: `problem`, the reason, and `consequence`.
     """
     try:
         yield
@@ -431,7 +433,21 @@ def _explained(message: str) -> Iterator[None]:
         reason = _system_error(error)
         if reason is None:
             raise
-        raise UserError(message.format(reason)) from error
+        raise UserError(f"{problem} {reason}{consequence}") from error
+
+
+def _require_writable_name(folder: Path) -> None:
+    """Checks that Orbax can write to a folder: it reads some names as patterns.
+
+    Raises:
+      UserError: it cannot.
+    """
+    for name in folder.absolute().parts:
+        if re.search(r"\[.*\]|\\", name):
+            raise UserError(
+                f"checkpoints cannot be written below {name!r}: use a name without brackets and "
+                "backslashes"
+            )
 
 
 def _system_error(error: BaseException | None) -> str | None:

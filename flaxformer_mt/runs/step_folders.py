@@ -186,10 +186,16 @@ def check_run(record: Mapping[str, Any], path: Path, run_id: str | None) -> None
 
 
 def commit(folder: Path, partial: Path, record: Mapping[str, Any]) -> None:
-    """Completes a partial checkpoint and gives it its name, durably."""
+    """Completes a partial checkpoint and gives it its name, durably.
+
+    It replaces one of the same step, which is moved beside the partial one.
+    """
     (partial / PROGRESS).write_text(json.dumps(record) + "\n", encoding="utf-8")
     write_manifest(partial)
-    atomic.rename(partial, folder / partial.name)
+    path = folder / partial.name
+    if path.exists():
+        path.rename(partial.with_name("replaced"))
+    atomic.rename(partial, path)
 
 
 def make_record(

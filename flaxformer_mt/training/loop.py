@@ -82,8 +82,6 @@ def train(
         for writer in writers:
             stack.callback(writer.close)
             writer.rewind(first)
-        if first >= last or _is_patience_over(progress, config, announce):
-            return state
 
         def write(step: int, split: str, values: MetricValues, is_best: bool = False) -> None:
             for writer in writers:
@@ -99,6 +97,20 @@ def train(
             }
             write(step, "train", values)
             progress.interval = Sums()
+
+        def validate(step: int) -> tuple[MetricValues, bool]:
+            validation = evaluate(state.eval_params, step)
+            is_best = _record_validation(progress, validation, config)
+            write(step, "valid", validation, is_best)
+            return validation, is_best
+
+        if progress.validation_is_due:
+            progress.validation_is_due = False
+            repeated, _ = validate(first)
+            checkpointer.save(first, state, progress.to_json(), repeated)
+        if first >= last or _is_patience_over(progress, config, announce):
+            checkpointer.wait()
+            return state
 
         batches = stack.enter_context(stream(progress.position))
         give_up = functools.partial(_go_back, checkpointer, writers)
@@ -123,17 +135,15 @@ def train(
             if _is_due(step, config.eval_every, last):
                 with started.paused():
                     try:
-                        validation = evaluate(state.eval_params, step)
+                        validation, is_best = validate(step)
                     except Exception:
                         # The steps before it are not lost, for example if it needs too much memory.
                         # Of several processes, others may not have failed, and would not save.
-                        may_save = jax.process_count() == 1 and not progress.skipped_in_a_row
-                        if may_save and step < last:
+                        if jax.process_count() == 1 and not progress.skipped_in_a_row:
+                            progress.validation_is_due = True
                             checkpointer.save(step, state, progress.to_json())
                             checkpointer.wait()
                         raise
-                    is_best = _record_validation(progress, validation, config)
-                    write(step, "valid", validation, is_best)
                 keeps_best = is_best and config.keep_best > 0
                 stops_early = _is_patience_over(progress, config, announce)
                 if stops_early and not is_logged:

@@ -358,6 +358,20 @@ def test_tfds_pairs(prepared):
     assert load_corpus(tfds_config(prepared), "train[:30%]").sources == corpus.sources[:3]
 
 
+def test_tfds_text_that_is_no_line(tmp_path):
+    def load(german):
+        examples = [{"en": "house", "de": german}]
+        folder = tmp_path / str(len(german))
+        path = prepare_with_tfds(
+            folder, lambda features: features.Translation(["de", "en"]), examples
+        )
+        return load_corpus(tfds_config(path), "train")
+
+    assert load(b"a\r\nb\nc").targets == ["a b c"]
+    with pytest.raises(UserError, match="example 1: not UTF-8"):
+        load(b"caf\xe9")
+
+
 def test_tfds_by_prefix_needs_no_other_option(prepared):
     config = DataConfig(corpus="text", path=f"tfds:{prepared}")
     assert load_corpus(config, "train") == load_corpus(tfds_config(prepared), "train")

@@ -56,6 +56,12 @@ def test_line_breaks_within_a_sentence_become_spaces(tmp_path):
         assert read(tmp_path / name) == [("A house", "Une maison")]
 
 
+def test_long_cells(tmp_path):
+    long = "a " * 100_000
+    (tmp_path / "a.csv").write_text(f"en,fr\n{long}b,c\n")
+    assert read(tmp_path / "a.csv") == [(f"{long}b", "c")]
+
+
 def test_a_folder_of_tables(tmp_path):
     (tmp_path / "train.csv").write_text(HEADED)
     (tmp_path / "valid.jsonl").write_text(MEMBERS)

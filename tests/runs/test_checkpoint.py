@@ -108,6 +108,29 @@ def test_the_state_of_adafactor_is_restored(tmp_path):
     chex.assert_trees_all_equal(restored, state_of(7))
 
 
+@pytest.mark.parametrize("name", ["a[b]", "a\\b"])
+def test_names_that_orbax_reads_as_patterns_are_refused(tmp_path, name):
+    match = "use a name without brackets and backslashes"
+    with pytest.raises(UserError, match=match):
+        Checkpointer(tmp_path / name / "run")
+    with pytest.raises(UserError, match=match):
+        write_params(tmp_path / name, 1, {"x": np.arange(3.0)})
+    assert not (tmp_path / name).exists()
+
+
+@pytest.mark.parametrize("name", ["a*", "a?", "{lr}", "[x", "x]", "~", "$HOME", "a b#%"])
+def test_other_names_are_written_to(tmp_path, name):
+    write_params(tmp_path / name, 1, {"x": np.arange(3.0)})
+    np.testing.assert_array_equal(restore_params(tmp_path / name)[1]["x"], np.arange(3.0))
+
+
+def test_a_folder_with_braces_that_cannot_be_written_to(tmp_path):
+    (tmp_path / "{lr}").mkdir()
+    (tmp_path / "{lr}" / "checkpoints").touch()
+    with pytest.raises(UserError, match=r"\{lr\}/checkpoints cannot be written to: File exists$"):
+        Checkpointer(tmp_path / "{lr}")
+
+
 @pytest.mark.parametrize("with_ema", [False, True])
 def test_parameters_alone_come_to_one_device(tmp_path, with_ema):
     """If there is a moving average, it is what translates."""

@@ -343,11 +343,33 @@ def test_a_validation_that_fails_does_not_lose_the_steps_before_it(runs):
         raise RuntimeError("out of memory")
 
     whole, failed = runs("whole")(), runs("failed")
-    with pytest.raises(RuntimeError, match="out of memory"):
-        failed(evaluate=evaluate)
-    assert failed.checkpoints == [3]
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            failed(evaluate=evaluate)
+        assert failed.checkpoints == [3]
+        assert failed.steps == [(2, "train")]
     failed()
     chex.assert_trees_all_equal(*jax.device_get([whole.state, failed.state]))
+    assert failed.lines == whole.lines
+    assert failed.checkpoints == whole.checkpoints
+
+
+def test_a_last_validation_that_fails_is_repeated(runs):
+    whole, failed = runs("whole")(), runs("failed")
+
+    def evaluate(params, step):
+        if step == whole.checkpoints[-1]:
+            raise RuntimeError("out of memory")
+        return failed.evaluate(params, step)
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        failed(evaluate=evaluate)
+    assert failed.checkpoints == whole.checkpoints
+    failed.rows_read.clear()
+    failed()
+    assert failed.rows_read == []
+    assert failed.lines == whole.lines
+    assert whole_checkpoints(failed.folder) == whole_checkpoints(whole.folder)
 
 
 def test_an_exception_of_the_stream_ends_the_run(runs):

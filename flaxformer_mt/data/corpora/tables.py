@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from flaxformer_mt.config.fields import suggestion
-from flaxformer_mt.data.corpora.text_files import COMPRESSED, stream_lines
+from flaxformer_mt.data.corpora.text_files import COMPRESSED, MAX_LINE_BYTES, stream_lines
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.input_files import parse_json
 
@@ -78,6 +78,8 @@ def _tab_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     """Yields the number of the last line, and the cells, of each row (RFC 4180)."""
+    # A limit of the whole process, by default 131,072 characters.
+    csv.field_size_limit(max(csv.field_size_limit(), MAX_LINE_BYTES))
     reader = csv.reader((f"{line}\n" for line in stream_lines(path)), strict=True)
     try:
         for row in reader:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from flaxformer_mt.data.corpora.tables import LINE_BREAKS
 from flaxformer_mt.data.corpora.text_files import digest_file
 from flaxformer_mt.errors import UserError
 
@@ -56,17 +57,26 @@ class TfdsSplit:
     def pairs(self) -> Iterator[tuple[str, str]]:
         """Yields the pairs in the order in which they are stored.
 
+        Line breaks within a sentence become spaces.
+
         Raises:
-          UserError: a file is damaged (array_record has checksums), or no example has both
-            languages.
+          UserError: a file is damaged (array_record has checksums), a sentence is not UTF-8, or no
+            example has both languages.
         """
         found = False
         for first in range(0, len(self.records), _READ_AT_ONCE):
             numbers = range(first, min(first + _READ_AT_ONCE, len(self.records)))
-            for pair in map(self.take, self._read(numbers)):
+            for number, example in zip(numbers, self._read(numbers), strict=True):
+                try:
+                    pair = self.take(example)
+                except UnicodeDecodeError as error:
+                    raise UserError(
+                        f"{self.name}, example {number + 1:,}: not UTF-8 ({error.reason})"
+                    ) from error
                 if pair is not None:
                     found = True
-                    yield pair
+                    source, target = (LINE_BREAKS.sub(" ", text) for text in pair)
+                    yield source, target
         if not found:
             wanted = " and ".join(filter(None, self.languages))
             raise UserError(f"{self.name} has no example in {wanted}")

@@ -14,7 +14,6 @@ from flaxformer_mt.config import DecodeConfig, TransformerConfig
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer
 from flaxformer_mt.decoding.bad_phrases import bad_phrases
 from flaxformer_mt.decoding.search.options import forbidden_token_ids
-from flaxformer_mt.decoding.sentence_decoder import longest_source
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.exports import ctranslate2_obstacle
 from flaxformer_mt.interop.formats.bundle import ModelBundle
@@ -128,7 +127,7 @@ def _num_positions(bundle: ModelBundle) -> int:
     model = bundle.config.model
     if model.longest_sentence is not None:
         return model.max_length
-    return max(model.max_length, longest_source(bundle.config.decode, [model]))
+    return max(model.max_length, bundle.config.decode.longest_source)
 
 
 def _losses(decode: DecodeConfig, model: TransformerConfig) -> list[str]:

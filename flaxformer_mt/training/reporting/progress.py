@@ -88,6 +88,8 @@ class Progress:
     """Shapes for which the training step was compiled, in the order of their first batches."""
     skipped_in_a_row: list[str] = dataclasses.field(default_factory=list)
     """Causes for which the most recent steps were skipped; empty if the last one was not."""
+    validation_is_due: bool = False
+    """Whether the validation after the last step failed, and has to be repeated."""
 
     def add_shapes(self, batch_shapes: Iterable[str]) -> None:
         """Adds the shapes for which this process has compiled the training step."""
@@ -103,6 +105,7 @@ class Progress:
             "best": self.best.to_json(),
             "stopping": self.stopping.to_json(),
             "batch_shapes": self.batch_shapes,
+            "validation_is_due": self.validation_is_due,
         }
 
     @classmethod
@@ -117,4 +120,5 @@ class Progress:
             # Earlier versions do not have the following.
             skipped_in_a_row=[*values.get("skipped_in_a_row", ())],
             batch_shapes=tuple(values.get("batch_shapes", ())),
+            validation_is_due=values.get("validation_is_due", False),
         )
