@@ -577,13 +577,13 @@ class Experiment:
         corpus = self.dataset.evaluation_sets[split].tokens
         lengths = np.maximum(*pair_lengths(corpus))
         longest = int(lengths.argmax())
-        with contextlib.ExitStack() as stack:
-            if lengths[longest] > self.config.data.target_row_length:
-                advice = (
-                    f"shorten or remove its longest pair, number {longest + 1:,}, which has "
-                    f"{lengths[longest]:,} tokens"
-                )
-                stack.enter_context(explained_exhaustion(f"the loss of {corpus.name}", advice))
+        if lengths[longest] <= self.config.data.target_row_length:
+            return validate(self.run_eval_step, params, batches)
+        with explained_exhaustion(
+            f"the loss of {corpus.name}",
+            f"shorten or remove its longest pair, number {longest + 1:,}, which has "
+            f"{lengths[longest]:,} tokens",
+        ):
             return validate(self.run_eval_step, params, batches)
 
     def validate(self, params: Any) -> tuple[dict[str, Any], list[Sample]]:

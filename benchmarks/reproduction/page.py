@@ -80,12 +80,13 @@ _INTRODUCTIONS: dict[Group, str] = {
     ),
     "tatoeba": (
         "`configs/forkme.py` at 3 + 3 layers of width 128, in float32, with 4,000 pieces, for at "
-        f"most {tatoeba.NUM_STEPS:,} batches of {tatoeba.BATCH_TOKENS:,} target tokens: early "
-        "stopping ends the runs on few pairs earlier. The rate is 3e-3 after 500 steps of warm-up "
-        "(`forkme.py`: 1e-3 after 4,000). The loss, not BLEU, ends a run and selects its "
-        "checkpoint: with 1,000 and 10,000 pairs, BLEU on the development set still rose when the "
-        "loss no longer fell (7.2 instead of 2.2 for `tatoeba-en-fr-1k`, 32.7 instead of 24.2 for "
-        "`tatoeba-en-fr-10k`)."
+        f"most {tatoeba.NUM_STEPS:,} batches of {tatoeba.BATCH_TOKENS:,} target tokens. The rate "
+        "is 3e-3 after 500 steps of warm-up (`forkme.py`: 1e-3 after 4,000). BLEU of 500 "
+        "development sentences selects the checkpoint, and ends a run after eight validations, "
+        "100 steps apart, without a better one. Runs of 10,000 and 100,000 pairs were trained when "
+        "the loss did that. With 10,000 pairs, BLEU on the development set still rose when the "
+        "loss no longer fell (32.7 instead of 24.2 for `tatoeba-en-fr-10k`); with 100,000 pairs, "
+        "the checkpoint is that of the last step."
     ),
 }
 
