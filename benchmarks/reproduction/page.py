@@ -31,7 +31,8 @@ samples). With several seeds, scores and intervals are means over the seeds, so 
 do not include the variance between seeds. The loss is the training objective, which differs between
 presets; the perplexity is that of the cross-entropy without label smoothing. Hours are those
 of the training steps, tokens per second the median over intervals of the training log. "1 x x86_64
-CPU" is one JAX device: one or two cores, which were shared with other programs.
+CPU" is one JAX device: one or two cores, shared with other programs, for which some runs were
+paused; hours include the pauses.
 
 This file is written by `python benchmarks/results.py --page`.
 """
