@@ -188,12 +188,12 @@ def check_run(record: Mapping[str, Any], path: Path, run_id: str | None) -> None
 def commit(folder: Path, partial: Path, record: Mapping[str, Any]) -> None:
     """Completes a partial checkpoint and gives it its name, durably.
 
-    It replaces one of the same step, which is moved beside the partial one.
+    It replaces a checkpoint of the same step, which is moved beside the partial one.
     """
     (partial / PROGRESS).write_text(json.dumps(record) + "\n", encoding="utf-8")
     write_manifest(partial)
     path = folder / partial.name
-    if path.exists():
+    if (path / PROGRESS).exists():
         path.rename(partial.with_name("replaced"))
     atomic.rename(partial, path)
 

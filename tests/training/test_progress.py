@@ -45,7 +45,8 @@ def test_progress_files_keep_their_keys():
         "stopping": {"merit": None, "validations_since": 0},
         "batch_shapes": [],
         "skipped_in_a_row": [],
+        "validation_is_due": False,
     }
-    newer = {"batch_shapes", "skipped_in_a_row"}
+    newer = {"batch_shapes", "skipped_in_a_row", "validation_is_due"}
     earlier = {name: value for name, value in progress.to_json().items() if name not in newer}
     assert Progress.from_json(earlier) == progress
