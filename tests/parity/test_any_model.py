@@ -47,6 +47,10 @@ def test_what_reading_another_value_is_called(site, ours, other, later, cause):
     assert structural_causes.cause_of_reading(site, ours, other, later) == cause
 
 
+LINEAR = {"layer": {"kernel": np.zeros((4, 6)), "bias": np.zeros(6)}}
+INPUTS = np.random.default_rng(0).normal(size=(5, 4))
+
+
 class Weighted(torch.nn.Module):
     """A linear layer, and a function of its output."""
 
@@ -60,13 +64,11 @@ class Weighted(torch.nn.Module):
 
 
 def compare_weighted(function, **options):
-    params = {"layer": {"kernel": np.zeros((4, 6)), "bias": np.zeros(6)}}
-    x = np.random.default_rng(0).normal(size=(5, 4))
     return parity.compare_models(
         Weighted(function),
         lambda params, x: x @ params["layer"]["kernel"] + params["layer"]["bias"],
-        params,
-        x,
+        LINEAR,
+        INPUTS,
         weights=linear("layer", "layer", bias=True),
         **options,
     )
@@ -91,10 +93,8 @@ def test_sites_that_are_masks(limit, bias, site):
         mask = parity.tap("mask", x > limit)
         return jnp.where(mask, x, 0) @ params["kernel"] + bias * params["bias"]
 
-    params = {"layer": {"kernel": np.zeros((4, 6)), "bias": np.zeros(6)}}
-    x = np.random.default_rng(0).normal(size=(5, 4))
     report = parity.compare_models(
-        Masked(), ours, params, x, weights=linear("layer", "layer", bias=True)
+        Masked(), ours, LINEAR, INPUTS, weights=linear("layer", "layer", bias=True)
     )
     assert report.first_divergence.site == site
 
@@ -124,8 +124,8 @@ def test_gradients_that_differ_where_no_site_is_a_module():
     report = parity.compare_models(
         layer,
         lambda params, x: x @ params["kernel"] + jax.lax.stop_gradient(params["bias"]),
-        {"kernel": np.zeros((4, 6)), "bias": np.zeros(6)},
-        np.random.default_rng(0).normal(size=(5, 4)),
+        LINEAR["layer"],
+        INPUTS,
         weights=[transposed("kernel", "weight"), same("bias", "bias")],
     )
     assert not report.passed
