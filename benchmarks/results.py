@@ -24,10 +24,11 @@ them.
 import argparse
 import shutil
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
-from reproduction import first_steps
+from reproduction import first_steps, provenance
 from reproduction.page import write_page
 from reproduction.recipe import members, run_name
 from reproduction.recipes import RECIPES
@@ -121,14 +122,21 @@ def train_and_score(name: str, options: argparse.Namespace) -> None:
 
 
 def compare_first_steps(options: argparse.Namespace) -> None:
-    found = []
+    commit, started, found = provenance.commit(), time.monotonic(), []
     for family in first_steps.NAMES:
         values = first_steps.compare(family, options.data, options.out)
         print(f"{family:24} largest difference {values['largest_difference']:.1e}", flush=True)
         found.append(values)
-    write_json(
-        options.results / f"{first_steps.NAME}.json", {"name": first_steps.NAME, "families": found}
-    )
+    result = {
+        "name": first_steps.NAME,
+        "command": f"python benchmarks/results.py --run {first_steps.NAME}",
+        "commit": commit,
+        "data": {"train": [first_steps.corpus(options.data, options.out).fingerprint]},
+        "device": provenance.device(),
+        "hours": (time.monotonic() - started) / 3600,
+        "families": found,
+    }
+    write_json(options.results / f"{first_steps.NAME}.json", result)
     first_steps.plot(found, options.results / f"{first_steps.NAME}.png")
 
 

@@ -245,7 +245,7 @@ def test_the_models_of_an_ensemble_translate_together(results, tmp_path, monkeyp
     members = tuple(recipes.Member("copies", alone, seed) for seed in (3, 4))
     together = dataclasses.replace(alone, members=members)
     commits = iter(["first", "second", "second", "second", "third", "third", "fourth"])
-    monkeypatch.setattr(runs, "_commit", lambda: next(commits))
+    monkeypatch.setattr(runs.provenance, "commit", lambda: next(commits))
 
     def result(steps):
         changes = NARROW | {"train": NARROW["train"] | dict.fromkeys(LENGTHS, steps)}
@@ -371,6 +371,33 @@ def test_marian_of_transformers_is_trained_as_ours(results, raw, tmp_path):
     assert translations[0] == translations[1]
     for key in ("steps", "target_tokens", "parameters", "data"):
         assert len({str(each[key]) for each in values.values()}) == 1
+
+
+def test_the_first_steps_beside_pytorch_have_what_they_rest_on(
+    results, tmp_path, folder, monkeypatch
+):
+    raw = tmp_path / "raw" / "multi30k-en-de"
+    raw.mkdir(parents=True)
+    texts = importlib.import_module("reproduction.texts")
+    for split in ("train", "valid", *texts.MULTI30K_TESTS):
+        for suffix, line in (("en", "A dog sees {}."), ("de", "Ein Hund sieht {}.")):
+            lines = "".join(f"{line.format(number)}\n" for number in range(40))
+            (raw / f"{split}.{suffix}.gz").write_bytes(gzip.compress(lines.encode()))
+    for name, value in {
+        "NAMES": ("torch", "opennmt-alibi"), "NUM_STEPS": 2, "ROWS": 4, "VOCABULARY": 290,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(results.first_steps, name, value)
+    folders = [f"--data={raw.parent}", f"--out={tmp_path / 'out'}", f"--results={folder}"]
+    assert results.main(["--run", "first-steps", *folders]) == 0
+    found = json.loads((folder / "first-steps.json").read_text())
+    assert [family["name"] for family in found["families"]] == ["torch", "opennmt-alibi"]
+    for family in found["families"]:
+        assert len(family["ours"]) == 2
+        assert 0 <= family["largest_difference"] < 1e-12
+    assert (folder / "first-steps.png").exists()
+    (fingerprint,) = found["data"]["train"]
+    assert len(fingerprint) == 64
+    assert {"command", "commit", "device", "hours"} <= found.keys()
 
 
 class Picture:

@@ -3,10 +3,8 @@
 import itertools
 import json
 import math
-import platform
 import shutil
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -29,8 +27,8 @@ from flaxformer_mt.runs.averaging import average_run
 from flaxformer_mt.runs.folder import read_fingerprints
 from flaxformer_mt.runs.layout import CONFIG
 from flaxformer_mt.runs.trained_model import TrainedModel, load_run
+from reproduction import provenance
 from reproduction.recipe import Member, Recipe, members, run_name
-from reproduction.repository import ROOT
 from reproduction.texts import write_lines
 
 NUM_BOOTSTRAP_SAMPLES = 1000
@@ -70,7 +68,7 @@ def run(
         "command": f"python benchmarks/results.py --run {name} --seed {seed}",
         "commit": ", ".join(dict.fromkeys(itertools.chain(*(each.commits for each in models)))),
         "data": first.data,
-        "device": _device(),
+        "device": provenance.device(),
         "steps": sum(model.steps for model in models),
         "target_tokens": sum(model.target_tokens for model in models),
         "tokens_per_second": first.tokens_per_second,
@@ -139,7 +137,7 @@ def _train(recipe: Recipe, config: ExperimentConfig, workdir: Path) -> _Trained:
     workdir.parent.mkdir(parents=True, exist_ok=True)
     is_continued = (workdir / CONFIG).exists() and recorded.exists()
     before = read_lines(recorded) if is_continued else []
-    commits = list(dict.fromkeys([*before, _commit()]))
+    commits = list(dict.fromkeys([*before, provenance.commit()]))
     write_lines(recorded, commits)
     first_step = _latest_step(workdir)
     try:
@@ -238,21 +236,6 @@ def score(hypotheses: Sequence[str], references: Sequence[str], tokenized: bool)
         "chrf": CHRF().corpus_score(hypotheses, [references]).score,
         "exact": sum(map(str.__eq__, hypotheses, references)) / len(references),
     }
-
-
-def _commit() -> str:
-    """Returns the commit that is checked out, or "unknown" outside a repository."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return result.stdout.strip() or "unknown"
-
-
-def _device() -> str:
-    devices = jax.devices()
-    kind = devices[0].device_kind
-    if devices[0].platform == "cpu":
-        kind = f"{platform.machine()} CPU"
-    return f"{len(devices)} x {kind}"
 
 
 def write_json(path: Path, values: Any) -> None:
