@@ -63,7 +63,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--seed", type=int, default=1, help=f"not used by {first_steps.NAME} and by ensembles"
     )
     parser.add_argument(
-        "--num-steps", type=int, help="instead of the recipe's, to try it out; needs --results"
+        "--num-steps",
+        type=int,
+        help="train only the first steps of the recipe, to try it out; needs --results",
     )
     options = parser.parse_args(arguments)
     if options.num_steps is not None and options.results is None:
@@ -105,6 +107,9 @@ def train_and_score(name: str, options: argparse.Namespace) -> None:
     changes: dict[str, Any] = {}
     if options.num_steps is not None:
         changes = {"train": {"num_steps": options.num_steps}}
+        config = recipe.config()
+        if config.optimizer.schedule == "one_cycle":
+            changes["optimizer"] = {"total_steps": config.train.num_steps}
         out = out / f"{options.num_steps}-steps"
     result = run(name, recipe, options.data, out, seed, changes)
     stem = run_name(name, seed)

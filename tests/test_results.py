@@ -298,18 +298,30 @@ def test_a_mean_with_a_checkpoint_of_an_interruption_is_refused(results):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "folder_name", "seed"),
+    ("arguments", "folder_name", "seed", "changed"),
     [
-        (["reverse", "--seed", "3"], "out", 3),
-        (["reverse", "--seed", "3", "--num-steps", "7"], "7-steps", 3),
-        (["multi30k-en-de-best", "--seed", "3"], "out", 1),
+        (["reverse", "--seed", "3"], "out", 3, {}),
+        (
+            ["reverse", "--seed", "3", "--num-steps", "7"],
+            "7-steps",
+            3,
+            {"train": {"num_steps": 7}, "optimizer": {"total_steps": 1100}},
+        ),
+        (
+            ["questions", "--num-steps", "7"],
+            "7-steps",
+            1,
+            {"train": {"num_steps": 7}, "optimizer": {"total_steps": 1450}},
+        ),
+        (["family-torch", "--num-steps", "7"], "7-steps", 1, {"train": {"num_steps": 7}}),
+        (["multi30k-en-de-best", "--seed", "3"], "out", 1, {}),
     ],
 )
 def test_where_and_with_which_seed_an_experiment_is_trained(
-    results, tmp_path, monkeypatch, capsys, arguments, folder_name, seed
+    results, tmp_path, monkeypatch, capsys, arguments, folder_name, seed, changed
 ):
     def stop(name, recipe, data, out, given, changes):
-        assert (name, out.name, given) == (arguments[0], folder_name, seed)
+        assert (name, out.name, given, changes) == (arguments[0], folder_name, seed, changed)
         raise Interrupted("stopped by SIGTERM")
 
     monkeypatch.setattr(results, "run", stop)

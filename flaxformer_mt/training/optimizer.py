@@ -78,7 +78,8 @@ def one_cycle_schedule(peak: float, warmup_steps: int, total_steps: int) -> opta
     if not 0 < warmup_steps < total_steps:
         raise UserError(
             f"optimizer.warmup_steps={warmup_steps} must lie between 0 and the {total_steps} steps "
-            "of optimizer.schedule=one_cycle; 0.3 of them is usual"
+            "of optimizer.schedule=one_cycle; 0.3 of them is usual. To train only the first steps "
+            "of a longer cycle, set optimizer.total_steps to its length"
         )
     schedule = _with_standard_promotion(
         optax.piecewise_interpolate_schedule(
