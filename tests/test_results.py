@@ -409,7 +409,9 @@ def test_the_first_steps_beside_pytorch_have_what_they_rest_on(
     assert (folder / "first-steps.png").exists()
     (fingerprint,) = found["data"]["train"]
     assert len(fingerprint) == 64
-    assert {"command", "commit", "device", "hours"} <= found.keys()
+    assert (
+        f"{found['device']}; {found['hours']:.2f} hours; commit {found['commit']}."
+    ) in write_page(results, folder)
 
 
 class Picture:

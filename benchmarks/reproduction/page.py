@@ -133,7 +133,7 @@ def write_page(results: Path) -> None:
             tatoeba.plot(bleu, results / TATOEBA_PICTURE)
         if group == "families":
             if runs[first_steps.NAME]:
-                compared = runs[first_steps.NAME][0]["families"]
+                (compared,) = runs[first_steps.NAME]
                 parts.append("\n".join([*_first_steps(compared, results.name), ""]))
             else:
                 missing.append(f"`{first_steps.NAME}`")
@@ -299,10 +299,10 @@ def _curves(runs: Runs, folder: str) -> str:
     return f"[`{runs[0]['name']}`]({folder}/{_stem(runs[0])}.png)"
 
 
-def _first_steps(compared: Sequence[dict[str, Any]], folder: str) -> Iterator[str]:
+def _first_steps(compared: dict[str, Any], folder: str) -> Iterator[str]:
     yield f"### The first {first_steps.NUM_STEPS} steps beside PyTorch"
     yield ""
-    yield f"`python benchmarks/results.py --run {first_steps.NAME}`"
+    yield f"`{compared['command']}`"
     yield ""
     yield (
         "The PyTorch reference of each preset and our model, trained from the same weights on the "
@@ -314,11 +314,13 @@ def _first_steps(compared: Sequence[dict[str, Any]], folder: str) -> Iterator[st
     yield ""
     yield "| preset | first loss | last loss, ours | last loss, PyTorch | largest difference |"
     yield "|---|---|---|---|---|"
-    for values in compared:
+    for values in compared["families"]:
         yield (
             f"| `{values['name']}` | {values['ours'][0]:.4f} | {values['ours'][-1]:.4f} "
             f"| {values['pytorch'][-1]:.4f} | {values['largest_difference']:.1e} |"
         )
+    yield ""
+    yield f"{compared['device']}; {compared['hours']:.2f} hours; commit {compared['commit']}."
     yield ""
     yield f"![loss of both sides]({folder}/{first_steps.NAME}.png)"
 
