@@ -81,15 +81,34 @@ def test_a_model_of_absurd_size_is_refused_at_once(fields, message):
 
 
 @pytest.mark.parametrize(
-    ("model", "data", "train", "memory"),
+    ("model", "data", "train", "expected"),
     [
         ({"num_encoder_layers": 10_000}, {}, {}, "470.1 GiB"),
         ({"num_heads": 4}, {}, {"batch_tokens": 2**30}, "512.7 GiB"),
         ({}, {"source_row_length": 2**20}, {}, "131,080.7 GiB"),
+        (
+            {},
+            {"source_row_length": 2**20},
+            {},
+            "in rows of 1,048,576 source tokens and 128 target tokens (data.source_row_length, "
+            "data.target_row_length) takes, on each device, at least ",
+        ),
+        (
+            {"has_inputs": False},
+            {"target_row_length": 2**20},
+            {"batch_tokens": 2**23},
+            "in rows of 1,048,576 target tokens (data.target_row_length)",
+        ),
+        (
+            {},
+            {"batching": "buckets", "bucket_lengths": (32, 2**20)},
+            {"batch_tokens": 2**23},
+            "1,048,576 target tokens (data.bucket_lengths)",
+        ),
     ],
 )
 def test_training_without_enough_memory_is_refused_before_anything_is_read(
-    monkeypatch, tmp_path, model, data, train, memory
+    monkeypatch, tmp_path, model, data, train, expected
 ):
     def no_corpus(*arguments, **options):
         raise AssertionError("the corpora were opened")
@@ -105,7 +124,7 @@ def test_training_without_enough_memory_is_refused_before_anything_is_read(
         experiment.train(config, tmp_path / "run")
     message = str(caught.value)
     assert message.startswith("training a model of ")
-    assert memory in message
+    assert expected in message
     assert "GiB of memory, but there is 8.0 GiB" in message
     assert not (tmp_path / "run").exists()
 

@@ -38,17 +38,26 @@ def require_training_memory(config: ExperimentConfig, strategy: Strategy) -> Non
     copies = 1 if train.freeze else 2 + moments + (train.ema_decay > 0)
     stored = copies * count * jnp.dtype(model.param_dtype).itemsize
     rows = config.rows_per_batch // (train.accumulation_steps * strategy.row_shards)
-    lengths = config.data.row_lengths if model.has_inputs else config.data.row_lengths[1:]
+    sides = ("source", "target") if model.has_inputs else ("target",)
+    lengths = config.data.row_lengths[-len(sides) :]
     has_scores = model.attention_backend == "einsum" or strategy.devices[0].platform == "cpu"
     scores = has_scores * max(lengths) ** 2 * model.num_heads // config.parallel.tensor
     numbers = rows * (sum(lengths) * model.d_model + scores)
     computed = jnp.dtype(model.dtype).itemsize * numbers
     own = [device for device in strategy.devices if device.process_index == jax.process_index()]
+    tokens = " and ".join(
+        f"{length:,} {side} tokens" for length, side in zip(lengths, sides, strict=True)
+    )
+    options = (
+        "data.bucket_lengths"
+        if config.data.batching == "buckets"
+        else ", ".join(f"data.{side}_row_length" for side in sides)
+    )
     require_memory(
         stored // (config.parallel.fsdp * config.parallel.tensor) + computed,
         device_memory(own),
         f"training a model of {count:,} parameters with train.batch_tokens={train.batch_tokens} "
-        "takes, on each device",
+        f"in rows of {tokens} ({options}) takes, on each device,",
     )
 
 

@@ -1,5 +1,6 @@
 """Aggregation of metrics, and their writers."""
 
+import math
 import os
 
 import jax.numpy as jnp
@@ -40,6 +41,14 @@ def test_validation_adds_batches_and_knows_the_perplexity():
     batches = [jnp.float32(1), jnp.float32(3)]
     metrics = validate(eval_step, jnp.float32(2), batches)
     assert metrics == {"loss": 2.0, "cross_entropy": 0.0, "perplexity": 1.0}
+
+
+def test_the_perplexity_of_a_diverged_model_is_infinite():
+    def eval_step(params, batch):
+        return {"cross_entropy": (params, batch)}
+
+    metrics = validate(eval_step, jnp.float32(1e4), [jnp.float32(1)])
+    assert metrics == {"cross_entropy": 1e4, "perplexity": math.inf}
 
 
 def test_json_lines_hold_step_split_and_metrics(tmp_path):

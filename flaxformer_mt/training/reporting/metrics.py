@@ -39,10 +39,11 @@ def validate(
 
     Returns:
       "loss" (what training minimises), "accuracy", "cross_entropy" (the loss without label
-      smoothing) and "perplexity" (its exponential).
+      smoothing) and "perplexity" (its exponential, which may be infinite).
     """
     values = means([eval_step(params, batch) for batch in batches])
-    return {**values, "perplexity": float(np.exp(values["cross_entropy"]))}
+    with np.errstate(over="ignore"):
+        return {**values, "perplexity": float(np.exp(values["cross_entropy"]))}
 
 
 class Writer(Protocol):
