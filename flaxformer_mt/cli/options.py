@@ -48,7 +48,8 @@ def configured_search(arguments: Sequence[str]) -> DecodeConfig:
         return DEFAULT_SEARCH
     from flaxformer_mt.runs.folder import read_config
 
-    return read_config(runs[0]).decode
+    # Some versions of argparse leave an empty list of the value in `--run=--`.
+    return read_config(runs[0] or "--").decode
 
 
 def load_runs(folders: Sequence[Path], checkpoint: CheckpointChoice) -> list["TrainedModel"]:

@@ -38,7 +38,8 @@ MAX_GROWTH = 3e9
 WRITTEN_BY_STARTING = {"lock", "__pycache__"}
 """Names of files that a refused command may leave."""
 
-ERROR_LINE = re.compile(r"(flaxformer-mt( train)?|train\.py): error: \S")
+ERROR_LINE = re.compile(r"(flaxformer-mt( train)?|train\.py): error: \s*\S")
+"""A message may start with a name that starts with spaces."""
 REMARK = re.compile(r"(flaxformer-mt( train)?|train\.py): ")
 
 

@@ -137,6 +137,7 @@ OWN_CONFIG = ("train", "--config={folder}/config.py")
 
 LITERAL_CASES = {
     "a path that is too long": Literal(("translate", "--run", "a" * 300), "File name too long"),
+    "two dashes as a path": Literal(("translate", "--run=--"), "run folder --"),
     "a line end in a name": Literal((*CONVERT, "marian", "a\nb", "{folder}/o.pt"), "a\\nb"),
     "a flipped bit in data.json": Literal(AVERAGE, "data.json", "run/data.json", bit(292, 4)),
     "an empty data.json": Literal(INSPECT, "data.json", "run/data.json", written(b"")),
