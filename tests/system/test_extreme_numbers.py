@@ -15,8 +15,12 @@ from flaxformer_mt.runs.metrics_file import read_metrics
 pytestmark = pytest.mark.slow  # A run for each number.
 
 
+LENGTHS = ("num_steps", "min_length", "max_length", "max_length_factor", "max_length_extra")
+"""Numbers of steps of training or of a search: high ones are valid, and take that long."""
+
+
 def ends(field):
-    """The lowest and the highest valid number; of sizes of a model only the lowest.
+    """The lowest and the highest valid number; of lengths and of sizes of a model only the lowest.
 
     A model that fits into the memory of the machine may be as large as that.
     """
@@ -25,14 +29,15 @@ def ends(field):
     if kind is float:
         lowest = math.nextafter(lowest, math.inf) if bounds.excludes_lowest else float(lowest)
         highest = math.nextafter(highest, 0) if bounds.excludes_highest else float(highest)
-    return [lowest] if FieldRole.SHAPES in roles_of(field) else [lowest, highest]
+    has_no_highest = field.name in LENGTHS or FieldRole.SHAPES in roles_of(field)
+    return [lowest] if has_no_highest else [lowest, highest]
 
 
 CASES = [
     (f"--{group}.{field.name.replace('_', '-')}", end)
     for group, kind in groups().items()
     for field in dataclasses.fields(kind)
-    if bounds_of(field) and field.name != "num_steps"  # It is how long the run takes.
+    if bounds_of(field) and field.name != "num_steps"  # The test has its own.
     for end in ends(field)
 ]
 
