@@ -51,6 +51,8 @@ class Interruption:
         self._may_exit = may_exit
         self._requested = threading.Event()
         self._is_deferred = False
+        self.is_abrupt = False
+        """Whether the main thread was interrupted wherever it was, rather than after a step."""
         self._is_raised = False
         self._is_finished = False
         self._is_handled = False
@@ -140,6 +142,7 @@ class Interruption:
             timer.start()
             self._is_handled = False
         else:
+            self.is_abrupt = True
             self._interrupt()
 
     def _retry(self, number: int) -> None:
@@ -202,7 +205,11 @@ def run_interruptibly(
         with Interruption(until_exit) as interruption:
             return main(interruption)
     except Interrupted as interrupted:
-        print(f"{program}: {interrupted}", file=sys.stderr)
+        print(f"{program}: {interrupted}", file=sys.stderr, flush=True)
+        if until_exit and interruption.is_abrupt:
+            # A thread of JAX may still compile, which crashes when Python finalizes its modules.
+            sys.stdout.flush()
+            _exit(ExitCode.INTERRUPTED)
         return ExitCode.INTERRUPTED
 
 

@@ -81,6 +81,18 @@ def test_at_start_up_and_later(start, tmp_path, seconds, program):
     assert "the same command continues" in log(tmp_path)
 
 
+def test_while_compiling(start, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "false")
+    process = start(
+        "--train.num-steps=100000", "--model.num-encoder-layers=6", "--model.scan-layers=False"
+    )
+    wait_until(process, lambda: "exports  " in log(tmp_path), tmp_path)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=120) == ExitCode.INTERRUPTED, log(tmp_path)
+    assert "stopped by SIGTERM; the same command continues" in log(tmp_path)
+
+
 def test_while_training(start, tmp_path):
     process = start("--train.num-steps=100000", program="flaxformer-mt train")
     wait_until(process, lambda: "step 2/" in log(tmp_path), tmp_path)
