@@ -19,7 +19,7 @@ from talker import DATA, make_talker, random_params, sentences
 
 import flaxformer_mt
 from flaxformer_mt.cli import entry_points, main, program
-from flaxformer_mt.config import DecodeConfig, to_json
+from flaxformer_mt.config import DecodeConfig, ExperimentConfig, to_json
 from flaxformer_mt.data.corpora.corpus import ParallelCorpus, open_corpora
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.decoding.line_format import read_sentence
@@ -622,3 +622,29 @@ def test_unknown_commands_are_rejected_with_a_suggestion(capsys):
             main([name])
         assert exit_info.value.code == 2
         assert capsys.readouterr().err == f"flaxformer-mt: error: {message}\n"
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["config.json", "metrics.jsonl", "tokenizer/joint.model", "checkpoints/4/manifest.json"],
+)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["translate"],
+        ["lexicon", "--source=source.txt", "--target=source.txt"],
+        ["evaluate"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_no_output_replaces_a_file_of_a_trained_model(tmp_path, capsys, arguments, place):
+    run = tmp_path / "run"
+    (run / "tokenizer").mkdir(parents=True)
+    (run / "checkpoints" / "4").mkdir(parents=True)
+    (run / "config.json").write_text(to_json(ExperimentConfig()))
+    before = (run / place).read_bytes() if (run / place).exists() else None
+    assert main([*arguments, f"--run={run}", f"--output={run / place}"]) == ExitCode.FAILURE
+    assert f"{run / place} cannot be written: it belongs to a trained model" in (
+        capsys.readouterr().err
+    )
+    assert ((run / place).read_bytes() if (run / place).exists() else None) == before

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import tyro
 
 from flaxformer_mt.cli import output
-from flaxformer_mt.cli.options import RunFolder, TextFile, require_folders
+from flaxformer_mt.cli.options import RunFolder, TextFile, require_writable
 from flaxformer_mt.config import CorpusConfig, DataConfig
 from flaxformer_mt.data.corpora.text_files import stream_parallel
 from flaxformer_mt.errors import UserError
@@ -140,7 +140,7 @@ def lexicon(
     from flaxformer_mt.decoding.shortlists.lexicon import MAX_PAIRS, learn, write_table
     from flaxformer_mt.runs.folder import read_tokenizers
 
-    require_folders(output_file)
+    require_writable(output_file)
     tokenizers = read_tokenizers(run)
     pairs = evenly(stream_parallel(source, target), MAX_PAIRS)
     sources, targets = zip(*pairs, strict=True)

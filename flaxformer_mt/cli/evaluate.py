@@ -19,7 +19,7 @@ from flaxformer_mt.cli.options import (
     RunFolders,
     load_runs,
     reject_options,
-    require_folders,
+    require_writable,
 )
 from flaxformer_mt.config.fields import Bounds
 from flaxformer_mt.data.corpora.text_files import read_lines
@@ -131,7 +131,7 @@ def evaluate(
         reject_options("--baseline", significance=significance)
         if not confidence:
             reject_options("--confidence and --baseline", resamples=resamples)
-    require_folders(output_file)
+    require_writable(output_file)
     files = _translation_files(baseline, hypothesis, num_others=len(run))
     from flaxformer_mt import evaluation
 

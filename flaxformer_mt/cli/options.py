@@ -100,10 +100,18 @@ def reject_options(valid_for: str, **options: object) -> None:
             raise UserError(f"--{name} is for {valid_for} only: leave it out")
 
 
-def require_folders(*files: Path | None) -> None:
-    """Raises UserError if a file to be written is a folder, or its folder does not exist."""
+def require_writable(*files: Path | None) -> None:
+    """Checks where output files go, before any work is done.
+
+    Raises:
+      UserError: a file is a folder or belongs to a run, or its folder does not exist.
+    """
+    from flaxformer_mt.runs.folder import is_content_of_run
+
     for file in files:
         if file is not None and file.is_dir():
             raise UserError(f"{file} cannot be written: it is a folder")
         if file is not None and not file.parent.is_dir():
             raise UserError(f"{file} cannot be written: {file.parent} is not a folder")
+        if file is not None and is_content_of_run(file):
+            raise UserError(f"{file} cannot be written: it belongs to a trained model")

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from flaxformer_mt.cli import output
-from flaxformer_mt.cli.options import model_fields, reject_options, require_folders
+from flaxformer_mt.cli.options import model_fields, reject_options, require_writable
 from flaxformer_mt.config.fields import MAX_INTEGER, Bounds
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.presets import FAMILIES, FAMILY_ALIASES, canonical_family
@@ -94,7 +94,7 @@ def parity(
         if name in fields:
             raise UserError(f"--set {name}: both sides compute in the same dtype, give --dtype")
     tolerances = dict(map(_tolerance, tolerance))
-    require_folders(json_file, html, junit, markdown)
+    require_writable(json_file, html, junit, markdown)
     try:
         from flaxformer_mt.parity import families
         from flaxformer_mt.parity.reports import baseline as baselines

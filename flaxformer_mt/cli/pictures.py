@@ -12,8 +12,8 @@ from flaxformer_mt.cli.options import (
     CheckpointChoice,
     DecodeOptions,
     RunFolder,
-    require_folders,
     require_runs,
+    require_writable,
 )
 from flaxformer_mt.config.fields import Bounds
 from flaxformer_mt.errors import UserError
@@ -53,7 +53,7 @@ def plot(
     folders = [folder for group in run for folder in group]
     require_runs(folders)
     format_of(output_file)
-    require_folders(output_file)
+    require_writable(output_file)
     plot_curves(folders, metrics, x, smoothing).save(output_file)
     output.print_lines([str(output_file)])
 
@@ -92,7 +92,7 @@ def attention(
     from flaxformer_mt.plotting.drawing import format_of
 
     format_of(output_file)
-    require_folders(output_file)
+    require_writable(output_file)
     from flaxformer_mt.decoding.attention_weights import sentence_attention
     from flaxformer_mt.decoding.translator import Translator
     from flaxformer_mt.runs.trained_model import load_run

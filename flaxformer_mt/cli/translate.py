@@ -14,6 +14,7 @@ from flaxformer_mt.cli.options import (
     DecodeOptions,
     RunFolders,
     load_runs,
+    require_writable,
 )
 from flaxformer_mt.data.corpora.text_files import arriving_lines, opened
 
@@ -67,6 +68,7 @@ def translate(
     from flaxformer_mt.decoding.line_format import LineFormat, translate_lines
     from flaxformer_mt.decoding.translator import Translator, window_characters
 
+    require_writable(output_file)
     form = LineFormat(input_format, output_format, alignment, tokens, attention)
     with contextlib.ExitStack() as stack:
         name = str(input_file) if input_file else "standard input"

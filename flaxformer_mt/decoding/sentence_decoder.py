@@ -173,8 +173,12 @@ class SentenceDecoder:
           UserError: the constraints of a sentence cannot be met, the parameters are not finite, or
             the device has too little memory.
         """
+        decode = self.decode
+        width = "beam_size"
+        if decode.samples:
+            width = "mbr_samples" if decode.mbr_samples else "n_best"
         with explained_exhaustion(
-            "translation", "lower decode.batch_tokens, decode.beam_size or decode.max_source_length"
+            "translation", f"lower decode.batch_tokens, decode.{width} or decode.max_source_length"
         ):
             yield from self._translate(sentences)
 

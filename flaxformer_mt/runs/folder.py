@@ -18,7 +18,15 @@ from flaxformer_mt.data.corpora.corpus import Corpus
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs import atomic, data_file, manifest, step_folders
-from flaxformer_mt.runs.layout import CHECKPOINTS, CONFIG, DATA, METRICS, ORIGIN, TOKENIZER
+from flaxformer_mt.runs.layout import (
+    CHECKPOINTS,
+    CONFIG,
+    CONTENT,
+    DATA,
+    METRICS,
+    ORIGIN,
+    TOKENIZER,
+)
 
 Corpora: TypeAlias = Mapping[str, Sequence[Corpus]]
 """The corpora of "train", "valid" and "test"."""
@@ -34,6 +42,17 @@ def require_run(folder: str | Path) -> None:
         raise UserError(f"there is no run folder {folder}")
     if not Path(folder, CONFIG).is_file():
         raise UserError(f"{folder} is not a run folder: it has no {CONFIG}")
+
+
+def is_content_of_run(path: Path) -> bool:
+    """Returns whether a file, which need not exist, would be one of those of a trained model."""
+    path = path.resolve()
+    return any(
+        path.relative_to(folder).parts[0] in CONTENT
+        and (folder / CONFIG).is_file()
+        and (folder / CHECKPOINTS).is_dir()
+        for folder in path.parents
+    )
 
 
 def read_config(folder: str | Path) -> ExperimentConfig:

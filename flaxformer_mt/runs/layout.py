@@ -38,3 +38,8 @@ PROGRESS = "progress.json"
 """Validation metric and position of the training loop."""
 MANIFEST = "manifest.json"
 """Size and SHA-256 of every other file; written last."""
+
+CONTENT = frozenset(
+    {CONFIG, DATA, TOKENIZER, METRICS, TENSORBOARD, CACHE, LOCK, ORIGIN, CHECKPOINTS}
+)
+"""What a command must not write its output to."""
