@@ -28,9 +28,9 @@ MISTAKES = (
     ("learning_rate=5e-3", "learning_rate=float('nan')"), ("DataConfig", "DataConfg"),
     ("beam_size=4", "beam_size=4.5"), ("vocab_size=10000", "vocab_size=10**30"),
     ("ExperimentConfig(", "dict("), ('corpus="text"', "corpus=None"), ("presets", "preset"),
-    ("eval_every=500,", "eval_every=500"), ("model=presets.marian(", "model=dict("),
+    ("eval_every=448,", "eval_every=448"), ("model=presets.marian(", "model=dict("),
     ("return ExperimentConfig(", "yield ExperimentConfig("), ("pad_id=0", "pad_id=10**9"),
-    ("num_heads=4", "num_heads=0"), ('schedule="inv', 'schedule="Inv'), (":\n", "\n"),
+    ("num_heads=4", "num_heads=0"), ('schedule="one', 'schedule="One'), (":\n", "\n"),
 )  # fmt: skip
 """Edits of a configuration file that make it invalid."""
 RUN_FILES = ("config.json", "config.json", "data.json", "store", "progress")

@@ -13,6 +13,7 @@ import pytest
 from fuzz import checkpoints, command_lines, configurations, corpora, damage, foreign_folders, kills
 from fuzz.core import remove, run_command
 from fuzz.literal_cases import LITERAL_CASES
+from fuzz.world import CONFIG
 
 MAKERS = {
     "checkpoints": checkpoints.make,
@@ -89,3 +90,8 @@ def test_kills(world, tmp_path, record_counts):
             failures.append(f"kills {seed}: {case}\n    {problem}")
     report = "\n\n".join(failures)
     assert not failures, f"{len(failures)} failures\n\n{report}"
+
+
+@pytest.mark.parametrize("old", [old for old, _ in configurations.MISTAKES])
+def test_mistakes_change_the_configuration_file(old):
+    assert old in CONFIG.read_text()
