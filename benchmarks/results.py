@@ -136,7 +136,7 @@ def compare_first_steps(options: argparse.Namespace) -> None:
         "name": first_steps.NAME,
         "command": f"python benchmarks/results.py --run {first_steps.NAME}",
         "commit": commit,
-        "data": {"train": [first_steps.corpus(options.data, options.out).fingerprint]},
+        "data": {"train": [first_steps.fingerprint(options.data, options.out)]},
         "device": provenance.device(),
         "hours": (time.monotonic() - started) / 3600,
         "families": found,

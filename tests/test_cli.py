@@ -642,9 +642,11 @@ def test_no_output_replaces_a_file_of_a_trained_model(tmp_path, capsys, argument
     (run / "tokenizer").mkdir(parents=True)
     (run / "checkpoints" / "4").mkdir(parents=True)
     (run / "config.json").write_text(to_json(ExperimentConfig()))
-    before = (run / place).read_bytes() if (run / place).exists() else None
+    files = [path for path in run.rglob("*") if path.is_file()]
+    content = [path.read_bytes() for path in files]
     assert main([*arguments, f"--run={run}", f"--output={run / place}"]) == ExitCode.FAILURE
     assert f"{run / place} cannot be written: it belongs to a trained model" in (
         capsys.readouterr().err
     )
-    assert ((run / place).read_bytes() if (run / place).exists() else None) == before
+    assert [path for path in run.rglob("*") if path.is_file()] == files
+    assert [path.read_bytes() for path in files] == content

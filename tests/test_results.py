@@ -3,6 +3,7 @@
 import dataclasses
 import gzip
 import importlib
+import itertools
 import json
 from pathlib import Path
 
@@ -144,16 +145,19 @@ def test_text_is_prepared_as_moses_does(monkeypatch):
     assert texts.moses("fr")("L'homme d’Œuvre.") == "l&apos; homme d&apos; œuvre ."
 
 
+def write_raw(folder, splits, lines):
+    """Writes a raw corpus, with the same lines, by suffix, in every split."""
+    folder.mkdir(parents=True)
+    for split, (suffix, own) in itertools.product(splits, lines.items()):
+        content = "".join(f"{line}\n" for line in own).encode()
+        (folder / f"{split}.{suffix}.gz").write_bytes(gzip.compress(content, mtime=0))
+
+
 def test_subwords_of_multi30k(results, tmp_path):
     texts = importlib.import_module("reproduction.texts")
     lines = {"en": ["A playhouse.", "Two houses, one bird.", "A bird plays, a bird houses."]}
     lines["fr"] = ["Une maison d'oiseau.", "Deux maisons, un oiseau.", "Un oiseau."]
-    raw = tmp_path / "raw" / "multi30k-en-fr"
-    raw.mkdir(parents=True)
-    for split in ("train", "valid", *texts.MULTI30K_TESTS):
-        for suffix, own in lines.items():
-            content = "".join(f"{line}\n" for line in own).encode()
-            (raw / f"{split}.{suffix}.gz").write_bytes(gzip.compress(content, mtime=0))
+    write_raw(tmp_path / "raw" / "multi30k-en-fr", ("train", "valid", *texts.MULTI30K_TESTS), lines)
     text = texts.multi30k_subwords("fr")
     folder = text.prepare(tmp_path / "raw", tmp_path)
     assert text.is_tokenized
@@ -181,11 +185,8 @@ def raw(tmp_path):
     """Raw corpora of a few lines."""
     english = ["Where is it?", "I know.", "Why did you ask that?", "What a day!", "whatever?"]
     french = ["Où est-ce ?", "Je sais.", "Pourquoi as-tu demandé ça ?", "Quelle journée !", "bof ?"]
-    for split in ("train", "valid", "test"):
-        for suffix, lines in (("en", english), ("fr", french)):
-            path = tmp_path / "tatoeba-eng-fra" / f"{split}.{suffix}.gz"
-            path.parent.mkdir(exist_ok=True)
-            path.write_bytes(gzip.compress("".join(f"{line}\n" for line in lines).encode()))
+    lines = {"en": english, "fr": french}
+    write_raw(tmp_path / "tatoeba-eng-fra", ("train", "valid", "test"), lines)
     return tmp_path
 
 
@@ -388,18 +389,18 @@ def test_marian_of_transformers_is_trained_as_ours(results, raw, tmp_path):
 def test_the_first_steps_beside_pytorch_have_what_they_rest_on(
     results, tmp_path, folder, monkeypatch
 ):
-    raw = tmp_path / "raw" / "multi30k-en-de"
-    raw.mkdir(parents=True)
+    raw = tmp_path / "raw"
     texts = importlib.import_module("reproduction.texts")
-    for split in ("train", "valid", *texts.MULTI30K_TESTS):
-        for suffix, line in (("en", "A dog sees {}."), ("de", "Ein Hund sieht {}.")):
-            lines = "".join(f"{line.format(number)}\n" for number in range(40))
-            (raw / f"{split}.{suffix}.gz").write_bytes(gzip.compress(lines.encode()))
+    lines = {
+        "en": [f"A dog sees {number}." for number in range(40)],
+        "de": [f"Ein Hund sieht {number}." for number in range(40)],
+    }
+    write_raw(raw / "multi30k-en-de", ("train", "valid", *texts.MULTI30K_TESTS), lines)
     for name, value in {
         "NAMES": ("torch", "opennmt-alibi"), "NUM_STEPS": 2, "ROWS": 4, "VOCABULARY": 290,
     }.items():  # fmt: skip
         monkeypatch.setattr(results.first_steps, name, value)
-    folders = [f"--data={raw.parent}", f"--out={tmp_path / 'out'}", f"--results={folder}"]
+    folders = [f"--data={raw}", f"--out={tmp_path / 'out'}", f"--results={folder}"]
     assert results.main(["--run", "first-steps", *folders]) == 0
     found = json.loads((folder / "first-steps.json").read_text())
     assert [family["name"] for family in found["families"]] == ["torch", "opennmt-alibi"]

@@ -48,7 +48,7 @@ def compare(name: str, data: Path, out: Path) -> dict[str, Any]:
 
     family, _, kind = name.partition("-")
     options: dict[str, Any] = {"position_kind": kind} if kind else {}
-    text, tokenizers = _corpus_and_tokenizers(data, out)
+    corpus, tokenizers = _corpus(data, out)
     model = with_vocabulary_sizes(
         tiny(family, **SIZES | options),
         tokenizers.source.vocab_size,
@@ -60,7 +60,7 @@ def compare(name: str, data: Path, out: Path) -> dict[str, Any]:
     options |= {name: getattr(model, name) for name in ("num_heads", "pad_id", "bos_id", "eos_id")}
     training = recipe(family, WARMUP_STEPS, NUM_STEPS)
     sides = model_pair(family, module, options, its_recipe=training)
-    batches = _batches(text, tokenizers, sides.ours.config, training.source_padding)
+    batches = _batches(corpus, tokenizers, sides.ours.config, training.source_padding)
     tokens = [real_tokens(sides, batch)[0] for batch in batches]
     with precision("float64"), without_dropout(module):
         ours = train_ours(sides, tokens, NUM_STEPS).loss
@@ -73,32 +73,33 @@ def compare(name: str, data: Path, out: Path) -> dict[str, Any]:
     }
 
 
-def corpus(data: Path, out: Path) -> ParallelCorpus:
-    """Returns the training text of all families; arguments as in `compare`."""
-    return _corpus_and_tokenizers(data, out)[0]
+def fingerprint(data: Path, out: Path) -> str:
+    """Returns the SHA-256 of the training text of all families; arguments as in `compare`."""
+    return _corpus(data, out)[0].fingerprint
 
 
 @functools.cache
-def _corpus_and_tokenizers(data: Path, out: Path) -> tuple[ParallelCorpus, Tokenizers]:
+def _corpus(data: Path, out: Path) -> tuple[ParallelCorpus, Tokenizers]:
+    """Returns the training text of all families, and its vocabulary."""
     folder = multi30k("de", tokenized=False).prepare(data, out)
     config = DataConfig(
         corpus="text", path=str(folder), source_language="en", target_language="de",
         vocab_size=VOCABULARY,
     )  # fmt: skip
-    text = load_corpus(config, "train")
-    return text, Tokenizers.for_run([text], config, True)
+    corpus = load_corpus(config, "train")
+    return corpus, Tokenizers.for_run([corpus], config, True)
 
 
 def _batches(
-    text: ParallelCorpus, tokenizers: Tokenizers, model: TransformerConfig, source_padding: str
+    corpus: ParallelCorpus, tokenizers: Tokenizers, model: TransformerConfig, source_padding: str
 ) -> list[tuple[np.ndarray, ...]]:
     """Returns `NUM_STEPS` batches of one shape: source, target input and target output."""
     eos = model.eos_id
     pairs = [
         ([*source, eos], [*target, eos])
         for source, target in zip(
-            tokenizers.source.encode(text.sources),
-            tokenizers.target.encode(text.targets),
+            tokenizers.source.encode(corpus.sources),
+            tokenizers.target.encode(corpus.targets),
             strict=True,
         )
         if max(len(source), len(target)) < LENGTH

@@ -108,10 +108,10 @@ def require_writable(*files: Path | None) -> None:
     """
     from flaxformer_mt.runs.folder import is_content_of_run
 
-    for file in files:
-        if file is not None and file.is_dir():
+    for file in filter(None, files):
+        if file.is_dir():
             raise UserError(f"{file} cannot be written: it is a folder")
-        if file is not None and not file.parent.is_dir():
+        if not file.parent.is_dir():
             raise UserError(f"{file} cannot be written: {file.parent} is not a folder")
-        if file is not None and is_content_of_run(file):
+        if is_content_of_run(file):
             raise UserError(f"{file} cannot be written: it belongs to a trained model")

@@ -47,6 +47,7 @@ def require_run(folder: str | Path) -> None:
 def is_content_of_run(path: Path) -> bool:
     """Returns whether a file, which need not exist, would be one of those of a trained model."""
     path = path.resolve()
+    # A config.json alone may be that of a published model.
     return any(
         path.relative_to(folder).parts[0] in CONTENT
         and (folder / CONFIG).is_file()
