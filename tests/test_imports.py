@@ -33,11 +33,13 @@ ALLOWED = {
         "runs",
     }
     | LEAVES,
+    "objectives": {"config", "model", "data.stream"} | LEAVES,
     "experiment": {
         "config",
         "distributed",
         "interruption",
         "model",
+        "objectives",
         "data",
         "runs",
         "training",
@@ -53,7 +55,7 @@ ALLOWED = {
     "presets": {"config"} | LEAVES,
     "model": {"config"} | LEAVES,
     "data": {"config", "runs.layout", "runs.manifest"} | LEAVES,
-    "training": {"config", "model", "data", "runs", "interruption"} | LEAVES,
+    "training": {"config", "model", "objectives", "data", "runs", "interruption"} | LEAVES,
     "decoding": {
         "config",
         "model",
@@ -69,7 +71,7 @@ ALLOWED = {
         "model",
         "presets",
         "interop",
-        "training.losses",
+        "objectives.losses",
         "training.optimizer",
         "plotting.drawing",
     }

@@ -27,6 +27,7 @@ from flaxformer_mt.interop.weight_maps import checkpoints
 from flaxformer_mt.interop.weight_maps.family import sinusoids
 from flaxformer_mt.model.masks import causal_mask
 from flaxformer_mt.model.transformer import Transformer
+from flaxformer_mt.objectives.losses import Convention, label_smoothed_cross_entropy
 from flaxformer_mt.parity import references
 from flaxformer_mt.parity.recipes import Recipe, ReferenceLoss, recipe
 from flaxformer_mt.parity.tokens import (
@@ -37,7 +38,6 @@ from flaxformer_mt.parity.tokens import (
     padding,
 )
 from flaxformer_mt.presets import canonical_family
-from flaxformer_mt.training.losses import Convention, label_smoothed_cross_entropy
 
 Tables = Literal["exact", "published"]
 """Tables of positions. exact: computed in the dtype of the comparison; published: those of the

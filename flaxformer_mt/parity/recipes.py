@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from flaxformer_mt.config import OptimizerConfig
+from flaxformer_mt.objectives.losses import Convention
 from flaxformer_mt.parity.references import losses
 from flaxformer_mt.presets import canonical_family
-from flaxformer_mt.training.losses import Convention
 
 ReferenceLoss: TypeAlias = Callable[[Tensor, Tensor, float, int], tuple[Tensor, Tensor]]
 """Maps logits [N, V], targets [N], smoothing and padding id to a sum and its normalizer."""

@@ -181,6 +181,14 @@ def open_corpora(config: DataConfig, role: Role, has_inputs: bool = True) -> lis
     return opened
 
 
+def open_path(
+    data: DataConfig, split: str, prefix: str = "", tag: str = "", weight: float = 1.0
+) -> StreamedCorpus:
+    """Opens the corpus that the fields of `data` describe; arguments as of `open_corpus`."""
+    corpus = _completed(CorpusConfig(tag=tag, weight=weight), data, split)
+    return open_corpus(corpus, data, prefix)
+
+
 def open_corpus(
     corpus: CorpusConfig, data: DataConfig, prefix: str, has_inputs: bool = True
 ) -> StreamedCorpus:
@@ -242,7 +250,7 @@ def load_corpus(config: DataConfig, split: str) -> ParallelCorpus:
     Raises:
       UserError: see `open_corpora` and `Corpus.pairs`.
     """
-    return read_corpus([open_corpus(_completed(CorpusConfig(), config, split), config, "data.")])
+    return read_corpus([open_path(config, split, "data.")])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,12 +7,12 @@ import numpy as np
 import torch
 from absl.testing import parameterized
 
-from flaxformer_mt.parity.references.losses import LOSSES
-from flaxformer_mt.training.losses import (
+from flaxformer_mt.objectives.losses import (
     accuracy,
     label_smoothed_cross_entropy,
     token_losses,
 )
+from flaxformer_mt.parity.references.losses import LOSSES
 
 PAD = 3
 CONVENTIONS = {

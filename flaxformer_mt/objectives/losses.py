@@ -3,7 +3,7 @@
 `label_smoothed_cross_entropy` and `accuracy` return a sum and the weight to divide it by. The
 caller takes the mean, over all devices, micro-batches and packed rows.
 
-Training computes the same loss in chunks, with a handwritten gradient: `vocabulary_loss.py` must be
+Training computes the same loss in chunks, with a handwritten gradient: `chunked.py` must be
 changed together with this file.
 """
 
