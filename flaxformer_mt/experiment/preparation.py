@@ -119,7 +119,7 @@ def prepare(
         if data.subword_sampling:
             tokenizers.source.sample([], 0, data.subword_sampling)  # Some vocabularies cannot.
     if given.model.has_inputs:
-        check_search(given, tokenizers)
+        check_search(given.model, tokenizers, given.decode)
     tokens = tokenize(
         given,
         corpora,

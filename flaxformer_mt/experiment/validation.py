@@ -141,8 +141,7 @@ class Validation:
         decode = self._config.decode
         if self._config.parallel.num_devices:
             decode = decoding_on(self._devices.devices, decode)
-        config = dataclasses.replace(self._config, decode=decode)
-        translator = Translator(config, params, self._dataset.tokenizers)
+        translator = Translator(self._config.model, params, self._dataset.tokenizers, decode)
         own = translator.translate(distributed.share_out(sources), show_progress=show_progress)
         return distributed.gather_texts(own)
 
