@@ -35,7 +35,7 @@ from flaxformer_mt.model.numerics import (
 
 
 class KeyValue(NamedTuple):
-    """Keys [B, H, S, K] and values [B, H, S, U]."""
+    """Keys [B, G, S, K] and values [B, G, S, U]."""
 
     key: Array
     value: Array
@@ -56,8 +56,8 @@ def scaled_dot_product_attention(
 
     Args:
       query: [B, H, T, K].
-      key: [B, H, S, K].
-      value: [B, H, S, U]; U may differ from K.
+      key: [B, G, S, K]; G divides H, and query head h attends to head h // (H / G).
+      value: [B, G, S, U]; U may differ from K.
       mask: bool, broadcastable to [B, H, T, S], True = attend. A query without any key gets zeros
         (the published code gives it the mean of all values).
       dropout: applied to the weights.
@@ -68,12 +68,17 @@ def scaled_dot_product_attention(
       The context [B, H, T, U] in the dtype of `value`, and the weights [B, H, T, S] before
       dropout.
 
-    Source: Vaswani et al. 2017, equation 1.
+    Source: Vaswani et al. 2017, equation 1; Ainslie et al. 2023 for G < H.
     """
+    batch, heads, queries, width = query.shape
+    groups, keys = key.shape[1:3]
+    # The queries of a group are rows of one matrix.
+    grouped = (heads // groups) * queries
     # The softmax is taken in float32 or wider: bfloat16 sums lose the tail of long rows.
     dtype = at_least_float32(query.dtype)
+    query = query.reshape(batch, groups, grouped, width)
     scores = jnp.einsum("bhtk,bhsk->bhts", query, key, preferred_element_type=dtype)
-    scores = scores * query.shape[-1] ** -0.5
+    scores = scores.reshape(batch, heads, queries, keys) * width**-0.5
     if bias is not None:
         scores = scores + bias.astype(dtype)
     mask = jnp.ones((1, 1, 1, 1), bool) if mask is None else mask
@@ -81,13 +86,17 @@ def scaled_dot_product_attention(
         tap("scores", jnp.where(mask, scores, jnp.finfo(dtype).min))
     weights = masked_softmax(scores, mask).astype(value.dtype)
     kept = weights if dropout is None else dropout(weights)
-    return jnp.einsum("bhts,bhsu->bhtu", kept, value), weights
+    kept = kept.reshape(batch, groups, grouped, keys)
+    context = jnp.einsum("bhts,bhsu->bhtu", kept, value)
+    return context.reshape(batch, heads, queries, -1), weights
 
 
 class MultiHeadAttention(nn.Module):
     """Multi-head attention: H heads, each with its own projections of queries, keys and values.
 
-    H*K and H*U need not be D. Source: Vaswani et al. 2017, section 3.2.2.
+    H*K and H*U need not be D. With `num_kv_heads`, there are fewer heads of keys and values, each
+    for a group of query heads. Source: Vaswani et al. 2017, section 3.2.2; Ainslie et al. 2023,
+    "GQA: Training Generalized Multi-Query Transformer Models from Multi-Head Checkpoints".
     """
 
     config: TransformerConfig
@@ -95,21 +104,23 @@ class MultiHeadAttention(nn.Module):
     def setup(self) -> None:
         """Creates the four projections."""
         c = self.config
-        key_features = c.num_heads * c.key_width
-        value_features = c.num_heads * c.value_width
         divisor = 1 if c.scale_scores else c.key_width**0.5
-        self.query = dense(c, "qkv", c.d_model, key_features, c.qkv_bias, divisor)
-        self.key = dense(c, "qkv", c.d_model, key_features, c.qkv_bias)
-        self.value = dense(c, "qkv", c.d_model, value_features, c.qkv_bias)
+        self.query = dense(c, "qkv", c.d_model, c.num_heads * c.key_width, c.qkv_bias, divisor)
+        self.key = dense(c, "qkv", c.d_model, c.kv_heads * c.key_width, c.qkv_bias)
+        self.value = dense(c, "qkv", c.d_model, c.kv_heads * c.value_width, c.qkv_bias)
         self.output = dense(
-            c, "attention_output", value_features, c.d_model, c.attention_output_bias
+            c,
+            "attention_output",
+            c.num_heads * c.value_width,
+            c.d_model,
+            c.attention_output_bias,
         )
         self.dropout = Dropout(c.attention_dropout_rate)
 
-    def _split_heads(self, x: Array) -> Array:
+    def _split_heads(self, x: Array, heads: int) -> Array:
         """[B, S, H*K] to [B, H, S, K]: the features of one head are contiguous."""
         x = constrain(x, "batch", "length", "heads")
-        return x.reshape(*x.shape[:-1], self.config.num_heads, -1).swapaxes(-2, -3)
+        return x.reshape(*x.shape[:-1], heads, -1).swapaxes(-2, -3)
 
     def project(
         self, inputs: Array | Shared, transform: Callable[[Array], Array] | None = None
@@ -118,14 +129,15 @@ class MultiHeadAttention(nn.Module):
 
         Args:
           inputs: [B, S, D].
-          transform: applied to the keys [B, H, S, K], such as a rotation by their positions.
+          transform: applied to the keys [B, G, S, K], such as a rotation by their positions.
         """
         # With dot products and without a transform, a key bias adds the same number to all scores
         # of a query, which cancels in the softmax: its gradient is 0. Computed, it would be
         # rounding noise, which Adam scales up to steps of full size.
         cancels = self.config.attention_kind == DOT_PRODUCT and transform is None
-        key = self._split_heads(self.key(inputs, train_bias=not cancels))
-        value = self._split_heads(self.value(inputs))
+        heads = self.config.kv_heads
+        key = self._split_heads(self.key(inputs, train_bias=not cancels), heads)
+        value = self._split_heads(self.value(inputs), heads)
         return KeyValue(key if transform is None else transform(key), value)
 
     def attend(
@@ -141,8 +153,8 @@ class MultiHeadAttention(nn.Module):
 
         Args:
           query: [B, H, T, K], in decoding with T = W hypotheses of one token each.
-          key: [B, H, S, K].
-          value: [B, H, S, U].
+          key: [B, G, S, K]; G = H unless `num_kv_heads` is given.
+          value: [B, G, S, U].
           mask: bool, broadcastable to [B, H, T, S], True = attend; None = attend to all.
           bias: broadcastable to [B, H, T, S], added to the scores, for some position kinds.
           deterministic: no dropout.
@@ -167,15 +179,15 @@ class MultiHeadAttention(nn.Module):
         transform: Callable[[Array], Array] | None,
     ) -> tuple[Array, KeyValue]:
         """Computes the queries [B, H, T, K] of `inputs`, and the keys and values of `attended`."""
-        shared = Shared.of(inputs, self.config.num_heads)
-        query = self._split_heads(self.query(shared))
+        shared = Shared.of(inputs, self.config.kv_heads)
+        query = self._split_heads(self.query(shared), self.config.num_heads)
         query = query if transform is None else transform(query)
         if not self.config.scale_scores:
             query = query * self.config.key_width**0.5  # All backends divide scores by it.
         if isinstance(attended, KeyValue):
             return query, attended
         if attended is not inputs:
-            shared = Shared.of(attended, self.config.num_heads)
+            shared = Shared.of(attended, self.config.kv_heads)
         return query, self.project(shared, transform)
 
     def _fused(
@@ -202,8 +214,9 @@ class MultiHeadAttention(nn.Module):
             return attend(options, arrays(query, key, value))
         query_bias, value_bias = self._packed_biases()
         arrays = functools.partial(arrays, query_bias=query_bias, value_bias=value_bias)
-        if attended is not inputs or self.config.remat != "projections":
-            return attend(options, arrays(*self._packed(inputs, attended)))
+        is_single_product = attended is inputs and self.config.kv_heads == self.config.num_heads
+        if not is_single_product or self.config.remat != "projections":
+            return attend(options, arrays(*self._packed(inputs, attended, is_single_product)))
 
         def project_and_attend(x: Array, kernel: Array) -> Array:
             return attend(options, arrays(self._product(x, kernel), None, None))
@@ -211,9 +224,11 @@ class MultiHeadAttention(nn.Module):
         kernel = self._kernel(self.query, self.key, self.value)
         return jax.checkpoint(project_and_attend, policy=is_fused_attention)(inputs, kernel)
 
-    def _packed(self, inputs: Array, attended: Array) -> tuple[Array, Array | None, None]:
+    def _packed(
+        self, inputs: Array, attended: Array, is_single_product: bool
+    ) -> tuple[Array, Array | None, None]:
         """Computes queries, keys and values, packed as `Inputs` has them, without their biases."""
-        if attended is inputs:
+        if is_single_product:
             return self._product(inputs, self._kernel(self.query, self.key, self.value)), None, None
         # XLA would merge this product with those of other layers, and copy a part for each kernel.
         # (It would also merge barriers of the same array alone.)
@@ -222,10 +237,10 @@ class MultiHeadAttention(nn.Module):
         return self._product(inputs, self._kernel(self.query)), of_keys, None
 
     def _kernel(self, *maps: Dense) -> Array:
-        """Returns the kernels of P linear maps as one [D, H, P, K]."""
+        """Returns the kernels of P linear maps with as many heads as one [D, H, P, K]."""
         # Heads first: tensor parallelism shards them.
-        heads = self.config.num_heads
-        return jnp.stack([m.kernel.reshape(m.fan_in, heads, -1) for m in maps], axis=2)
+        width = self.config.key_width
+        return jnp.stack([m.kernel.reshape(m.fan_in, -1, width) for m in maps], axis=2)
 
     def _product(self, x: Array, kernel: Array) -> Array:
         """Maps [B, S, D] to [B, S, H, P, K] by a kernel [D, H, P, K], without biases."""
@@ -235,11 +250,11 @@ class MultiHeadAttention(nn.Module):
         return products.reshape(*x.shape[:-1], *kernel.shape[1:])
 
     def _packed_biases(self) -> tuple[Array | None, Array | None]:
-        """Returns the biases [H, K] of queries and of values, if they have any."""
+        """Returns the biases [H, K] of queries and [G, K] of values, if they have any."""
         if not self.config.qkv_bias:
             return None, None
-        heads = self.config.num_heads
-        return self.query.bias.reshape(heads, -1), self.value.bias.reshape(heads, -1)
+        width = self.config.key_width
+        return self.query.bias.reshape(-1, width), self.value.bias.reshape(-1, width)
 
     def _backend(
         self,
@@ -285,8 +300,8 @@ class MultiHeadAttention(nn.Module):
 
         Args:
           inputs: [B, T, D], whose projections are the queries.
-          attended: [B, S, D], `inputs` itself in self-attention; or its keys [B, H, S, K] and
-            values [B, H, S, U], from `project`.
+          attended: [B, S, D], `inputs` itself in self-attention; or its keys [B, G, S, K] and
+            values [B, G, S, U], from `project`.
           mask: which keys are visible, in a whole pass; or bool, broadcastable to [B, H, T, S],
             True = attend; None = attend to all.
           deterministic: no dropout.

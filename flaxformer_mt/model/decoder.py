@@ -114,7 +114,7 @@ class DecoderLayer(nn.Module):
 
         Args:
           x: [B, W, D].
-          cross: keys [B, H, S, K] and values [B, H, S, U], shared by the hypotheses of a sentence.
+          cross: keys [B, G, S, K] and values [B, G, S, U], shared by the hypotheses of a sentence.
           state: the key/value cache, or the state of the recurrent unit.
           token_positions: int32 [B], the position of each sentence's token, from 0.
           visible: [B, 1, W, P * W], which cached keys of the sentence a hypothesis attends to.
@@ -273,7 +273,7 @@ class Decoder(nn.Module):
 
         Args:
           x: [B, W, D], the embedded tokens.
-          cross: per layer, keys [B, H, S, K] and values [B, H, S, U]; None without inputs.
+          cross: per layer, keys [B, G, S, K] and values [B, G, S, U]; None without inputs.
           states: per layer, see `DecoderLayer.step`.
           token_positions: int32 [B], the position of each sentence's tokens, from 0.
           visible: bool [B, 1, W, P * W], the cached tokens that each hypothesis attends to.

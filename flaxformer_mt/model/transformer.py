@@ -332,7 +332,7 @@ class Transformer(nn.Module):
             shape: tuple[int, ...] = (batch_size, beam_size, c.d_model)
             state = RecurrentState(jnp.zeros(shape, at_least_float32(dtype)))
         else:
-            shape = (batch_size, c.num_heads, max_length, beam_size, c.key_width)
+            shape = (batch_size, c.kv_heads, max_length, beam_size, c.key_width)
             state = KeyValueCache.empty(shape, c.value_width, dtype)
         ancestry = jnp.zeros((batch_size, beam_size, max_length), jnp.int32)
         return Cache(tuple(state for _ in layers), cross, cross_mask, ancestry)

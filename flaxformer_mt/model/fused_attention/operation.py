@@ -16,6 +16,8 @@ from flaxformer_mt.model.fused_attention.blocks import (
     Gradients,
     Operands,
     dropout_factors,
+    repeated,
+    summed,
     visible_keys,
 )
 from flaxformer_mt.model.logical_axes import dividing_axes, on_each_device
@@ -38,10 +40,11 @@ class Options(NamedTuple):
 class Inputs(NamedTuple):
     """The arrays of fused attention.
 
-    Queries, keys and values are [B, H, T, K] and [B, H, S, K]. The backend "pallas_gpu" also takes
-    them packed, as one product of matrices writes them, without their biases: `query`
-    [B, T, H, 3, K] of queries, keys and values; or `query` [B, T, H, 1, K] and `key`
-    [B, S, H, 2, K] of keys and values. (Keys need no bias: it does not change the weights.)
+    Queries, keys and values are [B, H, T, K] and [B, G, S, K]; query head h attends to head
+    h // (H / G). The backend "pallas_gpu" also takes them packed, as one product of matrices writes
+    them, without their biases: `query` [B, T, H, 3, K] of queries, keys and values; or `query`
+    [B, T, H, 1, K] and `key` [B, S, G, 2, K] of keys and values. (Keys need no bias: it does not
+    change the weights.)
     """
 
     query: Array
@@ -60,7 +63,7 @@ class Inputs(NamedTuple):
     query_bias: Array | None = None
     """[H, K], added to packed queries."""
     value_bias: Array | None = None
-    """[H, K], added to packed values."""
+    """[G, K], added to packed values."""
 
     @property
     def is_packed(self) -> bool:
@@ -116,9 +119,9 @@ def _backward(options: Options, residuals: Any, gradient: Array) -> tuple[Inputs
     of_bias = None if inputs.bias is None else _bias_gradient(operands, form, gradient, inputs.bias)
     of_query_bias, of_value_bias = None, None
     if biases is not None:
-        sums = jnp.sum(biases, axis=(0, 1)).swapaxes(0, 1)
+        sums = jnp.sum(biases, axis=(0, 1)).swapaxes(0, 1)  # [2, H, K]
         of_query_bias, of_value_bias = (
-            x.astype(bias.dtype)
+            summed(x[None, None], len(bias))[0, 0].astype(bias.dtype)
             for x, bias in zip(sums, (inputs.query_bias, inputs.value_bias), strict=True)
         )
     return (
@@ -185,7 +188,7 @@ def operands_of(options: Options, inputs: Inputs) -> Operands:
 
 
 def _unpacked(operands: Operands) -> list[Array]:
-    """Returns queries, keys and values, with their biases, [B, T, H, K] and [B, S, H, K]."""
+    """Returns queries, keys and values, with their biases, [B, T, H, K] and [B, S, G, K]."""
     arrays = [x for x in operands[:3] if x is not None]
     if operands.query.ndim == 4:
         return arrays
@@ -202,7 +205,8 @@ def _bias_gradient(operands: Operands, form: Form, gradient: Array, bias: Array)
 
     XLA drops it where the bias is not trained.
     """
-    query, key, value = _unpacked(operands)
+    query, *key_value = _unpacked(operands)
+    key, value = (repeated(x, query.shape[2]) for x in key_value)
     multiply = functools.partial(jnp.einsum, "bthk,bshk->bhts", preferred_element_type=jnp.float32)
     visible = visible_pairs(operands, form.causal)
 
@@ -236,7 +240,8 @@ def on_rows_and_heads(
       operands: of the whole mesh.
       specs: returns the partition specs of the function's arguments and of its results.
     """
-    rows, _, heads = operands.query.shape[:3]
+    rows = operands.query.shape[0]
+    heads = (operands.query if operands.key is None else operands.key).shape[2]
     row_axes = dividing_axes("batch", rows) or None
     head_axes = dividing_axes("attention_heads", heads) or None
     vectors = PartitionSpec(row_axes, None, head_axes)
