@@ -191,13 +191,12 @@ class TransformerConfig:
     """Run each stack as one compiled loop over its layers, which compiles faster; False unrolls it,
     so that nothing is copied into and out of the loop. auto: loops on CPUs, no loops elsewhere. The
     parameters are the same."""
-    attention_backend: Literal["auto", "einsum", "pallas_gpu", "pallas_tpu", "cudnn"] = option(
-        "auto", FieldRole.NUMERICS
+    attention_backend: Literal["auto", "einsum", "pallas_gpu", "pallas_tpu"] = option(
+        "auto", FieldRole.NUMERICS, formerly={"cudnn": "auto"}
     )
     """How attention is computed in whole passes. einsum: by XLA, with its weights in memory;
     pallas_gpu, pallas_tpu: in one kernel that never writes them (on CPUs it is interpreted, for
-    tests); cudnn: by NVIDIA's library, in bfloat16 without dropout of the weights; auto: the Pallas
-    kernel of the platform if it supports the case, else einsum."""
+    tests); auto: the kernel of the platform if it supports the case, else einsum."""
     norm_backend: Literal["auto", "xla", "pallas_gpu"] = option("auto", FieldRole.NUMERICS)
     """How training computes norm(x + dropout(f(x))). xla: by XLA's fusions; pallas_gpu: in one
     kernel, which draws dropout's random numbers again in the backward pass instead of storing a

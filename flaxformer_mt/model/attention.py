@@ -7,31 +7,24 @@ from typing import NamedTuple, TypeVar, cast
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jax import Array, lax
+from jax import Array
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.config.model import DOT_PRODUCT
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.model.fused_attention.backends import AttentionCase, choose_backend
-from flaxformer_mt.model.fused_attention.cudnn import cudnn_attention
-from flaxformer_mt.model.fused_attention.operation import (
+from flaxformer_mt.model.kernels.fused_attention import (
+    AttentionCase,
     Inputs,
     Options,
+    choose_backend,
     fused_attention,
-    is_fused_attention,
 )
+from flaxformer_mt.model.kernels.packed_projections import packed_attention
+from flaxformer_mt.model.kernels.products import Biased, Shared
+from flaxformer_mt.model.linear import dense
 from flaxformer_mt.model.logical_axes import constrain, mesh_platform
 from flaxformer_mt.model.masks import Visibility, dense_mask
-from flaxformer_mt.model.numerics import (
-    Biased,
-    Dense,
-    Dropout,
-    Shared,
-    at_least_float32,
-    dense,
-    linear,
-    masked_softmax,
-)
+from flaxformer_mt.model.numerics import Dropout, at_least_float32, masked_softmax
 
 
 class KeyValue(NamedTuple):
@@ -190,100 +183,55 @@ class MultiHeadAttention(nn.Module):
             shared = Shared.of(attended, self.config.kv_heads)
         return query, self.project(shared, transform)
 
+    def _fused_backend(
+        self, inputs: Array, attended: Array | KeyValue, mask: object, return_weights: bool
+    ) -> str:
+        """Returns the backend that never writes the weights, or "" if they are needed."""
+        c = self.config
+        is_read = return_weights or self.is_mutable_collection("intermediates")
+        is_whole_pass = isinstance(mask, Visibility) and not self.is_initializing()
+        if is_read or not is_whole_pass or c.attention_kind != DOT_PRODUCT:
+            return ""
+        keys = attended.key.shape[2] if isinstance(attended, KeyValue) else attended.shape[1]
+        queries = inputs.shape[0], c.num_heads, inputs.shape[1], c.key_width
+        case = AttentionCase(mesh_platform(), jnp.dtype(c.dtype), queries, keys, c.value_width)
+        backend = choose_backend(c.attention_backend, case)
+        return "" if backend == "einsum" else backend
+
     def _fused(
         self,
-        options: Options,
+        backend: str,
         inputs: Array,
         attended: Array | KeyValue,
         visible: Visibility,
+        deterministic: bool,
         bias: Array | None,
         transform: Callable[[Array], Array] | None,
     ) -> Array:
-        """Returns the context [B, H, T, U] by a backend that does not write the weights."""
-        attend = cudnn_attention if options.backend == "cudnn" else fused_attention
+        """Returns the context [B, H, T, U] by a kernel."""
+        c = self.config
+        dropped = 0 if deterministic else self.dropout.threshold
+        options = Options(backend, visible.causal, dropped, interpret=mesh_platform() == "cpu")
         arrays = functools.partial(
             Inputs,
             query_segments=visible.query_segments,
             key_segments=visible.key_segments,
             bias=bias,
-            dropout_key=self.dropout.draw_key() if options.dropout_threshold else None,
+            dropout_key=self.dropout.draw_key() if dropped else None,
         )
-        is_plain = transform is None and self.config.scale_scores
-        if options.backend != "pallas_gpu" or not is_plain or isinstance(attended, KeyValue):
+        is_plain = transform is None and c.scale_scores and not isinstance(attended, KeyValue)
+        if backend != "pallas_gpu" or not is_plain:
             query, (key, value) = self._project_all(inputs, attended, transform)
-            return attend(options, arrays(query, key, value))
-        query_bias, value_bias = self._packed_biases()
-        arrays = functools.partial(arrays, query_bias=query_bias, value_bias=value_bias)
-        is_single_product = attended is inputs and self.config.kv_heads == self.config.num_heads
-        if not is_single_product or self.config.remat != "projections":
-            return attend(options, arrays(*self._packed(inputs, attended, is_single_product)))
-
-        def project_and_attend(x: Array, kernel: Array) -> Array:
-            return attend(options, arrays(self._product(x, kernel), None, None))
-
-        kernel = self._kernel(self.query, self.key, self.value)
-        return jax.checkpoint(project_and_attend, policy=is_fused_attention)(inputs, kernel)
-
-    def _packed(
-        self, inputs: Array, attended: Array, is_single_product: bool
-    ) -> tuple[Array, Array | None, None]:
-        """Computes queries, keys and values, packed as `Inputs` has them, without their biases."""
-        if is_single_product:
-            return self._product(inputs, self._kernel(self.query, self.key, self.value)), None, None
-        # XLA would merge this product with those of other layers, and copy a part for each kernel.
-        # (It would also merge barriers of the same array alone.)
-        inputs, attended = lax.optimization_barrier((inputs, attended))
-        of_keys = self._product(attended, self._kernel(self.key, self.value))
-        return self._product(inputs, self._kernel(self.query)), of_keys, None
-
-    def _kernel(self, *maps: Dense) -> Array:
-        """Returns the kernels of P linear maps with as many heads as one [D, H, P, K]."""
-        # Heads first: tensor parallelism shards them.
-        width = self.config.key_width
-        return jnp.stack([m.kernel.reshape(m.fan_in, -1, width) for m in maps], axis=2)
-
-    def _product(self, x: Array, kernel: Array) -> Array:
-        """Maps [B, S, D] to [B, S, H, P, K] by a kernel [D, H, P, K], without biases."""
-        rows = x.reshape(-1, x.shape[-1]).astype(self.query.dtype)
-        products = linear(rows, kernel.reshape(x.shape[-1], -1), None)
-        products = constrain(products.reshape(*x.shape[:-1], -1), "batch", "length", "heads")
-        return products.reshape(*x.shape[:-1], *kernel.shape[1:])
-
-    def _packed_biases(self) -> tuple[Array | None, Array | None]:
-        """Returns the biases [H, K] of queries and [G, K] of values, if they have any."""
-        if not self.config.qkv_bias:
-            return None, None
-        width = self.config.key_width
-        return self.query.bias.reshape(-1, width), self.value.bias.reshape(-1, width)
-
-    def _backend(
-        self,
-        inputs: Array,
-        attended: Array | KeyValue,
-        mask: Visibility | Array | None,
-        threshold: int,
-        has_bias: bool,
-        return_weights: bool,
-    ) -> str:
-        c = self.config
-        if c.attention_kind != DOT_PRODUCT:
-            return "einsum"  # `attend`: kernels compute nothing else than dot products.
-        if isinstance(attended, KeyValue):
-            key_length = attended.key.shape[2]
-        else:
-            key_length = attended.shape[1]
-        case = AttentionCase(
-            mesh_platform(),
-            jnp.dtype(c.dtype),
-            (inputs.shape[0], c.num_heads, inputs.shape[1], c.key_width),
-            key_length,
-            c.value_width,
-            isinstance(mask, Visibility) and not self.is_initializing(),
-            return_weights or self.is_mutable_collection("intermediates"),
-            has_bias,
-            threshold > 0,
+            return fused_attention(options, arrays(query, key, value))
+        return packed_attention(
+            options,
+            (self.query, self.key, self.value),
+            c.key_width,
+            inputs,
+            cast(Array, attended),
+            arrays,
+            recompute=c.remat == "projections",
         )
-        return choose_backend(c.attention_backend, case)
 
     def __call__(
         self,
@@ -316,19 +264,15 @@ class MultiHeadAttention(nn.Module):
         Raises:
           UserError: `config.attention_backend` cannot do this.
         """
-        threshold = 0 if deterministic else self.dropout.threshold
-        backend = self._backend(inputs, attended, mask, threshold, bias is not None, return_weights)
-        weights: Array | None
-        if backend == "einsum":
+        weights: Array | None = None
+        if backend := self._fused_backend(inputs, attended, mask, return_weights):
+            visible = cast(Visibility, mask)
+            context = self._fused(
+                backend, inputs, attended, visible, deterministic, bias, transform
+            )
+        else:
             query, (key, value) = self._project_all(inputs, attended, transform)
             context, weights = self.attend(query, key, value, dense_mask(mask), bias, deterministic)
-        else:
-            visible = cast(Visibility, mask)
-            options = Options(
-                backend, visible.causal, threshold, interpret=mesh_platform() == "cpu"
-            )
-            context = self._fused(options, inputs, attended, visible, bias, transform)
-            weights = None
         joined = context.swapaxes(-2, -3).reshape(*inputs.shape[:-1], -1)  # [B, T, H*U]
         self.sow("intermediates", "context", joined)
         if add_bias:

@@ -13,7 +13,7 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.exports import exports
 from flaxformer_mt.model.attention import scaled_dot_product_attention
-from flaxformer_mt.model.fused_attention.operation import Inputs, Options, fused_attention
+from flaxformer_mt.model.kernels.fused_attention import Inputs, Options, fused_attention
 from flaxformer_mt.model.masks import causal_mask, segment_mask
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.training.flops import Work, training_flops

@@ -17,7 +17,7 @@ from flaxformer_mt.config import (
     TransformerConfig,
 )
 from flaxformer_mt.data.stream.batches import Batch
-from flaxformer_mt.model.numerics import Dense
+from flaxformer_mt.model.linear import Dense
 from flaxformer_mt.model.transformer import OutputFactors, Transformer
 from flaxformer_mt.training.optimizer import make_optimizer, make_schedule
 from flaxformer_mt.training.parallel import make_strategy

@@ -8,6 +8,12 @@ from jax import Array, lax
 
 LOWEST = -1e30
 """Stands for minus infinity, of which differences are NaN."""
+LANES = 128
+"""The width of a TPU's registers: longer rows are padded to multiples."""
+SUBLANES = 32
+"""The height of a TPU's registers, for numbers of 8 bits: short rows are padded to multiples."""
+MAX_KEYS = 1024
+"""The longest row of keys on TPUs: the scores of a block, in float32, are in fast memory."""
 
 
 class Operands(NamedTuple):
@@ -168,6 +174,14 @@ def padded_operands(operands: Operands, queries: int, keys: int) -> Operands:
         bias=both(operands.bias),
         kept=both(operands.kept),
     )
+
+
+def heads_per_block(heads: int, width: int) -> int | None:
+    """Returns the number of heads of one block on TPUs, None if their widths do not add up."""
+    together = max(LANES // width, 1)
+    if heads * width <= LANES or (heads % together == 0 and together * width % LANES == 0):
+        return min(together, heads)
+    return None
 
 
 def like(x: Array, dtype: Any = None) -> jax.ShapeDtypeStruct:

@@ -11,17 +11,84 @@ from jax import Array
 from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec
 
-from flaxformer_mt.model.fused_attention.blocks import (
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.model.kernels.attention_blocks import (
+    LANES,
+    MAX_KEYS,
     Form,
     Gradients,
     Operands,
     dropout_factors,
+    heads_per_block,
     repeated,
     summed,
     visible_keys,
 )
 from flaxformer_mt.model.logical_axes import dividing_axes, on_each_device
 from flaxformer_mt.model.numerics import masked_softmax, random_uint16
+
+PLATFORMS = {"pallas_gpu": "gpu", "pallas_tpu": "tpu"}
+"""The platform of each backend that fuses."""
+
+
+class AttentionCase(NamedTuple):
+    """What the choice of a backend depends on."""
+
+    platform: str
+    """Of the program: "cpu", "gpu" or "tpu"."""
+    dtype: jnp.dtype
+    """Of queries, keys and values."""
+    query_shape: tuple[int, ...]
+    """[B, H, T, K]."""
+    key_length: int
+    """S."""
+    value_width: int
+    """U."""
+
+
+def choose_backend(requested: str, case: AttentionCase) -> str:
+    """Returns the backend of a whole pass whose weights nobody reads: "einsum" or a fused one.
+
+    Args:
+      requested: `config.attention_backend`. "auto" takes the fused backend of the platform for
+        every case that it can do; `tests/model/test_fused_attention.py` compares them.
+      case: of this attention.
+
+    Raises:
+      UserError: the requested backend cannot do the case.
+    """
+    if requested in PLATFORMS:
+        if reason := refusal(requested, case):
+            raise UserError(f"model.attention_backend={requested} {reason}: use auto or einsum")
+        return requested
+    for backend, platform in PLATFORMS.items():
+        if requested == "auto" and platform == case.platform and not refusal(backend, case):
+            return backend
+    return "einsum"
+
+
+def refusal(backend: str, case: AttentionCase) -> str:
+    """Returns why a fused backend cannot compute a case, or "" if it can.
+
+    On CPUs it is interpreted, and can do what it can on its own platform.
+    """
+    _, heads, _, width = case.query_shape
+    if case.platform not in (PLATFORMS[backend], "cpu"):
+        return f"is for platform {PLATFORMS[backend]}, but this program is for {case.platform}"
+    if not all(isinstance(size, int) for size in (*case.query_shape, case.key_length)):
+        return "needs shapes that are known when the program is compiled"
+    if case.dtype not in (jnp.float32, jnp.bfloat16):
+        return f"computes in float32 or bfloat16, not in {case.dtype}"
+    if width != case.value_width:
+        return f"needs values as wide as keys, not {case.value_width} and {width}"
+    if backend == "pallas_gpu" and width not in (16, 32, 64, 128):
+        return f"needs heads of width 16, 32, 64 or 128, not {width}"
+    if backend == "pallas_tpu":
+        if heads_per_block(heads, width) is None:
+            return f"needs {LANES} features in a whole number of heads, not {heads} x {width}"
+        if case.key_length > MAX_KEYS:
+            return f"takes rows of at most {MAX_KEYS} keys, not {case.key_length}"
+    return ""
 
 
 class Options(NamedTuple):
@@ -146,7 +213,7 @@ def _kernels(backend: str) -> Any:
     """Returns the module with the functions `forward`, `backward` and `saved_specs`."""
     # Imported here, because Pallas takes a quarter of a second, for which CPUs need not wait.
     name = {"pallas_gpu": "gpu", "pallas_tpu": "tpu"}[backend]
-    return importlib.import_module(f"flaxformer_mt.model.fused_attention.{name}")
+    return importlib.import_module(f"flaxformer_mt.model.kernels.attention_{name}")
 
 
 def _form(options: Options, inputs: Inputs) -> Form:

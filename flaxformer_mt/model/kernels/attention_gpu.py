@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jax.sharding import PartitionSpec
 
-from flaxformer_mt.model.fused_attention.blocks import (
+from flaxformer_mt.model.kernels.attention_blocks import (
     LOWEST,
     Form,
     Gradients,

@@ -16,13 +16,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu
 from jax.sharding import PartitionSpec
 
-from flaxformer_mt.model.fused_attention.backends import LANES, MAX_KEYS, SUBLANES, heads_per_block
-from flaxformer_mt.model.fused_attention.blocks import (
+from flaxformer_mt.model.kernels.attention_blocks import (
+    LANES,
     LOWEST,
+    MAX_KEYS,
+    SUBLANES,
     Form,
     Gradients,
     Operands,
     dropout_factors,
+    heads_per_block,
     like,
     padded,
     padded_operands,
