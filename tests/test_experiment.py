@@ -65,7 +65,7 @@ def test_a_run_in_float64_needs_it_enabled(tmp_path, name):
 
 @pytest.mark.parametrize(
     ("group", "change"),
-    [("train", {"freeze": ("embeding",)}), ("model", {"attention_backend": "cudnn"})],
+    [("train", {"freeze": ("embeding",)}), ("model", {"attention_backend": "pallas_gpu"})],
 )
 def test_a_refused_run_leaves_no_folder(tmp_path, group, change):
     refused = with_changes(CONFIG, {group: change})

@@ -19,9 +19,9 @@ class KeyValueCache:
     """
 
     key: Array
-    """[B, H, K, P, W]; with a single hypothesis [B, H, P, 1, K]."""
+    """[B, G, K, P, W]; with a single hypothesis [B, G, P, 1, K]."""
     value: Array
-    """[B, H, P, W, U]"""
+    """[B, G, P, W, U]"""
 
     # On CPUs, products with keys in columns take half the time if there are several queries. With
     # one query they gain nothing, and writing a column takes longer than writing a row.
@@ -31,7 +31,7 @@ class KeyValueCache:
         """Creates a cache without tokens.
 
         Args:
-          key_shape: B, H, P, W, K.
+          key_shape: B, G, P, W, K.
           value_width: U.
           dtype: of keys and values.
         """
@@ -50,7 +50,7 @@ class KeyValueCache:
         """Stores the keys and values of one token of every hypothesis.
 
         Args:
-          new: keys [B, H, W, K] and values [B, H, W, U].
+          new: keys [B, G, W, K] and values [B, G, W, U].
           positions: int32 [B], below P.
         """
         rows = jnp.arange(positions.shape[0])
@@ -66,7 +66,7 @@ class KeyValueCache:
         """Returns the tokens of all hypotheses of a sentence along one axis.
 
         Returns:
-          Keys [B, H, P * W, K] and values [B, H, P * W, U].
+          Keys [B, G, P * W, K] and values [B, G, P * W, U].
         """
         batch_and_heads, width = self.value.shape[:2], self.value.shape[4]
         value = self.value.reshape(*batch_and_heads, -1, width)
@@ -122,7 +122,7 @@ class Cache:
     layers: tuple[LayerState, ...]
     """The target so far, by layer."""
     cross: tuple[KeyValue | None, ...]
-    """Keys [B, H, S, K] and values [B, H, S, U] of the source, by layer; None without inputs."""
+    """Keys [B, G, S, K] and values [B, G, S, U] of the source, by layer; None without inputs."""
     cross_mask: Array | None
     """[B, 1, 1, S], True = attend."""
     ancestry: Array

@@ -11,10 +11,11 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.model.attention import KeyValue, attention_class
 from flaxformer_mt.model.cache import KeyValueCache, LayerState, RecurrentState
 from flaxformer_mt.model.feed_forward import FeedForward
+from flaxformer_mt.model.kernels.products import Biased
 from flaxformer_mt.model.logical_axes import constrain
 from flaxformer_mt.model.masks import Visibility
 from flaxformer_mt.model.normalization import Norm, residual
-from flaxformer_mt.model.numerics import Biased, Dropout
+from flaxformer_mt.model.numerics import Dropout
 from flaxformer_mt.model.positions import (
     AttentionPositions,
     attention_bias,
@@ -114,7 +115,7 @@ class DecoderLayer(nn.Module):
 
         Args:
           x: [B, W, D].
-          cross: keys [B, H, S, K] and values [B, H, S, U], shared by the hypotheses of a sentence.
+          cross: keys [B, G, S, K] and values [B, G, S, U], shared by the hypotheses of a sentence.
           state: the key/value cache, or the state of the recurrent unit.
           token_positions: int32 [B], the position of each sentence's token, from 0.
           visible: [B, 1, W, P * W], which cached keys of the sentence a hypothesis attends to.
@@ -273,7 +274,7 @@ class Decoder(nn.Module):
 
         Args:
           x: [B, W, D], the embedded tokens.
-          cross: per layer, keys [B, H, S, K] and values [B, H, S, U]; None without inputs.
+          cross: per layer, keys [B, G, S, K] and values [B, G, S, U]; None without inputs.
           states: per layer, see `DecoderLayer.step`.
           token_positions: int32 [B], the position of each sentence's tokens, from 0.
           visible: bool [B, 1, W, P * W], the cached tokens that each hypothesis attends to.

@@ -6,10 +6,11 @@ from jax import Array
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.model.attention import attention_class
 from flaxformer_mt.model.feed_forward import FeedForward
+from flaxformer_mt.model.kernels.products import Biased
 from flaxformer_mt.model.logical_axes import constrain
 from flaxformer_mt.model.masks import Visibility
 from flaxformer_mt.model.normalization import Norm, residual
-from flaxformer_mt.model.numerics import Biased, Dropout
+from flaxformer_mt.model.numerics import Dropout
 from flaxformer_mt.model.positions import (
     AttentionPositions,
     attention_bias,

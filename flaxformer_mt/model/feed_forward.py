@@ -8,8 +8,10 @@ from flax import linen as nn
 from jax import Array
 
 from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.model.kernels.products import Biased, Shared
+from flaxformer_mt.model.linear import dense
 from flaxformer_mt.model.logical_axes import constrain
-from flaxformer_mt.model.numerics import Biased, Dropout, Shared, dense
+from flaxformer_mt.model.numerics import Dropout
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "relu": jax.nn.relu,

@@ -11,10 +11,10 @@ from jax import Array, lax
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.model.fused_norm.operation import Inputs, residual_norm, supports
-from flaxformer_mt.model.fused_norm.options import Options
+from flaxformer_mt.model.kernels.fused_norm import Inputs, Options, residual_norm, supports
+from flaxformer_mt.model.kernels.products import Biased
 from flaxformer_mt.model.logical_axes import mesh_platform
-from flaxformer_mt.model.numerics import Biased, Dropout, at_least_float32, column_sums
+from flaxformer_mt.model.numerics import Dropout, at_least_float32, column_sums
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

@@ -19,8 +19,8 @@ from jax import Array
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.model.alibi import AlibiBias
+from flaxformer_mt.model.linear import embedding_init
 from flaxformer_mt.model.logical_axes import constrain
-from flaxformer_mt.model.numerics import embedding_init
 from flaxformer_mt.model.relative_bias import RelativeBias
 from flaxformer_mt.model.rotary import rotate, rotations
 

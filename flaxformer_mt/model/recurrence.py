@@ -6,8 +6,9 @@ from flax import linen as nn
 from jax import Array, lax
 
 from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.model.linear import dense
 from flaxformer_mt.model.logical_axes import constrain
-from flaxformer_mt.model.numerics import at_least_float32, dense
+from flaxformer_mt.model.numerics import at_least_float32
 
 
 class SSRU(nn.Module):

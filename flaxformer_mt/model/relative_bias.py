@@ -9,7 +9,8 @@ from flax import linen as nn
 from jax import Array, lax
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.model.numerics import at_least_float32, embedding_init
+from flaxformer_mt.model.linear import embedding_init
+from flaxformer_mt.model.numerics import at_least_float32
 
 
 @functools.lru_cache

@@ -15,6 +15,7 @@ from flaxformer_mt.model.attention import KeyValue
 from flaxformer_mt.model.cache import Cache, KeyValueCache, LayerState, RecurrentState
 from flaxformer_mt.model.decoder import Decoder
 from flaxformer_mt.model.encoder import Encoder
+from flaxformer_mt.model.linear import dense, embedding_init
 from flaxformer_mt.model.logical_axes import constrain, num_parts
 from flaxformer_mt.model.masks import (
     Visibility,
@@ -23,7 +24,7 @@ from flaxformer_mt.model.masks import (
     sentence_starts,
     visibility,
 )
-from flaxformer_mt.model.numerics import Dropout, at_least_float32, dense, embedding_init
+from flaxformer_mt.model.numerics import Dropout, at_least_float32
 from flaxformer_mt.model.positions import (
     POSITION_KINDS,
     attention_positions,
@@ -142,9 +143,13 @@ class OutputBias(nn.Module):
         shape, dtype = (c.target_vocab_size,), jnp.dtype(c.param_dtype)
         self.bias = self.param("bias", nn.initializers.zeros, shape, dtype)
 
+    def effective_bias(self) -> Array:
+        """Returns the bias [V], as `Dense.effective_bias` does."""
+        return self.bias
+
     def __call__(self, logits: Array) -> Array:
         """Adds the bias to logits [B, T, V]."""
-        return logits + self.bias.astype(logits.dtype)
+        return logits + self.effective_bias().astype(logits.dtype)
 
 
 def _columns(length: int, positions: Array | None) -> Array:
@@ -332,7 +337,7 @@ class Transformer(nn.Module):
             shape: tuple[int, ...] = (batch_size, beam_size, c.d_model)
             state = RecurrentState(jnp.zeros(shape, at_least_float32(dtype)))
         else:
-            shape = (batch_size, c.num_heads, max_length, beam_size, c.key_width)
+            shape = (batch_size, c.kv_heads, max_length, beam_size, c.key_width)
             state = KeyValueCache.empty(shape, c.value_width, dtype)
         ancestry = jnp.zeros((batch_size, beam_size, max_length), jnp.int32)
         return Cache(tuple(state for _ in layers), cross, cross_mask, ancestry)
@@ -418,6 +423,6 @@ class Transformer(nn.Module):
         """Returns the factors of `_logits` for the decoder's output [B, T, D]."""
         c = self.config
         tied = c.shares_target_and_output
-        table = self.target_embedding.embedding if tied else self.output.kernel.T
-        bias = self.output.bias if c.output_bias else None
+        table = self.target_embedding.embedding if tied else self.output.effective_kernel().T
+        bias = self.output.effective_bias() if c.output_bias else None
         return OutputFactors(x, table, bias, c.d_model**-0.5 if c.scale_logits else 1.0)

@@ -71,19 +71,20 @@ def training_flops(model: TransformerConfig, work: Work) -> Any:
       work: of the sentences.
     """
     width = model.d_model
-    keys, values = model.num_heads * model.key_width, model.num_heads * model.value_width
-    own, other = width * (keys + values), width * (keys + values)  # query, output; key, value
+    head = model.key_width + model.value_width
+    pair = model.num_heads * head  # Scores and context.
+    own, other = width * pair, width * model.kv_heads * head  # query, output; key, value
     feed_forward = (2 + model.feed_forward_gate) * width * model.d_ff
     encoder_layer = work.sources * (own + other + feed_forward)
-    encoder_layer += work.source_pairs * (keys + values)
+    encoder_layer += work.source_pairs * pair
     decoder_layer = work.targets * feed_forward
     if model.decoder_kind == "ssru":
         decoder_layer += work.targets * 2 * width * width
     else:
-        decoder_layer += work.targets * (own + other) + work.target_pairs * (keys + values)
+        decoder_layer += work.targets * (own + other) + work.target_pairs * pair
     if model.has_inputs:
         decoder_layer += work.targets * own + work.sources * other
-        decoder_layer += work.cross_pairs * (keys + values)
+        decoder_layer += work.cross_pairs * pair
     products = model.num_decoder_layers * decoder_layer
     products += model.num_encoder_layers * model.has_inputs * encoder_layer
     products += work.targets * width * model.target_vocab_size

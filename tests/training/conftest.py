@@ -17,7 +17,7 @@ from flaxformer_mt.config import (
     TransformerConfig,
 )
 from flaxformer_mt.data.stream.batches import Batch
-from flaxformer_mt.model.numerics import Dense
+from flaxformer_mt.model.linear import Dense
 from flaxformer_mt.model.transformer import OutputFactors, Transformer
 from flaxformer_mt.training.devices import seed_key
 from flaxformer_mt.training.objective import make_objective

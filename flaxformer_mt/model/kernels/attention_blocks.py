@@ -8,6 +8,12 @@ from jax import Array, lax
 
 LOWEST = -1e30
 """Stands for minus infinity, of which differences are NaN."""
+LANES = 128
+"""The width of a TPU's registers: longer rows are padded to multiples."""
+SUBLANES = 32
+"""The height of a TPU's registers, for numbers of 8 bits: short rows are padded to multiples."""
+MAX_KEYS = 1024
+"""The longest row of keys on TPUs: the scores of a block, in float32, are in fast memory."""
 
 
 class Operands(NamedTuple):
@@ -15,15 +21,15 @@ class Operands(NamedTuple):
 
     The kernel for GPUs also takes packed vectors, as one product of matrices writes them, without
     their biases: `query` [B, T, H, 3, K] of queries, keys and values, or `query` [B, T, H, 1, K]
-    and `key` [B, S, H, 2, K] of keys and values.
+    and `key` [B, S, G, 2, K] of keys and values. Query head h attends to head h // (H / G).
     """
 
     query: Any
     """[B, T, H, K]."""
     key: Any
-    """[B, S, H, K]; None if `query` has the keys."""
+    """[B, S, G, K]; None if `query` has the keys."""
     value: Any
-    """[B, S, H, K]; None if `query` or `key` has the values."""
+    """[B, S, G, K]; None if `query` or `key` has the values."""
     query_segments: Any
     """int32 [B, T], the number of each query's sentence in its row."""
     key_segments: Any
@@ -35,7 +41,7 @@ class Operands(NamedTuple):
     query_bias: Any = None
     """float32 [H, K] or None; added to packed queries."""
     value_bias: Any = None
-    """float32 [H, K] or None; added to packed values."""
+    """float32 [G, K] or None; added to packed values."""
 
 
 class Gradients(NamedTuple):
@@ -131,6 +137,19 @@ def score_gradients(
     return weights * factors, weights * (of_weights * factors - along)
 
 
+def repeated(x: Array, heads: int) -> Array:
+    """Repeats the heads of [B, S, G, ...] for the query heads of their group: [B, S, H, ...]."""
+    return x if x.shape[2] == heads else jnp.repeat(x, heads // x.shape[2], axis=2)
+
+
+def summed(x: Array, groups: int) -> Array:
+    """Adds up the gradients of the heads of each group: [B, S, H, ...] to [B, S, G, ...]."""
+    if x.shape[2] == groups:
+        return x
+    parts = x.reshape(*x.shape[:2], groups, -1, *x.shape[3:])
+    return jnp.sum(parts, axis=3, dtype=jnp.float32).astype(x.dtype)
+
+
 def padded(x: Array, axis: int, multiple: int) -> Array:
     """Appends zeros to an axis until its size is a multiple."""
     missing = -x.shape[axis] % multiple
@@ -155,6 +174,14 @@ def padded_operands(operands: Operands, queries: int, keys: int) -> Operands:
         bias=both(operands.bias),
         kept=both(operands.kept),
     )
+
+
+def heads_per_block(heads: int, width: int) -> int | None:
+    """Returns the number of heads of one block on TPUs, None if their widths do not add up."""
+    together = max(LANES // width, 1)
+    if heads * width <= LANES or (heads % together == 0 and together * width % LANES == 0):
+        return min(together, heads)
+    return None
 
 
 def like(x: Array, dtype: Any = None) -> jax.ShapeDtypeStruct:

@@ -9,8 +9,20 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from flaxformer_mt.model.fused_norm.options import Options
 from flaxformer_mt.model.logical_axes import dividing_axes, on_each_device
+
+
+class Options(NamedTuple):
+    """The static options of the norm of a sum."""
+
+    epsilon: float
+    """Of the norm."""
+    threshold: int
+    """A value is dropped if its random number of 16 bits is below it."""
+    interpret: bool
+    """Whether the kernels are interpreted, as on CPUs."""
+    uses: int
+    """How many operations use the result: the kernel adds up their gradients."""
 
 
 class Inputs(NamedTuple):
@@ -50,7 +62,7 @@ def supports(width: int, dtype: jnp.dtype) -> bool:
 
 def _forward(options: Options, inputs: Inputs) -> tuple[tuple[Array, ...], Any]:
     def run(x: Array, y: Array, parameters: Array, draw: Array) -> tuple[Array, ...]:
-        results = _kernels().forward(_rows(x), _rows(y), parameters, draw, form=options)
+        results = _kernels().forward(_rows(x), _rows(y), parameters, draw, *options[:3])
         return tuple(result.reshape(x.shape) for result in results)
 
     x, y, bias, scale, shift, key = inputs
@@ -64,7 +76,7 @@ def _backward(options: Options, residuals: Any, gradients: tuple[Array, ...]) ->
     def run(total: Array, *arrays: Array) -> tuple[Array, ...]:
         *gradients, parameters, draw = arrays
         of_x, of_y, sums = _kernels().backward(
-            _rows(total), [_rows(g) for g in gradients], parameters, draw, form=options
+            _rows(total), [_rows(g) for g in gradients], parameters, draw, *options[:3]
         )
         return of_x.reshape(total.shape), of_y.reshape(total.shape), jnp.sum(sums, 0)[None]
 
@@ -88,9 +100,9 @@ residual_norm.defvjp(_forward, _backward)
 
 def _kernels() -> Any:
     # Imported here, because Pallas takes a quarter of a second, for which CPUs need not wait.
-    from flaxformer_mt.model.fused_norm import gpu
+    from flaxformer_mt.model.kernels import norm_gpu
 
-    return gpu
+    return norm_gpu
 
 
 def _rows(x: Array) -> Array:

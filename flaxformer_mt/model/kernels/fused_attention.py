@@ -11,15 +11,84 @@ from jax import Array
 from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec
 
-from flaxformer_mt.model.fused_attention.blocks import (
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.model.kernels.attention_blocks import (
+    LANES,
+    MAX_KEYS,
     Form,
     Gradients,
     Operands,
     dropout_factors,
+    heads_per_block,
+    repeated,
+    summed,
     visible_keys,
 )
 from flaxformer_mt.model.logical_axes import dividing_axes, on_each_device
 from flaxformer_mt.model.numerics import masked_softmax, random_uint16
+
+PLATFORMS = {"pallas_gpu": "gpu", "pallas_tpu": "tpu"}
+"""The platform of each backend that fuses."""
+
+
+class AttentionCase(NamedTuple):
+    """What the choice of a backend depends on."""
+
+    platform: str
+    """Of the program: "cpu", "gpu" or "tpu"."""
+    dtype: jnp.dtype
+    """Of queries, keys and values."""
+    query_shape: tuple[int, ...]
+    """[B, H, T, K]."""
+    key_length: int
+    """S."""
+    value_width: int
+    """U."""
+
+
+def choose_backend(requested: str, case: AttentionCase) -> str:
+    """Returns the backend of a whole pass whose weights nobody reads: "einsum" or a fused one.
+
+    Args:
+      requested: `config.attention_backend`. "auto" takes the fused backend of the platform for
+        every case that it can do; `tests/model/test_fused_attention.py` compares them.
+      case: of this attention.
+
+    Raises:
+      UserError: the requested backend cannot do the case.
+    """
+    if requested in PLATFORMS:
+        if reason := refusal(requested, case):
+            raise UserError(f"model.attention_backend={requested} {reason}: use auto or einsum")
+        return requested
+    for backend, platform in PLATFORMS.items():
+        if requested == "auto" and platform == case.platform and not refusal(backend, case):
+            return backend
+    return "einsum"
+
+
+def refusal(backend: str, case: AttentionCase) -> str:
+    """Returns why a fused backend cannot compute a case, or "" if it can.
+
+    On CPUs it is interpreted, and can do what it can on its own platform.
+    """
+    _, heads, _, width = case.query_shape
+    if case.platform not in (PLATFORMS[backend], "cpu"):
+        return f"is for platform {PLATFORMS[backend]}, but this program is for {case.platform}"
+    if not all(isinstance(size, int) for size in (*case.query_shape, case.key_length)):
+        return "needs shapes that are known when the program is compiled"
+    if case.dtype not in (jnp.float32, jnp.bfloat16):
+        return f"computes in float32 or bfloat16, not in {case.dtype}"
+    if width != case.value_width:
+        return f"needs values as wide as keys, not {case.value_width} and {width}"
+    if backend == "pallas_gpu" and width not in (16, 32, 64, 128):
+        return f"needs heads of width 16, 32, 64 or 128, not {width}"
+    if backend == "pallas_tpu":
+        if heads_per_block(heads, width) is None:
+            return f"needs {LANES} features in a whole number of heads, not {heads} x {width}"
+        if case.key_length > MAX_KEYS:
+            return f"takes rows of at most {MAX_KEYS} keys, not {case.key_length}"
+    return ""
 
 
 class Options(NamedTuple):
@@ -38,10 +107,11 @@ class Options(NamedTuple):
 class Inputs(NamedTuple):
     """The arrays of fused attention.
 
-    Queries, keys and values are [B, H, T, K] and [B, H, S, K]. The backend "pallas_gpu" also takes
-    them packed, as one product of matrices writes them, without their biases: `query`
-    [B, T, H, 3, K] of queries, keys and values; or `query` [B, T, H, 1, K] and `key`
-    [B, S, H, 2, K] of keys and values. (Keys need no bias: it does not change the weights.)
+    Queries, keys and values are [B, H, T, K] and [B, G, S, K]; query head h attends to head
+    h // (H / G). The backend "pallas_gpu" also takes them packed, as one product of matrices writes
+    them, without their biases: `query` [B, T, H, 3, K] of queries, keys and values; or `query`
+    [B, T, H, 1, K] and `key` [B, S, G, 2, K] of keys and values. (Keys need no bias: it does not
+    change the weights.)
     """
 
     query: Array
@@ -60,7 +130,7 @@ class Inputs(NamedTuple):
     query_bias: Array | None = None
     """[H, K], added to packed queries."""
     value_bias: Array | None = None
-    """[H, K], added to packed values."""
+    """[G, K], added to packed values."""
 
     @property
     def is_packed(self) -> bool:
@@ -116,9 +186,9 @@ def _backward(options: Options, residuals: Any, gradient: Array) -> tuple[Inputs
     of_bias = None if inputs.bias is None else _bias_gradient(operands, form, gradient, inputs.bias)
     of_query_bias, of_value_bias = None, None
     if biases is not None:
-        sums = jnp.sum(biases, axis=(0, 1)).swapaxes(0, 1)
+        sums = jnp.sum(biases, axis=(0, 1)).swapaxes(0, 1)  # [2, H, K]
         of_query_bias, of_value_bias = (
-            x.astype(bias.dtype)
+            summed(x[None, None], len(bias))[0, 0].astype(bias.dtype)
             for x, bias in zip(sums, (inputs.query_bias, inputs.value_bias), strict=True)
         )
     return (
@@ -143,7 +213,7 @@ def _kernels(backend: str) -> Any:
     """Returns the module with the functions `forward`, `backward` and `saved_specs`."""
     # Imported here, because Pallas takes a quarter of a second, for which CPUs need not wait.
     name = {"pallas_gpu": "gpu", "pallas_tpu": "tpu"}[backend]
-    return importlib.import_module(f"flaxformer_mt.model.fused_attention.{name}")
+    return importlib.import_module(f"flaxformer_mt.model.kernels.attention_{name}")
 
 
 def _form(options: Options, inputs: Inputs) -> Form:
@@ -185,7 +255,7 @@ def operands_of(options: Options, inputs: Inputs) -> Operands:
 
 
 def _unpacked(operands: Operands) -> list[Array]:
-    """Returns queries, keys and values, with their biases, [B, T, H, K] and [B, S, H, K]."""
+    """Returns queries, keys and values, with their biases, [B, T, H, K] and [B, S, G, K]."""
     arrays = [x for x in operands[:3] if x is not None]
     if operands.query.ndim == 4:
         return arrays
@@ -202,7 +272,8 @@ def _bias_gradient(operands: Operands, form: Form, gradient: Array, bias: Array)
 
     XLA drops it where the bias is not trained.
     """
-    query, key, value = _unpacked(operands)
+    query, *key_value = _unpacked(operands)
+    key, value = (repeated(x, query.shape[2]) for x in key_value)
     multiply = functools.partial(jnp.einsum, "bthk,bshk->bhts", preferred_element_type=jnp.float32)
     visible = visible_pairs(operands, form.causal)
 
@@ -236,7 +307,8 @@ def on_rows_and_heads(
       operands: of the whole mesh.
       specs: returns the partition specs of the function's arguments and of its results.
     """
-    rows, _, heads = operands.query.shape[:3]
+    rows = operands.query.shape[0]
+    heads = (operands.query if operands.key is None else operands.key).shape[2]
     row_axes = dividing_axes("batch", rows) or None
     head_axes = dividing_axes("attention_heads", heads) or None
     vectors = PartitionSpec(row_axes, None, head_axes)

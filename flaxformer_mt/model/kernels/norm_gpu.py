@@ -10,8 +10,6 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from flaxformer_mt.model.fused_norm.options import Options
-
 BLOCK_VALUES = 2**12
 """Values of the rows of one program."""
 BACKWARD_BLOCKS = 4
@@ -19,7 +17,13 @@ BACKWARD_BLOCKS = 4
 
 
 def forward(
-    x: Array, y: Array, parameters: Array, draw: Array, *, form: Options
+    x: Array,
+    y: Array,
+    parameters: Array,
+    draw: Array,
+    epsilon: float,
+    threshold: int,
+    interpret: bool,
 ) -> tuple[Array, Array]:
     """Computes s = x + dropout(y + bias) and its norm.
 
@@ -28,7 +32,9 @@ def forward(
       y: [N, D].
       parameters: float32 [3, D], the bias of y, and the scale and the shift of the norm.
       draw: uint32 [3], the two words of a Threefry key, and the number of the first row.
-      form: of the kernels.
+      epsilon: of the norm.
+      threshold: a value is dropped if its random number of 16 bits is below it.
+      interpret: for CPUs.
 
     Returns:
       The norm and s, [N, D].
@@ -36,30 +42,38 @@ def forward(
     rows = block_rows(*x.shape)
     of_rows = pl.BlockSpec((rows, x.shape[1]), lambda i: (i, 0))
     like_x = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    normalised, total = pl.pallas_call(
-        functools.partial(_forward_kernel, form=form),
+    normalized, total = pl.pallas_call(
+        functools.partial(_forward_kernel, epsilon=epsilon, threshold=threshold),
         grid=(x.shape[0] // rows,),
         in_specs=[of_rows, of_rows, _parameters_spec(parameters), _draw_spec()],
         out_specs=[of_rows, of_rows],
         out_shape=[like_x, like_x],
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=1),
-        interpret=form.interpret,
+        interpret=interpret,
         name="residual_norm_forward",
     )(x, y, parameters, draw)
-    return normalised, total
+    return normalized, total
 
 
 def backward(
-    total: Array, gradients: Sequence[Array], parameters: Array, draw: Array, *, form: Options
+    total: Array,
+    gradients: Sequence[Array],
+    parameters: Array,
+    draw: Array,
+    epsilon: float,
+    threshold: int,
+    interpret: bool,
 ) -> tuple[Array, Array, Array]:
     """Computes the gradients of x and of y, and partial sums of those of the parameters.
 
     Args:
       total: s [N, D].
       gradients: of the norm [N, D], one for each of its uses; they are added up.
-      parameters: as for `forward`, and so is the next.
+      parameters: as for `forward`, and so are the following.
       draw: random numbers.
-      form: of the kernels.
+      epsilon: of the norm.
+      threshold: of dropout.
+      interpret: for CPUs.
 
     Returns:
       The gradients of x and y [N, D], and float32 [programs, 3, D]: the sums over the rows of a
@@ -72,7 +86,7 @@ def backward(
     of_rows = pl.BlockSpec((rows * steps, columns), lambda i: (i, 0))
     like_x = jax.ShapeDtypeStruct(total.shape, total.dtype)
     of_x, of_y, sums = pl.pallas_call(
-        functools.partial(_backward_kernel, rows=rows, form=form),
+        functools.partial(_backward_kernel, rows=rows, epsilon=epsilon, threshold=threshold),
         grid=(blocks // steps,),
         in_specs=[
             of_rows,
@@ -87,7 +101,7 @@ def backward(
             jax.ShapeDtypeStruct((blocks // steps, 3, columns), jnp.float32),
         ],
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=1),
-        interpret=form.interpret,
+        interpret=interpret,
         name="residual_norm_backward",
     )(total, list(gradients), parameters, draw)
     return of_x, of_y, sums
@@ -113,10 +127,18 @@ def _halves(columns: int) -> list[Any]:
 
 
 def _forward_kernel(
-    x: Any, y: Any, parameters: Any, draw: Any, out: Any, total: Any, *, form: Options
+    x: Any,
+    y: Any,
+    parameters: Any,
+    draw: Any,
+    out: Any,
+    total: Any,
+    *,
+    epsilon: float,
+    threshold: int,
 ) -> None:
     rows, columns = x.shape
-    factors = _dropout_factors(draw, pl.program_id(0) * rows, rows, columns, form)
+    factors = _dropout_factors(draw, pl.program_id(0) * rows, rows, columns, threshold)
     halves = _halves(columns)
     sums = []
     for half, factor in zip(halves, factors, strict=True):
@@ -125,14 +147,14 @@ def _forward_kernel(
         rounded = (_wide(x, half) + added).astype(total.dtype)
         total[:, half] = rounded
         sums.append(rounded.astype(jnp.float32))
-    for half, (normalised, _) in zip(halves, _normalised(sums, columns, form), strict=True):
-        values = normalised * parameters[1, half][None] + parameters[2, half][None]
+    for half, (normalized, _) in zip(halves, _normalized(sums, columns, epsilon), strict=True):
+        values = normalized * parameters[1, half][None] + parameters[2, half][None]
         out[:, half] = values.astype(out.dtype)
 
 
 def _backward_kernel(
     total: Any, gradients: list[Any], parameters: Any, draw: Any, of_x: Any, of_y: Any, sums: Any,
-    *, rows: int, form: Options,
+    *, rows: int, epsilon: float, threshold: int,
 ) -> None:  # fmt: skip
     all_rows, columns = total.shape
     halves = _halves(columns)
@@ -140,14 +162,14 @@ def _backward_kernel(
     for step in range(all_rows // rows):
         here = pl.ds(step * rows, rows)
         first = pl.program_id(0) * all_rows + step * rows
-        factors = _dropout_factors(draw, first, rows, columns, form)
-        normalised = _normalised([_wide(total, half, here) for half in halves], columns, form)
+        factors = _dropout_factors(draw, first, rows, columns, threshold)
+        normalized = _normalized([_wide(total, half, here) for half in halves], columns, epsilon)
         outer = [sum(_wide(g, half, here) for g in gradients) for half in halves]
         inner = [g * parameters[1, half][None] for g, half in zip(outer, halves, strict=True)]
         mean = _row_sums(inner) / columns
-        along = _row_sums([g * n for g, (n, _) in zip(inner, normalised, strict=True)]) / columns
+        along = _row_sums([g * n for g, (n, _) in zip(inner, normalized, strict=True)]) / columns
         for i, half in enumerate(halves):
-            values, inverse_std = normalised[i]
+            values, inverse_std = normalized[i]
             of_total = (inner[i] - mean[:, None] - values * along[:, None]) * inverse_std
             of_added = of_total * factors[i]
             of_x[here, half] = of_total.astype(of_x.dtype)
@@ -168,34 +190,34 @@ def _row_sums(halves: list[Array]) -> Array:
     return jnp.sum(left, axis=1) + jnp.sum(right, axis=1)
 
 
-def _normalised(halves: list[Array], columns: int, form: Options) -> list[tuple[Array, Array]]:
-    """Returns the normalised values of each half of the columns, and 1 / standard deviation."""
+def _normalized(halves: list[Array], columns: int, epsilon: float) -> list[tuple[Array, Array]]:
+    """Returns the normalized values of each half of the columns, and 1 / standard deviation."""
     mean = _row_sums(halves) / columns
-    centred = [x - mean[:, None] for x in halves]
-    variance = _row_sums([x * x for x in centred]) / columns
-    inverse_std = lax.rsqrt(variance + form.epsilon)[:, None]
-    return [(x * inverse_std, inverse_std) for x in centred]
+    centered = [x - mean[:, None] for x in halves]
+    variance = _row_sums([x * x for x in centered]) / columns
+    inverse_std = lax.rsqrt(variance + epsilon)[:, None]
+    return [(x * inverse_std, inverse_std) for x in centered]
 
 
 def _dropout_factors(
-    draw: Any, first_row: Any, rows: int, columns: int, form: Options
+    draw: Any, first_row: Any, rows: int, columns: int, threshold: int
 ) -> list[Any]:
     """Returns the factors of the left and of the right half of the columns of some rows.
 
     The random numbers are those of `random_uint16`.
     """
-    if not form.threshold:
+    if not threshold:
         return [1.0, 1.0]
     blocks = columns // 4
     row = draw[2] + jnp.asarray(first_row, jnp.uint32)
     counter = (row + lax.broadcasted_iota(jnp.uint32, (rows, blocks), 0)) * jnp.uint32(blocks)
     counter += lax.broadcasted_iota(jnp.uint32, (rows, blocks), 1)
-    kept = 1 / (1 - form.threshold / 2**16)
+    kept = 1 / (1 - threshold / 2**16)
 
     def factors(word: Array) -> Array:
         numbers = jnp.stack([word & jnp.uint32(0xFFFF), word >> jnp.uint32(16)], axis=-1)
         numbers = numbers.reshape(rows, columns // 2)
-        return jnp.where(numbers >= jnp.uint32(form.threshold), kept, 0.0)
+        return jnp.where(numbers >= jnp.uint32(threshold), kept, 0.0)
 
     return [factors(word) for word in _threefry(draw[0], draw[1], counter)]
 

@@ -17,18 +17,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jax.sharding import PartitionSpec
 
-from flaxformer_mt.model.fused_attention.blocks import (
+from flaxformer_mt.model.kernels.attention_blocks import (
     LOWEST,
     Form,
     Gradients,
     Operands,
     dropout_factors,
-    like,
     padded,
     padded_operands,
     product,
     score_gradients,
     scores,
+    summed,
     visible_keys,
 )
 
@@ -111,8 +111,12 @@ def backward(operands: Operands, saved: Saved, gradient: Array, *, form: Form) -
     specs = _specs(blocks)
     of_queries = pl.BlockSpec((None, queries, None, width), lambda i, h, b: (b, 0, h, 0))
     saved_specs = Saved(of_queries, pl.BlockSpec((None, None, queries), lambda i, h, b: (b, h, 0)))
-    outputs: list[Any] = [[like(x) for x in blocks.vectors]]
-    out_specs: list[Any] = [specs.vectors]
+    # Each program writes the gradients of its own head; those of a group are added up below.
+    shapes = [(*x.shape[:2], heads, *x.shape[3:]) for x in blocks.vectors]
+    outputs: list[Any] = [
+        [jax.ShapeDtypeStruct(s, x.dtype) for s, x in zip(shapes, blocks.vectors, strict=True)]
+    ]
+    out_specs: list[Any] = [[_vectors_spec(shape, heads) for shape in shapes]]
     if operands.query_bias is not None:
         outputs.append(jax.ShapeDtypeStruct((rows, programs, heads, 2, width), jnp.float32))
         out_specs.append(
@@ -130,7 +134,9 @@ def backward(operands: Operands, saved: Saved, gradient: Array, *, form: Form) -
     )(blocks, Saved(context, saved.logsumexp), gradient)
     of_vectors = iter(vectors)
     of_operands = (
-        None if x is None else next(of_vectors)[:, : x.shape[1]].reshape(x.shape)
+        None
+        if x is None
+        else summed(next(of_vectors)[:, : x.shape[1]], x.shape[2]).reshape(x.shape)
         for x in operands[:3]
     )
     return Gradients(*of_operands, *biases)
@@ -146,16 +152,16 @@ def _blocks(operands: Operands) -> Blocks:
 def _specs(blocks: Blocks) -> Blocks:
     """Returns the blocks of one row and head, with all queries and keys."""
     queries, keys = blocks.query_segments.shape[1], blocks.key_segments.shape[1]
-
-    def of_vectors(array: Array) -> pl.BlockSpec:
-        _, length, _, parts, width = array.shape
-        return pl.BlockSpec((None, length, None, parts, width), lambda i, h, b: (b, 0, h, 0, 0))
+    heads = blocks.vectors[0].shape[2]
 
     def of_bias(array: Array | None) -> pl.BlockSpec | None:
-        return None if array is None else pl.BlockSpec((None, array.shape[1]), _head_index)
+        if array is None:
+            return None
+        group = heads // array.shape[0]
+        return pl.BlockSpec((None, array.shape[1]), lambda i, h, b: (_quotient(h, group), 0))
 
     return Blocks(
-        [of_vectors(array) for array in blocks.vectors],
+        [_vectors_spec(array.shape, heads) for array in blocks.vectors],
         pl.BlockSpec((None, queries), lambda i, h, b: (b, 0)),
         pl.BlockSpec((None, keys), lambda i, h, b: (b, 0)),
         _pair_spec(blocks.bias, queries, lambda i, b, h: (b, h, 0, 0)),
@@ -165,8 +171,17 @@ def _specs(blocks: Blocks) -> Blocks:
     )
 
 
-def _head_index(i: Any, h: Any, b: Any) -> tuple[Any, int]:
-    return h, 0
+def _vectors_spec(shape: tuple[int, ...], heads: int) -> pl.BlockSpec:
+    """Returns the block [T, P, K] of a query head in an array [B, T, G, P, K]."""
+    _, length, groups, parts, width = shape
+    group = heads // groups
+    return pl.BlockSpec(
+        (None, length, None, parts, width), lambda i, h, b: (b, 0, _quotient(h, group), 0, 0)
+    )
+
+
+def _quotient(head: Any, group: int) -> Any:
+    return head if group == 1 else lax.div(head, group)
 
 
 def _compiler_params(operands: Operands) -> triton.CompilerParams:

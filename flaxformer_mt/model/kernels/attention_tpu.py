@@ -16,19 +16,24 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu
 from jax.sharding import PartitionSpec
 
-from flaxformer_mt.model.fused_attention.backends import LANES, MAX_KEYS, SUBLANES, heads_per_block
-from flaxformer_mt.model.fused_attention.blocks import (
+from flaxformer_mt.model.kernels.attention_blocks import (
+    LANES,
     LOWEST,
+    MAX_KEYS,
+    SUBLANES,
     Form,
     Gradients,
     Operands,
     dropout_factors,
+    heads_per_block,
     like,
     padded,
     padded_operands,
     product,
+    repeated,
     score_gradients,
     scores,
+    summed,
     visible_keys,
 )
 
@@ -85,8 +90,10 @@ def backward(operands: Operands, saved: None, gradient: Array, *, form: Form) ->
     )(operands, padded(_joined(gradient), 1, _multiple(gradient)))
     return Gradients(
         of_query[:, : shape[1]].reshape(shape),
-        of_key[:, : key_shape[1]].reshape(key_shape),
-        of_value[:, : key_shape[1]].reshape(key_shape),
+        *(
+            summed(x[:, : key_shape[1]].reshape(*key_shape[:2], *shape[2:]), key_shape[2])
+            for x in (of_key, of_value)
+        ),
     )
 
 
@@ -101,12 +108,17 @@ def _joined(x: Array) -> Array:
 
 
 def _in_kernel_layout(operands: Operands) -> Operands:
-    """Joins heads, pads lengths, and gives rows of segments two axes, as registers have."""
+    """Joins heads, pads lengths, and gives rows of segments two axes, as registers have.
+
+    Keys and values are repeated for each query head of their group, because a block has the same
+    features of queries and keys.
+    """
+    heads = operands.query.shape[2]
     operands = padded_operands(operands, _multiple(operands.query), _multiple(operands.key))
     return operands._replace(
         query=_joined(operands.query),
-        key=_joined(operands.key),
-        value=_joined(operands.value),
+        key=_joined(repeated(operands.key, heads)),
+        value=_joined(repeated(operands.value, heads)),
         query_segments=operands.query_segments[:, None],
         key_segments=operands.key_segments[:, None],
     )
