@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from flaxformer_mt.config import ExperimentConfig as ExperimentConfig
     from flaxformer_mt.config import TransformerConfig as TransformerConfig
     from flaxformer_mt.data.library import packed as packed
+    from flaxformer_mt.data.library import padded as padded
     from flaxformer_mt.data.library import read_pairs as read_pairs
     from flaxformer_mt.data.library import train_tokenizers as train_tokenizers
     from flaxformer_mt.decoding.training_samples import sample as sample
@@ -34,16 +35,23 @@ if TYPE_CHECKING:
     from flaxformer_mt.model.transformer import Transformer as Transformer
     from flaxformer_mt.objectives.cross_entropy import Sums as Sums
     from flaxformer_mt.objectives.cross_entropy import cross_entropy as cross_entropy
+    from flaxformer_mt.objectives.distillation import Distillation as Distillation
+    from flaxformer_mt.objectives.r_drop import RDrop as RDrop
     from flaxformer_mt.run_reader import Run as Run
     from flaxformer_mt.runs.checkpoint import Checkpoints as Checkpoints
     from flaxformer_mt.runs.trained_model import save_run as save_run
     from flaxformer_mt.training.devices import compile_step as compile_step
     from flaxformer_mt.training.devices import create as create
     from flaxformer_mt.training.devices import make_mesh as make_mesh
+    from flaxformer_mt.training.devices import place as place
 
     __version__: str
 
 _MODULES = {
+    "place": "flaxformer_mt.training.devices",
+    "padded": "flaxformer_mt.data.library",
+    "RDrop": "flaxformer_mt.objectives.r_drop",
+    "Distillation": "flaxformer_mt.objectives.distillation",
     "Checkpoints": "flaxformer_mt.runs.checkpoint",
     "ExperimentConfig": "flaxformer_mt.config",
     "Model": "flaxformer_mt.loading",
@@ -74,9 +82,11 @@ _MODULES = {
 
 __all__ = [
     "Checkpoints",
+    "Distillation",
     "ExperimentConfig",
     "Model",
     "MultiHeadAttention",
+    "RDrop",
     "Run",
     "Sums",
     "Transformer",
@@ -92,6 +102,8 @@ __all__ = [
     "load",
     "make_mesh",
     "packed",
+    "padded",
+    "place",
     "read_pairs",
     "register_attention",
     "residual_norm",

@@ -14,7 +14,8 @@ from jax.sharding import Mesh
 from flaxformer_mt.config import DataConfig, ExperimentConfig, TrainConfig, TransformerConfig
 from flaxformer_mt.config.data import CorpusKind
 from flaxformer_mt.data.corpora.corpus import Corpus, ParallelCorpus, open_path
-from flaxformer_mt.data.stream.batches import Batch, BatchShape, DataPosition
+from flaxformer_mt.data.stream.batches import Batch, BatchShape, DataPosition, make_batch
+from flaxformer_mt.data.stream.encoded_corpus import encode_corpus
 from flaxformer_mt.data.stream.placement import own_shard, place_batch
 from flaxformer_mt.data.stream.prefetch import Prefetched
 from flaxformer_mt.data.stream.token_store import open_stores
@@ -181,6 +182,39 @@ def packed(
         cache = temporary.name
     stores = open_stores(Path(cache), _corpora(pairs), tokenizers, experiment)
     return PackedData(TrainingStream(stores, experiment, tokenizers.source), temporary=temporary)
+
+
+def padded(
+    pairs: Sequence[tuple[str, str]],
+    tokenizers: Tokenizers,
+    config: TransformerConfig,
+    *,
+    length: int | tuple[int, int],
+    mesh: Mesh | None = None,
+) -> Batch:
+    """Makes a batch with one pair per row, in the given order.
+
+        batch = fmt.padded([("a dog", "ein Hund")], tokenizers, config, length=32)
+
+    Args:
+      pairs: B sentences and their translations.
+      tokenizers: the vocabularies.
+      config: of the model, for its special tokens.
+      length: S and T, the tokens of a row; one number for both. Longer sentences are truncated.
+      mesh: where to place the rows; by default they are NumPy arrays.
+    """
+    source_length, target_length = (length, length) if isinstance(length, int) else length
+    texts = ParallelCorpus([source for source, _ in pairs], [target for _, target in pairs], "")
+    encoded = encode_corpus(texts, tokenizers, ExperimentConfig(model=config))
+    assert encoded.sources is not None
+    batch = make_batch(
+        encoded.sources.truncate(source_length),
+        encoded.targets.truncate(target_length),
+        [[number] for number in range(len(pairs))],
+        BatchShape(len(pairs), source_length, target_length),
+        config,
+    )
+    return batch if mesh is None else place_batch(batch, mesh)
 
 
 def _corpora(pairs: Pairs | Sequence[Corpus]) -> list[Corpus]:

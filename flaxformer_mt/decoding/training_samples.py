@@ -1,18 +1,21 @@
 """Translations that are sampled inside a training step, for objectives such as minimum risk."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
-from flaxformer_mt.decoding.batching.search_programs import begin_search, step_function
+from flaxformer_mt.decoding.batching.search_programs import step_function
 from flaxformer_mt.decoding.search.options import SearchOptions, forbidden_token_ids
 from flaxformer_mt.decoding.search.search import search
 from flaxformer_mt.decoding.search.state import unconstrained
+from flaxformer_mt.decoding.sentence_decoder import longest_target
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.model.cache import reorder_cache
+from flaxformer_mt.model.transformer import Transformer
 
 
 class Samples(NamedTuple):
@@ -28,6 +31,33 @@ class Samples(NamedTuple):
     packed row."""
     log_probabilities: Array
     """float32 [B, n], the model's, summed over the tokens; NaN for a packed row."""
+
+    def rows(self, batch: Any) -> Any:
+        """Returns a batch of B * n rows: each source, once for each of its samples as the target.
+
+        Args:
+          batch: the `Batch` that was sampled for.
+        """
+        n = self.tokens.shape[1]
+        source = {
+            name: jnp.repeat(jnp.asarray(getattr(batch, name)), n, axis=0)
+            for name in ("encoder_input_tokens", "encoder_segment_ids", "encoder_positions")
+        }
+        inputs, targets, weights = (
+            each.reshape(-1, each.shape[-1])
+            for each in (self.input_tokens, self.tokens, self.weights)
+        )
+        is_token = weights > 0
+        positions = jnp.arange(inputs.shape[1], dtype=jnp.int32)
+        return dataclasses.replace(
+            batch,
+            **source,
+            decoder_input_tokens=inputs,
+            decoder_target_tokens=targets,
+            decoder_loss_weights=weights,
+            decoder_segment_ids=is_token.astype(jnp.int32),
+            decoder_positions=jnp.where(is_token, positions, 0),
+        )
 
 
 def sample(
@@ -82,11 +112,10 @@ def sample(
     tokens, segment_ids = _source(source_batch)
     is_packed = _packed_rows(config, tokens, segment_ids)
     if not isinstance(is_packed, jax.core.Tracer):
-        packed = np.flatnonzero(is_packed)
-        if packed.size:
+        if is_packed.any():
             raise UserError(
-                f"row {packed[0]} of the batch has several sentences: sample from rows that are "
-                "not packed"
+                f"row {int(is_packed.argmax())} of the batch has several sentences: sample from "
+                "rows that are not packed"
             )
     elif segment_ids is not None and not unpacked:
         raise UserError(
@@ -109,27 +138,50 @@ def sample(
         pad_id=config.pad_id,
         forbidden_ids=forbidden_token_ids(config),
     )
-    # The end token does not count, as in translation.
-    lengths = jnp.maximum((tokens != config.pad_id).sum(axis=1, dtype=jnp.int32), 1) - 1
-    longest = decode.max_length or longest_target(tokens.shape[1] - 1, decode)
+    lengths = jnp.sum(tokens != config.pad_id, axis=1, dtype=jnp.int32)
+    longest = max_length or longest_target(tokens.shape[1] - 1, decode)
     longest = min(longest, config.longest_sentence or longest)
-    limits = decode.max_length or longest_target(lengths, decode)
-    limits = jnp.where((tokens != config.pad_id).any(axis=1), jnp.minimum(limits, longest), 0)
-    constraints = unconstrained(limits.astype(jnp.int32))._replace(
-        keys=jax.random.bits(key, (tokens.shape[0], 2), jnp.uint32)
+    # The end token does not count, as in translation.
+    limits = decode.max_length_factor * (lengths - 1).astype(jnp.float32)
+    limits = limits.astype(jnp.int32) + decode.max_length_extra
+    limits = jnp.full_like(limits, longest) if max_length else jnp.minimum(limits, longest)
+    constraints = unconstrained(jnp.where(lengths > 0, limits, 0))._replace(
+        keys=jax.random.bits(key, (len(tokens), 2), jnp.uint32)
     )
     params = jax.lax.stop_gradient(params)
-    begun = begin_search(
-        (params,), tokens, constraints, options, configs=(config,), max_length=longest
+    model, variables = Transformer(config), {"params": params}
+    encoded = model.apply(variables, tokens, method="encode")
+    cache = model.apply(variables, encoded, tokens, options.beam_size, longest, method="init_cache")
+    found = search(
+        step_function(config, params, options),
+        cache,
+        constraints,
+        options,
+        longest,
+        reorder_cache,
     )
-    step = step_function(config, params, options)
-    found = search(step, begun.state[0], constraints, options, longest)
     invalid = jnp.where(is_packed, jnp.nan, 0.0)
     is_token = jnp.arange(longest) < found.lengths[:, :, None]
     starts = jnp.full_like(found.tokens[..., :1], config.bos_id)
     return Samples(
         tokens=found.tokens,
         input_tokens=jnp.concatenate([starts, found.tokens[..., :-1]], axis=-1),
-        weights=is_token + invalid[:, None, None],
+        weights=jnp.where(is_token, 1.0, 0.0) + invalid[:, None, None],
         log_probabilities=found.log_probabilities + invalid[:, None],
     )
+
+
+def _source(batch: Any) -> tuple[Array, Array | None]:
+    """Returns the source tokens of a batch, and its segment ids if it has any."""
+    if not hasattr(batch, "encoder_input_tokens"):
+        return jnp.asarray(batch), None
+    segment_ids = batch.encoder_segment_ids
+    tokens = jnp.asarray(batch.encoder_input_tokens)
+    return tokens, None if segment_ids is None else jnp.asarray(segment_ids)
+
+
+def _packed_rows(config: TransformerConfig, tokens: Array, segment_ids: Array | None) -> Array:
+    """Returns which rows have more than one sentence, bool [B]."""
+    if segment_ids is not None:
+        return jnp.any(segment_ids > 1, axis=1)
+    return jnp.sum(tokens == config.eos_id, axis=1) > 1

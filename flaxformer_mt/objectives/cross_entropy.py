@@ -1,7 +1,6 @@
 """The objective of training: label-smoothed cross-entropy, and what is added to it."""
 
 import functools
-from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias
 
 import flax.struct
@@ -63,7 +62,7 @@ def cross_entropy(
     convention: Convention = "uniform",
     term: Term | None = None,
     weight: float = 1.0,
-    teacher: Callable[[Batch], OutputFactors] | None = None,
+    teacher: tuple[TransformerConfig | nn.Module, Params] | None = None,
 ) -> Sums:
     """Computes the label-smoothed cross-entropy of a batch; its logits are never in memory.
 
@@ -82,14 +81,15 @@ def cross_entropy(
       convention: which ones, and what is reported: the row of the table of `token_losses`.
       term: added to the cross-entropy, see `RDrop` and `Distillation`.
       weight: the factor of the cross-entropy itself.
-      teacher: computes a teacher's factors of the logits for rows, if the term reads them.
+      teacher: another model and its parameters, if the term reads its predictions: it is computed
+        without dropout, and has no gradient.
 
     Returns:
       The sums over the target tokens, with the metrics "loss" (the cross-entropy alone) and
       "accuracy", the means of both passes if the term has two; that of the term by its name; and
       "flops_per_target_token", see `training_flops`.
     """
-    module = Transformer(model) if isinstance(model, TransformerConfig) else model
+    module = _module(model)
     passes = term.passes if term else 1
     # A row and its copy are neighbors, and therefore on the same device.
     rows = jax.tree.map(functools.partial(jnp.repeat, repeats=passes, axis=0), batch)
@@ -103,7 +103,7 @@ def cross_entropy(
         rows.decoder_target_tokens,
         rows.decoder_loss_weights,
         options,
-        teacher(rows) if teacher else None,
+        None if teacher is None else _teacher_factors(*teacher, rows),
     )
     tokens = sums.weights / passes
     metrics: Metrics = {
@@ -117,6 +117,16 @@ def cross_entropy(
     if term is not None:
         metrics[term.name] = (sums.term, tokens)
     return Sums(sums.objective, tokens, tokens, metrics)
+
+
+def _module(model: TransformerConfig | nn.Module) -> nn.Module:
+    return Transformer(model) if isinstance(model, TransformerConfig) else model
+
+
+def _teacher_factors(
+    model: TransformerConfig | nn.Module, params: Params, rows: Batch
+) -> OutputFactors:
+    return apply_to_batch(_module(model), params, rows, deterministic=True, project=False)
 
 
 def apply_to_batch(module: nn.Module, params: Params, batch: Batch, **options: Any) -> Any:

@@ -12,9 +12,9 @@ from flaxformer_mt.config import TrainConfig, with_vocabulary_sizes
 from flaxformer_mt.data.stream.batches import Batch
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.model.transformer import OutputFactors, Transformer
+from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.objectives.chunked import Term
-from flaxformer_mt.objectives.cross_entropy import Objective, Sums, apply_to_batch, cross_entropy
+from flaxformer_mt.objectives.cross_entropy import Objective, Sums, cross_entropy
 from flaxformer_mt.objectives.distillation import Distillation
 from flaxformer_mt.objectives.r_drop import RDrop
 from flaxformer_mt.runs.checkpoint import restore_params
@@ -48,10 +48,6 @@ def make_objective(
         weight = 1 - config.distillation_weight
 
     def objective(params: Params, batch: Batch, key: Array, frozen: Any) -> Sums:
-        def teacher_factors(rows: Batch) -> OutputFactors:
-            assert teacher is not None
-            return apply_to_batch(teacher, frozen, rows, deterministic=True, project=False)
-
         return cross_entropy(
             model,
             params,
@@ -61,7 +57,7 @@ def make_objective(
             convention=config.label_smoothing_convention,
             term=term,
             weight=weight,
-            teacher=teacher_factors if teacher is not None else None,
+            teacher=None if teacher is None else (teacher, frozen),
         )
 
     return objective
