@@ -11,6 +11,7 @@ from flax import struct
 from jax import Array, lax
 
 from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.errors import UserError
 from flaxformer_mt.model.attention import KeyValue
 from flaxformer_mt.model.cache import Cache, KeyValueCache, LayerState, RecurrentState
 from flaxformer_mt.model.decoder import Decoder
@@ -152,6 +153,18 @@ class OutputBias(nn.Module):
         return logits + self.effective_bias().astype(logits.dtype)
 
 
+def require_segment_ids(side: str, segment_ids: Array | None, positions: Array | None) -> None:
+    """Refuses positions of a side ("encoder", "decoder") without segment ids.
+
+    A packed row would be read as one sentence, whose tokens attend to those of the others.
+    """
+    if positions is not None and segment_ids is None:
+        raise UserError(
+            f"{side}_positions without {side}_segment_ids: give both for packed rows, or neither; "
+            "rows of one padded sentence have segment id 1, and 0 in padding"
+        )
+
+
 def _columns(length: int, positions: Array | None) -> Array:
     """Returns the given positions [B, T], or else each column's index [1, T]."""
     return jnp.arange(length, dtype=jnp.int32)[None] if positions is None else positions
@@ -291,7 +304,9 @@ class Transformer(nn.Module):
 
         Raises:
           ValueError: the row is longer than the table of learned positions.
+          UserError: positions are given without segment ids.
         """
+        require_segment_ids("encoder", encoder_segment_ids, encoder_positions)
         return self._encode(
             encoder_input_tokens,
             encoder_segment_ids,
