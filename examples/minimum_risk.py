@@ -13,7 +13,7 @@ import optax
 
 import flaxformer_mt as fmt
 
-samples_per_sentence, sharpness, length = 8, 0.05, 32
+n, sharpness, length = 8, 0.05, 32  # n samples per sentence.
 model = fmt.load(sys.argv[1])
 config, tokenizers = model.config.model, model.tokenizers
 pairs, last_step = fmt.read_pairs(sys.argv[2], columns=(1, 2)), int((sys.argv[3:] or ["500"])[0])
@@ -33,7 +33,6 @@ def token_f1(tokens, weights, references, reference_weights):
 
 
 def update(state, batch, key, frozen):
-    n = samples_per_sentence
     samples = fmt.sample(config, state["params"], batch, key, n, max_length=length, unpacked=True)
     references = batch.decoder_target_tokens, batch.decoder_loss_weights
     risk = 1 - token_f1(samples.tokens, samples.weights, *references)

@@ -16,8 +16,7 @@ import optax
 
 import flaxformer_mt as fmt
 
-beta, length, rows = 0.1, 64, 16
-model = fmt.load(sys.argv[1])
+beta, length, rows, model = 0.1, 64, 16, fmt.load(sys.argv[1])
 config, tokenizers = model.config.model, model.tokenizers
 lines = [json.loads(line) for line in Path(sys.argv[2]).read_text().splitlines()]
 last_step = int(sys.argv[3]) if len(sys.argv) > 3 else 10 * len(lines) // rows

@@ -154,14 +154,20 @@ class CompiledStep:
         self._max_shapes = max_shapes
         self._is_compiling = False
         self._jitted: Any = None
+        self._running: Any = None
 
     def __call__(self, state: Any, batch: Any) -> Any:
-        """Runs the step.
+        """Starts the step, and waits for the step before it.
+
+        So the devices always have work, and at most two steps are in flight: many would need the
+        memory of as many batches, and on simulated devices their collectives may wait for ever.
 
         Raises:
           UserError: the batch has a shape beyond those that are allowed.
         """
         result = self._for(state)(state, batch)
+        jax.block_until_ready(self._running)
+        self._running = result[1] if isinstance(result, tuple) else result
         if self._is_compiling:
             self._is_compiling = False
             self.on_compile(False)
