@@ -1,7 +1,5 @@
-"""Adapters of an imported model, merged for export: W + (alpha / r) A B (LoRA, Hu et al. 2021).
-
-python examples/lora.py opus-mt-en-de mine.tsv 2000
-"""
+"""Adapters of an imported model, merged for export: W + (alpha / r) A B (LoRA, Hu et al. 2021)."""
+# python examples/lora.py opus-mt-en-de mine.tsv 2000
 
 import sys
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from flaxformer_mt.data.library import padded as padded
     from flaxformer_mt.data.library import read_pairs as read_pairs
     from flaxformer_mt.data.library import train_tokenizers as train_tokenizers
+    from flaxformer_mt.data.stream.batches import Batch as Batch
     from flaxformer_mt.decoding.training_samples import sample as sample
     from flaxformer_mt.decoding.translator import Translator as Translator
     from flaxformer_mt.decoding.translator import translate as translate
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     __version__: str
 
 _MODULES = {
+    "Batch": "flaxformer_mt.data.stream.batches",
     "place": "flaxformer_mt.training.devices",
     "padded": "flaxformer_mt.data.library",
     "RDrop": "flaxformer_mt.objectives.r_drop",
@@ -81,6 +83,7 @@ _MODULES = {
 }
 
 __all__ = [
+    "Batch",
     "Checkpoints",
     "Distillation",
     "ExperimentConfig",

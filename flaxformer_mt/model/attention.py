@@ -22,7 +22,7 @@ from flaxformer_mt.model.kernels.fused_attention import (
 from flaxformer_mt.model.kernels.packed_projections import packed_attention
 from flaxformer_mt.model.kernels.products import Biased, Shared
 from flaxformer_mt.model.linear import dense
-from flaxformer_mt.model.logical_axes import constrain, mesh_platform
+from flaxformer_mt.model.logical_axes import constrain, mesh_platform, require_even_parts
 from flaxformer_mt.model.masks import Visibility, dense_mask
 from flaxformer_mt.model.numerics import Dropout, at_least_float32, masked_softmax
 
@@ -97,6 +97,8 @@ class MultiHeadAttention(nn.Module):
     def setup(self) -> None:
         """Creates the four projections."""
         c = self.config
+        require_even_parts("attention_heads", c.num_heads, "model.num_heads")
+        require_even_parts("attention_heads", c.kv_heads, "model.num_kv_heads")
         divisor = 1 if c.scale_scores else c.key_width**0.5
         self.query = dense(c, "qkv", c.d_model, c.num_heads * c.key_width, c.qkv_bias, divisor)
         self.key = dense(c, "qkv", c.d_model, c.kv_heads * c.key_width, c.qkv_bias)

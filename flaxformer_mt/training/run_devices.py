@@ -132,6 +132,13 @@ def make_devices(config: ExperimentConfig) -> RunDevices:
             f"{wanted} devices (parallel.num_devices) are not a multiple of parallel.fsdp="
             f"{parallel.fsdp} times parallel.tensor={parallel.tensor}"
         )
+    model = config.model
+    for option, heads in (("num_heads", model.num_heads), ("num_kv_heads", model.kv_heads)):
+        if heads % tensor:
+            raise UserError(
+                f"parallel.tensor={tensor} does not divide model.{option}={heads}: each device "
+                "computes whole attention heads"
+            )
     run_devices = arrange(parallel, available[:wanted])
     check_rows(run_devices, config)
     return run_devices
