@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jax import Array
+from jaxtyping import Bool, Float
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.config.model import DOT_PRODUCT
@@ -35,31 +36,30 @@ class KeyValue(NamedTuple):
 
 
 def scaled_dot_product_attention(
-    query: Array,
-    key: Array,
-    value: Array,
-    mask: Array | None = None,
+    query: Float[Array, "B H T K"],
+    key: Float[Array, "B G S K"],
+    value: Float[Array, "B G S U"],
+    mask: Bool[Array, "#B #H #T #S"] | None = None,
     dropout: Callable[[Array], Array] | None = None,
     tap: Callable[[str, Array], object] | None = None,
-    bias: Array | None = None,
-) -> tuple[Array, Array]:
+    bias: Float[Array, "..."] | None = None,
+) -> tuple[Float[Array, "B H T U"], Float[Array, "B H T S"]]:
     r"""Computes attention from every query to every key.
 
     .. math:: \mathrm{softmax}(Q K^\top / \sqrt{K} + bias)\, V
 
     Args:
-      query: [B, H, T, K].
-      key: [B, G, S, K]; G divides H, and query head h attends to head h // (H / G).
-      value: [B, G, S, U]; U may differ from K.
-      mask: bool, broadcastable to [B, H, T, S], True = attend. A query without any key gets zeros
-        (the published code gives it the mean of all values).
+      query: of H heads.
+      key: of G heads; G divides H, and query head h attends to head h // (H / G).
+      value: of G heads; U may differ from K.
+      mask: True = attend. A query without any key gets zeros (the published code gives it the mean
+        of all values).
       dropout: applied to the weights.
-      tap: called with "scores" and the masked scores [B, H, T, S], for inspection.
+      tap: called with "scores" and the masked scores, for inspection.
       bias: broadcastable to [B, H, T, S]; added to the scaled scores.
 
     Returns:
-      The context [B, H, T, U] in the dtype of `value`, and the weights [B, H, T, S] before
-      dropout.
+      The context in the dtype of `value`, and the weights before dropout.
 
     Source: Vaswani et al. 2017, equation 1; Ainslie et al. 2023 for G < H.
     """
@@ -95,7 +95,7 @@ class MultiHeadAttention(nn.Module):
     config: TransformerConfig
 
     def setup(self) -> None:
-        """Creates the four projections."""
+        """Creates the parameters."""
         c = self.config
         require_even_parts("attention_heads", c.num_heads, "model.num_heads")
         require_even_parts("attention_heads", c.kv_heads, "model.num_kv_heads")
@@ -122,9 +122,7 @@ class MultiHeadAttention(nn.Module):
     ) -> KeyValue:
         """Computes the keys and values of `inputs` [B, S, D].
 
-        Args:
-          inputs: [B, S, D].
-          transform: applied to the keys [B, G, S, K], such as a rotation by their positions.
+        `transform` is applied to the keys [B, G, S, K], such as a rotation by their positions.
         """
         # With dot products and without a transform, a key bias adds the same number to all scores
         # of a query, which cancels in the softmax: its gradient is 0. Computed, it would be
@@ -137,25 +135,20 @@ class MultiHeadAttention(nn.Module):
 
     def attend(
         self,
-        query: Array,
-        key: Array,
-        value: Array,
-        mask: Array | None,
-        bias: Array | None,
+        query: Float[Array, "B H T K"],
+        key: Float[Array, "B G S K"],
+        value: Float[Array, "B G S U"],
+        mask: Bool[Array, "#B #H #T #S"] | None,
+        bias: Float[Array, "#B #H #T #S"] | None,
         deterministic: bool,
-    ) -> tuple[Array, Array]:
-        """Attends with all heads; what an attention of your own replaces (`register_attention`).
+    ) -> tuple[Float[Array, "B H T U"], Float[Array, "B H T S"]]:
+        """Attends with all heads; custom attention (`register_attention`) overrides this method.
 
-        Args:
-          query: [B, H, T, K], in decoding with T = W hypotheses of one token each.
-          key: [B, G, S, K]; G = H unless `num_kv_heads` is given.
-          value: [B, G, S, U].
-          mask: bool, broadcastable to [B, H, T, S], True = attend; None = attend to all.
-          bias: broadcastable to [B, H, T, S], added to the scores, for some position kinds.
-          deterministic: no dropout.
+        In decoding, T = W hypotheses of one token each. G = H unless `num_kv_heads` is given. Some
+        position kinds have a bias of the scores.
 
         Returns:
-          The context [B, H, T, U] and the weights [B, H, T, S] before dropout.
+          The context, and the weights before dropout.
         """
         return scaled_dot_product_attention(
             query,
@@ -173,7 +166,6 @@ class MultiHeadAttention(nn.Module):
         attended: Array | KeyValue,
         transform: Callable[[Array], Array] | None,
     ) -> tuple[Array, KeyValue]:
-        """Computes the queries [B, H, T, K] of `inputs`, and the keys and values of `attended`."""
         shared = Shared.of(inputs, self.config.kv_heads)
         query = self._split_heads(self.query(shared), self.config.num_heads)
         query = query if transform is None else transform(query)
@@ -210,7 +202,6 @@ class MultiHeadAttention(nn.Module):
         bias: Array | None,
         transform: Callable[[Array], Array] | None,
     ) -> Array:
-        """Returns the context [B, H, T, U] by a kernel."""
         c = self.config
         dropped = 0 if deterministic else self.dropout.threshold
         options = Options(backend, visible.causal, dropped, interpret=mesh_platform() == "cpu")
@@ -237,31 +228,30 @@ class MultiHeadAttention(nn.Module):
 
     def __call__(
         self,
-        inputs: Array,
-        attended: Array | KeyValue,
+        inputs: Float[Array, "B T D"],
+        attended: Float[Array, "B S D"] | KeyValue,
         mask: Visibility | Array | None,
         deterministic: bool,
-        bias: Array | None = None,
+        bias: Float[Array, "#B #H #T #S"] | None = None,
         transform: Callable[[Array], Array] | None = None,
         return_weights: bool = True,
         add_bias: bool = True,
-    ) -> tuple[Array | Biased, Array | None]:
+    ) -> tuple[Float[Array, "B T D"] | Biased, Float[Array, "B H T S"] | None]:
         """Attends from `inputs` to `attended`.
 
         Args:
-          inputs: [B, T, D], whose projections are the queries.
-          attended: [B, S, D], `inputs` itself in self-attention; or its keys [B, G, S, K] and
-            values [B, G, S, U], from `project`.
+          inputs: their projections are the queries.
+          attended: `inputs` itself in self-attention; or its keys and values, from `project`.
           mask: which keys are visible, in a whole pass; or bool, broadcastable to [B, H, T, S],
             True = attend; None = attend to all.
           deterministic: no dropout.
-          bias: broadcastable to [B, H, T, S], added to the scores.
+          bias: added to the scores.
           transform: applied to queries [B, H, T, K] and keys; those of `project` have had it.
           return_weights: whether the weights are read; fused attention does not have them.
           add_bias: False leaves the output projection's bias to be added.
 
         Returns:
-          [B, T, D], and the weights [B, H, T, S] if they were computed.
+          The outputs, and the weights if they were computed.
 
         Raises:
           UserError: `config.attention_backend` cannot do this.
@@ -288,7 +278,9 @@ _Kind = TypeVar("_Kind", bound=type[MultiHeadAttention])
 
 
 def register_attention(name: str) -> Callable[[_Kind], _Kind]:
-    """Registers a class of yours as a value of `TransformerConfig.attention_kind`; a decorator.
+    """Decorator that registers a custom attention class under a name.
+
+    The name is a value of `TransformerConfig.attention_kind`.
 
         @register_attention("sharp")
         class SharpAttention(MultiHeadAttention):
@@ -300,11 +292,8 @@ def register_attention(name: str) -> Callable[[_Kind], _Kind]:
     else. A run folder records the name only, and no code, so a program that uses the run imports
     the file with the class first. Registering a name again replaces the class.
 
-    Args:
-      name: the value of the field.
-
     Raises:
-      TypeError: the name is not a string, or the class is no subclass of `MultiHeadAttention`.
+      TypeError: the name is not a string, or the class is not a subclass of `MultiHeadAttention`.
       UserError: the name is that of the built-in attention.
     """
     if not isinstance(name, str):
@@ -324,11 +313,7 @@ def register_attention(name: str) -> Callable[[_Kind], _Kind]:
 
 
 def attention_class(config: TransformerConfig) -> type[MultiHeadAttention]:
-    """Returns the class of a model's attention.
-
-    Raises:
-      UserError: it is not registered.
-    """
+    """Returns the class of a model's attention; raises UserError if it is not registered."""
     kind = config.attention_kind
     if kind not in _KINDS:
         raise UserError(

@@ -69,15 +69,20 @@ def apply(
         if value(f"{side}_input_tokens") is None:
             raise UserError(f"the batch has no {side}_input_tokens")
         require_segment_ids(side, value(f"{side}_segment_ids"), value(f"{side}_positions"))
-    options = {f"{side}_{name}": None for side in sides for name in ("segment_ids", "positions")}
-    return Transformer(config).apply(
+    options: dict[str, Any] = {
+        f"{side}_{name}": value(f"{side}_{name}")
+        for side in sides
+        for name in ("segment_ids", "positions")
+    }
+    logits: Any = Transformer(config).apply(
         {"params": params},
         value("encoder_input_tokens") if config.has_inputs else None,
         value("decoder_input_tokens"),
-        **{name: value(name) for name in options},
+        **options,
         deterministic=key is None,
         rngs=None if key is None else {"dropout": key},
     )
+    return logits
 
 
 def fused_attention(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax import Array, lax
 from jax.nn import initializers
+from jaxtyping import Float
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.model.kernels.products import Biased, Shared
@@ -17,22 +18,23 @@ from flaxformer_mt.model.numerics import at_least_float32, column_sums
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def linear(
-    x: Array, kernel: Array, bias: Array | None, copies: Array | None = None, parts: int = 1
-) -> Array:
+    x: Float[Array, "N I"],
+    kernel: Any,
+    bias: Any,
+    copies: Float[Array, "P N I"] | None = None,
+    parts: int = 1,
+) -> Float[Array, "N O"]:
     """Computes x @ kernel + bias in the dtype of `x`.
 
     Its gradient is written out, so that those of the parameters are never rounded to the dtype of
     `x`: they are added up over layers' calls, micro-batches and devices in that of the parameters.
 
     Args:
-      x: [N, fan_in].
-      kernel: [fan_in, features], of any dtype.
-      bias: [features], or None.
-      copies: [parts, N, fan_in] of `x`, which get its gradient; see `Shared`.
+      x: the inputs.
+      kernel: [I, O], of any dtype.
+      bias: [O], or None.
+      copies: of `x`, which get its gradient; see `Shared`.
       parts: into which the features are divided.
-
-    Returns:
-      [N, features], in the dtype of `x`.
     """
     return _linear_forward(x, kernel, bias, copies, parts)[0]
 
@@ -79,7 +81,7 @@ class Dense(nn.Module):
     bias_init: initializers.Initializer = initializers.zeros
 
     def setup(self) -> None:
-        """Declares the parameters: kernel [fan_in, features] and bias [features]."""
+        """Creates the parameters."""
         shape = (self.fan_in, self.features)
         self.kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
         if self.use_bias:
@@ -179,15 +181,9 @@ def dense(
     use_bias: bool,
     divisor: float = 1.0,
 ) -> Dense:
-    """Creates a linear map [..., fan_in] -> [..., features], initialised according to `config`.
+    """Creates a map with the initial values that `config` has for its role.
 
-    Args:
-      config: of the model.
-      role: what the map computes.
-      fan_in: its number of inputs.
-      features: its number of outputs.
-      use_bias: adds a bias.
-      divisor: of the initial matrix.
+    The initial matrix is divided by `divisor`.
     """
     kernel_kind = _KERNELS_BY_ROLE.get(config.kernel_init, {}).get(role, config.kernel_init)
     kernel_init = {

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax import Array, lax
 from jax.extend.random import threefry2x32_p
+from jaxtyping import Bool, Float, UInt16
 
 
 def at_least_float32(dtype: jnp.dtype) -> jnp.dtype:
@@ -14,8 +15,8 @@ def at_least_float32(dtype: jnp.dtype) -> jnp.dtype:
     return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
-def column_sums(x: Array) -> Array:
-    """Sums the rows of `x` [N, D], as the gradient of a bias needs it: [D], in float32 at least.
+def column_sums(x: Float[Array, "N D"]) -> Float[Array, "D"]:
+    """Sums the rows of `x`, as the gradient of a bias needs it, in float32 at least.
 
     The sum is a product with ones: XLA's own sum over many rows took 20 times as long on CPUs
     (docs/speed.md), and on other devices the product costs next to nothing.
@@ -26,19 +27,16 @@ def column_sums(x: Array) -> Array:
 
 
 @jax.custom_vjp
-def masked_softmax(scores: Array, mask: Array) -> Array:
+def masked_softmax(
+    scores: Float[Array, "*T S"], mask: Bool[Array, "*#T #S"]
+) -> Float[Array, "*T S"]:
     r"""Computes the softmax over the last axis, with weight 0 for masked keys.
 
     Its gradient is written out, because it needs only the weights:
 
     .. math:: \partial s = w \odot (\partial w - \sum_k w_k\, \partial w_k)
 
-    Args:
-      scores: [..., T, S].
-      mask: bool, broadcastable to [..., T, S], True = attend. A row without any key gets zeros.
-
-    Returns:
-      [..., T, S], in the dtype of `scores`.
+    The mask is True where a query attends. A row without any key gets zeros.
     """
     return _masked_softmax_forward(scores, mask)[0]
 
@@ -90,7 +88,7 @@ class Dropout(nn.Module):
         return jnp.where(kept, x * (1 / (1 - dropped / 2**16)), 0)
 
 
-def random_uint16(key: Array, shape: tuple[int, ...]) -> Array:
+def random_uint16(key: Array, shape: tuple[int, ...]) -> UInt16[Array, "..."]:
     """Draws uniform random numbers with the generator of the key, using all bits that it makes.
 
     With JAX's default generator, Threefry (Salmon et al. 2011), each number depends only on the
@@ -98,12 +96,6 @@ def random_uint16(key: Array, shape: tuple[int, ...]) -> Array:
     gives four numbers, whereas `jax.random.bits` would make a block for each. Other generators are
     asked for 32 bits for each two numbers.
 
-    Args:
-      key: of `jax.random`, of any implementation.
-      shape: [..., D].
-
-    Returns:
-      uint16 of that shape.
     """
     *rows, columns = shape
     if jax.random.key_impl(key) == "threefry2x32":

@@ -9,6 +9,7 @@ import textwrap
 import chex
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 
@@ -166,3 +167,9 @@ def test_residual_norm_is_its_equation(platform, monkeypatch):
     np.testing.assert_allclose(found, expected * scale, atol=2e-5)
     half = functional.residual_norm(*(a.astype(jnp.bfloat16) for a in (x, residual)), scale, bias)
     assert half.dtype == jnp.bfloat16
+
+
+def test_the_tests_check_annotated_shapes():
+    q, k = jnp.ones((1, 3, 2, 8)), jnp.ones((1, 3, 2, 4))
+    with pytest.raises(jaxtyping.TypeCheckError, match="fused_attention"):
+        functional.fused_attention(q, k, k)
