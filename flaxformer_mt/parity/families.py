@@ -14,7 +14,7 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.memory_limits import host_memory, require_memory
 from flaxformer_mt.parity import published, references
-from flaxformer_mt.parity.compare import compare
+from flaxformer_mt.parity.compare_family import compare
 from flaxformer_mt.parity.model_pair import Tables
 from flaxformer_mt.parity.published import Dtype, PublishedModel
 from flaxformer_mt.parity.recipes import recipe

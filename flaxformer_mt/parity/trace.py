@@ -282,7 +282,7 @@ def values_of_module(
     keys = {site: (modules[tap.module], tap.op, tap.side) for site, tap in wanted.items()}
     outputs = {(part, "", "output") for part, *_ in keys.values()}
     in_parts: set[Key] = set()
-    with _recording(module, {*keys.values(), *outputs}, in_parts) as seen:
+    with recording(module, {*keys.values(), *outputs}, in_parts) as seen:
         output = call(module)
     found: Values = {}
     never_run, uncertain = [], []
@@ -407,12 +407,13 @@ def shaped(
 
 
 @contextlib.contextmanager
-def _recording(
-    root: nn.Module, wanted: Set[Key], in_parts: set[Key]
+def recording(
+    root: nn.Module, wanted: Set[Key], in_parts: set[Key], copy: bool = True
 ) -> Iterator[dict[Key, list[list[Any]]]]:
     """Records the inputs or outputs of the given modules and operations for every call.
 
-    Adds to `in_parts` the operations that only sub-modules run.
+    Tensors are copied to NumPy arrays unless `copy` is False. Adds to `in_parts` the operations
+    that only sub-modules run.
     """
     seen: dict[Key, list[list[Any]]] = {key: [] for key in wanted}
     of_parts: dict[Key, list[list[Any]]] = {key: [] for key in wanted}
@@ -422,7 +423,7 @@ def _recording(
     def record(module: nn.Module, op: str, side: str, values: Any, kept: Any = seen) -> None:
         if (module, op, side) in kept:
             values = values if isinstance(values, tuple) else (values,)
-            kept[module, op, side].append([_copied(value) for value in values])
+            kept[module, op, side].append([_copied(value) if copy else value for value in values])
 
     def enter(module, args, kwargs):
         running.append(module)

@@ -22,7 +22,7 @@ from flaxformer_mt.parity.reports.family_summary import (
     FamilySummary,
 )
 from flaxformer_mt.parity.rows import GRADIENTS, VALUES
-from flaxformer_mt.parity.trajectory import TOLERANCES
+from flaxformer_mt.parity.trajectories import TOLERANCES
 from flaxformer_mt.presets import FAMILIES
 
 # One small model for all comparisons, so that it is compiled once.

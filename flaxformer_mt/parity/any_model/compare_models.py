@@ -3,10 +3,8 @@
 import contextlib
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,30 +15,30 @@ from torch import nn
 
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.weight_maps.rules import TensorRule
+from flaxformer_mt.parity import driver
 from flaxformer_mt.parity.any_model import backward
-from flaxformer_mt.parity.any_model.diagnosis import ProgramValues
-from flaxformer_mt.parity.any_model.program import Program, trace
-from flaxformer_mt.parity.any_model.steps import train_both
+from flaxformer_mt.parity.any_model.program import TracedFunction, trace
+from flaxformer_mt.parity.any_model.program_values import ProgramValues
 from flaxformer_mt.parity.any_model.taps import path_name
 from flaxformer_mt.parity.any_model.weight_rules import (
     WeightRules,
     tensor_shapes,
     weight_rules,
 )
-from flaxformer_mt.parity.diagnosis.findings import Select, find
-from flaxformer_mt.parity.model_pair import COMPILER_OPTIONS, precision, without_dropout
-from flaxformer_mt.parity.reports.comparison import Finding, Row
+from flaxformer_mt.parity.diagnosis.findings import Select
 from flaxformer_mt.parity.reports.report import Report
-from flaxformer_mt.parity.rows import VALUES, gradient_rows, step_rows, value_row
-from flaxformer_mt.parity.trace import (
-    Tap,
-    Values,
-    comparable,
-    frozen_parameters,
-    parameter_gradients,
-    values_of_module,
+from flaxformer_mt.parity.rows import VALUES
+from flaxformer_mt.parity.sides import (
+    Pair,
+    copied,
+    precision,
+    restored,
+    run_ours,
+    run_reference,
+    without_dropout,
 )
-from flaxformer_mt.parity.trajectory import restored
+from flaxformer_mt.parity.trace import Tap, Values, comparable, frozen_parameters
+from flaxformer_mt.parity.trajectories import Optimizers, train_both
 
 JaxFunction = Callable[..., Any]
 ModuleForward = Callable[..., Any]
@@ -99,91 +97,55 @@ def compare_models(
         raise UserError(f"num_steps={num_steps}: must be 0 or more")
     if num_steps and optimizers is None:
         raise UserError("num_steps= needs optimizers=, one for each side")
-    sides = _sides(
-        torch_module, jax_function, params, batch, weights, weights_of, unused, intermediates
+    pair = _pair(
+        torch_module,
+        jax_function,
+        params,
+        batch,
+        weights,
+        weights_of,
+        unused,
+        intermediates,
+        forward or _call,
+        loss,
+        real,
     )
-    names_of_outputs = sides.program.output_names
-    losses = loss or tuple(
-        functools.partial(_default_loss, library, names_of_outputs, real)
-        for library in (torch, jnp)
-    )
-    run = functools.partial(forward or _call, torch_module, *jax.tree.map(_tensor, sides.batch))
-    with precision(sides.dtype), without_dropout(torch_module), sides.weights_in_module():
-        ours = _run_function(sides, loss and loss[1], real)
-        taps = _taps(torch_module, names, ours.values)
-        theirs = _run_module(sides, taps, names is not None, run, losses[0], ours.values)
-        select = real or _everything
-        rows = [*_rows(ours, theirs, sides.dtype, select)]
-        findings: tuple[Finding, ...] = ()
-        notes = []
-        differs = not all(row.passed for row in rows)
-        if differs:
-            fits = {
-                site: value
-                for site, value in theirs.values.items()
-                if value.shape == ours.values[site].shape
-            }
-            findings = tuple(_findings(sides, theirs._replace(values=fits), select))
-        if differs and not findings and not any(row.reference_shape for row in rows):
-            shapes = {site: value.shape for site, value in ours.values.items()}
-            found = backward.gradients_of_function(sides.program, sides.arguments(), losses[1])
-            expected = backward.gradients_of_module(
-                torch_module,
-                taps,
-                lambda: losses[0](*_output_tensors(run(), names_of_outputs)),
-                shapes,
-            )
-            notes = backward.first_difference(sides.program, found, expected, sides.dtype)
-        steps = None
+    arguments, dtype, select = jax.tree.leaves(pair.batch), pair.dtype, real or _everything
+    steps = None
+    with precision(dtype), without_dropout(torch_module), pair.weights_in_module():
+        ours = run_ours(pair, arguments)
+        taps = names if names is not None else _same_names(torch_module, ours.values)
+        theirs = run_reference(pair, arguments, taps, ours.values, names is not None)
         if optimizers is not None and num_steps:
-            trained, others = sides.tensors()
-
-            def function_loss(tensors: Any) -> Any:
-                values = sides.program.run(sides.leaves({**others, **tensors}))
-                return losses[1](*(values[number] for number in sides.program.outputs))
-
-            steps = train_both(
-                torch_module,
-                lambda: losses[0](*_output_tensors(run(), names_of_outputs)),
-                optimizers[0],
-                trained,
-                function_loss,
-                optimizers[1],
-                num_steps,
-                sides.dtype,
-            )
-            rows += step_rows(steps)
-    untapped = tuple(
-        site for site in ours.values if site not in {*theirs.values, *theirs.never_run}
-    )
-    return Report(
-        type(torch_module).__name__,
-        sides.dtype,
-        tuple(rows),
-        untapped,
-        diagnosis=findings[0].diagnosis if findings else None,
-        findings=findings,
-        never_run=theirs.never_run,
-        trajectory=steps,
-        notes=(*notes, *frozen_parameters(torch_module)),
-    )
-
-
-def _taps(
-    module: nn.Module, names: Mapping[str, Tap | str] | None, ours: Values
-) -> Mapping[str, Tap | str]:
-    return names if names is not None else _same_names(module, ours)
-
-
-def _findings(sides: "_Sides", theirs: "_Side", select: Select) -> Iterator[Finding]:
-    program = sides.program
-    sites = {site.name: site.number for site in program.sites} | dict(
-        zip(map(_output_site, program.output_names), program.outputs, strict=True)
-    )
-    values, tolerance = theirs.values, VALUES[sides.dtype]
-    everything = {**values, **theirs.again}
-    model = ProgramValues(program, sides.arguments(), sites, everything, select, tolerance)
-    return find(model, list(sites), values, select, sides.dtype)
+            both = Optimizers(optimizers[1], optimizers[0])
+            steps = train_both(pair, dtype, [arguments], num_steps, both)
+        report = driver.compared(
+            type(torch_module).__name__,
+            dtype,
+            ours,
+            theirs,
+            select,
+            steps=steps,
+            notes=frozen_parameters(torch_module),
+        )
+        if report.first_divergence is None:
+            return report
+        fits = {site: v for site, v in theirs.values.items() if v.shape == ours.values[site].shape}
+        function, leaves = pair.traced(arguments)
+        sites = {site.name: site.number for site in function.sites} | dict(
+            zip(map(_output_site, function.output_names), function.outputs, strict=True)
+        )
+        known = {**fits, **theirs.again}
+        return driver.explained(
+            report,
+            fits,
+            select,
+            model=ProgramValues(function, leaves, sites, known, select, VALUES[dtype]),
+            sites=list(sites),
+            gradient_notes=lambda: backward.first_difference(
+                pair, arguments, taps, ours.values, select, dtype
+            ),
+        )
 
 
 def _everything(site: str, value: np.ndarray) -> np.ndarray:
@@ -191,12 +153,54 @@ def _everything(site: str, value: np.ndarray) -> np.ndarray:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Sides:
-    module: nn.Module
-    program: Program
+class _Function:
+    """The JAX function, given the module's tensors and the leaves of the batch."""
+
+    program: TracedFunction
     rules: WeightRules
     paths: tuple[str, ...]
     """Of the parameters, in the order of the leaves."""
+    given_loss: Callable[..., Any] | None
+    real: Select | None
+
+    def leaves(self, tensors: Mapping[str, Any], batch: Sequence[Any]) -> list[Any]:
+        """Returns the arguments of the program."""
+        arrays = self.rules.to_function(tensors)
+        return [*(arrays[path] for path in self.paths), *batch]
+
+    def outputs_and_values(
+        self, tensors: Mapping[str, Any], batch: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        values = self.program.run(self.leaves(tensors, batch))
+        outputs = [values[number] for number in self.program.outputs]
+        return outputs, [values[site.number] for site in self.program.sites]
+
+    def outputs(self, tensors: Mapping[str, Any], batch: Sequence[Any]) -> list[Any]:
+        return self.outputs_and_values(tensors, batch)[0]
+
+    def by_site(self, outputs: Sequence[Any], values: Sequence[Any]) -> Values:
+        sites = [site.name for site in self.program.sites]
+        names = [*sites, *map(_output_site, self.program.output_names)]
+        found = zip(names, [*values, *outputs], strict=True)
+        return {site: comparable(site, value) for site, value in dict(found).items()}
+
+    def loss(self, outputs: Sequence[Any], batch: Sequence[Any]) -> Any:
+        if self.given_loss:
+            return self.given_loss(*outputs)
+        return _default_loss(jnp, self.program.output_names, self.real, *outputs)
+
+    def other_losses(self, outputs: Sequence[Any], batch: Sequence[Any]) -> dict[str, Any]:
+        return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class _FunctionPair(Pair):
+    """A JAX function and a PyTorch module; batches are lists of the leaves of the arguments."""
+
+    ours: _Function
+    module: nn.Module
+    forward: ModuleForward
+    given_loss: Callable[..., Any] | None
     batch: tuple[Any, ...]
     """NumPy arrays."""
     dtype: str
@@ -212,26 +216,35 @@ class _Sides:
         tensors = dict(_tensors(self.module))
         with restored(self.module):
             with torch.no_grad():
-                for name, value in self.rules.to_module(self.given).items():
+                for name, value in self.ours.rules.to_module(self.given).items():
                     if name in tensors:
                         tensors[name].copy_(torch.tensor(value))
             yield
 
-    def tensors(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-        """Copies the trained tensors and the others, by name."""
-        trained = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
-        others = {n: t for n, t in _tensors(self.module) if n not in trained}
-        return _copies(trained), _copies(others)
+    def fixed(self) -> dict[str, np.ndarray]:
+        trained = self.trained()
+        return {n: copied(t) for n, t in _tensors(self.module) if n not in trained}
 
-    def arguments(self) -> list[Any]:
-        """Returns the arguments of the program as they are compared."""
-        trained, others = self.tensors()
-        return self.leaves({**others, **trained})
+    def outputs(self, batch: Sequence[Any]) -> dict[str, torch.Tensor]:
+        program = self.ours.program
+        arguments = jax.tree.unflatten(jax.tree.structure(self.batch), map(_tensor, batch))
+        tensors = _output_tensors(self.forward(self.module, *arguments), program.output_names)
+        expected = [program.types[number] for number in program.outputs]
+        if _shapes(tensors) != _shapes(expected):
+            raise UserError(
+                f"the module returns {', '.join(_shapes(tensors))}, but the function "
+                f"{', '.join(_shapes(expected))}: give forward="
+            )
+        return dict(zip(map(_output_site, program.output_names), tensors, strict=True))
 
-    def leaves(self, tensors: Mapping[str, Any]) -> list[Any]:
-        """Returns the arguments of the program."""
-        arrays = self.rules.to_function(tensors)
-        return [*(arrays[path] for path in self.paths), *jax.tree.leaves(self.batch)]
+    def loss(self, outputs: Mapping[str, torch.Tensor], batch: Sequence[Any]) -> torch.Tensor:
+        if self.given_loss:
+            return self.given_loss(*outputs.values())
+        names = self.ours.program.output_names
+        return _default_loss(torch, names, self.ours.real, *outputs.values())
+
+    def traced(self, batch: Sequence[Any]) -> tuple[TracedFunction, list[Any]]:
+        return self.ours.program, self.ours.leaves(self.trained() | self.fixed(), batch)
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -239,16 +252,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_buffers()
 
 
-def _copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
-    # NumPy has no bfloat16 and no float8, which buffers may have.
-    wide = {
-        name: tensor.float() if tensor.is_floating_point() and tensor.element_size() < 4 else tensor
-        for name, tensor in tensors.items()
-    }
-    return {name: tensor.detach().clone().numpy() for name, tensor in wide.items()}
-
-
-def _sides(
+def _pair(
     module: nn.Module,
     function: JaxFunction,
     params: Any,
@@ -257,7 +261,10 @@ def _sides(
     weights_of: str,
     unused: Sequence[str],
     intermediates: bool,
-) -> _Sides:
+    forward: ModuleForward,
+    loss: tuple[Callable[..., Any], Callable[..., Any]] | None,
+    real: Select | None,
+) -> _FunctionPair:
     if weights_of not in ("module", "function"):
         raise UserError(f"weights_of={weights_of!r}: choose module or function")
     dtypes = {str(p.dtype).removeprefix("torch.") for p in module.parameters()}
@@ -285,7 +292,16 @@ def _sides(
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for _, leaf in leaves):
             raise UserError("weights_of='function' needs arrays in params, not shapes")
         given = {path_name(path): np.asarray(leaf, dtype) for path, leaf in leaves}
-    return _Sides(module, program, applied, tuple(shapes), arguments, dtype, given)
+    theirs, ours = loss or (None, None)
+    return _FunctionPair(
+        _Function(program, applied, tuple(shapes), ours, real),
+        module,
+        forward,
+        theirs,
+        arguments,
+        dtype,
+        given,
+    )
 
 
 def _frozen(arguments: Any) -> tuple[Any, tuple[tuple[Any, ...], ...]]:
@@ -295,7 +311,7 @@ def _frozen(arguments: Any) -> tuple[Any, tuple[tuple[Any, ...], ...]]:
 
 
 @functools.lru_cache(maxsize=8)
-def _program(function: JaxFunction, tree: Any, types: Any, intermediates: bool) -> Program:
+def _program(function: JaxFunction, tree: Any, types: Any, intermediates: bool) -> TracedFunction:
     like = jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(*each) for each in types])
     return trace(function, *like, intermediates=intermediates)
 
@@ -312,55 +328,8 @@ def _narrowed(value: Any, dtype: str) -> Any:
     return jax.tree.map(narrow, value)
 
 
-class _Side(NamedTuple):
-    """What one side computes."""
-
-    values: Values
-    """By site, in the order of computation; then the outputs."""
-    loss: float
-    gradients: dict[str, np.ndarray]
-    """By parameter name of the module."""
-    never_run: tuple[str, ...] = ()
-    """Sites whose modules were never called."""
-    again: Mapping[str, np.ndarray] = MappingProxyType({})
-    """The values of further calls, see `ModuleValues.again`."""
-
-
 def _output_site(name: str) -> str:
     return "/".join(filter(None, ("output", name)))
-
-
-def _run_function(sides: _Sides, loss: Callable[..., Any] | None, real: Select | None) -> _Side:
-    trained, others = sides.tensors()
-    program = sides.program
-    run = _compiled(program, sides.rules, sides.paths, loss, real)
-    found = run(trained, others, jax.tree.leaves(sides.batch))
-    (total, (values, outputs)), gradients = jax.device_get(found)
-    names = [*(site.name for site in program.sites), *map(_output_site, program.output_names)]
-    by_name = dict(zip(names, [*values, *outputs], strict=True))
-    comparables = {site: comparable(site, value) for site, value in by_name.items()}
-    return _Side(comparables, float(total), gradients)
-
-
-@functools.lru_cache(maxsize=8)
-def _compiled(
-    program: Program,
-    rules: WeightRules,
-    paths: tuple[str, ...],
-    loss: Callable[..., Any] | None,
-    real: Select | None,
-) -> Any:
-    """Returns the compiled function of (trained, others, batch) to loss, values and gradients."""
-    loss = loss or functools.partial(_default_loss, jnp, program.output_names, real)
-
-    def loss_of(trained, others, batch):
-        arrays = rules.to_function({**others, **trained})
-        values = program.run([*(arrays[path] for path in paths), *batch])
-        outputs = [values[number] for number in program.outputs]
-        return loss(*outputs), ([values[site.number] for site in program.sites], outputs)
-
-    run = jax.value_and_grad(loss_of, has_aux=True)
-    return jax.jit(run, compiler_options=COMPILER_OPTIONS)
 
 
 def _default_loss(library: Any, names: Sequence[str], real: Select | None, *outputs: Any) -> Any:
@@ -375,35 +344,6 @@ def _default_loss(library: Any, names: Sequence[str], real: Select | None, *outp
         constant = library.asarray(factors, dtype=output.dtype)
         total = total + (output * constant).sum() / size
     return total
-
-
-def _run_module(
-    sides: _Sides,
-    taps: Mapping[str, Tap | str],
-    strict: bool,
-    run: Callable[[], Any],
-    loss: Callable[..., Any],
-    ours: Values,
-) -> _Side:
-    module, expected = sides.module, [*map(_output_site, sides.program.output_names)]
-    shapes = {site: value.shape for site, value in ours.items()}
-    found_values = values_of_module(module, taps, lambda _: run(), shapes, strict)
-    tensors = _output_tensors(found_values.output, sides.program.output_names)
-    if [tuple(tensor.shape) for tensor in tensors] != [shapes[site] for site in expected]:
-        theirs, wanted = _shapes(tensors), _shapes(ours[site] for site in expected)
-        raise UserError(f"the module returns {theirs}, but the function {wanted}: give forward=")
-    total = loss(*tensors)
-    results = {
-        site: comparable(site, tensor.detach().numpy())
-        for site, tensor in zip(expected, tensors, strict=True)
-    }
-    return _Side(
-        found_values.values | results,
-        total.item(),
-        parameter_gradients(module, total),
-        found_values.never_run,
-        found_values.again,
-    )
 
 
 def _call(module: nn.Module, *tensors: Any) -> Any:
@@ -434,20 +374,5 @@ def _output_tensors(outputs: Any, names: Sequence[str]) -> list[torch.Tensor]:
     return [part for part in parts if isinstance(part, torch.Tensor)]
 
 
-def _shapes(arrays: Any) -> str:
-    return ", ".join(str(tuple(array.shape)) for array in arrays)
-
-
-def _rows(ours: _Side, theirs: _Side, dtype: str, real: Select) -> Iterator[Row]:
-    for site, value in ours.values.items():
-        if site in theirs.never_run:
-            yield Row(site, value.shape, math.inf, math.inf, VALUES[dtype])
-        if site not in theirs.values:
-            continue
-        expected = theirs.values[site]
-        if expected.shape != value.shape:
-            yield Row(site, value.shape, math.inf, math.inf, VALUES[dtype], expected.shape)
-            continue
-        yield value_row(site, real(site, value), real(site, expected), dtype)
-    yield value_row("loss", np.array(ours.loss), np.array(theirs.loss), dtype)
-    yield from gradient_rows(ours.gradients, theirs.gradients, dtype)
+def _shapes(arrays: Sequence[Any]) -> list[str]:
+    return [str(tuple(array.shape)) for array in arrays]

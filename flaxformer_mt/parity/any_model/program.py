@@ -55,7 +55,7 @@ class SiteValue(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Program:
+class TracedFunction:
     """A traced function."""
 
     equations: tuple[Equation, ...]
@@ -86,7 +86,7 @@ class Program:
             values.update({n: values[n] + added[n] for n in equation.outputs if n in added})
         return values
 
-    def with_sites(self, numbers: Mapping[str, int], outputs: Sequence[str]) -> "Program":
+    def with_sites(self, numbers: Mapping[str, int], outputs: Sequence[str]) -> "TracedFunction":
         """Returns the program with other sites, and some of its outputs.
 
         Args:
@@ -125,7 +125,7 @@ def compute(equation: Equation, values: Values) -> None:
 
 def trace(
     function: Callable[..., Any], params: Any, args: Sequence[Any], *, intermediates: bool
-) -> Program:
+) -> TracedFunction:
     """Traces function(params, *args).
 
     Args:
@@ -269,9 +269,9 @@ class _Builder:
         (output,) = self.inline(closed.jaxpr, closed.consts, inputs, "")
         return output
 
-    def program(self, inputs: Sequence[int], outputs: Sequence[tuple[str, int]]) -> Program:
+    def program(self, inputs: Sequence[int], outputs: Sequence[tuple[str, int]]) -> TracedFunction:
         names = tuple(name for name, _ in outputs)
-        program = Program(
+        program = TracedFunction(
             tuple(self.equations),
             tuple(inputs),
             self.constants,

@@ -3,11 +3,12 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from flaxformer_mt.parity.any_model.numpy_primitives import in_numpy
-from flaxformer_mt.parity.any_model.program import Equation, Program
+from flaxformer_mt.parity.any_model.program import Equation, TracedFunction
 from flaxformer_mt.parity.diagnosis.findings import relative_difference
 
 RESHAPING = (
@@ -27,7 +28,18 @@ RESHAPING = (
 Numbers = dict[int, np.ndarray]
 
 
-def compute(equation: Equation, values: Numbers, program: Program) -> None:
+class ProgramCause(NamedTuple):
+    """A change of the equations, and the value of the site that follows."""
+
+    cause: str
+    explanation: str
+    value: np.ndarray
+
+
+Found: TypeAlias = Iterator[ProgramCause]
+
+
+def compute(equation: Equation, values: Numbers, program: TracedFunction) -> None:
     """Adds the outputs of an equation to `values`, in NumPy if possible."""
     inputs = [np.asarray(values[number]) for number in equation.inputs]
     if len(equation.outputs) == 1:
@@ -44,7 +56,7 @@ def compute(equation: Equation, values: Numbers, program: Program) -> None:
 class Segment:
     """The computation of a site from values that are known."""
 
-    program: Program
+    program: TracedFunction
     site: str
     number: int
     """Of the value of the site."""

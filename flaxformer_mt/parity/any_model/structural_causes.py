@@ -7,10 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from flaxformer_mt.parity.any_model.cause import Found, ProgramCause
 from flaxformer_mt.parity.any_model.numpy_primitives import ELEMENTWISE
 from flaxformer_mt.parity.any_model.program import Equation
-from flaxformer_mt.parity.any_model.segment import Segment
+from flaxformer_mt.parity.any_model.segment import Found, ProgramCause, Segment
 from flaxformer_mt.parity.diagnosis.operations.attention import Softmax
 from flaxformer_mt.parity.diagnosis.operations.sublayers import ACTIVATIONS
 

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from flaxformer_mt.parity.diagnosis.diagnose import Diagnosis
 from flaxformer_mt.parity.settings import SettingDifference
-from flaxformer_mt.parity.trajectory import Trajectory
+from flaxformer_mt.parity.trajectories import Trajectory
 
 Section = Literal["values", "losses", "gradients", "steps"]
 

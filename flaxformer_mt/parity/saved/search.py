@@ -15,11 +15,11 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.parity import references
 from flaxformer_mt.parity.diagnosis.inputs import select_rows
-from flaxformer_mt.parity.model_pair import precision
 from flaxformer_mt.parity.published import PublishedModel, Tables
 from flaxformer_mt.parity.rows import difference, largest
 from flaxformer_mt.parity.saved.files import SavedValues
 from flaxformer_mt.parity.settings import SettingDifference
+from flaxformer_mt.parity.sides import precision
 from flaxformer_mt.parity.tokens import check_special_tokens, padding
 from flaxformer_mt.parity.trace import values_of_module
 

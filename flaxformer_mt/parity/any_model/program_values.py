@@ -1,15 +1,35 @@
-"""Explains the differences of a traced program, see `diagnosis/findings.py`."""
+"""Explains the differences of a traced function, see `diagnosis/findings.py`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from flaxformer_mt.parity.any_model.causes import CAUSES
-from flaxformer_mt.parity.any_model.program import Program
-from flaxformer_mt.parity.any_model.segment import Numbers, Segment, compute
+from flaxformer_mt.parity.any_model import numeric_causes, structural_causes
+from flaxformer_mt.parity.any_model.program import TracedFunction
+from flaxformer_mt.parity.any_model.segment import Found, Numbers, Segment, compute
 from flaxformer_mt.parity.diagnosis.diagnose import Diagnosis
 from flaxformer_mt.parity.trace import MASKED, comparable, is_scores
+
+CAUSES: list[Callable[[Segment], Found]] = [
+    numeric_causes.another_constant,
+    numeric_causes.another_norm,
+    structural_causes.left_out,
+    structural_causes.another_activation,
+    structural_causes.another_softmax,
+    structural_causes.another_mask,
+    structural_causes.another_order,
+    structural_causes.other_inputs,
+    structural_causes.other_parameters,
+    numeric_causes.lower_precision,
+    numeric_causes.active_dropout,
+    numeric_causes.solved_for,
+]
+"""The known causes of a difference between two sites, specific ones before general ones.
+
+Each changes the equations of ours in one way, and yields the value that the site has then. To add
+a cause, write such a function and append it.
+"""
 
 
 class ProgramValues:
@@ -17,7 +37,7 @@ class ProgramValues:
 
     def __init__(
         self,
-        program: Program,
+        program: TracedFunction,
         leaves: Sequence[Any],
         sites: Mapping[str, int],
         theirs: Mapping[str, np.ndarray],
