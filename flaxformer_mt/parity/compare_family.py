@@ -50,19 +50,17 @@ def compare(
 ) -> Report:
     """Compares all values of our model and a reference on the same weights and batch.
 
-    Compared are, in this order: the value of every sub-layer at real tokens, the logits, the loss
-    in the family's convention and in all others, the gradient of every parameter and, on request,
-    optimizer steps. Dropout is disabled.
+    Compared are the value of every sub-layer at real tokens, the logits, the loss in every
+    convention, the gradient of every parameter and, on request, optimizer steps, without dropout.
 
     Args:
       family: the weight map of the module: the name of a family, or a custom map.
-      torch_module: the reference, in float32 or float64; our model uses the same dtype. It is not
-        modified.
+      torch_module: the reference, in float32 or float64; it is not modified.
       batch: integers, one sentence pair per row: (source [B, S], target_input [B, T]), or with
         target_output [B, T], padded with `pad_id`; or an object with `encoder_input_tokens`,
         `decoder_input_tokens` and `decoder_target_tokens`.
-      taps: where the module computes each site of `trace.py`; sites without a tap are not
-        compared. The default is the taps of the family's reference that fit the module.
+      taps: where the module computes each site of `trace.py`; the default is the taps of the
+        family's reference that fit the module.
       forward: maps (module, tokens) to logits [B, T, V]; by default
         `module(source, target_input)` on int64 tensors.
       recipe: loss, schedule and optimizer, by default the family's, or those of `torch`.
@@ -76,8 +74,8 @@ def compare(
       The report; `passed` is True if every row is within its tolerance.
 
     Raises:
-      UserError: the module's tensors are not the family's, a tap does not fit the module, or the
-        batch is invalid.
+      UserError: the module's tensors are not the family's, a tap does not fit, or the batch is
+        invalid.
     """
     sides = model_pair(family, torch_module, overrides, forward, recipe, tables)
     tokens, real = real_tokens(sides, batch)
@@ -213,7 +211,6 @@ def _without_misplaced_taps(report: Report, theirs: Side) -> Report:
 
 
 def _kinks(ours: Values, theirs: Values, select: Select) -> int:
-    """See `Report.kinks`."""
     return sum(
         int(np.sum((select(site, ours[site]) > 0) != (select(site, value) > 0)))
         for site, value in theirs.items()
@@ -230,7 +227,7 @@ def diagnosis_inputs(
     theirs: Side,
     dtype: str,
 ) -> DiagnosisInputs:
-    """Returns the inputs of a diagnosis of our `values`; its site is to be set."""
+    """Returns the inputs of a diagnosis of our `values`, whose site is set later."""
     return DiagnosisInputs(
         site="loss",
         config=ours.config,

@@ -34,15 +34,8 @@ def compared(
 ) -> Report:
     """Returns the report on two sides, without causes.
 
-    Args:
-      name: the family, or the module's class.
-      dtype: of the reference; determines the tolerances.
-      ours: our values, in the order of computation.
-      theirs: the reference's values.
-      select: the rows that are compared.
-      steps: both training runs, if there are any.
-      settings: settings that differ.
-      notes: what the comparison rests on.
+    The sites are in the order of our values; `select` maps a site and its value to the rows that
+    are compared, and `dtype`, that of the reference, determines the tolerances.
     """
     rows = [*_value_rows(ours.values, theirs, select, dtype)]
     for loss, value in theirs.losses.items():
@@ -94,7 +87,7 @@ def explained(
       select: the rows that are compared.
       model: our side, of which every differing site is found; None to explain the first only.
       sites: its sites, in the order of the data flow.
-      diagnosis_of: returns the cause of the first difference at a site, if there are no findings.
+      diagnosis_of: returns the cause of the first difference, if there are no findings.
       gradient_notes: returns where, backwards from the loss, the gradients begin to differ.
     """
     first = next((row for row in report.rows if not row.passed), None)

@@ -70,12 +70,7 @@ class _Constants(NamedTuple):
 
 
 def differences(ours: np.ndarray, theirs: np.ndarray) -> list[str]:
-    """Returns how two optimizers differ, one sentence each; nothing if they do the same.
-
-    Args:
-      ours: from `updates_of_optax`.
-      theirs: from `updates_of_torch`.
-    """
+    """Returns how two optimizers differ, one sentence each, from their updates."""
     our, their = _constants(ours), _constants(theirs)
     found = []
     if not np.isclose(our.rate, their.rate, rtol=1e-4):

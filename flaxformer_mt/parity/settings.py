@@ -35,11 +35,6 @@ def differing_settings(
     """Returns the settings that the attributes of a module's parts contradict.
 
     A module whose parts have several values says nothing, since only one of them may be used.
-
-    Args:
-      config: the configuration of our model.
-      module: the reference, whose attributes have the published meaning.
-      family: the name of its family.
     """
     names: dict[str, tuple[str, ...]] = {"num_heads": HEAD_COUNTS + HEAD_COUNTS_OF.get(family, ())}
     if config.target_vocab_size:

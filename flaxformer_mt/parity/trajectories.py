@@ -152,20 +152,17 @@ def trajectory(
     tolerance: float | None = None,
     **overrides: Any,
 ) -> Trajectory:
-    """Trains a reference and our model side by side.
+    """Trains a reference and our model side by side, without dropout; restores the module.
 
     Args:
       family: the weight map of the module.
-      module: the reference; it is trained without dropout, and then restored.
+      module: the reference.
       batches: used in turn; each new shape is compiled.
       num_steps: N.
-      forward: how to run the module, see `model_pair`.
+      forward: how to run the module, as for `compare`.
       recipe: loss, schedule and optimizer of both sides; by default the family's.
       tolerance: relative tolerance; by default from `TOLERANCES`.
       **overrides: settings that tensors do not determine, see `interop.load`.
-
-    Returns:
-      The curves of both sides, by step; `first_divergence` is None if they agree.
 
     Raises:
       UserError: the tensors are not the family's, or a batch is invalid.
@@ -249,7 +246,6 @@ def train_both(
 
 
 def _differences(optimizers: Optimizers) -> tuple[str, ...]:
-    """Returns how the optimizers of both sides differ at the same learning rate."""
     ours, reference = optimizers.at_one_rate or optimizers[:2]
     try:
         with precision("float64"):

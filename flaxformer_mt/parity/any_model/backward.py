@@ -27,14 +27,6 @@ def first_difference(
 
     The gradients of all sites after it agree, so the difference is in what reads it. Nothing is
     returned if the gradients of all sites agree.
-
-    Args:
-      pair: both sides.
-      batch: their input.
-      taps: where the module computes the sites.
-      values: our values by site.
-      select: the rows that are compared.
-      dtype: determines the tolerance.
     """
     traced, leaves = pair.traced(batch)
     theirs = _gradients_of_module(pair, batch, taps, values)
@@ -55,7 +47,6 @@ def first_difference(
 
 
 def _readers(traced: TracedFunction, number: int, compared: Sequence[str]) -> str:
-    """Returns the names of the next compared sites that are computed from a value."""
     numbers = {site.number: site.name for site in traced.sites if site.name in compared}
     found, reached = [], {number}
     for equation in traced.equations:
@@ -72,7 +63,6 @@ def _readers(traced: TracedFunction, number: int, compared: Sequence[str]) -> st
 def _gradients_of_function(
     pair: Pair, batch: Any, traced: TracedFunction, leaves: Sequence[Any]
 ) -> Values:
-    """Returns the gradients of the loss with respect to all floating sites."""
     floating = {
         site.name: site.number
         for site in traced.sites
@@ -94,10 +84,7 @@ def _gradients_of_function(
 def _gradients_of_module(
     pair: Pair, batch: Any, taps: Mapping[str, Tap | str], values: Values
 ) -> Values:
-    """Returns the gradients of the loss with respect to inputs and outputs of sub-modules.
-
-    Sites inside of modules, whose taps name an operation, are left out.
-    """
+    """Sites inside of modules, whose taps name an operation, are left out."""
     wanted = {site: Tap(tap) if isinstance(tap, str) else tap for site, tap in taps.items()}
     keys = {
         site: (pair.module.get_submodule(tap.module), "", tap.side)

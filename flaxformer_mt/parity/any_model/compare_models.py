@@ -63,8 +63,6 @@ def compare_models(
 ) -> Report:
     """Compares all named values, the outputs and the gradients of a module and a function.
 
-    The first difference is found by the data flow of the traced function, see `program.py`.
-
     Args:
       torch_module: the reference, in float32 or float64; the function gets the same dtype. It runs
         in evaluation mode and is not modified.
@@ -72,20 +70,18 @@ def compare_models(
       params: the tree of its parameters, arrays or shapes.
       batch: the arguments of both sides, one array or a tuple; integers are int64 in PyTorch.
       names: where the module computes each site of the function, see `taps.tap`: a `Tap`, or the
-        name of the sub-module whose output it is. By default the sites whose names are those of
-        sub-modules, with slashes in place of dots.
+        name of the sub-module whose output it is. Default: sites named as sub-modules are.
       weights: rules from the module's tensors to the parameters, see `weight_rules.py`. By default
         their names are equal up to slashes and dots.
       weights_of: whose weights both sides get; those of the function need arrays in `params`.
       unused: parameters of the module without a counterpart; "*" stands for any part of a name.
       intermediates: whether the function returns (outputs, intermediates), whose leaves are sites.
       forward: maps (module, *tensors) to the outputs; by default `module(*tensors)`.
-      loss: a scalar function of the outputs for each side, PyTorch and JAX, whose gradients are
-        compared. By default a sum of the outputs with fixed factors.
+      loss: a scalar function of the outputs for each side, PyTorch and JAX. By default a sum of the
+        outputs with fixed factors.
       real: maps a site and its value to those rows that are compared; by default all.
       num_steps: the number of optimizer steps to compare, on the one batch.
-      optimizers: for PyTorch a function of the parameters, such as
-        `lambda parameters: torch.optim.Adam(parameters, 1e-3)`, and for JAX of optax.
+      optimizers: for PyTorch a function of the parameters, and for JAX of optax.
 
     Returns:
       The report; `passed` is True if every row is within its tolerance.
@@ -164,7 +160,6 @@ class _Function:
     real: Select | None
 
     def leaves(self, tensors: Mapping[str, Any], batch: Sequence[Any]) -> list[Any]:
-        """Returns the arguments of the program."""
         arrays = self.rules.to_function(tensors)
         return [*(arrays[path] for path in self.paths), *batch]
 
@@ -209,7 +204,6 @@ class _FunctionPair(Pair):
 
     @contextlib.contextmanager
     def weights_in_module(self) -> Iterator[None]:
-        """Gives the module the weights of the function, if wanted, until the end."""
         if self.given is None:
             yield
             return
@@ -305,7 +299,6 @@ def _pair(
 
 
 def _frozen(arguments: Any) -> tuple[Any, tuple[tuple[Any, ...], ...]]:
-    """Returns the structure of arguments, and the shapes and dtypes of their leaves."""
     leaves, tree = jax.tree.flatten(arguments)
     return tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
 

@@ -74,12 +74,7 @@ class TracedFunction:
     """The values of the iterations of a loop, by the number of their stack."""
 
     def run(self, leaves: Sequence[Any], added: Mapping[int, Any] = MappingProxyType({})) -> Values:
-        """Computes all values from the leaves of the arguments.
-
-        Args:
-          leaves: the arguments.
-          added: what is added to computed values, by number.
-        """
+        """Computes all values from the leaves of the arguments; `added` is added to values."""
         values = {**self.constants, **dict(zip(self.inputs, leaves, strict=True))}
         for equation in self.equations:
             compute(equation, values)
@@ -87,12 +82,7 @@ class TracedFunction:
         return values
 
     def with_sites(self, numbers: Mapping[str, int], outputs: Sequence[str]) -> "TracedFunction":
-        """Returns the program with other sites, and some of its outputs.
-
-        Args:
-          numbers: the value of each site, by name.
-          outputs: names of outputs.
-        """
+        """Returns the program with the values of other sites, and some of its outputs."""
         computed_at = {
             number: position + 1
             for position, equation in enumerate(self.equations)
@@ -126,17 +116,10 @@ def compute(equation: Equation, values: Values) -> None:
 def trace(
     function: Callable[..., Any], params: Any, args: Sequence[Any], *, intermediates: bool
 ) -> TracedFunction:
-    """Traces function(params, *args).
+    """Traces function(params, *args), whose arguments are trees of arrays or shapes.
 
-    Args:
-      function: a pure function.
-      params: a tree of arrays or shapes.
-      args: the other arguments, trees of arrays.
-      intermediates: the function returns (outputs, intermediates), and each leaf of the latter is
-        a site.
-
-    Raises:
-      UserError: the function has no taps, or does not return a pair.
+    With `intermediates`, the function returns (outputs, intermediates), and each leaf of the latter
+    is a site.
     """
     closed, shape = jax.make_jaxpr(function, return_shape=True)(params, *args)
     builder = _Builder()
@@ -180,8 +163,6 @@ def _leaves(tree: Any) -> list[Any]:
 
 
 class _Builder:
-    """Collects the equations of a program."""
-
     def __init__(self) -> None:
         self.equations: list[Equation] = []
         self.constants: dict[int, Any] = {}
@@ -257,7 +238,6 @@ class _Builder:
         return [*carry, *outputs]
 
     def slice_of(self, number: int, index: int) -> int:
-        """Adds the slice of a stacked value."""
         output = self.apply(lambda x: jax.lax.index_in_dim(x, index, keepdims=False), [number])
         if number in self.parameters:
             self.parameters[output] = f"{self.parameters[number]}[{index}]"
@@ -302,7 +282,6 @@ def _stack(*slices: Any) -> Any:
 
 
 def _has_taps(body: Any) -> bool:
-    """Returns whether a jaxpr, or one nested in it, names a value."""
     jaxpr = getattr(body, "jaxpr", body)
     return any(
         eqn.primitive.name == "name" or any(map(_has_taps, core.jaxprs_in_params(eqn.params)))

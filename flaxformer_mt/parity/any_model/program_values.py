@@ -46,13 +46,8 @@ class ProgramValues:
     ) -> None:
         """Starts with the arguments of the program.
 
-        Args:
-          program: the program.
-          leaves: its arguments.
-          sites: the number of each site and output.
-          theirs: the reference's values of sites, and of repeated calls ("site#1").
-          select: the rows of a site that are compared.
-          tolerance: relative to the largest magnitude.
+        `sites` has the number of each site and output, `theirs` the values of the reference by site
+        and of repeated calls ("site#1").
         """
         self._program, self._sites, self._theirs = program, sites, theirs
         self._select, self._tolerance = select, tolerance
@@ -75,7 +70,7 @@ class ProgramValues:
         values = dict(self._values)
         with np.errstate(all="ignore"):
             for equation in equations:
-                compute(equation, values, self._program)
+                compute(equation, values)
         return values[number], values, equations
 
     def explain(self, site: str, expected: np.ndarray) -> Diagnosis | None:

@@ -7,7 +7,6 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from flaxformer_mt.parity.any_model.numpy_primitives import in_numpy
 from flaxformer_mt.parity.any_model.program import Equation, TracedFunction
 from flaxformer_mt.parity.diagnosis.findings import relative_difference
 
@@ -39,17 +38,10 @@ class ProgramCause(NamedTuple):
 Found: TypeAlias = Iterator[ProgramCause]
 
 
-def compute(equation: Equation, values: Numbers, program: TracedFunction) -> None:
-    """Adds the outputs of an equation to `values`, in NumPy if possible."""
-    inputs = [np.asarray(values[number]) for number in equation.inputs]
-    if len(equation.outputs) == 1:
-        (number,) = equation.outputs
-        dtype = program.types[number].dtype
-        found = in_numpy(equation.name, equation.params, inputs, dtype)
-        if found is not NotImplemented:
-            values[number] = found
-            return
-    values.update(zip(equation.outputs, map(np.asarray, equation.run(*inputs)), strict=True))
+def compute(equation: Equation, values: Numbers) -> None:
+    """Adds the outputs of an equation to `values`, as NumPy arrays."""
+    outputs = equation.run(*(values[number] for number in equation.inputs))
+    values.update(zip(equation.outputs, map(np.asarray, outputs), strict=True))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -90,7 +82,7 @@ class Segment:
                 equation.outputs
             ):
                 kept = {n: values[n] for n in equation.outputs if n in changes}
-                compute(equation, values, self.program)
+                compute(equation, values)
                 values.update(kept)
                 different.update(equation.outputs)
         return values[self.number]
@@ -102,7 +94,7 @@ class Segment:
             inputs=(*equation.inputs[:operand], -1, *equation.inputs[operand + 1 :])
         )
         inputs[-1] = value
-        compute(alone, inputs, self.program)
+        compute(alone, inputs)
         return self.changed({n: inputs[n] for n in equation.outputs})
 
     @functools.cached_property

@@ -79,7 +79,7 @@ class FamilySummary(NamedTuple):
 
     @property
     def headings(self) -> tuple[str, ...]:
-        """The column headings of `FamilyDifferences`."""
+        """The column headings."""
         steps = f"{self.num_steps} steps, float64"
         values, gradients = "values, float64", "gradients, float64"
         return "family", values, gradients, steps, "logits, float32", "gradients, float32"
@@ -104,7 +104,7 @@ class FamilySummary(NamedTuple):
         return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
     def to_json(self) -> str:
-        """Returns the differences of every family as JSON; non-finite numbers are strings."""
+        """Returns the differences of every family as JSON."""
         families = [
             both.differences._asdict() | {"passed": both.float64.passed and both.float32.passed}
             for both in self.reports
@@ -122,19 +122,7 @@ def check_all(
     announce: Callable[[str], Any] = lambda comparison: None,
     **settings: Any,
 ) -> FamilySummary:
-    """Compares families with random weights in both dtypes; optimizer steps in float64 only.
-
-    Args:
-      families: keys of `presets.FAMILIES`.
-      size: see `families.check_family`.
-      num_steps: optimizer steps to compare in float64.
-      seed: seed of the weights and sentences.
-      announce: called with a description of each comparison before it starts.
-      **settings: fields of every configuration.
-
-    Raises:
-      UserError: a family or setting is invalid.
-    """
+    """Compares families with random weights in both dtypes; optimizer steps in float64 only."""
     reports = []
     for family in families:
         announce(f"{family} in float64")
@@ -146,11 +134,7 @@ def check_all(
 
 
 def read_document(path: Path) -> str:
-    """Reads a document that contains the table markers; a missing file reads as empty markers.
-
-    Raises:
-      UserError: the file cannot be read, or has no markers.
-    """
+    """Reads a document with the table's markers; a missing file reads as empty markers."""
     if not path.exists():
         return f"{BEGIN}\n{END}\n"
     try:
@@ -165,7 +149,7 @@ def read_document(path: Path) -> str:
 
 
 def with_table(document: str, table: str) -> str:
-    """Returns the document with the content between the markers replaced by `table`."""
+    """Returns the document with `table` between its markers."""
     return _MARKED.sub(lambda _: f"{BEGIN}\n{table}{END}", document, count=1)
 
 

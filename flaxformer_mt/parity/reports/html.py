@@ -74,11 +74,7 @@ th:last-child, td:last-child { padding-right: 0; }
 
 
 def to_html(comparison: Comparison) -> str:
-    """Returns the page; its bars are logarithmic, from 1e-17 to 1.
-
-    Raises:
-      UserError: the comparison has optimizer steps, and matplotlib is not installed.
-    """
+    """Returns the page; its bars are logarithmic, from 1e-17 to 1."""
     title = f"Parity: {comparison.family}, {comparison.dtype}"
     return "\n".join(
         [

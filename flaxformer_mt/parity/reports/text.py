@@ -40,12 +40,7 @@ class Line(NamedTuple):
 def to_text(comparison: Comparison, verbose: bool, width: int, color: bool) -> str:
     """Returns the comparison as text.
 
-    Args:
-      comparison: the comparison to render.
-      verbose: print one line per row; otherwise one line per layer, except for the layer with
-        the first divergence.
-      width: columns of the terminal.
-      color: use ANSI colors.
+    Unless `verbose`, layers have one line each, except for the one with the first divergence.
     """
     output = io.StringIO()
     console = Console(

@@ -41,9 +41,6 @@ def compare_saved(
 
     Returns:
       The report. Settings that explain a difference are named.
-
-    Raises:
-      UserError: the settings do not fit the checkpoint, or the saved values are of other sites.
     """
     config = dataclasses.replace(model.configure(given), dtype="float64", param_dtype="float64")
     check_special_tokens(config)
@@ -91,7 +88,6 @@ def compare_saved(
 def _run_ours(
     ours: OurModel, model: PublishedModel, tokens: Tokens
 ) -> tuple[Values, dict[str, np.ndarray]]:
-    """Returns our values by site, and our parameters by path."""
     tensors = {name: np.asarray(each, np.float64) for name, each in model.tensors.items()}
     with precision("float64"):
         run = jax.jit(ours.outputs_and_values, compiler_options=COMPILER_OPTIONS)

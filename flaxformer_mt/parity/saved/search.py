@@ -58,14 +58,7 @@ class Search(NamedTuple):
     tables: Tables
 
     def explanation(self, config: TransformerConfig) -> tuple[SettingDifference, ...]:
-        """Returns the settings with which the reference computes the saved values.
-
-        Args:
-          config: the configuration that does not.
-
-        Returns:
-          The settings to change; nothing if no change explains the difference.
-        """
+        """Returns the settings with which the reference computes the saved values, if any."""
         enough = EXPLAINS * self._difference(config)
         tried = {config}
         scored: list[tuple[float, Change]] = []
@@ -94,7 +87,6 @@ class Search(NamedTuple):
         return config
 
     def _difference(self, config: TransformerConfig) -> float:
-        """Returns the largest relative difference between the reference and the saved values."""
         try:
             module = self.model.reference(config, "float64", self.tables)
         except UserError:
@@ -129,12 +121,7 @@ class Search(NamedTuple):
     def _rounds(
         self, config: TransformerConfig, scored: Sequence[tuple[float, Change]]
     ) -> Iterator[list[Change]]:
-        """Yields changes of one setting, of another one than a given one, and of two.
-
-        Args:
-          config: the configuration that is changed.
-          scored: what the changes of the rounds so far leave of the difference.
-        """
+        """Yields changes of one setting, of another one than a given one, and of two."""
         changes = [
             Change({name: value})
             for name, values in self._alternatives(config).items()
