@@ -103,13 +103,7 @@ class OurModel:
         }
         return config, params | positions
 
-    def outputs(self, tensors: Mapping[str, Any], batch: Tokens) -> Sequence[Array]:
-        """Returns the logits as the only output."""
-        return [self.logits(tensors, batch)]
-
-    def outputs_and_values(
-        self, tensors: Mapping[str, Any], batch: Tokens
-    ) -> tuple[Sequence[Array], Any]:
+    def run(self, tensors: Mapping[str, Any], batch: Tokens) -> tuple[Sequence[Array], Any]:
         """Returns the logits, and the intermediate values."""
         logits, kept = self.logits(tensors, batch, with_intermediates=True)
         return [logits], kept["intermediates"]
@@ -204,7 +198,7 @@ class ModelPair(Pair):
     def traced(self, batch: Tokens) -> tuple[TracedFunction, list[Any]]:
         """Returns our model as a traced function whose intermediates are the sites."""
         tensors = {**self.trained(), **self.fixed()}
-        function = trace(self.ours.outputs_and_values, tensors, (batch,), intermediates=False)
+        function = trace(self.ours.run, tensors, (batch,), intermediates=False)
         numbers = dict(zip(function.output_names, function.outputs, strict=True))
         found = {}
         for site in sites(self.ours.config):

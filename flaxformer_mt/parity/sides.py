@@ -48,10 +48,7 @@ class Side(NamedTuple):
 class Ours(Hashable, Protocol):
     """Our side, by which compiled programs are cached."""
 
-    def outputs(self, tensors: Mapping[str, Any], batch: Any) -> Sequence[Any]:
-        """Computes the outputs."""
-
-    def outputs_and_values(self, tensors: Mapping[str, Any], batch: Any) -> tuple[Any, Any]:
+    def run(self, tensors: Mapping[str, Any], batch: Any) -> tuple[Any, Any]:
         """Computes the outputs, and what `by_site` takes."""
 
     def loss(self, outputs: Sequence[Any], batch: Any) -> Any:
@@ -110,7 +107,7 @@ def _program(ours: Ours) -> Any:
     """Returns the compiled function of (trained, fixed, batch) to gradients and other values."""
 
     def loss_of(trained, fixed, batch):
-        outputs, values = ours.outputs_and_values(trained | fixed, batch)
+        outputs, values = ours.run(trained | fixed, batch)
         losses = {"loss": ours.loss(outputs, batch)} | ours.other_losses(outputs, batch)
         return losses["loss"], (losses, outputs, values)
 

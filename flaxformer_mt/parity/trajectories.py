@@ -284,7 +284,7 @@ def _program(
 
     def step(trained, state, fixed, count, batch):
         def loss_of(trained):
-            return ours.loss(ours.outputs(trained | fixed, batch), batch)
+            return ours.loss(ours.run(trained | fixed, batch)[0], batch)
 
         loss, gradients = jax.value_and_grad(loss_of)(trained)
         updates, state = optimizer.update(gradients, state, trained)

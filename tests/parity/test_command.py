@@ -170,7 +170,7 @@ def test_a_summary_has_both_dtypes():
     assert result.passed
     (reports,) = result.reports
     assert (reports.float64.dtype, reports.float32.dtype) == ("float64", "float32")
-    assert reports.differences.steps is None
+    assert reports.differences["steps"] is None
 
 
 def test_what_cannot_be_used_is_refused_in_one_line(command, checkpoint, tmp_path):

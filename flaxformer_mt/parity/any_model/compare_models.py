@@ -93,22 +93,30 @@ def compare_models(
         raise UserError(f"num_steps={num_steps}: must be 0 or more")
     if num_steps and optimizers is None:
         raise UserError("num_steps= needs optimizers=, one for each side")
-    pair = _pair(
-        torch_module,
-        jax_function,
-        params,
-        batch,
-        weights,
-        weights_of,
-        unused,
-        intermediates,
-        forward or _call,
-        loss,
-        real,
-    )
-    arguments, dtype, select = jax.tree.leaves(pair.batch), pair.dtype, real or _everything
+    if weights_of not in ("module", "function"):
+        raise UserError(f"weights_of={weights_of!r}: choose module or function")
+    dtype = _dtype(torch_module)
+    inputs = _narrowed(batch if isinstance(batch, tuple) else (batch,), dtype)
+    with precision(dtype):
+        like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), params)
+        shapes = {path: leaf.shape for path, leaf in _by_path(like).items()}
+        applied = weight_rules(
+            weights,
+            shapes,
+            tensor_shapes(torch_module.named_parameters()),
+            tensor_shapes(torch_module.named_buffers()),
+            unused,
+        )
+        program = _program(jax_function, *_frozen((like, inputs)), intermediates)
+    its_loss, our_loss = loss or (None, None)
+    function = _Function(program, applied, tuple(shapes), our_loss, real)
+    pair = _FunctionPair(function, torch_module, forward or _call, its_loss, inputs)
+    given = _by_path(params) if weights_of == "function" else {}
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in given.values()):
+        raise UserError("weights_of='function' needs arrays in params, not shapes")
+    arguments, select = jax.tree.leaves(inputs), real or _everything
     steps = None
-    with precision(dtype), without_dropout(torch_module), pair.weights_in_module():
+    with precision(dtype), without_dropout(torch_module), pair.with_weights(given, dtype):
         ours = run_ours(pair, arguments)
         taps = names if names is not None else _same_names(torch_module, ours.values)
         theirs = run_reference(pair, arguments, taps, ours.values, names is not None)
@@ -127,16 +135,16 @@ def compare_models(
         if report.first_divergence is None:
             return report
         fits = {site: v for site, v in theirs.values.items() if v.shape == ours.values[site].shape}
-        function, leaves = pair.traced(arguments)
-        sites = {site.name: site.number for site in function.sites} | dict(
-            zip(map(_output_site, function.output_names), function.outputs, strict=True)
+        _, leaves = pair.traced(arguments)
+        sites = {site.name: site.number for site in program.sites} | dict(
+            zip(function.output_sites, program.outputs, strict=True)
         )
         known = {**fits, **theirs.again}
         return driver.explained(
             report,
             fits,
             select,
-            model=ProgramValues(function, leaves, sites, known, select, VALUES[dtype]),
+            model=ProgramValues(program, leaves, sites, known, select, VALUES[dtype]),
             sites=list(sites),
             gradient_notes=lambda: backward.first_difference(
                 pair, arguments, taps, ours.values, select, dtype
@@ -163,21 +171,19 @@ class _Function:
         arrays = self.rules.to_function(tensors)
         return [*(arrays[path] for path in self.paths), *batch]
 
-    def outputs_and_values(
-        self, tensors: Mapping[str, Any], batch: Sequence[Any]
-    ) -> tuple[list[Any], list[Any]]:
+    @property
+    def output_sites(self) -> list[str]:
+        return [_output_site(name) for name in self.program.output_names]
+
+    def run(self, tensors: Mapping[str, Any], batch: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         values = self.program.run(self.leaves(tensors, batch))
         outputs = [values[number] for number in self.program.outputs]
         return outputs, [values[site.number] for site in self.program.sites]
 
-    def outputs(self, tensors: Mapping[str, Any], batch: Sequence[Any]) -> list[Any]:
-        return self.outputs_and_values(tensors, batch)[0]
-
     def by_site(self, outputs: Sequence[Any], values: Sequence[Any]) -> Values:
         sites = [site.name for site in self.program.sites]
-        names = [*sites, *map(_output_site, self.program.output_names)]
-        found = zip(names, [*values, *outputs], strict=True)
-        return {site: comparable(site, value) for site, value in dict(found).items()}
+        found = dict(zip([*sites, *self.output_sites], [*values, *outputs], strict=True))
+        return {site: comparable(site, value) for site, value in found.items()}
 
     def loss(self, outputs: Sequence[Any], batch: Sequence[Any]) -> Any:
         if self.given_loss:
@@ -196,21 +202,17 @@ class _FunctionPair(Pair):
     module: nn.Module
     forward: ModuleForward
     given_loss: Callable[..., Any] | None
-    batch: tuple[Any, ...]
-    """NumPy arrays."""
-    dtype: str
-    given: Mapping[str, np.ndarray] | None
-    """The weights of the function by path, if both sides get these."""
+    inputs: tuple[Any, ...]
+    """The arguments, trees of NumPy arrays."""
 
     @contextlib.contextmanager
-    def weights_in_module(self) -> Iterator[None]:
-        if self.given is None:
-            yield
-            return
+    def with_weights(self, given: Mapping[str, Any], dtype: str) -> Iterator[None]:
+        """Gives the module the weights of the function by path, if there are any."""
         tensors = dict(_tensors(self.module))
-        with restored(self.module):
+        arrays = {path: np.asarray(leaf, dtype) for path, leaf in given.items()}
+        with restored(self.module) if given else contextlib.nullcontext():
             with torch.no_grad():
-                for name, value in self.ours.rules.to_module(self.given).items():
+                for name, value in (self.ours.rules.to_module(arrays) if given else {}).items():
                     if name in tensors:
                         tensors[name].copy_(torch.tensor(value))
             yield
@@ -221,7 +223,7 @@ class _FunctionPair(Pair):
 
     def outputs(self, batch: Sequence[Any]) -> dict[str, torch.Tensor]:
         program = self.ours.program
-        arguments = jax.tree.unflatten(jax.tree.structure(self.batch), map(_tensor, batch))
+        arguments = jax.tree.unflatten(jax.tree.structure(self.inputs), map(_tensor, batch))
         tensors = _output_tensors(self.forward(self.module, *arguments), program.output_names)
         expected = [program.types[number] for number in program.outputs]
         if _shapes(tensors) != _shapes(expected):
@@ -229,7 +231,7 @@ class _FunctionPair(Pair):
                 f"the module returns {', '.join(_shapes(tensors))}, but the function "
                 f"{', '.join(_shapes(expected))}: give forward="
             )
-        return dict(zip(map(_output_site, program.output_names), tensors, strict=True))
+        return dict(zip(self.ours.output_sites, tensors, strict=True))
 
     def loss(self, outputs: Mapping[str, torch.Tensor], batch: Sequence[Any]) -> torch.Tensor:
         if self.given_loss:
@@ -246,56 +248,16 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_buffers()
 
 
-def _pair(
-    module: nn.Module,
-    function: JaxFunction,
-    params: Any,
-    batch: Any,
-    rules: Sequence[TensorRule] | None,
-    weights_of: str,
-    unused: Sequence[str],
-    intermediates: bool,
-    forward: ModuleForward,
-    loss: tuple[Callable[..., Any], Callable[..., Any]] | None,
-    real: Select | None,
-) -> _FunctionPair:
-    if weights_of not in ("module", "function"):
-        raise UserError(f"weights_of={weights_of!r}: choose module or function")
+def _dtype(module: nn.Module) -> str:
     dtypes = {str(p.dtype).removeprefix("torch.") for p in module.parameters()}
     if len(dtypes) != 1 or not dtypes <= {"float32", "float64"}:
         found = ", ".join(sorted(dtypes)) or "no parameters"
         raise UserError(f"the module must be float32 or float64, but has {found}")
-    (dtype,) = dtypes
-    arguments = tuple(
-        _narrowed(x, dtype) for x in (batch if isinstance(batch, tuple) else (batch,))
-    )
-    with precision(dtype):
-        leaves = jax.tree_util.tree_flatten_with_path(params)[0]
-        shapes = {path_name(path): tuple(leaf.shape) for path, leaf in leaves}
-        applied = weight_rules(
-            rules,
-            shapes,
-            tensor_shapes(module.named_parameters()),
-            tensor_shapes(module.named_buffers()),
-            unused,
-        )
-        like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), params)
-        program = _program(function, *_frozen((like, arguments)), intermediates)
-    given = None
-    if weights_of == "function":
-        if any(isinstance(leaf, jax.ShapeDtypeStruct) for _, leaf in leaves):
-            raise UserError("weights_of='function' needs arrays in params, not shapes")
-        given = {path_name(path): np.asarray(leaf, dtype) for path, leaf in leaves}
-    theirs, ours = loss or (None, None)
-    return _FunctionPair(
-        _Function(program, applied, tuple(shapes), ours, real),
-        module,
-        forward,
-        theirs,
-        arguments,
-        dtype,
-        given,
-    )
+    return dtypes.pop()
+
+
+def _by_path(tree: Any) -> dict[str, Any]:
+    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
 def _frozen(arguments: Any) -> tuple[Any, tuple[tuple[Any, ...], ...]]:

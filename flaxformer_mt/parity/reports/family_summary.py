@@ -21,30 +21,6 @@ BEGIN = "<!-- table: made by flaxformer-mt parity --family all --markdown docs/p
 END = "<!-- end of table -->"
 
 
-class FamilyDifferences(NamedTuple):
-    """The worst differences between a family and its reference: one row of the table."""
-
-    family: str
-    values: float | None
-    """float64: the worst relative difference of any value."""
-    gradients: float | None
-    """float64: the worst difference of any gradient, relative to the largest."""
-    steps: float | None
-    """float64: the worst relative difference of the loss over all optimizer steps, if any."""
-    logits_float32: float | None
-    """float32: the largest absolute difference of the logits."""
-    gradients_float32: float | None
-    """float32: as `gradients`."""
-
-    def cells(self) -> list[str]:
-        """The cells as printed."""
-        family, *numbers = self
-        return [
-            family,
-            *("-" if number is None else format_difference(number) for number in numbers),
-        ]
-
-
 class FamilyReports(NamedTuple):
     """The reports of one family in both dtypes."""
 
@@ -52,13 +28,27 @@ class FamilyReports(NamedTuple):
     float32: Report
 
     @property
-    def differences(self) -> FamilyDifferences:
-        """The row of the table."""
+    def passed(self) -> bool:
+        """Whether every value agrees."""
+        return self.float64.passed and self.float32.passed
+
+    @property
+    def differences(self) -> dict[str, float | None]:
+        """The worst differences, relative but for the logits: one row of the table."""
         wide, narrow = self.float64.summary, self.float32.summary
-        return FamilyDifferences(
-            self.float64.family,
-            wide.values, wide.gradients, wide.steps, narrow.logits, narrow.gradients,
-        )  # fmt: skip
+        return {
+            "values": wide.values,
+            "gradients": wide.gradients,
+            "steps": wide.steps,
+            "logits_float32": narrow.logits,
+            "gradients_float32": narrow.gradients,
+        }
+
+    def cells(self) -> list[str]:
+        """The cells as printed."""
+        numbers = self.differences.values()
+        found = ("-" if number is None else format_difference(number) for number in numbers)
+        return [self.float64.family, *found]
 
 
 class FamilySummary(NamedTuple):
@@ -88,8 +78,7 @@ class FamilySummary(NamedTuple):
         """Returns the table for a terminal, followed by the reports of failed comparisons."""
         table = Table(*self.headings, box=box.SIMPLE, pad_edge=False, show_edge=False)
         for both in self.reports:
-            failed = not (both.float64.passed and both.float32.passed)
-            table.add_row(*both.differences.cells(), style="bold red" if failed else "")
+            table.add_row(*both.cells(), style="" if both.passed else "bold red")
         output = io.StringIO()
         Console(file=output, width=width, force_terminal=color, no_color=not color).print(table)
         failures = [
@@ -100,13 +89,13 @@ class FamilySummary(NamedTuple):
     def to_markdown(self) -> str:
         """Returns the table as Markdown."""
         ruler = ["---", *["--:"] * (len(self.headings) - 1)]
-        rows = [self.headings, ruler, *(both.differences.cells() for both in self.reports)]
+        rows = [self.headings, ruler, *(both.cells() for both in self.reports)]
         return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
     def to_json(self) -> str:
         """Returns the differences of every family as JSON."""
         families = [
-            both.differences._asdict() | {"passed": both.float64.passed and both.float32.passed}
+            {"family": both.float64.family, **both.differences, "passed": both.passed}
             for both in self.reports
         ]
         values = {"passed": self.passed, "num_steps": self.num_steps, "families": families}

@@ -90,7 +90,7 @@ def _run_ours(
 ) -> tuple[Values, dict[str, np.ndarray]]:
     tensors = {name: np.asarray(each, np.float64) for name, each in model.tensors.items()}
     with precision("float64"):
-        run = jax.jit(ours.outputs_and_values, compiler_options=COMPILER_OPTIONS)
+        run = jax.jit(ours.run, compiler_options=COMPILER_OPTIONS)
         values = ours.by_site(*run(tensors, tokens))
         to_params = interop.differentiable(model.family, ours.config, tuple(tensors))
         params = flatten_dict(to_params(tensors), sep="/")
