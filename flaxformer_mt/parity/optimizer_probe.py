@@ -66,7 +66,6 @@ class _Constants(NamedTuple):
     """The first update of a parameter of 1 without a gradient, relative to the rate."""
     epsilon: float | None
     moments: tuple[float, float] | None
-    """The decay rates of both moments."""
 
 
 def differences(ours: np.ndarray, theirs: np.ndarray) -> list[str]:

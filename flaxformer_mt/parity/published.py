@@ -32,7 +32,6 @@ class PublishedModel:
     checkpoint: PublishedCheckpoint | None
     """The content of a file; None for a folder."""
     config: TransformerConfig | None
-    """The configuration of a folder; None for a file."""
 
     def configure(self, overrides: Mapping[str, Any]) -> TransformerConfig:
         """Returns the configuration with `overrides`, which cannot be sizes."""

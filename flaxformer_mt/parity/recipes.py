@@ -30,11 +30,8 @@ class Recipe:
     convention: Convention
     """Our convention of label smoothing."""
     optimizer: OptimizerConfig
-    """Our optimizer and schedule."""
     loss: ReferenceLoss = dataclasses.field(compare=False)
-    """The published loss."""
     adam: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = dataclasses.field(compare=False)
-    """The published optimizer."""
     rate: Callable[[int, int], float] = dataclasses.field(compare=False)
     """The published learning rate, of the update t = 1, 2, ... and D."""
     smoothing: float = 0.1

@@ -38,7 +38,6 @@ class Side(NamedTuple):
     losses: Mapping[str, float] = MappingProxyType({})
     """The differentiated one is "loss"; families have one per convention, too."""
     gradients: Mapping[str, np.ndarray] = MappingProxyType({})
-    """By parameter name of the reference."""
     never_run: tuple[str, ...] = ()
     again: Mapping[str, np.ndarray] = MappingProxyType({})
     uncertain: tuple[str, ...] = ()

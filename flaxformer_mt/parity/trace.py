@@ -223,9 +223,7 @@ class ModuleValues(NamedTuple):
     """What a run of a module computes."""
 
     output: Any
-    """What `call` returns, differentiable."""
     values: Values
-    """By site."""
     never_run: tuple[str, ...]
     """Sites whose modules were never called."""
     again: Values

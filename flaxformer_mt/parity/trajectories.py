@@ -47,11 +47,9 @@ class Curves(NamedTuple):
     """The training curves of one side, one value per step; float64 [N]."""
 
     rate: np.ndarray
-    """Learning rate of the update."""
     loss: np.ndarray
     """Loss per target token, before the update."""
     gradient_norm: np.ndarray
-    """Global norm of the gradients."""
     parameter_norm: np.ndarray
     """Global norm of the trained parameters, after the update."""
 
@@ -64,9 +62,7 @@ class Divergence(NamedTuple):
     quantity: str
     """A field of `Curves`: the first in the order of that class that differs in the step."""
     difference: float
-    """Relative difference."""
     explanation: str
-    """The likely kind of cause."""
 
 
 class Trajectory(NamedTuple):
@@ -75,7 +71,6 @@ class Trajectory(NamedTuple):
     ours: Curves
     theirs: Curves
     tolerance: float
-    """Relative tolerance."""
     control: Curves | None = None
     """The reference's curves from weights that differ in the last bit, up to the first divergence;
     None if there is none, or if it precedes the second update."""

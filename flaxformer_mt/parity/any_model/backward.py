@@ -32,22 +32,22 @@ def first_difference(
     theirs = _gradients_of_module(pair, batch, taps, values)
     scale = max((largest(select(*each)) for each in theirs.items()), default=0.0)
     ours = _gradients_of_function(pair, batch, traced, leaves)
-    for site in reversed(traced.sites):
-        if site.name not in theirs:
+    for site, number in reversed(traced.sites.items()):
+        if site not in theirs:
             continue
-        found, expected = (select(site.name, side[site.name]) for side in (ours, theirs))
+        found, expected = (select(site, side[site]) for side in (ours, theirs))
         if difference(found, expected) > GRADIENTS[dtype] * scale:
-            readers = _readers(traced, site.number, list(theirs))
+            readers = _readers(traced, number, list(theirs))
             return [
                 f"Backwards from the loss, the gradients agree down to {readers}, and differ at "
-                f"{site.name}: what computes the one from the other is detached, or has another "
+                f"{site}: what computes the one from the other is detached, or has another "
                 "derivative."
             ]
     return []
 
 
 def _readers(traced: TracedFunction, number: int, compared: Sequence[str]) -> str:
-    numbers = {site.number: site.name for site in traced.sites if site.name in compared}
+    numbers = {n: site for site, n in traced.sites.items() if site in compared}
     found, reached = [], {number}
     for equation in traced.equations:
         if reached.intersection(equation.inputs):
@@ -64,9 +64,9 @@ def _gradients_of_function(
     pair: Pair, batch: Any, traced: TracedFunction, leaves: Sequence[Any]
 ) -> Values:
     floating = {
-        site.name: site.number
-        for site in traced.sites
-        if jnp.issubdtype(traced.types[site.number].dtype, jnp.floating)
+        site: number
+        for site, number in traced.sites.items()
+        if jnp.issubdtype(traced.types[number].dtype, jnp.floating)
     }
 
     def loss_of(added):

@@ -136,9 +136,7 @@ def compare_models(
             return report
         fits = {site: v for site, v in theirs.values.items() if v.shape == ours.values[site].shape}
         _, leaves = pair.traced(arguments)
-        sites = {site.name: site.number for site in program.sites} | dict(
-            zip(function.output_sites, program.outputs, strict=True)
-        )
+        sites = program.sites | dict(zip(function.output_sites, program.outputs, strict=True))
         known = {**fits, **theirs.again}
         return driver.explained(
             report,
@@ -163,7 +161,6 @@ class _Function:
     program: TracedFunction
     rules: WeightRules
     paths: tuple[str, ...]
-    """Of the parameters, in the order of the leaves."""
     given_loss: Callable[..., Any] | None
     real: Select | None
 
@@ -178,11 +175,12 @@ class _Function:
     def run(self, tensors: Mapping[str, Any], batch: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         values = self.program.run(self.leaves(tensors, batch))
         outputs = [values[number] for number in self.program.outputs]
-        return outputs, [values[site.number] for site in self.program.sites]
+        return outputs, [values[number] for number in self.program.sites.values()]
 
     def by_site(self, outputs: Sequence[Any], values: Sequence[Any]) -> Values:
-        sites = [site.name for site in self.program.sites]
-        found = dict(zip([*sites, *self.output_sites], [*values, *outputs], strict=True))
+        found = dict(
+            zip([*self.program.sites, *self.output_sites], [*values, *outputs], strict=True)
+        )
         return {site: comparable(site, value) for site, value in found.items()}
 
     def loss(self, outputs: Sequence[Any], batch: Sequence[Any]) -> Any:
@@ -203,7 +201,6 @@ class _FunctionPair(Pair):
     forward: ModuleForward
     given_loss: Callable[..., Any] | None
     inputs: tuple[Any, ...]
-    """The arguments, trees of NumPy arrays."""
 
     @contextlib.contextmanager
     def with_weights(self, given: Mapping[str, Any], dtype: str) -> Iterator[None]:

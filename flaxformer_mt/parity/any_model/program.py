@@ -30,47 +30,34 @@ _CUSTOM = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
 """Those with a derivative of their own, which are replaced only if they contain a tap."""
 
 Values = dict[int, Any]
-"""The values of a program by number."""
 
 
 class Equation(NamedTuple):
     """One primitive operation."""
 
     name: str
-    """Of the primitive."""
     params: Mapping[str, Any]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     run: Callable[..., Sequence[Any]]
-    """Computes the outputs from the inputs."""
 
 
-class SiteValue(NamedTuple):
-    """The value of a site."""
-
-    name: str
-    number: int
-    position: int
-    """The index of the first equation that may read it."""
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class TracedFunction:
-    """A traced function."""
+    """A traced function; values have numbers."""
 
-    equations: tuple[Equation, ...]
-    inputs: tuple[int, ...]
+    equations: list[Equation] = dataclasses.field(default_factory=list)
+    inputs: Sequence[int] = ()
     """One number for each leaf of the parameters, then of the other arguments."""
-    constants: Mapping[int, Any]
-    outputs: tuple[int, ...]
-    output_names: tuple[str, ...]
-    sites: tuple[SiteValue, ...]
+    outputs: Sequence[int] = ()
+    output_names: Sequence[str] = ()
+    constants: dict[int, Any] = dataclasses.field(default_factory=dict)
+    sites: dict[str, int] = dataclasses.field(default_factory=dict)
     """In the order of computation."""
-    parameters: Mapping[int, str]
+    parameters: dict[int, str] = dataclasses.field(default_factory=dict)
     """Paths of the parameters, and of the layers of stacked ones."""
-    types: Mapping[int, jax.ShapeDtypeStruct]
-    """The shape and dtype of every value."""
-    stacks: Mapping[int, tuple[int, ...]]
+    types: dict[int, jax.ShapeDtypeStruct] = dataclasses.field(default_factory=dict)
+    stacks: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     """The values of the iterations of a loop, by the number of their stack."""
 
     def run(self, leaves: Sequence[Any], added: Mapping[int, Any] = MappingProxyType({})) -> Values:
@@ -83,18 +70,14 @@ class TracedFunction:
 
     def with_sites(self, numbers: Mapping[str, int], outputs: Sequence[str]) -> "TracedFunction":
         """Returns the program with the values of other sites, and some of its outputs."""
-        computed_at = {
-            number: position + 1
-            for position, equation in enumerate(self.equations)
-            for number in equation.outputs
-        }
-        sites = [SiteValue(n, number, computed_at.get(number, 0)) for n, number in numbers.items()]
+        order = [number for equation in self.equations for number in equation.outputs]
+        position = {number: index for index, number in enumerate(order, 1)}
         kept = dict(zip(self.output_names, self.outputs, strict=True))
         return dataclasses.replace(
             self,
             outputs=tuple(kept[name] for name in outputs),
             output_names=tuple(outputs),
-            sites=tuple(sorted(sites, key=lambda site: site.position)),
+            sites=dict(sorted(numbers.items(), key=lambda site: position.get(site[1], 0))),
         )
 
     def slice_before(self, number: int, known: Iterable[int]) -> list[Equation]:
@@ -138,7 +121,9 @@ def trace(
             if site:  # That of the whole module is the output.
                 builder.add_site(site, number)
         named = [(name[2:], n) for name, n in named if name.split("/")[0] == "0"]
-    return builder.program(inputs, named)
+    builder.inputs = inputs
+    builder.output_names, builder.outputs = zip(*named, strict=True) if named else ((), ())
+    return builder.with_sites(builder.sites, builder.output_names)
 
 
 def intermediate_name(path: str) -> str:
@@ -162,15 +147,7 @@ def _leaves(tree: Any) -> list[Any]:
     return jax.tree_util.tree_flatten_with_path(tree)[0]
 
 
-class _Builder:
-    def __init__(self) -> None:
-        self.equations: list[Equation] = []
-        self.constants: dict[int, Any] = {}
-        self.types: dict[int, jax.ShapeDtypeStruct] = {}
-        self.parameters: dict[int, str] = {}
-        self.sites: dict[str, int] = {}
-        self.stacks: dict[int, tuple[int, ...]] = {}
-
+class _Builder(TracedFunction):
     def new(self, like: Any) -> int:
         self.types[len(self.types)] = jax.ShapeDtypeStruct(like.shape, like.dtype)
         return len(self.types) - 1
@@ -248,21 +225,6 @@ class _Builder:
         closed = jax.make_jaxpr(function)(*(self.types[number] for number in inputs))
         (output,) = self.inline(closed.jaxpr, closed.consts, inputs, "")
         return output
-
-    def program(self, inputs: Sequence[int], outputs: Sequence[tuple[str, int]]) -> TracedFunction:
-        names = tuple(name for name, _ in outputs)
-        program = TracedFunction(
-            tuple(self.equations),
-            tuple(inputs),
-            self.constants,
-            tuple(number for _, number in outputs),
-            names,
-            (),
-            self.parameters,
-            self.types,
-            self.stacks,
-        )
-        return program.with_sites(self.sites, names)
 
 
 def _alone(eqn: Any) -> Callable[..., Sequence[Any]]:

@@ -58,11 +58,9 @@ class Segment:
     """All values of the segment, computed from the known ones."""
     equations: Sequence[Equation]
     expected: np.ndarray
-    """The reference's value of the site."""
     theirs: Mapping[str, np.ndarray]
     """The reference's values of all sites, and of repeated calls."""
     select: Callable[[np.ndarray], np.ndarray]
-    """The rows that are compared."""
     tolerance: float
 
     @property

@@ -262,12 +262,12 @@ def other_parameters(segment: Segment) -> Found:
 def other_inputs(segment: Segment) -> Found:
     """The segment reads the value of another site: layers are skipped, repeated or reordered."""
     passed_over = {
-        site.number: site.name
-        for site in segment.program.sites
-        if site.number in segment.producers and site.number != segment.number
+        number: site
+        for site, number in segment.program.sites.items()
+        if number in segment.producers and number != segment.number
     }
     readable = {n: segment.known[n] for n in segment.leaves if n in segment.known}
-    order = [site.name for site in segment.program.sites]
+    order = list(segment.program.sites)
     own = order.index(segment.site) if segment.site in order else len(order)
     for number, before in readable.items():
         between = order[order.index(before) + 1 : own] if before in order else []

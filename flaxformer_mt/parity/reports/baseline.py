@@ -27,7 +27,6 @@ class AcceptedDifference(NamedTuple):
     """A known difference that does not fail a comparison."""
 
     site: str
-    """A site or a pattern."""
     largest: float
     """The largest relative difference."""
     reason: str

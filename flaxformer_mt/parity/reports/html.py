@@ -22,7 +22,6 @@ _HEADS = (
     ("tolerance", ""),
     ("result", ""),
 )
-"""The columns of a table, and attributes of their headings."""
 
 _STYLE = """
 :root { color-scheme: light dark; --paper: light-dark(#fdfcfa, #13161b);

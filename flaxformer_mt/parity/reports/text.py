@@ -24,7 +24,6 @@ TITLES: dict[Section, str] = {
     "gradients": "gradients, relative to the largest",
     "steps": "optimizer steps, each at its worst",
 }
-"""The headings of the sections."""
 
 
 class Line(NamedTuple):
@@ -32,7 +31,6 @@ class Line(NamedTuple):
 
     where: str
     row: Row
-    """The row, or the worst of the layer."""
     verdict: str
     style: str
 

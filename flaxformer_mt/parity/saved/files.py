@@ -25,7 +25,6 @@ class SavedValues(NamedTuple):
     inputs: dict[str, np.ndarray]
     """Integers by name, see `INPUTS`."""
     values: Values
-    """Arrays by site, "logits" among them or not."""
 
     @property
     def dtype(self) -> str:

@@ -43,7 +43,6 @@ class Change(NamedTuple):
     """Other settings for the same weights."""
 
     values: dict[str, Any]
-    """Fields with their new values."""
     dropped: tuple[str, ...] = ()
     """Given fields that are no longer given."""
 
@@ -53,7 +52,6 @@ class Search(NamedTuple):
 
     model: PublishedModel
     given: Mapping[str, Any]
-    """The settings that the user gave."""
     saved: SavedValues
     tables: Tables
 
