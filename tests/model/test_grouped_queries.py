@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flaxformer_mt.training.flops import Work, training_flops
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
@@ -17,6 +16,7 @@ from flaxformer_mt.model.attention import scaled_dot_product_attention
 from flaxformer_mt.model.kernels.fused_attention import Inputs, Options, fused_attention
 from flaxformer_mt.model.masks import causal_mask, segment_mask
 from flaxformer_mt.model.transformer import Transformer
+from flaxformer_mt.objectives.flops import Work, training_flops
 
 GROUPED = TransformerConfig(
     source_vocab_size=23,

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from flaxformer_mt.parity.diagnosis.diagnose import Diagnosis
 from flaxformer_mt.parity.settings import SettingDifference
-from flaxformer_mt.parity.trajectory import Trajectory
+from flaxformer_mt.parity.trajectories import Trajectory
 
 Section = Literal["values", "losses", "gradients", "steps"]
 
@@ -58,7 +58,6 @@ class Finding(NamedTuple):
     difference: float
     """Relative to the largest magnitude; inf where only one side is finite."""
     diagnosis: Diagnosis | None
-    """Its cause, if it is a known one."""
 
     def sentence(self) -> str:
         """The difference and its cause."""
@@ -107,7 +106,6 @@ class Comparison:
     never_run: tuple[str, ...] = ()
     """Sites that the reference does not compute: the modules of their taps were never called."""
     trajectory: Trajectory | None = None
-    """The optimizer steps, if any were requested."""
     settings: tuple[SettingDifference, ...] = ()
     """Settings that the reference has otherwise, found before any value was computed."""
     notes: tuple[str, ...] = ()

@@ -24,7 +24,6 @@ TITLES: dict[Section, str] = {
     "gradients": "gradients, relative to the largest",
     "steps": "optimizer steps, each at its worst",
 }
-"""The headings of the sections."""
 
 
 class Line(NamedTuple):
@@ -32,7 +31,6 @@ class Line(NamedTuple):
 
     where: str
     row: Row
-    """The row, or the worst of the layer."""
     verdict: str
     style: str
 
@@ -40,12 +38,7 @@ class Line(NamedTuple):
 def to_text(comparison: Comparison, verbose: bool, width: int, color: bool) -> str:
     """Returns the comparison as text.
 
-    Args:
-      comparison: the comparison to render.
-      verbose: print one line per row; otherwise one line per layer, except for the layer with
-        the first divergence.
-      width: columns of the terminal.
-      color: use ANSI colors.
+    Unless `verbose`, layers have one line each, except for the one with the first divergence.
     """
     output = io.StringIO()
     console = Console(

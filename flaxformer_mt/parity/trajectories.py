@@ -6,10 +6,9 @@ rates within a few steps. Where the curves diverge, PyTorch therefore trains a s
 weights that differ in the last bit: a divergence of the same size is not a bug.
 """
 
-import contextlib
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,20 +19,24 @@ import torch
 from torch import nn
 
 from flaxformer_mt import interop
+from flaxformer_mt.config import OptimizerConfig
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.parity.model_pair import (
+from flaxformer_mt.parity.model_pair import Forward, model_pair, real_tokens
+from flaxformer_mt.parity.optimizer_probe import (
+    TorchOptimizer,
+    differences,
+    updates_of_optax,
+    updates_of_torch,
+)
+from flaxformer_mt.parity.recipes import Recipe
+from flaxformer_mt.parity.sides import (
     COMPILER_OPTIONS,
-    Forward,
-    ModelPair,
-    OurModel,
-    model_pair,
+    Ours,
+    Pair,
     precision,
-    real_tokens,
+    restored,
     without_dropout,
 )
-from flaxformer_mt.parity.optimizer_probe import differences, updates_of_optax, updates_of_torch
-from flaxformer_mt.parity.recipes import Recipe
-from flaxformer_mt.parity.tokens import Tokens
 from flaxformer_mt.training.optimizer import make_optimizer, make_schedule
 
 TOLERANCES = {"float64": 1e-8, "float32": 1e-3}
@@ -44,11 +47,9 @@ class Curves(NamedTuple):
     """The training curves of one side, one value per step; float64 [N]."""
 
     rate: np.ndarray
-    """Learning rate of the update."""
     loss: np.ndarray
     """Loss per target token, before the update."""
     gradient_norm: np.ndarray
-    """Global norm of the gradients."""
     parameter_norm: np.ndarray
     """Global norm of the trained parameters, after the update."""
 
@@ -61,9 +62,7 @@ class Divergence(NamedTuple):
     quantity: str
     """A field of `Curves`: the first in the order of that class that differs in the step."""
     difference: float
-    """Relative difference."""
     explanation: str
-    """The likely kind of cause."""
 
 
 class Trajectory(NamedTuple):
@@ -72,7 +71,6 @@ class Trajectory(NamedTuple):
     ours: Curves
     theirs: Curves
     tolerance: float
-    """Relative tolerance."""
     control: Curves | None = None
     """The reference's curves from weights that differ in the last bit, up to the first divergence;
     None if there is none, or if it precedes the second update."""
@@ -149,85 +147,106 @@ def trajectory(
     tolerance: float | None = None,
     **overrides: Any,
 ) -> Trajectory:
-    """Trains a reference and our model side by side.
+    """Trains a reference and our model side by side, without dropout; restores the module.
 
     Args:
       family: the weight map of the module.
-      module: the reference; it is trained without dropout, and then restored.
+      module: the reference.
       batches: used in turn; each new shape is compiled.
       num_steps: N.
-      forward: how to run the module, see `model_pair`.
+      forward: how to run the module, as for `compare`.
       recipe: loss, schedule and optimizer of both sides; by default the family's.
       tolerance: relative tolerance; by default from `TOLERANCES`.
       **overrides: settings that tensors do not determine, see `interop.load`.
-
-    Returns:
-      The curves of both sides, by step; `first_divergence` is None if they agree.
 
     Raises:
       UserError: the tensors are not the family's, or a batch is invalid.
     """
     sides = model_pair(family, module, overrides, forward, recipe)
-    return train_both(sides, batches, num_steps, tolerance)
+    tokens = [real_tokens(sides, batch)[0] for batch in batches]
+    optimizers = of_recipe(sides.ours.recipe, sides.ours.config.d_model, num_steps)
+    return train_both(sides, sides.dtype, tokens, num_steps, optimizers, tolerance)
+
+
+def _unknown_rate(count: Any) -> float:
+    return 0.0
+
+
+class Optimizers(NamedTuple):
+    """The optimizers of both sides."""
+
+    ours: optax.GradientTransformation
+    reference: TorchOptimizer
+    schedule: Callable[[Any], Any] = _unknown_rate
+    """Our learning rate of the update after `count`; 0.0 if the optimizer does not tell."""
+    rate: Callable[[int], float] | None = None
+    """The reference's learning rate of the updates 1, 2 ...; None if its optimizer has it."""
+    at_one_rate: tuple[optax.GradientTransformation, TorchOptimizer] | None = None
+    """Both optimizers at a constant rate, if the given ones have a schedule."""
+
+
+def of_recipe(recipe: Recipe, d_model: int, num_steps: int) -> Optimizers:
+    """Returns the optimizers of a recipe."""
+    optimizer, schedule = _of_config(recipe.optimizer, d_model, num_steps)
+    rate = recipe.rate(1, d_model)
+
+    def constant(parameters: list[Any]) -> torch.optim.Optimizer:
+        optimizer = recipe.adam(parameters)
+        _set_rate(optimizer, rate)
+        return optimizer
+
+    return Optimizers(
+        optimizer,
+        recipe.adam,
+        schedule,
+        lambda update: recipe.rate(update, d_model),
+        (make_optimizer(recipe.optimizer, optax.constant_schedule(rate)), constant),
+    )
+
+
+@functools.lru_cache
+def _of_config(config: OptimizerConfig, d_model: int, num_steps: int) -> Any:
+    schedule = make_schedule(config, d_model, num_steps)
+    return make_optimizer(config, schedule), schedule
 
 
 def train_both(
-    sides: ModelPair, batches: Sequence[Any], num_steps: int, tolerance: float | None = None
+    pair: Pair,
+    dtype: str,
+    batches: Sequence[Any],
+    num_steps: int,
+    optimizers: Optimizers,
+    tolerance: float | None = None,
 ) -> Trajectory:
-    """Trains both sides of a pair; the module is restored at the end."""
+    """Trains both sides of a pair, on batches that are used in turn; restores the module."""
     if num_steps < 1 or not batches:
         raise UserError(
             f"num_steps={num_steps} of {len(batches)} batches: there must be one of each at least"
         )
-    module = sides.module
-    tokens = [real_tokens(sides, batch)[0] for batch in batches]
-    with precision(sides.dtype), without_dropout(module):
-        ours = train_ours(sides, tokens, num_steps)
-        with restored(module):
-            theirs = train_reference(sides, tokens, num_steps)
-        found = Trajectory(ours, theirs, tolerance or TOLERANCES[sides.dtype])
+    with precision(dtype), without_dropout(pair.module):
+        ours = train_ours(pair, batches, num_steps, optimizers)
+        with restored(pair.module):
+            theirs = train_reference(pair, batches, num_steps, optimizers)
+        found = Trajectory(ours, theirs, tolerance or TOLERANCES[dtype])
         first = found.first_divergence
         if first is None or first.quantity == "rate" or not _update(first.quantity, first.step):
             return found
-        found = found._replace(optimizers=_differing_optimizers(sides.ours))
+        found = found._replace(optimizers=_differences(optimizers))
         if _update(first.quantity, first.step) < 2:
             return found
-        with restored(module):
-            _change_the_last_bit(module)
-            return found._replace(control=train_reference(sides, tokens, first.step))
+        with restored(pair.module):
+            _change_the_last_bit(pair.module)
+            control = train_reference(pair, batches, first.step, optimizers)
+            return found._replace(control=control)
 
 
-def _differing_optimizers(ours: OurModel) -> tuple[str, ...]:
-    """Returns how the optimizers of both sides differ at the same learning rate."""
-    rate = ours.recipe.rate(1, ours.config.d_model)
-
-    def optimizer_of(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        optimizer = ours.recipe.adam(parameters)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        return optimizer
-
-    with precision("float64"):
-        optimizer = make_optimizer(ours.recipe.optimizer, optax.constant_schedule(rate))
-        return tuple(differences(updates_of_optax(optimizer), updates_of_torch(optimizer_of)))
-
-
-@contextlib.contextmanager
-def restored(module: nn.Module) -> Iterator[None]:
-    """Restores the tensors and gradients of a module on exit."""
-    # No deep copy: modules that keep a non-leaf tensor of their last call cannot be copied. No
-    # load_state_dict: some publications override it.
-    tensors = [*module.parameters(), *module.buffers()]
-    values = [tensor.detach().clone() for tensor in tensors]
-    gradients = {parameter: parameter.grad for parameter in module.parameters()}
+def _differences(optimizers: Optimizers) -> tuple[str, ...]:
+    ours, reference = optimizers.at_one_rate or optimizers[:2]
     try:
-        yield
-    finally:
-        with torch.no_grad():
-            for tensor, value in zip(tensors, values, strict=True):
-                tensor.copy_(value)
-        for parameter, gradient in gradients.items():
-            parameter.grad = gradient
+        with precision("float64"):
+            return tuple(differences(updates_of_optax(ours), updates_of_torch(reference)))
+    except (ValueError, TypeError, LookupError):
+        return ()  # An optimizer of a certain tree of parameters cannot be given others.
 
 
 def _change_the_last_bit(module: nn.Module) -> None:
@@ -236,64 +255,71 @@ def _change_the_last_bit(module: nn.Module) -> None:
             parameter.copy_(torch.nextafter(parameter, torch.full_like(parameter, torch.inf)))
 
 
-def train_ours(sides: ModelPair, tokens: Sequence[Tokens], num_steps: int) -> Curves:
-    """Trains our model from the weights of the pair."""
-    optimizer, step = _program(sides.ours, num_steps)
-    trained: Any = jax.tree.map(jnp.asarray, sides.trained())
-    fixed = sides.fixed()
-    state = optimizer.init(trained)
+def train_ours(
+    pair: Pair, batches: Sequence[Any], num_steps: int, optimizers: Optimizers
+) -> Curves:
+    """Trains our side from the weights of the pair."""
+    step = _program(pair.ours, optimizers.ours, optimizers.schedule)
+    trained: Any = jax.tree.map(jnp.asarray, pair.trained())
+    fixed = pair.fixed()
+    state = optimizers.ours.init(trained)
     rows = []
     for count in range(num_steps):
-        batch = tokens[count % len(tokens)]
-        trained, state, line = step(trained, state, fixed, np.int32(count), batch)
-        rows.append(line)
-    return curves(jax.device_get(rows))
+        batch = batches[count % len(batches)]
+        trained, state, row = step(trained, state, fixed, np.int32(count), batch)
+        rows.append(row)
+    return _curves(jax.device_get(rows))
 
 
 @functools.lru_cache(maxsize=8)
-def _program(ours: OurModel, num_steps: int) -> tuple[optax.GradientTransformation, Any]:
-    """Returns the optimizer and the compiled training step."""
-    schedule = make_schedule(ours.recipe.optimizer, ours.config.d_model, num_steps)
-    optimizer = make_optimizer(ours.recipe.optimizer, schedule)
+def _program(
+    ours: Ours, optimizer: optax.GradientTransformation, schedule: Callable[[Any], Any]
+) -> Any:
+    """Returns the compiled training step."""
 
-    def step(trained, state, fixed, count, tokens):
+    def step(trained, state, fixed, count, batch):
         def loss_of(trained):
-            return ours.loss(ours.logits(trained | fixed, tokens), tokens)
+            return ours.loss(ours.run(trained | fixed, batch)[0], batch)
 
         loss, gradients = jax.value_and_grad(loss_of)(trained)
         updates, state = optimizer.update(gradients, state, trained)
         trained = optax.apply_updates(trained, updates)
-        rows = schedule(count), loss, optax.tree.norm(gradients), optax.tree.norm(trained)
-        return trained, state, rows
+        norms = optax.tree.norm(gradients), optax.tree.norm(trained)
+        return trained, state, (schedule(count), loss, *norms)
 
-    return optimizer, jax.jit(step, donate_argnums=(0, 1), compiler_options=COMPILER_OPTIONS)
+    return jax.jit(step, compiler_options=COMPILER_OPTIONS)
 
 
-def train_reference(sides: ModelPair, tokens: Sequence[Tokens], num_steps: int) -> Curves:
+def train_reference(
+    pair: Pair, batches: Sequence[Any], num_steps: int, optimizers: Optimizers
+) -> Curves:
     """Trains the reference in place."""
-    parameters = [p for p in sides.module.parameters() if p.requires_grad]
-    optimizer = sides.ours.recipe.adam(parameters)
+    parameters = [p for p in pair.module.parameters() if p.requires_grad]
+    optimizer = optimizers.reference(parameters)
     rows = []
     for count in range(num_steps):
-        rate = sides.ours.recipe.rate(count + 1, sides.ours.config.d_model)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        batch = tokens[count % len(tokens)]
+        rate = optimizers.rate(count + 1) if optimizers.rate else 0.0
+        if optimizers.rate:
+            _set_rate(optimizer, rate)
+        batch = batches[count % len(batches)]
         optimizer.zero_grad()
-        loss = sides.loss(sides.logits(batch), batch)
+        loss = pair.loss(pair.outputs(batch), batch)
         loss.backward()
-        gradients = norm([p.grad for p in parameters if p.grad is not None])
+        gradients = _norm([p.grad for p in parameters if p.grad is not None])
         optimizer.step()
-        rows.append((rate, loss.item(), gradients, norm(parameters)))
-    return curves(rows)
+        rows.append((rate, loss.item(), gradients, _norm(parameters)))
+    return _curves(rows)
 
 
-def norm(tensors: Sequence[torch.Tensor]) -> float:
-    """Returns the global norm of tensors."""
+def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def _norm(tensors: Sequence[torch.Tensor]) -> float:
     with torch.no_grad():
         return math.sqrt(sum(tensor.square().sum().item() for tensor in tensors))
 
 
-def curves(rows: Sequence[tuple[Any, ...]]) -> Curves:
-    """Returns the curves of which `rows` has one step each."""
+def _curves(rows: Sequence[tuple[Any, ...]]) -> Curves:
     return Curves(*(np.array(column, np.float64) for column in zip(*rows, strict=True)))

@@ -1,15 +1,35 @@
-"""Explains the differences of a traced program, see `diagnosis/findings.py`."""
+"""Explains the differences of a traced function, see `diagnosis/findings.py`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from flaxformer_mt.parity.any_model.causes import CAUSES
-from flaxformer_mt.parity.any_model.program import Program
-from flaxformer_mt.parity.any_model.segment import Numbers, Segment, compute
+from flaxformer_mt.parity.any_model import numeric_causes, structural_causes
+from flaxformer_mt.parity.any_model.program import TracedFunction
+from flaxformer_mt.parity.any_model.segment import Found, Numbers, Segment, compute
 from flaxformer_mt.parity.diagnosis.diagnose import Diagnosis
 from flaxformer_mt.parity.trace import MASKED, comparable, is_scores
+
+CAUSES: list[Callable[[Segment], Found]] = [
+    numeric_causes.another_constant,
+    numeric_causes.another_norm,
+    structural_causes.left_out,
+    structural_causes.another_activation,
+    structural_causes.another_softmax,
+    structural_causes.another_mask,
+    structural_causes.another_order,
+    structural_causes.other_inputs,
+    structural_causes.other_parameters,
+    numeric_causes.lower_precision,
+    numeric_causes.active_dropout,
+    numeric_causes.solved_for,
+]
+"""The known causes of a difference between two sites, specific ones before general ones.
+
+Each changes the equations of ours in one way, and yields the value that the site has then. To add
+a cause, write such a function and append it.
+"""
 
 
 class ProgramValues:
@@ -17,7 +37,7 @@ class ProgramValues:
 
     def __init__(
         self,
-        program: Program,
+        program: TracedFunction,
         leaves: Sequence[Any],
         sites: Mapping[str, int],
         theirs: Mapping[str, np.ndarray],
@@ -26,13 +46,8 @@ class ProgramValues:
     ) -> None:
         """Starts with the arguments of the program.
 
-        Args:
-          program: the program.
-          leaves: its arguments.
-          sites: the number of each site and output.
-          theirs: the reference's values of sites, and of repeated calls ("site#1").
-          select: the rows of a site that are compared.
-          tolerance: relative to the largest magnitude.
+        `sites` has the number of each site and output, `theirs` the values of the reference by site
+        and of repeated calls ("site#1").
         """
         self._program, self._sites, self._theirs = program, sites, theirs
         self._select, self._tolerance = select, tolerance
@@ -55,7 +70,7 @@ class ProgramValues:
         values = dict(self._values)
         with np.errstate(all="ignore"):
             for equation in equations:
-                compute(equation, values, self._program)
+                compute(equation, values)
         return values[number], values, equations
 
     def explain(self, site: str, expected: np.ndarray) -> Diagnosis | None:
