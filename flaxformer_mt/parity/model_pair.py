@@ -20,6 +20,7 @@ from flaxformer_mt.interop.weight_maps import checkpoints
 from flaxformer_mt.interop.weight_maps.family import sinusoids
 from flaxformer_mt.model.masks import causal_mask
 from flaxformer_mt.model.transformer import Transformer
+from flaxformer_mt.objectives.losses import Convention, label_smoothed_cross_entropy
 from flaxformer_mt.parity.any_model.program import TracedFunction, trace
 from flaxformer_mt.parity.recipes import Recipe, ReferenceLoss, recipe
 from flaxformer_mt.parity.sides import Pair, copied
