@@ -46,10 +46,17 @@ class Chunk(NamedTuple):
 class Term(Protocol):
     """A term that an objective adds to the cross-entropy; hashable, since it is static."""
 
-    weight: float
-    """The factor of the term in the objective."""
-    passes: int
-    """How many consecutive rows are predictions of the same row with different dropout."""
+    @property
+    def name(self) -> str:
+        """The name of its metric."""
+
+    @property
+    def weight(self) -> float:
+        """The factor of the term in the objective."""
+
+    @property
+    def passes(self) -> int:
+        """How many consecutive rows are predictions of the same row with different dropout."""
 
     def __call__(self, chunk: Chunk) -> tuple[Array, Array]:
         """Computes the sum of the term over a chunk, and its gradient.
@@ -326,7 +333,7 @@ def _metrics_and_gradients(vectors, tables, labels, static, num_classes):
     loss, correct, gradients, chunk = predict(logits, targets, weights, options, num_classes)
     if options.weight != 1:
         gradients = options.weight * gradients
-    sums = loss, correct
+    sums: tuple[Array, ...] = loss, correct
     if options.term is not None:
         if of_teacher is not None:
             teacher_vectors = teacher_vectors.astype(vectors.dtype)

@@ -114,7 +114,7 @@ def cross_entropy(
             tokens,
         ),
     }
-    if term is not None:
+    if term is not None and sums.term is not None:
         metrics[term.name] = (sums.term, tokens)
     return Sums(sums.objective, tokens, tokens, metrics)
 

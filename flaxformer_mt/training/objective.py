@@ -69,7 +69,8 @@ def name_of(objective: UserObjective) -> str:
     Raises:
       UserError: it has none.
     """
-    function, options = objective, {}
+    function: Any = objective
+    options: dict[str, Any] = {}
     while isinstance(function, functools.partial):
         options = {**function.keywords, **options}
         function = function.func
