@@ -1,8 +1,9 @@
-"""Checkpoints of a run, and the only import of Orbax.
+"""Checkpoints of any training state, written by Orbax.
 
 `checkpoints/<step>/` holds the Orbax items `params`, `ema` (if there is a moving average) and
 `training` (the rest of the state), all independent of the devices that wrote them; `progress.json`,
-the state of the training loop; and `manifest.json`, against which the other files are verified.
+the position in the data or the state of the training loop; and `manifest.json`, against which the
+other files are verified.
 
 A checkpoint is written in a workspace (`runs/atomic.py`), and gets its name once everything is on
 disk, the manifest last. Only then are older checkpoints removed, unless another process is reading
@@ -491,7 +492,9 @@ def _to_json(position: Any) -> Any:
         return position.to_json()
     if hasattr(position, "_asdict"):
         return position._asdict()
-    return dataclasses.asdict(position) if dataclasses.is_dataclass(position) else position
+    if dataclasses.is_dataclass(position) and not isinstance(position, type):
+        return dataclasses.asdict(position)
+    return position
 
 
 def _from_json(values: Any, like: Any) -> Any:
@@ -523,7 +526,6 @@ def _alone() -> ocp.options.MultiprocessingOptions:
 
 
 def _from_first_process(value: Any) -> Any:
-    """Broadcasts an array from the first process to all."""
     if jax.process_count() == 1:
         return value
     return multihost_utils.broadcast_one_to_all(value)
@@ -560,7 +562,7 @@ def _require_writable_name(folder: Path) -> None:
 
 
 def _system_error(error: BaseException | None) -> str | None:
-    """The operating system's error, such as "No space left on device"; None for other errors."""
+    """Returns "No space left on device" or the like; None for errors of other kinds."""
     while error is not None:
         if isinstance(error, OSError) and error.errno:
             return os.strerror(error.errno)
