@@ -16,7 +16,6 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 import jax
 import numpy as np
-from jax._src.distributed import global_state
 
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.exit_codes import ExitCode
@@ -154,11 +153,12 @@ def is_main() -> bool:
 def barrier(name: str) -> None:
     """Waits until every process has called it with this name, without a short timeout."""
     if jax.process_count() > 1:
+        from orbax.checkpoint import multihost
+
         # JAX's public barrier is a sum over devices, which on CPUs times out after 30 s: too soon
-        # for processes that wait for the first one to tokenise.
-        client: Any = global_state.client
-        number = next(_barriers)
-        client.wait_at_barrier(f"{number} {name}", timeout_in_ms=BARRIER_SECONDS * 1000)
+        # for processes that wait for the first one to tokenize.
+        wait = multihost.get_barrier_sync_fn()
+        wait(key=f"{next(_barriers)} {name}", timeout_ms=BARRIER_SECONDS * 1000)
 
 
 def agree(flag: bool) -> bool:

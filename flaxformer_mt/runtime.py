@@ -1,7 +1,7 @@
 """Process settings made before JAX starts: compiler flags, allocator, compilation cache.
 
-Settings of the user's environment take precedence. docs/speed.md has the effect of each setting,
-and how to disable it.
+Environment variables that are already set take precedence. docs/speed.md has the effect of each
+setting, and how to disable it.
 """
 
 import contextlib

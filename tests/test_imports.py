@@ -98,7 +98,7 @@ ONLY_IN = {
     "transformers": {"parity.references"},
     "matplotlib": {"parity.reports.plots", "plotting"},
     "pandas": {"run_reader"},
-    "orbax": {"runs.checkpoint"},
+    "orbax": {"runs.checkpoint", "distributed"},
     "sacrebleu": {"evaluation"},
     "sentencepiece": {"data.tokenizers", "interop.formats.jax_server"},
     "ctranslate2": {"interop.formats.ctranslate2", "interop.formats.ctranslate2_spec"},
