@@ -104,7 +104,6 @@ def initialize(
 
 
 def _check(coordinator: str, num_processes: int, process_id: int) -> None:
-    """Checks that the arguments are consistent."""
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdigit():
         raise UserError(
@@ -195,7 +194,6 @@ def gather_texts(texts: Sequence[str]) -> list[str]:
 
 
 def _all_gather(value: np.ndarray) -> np.ndarray:
-    """Gathers arrays of the same shape from all processes: [processes, ...]."""
     from jax.experimental import multihost_utils
 
     return np.asarray(multihost_utils.process_allgather(value))

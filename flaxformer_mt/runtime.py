@@ -151,7 +151,6 @@ def _is_private(folder: Path) -> bool:
 
 
 def _processor_features() -> str:
-    """A short hash of the processor's model and features."""
     information = Path("/proc/cpuinfo")
     features = platform.processor()
     if information.exists():

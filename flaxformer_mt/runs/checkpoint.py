@@ -285,7 +285,6 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _explained(self, step: int) -> Iterator[None]:
-        """As `_explained`, for a save; removes what a failed one has written."""
         try:
             with _explained(
                 f"the checkpoint of step {step} could not be written to {self._folder}:",
