@@ -6,14 +6,12 @@ from pathlib import Path
 import jax
 
 from flaxformer_mt.config import (
-    GENERATED,
     DataConfig,
     ExperimentConfig,
     TransformerConfig,
     with_vocabulary_sizes,
 )
 from flaxformer_mt.data.corpora.corpus import has_splits
-from flaxformer_mt.data.dataset import held_out_roles
 from flaxformer_mt.data.stream.batches import packed_shape
 from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
@@ -60,17 +58,6 @@ def require_effects(config: ExperimentConfig) -> None:
       UserError: there is one.
     """
     data, model = config.data, config.model
-    is_generated = data.corpus in GENERATED and not data.train_corpora
-    if is_generated and data.path and not data.path.startswith("tfds:"):
-        raise UserError(
-            f"data.path={data.path} has no effect, since data.corpus={data.corpus} is generated: "
-            "set data.corpus=text for a file or a folder of your own"
-        )
-    if data.hold_out and not held_out_roles(data):
-        raise UserError(
-            f"data.hold_out={data.hold_out} has no effect: data.valid_corpora are the development "
-            "set, and data.test_corpora or data.test_split='' the test set"
-        )
     if data.train_split != DataConfig.train_split and not (data.train_corpora or has_splits(data)):
         raise UserError(
             f"data.train_split={data.train_split} has no effect: data.path={data.path} has no "

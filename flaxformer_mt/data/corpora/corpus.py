@@ -442,7 +442,13 @@ def _digest_pairs(pairs: Iterable[SentencePair]) -> bytes:
 
 
 def _generate_phrases(request: _Request) -> _Text:
-    from flaxformer_mt.data.corpora import generated_phrases
+    try:
+        from flaxformer_mt.data.corpora import generated_phrases
+    except ImportError as error:
+        raise UserError(
+            f"{request.prefix}corpus=phrases needs packages that are not installed: "
+            "pip install 'flaxformer_mt[demo]'"
+        ) from error
 
     source_language, target_language = (
         generated_phrases.Language(code, f"{request.prefix}{side}_language")
