@@ -158,8 +158,8 @@ class DecoderLayer(nn.Module):
         def feed_forward(y: Array, add_bias: bool) -> tuple[Array | Biased, None]:
             return self.feed_forward(y, deterministic, add_bias), None
 
-        x, _ = self._residual(x, feed_forward, self.feed_forward_norm, deterministic, is_last=True)
-        return constrain(x, "batch", "length", "embed"), weights
+        y, _ = self._residual(x, feed_forward, self.feed_forward_norm, deterministic, is_last=True)
+        return constrain(y, "batch", "length", "embed"), weights
 
     def _residual(self, x, sublayer, norm, deterministic, is_last=False):
         return residual(x, sublayer, norm, self.dropout, deterministic, is_last)

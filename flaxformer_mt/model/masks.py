@@ -1,5 +1,7 @@
 """Attention masks: bool [B, 1, Q, K], True = attend."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from flax import struct
 from jax import Array
@@ -63,7 +65,7 @@ def padding_mask(tokens: Int[Array, "B K"], pad_id: int) -> Bool[Array, "B 1 1 K
     return (tokens != pad_id)[:, None, None, :]
 
 
-def causal_mask(length: int) -> Bool[Array, "1 1 T T"]:
+def causal_mask(length: Any) -> Bool[Array, "1 1 T T"]:
     """Returns the causal mask: query t attends to keys 0..t."""
     return jnp.tri(length, dtype=bool)[None, None]
 

@@ -27,16 +27,14 @@ def column_sums(x: Float[Array, "N D"]) -> Float[Array, "D"]:
 
 
 @jax.custom_vjp
-def masked_softmax(
-    scores: Float[Array, "*T S"], mask: Bool[Array, "*#T #S"]
-) -> Float[Array, "*T S"]:
+def masked_softmax(scores: Float[Array, "*T S"], mask: Bool[Array, "..."]) -> Float[Array, "*T S"]:
     r"""Computes the softmax over the last axis, with weight 0 for masked keys.
 
     Its gradient is written out, because it needs only the weights:
 
     .. math:: \partial s = w \odot (\partial w - \sum_k w_k\, \partial w_k)
 
-    The mask is True where a query attends. A row without any key gets zeros.
+    The mask is broadcastable, True where a query attends. A row without any key gets zeros.
     """
     return _masked_softmax_forward(scores, mask)[0]
 

@@ -83,8 +83,8 @@ class PositionEncoding(nn.Module):
     config: TransformerConfig
 
     @nn.compact
-    def __call__(self, positions: Int[Array, "B T"], length: int) -> Float[Array, "B T D"]:
-        """Looks up positions below `length`, in the compute dtype.
+    def __call__(self, positions: Int[Array, "B T"], length: Any) -> Float[Array, "B T D"]:
+        """Looks up positions below `length`, an integer or symbolic, in the compute dtype.
 
         One that is not below max(length, config.max_length), for a learned table max_length, gives
         NaN.
@@ -138,7 +138,7 @@ def rotation_table(length: int, width: int, base: float) -> np.ndarray:
 
 
 def rotations(
-    config: TransformerConfig, positions: Int[Array, "B T"], length: int
+    config: TransformerConfig, positions: Int[Array, "B T"], length: Any
 ) -> Float[Array, "B 1 T K"]:
     """Looks up K/2 cosines and K/2 sines, in float32 at least; all heads and layers share them.
 
@@ -253,7 +253,7 @@ def attention_positions(
     config: TransformerConfig,
     queries: Int[Array, "B T"],
     keys: Int[Array, "#B S"],
-    length: int,
+    length: Any,
 ) -> AttentionPositions | None:
     """Prepares positions below `length` for `attention_bias` and `query_key_transform`.
 

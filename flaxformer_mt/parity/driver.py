@@ -81,14 +81,10 @@ def explained(
 ) -> Report:
     """Returns a report with the causes of its differences.
 
-    Args:
-      report: from `compared`.
-      theirs: the reference's values whose shapes are ours.
-      select: the rows that are compared.
-      model: our side, of which every differing site is found; None to explain the first only.
-      sites: its sites, in the order of the data flow.
-      diagnosis_of: returns the cause of the first difference, if there are no findings.
-      gradient_notes: returns where, backwards from the loss, the gradients begin to differ.
+    Every differing site of `model` is found; `sites` has all of its sites in the order of the data
+    flow, and `theirs` the reference's values whose shapes are ours. If there are no findings,
+    `diagnosis_of` is asked for the cause of the first difference. `gradient_notes` says where,
+    backwards from the loss, the gradients begin to differ.
     """
     first = next((row for row in report.rows if not row.passed), None)
     if first is None or first.reference_shape is not None:

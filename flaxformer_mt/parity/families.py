@@ -168,7 +168,6 @@ def _reservation(
     given: Mapping[str, Any],
     tables: Tables,
 ) -> list[str]:
-    """Returns what the comparison with a reference built from the same settings rests on."""
     stated = model.stated()
     names = sorted({"num_heads", "pad_id", "bos_id", "eos_id"} | model.family.open_switches)
     assumed = [name for name in names if name not in stated and name not in given]

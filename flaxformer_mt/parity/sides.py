@@ -48,7 +48,7 @@ class Ours(Hashable, Protocol):
     """Our side, by which compiled programs are cached."""
 
     def run(self, tensors: Mapping[str, Any], batch: Any) -> tuple[Any, Any]:
-        """Computes the outputs, and what `by_site` takes."""
+        """Computes the outputs, and the values that `by_site` takes."""
 
     def loss(self, outputs: Sequence[Any], batch: Any) -> Any:
         """Computes the loss that is differentiated."""
@@ -142,7 +142,7 @@ def copied(tensor: torch.Tensor) -> np.ndarray:
 
 @contextlib.contextmanager
 def precision(dtype: str) -> Iterator[None]:
-    """Sets the default precision of JAX and PyTorch to `dtype`."""
+    """Sets the default precision of JAX and PyTorch."""
     with jax.enable_x64(dtype == "float64"), references.default_dtype(dtype):
         yield
 

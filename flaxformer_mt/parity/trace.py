@@ -240,15 +240,11 @@ def values_of_module(
     shapes: Mapping[str, tuple[int, ...]],
     strict: bool = True,
 ) -> ModuleValues:
-    """Runs a module and captures the tapped values.
+    """Runs a module by `call` and captures the values of its taps.
 
-    Args:
-      module: any PyTorch module.
-      taps: where the module computes each site; a string is the sub-module whose output it is.
-      call: runs the module.
-      shapes: the shape of every site, in the order of computation.
-      strict: raise UserError for a tap that does not fit the module; otherwise a site whose module
-        does not exist or is never called is omitted, and a value of another shape is kept.
+    `shapes` has the shape of every site, in the order of computation. If `strict`, a tap that does
+    not fit the module raises UserError; otherwise a site whose module does not exist or is never
+    called is omitted, and a value of another shape is kept.
     """
     wanted = {site: Tap(tap) if isinstance(tap, str) else tap for site, tap in taps.items()}
     modules = dict(module.named_modules(remove_duplicate=False))

@@ -275,8 +275,6 @@ def train_ours(
 def _program(
     ours: Ours, optimizer: optax.GradientTransformation, schedule: Callable[[Any], Any]
 ) -> Any:
-    """Returns the compiled training step."""
-
     def step(trained, state, fixed, count, batch):
         def loss_of(trained):
             return ours.loss(ours.run(trained | fixed, batch)[0], batch)

@@ -1,8 +1,9 @@
-"""Checkpoints of a run, and the only import of Orbax.
+"""Checkpoints of any training state, written by Orbax.
 
 `checkpoints/<step>/` holds the Orbax items `params`, `ema` (if there is a moving average) and
 `training` (the rest of the state), all independent of the devices that wrote them; `progress.json`,
-the state of the training loop; and `manifest.json`, against which the other files are verified.
+the position in the data or the state of the training loop; and `manifest.json`, against which the
+other files are verified.
 
 A checkpoint is written in a workspace (`runs/atomic.py`), and gets its name once everything is on
 disk, the manifest last. Only then are older checkpoints removed, unless another process is reading
@@ -148,8 +149,8 @@ class Checkpoints:
           step: the number of training steps made; names the checkpoint.
           state: a pytree of arrays; copied before this returns, so the next training step may
             donate it.
-          position: JSON values, or a named tuple of them, such as the position in the data;
-            returned by `restore`.
+          position: JSON values, a named tuple or a dataclass of them, or an object with `to_json`
+            and `from_json`, such as the position in the data; returned by `restore_or`.
           metrics: of the validation after this step, if there was one. A checkpoint without a
             finite `best_metric` ranks below all that have one.
 
@@ -180,17 +181,22 @@ class Checkpoints:
 
         Args:
           state: a state with the shapes, dtypes and shardings to restore to, concrete or abstract.
-          position: of the kind that was saved.
+          position: of the type that was saved.
 
         Raises:
-          UserError: see `restore`.
+          UserError: the checkpoint holds another kind of state or position, or parameters only, or
+            is of another run.
         """
         if self._latest is None:
             return state, position
         state, saved = self.restore(state)
-        if isinstance(position, tuple) and hasattr(position, "_fields"):
-            return state, type(position)(**saved)
-        return state, saved
+        try:
+            return state, _from_json(saved, position)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                f"{self._folder / str(self._latest)} holds another kind of position than "
+                f"{type(position).__name__}: {saved}"
+            ) from error
 
     def restore(self, template: State) -> tuple[State, Any]:
         """Restores the newest checkpoint, which must exist.
@@ -279,7 +285,6 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _explained(self, step: int) -> Iterator[None]:
-        """As `_explained`, for a save; removes what a failed one has written."""
         try:
             with _explained(
                 f"the checkpoint of step {step} could not be written to {self._folder}:",
@@ -457,7 +462,8 @@ def _check_same_kind(path: Path, stored: Any, wanted: Mapping[str, Any]) -> None
                 for shapes in (there, here)
             )
             raise UserError(
-                f"{path} holds another kind of state: {leaf} is {theirs} there, and {ours} here"
+                f"{path} holds another kind of state: {leaf} is {theirs} there, and {ours} here; "
+                "restore into the state that was saved, or give another folder"
             )
 
 
@@ -481,9 +487,22 @@ def _like(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def _to_json(position: Any) -> Any:
-    if isinstance(position, tuple) and hasattr(position, "_asdict"):
+    if hasattr(position, "to_json"):
+        return position.to_json()
+    if hasattr(position, "_asdict"):
         return position._asdict()
-    return {} if position is None else position
+    if dataclasses.is_dataclass(position) and not isinstance(position, type):
+        return dataclasses.asdict(position)
+    return position
+
+
+def _from_json(values: Any, like: Any) -> Any:
+    """The inverse of `_to_json`, for a position of the type of another one."""
+    if hasattr(like, "from_json"):
+        return type(like).from_json(values)
+    if hasattr(like, "_asdict") or dataclasses.is_dataclass(like):
+        return type(like)(**values)
+    return values
 
 
 def _handlers(alone: bool = False) -> ocp.CompositeCheckpointHandler:
@@ -506,7 +525,6 @@ def _alone() -> ocp.options.MultiprocessingOptions:
 
 
 def _from_first_process(value: Any) -> Any:
-    """Broadcasts an array from the first process to all."""
     if jax.process_count() == 1:
         return value
     return multihost_utils.broadcast_one_to_all(value)
@@ -543,7 +561,7 @@ def _require_writable_name(folder: Path) -> None:
 
 
 def _system_error(error: BaseException | None) -> str | None:
-    """The operating system's error, such as "No space left on device"; None for other errors."""
+    """Returns "No space left on device" or the like; None for errors of other kinds."""
     while error is not None:
         if isinstance(error, OSError) and error.errno:
             return os.strerror(error.errno)

@@ -133,7 +133,6 @@ def write_model(
 
 
 def _check_vocabularies(run: TrainedModel) -> None:
-    """Checks that the embedding tables have the sizes of the vocabularies."""
     tokenizers, model = run.tokenizers, run.model
     for side, tokenizer, size in (
         ("source", tokenizers.source, model.source_vocab_size),

@@ -201,7 +201,7 @@ class Program(NamedTuple):
     """The name of the function that is the program."""
 
     def trip_count(self, instruction: Instruction) -> int:
-        """Returns how often an instruction runs its callees: 1 if it is no loop, or an unknown one.
+        """Returns how often an instruction runs its callees: 1 except for loops of known length.
 
         Compilers for GPUs and CPUs write it down. Those for TPUs do not, but the condition of a
         loop that counts to a constant shows it.
@@ -265,7 +265,7 @@ def parse(text: str) -> Program:
     """Parses a program.
 
     Args:
-      text: optimised HLO, as `Compiled.as_text` of JAX gives it.
+      text: optimized HLO, as `Compiled.as_text` of JAX gives it.
     """
     functions: dict[str, dict[str, Instruction]] = {}
     entry, current = "", dict[str, Instruction]()

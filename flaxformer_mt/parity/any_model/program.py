@@ -1,9 +1,8 @@
 """A JAX function as a flat list of equations, in which the values of sites can be replaced.
 
 The equations are those of the jaxpr, with nested functions inlined and loops over layers unrolled.
-Because every equation and its inputs are known, the value of a site can be computed from the
-reference's values of the preceding sites instead of ours. It then differs only if the equations
-between them do: this locates every difference, not just the first.
+The value of a site can therefore be computed from the reference's values of the preceding sites
+instead of ours: it then differs only if the equations between them do.
 """
 
 import dataclasses

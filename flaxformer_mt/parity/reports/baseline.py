@@ -81,7 +81,7 @@ def judged(
         for pattern in tolerances
         if not any(fnmatch.fnmatchcase(row.site, pattern) for row in rows)
     ]
-    differ = {row.site for row in rows if not (row.passed or row.accepted)}
+    differ = {row.site for row in rows if row.verdict == "differs"}
     found = dataclasses.replace(
         report,
         rows=rows,
@@ -125,7 +125,7 @@ def assert_parity(
     baseline: str | os.PathLike[str] | None = None,
     tolerances: Mapping[str, float] = {},
 ) -> None:
-    """Fails unless both sides agree, with the report as message.
+    """Fails with the report as message unless both sides agree.
 
     Args:
       report: from `compare` or another comparison.
@@ -134,7 +134,6 @@ def assert_parity(
 
     Raises:
       AssertionError: something differs that is not accepted.
-      UserError: the baseline cannot be read.
     """
     __tracebackhide__ = True  # pytest then shows the line of the test.
     accepted = read_baseline(baseline) if baseline is not None else ()

@@ -132,7 +132,7 @@ def _tables(comparison: Comparison) -> Iterator[str]:
 
 
 def _row(row: Row, is_first: bool) -> str:
-    word = "agrees" if row.passed else "accepted" if row.accepted else "differs"
+    word = row.verdict
     shape = "×".join(map(str, row.shape))
     bar = f'<span class="bar" style="width: {_width(row.max_rel):.0f}%"></span>'
     cells = [

@@ -38,9 +38,6 @@ def compare_saved(
       saved: the tokens, and what another program computed with this checkpoint.
       given: settings that the checkpoint does not determine.
       tables: whether our tables of positions are the published ones, rounded to float32.
-
-    Returns:
-      The report. Settings that explain a difference are named.
     """
     config = dataclasses.replace(model.configure(given), dtype="float64", param_dtype="float64")
     check_special_tokens(config)

@@ -37,13 +37,11 @@ class SavedValues(NamedTuple):
 
 
 def read(inputs: Path, outputs: Path) -> SavedValues:
-    """Reads both files.
+    """Reads both files, .npz.
 
-    Args:
-      inputs: an .npz file with integers `source` [B, S] and `target_input` [B, T], and optionally
-        `target_output` [B, T].
-      outputs: an .npz file with `logits` [B, T, V] or values by site, in float32 or float64; or an
-        .npy file with logits only.
+    The inputs are integers `source` [B, S] and `target_input` [B, T], optionally `target_output`
+    [B, T]; the outputs `logits` [B, T, V] or values by site, float32 or float64. An .npy file has
+    logits only.
     """
     tokens = _arrays(inputs)
     for name in INPUTS[:2]:
