@@ -59,8 +59,8 @@ class Checkpoints:
 
     A context manager: leaving it waits until everything is written. If several processes train
     together, each has `Checkpoints` of the same folder, and all call the same methods. A state that
-    is a dict or a dataclass with the member "params" can be used by everything that reads the parameters
-    of a run, such as `average` and `train.init_from`; of "ema", too, if it is not None.
+    is a dict or a dataclass with the member "params" can be used by everything that reads the
+    parameters of a run, such as `average` and `train.init_from`; of "ema", too, if it is not None.
     """
 
     def __init__(
