@@ -411,7 +411,7 @@ def prepare(
         if data.subword_sampling:
             tokenizers.source.sample([], 0, data.subword_sampling)  # Some vocabularies cannot.
     if given.model.has_inputs:
-        check_search(given, tokenizers)
+        check_search(given.model, tokenizers, given.decode)
     tokens = tokenize(
         given,
         corpora,
@@ -654,8 +654,7 @@ class Experiment:
         decode = self.config.decode
         if self.config.parallel.num_devices:
             decode = decoding_on(self.strategy.devices, decode)
-        config = dataclasses.replace(self.config, decode=decode)
-        translator = Translator(config, params, self.dataset.tokenizers)
+        translator = Translator(self.config.model, params, self.dataset.tokenizers, decode)
         own = translator.translate(distributed.share_out(sources), show_progress=show_progress)
         return distributed.gather_texts(own)
 

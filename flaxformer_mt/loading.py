@@ -69,7 +69,9 @@ class Model:
           UserError: the model has no encoder.
         """
         if self._translator is None:
-            self._translator = Translator(self.config, self.params, self.tokenizers)
+            self._translator = Translator(
+                self.config.model, self.params, self.tokenizers, self.config.decode
+            )
         return self._translator
 
     @overload

@@ -23,7 +23,7 @@ from flaxformer_mt.config import DecodeConfig, ExperimentConfig, to_json
 from flaxformer_mt.data.corpora.corpus import ParallelCorpus, open_corpora
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.decoding.line_format import read_sentence
-from flaxformer_mt.decoding.scoring.scorer import score_pairs
+from flaxformer_mt.decoding.scoring.scorer import Scorer
 from flaxformer_mt.decoding.shortlists.shortlist import Shortlist
 from flaxformer_mt.decoding.translator import Sentence, Translator
 from flaxformer_mt.errors import UserError
@@ -248,7 +248,9 @@ def test_score_prints_one_log_probability_per_line(run, command, tmp_path):
         "--target", write(tmp_path / "target", targets),
     )  # fmt: skip
     model = load_run(run, "last")
-    scores = score_pairs(model.config, model.params, model.tokenizers, sources, targets)
+    scores = Scorer(model.config.model, model.params, model.tokenizers).stream(
+        zip(sources, targets, strict=True)
+    )
     assert code == 0
     assert [float(line) for line in out.splitlines()] == pytest.approx(
         [score.log_probability for score in scores], abs=1e-6

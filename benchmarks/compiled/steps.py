@@ -14,13 +14,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.data.stream.batches import BatchShape
 from flaxformer_mt.decoding.batching.continuous_batching import REFERENCE_BEAM_SIZE
-from flaxformer_mt.decoding.batching.search_programs import (
-    begin_search,
-    rounded_matrices,
-    step_function,
-)
+from flaxformer_mt.decoding.batching.search_programs import begin_search, step_function
 from flaxformer_mt.decoding.batching.workers import batch_tokens
 from flaxformer_mt.decoding.ensemble import combine, reorder_each
+from flaxformer_mt.decoding.parameters import rounded_matrices
 from flaxformer_mt.decoding.search.options import SearchOptions, forbidden_token_ids
 from flaxformer_mt.decoding.search.search import advance
 from flaxformer_mt.decoding.search.state import SearchState, unconstrained

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar, overload
 
@@ -10,17 +10,12 @@ import jax
 from rich.console import Console
 from rich.progress import track
 
-from flaxformer_mt.config import (
-    DecodeConfig,
-    ExperimentConfig,
-    TransformerConfig,
-    with_vocabulary_sizes,
-)
+from flaxformer_mt.config import DecodeConfig, TransformerConfig, with_vocabulary_sizes
 from flaxformer_mt.config.fields import suggestion
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers, split_language
-from flaxformer_mt.decoding.batching.search_programs import rounded_matrices
 from flaxformer_mt.decoding.batching.workers import batch_tokens
 from flaxformer_mt.decoding.ensemble import require_same_vocabularies
+from flaxformer_mt.decoding.parameters import prepared_model, require_params
 from flaxformer_mt.decoding.scoring.scorer import AlignmentUnit
 from flaxformer_mt.decoding.sentence_decoder import Hypothesis, Sentence, SentenceDecoder
 from flaxformer_mt.decoding.text_arguments import (
@@ -30,7 +25,6 @@ from flaxformer_mt.decoding.text_arguments import (
     require_texts,
 )
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.memory_limits import LESS_ON_DEVICE, explained_exhaustion
 from flaxformer_mt.runs.layout import CheckpointSelector
 from flaxformer_mt.runs.trained_model import TrainedModel, load_run
 
@@ -48,37 +42,34 @@ class Translator:
 
     def __init__(
         self,
-        config: ExperimentConfig,
+        config: TransformerConfig,
         params: Any,
         tokenizers: Tokenizers,
+        decode: DecodeConfig | None = None,
+        *,
         others: Sequence[tuple[TransformerConfig, Any]] = (),
     ) -> None:
         """Creates a translator.
 
         Args:
-          config: the run's configuration, of which `model` and `decode` are used.
-          params: the model's parameters, nested dicts of arrays.
-          tokenizers: the run's tokenizers.
+          config: the model.
+          params: its parameters, nested dicts of arrays on the host, on one device or on several.
+            Arrays on the first device are not copied: do not donate them while translating.
+          tokenizers: its vocabularies, which also give sizes that are 0 in `config`.
+          decode: the search options; None = the defaults of `DecodeConfig`.
           others: configuration and parameters of the other models of an ensemble. Alignments are
             computed with the first model.
 
         Raises:
-          UserError: a model has no encoder.
+          TypeError: a configuration is not a `TransformerConfig`.
+          UserError: a model has no encoder, or `params` are not the parameters of the model.
         """
-        sizes = tokenizers.source.vocab_size, tokenizers.target.vocab_size
-        models = [
-            (with_vocabulary_sizes(model, *sizes), parameters)
-            for model, parameters in ((config.model, params), *others)
+        # Searches with other options share the models.
+        self.models = [
+            prepared_model(model, parameters, tokenizers)
+            for model, parameters in ((config, params), *others)
         ]
-        with explained_exhaustion("loading the model", LESS_ON_DEVICE):
-            # Searches with other options share them.
-            self.models = [
-                (model, jax.device_put(rounded_matrices(model, parameters)))
-                for model, parameters in models
-            ]
-        if not all(model.has_inputs for model, _ in self.models):
-            raise UserError("model.has_inputs=False: a language model cannot translate")
-        self.decode = config.decode
+        self.decode = decode or DecodeConfig()
         self.tokenizers = tokenizers
         self._decoders: dict[Any, SentenceDecoder] = {}
         """One per set of options."""
@@ -117,10 +108,16 @@ class Translator:
         if not runs:
             raise UserError("there is no run to translate with: name at least one")
         require_same_vocabularies([(str(run.folder), run) for run in runs])
+        for run in runs:
+            require_params(run.model, run.params, str(run.folder))
         first, *others = runs
-        config = dataclasses.replace(first.config, decode=decode or first.config.decode)
-        pairs = [(run.config.model, run.params) for run in others]
-        return cls(config, first.params, first.tokenizers, pairs)
+        return cls(
+            first.config.model,
+            first.params,
+            first.tokenizers,
+            decode or first.config.decode,
+            others=[(run.config.model, run.params) for run in others],
+        )
 
     @overload
     def translate(
@@ -277,18 +274,80 @@ class Translator:
     def _decoder(
         self, options: dict[str, Any], unit: AlignmentUnit | None, attention: bool, scores: bool
     ) -> SentenceDecoder:
-        given = {name: value for name, value in options.items() if value is not None}
-        names = [field.name for field in dataclasses.fields(self.decode)]
-        for name in given:
-            if name not in names:
-                raise TypeError(f"there is no search option {name}{suggestion(name, names)}")
-        decode = dataclasses.replace(self.decode, **given)
+        decode = with_options(self.decode, options)
         key = (decode, unit, attention, scores)
         if key not in self._decoders:
             self._decoders[key] = SentenceDecoder(
                 self.models, decode, self.tokenizers, unit, attention, scores
             )
         return self._decoders[key]
+
+
+def with_options(decode: DecodeConfig, options: Mapping[str, Any]) -> DecodeConfig:
+    """Returns the configuration with other search options; None leaves an option as it is.
+
+    Raises:
+      TypeError: there is no such option, or a value has another type.
+      UserError: a value is out of range.
+    """
+    names = [field.name for field in dataclasses.fields(decode)]
+    for name in options:
+        if name not in names:
+            raise TypeError(f"there is no search option {name}{suggestion(name, names)}")
+    given = {name: value for name, value in options.items() if value is not None}
+    return dataclasses.replace(decode, **given)
+
+
+@overload
+def translate(
+    config: TransformerConfig,
+    params: Any,
+    tokenizers: Tokenizers,
+    sentences: str | Sentence,
+    **search_options: Any,
+) -> str: ...
+
+
+@overload
+def translate(
+    config: TransformerConfig,
+    params: Any,
+    tokenizers: Tokenizers,
+    sentences: Iterable[str | Sentence],
+    **search_options: Any,
+) -> list[str]: ...
+
+
+def translate(
+    config: TransformerConfig,
+    params: Any,
+    tokenizers: Tokenizers,
+    sentences: str | Sentence | Iterable[str | Sentence],
+    **search_options: Any,
+) -> str | list[str]:
+    """Returns the best translation of a sentence, or of each sentence of a list.
+
+    For translations during training. Another call with the same configuration, search options and
+    row lengths compiles nothing, whatever the parameters. `Translator` keeps parameters between
+    calls, and returns scores, alignments and several translations.
+
+    >>> translate(config, params, tokenizers, ["three small dogs"], beam_size=1)
+    ['drei kleine Hunde']
+
+    Args:
+      config: the model.
+      params: its parameters, nested dicts of arrays on the host, on one device or sharded over
+        several. Sharded arrays are gathered: if processes share them, all must make the call.
+      tokenizers: its vocabularies, which also give sizes that are 0 in `config`.
+      sentences: a sentence or an iterable of sentences, in any order and of any length.
+      **search_options: fields of `DecodeConfig`, such as `beam_size` and `length_penalty`.
+
+    Raises:
+      TypeError: an argument has another type, or there is no such search option.
+      UserError: `params` are not the parameters of the model or not finite, an option is out of
+        range or does not fit the model, or the constraints of a sentence cannot be met.
+    """
+    return Translator(config, params, tokenizers).translate(sentences, **search_options)
 
 
 def window_characters(decode: DecodeConfig) -> int:
@@ -359,15 +418,14 @@ def _as_sentence(sentence: Any, name: str) -> Sentence:
     )
 
 
-def check_search(config: ExperimentConfig, tokenizers: Tokenizers) -> None:
+def check_search(model: TransformerConfig, tokenizers: Tokenizers, decode: DecodeConfig) -> None:
     """Raises the errors of a validation's search, which would otherwise come after many steps.
 
     Raises:
       UserError: a search option does not fit the model, or names a file that cannot be used.
     """
     sizes = tokenizers.source.vocab_size, tokenizers.target.vocab_size
-    model = with_vocabulary_sizes(config.model, *sizes)
-    SentenceDecoder([(model, {})], config.decode, tokenizers)
+    SentenceDecoder([(with_vocabulary_sizes(model, *sizes), {})], decode, tokenizers)
 
 
 def into_languages(

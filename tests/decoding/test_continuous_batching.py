@@ -14,9 +14,9 @@ from flaxformer_mt.decoding.batching import continuous_batching, workers
 from flaxformer_mt.decoding.batching.continuous_batching import ContinuousBatcher, Request
 from flaxformer_mt.decoding.batching.search_programs import (
     begin_search,
-    rounded_matrices,
     step_function,
 )
+from flaxformer_mt.decoding.parameters import rounded_matrices
 from flaxformer_mt.decoding.search.options import SearchOptions
 from flaxformer_mt.decoding.search.search import search
 from flaxformer_mt.decoding.search.state import unconstrained

@@ -42,7 +42,7 @@ CONSTRAINED = [
 
 
 def make_translator(talker):
-    return Translator(talker.config, talker.params, talker.tokenizers)
+    return Translator(*talker.parts)
 
 
 @pytest.mark.parametrize("beam_size", [1, 3])
@@ -131,11 +131,11 @@ def test_minimum_bayes_risk_chooses_among_the_samples(talker):
 @pytest.mark.slow  # Decided by test_ensemble.py.
 def test_an_ensemble_of_one_model_twice_is_that_model(talker):
     pair = [(talker.config.model, talker.params)]
-    ensemble = Translator(talker.config, talker.params, talker.tokenizers, pair)
+    ensemble = Translator(*talker.parts, others=pair)
     single = make_translator(talker)
     assert ensemble.translate(SENTENCES, 1) == single.translate(SENTENCES, 1)
     other = [(talker.config.model, random_params(talker.model, seed=1))]
-    mixed = Translator(talker.config, talker.params, talker.tokenizers, other)
+    mixed = Translator(*talker.parts, others=other)
     assert mixed.translate(SENTENCES, 1) != single.translate(SENTENCES, 1)
 
 
@@ -344,14 +344,13 @@ def test_translate_returns_one_translation(talker):
 def test_parameters_that_are_not_finite_are_rejected(talker, beam_size):
     params = jax.tree.map(lambda leaf: leaf * np.nan, talker.params)
     with pytest.raises(UserError, match="not finite"):
-        Translator(talker.config, params, talker.tokenizers).translate(["Hund"], beam_size)
+        Translator(talker.config.model, params, talker.tokenizers).translate(["Hund"], beam_size)
 
 
 def test_a_language_model_cannot_translate(talker):
     model = dataclasses.replace(talker.config.model, has_inputs=False)
-    config = dataclasses.replace(talker.config, model=model)
     with pytest.raises(UserError, match="has_inputs=False"):
-        Translator(config, talker.params, talker.tokenizers)
+        Translator(model, talker.params, talker.tokenizers)
 
 
 def test_longest_target_excludes_the_source_end_token(talker):
@@ -422,8 +421,7 @@ def test_a_minimum_length_raises_the_automatic_maximum(talker):
 
 def test_searches_with_different_options_share_rounded_parameters(talker):
     model = dataclasses.replace(talker.config.model, dtype="bfloat16")
-    config = dataclasses.replace(talker.config, model=model)
-    translator = Translator(config, talker.params, talker.tokenizers)
+    translator = Translator(model, talker.params, talker.tokenizers)
     decoders = [translator._decoder({"seed": seed}, None, False, False) for seed in (1, 2)]
     first, second = (jax.tree.leaves([*decoder.batcher._params.values()]) for decoder in decoders)
     assert all(
@@ -440,7 +438,7 @@ def test_a_model_that_does_not_fit_onto_the_device_is_explained(monkeypatch, tal
         with pytest.raises(
             UserError, match=r"^loading the model needs more memory .*JAX_PLATFORMS"
         ):
-            load(talker.config, talker.params, talker.tokenizers)
+            load(*talker.parts)
 
 
 def test_a_device_without_enough_memory_is_explained(monkeypatch, talker):

@@ -29,6 +29,7 @@ from flaxformer_mt.decoding.batching.workers import (
     gather,
     max_workers,
 )
+from flaxformer_mt.decoding.parameters import rounded_matrices
 from flaxformer_mt.decoding.search.options import SearchOptions, forbidden_token_ids
 from flaxformer_mt.decoding.search.state import SearchResult, SearchState, SentenceConstraints
 
@@ -97,7 +98,7 @@ class ContinuousBatcher:
           UserError: there are fewer devices than `decode.num_devices`.
         """
         self._configs = tuple(config for config, _ in models)
-        params = tuple(programs.rounded_matrices(*model) for model in models)
+        params = tuple(rounded_matrices(*model) for model in models)
         on_first = jax.device_put(params)
         # Options are checked without parameters.
         leaves = jax.tree.leaves(on_first) or [jnp.zeros(())]

@@ -4,20 +4,19 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple, get_args, overload
+from typing import Any, Literal, NamedTuple, get_args
 
-import jax
 import numpy as np
 
-from flaxformer_mt.config import DecodeConfig, ExperimentConfig, with_vocabulary_sizes
+from flaxformer_mt.config import DecodeConfig, TransformerConfig
 from flaxformer_mt.data.tokenizers.language_tokens import with_first
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers
+from flaxformer_mt.decoding.parameters import prepared_model
 from flaxformer_mt.decoding.scoring.alignment import Links, align, align_words, without_ends
 from flaxformer_mt.decoding.scoring.teacher_forcing import teacher_force
 from flaxformer_mt.decoding.search.ranking import length_penalty
 from flaxformer_mt.decoding.text_arguments import require_iterable, require_text, require_texts
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.memory_limits import LESS_ON_DEVICE, explained_exhaustion
 
 AlignmentUnit = Literal["words", "pieces"]
 """What an alignment links."""
@@ -138,27 +137,30 @@ class Scorer:
     All scorers of one model configuration share their compiled programs.
     """
 
-    def __init__(self, config: ExperimentConfig, params: Any, tokenizers: Tokenizers) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        params: Any,
+        tokenizers: Tokenizers,
+        decode: DecodeConfig | None = None,
+    ) -> None:
         """Creates a scorer.
 
         Args:
-          config: the run's configuration, of which `model` and `decode` are used.
-          params: the model's parameters.
-          tokenizers: the run's tokenizers.
+          config: the model.
+          params: its parameters, nested dicts of arrays.
+          tokenizers: its vocabularies, which also give sizes that are 0 in `config`.
+          decode: the search options; None = the defaults of `DecodeConfig`.
 
         Raises:
-          UserError: the model has no encoder, or `decode.first_token` is no token.
+          TypeError: `config` is not a `TransformerConfig`.
+          UserError: the model has no encoder, `params` are not its parameters, or
+            `decode.first_token` is not a token.
         """
-        if not config.model.has_inputs:
-            raise UserError("model.has_inputs=False: a language model has no translations to score")
-        self.model = with_vocabulary_sizes(
-            config.model, tokenizers.source.vocab_size, tokenizers.target.vocab_size
-        )
-        self.decode = config.decode
-        with explained_exhaustion("loading the model", LESS_ON_DEVICE):
-            self.params = jax.device_put(params)
+        self.model, self.params = prepared_model(config, params, tokenizers, rounded=False)
+        self.decode = decode or DecodeConfig()
         self.tokenizers = tokenizers
-        self._first = certain_first_token(tokenizers.target, config.decode)
+        self._first = certain_first_token(tokenizers.target, self.decode)
 
     def stream(
         self, pairs: Iterable[tuple[str, str]], alignment: AlignmentUnit | None = None
@@ -281,51 +283,3 @@ def _two(value: Any, name: str) -> tuple[Any, Any]:
         raise TypeError(f"{name} must be a tuple of two, not {type(value).__name__}")
     first, second = value
     return first, second
-
-
-@overload
-def score_pairs(
-    config: ExperimentConfig, params: Any, tokenizers: Tokenizers, sources: str, targets: str
-) -> PairScore: ...
-
-
-@overload
-def score_pairs(
-    config: ExperimentConfig,
-    params: Any,
-    tokenizers: Tokenizers,
-    sources: Iterable[str],
-    targets: Iterable[str],
-) -> list[PairScore]: ...
-
-
-def score_pairs(
-    config: ExperimentConfig,
-    params: Any,
-    tokenizers: Tokenizers,
-    sources: str | Iterable[str],
-    targets: str | Iterable[str],
-) -> PairScore | list[PairScore]:
-    """Scores a target as a translation of its source, or each target of a list; see `Scorer`.
-
-    Args:
-      config: of the run.
-      params: the parameters, nested dicts of arrays.
-      tokenizers: the vocabularies.
-      sources: a sentence, or several.
-      targets: its translation, or as many.
-
-    Returns:
-      A `PairScore`, or a list of them in the order given.
-
-    Raises:
-      TypeError: `sources` and `targets` are neither two strings nor two iterables of strings.
-      UserError: the numbers of sentences differ, or one of the errors of `Scorer`.
-    """
-    scorer = Scorer(config, params, tokenizers)
-    if isinstance(sources, str) and isinstance(targets, str):
-        return next(scorer.stream([(sources, targets)]))
-    sources, targets = require_texts(sources, "sources"), require_texts(targets, "targets")
-    if len(sources) != len(targets):
-        raise UserError(f"{len(sources)} source sentences, but {len(targets)} target sentences")
-    return list(scorer.stream(zip(sources, targets, strict=True)))
