@@ -16,7 +16,6 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 import jax
 import numpy as np
-from jax._src.distributed import global_state
 
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.exit_codes import ExitCode
@@ -105,7 +104,6 @@ def initialize(
 
 
 def _check(coordinator: str, num_processes: int, process_id: int) -> None:
-    """Checks that the arguments are consistent."""
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdigit():
         raise UserError(
@@ -154,11 +152,12 @@ def is_main() -> bool:
 def barrier(name: str) -> None:
     """Waits until every process has called it with this name, without a short timeout."""
     if jax.process_count() > 1:
+        from orbax.checkpoint import multihost
+
         # JAX's public barrier is a sum over devices, which on CPUs times out after 30 s: too soon
-        # for processes that wait for the first one to tokenise.
-        client: Any = global_state.client
-        number = next(_barriers)
-        client.wait_at_barrier(f"{number} {name}", timeout_in_ms=BARRIER_SECONDS * 1000)
+        # for processes that wait for the first one to tokenize.
+        wait = multihost.get_barrier_sync_fn()
+        wait(key=f"{next(_barriers)} {name}", timeout_ms=BARRIER_SECONDS * 1000)
 
 
 def agree(flag: bool) -> bool:
@@ -195,7 +194,6 @@ def gather_texts(texts: Sequence[str]) -> list[str]:
 
 
 def _all_gather(value: np.ndarray) -> np.ndarray:
-    """Gathers arrays of the same shape from all processes: [processes, ...]."""
     from jax.experimental import multihost_utils
 
     return np.asarray(multihost_utils.process_allgather(value))

@@ -146,7 +146,6 @@ class Interruption:
             self._interrupt()
 
     def _retry(self, number: int) -> None:
-        """Sends a signal once more."""
         self._num_retries += 1
         os.kill(os.getpid(), number)
 

@@ -1,7 +1,7 @@
 """Process settings made before JAX starts: compiler flags, allocator, compilation cache.
 
-Settings of the user's environment take precedence. docs/speed.md has the effect of each setting,
-and how to disable it.
+Environment variables that are already set take precedence. docs/speed.md has the effect of each
+setting, and how to disable it.
 """
 
 import contextlib
@@ -151,7 +151,6 @@ def _is_private(folder: Path) -> bool:
 
 
 def _processor_features() -> str:
-    """A short hash of the processor's model and features."""
     information = Path("/proc/cpuinfo")
     features = platform.processor()
     if information.exists():

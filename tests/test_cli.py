@@ -29,7 +29,7 @@ from flaxformer_mt.decoding.translator import Sentence, Translator
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.evaluation import compare, evaluate
 from flaxformer_mt.exit_codes import ExitCode
-from flaxformer_mt.runs.checkpoint import Checkpointer
+from flaxformer_mt.runs.checkpoint import Checkpoints
 from flaxformer_mt.runs.trained_model import load_run
 from flaxformer_mt.training.state import TrainState
 
@@ -43,7 +43,7 @@ def run(tmp_path_factory):
     """A run folder whose best checkpoint is not the last one."""
     folder = tmp_path_factory.mktemp("runs") / "tiny"
     talker = make_talker()
-    with Checkpointer(folder, keep_last=2) as checkpointer:
+    with Checkpoints(folder, keep_last=2) as checkpointer:
         for step, loss in ((1, 1.0), (2, 2.0)):
             params = random_params(talker.model, seed=step)
             state = TrainState(

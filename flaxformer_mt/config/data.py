@@ -1,7 +1,7 @@
 """Corpora, filters, vocabularies and the layout of batches."""
 
 import dataclasses
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from flaxformer_mt.config.fields import (
     MAX_INTEGER,
@@ -17,6 +17,9 @@ CorpusKind: TypeAlias = Literal[
     "text", "tsv", "csv", "jsonl", "datasets", "phrases", "reverse", "tfds"
 ]
 """A source of sentence pairs; the help of `DataConfig.corpus` explains each."""
+
+HeldOutRole: TypeAlias = Literal["valid", "test"]
+"""A use of pairs that are held out of the training corpora."""
 
 GENERATED: frozenset[CorpusKind] = frozenset({"phrases", "reverse"})
 """Sources that read no files."""
@@ -165,6 +168,27 @@ class DataConfig:
             and list(self.bucket_lengths) == sorted(set(self.bucket_lengths)),
             f"data.bucket_lengths={self.bucket_lengths} must be in increasing order",
         )
+        require(
+            not _ignores_path(self.corpus, self.train_corpora, self.path),
+            f"data.path={self.path} has no effect, since data.corpus={self.corpus} is generated: "
+            "set data.corpus=text for a file or a folder of text",
+        )
+        require(
+            not self.hold_out or bool(self.held_out_roles),
+            f"data.hold_out={self.hold_out} has no effect: data.valid_corpora are the development "
+            "set, and data.test_corpora or data.test_split='' the test set",
+        )
+
+    @property
+    def held_out_roles(self) -> list[HeldOutRole]:
+        """The roles whose pairs are set aside from the training corpora."""
+        if not self.hold_out:
+            return []
+        is_set_aside: dict[HeldOutRole, bool] = {
+            "valid": not self.valid_corpora,
+            "test": not self.test_corpora and bool(self.test_split),
+        }
+        return [role for role, is_set in is_set_aside.items() if is_set]
 
     @property
     def row_lengths(self) -> tuple[int, int]:
@@ -172,6 +196,21 @@ class DataConfig:
         if self.batching == "buckets":
             return self.bucket_lengths[-1], self.bucket_lengths[-1]
         return self.source_row_length, self.target_row_length
+
+
+def _ignores_path(corpus: str, train_corpora: tuple[CorpusConfig, ...], path: str) -> bool:
+    is_generated = corpus in GENERATED and not train_corpora
+    return is_generated and bool(path) and not path.startswith("tfds:")
+
+
+def without_ignored(values: dict[str, Any]) -> dict[str, Any]:
+    """Removes values of `DataConfig` that the files of earlier runs may have, without effect."""
+    ignored = _ignores_path(
+        values.get("corpus", DataConfig.corpus),
+        values.get("train_corpora", ()),
+        values.get("path", ""),
+    )
+    return {name: value for name, value in values.items() if not (ignored and name == "path")}
 
 
 def _check_columns(columns: tuple[str, ...], name: str) -> None:

@@ -51,7 +51,7 @@ def load_config(path: str | Path) -> ExperimentConfig:
             if not callable(get_config):
                 raise UserError("it defines no get_config()")
             config = get_config()
-    except (Exception, SystemExit) as error:  # Whatever the code of the user raises.
+    except (Exception, SystemExit) as error:  # User code may raise anything.
         raise UserError(_describe(error, path, folder)) from error
     if not isinstance(config, ExperimentConfig):
         raise UserError(
@@ -110,7 +110,7 @@ def _describe(error: BaseException, path: Path, folder: Path) -> str:
     if isinstance(error, SyntaxError) and error.filename and not error.filename.startswith("<"):
         text = f": {error.text.strip()[:80]}" if error.text else ""
         return f"{error.filename}, line {error.lineno}: {error.msg}{text}"
-    # The innermost line of the user's own code; an exception of a library is raised behind it.
+    # The innermost line of user code: libraries raise their exceptions behind it.
     own = [
         (frame, line)
         for frame, line in traceback.walk_tb(error.__traceback__)

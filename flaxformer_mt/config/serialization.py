@@ -5,6 +5,7 @@ import json
 import typing
 from typing import Any
 
+from flaxformer_mt.config.data import DataConfig, without_ignored
 from flaxformer_mt.config.experiment import ExperimentConfig
 from flaxformer_mt.config.fields import (
     Bounds,
@@ -43,17 +44,16 @@ def from_dict(values: dict[str, Any], kind: type = ExperimentConfig, prefix: str
         hint = suggestion(f"{prefix}{name}", [f"{prefix}{field}" for field in fields])
         raise UserError(f"unknown configuration field {prefix}{name}{hint}")
     hints = type_hints(kind)
-    return kind(
-        **{
-            name: _from_json_value(
-                current_value(fields[name], value),
-                hints[name],
-                bounds_of(fields[name]),
-                f"{prefix}{name}",
-            )
-            for name, value in values.items()
-        }
-    )
+    current = {
+        name: _from_json_value(
+            current_value(fields[name], value),
+            hints[name],
+            bounds_of(fields[name]),
+            f"{prefix}{name}",
+        )
+        for name, value in values.items()
+    }
+    return kind(**(without_ignored(current) if kind is DataConfig else current))
 
 
 def _from_json_value(value: Any, hint: Any, bounds: Bounds | None, name: str) -> Any:

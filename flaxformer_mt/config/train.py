@@ -26,6 +26,9 @@ class TrainConfig:
     """Target tokens per batch, padding included; there are as many source rows as target rows."""
     accumulation_steps: int = option(1, FieldRole.NUMERICS, lowest=1)
     """Number of micro-batches that a batch is computed in sequentially, to save memory."""
+    objective: str = option("cross_entropy", FieldRole.TRAINING)
+    """What is minimized. cross_entropy, to which r_drop or teacher add a term; other names are
+    those of functions given to `flaxformer_mt.train(objective=...)`, which records them here."""
     label_smoothing: float = option(0.1, FieldRole.TRAINING, lowest=0, below=1)
     """e: probability moved from the correct token to others."""
     label_smoothing_convention: Literal["uniform", "others", "others_kl", "non_pad_kl"] = option(
@@ -87,6 +90,13 @@ class TrainConfig:
     r_drop: float = option(0.0, FieldRole.TRAINING, lowest=0, limit=1e6)
     """alpha of R-Drop (Liang et al. 2021): weight of the divergence between two forward passes of
     each batch with different dropout; 0 = off, 5 is usual for translation."""
+    teacher: str = option("", FieldRole.TRAINING)
+    """Word-level distillation: the run folder of a model with the same vocabulary, whose
+    predictions are learned as well; empty = none."""
+    distillation_weight: float = option(0.5, FieldRole.TRAINING, above=0, highest=1)
+    """Weight of the divergence from the teacher's predictions; the cross-entropy has the rest."""
+    distillation_temperature: float = option(1.0, FieldRole.TRAINING, above=0, limit=1e3)
+    """Temperature of the predictions that distillation compares; 1 = as they are."""
     max_skipped_steps: int = option(10, FieldRole.RUNNING, lowest=1)
     """Stop at the last checkpoint after this many consecutive steps whose loss, gradient or update
     is not finite. Such steps change no parameter."""
@@ -101,6 +111,10 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         validate(self, "train")
+        require(
+            not (self.teacher and self.r_drop),
+            f"train.r_drop={self.r_drop} cannot be used with train.teacher: set it to 0",
+        )
         given = self.profile_steps
         require(
             not given or len(self.profiled_steps) > 0,

@@ -4,14 +4,15 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from flaxformer_mt.config import DataConfig, ExperimentConfig, with_vocabulary_sizes
+from flaxformer_mt.config import ExperimentConfig, with_vocabulary_sizes
+from flaxformer_mt.config.data import HeldOutRole
 from flaxformer_mt.data.corpora.corpus import (
     Corpus,
     ParallelCorpus,
     open_corpora,
     read_corpus,
 )
-from flaxformer_mt.data.corpora.hold_out import HeldOutRole, hold_out
+from flaxformer_mt.data.corpora.hold_out import hold_out
 from flaxformer_mt.data.sanity_checks import check_unknown_rate
 from flaxformer_mt.data.stream.encoded_corpus import EncodedCorpus, encode_corpus
 from flaxformer_mt.data.stream.token_store import open_stores
@@ -104,7 +105,7 @@ def open_all(config: ExperimentConfig) -> dict[str, list[Corpus]]:
       UserError: see `open_corpora`.
     """
     data, has_inputs = config.data, config.model.has_inputs
-    held_out = held_out_roles(config.data)
+    held_out = data.held_out_roles
     training = open_corpora(data, "train", has_inputs)
     opened: dict[str, list[Corpus]] = {"train": [*training]}
     others: tuple[HeldOutRole, ...] = ("valid", "test")
@@ -116,21 +117,10 @@ def open_all(config: ExperimentConfig) -> dict[str, list[Corpus]]:
 
 def open_held_out(config: ExperimentConfig, role: HeldOutRole) -> list[Corpus]:
     """Opens the corpora of "valid" or "test" alone; see `open_all`."""
-    data, has_inputs, held_out = config.data, config.model.has_inputs, held_out_roles(config.data)
+    data, has_inputs, held_out = config.data, config.model.has_inputs, config.data.held_out_roles
     if role in held_out:
         return hold_out(open_corpora(data, "train", has_inputs), data.hold_out, held_out)[role]
     return [*open_corpora(data, role, has_inputs)]
-
-
-def held_out_roles(data: DataConfig) -> list[HeldOutRole]:
-    """Returns the roles whose pairs are set aside from the training corpora."""
-    if not data.hold_out:
-        return []
-    is_set_aside: dict[HeldOutRole, bool] = {
-        "valid": not data.valid_corpora,
-        "test": not data.test_corpora and bool(data.test_split),
-    }
-    return [role for role, is_set in is_set_aside.items() if is_set]
 
 
 def tokenize(

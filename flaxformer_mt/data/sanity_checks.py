@@ -77,7 +77,8 @@ def check_sides(training: Sequence[Corpus], held_out: Sequence[Corpus]) -> None:
     """Checks that sources are in the source language, and targets in the target language.
 
     Each corpus is compared with CLDR profiles of its two languages, and each training corpus with
-    each held-out corpus of the same languages. Unknown or very similar languages always pass.
+    each held-out corpus of the same languages. Unknown or very similar languages always pass, and
+    without Babel only the second comparison is made.
 
     Args:
       training: the training corpora of a translation model.

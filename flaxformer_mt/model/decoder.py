@@ -6,15 +6,17 @@ from typing import Any, cast
 import jax
 from flax import linen as nn
 from jax import Array
+from jaxtyping import Bool, Float, Int
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.model.attention import KeyValue, attention_class
 from flaxformer_mt.model.cache import KeyValueCache, LayerState, RecurrentState
 from flaxformer_mt.model.feed_forward import FeedForward
+from flaxformer_mt.model.kernels.products import Biased
 from flaxformer_mt.model.logical_axes import constrain
 from flaxformer_mt.model.masks import Visibility
-from flaxformer_mt.model.normalization import Norm, residual
-from flaxformer_mt.model.numerics import Biased, Dropout
+from flaxformer_mt.model.normalization import Norm, NormOutputs, residual
+from flaxformer_mt.model.numerics import Dropout
 from flaxformer_mt.model.positions import (
     AttentionPositions,
     attention_bias,
@@ -36,7 +38,7 @@ class DecoderLayer(nn.Module):
     config: TransformerConfig
 
     def setup(self) -> None:
-        """Creates the sub-layers."""
+        """Creates the parameters."""
         c = self.config
         if c.decoder_kind == "ssru":
             self.recurrence = SSRU(c)
@@ -58,26 +60,18 @@ class DecoderLayer(nn.Module):
 
     def __call__(
         self,
-        x: Array,
-        encoded: Array | None,
+        x: Float[Array, "B T D"],
+        encoded: Float[Array, "B S D"] | None,
         self_mask: Visibility | Array | None,
         cross_mask: Visibility | Array | None,
         positions: AttentionPositions | None,
         deterministic: bool,
         return_attention: bool,
-    ) -> tuple[Array, tuple[Array | None, Array | None] | None]:
-        """Maps [B, T, D] to [B, T, D].
+    ) -> tuple[Float[Array, "B T D"], tuple[Array | None, Array | None] | None]:
+        """Applies the layer to whole targets; arguments as in `Decoder.__call__`.
 
-        Args:
-          x: [B, T, D].
-          encoded: [B, S, D], the encoder's output.
-          self_mask: which keys are visible, or a mask broadcastable to [B, H, T, T]; for a
-            recurrent unit bool [B, T], True where a sentence starts.
-          cross_mask: which keys are visible, or a mask broadcastable to [B, H, T, S].
-          positions: of the tokens; None if the position kind does not need them.
-          deterministic: no dropout.
-          return_attention: also return the weights of self- [B, H, T, T] (None for a recurrent
-            unit) and cross-attention [B, H, T, S].
+        Also returns the weights of self- [B, H, T, T] (None for a recurrent unit) and
+        cross-attention [B, H, T, S], if requested.
         """
 
         def recur(y: Array, _: bool) -> tuple[Array, None]:
@@ -102,29 +96,18 @@ class DecoderLayer(nn.Module):
 
     def step(
         self,
-        x: Array,
+        x: Float[Array, "B W D"],
         cross: KeyValue | None,
         state: LayerState,
-        token_positions: Array,
-        visible: Array,
-        cross_mask: Array | None,
+        token_positions: Int[Array, "B"],
+        visible: Bool[Array, "B 1 W PW"],
+        cross_mask: Bool[Array, "B 1 1 S"] | None,
         positions: AttentionPositions | None,
-    ) -> tuple[Array, LayerState, Array | None]:
-        """Maps one token of W hypotheses per sentence, given all earlier ones.
+    ) -> tuple[Float[Array, "B W D"], LayerState, Float[Array, "B H W S"] | None]:
+        """Maps one token of W hypotheses per sentence; arguments as in `Decoder.step`.
 
-        Args:
-          x: [B, W, D].
-          cross: keys [B, H, S, K] and values [B, H, S, U], shared by the hypotheses of a sentence.
-          state: the key/value cache, or the state of the recurrent unit.
-          token_positions: int32 [B], the position of each sentence's token, from 0.
-          visible: [B, 1, W, P * W], which cached keys of the sentence a hypothesis attends to.
-          cross_mask: [B, 1, 1, S].
-          positions: of the tokens [B, 1] and of the cached keys [1, P * W]; None if the position
-            kind does not need them.
-
-        Returns:
-          [B, W, D], the state including these tokens, and the cross-attention weights
-          [B, H, W, S].
+        The hypotheses of a sentence share the keys and values of cross-attention. Also returns the
+        state including these tokens, and the cross-attention weights [B, H, W, S].
         """
 
         def recur(y: Array, _: bool) -> tuple[Array, RecurrentState]:
@@ -149,16 +132,12 @@ class DecoderLayer(nn.Module):
 
     def _after_self_attention(
         self,
-        x: Array,
+        x: Array | NormOutputs,
         attended: Array | KeyValue | None,
         cross_mask: Visibility | Array | None,
         deterministic: bool,
         return_attention: bool,
     ) -> tuple[Array, Array | None]:
-        """Applies the other sub-layers; also returns the cross-attention weights.
-
-        Cross-attention attends to the encoder's output [B, S, D], or its keys and values.
-        """
         weights = None
         if attended is not None:
 
@@ -179,8 +158,8 @@ class DecoderLayer(nn.Module):
         def feed_forward(y: Array, add_bias: bool) -> tuple[Array | Biased, None]:
             return self.feed_forward(y, deterministic, add_bias), None
 
-        x, _ = self._residual(x, feed_forward, self.feed_forward_norm, deterministic, is_last=True)
-        return constrain(x, "batch", "length", "embed"), weights
+        y, _ = self._residual(x, feed_forward, self.feed_forward_norm, deterministic, is_last=True)
+        return constrain(y, "batch", "length", "embed"), weights
 
     def _residual(self, x, sublayer, norm, deterministic, is_last=False):
         return residual(x, sublayer, norm, self.dropout, deterministic, is_last)
@@ -192,7 +171,7 @@ class Decoder(nn.Module):
     config: TransformerConfig
 
     def setup(self) -> None:
-        """Creates the layers and norms."""
+        """Creates the parameters."""
         c = self.config
         if c.embedding_norm:
             self.embedding_norm = Norm(c)
@@ -217,20 +196,24 @@ class Decoder(nn.Module):
 
     def __call__(
         self,
-        x: Array,
-        encoded: Array | None,
+        x: Float[Array, "B T D"],
+        encoded: Float[Array, "B S D"] | None,
         self_mask: Visibility | Array | None = None,
         cross_mask: Visibility | Array | None = None,
         positions: AttentionPositions | None = None,
         *,
         deterministic: bool = True,
         return_attention: bool = False,
-    ) -> tuple[Array, Array | None, Array | None]:
+    ) -> tuple[
+        Float[Array, "B T D"],
+        Float[Array, "L B H T T"] | None,
+        Float[Array, "L B H T S"] | None,
+    ]:
         """Decodes whole targets.
 
         Args:
-          x: [B, T, D] embedded decoder inputs.
-          encoded: [B, S, D], or None without inputs.
+          x: embedded decoder inputs.
+          encoded: the encoder's output; None without inputs.
           self_mask: which keys are visible; or bool, broadcastable to [B, H, T, T], True = attend;
             for recurrent units [B, T], True where a sentence starts.
           cross_mask: which keys are visible; or bool, broadcastable to [B, H, T, S].
@@ -239,8 +222,8 @@ class Decoder(nn.Module):
           return_attention: return the weights of every layer.
 
         Returns:
-          [B, T, D]; self-attention weights [L, B, H, T, T] (None for recurrent units) and
-          cross-attention weights [L, B, H, T, S], or None.
+          The outputs, and the weights of self-attention (None for recurrent units) and
+          cross-attention, if requested.
         """
         positions = with_shared_bias(positions, self.position_bias)
         x, weights = self.layers(
@@ -257,14 +240,14 @@ class Decoder(nn.Module):
 
     def step(
         self,
-        x: Array,
+        x: Float[Array, "B W D"],
         cross: Sequence[KeyValue | None],
         states: Sequence[LayerState],
-        token_positions: Array,
-        visible: Array,
-        cross_mask: Array | None,
+        token_positions: Int[Array, "B"],
+        visible: Bool[Array, "B 1 W PW"],
+        cross_mask: Bool[Array, "B 1 1 S"] | None,
         positions: AttentionPositions | None,
-    ) -> tuple[Array, tuple[LayerState, ...], Array | None]:
+    ) -> tuple[Float[Array, "B W D"], tuple[LayerState, ...], Float[Array, "B H W S"] | None]:
         """Runs `DecoderLayer.step` of every layer, each with its own `cross` and state.
 
         The layers are unrolled, because a loop would copy the cache of every layer at every token.
@@ -272,18 +255,18 @@ class Decoder(nn.Module):
         XLA moves it out of the loop over tokens.
 
         Args:
-          x: [B, W, D], the embedded tokens.
-          cross: per layer, keys [B, H, S, K] and values [B, H, S, U]; None without inputs.
-          states: per layer, see `DecoderLayer.step`.
-          token_positions: int32 [B], the position of each sentence's tokens, from 0.
-          visible: bool [B, 1, W, P * W], the cached tokens that each hypothesis attends to.
-          cross_mask: bool [B, 1, 1, S], True = attend; None without inputs.
+          x: the embedded tokens.
+          cross: per layer, keys [B, G, S, K] and values [B, G, S, U]; None without inputs.
+          states: per layer, the key/value cache, or the state of the recurrent unit.
+          token_positions: the position of each sentence's tokens, from 0.
+          visible: the cached tokens that each hypothesis attends to.
+          cross_mask: True = attend; None without inputs.
           positions: of the tokens [B, 1] and of the cached keys [1, P * W]; None if attention does
             not use them.
 
         Returns:
-          [B, W, D] in the compute dtype; the states including these tokens; the last layer's
-          cross-attention weights [B, H, W, S], or None without inputs.
+          The outputs in the compute dtype; the states including these tokens; the last layer's
+          cross-attention weights, or None without inputs.
         """
         x = self._below(x)
         positions = with_shared_bias(positions, self.position_bias)

@@ -2,14 +2,16 @@
 
 from flax import linen as nn
 from jax import Array
+from jaxtyping import Float
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.model.attention import attention_class
 from flaxformer_mt.model.feed_forward import FeedForward
+from flaxformer_mt.model.kernels.products import Biased
 from flaxformer_mt.model.logical_axes import constrain
 from flaxformer_mt.model.masks import Visibility
 from flaxformer_mt.model.normalization import Norm, residual
-from flaxformer_mt.model.numerics import Biased, Dropout
+from flaxformer_mt.model.numerics import Dropout
 from flaxformer_mt.model.positions import (
     AttentionPositions,
     attention_bias,
@@ -26,7 +28,7 @@ class EncoderLayer(nn.Module):
     config: TransformerConfig
 
     def setup(self) -> None:
-        """Creates the sub-layers."""
+        """Creates the parameters."""
         c = self.config
         self.self_attention = attention_class(c)(c)
         self.self_attention_norm = Norm(c)
@@ -37,13 +39,13 @@ class EncoderLayer(nn.Module):
 
     def __call__(
         self,
-        x: Array,
+        x: Float[Array, "B S D"],
         mask: Visibility | Array | None,
         positions: AttentionPositions | None,
         deterministic: bool,
         return_attention: bool,
-    ) -> tuple[Array, Array | None]:
-        """Maps [B, S, D] to [B, S, D]; the second result is the attention [B, H, S, S]."""
+    ) -> tuple[Float[Array, "B S D"], Float[Array, "B H S S"] | None]:
+        """Applies the layer; the second result is the attention, if requested."""
 
         def attend(y: Array, add_bias: bool) -> tuple[Array | Biased, Array | None]:
             transform = query_key_transform(self.config, positions)
@@ -67,7 +69,7 @@ class Encoder(nn.Module):
     config: TransformerConfig
 
     def setup(self) -> None:
-        """Creates the layers and norms."""
+        """Creates the parameters."""
         c = self.config
         if c.embedding_norm:
             self.embedding_norm = Norm(c)
@@ -81,24 +83,17 @@ class Encoder(nn.Module):
 
     def __call__(
         self,
-        x: Array,
+        x: Float[Array, "B S D"],
         mask: Visibility | Array | None = None,
         positions: AttentionPositions | None = None,
         *,
         deterministic: bool = True,
         return_attention: bool = False,
-    ) -> tuple[Array, Array | None]:
-        """Encodes vectors.
+    ) -> tuple[Float[Array, "B S D"], Float[Array, "L B H S S"] | None]:
+        """Encodes embedded tokens; the second result is the attention of all layers, if requested.
 
-        Args:
-          x: [B, S, D] embedded tokens.
-          mask: which keys are visible; or bool, broadcastable to [B, H, S, S], True = attend.
-          positions: from `attention_positions`; None if the position kind does not need them.
-          deterministic: no dropout.
-          return_attention: return the weights of every layer.
-
-        Returns:
-          [B, S, D], and the self-attention weights [L, B, H, S, S] or None.
+        The mask says which keys are visible, or is bool, broadcastable to [B, H, S, S], True =
+        attend. `positions` are from `attention_positions`.
         """
         if self.config.embedding_norm:
             x = self.embedding_norm(x)

@@ -9,6 +9,8 @@ from flax import linen as nn
 from jax import Array, lax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
+from flaxformer_mt.errors import UserError
+
 
 def mesh_platform() -> str:
     """Returns the platform that is being compiled for: "cpu", "gpu" or "tpu".
@@ -99,6 +101,28 @@ def dividing_axes(name: str, size: int) -> tuple[str, ...]:
     names = (rule,) if isinstance(rule, str) else rule
     found = tuple(axis for axis in names if axis in mesh.auto_axes)
     return found if size % math.prod(mesh.shape[axis] for axis in found) == 0 else ()
+
+
+def require_even_parts(name: str, size: int, option: str) -> None:
+    """Checks that the mesh axes of a logical axis divide it.
+
+    Args:
+      name: of the logical axis.
+      size: of the array.
+      option: that determines the size, for the message.
+
+    Raises:
+      UserError: they do not, so that devices would compute parts of a head.
+    """
+    mesh = mesh_of_rules()
+    rule = dict(nn.get_logical_axis_rules()).get(name) or ()
+    names = (rule,) if isinstance(rule, str) else rule
+    parts = math.prod(mesh.shape[axis] for axis in names if axis in mesh.auto_axes) if mesh else 1
+    if size % parts:
+        raise UserError(
+            f"{option}={size} cannot be divided evenly among {parts} devices of the mesh axis "
+            f"{', '.join(names)}: choose a divisor of {size}"
+        )
 
 
 def num_parts(name: str, size: int) -> int:

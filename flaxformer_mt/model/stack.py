@@ -10,7 +10,7 @@ from flax import linen as nn
 from jax.extend.core import Primitive
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.model.fused_attention.operation import is_fused_attention
+from flaxformer_mt.model.kernels.fused_attention import is_fused_attention
 from flaxformer_mt.model.logical_axes import mesh_platform
 
 

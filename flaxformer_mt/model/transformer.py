@@ -11,10 +11,12 @@ from flax import struct
 from jax import Array, lax
 
 from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.errors import UserError
 from flaxformer_mt.model.attention import KeyValue
 from flaxformer_mt.model.cache import Cache, KeyValueCache, LayerState, RecurrentState
 from flaxformer_mt.model.decoder import Decoder
 from flaxformer_mt.model.encoder import Encoder
+from flaxformer_mt.model.linear import dense, embedding_init
 from flaxformer_mt.model.logical_axes import constrain, num_parts
 from flaxformer_mt.model.masks import (
     Visibility,
@@ -23,7 +25,7 @@ from flaxformer_mt.model.masks import (
     sentence_starts,
     visibility,
 )
-from flaxformer_mt.model.numerics import Dropout, at_least_float32, dense, embedding_init
+from flaxformer_mt.model.numerics import Dropout, at_least_float32
 from flaxformer_mt.model.positions import (
     POSITION_KINDS,
     attention_positions,
@@ -142,9 +144,25 @@ class OutputBias(nn.Module):
         shape, dtype = (c.target_vocab_size,), jnp.dtype(c.param_dtype)
         self.bias = self.param("bias", nn.initializers.zeros, shape, dtype)
 
+    def effective_bias(self) -> Array:
+        """Returns the bias [V], as `Dense.effective_bias` does."""
+        return self.bias
+
     def __call__(self, logits: Array) -> Array:
         """Adds the bias to logits [B, T, V]."""
-        return logits + self.bias.astype(logits.dtype)
+        return logits + self.effective_bias().astype(logits.dtype)
+
+
+def require_segment_ids(side: str, segment_ids: Array | None, positions: Array | None) -> None:
+    """Refuses positions of a side ("encoder", "decoder") without segment ids.
+
+    A packed row would be read as one sentence, whose tokens attend to those of the others.
+    """
+    if positions is not None and segment_ids is None:
+        raise UserError(
+            f"{side}_positions without {side}_segment_ids: give both for packed rows, or neither; "
+            "rows of one padded sentence have segment id 1, and 0 in padding"
+        )
 
 
 def _columns(length: int, positions: Array | None) -> Array:
@@ -286,7 +304,9 @@ class Transformer(nn.Module):
 
         Raises:
           ValueError: the row is longer than the table of learned positions.
+          UserError: positions are given without segment ids.
         """
+        require_segment_ids("encoder", encoder_segment_ids, encoder_positions)
         return self._encode(
             encoder_input_tokens,
             encoder_segment_ids,
@@ -332,7 +352,7 @@ class Transformer(nn.Module):
             shape: tuple[int, ...] = (batch_size, beam_size, c.d_model)
             state = RecurrentState(jnp.zeros(shape, at_least_float32(dtype)))
         else:
-            shape = (batch_size, c.num_heads, max_length, beam_size, c.key_width)
+            shape = (batch_size, c.kv_heads, max_length, beam_size, c.key_width)
             state = KeyValueCache.empty(shape, c.value_width, dtype)
         ancestry = jnp.zeros((batch_size, beam_size, max_length), jnp.int32)
         return Cache(tuple(state for _ in layers), cross, cross_mask, ancestry)
@@ -418,6 +438,6 @@ class Transformer(nn.Module):
         """Returns the factors of `_logits` for the decoder's output [B, T, D]."""
         c = self.config
         tied = c.shares_target_and_output
-        table = self.target_embedding.embedding if tied else self.output.kernel.T
-        bias = self.output.bias if c.output_bias else None
+        table = self.target_embedding.embedding if tied else self.output.effective_kernel().T
+        bias = self.output.effective_bias() if c.output_bias else None
         return OutputFactors(x, table, bias, c.d_model**-0.5 if c.scale_logits else 1.0)

@@ -66,16 +66,10 @@ class _Constants(NamedTuple):
     """The first update of a parameter of 1 without a gradient, relative to the rate."""
     epsilon: float | None
     moments: tuple[float, float] | None
-    """The decay rates of both moments."""
 
 
 def differences(ours: np.ndarray, theirs: np.ndarray) -> list[str]:
-    """Returns how two optimizers differ, one sentence each; nothing if they do the same.
-
-    Args:
-      ours: from `updates_of_optax`.
-      theirs: from `updates_of_torch`.
-    """
+    """Returns how two optimizers differ, one sentence each, from their updates."""
     our, their = _constants(ours), _constants(theirs)
     found = []
     if not np.isclose(our.rate, their.rate, rtol=1e-4):

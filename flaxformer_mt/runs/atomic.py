@@ -32,7 +32,7 @@ _MARK = (
 _REPLACED = MARKER + "-replaced"
 _OWNER = re.compile(rb"(\d+ on [\w.-]+)?\n?")
 # Errors of file systems that do not support locks.
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
+NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
 @contextlib.contextmanager
@@ -280,7 +280,7 @@ def lock(descriptor: int, wait: bool = False) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno not in _NO_LOCKS:
+        if error.errno not in NO_LOCKS:
             raise
         return False
     return True

@@ -95,7 +95,6 @@ def _chosen(
 def _choose(
     run_folder: Path, count: int, which: Literal["last", "best"], announce: Callable[[str], None]
 ) -> list[int]:
-    """The steps to average, ascending; arguments and errors as in `average_run`."""
     if count < 1:
         raise UserError(f"--{which} {count}: must be at least 1")
     scores = whole_checkpoints(run_folder, announce)

@@ -102,7 +102,6 @@ def _name(folder: Path, path: Path) -> str:
 
 
 def _synced(path: Path) -> dict[str, Any]:
-    """Flushes a file to disk and returns its entry."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
         digest = hashlib.file_digest(file, "sha256").hexdigest()

@@ -16,7 +16,6 @@ from typing import Any
 
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs import atomic
-from flaxformer_mt.runs.folder_lock import held
 from flaxformer_mt.runs.layout import (
     CHECKPOINTS,
     DATA,
@@ -27,6 +26,7 @@ from flaxformer_mt.runs.layout import (
     TRAINING,
     CheckpointSelector,
 )
+from flaxformer_mt.runs.lock import held
 from flaxformer_mt.runs.manifest import damage, write_manifest
 from flaxformer_mt.runs.retention import best_step, ranking_score
 

@@ -6,20 +6,31 @@ Orbax is imported on use, so that importing this module is cheap.
 import dataclasses
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from flaxformer_mt import config as configuration
-from flaxformer_mt.config import ExperimentConfig, TransformerConfig, with_vocabulary_sizes
+from flaxformer_mt import distributed
+from flaxformer_mt.config import (
+    DataConfig,
+    ExperimentConfig,
+    TransformerConfig,
+    with_vocabulary_sizes,
+)
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.memory_limits import LESS_ON_DEVICE, explained_exhaustion
-from flaxformer_mt.runs import data_file
-from flaxformer_mt.runs.folder import read_config, read_fingerprints, read_tokenizers
-from flaxformer_mt.runs.layout import TOKENIZER, CheckpointSelector
+from flaxformer_mt.runs import atomic, data_file
+from flaxformer_mt.runs.folder import (
+    read_config,
+    read_fingerprints,
+    read_tokenizers,
+    write_run,
+)
+from flaxformer_mt.runs.layout import CONFIG, TOKENIZER, CheckpointSelector
 from flaxformer_mt.runs.retention import metric_of
 
 
@@ -61,14 +72,79 @@ def load_run(folder: str | Path, checkpoint: CheckpointSelector = "best") -> Tra
     return run
 
 
+def save_run(
+    folder: str | Path,
+    config: TransformerConfig,
+    tokenizers: Tokenizers,
+    params: Any,
+    *,
+    step: int = 0,
+    languages: tuple[str, str] = ("", ""),
+) -> None:
+    """Writes trained parameters as a run folder, which all commands can use.
+
+        fmt.save_run("runs/mine-final", config, tokenizers, state["params"])
+
+    Args:
+      folder: the folder to create.
+      config: of the model.
+      tokenizers: its vocabularies.
+      params: its parameters, on any devices; of several processes, all have to call this.
+      step: the number of training steps made.
+      languages: the codes of source and target, by which `evaluate` chooses its tokenizer.
+
+    Raises:
+      UserError: the folder exists or cannot be written, or the parameters are not of this model.
+    """
+    data = DataConfig(source_language=languages[0], target_language=languages[1])
+    write_model(folder, ExperimentConfig(model=config, data=data), tokenizers, params, step=step)
+
+
+def write_model(
+    folder: str | Path,
+    config: ExperimentConfig,
+    tokenizers: Tokenizers,
+    params: Any,
+    origin: Mapping[str, bytes] = {},
+    step: int = 0,
+) -> None:
+    """Writes a run folder with one checkpoint, atomically; arguments as of `save_run`.
+
+    Args:
+      folder: the folder to create.
+      config: the configuration of the run.
+      tokenizers: the vocabularies.
+      params: the parameters.
+      origin: see `write_run`.
+      step: of the checkpoint.
+
+    Raises:
+      UserError: the folder exists or cannot be written, or the parameters are not of this model.
+    """
+    from flaxformer_mt.runs.checkpoint import on_this_host, write_params
+
+    params = on_this_host(params)
+    _check_vocabularies(TrainedModel(config, params, tokenizers, step, Path(folder)))
+    if distributed.is_main():
+        with atomic.new_folder(Path(folder), parents=True) as partial:
+            write_run(partial, config, {}, tokenizers, origin)
+            write_params(partial, step, params)
+    distributed.barrier("the run folder is written")
+
+
 def _check_vocabularies(run: TrainedModel) -> None:
-    """Checks that the embedding tables have the sizes of the vocabularies."""
     tokenizers, model = run.tokenizers, run.model
     for side, tokenizer, size in (
         ("source", tokenizers.source, model.source_vocab_size),
         ("target", tokenizers.target, model.target_vocab_size),
     ):
-        table = run.params.get(f"{side}_embedding", run.params["target_embedding"])["embedding"]
+        tables = [run.params.get(f"{name}_embedding", {}) for name in (side, "target")]
+        table = next((each["embedding"] for each in tables if "embedding" in each), None)
+        if table is None:
+            raise UserError(
+                f"{run.folder}: the parameters of step {run.step} are not those of the model in "
+                f"{CONFIG}: there is no target_embedding/embedding, but {', '.join(run.params)}"
+            )
         if not tokenizer.vocab_size <= size == len(table):
             raise UserError(
                 f"{run.folder / TOKENIZER} has {tokenizer.vocab_size} {side} tokens, but the "

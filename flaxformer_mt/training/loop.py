@@ -14,27 +14,27 @@ from flaxformer_mt.data.stream.batches import Batch, DataPosition
 from flaxformer_mt.data.stream.prefetch import Prefetched
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interruption import Interrupted
-from flaxformer_mt.runs.checkpoint import Checkpointer
+from flaxformer_mt.objectives.cross_entropy import Metrics
+from flaxformer_mt.runs.checkpoint import Checkpoints
 from flaxformer_mt.runs.layout import PROFILE
 from flaxformer_mt.runs.retention import ranking_score
-from flaxformer_mt.training.parallel import Compiled
+from flaxformer_mt.training.devices import CompiledStep
 from flaxformer_mt.training.parameters import Params
 from flaxformer_mt.training.reporting.metrics import MetricValues, Writer
 from flaxformer_mt.training.reporting.profile import Profile
 from flaxformer_mt.training.reporting.progress import Progress, Sums
 from flaxformer_mt.training.reporting.speed import measurements
 from flaxformer_mt.training.state import TrainState
-from flaxformer_mt.training.step import Metrics
 
 
 def train(
     state: TrainState,
     *,
-    train_step: Compiled,
+    train_step: CompiledStep,
     stream: Callable[[DataPosition], Prefetched[Batch]],
     evaluate: Callable[[Params, int], MetricValues],
     schedule: optax.Schedule,
-    checkpointer: Checkpointer,
+    checkpointer: Checkpoints,
     writers: Sequence[Writer],
     config: TrainConfig,
     devices: Sequence[jax.Device],
@@ -214,7 +214,7 @@ def _is_patience_over(
 
 
 def _go_back(
-    checkpointer: Checkpointer, writers: Sequence[Writer], step: int, causes: Sequence[str]
+    checkpointer: Checkpoints, writers: Sequence[Writer], step: int, causes: Sequence[str]
 ) -> NoReturn:
     """Rewinds and stops a run whose last steps, up to `step`, were skipped for these causes."""
     checkpointer.wait_for_all()
@@ -239,7 +239,7 @@ def _training_metrics(interval: Sums, devices: Sequence[Any]) -> dict[str, Any]:
     return {
         **interval.means(),
         **counts,
-        "target_tokens": int(sums["loss"][1]),
+        "target_tokens": int(sums["target_tokens"][0]),
         **measurements(interval, devices),
     }
 

@@ -14,11 +14,11 @@ import numpy as np
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.data.stream.batches import Batch, BatchShape
 from flaxformer_mt.memory_limits import device_memory, require_memory
-from flaxformer_mt.training.parallel import Strategy
+from flaxformer_mt.training.run_devices import RunDevices
 from flaxformer_mt.training.state import TrainState
 
 
-def require_training_memory(config: ExperimentConfig, strategy: Strategy) -> None:
+def require_training_memory(config: ExperimentConfig, run_devices: RunDevices) -> None:
     """Checks that the devices have the memory that a training step needs at the very least.
 
     Counted are parameters and, unless some are frozen, their gradient, the moments of Adam (what
@@ -27,7 +27,7 @@ def require_training_memory(config: ExperimentConfig, strategy: Strategy) -> Non
 
     Args:
       config: the configuration; vocabulary sizes of 0 count as 0.
-      strategy: from `make_strategy`.
+      run_devices: from `make_devices`.
 
     Raises:
       UserError: a device has less.
@@ -37,14 +37,14 @@ def require_training_memory(config: ExperimentConfig, strategy: Strategy) -> Non
     moments = 0 if config.optimizer.kind == "adafactor" else 2
     copies = 1 if train.freeze else 2 + moments + (train.ema_decay > 0)
     stored = copies * count * jnp.dtype(model.param_dtype).itemsize
-    rows = config.rows_per_batch // (train.accumulation_steps * strategy.row_shards)
+    rows = config.rows_per_batch // (train.accumulation_steps * run_devices.row_shards)
     sides = ("source", "target") if model.has_inputs else ("target",)
     lengths = config.data.row_lengths[-len(sides) :]
-    has_scores = model.attention_backend == "einsum" or strategy.devices[0].platform == "cpu"
+    has_scores = model.attention_backend == "einsum" or run_devices.devices[0].platform == "cpu"
     scores = has_scores * max(lengths) ** 2 * model.num_heads // config.parallel.tensor
     numbers = rows * (sum(lengths) * model.d_model + scores)
     computed = jnp.dtype(model.dtype).itemsize * numbers
-    own = [device for device in strategy.devices if device.process_index == jax.process_index()]
+    own = [device for device in run_devices.devices if device.process_index == jax.process_index()]
     tokens = " and ".join(
         f"{length:,} {side} tokens" for length, side in zip(lengths, sides, strict=True)
     )
@@ -97,11 +97,12 @@ class StepCost:
 
 
 def step_cost(
-    strategy: Strategy,
-    make_state: Callable[[], TrainState],
-    train_step: Callable,
+    run_devices: RunDevices,
+    state: TrainState,
+    update: Callable,
     shape: BatchShape,
     has_inputs: bool = True,
+    frozen: Any = None,
     optimize: bool = True,
 ) -> StepCost:
     """Compiles a training step for a batch shape, without creating a state or a batch.
@@ -110,17 +111,20 @@ def step_cost(
     TPUs, and pads differently, so that its temporary memory is only an estimate of theirs.
 
     Args:
-      strategy: from `make_strategy`.
-      make_state: creates the initial state; only its shapes are used.
-      train_step: (state, batch, axis_name) -> (state, metrics), as for `compile_train_step`.
+      run_devices: from `make_devices`.
+      state: the shapes of the state.
+      update: (state, batch, key, frozen) -> (state, metrics), as for `compile_train_step`.
       shape: of the whole batch, all processes together.
       has_inputs: whether batches have an encoder side.
+      frozen: the tree that the objective reads.
       optimize: False compiles faster, with the same memory and communication.
     """
-    state = strategy.abstract_state(make_state)
-    batch = strategy.abstract_batch(abstract_batch(shape, has_inputs))
+    state = run_devices.abstract(state)
+    batch = run_devices.abstract_batch(abstract_batch(shape, has_inputs))
     options = {} if optimize else {"xla_backend_optimization_level": 0}
-    compiled = strategy.compile_train_step(train_step).lower(state, batch).compile(options)
+    compiled = (
+        run_devices.compile_train_step(update, frozen=frozen).lower(state, batch).compile(options)
+    )
     parameters = (state.params, getattr(state, "ema", None))
     return StepCost(
         parameters=bytes_on_a_device(parameters),
@@ -197,7 +201,7 @@ class Program(NamedTuple):
     """The name of the function that is the program."""
 
     def trip_count(self, instruction: Instruction) -> int:
-        """Returns how often an instruction runs its callees: 1 if it is no loop, or an unknown one.
+        """Returns how often an instruction runs its callees: 1 except for loops of known length.
 
         Compilers for GPUs and CPUs write it down. Those for TPUs do not, but the condition of a
         loop that counts to a constant shows it.
@@ -261,7 +265,7 @@ def parse(text: str) -> Program:
     """Parses a program.
 
     Args:
-      text: optimised HLO, as `Compiled.as_text` of JAX gives it.
+      text: optimized HLO, as `Compiled.as_text` of JAX gives it.
     """
     functions: dict[str, dict[str, Instruction]] = {}
     entry, current = "", dict[str, Instruction]()

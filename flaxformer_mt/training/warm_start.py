@@ -123,7 +123,7 @@ def start_from(state: TrainState, params: Params, place: Callable[[Params], Para
     Args:
       state: the state; its parameters are replaced. That of the optimizer does not depend on them.
       params: from `load_parameters`, the same in every process.
-      place: places parameters on the devices; `place_state` of the strategy.
+      place: places parameters on the devices.
     """
     # Placed twice: a step donates its arguments, so the average needs its own arrays.
     return dataclasses.replace(

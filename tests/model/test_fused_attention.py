@@ -14,9 +14,14 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.model.attention import scaled_dot_product_attention
-from flaxformer_mt.model.fused_attention.backends import AUTO, AttentionCase, choose_backend
-from flaxformer_mt.model.fused_attention.cudnn import cudnn_attention
-from flaxformer_mt.model.fused_attention.operation import Inputs, Options, fused_attention
+from flaxformer_mt.model.kernels.fused_attention import (
+    PLATFORMS,
+    AttentionCase,
+    Inputs,
+    Options,
+    choose_backend,
+    fused_attention,
+)
 from flaxformer_mt.model.masks import causal_mask, segment_mask
 from flaxformer_mt.model.numerics import random_uint16
 from flaxformer_mt.model.transformer import Transformer
@@ -95,7 +100,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("backend", AUTO)
+@pytest.mark.parametrize("backend", PLATFORMS)
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_einsum_and_its_gradients(backend, name):
     lengths, switches, causal = CASES[name]
@@ -148,18 +153,7 @@ def test_packed_vectors_and_their_biases_equal_separate_ones(lengths, switches, 
     chex.assert_trees_all_close(run(packed, *arrays), run(separate, *arrays), atol=2e-5)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_what_surrounds_cudnn_equals_the_einsum(causal):
-    """With XLA in cuDNN's place: segments, causality, and queries without keys."""
-    inputs = case(70, 70)
-    fused = value_and_gradients(
-        lambda inputs: cudnn_attention(Options("cudnn", causal, 0, interpret=True), inputs), inputs
-    )
-    expected = value_and_gradients(lambda inputs: reference(inputs, causal), inputs)
-    chex.assert_trees_all_close(fused, expected, atol=2e-5)
-
-
-@pytest.mark.parametrize("backend", AUTO)
+@pytest.mark.parametrize("backend", PLATFORMS)
 def test_in_bfloat16_it_rounds_as_often_as_the_einsum(backend):
     inputs = case(64, 96, dtype=jnp.bfloat16)
     exact = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, inputs)
@@ -179,7 +173,7 @@ def test_in_bfloat16_it_rounds_as_often_as_the_einsum(backend):
     )
 
 
-@pytest.mark.parametrize("backend", AUTO)
+@pytest.mark.parametrize("backend", PLATFORMS)
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_sentence_does_not_depend_on_its_neighbours_at_all(backend, causal):
     """Outputs, and gradients of the first sentence's outputs, are the same bit for bit."""
@@ -209,7 +203,7 @@ def test_a_sentence_does_not_depend_on_its_neighbours_at_all(backend, causal):
         assert np.all(np.where(visible, 0, y) == 0)
 
 
-@pytest.mark.parametrize("backend", AUTO)
+@pytest.mark.parametrize("backend", PLATFORMS)
 def test_on_a_mesh_every_device_computes_its_own_rows_and_heads(backend):
     """Without communication, and the same as on one device."""
     inputs = case(64, 70, bias=True, dropout=True)
@@ -273,7 +267,7 @@ def test_packed_vectors_on_a_mesh_have_the_gradients_of_one_device():
 
 def a_case(**changes):
     dtype, shape = jnp.dtype("bfloat16"), (4, 8, 256, 64)
-    simple = AttentionCase("gpu", dtype, shape, 256, 64, True, False, False, False)
+    simple = AttentionCase("gpu", dtype, shape, 256, 64)
     return simple._replace(**changes)
 
 
@@ -283,8 +277,6 @@ def test_auto_takes_the_kernel_of_the_platform_where_it_can():
     for reason in (
         {"platform": "cpu"},
         {"dtype": jnp.dtype("float64")},
-        {"is_whole_pass": False},
-        {"needs_weights": True},
         {"value_width": 32},
         {"query_shape": (4, 8, 256, 48), "value_width": 48},
         {"platform": "tpu", "query_shape": (4, 3, 256, 64)},
@@ -303,11 +295,6 @@ def test_auto_takes_the_kernel_of_the_platform_where_it_can():
         ("pallas_gpu", {"query_shape": (4, 8, 9, 48), "value_width": 48}, "128, not 48"),
         ("pallas_tpu", {"platform": "tpu", "query_shape": (4, 3, 9, 64)}, "not 3 x 64"),
         ("pallas_tpu", {"platform": "tpu", "key_length": 2048}, "at most 1024 keys, not 2048"),
-        ("cudnn", {"dtype": jnp.dtype("float32")}, "bfloat16, not in float32"),
-        ("cudnn", {"has_bias": True}, "has no bias of the scores"),
-        ("cudnn", {"has_dropout": True}, "has no dropout of the weights"),
-        ("cudnn", {"query_shape": (4, 8, 256, 12), "value_width": 12}, "of 8, not 12"),
-        ("cudnn", {"key_length": 255}, "even lengths, not 256 and 255"),
     ],
 )
 def test_a_requested_backend_refuses_by_name_what_it_cannot_do(backend, changes, why):

@@ -12,8 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.model.fused_norm.operation import Inputs, residual_norm
-from flaxformer_mt.model.fused_norm.options import Options
+from flaxformer_mt.model.kernels.fused_norm import Inputs, Options, residual_norm
 from flaxformer_mt.model.normalization import layer_norm
 from flaxformer_mt.model.numerics import random_uint16
 from flaxformer_mt.model.transformer import Transformer

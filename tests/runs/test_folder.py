@@ -11,7 +11,7 @@ from flaxformer_mt.data.corpora.corpus import ParallelCorpus
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs.averaging import average_run
-from flaxformer_mt.runs.checkpoint import Checkpointer, restore_params, write_params
+from flaxformer_mt.runs.checkpoint import Checkpoints, restore_params, write_params
 from flaxformer_mt.runs.folder import (
     check_unchanged,
     check_vocabulary,
@@ -96,7 +96,7 @@ def test_damaged_fingerprints(workdir, tokenizers):
 
 
 def save(workdir, *steps):
-    with Checkpointer(workdir, keep_last=10) as checkpointer:
+    with Checkpoints(workdir, keep_last=10) as checkpointer:
         for step in steps:
             params = {"kernel": jnp.full(2, step, jnp.float32)}
             state = TrainState(jnp.int32(step), params, (), jnp.zeros(2, jnp.uint32), None)
@@ -279,7 +279,7 @@ def test_data_json_cannot_be_replaced(begun, tmp_path, tokenizers, change):
         restore_params(begun)
     if change == "of an earlier version":
         with (
-            Checkpointer(begun) as checkpointer,
+            Checkpoints(begun) as checkpointer,
             pytest.raises(UserError, match=message),
         ):
             checkpointer.restore(None)

@@ -181,6 +181,14 @@ def open_corpora(config: DataConfig, role: Role, has_inputs: bool = True) -> lis
     return opened
 
 
+def open_path(
+    data: DataConfig, split: str, prefix: str = "", tag: str = "", weight: float = 1.0
+) -> StreamedCorpus:
+    """Opens the corpus that the fields of `data` describe; arguments as of `open_corpus`."""
+    corpus = _completed(CorpusConfig(tag=tag, weight=weight), data, split)
+    return open_corpus(corpus, data, prefix)
+
+
 def open_corpus(
     corpus: CorpusConfig, data: DataConfig, prefix: str, has_inputs: bool = True
 ) -> StreamedCorpus:
@@ -242,7 +250,7 @@ def load_corpus(config: DataConfig, split: str) -> ParallelCorpus:
     Raises:
       UserError: see `open_corpora` and `Corpus.pairs`.
     """
-    return read_corpus([open_corpus(_completed(CorpusConfig(), config, split), config, "data.")])
+    return read_corpus([open_path(config, split, "data.")])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -434,7 +442,13 @@ def _digest_pairs(pairs: Iterable[SentencePair]) -> bytes:
 
 
 def _generate_phrases(request: _Request) -> _Text:
-    from flaxformer_mt.data.corpora import generated_phrases
+    try:
+        from flaxformer_mt.data.corpora import generated_phrases
+    except ImportError as error:
+        raise UserError(
+            f"{request.prefix}corpus=phrases needs packages that are not installed: "
+            "pip install 'flaxformer_mt[demo]'"
+        ) from error
 
     source_language, target_language = (
         generated_phrases.Language(code, f"{request.prefix}{side}_language")

@@ -207,10 +207,16 @@ def script_words(language: str) -> tuple[str, ...]:
       language: ISO 639 code, optionally with script and territory: "de", "deu", "zh_Hant", "pt-BR".
 
     Raises:
-      UserError: the language is unknown.
+      UserError: the language is unknown, or Babel is not installed.
     """
-    import babel
-    from babel.core import get_global
+    try:
+        import babel
+        from babel.core import get_global
+    except ImportError as error:
+        raise UserError(
+            "data.drop_wrong_script needs a package that is not installed: "
+            "pip install 'flaxformer_mt[demo]'"
+        ) from error
 
     code, *subtags = language.replace("-", "_").split("_")
     code = get_global("language_aliases").get(code, code)

@@ -12,15 +12,12 @@ import hashlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
 
 import numpy as np
 
+from flaxformer_mt.config.data import HeldOutRole
 from flaxformer_mt.data.corpora.corpus import Corpus, Role, SentencePair, StreamedCorpus
 from flaxformer_mt.errors import UserError
-
-HeldOutRole = Literal["valid", "test"]
-"""A use of held-out pairs."""
 
 _HASH_BITS = 64
 

@@ -75,10 +75,13 @@ def cldr_profile(language: str) -> Profile | None:
       language: ISO 639 code, optionally with script and territory: "de", "deu", "zh_Hant", "pt-BR".
 
     Returns:
-      The profile, or None if the CLDR has no or too little text in the language.
+      The profile, or None if the CLDR has no or too little text in the language, or Babel (the
+      extra `demo`) is not installed.
     """
-    import babel
-
+    try:
+        import babel
+    except ImportError:
+        return None
     try:
         locale = babel.Locale.parse(language.replace("-", "_"))
     except (ValueError, babel.UnknownLocaleError):

@@ -95,6 +95,8 @@ class DataPosition(NamedTuple):
     """Completed blocks of this epoch."""
     row: int = 0
     """Rows of this block that were read."""
+    step: int = 0
+    """Batches that were read since the start. (Positions of earlier versions lack it.)"""
 
 
 def padding_fraction(batch: Batch) -> float:

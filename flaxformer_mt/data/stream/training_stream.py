@@ -147,7 +147,7 @@ class TrainingStream:
           position: the start of the stream, or a position returned by an earlier call.
           shard: the part of the batch to build; positions are the same for all parts.
         """
-        epoch, number, first = position
+        epoch, number, first, step = position
         block = self._block(epoch, number)
         shape = block.rows[first].shape
         last = first + shape.rows
@@ -159,8 +159,8 @@ class TrainingStream:
         rows = [row.pairs for row in block.rows[first:last]]
         batch = make_batch(block.sources, block.targets, rows, shape, self._config.model, shard)
         if last == len(block.rows):
-            return batch, DataPosition(*self._after(epoch, number), row=0)
-        return batch, DataPosition(epoch, number, last - rows_before)
+            return batch, DataPosition(*self._after(epoch, number), row=0, step=step + 1)
+        return batch, DataPosition(epoch, number, last - rows_before, step + 1)
 
     @property
     def fill(self) -> Fill:

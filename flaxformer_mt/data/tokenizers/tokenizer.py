@@ -225,6 +225,21 @@ class Tokenizers:
         """Whether source and target share a vocabulary."""
         return self.source is self.target
 
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields of `TransformerConfig` that follow from the vocabularies."""
+        target = self.target
+        fields: dict[str, Any] = {
+            "source_vocab_size": self.source.vocab_size,
+            "target_vocab_size": target.vocab_size,
+            "pad_id": target.pad_id,
+            "bos_id": target.bos_id,
+            "eos_id": target.eos_id,
+        }
+        if self.source.fingerprint != target.fingerprint:
+            fields["tie_embeddings"] = "target_output"  # The sides cannot share a table.
+        return fields
+
     def describe(self) -> str:
         """Returns the sizes of the vocabularies in words."""
         source, target = self.source.vocab_size, self.target.vocab_size

@@ -6,9 +6,8 @@ import math
 
 import numpy as np
 
-from flaxformer_mt.parity.any_model.cause import Found, ProgramCause
 from flaxformer_mt.parity.any_model.program import Equation
-from flaxformer_mt.parity.any_model.segment import Segment
+from flaxformer_mt.parity.any_model.segment import Found, ProgramCause, Segment
 
 EPSILONS = (1e-5, 1e-6, 1e-8, 1e-12, 1e-3, 0.0)
 

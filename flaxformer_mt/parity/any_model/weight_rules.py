@@ -73,15 +73,11 @@ def weight_rules(
     buffers: Mapping[str, tuple[int, ...]],
     unused: Sequence[str] = (),
 ) -> WeightRules:
-    """Applies rules to the tensors of a module and the parameters of a function.
+    """Applies rules to the tensors of a module and the parameters of a function, given by shape.
 
-    Args:
-      rules: the rules; None: paths and names are equal, up to slashes and dots.
-      shapes: of the parameters of the function, by path.
-      parameters: shapes of the module's parameters, by name; tied ones may be given once.
-      buffers: shapes of the module's buffers, which rules may or may not name.
-      unused: names of parameters of the module that the function has no counterpart for; "*"
-        stands for any part of a name.
+    Without rules, paths and names are equal, up to slashes and dots. Tied parameters may be given
+    once; rules may or may not name buffers. `unused` has the names of parameters of the module
+    without a counterpart, in which "*" stands for any part.
 
     Raises:
       UserError: a tensor has no rule or several, or a rule fits no tensor or another shape.
@@ -148,5 +144,5 @@ def _once(
 
 
 def tensor_shapes(tensors: Iterable[tuple[str, Any]]) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of named tensors."""
+    """Returns shapes by name."""
     return {name: tuple(tensor.shape) for name, tensor in tensors}

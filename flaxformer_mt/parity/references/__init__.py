@@ -2,9 +2,9 @@
 
 They are written from the equations, except for `torch` (PyTorch's own module) and `marian`,
 `mbart`, `m2m100` and `t5` (those of Hugging Face). Parameters, buffers and modules have the
-published names, so that a state dict of the published code loads with `strict=True`. Constants of a
-publication (epsilons, layouts, masks, fixed dropout rates) are literals here instead of
-configuration fields, because they are what the comparison verifies.
+published names, so that a state dict of the published code loads with `strict=True`; other names
+may differ. Constants of a publication (epsilons, layouts, masks, fixed dropout rates) are literals
+here instead of configuration fields, because they are what the comparison verifies.
 
 All references have the same interface:
 
@@ -58,10 +58,7 @@ def build(family: str, **sizes: Any) -> nn.Module:
 
 
 def of_config(family: str, config: TransformerConfig, dtype: str, **options: Any) -> nn.Module:
-    """Builds the reference of a family with exactly this configuration, but for the dtype.
-
-    See `build` for its other options and for errors.
-    """
+    """Builds the reference of a family with this configuration and `dtype`; see `build`."""
     fields = dataclasses.asdict(config) | {"param_dtype": dtype, "dtype": dtype}
     return build(family, **fields, **options)
 

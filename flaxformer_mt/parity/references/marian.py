@@ -15,12 +15,10 @@ from transformers import MarianConfig, MarianMTModel
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.parity.references.common import (
     Attention,
-    attention_taps,
-    feed_forward_taps,
-    post_norm_taps,
-    pre_norm_taps,
+    both_stacks,
+    fairseq_layer_taps,
 )
-from flaxformer_mt.parity.trace import Tap, for_layers
+from flaxformer_mt.parity.trace import Tap
 
 ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "silu": "silu"}
 
@@ -56,7 +54,10 @@ class MarianMT(Forward, MarianMTModel):
 
 
 def settings(config: TransformerConfig) -> dict[str, Any]:
-    """Returns what Hugging Face's models of fairseq's kind name alike, for their configuration."""
+    """Returns the settings that Hugging Face's models of fairseq's kind have in common.
+
+    Matrices start as wide as 1/sqrt(D), not 0.02: a small model would not attend to anything.
+    """
     return {
         "attn_implementation": "eager",
         "d_model": config.d_model,
@@ -92,10 +93,8 @@ def _position_table(rows: int, d_model: int) -> Tensor:
 def build(config: TransformerConfig) -> MarianMT:
     """Builds the reference with the sizes, tying, activation and scale of `config`.
 
-    Hugging Face rounds the table of sinusoids to float32 whatever the model's dtype. In a float64
-    model it is computed anew, since nothing could agree with it to more digits.
-
-    Matrices start as wide as 1/sqrt(D), not 0.02: a small model would not attend to anything.
+    Hugging Face always rounds the table of sinusoids to float32. In a float64 model it is computed
+    in float64, since nothing could agree with it to more digits.
     """
     model = MarianMT(
         MarianConfig(
@@ -118,46 +117,12 @@ def build(config: TransformerConfig) -> MarianMT:
 
 def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
     """Returns the taps of `module`: where it computes each site of `parity.trace`."""
-    return {
-        **_embedding_taps("source", "encoder"),
-        **for_layers(
-            config.num_encoder_layers, layer_taps("encoder", {"self": "self_attn"}, "post")
-        ),
-        **_embedding_taps("target", "decoder"),
-        **for_layers(
-            config.num_decoder_layers,
-            layer_taps("decoder", {"self": "self_attn", "cross": "encoder_attn"}, "post"),
-        ),
-    }
 
+    def in_stack(side, stack, attentions):
+        return {
+            f"{side}/embedding": Tap(f"model.{stack}", op="mul"),
+            f"{side}/embedded": Tap(f"model.{stack}.layers.0", "input"),
+            **fairseq_layer_taps(stack, f"model.{stack}", attentions, "post"),
+        }
 
-def _embedding_taps(side: str, stack: str) -> dict[str, Tap]:
-    return {
-        f"{side}/embedding": Tap(f"model.{stack}", op="mul"),
-        f"{side}/embedded": Tap(f"model.{stack}.layers.0", "input"),
-    }
-
-
-def layer_taps(stack: str, attentions: dict[str, str], norm_position: str) -> dict[str, Tap]:
-    """Returns the taps of a layer of fairseq's kind; "{layer}" in a name is its index.
-
-    Args:
-      stack: "encoder" or "decoder".
-      attentions: the names of its attention modules, by kind.
-      norm_position: as in `TransformerConfig`.
-    """
-    site, layer = f"{stack}/layers/{{layer}}", f"model.{stack}.layers.{{layer}}"
-
-    def residual_taps(sublayer: str, norm: str, call: int) -> dict[str, Tap]:
-        if norm_position == "pre":
-            return pre_norm_taps(f"{site}/{sublayer}", norm, layer, call)
-        return post_norm_taps(f"{site}/{sublayer}", norm)
-
-    found = {site: Tap(layer)}
-    for call, (kind, name) in enumerate(attentions.items()):
-        attention = f"{layer}.{name}"
-        linears = [f"{attention}.{linear}_proj" for linear in ("q", "k", "v", "out")]
-        found |= attention_taps(f"{site}/{kind}_attention", linears, attention)
-        found |= residual_taps(f"{kind}_attention", f"{attention}_layer_norm", call)
-    found |= feed_forward_taps(f"{site}/feed_forward", f"{layer}.fc1", f"{layer}.fc2")
-    return found | residual_taps("feed_forward", f"{layer}.final_layer_norm", len(attentions))
+    return both_stacks(config, in_stack, ("self_attn", "encoder_attn"))

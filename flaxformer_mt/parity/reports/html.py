@@ -22,7 +22,6 @@ _HEADS = (
     ("tolerance", ""),
     ("result", ""),
 )
-"""The columns of a table, and attributes of their headings."""
 
 _STYLE = """
 :root { color-scheme: light dark; --paper: light-dark(#fdfcfa, #13161b);
@@ -74,11 +73,7 @@ th:last-child, td:last-child { padding-right: 0; }
 
 
 def to_html(comparison: Comparison) -> str:
-    """Returns the page; its bars are logarithmic, from 1e-17 to 1.
-
-    Raises:
-      UserError: the comparison has optimizer steps, and matplotlib is not installed.
-    """
+    """Returns the page; its bars are logarithmic, from 1e-17 to 1."""
     title = f"Parity: {comparison.family}, {comparison.dtype}"
     return "\n".join(
         [
@@ -137,7 +132,7 @@ def _tables(comparison: Comparison) -> Iterator[str]:
 
 
 def _row(row: Row, is_first: bool) -> str:
-    word = "agrees" if row.passed else "accepted" if row.accepted else "differs"
+    word = row.verdict
     shape = "×".join(map(str, row.shape))
     bar = f'<span class="bar" style="width: {_width(row.max_rel):.0f}%"></span>'
     cells = [

@@ -6,7 +6,7 @@ from typing import Any
 
 from flaxformer_mt.parity.reports import html, junit, text
 from flaxformer_mt.parity.reports.comparison import Comparison
-from flaxformer_mt.parity.trajectory import Trajectory
+from flaxformer_mt.parity.trajectories import Trajectory
 
 
 class Report(Comparison):

@@ -16,8 +16,8 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from flaxformer_mt.memory_limits import gibibytes
+from flaxformer_mt.objectives.cross_entropy import Metrics
 from flaxformer_mt.training.reporting.metrics import MetricValues
-from flaxformer_mt.training.step import Metrics
 
 _REFRESHES_PER_SECOND = 4
 _SAMPLES = 2  # Validation sentences whose translations are printed.
@@ -120,7 +120,9 @@ class ConsoleWriter:
             self._start = _Start(step, now, is_compiled=True)
         if self._bar.disable:
             return
-        self._recent.append(_Step(now, *map(float, metrics["loss"])))
+        loss, weight = map(float, metrics.get("loss") or metrics["objective"])
+        tokens = float(metrics["target_tokens"][0])
+        self._recent.append(_Step(now, loss, weight, tokens))
         self._bar.update(self._task, completed=step, description=self._position(step))
         self._show("  ".join(self._state(step)))
 
@@ -164,9 +166,9 @@ class ConsoleWriter:
         parts = []
         if self._batches_per_epoch is not None:
             parts.append(f"epoch {step / self._batches_per_epoch:.1f}")
-        tokens = sum(each.tokens for each in self._recent)
-        if tokens:
-            parts.append(f"loss {sum(each.loss for each in self._recent) / tokens:.3f}")
+        weight = sum(each.weight for each in self._recent)
+        if weight:
+            parts.append(f"loss {sum(each.loss for each in self._recent) / weight:.3f}")
         first, *others = self._recent
         if others:
             seconds = others[-1].time - first.time
@@ -221,8 +223,10 @@ class _Step(NamedTuple):
 
     time: float
     loss: float
-    """The sum over its target tokens."""
+    """A sum, to be divided by `weight`."""
+    weight: float
     tokens: float
+    """The number of target tokens."""
 
 
 def _fitted(head: str, parts: Sequence[str], width: int) -> list[str]:
@@ -239,6 +243,7 @@ def _fitted(head: str, parts: Sequence[str], width: int) -> list[str]:
 _OF_DEVICE = "target_tokens_per_second_per_device"
 _FORMATS: Mapping[str, Callable[..., str]] = {
     "loss": "loss {:.4f}".format,
+    "objective": "objective {:.4f}".format,
     "perplexity": "perplexity {:.2f}".format,
     "accuracy": "accuracy {:.1%}".format,
     "bleu": "BLEU {:.2f}".format,

@@ -10,10 +10,10 @@ import jax
 import numpy as np
 
 from flaxformer_mt.data.stream.batches import Batch
+from flaxformer_mt.objectives.cross_entropy import Metrics
 from flaxformer_mt.runs import atomic, metrics_file
 from flaxformer_mt.training.parameters import Params
 from flaxformer_mt.training.reporting.progress import Sums
-from flaxformer_mt.training.step import Metrics
 
 MetricValues: TypeAlias = Mapping[str, float | int | str]
 """Metrics as reported, by name."""
@@ -33,9 +33,9 @@ def validate(
     """Computes the loss, perplexity and accuracy of a corpus.
 
     Args:
-      eval_step: the evaluation step, compiled by a strategy.
-      params: parameters, placed on devices by that strategy.
-      batches: the corpus, placed on devices likewise.
+      eval_step: the compiled evaluation step.
+      params: parameters, placed on its devices.
+      batches: the corpus, placed on its devices.
 
     Returns:
       "loss" (what training minimises), "accuracy", "cross_entropy" (the loss without label

@@ -67,6 +67,8 @@ class Sums:
     def from_json(cls, values: Mapping[str, Any]) -> "Sums":
         """Returns the inverse of `to_json`."""
         metrics = {name: (total, weight) for name, (total, weight) in values["figures"].items()}
+        if "loss" in metrics:  # Earlier versions do not have the following.
+            metrics.setdefault("target_tokens", (metrics["loss"][1], 1.0))
         return cls(metrics, values["seconds"], values["seconds_waited"])
 
 

@@ -34,7 +34,7 @@ def measurements(interval: Sums, devices: Sequence[Any]) -> dict[str, float]:
       interval: the sums of these steps.
       devices: all devices that train, of one kind; of several processes, of all processes.
     """
-    tokens_per_second = interval.metrics["loss"][1] / interval.seconds
+    tokens_per_second = interval.metrics["target_tokens"][0] / interval.seconds
     each = tokens_per_second / len(devices)
     result = {
         "target_tokens_per_second": tokens_per_second,

@@ -1,0 +1,6 @@
+"""`python -m flaxformer_mt` is the command line."""
+
+from flaxformer_mt.cli import main
+
+if __name__ == "__main__":
+    main()
