@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from talker import full_pass
 
+import flaxformer_mt
 from flaxformer_mt.data.stream.batches import Batch
 from flaxformer_mt.decoding.training_samples import sample
 from flaxformer_mt.errors import UserError
@@ -21,6 +22,12 @@ PACKED = np.array([[5, END, 9, 7, END]], np.int32)
 
 def batch_of(tokens, segment_ids=None):
     return Batch(tokens, *[None] * 3, segment_ids, *[None] * 3)
+
+
+def padded_batch(tokens):
+    is_token = (tokens > 0).astype(np.int32)
+    positions = np.arange(tokens.shape[1], dtype=np.int32) * is_token
+    return Batch(tokens, *[tokens] * 2, is_token, is_token, is_token, positions, positions)
 
 
 def draw(talker, source=SOURCE, seed=0, n=4, **options):
@@ -124,6 +131,21 @@ def test_sharded_parameters_give_the_same_samples(talker):
     np.testing.assert_array_equal(draw(apart, placed).tokens, draw(talker, source).tokens)
 
 
+def test_rows_are_a_batch_of_every_sample_with_its_source(talker):
+    batch = padded_batch(SOURCE[:2])
+    found = draw(talker, batch, n=3, max_length=6, unpacked=True)
+    rows = found.rows(batch)
+    np.testing.assert_array_equal(rows.encoder_input_tokens, np.repeat(SOURCE[:2], 3, axis=0))
+    np.testing.assert_array_equal(rows.decoder_target_tokens, found.tokens.reshape(6, 6))
+    np.testing.assert_array_equal(rows.decoder_input_tokens, found.input_tokens.reshape(6, 6))
+    logits = flaxformer_mt.apply(talker.model, talker.params, rows)
+    chosen = jnp.take_along_axis(
+        jax.nn.log_softmax(logits), rows.decoder_target_tokens[..., None], -1
+    )
+    scores = (chosen[..., 0] * rows.decoder_loss_weights).sum(axis=-1)
+    np.testing.assert_allclose(scores, found.log_probabilities.ravel(), rtol=1e-5)
+
+
 def test_packed_rows_are_refused(talker):
     arguments = talker.model, talker.params
     key = jax.random.key(0)
@@ -131,8 +153,8 @@ def test_packed_rows_are_refused(talker):
         sample(*arguments, np.concatenate([SOURCE[:1], PACKED]), key, 2)
     with pytest.raises(UserError, match="row 0 of the batch has several sentences"):
         sample(*arguments, batch_of(SOURCE, np.array([[1, 1, 2, 2, 0]] * 3)), key, 2)
-    with pytest.raises(UserError, match="segment ids, so its rows may be packed: .*unpacked=True"):
-        draw(talker, batch_of(SOURCE, SOURCE > 0))
+    with pytest.raises(UserError, match=r"segment ids, so its rows may be packed: .*unpacked=True"):
+        draw(talker, batch_of(SOURCE, (SOURCE > 0).astype(np.int32)))
 
 
 def test_packed_rows_that_are_traced_give_nan(talker):
@@ -146,7 +168,7 @@ def test_packed_rows_that_are_traced_give_nan(talker):
 
 
 def test_other_values_are_errors(talker):
-    with pytest.raises(TypeError, match="source_batch must be an array"):
+    with pytest.raises(TypeError, match="source_batch must be tokens"):
         draw(talker, SOURCE[0])
     model = dataclasses.replace(talker.model, has_inputs=False)
     with pytest.raises(UserError, match="has_inputs=False"):
