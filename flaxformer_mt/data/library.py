@@ -21,6 +21,7 @@ from flaxformer_mt.data.stream.prefetch import Prefetched
 from flaxformer_mt.data.stream.token_store import open_stores
 from flaxformer_mt.data.stream.training_stream import TrainingStream
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
+from flaxformer_mt.errors import UserError, UserTypeError
 
 Pairs: TypeAlias = Corpus | Iterable[tuple[str, str]]
 """What `read_pairs` returns, or pairs of a source and a target sentence."""
@@ -220,8 +221,12 @@ def padded(
 def _corpora(pairs: Pairs | Sequence[Corpus]) -> list[Corpus]:
     if isinstance(pairs, Corpus):
         return [pairs]
+    if isinstance(pairs, str | Path):
+        raise UserTypeError(f"{pairs} is a path, not pairs: give fmt.read_pairs({str(pairs)!r})")
     items = list(pairs)
-    if items and isinstance(items[0], Corpus):
+    if not items:
+        raise UserError("there are no pairs: give at least one source and target sentence")
+    if isinstance(items[0], Corpus):
         return [each for each in items if isinstance(each, Corpus)]
-    sources, targets = zip(*items, strict=True) if items else ((), ())
-    return [ParallelCorpus([*sources], [*targets], "pairs")]
+    sources, targets = zip(*items, strict=True)
+    return [ParallelCorpus([*sources], [*targets], "the given pairs")]

@@ -284,6 +284,8 @@ def _completed(corpus: CorpusConfig, data: DataConfig, split: str) -> CorpusConf
         kind = tables.form_of(Path(path))
     elif kind == "text" and datasets_reader.is_saved(Path(path)):
         kind = "datasets"
+    elif kind == "text" and tfds_reader.is_prepared(Path(path)):
+        kind = "tfds"
     return dataclasses.replace(
         corpus,
         kind=kind,

@@ -22,6 +22,11 @@ LanguagePair: TypeAlias = tuple[str | None, str]
 """Codes of source and target language; the source is None for a language model."""
 
 
+def is_prepared(path: Path) -> bool:
+    """Returns whether a folder holds a data set, such as one of `flaxformer-mt prepare`."""
+    return all((path / name).is_file() for name in ("dataset_info.json", "features.json"))
+
+
 def require_tfds() -> Any:
     """Imports `tensorflow_datasets`.
 
