@@ -65,11 +65,11 @@ def test_samples_have_the_distribution_of_the_model(talker):
     probabilities = np.exp(full_pass(talker.params, source, inputs, model=talker.model)[0, 0])
     probabilities[[talker.model.pad_id, talker.model.bos_id]] = 0
     probabilities /= probabilities.sum()
-    likely = probabilities > 0.005
+    likely = probabilities > 0.002
     expected = 4000 * probabilities[likely]
     statistic = ((counts[likely] - expected) ** 2 / expected).sum()
     assert statistic < likely.sum() + 5 * (2 * likely.sum()) ** 0.5
-    assert likely.sum() > 20
+    assert likely.sum() > 10
 
 
 def test_keys_and_rows_give_other_samples(talker):
@@ -85,9 +85,8 @@ def test_options(talker):
     assert (greedy.tokens[0] == greedy.tokens[0, :1]).all()
     # 1.5 tokens per source token, and 20.
     assert greedy.tokens.shape[2] == 26
-    assert draw(talker, temperature=0.01).log_probabilities[0] == pytest.approx(
-        greedy.log_probabilities[0], rel=1e-4
-    )
+    cold = draw(talker, temperature=0.01)
+    np.testing.assert_allclose(cold.log_probabilities, greedy.log_probabilities, rtol=1e-4)
     with pytest.raises(UserError, match=r"decode\.top_p=2"):
         draw(talker, top_p=2.0)
 
