@@ -25,7 +25,7 @@ def expected_shapes(config: TransformerConfig) -> Mapping[str, tuple[int, ...]]:
     return {path: leaf.shape for path, leaf in leaves.items()}
 
 
-def require_params(config: TransformerConfig, params: Any, name: str = "the parameters") -> None:
+def require_params(config: TransformerConfig, params: Any, name: str = "params") -> None:
     """Checks that a tree has the parameters of a model. Further leaves are allowed.
 
     Args:
@@ -43,7 +43,7 @@ def require_params(config: TransformerConfig, params: Any, name: str = "the para
     expected, found = expected_shapes(config), flatten_dict(params, sep="/")
     missing = [path for path in expected if path not in found]
     if missing:
-        others = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
+        others = f" and {len(missing) - 1} others are" if len(missing) > 1 else " is"
         hint = '; give its entry "params"' if "params" in params else ""
         raise UserError(
             f"{name}: not the parameters of this model: {missing[0]}{others} missing; found "

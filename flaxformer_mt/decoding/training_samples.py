@@ -110,7 +110,7 @@ def sample(
     if not config.has_inputs:
         raise UserError("model.has_inputs=False: a language model has no source sentences")
     tokens, segment_ids = _source(source_batch)
-    is_packed = _packed_rows(config, tokens, segment_ids)
+    is_packed = _is_packed(config, tokens, segment_ids)
     if not isinstance(is_packed, jax.core.Tracer):
         if is_packed.any():
             raise UserError(
@@ -172,16 +172,16 @@ def sample(
 
 
 def _source(batch: Any) -> tuple[Array, Array | None]:
-    """Returns the source tokens of a batch, and its segment ids if it has any."""
-    if not hasattr(batch, "encoder_input_tokens"):
-        return jnp.asarray(batch), None
-    segment_ids = batch.encoder_segment_ids
-    tokens = jnp.asarray(batch.encoder_input_tokens)
-    return tokens, None if segment_ids is None else jnp.asarray(segment_ids)
+    """Returns the source tokens [B, S] of a batch, and its segment ids if it has any."""
+    tokens = getattr(batch, "encoder_input_tokens", batch)
+    segment_ids = getattr(batch, "encoder_segment_ids", None)
+    if getattr(tokens, "ndim", None) != 2:
+        raise TypeError("source_batch must be tokens [B, S], or a batch with encoder_input_tokens")
+    return jnp.asarray(tokens), None if segment_ids is None else jnp.asarray(segment_ids)
 
 
-def _packed_rows(config: TransformerConfig, tokens: Array, segment_ids: Array | None) -> Array:
-    """Returns which rows have more than one sentence, bool [B]."""
-    if segment_ids is not None:
-        return jnp.any(segment_ids > 1, axis=1)
-    return jnp.sum(tokens == config.eos_id, axis=1) > 1
+def _is_packed(config: TransformerConfig, tokens: Array, segment_ids: Array | None) -> Array:
+    """Whether each row, bool [B], has tokens after an end token, or a second segment."""
+    is_end, is_token = tokens[:, :-1] == config.eos_id, tokens[:, 1:] != config.pad_id
+    is_packed = (is_end & is_token).any(axis=1)
+    return is_packed if segment_ids is None else is_packed | (segment_ids > 1).any(axis=1)
