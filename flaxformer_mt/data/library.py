@@ -3,6 +3,7 @@
 The stream of `packed` is the one that training runs read: the same batches, in the same order.
 """
 
+import contextlib
 import dataclasses
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -99,8 +100,6 @@ class PackedData:
     stream: TrainingStream
     start: DataPosition = dataclasses.field(default_factory=DataPosition)
     """The position of the first batch."""
-    temporary: tempfile.TemporaryDirectory | None = None
-    """The folder of the tokens, if nothing else keeps it."""
 
     @property
     def shapes(self) -> tuple[BatchShape, ...]:
@@ -162,7 +161,7 @@ def packed(
       length: S and T, the tokens of a row; one number for both.
       seed: of the order of the pairs.
       cache: a folder for the tokens, which are memory-mapped; they are used again as long as text,
-        vocabulary and filters do not change. By default a temporary folder.
+        vocabulary and filters do not change. By default they are temporary files.
       options: further options, as of `data` in a configuration: `batching="buckets"` with
         `bucket_lengths`, `mixture_temperature`, `subword_sampling`, `long_sentences`, and filters
         such as `max_words`, `max_length_ratio` and `drop_duplicates`.
@@ -177,12 +176,13 @@ def packed(
     experiment = ExperimentConfig(
         model=config, data=data, train=TrainConfig(seed=seed, batch_tokens=rows * longest)
     )
-    temporary = None
-    if cache is None:
-        temporary = tempfile.TemporaryDirectory(prefix="flaxformer_mt-tokens-")
-        cache = temporary.name
-    stores = open_stores(Path(cache), _corpora(pairs), tokenizers, experiment)
-    return PackedData(TrainingStream(stores, experiment, tokenizers.source), temporary=temporary)
+    with contextlib.ExitStack() as stack:
+        if cache is None:
+            # A mapped file can be read after its name is removed, and does not outlive the process.
+            temporary = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+            cache = stack.enter_context(temporary)
+        stores = open_stores(Path(cache), _corpora(pairs), tokenizers, experiment)
+    return PackedData(TrainingStream(stores, experiment, tokenizers.source))
 
 
 def padded(
