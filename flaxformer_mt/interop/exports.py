@@ -46,7 +46,7 @@ def exports(model: TransformerConfig, has_sentencepiece: bool = True) -> dict[st
         "ctranslate2": ctranslate2_obstacle(model) or vocabulary,
         "jax": vocabulary if model.has_inputs else "has_inputs=False",
         "marian": _marian_obstacle(model),
-        "marian-native": _marian_native_obstacle(model),
+        "marian-native": marian_native_obstacle(model),
     }
 
 
@@ -104,8 +104,9 @@ def _marian_obstacle(model: TransformerConfig) -> str:
     return ""
 
 
-def _marian_native_obstacle(model: TransformerConfig) -> str:
-    for name, wanted in (("pad_id", marian_native.NO_TOKEN), ("eos_id", marian_native.END)):
+def marian_native_obstacle(model: TransformerConfig) -> str:
+    """Returns why Marian's own decoder cannot run a model, or "" if it can."""
+    for name, wanted in marian_native.TOKENS.items():
         if getattr(model, name) != wanted:
             return f"{name}={getattr(model, name)}, not {wanted}"
     try:

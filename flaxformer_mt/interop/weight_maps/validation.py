@@ -48,7 +48,8 @@ def check_switches(family: Family, config: TransformerConfig) -> None:
     )
     for field in dataclasses.fields(config):
         theirs, ours = getattr(published, field.name), getattr(config, field.name)
-        if field.name not in FREE_FIELDS | family.open_switches and ours != theirs:
+        # An open switch differs where its value does not go with those of others.
+        if field.name not in FREE_FIELDS and ours != theirs:
             raise UserError(f"{family.name} has {field.name}={theirs}, not {ours}")
     check_heads(family, config)
 
@@ -85,10 +86,16 @@ def check_heads(family: Family, config: TransformerConfig) -> None:
     Raises:
       UserError: it cannot.
     """
+    if family.head_widths == "equal" and config.value_width != config.key_width:
+        raise UserError(
+            f"{family.name} has value_dim=head_dim, which is {config.key_width}, not "
+            f"{config.value_width}"
+        )
     width = config.d_model // config.num_heads
     divides = family.head_widths == "rounded" or width * config.num_heads == config.d_model
     for name, ours in (("head_dim", config.key_width), ("value_dim", config.value_width)):
-        if family.head_widths != "free" and not (divides and ours == width):
+        is_fixed = family.head_widths in ("even", "rounded")
+        if is_fixed and not (divides and ours == width):
             raise UserError(
                 f"{family.name} has {name}=d_model/num_heads, which is "
                 f"{config.d_model}/{config.num_heads}, not {ours}"
