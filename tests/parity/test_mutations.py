@@ -57,7 +57,9 @@ from flaxformer_mt.parity.references.common import not_future
 @functools.cache
 def example(family: str) -> parity.Tokens:
     variant = FAMILIES[family]
-    config, _ = interop.load(variant.family, variant.build("float64").state_dict(), **variant.hints)
+    config, _ = interop.load(
+        variant.weight_map, variant.build("float64").state_dict(), **variant.hints
+    )
     return parity.example(config, rows=6)
 
 
@@ -67,7 +69,7 @@ def compared(family: str, change: Change = lambda module: None, **options: Any) 
     module = variant.build("float64")
     change(module)
     batch = options.pop("batch", None) or example(family)
-    return parity.compare(variant.family, module, batch, **variant.hints, **options)
+    return parity.compare(variant.weight_map, module, batch, **variant.hints, **options)
 
 
 def check(report: parity.Report, site: str, cause: str, says: str = "") -> None:
@@ -263,6 +265,7 @@ def test_causes_in_the_docs_are_those_that_are_tested(monkeypatch):
         "opennmt_rotary": OPENNMT_ENCODER + ".linear_keys",
         "opennmt_alibi": OPENNMT_ENCODER + ".linear_keys",
         "opennmt_t5": OPENNMT_ENCODER + ".linear_keys",
+        "opennmt_grouped": OPENNMT_ENCODER + ".linear_keys",
     }
     for family, part in parts.items():
         compared(family, with_output(part, lambda self, y, *_: 2 * y))

@@ -192,6 +192,7 @@ def _scores(inputs: DiagnosisInputs, site: ParsedSite) -> Scores:
         query=query,
         key=key,
         num_heads=c.num_heads,
+        kv_heads=c.kv_heads,
         scale=c.key_width**-0.5 if c.scale_scores else 1.0,
         padding=padding[:, None, None],
         causal=np.tril(everything) if of_target else everything,
@@ -229,6 +230,7 @@ def _context(inputs: DiagnosisInputs, site: ParsedSite) -> Context:
         inputs.ours[f"{prefix}/weights"],
         inputs.ours[f"{prefix}/value"],
         inputs.config.num_heads,
+        inputs.config.kv_heads,
     )
 
 

@@ -1,6 +1,7 @@
 """OpenNMT-py 3's Transformer: pre-norm, a final norm on both stacks.
 
-Biases of attention and of the feed-forward network are optional; the output always has one.
+Biases of attention and of the feed-forward network are optional; the output always has one. Several
+query heads may share one head of keys and values, which is repeated (the option `num_kv`).
 Positions are sinusoids, or belong to self-attention: a rotation of queries and keys, or a bias of
 the scores, either ALiBi or one per bucket of distances. The published softmax, rotations and
 logarithms of distances are computed in float32; here in the dtype of the model.
@@ -11,7 +12,7 @@ if an earlier sentence was longer. Here, as in training, each query has its own 
 Source: https://github.com/OpenNMT/OpenNMT-py (onmt/encoders/transformer.py,
 onmt/decoders/transformer.py, onmt/modules: embeddings.py, multi_headed_attn.py,
 alibi_position_bias.py, position_ffn.py; onmt/model_builder.py); Su et al. 2021, equation 34; Press
-et al. 2022, section 3; Raffel et al. 2020, section 2.1
+et al. 2022, section 3; Raffel et al. 2020, section 2.1; Ainslie et al. 2023, section 2.2
 """
 
 import math
@@ -163,10 +164,10 @@ class MultiHeadedAttention(nn.Module):
         self.rotary_theta = config.position_base
         self.max_relative_positions = config.relative_position_max_distance
         width, bias = config.d_model, config.qkv_bias
-        self.head_count = config.num_heads
+        self.head_count, self.num_kv = config.num_heads, config.kv_heads
         self.dim_per_head = width // config.num_heads
-        self.linear_keys = nn.Linear(width, width, bias=bias)
-        self.linear_values = nn.Linear(width, width, bias=bias)
+        self.linear_keys = nn.Linear(width, self.num_kv * self.dim_per_head, bias=bias)
+        self.linear_values = nn.Linear(width, self.num_kv * self.dim_per_head, bias=bias)
         self.linear_query = nn.Linear(width, width, bias=bias)
         self.softmax = nn.Softmax(dim=-1)
         self.dropout = nn.Dropout(config.attention_dropout_rate)
@@ -186,10 +187,14 @@ class MultiHeadedAttention(nn.Module):
         )
         return table(buckets).permute(2, 0, 1)
 
+    def shared(self, x: Tensor) -> Tensor:
+        """[B, G, S, K] to [B, H, S, K]: query head h uses group h // (H / G)."""
+        return x.repeat_interleave(self.head_count // self.num_kv, dim=1)
+
     def forward(self, key: Tensor, query: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
         """[B, T, D] and the weights [B, H, T, S]; key [B, S, D], visible [B, 1 or T, S]."""
-        k = split_heads(self.linear_keys(key), self.head_count)
-        v = split_heads(self.linear_values(key), self.head_count)
+        k = self.shared(split_heads(self.linear_keys(key), self.num_kv))
+        v = self.shared(split_heads(self.linear_values(key), self.num_kv))
         q = split_heads(self.linear_query(query), self.head_count)
         if self.position_kind == "rotary":
             q, k = (rotated(x, self.rotary_interleave, self.rotary_theta) for x in (q, k))

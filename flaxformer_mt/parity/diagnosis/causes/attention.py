@@ -155,6 +155,18 @@ def split_heads(attention: Scores | Context, site: SuspectSite) -> Iterator[Cand
 
 
 @cause(Scores)
+@cause(Context)
+def tiled_heads(attention: Scores | Context, site: SuspectSite) -> Iterator[Candidate]:
+    """Another assignment of the query heads to fewer heads of keys and values."""
+    if 1 < attention.kv_heads < attention.num_heads:
+        yield Candidate(
+            "tiled key/value heads",
+            "key/value heads are tiled (h % G) instead of repeated (h // (H/G)) in the reference",
+            attention.but(sharing="tiled"),
+        )
+
+
+@cause(Scores)
 def swapped_query_and_key(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
     """Queries and keys are swapped."""
     if scores.query.shape == scores.key.shape:

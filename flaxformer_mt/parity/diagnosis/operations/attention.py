@@ -30,13 +30,21 @@ JOINS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 correct."""
 
 
+SHARINGS: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {
+    "repeated": lambda x, times: np.repeat(x, times, axis=1),
+    "tiled": lambda x, times: np.tile(x, (1, times, 1, 1)),
+}
+"""How heads [B, G, S, K] of keys and values may become [B, H, S, K]; the first is correct."""
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scores(Operation):
-    """Scaled dot products of queries [B, T, H*K] and keys [B, S, H*K], masked with -inf."""
+    """Scaled dot products of queries [B, T, H*K] and keys [B, S, G*K], masked with -inf."""
 
     query: np.ndarray
     key: np.ndarray
     num_heads: int
+    kv_heads: int
     scale: float
     padding: np.ndarray
     """bool [B, 1, 1, S], True = attend."""
@@ -44,6 +52,8 @@ class Scores(Operation):
     """bool [T, S], True = attend."""
     split: str = "head, feature"
     """A key of `SPLITS`."""
+    sharing: str = "repeated"
+    """A key of `SHARINGS`."""
     fill: float = -np.inf
     """The value of a masked score ..."""
     adds_fill: bool = False
@@ -59,7 +69,9 @@ class Scores(Operation):
 
     def products(self) -> np.ndarray:
         """The unmasked scores, [B, H, T, S]."""
-        query, key = (SPLITS[self.split](x, self.num_heads) for x in (self.query, self.key))
+        query = SPLITS[self.split](self.query, self.num_heads)
+        key = SPLITS[self.split](self.key, self.kv_heads)
+        key = SHARINGS[self.sharing](key, self.num_heads // self.kv_heads)
         if self.rotation is not None:
             query, key = self.rotation(query), self.rotation(key)
         return query @ key.swapaxes(2, 3) * self.scale + self.bias_values()
@@ -93,17 +105,20 @@ class Softmax(Operation):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Context(Operation):
-    """The attention-weighted sum of values [B, S, H*U], with heads joined."""
+    """The attention-weighted sum of values [B, S, G*U], with heads joined."""
 
     weights: np.ndarray
     values: np.ndarray
     num_heads: int
+    kv_heads: int
     split: str = "head, feature"
+    sharing: str = "repeated"
     join: str = "head, feature"
 
     def heads(self) -> np.ndarray:
         """The values by head, [B, H, S, U]."""
-        return SPLITS[self.split](self.values, self.num_heads)
+        heads = SPLITS[self.split](self.values, self.kv_heads)
+        return SHARINGS[self.sharing](heads, self.num_heads // self.kv_heads)
 
     def value(self) -> np.ndarray:
         """[B, T, H*U]."""
