@@ -86,7 +86,6 @@ class OurModel:
     def _with_published_tables(
         self, params: dict[str, Any], tensors: Mapping[str, Any]
     ) -> tuple[TransformerConfig, dict[str, Any]]:
-        """Returns the equivalent model whose positions are parameters: the published tables."""
         width = self.config.d_model
         exact = sinusoids(self.config)(self.config.max_length)
         rounded = jnp.asarray(exact.astype(np.float32), jnp.dtype(self.config.param_dtype))
@@ -263,7 +262,6 @@ def _vectors(d_model: int) -> np.ndarray:
 def _source_and_target(
     config: TransformerConfig, tokens: Tokens
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the inputs of bare layers, [B, S, D] and [B, T, D]."""
     dtype = getattr(torch, config.dtype)
     table = torch.tensor(_vectors(config.d_model), dtype=dtype)
     return table[tokens.source % config.d_model], table[tokens.target_input % config.d_model]

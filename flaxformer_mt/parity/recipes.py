@@ -92,7 +92,6 @@ def _recipe(
     counts_tokens: bool = False,
     **schedule: Any,
 ) -> Recipe:
-    """Returns a recipe with Adam; `schedule` has further fields of our `OptimizerConfig`."""
     return Recipe(
         convention=convention,
         optimizer=OptimizerConfig(beta1=0.9, beta2=beta2, epsilon=epsilon, **schedule),

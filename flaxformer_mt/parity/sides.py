@@ -103,7 +103,6 @@ def run_ours(pair: Pair, batch: Any) -> Side:
 
 @functools.lru_cache(maxsize=8)
 def _program(ours: Ours) -> Any:
-    """Returns the compiled function of (trained, fixed, batch) to gradients and other values."""
 
     def loss_of(trained, fixed, batch):
         outputs, values = ours.run(trained | fixed, batch)

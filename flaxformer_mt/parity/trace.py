@@ -328,7 +328,6 @@ def _further_calls(
     seen: Mapping[Key, list[list[Any]]],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the outputs of calls that no tap denotes: a layer may run several times."""
     denoted = {(keys[site], tap.call % max(len(seen[keys[site]]), 1)) for site, tap in taps.items()}
     for site, tap in taps.items():
         if tap.is_by_head:
@@ -446,5 +445,4 @@ def _request_weights(
 
 
 def _copied(value: Any) -> Any:
-    """Copies a tensor, which may be modified in place, to a NumPy array."""
     return value.detach().clone().numpy() if isinstance(value, torch.Tensor) else value

@@ -84,7 +84,6 @@ def _draw(figure: "Figure", attention: Attention, title: str) -> None:
 
 
 def _colors(weights: np.ndarray) -> np.ndarray:
-    """Returns the colors of weights [T, S]: sRGB, uint8 [T, S, 3]."""
     return palette("light")[quantized(weights)]
 
 
@@ -138,7 +137,6 @@ def _draw_scale(axes: Any) -> None:
 
 
 def _label(set_ticks: Any, tokens: Sequence[str], **options: Any) -> None:
-    """Labels the ticks of an axis with tokens; of a long sentence, evenly spaced ones."""
     positions = range(0, len(tokens), -(-len(tokens) // _MOST_LABELS))
     # A dollar sign would begin a formula.
     texts = [piece_text(tokens[position]).replace("$", r"\$") for position in positions]

@@ -148,7 +148,6 @@ def is_right_to_left(text: str) -> bool:
 
 
 def _without_tags(text: str) -> str:
-    """Removes special tokens, whose Latin letters say nothing about the direction of a text."""
     return re.sub(r"<[^<>]*>|>>[^<>]*<<|__\w+?__", "", text)
 
 
@@ -163,5 +162,4 @@ def _template(name: str) -> str:
 
 
 def _filled(template: str, **values: str) -> str:
-    """Returns a template with each {{name}} replaced by its value."""
     return re.sub(r"\{\{(\w+)\}\}", lambda field: values[field[1]], _template(template))

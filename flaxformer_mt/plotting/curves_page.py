@@ -108,7 +108,6 @@ def _panel(curves: Panels, name: str) -> str:
 
 
 def _key(curves: Panels) -> Iterator[str]:
-    """Yields a list of the runs and of the kinds of curves."""
     runs = {name: Style.of(index).validation() for index, name in enumerate(curves.names())}
     yield '<ul class="key">'
     for label, style in (*runs.items(), *curves.kinds().items()):
@@ -122,7 +121,6 @@ def _key(curves: Panels) -> Iterator[str]:
 
 
 def _svg(figure: "Figure", name: str, label: str) -> str:
-    """Returns a figure in the colours of the page; without a label, as decoration."""
     colors = {INK: "currentColor", "#ffffff": "var(--paper, #fff)"}
     colors |= {color: f"var(--run-{index}, {color})" for index, color in enumerate(COLORS)}
     role = f'role="img" aria-label="{escape(label)}"' if label else 'aria-hidden="true"'
@@ -130,7 +128,6 @@ def _svg(figure: "Figure", name: str, label: str) -> str:
 
 
 def _table(curves: Panels) -> str:
-    """Returns a table of the best checkpoints: their validation, and the test of the run."""
     histories = curves.histories
     valid = [name for name in _TABLE if any(name in history.best() for history in histories)]
     test = [name for name in ("bleu", "chrf") if any(name in _test(each) for each in histories)]
@@ -149,7 +146,6 @@ def _table(curves: Panels) -> str:
 
 
 def _test(history: History) -> Row:
-    """Returns the metrics of the test corpus; empty if it was not evaluated."""
     rows = history.of("test")
     return rows[-1] if rows else {}
 

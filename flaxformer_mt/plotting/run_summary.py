@@ -46,7 +46,6 @@ def rows_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _described(config: ExperimentConfig) -> str:
-    """Returns the languages and the model in one line."""
     data, model = config.data, config.model
     layers = f"{model.num_encoder_layers} + {model.num_decoder_layers} layers"
     languages = f"{data.source_language} to {data.target_language}, "

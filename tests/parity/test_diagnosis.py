@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.model.positions import sinusoidal_table
-from flaxformer_mt.parity.diagnosis.diagnose import Diagnosis, diagnose
+from flaxformer_mt.parity.diagnosis.first_cause import Diagnosis, diagnose
 from flaxformer_mt.parity.diagnosis.inputs import DiagnosisInputs
 from flaxformer_mt.parity.references.losses import LOSSES
 

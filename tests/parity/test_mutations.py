@@ -43,11 +43,15 @@ from torch import nn
 
 from flaxformer_mt import interop, parity
 from flaxformer_mt.parity import references
-from flaxformer_mt.parity.diagnosis import family_values
-from flaxformer_mt.parity.diagnosis.causes import CAUSES, Candidate, SuspectSite, candidates
+from flaxformer_mt.parity.diagnosis import first_cause
+from flaxformer_mt.parity.diagnosis.causes.registry import (
+    CAUSES,
+    Candidate,
+    SuspectSite,
+    candidates,
+)
 from flaxformer_mt.parity.diagnosis.inputs import DiagnosisInputs
-from flaxformer_mt.parity.diagnosis.operations.attention import Softmax
-from flaxformer_mt.parity.diagnosis.operations.base import Given
+from flaxformer_mt.parity.diagnosis.operations import Given, Softmax
 from flaxformer_mt.parity.diagnosis.site_operations import operation
 from flaxformer_mt.parity.recipes import recipe
 from flaxformer_mt.parity.references import losses
@@ -258,7 +262,7 @@ def test_causes_in_the_docs_are_those_that_are_tested(monkeypatch):
     def capture(inputs):
         captured.append(inputs)
 
-    monkeypatch.setattr(family_values, "diagnose", capture)
+    monkeypatch.setattr(first_cause, "diagnose", capture)
     parts = {
         "annotated": "src_embed.0",
         "jadore801120": "encoder.layer_norm",

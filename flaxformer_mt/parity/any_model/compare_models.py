@@ -269,7 +269,6 @@ def _program(function: JaxFunction, tree: Any, types: Any, intermediates: bool) 
 
 
 def _narrowed(value: Any, dtype: str) -> Any:
-    """Returns an argument as NumPy arrays of the compared dtype, or int32."""
 
     def narrow(leaf: Any) -> np.ndarray:
         array = np.asarray(leaf)

@@ -9,8 +9,7 @@ import torch
 
 from flaxformer_mt.parity.any_model.program import Equation
 from flaxformer_mt.parity.any_model.segment import Found, ProgramCause, Segment
-from flaxformer_mt.parity.diagnosis.operations.attention import Softmax
-from flaxformer_mt.parity.diagnosis.operations.sublayers import ACTIVATIONS
+from flaxformer_mt.parity.diagnosis.operations import ACTIVATIONS, Softmax
 
 _ELEMENTWISE = frozenset(
     [

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from flaxformer_mt.parity.diagnosis.diagnose import Diagnosis
+from flaxformer_mt.parity.diagnosis.first_cause import Diagnosis
 from flaxformer_mt.parity.reports.comparison import Finding
 from flaxformer_mt.parity.rows import VALUES, largest
 

@@ -12,23 +12,26 @@ from flaxformer_mt.parity.diagnosis.inputs import (
     parameter,
     parse_site,
 )
-from flaxformer_mt.parity.diagnosis.operations.attention import Context, Scores, Softmax
-from flaxformer_mt.parity.diagnosis.operations.base import Given, Operation
-from flaxformer_mt.parity.diagnosis.operations.embeddings import (
+from flaxformer_mt.parity.diagnosis.operations import (
+    Activation,
     AddPositions,
-    Lookup,
-    token_positions,
-)
-from flaxformer_mt.parity.diagnosis.operations.losses import Loss
-from flaxformer_mt.parity.diagnosis.operations.norms import LayerNormalization
-from flaxformer_mt.parity.diagnosis.operations.positions import (
     BucketBias,
+    Context,
+    Given,
+    LayerNormalization,
     LinearBias,
+    LinearMap,
+    Logits,
+    Lookup,
+    Loss,
+    Operation,
+    Residual,
     Rotation,
     ScoreBias,
+    Scores,
+    Softmax,
+    token_positions,
 )
-from flaxformer_mt.parity.diagnosis.operations.projections import LinearMap, Logits
-from flaxformer_mt.parity.diagnosis.operations.sublayers import Activation, Residual
 
 
 class NotComputed(Exception):

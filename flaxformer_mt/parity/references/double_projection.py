@@ -14,15 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.parity.references.common import (
-    MASKED_SCORE,
-    EncoderDecoder,
-    both_stacks,
-    heads_joined,
-    join_heads,
-    layer_taps,
-    split_heads,
-)
+from flaxformer_mt.parity.references import common
 from flaxformer_mt.parity.trace import Tap
 
 
@@ -43,7 +35,7 @@ class ScaledDotProductAttention(nn.Module):
         q, k, v = self.W_q(q), self.W_k(k), self.W_v(v)
         scores = q @ k.transpose(-2, -1) / math.sqrt(self.d_k)
         if mask is not None:
-            scores = scores.masked_fill(mask == 0, MASKED_SCORE)
+            scores = scores.masked_fill(mask == 0, common.MASKED_SCORE)
         weights = scores.softmax(dim=-1)
         return weights @ v, weights
 
@@ -75,15 +67,15 @@ class MultiHeadAttention(nn.Module):
         The notebook discards the weights.
         """
         heads, weights = self.attention(
-            split_heads(self.W_q(q), self.num_heads),
-            split_heads(self.W_k(k), self.num_heads),
-            split_heads(self.W_v(v), self.num_heads),
+            common.split_heads(self.W_q(q), self.num_heads),
+            common.split_heads(self.W_k(k), self.num_heads),
+            common.split_heads(self.W_v(v), self.num_heads),
             None if mask is None else mask.unsqueeze(1),
         )  # [B, H, T, K] and [B, H, T, S]
         if self.published_head_join:
             joined = torch.cat(heads.unbind(dim=1), dim=0).view(*q.shape)
         else:
-            joined = join_heads(heads)
+            joined = common.join_heads(heads)
         return self.W_o(joined), weights.mean(dim=1)
 
 
@@ -118,7 +110,7 @@ class Layer(nn.Module):
         return self.norm3(x + self.dropout(self.feed_forward(x)))
 
 
-class Layers(EncoderDecoder):
+class Layers(common.EncoderDecoder):
     """Encoder layers, then decoder layers that attend to their output."""
 
     attention = MultiHeadAttention
@@ -164,15 +156,15 @@ def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
         linears = ("attention.W_q", "attention.W_k", "attention.W_v", "W_o")
         norms = [f"norm{index + 1}" for index in range(len(attentions) + 1)]
         network, layer = ("feed_forward.0", "feed_forward.2"), f"{stack}.{{layer}}"
-        found = layer_taps(
+        found = common.layer_taps(
             stack, layer, attentions, linears, network, norms, "post", softmax="attention"
         )
         # The notebook calls the inner attention once for each head.
         for site, tap in found.items():
             name = site.rpartition("/")[2]
             if name in by_head:
-                reshape = heads_joined if name in projected else None
+                reshape = common.heads_joined if name in projected else None
                 found[site] = tap._replace(reshape=reshape, is_by_head=True)
         return found
 
-    return both_stacks(config, in_stack, ("self_attention", "cross_attention"))
+    return common.both_stacks(config, in_stack, ("self_attention", "cross_attention"))

@@ -22,18 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.parity.references.common import (
-    ACTIVATIONS,
-    EncoderDecoder,
-    both_stacks,
-    concatenated_sinusoids,
-    interleaved_sinusoids,
-    join_heads,
-    layer_taps,
-    split_heads,
-    tie,
-    xavier_uniform,
-)
+from flaxformer_mt.parity.references import common
 from flaxformer_mt.parity.trace import Tap
 
 MASKED_SCORE = -1e18
@@ -53,9 +42,9 @@ class PositionalEncoding(nn.Module):
         if config.position_layout == "interleaved":
             pairs = torch.arange(self.dim // 2)
             frequencies = torch.exp(2 * pairs * -(math.log(10000.0) / self.dim))
-            table = interleaved_sinusoids(max_len, frequencies)
+            table = common.interleaved_sinusoids(max_len, frequencies)
         else:
-            table = concatenated_sinusoids(max_len, self.dim)
+            table = common.concatenated_sinusoids(max_len, self.dim)
         self.register_buffer("pe", table.unsqueeze(1))
 
     def forward(self, emb: Tensor) -> Tensor:
@@ -193,9 +182,9 @@ class MultiHeadedAttention(nn.Module):
 
     def forward(self, key: Tensor, query: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
         """[B, T, D] and the weights [B, H, T, S]; key [B, S, D], visible [B, 1 or T, S]."""
-        k = self.shared(split_heads(self.linear_keys(key), self.num_kv))
-        v = self.shared(split_heads(self.linear_values(key), self.num_kv))
-        q = split_heads(self.linear_query(query), self.head_count)
+        k = self.shared(common.split_heads(self.linear_keys(key), self.num_kv))
+        v = self.shared(common.split_heads(self.linear_values(key), self.num_kv))
+        q = common.split_heads(self.linear_query(query), self.head_count)
         if self.position_kind == "rotary":
             q, k = (rotated(x, self.rotary_interleave, self.rotary_theta) for x in (q, k))
         scores = (q / math.sqrt(self.dim_per_head)) @ k.transpose(2, 3)
@@ -205,7 +194,7 @@ class MultiHeadedAttention(nn.Module):
             scores = self.alibi(scores)
         # Published in float32, here in the dtype of the model.
         weights = self.softmax(scores.masked_fill(~visible.unsqueeze(1), MASKED_SCORE))
-        return self.final_linear(join_heads(self.dropout(weights) @ v)), weights
+        return self.final_linear(common.join_heads(self.dropout(weights) @ v)), weights
 
 
 class PositionwiseFeedForward(nn.Module):
@@ -218,7 +207,7 @@ class PositionwiseFeedForward(nn.Module):
         self.layer_norm = nn.LayerNorm(config.d_model, eps=config.norm_epsilon)
         self.dropout_1 = nn.Dropout(config.activation_dropout_rate)
         self.dropout_2 = nn.Dropout(config.dropout_rate)
-        self.activation = ACTIVATIONS[config.activation]
+        self.activation = common.ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, D] to [B, T, D]."""
@@ -287,7 +276,7 @@ class Stack(nn.Module):
         return self.layer_norm(x)
 
 
-class NMTModel(EncoderDecoder):
+class NMTModel(common.EncoderDecoder):
     """The whole model.
 
     The published source mask is by length, which for padding on the right equals that by `pad_id`;
@@ -305,7 +294,7 @@ class NMTModel(EncoderDecoder):
         self.encoder = Stack(config, source, "transformer", [*encoder])
         self.decoder = Stack(config, target, "transformer_layers", [*decoder])
         self.generator = nn.Linear(config.d_model, target)
-        xavier_uniform(self)
+        common.xavier_uniform(self)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 1 and name.endswith("bias"):
                 nn.init.zeros_(parameter)
@@ -315,7 +304,7 @@ class NMTModel(EncoderDecoder):
                 table = layers[0].self_attn.relative_attention_bias
                 for layer in layers:
                     layer.self_attn.relative_attention_bias = table
-        tie(
+        common.tie(
             config,
             self.encoder.embeddings.word_lut,
             self.decoder.embeddings.word_lut,
@@ -336,7 +325,7 @@ def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
             layer = f"{stack}.transformer_layers.{{layer}}"
             norms = [f"layer_norm_{index + 1}" for index in range(len(attentions))]
         site = f"{stack}/layers/{{layer}}"
-        found = layer_taps(
+        found = common.layer_taps(
             stack,
             layer,
             attentions,
@@ -357,4 +346,4 @@ def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
             found[f"{side}/embedded"] = Tap(f"{embeddings}.pe")
         return found
 
-    return both_stacks(config, in_stack, ("self_attn", "context_attn"))
+    return common.both_stacks(config, in_stack, ("self_attn", "context_attn"))

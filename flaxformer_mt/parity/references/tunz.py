@@ -15,16 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.parity.references.common import (
-    MASKED_SCORE,
-    EncoderDecoder,
-    attend,
-    both_stacks,
-    layer_taps,
-    not_future,
-    not_padding,
-    split_heads,
-)
+from flaxformer_mt.parity.references import common
 from flaxformer_mt.parity.trace import Tap
 
 NORM_EPSILON = 1e-6
@@ -69,11 +60,11 @@ class MultiHeadAttention(nn.Module):
 
     def forward(self, x: Tensor, memory: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
         """[B, T, D] and the weights [B, H, T, S]; memory [B, S, D], visible [B, 1 or T, S]."""
-        q = split_heads(self.linear_q(x), self.head_size) * self.scale
-        k = split_heads(self.linear_k(memory), self.head_size)
-        v = split_heads(self.linear_v(memory), self.head_size)
+        q = common.split_heads(self.linear_q(x), self.head_size) * self.scale
+        k = common.split_heads(self.linear_k(memory), self.head_size)
+        v = common.split_heads(self.linear_v(memory), self.head_size)
         scores = q @ k.transpose(2, 3)
-        context, weights = attend(scores, v, visible, self.att_dropout, MASKED_SCORE)
+        context, weights = common.attend(scores, v, visible, self.att_dropout, common.MASKED_SCORE)
         return self.output_layer(context), weights
 
 
@@ -121,7 +112,7 @@ class Stack(nn.Module):
         return self.last_norm(x)
 
 
-class Transformer(EncoderDecoder):
+class Transformer(common.EncoderDecoder):
     """The whole model; its output projection is always the target embedding.
 
     The published model has no number of heads: it has 8. Without inputs it has no encoder.
@@ -167,7 +158,7 @@ class Transformer(EncoderDecoder):
         """
         encoded: tuple[Tensor, ...] = ()
         if self.has_inputs and source is not None:
-            visible = not_padding(source, self.pad_id)
+            visible = common.not_padding(source, self.pad_id)
             x = self._embed(self.i_vocab_embedding, source) * self.emb_scale
             x = self.i_emb_dropout(x + self.get_position_encoding(source))
             encoded = self.encoder(x, visible), visible
@@ -176,7 +167,7 @@ class Transformer(EncoderDecoder):
         x = F.pad(x, (0, 0, 1, 0)) * self.emb_scale
         x = self.t_emb_dropout(x + self.get_position_encoding(target_input))
         # Padding stays visible to the target's self-attention: it stands behind every real token.
-        x = self.decoder(x, not_future(target_input), *encoded)
+        x = self.decoder(x, common.not_future(target_input), *encoded)
         return x @ self.t_vocab_embedding.weight.T
 
     def _embed(self, table: nn.Embedding, tokens: Tensor) -> Tensor:
@@ -210,7 +201,7 @@ def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
             f"{side}/embedding": Tap("", op="mul", call=first[side]),
             f"{side}/embedded": Tap("i_emb_dropout" if side == "source" else "t_emb_dropout"),
             f"{stack}/final_norm": Tap(f"{stack}.last_norm"),
-            **layer_taps(
+            **common.layer_taps(
                 stack,
                 f"{stack}.layers.{{layer}}",
                 attentions,
@@ -221,4 +212,4 @@ def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
             ),
         }
 
-    return both_stacks(config, in_stack, ("self_attention", "enc_dec_attention"))
+    return common.both_stacks(config, in_stack, ("self_attention", "enc_dec_attention"))

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
-from flaxformer_mt.parity.diagnosis.diagnose import Diagnosis
+from flaxformer_mt.parity.diagnosis.first_cause import Diagnosis
 from flaxformer_mt.parity.settings import SettingDifference
 from flaxformer_mt.parity.trajectories import Trajectory
 
@@ -255,5 +255,4 @@ def format_difference(value: float) -> str:
 
 
 def _largest(differences: Iterable[float]) -> float | None:
-    """Returns the maximum, NaN counting as inf; None if there are no values."""
     return max((math.inf if math.isnan(x) else float(x) for x in differences), default=None)

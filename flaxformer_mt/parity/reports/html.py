@@ -153,14 +153,12 @@ def _cell(content: str, attributes: str = "") -> str:
 
 
 def _breakable(text: str) -> str:
-    """Returns text as HTML in which names break between their parts, and not within."""
     return re.sub(
         r"(?<=\w/)(?=\w)|(?<=[A-Za-z]\.|\d\.)(?=[A-Za-z])|(?<=\w)(?=_\w)", "<wbr>", escape(text)
     )
 
 
 def _width(relative: float) -> float:
-    """Returns the width of a bar in percent: 0 for no difference, 100 for a non-finite one."""
     if not math.isfinite(relative):
         return 100.0
     inside = min(max(relative, _SMALLEST), _LARGEST)

@@ -11,7 +11,7 @@ from flax.traverse_util import flatten_dict
 from flaxformer_mt import interop
 from flaxformer_mt.parity import driver
 from flaxformer_mt.parity.compare_family import PUBLISHED_TABLES, diagnosis_inputs
-from flaxformer_mt.parity.diagnosis.diagnose import diagnose
+from flaxformer_mt.parity.diagnosis.first_cause import diagnose
 from flaxformer_mt.parity.diagnosis.inputs import select_rows
 from flaxformer_mt.parity.model_pair import OurModel
 from flaxformer_mt.parity.published import PublishedModel, Tables

@@ -119,7 +119,6 @@ class Search(NamedTuple):
     def _rounds(
         self, config: TransformerConfig, scored: Sequence[tuple[float, Change]]
     ) -> Iterator[list[Change]]:
-        """Yields changes of one setting, of another one than a given one, and of two."""
         changes = [
             Change({name: value})
             for name, values in self._alternatives(config).items()

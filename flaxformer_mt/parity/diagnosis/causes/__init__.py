@@ -3,7 +3,8 @@
 A cause is a function of the operation of our model at a site (`diagnosis/operations`) and a
 `SuspectSite`. It yields candidates: an operation that the reference may have instead, with a
 description. The prediction of each candidate is compared with the reference's value. To add a
-cause, write such a function and register it with `@cause` for the operation that it concerns:
+cause, write such a function and register it with `registry.cause` for the operation that it
+concerns:
 
     @cause(LayerNormalization)
     def mean_kept(norm: LayerNormalization, site: SuspectSite) -> Iterator[Candidate]:
@@ -24,22 +25,10 @@ from flaxformer_mt.parity.diagnosis.causes import (
     streams,
     sublayers,
 )
-from flaxformer_mt.parity.diagnosis.causes.registry import (
-    CAUSES,
-    Candidate,
-    SuspectSite,
-    candidates,
-    cause,
-)
 
 __all__ = [
-    "CAUSES",
-    "Candidate",
-    "SuspectSite",
     "attention",
     "attention_positions",
-    "candidates",
-    "cause",
     "embeddings",
     "losses",
     "norms",

@@ -7,14 +7,14 @@ import numpy as np
 
 from flaxformer_mt.parity.diagnosis.causes.registry import Candidate, SuspectSite, cause
 from flaxformer_mt.parity.diagnosis.causes.sublayers import active_dropout
-from flaxformer_mt.parity.diagnosis.operations.attention import (
+from flaxformer_mt.parity.diagnosis.operations import (
     JOINS,
     SPLITS,
     Context,
+    Given,
     Scores,
     Softmax,
 )
-from flaxformer_mt.parity.diagnosis.operations.base import Given
 
 
 @cause(Scores)

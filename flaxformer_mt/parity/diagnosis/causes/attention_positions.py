@@ -12,8 +12,7 @@ from flaxformer_mt.parity.diagnosis.causes.registry import (
     combinations,
     shown,
 )
-from flaxformer_mt.parity.diagnosis.operations.attention import Scores
-from flaxformer_mt.parity.diagnosis.operations.positions import BucketBias, LinearBias
+from flaxformer_mt.parity.diagnosis.operations import BucketBias, LinearBias, Scores
 
 
 @cause(Scores)
@@ -76,7 +75,6 @@ def linear_bias(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
 
 
 def _solved_slopes(scores: Scores, theirs: np.ndarray) -> np.ndarray:
-    """Solves for the slope of each head where scores are not masked."""
     unit = LinearBias(-np.ones(scores.num_heads)).values(*theirs.shape[2:])
     change = theirs - scores.but(bias=None).products()
     known = scores.mask() & np.isfinite(theirs)

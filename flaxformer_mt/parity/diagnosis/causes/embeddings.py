@@ -14,9 +14,9 @@ from flaxformer_mt.parity.diagnosis.causes.registry import (
     combinations,
     shown,
 )
-from flaxformer_mt.parity.diagnosis.operations.base import Given
-from flaxformer_mt.parity.diagnosis.operations.embeddings import (
+from flaxformer_mt.parity.diagnosis.operations import (
     AddPositions,
+    Given,
     Lookup,
     token_positions,
 )

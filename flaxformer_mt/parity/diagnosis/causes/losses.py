@@ -13,11 +13,11 @@ from flaxformer_mt.parity.diagnosis.causes.registry import (
     combinations,
     shown,
 )
-from flaxformer_mt.parity.diagnosis.operations.base import Given
-from flaxformer_mt.parity.diagnosis.operations.losses import (
+from flaxformer_mt.parity.diagnosis.operations import (
     CONVENTIONS,
     NO_PADDING,
     REDUCTIONS,
+    Given,
     Loss,
 )
 

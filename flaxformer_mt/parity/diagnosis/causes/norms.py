@@ -6,9 +6,7 @@ import numpy as np
 
 from flaxformer_mt.parity.diagnosis.causes.registry import Candidate, SuspectSite, cause
 from flaxformer_mt.parity.diagnosis.inputs import with_values
-from flaxformer_mt.parity.diagnosis.operations.base import Given
-from flaxformer_mt.parity.diagnosis.operations.norms import DIVISORS, LayerNormalization
-from flaxformer_mt.parity.diagnosis.operations.sublayers import Residual
+from flaxformer_mt.parity.diagnosis.operations import DIVISORS, Given, LayerNormalization, Residual
 from flaxformer_mt.parity.diagnosis.site_operations import normalization, operation
 
 EPSILONS = (1e-5, 1e-6, 1e-8, 1e-12, 1e-3, 0.0)
@@ -31,7 +29,6 @@ def epsilon_or_divisor(ours: LayerNormalization, site: SuspectSite) -> Iterator[
 
 
 def _solved_epsilon(ours: LayerNormalization, site: SuspectSite) -> list[float]:
-    """Solves for epsilon in the row with the smallest variance, where it matters most."""
     if site.theirs is None:
         return []
     directions = site.rows(ours.centered() * ours.scale)

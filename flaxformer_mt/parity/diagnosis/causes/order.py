@@ -10,10 +10,13 @@ import numpy as np
 from flaxformer_mt.parity.diagnosis import site_operations
 from flaxformer_mt.parity.diagnosis.causes.registry import Candidate, SuspectSite, cause
 from flaxformer_mt.parity.diagnosis.inputs import DiagnosisInputs, select_rows
-from flaxformer_mt.parity.diagnosis.operations.base import Given
-from flaxformer_mt.parity.diagnosis.operations.norms import LayerNormalization
-from flaxformer_mt.parity.diagnosis.operations.projections import LinearMap, Logits
-from flaxformer_mt.parity.diagnosis.operations.sublayers import Residual
+from flaxformer_mt.parity.diagnosis.operations import (
+    Given,
+    LayerNormalization,
+    LinearMap,
+    Logits,
+    Residual,
+)
 
 Streamed = LayerNormalization | LinearMap | Residual
 
@@ -81,7 +84,6 @@ def _groups(inputs: DiagnosisInputs, stack: str) -> list[str]:
 
 
 def _first(inputs: DiagnosisInputs, prefix: str, group: str) -> str:
-    """Returns the site that reads the input of a sub-layer."""
     if inputs.config.norm_position == "pre":
         return f"{prefix}/{group}_norm"
     return f"{prefix}/{group}/{'hidden' if group == 'feed_forward' else 'query'}"

@@ -7,11 +7,15 @@ import numpy as np
 from flaxformer_mt.parity.diagnosis import site_operations
 from flaxformer_mt.parity.diagnosis.causes.registry import Candidate, SuspectSite, cause
 from flaxformer_mt.parity.diagnosis.inputs import DiagnosisInputs, ParsedSite, with_values
-from flaxformer_mt.parity.diagnosis.operations.attention import Softmax
-from flaxformer_mt.parity.diagnosis.operations.base import Given, Operation
-from flaxformer_mt.parity.diagnosis.operations.norms import LayerNormalization
-from flaxformer_mt.parity.diagnosis.operations.projections import LinearMap, Logits
-from flaxformer_mt.parity.diagnosis.operations.sublayers import Residual
+from flaxformer_mt.parity.diagnosis.operations import (
+    Given,
+    LayerNormalization,
+    LinearMap,
+    Logits,
+    Operation,
+    Residual,
+    Softmax,
+)
 
 
 @cause(LinearMap)
@@ -138,7 +142,6 @@ def borrowed_sublayer(
 def _with_weights_of(
     inputs: DiagnosisInputs, own: ParsedSite, lender: ParsedSite
 ) -> DiagnosisInputs | None:
-    """Gives a sub-layer the weights of another one; None if these do not fit."""
     params = inputs.params
     own_path, their_path = (f"{each.stack}/layers/{each.group}/" for each in (own, lender))
     held = {path: weights.copy() for path, weights in params.items() if path.startswith(own_path)}
@@ -156,7 +159,6 @@ def _with_weights_of(
 
 
 def _lenders(own: ParsedSite, inputs: DiagnosisInputs) -> Iterator[tuple[str, ParsedSite]]:
-    """Yields the sites whose weights may be used by mistake: those that differ in one component."""
     if own.layer is None:
         return
     kernels = inputs.params

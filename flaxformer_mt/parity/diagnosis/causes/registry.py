@@ -15,7 +15,7 @@ from flaxformer_mt.parity.diagnosis.inputs import (
     real_rows,
     select_rows,
 )
-from flaxformer_mt.parity.diagnosis.operations.base import Operation
+from flaxformer_mt.parity.diagnosis.operations import Operation
 from flaxformer_mt.parity.diagnosis.site_operations import NotComputed
 
 

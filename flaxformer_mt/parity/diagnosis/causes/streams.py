@@ -6,10 +6,13 @@ from flaxformer_mt.parity.diagnosis import site_operations
 from flaxformer_mt.parity.diagnosis.causes.order import per_layer_memory
 from flaxformer_mt.parity.diagnosis.causes.registry import Candidate, SuspectSite, cause
 from flaxformer_mt.parity.diagnosis.inputs import parse_site
-from flaxformer_mt.parity.diagnosis.operations.base import Given
-from flaxformer_mt.parity.diagnosis.operations.norms import LayerNormalization
-from flaxformer_mt.parity.diagnosis.operations.projections import LinearMap, Logits
-from flaxformer_mt.parity.diagnosis.operations.sublayers import Residual
+from flaxformer_mt.parity.diagnosis.operations import (
+    Given,
+    LayerNormalization,
+    LinearMap,
+    Logits,
+    Residual,
+)
 
 
 @cause(Given)

@@ -6,11 +6,16 @@ import numpy as np
 
 from flaxformer_mt.parity.diagnosis import site_operations
 from flaxformer_mt.parity.diagnosis.causes.registry import Candidate, SuspectSite, cause
-from flaxformer_mt.parity.diagnosis.operations.attention import Scores
-from flaxformer_mt.parity.diagnosis.operations.base import Given, Operation
-from flaxformer_mt.parity.diagnosis.operations.losses import Loss
-from flaxformer_mt.parity.diagnosis.operations.projections import LinearMap
-from flaxformer_mt.parity.diagnosis.operations.sublayers import ACTIVATIONS, Activation, Residual
+from flaxformer_mt.parity.diagnosis.operations import (
+    ACTIVATIONS,
+    Activation,
+    Given,
+    LinearMap,
+    Loss,
+    Operation,
+    Residual,
+    Scores,
+)
 
 
 @cause(Residual)
