@@ -82,10 +82,8 @@ def check_family(
       seed: seed of the weights and the sentences.
       checkpoint: a file or folder with the weights (and sizes) of the reference.
       saved: what another program computed with the checkpoint, instead of a reference.
-      tables: exact tables of positions, or the published ones, rounded to float32. Default:
-        published with saved values, else exact.
-      **settings: fields of `TransformerConfig` that override the size, or that the checkpoint does
-        not determine.
+      tables: see `compare`; by default "published" with saved values, else "exact".
+      **settings: fields of `TransformerConfig` that override the size or the checkpoint.
 
     Raises:
       UserError: the family, a setting or the checkpoint is invalid.

@@ -156,11 +156,7 @@ class ModelPair(Pair):
         return {name: copied(tensor) for name, tensor in state.items() if id(tensor) not in trained}
 
     def outputs(self, batch: Tokens) -> dict[str, torch.Tensor]:
-        """Computes the logits [B, T, V] of the reference, differentiably.
-
-        Raises:
-          UserError: the module returns neither [B, T, V] nor [B*T, V].
-        """
+        """Computes the logits [B, T, V], differentiably; raises UserError if they are not that."""
         logits = self.forward(self.module, batch)
         rows = batch.target_output.shape
         vocabulary = self.ours.config.target_vocab_size or self.ours.config.d_model

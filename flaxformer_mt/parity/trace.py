@@ -298,11 +298,7 @@ def frozen_parameters(module: nn.Module) -> list[str]:
 
 
 def parameter_gradients(module: nn.Module, loss: torch.Tensor) -> dict[str, np.ndarray]:
-    """Returns the gradients of a loss by the name of the trained parameter, 0 where it is unused.
-
-    Raises:
-      UserError: no parameter is trained, or the loss is not differentiable.
-    """
+    """Returns a loss's gradients by the name of the trained parameter, 0 where it is unused."""
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if not parameters:
         raise UserError("all parameters of the module are frozen: call module.requires_grad_()")

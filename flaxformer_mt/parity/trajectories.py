@@ -149,15 +149,8 @@ def trajectory(
 ) -> Trajectory:
     """Trains a reference and our model side by side, without dropout; restores the module.
 
-    Args:
-      family: the weight map of the module.
-      module: the reference.
-      batches: used in turn; each new shape is compiled.
-      num_steps: N.
-      forward: how to run the module, as for `compare`.
-      recipe: loss, schedule and optimizer of both sides; by default the family's.
-      tolerance: relative tolerance; by default from `TOLERANCES`.
-      **overrides: settings that tensors do not determine, see `interop.load`.
+    The N = `num_steps` steps use `batches` in turn; each new shape is compiled. `tolerance` is
+    relative, by default from `TOLERANCES`; the other arguments are those of `compare`.
 
     Raises:
       UserError: the tensors are not the family's, or a batch is invalid.

@@ -33,15 +33,8 @@ _log = logging.getLogger(__name__)
 def to_image(attention: Attention, title: str, kind: str) -> bytes:
     """Returns an image with a grid of heads per kind, and the head of lowest entropy in large.
 
-    Characters that no installed font has are boxes, with a warning.
-
-    Args:
-      attention: of a sentence.
-      title: the heading.
-      kind: one of `drawing.IMAGES`.
-
-    Raises:
-      UserError: matplotlib is not installed.
+    `kind` is one of `drawing.IMAGES`. Characters that no installed font has are boxes, with a
+    warning.
     """
     figure = drawing.new_figure(13, 8)
     from matplotlib import rc_context

@@ -63,10 +63,7 @@ class AttentionPicture:
         return to_html(self.attention, self.title)
 
     def save(self, path: str | Path) -> None:
-        """Writes the picture to a file.
-
-        Args:
-          path: ends in .html: the page; .png, .svg or .pdf: an image of all heads.
+        """Writes the picture: a page (.html), or an image of all heads (.png, .svg, .pdf).
 
         Raises:
           UserError: the name has another ending, the file cannot be written, or an image is asked

@@ -56,11 +56,7 @@ FRAGMENT_STYLE = (
 
 
 def to_page(curves: Panels) -> str:
-    """Returns the page: one panel per metric, and a table of the best validations.
-
-    Raises:
-      UserError: matplotlib is not installed.
-    """
+    """Returns the page: one panel per metric, and a table of the best validations."""
     title = f"Training curves: {', '.join(curves.names())}"
     style = _STYLE % {"light": _variables(COLORS), "dark": _variables(_ON_DARK)}
     return "\n".join(
@@ -77,11 +73,7 @@ def to_page(curves: Panels) -> str:
 
 
 def to_fragment(curves: Panels) -> str:
-    """Returns the curves as an element of a page, which takes its colours from there.
-
-    Raises:
-      UserError: matplotlib is not installed.
-    """
+    """Returns the curves as an element of a page, which takes its colours from there."""
     return "\n".join(
         [
             f'<style>{FRAGMENT_STYLE}</style><div class="fmt-curves">',

@@ -20,11 +20,7 @@ FORMATS = (*IMAGES, "html")
 
 
 def format_of(path: Path) -> str:
-    """Returns the format that the name of an output file asks for.
-
-    Raises:
-      UserError: it is none of `FORMATS`.
-    """
+    """Returns the format that the name of an output file asks for, or raises UserError."""
     name = path.suffix.removeprefix(".").lower()
     if name not in FORMATS:
         endings = ", ".join(f".{each}" for each in FORMATS)
@@ -33,15 +29,7 @@ def format_of(path: Path) -> str:
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """Returns an empty figure of matplotlib.
-
-    Args:
-      width: in inches.
-      height: in inches.
-
-    Raises:
-      UserError: matplotlib is not installed.
-    """
+    """Returns an empty figure of matplotlib, sizes in inches; UserError if it is not installed."""
     try:
         from matplotlib.figure import Figure
         from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -61,10 +49,8 @@ def to_png(figure: "Figure") -> bytes:
 def to_inline_svg(figure: "Figure", name: str, colors: Mapping[str, str] = {}) -> str:
     """Returns a figure as a transparent `<svg>` element with selectable text.
 
-    Args:
-      figure: the figure.
-      name: makes the ids of the element unique in its page.
-      colors: what replaces colours of the figure (#rrggbb), such as `currentColor`.
+    `name` makes its ids unique in a page; `colors` replaces colours (#rrggbb), as by
+    `currentColor`.
     """
     from matplotlib import rc_context
 

@@ -126,11 +126,7 @@ class Panels:
         ]
 
     def figure(self) -> "Figure":
-        """Returns all panels as a figure of matplotlib.
-
-        Raises:
-          UserError: matplotlib is not installed.
-        """
+        """Returns all panels as a figure of matplotlib."""
         cells = len(self.metrics) + 1  # The last one is for the legend.
         num_rows = math.ceil(cells / _MAX_COLUMNS)
         columns = math.ceil(cells / num_rows)

@@ -5,12 +5,7 @@ from html import escape
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Returns a table that scrolls where it is too wide; the first cell of a row is its head.
-
-    Args:
-      heads: of the columns, as text.
-      rows: cells, as text.
-    """
+    """Returns a table that scrolls where it is too wide; the first cell of a row is its head."""
     head = "".join(f'<th scope="col">{escape(each)}</th>' for each in heads)
     body = "".join(_row(*row) for row in rows)
     return (

@@ -46,8 +46,8 @@ class ProgramValues:
     ) -> None:
         """Starts with the arguments of the program.
 
-        `sites` has the number of each site and output, `theirs` the values of the reference by site
-        and of repeated calls ("site#1").
+        `sites` has the numbers of sites and outputs, `theirs` also values of repeated calls
+        ("site#1").
         """
         self._program, self._sites, self._theirs = program, sites, theirs
         self._select, self._tolerance = select, tolerance

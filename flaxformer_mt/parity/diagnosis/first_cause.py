@@ -118,16 +118,9 @@ def _consequence(
 ) -> np.ndarray | None:
     """Computes the value at the site of the difference if the candidate holds at `site`.
 
-    Sites in between keep their values if they have a tap; the others are recomputed.
-
-    Args:
-      inputs: the inputs of the diagnosis.
-      site: where the candidate is assumed.
-      candidate: the candidate.
-      everywhere: assume the candidate with the same explanation at the following sites, too.
-
-    Returns:
-      The value; None if a shape differs or the inputs of a following site are unknown.
+    Sites in between keep their values if they have a tap; the others are recomputed, with
+    `everywhere` by the candidate with the same explanation. None if a shape differs or an input is
+    unknown.
     """
     value = candidate.operation.value()
     if site == inputs.site:

@@ -119,11 +119,7 @@ def with_values(inputs: DiagnosisInputs, values: Values) -> DiagnosisInputs:
 
 
 def parameter(inputs: DiagnosisInputs, path: str, layer: int | None = None) -> np.ndarray:
-    """Returns one of our parameters, of one layer if `layer` is given.
-
-    Raises:
-      KeyError: our model has no such parameter.
-    """
+    """Returns one of our parameters, of one layer if `layer` is given."""
     found = inputs.params[path]
     return found if layer is None else found[layer]
 

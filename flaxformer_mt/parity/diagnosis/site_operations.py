@@ -41,19 +41,14 @@ class NotComputed(Exception):
 def operation(inputs: DiagnosisInputs, site: str) -> Operation:
     """Returns the operation of our model at a site, applied to its values at earlier sites.
 
-    Raises:
-      NotComputed: it needs the input of the layers, and the model has no embeddings.
+    Raises `NotComputed` if it needs the input of the layers, and the model has no embeddings.
     """
     parsed = parse_site(site)
     return _OPERATIONS[parsed.part](inputs, parsed)
 
 
 def stack_input(inputs: DiagnosisInputs, stack: str) -> np.ndarray:
-    """Returns the input of a stack's first layer, [B, T, D].
-
-    Raises:
-      NotComputed: the model has no embeddings.
-    """
+    """Returns the input of a stack's first layer, [B, T, D], or raises `NotComputed`."""
     side = "source" if stack == "encoder" else "target"
     sites = (f"{stack}/embedding_norm", f"{side}/embedded", f"{side}/embedding")
     for site in sites:

@@ -57,8 +57,7 @@ class SublayerConnection(nn.Module):
 class MultiHeadedAttention(nn.Module):
     """H heads; `linears` project queries, keys, values and the joined heads.
 
-    H*d_k and H*d_v need not be D. The published module keeps the weights, after dropout, as an
-    attribute.
+    H*d_k and H*d_v need not be D. The published module also keeps the weights, after dropout.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -214,11 +213,7 @@ class Transformer(common.EncoderDecoder):
 
 
 def build(config: TransformerConfig, source_attention: SourceAttention = "src_attn") -> Transformer:
-    """Builds the reference with the sizes, the tied tables and the position base of `config`.
-
-    `annotated_wide_heads` is the same code, with d_k and d_v of its own and the attention's dropout
-    following the rate.
-    """
+    """Builds the reference with the sizes, the tied tables and the position base of `config`."""
     if config.d_model % 2:
         raise UserError(f"d_model={config.d_model}: the published positions need an even number")
     return Transformer(config, source_attention)

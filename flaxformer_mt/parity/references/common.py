@@ -74,10 +74,9 @@ class EncoderDecoder(nn.Module):
 
 @contextlib.contextmanager
 def _attention_weights(model: EncoderDecoder) -> Iterator[Attention]:
-    """Collects what the attention modules return.
+    """Collects what the attention modules return; PyTorch's own have to be asked for weights.
 
-    PyTorch's own have to be asked for weights. The hooks also keep its layers off the inference
-    fast path.
+    The hooks also keep PyTorch's layers off the inference fast path.
     """
     weights = Attention([], [], [])
 
@@ -131,12 +130,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Returns the joined heads [B, T, H*U], and the weights [B, H, T, S] before dropout.
 
-    Args:
-      scores: [B, H, T, S].
-      values: [B, H, S, U].
-      visible: bool [B, 1 or T, S], True = attend.
-      dropout: applied to the weights.
-      masked: the value of masked scores.
+    Scores are [B, H, T, S], values [B, H, S, U], `visible` is bool [B, 1 or T, S], True = attend,
+    and `masked` replaces masked scores.
     """
     weights = scores.masked_fill(~visible.unsqueeze(1), masked).softmax(dim=-1)
     return join_heads(dropout(weights) @ values), weights
@@ -193,11 +188,8 @@ def both_stacks(
 ) -> dict[str, Tap]:
     """Returns the taps of encoder and decoder.
 
-    Args:
-      config: the configuration of the model.
-      in_stack: returns the taps of a stack, for ("source", "encoder", its attentions) or ("target",
-        "decoder", ...).
-      attentions: the names of self- and of cross-attention in a layer.
+    `in_stack` returns those of a stack, for ("source", "encoder", its attentions) or ("target",
+    "decoder", ...); `attentions` are the names of self- and of cross-attention in a layer.
     """
     self_attention, cross_attention = attentions
     encoder = {"self_attention": self_attention}
@@ -218,7 +210,7 @@ def layer_taps(
     norm_position: str,
     softmax: str = "",
 ) -> dict[str, Tap]:
-    """Returns the taps of a layer.
+    """Returns the taps of a layer, whose module is `layer`.
 
     The sum of pre-norm, x + f(norm(x)), is an addition in the layer itself, that of post-norm the
     input of the norm.
@@ -256,13 +248,9 @@ def layer_taps(
 def attention_taps(
     site: str, linears: Sequence[str], softmax: str, call: int = 0
 ) -> dict[str, Tap]:
-    """Returns the taps inside an attention.
+    """Returns the taps inside an attention, of call number `call`.
 
-    Args:
-      site: of the attention.
-      linears: the modules that give query, key, value and output.
-      softmax: the module that takes the softmax.
-      call: the index of the call.
+    `linears` give query, key, value and output; `softmax` is the module that takes the softmax.
     """
     query, key, value, output = linears
     return {

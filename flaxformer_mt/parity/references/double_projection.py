@@ -43,10 +43,8 @@ class ScaledDotProductAttention(nn.Module):
 class MultiHeadAttention(nn.Module):
     """H heads, each of which gets a part of three projections.
 
-    Args:
-      published_head_join: put the heads together as the notebook does, along the batch axis, which
-        mixes sentences, heads and positions unless B = H = 1. False joins them along the features,
-        as in the paper.
+    `published_head_join` puts the heads together as the notebook does, along the batch axis, which
+    mixes sentences, heads and positions unless B = H = 1. False joins them along the features.
     """
 
     def __init__(self, config: TransformerConfig, published_head_join: bool) -> None:
@@ -62,10 +60,7 @@ class MultiHeadAttention(nn.Module):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """[B, T, D], and the weights averaged over heads [B, T, S]; mask [B, 1 or T, S].
-
-        The notebook discards the weights.
-        """
+        """[B, T, D], and the weights averaged over heads [B, T, S]; mask [B, 1 or T, S]."""
         heads, weights = self.attention(
             common.split_heads(self.W_q(q), self.num_heads),
             common.split_heads(self.W_k(k), self.num_heads),
@@ -129,8 +124,7 @@ class Layers(common.EncoderDecoder):
     def logits(self, source: Tensor, target_input: Tensor, *masks: Tensor) -> Tensor:
         """Returns the last layer's output [B, T, D] for vectors [B, S, D] and [B, T, D].
 
-        `masks` are those of source [B, 1, S] and target [B, T, T]: bool, True = attend. The weights
-        that `forward` returns on request are averaged over heads: [B, T, S].
+        `masks` are those of source [B, 1, S] and target [B, T, T]: bool, True = attend.
         """
         source_mask, target_mask = masks
         for layer in self.encoder:

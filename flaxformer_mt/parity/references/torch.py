@@ -50,12 +50,7 @@ class TokenEmbedding(nn.Module):
 
 
 class Seq2SeqTransformer(common.EncoderDecoder):
-    """The whole model.
-
-    Args:
-      config: the sizes and the open switches.
-      batch_first: the layout inside `transformer`; forward always takes and returns [B, ...].
-    """
+    """The whole model; `batch_first` is the layout inside `transformer`, forward has [B, ...]."""
 
     attention = nn.MultiheadAttention
 
@@ -117,9 +112,9 @@ build = Seq2SeqTransformer
 def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
     """Returns the taps of this reference or of a bare `torch.nn.Transformer`.
 
-    `torch.nn.MultiheadAttention` computes everything itself, without sub-modules. It multiplies
-    queries [B*H, T, K] by their scale and then with keys [B*H, K, S], at last weights with values
-    [B*H, S, K], and the context [T*B, H*K] with the output projection.
+    `torch.nn.MultiheadAttention` has no sub-modules. It multiplies queries [B*H, T, K] by their
+    scale and then with keys [B*H, K, S], at last weights with values [B*H, S, K], and the context
+    [T*B, H*K] with the output projection.
     """
     bare = isinstance(module, nn.Transformer)
     transformer: Any = module if bare else module.transformer

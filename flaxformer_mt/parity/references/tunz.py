@@ -153,8 +153,7 @@ class Transformer(common.EncoderDecoder):
     def logits(self, source: Tensor | None, target_input: Tensor, *masks: Tensor) -> Tensor:
         """Returns [B, T, V] for source [B, S], which a language model does not read.
 
-        What stands in the first column of `target_input` [B, T] is the zero vector. (The published
-        model takes the targets and shifts their embeddings, to the same effect.)
+        The first column of `target_input` [B, T] is the zero vector: the published model shifts.
         """
         encoded: tuple[Tensor, ...] = ()
         if self.has_inputs and source is not None:
@@ -176,8 +175,7 @@ class Transformer(common.EncoderDecoder):
     def get_position_encoding(self, tokens: Tensor) -> Tensor:
         """[1, T, D]: sines, then cosines, then a zero if D is odd.
 
-        The published code puts that zero on the wrong axis and fails for an odd D; tensor2tensor,
-        which it follows, has it here.
+        The published code puts that zero on the wrong axis; here it is where tensor2tensor has it.
         """
         position = torch.arange(tokens.size(1), device=tokens.device).to(self.inv_timescales)
         angles = position[:, None] * self.inv_timescales
@@ -191,8 +189,7 @@ build = Transformer
 def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
     """Returns the taps of `module`: where it computes each site of `parity.trace`.
 
-    The model scales embeddings itself: its multiplications are the source's, its angles', the
-    target's, its angles'.
+    Its multiplications are those of the source's embeddings, angles, target's embeddings, angles.
     """
     first = {"source": 0, "target": 2 if config.has_inputs else 0}
 

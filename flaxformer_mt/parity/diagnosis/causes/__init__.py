@@ -1,10 +1,8 @@
 """The known causes of a difference between a reference and our model.
 
-A cause is a function of the operation of our model at a site (`diagnosis/operations`) and a
-`SuspectSite`. It yields candidates: an operation that the reference may have instead, with a
-description. The prediction of each candidate is compared with the reference's value. To add a
-cause, write such a function and register it with `registry.cause` for the operation that it
-concerns:
+A cause is a function of our operation at a site (`diagnosis/operations.py`) and a `SuspectSite`. It
+yields candidates: operations that the reference may have instead, whose values are compared with
+the reference's. To add a cause, register such a function for the operation that it concerns:
 
     @cause(LayerNormalization)
     def mean_kept(norm: LayerNormalization, site: SuspectSite) -> Iterator[Candidate]:

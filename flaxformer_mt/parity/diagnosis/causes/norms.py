@@ -76,10 +76,7 @@ def narrow_norm(ours: LayerNormalization, site: SuspectSite) -> Iterator[Candida
 
 
 def _float32_errors(ours: LayerNormalization, site: SuspectSite) -> np.ndarray:
-    """Returns the largest errors of float32 statistics, relative to the divisor, [N, 1].
-
-    They grow with the mean: the numbers that are averaged are rounded relative to their size.
-    """
+    """Returns the largest errors of float32 statistics, relative to the divisor, [N, 1]."""
     divisor = site.rows(DIVISORS[ours.kind](ours.centered(), ours.epsilon))
     size = np.sqrt(np.mean(np.square(site.rows(ours.x)), axis=-1, keepdims=True))
     return 8 * np.finfo(np.float32).eps * np.maximum(1, size / divisor)

@@ -104,17 +104,10 @@ def _order(
     ends: Mapping[str, str],
     first: Callable[[str], str],
 ) -> list[str] | None:
-    """Returns the order in which the reference runs the parts of a chain.
+    """Returns the order in which the reference runs the parts of a chain that begins with `start`.
 
-    Args:
-      inputs: the values of both sides.
-      parts: the names of the parts.
-      start: the input of the chain.
-      ends: the site of each part's result.
-      first: returns the site in a part that reads its input.
-
-    Returns:
-      The names; None unless every part reads what exactly one other part, or the start, gives.
+    `ends` are the sites of the parts' results, and `first` gives the site in a part that reads its
+    input. None unless every part reads what exactly one other part, or the start, gives.
     """
     values = {name: inputs.theirs.get(ends[name]) for name in parts}
     order: list[str] = []

@@ -106,13 +106,7 @@ def dropout(operation: Operation, site: SuspectSite) -> Iterator[Candidate]:
 def active_dropout(
     ours: np.ndarray, theirs: np.ndarray, operation: Callable[[np.ndarray], Operation]
 ) -> Iterator[Candidate]:
-    """Yields the candidate that `theirs` is `ours` after dropout.
-
-    Args:
-      ours: any shape.
-      theirs: the same shape.
-      operation: builds the reference's operation from the value after dropout.
-    """
+    """Yields the candidate that `theirs` is `ours`, of the same shape, after dropout."""
     known = np.abs(ours) > 1e-3 * np.max(np.abs(ours), initial=0.0)
     ratios = theirs[known] / ours[known]
     kept = ratios > 0.5  # Dropped values are 0, kept ones are scaled up.
