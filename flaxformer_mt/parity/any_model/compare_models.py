@@ -15,7 +15,7 @@ from torch import nn
 
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.weight_maps.rules import TensorRule
-from flaxformer_mt.parity import driver
+from flaxformer_mt.parity import driver, sides
 from flaxformer_mt.parity.any_model import backward
 from flaxformer_mt.parity.any_model.program import TracedFunction, trace
 from flaxformer_mt.parity.any_model.program_values import ProgramValues
@@ -28,15 +28,6 @@ from flaxformer_mt.parity.any_model.weight_rules import (
 from flaxformer_mt.parity.diagnosis.findings import Select
 from flaxformer_mt.parity.reports.report import Report
 from flaxformer_mt.parity.rows import VALUES
-from flaxformer_mt.parity.sides import (
-    Pair,
-    copied,
-    precision,
-    restored,
-    run_ours,
-    run_reference,
-    without_dropout,
-)
 from flaxformer_mt.parity.trace import Tap, Values, comparable, frozen_parameters
 from flaxformer_mt.parity.trajectories import Optimizers, train_both
 
@@ -97,7 +88,7 @@ def compare_models(
         raise UserError(f"weights_of={weights_of!r}: choose module or function")
     dtype = _dtype(torch_module)
     inputs = _narrowed(batch if isinstance(batch, tuple) else (batch,), dtype)
-    with precision(dtype):
+    with sides.precision(dtype):
         like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), params)
         shapes = {path: leaf.shape for path, leaf in _by_path(like).items()}
         applied = weight_rules(
@@ -116,10 +107,14 @@ def compare_models(
         raise UserError("weights_of='function' needs arrays in params, not shapes")
     arguments, select = jax.tree.leaves(inputs), real or _everything
     steps = None
-    with precision(dtype), without_dropout(torch_module), pair.with_weights(given, dtype):
-        ours = run_ours(pair, arguments)
+    with (
+        sides.precision(dtype),
+        sides.without_dropout(torch_module),
+        pair.with_weights(given, dtype),
+    ):
+        ours = sides.run_ours(pair, arguments)
         taps = names if names is not None else _same_names(torch_module, ours.values)
-        theirs = run_reference(pair, arguments, taps, ours.values, names is not None)
+        theirs = sides.run_reference(pair, arguments, taps, ours.values, names is not None)
         if optimizers is not None and num_steps:
             both = Optimizers(optimizers[1], optimizers[0])
             steps = train_both(pair, dtype, [arguments], num_steps, both)
@@ -193,7 +188,7 @@ class _Function:
 
 
 @dataclasses.dataclass(frozen=True)
-class _FunctionPair(Pair):
+class _FunctionPair(sides.Pair):
     """A JAX function and a PyTorch module; batches are lists of the leaves of the arguments."""
 
     ours: _Function
@@ -207,7 +202,7 @@ class _FunctionPair(Pair):
         """Gives the module the weights of the function by path, if there are any."""
         tensors = dict(_tensors(self.module))
         arrays = {path: np.asarray(leaf, dtype) for path, leaf in given.items()}
-        with restored(self.module) if given else contextlib.nullcontext():
+        with sides.restored(self.module) if given else contextlib.nullcontext():
             with torch.no_grad():
                 for name, value in (self.ours.rules.to_module(arrays) if given else {}).items():
                     if name in tensors:
@@ -216,7 +211,7 @@ class _FunctionPair(Pair):
 
     def fixed(self) -> dict[str, np.ndarray]:
         trained = self.trained()
-        return {n: copied(t) for n, t in _tensors(self.module) if n not in trained}
+        return {n: sides.copied(t) for n, t in _tensors(self.module) if n not in trained}
 
     def outputs(self, batch: Sequence[Any]) -> dict[str, torch.Tensor]:
         program = self.ours.program

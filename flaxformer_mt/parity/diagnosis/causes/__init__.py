@@ -14,7 +14,6 @@ well, the first is reported.
 
 from flaxformer_mt.parity.diagnosis.causes import (
     attention,
-    attention_positions,
     embeddings,
     losses,
     norms,
@@ -26,7 +25,6 @@ from flaxformer_mt.parity.diagnosis.causes import (
 
 __all__ = [
     "attention",
-    "attention_positions",
     "embeddings",
     "losses",
     "norms",

@@ -10,9 +10,9 @@ import torch
 from flaxformer_mt.parity.diagnosis.causes.registry import (
     Candidate,
     SuspectSite,
+    alternatives,
     cause,
-    combinations,
-    shown,
+    several_switches,
 )
 from flaxformer_mt.parity.diagnosis.operations import (
     AddPositions,
@@ -28,12 +28,8 @@ def embedding_scale(lookup: Lookup, site: SuspectSite) -> Iterator[Candidate]:
     root = lookup.table.shape[1] ** 0.5
     listed = {"1": 1.0, "sqrt(D)": root, "D": root**2, "1 / sqrt(D)": 1 / root}
     solved = site.solved_scale(lookup.but(scale=1.0).value())
-    for name, scale in (listed | solved).items():
-        yield Candidate(
-            "embedding scale",
-            f"the reference multiplies embeddings by {name}, ours by {lookup.scale:g}",
-            lookup.but(scale=scale),
-        )
+    words = f"the reference multiplies embeddings by {{}}, ours by {lookup.scale:g}"
+    yield from alternatives(lookup, "embedding scale", words, "scale", listed | solved)
 
 
 @cause(Lookup)
@@ -52,12 +48,8 @@ def shifted_tokens(lookup: Lookup, site: SuspectSite) -> Iterator[Candidate]:
     )
     if site.parsed.stack == "decoder":
         shifted["the targets to be predicted"] = site.inputs.target_output
-    for what, tokens in shifted.items():
-        yield Candidate(
-            "shifted tokens",
-            f"the reference's {site.parsed.stack} tokens are {what}",
-            lookup.but(tokens=tokens),
-        )
+    words = f"the reference's {site.parsed.stack} tokens are {{}}"
+    yield from alternatives(lookup, "shifted tokens", words, "tokens", shifted)
 
 
 @cause(Lookup)
@@ -83,13 +75,10 @@ def wrong_table(lookup: Lookup, site: SuspectSite) -> Iterator[Candidate]:
         "target embedding": params.get("target_embedding/embedding"),
         "output matrix": params["output/kernel"].T if "output/kernel" in params else None,
     }
-    for name, table in tables.items():
-        if table is not None and lookup.tokens.max() < len(table):
-            yield Candidate(
-                "wrong embedding table",
-                f"the reference looks {site.parsed.stack} tokens up in the {name}",
-                lookup.but(table=table),
-            )
+    last = lookup.tokens.max()
+    tables = {name: x for name, x in tables.items() if x is not None and last < len(x)}
+    words = f"the reference looks {site.parsed.stack} tokens up in the {{}}"
+    yield from alternatives(lookup, "wrong embedding table", words, "table", tables)
 
 
 @cause(AddPositions)
@@ -112,12 +101,8 @@ def position_counting(added: AddPositions, site: SuspectSite) -> Iterator[Candid
         "columns, padding included": np.arange(length)[None],
         "from the end of the row": np.arange(length)[None, ::-1],
     }
-    for what, positions in counted.items():
-        yield Candidate(
-            "position counting",
-            f"the reference's positions count {what}",
-            added.but(positions=positions),
-        )
+    words = "the reference's positions count {}"
+    yield from alternatives(added, "position counting", words, "positions", counted)
 
 
 @cause(AddPositions)
@@ -137,16 +122,8 @@ def position_table(added: AddPositions, site: SuspectSite) -> Iterator[Candidate
     }
     if added.learned is not None:
         choices = {"offset": choices["offset"]}
-    ours = {name: getattr(added, name) for name in choices}
-    for change in combinations(ours, choices, most=len(choices)):
-        yield Candidate(
-            " and ".join(names[name] for name in change),
-            "; ".join(
-                f"the reference's position {name} is {shown(value)}, ours {shown(ours[name])}"
-                for name, value in change.items()
-            ),
-            added.but(**change),
-        )
+    for name, words, change in several_switches("position", added, names, choices, len(choices)):
+        yield Candidate(name, words, added.but(**change))
 
 
 @cause(AddPositions)
@@ -191,13 +168,11 @@ def positions_scaled(added: AddPositions, site: SuspectSite) -> Iterator[Candida
         difference = site._replace(theirs=site.theirs - added.embedding)
         vectors = np.broadcast_to(added.vectors(), added.embedding.shape)
         solved = difference.solved_scale(vectors)
-    for name, scale in (listed | solved).items():
-        yield Candidate(
-            "positions scaled",
-            f"the reference multiplies positions by {name}, as if they were added before the "
-            "embeddings are scaled; ours does not",
-            added.but(scale=scale),
-        )
+    words = (
+        "the reference multiplies positions by {}, as if they were added before the embeddings are "
+        "scaled; ours does not"
+    )
+    yield from alternatives(added, "positions scaled", words, "scale", listed | solved)
 
 
 @cause(AddPositions)

@@ -5,7 +5,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from flaxformer_mt.parity.diagnosis import site_operations
-from flaxformer_mt.parity.diagnosis.causes.registry import Candidate, SuspectSite, cause
+from flaxformer_mt.parity.diagnosis.causes.registry import (
+    Candidate,
+    SuspectSite,
+    alternatives,
+    cause,
+)
 from flaxformer_mt.parity.diagnosis.inputs import DiagnosisInputs, ParsedSite, with_values
 from flaxformer_mt.parity.diagnosis.operations import (
     Given,
@@ -71,18 +76,12 @@ def attended(linear: LinearMap, site: SuspectSite) -> Iterator[Candidate]:
     if not found.reads_the_encoder:
         return
     not_normalized = site_operations.stack_output(inputs, "encoder", normalized=False)
+    decoder = site_operations.sublayer_operand(inputs, found)
+    embeddings = site_operations.stack_input(inputs, "encoder")
     others = [
         ("final norm missing", "the encoder's output before its final norm", not_normalized),
-        (
-            "attends to the decoder",
-            "the decoder itself",
-            site_operations.sublayer_operand(inputs, found),
-        ),
-        (
-            "attends to the embeddings",
-            "the input of the encoder",
-            site_operations.stack_input(inputs, "encoder"),
-        ),
+        ("attends to the decoder", "the decoder itself", decoder),
+        ("attends to the embeddings", "the input of the encoder", embeddings),
     ]
     for name, words, x in others:
         yield Candidate(
@@ -162,20 +161,16 @@ def _lenders(own: ParsedSite, inputs: DiagnosisInputs) -> Iterator[tuple[str, Pa
     if own.layer is None:
         return
     kernels = inputs.params
-    lenders = [
-        *(("wrong projection", own._replace(part=part)) for part in ("query", "key", "value")),
-        *(
-            ("wrong attention", own._replace(group=group))
-            for group in ("self_attention", "cross_attention")
-        ),
-        *(
-            ("wrong layer", own._replace(layer=layer))
-            for layer in range(len(kernels[f"{own.path}/kernel"]))
-        ),
+    choices = [
+        ("wrong projection", "part", ("query", "key", "value")),
+        ("wrong attention", "group", ("self_attention", "cross_attention")),
+        ("wrong layer", "layer", range(len(kernels[f"{own.path}/kernel"]))),
     ]
-    for name, lender in lenders:
-        if lender != own and f"{lender.path}/kernel" in kernels:
-            yield name, lender
+    for name, component, values in choices:
+        for value in values:
+            lender = own._replace(**{component: value})
+            if lender != own and f"{lender.path}/kernel" in kernels:
+                yield name, lender
 
 
 @cause(LinearMap)
@@ -185,17 +180,13 @@ def feed_forward_replaced(linear: LinearMap, site: SuspectSite) -> Iterator[Cand
     if (found.group, found.part) != ("feed_forward", "output"):
         return
     x = site_operations.sublayer_operand(inputs, found)
-    others = {"nothing": Given(x), "zeros": Given(np.zeros_like(x))}
+    others = {"nothing": x, "zeros": np.zeros_like(x)}
     embedded = "source/embedded" if found.stack == "encoder" else "target/embedded"
     if embedded in inputs.ours:
         positions = site_operations.operation(inputs, embedded).but(embedding=x)
-        others["a positional encoding"] = Given(positions.value())
-    for name, operation in others.items():
-        yield Candidate(
-            "feed-forward replaced",
-            f"the reference has {name} in place of the feed-forward network",
-            operation,
-        )
+        others["a positional encoding"] = positions.value()
+    words = "the reference has {} in place of the feed-forward network"
+    yield from alternatives(Given(x), "feed-forward replaced", words, "result", others)
 
 
 @cause(Logits)
@@ -204,12 +195,8 @@ def logit_scale(logits: Logits, site: SuspectSite) -> Iterator[Candidate]:
     root = logits.x.shape[-1] ** 0.5
     listed = {"1": 1.0, "1 / sqrt(D)": 1 / root, "sqrt(D)": root, "1 / D": root**-2}
     solved = site.solved_scale(logits.but(scale=1.0).value())
-    for name, scale in (listed | solved).items():
-        yield Candidate(
-            "logit scale",
-            f"the reference multiplies logits by {name}, ours by {logits.scale:g}",
-            logits.but(scale=scale),
-        )
+    words = f"the reference multiplies logits by {{}}, ours by {logits.scale:g}"
+    yield from alternatives(logits, "logit scale", words, "scale", listed | solved)
 
 
 @cause(Logits)
@@ -234,13 +221,9 @@ def wrong_output(logits: Logits, site: SuspectSite) -> Iterator[Candidate]:
 def softmax_in_the_output(logits: Logits, site: SuspectSite) -> Iterator[Candidate]:
     """A softmax is part of the output."""
     probabilities = Softmax(logits.value()).value()
-    for name, result in {
-        "log-probabilities": np.log(probabilities),
-        "probabilities": probabilities,
-    }.items():
-        yield Candidate(
-            "softmax in the output", f"the reference returns {name}, ours logits", Given(result)
-        )
+    results = {"log-probabilities": np.log(probabilities), "probabilities": probabilities}
+    words = "the reference returns {}, ours logits"
+    yield from alternatives(Given(probabilities), "softmax in the output", words, "result", results)
 
 
 @cause(LinearMap)

@@ -5,7 +5,12 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from flaxformer_mt.parity.diagnosis import site_operations
-from flaxformer_mt.parity.diagnosis.causes.registry import Candidate, SuspectSite, cause
+from flaxformer_mt.parity.diagnosis.causes.registry import (
+    Candidate,
+    SuspectSite,
+    alternatives,
+    cause,
+)
 from flaxformer_mt.parity.diagnosis.operations import (
     ACTIVATIONS,
     Activation,
@@ -71,12 +76,9 @@ def residual_scale(residual: Residual, site: SuspectSite) -> Iterator[Candidate]
 @cause(Activation)
 def other_activation(activation: Activation, site: SuspectSite) -> Iterator[Candidate]:
     """Another activation."""
-    for kind in ACTIVATIONS:
-        yield Candidate(
-            "activation",
-            f"the reference's activation is {kind}, ours {activation.kind}",
-            activation.but(kind=kind),
-        )
+    words = f"the reference's activation is {{}}, ours {activation.kind}"
+    kinds = {kind: kind for kind in ACTIVATIONS}
+    yield from alternatives(activation, "activation", words, "kind", kinds)
 
 
 @cause(LinearMap)
