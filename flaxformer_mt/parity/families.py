@@ -41,7 +41,6 @@ SIZES: dict[Size, dict[str, int]] = {
     # The other sizes are those of the preset, usually D 512, F 2048, H 8 and 6 + 6 layers.
     "base": {"source_vocab_size": 4001, "target_vocab_size": 3989},
 }
-"""Sizes of references with random weights."""
 
 # Heads whose width is not D / H.
 _TOY_HEADS = {

@@ -140,7 +140,6 @@ class ModelPair(Pair):
 
     ours: OurModel
     params: Mapping[str, Any]
-    """Our parameters, as returned by `interop.load`."""
     module: nn.Module
     forward: Forward
 

@@ -53,7 +53,6 @@ class Site(NamedTuple):
 
     name: str
     path: str
-    """Path in the intermediates."""
     call: int
     """Index among the values recorded at the path."""
     layer: int | None

@@ -33,7 +33,6 @@ from flaxformer_mt.parity.recipes import Recipe
 from flaxformer_mt.training.optimizer import make_optimizer, make_schedule
 
 TOLERANCES = {"float64": 1e-8, "float32": 1e-3}
-"""Relative tolerance of the loss of a step."""
 
 
 class Curves(NamedTuple):

@@ -1,13 +1,12 @@
 """Training curves as a self-contained web page, and as HTML for a notebook."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
 from flaxformer_mt.plotting import drawing
 from flaxformer_mt.plotting.history import History, Row
 from flaxformer_mt.plotting.panels import COLORS, INK, Panels, Style, described
-from flaxformer_mt.plotting.tables import table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -146,3 +145,18 @@ def value_of(row: Row, name: str) -> str:
     """Returns a metric as a cell of the table."""
     value = row.get(name)
     return "–" if value is None else described(name).format(value)
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Returns a table that scrolls where it is too wide; the first cell of a row is its head."""
+    head = "".join(f'<th scope="col">{escape(each)}</th>' for each in heads)
+    body = "".join(_table_row(*row) for row in rows)
+    return (
+        '<div class="scroll" role="region" aria-label="Table" tabindex="0"><table>'
+        f"<thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>"
+    )
+
+
+def _table_row(head: str, *cells: str) -> str:
+    columns = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+    return f'<tr><th scope="row">{escape(head)}</th>{columns}</tr>\n'

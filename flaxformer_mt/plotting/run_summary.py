@@ -8,9 +8,8 @@ from typing import Any
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.plotting.curves import METRICS, plot_curves
-from flaxformer_mt.plotting.curves_page import FRAGMENT_STYLE, to_fragment, value_of
+from flaxformer_mt.plotting.curves_page import FRAGMENT_STYLE, table, to_fragment, value_of
 from flaxformer_mt.plotting.panels import described
-from flaxformer_mt.plotting.tables import table
 from flaxformer_mt.runs.folder import read_config
 
 _SHOWN_ROWS = 20

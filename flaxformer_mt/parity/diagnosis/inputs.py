@@ -12,7 +12,10 @@ from flaxformer_mt.parity.trace import Values
 
 
 class DiagnosisInputs(NamedTuple):
-    """The values of both sides around the first difference; all earlier sites agree."""
+    """The values of both sides around the first difference; all earlier sites agree.
+
+    Tokens are int [B, S] and [B, T], the masks of real ones bool.
+    """
 
     site: str
     """The first site out of tolerance; "loss" if all sites agree and the losses do not."""
@@ -20,27 +23,18 @@ class DiagnosisInputs(NamedTuple):
     params: Mapping[str, np.ndarray]
     """Our parameters by path, with a leading axis L below "layers"."""
     source: np.ndarray
-    """int [B, S] tokens."""
     target_input: np.ndarray
-    """int [B, T] tokens."""
     target_output: np.ndarray
-    """int [B, T] tokens."""
     real_source: np.ndarray
-    """bool [B, S], False for padding."""
     real_target: np.ndarray
-    """bool [B, T], False for padding."""
     ours: Values
     """Our values by site, "logits" among them."""
     theirs: Values
     """The reference's values by site, where it has taps."""
     tolerance: float
-    """The tolerance relative to the largest magnitude."""
     loss: float
-    """The reference's loss per token."""
     convention: str
-    """Our convention of label smoothing."""
     smoothing: float
-    """e of the label smoothing."""
     again: Mapping[str, np.ndarray] = MappingProxyType({})
     """The reference's values of further calls, see `trace.ModuleValues.again`."""
 

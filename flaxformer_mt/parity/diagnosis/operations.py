@@ -77,7 +77,6 @@ class AddPositions(Operation):
     base: float
     offset: int
     scale: float = 1.0
-    """Factor of the position vectors."""
 
     def vectors(self) -> np.ndarray:
         """The position vectors, [B, T, D] or [1, T, D]; NaN past the end of a learned table."""
@@ -162,7 +161,6 @@ class BucketBias(ScoreBias):
     mirrored: bool = False
     """Use the distance from key to query instead."""
     scale: float = 1.0
-    """The factor of the bias."""
 
     def values(self, queries: int, keys: int) -> np.ndarray:
         """[H, T, S]."""
@@ -231,9 +229,7 @@ class Scores(Operation):
     adds_fill: bool = False
     """... or, if True, the value added to it."""
     rotation: Rotation | None = None
-    """Applied to queries and keys."""
     bias: ScoreBias | None = None
-    """Added to the scaled products."""
 
     def mask(self) -> np.ndarray:
         """The combined mask, bool [B, 1, T, S], True = attend."""
@@ -409,7 +405,6 @@ class Activation(Operation):
     kind: str
     """A key of `ACTIVATIONS`."""
     gate: np.ndarray | None = None
-    """[B, T, F], or None."""
 
     def value(self) -> np.ndarray:
         """[B, T, F]."""

@@ -290,4 +290,3 @@ _OPERATIONS: dict[str, Callable[[DiagnosisInputs, ParsedSite], Operation]] = {
     "logits": _logits,
     "loss": _loss,
 }
-"""The function that builds the operation, by the last component of the site."""

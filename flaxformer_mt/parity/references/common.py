@@ -23,7 +23,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
     "silu": F.silu,
 }
-"""Activations by their names in `TransformerConfig.activation`."""
 
 
 class Attention(NamedTuple):

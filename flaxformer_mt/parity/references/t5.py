@@ -16,12 +16,8 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.interop.families.t5 import ACTIVATIONS
 from flaxformer_mt.parity.references.common import both_stacks, layer_taps
-from flaxformer_mt.parity.references.marian import Forward
+from flaxformer_mt.parity.references.marian import with_our_forward
 from flaxformer_mt.parity.trace import Tap
-
-
-class T5(Forward, T5ForConditionalGeneration):
-    """`T5ForConditionalGeneration` with the `forward` of the other references."""
 
 
 class _WideNorm(T5LayerNorm):
@@ -33,7 +29,7 @@ class _WideNorm(T5LayerNorm):
         return self.weight * hidden_states * torch.rsqrt(mean_square + self.variance_epsilon)
 
 
-def build(config: TransformerConfig) -> T5:
+def build(config: TransformerConfig) -> nn.Module:
     """Builds the reference with the sizes, tying, activation, gate and buckets of `config`.
 
     Hugging Face's norms are always float32. In a float64 model they are float64, since nothing
@@ -47,7 +43,7 @@ def build(config: TransformerConfig) -> T5:
         "tie_word_embeddings": config.scale_logits,
         "decoder_start_token_id": config.bos_id,
     }
-    model = T5(
+    model = with_our_forward(T5ForConditionalGeneration)(
         T5Config(
             vocab_size=config.target_vocab_size,
             d_model=config.d_model,

@@ -28,7 +28,6 @@ class AcceptedDifference(NamedTuple):
 
     site: str
     largest: float
-    """The largest relative difference."""
     reason: str
 
 

@@ -32,7 +32,6 @@ _NUMBERS: dict[str, tuple[float, ...]] = {
     "position_offset": (0, 1, 2, 3, 4),
     "relative_position_max_distance": (8, 16, 32, 64, 128, 256, 512),
 }
-"""Values of numbers that published models have."""
 _MAX_HEADS = 64
 _PROMISING = 8
 """How many of the changes of one setting are tried together with those of another: the ones that

@@ -5,7 +5,7 @@ yields candidates: operations that the reference may have instead, whose values 
 the reference's. To add a cause, register such a function for the operation that it concerns:
 
     @cause(LayerNormalization)
-    def mean_kept(norm: LayerNormalization, site: SuspectSite) -> Iterator[Candidate]:
+    def _mean_kept(norm: LayerNormalization, site: SuspectSite) -> Iterator[Candidate]:
         yield Candidate("mean kept", "the reference does not center", norm.but(centers=False))
 
 Register specific causes before general ones: of two candidates that explain a difference equally

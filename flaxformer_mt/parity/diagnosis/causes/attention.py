@@ -29,8 +29,7 @@ from flaxformer_mt.parity.diagnosis.operations import (
 
 
 @cause(Scores)
-def attention_scale(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
-    """Another factor of the scores: 1, 1 / K, 1 / sqrt(D), or solved for."""
+def _attention_scale(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
     features = scores.query.shape[-1]
     width = features // scores.num_heads
     ours = "1 / sqrt(K)" if site.inputs.config.scale_scores else "1"
@@ -50,8 +49,7 @@ def attention_scale(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
 
 
 @cause(Scores)
-def padding_mask(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
-    """A missing, inverted or additional padding mask."""
+def _padding_mask(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
     everything = np.ones_like(scores.padding)
     yield Candidate(
         "missing padding mask",
@@ -73,8 +71,7 @@ def padding_mask(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
 
 
 @cause(Scores)
-def causal_mask(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
-    """A missing, shifted, inverted or additional causal mask."""
+def _causal_mask(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
     everything = np.ones_like(scores.causal)
     if scores.causal.all():
         yield Candidate(
@@ -100,8 +97,7 @@ def causal_mask(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
 
 
 @cause(Scores)
-def inverted_mask(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
-    """The complement of the combined mask."""
+def _inverted_mask(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
     yield Candidate(
         "inverted mask",
         "the reference's mask is the complement of ours",
@@ -110,8 +106,7 @@ def inverted_mask(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
 
 
 @cause(Scores)
-def mask_value(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
-    """Masked scores are replaced by, or increased by, a finite number."""
+def _mask_value(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
     for adds, words in ((False, "replaced by"), (True, "increased by")):
         listed = [-10.0, -100.0, -1e4, 0.0, 1e9]
         for fill in dict.fromkeys([*listed, *_solved_fill(scores, site, adds)]):
@@ -133,8 +128,7 @@ def _solved_fill(scores: Scores, site: SuspectSite, adds: bool) -> list[float]:
 
 
 @cause(Scores)
-def narrow_scores(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
-    """The same scores, cast to float32 before the softmax as in mixed precision."""
+def _narrow_scores(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
     if site.theirs is None or site.inputs.config.dtype != "float64":
         return
     ours, theirs = scores.value(), site.theirs
@@ -151,8 +145,7 @@ def narrow_scores(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
 
 @cause(Scores)
 @cause(Context)
-def split_heads(attention: Scores | Context, site: SuspectSite) -> Iterator[Candidate]:
-    """Another split of queries and keys, or of values, into heads."""
+def _split_heads(attention: Scores | Context, site: SuspectSite) -> Iterator[Candidate]:
     words = f"the reference splits into heads as ({{}}), ours as ({attention.split})"
     splits = {split: split for split in SPLITS}
     yield from alternatives(attention, "head order", words, "split", splits)
@@ -160,8 +153,7 @@ def split_heads(attention: Scores | Context, site: SuspectSite) -> Iterator[Cand
 
 @cause(Scores)
 @cause(Context)
-def tiled_heads(attention: Scores | Context, site: SuspectSite) -> Iterator[Candidate]:
-    """Another assignment of the query heads to fewer heads of keys and values."""
+def _tiled_heads(attention: Scores | Context, site: SuspectSite) -> Iterator[Candidate]:
     if 1 < attention.kv_heads < attention.num_heads:
         yield Candidate(
             "tiled key/value heads",
@@ -171,8 +163,7 @@ def tiled_heads(attention: Scores | Context, site: SuspectSite) -> Iterator[Cand
 
 
 @cause(Scores)
-def swapped_query_and_key(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
-    """Queries and keys are swapped."""
+def _swapped_query_and_key(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
     if scores.query.shape == scores.key.shape:
         yield Candidate(
             "swapped query and key",
@@ -182,8 +173,7 @@ def swapped_query_and_key(scores: Scores, site: SuspectSite) -> Iterator[Candida
 
 
 @cause(Softmax)
-def query_without_any_key(softmax: Softmax, site: SuspectSite) -> Iterator[Candidate]:
-    """What a query gets whose keys are all masked: the mean of all values, or NaN."""
+def _query_without_any_key(softmax: Softmax, site: SuspectSite) -> Iterator[Candidate]:
     without = np.all(np.isneginf(softmax.scores), axis=-1, keepdims=True)
     count = int(np.sum(site.rows(without).any(axis=(1, 2))))
     if not count:
@@ -203,8 +193,7 @@ def query_without_any_key(softmax: Softmax, site: SuspectSite) -> Iterator[Candi
 
 
 @cause(Softmax)
-def softmax_axis(softmax: Softmax, site: SuspectSite) -> Iterator[Candidate]:
-    """A softmax over queries, heads or sentences."""
+def _softmax_axis(softmax: Softmax, site: SuspectSite) -> Iterator[Candidate]:
     # Where everything is masked, the finite fill values of published masks give equal weights.
     scores = np.maximum(softmax.scores, -1e9)
     for axis, over in ((-2, "queries"), (1, "heads"), (0, "sentences")):
@@ -216,8 +205,7 @@ def softmax_axis(softmax: Softmax, site: SuspectSite) -> Iterator[Candidate]:
 
 
 @cause(Softmax)
-def scaled_weights(softmax: Softmax, site: SuspectSite) -> Iterator[Candidate]:
-    """Attention weights scaled after the softmax."""
+def _scaled_weights(softmax: Softmax, site: SuspectSite) -> Iterator[Candidate]:
     weights = softmax.value()
     for name, scale in site.solved_scale(weights).items():
         yield Candidate(
@@ -228,8 +216,7 @@ def scaled_weights(softmax: Softmax, site: SuspectSite) -> Iterator[Candidate]:
 
 
 @cause(Context)
-def join_heads(context: Context, site: SuspectSite) -> Iterator[Candidate]:
-    """Another way to join heads, possibly with another split of the values."""
+def _join_heads(context: Context, site: SuspectSite) -> Iterator[Candidate]:
     for split, join in itertools.product(SPLITS, JOINS):
         also = "" if split == context.split else f" and splits values as ({split})"
         yield Candidate(
@@ -240,8 +227,7 @@ def join_heads(context: Context, site: SuspectSite) -> Iterator[Candidate]:
 
 
 @cause(Context)
-def other_values_or_weights(context: Context, site: SuspectSite) -> Iterator[Candidate]:
-    """Sums of keys instead of values, or transposed or averaged weights."""
+def _other_values_or_weights(context: Context, site: SuspectSite) -> Iterator[Candidate]:
     keys = site.inputs.ours[f"{site.parsed.prefix}/{site.parsed.group}/key"]
     yield Candidate(
         "keys for values", "the reference averages keys, ours values", context.but(values=keys)
@@ -261,8 +247,7 @@ def other_values_or_weights(context: Context, site: SuspectSite) -> Iterator[Can
 
 
 @cause(Context)
-def attention_dropout(context: Context, site: SuspectSite) -> Iterator[Candidate]:
-    """Dropout of attention weights; detectable if a head has more features than keys."""
+def _attention_dropout(context: Context, site: SuspectSite) -> Iterator[Candidate]:
     if site.theirs is None:
         return
     attended = np.max(context.weights, axis=(1, 2))[:, None, :, None] > 0
@@ -275,8 +260,7 @@ def attention_dropout(context: Context, site: SuspectSite) -> Iterator[Candidate
 
 
 @cause(Scores)
-def rotation(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
-    """Another layout, base or direction of the rotation, or none."""
+def _rotation(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
     ours = scores.rotation
     if ours is None:
         return
@@ -296,8 +280,7 @@ def rotation(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
 
 
 @cause(Scores)
-def linear_bias(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
-    """Other slopes of ALiBi, the same in another order, or no bias."""
+def _linear_bias(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
     ours = scores.bias
     if not isinstance(ours, LinearBias):
         return
@@ -337,8 +320,7 @@ def _solved_slopes(scores: Scores, theirs: np.ndarray) -> np.ndarray:
 
 
 @cause(Scores)
-def bucket_bias(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
-    """Another rule of T5's buckets, another factor of the bias, or no bias."""
+def _bucket_bias(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
     ours = scores.bias
     if not isinstance(ours, BucketBias):
         return

@@ -23,8 +23,7 @@ from flaxformer_mt.parity.diagnosis.operations import (
 
 
 @cause(Lookup)
-def embedding_scale(lookup: Lookup, site: SuspectSite) -> Iterator[Candidate]:
-    """Another factor: 1, sqrt(D), D, 1 / sqrt(D), or solved for."""
+def _embedding_scale(lookup: Lookup, site: SuspectSite) -> Iterator[Candidate]:
     root = lookup.table.shape[1] ** 0.5
     listed = {"1": 1.0, "sqrt(D)": root, "D": root**2, "1 / sqrt(D)": 1 / root}
     solved = site.solved_scale(lookup.but(scale=1.0).value())
@@ -33,8 +32,7 @@ def embedding_scale(lookup: Lookup, site: SuspectSite) -> Iterator[Candidate]:
 
 
 @cause(Lookup)
-def shifted_tokens(lookup: Lookup, site: SuspectSite) -> Iterator[Candidate]:
-    """Tokens shifted by one column, or targets in place of decoder inputs."""
+def _shifted_tokens(lookup: Lookup, site: SuspectSite) -> Iterator[Candidate]:
     after_zero = np.pad(lookup.tokens, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
     shifted = {
         "ours, shifted one column to the left": np.roll(lookup.tokens, -1, axis=1),
@@ -53,8 +51,7 @@ def shifted_tokens(lookup: Lookup, site: SuspectSite) -> Iterator[Candidate]:
 
 
 @cause(Lookup)
-def zeroed_tokens(lookup: Lookup, site: SuspectSite) -> Iterator[Candidate]:
-    """Other tokens embed to the zero vector: those that do so in the reference."""
+def _zeroed_tokens(lookup: Lookup, site: SuspectSite) -> Iterator[Candidate]:
     if site.theirs is not None:
         zero = ~site.theirs.any(axis=-1) & site.real
         tokens = tuple(int(token) for token in np.unique(lookup.tokens[zero]))
@@ -67,8 +64,7 @@ def zeroed_tokens(lookup: Lookup, site: SuspectSite) -> Iterator[Candidate]:
 
 
 @cause(Lookup)
-def wrong_table(lookup: Lookup, site: SuspectSite) -> Iterator[Candidate]:
-    """The embedding of the other language, or the output matrix."""
+def _wrong_table(lookup: Lookup, site: SuspectSite) -> Iterator[Candidate]:
     params = site.inputs.params
     tables = {
         "source embedding": params.get("source_embedding/embedding"),
@@ -82,8 +78,7 @@ def wrong_table(lookup: Lookup, site: SuspectSite) -> Iterator[Candidate]:
 
 
 @cause(AddPositions)
-def positions_missing(added: AddPositions, site: SuspectSite) -> Iterator[Candidate]:
-    """No position vectors."""
+def _positions_missing(added: AddPositions, site: SuspectSite) -> Iterator[Candidate]:
     yield Candidate(
         "positions missing",
         "the reference does not add positions to the embeddings",
@@ -92,8 +87,7 @@ def positions_missing(added: AddPositions, site: SuspectSite) -> Iterator[Candid
 
 
 @cause(AddPositions)
-def position_counting(added: AddPositions, site: SuspectSite) -> Iterator[Candidate]:
-    """Positions counted along another axis, from the end, or with or without padding."""
+def _position_counting(added: AddPositions, site: SuspectSite) -> Iterator[Candidate]:
     batch, length = added.embedding.shape[:2]
     counted = {
         "sentences of the batch, not tokens": np.arange(batch)[:, None],
@@ -106,8 +100,7 @@ def position_counting(added: AddPositions, site: SuspectSite) -> Iterator[Candid
 
 
 @cause(AddPositions)
-def position_table(added: AddPositions, site: SuspectSite) -> Iterator[Candidate]:
-    """Another layout, exponent, base or offset, or several of these; fewest first."""
+def _position_table(added: AddPositions, site: SuspectSite) -> Iterator[Candidate]:
     names = {
         "layout": "sine layout",
         "exponent": "sine exponent",
@@ -127,8 +120,7 @@ def position_table(added: AddPositions, site: SuspectSite) -> Iterator[Candidate
 
 
 @cause(AddPositions)
-def unlisted_base(added: AddPositions, site: SuspectSite) -> Iterator[Candidate]:
-    """Another base, solved for from the second frequency: the angle at position 1."""
+def _unlisted_base(added: AddPositions, site: SuspectSite) -> Iterator[Candidate]:
     d_model = added.embedding.shape[-1]
     at_one = (added.positions + added.offset == 1) & site.real
     if site.theirs is None or added.learned is not None or d_model < 4 or not at_one.any():
@@ -160,8 +152,7 @@ def unlisted_base(added: AddPositions, site: SuspectSite) -> Iterator[Candidate]
 
 
 @cause(AddPositions)
-def positions_scaled(added: AddPositions, site: SuspectSite) -> Iterator[Candidate]:
-    """Positions added before the embeddings are scaled, or with a factor of their own."""
+def _positions_scaled(added: AddPositions, site: SuspectSite) -> Iterator[Candidate]:
     listed = {"sqrt(D)": added.embedding.shape[-1] ** 0.5}
     solved = {}
     if site.theirs is not None:
@@ -176,8 +167,7 @@ def positions_scaled(added: AddPositions, site: SuspectSite) -> Iterator[Candida
 
 
 @cause(AddPositions)
-def narrow_table(added: AddPositions, site: SuspectSite) -> Iterator[Candidate]:
-    """The same table in fewer digits, as in a float32 module that was cast to float64."""
+def _narrow_table(added: AddPositions, site: SuspectSite) -> Iterator[Candidate]:
     if site.theirs is None or site.inputs.config.dtype != "float64":
         return
     off = float(np.max(np.abs(site.rows(site.theirs - added.value())), initial=0.0))

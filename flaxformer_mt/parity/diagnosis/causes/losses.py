@@ -23,8 +23,7 @@ from flaxformer_mt.parity.diagnosis.operations import (
 
 
 @cause(Loss)
-def conventions(loss: Loss, site: SuspectSite) -> Iterator[Candidate]:
-    """Another convention, smoothing or reduction, or counted padding, or two of these."""
+def _conventions(loss: Loss, site: SuspectSite) -> Iterator[Candidate]:
     names = {
         "convention": "label-smoothing convention",
         "smoothing": "smoothing amount",
@@ -58,8 +57,7 @@ def conventions(loss: Loss, site: SuspectSite) -> Iterator[Candidate]:
 
 
 @cause(Loss)
-def logarithm_base(loss: Loss, site: SuspectSite) -> Iterator[Candidate]:
-    """Logarithms to the base 2 or 10."""
+def _logarithm_base(loss: Loss, site: SuspectSite) -> Iterator[Candidate]:
     for base in (2, 10):
         yield Candidate(
             "logarithm base",
@@ -69,8 +67,7 @@ def logarithm_base(loss: Loss, site: SuspectSite) -> Iterator[Candidate]:
 
 
 @cause(Loss)
-def shifted_targets(loss: Loss, site: SuspectSite) -> Iterator[Candidate]:
-    """The decoder's inputs as targets."""
+def _shifted_targets(loss: Loss, site: SuspectSite) -> Iterator[Candidate]:
     inputs = site.inputs.target_input
     if inputs.min() >= 0:
         yield Candidate(

@@ -13,8 +13,7 @@ EPSILONS = (1e-5, 1e-6, 1e-8, 1e-12, 1e-3, 0.0)
 
 
 @cause(LayerNormalization)
-def epsilon_or_divisor(ours: LayerNormalization, site: SuspectSite) -> Iterator[Candidate]:
-    """Another epsilon, another divisor, or both; an epsilon that is not listed is solved for."""
+def _epsilon_or_divisor(ours: LayerNormalization, site: SuspectSite) -> Iterator[Candidate]:
     for kind in sorted(DIVISORS, key=lambda kind: kind != ours.kind):
         other = ours.but(kind=kind)
         their, our = DIVISORS[kind], DIVISORS[ours.kind]
@@ -42,8 +41,7 @@ def _solved_epsilon(ours: LayerNormalization, site: SuspectSite) -> list[float]:
 
 
 @cause(LayerNormalization)
-def narrow_norm(ours: LayerNormalization, site: SuspectSite) -> Iterator[Candidate]:
-    """Mean and divisor in float32, as in Hugging Face's T5, or the whole norm, as in fairseq."""
+def _narrow_norm(ours: LayerNormalization, site: SuspectSite) -> Iterator[Candidate]:
     if site.theirs is None or site.inputs.config.dtype != "float64":
         return
     scaled, expected = site.rows(ours.but(bias=0.0).value()), site.rows(site.theirs)
@@ -83,15 +81,13 @@ def _float32_errors(ours: LayerNormalization, site: SuspectSite) -> np.ndarray:
 
 
 @cause(LayerNormalization)
-def norm_missing(ours: LayerNormalization, site: SuspectSite) -> Iterator[Candidate]:
-    """No normalization."""
+def _norm_missing(ours: LayerNormalization, site: SuspectSite) -> Iterator[Candidate]:
     name = "final norm missing" if site.parsed.group == "final" else "norm missing"
     yield Candidate(name, "the reference does not normalize here", Given(ours.x))
 
 
 @cause(LayerNormalization)
-def norm_parameters(ours: LayerNormalization, site: SuspectSite) -> Iterator[Candidate]:
-    """No scale or bias, or those of another norm."""
+def _norm_parameters(ours: LayerNormalization, site: SuspectSite) -> Iterator[Candidate]:
     without = {
         "scale": ours.but(scale=1.0),
         "bias": ours.but(bias=0.0),
@@ -114,8 +110,7 @@ def norm_parameters(ours: LayerNormalization, site: SuspectSite) -> Iterator[Can
 
 
 @cause(LayerNormalization)
-def root_mean_square(ours: LayerNormalization, site: SuspectSite) -> Iterator[Candidate]:
-    """The mean is not subtracted, with or without a bias; or it is, where ours does not."""
+def _root_mean_square(ours: LayerNormalization, site: SuspectSite) -> Iterator[Candidate]:
     if not ours.centers:
         yield Candidate(
             "layer norm",
@@ -135,10 +130,9 @@ def root_mean_square(ours: LayerNormalization, site: SuspectSite) -> Iterator[Ca
 
 @cause(LayerNormalization)
 @cause(Residual)
-def norm_after_the_sublayer(
+def _norm_after_the_sublayer(
     ours: LayerNormalization | Residual, site: SuspectSite
 ) -> Iterator[Candidate]:
-    """The reference has norm(x + f(x)) where our model is pre-norm."""
     found, inputs = site.parsed, site.inputs
     if inputs.config.norm_position == "post" or found.layer is None:
         return

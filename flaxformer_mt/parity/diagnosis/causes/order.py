@@ -25,8 +25,7 @@ Streamed = LayerNormalization | LinearMap | Residual
 @cause(LinearMap)
 @cause(Residual)
 @cause(Given)
-def sublayer_order(operation: Streamed | Given, site: SuspectSite) -> Iterator[Candidate]:
-    """The sub-layers of a layer run in another order."""
+def _sublayer_order(operation: Streamed | Given, site: SuspectSite) -> Iterator[Candidate]:
     found, inputs = site.parsed, site.inputs
     if found.layer is None:
         return
@@ -50,8 +49,7 @@ def sublayer_order(operation: Streamed | Given, site: SuspectSite) -> Iterator[C
 @cause(LayerNormalization)
 @cause(LinearMap)
 @cause(Residual)
-def layer_order(operation: Streamed, site: SuspectSite) -> Iterator[Candidate]:
-    """The layers of a stack run in another order."""
+def _layer_order(operation: Streamed, site: SuspectSite) -> Iterator[Candidate]:
     found, inputs = site.parsed, site.inputs
     c = inputs.config
     stack = "encoder" if found.reads_the_encoder else found.stack

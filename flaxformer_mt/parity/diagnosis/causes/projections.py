@@ -24,8 +24,7 @@ from flaxformer_mt.parity.diagnosis.operations import (
 
 
 @cause(LinearMap)
-def bias_missing_or_twice(linear: LinearMap, site: SuspectSite) -> Iterator[Candidate]:
-    """The bias is missing or added twice."""
+def _bias_missing_or_twice(linear: LinearMap, site: SuspectSite) -> Iterator[Candidate]:
     if linear.bias is not None:
         yield Candidate("bias missing", "the reference adds no bias here", linear.but(bias=None))
         yield Candidate(
@@ -36,8 +35,7 @@ def bias_missing_or_twice(linear: LinearMap, site: SuspectSite) -> Iterator[Cand
 
 
 @cause(LinearMap)
-def transposed_matrix(linear: LinearMap, site: SuspectSite) -> Iterator[Candidate]:
-    """The transpose of a square matrix."""
+def _transposed_matrix(linear: LinearMap, site: SuspectSite) -> Iterator[Candidate]:
     if len(set(linear.kernel.shape)) == 1:
         yield Candidate(
             "transposed matrix",
@@ -47,8 +45,7 @@ def transposed_matrix(linear: LinearMap, site: SuspectSite) -> Iterator[Candidat
 
 
 @cause(LinearMap)
-def operand(linear: LinearMap, site: SuspectSite) -> Iterator[Candidate]:
-    """A sub-layer has another input: not normalized, normalized, or the input of the layer."""
+def _operand(linear: LinearMap, site: SuspectSite) -> Iterator[Candidate]:
     found, inputs = site.parsed, site.inputs
     if not site.parsed.reads_the_stream:
         return
@@ -70,8 +67,7 @@ def operand(linear: LinearMap, site: SuspectSite) -> Iterator[Candidate]:
 
 
 @cause(LinearMap)
-def attended(linear: LinearMap, site: SuspectSite) -> Iterator[Candidate]:
-    """Keys and values of cross-attention are not computed from the encoder's output."""
+def _attended(linear: LinearMap, site: SuspectSite) -> Iterator[Candidate]:
     found, inputs = site.parsed, site.inputs
     if not found.reads_the_encoder:
         return
@@ -92,8 +88,7 @@ def attended(linear: LinearMap, site: SuspectSite) -> Iterator[Candidate]:
 
 
 @cause(LinearMap)
-def borrowed_weights(linear: LinearMap, site: SuspectSite) -> Iterator[Candidate]:
-    """The weights of another projection, attention or layer."""
+def _borrowed_weights(linear: LinearMap, site: SuspectSite) -> Iterator[Candidate]:
     for name, lender in _lenders(site.parsed, site.inputs):
         found = site_operations.linear_map(site.inputs, lender, linear.x)
         if found.kernel.shape == linear.kernel.shape:
@@ -107,10 +102,9 @@ def borrowed_weights(linear: LinearMap, site: SuspectSite) -> Iterator[Candidate
 
 @cause(LayerNormalization)
 @cause(Residual)
-def borrowed_sublayer(
+def _borrowed_sublayer(
     operation: LayerNormalization | Residual, site: SuspectSite
 ) -> Iterator[Candidate]:
-    """The module of another sub-layer runs in place of the own one, which may exist, unused."""
     found, inputs = site.parsed, site.inputs
     group = f"{found.prefix}/{found.group}"
     is_norm = isinstance(operation, LayerNormalization)
@@ -174,8 +168,7 @@ def _lenders(own: ParsedSite, inputs: DiagnosisInputs) -> Iterator[tuple[str, Pa
 
 
 @cause(LinearMap)
-def feed_forward_replaced(linear: LinearMap, site: SuspectSite) -> Iterator[Candidate]:
-    """Something else takes the place of a feed-forward network."""
+def _feed_forward_replaced(linear: LinearMap, site: SuspectSite) -> Iterator[Candidate]:
     found, inputs = site.parsed, site.inputs
     if (found.group, found.part) != ("feed_forward", "output"):
         return
@@ -190,8 +183,7 @@ def feed_forward_replaced(linear: LinearMap, site: SuspectSite) -> Iterator[Cand
 
 
 @cause(Logits)
-def logit_scale(logits: Logits, site: SuspectSite) -> Iterator[Candidate]:
-    """Another factor: 1, 1 / sqrt(D), sqrt(D), or solved for."""
+def _logit_scale(logits: Logits, site: SuspectSite) -> Iterator[Candidate]:
     root = logits.x.shape[-1] ** 0.5
     listed = {"1": 1.0, "1 / sqrt(D)": 1 / root, "sqrt(D)": root, "1 / D": root**-2}
     solved = site.solved_scale(logits.but(scale=1.0).value())
@@ -200,8 +192,7 @@ def logit_scale(logits: Logits, site: SuspectSite) -> Iterator[Candidate]:
 
 
 @cause(Logits)
-def wrong_output(logits: Logits, site: SuspectSite) -> Iterator[Candidate]:
-    """Another table as the output matrix, or no final norm of the decoder."""
+def _wrong_output(logits: Logits, site: SuspectSite) -> Iterator[Candidate]:
     for name in ("source_embedding", "target_embedding"):
         table = site.inputs.params.get(f"{name}/embedding")
         if table is not None and len(table) == logits.kernel.shape[1]:
@@ -218,8 +209,7 @@ def wrong_output(logits: Logits, site: SuspectSite) -> Iterator[Candidate]:
 
 
 @cause(Logits)
-def softmax_in_the_output(logits: Logits, site: SuspectSite) -> Iterator[Candidate]:
-    """A softmax is part of the output."""
+def _softmax_in_the_output(logits: Logits, site: SuspectSite) -> Iterator[Candidate]:
     probabilities = Softmax(logits.value()).value()
     results = {"log-probabilities": np.log(probabilities), "probabilities": probabilities}
     words = "the reference returns {}, ours logits"
@@ -227,8 +217,7 @@ def softmax_in_the_output(logits: Logits, site: SuspectSite) -> Iterator[Candida
 
 
 @cause(LinearMap)
-def other_bias(linear: LinearMap, site: SuspectSite) -> Iterator[Candidate]:
-    """A constant difference of all rows: an additional or a different bias."""
+def _other_bias(linear: LinearMap, site: SuspectSite) -> Iterator[Candidate]:
     if site.theirs is None:
         return
     scale = linear.scale if isinstance(linear, Logits) else 1.0
@@ -247,8 +236,7 @@ def other_bias(linear: LinearMap, site: SuspectSite) -> Iterator[Candidate]:
 
 
 @cause(LinearMap)
-def other_matrix(linear: LinearMap, site: SuspectSite) -> Iterator[Candidate]:
-    """Another matrix, which is solved for."""
+def _other_matrix(linear: LinearMap, site: SuspectSite) -> Iterator[Candidate]:
     if site.theirs is None:
         return
     x = site.rows(linear.x)

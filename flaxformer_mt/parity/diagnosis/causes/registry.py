@@ -23,11 +23,8 @@ class Candidate(NamedTuple):
     """An operation that the reference may have instead of ours."""
 
     cause: str
-    """Short and stable, such as "norm epsilon"."""
     explanation: str
-    """One sentence that states the difference."""
     operation: Operation
-    """The operation of the reference at the site."""
 
 
 class SuspectSite(NamedTuple):

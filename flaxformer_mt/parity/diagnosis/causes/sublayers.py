@@ -24,8 +24,7 @@ from flaxformer_mt.parity.diagnosis.operations import (
 
 
 @cause(Residual)
-def residual_connection(residual: Residual, site: SuspectSite) -> Iterator[Candidate]:
-    """A missing input or output, or a norm in between."""
+def _residual_connection(residual: Residual, site: SuspectSite) -> Iterator[Candidate]:
     found, inputs = site.parsed, site.inputs
     yield Candidate(
         "residual missing",
@@ -50,8 +49,7 @@ def residual_connection(residual: Residual, site: SuspectSite) -> Iterator[Candi
 
 
 @cause(Residual)
-def residual_dropout(residual: Residual, site: SuspectSite) -> Iterator[Candidate]:
-    """Dropout of the sub-layer's output."""
+def _residual_dropout(residual: Residual, site: SuspectSite) -> Iterator[Candidate]:
     if site.theirs is not None:
         yield from active_dropout(
             residual.output, site.theirs - residual.x, lambda kept: residual.but(output=kept)
@@ -59,8 +57,7 @@ def residual_dropout(residual: Residual, site: SuspectSite) -> Iterator[Candidat
 
 
 @cause(Residual)
-def residual_scale(residual: Residual, site: SuspectSite) -> Iterator[Candidate]:
-    """Factors of the input and the output, which are solved for."""
+def _residual_scale(residual: Residual, site: SuspectSite) -> Iterator[Candidate]:
     if site.theirs is None:
         return
     parts = np.stack([site.rows(part).ravel() for part in (residual.x, residual.output)], axis=1)
@@ -74,8 +71,7 @@ def residual_scale(residual: Residual, site: SuspectSite) -> Iterator[Candidate]
 
 
 @cause(Activation)
-def other_activation(activation: Activation, site: SuspectSite) -> Iterator[Candidate]:
-    """Another activation."""
+def _other_activation(activation: Activation, site: SuspectSite) -> Iterator[Candidate]:
     words = f"the reference's activation is {{}}, ours {activation.kind}"
     kinds = {kind: kind for kind in ACTIVATIONS}
     yield from alternatives(activation, "activation", words, "kind", kinds)
@@ -83,8 +79,7 @@ def other_activation(activation: Activation, site: SuspectSite) -> Iterator[Cand
 
 @cause(LinearMap)
 @cause(Residual)
-def activation_added(operation: LinearMap | Residual, site: SuspectSite) -> Iterator[Candidate]:
-    """An activation of the result or, at a residual connection, of the sub-layer's output."""
+def _activation_added(operation: LinearMap | Residual, site: SuspectSite) -> Iterator[Candidate]:
     residual = isinstance(operation, Residual)
     value = operation.output if isinstance(operation, Residual) else operation.value()
     for kind in ACTIVATIONS:
@@ -99,8 +94,7 @@ def activation_added(operation: LinearMap | Residual, site: SuspectSite) -> Iter
 
 
 @cause(Operation)
-def dropout(operation: Operation, site: SuspectSite) -> Iterator[Candidate]:
-    """Dropout of the value itself."""
+def _dropout(operation: Operation, site: SuspectSite) -> Iterator[Candidate]:
     if site.theirs is not None and not isinstance(operation, Scores | Loss):
         yield from active_dropout(operation.value(), site.theirs, Given)
 
