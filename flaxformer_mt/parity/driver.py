@@ -28,11 +28,7 @@ def compared(
     settings: tuple[SettingDifference, ...] = (),
     notes: Sequence[str] = (),
 ) -> Report:
-    """Returns the report on two sides, without causes, in the order of our values.
-
-    `select` maps a site and its value to the rows that are compared; `dtype` is that of the
-    reference.
-    """
+    """Returns the report on two sides, without causes, in the order of our values."""
     rows = [*_value_rows(ours.values, theirs, select, dtype)]
     for loss, value in theirs.losses.items():
         rows.append(value_row(loss, np.array(ours.losses[loss]), np.array(value), dtype))

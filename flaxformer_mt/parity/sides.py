@@ -1,8 +1,7 @@
 """Our side of a comparison and a PyTorch module with the same weights, and the values of each.
 
 Our side is a function of the *module's* tensors, which it maps to its own parameters. Gradients are
-therefore with respect to the module's tensors: those of tied tensors are summed, those of a folded
-matrix are pulled back through the fold, and an optimizer can update the same tensors as PyTorch's.
+therefore with respect to them, through ties and folds, and an optimizer can update the same ones.
 """
 
 import abc

@@ -31,10 +31,8 @@ class Padding(NamedTuple):
 
 
 def padding(tokens: Tokens, pad_id: int) -> Padding:
-    """Returns the masks of real tokens; the target's is that of its outputs.
-
-    (Some models start decoding with `pad_id`, so that the inputs are ambiguous.)
-    """
+    """Returns the masks of real tokens; the target's is that of its outputs."""
+    # Some models start decoding with `pad_id`, so that the inputs are ambiguous.
     found = Padding(tokens.source != pad_id, tokens.target_output != pad_id)
     if not found.target.any():
         raise UserError("the batch has no target token that is not padding")

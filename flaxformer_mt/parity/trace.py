@@ -241,9 +241,8 @@ def values_of_module(
 ) -> ModuleValues:
     """Runs a module by `call` and captures the values of its taps.
 
-    `shapes` has the shape of every site, in the order of computation. If `strict`, a tap that does
-    not fit the module raises UserError; otherwise a site whose module does not exist or is never
-    called is omitted, and a value of another shape is kept.
+    `shapes` has the shape of every site, in order. If `strict`, a tap that does not fit the module
+    raises UserError; otherwise its site is omitted, or a value of another shape is kept.
     """
     wanted = {site: Tap(tap) if isinstance(tap, str) else tap for site, tap in taps.items()}
     modules = dict(module.named_modules(remove_duplicate=False))

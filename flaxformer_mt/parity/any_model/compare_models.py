@@ -52,7 +52,7 @@ def compare_models(
     num_steps: int = 0,
     optimizers: tuple[Callable[..., Any], optax.GradientTransformation] | None = None,
 ) -> Report:
-    """Compares all named values, the outputs and the gradients of a module and a function.
+    """Reports on all named values, the outputs and the gradients of a module and a function.
 
     Args:
       torch_module: the reference, in float32 or float64; the function gets the same dtype. It runs
@@ -73,9 +73,6 @@ def compare_models(
       real: maps a site and its value to those rows that are compared; by default all.
       num_steps: the number of optimizer steps to compare, on the one batch.
       optimizers: for PyTorch a function of the parameters, and for JAX of optax.
-
-    Returns:
-      The report; `passed` is True if every row is within its tolerance.
 
     Raises:
       UserError: the sides cannot be compared; the message says what does not fit.

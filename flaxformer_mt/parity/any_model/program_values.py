@@ -44,11 +44,8 @@ class ProgramValues:
         select: Callable[[str, np.ndarray], np.ndarray],
         tolerance: float,
     ) -> None:
-        """Starts with the arguments of the program.
-
-        `sites` has the numbers of sites and outputs, `theirs` also values of repeated calls
-        ("site#1").
-        """
+        """Starts with the arguments of the program."""
+        # `sites` are numbers, outputs among them; `theirs` has repeated calls, too ("site#1").
         self._program, self._sites, self._theirs = program, sites, theirs
         self._select, self._tolerance = select, tolerance
         arguments = dict(zip(program.inputs, leaves, strict=True))

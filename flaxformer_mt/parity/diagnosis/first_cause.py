@@ -1,9 +1,8 @@
 """Finds the known cause of the first difference.
 
-All sites before the first difference agree, so the inputs of the operation that computes it are
-known. Each known cause (`causes`) predicts the reference's value, and the diagnosis is the cause
-whose prediction is right. If preceding sites have no tap, the cause may be at any of them: its
-consequences are then computed up to the first site that shows a difference.
+All sites before it agree, so the inputs of its operation are known. Each known cause (`causes`)
+predicts the reference's value, and the diagnosis is the cause whose prediction is right. The cause
+may also be at a preceding site without a tap: its consequences are then computed.
 """
 
 import itertools

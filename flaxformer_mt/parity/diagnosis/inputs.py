@@ -7,26 +7,20 @@ from typing import NamedTuple
 import numpy as np
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.parity.tokens import Padding
+from flaxformer_mt.parity.tokens import Padding, Tokens
 from flaxformer_mt.parity.trace import Values
 
 
 class DiagnosisInputs(NamedTuple):
-    """The values of both sides around the first difference; all earlier sites agree.
-
-    Tokens are int [B, S] and [B, T], the masks of real ones bool.
-    """
+    """The values of both sides around the first difference; all earlier sites agree."""
 
     site: str
     """The first site out of tolerance; "loss" if all sites agree and the losses do not."""
     config: TransformerConfig
     params: Mapping[str, np.ndarray]
     """Our parameters by path, with a leading axis L below "layers"."""
-    source: np.ndarray
-    target_input: np.ndarray
-    target_output: np.ndarray
-    real_source: np.ndarray
-    real_target: np.ndarray
+    tokens: Tokens
+    real: Padding
     ours: Values
     """Our values by site, "logits" among them."""
     theirs: Values
@@ -37,11 +31,6 @@ class DiagnosisInputs(NamedTuple):
     smoothing: float
     again: Mapping[str, np.ndarray] = MappingProxyType({})
     """The reference's values of further calls, see `trace.ModuleValues.again`."""
-
-    @property
-    def real(self) -> Padding:
-        """The masks of real tokens."""
-        return Padding(self.real_source, self.real_target)
 
 
 class ParsedSite(NamedTuple):

@@ -101,7 +101,7 @@ def _lookup(inputs: DiagnosisInputs, site: ParsedSite) -> Lookup:
     c = inputs.config
     return Lookup(
         table=embedding_table(inputs, site.stack),
-        tokens=inputs.source if site.stack == "encoder" else inputs.target_input,
+        tokens=inputs.tokens.source if site.stack == "encoder" else inputs.tokens.target_input,
         scale=c.d_model**0.5 if c.scale_embeddings else 1.0,
         zeroed=(-1, c.pad_id) if c.zero_pad_embeddings else (-1,),
     )
@@ -121,7 +121,7 @@ def _add_positions(inputs: DiagnosisInputs, site: ParsedSite) -> AddPositions:
         offset=c.position_offset,
     )
     # Some models count real tokens instead of columns; the values tell which.
-    real = inputs.real_source if site.stack == "encoder" else inputs.real_target
+    real = inputs.real.source if site.stack == "encoder" else inputs.real.target
     found = inputs.ours[f"{side}/embedded"]
     counted = columns.but(positions=token_positions(real))
     return min(columns, counted, key=lambda added: np.abs(added.value() - found)[real].max())
@@ -180,11 +180,11 @@ def _scores(inputs: DiagnosisInputs, site: ParsedSite) -> Scores:
     everything = np.ones((query.shape[1], key.shape[1]), bool)
     of_target = site.stack == "decoder" and site.group == "self_attention"
     if not of_target:
-        padding = inputs.real_source
+        padding = inputs.real.source
     elif c.mask_target_padding and c.target_vocab_size:
-        padding = inputs.target_input != c.pad_id
+        padding = inputs.tokens.target_input != c.pad_id
     else:
-        padding = np.ones_like(inputs.real_target)
+        padding = np.ones_like(inputs.real.target)
     attends_to_itself = site.group == "self_attention"
     return Scores(
         query=query,
@@ -264,7 +264,7 @@ def _logits(inputs: DiagnosisInputs, site: ParsedSite) -> Operation:
 def _loss(inputs: DiagnosisInputs, site: ParsedSite) -> Loss:
     return Loss(
         logits=inputs.ours["logits"],
-        targets=inputs.target_output.astype(np.int64),
+        targets=inputs.tokens.target_output.astype(np.int64),
         convention=inputs.convention,
         smoothing=inputs.smoothing,
         pad_id=inputs.config.pad_id,

@@ -56,7 +56,7 @@ def build(family: str, **sizes: Any) -> nn.Module:
 
 
 def of_config(family: str, config: TransformerConfig, dtype: str, **options: Any) -> nn.Module:
-    """Builds the reference of a family with this configuration and `dtype`; see `build`."""
+    """Builds the reference of a family with this configuration and `dtype`."""
     fields = dataclasses.asdict(config) | {"param_dtype": dtype, "dtype": dtype}
     return build(family, **fields, **options)
 
@@ -78,10 +78,7 @@ def _module(family: str) -> ModuleType:
 
 
 def perturb(reference: nn.Module) -> nn.Module:
-    """Adds noise to parameters whose initial zeros or ones would mask errors.
-
-    These are biases, norms, and the embeddings of padding.
-    """
+    """Adds noise to biases, norms and embeddings of padding, whose zeros or ones mask errors."""
     with no_grad():
         vectors: list[Tensor] = [p for p in reference.parameters() if p.dim() == 1]
         vectors += [buffer for name, buffer in reference.named_buffers() if name.endswith("bias")]

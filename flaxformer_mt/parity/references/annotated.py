@@ -55,13 +55,11 @@ class SublayerConnection(nn.Module):
 
 
 class MultiHeadedAttention(nn.Module):
-    """H heads; `linears` project queries, keys, values and the joined heads.
-
-    H*d_k and H*d_v need not be D. The published module also keeps the weights, after dropout.
-    """
+    """H heads; `linears` project queries, keys, values and the joined heads."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
+        # H*d_k and H*d_v need not be D.
         self.h, self.d_k = config.num_heads, config.key_width
         keys, values = self.h * self.d_k, self.h * config.value_width
         sizes = [(config.d_model, size) for size in (keys, keys, values)]
@@ -80,6 +78,7 @@ class MultiHeadedAttention(nn.Module):
         )
         scores = q @ k.transpose(-2, -1) / math.sqrt(self.d_k)
         context, weights = common.attend(scores, v, mask, self.dropout, common.MASKED_SCORE)
+        # The published module keeps the weights, after dropout, as an attribute.
         return self.linears[-1](context), weights
 
 
@@ -98,15 +97,13 @@ class PositionwiseFeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    """Self-attention, in the decoder cross-attention, and feed-forward.
-
-    Without `src_attn`, self-attention's weights attend to the encoder, too.
-    """
+    """Self-attention, in the decoder cross-attention, and feed-forward."""
 
     def __init__(self, config: TransformerConfig, attentions: tuple[str, ...]) -> None:
         super().__init__()
         for name in dict.fromkeys(attentions):
             self.add_module(name, MultiHeadedAttention(config))
+        # Without `src_attn`, self-attention's weights attend to the encoder, too.
         self.attentions = attentions
         self.feed_forward = PositionwiseFeedForward(config)
         self.sublayer = nn.ModuleList(

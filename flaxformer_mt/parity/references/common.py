@@ -73,10 +73,6 @@ class EncoderDecoder(nn.Module):
 
 @contextlib.contextmanager
 def _attention_weights(model: EncoderDecoder) -> Iterator[Attention]:
-    """Collects what the attention modules return; PyTorch's own have to be asked for weights.
-
-    The hooks also keep PyTorch's layers off the inference fast path.
-    """
     weights = Attention([], [], [])
 
     def ask_for_weights(module, args, kwargs):
@@ -89,6 +85,8 @@ def _attention_weights(model: EncoderDecoder) -> Iterator[Attention]:
             by_kind = weights.decoder_self if args[0] is args[1] else weights.decoder_cross
             by_kind.append(output[1])
 
+    # PyTorch's own have to be asked for weights. The hooks also keep its layers off the inference
+    # fast path.
     handles = []
     for name, module in model.named_modules():
         if isinstance(module, model.attention):

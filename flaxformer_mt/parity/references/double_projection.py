@@ -139,10 +139,8 @@ build = Layers
 
 
 def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
-    """Returns the taps of `module`: where it computes each site of `parity.trace`.
-
-    A head's query, key and value are what its second linear map gives.
-    """
+    """Returns the taps of `module`: where it computes each site of `parity.trace`."""
+    # A head's query, key and value are what its second linear map gives.
     by_head = ("query", "key", "value", "scores", "weights")
     projected = by_head[:3]
 

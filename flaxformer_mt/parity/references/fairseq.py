@@ -27,20 +27,18 @@ def make_positions(tokens: Tensor, padding_idx: int) -> Tensor:
 
 
 class SinusoidalPositionalEmbedding(nn.Module):
-    """Sines, then cosines, then a zero if D is odd; the row of padding is zero.
-
-    The published table grows with the longest sentence. `_float_tensor` has no meaning: it tells
-    older versions their dtype, and is in the checkpoints of all but the newest.
-    """
+    """Sines, then cosines, then a zero if D is odd; the row of padding is zero."""
 
     weights: Tensor
 
     def __init__(self, num_embeddings: int, embedding_dim: int, padding_idx: int) -> None:
         super().__init__()
         self.padding_idx = padding_idx
+        # The published table grows with the longest sentence.
         table = common.concatenated_sinusoids(num_embeddings, embedding_dim)
         table[padding_idx] = 0
         self.register_buffer("weights", table, persistent=False)
+        # Without meaning: it tells older versions their dtype, and all but the newest save it.
         self.register_buffer("_float_tensor", torch.zeros(1))
 
     def forward(self, tokens: Tensor) -> Tensor:

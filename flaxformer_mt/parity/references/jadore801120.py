@@ -141,11 +141,7 @@ class Stack(nn.Module):
 
 
 class Transformer(common.EncoderDecoder):
-    """The whole model.
-
-    With a tied output, the published `scale_emb_or_prj` multiplies either embeddings by sqrt(D)
-    ("emb") or logits by 1/sqrt(D) ("prj"), or neither; otherwise it has no effect.
-    """
+    """The whole model."""
 
     attention = MultiHeadAttention
 
@@ -156,6 +152,8 @@ class Transformer(common.EncoderDecoder):
         self.encoder = Stack(config, "src_word_emb", source, config.num_encoder_layers)
         self.decoder = Stack(config, "trg_word_emb", target, config.num_decoder_layers)
         self.trg_word_prj = nn.Linear(config.d_model, target, bias=False)
+        # With a tied output, the published `scale_emb_or_prj` multiplies embeddings by sqrt(D)
+        # ("emb"), or logits by 1/sqrt(D) ("prj"), or neither; otherwise it has no effect.
         emb, prj = config.scale_embeddings, config.scale_logits
         scales = config.shares_target_and_output and prj and not emb
         self.logit_scale = config.d_model**-0.5 if scales else 1.0

@@ -17,13 +17,10 @@ from flaxformer_mt.parity.trace import Tap
 
 
 def build(config: TransformerConfig) -> nn.Module:
-    """Builds the reference with the sizes, activation and scale of `config`.
-
-    Hugging Face always computes sinusoids in float32. In a float64 model they are computed in
-    float64, since nothing could agree with them to more digits.
-    """
+    """Builds the reference with the sizes, activation and scale of `config`."""
     options = M2M100Config(**settings(config), vocab_size=config.target_vocab_size)
     model = with_our_forward(M2M100ForConditionalGeneration)(options)
+    # Always float32 in Hugging Face: nothing could agree with it to more digits.
     if torch.get_default_dtype() == torch.float64:
         for stack in (model.model.encoder, model.model.decoder):
             positions = stack.embed_positions

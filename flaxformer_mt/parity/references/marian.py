@@ -51,10 +51,7 @@ def with_our_forward(published: type[nn.Module]) -> Any:
 
 
 def settings(config: TransformerConfig) -> dict[str, Any]:
-    """Returns the settings that Hugging Face's models of fairseq's kind have in common.
-
-    Matrices start as wide as 1/sqrt(D), not 0.02: a small model would not attend to anything.
-    """
+    """Returns the settings that Hugging Face's models of fairseq's kind have in common."""
     return {
         "attn_implementation": "eager",
         "d_model": config.d_model,
@@ -76,6 +73,7 @@ def settings(config: TransformerConfig) -> dict[str, Any]:
         "eos_token_id": config.eos_id,
         "forced_eos_token_id": config.eos_id,
         "decoder_start_token_id": config.bos_id,
+        # With the published 0.02, a small model would not attend to anything.
         "init_std": config.d_model**-0.5,
     }
 
@@ -88,11 +86,7 @@ def _position_table(rows: int, d_model: int) -> Tensor:
 
 
 def build(config: TransformerConfig) -> nn.Module:
-    """Builds the reference with the sizes, tying, activation and scale of `config`.
-
-    Hugging Face always rounds the table of sinusoids to float32. In a float64 model it is computed
-    in float64, since nothing could agree with it to more digits.
-    """
+    """Builds the reference with the sizes, tying, activation and scale of `config`."""
     model = with_our_forward(MarianMTModel)(
         MarianConfig(
             **settings(config),
@@ -104,6 +98,7 @@ def build(config: TransformerConfig) -> nn.Module:
     )
     if config.tie_embeddings == "source_target":  # Without a tied output, only version 4 ties them.
         model.model.set_input_embeddings(model.model.shared)
+    # Always rounded to float32 by Hugging Face: nothing could agree with it to more digits.
     if torch.get_default_dtype() == torch.float64:
         table = _position_table(config.max_length, config.d_model)
         with torch.no_grad():

@@ -29,16 +29,14 @@ MASKED_SCORE = -1e18
 
 
 class PositionalEncoding(nn.Module):
-    """Vectors times sqrt(D), plus sinusoids, for an even D.
-
-    Interleaved, they have the paper's frequencies; concatenated, tensor2tensor's.
-    """
+    """Vectors times sqrt(D), plus sinusoids, for an even D."""
 
     pe: Tensor
 
     def __init__(self, config: TransformerConfig, max_len: int = 5000) -> None:
         super().__init__()
         self.dim = config.d_model
+        # Interleaved, they have the paper's frequencies; concatenated, tensor2tensor's.
         if config.position_layout == "interleaved":
             pairs = torch.arange(self.dim // 2)
             frequencies = torch.exp(2 * pairs * -(math.log(10000.0) / self.dim))
@@ -53,15 +51,12 @@ class PositionalEncoding(nn.Module):
 
 
 class Embeddings(nn.Module):
-    """Token embeddings, scaled only if sinusoids are added.
-
-    The published `make_embedding` also supports word features.
-    """
+    """Token embeddings, scaled only if sinusoids are added."""
 
     def __init__(self, config: TransformerConfig, vocab_size: int) -> None:
         super().__init__()
         table = nn.Embedding(vocab_size, config.d_model, padding_idx=config.pad_id)
-        self.make_embedding = nn.Sequential()
+        self.make_embedding = nn.Sequential()  # Published ones also support word features.
         self.make_embedding.add_module("emb_luts", nn.ModuleList([table]))
         self.position_encoding = config.position_kind == "sinusoidal"
         if self.position_encoding:
@@ -82,12 +77,9 @@ class Embeddings(nn.Module):
 
 
 def rotated(x: Tensor, interleave: bool, theta: float) -> Tensor:
-    """Rotates queries or keys [B, H, T, K] at positions 0 ... T-1, as complex numbers.
-
-    Features 2j and 2j + 1 are the real and the imaginary part of number j or, unless `interleave`,
-    features j and j + K/2.
-    """
+    """Rotates queries or keys [B, H, T, K] at positions 0 ... T-1, as complex numbers."""
     length, width = x.shape[-2:]
+    # Real and imaginary parts of number j are features 2j and 2j + 1, or else j and j + K/2.
     pairs = x.unflatten(-1, (-1, 2)) if interleave else x.unflatten(-1, (2, -1)).transpose(-1, -2)
     frequencies = theta ** (-torch.arange(0, width, 2, dtype=x.dtype) / width)
     angles = torch.outer(torch.arange(length, dtype=x.dtype), frequencies)  # [T, K/2]
@@ -123,11 +115,9 @@ class AlibiPositionalBias(nn.Module):
 
 
 def relative_buckets(length: int, bidirectional: bool, buckets: int, longest: int) -> Tensor:
-    """The bucket of each pair of query and key, int [T, T].
-
-    Half of the buckets are for one distance each, the others for ranges that grow geometrically up
-    to the distance `longest`. In both directions, half of all buckets are for keys after the query.
-    """
+    """The bucket of each pair of query and key, int [T, T]."""
+    # Half of the buckets are for one distance each, the others for ranges that grow geometrically
+    # up to the distance `longest`. In both directions, half of all are for keys after the query.
     index = torch.arange(length)
     distance = index - index[:, None]  # Key minus query.
     if bidirectional:
@@ -276,12 +266,10 @@ class Stack(nn.Module):
         return self.layer_norm(x)
 
 
+# The published source mask is by length, which for padding on the right equals that by `pad_id`; a
+# target row without any real token attends to everything there.
 class NMTModel(common.EncoderDecoder):
-    """The whole model.
-
-    The published source mask is by length, which for padding on the right equals that by `pad_id`;
-    a target row without any real token attends to everything there.
-    """
+    """The whole model."""
 
     attention = MultiHeadedAttention
 

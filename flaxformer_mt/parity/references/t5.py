@@ -30,11 +30,7 @@ class _WideNorm(T5LayerNorm):
 
 
 def build(config: TransformerConfig) -> nn.Module:
-    """Builds the reference with the sizes, tying, activation, gate and buckets of `config`.
-
-    Hugging Face's norms are always float32. In a float64 model they are float64, since nothing
-    could agree with them to more digits.
-    """
+    """Builds the reference with the sizes, tying, activation, gate and buckets of `config`."""
     kinds = {ours: theirs for theirs, ours in ACTIVATIONS.items() if "gated" not in theirs}
     gated = {ours: theirs for theirs, ours in ACTIVATIONS.items() if theirs.startswith("gated-")}
     options: dict[str, Any] = {
@@ -65,6 +61,7 @@ def build(config: TransformerConfig) -> nn.Module:
     if not config.shares_target_and_output:
         shape = (config.target_vocab_size, config.d_model)
         model.lm_head.weight = nn.Parameter(torch.randn(shape) * config.d_model**-0.5)
+    # Always float32 in Hugging Face: nothing could agree with it to more digits.
     if torch.get_default_dtype() == torch.float64:
         for module in model.modules():
             if isinstance(module, T5LayerNorm):

@@ -110,12 +110,10 @@ build = Seq2SeqTransformer
 
 
 def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
-    """Returns the taps of this reference or of a bare `torch.nn.Transformer`.
-
-    `torch.nn.MultiheadAttention` has no sub-modules. It multiplies queries [B*H, T, K] by their
-    scale and then with keys [B*H, K, S], at last weights with values [B*H, S, K], and the context
-    [T*B, H*K] with the output projection.
-    """
+    """Returns the taps of this reference or of a bare `torch.nn.Transformer`."""
+    # `torch.nn.MultiheadAttention` computes everything itself, without sub-modules. It multiplies
+    # queries [B*H, T, K] by their scale and then with keys [B*H, K, S], at last weights with values
+    # [B*H, S, K], and the context [T*B, H*K] with the output projection.
     bare = isinstance(module, nn.Transformer)
     transformer: Any = module if bare else module.transformer
     prefix = "" if bare else "transformer."

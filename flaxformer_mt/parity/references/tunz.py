@@ -69,10 +69,7 @@ class MultiHeadAttention(nn.Module):
 
 
 class Layer(nn.Module):
-    """Self-attention, in the decoder cross-attention, and feed-forward: each x + f(norm(x)).
-
-    A language model's cross-attention has parameters, too, and is not called.
-    """
+    """Self-attention, in the decoder cross-attention, and feed-forward: each x + f(norm(x))."""
 
     def __init__(self, config: TransformerConfig, attends_to_source: bool) -> None:
         super().__init__()
@@ -113,16 +110,14 @@ class Stack(nn.Module):
 
 
 class Transformer(common.EncoderDecoder):
-    """The whole model; its output projection is always the target embedding.
-
-    The published model has no number of heads: it has 8. Without inputs it has no encoder.
-    """
+    """The whole model; its output projection is always the target embedding."""
 
     attention = MultiHeadAttention
     inv_timescales: Tensor
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
+        # The published model has no number of heads: it has 8. Without inputs it has no encoder.
         self.hidden_size = config.d_model
         self.emb_scale = config.d_model**0.5
         self.has_inputs = config.has_inputs
@@ -135,6 +130,7 @@ class Transformer(common.EncoderDecoder):
 
         self.t_vocab_embedding = embedding(config.target_vocab_size)
         self.t_emb_dropout = nn.Dropout(config.dropout_rate)
+        # A language model has the parameters of cross-attention, too, and does not call it.
         self.decoder = Stack(config, config.num_decoder_layers, attends_to_source=True)
         if config.has_inputs:
             shared = config.shares_source_and_target
@@ -151,10 +147,7 @@ class Transformer(common.EncoderDecoder):
         self.register_buffer("inv_timescales", torch.exp(steps * -increment))
 
     def logits(self, source: Tensor | None, target_input: Tensor, *masks: Tensor) -> Tensor:
-        """Returns [B, T, V] for source [B, S], which a language model does not read.
-
-        The first column of `target_input` [B, T] is the zero vector: the published model shifts.
-        """
+        """Returns [B, T, V] for source [B, S], which a language model does not read."""
         encoded: tuple[Tensor, ...] = ()
         if self.has_inputs and source is not None:
             visible = common.not_padding(source, self.pad_id)
@@ -162,6 +155,8 @@ class Transformer(common.EncoderDecoder):
             x = self.i_emb_dropout(x + self.get_position_encoding(source))
             encoded = self.encoder(x, visible), visible
 
+        # A zero vector stands in the first column. The published model takes the targets and
+        # shifts their embeddings, to the same effect.
         x = self._embed(self.t_vocab_embedding, target_input[:, 1:])
         x = F.pad(x, (0, 0, 1, 0)) * self.emb_scale
         x = self.t_emb_dropout(x + self.get_position_encoding(target_input))
@@ -173,12 +168,11 @@ class Transformer(common.EncoderDecoder):
         return table(tokens).masked_fill((tokens == self.pad_id).unsqueeze(-1), 0)
 
     def get_position_encoding(self, tokens: Tensor) -> Tensor:
-        """[1, T, D]: sines, then cosines, then a zero if D is odd.
-
-        The published code puts that zero on the wrong axis; here it is where tensor2tensor has it.
-        """
+        """[1, T, D]: sines, then cosines, then a zero if D is odd."""
         position = torch.arange(tokens.size(1), device=tokens.device).to(self.inv_timescales)
         angles = position[:, None] * self.inv_timescales
+        # The published code puts that zero on the wrong axis and fails for an odd D;
+        # tensor2tensor, which it follows, has it here.
         signal = torch.cat([angles.sin(), angles.cos()], dim=1)
         return F.pad(signal, (0, self.hidden_size % 2)).unsqueeze(0)
 
@@ -187,10 +181,8 @@ build = Transformer
 
 
 def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
-    """Returns the taps of `module`: where it computes each site of `parity.trace`.
-
-    Its multiplications are those of the source's embeddings, angles, target's embeddings, angles.
-    """
+    """Returns the taps of `module`: where it computes each site of `parity.trace`."""
+    # The model's multiplications are the source's, its angles', the target's, its angles'.
     first = {"source": 0, "target": 2 if config.has_inputs else 0}
 
     def in_stack(side, stack, attentions):

@@ -123,10 +123,9 @@ def assert_parity(
     baseline: str | os.PathLike[str] | None = None,
     tolerances: Mapping[str, float] = {},
 ) -> None:
-    """Fails with the report as message unless both sides agree.
+    """Fails with the report as message unless both sides agree, up to accepted differences.
 
-    `baseline` is a file of accepted differences, see `reports/baseline.py`; `tolerances` are
-    relative, by site, or by pattern with *.
+    `baseline` is their file; `tolerances` are relative, by site, or by pattern with *.
     """
     __tracebackhide__ = True  # pytest then shows the line of the test.
     accepted = read_baseline(baseline) if baseline is not None else ()

@@ -62,7 +62,7 @@ def _padding_mask(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
         scores.but(padding=~scores.padding),
     )
     if site.parsed.stack == "decoder" and site.parsed.group == "self_attention":
-        real = site.inputs.target_input != site.inputs.config.pad_id
+        real = site.inputs.tokens.target_input != site.inputs.config.pad_id
         yield Candidate(
             "extra padding mask",
             "the reference masks target padding, ours does not",

@@ -45,7 +45,7 @@ def _shifted_tokens(lookup: Lookup, site: SuspectSite) -> Iterator[Candidate]:
         lookup.but(tokens=lookup.tokens[:, ::-1]),
     )
     if site.parsed.stack == "decoder":
-        shifted["the targets to be predicted"] = site.inputs.target_output
+        shifted["the targets to be predicted"] = site.inputs.tokens.target_output
     words = f"the reference's {site.parsed.stack} tokens are {{}}"
     yield from alternatives(lookup, "shifted tokens", words, "tokens", shifted)
 

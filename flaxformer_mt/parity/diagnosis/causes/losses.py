@@ -68,7 +68,7 @@ def _logarithm_base(loss: Loss, site: SuspectSite) -> Iterator[Candidate]:
 
 @cause(Loss)
 def _shifted_targets(loss: Loss, site: SuspectSite) -> Iterator[Candidate]:
-    inputs = site.inputs.target_input
+    inputs = site.inputs.tokens.target_input
     if inputs.min() >= 0:
         yield Candidate(
             "shifted targets",
