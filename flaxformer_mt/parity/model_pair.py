@@ -20,9 +20,9 @@ from flaxformer_mt.interop.weight_maps import checkpoints
 from flaxformer_mt.interop.weight_maps.family import sinusoids
 from flaxformer_mt.model.masks import causal_mask
 from flaxformer_mt.model.transformer import Transformer
-from flaxformer_mt.objectives.losses import Convention, label_smoothed_cross_entropy
+from flaxformer_mt.objectives.losses import label_smoothed_cross_entropy
 from flaxformer_mt.parity.any_model.program import TracedFunction, trace
-from flaxformer_mt.parity.recipes import Recipe, ReferenceLoss, recipe
+from flaxformer_mt.parity.recipes import Recipe, recipe
 from flaxformer_mt.parity.sides import Pair, copied
 from flaxformer_mt.parity.tokens import (
     Padding,
@@ -33,9 +33,6 @@ from flaxformer_mt.parity.tokens import (
 )
 from flaxformer_mt.parity.trace import Values, sites, values_of_model
 from flaxformer_mt.presets import canonical_family
-
-LOSS_FAMILIES = ("jadore801120", "annotated", "tunz", "torch", "fairseq")
-"""Families that together cover every convention of label smoothing."""
 
 Tables = Literal["exact", "published"]
 """Tables of positions. exact: computed in the dtype of the comparison; published: those of the
@@ -48,6 +45,8 @@ Forward = Callable[[nn.Module, Tokens], torch.Tensor]
 class OurModel:
     """Our model as functions of the reference's tensors by name, with tied tensors given once."""
 
+    loss_families = ("jadore801120", "annotated", "tunz", "torch", "fairseq")
+    """They cover every convention of label smoothing."""
     family: interop.Family
     config: TransformerConfig
     recipe: Recipe
@@ -111,9 +110,7 @@ class OurModel:
         """Returns all values by site."""
         return values_of_model(self.config, values) | {"logits": np.asarray(outputs[0])}
 
-    def loss(
-        self, outputs: Sequence[Array], batch: Tokens, convention: Convention | None = None
-    ) -> Array:
+    def loss(self, outputs: Sequence[Array], batch: Tokens, family: str = "") -> Array:
         """Computes the loss per target token, by default with the convention of the recipe."""
         (logits,) = outputs
         total, weight = label_smoothed_cross_entropy(
@@ -121,17 +118,10 @@ class OurModel:
             classes(batch, logits.shape[-1], self.config.pad_id),
             batch.target_output != self.config.pad_id,
             self.recipe.smoothing,
-            convention or self.recipe.convention,
+            (recipe(family) if family else self.recipe).convention,
             self.config.pad_id,
         )
         return total / weight
-
-    def other_losses(self, outputs: Sequence[Array], batch: Tokens) -> dict[str, Array]:
-        """Computes the loss by every convention."""
-        return {
-            f"loss/{name}": self.loss(outputs, batch, recipe(name).convention)
-            for name in LOSS_FAMILIES
-        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,26 +158,16 @@ class ModelPair(Pair):
         return {"logits": logits.reshape(*rows, vocabulary)}
 
     def loss(
-        self,
-        outputs: Mapping[str, torch.Tensor],
-        batch: Tokens,
-        its_loss: ReferenceLoss | None = None,
+        self, outputs: Mapping[str, torch.Tensor], batch: Tokens, family: str = ""
     ) -> torch.Tensor:
         """Computes the loss per target token, by default with the loss of the recipe."""
         logits, pad_id = outputs["logits"], self.ours.config.pad_id
         targets = torch.tensor(classes(batch, logits.shape[-1], pad_id)).long()
-        total, count = (its_loss or self.ours.recipe.loss)(
+        its_loss = (recipe(family) if family else self.ours.recipe).loss
+        total, count = its_loss(
             logits.flatten(0, 1), targets.flatten(), self.ours.recipe.smoothing, pad_id
         )
         return total / count
-
-    def other_losses(
-        self, outputs: Mapping[str, torch.Tensor], batch: Tokens
-    ) -> dict[str, torch.Tensor]:
-        """Computes the loss by every convention."""
-        return {
-            f"loss/{name}": self.loss(outputs, batch, recipe(name).loss) for name in LOSS_FAMILIES
-        }
 
     def traced(self, batch: Tokens) -> tuple[TracedFunction, list[Any]]:
         """Returns our model as a traced function whose intermediates are the sites."""

@@ -58,17 +58,7 @@ def to_page(curves: Panels) -> str:
     """Returns the page: one panel per metric, and a table of the best validations."""
     title = f"Training curves: {', '.join(curves.names())}"
     style = _STYLE % {"light": _variables(COLORS), "dark": _variables(_ON_DARK)}
-    return "\n".join(
-        [
-            '<!DOCTYPE html>\n<html lang="en">',
-            f'<head><meta charset="utf-8"><title>{escape(title)}</title>',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<style>{style}</style></head>",
-            f"<body><h1>{escape(title)}</h1>",
-            to_fragment(curves),
-            "</body></html>\n",
-        ]
-    )
+    return drawing.page(title, style, to_fragment(curves))
 
 
 def to_fragment(curves: Panels) -> str:

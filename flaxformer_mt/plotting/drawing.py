@@ -3,6 +3,7 @@
 import io
 import re
 from collections.abc import Mapping
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,16 @@ def to_png(figure: "Figure") -> bytes:
     output = io.BytesIO()
     figure.savefig(output, format="png", dpi=DOTS_PER_INCH)
     return output.getvalue()
+
+
+def page(title: str, style: str, *parts: str) -> str:
+    """Returns a self-contained web page."""
+    head = f'<head><meta charset="utf-8"><title>{escape(title)}</title>'
+    view = '<meta name="viewport" content="width=device-width, initial-scale=1">'
+    start = f"<style>{style}</style></head>\n<body><h1>{escape(title)}</h1>"
+    return "\n".join(
+        ['<!DOCTYPE html>\n<html lang="en">', head, view, start, *parts, "</body></html>\n"]
+    )
 
 
 def to_inline_svg(figure: "Figure", name: str, colors: Mapping[str, str] = {}) -> str:

@@ -150,6 +150,7 @@ def _everything(site: str, value: np.ndarray) -> np.ndarray:
 class _Function:
     """The JAX function, given the module's tensors and the leaves of the batch."""
 
+    loss_families = ()
     program: TracedFunction
     rules: WeightRules
     paths: tuple[str, ...]
@@ -175,13 +176,10 @@ class _Function:
         )
         return {site: comparable(site, value) for site, value in found.items()}
 
-    def loss(self, outputs: Sequence[Any], batch: Sequence[Any]) -> Any:
+    def loss(self, outputs: Sequence[Any], batch: Sequence[Any], family: str = "") -> Any:
         if self.given_loss:
             return self.given_loss(*outputs)
         return _default_loss(jnp, self.program.output_names, self.real, *outputs)
-
-    def other_losses(self, outputs: Sequence[Any], batch: Sequence[Any]) -> dict[str, Any]:
-        return {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,7 +220,9 @@ class _FunctionPair(sides.Pair):
             )
         return dict(zip(self.ours.output_sites, tensors, strict=True))
 
-    def loss(self, outputs: Mapping[str, torch.Tensor], batch: Sequence[Any]) -> torch.Tensor:
+    def loss(
+        self, outputs: Mapping[str, torch.Tensor], batch: Sequence[Any], family: str = ""
+    ) -> torch.Tensor:
         if self.given_loss:
             return self.given_loss(*outputs.values())
         names = self.ours.program.output_names

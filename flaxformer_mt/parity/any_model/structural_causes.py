@@ -306,7 +306,7 @@ def other_inputs(segment: Segment) -> Found:
 
 
 def cause_of_reading(site: str, ours: str, other: str, later: bool) -> str:
-    """Returns the cause that a site reads `other`, which ours computes `later`, in place of `ours`."""
+    """Returns the cause of reading `other` for `ours`; `later`: whether ours computes it after."""
     own, its = (re.match(rf".*?{_LAYER.pattern}", name) for name in (site, other))
     inside = own is not None and its is not None and own[0] == its[0]
     if not inside and _LAYER.sub("#", ours) == _LAYER.sub("#", other):
