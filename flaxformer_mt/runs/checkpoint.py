@@ -403,7 +403,11 @@ def whole_checkpoints(
 def _members(state: Any) -> dict[str, Any] | None:
     """Returns the members of a state that is a dict or a dataclass; None of another tree."""
     if isinstance(state, Mapping):
-        return {str(name): value for name, value in state.items()}
+        # Not its own items: a frozen dict wraps them when they are read.
+        items, _ = jax.tree_util.tree_flatten_with_path(
+            state, is_leaf=lambda node: node is not state
+        )
+        return {str(path[0].key): value for path, value in items}
     if dataclasses.is_dataclass(state):
         return {
             field.name: getattr(state, field.name)
@@ -434,9 +438,11 @@ def _joined(template: Any, items: Mapping[str, Any]) -> Any:
     if members is None:
         return training[_WHOLE]
     found = {name: items[name] for name in (PARAMS, EMA) if items.get(name) is not None} | training
-    if isinstance(template, Mapping):
-        return {name: found[str(name)] for name in template}
-    return dataclasses.replace(template, **found)
+    if not isinstance(template, Mapping):
+        return dataclasses.replace(template, **found)
+    # Also of a frozen or an ordered dict. A moving average may be None.
+    structure = jax.tree.structure(template, is_leaf=lambda node: node is not template)
+    return jax.tree.unflatten(structure, map(found.get, members))
 
 
 _WHOLE = "state"  # The name of a state that is neither a dict nor a dataclass.

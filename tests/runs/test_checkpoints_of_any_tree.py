@@ -1,5 +1,6 @@
 """Checkpoints of states that are not those of the trainer, and run folders of their parameters."""
 
+import collections
 import dataclasses
 import json
 import os
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.core import FrozenDict
 from flax.training.train_state import TrainState as FlaxState
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -58,7 +60,26 @@ def as_numbers(seed):
     return {"params": {"x": np.float32(seed)}, "step": seed, "rate": 0.5, "n": np.int32(seed)}
 
 
-STATES = [as_dict, as_flax, as_pair, as_optax, as_array, as_numbers]
+def as_frozen_dict(seed):
+    return FrozenDict(as_dict(seed))
+
+
+def as_ordered_dict(seed):
+    """JAX keeps its order, which is not that of the names."""
+    opt = collections.OrderedDict(second=jnp.int32(seed), first=FrozenDict(make_params(seed)))
+    return collections.OrderedDict(step=seed, params=make_params(seed), ema=None, opt=opt)
+
+
+STATES = [
+    as_dict,
+    as_flax,
+    as_pair,
+    as_optax,
+    as_array,
+    as_numbers,
+    as_frozen_dict,
+    as_ordered_dict,
+]
 
 
 def saved(folder, step, state, position=None, **options):
