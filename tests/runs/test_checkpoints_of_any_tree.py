@@ -320,11 +320,26 @@ def test_a_folder_that_exists_is_not_replaced(tmp_path, model):
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_parameters_of_another_model_are_not_saved(tmp_path, model):
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"target_embedding": {"embedding": jnp.zeros((9, 16))}}, "target_embedding/embedding has"),
+        ({"target_embedding": {}}, "target_embedding/embedding missing"),
+        ({"decoder": {}}, "decoder/.* missing"),
+    ],
+)
+def test_parameters_of_another_model_are_not_saved(tmp_path, model, changes, message):
     config, tokenizers, params = model
-    with pytest.raises(UserError, match="no target_embedding/embedding, but layers"):
-        fmt.save_run(tmp_path / "run", config, tokenizers, {"layers": {}})
-    shorter = {**params, "target_embedding": {"embedding": jnp.zeros((9, 16))}}
-    with pytest.raises(UserError, match="was trained with 9"):
-        fmt.save_run(tmp_path / "run", config, tokenizers, shorter)
+    with pytest.raises(UserError, match=message):
+        fmt.save_run(tmp_path / "run", config, tokenizers, {**params, **changes})
+    assert not (tmp_path / "run").exists()
+
+
+def test_parameters_of_another_width_are_not_saved(tmp_path, model):
+    config, tokenizers, params = model
+    wider = jax.tree.map(lambda leaf: leaf, params)
+    kernel = wider["encoder"]["layers"]["feed_forward"]["hidden"]["kernel"]
+    wider["encoder"]["layers"]["feed_forward"]["hidden"]["kernel"] = jnp.tile(kernel, 2)
+    with pytest.raises(UserError, match="hidden/kernel has the shape"):
+        fmt.save_run(tmp_path / "run", config, tokenizers, wider)
     assert not (tmp_path / "run").exists()
