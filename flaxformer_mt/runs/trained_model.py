@@ -120,15 +120,8 @@ def describe_run(
     """Returns what a trained model is and what identifies it, as JSON values.
 
     None are the metric of a checkpoint that was not validated, the fingerprints of the training
-    data of a folder that does not have them, and "hold_out" if no pairs are held out.
-
-    Args:
-      folder: the run folder.
-      checkpoint: whose parameters to describe.
-      announce: called with one line for each damaged checkpoint.
-
-    Raises:
-      UserError: see `load_run`.
+    data of a folder that does not have them, and "hold_out" if no pairs are held out. `announce` is
+    called with one line for each damaged checkpoint.
     """
     from flax.traverse_util import flatten_dict
 
