@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from flaxformer_mt.experiment import train as train
     from flaxformer_mt.loading import Model as Model
     from flaxformer_mt.loading import load as load
+    from flaxformer_mt.loading import save_run as save_run
     from flaxformer_mt.model.attention import MultiHeadAttention as MultiHeadAttention
     from flaxformer_mt.model.attention import register_attention as register_attention
     from flaxformer_mt.model.functional import apply as apply
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from flaxformer_mt.objectives.r_drop import RDrop as RDrop
     from flaxformer_mt.run_reader import Run as Run
     from flaxformer_mt.runs.checkpoint import Checkpoints as Checkpoints
-    from flaxformer_mt.runs.trained_model import save_run as save_run
     from flaxformer_mt.training.devices import compile_step as compile_step
     from flaxformer_mt.training.devices import create as create
     from flaxformer_mt.training.devices import make_mesh as make_mesh
@@ -76,7 +76,7 @@ _MODULES = {
     "register_attention": "flaxformer_mt.model.attention",
     "residual_norm": "flaxformer_mt.model.functional",
     "sample": "flaxformer_mt.decoding.training_samples",
-    "save_run": "flaxformer_mt.runs.trained_model",
+    "save_run": "flaxformer_mt.loading",
     "train": "flaxformer_mt.experiment",
     "train_tokenizers": "flaxformer_mt.data.library",
     "translate": "flaxformer_mt.decoding.translator",

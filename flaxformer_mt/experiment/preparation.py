@@ -24,7 +24,7 @@ from flaxformer_mt.interop.exports import exports, summary
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.objectives.cross_entropy import Metrics, Objective
 from flaxformer_mt.runs.folder import (
-    check_unchanged,
+    check_corpora,
     check_vocabulary,
     holds_run,
     read_tokenizers,
@@ -104,7 +104,7 @@ def prepare(
         check_not_blank(of_role, given.model.has_inputs)
     if continued:
         tokenizers = read_tokenizers(workdir)
-        check_unchanged(workdir, corpora, tokenizers)
+        check_corpora(workdir, corpora)
     else:
         if given.model.has_inputs and check_languages:
             check_sides(corpora["train"], [*corpora["valid"], *corpora["test"]])

@@ -44,8 +44,7 @@ def average_run(
       The steps that were averaged.
 
     Raises:
-      UserError: there are too few intact checkpoints, `run_folder` is not a run folder or damaged,
-        or the output exists or cannot be written.
+      UserError: there are too few intact checkpoints, or a folder cannot be used.
     """
     run_folder, output = Path(run_folder), Path(output)
     if output.exists():
