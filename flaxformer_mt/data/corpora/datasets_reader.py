@@ -65,7 +65,7 @@ def open_saved(
     """Opens a data set, or one of its splits.
 
     Args:
-      folder: as `is_saved` accepts it.
+      folder: written by `save_to_disk`.
       split: name of the split; a data set without splits is its own.
       columns: the source and the target; () = `translation` in the two languages, or the features
         that are called like them.
@@ -75,6 +75,10 @@ def open_saved(
     Raises:
       UserError: `datasets` is not installed, the folder is damaged, or has no such split or column.
     """
+    if not is_saved(folder):
+        raise UserError(
+            f"{option}={folder} is not a folder that datasets' save_to_disk has written"
+        )
     try:
         import datasets
     except ImportError as error:

@@ -17,7 +17,7 @@ import sys
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.input_files import open_regular
@@ -59,7 +59,7 @@ def stream_lines(path: Path) -> Iterator[str]:
 
 
 def read_lines(path: Path) -> list[str]:
-    """Reads all lines of a file; see `stream_lines`."""
+    """Reads all lines of a file."""
     return list(stream_lines(path))
 
 
@@ -109,18 +109,12 @@ def count_lines(stream: io.BufferedIOBase, name: str) -> int:
     return count + (last != b"\n")
 
 
-def stream_parallel(source_path: Path, target_path: Path) -> Iterator[tuple[str, str]]:
-    """Returns an iterator over the pairs of two parallel files; see `stream_parallel_files`."""
-    return cast(Iterator[tuple[str, str]], stream_parallel_files(source_path, target_path))
-
-
-def stream_parallel_files(source_path: Path, *target_paths: Path) -> Iterator[tuple[str, ...]]:
+def stream_parallel(*paths: Path) -> Iterator[tuple[Any, ...]]:
     """Yields the lines of a file with those of its translations, each of which is read once.
 
     Raises:
-      UserError: see `stream_lines`; or the files have different numbers of lines.
+      UserError: as `stream_lines`, or the files have different numbers of lines.
     """
-    paths = source_path, *target_paths
     rows = itertools.zip_longest(*map(stream_lines, paths))
     for number, row in enumerate(rows, start=1):
         if None in row:
@@ -129,14 +123,14 @@ def stream_parallel_files(source_path: Path, *target_paths: Path) -> Iterator[tu
                 counts = [n + (line is not None) for n, line in zip(counts, others, strict=True)]
             other = next(n for n, count in enumerate(counts) if count != counts[0])
             raise UserError(
-                f"{source_path} has {counts[0]} lines but {paths[other]} has {counts[other]}: "
+                f"{paths[0]} has {counts[0]} lines but {paths[other]} has {counts[other]}: "
                 "line i of one must translate line i of the other"
             )
         yield row
 
 
 def read_parallel(source_path: Path, target_path: Path) -> tuple[list[str], list[str]]:
-    """Reads all lines of two parallel files; see `stream_parallel`."""
+    """Reads all lines of two parallel files."""
     sources, targets = zip(*stream_parallel(source_path, target_path), strict=True)
     return list(sources), list(targets)
 
