@@ -17,7 +17,7 @@ import sys
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.input_files import open_regular
@@ -27,6 +27,8 @@ MAX_LINE_BYTES = 2**20
 
 COMPRESSED = (".gz", ".zst")
 """Suffixes of the files that are decompressed while they are read."""
+
+_Item = TypeVar("_Item")
 
 _CHUNK_BYTES = 2**20
 _PAUSE_SECONDS = 0.02
@@ -107,6 +109,23 @@ def count_lines(stream: io.BufferedIOBase, name: str) -> int:
             last = chunk[-1:]
         stream.seek(start)
     return count + (last != b"\n")
+
+
+def counted(items: Iterable[_Item], activity: str) -> Iterator[_Item]:
+    """Yields pairs, and counts them after the text `activity` on standard error, if a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}: {task.completed:,} pairs", markup=False),
+        TimeElapsedColumn(),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        yield from progress.track(items, description=activity)
 
 
 def stream_parallel(*paths: Path) -> Iterator[tuple[Any, ...]]:

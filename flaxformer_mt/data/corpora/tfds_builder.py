@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flaxformer_mt.data.corpora.corpus import Corpus
+from flaxformer_mt.data.corpora.text_files import counted
 from flaxformer_mt.data.corpora.tfds_reader import require_tfds
-from flaxformer_mt.data.progress import counted
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs import atomic
 

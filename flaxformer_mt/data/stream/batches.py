@@ -36,9 +36,9 @@ class Batch:
       decoder_target_tokens: [B, T], the target tokens and end token of each segment.
       decoder_loss_weights: float32 [B, T], 1 for target tokens, 0 in padding.
       encoder_segment_ids: [B, S], 1, 2, ... for the segments of a row, 0 in padding.
-      decoder_segment_ids: [B, T], likewise; equal ids in a row belong to the same pair.
+      decoder_segment_ids: [B, T], the same; equal ids in a row belong to the same pair.
       encoder_positions: [B, S], 0, 1, ... in each segment, 0 in padding.
-      decoder_positions: [B, T], likewise.
+      decoder_positions: [B, T], the same.
     """
 
     encoder_input_tokens: Array | None

@@ -1,7 +1,7 @@
 """Corpora as token sequences, with statistics.
 
 Training corpora are encoded once and stored on disk (`token_store`); development and test sets are
-encoded in memory, here. Sequences are not truncated: long pairs are handled in `long_pairs`.
+encoded in memory, here. Sequences are not truncated: long pairs are handled in `mixture`.
 """
 
 import dataclasses
@@ -61,7 +61,7 @@ class CorpusReport:
     sources: SideReport | None
     """The source side, before truncation to the row length; None for a language model."""
     targets: SideReport
-    """The target side, likewise."""
+    """The target side, before truncation to the row length."""
     truncated: int = 0
     """Number of pairs truncated to the row length."""
 

@@ -4,7 +4,7 @@ The store of a corpus is a folder of flat arrays, each a file without header, an
 which lists them:
 
     source.tokens, source.offsets   the concatenated sources, and their offsets
-    target.tokens, target.offsets   likewise
+    target.tokens, target.offsets   the same of the targets
     text.bytes, text.offsets        the text of the sources (with data.subword_sampling)
     seen.hashes                     hashes of all pairs so far (with data.drop_duplicates)
     manifest.json                   SHA-256 of all others, verified whenever a store is opened
@@ -32,7 +32,7 @@ from flaxformer_mt.config.experiment import values_with
 from flaxformer_mt.config.fields import FieldRole
 from flaxformer_mt.data.corpora.corpus import Corpus, SentencePair
 from flaxformer_mt.data.corpora.filters import PairFilter, SeenPairs
-from flaxformer_mt.data.progress import counted
+from flaxformer_mt.data.corpora.text_files import counted
 from flaxformer_mt.data.stream.encoded_corpus import (
     CorpusReport,
     EncodedCorpus,

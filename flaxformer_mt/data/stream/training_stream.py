@@ -28,8 +28,7 @@ from flaxformer_mt.data.stream.batches import (
     pair_lengths,
 )
 from flaxformer_mt.data.stream.encoded_corpus import EncodedCorpus
-from flaxformer_mt.data.stream.long_pairs import select_pairs
-from flaxformer_mt.data.stream.mixture import Mixture, generator
+from flaxformer_mt.data.stream.mixture import Mixture, generator, select_pairs
 from flaxformer_mt.data.stream.packing import Sentences, plan_rows
 
 BLOCK_PAIRS = 65_536

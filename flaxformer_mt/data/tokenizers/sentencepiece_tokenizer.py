@@ -1,6 +1,6 @@
 """SentencePiece vocabularies: encoding, decoding and training.
 
-Texts are not Unicode-normalised, so `decode(encode(text))` returns `text`, except that leading and
+Texts are not Unicode-normalized, so `decode(encode(text))` returns `text`, except that leading and
 trailing spaces are removed and runs of spaces become one. (Without `data.byte_fallback`, characters
 outside the vocabulary are decoded as " \u2047 ".)
 """
@@ -54,7 +54,6 @@ class SentencePieceTokenizer:
         return hashlib.sha256(self.model).hexdigest()
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """See `Tokenizer.encode`."""
         encoded = self._processor.encode(list(texts))
         return [
             self._processor.piece_to_id(self.split([text])[0]) if self.unk_id in tokens else tokens
@@ -66,7 +65,6 @@ class SentencePieceTokenizer:
     language_ids: frozenset[int] = frozenset()
 
     def split(self, texts: Sequence[str]) -> list[list[str]]:
-        """See `Tokenizer.split`."""
         split = self._processor.encode(list(texts), out_type=str)
         return [list(itertools.chain(*map(self._words, pieces))) for pieces in split]
 
@@ -77,11 +75,9 @@ class SentencePieceTokenizer:
         return [piece]
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
-        """See `Tokenizer.pieces`."""
         return self._processor.id_to_piece(self._known(tokens))
 
     def sample(self, texts: Sequence[str], seed: int, amount: float) -> list[list[int]]:
-        """See `Tokenizer.sample`."""
         return self._sampler.sample(texts, seed, amount)
 
     @functools.cached_property
@@ -89,7 +85,6 @@ class SentencePieceTokenizer:
         return TextSampler(self.model, self._processor)
 
     def decode(self, sentences: Sequence[Sequence[int]]) -> list[str]:
-        """See `Tokenizer.decode`."""
         return self._processor.decode([self._until_end(sentence) for sentence in sentences])
 
     def _known(self, tokens: Sequence[int]) -> list[int]:
