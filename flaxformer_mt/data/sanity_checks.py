@@ -191,7 +191,6 @@ def check_sides(training: Sequence[Corpus], held_out: Sequence[Corpus]) -> None:
 
 
 def _letters(corpus: Corpus) -> tuple[str, str]:
-    """Returns the letters of the leading sources, without tags, and of the leading targets."""
     pairs = list(itertools.islice(corpus.pairs(), _PAIRS))
     sources = (source.removeprefix(corpus.tag) for source, _ in pairs)
     return letters_of(sources), letters_of(target for _, target in pairs)

@@ -100,11 +100,7 @@ class ParallelCorpus(Corpus):
         return zip(self.sources, self.targets, strict=True)
 
     def first_of_parts(self, wanted: int) -> list[int]:
-        """Returns the indices of the first pairs of each part, in proportion to the parts' sizes.
-
-        Args:
-          wanted: the number of pairs; all, if there are fewer.
-        """
+        """Returns `wanted` indices: the first pairs of each part, in proportion to its size."""
         sizes = [size for _, size in self.parts] or [len(self)]
         ends = list(itertools.accumulate(sizes))
         wanted = min(wanted, len(self))
@@ -149,14 +145,9 @@ class StreamedCorpus(Corpus):
 def open_corpora(config: DataConfig, role: Role, has_inputs: bool = True) -> list[StreamedCorpus]:
     """Opens all corpora of a role without reading their text, and without holding out any of it.
 
-    Args:
-      config: describes one corpus in its own fields, or several in `train_corpora`,
-        `valid_corpora` and `test_corpora`.
-      role: which corpora to open.
-      has_inputs: False for a language model, which only needs the target side.
-
-    Returns:
-      The corpora; none for a test split that is named "".
+    They are the one that `config` describes in its own fields, or those of `train_corpora`,
+    `valid_corpora` and `test_corpora`; none for a test split that is named "". A language model
+    (`has_inputs` is False) only needs the target side.
 
     Raises:
       UserError: a file, a builder, a split or a language does not exist.
@@ -196,13 +187,10 @@ def open_path(
 def open_corpus(
     corpus: CorpusConfig, data: DataConfig, prefix: str, has_inputs: bool = True
 ) -> StreamedCorpus:
-    """Opens one corpus without reading its text.
+    """Opens one corpus, of which only the tag may be empty, without reading its text.
 
-    Args:
-      corpus: description of the corpus; only the tag may be empty.
-      data: further options of generated corpora.
-      prefix: prefix of the fields of `corpus` in messages: "data.", "--".
-      has_inputs: False for a language model, which only needs the target side.
+    `data` has the options of generated corpora, and messages name the fields of `corpus` after
+    `prefix`: "data.", "--". A language model (`has_inputs` is False) only needs the target side.
 
     Raises:
       UserError: a file, a builder, a split or a language does not exist.
@@ -358,7 +346,6 @@ def _open_table(corpus: CorpusConfig, form: tables.Form, prefix: str) -> _Opened
 
 
 def _find(corpus: CorpusConfig, prefix: str, suffix: str) -> dict[str, Path]:
-    """Finds the files of a split; see `text_files.find_files`."""
     folder, option = corpus.path, f"{prefix}path"
     if not folder:
         raise UserError(f"{option} is empty: name the folder that has {corpus.split}{suffix}")

@@ -33,7 +33,7 @@ def hold_out(
       roles: what pairs are held out for.
 
     Returns:
-      The corpora of "train" and of each role, in the order of the given ones.
+      The corpora of "train" and of each role, in the given order.
     """
     division = Division(corpora, pairs, tuple(roles))
     everything: tuple[Role, ...] = ("train", *roles)
@@ -125,7 +125,6 @@ def _hash(source: str) -> int:
 
 
 def _part(division: Division, number: int, role: Role) -> StreamedCorpus:
-    """The part of a corpus for a role."""
     corpus = division.corpora[number]
     stream: Callable[[], Iterator[SentencePair]]
     if role == "train":

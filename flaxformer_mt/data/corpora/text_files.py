@@ -66,19 +66,15 @@ def read_lines(path: Path) -> list[str]:
 
 
 def arriving_lines(stream: io.BufferedIOBase, name: str, enough: int) -> Iterator[list[str]]:
-    """Yields groups of lines as they arrive, without waiting for more input.
+    """Yields nonempty groups of lines as they arrive, without waiting for more input.
 
     Args:
       stream: UTF-8 text, possibly empty, with line ends as in `stream_lines`.
       name: origin of the text, for messages.
       enough: size of a group in bytes if input arrives without a pause.
 
-    Yields:
-      Nonempty lists of lines.
-
     Raises:
-      UserError: the text is not UTF-8, or has a line of more than `MAX_LINE_BYTES` (the message
-        names the line), or cannot be read.
+      UserError: the text is not UTF-8, has a line that is too long, or cannot be read.
     """
     number = 1
     groups = _arriving(stream, enough)
@@ -93,10 +89,6 @@ def arriving_lines(stream: io.BufferedIOBase, name: str, enough: int) -> Iterato
 
 def count_lines(stream: io.BufferedIOBase, name: str) -> int:
     """Counts the remaining lines of a seekable stream, and restores its position.
-
-    Args:
-      stream: the stream.
-      name: origin of the text, for messages.
 
     Raises:
       UserError: it cannot be read, or is a damaged compressed file.
@@ -170,8 +162,8 @@ def find_files(folder: Path, names: str, suffix: str, option: str) -> dict[str, 
     Args:
       folder: folder of the files.
       names: comma-separated file names or glob patterns ("news-*"), without suffix.
-      suffix: suffix of the files, such as ".en"; it may be followed by ".gz" or ".zst".
-      option: name of the option that gave the folder, for messages.
+      suffix: such as ".en"; it may be followed by ".gz" or ".zst".
+      option: the option that gave the folder, for messages.
 
     Returns:
       {name without suffix: file}; the matches of a pattern are sorted by name.
@@ -247,11 +239,7 @@ def _open(path: Path) -> io.BufferedReader:
 
 
 def _require_zstd(path: str) -> Any:
-    """Imports the module of Zstandard: of Python from 3.14 on, of a package before.
-
-    Raises:
-      UserError: it is not installed.
-    """
+    """Imports the module of Zstandard: of Python from 3.14 on, of a package before."""
     name = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
     try:
         return importlib.import_module(name)
@@ -283,7 +271,6 @@ def _arriving(stream: io.BufferedIOBase, enough: int) -> Iterator[list[bytes]]:
 
 
 def _is_waiting(stream: io.BufferedIOBase) -> bool:
-    """Returns whether more input is available now or within `_PAUSE_SECONDS`."""
     # On Windows, `select` only works on sockets; there, each chunk is a group.
     return os.name != "nt" and bool(select.select([stream], [], [], _PAUSE_SECONDS)[0])
 

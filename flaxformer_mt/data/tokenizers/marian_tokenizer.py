@@ -323,7 +323,6 @@ class _Settings:
 
 
 def _content(token: str | Mapping[str, Any]) -> str:
-    """Returns the text of a special token, given as such or with properties, which are ignored."""
     return token if isinstance(token, str) else token["content"]
 
 

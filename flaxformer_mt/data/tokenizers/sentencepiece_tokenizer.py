@@ -29,15 +29,7 @@ _REQUIRED = re.compile(r"Vocabulary size is smaller than required_chars\. \d+ vs
 
 
 class SentencePieceTokenizer:
-    """A tokenizer with a SentencePiece model (Kudo and Richardson 2018).
-
-    Args:
-      model: content of a `.model` file.
-      name: name of the model, for messages.
-
-    Raises:
-      UserError: `model` is not a SentencePiece model.
-    """
+    """A tokenizer with the content of a SentencePiece `.model` file (Kudo and Richardson 2018)."""
 
     def __init__(self, model: bytes, name: str = "the vocabulary"):
         self.model = model
@@ -99,14 +91,9 @@ class SentencePieceTokenizer:
 def train_sentencepiece(
     texts: Sequence[str], config: DataConfig, tags: Sequence[str] = ()
 ) -> SentencePieceTokenizer:
-    """Learns a vocabulary; deterministic.
+    """Learns a vocabulary; deterministic. Tags become one piece each.
 
-    The vocabulary has fewer than `config.vocab_size` pieces if the corpus is too small.
-
-    Args:
-      texts: training sentences.
-      config: kind and size of the model.
-      tags: words that become one piece each.
+    It has fewer than `config.vocab_size` pieces if the corpus is too small.
 
     Raises:
       UserError: there is no text, or `config.vocab_size` is smaller than the number of characters.

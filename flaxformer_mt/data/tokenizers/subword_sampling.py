@@ -73,15 +73,7 @@ class BpeDropout:
         return self._split(word, lambda number: False)
 
     def _split(self, word: str, is_dropped: Callable[[int], bool]) -> tuple[list[int], int]:
-        """Merges the characters of a word into pieces.
-
-        Args:
-          word: a word whose characters are pieces.
-          is_dropped: whether the first, second, ... possible merge is dropped.
-
-        Returns:
-          The ids of the pieces, and the number of possible merges.
-        """
+        """Returns the ids and the number of possible merges; each may be dropped, by its number."""
         pieces = list(word)
         # Neighbors of the piece that starts at a character; merged pieces are set to "".
         left = list(range(-1, len(word) - 1))
@@ -116,7 +108,6 @@ class BpeDropout:
 
 
 def _is_dropped(first: int, amount: float, draw: Callable[[], float]) -> Callable[[int], bool]:
-    """Returns the predicate for dropped merges: number `first`, and later ones at random."""
     return lambda number: number == first or (number > first and draw() < amount)
 
 
@@ -148,7 +139,6 @@ class UnigramSampling:
         return sampled
 
     def _split(self, word: str) -> tuple[list[list[int]], np.ndarray]:
-        """Returns the segmentations of a word, best first, and their log-probabilities."""
         splits = self._best_splits(word)
         scores = [sum(self._log_probabilities[token] for token in split) for split in splits]
         return splits, np.array(scores)

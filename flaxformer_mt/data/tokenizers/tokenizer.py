@@ -81,9 +81,7 @@ class Tokenizer(HasFirstToken, Protocol):
         """Returns the vocabulary entry of each token."""
 
     def sample(self, texts: Sequence[str], seed: int, amount: float) -> list[list[int]]:
-        """Returns token ids of each text with a random segmentation into subwords.
-
-        The result is a function of the arguments, in any thread and process.
+        """Returns token ids with a random segmentation, as a function of the arguments alone.
 
         Args:
           texts: the texts.
@@ -98,12 +96,7 @@ class Tokenizer(HasFirstToken, Protocol):
 
 
 def split_language(text: str, vocabulary: Tokenizer) -> tuple[str, str]:
-    """Divides a text into the language that it names at its beginning, and the rest.
-
-    Returns:
-      The name of the language, such as "deu_Latn", and the text without it; "" and the whole text
-      if it names none.
-    """
+    """Divides a text into the language that it names, such as "deu_Latn" or "", and the rest."""
     first, _, rest = text.strip().partition(" ")
     if vocabulary.language_ids:
         (tokens,) = vocabulary.encode_parts([first])
@@ -132,11 +125,7 @@ def tags(config: DataConfig) -> list[str]:
 
 
 def evenly(items: Iterable[_Item], limit: int) -> list[_Item]:
-    """Takes evenly spaced items from a stream of unknown length, in one pass.
-
-    Returns:
-      All items if there are at most `limit`; otherwise between half of `limit` and `limit` items.
-    """
+    """Takes evenly spaced items in one pass: all, if at most `limit`, or else at least half of it."""
     taken: list[_Item] = []
     distance = 1
     for number, item in enumerate(items):
