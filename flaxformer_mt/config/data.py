@@ -69,7 +69,7 @@ class DataConfig:
     """Folder of the corpus; or one file (.csv, .jsonl, others tab-separated), two parallel files
     ("a.en,b.de", or "a" for a.en and a.de), a folder of Hugging Face's save_to_disk; name of a
     TensorFlow Datasets builder, or the folder that it was prepared in (tfds). "tfds:NAME" is a
-    builder whatever data.corpus is."""
+    builder for every value of data.corpus."""
     columns: tuple[str, ...] = option((), FieldRole.TEXT)
     """The columns of source and target, by name or by number from 1; further ones are ignored. By
     default the columns that a header names after the two languages, or else the only two columns.

@@ -52,7 +52,7 @@ def read_pairs(
         `flaxformer-mt prepare` or of Hugging Face's `save_to_disk`, or "tfds:NAME".
       columns: the columns of source and target in a table, by number from 1 or by name.
       source_language: its code, the suffix of its files in a folder.
-      target_language: its code, as for the source.
+      target_language: of the translations.
       split: of a folder or a data set.
       kind: of files in a folder, if they are not text: "tsv", "csv", "jsonl" or "tfds".
       tag: prepended to every source, such as "<2de>".

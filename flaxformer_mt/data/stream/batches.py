@@ -36,9 +36,9 @@ class Batch:
       decoder_target_tokens: [B, T], the target tokens and end token of each segment.
       decoder_loss_weights: float32 [B, T], 1 for target tokens, 0 in padding.
       encoder_segment_ids: [B, S], 1, 2, ... for the segments of a row, 0 in padding.
-      decoder_segment_ids: [B, T], likewise; equal ids in a row belong to the same pair.
+      decoder_segment_ids: [B, T], the same; equal ids in a row belong to the same pair.
       encoder_positions: [B, S], 0, 1, ... in each segment, 0 in padding.
-      decoder_positions: [B, T], likewise.
+      decoder_positions: [B, T], the same.
     """
 
     encoder_input_tokens: Array | None
@@ -72,11 +72,7 @@ class Shard:
     """Number of parts."""
 
     def part(self, rows: int) -> slice:
-        """Returns the rows of a batch that belong to this part.
-
-        Raises:
-          ValueError: `rows` is not a multiple of `count`.
-        """
+        """Returns the rows of a batch that belong to this part."""
         if rows % self.count:
             raise ValueError(f"{rows} rows cannot be divided evenly among {self.count} processes")
         return slice(self.index * rows // self.count, (self.index + 1) * rows // self.count)
@@ -180,14 +176,8 @@ def evaluation_batches(
     Pairs that fit are packed into rows of the training shape, as many as a microbatch has, or fewer
     if the vocabulary is large (`MAX_LOGITS`). A longer pair gets its own row, whose length is the
     next power of two; batches of such rows have fewer rows, so that attention needs no more memory.
-    The last batch of each shape is padded with empty rows.
-
-    Args:
-      corpus: the pairs.
-      config: the experiment.
-      row_shards: number of devices that share the rows of a batch; the number of rows of every
-        batch is a multiple of it.
-      shard: the part of each batch to build.
+    The last batch of each shape is padded with empty rows. The number of rows of every batch is a
+    multiple of `row_shards`, the number of devices that share it.
 
     Raises:
       UserError: the rows, or a pair, are longer than the model's table of learned positions.

@@ -4,7 +4,7 @@ The store of a corpus is a folder of flat arrays, each a file without header, an
 which lists them:
 
     source.tokens, source.offsets   the concatenated sources, and their offsets
-    target.tokens, target.offsets   likewise
+    target.tokens, target.offsets   the same of the targets
     text.bytes, text.offsets        the text of the sources (with data.subword_sampling)
     seen.hashes                     hashes of all pairs so far (with data.drop_duplicates)
     manifest.json                   SHA-256 of all others, verified whenever a store is opened
@@ -32,7 +32,7 @@ from flaxformer_mt.config.experiment import values_with
 from flaxformer_mt.config.fields import FieldRole
 from flaxformer_mt.data.corpora.corpus import Corpus, SentencePair
 from flaxformer_mt.data.corpora.filters import PairFilter, SeenPairs
-from flaxformer_mt.data.progress import counted
+from flaxformer_mt.data.corpora.text_files import counted
 from flaxformer_mt.data.stream.encoded_corpus import (
     CorpusReport,
     EncodedCorpus,
@@ -92,8 +92,6 @@ def open_stores(
 
 @contextlib.contextmanager
 def _locked(cache_folder: Path) -> Iterator[None]:
-    """Creates a cache folder, and locks it against other processes."""
-
     def announce(owner: str) -> None:
         _log.warning("waiting for %s, which is tokenizing in %s", owner, cache_folder)
 
@@ -154,14 +152,7 @@ def _is_store(folder: Path) -> bool:
 
 
 def _is_usable(folder: Path, origin: _Origin, name: str, verify: bool) -> bool:
-    """Returns whether a store is complete and up to date; otherwise logs the reason.
-
-    Args:
-      folder: folder of the store.
-      origin: required key of the store.
-      name: name of the corpus, for the log.
-      verify: see `open_stores`.
-    """
+    """Returns whether a store is complete and has this origin; otherwise logs the reason."""
     if not folder.exists():
         return False
     damaged = damage(folder, "store") if verify else ""
@@ -194,12 +185,6 @@ def _make(
     config: ExperimentConfig,
     seen: SeenPairs,
 ) -> None:
-    """Filters and tokenizes a corpus, and writes its store atomically.
-
-    Raises:
-      UserError: the corpus cannot be read, or all of its pairs are dropped; the folder cannot be
-        written.
-    """
     with atomic.new_folder(folder, replace=True, parents=True) as partial:
         report = _write_arrays(partial, corpus, tokenizers, config, seen)
         description = {
@@ -220,7 +205,6 @@ def _write_arrays(
     config: ExperimentConfig,
     seen: SeenPairs,
 ) -> CorpusReport:
-    """Writes the arrays of a store in chunks."""
     has_inputs = config.model.has_inputs
     keeps_text = has_inputs and config.data.subword_sampling > 0
     pair_filter = PairFilter(config.data, corpus, has_inputs, seen)
@@ -256,7 +240,6 @@ def _write_arrays(
 
 
 def _chunks(corpus: Corpus) -> Iterator[list[SentencePair]]:
-    """Yields the pairs of a corpus in chunks, and counts them on the terminal."""
     pairs = counted(corpus.pairs(), f"tokenizing {corpus.name}")
     while chunk := list(itertools.islice(pairs, _CHUNK)):
         yield chunk
@@ -272,14 +255,7 @@ def _append_tokens(folder: Path, side: str, sentences: Sentences, tokenizer: Tok
 
 
 def _append_ragged(folder: Path, name: str, values: np.ndarray, offsets: np.ndarray) -> None:
-    """Appends ragged values to a file of concatenated values and its file of offsets.
-
-    Args:
-      folder: folder of both files.
-      name: name of the file of values.
-      values: [N].
-      offsets: int64 [sequences + 1], from 0 to N.
-    """
+    """Appends [N] values to a file, and int64 offsets, which are from 0 to N, to that beside it."""
     values_path = folder / name
     offsets_path = values_path.with_suffix(".offsets")
     if not values_path.exists():
@@ -295,7 +271,6 @@ def _append(path: Path, values: np.ndarray) -> None:
 
 
 def _read(folder: Path, corpus: Corpus, tokenizers: Tokenizers) -> EncodedCorpus:
-    """Memory-maps a store."""
     description = _description(folder)
     files = description["files"]
     sources: Sentences | None = None

@@ -28,8 +28,7 @@ from flaxformer_mt.data.stream.batches import (
     pair_lengths,
 )
 from flaxformer_mt.data.stream.encoded_corpus import EncodedCorpus
-from flaxformer_mt.data.stream.long_pairs import select_pairs
-from flaxformer_mt.data.stream.mixture import Mixture, generator
+from flaxformer_mt.data.stream.mixture import Mixture, generator, select_pairs
 from flaxformer_mt.data.stream.packing import Sentences, plan_rows
 
 BLOCK_PAIRS = 65_536
@@ -113,8 +112,7 @@ class TrainingStream:
       sampler: the vocabulary of the sources, for `data.subword_sampling`.
 
     Raises:
-      UserError: pairs are longer than a row and `data.long_sentences` is "error", or no pair is
-        left.
+      UserError: pairs are longer than a row and `data.long_sentences` is "error", or all are.
     """
 
     def __init__(
@@ -141,12 +139,7 @@ class TrainingStream:
     def read(
         self, position: DataPosition, shard: Shard = WHOLE_BATCH
     ) -> tuple[Batch, DataPosition]:
-        """Returns the batch at a position and the position after it.
-
-        Args:
-          position: the start of the stream, or a position returned by an earlier call.
-          shard: the part of the batch to build; positions are the same for all parts.
-        """
+        """Returns the part `shard` of the batch at a position, and the position after it."""
         epoch, number, first, step = position
         block = self._block(epoch, number)
         shape = block.rows[first].shape
@@ -193,7 +186,6 @@ class TrainingStream:
         return Block(sources, targets, rows)
 
     def _after(self, epoch: int, number: int) -> tuple[int, int]:
-        """Returns epoch and number of the next block."""
         return (epoch, number + 1) if number + 1 < self._blocks(epoch) else (epoch + 1, 0)
 
     def _blocks(self, epoch: int) -> int:
@@ -202,16 +194,7 @@ class TrainingStream:
 
 
 class _PairReader:
-    """Reads the tokens of pairs from several corpora.
-
-    Args:
-      corpora: the corpora.
-      kept: indices of the pairs to train on, int64, for each corpus.
-      source_row_length: length to which sources are truncated.
-      target_row_length: length to which targets are truncated.
-      config: the experiment.
-      sampler: the vocabulary of the sources, for `data.subword_sampling`.
-    """
+    """Reads the tokens of kept pairs (int64 indices per corpus), truncated to the row lengths."""
 
     def __init__(
         self,
@@ -274,7 +257,6 @@ class _PairReader:
 
 
 def _take(sides: Sequence[Sentences], indices: Sequence[np.ndarray]) -> Sentences:
-    """Concatenates sentences taken from each of `sides` by their indices."""
     taken = [side.take(chosen) for side, chosen in zip(sides, indices, strict=True)]
     return Sentences.join(taken)
 
@@ -317,7 +299,6 @@ def _pack_rows(
     shapes: tuple[BatchShape, ...],
     random: np.random.Generator,
 ) -> list[PlannedRow]:
-    """Packs pairs into rows of the only shape, in random order."""
     (shape,) = shapes
     order = random.permutation(len(target_lengths))
     rows = plan_rows(
@@ -357,11 +338,6 @@ def choose_source_row_length(
     Multiples of 8, or else of 4, are efficient on accelerators, and are preferred if they can be
     filled well. At most one source in a thousand is longer than a row. The choice is based on a
     fixed sample of the pairs, without those whose targets are too long to be trained on.
-
-    Args:
-      corpora: the training corpora.
-      config: the experiment.
-      sampler: the vocabulary of the sources, for `data.subword_sampling`.
     """
     target_row_length = config.data.row_lengths[1]
     if config.data.batching == "buckets":
