@@ -30,7 +30,7 @@ from flaxformer_mt.decoding.batching.workers import (
     max_workers,
 )
 from flaxformer_mt.decoding.parameters import rounded_matrices
-from flaxformer_mt.decoding.search.options import SearchOptions, forbidden_token_ids
+from flaxformer_mt.decoding.search.options import SearchOptions
 from flaxformer_mt.decoding.search.state import SearchResult, SearchState, SentenceConstraints
 
 MIN_TARGET_LENGTH = 32
@@ -111,16 +111,7 @@ class ContinuousBatcher:
         self._batch_tokens = batch_tokens(decode, first.platform)
         self._model = self._configs[0]
         self._decode = decode
-        model = self._model
-        self._options = SearchOptions.from_config(
-            decode,
-            bos_id=model.bos_id,
-            eos_id=model.eos_id,
-            pad_id=model.pad_id,
-            forbidden_ids=forbidden_token_ids(model),
-            bad_phrases=bad_phrases,
-            scores=scores,
-        )
+        self._options = SearchOptions.from_config(decode, self._model, bad_phrases, scores)
         limits = [limit for config in self._configs if (limit := config.longest_sentence)]
         self._limit = min(limits, default=None)
         self._shapes: dict[tuple[int, _ConstraintWidths, int], SearchState] = {}
