@@ -18,7 +18,7 @@ from flaxformer_mt.decoding.batching.search_programs import begin_search, step_f
 from flaxformer_mt.decoding.batching.workers import batch_tokens
 from flaxformer_mt.decoding.ensemble import combine, reorder_each
 from flaxformer_mt.decoding.parameters import rounded_matrices
-from flaxformer_mt.decoding.search.options import SearchOptions, forbidden_token_ids
+from flaxformer_mt.decoding.search.options import SearchOptions
 from flaxformer_mt.decoding.search.search import advance
 from flaxformer_mt.decoding.search.state import SearchState, unconstrained
 from flaxformer_mt.model.cache import reorder_cache
@@ -120,13 +120,7 @@ def compile_decoding(config: ExperimentConfig, device: Any) -> CompiledStep:
     model, decode = config.model, config.decode
     tokens = batch_tokens(decode, device.platform) * REFERENCE_BEAM_SIZE
     rows = max(1, tokens // (SENTENCE * decode.beam_size))
-    options = SearchOptions.from_config(
-        decode,
-        bos_id=model.bos_id,
-        eos_id=model.eos_id,
-        pad_id=model.pad_id,
-        forbidden_ids=forbidden_token_ids(model),
-    )
+    options = SearchOptions.from_config(decode, model)
     mesh = make_mesh(devices=[device])
     place = NamedSharding(mesh, PartitionSpec())
 

@@ -26,15 +26,9 @@ def expected_shapes(config: TransformerConfig) -> Mapping[str, tuple[int, ...]]:
 
 
 def require_params(config: TransformerConfig, params: Any, name: str = "params") -> None:
-    """Checks that a tree has the parameters of a model. Further leaves are allowed.
+    """Raises UserError unless a tree has all parameters of a model, in their shapes.
 
-    Args:
-      config: the model, with its vocabulary sizes.
-      params: the tree.
-      name: where it comes from, for messages.
-
-    Raises:
-      UserError: a parameter is missing or has another shape.
+    Further leaves are allowed. `name` says where the tree comes from.
     """
     if not isinstance(params, Mapping):
         raise UserError(
@@ -94,13 +88,7 @@ def rounded_matrices(config: TransformerConfig, params: Any) -> Any:
 def prepared_model(
     config: TransformerConfig, params: Any, tokenizers: Tokenizers, rounded: bool = True
 ) -> tuple[TransformerConfig, Any]:
-    """Returns a model that is to translate, with vocabulary sizes, and its parameters on a device.
-
-    Args:
-      config: the model.
-      params: nested dicts of arrays on the host, on one device or on several.
-      tokenizers: give the vocabulary sizes that `config` does not have.
-      rounded: whether to round the matrices.
+    """Returns the configuration with vocabulary sizes, and the parameters on a device.
 
     Raises:
       TypeError: `config` is not a `TransformerConfig`.

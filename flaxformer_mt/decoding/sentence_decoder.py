@@ -116,16 +116,9 @@ class SentenceDecoder:
         attention: bool = False,
         scores: bool = True,
     ) -> None:
-        """Creates a decoder.
+        """Creates a decoder for one or several models; alignments are computed with the first.
 
-        Args:
-          models: configuration and parameters of each model of an ensemble. Alignments are
-            computed with the first.
-          decode: the options.
-          tokenizers: shared by all models.
-          unit: the unit to align; None = no alignment.
-          attention: whether to return the attention.
-          scores: whether to return scores and log-probabilities; greedy search is faster without.
+        The arguments are those of `Translator` and `Translator.translate_n_best`.
 
         Raises:
           UserError: an option does not fit the models, or names a file that cannot be read.
@@ -202,7 +195,7 @@ class SentenceDecoder:
                 done.clear()
 
     def _divide(self, sentences: Sequence[Sentence]) -> list[list[_TokenizedSegment]]:
-        """Returns each sentence's segments: one, none for an empty one, several for a long one."""
+        """Returns each sentence's segments: one, none if it is empty, several if it is long."""
         source, target = self.tokenizers.source, self.tokenizers.target
         texts = [sentence.text.strip() for sentence in sentences]
         limit = self.longest_source - 1  # One position is needed for the end token.
@@ -293,7 +286,6 @@ class SentenceDecoder:
     def _translate_segments(
         self, segments: Sequence[_TokenizedSegment]
     ) -> Iterator[tuple[int, list[Hypothesis]]]:
-        """Yields the index and the translations of each segment as it finishes."""
         nonempty = [number for number, segment in enumerate(segments) if segment.tokens]
         for number, segment in enumerate(segments):
             if not segment.tokens:
@@ -339,7 +331,6 @@ class SentenceDecoder:
         )
 
     def _hypotheses(self, found: TokenHypotheses, text: str) -> list[Hypothesis]:
-        """Detokenizes the hypotheses of a segment, and selects those of minimum Bayes risk."""
         if not found.tokens:
             if all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(self._all_params)):
                 raise UserError(
@@ -368,7 +359,6 @@ class SentenceDecoder:
         segments: Sequence[_TokenizedSegment],
         group: Sequence[tuple[int, list[Hypothesis]]],
     ) -> Iterator[tuple[int, list[Hypothesis]]]:
-        """Adds to the hypotheses what is computed from their attention."""
         pairs = [(segments[number], h) for number, hypotheses in group for h in hypotheses]
         eos_id = self.model.eos_id
         results = teacher_force(
@@ -434,10 +424,7 @@ class SentenceDecoder:
         translations: Sequence[Sequence[Hypothesis]],
         segments: Sequence[_TokenizedSegment],
     ) -> list[Hypothesis]:
-        """Joins the translations of a text's segments: the best ones, the second best, and so on.
-
-        A segment with fewer translations than others contributes its last one repeatedly.
-        """
+        """Joins the best translations of a text's segments, the second best ones, and so on."""
         if len(segments) == 1:
             return list(translations[0])
         ranks = range(max(map(len, translations)))
@@ -472,18 +459,13 @@ class SentenceDecoder:
         )
 
     def _num_units(self, pieces: Sequence[str]) -> int:
-        """Returns the number of words, or pieces, that an alignment counts."""
         if self.unit == "pieces":
             return len(pieces)
         return max(alignment.words(pieces), default=-1) + 1
 
 
 def _known(target: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """Returns the tokens of texts that a translation must contain.
-
-    Raises:
-      UserError: the vocabulary does not have all of a text.
-    """
+    """Returns the tokens of texts that a translation must contain; unknown ones raise UserError."""
     encoded = target.encode_parts(texts)
     for text, tokens in zip(texts, encoded, strict=True):
         if target.unk_id in tokens:

@@ -9,7 +9,7 @@ from jax import Array
 
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
 from flaxformer_mt.decoding.batching.search_programs import step_function
-from flaxformer_mt.decoding.search.options import SearchOptions, forbidden_token_ids
+from flaxformer_mt.decoding.search.options import SearchOptions
 from flaxformer_mt.decoding.search.search import search
 from flaxformer_mt.decoding.search.state import unconstrained
 from flaxformer_mt.decoding.sentence_decoder import longest_target
@@ -131,13 +131,7 @@ def sample(
         top_k=top_k,
         top_p=top_p,
     )
-    options = SearchOptions.from_config(
-        decode,
-        bos_id=config.bos_id,
-        eos_id=config.eos_id,
-        pad_id=config.pad_id,
-        forbidden_ids=forbidden_token_ids(config),
-    )
+    options = SearchOptions.from_config(decode, config)
     lengths = jnp.sum(tokens != config.pad_id, axis=1, dtype=jnp.int32)
     longest = max_length or longest_target(tokens.shape[1] - 1, decode)
     longest = min(longest, config.longest_sentence or longest)

@@ -80,10 +80,6 @@ class Translator:
     ) -> Self:
         """Loads the model of a run folder, or those of several folders as an ensemble.
 
-        Args:
-          folders: one or more run folders.
-          checkpoint: which checkpoint of each to read.
-
         Raises:
           TypeError: a folder is not a path.
           UserError: a folder, or a part of it, is missing or damaged, or the vocabularies differ.
@@ -100,10 +96,11 @@ class Translator:
 
         Args:
           runs: at least one.
-          decode: the options; by default those of the first run.
+          decode: the options; None = those of the first run.
 
         Raises:
-          UserError: the vocabularies of the runs differ.
+          UserError: the vocabularies of the runs differ, or the parameters are not those of the
+          model.
         """
         if not runs:
             raise UserError("there is no run to translate with: name at least one")
@@ -246,19 +243,9 @@ class Translator:
 
         Sentences are read in windows of a few thousand, each when the previous one is finished, so
         that memory does not grow with their number. The translations of a sentence are yielded as
-        soon as they and those of all preceding sentences are finished.
-
-        Args:
-          sentences: any number of sentences, read lazily.
-          unit: see `translate_n_best`.
-          attention: see `translate_n_best`.
-          scores: see `translate_n_best`.
-          advance: called when a sentence is finished, possibly before its translations are yielded.
-          **options: see `translate_n_best`.
-
-        Raises:
-          TypeError: see `translate_n_best`; also for a sentence that is not in an iterable.
-          UserError: see `translate_n_best`.
+        soon as they and those of all preceding sentences are finished. `advance` is called when a
+        sentence is finished, possibly before its translations are yielded; the other arguments, and
+        the errors, are those of `translate_n_best`.
         """
         given = _checked(sentences)
         decoder = self._decoder(options, unit, attention, scores)
@@ -359,10 +346,7 @@ def window_characters(decode: DecodeConfig) -> int:
 
 
 def windows(sentences: Iterable[Sentence], size: int) -> Iterator[list[Sentence]]:
-    """Groups consecutive sentences into windows of about `size` characters.
-
-    An empty sentence counts as one character. Each window has at least one sentence.
-    """
+    """Groups sentences into windows of about `size` characters; an empty one counts as one."""
     window: list[Sentence] = []
     room = size
     for sentence in sentences:
@@ -376,11 +360,7 @@ def windows(sentences: Iterable[Sentence], size: int) -> Iterator[list[Sentence]
 
 
 def in_order(finished: Iterable[tuple[int, _T]]) -> Iterator[_T]:
-    """Yields results in the order of their indices, each as early as possible.
-
-    Args:
-      finished: (index, result) pairs in any order, with the indices 0, 1, 2, ...
-    """
+    """Yields the results of (index, result) pairs by index, each as early as possible."""
     waiting: dict[int, _T] = {}
     following = 0
     for index, result in finished:
@@ -391,17 +371,11 @@ def in_order(finished: Iterable[tuple[int, _T]]) -> Iterator[_T]:
 
 
 def _as_sentences(sentences: str | Sentence | Iterable[str | Sentence]) -> list[Sentence]:
-    """Returns a sentence, or those of an iterable, as a list; errors as in `_checked`."""
     return list(_checked([sentences] if isinstance(sentences, str | Sentence) else sentences))
 
 
 def _checked(sentences: Iterable[str | Sentence]) -> Iterator[Sentence]:
-    """Yields the sentences, each after a check of its type when it is read.
-
-    Raises:
-      TypeError: `sentences` are no iterable (at once), or one of them is no sentence.
-      UserError: see `require_text`.
-    """
+    """Yields the sentences, each after a check of its type when it is read."""
     if isinstance(sentences, Sentence):  # A tuple of its fields.
         raise TypeError("sentences must be a list of strings or Sentence, not a single Sentence")
     numbered = enumerate(require_iterable(sentences, "sentences", "strings or Sentence"))
@@ -419,11 +393,7 @@ def _as_sentence(sentence: Any, name: str) -> Sentence:
 
 
 def check_search(model: TransformerConfig, tokenizers: Tokenizers, decode: DecodeConfig) -> None:
-    """Raises the errors of a validation's search, which would otherwise come after many steps.
-
-    Raises:
-      UserError: a search option does not fit the model, or names a file that cannot be used.
-    """
+    """Raises the errors of a validation's search, which would otherwise come after many steps."""
     sizes = tokenizers.source.vocab_size, tokenizers.target.vocab_size
     SentenceDecoder([(with_vocabulary_sizes(model, *sizes), {})], decode, tokenizers)
 
@@ -433,14 +403,8 @@ def into_languages(
 ) -> tuple[list[Sentence], list[list[str]]]:
     """Returns sentences to translate into the languages of their references.
 
-    Args:
-      sources: the source texts.
-      references: one or more lists of their translations. In multilingual vocabularies (NLLB,
-        M2M-100, mBART-50) they may begin with a language; that of the first list is used.
-      target: the tokenizer of the target side.
-
-    Returns:
-      The sentences, and the references without the languages, which translations do not show.
+    In multilingual vocabularies (NLLB, M2M-100, mBART-50) references may begin with a language;
+    that of the first of several lists is used. The references are returned without it.
     """
     divided = [[split_language(text, target) for text in each] for each in references]
     sentences = [

@@ -77,9 +77,7 @@ def assert_same(found, expected):
 
 
 def test_a_search_without_other_sentences_finds_the_same():
-    options = SearchOptions.from_config(
-        BEAM, bos_id=MODEL.bos_id, eos_id=MODEL.eos_id, pad_id=0, forbidden_ids=(0, 1)
-    )
+    options = SearchOptions.from_config(BEAM, MODEL)
 
     @jax.jit
     def alone(source, max_lengths):

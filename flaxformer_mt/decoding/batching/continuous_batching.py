@@ -30,7 +30,7 @@ from flaxformer_mt.decoding.batching.workers import (
     max_workers,
 )
 from flaxformer_mt.decoding.parameters import rounded_matrices
-from flaxformer_mt.decoding.search.options import SearchOptions, forbidden_token_ids
+from flaxformer_mt.decoding.search.options import SearchOptions
 from flaxformer_mt.decoding.search.state import SearchResult, SearchState, SentenceConstraints
 
 MIN_TARGET_LENGTH = 32
@@ -111,29 +111,13 @@ class ContinuousBatcher:
         self._batch_tokens = batch_tokens(decode, first.platform)
         self._model = self._configs[0]
         self._decode = decode
-        model = self._model
-        self._options = SearchOptions.from_config(
-            decode,
-            bos_id=model.bos_id,
-            eos_id=model.eos_id,
-            pad_id=model.pad_id,
-            forbidden_ids=forbidden_token_ids(model),
-            bad_phrases=bad_phrases,
-            scores=scores,
-        )
+        self._options = SearchOptions.from_config(decode, self._model, bad_phrases, scores)
         limits = [limit for config in self._configs if (limit := config.longest_sentence)]
         self._limit = min(limits, default=None)
         self._shapes: dict[tuple[int, _ConstraintWidths, int], SearchState] = {}
 
     def decode(self, requests: Sequence[Request]) -> Iterator[tuple[int, TokenHypotheses]]:
-        """Searches for translations.
-
-        Args:
-          requests: of any length, in any order.
-
-        Yields:
-          The index of a request and its hypotheses, in the order in which they finish.
-        """
+        """Yields the index of each request and its hypotheses, as they finish."""
         groups: dict[tuple[int, bool], list[int]] = {}
         for index in sorted(range(len(requests)), key=lambda index: -len(requests[index].source)):
             request = requests[index]
@@ -203,7 +187,6 @@ class ContinuousBatcher:
         return self._shapes[key]
 
     def _target_length(self, length: int) -> int:
-        """Returns P for hypotheses of at least `length` tokens."""
         return row_length(length, self._limit, MIN_TARGET_LENGTH)
 
     def _arrays(
@@ -254,13 +237,7 @@ class _ConstraintWidths(NamedTuple):
 
     @classmethod
     def of(cls, requests: Sequence[Request], minimum: int, minimum_phrases: int) -> Self:
-        """Returns powers of two, or 0.
-
-        Args:
-          requests: the requests.
-          minimum: 0 or 1, the least width of prefixes.
-          minimum_phrases: 0 or 1, that of phrases, which samples cannot have.
-        """
+        """Returns powers of two, or 0; `minimum` is for prefixes, the other for phrases."""
         phrases = [request.phrases for request in requests]
         return cls(
             _power_of_two(max([minimum, *(len(request.prefix) for request in requests)])),
@@ -272,7 +249,6 @@ class _ConstraintWidths(NamedTuple):
 
 
 def _power_of_two(number: int) -> int:
-    """Returns the smallest power of two that is at least `number`; 0 for 0."""
     return 1 << (number - 1).bit_length() if number else 0
 
 
@@ -287,15 +263,7 @@ class _Batch:
         widths: _ConstraintWidths,
         share: int,
     ) -> None:
-        """Creates a batch without sentences.
-
-        Args:
-          batcher: holds the parameters and options.
-          device: one of its devices.
-          length: S.
-          widths: of the rows' constraints.
-          share: number of sentences to expect; more rows than that would be idle.
-        """
+        """Creates a batch without sentences, for about `share` sentences of S = `length` tokens."""
         self._batcher = batcher
         self._params = batcher._params[device]
         self._length = length
@@ -351,14 +319,10 @@ class _Batch:
             )
 
     def run(self, keep_full: bool) -> list[tuple[int, TokenHypotheses]]:
-        """Continues the search until some rows are finished.
+        """Continues the search until some rows are finished, and returns their hypotheses.
 
-        Args:
-          keep_full: whether to stop as soon as new sentences can be admitted; otherwise the search
-            stops when a smaller batch would suffice.
-
-        Returns:
-          The indices of the finished requests, and their hypotheses.
+        With `keep_full`, it stops as soon as new sentences can be admitted; otherwise when a
+        smaller batch would suffice.
         """
         batcher = self._batcher
         target_length = batcher._target_length(self._longest + 1)

@@ -39,7 +39,7 @@ def plan_buckets(
     Args:
       lengths: number of tokens of each sentence, end token included. Those of length 0 are skipped.
       batch_tokens: tokens per bucket, padding included; a longer sentence gets its own bucket.
-      model: the configuration that limits the positions.
+      model: limits the positions.
       numbers: of the sentences, for error messages; None = from 1.
 
     Raises:

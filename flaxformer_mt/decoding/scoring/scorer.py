@@ -23,11 +23,7 @@ AlignmentUnit = Literal["words", "pieces"]
 
 
 def check_unit(unit: AlignmentUnit | None) -> None:
-    """Checks the unit of an alignment.
-
-    Raises:
-      UserError: it is not one.
-    """
+    """Raises UserError if the unit of an alignment is unknown."""
     if unit is not None and unit not in get_args(AlignmentUnit):
         raise UserError(f"the unit {unit!r} is unknown: align words or pieces")
 
@@ -93,9 +89,7 @@ class ScoredSentence(NamedTuple):
 def certain_first_token(target: Tokenizer, decode: DecodeConfig) -> tuple[int, ...]:
     """Returns the token that translations begin with, with probability 1, if there is one.
 
-    Args:
-      target: the tokenizer of the target side; its own language is the default.
-      decode: `first_token`.
+    It is `decode.first_token`, or the language of the target vocabulary.
 
     Raises:
       UserError: `decode.first_token` is not one token of the vocabulary.
@@ -116,13 +110,7 @@ def certain_first_token(target: Tokenizer, decode: DecodeConfig) -> tuple[int, .
 def with_certain_first(
     tokens: Sequence[int], target: Tokenizer, first: Sequence[int]
 ) -> TargetTokens:
-    """Adds the first token to the tokens of a text, unless it names a language itself.
-
-    Args:
-      tokens: from `Tokenizer.encode_parts`.
-      target: the tokenizer of the target side.
-      first: from `certain_first_token`.
-    """
+    """Adds `first` to the tokens of a text, unless it names a language itself."""
     if tokens and tokens[0] in target.language_ids:
         return TargetTokens([*tokens], num_added=0, num_certain=1)
     if first:
@@ -144,19 +132,7 @@ class Scorer:
         tokenizers: Tokenizers,
         decode: DecodeConfig | None = None,
     ) -> None:
-        """Creates a scorer.
-
-        Args:
-          config: the model.
-          params: its parameters, nested dicts of arrays.
-          tokenizers: its vocabularies, which also give sizes that are 0 in `config`.
-          decode: the search options; None = the defaults of `DecodeConfig`.
-
-        Raises:
-          TypeError: `config` is not a `TransformerConfig`.
-          UserError: the model has no encoder, `params` are not its parameters, or
-            `decode.first_token` is not a token.
-        """
+        """Creates a scorer; the arguments, and the errors, are those of `Translator`."""
         self.model, self.params = prepared_model(config, params, tokenizers, rounded=False)
         self.decode = decode or DecodeConfig()
         self.tokenizers = tokenizers
@@ -175,9 +151,9 @@ class Scorer:
           alignment: the unit to align; None = no alignment.
 
         Raises:
-          TypeError: an item is no pair of strings.
-          UserError: a sentence is longer than a learned position table, or the decoder does not
-            have the configured alignment layer or head.
+          TypeError: an item is not a pair of strings. UserError: a sentence is longer than a
+          learned position table, or the decoder does not have the
+            configured alignment layer or head.
         """
         numbered = enumerate(require_iterable(pairs, "pairs", "pairs of strings"))
         yield from self._stream(
@@ -189,7 +165,6 @@ class Scorer:
         numbered: Iterable[tuple[int, tuple[str, str]]],
         alignment: AlignmentUnit | None,
     ) -> Iterator[PairScore]:
-        """Scores pairs, which have numbers for error messages."""
         check_unit(alignment)
         remaining = iter(numbered)
         while chunk := list(itertools.islice(remaining, CHUNK_SIZE)):
@@ -248,12 +223,7 @@ class Scorer:
         candidates: Iterable[tuple[str, Sequence[str]]],
         alignment: AlignmentUnit | None = None,
     ) -> Iterator[ScoredSentence]:
-        """Scores several translations of each sentence; otherwise like `stream`.
-
-        Args:
-          candidates: source sentences, each with its translations.
-          alignment: see `stream`.
-        """
+        """Scores several translations of each source sentence; otherwise like `stream`."""
         listed = require_iterable(candidates, "candidates", "sources with their translations")
         counted, paired = itertools.tee(
             _as_candidates(item, f"candidates[{index}]") for index, item in enumerate(listed)
