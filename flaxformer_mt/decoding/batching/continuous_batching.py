@@ -11,7 +11,6 @@ digit of a score may round differently.)
 """
 
 import collections
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Self
@@ -114,7 +113,6 @@ class ContinuousBatcher:
         self._options = SearchOptions.from_config(decode, self._model, bad_phrases, scores)
         limits = [limit for config in self._configs if (limit := config.longest_sentence)]
         self._limit = min(limits, default=None)
-        self._shapes: dict[tuple[int, _ConstraintWidths, int], SearchState] = {}
 
     def decode(self, requests: Sequence[Request]) -> Iterator[tuple[int, TokenHypotheses]]:
         """Yields the index of each request and its hypotheses, as they finish."""
@@ -175,16 +173,16 @@ class ContinuousBatcher:
 
     def _state_shape(self, length: int, widths: "_ConstraintWidths") -> SearchState:
         """Returns the shapes of a one-row search, for S = `length` and the smallest P."""
-        key = length, widths, self._target_length(1)
-        if key not in self._shapes:
-            sources, constraints = self._arrays(length, widths, [None])
-            begin = functools.partial(
-                programs.begin_search, configs=self._configs, max_length=key[-1]
-            )
-            self._shapes[key] = jax.eval_shape(
-                begin, self._params[self._devices[0]], sources, constraints, self._options
-            )
-        return self._shapes[key]
+        sources, constraints = self._arrays(length, widths, [None])
+        shapes: SearchState = programs.shapes_of_search.eval_shape(
+            self._params[self._devices[0]],
+            sources,
+            constraints,
+            self._options,
+            configs=self._configs,
+            max_length=self._target_length(1),
+        )
+        return shapes
 
     def _target_length(self, length: int) -> int:
         return row_length(length, self._limit, MIN_TARGET_LENGTH)
