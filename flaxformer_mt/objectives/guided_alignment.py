@@ -4,6 +4,7 @@ Source: Chen et al. 2016, "Guided Alignment Training for Topic-Aware Neural Mach
 Marian's `--guided-alignment` with the cost "ce".
 """
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -73,9 +74,8 @@ def guided_alignment(
     options = CrossEntropyOptions(smoothing, convention, module.config.pad_id)
     sums = sums_of_factors(module.config, batch, factors, options, rows=batch)
     loss, linked = alignment_loss(attention.decoder_cross[layer], batch)
-    return sums.replace(
-        loss=sums.loss + weight * loss, metrics={**sums.metrics, "alignment": (loss, linked)}
-    )
+    metrics = {**sums.metrics, "alignment": (loss, linked)}
+    return dataclasses.replace(sums, loss=sums.loss + weight * loss, metrics=metrics)
 
 
 def alignment_loss(attention: Array, batch: Batch) -> tuple[Array, Array]:
