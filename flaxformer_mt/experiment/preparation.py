@@ -185,7 +185,7 @@ class Experiment:
             teacher, self.frozen = load_teacher(config.train.teacher, dataset.tokenizers)
             self.objective = make_objective(self.model, config.train, teacher)
 
-    def update(
+    def train_step(
         self, state: TrainState, batch: Batch, key: jax.Array, frozen: Any
     ) -> tuple[TrainState, Metrics]:
         """Makes a training step; see `compile_step`."""
@@ -200,9 +200,11 @@ class Experiment:
         )
 
     def compile_train_step(self) -> CompiledStep:
-        """Compiles `update` for the devices and the shapes of the batches."""
+        """Compiles `train_step` for the devices and the shapes of the batches."""
         shapes = len(self.dataset.training.shapes)
-        return self.devices.compile_train_step(self.update, frozen=self.frozen, max_shapes=shapes)
+        return self.devices.compile_train_step(
+            self.train_step, frozen=self.frozen, max_shapes=shapes
+        )
 
     def report(self) -> Iterator[tuple[str, str]]:
         """Yields the lines at the start of a run, each with its label."""
@@ -238,7 +240,7 @@ class Experiment:
             cost = step_cost(
                 self.devices,
                 self.state_shapes,
-                self.update,
+                self.train_step,
                 shape,
                 self.config.model.has_inputs,
                 frozen=self.frozen,
