@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +45,13 @@ Forward = Callable[[nn.Module, Tokens], torch.Tensor]
 class OurModel:
     """Our model as functions of the reference's tensors by name, with tied tensors given once."""
 
-    loss_families = ("jadore801120", "annotated", "tunz", "torch", "fairseq")
+    loss_families: ClassVar[tuple[str, ...]] = (
+        "jadore801120",
+        "annotated",
+        "tunz",
+        "torch",
+        "fairseq",
+    )
     """They cover every convention of label smoothing."""
     family: interop.Family
     config: TransformerConfig

@@ -140,7 +140,8 @@ class CompilationTest(chex.TestCase):
         with torch.no_grad():
             expected = reference(torch.tensor(source), torch.tensor(target)).numpy()
         apply = self.variant(Transformer(config).apply)
-        logits = np.asarray(apply({"params": params}, np.int32(source), np.int32(target)))
+        variables = {"params": jax.tree.map(jnp.asarray, params)}
+        logits = np.asarray(apply(variables, jnp.int32(source), jnp.int32(target)))
         chex.assert_trees_all_close(logits * real, expected * real, rtol=0, atol=2e-5)
 
 
@@ -193,9 +194,10 @@ def check_double_projection(dtype: str) -> None:
     their_maps = [np.stack([w.detach().numpy() for w in layers]) for layers in attention]
 
     def run(model):
-        encoded, encoder_self = model.encoder(source, source_mask[:, None], return_attention=True)
+        x, y, x_mask, y_mask = map(jnp.asarray, (source, target, source_mask, target_mask))
+        encoded, encoder_self = model.encoder(x, x_mask[:, None], return_attention=True)
         y, decoder_self, decoder_cross = model.decoder(
-            target, encoded, target_mask[:, None], source_mask[:, None], return_attention=True
+            y, encoded, y_mask[:, None], x_mask[:, None], return_attention=True
         )
         return y, (encoder_self, decoder_self, decoder_cross)
 

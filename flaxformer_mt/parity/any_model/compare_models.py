@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -150,7 +150,7 @@ def _everything(site: str, value: np.ndarray) -> np.ndarray:
 class _Function:
     """The JAX function, given the module's tensors and the leaves of the batch."""
 
-    loss_families = ()
+    loss_families: ClassVar[tuple[str, ...]] = ()
     program: TracedFunction
     rules: WeightRules
     paths: tuple[str, ...]

@@ -1,6 +1,7 @@
 """Causes in linear maps: those of attention, of feed-forward networks, and of the logits."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -155,7 +156,7 @@ def _lenders(own: ParsedSite, inputs: DiagnosisInputs) -> Iterator[tuple[str, Pa
     if own.layer is None:
         return
     kernels = inputs.params
-    choices = [
+    choices: list[tuple[str, str, Iterable[Any]]] = [
         ("wrong projection", "part", ("query", "key", "value")),
         ("wrong attention", "group", ("self_attention", "cross_attention")),
         ("wrong layer", "layer", range(len(kernels[f"{own.path}/kernel"]))),
