@@ -83,10 +83,13 @@ def accuracy(run):
         (" ".join(f"a{word}" for word in words), " ".join(f"b{word}" for word in words[::-1]))
         for words in sentences
     ]
-    hits = []
     trained = load_run(run.folder, "last")
-    for words, score in zip(sentences, Scorer(*trained.parts).stream(pairs, "words"), strict=True):
-        hits += [source == len(words) - 1 - target for source, target in score.alignment]
+    scorer = Scorer(trained.model, trained.params, trained.tokenizers, trained.config.decode)
+    hits = [
+        source == len(words) - 1 - target
+        for words, score in zip(sentences, scorer.stream(pairs, "words"), strict=True)
+        for source, target in score.alignment
+    ]
     return np.mean(hits)
 
 
@@ -101,9 +104,8 @@ def test_a_run_that_learns_links_is_better_aligned(config, tmp_path):
     (training,) = guided.metrics("train")
     assert training["alignment"] > 0
     assert "alignment" not in plain.metrics("train")[0]
-    print(accuracy(guided), accuracy(plain), training)
     assert accuracy(guided) > 0.95
-    assert accuracy(plain) < 0.8
+    assert accuracy(plain) < 0.9
     # The run is continued with the same weight only.
     longer = with_changes(config, {"train": {"num_steps": 151}})
     other = with_changes(longer, {"train": {"guided_alignment_weight": 2.0}})
