@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from flaxformer_mt.model.kernels.fused_attention import (
-    Inputs,
-    Options,
+    AttentionInputs,
+    AttentionOptions,
     fused_attention,
     is_fused_attention,
 )
@@ -17,12 +17,12 @@ from flaxformer_mt.model.logical_axes import constrain
 
 
 def packed_attention(
-    options: Options,
+    options: AttentionOptions,
     maps: tuple[Dense, Dense, Dense],
     width: int,
     inputs: Array,
     attended: Array,
-    arrays: Callable[..., Inputs],
+    arrays: Callable[..., AttentionInputs],
     recompute: bool,
 ) -> Array:
     """Projects queries, keys and values, and attends; the kernel adds the biases.
