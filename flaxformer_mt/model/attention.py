@@ -113,7 +113,7 @@ class MultiHeadAttention(nn.Module):
         self.dropout = Dropout(c.attention_dropout_rate)
 
     def _split_heads(self, x: Array, heads: int) -> Array:
-        """[B, S, H*K] to [B, H, S, K]: the features of one head are contiguous."""
+        # The features of one head are contiguous.
         x = constrain(x, "batch", "length", "heads")
         return x.reshape(*x.shape[:-1], heads, -1).swapaxes(-2, -3)
 

@@ -28,11 +28,11 @@ def packed_attention(
     """Projects queries, keys and values, and attends; the kernel adds the biases.
 
     One product gives all three in self-attention, unless several query heads share keys; otherwise
-    one gives the queries and another one keys and values.
+    one gives the queries and another one keys and values. A key bias would not change the weights.
 
     Args:
-      options: of the attention, with the backend "pallas_gpu".
-      maps: of queries, keys and values; a key bias would not change the weights.
+      options: with the backend "pallas_gpu".
+      maps: of queries, keys and values.
       width: K.
       inputs: [B, T, D].
       attended: [B, S, D], `inputs` itself in self-attention.
@@ -48,15 +48,14 @@ def packed_attention(
         return x.reshape(*x.shape[:-1], -1, width)
 
     def kernel_of(*maps: Dense) -> Array:
-        """Returns the kernels [D, G, P, K] of P maps: tensor parallelism shards the heads."""
+        # [D, G, P, K] of P maps: tensor parallelism shards the heads.
         return jnp.stack([heads_of(each.effective_kernel()) for each in maps], axis=2)
 
     def multiply(x: Array, kernel: Array) -> Array:
-        """Maps [B, S, D] to [B, S, G, P, K]."""
         rows = x.reshape(-1, x.shape[-1]).astype(query.dtype)
         products = linear(rows, kernel.reshape(x.shape[-1], -1), None)
         products = constrain(products.reshape(*x.shape[:-1], -1), "batch", "length", "heads")
-        return products.reshape(*x.shape[:-1], *kernel.shape[1:])
+        return products.reshape(*x.shape[:-1], *kernel.shape[1:])  # [B, S, G, P, K]
 
     def attend(x: Array, of_keys: Array | None = None) -> Array:
         return fused_attention(options, arrays(x, of_keys, None, **biases))
