@@ -48,33 +48,20 @@ class Model:
         self.folder = folder
         self.family = family
         self.notes = notes
+        self.config: ExperimentConfig = bundle.config
+        """The model, its search options, and the defaults for training it further."""
+        self.params: dict[str, Any] = bundle.params
+        """The parameters, nested dicts of arrays."""
+        self.tokenizers: Tokenizers = bundle.tokenizers
+        """The vocabularies of source and target."""
         self._bundle = bundle
         self._translator: Translator | None = None
 
     def __repr__(self) -> str:
         return f"<Model {self.family} {str(self.folder)!r}>"
 
-    @property
-    def config(self) -> ExperimentConfig:
-        """The model, its search options, and the defaults for training it further."""
-        return self._bundle.config
-
-    @property
-    def params(self) -> dict[str, Any]:
-        """The parameters, nested dicts of arrays."""
-        return self._bundle.params
-
-    @property
-    def tokenizers(self) -> Tokenizers:
-        """The vocabularies of source and target."""
-        return self._bundle.tokenizers
-
     def translator(self) -> Translator:
-        """Returns the translator, which has further methods.
-
-        Raises:
-          UserError: the model has no encoder.
-        """
+        """Returns the translator, which has further methods; UserError without an encoder."""
         if self._translator is None:
             self._translator = Translator(
                 self.config.model, self.params, self.tokenizers, self.config.decode
@@ -99,13 +86,9 @@ class Model:
         return AttentionPicture(found, str(self.folder))
 
     def save(self, folder: str | Path) -> Run:
-        """Writes a run folder, as `flaxformer-mt convert` does.
+        """Writes a run folder, as `flaxformer-mt convert` does, and returns the run.
 
-        Args:
-          folder: the folder to create.
-
-        Returns:
-          The run, which can be trained further; see `Run.fine_tuning_config`.
+        It can be trained further: `Run.fine_tuning_config`.
 
         Raises:
           TypeError: `folder` is not a path.
@@ -144,11 +127,6 @@ def load(folder: str | Path, family: str | None = None) -> Model:
 
 
 def _family_of(folder: Path) -> str:
-    """Returns as what a folder is to be read.
-
-    Raises:
-      UserError: it holds no model of a kind that can be read.
-    """
     if not (folder / CONFIG).is_file():
         if any(folder.glob("*.npz")) or any(folder.glob("*.bin")):
             return "marian-native"

@@ -39,11 +39,7 @@ def canonical_family(name: str) -> str:
 
 
 def check_fields(names: Iterable[str]) -> None:
-    """Checks that all names are fields of `TransformerConfig`.
-
-    Raises:
-      UserError: one of them is unknown.
-    """
+    """Raises UserError unless all names are fields of `TransformerConfig`."""
     fields = [field.name for field in dataclasses.fields(TransformerConfig)]
     unknown = sorted(set(names) - set(fields))
     if unknown:
@@ -364,18 +360,12 @@ def t5(**overrides: Any) -> TransformerConfig:
 
 
 def _special_tokens(overrides: dict[str, Any], **published: int) -> dict[str, Any]:
-    """Returns the published special tokens if vocabulary sizes are given, else nothing."""
     return published if overrides.get("target_vocab_size") else {}
 
 
 def check_choice(
     family: str, overrides: Mapping[str, Any], name: str, choices: tuple[str, ...]
 ) -> None:
-    """Checks that the published code implements the value of a field.
-
-    Raises:
-      UserError: it does not; the message lists the choices.
-    """
     if overrides.get(name, choices[0]) not in choices:
         raise UserError(
             f"{family} has no {name}={overrides[name]}: choose one of {', '.join(choices)}"

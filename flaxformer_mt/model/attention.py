@@ -15,8 +15,8 @@ from flaxformer_mt.config.model import DOT_PRODUCT
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.model.kernels.fused_attention import (
     AttentionCase,
-    Inputs,
-    Options,
+    AttentionInputs,
+    AttentionOptions,
     choose_backend,
     fused_attention,
 )
@@ -113,7 +113,7 @@ class MultiHeadAttention(nn.Module):
         self.dropout = Dropout(c.attention_dropout_rate)
 
     def _split_heads(self, x: Array, heads: int) -> Array:
-        """[B, S, H*K] to [B, H, S, K]: the features of one head are contiguous."""
+        # The features of one head are contiguous.
         x = constrain(x, "batch", "length", "heads")
         return x.reshape(*x.shape[:-1], heads, -1).swapaxes(-2, -3)
 
@@ -204,9 +204,11 @@ class MultiHeadAttention(nn.Module):
     ) -> Array:
         c = self.config
         dropped = 0 if deterministic else self.dropout.threshold
-        options = Options(backend, visible.causal, dropped, interpret=mesh_platform() == "cpu")
+        options = AttentionOptions(
+            backend, visible.causal, dropped, interpret=mesh_platform() == "cpu"
+        )
         arrays = functools.partial(
-            Inputs,
+            AttentionInputs,
             query_segments=visible.query_segments,
             key_segments=visible.key_segments,
             bias=bias,

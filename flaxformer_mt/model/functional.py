@@ -136,8 +136,10 @@ def fused_attention(
     else:
         if bias is not None:
             bias = jnp.broadcast_to(bias, (len(bias), heads, queries, keys))
-        options = kernels.Options(backend, causal, 0, interpret=platform == "cpu")
-        context = kernels.fused_attention(options, kernels.Inputs(q, k, v, *segments, bias, None))
+        options = kernels.AttentionOptions(backend, causal, 0, interpret=platform == "cpu")
+        context = kernels.fused_attention(
+            options, kernels.AttentionInputs(q, k, v, *segments, bias, None)
+        )
     return context.swapaxes(1, 2)
 
 

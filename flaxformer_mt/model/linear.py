@@ -29,12 +29,8 @@ def linear(
     Its gradient is written out, so that those of the parameters are never rounded to the dtype of
     `x`: they are added up over layers' calls, micro-batches and devices in that of the parameters.
 
-    Args:
-      x: the inputs.
-      kernel: [I, O], of any dtype.
-      bias: [O], or None.
-      copies: of `x`, which get its gradient; see `Shared`.
-      parts: into which the features are divided.
+    The kernel [I, O] and the bias [O], or None, are of any dtype. `copies` of `x`, for each of the
+    `parts` into which the features are divided, get its gradient (`Shared`).
     """
     return _linear_forward(x, kernel, bias, copies, parts)[0]
 
@@ -166,13 +162,6 @@ def _uniform_by_fan_in(fan_in: int) -> initializers.Initializer:
     return init
 
 
-def _divided(init: initializers.Initializer, divisor: float) -> initializers.Initializer:
-    def divided(key, shape, dtype=jnp.float32, out_sharding=None):
-        return init(key, shape, dtype, out_sharding) / divisor
-
-    return divided
-
-
 def dense(
     config: TransformerConfig,
     role: LinearRole,
@@ -181,20 +170,19 @@ def dense(
     use_bias: bool,
     divisor: float = 1.0,
 ) -> Dense:
-    """Creates a map with the initial values that `config` has for its role.
-
-    The initial matrix is divided by `divisor`.
-    """
+    """Creates a map with initial values for its role; the matrix is divided by `divisor`."""
     kernel_kind = _KERNELS_BY_ROLE.get(config.kernel_init, {}).get(role, config.kernel_init)
-    kernel_init = {
+    init = {
         "xavier_uniform": initializers.xavier_uniform(),
         "xavier_normal": initializers.xavier_normal(),
         "half_variance": initializers.variance_scaling(0.5, "fan_avg", "uniform"),
         "torch_default": _uniform_by_fan_in(fan_in),
         "normal": initializers.normal(fan_in**-0.5),
     }[kernel_kind]
-    if divisor != 1:
-        kernel_init = _divided(kernel_init, divisor)
+
+    def divided(key, *args, **options):
+        return init(key, *args, **options) / divisor
+
     bias_kind = _BIASES_BY_ROLE.get(config.bias_init, {}).get(role, config.bias_init)
     bias_init = {
         "zeros": initializers.zeros,
@@ -206,7 +194,7 @@ def dense(
         use_bias=use_bias,
         dtype=jnp.dtype(config.dtype),
         param_dtype=jnp.dtype(config.param_dtype),
-        kernel_init=kernel_init,
+        kernel_init=init if divisor == 1 else divided,
         bias_init=bias_init,
     )
 

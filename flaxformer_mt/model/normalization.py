@@ -179,17 +179,9 @@ def residual(
     The configuration of the norm says which: "post" (Vaswani et al. 2017, section 3.1) or "pre"
     (its published code).
 
-    Args:
-      x: [B, T, D].
-      sublayer: called as f(x, add_bias). Returns its output, or a `Biased` if not `add_bias`, and a
-        second result of any kind.
-      norm: the sub-layer's norm.
-      dropout: applied to f's output, unless `deterministic`.
-      deterministic: no dropout.
-      is_last: whether no other sub-layer of the same layer follows.
-
-    Returns:
-      [B, T, D], possibly as `NormOutputs` unless it is the last, and the second result.
+    The sub-layer is called as f(x, add_bias). It returns its output, or a `Biased` if not
+    `add_bias`, and a second result of any kind, which is returned, too. The output [B, T, D] can be
+    a `NormOutputs`, unless the sub-layer `is_last` of its layer.
     """
     x, beside = x if isinstance(x, NormOutputs) else (x, x)
     if norm.config.norm_position == "pre":

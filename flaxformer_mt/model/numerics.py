@@ -69,7 +69,7 @@ class Dropout(nn.Module):
 
     @property
     def threshold(self) -> int:
-        """The number below which a random number of 16 bits drops a value."""
+        """A value is dropped if its random number of 16 bits is below it."""
         return round(self.rate * 2**16)
 
     def draw_key(self) -> Array:
@@ -93,7 +93,6 @@ def random_uint16(key: Array, shape: tuple[int, ...]) -> UInt16[Array, "..."]:
     key and its index: however the array is sharded, its values are the same. Each block of 64 bits
     gives four numbers, whereas `jax.random.bits` would make a block for each. Other generators are
     asked for 32 bits for each two numbers.
-
     """
     *rows, columns = shape
     if jax.random.key_impl(key) == "threefry2x32":

@@ -14,8 +14,7 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.model.attention import KeyValue
 from flaxformer_mt.model.cache import Cache, KeyValueCache, LayerState, RecurrentState
-from flaxformer_mt.model.decoder import Decoder
-from flaxformer_mt.model.encoder import Encoder
+from flaxformer_mt.model.layers import Decoder, Encoder
 from flaxformer_mt.model.linear import dense, embedding_init
 from flaxformer_mt.model.logical_axes import constrain, num_parts
 from flaxformer_mt.model.masks import (
@@ -154,7 +153,7 @@ class OutputBias(nn.Module):
 
 
 def require_segment_ids(side: str, segment_ids: Array | None, positions: Array | None) -> None:
-    """Refuses positions of a side ("encoder", "decoder") without segment ids.
+    """Raises UserError for positions without segment ids.
 
     A packed row would be read as one sentence, whose tokens attend to those of the others.
     """
@@ -166,7 +165,6 @@ def require_segment_ids(side: str, segment_ids: Array | None, positions: Array |
 
 
 def _columns(length: int, positions: Array | None) -> Array:
-    """Returns the given positions [B, T], or else each column's index [1, T]."""
     return jnp.arange(length, dtype=jnp.int32)[None] if positions is None else positions
 
 
@@ -296,10 +294,7 @@ class Transformer(nn.Module):
         encoder_positions: Array | None = None,
         deterministic: bool = True,
     ) -> Array:
-        """Encodes source tokens, int32 [B, S]; arguments as in `__call__`.
-
-        Returns:
-          [B, S, D], in the compute dtype.
+        """Encodes source tokens, int32 [B, S], to [B, S, D] in the compute dtype.
 
         Raises:
           ValueError: the row is longer than the table of learned positions.
@@ -399,7 +394,6 @@ class Transformer(nn.Module):
         return logits, cache, attention.mean(axis=1)
 
     def _encode(self, tokens, segment_ids, positions, *, deterministic, return_attention):
-        """Embeds source tokens [B, S] and returns the result of `Encoder`."""
         c, length = self.config, tokens.shape[1]
         x = (self.target_embedding if c.shares_source_and_target else self.source_embedding)(tokens)
         positions = _columns(length, positions)
@@ -415,14 +409,12 @@ class Transformer(nn.Module):
         )
 
     def _embed_target(self, tokens, positions, deterministic, length):
-        """Embeds tokens [B, T] at positions below `length`: the decoder's input [B, T, D]."""
         x = self.target_embedding(tokens)
         if self.target_positions is not None:
             x = x + self.target_positions(positions, length)
         return self.embedding_dropout(x, deterministic=deterministic)
 
     def _logits(self, x: Array) -> Array:
-        """Maps [B, T, D] to logits [B, T, V]."""
         c = self.config
         if c.shares_target_and_output:
             logits = self.target_embedding.attend(x)
@@ -434,7 +426,6 @@ class Transformer(nn.Module):
         return constrain(logits, "batch", "length", "vocabulary")
 
     def _output_factors(self, x: Array) -> OutputFactors:
-        """Returns the factors of `_logits` for the decoder's output [B, T, D]."""
         c = self.config
         tied = c.shares_target_and_output
         table = self.target_embedding.embedding if tied else self.output.effective_kernel().T

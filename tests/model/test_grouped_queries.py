@@ -13,7 +13,11 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.exports import exports
 from flaxformer_mt.model.attention import scaled_dot_product_attention
-from flaxformer_mt.model.kernels.fused_attention import Inputs, Options, fused_attention
+from flaxformer_mt.model.kernels.fused_attention import (
+    AttentionInputs,
+    AttentionOptions,
+    fused_attention,
+)
 from flaxformer_mt.model.masks import causal_mask, segment_mask
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.objectives.flops import Work, training_flops
@@ -156,8 +160,8 @@ def test_kernels_equal_the_einsum(backend, causal):
     mask = mask & causal_mask(queries) if causal else mask
 
     def fused(query, key, value, bias):
-        arrays = Inputs(query, key, value, *segments, bias, None)
-        return fused_attention(Options(backend, causal, 0, interpret=True), arrays)
+        arrays = AttentionInputs(query, key, value, *segments, bias, None)
+        return fused_attention(AttentionOptions(backend, causal, 0, interpret=True), arrays)
 
     def einsum(query, key, value, bias):
         return scaled_dot_product_attention(query, key, value, mask, bias=bias)[0]

@@ -2,7 +2,6 @@
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -16,32 +15,49 @@ MAX_KEYS = 1024
 """The longest row of keys on TPUs: the scores of a block, in float32, are in fast memory."""
 
 
-class Operands(NamedTuple):
-    """The inputs of attention in a kernel's layout; in a kernel, references to blocks of them.
+class AttentionOptions(NamedTuple):
+    """The static options of fused attention."""
 
-    The kernel for GPUs also takes packed vectors, as one product of matrices writes them, without
-    their biases: `query` [B, T, H, 3, K] of queries, keys and values, or `query` [B, T, H, 1, K]
-    and `key` [B, S, G, 2, K] of keys and values. Query head h attends to head h // (H / G).
+    backend: str
+    """"pallas_gpu" or "pallas_tpu"."""
+    causal: bool
+    """Whether query t attends to no key after t."""
+    dropout_threshold: int
+    """A weight is dropped if its random number of 16 bits is below it."""
+    interpret: bool
+    """Whether the kernel is interpreted, as on CPUs."""
+
+    @property
+    def dropped(self) -> float:
+        """The share of the weights that dropout sets to 0."""
+        return self.dropout_threshold / 2**16
+
+
+class Operands(NamedTuple):
+    """`AttentionInputs` in a kernel's layout; in a kernel, references to blocks of them.
+
+    Vectors are [B, T, H, K] and [B, S, G, K], or packed. Biases are float32.
     """
 
     query: Any
-    """[B, T, H, K]."""
     key: Any
-    """[B, S, G, K]; None if `query` has the keys."""
     value: Any
-    """[B, S, G, K]; None if `query` or `key` has the values."""
     query_segments: Any
-    """int32 [B, T], the number of each query's sentence in its row."""
     key_segments: Any
-    """int32 [B, S]; keys of segment 0 are hidden."""
     bias: Any = None
-    """float32 [B or 1, H, T, S] or None; added to the scaled scores."""
     kept: Any = None
     """int8 [B, H, T, S] or None: 0 where dropout sets a weight to 0, otherwise 1."""
     query_bias: Any = None
-    """float32 [H, K] or None; added to packed queries."""
     value_bias: Any = None
-    """float32 [G, K] or None; added to packed values."""
+
+
+class Saved(NamedTuple):
+    """What the backward pass on GPUs needs of the forward pass; on TPUs it needs nothing."""
+
+    context: Any = None
+    """[B, T, H, K]."""
+    logsumexp: Any = None
+    """float32 [B, H, T], of the scores; of a query without keys, far below any score."""
 
 
 class Gradients(NamedTuple):
@@ -55,33 +71,13 @@ class Gradients(NamedTuple):
     without them."""
 
 
-class Form(NamedTuple):
-    """What is known of attention when its kernel is compiled."""
-
-    causal: bool
-    """Whether query t attends to no key after t."""
-    scale: float
-    """By which the scores are multiplied."""
-    dropped: float
-    """The share of the weights that dropout sets to 0."""
-    interpret: bool
-    """Whether the kernel is interpreted, as on CPUs."""
-
-
 def visible_keys(
     query_segments: Array, key_segments: Array, first_query: Any, first_key: Any, causal: bool
 ) -> Array:
-    """Returns which keys of a block its queries attend to.
+    """Returns which keys of a block its queries attend to, bool [Q, N].
 
-    Args:
-      query_segments: int32 [Q, 1].
-      key_segments: int32 [1, N].
-      first_query: the index of the block's first query in its row.
-      first_key: the index of the block's first key.
-      causal: whether later keys are hidden.
-
-    Returns:
-      bool [Q, N].
+    Segments are int32 [Q, 1] and [1, N]. The first query and key of the block are given by their
+    index in the row.
     """
     visible = (query_segments == key_segments) & (key_segments > 0)
     if causal:
@@ -182,8 +178,3 @@ def heads_per_block(heads: int, width: int) -> int | None:
     if heads * width <= LANES or (heads % together == 0 and together * width % LANES == 0):
         return min(together, heads)
     return None
-
-
-def like(x: Array, dtype: Any = None) -> jax.ShapeDtypeStruct:
-    """Returns the shape of an array and its dtype, or another one."""
-    return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype)

@@ -15,13 +15,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
-from jax.sharding import PartitionSpec
 
 from flaxformer_mt.model.kernels.attention_blocks import (
     LOWEST,
-    Form,
+    AttentionOptions,
     Gradients,
     Operands,
+    Saved,
     dropout_factors,
     padded,
     padded_operands,
@@ -38,25 +38,6 @@ STEP = 32
 """Queries or keys of one step of the backward pass."""
 
 
-class Saved(NamedTuple):
-    """What the backward pass needs of the forward pass."""
-
-    context: Any
-    """[B, T, H, K]."""
-    logsumexp: Any
-    """float32 [B, H, T], of the scores; of a query without keys, far below any score."""
-
-
-def saved_specs(vectors: PartitionSpec, pairs: PartitionSpec) -> Saved:
-    """Returns the partition specs of what `backward` needs of `forward`.
-
-    Args:
-      vectors: of [B, T, H, K].
-      pairs: of [B, H, T].
-    """
-    return Saved(vectors, pairs)
-
-
 class Blocks(NamedTuple):
     """Operands as the kernels take them: blocks of whole rows, of one head."""
 
@@ -70,7 +51,7 @@ class Blocks(NamedTuple):
     value_bias: Any
 
 
-def forward(operands: Operands, *, form: Form) -> tuple[Array, Saved]:
+def forward(options: AttentionOptions, operands: Operands) -> tuple[Array, Saved]:
     """Computes the context [B, T, H, K] in the dtype of the query, and what `backward` needs."""
     length = operands.query.shape[1]
     blocks = _blocks(operands)
@@ -83,7 +64,7 @@ def forward(operands: Operands, *, form: Form) -> tuple[Array, Saved]:
         kept=_pair_spec(blocks.kept, BLOCK, lambda i, b, h: (b, h, i, 0)),
     )
     context, logsumexp = pl.pallas_call(
-        functools.partial(_forward_kernel, form=form),
+        functools.partial(_forward_kernel, options),
         grid=grid,
         in_specs=[specs],
         out_specs=[
@@ -95,14 +76,16 @@ def forward(operands: Operands, *, form: Form) -> tuple[Array, Saved]:
             jax.ShapeDtypeStruct((rows, heads, queries), jnp.float32),
         ],
         compiler_params=_compiler_params(operands),
-        interpret=form.interpret,
+        interpret=options.interpret,
         name="attention_forward",
     )(blocks)
     context = context[:, :length]
     return context, Saved(context, logsumexp)
 
 
-def backward(operands: Operands, saved: Saved, gradient: Array, *, form: Form) -> Gradients:
+def backward(
+    options: AttentionOptions, operands: Operands, saved: Saved, gradient: Array
+) -> Gradients:
     """Computes the gradients from that of the context [B, T, H, K]."""
     blocks = _blocks(operands)
     context, gradient = (padded(x, 1, BLOCK) for x in (saved.context, gradient))
@@ -123,13 +106,13 @@ def backward(operands: Operands, saved: Saved, gradient: Array, *, form: Form) -
             pl.BlockSpec((None, None, None, 2, width), lambda i, h, b: (b, i, h, 0, 0))
         )
     vectors, *biases = pl.pallas_call(
-        functools.partial(_backward_kernel, form=form),
+        functools.partial(_backward_kernel, options),
         grid=(programs, heads, rows),
         in_specs=[specs, saved_specs, of_queries],
         out_specs=out_specs,
         out_shape=outputs,
         compiler_params=_compiler_params(operands),
-        interpret=form.interpret,
+        interpret=options.interpret,
         name="attention_backward",
     )(blocks, Saved(context, saved.logsumexp), gradient)
     of_vectors = iter(vectors)
@@ -229,8 +212,9 @@ def _places(vectors: list[Any]) -> list[Place]:
     return [Place(x, part) for x in vectors for part in range(x.shape[1])]
 
 
-def _forward_kernel(inputs: Blocks, context_ref: Any, logsumexp_ref: Any, *, form: Form) -> None:
+def _forward_kernel(options, inputs, context_ref, logsumexp_ref):
     block, width = context_ref.shape
+    scale = width**-0.5
     first_query = pl.program_id(0) * block
     of_query, of_key, of_value = _places(inputs.vectors)
     query = of_query.load(pl.ds(first_query, block), inputs.query_bias)
@@ -241,21 +225,21 @@ def _forward_kernel(inputs: Blocks, context_ref: Any, logsumexp_ref: Any, *, for
         keys = pl.ds(i * BLOCK, BLOCK)
         key, value = of_key.load(keys), of_value.load(keys, inputs.value_bias)
         visible = visible_keys(
-            query_segments, inputs.key_segments[keys][None], first_query, i * BLOCK, form.causal
+            query_segments, inputs.key_segments[keys][None], first_query, i * BLOCK, options.causal
         )
-        block_scores = scores(query, key, _part(inputs.bias, slice(None), keys), form.scale)
+        block_scores = scores(query, key, _part(inputs.bias, slice(None), keys), scale)
         block_scores = jnp.where(visible, block_scores, LOWEST)
         new_highest = jnp.maximum(highest, jnp.max(block_scores, axis=1))
         weights = jnp.where(visible, jnp.exp(block_scores - new_highest[:, None]), 0.0)
         rescaled = jnp.exp(highest - new_highest)
         total = total * rescaled + jnp.sum(weights, axis=1)
-        factors = dropout_factors(_part(inputs.kept, slice(None), keys), form.dropped)
+        factors = dropout_factors(_part(inputs.kept, slice(None), keys), options.dropped)
         weights = weights if factors is None else weights * factors
         context = context * rescaled[:, None] + product(weights.astype(value.dtype), value, (1, 0))
         return context, new_highest, total
 
     last = inputs.key_segments.shape[0] // BLOCK
-    stop = jnp.minimum(last, pl.cdiv(first_query + block, BLOCK)) if form.causal else last
+    stop = jnp.minimum(last, pl.cdiv(first_query + block, BLOCK)) if options.causal else last
     start = (
         jnp.zeros((block, width), jnp.float32),
         jnp.full((block,), LOWEST, jnp.float32),
@@ -267,20 +251,13 @@ def _forward_kernel(inputs: Blocks, context_ref: Any, logsumexp_ref: Any, *, for
     logsumexp_ref[...] = highest + jnp.log(total)
 
 
-def _backward_kernel(
-    inputs: Blocks,
-    saved: Saved,
-    gradient_ref: Any,
-    of_vectors: list[Any],
-    of_biases: Any = None,
-    *,
-    form: Form,
-) -> None:
+def _backward_kernel(options, inputs, saved, gradient_ref, of_vectors, of_biases=None):
     """Program i computes the gradients of block i of the keys and of block i of the queries."""
     first = pl.program_id(0) * BLOCK
     block = pl.ds(first, BLOCK)
     queries, keys = inputs.query_segments.shape[0], inputs.key_segments.shape[0]
     width = gradient_ref.shape[1]
+    scale = width**-0.5
     of_query, of_key, of_value = _places(inputs.vectors)
     to_query, to_key, to_value = _places(of_vectors)
     if of_biases is not None:
@@ -300,15 +277,15 @@ def _backward_kernel(
             inputs.key_segments[k][None],
             first_query,
             first_key,
-            form.causal,
+            options.causal,
         )
-        exponents = scores(query, key, _part(inputs.bias, q, k), form.scale)
+        exponents = scores(query, key, _part(inputs.bias, q, k), scale)
         exponents -= saved.logsumexp[q][:, None]
         weights, of_scores = score_gradients(
             jnp.where(visible, jnp.exp(exponents), 0.0),
             product(gradient, value, (1, 1)),
             jnp.sum(along, axis=1)[:, None],
-            dropout_factors(_part(inputs.kept, q, k), form.dropped),
+            dropout_factors(_part(inputs.kept, q, k), options.dropped),
         )
         return query, key, gradient, weights.astype(value.dtype), of_scores.astype(value.dtype)
 
@@ -320,9 +297,9 @@ def _backward_kernel(
             return of_key, sums[1] + product(weights, gradient, (0, 0))
 
         zeros = jnp.zeros((BLOCK, width), jnp.float32)
-        start = jnp.minimum(first, queries) // STEP if form.causal else 0
+        start = jnp.minimum(first, queries) // STEP if options.causal else 0
         of_keys, of_values = lax.fori_loop(start, queries // STEP, add, (zeros, zeros))
-        to_key.store(block, of_keys * form.scale)
+        to_key.store(block, of_keys * scale)
         to_value.store(block, of_values)
         if of_biases is not None:
             of_biases[1, :] = jnp.sum(of_values, axis=0)
@@ -335,8 +312,8 @@ def _backward_kernel(
 
         zeros = jnp.zeros((BLOCK, width), jnp.float32)
         last = keys // STEP
-        stop = jnp.minimum(last, pl.cdiv(first + BLOCK, STEP)) if form.causal else last
-        of_queries = lax.fori_loop(0, stop, add, zeros) * form.scale
+        stop = jnp.minimum(last, pl.cdiv(first + BLOCK, STEP)) if options.causal else last
+        of_queries = lax.fori_loop(0, stop, add, zeros) * scale
         to_query.store(block, of_queries)
         if of_biases is not None:
             of_biases[0, :] = jnp.sum(of_queries, axis=0)

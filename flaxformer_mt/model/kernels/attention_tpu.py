@@ -10,23 +10,23 @@ backward pass nothing of the forward pass.
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu
-from jax.sharding import PartitionSpec
 
 from flaxformer_mt.model.kernels.attention_blocks import (
     LANES,
     LOWEST,
     MAX_KEYS,
     SUBLANES,
-    Form,
+    AttentionOptions,
     Gradients,
     Operands,
+    Saved,
     dropout_factors,
     heads_per_block,
-    like,
     padded,
     padded_operands,
     product,
@@ -38,54 +38,45 @@ from flaxformer_mt.model.kernels.attention_blocks import (
 )
 
 
-def saved_specs(vectors: PartitionSpec, pairs: PartitionSpec) -> None:
-    """Returns the partition specs of what `backward` needs of `forward`.
-
-    Args:
-      vectors: of [B, T, H, K].
-      pairs: of [B, H, T].
-    """
-    del vectors, pairs
-    return
-
-
-def forward(operands: Operands, *, form: Form) -> tuple[Array, None]:
+def forward(options: AttentionOptions, operands: Operands) -> tuple[Array, Saved]:
     """Computes the context [B, T, H, K]; `backward` needs only the operands."""
     shape, length = operands.query.shape, operands.query.shape[1]
     operands = _in_kernel_layout(operands)
     specs, grid = _specs_and_grid(operands, shape)
     context = pl.pallas_call(
-        functools.partial(_forward_kernel, form=form, width=shape[3]),
+        functools.partial(_forward_kernel, options, shape[3]),
         grid=grid,
         in_specs=[specs],
         out_specs=specs.query,
-        out_shape=like(operands.query),
+        out_shape=jax.ShapeDtypeStruct(operands.query.shape, operands.query.dtype),
         compiler_params=tpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel")
         ),
-        interpret=form.interpret,
+        interpret=options.interpret,
         name="attention_forward",
     )(operands)
-    return context[:, :length].reshape(shape), None
+    return context[:, :length].reshape(shape), Saved()
 
 
-def backward(operands: Operands, saved: None, gradient: Array, *, form: Form) -> Gradients:
+def backward(
+    options: AttentionOptions, operands: Operands, saved: Saved, gradient: Array
+) -> Gradients:
     """Computes the gradients of query, key and value from that of the context [B, T, H, K]."""
     shape, key_shape = operands.query.shape, operands.key.shape
     operands = _in_kernel_layout(operands)
     specs, grid = _specs_and_grid(operands, shape)
     sums = tpu.VMEM(specs.key.block_shape[1:], jnp.float32)
     of_query, of_key, of_value = pl.pallas_call(
-        functools.partial(_backward_kernel, form=form, width=shape[3]),
+        functools.partial(_backward_kernel, options, shape[3]),
         grid=grid,
         in_specs=[specs, specs.query],
         out_specs=list(specs[:3]),
-        out_shape=[like(x) for x in operands[:3]],
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands[:3]],
         scratch_shapes=[sums, sums],
         compiler_params=tpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary")
         ),
-        interpret=form.interpret,
+        interpret=options.interpret,
         name="attention_backward",
     )(operands, padded(_joined(gradient), 1, _multiple(gradient)))
     return Gradients(
@@ -160,11 +151,11 @@ def _specs_and_grid(
     return specs, (rows, features // lanes, queries // block)
 
 
-def _visible(inputs: Operands, form: Form) -> Array:
+def _visible(inputs: Operands, options: AttentionOptions) -> Array:
     block = inputs.query.shape[0]
     query_segments = inputs.query_segments[...].reshape(block, 1)
     return visible_keys(
-        query_segments, inputs.key_segments[...], pl.program_id(2) * block, 0, form.causal
+        query_segments, inputs.key_segments[...], pl.program_id(2) * block, 0, options.causal
     )
 
 
@@ -179,9 +170,9 @@ def _of_head(x: Array, head: int, width: int) -> Array:
     return jnp.where(of_head, x, jnp.zeros_like(x))
 
 
-def _weights(query: Array, key: Array, bias: Array | None, visible: Array, form: Form) -> Array:
+def _weights(query: Array, key: Array, bias: Array | None, visible: Array, scale: float) -> Array:
     """Returns the weights [Q, S], before dropout, in float32."""
-    masked = jnp.where(visible, scores(query, key, bias, form.scale), LOWEST)
+    masked = jnp.where(visible, scores(query, key, bias, scale), LOWEST)
     highest = jnp.max(masked, axis=1, keepdims=True)
     exponentials = jnp.where(visible, jnp.exp(masked - highest), 0.0)
     total = jnp.sum(exponentials, axis=1, keepdims=True)
@@ -192,32 +183,31 @@ def _head(reference: Any, head: int) -> Array | None:
     return None if reference is None else reference[head]
 
 
-def _forward_kernel(inputs: Operands, context_ref: Any, *, form: Form, width: int) -> None:
-    visible = _visible(inputs, form)
+def _forward_kernel(options, width, inputs, context_ref):
+    visible, scale = _visible(inputs, options), width**-0.5
     query, key, value = (reference[...] for reference in inputs[:3])
     context = jnp.zeros(query.shape, jnp.float32)
     for head in range(query.shape[1] // width):
         weights = _weights(
-            _of_head(query, head, width), key, _head(inputs.bias, head), visible, form
+            _of_head(query, head, width), key, _head(inputs.bias, head), visible, scale
         )
-        factors = dropout_factors(_head(inputs.kept, head), form.dropped)
+        factors = dropout_factors(_head(inputs.kept, head), options.dropped)
         weights = weights if factors is None else weights * factors
         context += _of_head(product(weights.astype(value.dtype), value, (1, 0)), head, width)
     context_ref[...] = context.astype(context_ref.dtype)
 
 
 def _backward_kernel(
-    inputs: Operands,
-    gradient_ref: Any,
-    of_query_ref: Any,
-    of_key_ref: Any,
-    of_value_ref: Any,
-    of_key_sum: Any,
-    of_value_sum: Any,
-    *,
-    form: Form,
-    width: int,
-) -> None:
+    options,
+    width,
+    inputs,
+    gradient_ref,
+    of_query_ref,
+    of_key_ref,
+    of_value_ref,
+    of_key_sum,
+    of_value_sum,
+):
     """Adds up the gradients of the keys and values over the blocks of queries."""
     block = pl.program_id(2)
 
@@ -226,14 +216,14 @@ def _backward_kernel(
         of_key_sum[...] = jnp.zeros_like(of_key_sum)
         of_value_sum[...] = jnp.zeros_like(of_value_sum)
 
-    visible = _visible(inputs, form)
+    visible, scale = _visible(inputs, options), width**-0.5
     query, key, value = (reference[...] for reference in inputs[:3])
     gradient = gradient_ref[...]
     of_query = jnp.zeros(query.shape, jnp.float32)
     for head in range(query.shape[1] // width):
         head_query, head_gradient = (_of_head(x, head, width) for x in (query, gradient))
-        weights = _weights(head_query, key, _head(inputs.bias, head), visible, form)
-        factors = dropout_factors(_head(inputs.kept, head), form.dropped)
+        weights = _weights(head_query, key, _head(inputs.bias, head), visible, scale)
+        factors = dropout_factors(_head(inputs.kept, head), options.dropped)
         of_weights = product(head_gradient, value, (1, 1))
         kept = weights if factors is None else weights * factors
         along = jnp.sum(kept * of_weights, axis=1, keepdims=True)
@@ -242,9 +232,9 @@ def _backward_kernel(
         of_query += _of_head(product(of_scores, key, (1, 0)), head, width)
         of_key_sum[...] += product(of_scores, head_query, (0, 0))
         of_value_sum[...] += product(kept, head_gradient, (0, 0))
-    of_query_ref[...] = (of_query * form.scale).astype(of_query_ref.dtype)
+    of_query_ref[...] = (of_query * scale).astype(of_query_ref.dtype)
 
     @pl.when(block == pl.num_programs(2) - 1)
     def _() -> None:
-        of_key_ref[...] = (of_key_sum[...] * form.scale).astype(of_key_ref.dtype)
+        of_key_ref[...] = (of_key_sum[...] * scale).astype(of_key_ref.dtype)
         of_value_ref[...] = of_value_sum[...].astype(of_value_ref.dtype)

@@ -2,7 +2,6 @@
 
 import functools
 import importlib
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,9 +14,10 @@ from flaxformer_mt.errors import UserError
 from flaxformer_mt.model.kernels.attention_blocks import (
     LANES,
     MAX_KEYS,
-    Form,
+    AttentionOptions,
     Gradients,
     Operands,
+    Saved,
     dropout_factors,
     heads_per_block,
     repeated,
@@ -91,20 +91,7 @@ def refusal(backend: str, case: AttentionCase) -> str:
     return ""
 
 
-class Options(NamedTuple):
-    """The static options of fused attention."""
-
-    backend: str
-    """A key of `PLATFORMS`."""
-    causal: bool
-    """Whether query t attends to no key after t."""
-    dropout_threshold: int
-    """A weight is dropped if its random number of 16 bits is below it."""
-    interpret: bool
-    """Whether the kernel is interpreted, as on CPUs."""
-
-
-class Inputs(NamedTuple):
+class AttentionInputs(NamedTuple):
     """The arrays of fused attention.
 
     Queries, keys and values are [B, H, T, K] and [B, G, S, K]; query head h attends to head
@@ -139,7 +126,7 @@ class Inputs(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def fused_attention(options: Options, inputs: Inputs) -> Array:
+def fused_attention(options: AttentionOptions, inputs: AttentionInputs) -> Array:
     """Computes attention without writing its weights; see `scaled_dot_product_attention`.
 
     The weights are dropped by the same random numbers as there, which the backward pass draws
@@ -156,34 +143,31 @@ def is_fused_attention(primitive: Primitive, *_: Any, **params: Any) -> bool:
     return primitive.name == "pallas_call" and "attention" in str(params.get("name"))
 
 
-def _forward(options: Options, inputs: Inputs) -> tuple[Array, Any]:
-    kernels, operands = _kernels(options.backend), operands_of(options, inputs)
-    run = on_rows_and_heads(
-        functools.partial(kernels.forward, form=_form(options, inputs)),
-        operands,
-        lambda s: ((s.operands,), (s.vectors, kernels.saved_specs(s.vectors, s.pairs))),
-    )
+def _forward(options: AttentionOptions, inputs: AttentionInputs) -> tuple[Array, Any]:
+    operands = _operands(options, inputs)
+    of_operands, of_saved = _specs(operands)
+    forward = functools.partial(_kernels(options.backend).forward, options)
+    run = on_each_device(forward, (of_operands,), (of_saved.context, of_saved))
     context, saved = run(operands)
     return context.swapaxes(1, 2), (inputs, saved)
 
 
-def _backward(options: Options, residuals: Any, gradient: Array) -> tuple[Inputs]:
+def _backward(options: AttentionOptions, residuals: Any, gradient: Array) -> tuple[AttentionInputs]:
     inputs, saved = residuals
-    kernels, operands = _kernels(options.backend), operands_of(options, inputs)
-    form = _form(options, inputs)
+    operands = _operands(options, inputs)
+    of_operands, of_saved = _specs(operands)
+    of_vectors = of_saved.context
     gradient = gradient.swapaxes(1, 2)
-    run = on_rows_and_heads(
-        functools.partial(kernels.backward, form=form),
-        operands,
-        lambda s: (
-            (s.operands, kernels.saved_specs(s.vectors, s.pairs), s.vectors),
-            Gradients(s.vectors, s.vectors, s.vectors, s.vectors),
-        ),
+    backward = functools.partial(_kernels(options.backend).backward, options)
+    run = on_each_device(
+        backward, (of_operands, of_saved, of_vectors), Gradients(*[of_vectors] * 4)
     )
     *vectors, biases = run(operands, saved, gradient)
     if not inputs.is_packed:
         vectors = [x.swapaxes(1, 2) for x in vectors]
-    of_bias = None if inputs.bias is None else _bias_gradient(operands, form, gradient, inputs.bias)
+    of_bias = None
+    if inputs.bias is not None:
+        of_bias = _bias_gradient(operands, options, gradient, inputs.bias)
     of_query_bias, of_value_bias = None, None
     if biases is not None:
         sums = jnp.sum(biases, axis=(0, 1)).swapaxes(0, 1)  # [2, H, K]
@@ -210,22 +194,13 @@ fused_attention.defvjp(_forward, _backward)
 
 
 def _kernels(backend: str) -> Any:
-    """Returns the module with the functions `forward`, `backward` and `saved_specs`."""
+    """Returns the module with the functions `forward` and `backward`."""
     # Imported here, because Pallas takes a quarter of a second, for which CPUs need not wait.
     name = {"pallas_gpu": "gpu", "pallas_tpu": "tpu"}[backend]
     return importlib.import_module(f"flaxformer_mt.model.kernels.attention_{name}")
 
 
-def _form(options: Options, inputs: Inputs) -> Form:
-    return Form(
-        options.causal,
-        inputs.query.shape[-1] ** -0.5,
-        options.dropout_threshold / 2**16,
-        options.interpret,
-    )
-
-
-def operands_of(options: Options, inputs: Inputs) -> Operands:
+def _operands(options: AttentionOptions, inputs: AttentionInputs) -> Operands:
     """Brings the inputs into the kernels' layout, in which the projections write them."""
 
     def wide(x: Array | None) -> Array | None:
@@ -267,7 +242,9 @@ def _unpacked(operands: Operands) -> list[Array]:
     ]
 
 
-def _bias_gradient(operands: Operands, form: Form, gradient: Array, bias: Array) -> Array:
+def _bias_gradient(
+    operands: Operands, options: AttentionOptions, gradient: Array, bias: Array
+) -> Array:
     """Computes the gradient of the bias, which has the size of the weights, by XLA.
 
     XLA drops it where the bias is not trained.
@@ -275,38 +252,22 @@ def _bias_gradient(operands: Operands, form: Form, gradient: Array, bias: Array)
     query, *key_value = _unpacked(operands)
     key, value = (repeated(x, query.shape[2]) for x in key_value)
     multiply = functools.partial(jnp.einsum, "bthk,bshk->bhts", preferred_element_type=jnp.float32)
-    visible = visible_pairs(operands, form.causal)
+    visible = jax.vmap(lambda row, column: visible_keys(row, column, 0, 0, options.causal))(
+        operands.query_segments[:, :, None], operands.key_segments[:, None]
+    )[:, None]  # [B, 1, T, S]
 
     def weights(bias: Array) -> Array:
-        scores = multiply(query, key) * form.scale + bias.astype(jnp.float32)
+        scores = multiply(query, key) * query.shape[-1] ** -0.5 + bias.astype(jnp.float32)
         return masked_softmax(scores, visible)
 
     of_weights = multiply(gradient, value)
-    factors = dropout_factors(operands.kept, form.dropped)
+    factors = dropout_factors(operands.kept, options.dropped)
     of_weights = of_weights if factors is None else of_weights * factors
     return jax.vjp(weights, bias)[1](of_weights)[0]
 
 
-class Specs(NamedTuple):
-    """How a mesh shards the arrays of a kernel: by rows and heads."""
-
-    operands: Operands
-    vectors: PartitionSpec
-    """Of [B, T, H, ...]."""
-    pairs: PartitionSpec
-    """Of [B, H, T], or [B, H, T, S]."""
-
-
-def on_rows_and_heads(
-    function: Callable, operands: Operands, specs: Callable[[Specs], tuple[Any, Any]]
-) -> Callable:
-    """Lets each device run a kernel on its rows and heads.
-
-    Args:
-      function: the kernel.
-      operands: of the whole mesh.
-      specs: returns the partition specs of the function's arguments and of its results.
-    """
+def _specs(operands: Operands) -> tuple[Operands, Saved]:
+    """Returns how the mesh shards the arrays of a kernel: by rows and heads."""
     rows = operands.query.shape[0]
     heads = (operands.query if operands.key is None else operands.key).shape[2]
     row_axes = dividing_axes("batch", rows) or None
@@ -320,11 +281,4 @@ def on_rows_and_heads(
     of_operands = Operands(
         vectors, vectors, vectors, segments, segments, of_bias, pairs, by_head, by_head
     )
-    return on_each_device(function, *specs(Specs(of_operands, vectors, pairs)))
-
-
-def visible_pairs(operands: Operands, causal: bool) -> Array:
-    """Returns which keys the queries attend to, bool [B, 1, T, S]."""
-    columns, rows = operands.query_segments[:, :, None], operands.key_segments[:, None]
-    of_row = jax.vmap(lambda column, row: visible_keys(column, row, 0, 0, causal))
-    return of_row(columns, rows)[:, None]
+    return of_operands, Saved(vectors, pairs)

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from flaxformer_mt.model.kernels.fused_attention import (
-    Inputs,
-    Options,
+    AttentionInputs,
+    AttentionOptions,
     fused_attention,
     is_fused_attention,
 )
@@ -17,22 +17,22 @@ from flaxformer_mt.model.logical_axes import constrain
 
 
 def packed_attention(
-    options: Options,
+    options: AttentionOptions,
     maps: tuple[Dense, Dense, Dense],
     width: int,
     inputs: Array,
     attended: Array,
-    arrays: Callable[..., Inputs],
+    arrays: Callable[..., AttentionInputs],
     recompute: bool,
 ) -> Array:
     """Projects queries, keys and values, and attends; the kernel adds the biases.
 
     One product gives all three in self-attention, unless several query heads share keys; otherwise
-    one gives the queries and another one keys and values.
+    one gives the queries and another one keys and values. A key bias would not change the weights.
 
     Args:
-      options: of the attention, with the backend "pallas_gpu".
-      maps: of queries, keys and values; a key bias would not change the weights.
+      options: with the backend "pallas_gpu".
+      maps: of queries, keys and values.
       width: K.
       inputs: [B, T, D].
       attended: [B, S, D], `inputs` itself in self-attention.
@@ -48,15 +48,14 @@ def packed_attention(
         return x.reshape(*x.shape[:-1], -1, width)
 
     def kernel_of(*maps: Dense) -> Array:
-        """Returns the kernels [D, G, P, K] of P maps: tensor parallelism shards the heads."""
+        # [D, G, P, K] of P maps: tensor parallelism shards the heads.
         return jnp.stack([heads_of(each.effective_kernel()) for each in maps], axis=2)
 
     def multiply(x: Array, kernel: Array) -> Array:
-        """Maps [B, S, D] to [B, S, G, P, K]."""
         rows = x.reshape(-1, x.shape[-1]).astype(query.dtype)
         products = linear(rows, kernel.reshape(x.shape[-1], -1), None)
         products = constrain(products.reshape(*x.shape[:-1], -1), "batch", "length", "heads")
-        return products.reshape(*x.shape[:-1], *kernel.shape[1:])
+        return products.reshape(*x.shape[:-1], *kernel.shape[1:])  # [B, S, G, P, K]
 
     def attend(x: Array, of_keys: Array | None = None) -> Array:
         return fused_attention(options, arrays(x, of_keys, None, **biases))

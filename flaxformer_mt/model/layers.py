@@ -1,4 +1,4 @@
-"""The decoder: its layer and its stack, for whole targets or one token per call."""
+"""The encoder and the decoder: their layers and stacks."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, cast
@@ -28,14 +28,77 @@ from flaxformer_mt.model.recurrence import SSRU
 from flaxformer_mt.model.stack import layer_variables, stack
 
 
-class DecoderLayer(nn.Module):
+class _Layer(nn.Module):
+    """The sub-layers that encoder and decoder have in common."""
+
+    config: TransformerConfig
+
+    def _create_self_attention(self, *, bidirectional: bool) -> None:
+        c = self.config
+        self.self_attention = attention_class(c)(c)
+        self.self_attention_norm = Norm(c)
+        self.position_bias = position_bias(c, bidirectional=bidirectional, shared=False)
+
+    def _create_feed_forward(self) -> None:
+        self.feed_forward = FeedForward(self.config)
+        self.feed_forward_norm = Norm(self.config)
+        self.dropout = Dropout(self.config.dropout_rate)
+
+    def _attend_to_itself(
+        self,
+        x: Array,
+        mask: Visibility | Array | None,
+        positions: AttentionPositions | None,
+        deterministic: bool,
+        return_attention: bool,
+    ) -> tuple[Array | NormOutputs, Array | None]:
+        def attend(y: Array, add_bias: bool) -> tuple[Array | Biased, Array | None]:
+            transform = query_key_transform(self.config, positions)
+            bias = attention_bias(positions, self.position_bias)
+            return self.self_attention(
+                y, y, mask, deterministic, bias, transform, return_attention, add_bias
+            )
+
+        return self._residual(x, attend, self.self_attention_norm, deterministic)
+
+    def _feed_forward(self, x: Array | NormOutputs, deterministic: bool) -> Array:
+        def feed_forward(y: Array, add_bias: bool) -> tuple[Array | Biased, None]:
+            return self.feed_forward(y, deterministic, add_bias), None
+
+        y, _ = self._residual(x, feed_forward, self.feed_forward_norm, deterministic, is_last=True)
+        return constrain(y, "batch", "length", "embed")
+
+    def _residual(self, x, sublayer, norm, deterministic, is_last=False):
+        return residual(x, sublayer, norm, self.dropout, deterministic, is_last)
+
+
+class EncoderLayer(_Layer):
+    """Self-attention, then feed-forward, each with residual and norm."""
+
+    def setup(self) -> None:
+        """Creates the parameters."""
+        self._create_self_attention(bidirectional=True)
+        self._create_feed_forward()
+
+    def __call__(
+        self,
+        x: Float[Array, "B S D"],
+        mask: Visibility | Array | None,
+        positions: AttentionPositions | None,
+        deterministic: bool,
+        return_attention: bool,
+    ) -> tuple[Float[Array, "B S D"], Float[Array, "B H S S"] | None]:
+        """Applies the layer; the second result is the attention, if requested."""
+        y, weights = self._attend_to_itself(x, mask, positions, deterministic, return_attention)
+        return self._feed_forward(y, deterministic), weights if return_attention else None
+
+
+class DecoderLayer(_Layer):
     """Self-attention, attention to the encoder, feed-forward, each with residual and norm.
 
     Without inputs (`config.has_inputs`) there is no attention to the encoder. A recurrent unit can
     replace self-attention (`config.decoder_kind`).
     """
-
-    config: TransformerConfig
 
     def setup(self) -> None:
         """Creates the parameters."""
@@ -44,15 +107,11 @@ class DecoderLayer(nn.Module):
             self.recurrence = SSRU(c)
             self.recurrence_norm = Norm(c)
         else:
-            self.self_attention = attention_class(c)(c)
-            self.self_attention_norm = Norm(c)
-            self.position_bias = position_bias(c, bidirectional=False, shared=False)
+            self._create_self_attention(bidirectional=False)
         if c.has_inputs:
             self.cross_attention = attention_class(c)(c)
             self.cross_attention_norm = Norm(c)
-        self.feed_forward = FeedForward(c)
-        self.feed_forward_norm = Norm(c)
-        self.dropout = Dropout(c.dropout_rate)
+        self._create_feed_forward()
 
     def project_encoded(self, encoded: Array) -> tuple[Array, KeyValue]:
         """Returns `encoded` [B, S, D], and the keys and values that cross-attention makes of it."""
@@ -68,7 +127,7 @@ class DecoderLayer(nn.Module):
         deterministic: bool,
         return_attention: bool | Literal["cross"],
     ) -> tuple[Float[Array, "B T D"], tuple[Array | None, Array | None] | None]:
-        """Applies the layer to whole targets; arguments as in `Decoder.__call__`.
+        """Applies the layer to whole targets.
 
         Also returns the weights of self- [B, H, T, T] (None for a recurrent unit) and
         cross-attention [B, H, T, S], if requested.
@@ -77,20 +136,16 @@ class DecoderLayer(nn.Module):
         def recur(y: Array, _: bool) -> tuple[Array, None]:
             return self.recurrence(y, cast(Array | None, self_mask)), None
 
-        def attend(y: Array, add_bias: bool) -> tuple[Array | Biased, Array | None]:
-            transform = query_key_transform(self.config, positions)
-            bias = attention_bias(positions, self.position_bias)
-            return self.self_attention(
-                y, y, self_mask, deterministic, bias, transform, return_attention is True, add_bias
-            )
-
+        y: Array | NormOutputs
         self_weights: Array | None
         if self.config.decoder_kind == "ssru":
-            x, self_weights = self._residual(x, recur, self.recurrence_norm, deterministic)
+            y, self_weights = self._residual(x, recur, self.recurrence_norm, deterministic)
         else:
-            x, self_weights = self._residual(x, attend, self.self_attention_norm, deterministic)
+            y, self_weights = self._attend_to_itself(
+                x, self_mask, positions, deterministic, return_attention is True
+            )
         x, cross_weights = self._after_self_attention(
-            x, encoded, cross_mask, deterministic, bool(return_attention)
+            y, encoded, cross_mask, deterministic, bool(return_attention)
         )
         if return_attention == "cross":
             self_weights = None
@@ -106,10 +161,9 @@ class DecoderLayer(nn.Module):
         cross_mask: Bool[Array, "B 1 1 S"] | None,
         positions: AttentionPositions | None,
     ) -> tuple[Float[Array, "B W D"], LayerState, Float[Array, "B H W S"] | None]:
-        """Maps one token of W hypotheses per sentence; arguments as in `Decoder.step`.
+        """Maps one token of W hypotheses per sentence, which share the keys of cross-attention.
 
-        The hypotheses of a sentence share the keys and values of cross-attention. Also returns the
-        state including these tokens, and the cross-attention weights [B, H, W, S].
+        Also returns the state including these tokens, and the cross-attention weights.
         """
 
         def recur(y: Array, _: bool) -> tuple[Array, RecurrentState]:
@@ -157,39 +211,73 @@ class DecoderLayer(nn.Module):
                 x, attend_to_encoded, self.cross_attention_norm, deterministic
             )
 
-        def feed_forward(y: Array, add_bias: bool) -> tuple[Array | Biased, None]:
-            return self.feed_forward(y, deterministic, add_bias), None
-
-        y, _ = self._residual(x, feed_forward, self.feed_forward_norm, deterministic, is_last=True)
-        return constrain(y, "batch", "length", "embed"), weights
-
-    def _residual(self, x, sublayer, norm, deterministic, is_last=False):
-        return residual(x, sublayer, norm, self.dropout, deterministic, is_last)
+        return self._feed_forward(x, deterministic), weights
 
 
-class Decoder(nn.Module):
-    """A stack of `num_decoder_layers` layers, with an optional norm below and one on top."""
+class _Stack(nn.Module):
+    """Layers with an optional norm below and one on top."""
 
     config: TransformerConfig
 
-    def setup(self) -> None:
-        """Creates the parameters."""
+    def _create(
+        self,
+        layer: type[nn.Module],
+        num_layers: int,
+        methods: dict[str, Any],
+        *,
+        bidirectional: bool,
+    ) -> None:
         c = self.config
         if c.embedding_norm:
             self.embedding_norm = Norm(c)
-        self.position_bias = position_bias(c, bidirectional=False, shared=True)
-        same = nn.broadcast
-        self.layers = stack(
-            DecoderLayer,
-            c,
-            c.num_decoder_layers,
-            {
-                "__call__": (same, same, same, same, same, same),
-                "project_encoded": (),
-            },
-        )
+        self.position_bias = position_bias(c, bidirectional=bidirectional, shared=True)
+        self.layers = stack(layer, c, num_layers, methods)
         if c.final_norm:
             self.final_norm = Norm(c)
+
+    def _below(self, x: Array) -> Array:
+        return self.embedding_norm(x) if self.config.embedding_norm else x
+
+    def _above(self, x: Array) -> Array:
+        x = self.final_norm(x) if self.config.final_norm else x
+        return constrain(x, "batch", "length", "embed")
+
+
+class Encoder(_Stack):
+    """A stack of `num_encoder_layers` layers."""
+
+    def setup(self) -> None:
+        """Creates the parameters."""
+        methods = {"__call__": (nn.broadcast,) * 4}
+        self._create(EncoderLayer, self.config.num_encoder_layers, methods, bidirectional=True)
+
+    def __call__(
+        self,
+        x: Float[Array, "B S D"],
+        mask: Visibility | Array | None = None,
+        positions: AttentionPositions | None = None,
+        *,
+        deterministic: bool = True,
+        return_attention: bool = False,
+    ) -> tuple[Float[Array, "B S D"], Float[Array, "L B H S S"] | None]:
+        """Encodes embedded tokens; the second result is the attention of all layers, if requested.
+
+        The mask says which keys are visible, or is bool, broadcastable to [B, H, S, S], True =
+        attend. `positions` are from `attention_positions`.
+        """
+        x = self._below(x)
+        positions = with_shared_bias(positions, self.position_bias)
+        x, weights = self.layers(x, mask, positions, deterministic, return_attention)
+        return self._above(x), weights
+
+
+class Decoder(_Stack):
+    """A stack of `num_decoder_layers` layers, for whole targets or one token per call."""
+
+    def setup(self) -> None:
+        """Creates the parameters."""
+        methods = {"__call__": (nn.broadcast,) * 6, "project_encoded": ()}
+        self._create(DecoderLayer, self.config.num_decoder_layers, methods, bidirectional=False)
 
     def project_encoded(self, encoded: Array) -> KeyValue:
         """Computes the keys [L, B, H, S, K] and values of `encoded` [B, S, D] for every layer."""
@@ -213,15 +301,10 @@ class Decoder(nn.Module):
     ]:
         """Decodes whole targets.
 
-        Args:
-          x: embedded decoder inputs.
-          encoded: the encoder's output; None without inputs.
-          self_mask: which keys are visible; or bool, broadcastable to [B, H, T, T], True = attend;
-            for recurrent units [B, T], True where a sentence starts.
-          cross_mask: which keys are visible; or bool, broadcastable to [B, H, T, S].
-          positions: from `attention_positions`; None if the position kind does not need them.
-          deterministic: no dropout.
-          return_attention: return the weights of every layer; "cross" = of cross-attention only.
+        A mask says which keys are visible, or is bool, broadcastable to [B, H, T, T] or [B, H, T,
+        S], True = attend; that of recurrent units is [B, T], True where a sentence starts.
+        `positions` are from `attention_positions`. `return_attention` gives the weights of every
+        layer; "cross", those of cross-attention only.
 
         Returns:
           The outputs, and the weights of self-attention (None for recurrent units) and
@@ -256,15 +339,10 @@ class Decoder(nn.Module):
         Slicing the stacked parameters costs nothing per token: it does not depend on the token, and
         XLA moves it out of the loop over tokens.
 
-        Args:
-          x: the embedded tokens.
-          cross: per layer, keys [B, G, S, K] and values [B, G, S, U]; None without inputs.
-          states: per layer, the key/value cache, or the state of the recurrent unit.
-          token_positions: the position of each sentence's tokens, from 0.
-          visible: the cached tokens that each hypothesis attends to.
-          cross_mask: True = attend; None without inputs.
-          positions: of the tokens [B, 1] and of the cached keys [1, P * W]; None if attention does
-            not use them.
+        `cross` has the keys [B, G, S, K] and values [B, G, S, U] of each layer. `token_positions`
+        count the tokens of each sentence from 0. In the masks, True = attend; `visible` is that of
+        the cached tokens. `positions` are those of the tokens [B, 1] and of the cached keys
+        [1, P * W].
 
         Returns:
           The outputs in the compute dtype; the states including these tokens; the last layer's
@@ -294,10 +372,3 @@ class Decoder(nn.Module):
             )
             new_states.append(state)
         return self._above(x), tuple(new_states), cross_weights
-
-    def _below(self, x: Array) -> Array:
-        return self.embedding_norm(x) if self.config.embedding_norm else x
-
-    def _above(self, x: Array) -> Array:
-        x = self.final_norm(x) if self.config.final_norm else x
-        return constrain(x, "batch", "length", "embed")
