@@ -28,7 +28,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupted(KeyboardInterrupt):
-    """Raised when training was stopped by a signal, and everything that it had reached is saved."""
+    """Raised when a signal has stopped training, and everything reached is saved."""
 
 
 class Interruption:
@@ -106,8 +106,7 @@ class Interruption:
           processes, the same for all.
 
         Raises:
-          Interrupted: on leaving the context, if a signal has arrived; under several processes, in
-            all of them, if one has received a signal.
+          Interrupted: on leaving the context, if a signal has arrived in any process.
         """
 
         def requested(step: int) -> bool:
@@ -179,7 +178,7 @@ class Interruption:
 def handle_signals() -> contextlib.AbstractContextManager[Interruption | None]:
     """Returns a context in which signals stop training, for scripts and notebooks.
 
-    It yields None in other threads than the main one, which receive no signals.
+    It yields None outside the main thread: other threads receive no signals.
     """
     if threading.current_thread() is threading.main_thread():
         return Interruption(may_exit=False)
