@@ -25,7 +25,7 @@ Cluster: TypeAlias = Literal["none", "auto", "slurm", "ompi", "mpi4py"]
 without one. "auto" detects SLURM, Open MPI and Cloud TPU."""
 
 HEARTBEAT_SECONDS = 60
-"""A process without a heartbeat for so long is considered dead, and the others exit."""
+"""A process without a heartbeat for this time is considered dead, and the others exit."""
 SHUTDOWN_SECONDS = 60
 """How long a process that exits waits for the others."""
 

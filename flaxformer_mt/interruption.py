@@ -20,8 +20,8 @@ from types import FrameType
 from flaxformer_mt.exit_codes import ExitCode
 
 GRACE_SECONDS = 5.0
-"""If the main thread does not respond to a signal for so long, and nothing has to be saved, the
-process exits all the same."""
+"""The process exits if the main thread has not responded to a signal for this time, and nothing has
+to be saved."""
 
 _RETRY_SECONDS = 0.05
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -52,7 +52,7 @@ class Interruption:
         self._requested = threading.Event()
         self._is_deferred = False
         self.is_abrupt = False
-        """Whether the main thread was interrupted wherever it was, rather than after a step."""
+        """Whether the main thread was interrupted at once, rather than after a step."""
         self._is_raised = False
         self._is_finished = False
         self._is_handled = False

@@ -78,9 +78,9 @@ def _importing_from(folder: Path) -> Iterator[None]:
         with contextlib.suppress(ValueError):  # The code may have removed it.
             sys.path.remove(str(folder))
         new = {name for name in sys.modules if name.partition(".")[0] not in known}
-        neighbours = {name for name in new if _folder_of(sys.modules[name]) == folder}
+        neighbors = {name for name in new if _folder_of(sys.modules[name]) == folder}
         for name in new:
-            if name.partition(".")[0] in neighbours:
+            if name.partition(".")[0] in neighbors:
                 del sys.modules[name]
 
 

@@ -59,7 +59,7 @@ class Checkpoints:
 
     A context manager: leaving it waits until everything is written. If several processes train
     together, each has `Checkpoints` of the same folder, and all call the same methods. A state that
-    is a dict or a dataclass with the member "params" can be used by whatever reads the parameters
+    is a dict or a dataclass with the member "params" can be used by all that reads the parameters
     of a run, such as `average` and `train.init_from`; of "ema", too, if it is not None.
     """
 

@@ -166,7 +166,7 @@ class CompiledStep:
         """Starts the step, and waits for the step before it.
 
         So the devices always have work, and at most two steps are in flight: many would need the
-        memory of as many batches, and on simulated devices their collectives may wait for ever.
+        memory of as many batches, and on simulated devices their collectives may never end.
         """
         result = self._for(state)(state, batch, *self._frozen)
         jax.block_until_ready(self._running)

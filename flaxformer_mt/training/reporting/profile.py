@@ -19,7 +19,7 @@ class Profile:
     A context manager: leaving it discards a trace that has begun and is not complete.
 
     Args:
-      steps: consecutive steps; if a run is continued amid them, those that remain.
+      steps: consecutive steps; of a run continued within the range, those that remain.
       folder: traces are written to its folder `steps_FIRST_to_LAST`.
     """
 
