@@ -25,7 +25,7 @@ Cluster: TypeAlias = Literal["none", "auto", "slurm", "ompi", "mpi4py"]
 without one. "auto" detects SLURM, Open MPI and Cloud TPU."""
 
 HEARTBEAT_SECONDS = 60
-"""A process without a heartbeat for so long is considered dead, and the others exit."""
+"""A process without a heartbeat for this time is considered dead, and the others exit."""
 SHUTDOWN_SECONDS = 60
 """How long a process that exits waits for the others."""
 
@@ -59,8 +59,7 @@ def initialize(
       timeout: seconds to wait for the others, after which the process exits with an error.
 
     Raises:
-      UserError: arguments are missing or inconsistent, the first process cannot be reached, or the
-        launcher does not provide what is needed.
+      UserError: arguments are missing or inconsistent, or the first process cannot be reached.
     """
     by_hand = bool(coordinator) or num_processes != 0 or process_id != -1
     if cluster == "none" and not by_hand:
@@ -117,7 +116,6 @@ def _check(coordinator: str, num_processes: int, process_id: int) -> None:
 
 
 def _wait_for(coordinator: str, timeout: int) -> None:
-    """Waits until an address accepts connections; raises UserError on timeout."""
     host, _, port = coordinator.rpartition(":")
     end = time.monotonic() + timeout
     while True:

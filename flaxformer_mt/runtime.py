@@ -127,11 +127,10 @@ def _cache_root() -> Path:
 
 
 def _is_private(folder: Path) -> bool:
-    """Creates a folder that only this user can read and write, unless it exists.
+    """Creates a folder for this user only, unless it exists; returns whether it is such a folder.
 
-    Returns:
-      Whether it is such a folder. One that belongs to another user, or that others may write to, is
-      reported, because the programs in it may be theirs.
+    One that belongs to another user, or that others may write to, is reported, because the
+    programs in it may be theirs.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

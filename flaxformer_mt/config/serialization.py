@@ -30,11 +30,8 @@ def to_dict(config: Any) -> dict[str, Any]:
 def from_dict(values: dict[str, Any], kind: type = ExperimentConfig, prefix: str = "") -> Any:
     """Makes a configuration from nested dictionaries; the inverse of `to_dict`.
 
-    Args:
-      values: by field name; absent fields get their defaults, and values of earlier versions
-        their names of today.
-      kind: the configuration class.
-      prefix: of field names in messages: "model.".
+    Absent fields get their defaults, and values of earlier versions their current names. `prefix`
+    is that of field names in messages: "model.".
 
     Raises:
       UserError: a field is unknown, or its value has the wrong type or is out of bounds.
@@ -77,11 +74,7 @@ def to_json(config: ExperimentConfig) -> str:
 
 
 def from_json(text: str) -> ExperimentConfig:
-    """Makes a configuration from JSON; the inverse of `to_json`.
-
-    Raises:
-      UserError: the text is not a JSON object, or does not describe an experiment.
-    """
+    """Makes a configuration from JSON; the inverse of `to_json`. Errors as of `from_dict`."""
     try:
         values = parse_json(text, "it")
     except UserError as error:

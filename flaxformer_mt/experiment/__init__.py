@@ -27,11 +27,15 @@ from flaxformer_mt.config.files import load_config
 from flaxformer_mt.decoding.text_arguments import require_path
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.experiment.checks import check_before_start
-from flaxformer_mt.experiment.console import make_console
-from flaxformer_mt.experiment.fitting import default_writers, fit
+from flaxformer_mt.experiment.fitting import (
+    default_writers,
+    evaluate_test,
+    fit,
+    make_console,
+    print_test,
+)
 from flaxformer_mt.experiment.folder import open_folder
 from flaxformer_mt.experiment.preparation import Experiment, prepare
-from flaxformer_mt.experiment.testing import evaluate_test, print_test
 from flaxformer_mt.experiment.validation import Validation, decoding_on
 from flaxformer_mt.interruption import Interruption, handle_signals
 from flaxformer_mt.run_reader import Run

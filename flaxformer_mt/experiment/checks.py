@@ -53,11 +53,7 @@ def check_before_start(config: ExperimentConfig, workdir: Path) -> None:
 
 
 def require_effects(config: ExperimentConfig) -> None:
-    """Checks a new run for options that others make ineffective.
-
-    Raises:
-      UserError: there is one.
-    """
+    """Raises `UserError` for an option of a new run that others make ineffective."""
     data, model = config.data, config.model
     if data.train_split != DataConfig.train_split and not (data.train_corpora or has_splits(data)):
         raise UserError(
@@ -101,11 +97,7 @@ def require_effects(config: ExperimentConfig) -> None:
 
 
 def require_shared_vocabulary(model: TransformerConfig, tokenizers: Tokenizers) -> None:
-    """Checks that an embedding table of both sides is for a vocabulary of both sides.
-
-    Raises:
-      UserError: each side has learned a vocabulary of its own.
-    """
+    """Checks that an embedding table of both sides is for a vocabulary of both sides."""
     source, target = tokenizers.source, tokenizers.target
     # In published vocabularies, the same ids may be read by two tokenizers.
     is_own = isinstance(source, SentencePieceTokenizer)

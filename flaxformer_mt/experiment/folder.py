@@ -17,14 +17,9 @@ from flaxformer_mt.runs.lock import locked
 
 @contextlib.contextmanager
 def open_folder(workdir: Path, announce: Callable[[str], None] = print) -> Iterator[Path]:
-    """Creates and locks a run folder; one that was created for nothing is removed again.
+    """Creates and locks a run folder; removes a new one if no run was written to it.
 
-    This is so if no run was written to it, or if the run was refused before it trained: the
-    corrected command then starts anew.
-
-    Args:
-      workdir: the run folder.
-      announce: see `locked`.
+    So, too, if the run was refused before it trained: the corrected command then starts anew.
 
     Raises:
       UserError: another process trains there, or the folder cannot be written to.
@@ -69,11 +64,7 @@ _SHARED_SECONDS = 60
 
 
 def require_shared(workdir: Path) -> None:
-    """Checks that a process other than the first sees the run folder that the first has written.
-
-    Raises:
-      UserError: it does not.
-    """
+    """Checks that a process other than the first sees the run folder that the first has written."""
     end = time.monotonic() + _SHARED_SECONDS
     while not (workdir / CONFIG).exists():
         if time.monotonic() > end:

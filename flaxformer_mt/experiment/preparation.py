@@ -68,7 +68,7 @@ def prepare(
 ) -> "Experiment":
     """Builds the experiment of a new run, or of the run in a folder.
 
-    Of several processes the first one tokenises and writes the run folder.
+    Of several processes the first one tokenizes and writes the run folder.
 
     Args:
       given: the configuration as given by the user.
@@ -77,11 +77,8 @@ def prepare(
       write: whether to write a new run's configuration, vocabulary and fingerprints.
       check_languages: whether to check that the sides of a new run's corpora are not swapped, for
         which Babel is imported.
-      objective: see `train`.
-      frozen: see `train`.
-
-    Returns:
-      The experiment: its configuration, vocabulary, tokens, batches, model, optimizer and devices.
+      objective: see `train`, as for `frozen`.
+      frozen: a tree that the objective reads.
 
     Raises:
       UserError: the folder holds another run, or the configuration or the data cannot be used.
@@ -148,11 +145,8 @@ def prepare(
 class Experiment:
     """The parts of an experiment: model, objective, optimizer, devices, steps and data.
 
-    Args:
-      config: the resolved configuration, from `resolve_config`.
-      dataset: its data.
-      objective: what is minimized, instead of the objective of the configuration.
-      frozen: the last argument of `objective`.
+    `config` is the resolved configuration, from `resolve_config`. `objective`, if given, is
+    minimized instead of that of the configuration, and `frozen` is its last argument.
 
     Raises:
       UserError: the devices, rows or schedule do not fit the configuration.
@@ -251,11 +245,7 @@ class Experiment:
 
     @functools.cache  # noqa: B019  (an experiment lives as long as the program)
     def load_given_parameters(self) -> Params | None:
-        """Loads the parameters that `train.init_from` names, if any, onto the host.
-
-        Raises:
-          UserError: they cannot be read, or belong to another model.
-        """
+        """Loads the parameters that `train.init_from` names, if any, onto the host."""
         if not self.config.train.init_from:
             return None
         return load_parameters(

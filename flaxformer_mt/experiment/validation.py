@@ -27,13 +27,7 @@ from flaxformer_mt.training.step import eval_step
 
 
 class Validation:
-    """Evaluates parameters of a run on its development and test sets.
-
-    Args:
-      config: the resolved configuration.
-      dataset: the data.
-      devices: those of the run.
-    """
+    """Evaluates parameters of a run on its development and test sets."""
 
     def __init__(self, config: ExperimentConfig, dataset: Dataset, devices: RunDevices) -> None:
         self._config = config
@@ -74,10 +68,7 @@ class Validation:
             return validate(self._eval_step, params, batches)
 
     def validate(self, params: Any) -> tuple[dict[str, Any], list[Sample]]:
-        """Computes the metrics of a validation, with those of its translations.
-
-        Args:
-          params: parameters, placed on the devices.
+        """Computes the metrics of a validation from parameters on the devices.
 
         Returns:
           The metrics, and translations to show: of some of the sentences, and of `train.watch`.
@@ -103,7 +94,6 @@ class Validation:
         return {**metrics, **quality, **self._teacher_forced_metrics(params)}, samples
 
     def _teacher_forced_metrics(self, params: Any) -> dict[str, float]:
-        """Computes `train.teacher_forced_metrics` of the development set."""
         wanted = self._config.train.teacher_forced_metrics
         corpus = self._dataset.valid.tokens
         if not wanted or corpus.sources is None:
@@ -131,13 +121,7 @@ class Validation:
     def translate(
         self, params: Any, sources: Sequence[str | Sentence], show_progress: bool = False
     ) -> list[str]:
-        """Translates sentences; of several processes, each translates a part.
-
-        Args:
-          params: parameters on one device of each process.
-          sources: the sentences, with constraints on their translations if they have any.
-          show_progress: whether to draw a progress bar.
-        """
+        """Translates with parameters on one device; each of several processes translates a part."""
         decode = self._config.decode
         if self._config.parallel.num_devices:
             decode = decoding_on(self._devices.devices, decode)
@@ -147,16 +131,14 @@ class Validation:
 
 
 def _shapes(batch: Batch) -> tuple[tuple[int, ...], ...]:
-    """The shapes for which a step is compiled."""
     return tuple(leaf.shape for leaf in jax.tree.leaves(batch))
 
 
 def decoding_on(devices: Sequence[jax.Device], decode: DecodeConfig) -> DecodeConfig:
     """Returns search options with which no more devices translate than train.
 
-    Args:
-      devices: those that train, of all processes.
-      decode: the options; those of a user who chose `num_devices` do not change.
+    `devices` are those that train, of all processes. A `num_devices` chosen by the user does not
+    change.
     """
     own = [each for each in devices if each.process_index == jax.process_index()]
     if decode.num_devices or not own or own[0].platform == "cpu":  # Zero means one CPU.

@@ -34,10 +34,10 @@ def entry_of(content: bytes) -> Entry:
 def write_manifest(folder: Path) -> None:
     """Writes `manifest.json`, after flushing all files and folders to disk."""
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        paths = _files(folder)
-        entries = dict(
-            zip((_name(folder, path) for path in paths), pool.map(_synced, paths), strict=True)
-        )
+        paths = sorted(path for path in folder.rglob("*") if path.is_file())
+        paths = [path for path in paths if path.name != MANIFEST]
+        names = [path.relative_to(folder).as_posix() for path in paths]
+        entries = dict(zip(names, pool.map(_synced, paths), strict=True))
     atomic.write_text(folder / MANIFEST, json.dumps({"files": entries}, indent=1) + "\n")
     for path in filter(Path.is_dir, folder.rglob("*")):
         atomic.sync_folder(path)
@@ -89,14 +89,6 @@ def _require_damage(error: OSError, path: Path) -> None:
     """Raises `UserError` for an error after which the file may be intact."""
     if error.errno in _PASSING:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
-
-
-def _name(folder: Path, path: Path) -> str:
-    return path.relative_to(folder).as_posix()
 
 
 def _synced(path: Path) -> dict[str, Any]:

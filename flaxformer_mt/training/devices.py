@@ -140,10 +140,15 @@ class CompiledStep:
       step: (state, batch) -> anything, traced.
       transform: (step, state) -> the jitted step, for states like this one, concrete or abstract.
       max_shapes: the number of batch shapes that are allowed; 0 = any.
+      frozen: further arguments, which are the same in every call.
     """
 
     def __init__(
-        self, step: Callable, transform: Callable[[Callable, Any], Any], max_shapes: int = 0
+        self,
+        step: Callable,
+        transform: Callable[[Callable, Any], Any],
+        max_shapes: int = 0,
+        frozen: tuple[Any, ...] = (),
     ) -> None:
         self.batch_shapes: list[str] = []
         """The shapes for which the step was compiled, in their order."""
@@ -152,6 +157,7 @@ class CompiledStep:
         self._step = step
         self._transform = transform
         self._max_shapes = max_shapes
+        self._frozen = frozen
         self._is_compiling = False
         self._jitted: Any = None
         self._running: Any = None
@@ -160,12 +166,9 @@ class CompiledStep:
         """Starts the step, and waits for the step before it.
 
         So the devices always have work, and at most two steps are in flight: many would need the
-        memory of as many batches, and on simulated devices their collectives may wait for ever.
-
-        Raises:
-          UserError: the batch has a shape beyond those that are allowed.
+        memory of as many batches, and on simulated devices their collectives may never end.
         """
-        result = self._for(state)(state, batch)
+        result = self._for(state)(state, batch, *self._frozen)
         jax.block_until_ready(self._running)
         self._running = result[1] if isinstance(result, tuple) else result
         if self._is_compiling:
@@ -175,7 +178,7 @@ class CompiledStep:
 
     def lower(self, state: Any, batch: Any) -> Any:
         """Lowers the step for abstract arguments: shapes, dtypes and shardings."""
-        return self._for(state).lower(state, batch)
+        return self._for(state).lower(state, batch, *self._frozen)
 
     def _for(self, state: Any) -> Any:
         if self._jitted is None:
@@ -250,28 +253,20 @@ def compile_step(
 
     def transform(step: Callable, state: Any) -> Any:
         of_state = shardings(state, mesh, rules)
-        jitted = jax.jit(
+        return jax.jit(
             _with_rules(update, step, mesh),
             in_shardings=(of_state, row_sharding(mesh), *shardings(arguments, mesh, rules)),
             out_shardings=(of_state, everywhere),
             donate_argnums=0,
         )
-        return _WithFrozen(jitted, arguments) if arguments else jitted
 
-    return CompiledStep(step, transform, max_shapes)
+    return CompiledStep(step, transform, max_shapes, arguments)
 
 
 def compile_evaluation(
     evaluate: Callable[[Any, Any], Any], mesh: Mesh, *, rules: Rules = (), max_shapes: int = 0
 ) -> CompiledStep:
-    """Compiles `evaluate(params, batch) -> anything`, whose result is replicated.
-
-    Args:
-      evaluate: a pure function.
-      mesh: as of `compile_step`, as are the next two.
-      rules: sharding rules.
-      max_shapes: the number of batch shapes that are allowed.
-    """
+    """Compiles `evaluate(params, batch)`, whose result is replicated; see `compile_step`."""
 
     def transform(step: Callable, params: Any) -> Any:
         return jax.jit(
@@ -284,11 +279,7 @@ def compile_evaluation(
 
 
 def step_key(state: Any, seed: int) -> Array:
-    """Returns `fold_in(key(seed), step)`, where `step` is `state["step"]` or `state.step`.
-
-    Raises:
-      UserError: the state has no such number.
-    """
+    """Returns `fold_in(key(seed), step)`, where `step` is `state["step"]` or `state.step`."""
     step = state.get("step") if isinstance(state, Mapping) else getattr(state, "step", None)
     if step is None:
         raise UserError(
@@ -296,20 +287,6 @@ def step_key(state: Any, seed: int) -> Array:
             "scalar): the keys of random numbers follow from it"
         )
     return jax.random.fold_in(seed_key(seed), step)
-
-
-class _WithFrozen:
-    """A jitted step whose last arguments are fixed."""
-
-    def __init__(self, jitted: Any, frozen: tuple[Any, ...]) -> None:
-        self._jitted = jitted
-        self._frozen = frozen
-
-    def __call__(self, state: Any, batch: Any) -> Any:
-        return self._jitted(state, batch, *self._frozen)
-
-    def lower(self, state: Any, batch: Any) -> Any:
-        return self._jitted.lower(state, batch, *self._frozen)
 
 
 def _placed(tree: Any, mesh: Mesh, rules: Rules) -> Any:
@@ -320,13 +297,7 @@ def _placed(tree: Any, mesh: Mesh, rules: Rules) -> Any:
 
 
 def _with_rules(given: Callable, step: Callable, mesh: Mesh) -> Callable:
-    """Returns the step, traced with the mesh and the sharding rules of activations.
-
-    Args:
-      given: the user's function, which names the compiled program in traces.
-      step: the step that calls it.
-      mesh: the devices.
-    """
+    """Returns the step, traced under the name of the given function with the mesh and the rules."""
 
     def with_rules(*arguments: Any) -> Any:
         with (
@@ -365,21 +336,16 @@ def pmap_mesh(devices: Sequence[jax.Device]) -> Mesh:
 
 
 def pmap_step(
-    update: Callable, mesh: Mesh, *, seed: int = 0, frozen: Any = None, max_shapes: int = 0
+    update: Callable, mesh: Mesh, *, frozen: Any = None, max_shapes: int = 0
 ) -> CompiledStep:
-    """Compiles a training step for each device by `jax.pmap`; the state is replicated.
+    """Compiles a training step for each device by `jax.pmap`; arguments as of `compile_step`.
 
-    Args:
-      update: as of `compile_step`, for the rows of a device. What it returns is the same on all
-        devices, since its sums over rows have passed through `sum_over_devices`.
-      mesh: from `pmap_mesh`.
-      seed: as of `compile_step`, as are the next two.
-      frozen: a tree that no step changes.
-      max_shapes: the number of batch shapes that are allowed.
+    `update` gets the rows of a device. What it returns is the same on all devices, since its
+    sums over rows have passed through `sum_over_devices`.
     """
 
     def step(state: Any, batch: Any) -> Any:
-        return update(state, batch, step_key(state, seed), frozen)
+        return update(state, batch, step_key(state, 0), frozen)
 
     return CompiledStep(step, functools.partial(_pmap, mesh, donate_argnums=0), max_shapes)
 

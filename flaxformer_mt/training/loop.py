@@ -20,10 +20,9 @@ from flaxformer_mt.runs.layout import PROFILE
 from flaxformer_mt.runs.retention import ranking_score
 from flaxformer_mt.training.devices import CompiledStep
 from flaxformer_mt.training.parameters import Params
-from flaxformer_mt.training.reporting.metrics import MetricValues, Writer
+from flaxformer_mt.training.reporting.metrics import MetricValues, Writer, measurements
 from flaxformer_mt.training.reporting.profile import Profile
 from flaxformer_mt.training.reporting.progress import Progress, Sums
-from flaxformer_mt.training.reporting.speed import measurements
 from flaxformer_mt.training.state import TrainState
 
 
@@ -171,7 +170,6 @@ def train(
 
 
 def _profiled(config: TrainConfig, first: int) -> range:
-    """The steps after `first` that this process traces."""
     steps = config.profiled_steps
     if jax.process_index() > 0:
         return range(0)
@@ -183,11 +181,7 @@ def _is_due(step: int, every: int, last: int) -> bool:
 
 
 def _record_validation(progress: Progress, validation: MetricValues, config: TrainConfig) -> bool:
-    """Records a validation; returns whether it is the best so far.
-
-    Raises:
-      UserError: it lacks the metric of early stopping.
-    """
+    """Records a validation; returns whether it is the best so far."""
     metric = config.early_stopping_metric
     if config.early_stopping_patience and metric not in validation:
         raise UserError(
@@ -233,7 +227,6 @@ def _go_back(
 
 
 def _training_metrics(interval: Sums, devices: Sequence[Any]) -> dict[str, Any]:
-    """The training metrics of the steps since the last line."""
     sums = interval.metrics
     counts = {name: int(sums[name][0]) for name in (_SKIPPED, *_CAUSES)}
     return {
@@ -253,17 +246,11 @@ _CAUSES = {
 
 
 class _StartedSteps:
-    """The steps dispatched to the devices.
+    """The steps dispatched to the devices; updates `progress` with the metrics of finished ones.
 
     Waiting for a step only after the next one was dispatched keeps the devices busy, with at most
-    two steps in flight.
-
-    Args:
-      progress: updated with the metrics of finished steps.
-      batches: the stream of batches, for the time spent waiting for it.
-      max_skipped: the number of skipped steps in a row at which to give up.
-      give_up: called with the step and the causes; must raise.
-      on_step: see `train`.
+    two steps in flight. After `max_skipped` skipped steps in a row, `give_up` is called with the
+    step and the causes; it must raise.
     """
 
     def __init__(

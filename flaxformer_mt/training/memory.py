@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.data.stream.batches import Batch, BatchShape
@@ -21,13 +20,10 @@ from flaxformer_mt.training.state import TrainState
 def require_training_memory(config: ExperimentConfig, run_devices: RunDevices) -> None:
     """Checks that the devices have the memory that a training step needs at the very least.
 
-    Counted are parameters and, unless some are frozen, their gradient, the moments of Adam (what
-    Adafactor keeps may be small) and the moving average; and of one micro-batch one activation and,
-    unless a kernel keeps them to itself, the attention scores of one layer.
-
-    Args:
-      config: the configuration; vocabulary sizes of 0 count as 0.
-      run_devices: from `make_devices`.
+    Counted are parameters (vocabulary sizes of 0 count as 0) and, unless some are frozen, their
+    gradient, the moments of Adam (what Adafactor keeps may be small) and the moving average; and of
+    one micro-batch one activation and, unless a kernel keeps them to itself, the attention scores
+    of one layer.
 
     Raises:
       UserError: a device has less.
@@ -268,11 +264,7 @@ _SOURCE = re.compile(r'op_name="([^"]*)"')
 
 
 def parse(text: str) -> Program:
-    """Parses a program.
-
-    Args:
-      text: optimized HLO, as `Compiled.as_text` of JAX gives it.
-    """
+    """Parses optimized HLO, as `Compiled.as_text` of JAX gives it."""
     functions: dict[str, dict[str, Instruction]] = {}
     entry, current = "", dict[str, Instruction]()
     for line in text.splitlines():
@@ -305,7 +297,6 @@ def _instruction(line: str, start: re.Match) -> Instruction:
 
 
 def _end(text: str, start: int) -> int:
-    """Returns where the parenthesis that opens at `start` is closed, exclusive."""
     depth = 0
     for index in range(start, len(text)):
         depth += (text[index] == "(") - (text[index] == ")")
@@ -316,11 +307,13 @@ def _end(text: str, start: int) -> int:
 
 def array_bytes(types: str) -> int:
     """Returns the size of all arrays in the type of an instruction, without their padding."""
-    return sum(
-        np.dtype(_numpy_name(name)).itemsize * math.prod(map(int, filter(None, dims.split(","))))
-        for name, dims in _ARRAY.findall(types)
-        if name not in ("token", "opaque")
-    )
+    total = 0
+    for name, dims in _ARRAY.findall(types):
+        if name not in ("token", "opaque"):
+            bits = re.search(r"\d+", name)  # Of "f32", "bf16", "f8e4m3fn"; "pred" takes a byte.
+            itemsize = int(bits[0]) // 8 if bits else 1
+            total += itemsize * math.prod(map(int, filter(None, dims.split(","))))
+    return total
 
 
 def collectives(program: Program) -> list[Collective]:
@@ -355,11 +348,7 @@ def collectives(program: Program) -> list[Collective]:
 
 
 def sent_bytes(text: str) -> dict[str, int]:
-    """Computes the bytes that a device sends in one run of a compiled program, by kind.
-
-    Args:
-      text: as for `parse`.
-    """
+    """Computes the bytes that a device sends in one run of a compiled program, by kind."""
     sent: dict[str, float] = defaultdict(float)
     for operation in collectives(parse(text)):
         sent[operation.kind] += operation.times * operation.sent
@@ -391,11 +380,7 @@ def _collective(
 
 
 def _group_size(line: str) -> int:
-    """Returns the number of devices in each group of an operation.
-
-    Raises:
-      ValueError: the notation of the groups is unknown.
-    """
+    """Returns the number of devices in each group; `ValueError` if the notation is unknown."""
     listed = re.search(r"replica_groups=\{\{([\d,]+)\}", line)  # {{0,1},{2,3}}
     if listed:
         return len(listed[1].split(","))
@@ -411,13 +396,3 @@ def _group_size(line: str) -> int:
     if "source_target_pairs=" in line:
         return 2
     raise ValueError(f"unknown notation of device groups: {line.strip()}")
-
-
-def _numpy_name(name: str) -> str:
-    """Returns a NumPy dtype of the size of the HLO type "f32", "s32", "pred" ..."""
-    if name == "pred" or name.startswith("f8"):
-        return "int8"
-    if name.startswith("bf"):
-        return "float16"
-    kinds = {"f": "float", "s": "int", "u": "uint", "c": "complex"}
-    return kinds[name[0]] + name[1:]

@@ -1,4 +1,4 @@
-"""The devices of a run, as its configuration has them."""
+"""The devices of a run, by its configuration."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -77,15 +77,13 @@ class RunDevices:
         return jax.tree.map(placed, batch)
 
     def compile_train_step(
-        self, update: Callable, *, seed: int = 0, frozen: Any = None, max_shapes: int = 1
+        self, update: Callable, *, frozen: Any = None, max_shapes: int = 1
     ) -> CompiledStep:
         """Compiles update(state, batch, key, frozen) -> (state, metrics); donates the state."""
         if self.by_pmap:
-            return devices.pmap_step(
-                update, self.mesh, seed=seed, frozen=frozen, max_shapes=max_shapes
-            )
+            return devices.pmap_step(update, self.mesh, frozen=frozen, max_shapes=max_shapes)
         return devices.compile_step(
-            update, self.mesh, seed=seed, frozen=frozen, rules=self.rules, max_shapes=max_shapes
+            update, self.mesh, frozen=frozen, rules=self.rules, max_shapes=max_shapes
         )
 
     def compile_eval_step(self, evaluate: Callable, max_shapes: int = 1) -> CompiledStep:
@@ -105,24 +103,24 @@ def make_devices(config: ExperimentConfig) -> RunDevices:
         batch or the attention heads, or the strategy does not support several processes.
     """
     parallel, available = config.parallel, jax.devices()
+    processes, local, tensor = jax.process_count(), jax.local_device_count(), parallel.tensor
     wanted = parallel.num_devices or len(available)
     if wanted > len(available):
         raise UserError(
             f"parallel.num_devices={wanted}, but there are only {len(available)} "
             f"({available[0].platform}): ask for fewer, or for 0, which means all"
         )
-    if jax.process_count() > 1 and wanted < len(available):
+    if processes > 1 and wanted < len(available):
         raise UserError(
-            f"parallel.num_devices={wanted}, but {jax.process_count()} processes have "
+            f"parallel.num_devices={wanted}, but {processes} processes have "
             f"{len(available)} devices, all of which have to be used: set it to 0"
         )
-    if jax.process_count() > 1 and parallel.strategy == "pmap":
+    if processes > 1 and parallel.strategy == "pmap":
         raise UserError(
-            f"parallel.strategy=pmap is for one process, and there are {jax.process_count()}: set "
+            f"parallel.strategy=pmap is for one process, and there are {processes}: set "
             "parallel.strategy=mesh"
         )
-    local, tensor = jax.local_device_count(), parallel.tensor
-    if jax.process_count() > 1 and local % tensor and tensor % local:
+    if processes > 1 and local % tensor and tensor % local:
         raise UserError(
             f"parallel.tensor={tensor} does not fit processes of {local} devices: one has to be a "
             "multiple of the other"
@@ -153,16 +151,7 @@ def arrange(config: ParallelConfig, given: Sequence[jax.Device]) -> RunDevices:
 
 
 def check_rows(run_devices: RunDevices, config: ExperimentConfig) -> None:
-    """Checks that the rows of a training batch can be divided among the devices.
-
-    Args:
-      run_devices: has the devices.
-      config: has the number of rows and of accumulation steps. (Batches of short buckets have a
-        multiple of these rows.)
-
-    Raises:
-      UserError: they cannot be divided evenly.
-    """
+    """Checks that the devices can divide the rows of a batch (short buckets have a multiple)."""
     rows, row_length = config.rows_per_batch, config.data.row_lengths[1]
     shards, parts = run_devices.row_shards, config.train.accumulation_steps
     if rows % (shards * parts):

@@ -100,18 +100,11 @@ def _parse(pattern: str, text: str) -> ShardingRule:
 def shardings(
     tree: Any, mesh: Mesh | AbstractMesh, user_rules: tuple[ShardingRule, ...] = ()
 ) -> Any:
-    """Shards the arrays of any tree by the rules.
+    """Returns a tree of `NamedSharding` for the arrays, or their shapes, of any tree.
 
     A dimension that its mesh axis does not divide is not sharded. Arrays with fewer dimensions than
     the parameter that a rule is for are replicated: these are Adafactor's row and column means.
-
-    Args:
-      tree: arrays, or anything with their shapes.
-      mesh: the devices.
-      user_rules: take precedence over the built-in ones.
-
-    Returns:
-      The same tree of `NamedSharding`.
+    `user_rules` take precedence over the built-in ones.
     """
 
     def sharding(path: Any, leaf: Any) -> NamedSharding:
@@ -125,11 +118,6 @@ def check_rules(
     params: Params, axis_sizes: Mapping[str, int], user_rules: tuple[ShardingRule, ...] = ()
 ) -> list[str]:
     """Checks that rules fit the parameters of a model.
-
-    Args:
-      params: arrays, or anything with their shapes.
-      axis_sizes: of the mesh.
-      user_rules: in addition to the built-in ones.
 
     Returns:
       A message for each parameter with a dimension that is not sharded because its mesh axis does
@@ -162,7 +150,6 @@ def check_rules(
 
 
 def _axes_of(path: str, shape: tuple[int, ...], rules: Iterable[ShardingRule]) -> Axes:
-    """Returns the mesh axis for each dimension of an array."""
     matching = (rule for rule in rules if re.search(rule.pattern, path))
     rule = next(matching, ShardingRule("", ()))
     # Stacked layers have one dimension more.

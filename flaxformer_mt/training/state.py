@@ -39,15 +39,8 @@ def create_state(
 ) -> TrainState:
     """Creates the state before the first step; traceable by `jax.eval_shape` and `jax.jit`.
 
-    Args:
-      key: determines the initial parameters and dropout; that of `config.seed`, see `seed_key`.
-      model: the model to initialize.
-      optimizer: from `make_optimizer`.
-      config: `ema_decay` determines whether there is a moving average, which starts at the initial
-        parameters, and `freeze` what is frozen.
-
-    Raises:
-      UserError: `config.freeze` does not fit the model.
+    `key` determines the initial parameters and dropout; `config` whether there is a moving average,
+    and what is frozen, where a `UserError` says what does not fit the model.
     """
 
     @jax.jit

@@ -175,7 +175,7 @@ def moving_average(average: Params, params: Params, decay: float) -> Params:
 
 
 def eval_step(params: Params, batch: Batch, *, model: nn.Module, config: TrainConfig) -> Metrics:
-    """Computes the metrics of a batch without dropout; they do not depend on the objective.
+    """Computes the metrics of a batch without dropout, for any objective.
 
     Returns:
       "loss" (the label-smoothed cross-entropy), "accuracy", and "cross_entropy" (without label
@@ -200,7 +200,6 @@ def eval_step(params: Params, batch: Batch, *, model: nn.Module, config: TrainCo
 
 
 def _padding(batch: Batch) -> tuple[Array, Array]:
-    """Counts the padding positions of source and target, and all positions."""
     padding, positions = jnp.float32(0), 0
     for segment_ids in (batch.encoder_segment_ids, batch.decoder_segment_ids):
         if segment_ids is not None:
@@ -212,7 +211,7 @@ def _padding(batch: Batch) -> tuple[Array, Array]:
 def _sum_over_parts(function: Callable[[Batch, Array], Any], batch: Batch, num_parts: int) -> Any:
     """Sums function(rows, part) over parts of the batch, sequentially.
 
-    Part p consists of rows p, p + num_parts, ...: if a device holds neighbouring rows, every part
+    Part p consists of rows p, p + num_parts, ...: if a device holds neighboring rows, every part
     takes the same number of rows of each device, and no row has to move.
     """
     if num_parts == 1:

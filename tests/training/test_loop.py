@@ -17,8 +17,7 @@ from flaxformer_mt.interruption import Interrupted
 from flaxformer_mt.runs.checkpoint import Checkpoints, restore_params, whole_checkpoints
 from flaxformer_mt.runs.metrics_file import read_metrics
 from flaxformer_mt.training.loop import train
-from flaxformer_mt.training.reporting.metrics import JsonLinesWriter, validate
-from flaxformer_mt.training.reporting.speed import MEASUREMENTS
+from flaxformer_mt.training.reporting.metrics import MEASUREMENTS, JsonLinesWriter, validate
 
 
 @dataclasses.dataclass

@@ -13,8 +13,8 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.data.stream.batches import BatchShape, make_batch
 from flaxformer_mt.data.stream.packing import Sentences
 from flaxformer_mt.objectives.flops import training_flops, work_of_batch, work_of_sentences
+from flaxformer_mt.training.reporting.metrics import MEASUREMENTS, measurements
 from flaxformer_mt.training.reporting.progress import Sums
-from flaxformer_mt.training.reporting.speed import MEASUREMENTS, measurements
 
 
 def load_benchmark(name):

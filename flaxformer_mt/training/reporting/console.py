@@ -1,7 +1,7 @@
 """The progress of a run on the console.
 
 On a terminal, a line at the bottom moves with every step, and metrics and translations stay above
-it. Elsewhere there are plain lines only. Rich leaves colours out if NO_COLOR is set.
+it. Elsewhere there are plain lines only. Rich omits colors if NO_COLOR is set.
 """
 
 import collections
@@ -48,10 +48,7 @@ def some_of(samples: Sequence[Sample]) -> list[Sample]:
 class ConsoleWriter:
     """Shows the progress of a run; a `Writer`.
 
-    Args:
-      num_steps: the last step.
-      console: prints.
-      batches_per_epoch: training batches per epoch; None if it is not known.
+    `num_steps` is the last step; `batches_per_epoch` is None if it is not known.
     """
 
     def __init__(
@@ -79,7 +76,7 @@ class ConsoleWriter:
         self._task = self._bar.add_task("", total=num_steps, state="")
 
     def rewind(self, step: int) -> None:
-        """See `Writer`. Also prints where training starts."""
+        """Also prints where training starts."""
         if self._start is not None:
             self._bar.stop()
             self._print(f"back at step {step:,}")
@@ -107,12 +104,7 @@ class ConsoleWriter:
         self._samples = samples
 
     def advance(self, step: int, metrics: Metrics) -> None:
-        """Shows a finished step.
-
-        Args:
-          step: its number.
-          metrics: its metrics on the host, each a sum and a weight.
-        """
+        """Shows a finished step; its metrics are on the host, each a sum and a weight."""
         if self._start is None:  # Another process, or other writers, show the run.
             return
         now = time.monotonic()
@@ -177,7 +169,6 @@ class ConsoleWriter:
         return parts
 
     def _time_left(self, step: int) -> datetime.timedelta:
-        """Returns the time until the last step, by that of all steps after the first."""
         assert self._start is not None
         steps = max(step - self._start.step, 1)
         seconds = (time.monotonic() - self._start.time) / steps
@@ -192,11 +183,7 @@ def print_labelled(
 ) -> None:
     """Prints lines behind their labels; on a terminal, wrapped beside them.
 
-    Args:
-      lines: labels and texts.
-      console: prints.
-      width: of the column of labels.
-      indent: spaces before a label.
+    `width` is that of the column of labels, and `indent` the number of spaces before a label.
     """
     for label, text in lines:
         if not console.is_terminal:

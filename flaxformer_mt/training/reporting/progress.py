@@ -24,7 +24,7 @@ class BestSoFar:
         return BestSoFar(self.score, self.validations_since + 1)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns JSON values, under the keys of checkpoints of earlier versions."""
+        """Uses the keys of checkpoints of earlier versions."""
         return {"merit": self.score, "validations_since": self.validations_since}
 
     @classmethod
