@@ -6,12 +6,7 @@ from pathlib import Path
 
 from flaxformer_mt.config import ExperimentConfig, with_vocabulary_sizes
 from flaxformer_mt.config.data import HeldOutRole
-from flaxformer_mt.data.corpora.corpus import (
-    Corpus,
-    ParallelCorpus,
-    open_corpora,
-    read_corpus,
-)
+from flaxformer_mt.data.corpora.corpus import Corpus, ParallelCorpus, open_corpora, read_corpus
 from flaxformer_mt.data.corpora.hold_out import hold_out
 from flaxformer_mt.data.sanity_checks import check_unknown_rate
 from flaxformer_mt.data.stream.encoded_corpus import EncodedCorpus, encode_corpus

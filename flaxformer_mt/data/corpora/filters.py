@@ -127,9 +127,8 @@ class PairFilter:
         earlier = self.dropped.get(reason)
         if earlier is None:
             example = f"pair {number}: {_shortened(source)} | {_shortened(target)}"
-            self.dropped[reason] = Dropped(1, example)
-        else:
-            self.dropped[reason] = dataclasses.replace(earlier, count=earlier.count + 1)
+            earlier = Dropped(0, example)
+        self.dropped[reason] = dataclasses.replace(earlier, count=earlier.count + 1)
 
 
 _Check = tuple[str, Callable[[str, str], bool]]
@@ -138,7 +137,8 @@ _Check = tuple[str, Callable[[str, str], bool]]
 def _checks(config: DataConfig, corpus: Corpus, has_inputs: bool, seen: SeenPairs) -> list[_Check]:
     limit, ratio = config.max_words, config.max_length_ratio
     checks: dict[str, Callable[[str, str], bool]] = {}
-    checks["empty side"] = _has_empty_side if has_inputs else _has_empty_target
+    side = 0 if has_inputs else 1
+    checks["empty side"] = lambda *pair: not all(text.strip() for text in pair[side:])
     if limit:
         checks[f"more than {limit} words"] = lambda *pair: max(map(_words, pair)) > limit
     if ratio and has_inputs:
@@ -153,23 +153,11 @@ def _checks(config: DataConfig, corpus: Corpus, has_inputs: bool, seen: SeenPair
     return list(checks.items())
 
 
-def _has_empty_side(source: str, target: str) -> bool:
-    return not (source.strip() and target.strip())
-
-
-def _has_empty_target(source: str, target: str) -> bool:
-    return not target.strip()
-
-
 def _script_check(languages: tuple[str, str], has_inputs: bool) -> Callable[[str, str], bool]:
     """Returns a predicate for pairs with a side mostly outside the script of its language."""
-    target_script = script_words(languages[1])
-    if not has_inputs:
-        return lambda source, target: not is_mostly_in(target_script, target)
-    source_script = script_words(languages[0])
-    return lambda source, target: (
-        not (is_mostly_in(source_script, source) and is_mostly_in(target_script, target))
-    )
+    side = 0 if has_inputs else 1
+    scripts = [script_words(language) for language in languages[side:]]
+    return lambda *pair: not all(map(is_mostly_in, scripts, pair[side:]))
 
 
 def _words(text: str) -> int:

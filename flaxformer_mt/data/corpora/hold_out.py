@@ -11,7 +11,7 @@ import functools
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -126,28 +126,23 @@ def _hash(source: str) -> int:
 
 def _part(division: Division, number: int, role: Role) -> StreamedCorpus:
     corpus = division.corpora[number]
-    stream: Callable[[], Iterator[SentencePair]]
-    if role == "train":
-        stream = functools.partial(division.training_pairs, number)
-    else:
-        stream = functools.partial(_held_out_pairs, division, number, role)
+
+    def stream() -> Iterator[SentencePair]:
+        if role == "train":
+            return division.training_pairs(number)
+        return iter(division.held_out[role][number])
 
     def digest() -> bytes:
         rule = f"{role} of {division.roles}, 1 in {2**division.bits}\n"
         return hashlib.sha256(rule.encode() + corpus.digest()).digest()
 
-    name = f"{corpus.name} without held-out pairs"
-    if role != "train":
-        name = f"held out of {corpus.name}"
     return dataclasses.replace(
         corpus,
-        name=name,
+        name=f"{corpus.name} without held-out pairs"
+        if role == "train"
+        else f"held out of {corpus.name}",
         stream=stream,
         digest=digest,
         division=division.describe,
         may_be_empty=role != "train",
     )
-
-
-def _held_out_pairs(division: Division, number: int, role: Role) -> Iterator[SentencePair]:
-    return iter(division.held_out[role][number])

@@ -100,7 +100,7 @@ class _Unplaced:
         return pair
 
     def choose(self, space: int) -> tuple[int, ...]:
-        """Returns the sizes of the next one or two pairs for a row with this free space, if any fit.
+        """Returns the sizes of the next one or two pairs for this free space, () if none fits.
 
         Preferred are a candidate and another pair that together fill the space exactly on both
         sides; otherwise the first candidate that fits; otherwise the largest pair that fits.

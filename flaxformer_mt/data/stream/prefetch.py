@@ -4,7 +4,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Generic, TypeVar
 
 from flaxformer_mt.data.stream.batches import DataPosition
@@ -66,12 +65,7 @@ class Prefetched(Generic[_Item], Iterator[tuple[_Item, DataPosition]]):
     def __enter__(self) -> "Prefetched[_Item]":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _run(self, position: DataPosition) -> None:

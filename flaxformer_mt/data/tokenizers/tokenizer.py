@@ -125,7 +125,7 @@ def tags(config: DataConfig) -> list[str]:
 
 
 def evenly(items: Iterable[_Item], limit: int) -> list[_Item]:
-    """Takes evenly spaced items in one pass: all, if at most `limit`, or else at least half of it."""
+    """Takes evenly spaced items in one pass: all up to `limit`, of more at least half of it."""
     taken: list[_Item] = []
     distance = 1
     for number, item in enumerate(items):
