@@ -45,7 +45,6 @@ class Dropped:
     """The pairs dropped for one reason."""
 
     count: int
-    """Number of pairs."""
     example: str
     """The first of them: its 1-based number and its two sides, shortened."""
 
@@ -70,16 +69,14 @@ class SeenPairs:
         """Adds a pair, and returns whether it is new."""
         digest = hashlib.blake2b(f"{source}\t{target}".encode(), digest_size=8).digest()
         number = int.from_bytes(digest, "little")
-        if number in self._recent or self._was_merged(np.uint64(number)):
+        index = self._sorted.searchsorted(np.uint64(number))
+        is_merged = index < self._sorted.size and self._sorted[index] == number
+        if is_merged or number in self._recent:
             return False
         self._recent.add(number)
         if len(self._recent) >= _MERGE_AT:
             self._merge()
         return True
-
-    def _was_merged(self, number: np.uint64) -> bool:
-        index = self._sorted.searchsorted(number)
-        return bool(index < self._sorted.size and self._sorted[index] == number)
 
     def _merge(self) -> None:
         recent = np.fromiter(self._recent, np.uint64, len(self._recent))
@@ -117,24 +114,19 @@ class PairFilter:
     def keep(self, number: int, source: str, target: str) -> bool:
         """Returns whether pair `number` (from 1) is kept, and otherwise counts it in `dropped`."""
         text = source.removeprefix(self._tag)
-        for reason, applies in self._checks:
+        for reason, applies in self._checks.items():
             if applies(text, target):
-                self._count(reason, number, text, target)
+                example = f"pair {number}: {_shortened(text)} | {_shortened(target)}"
+                earlier = self.dropped.get(reason, Dropped(0, example))
+                self.dropped[reason] = dataclasses.replace(earlier, count=earlier.count + 1)
                 return False
         return True
 
-    def _count(self, reason: str, number: int, source: str, target: str) -> None:
-        earlier = self.dropped.get(reason)
-        if earlier is None:
-            example = f"pair {number}: {_shortened(source)} | {_shortened(target)}"
-            earlier = Dropped(0, example)
-        self.dropped[reason] = dataclasses.replace(earlier, count=earlier.count + 1)
 
-
-_Check = tuple[str, Callable[[str, str], bool]]
-
-
-def _checks(config: DataConfig, corpus: Corpus, has_inputs: bool, seen: SeenPairs) -> list[_Check]:
+def _checks(
+    config: DataConfig, corpus: Corpus, has_inputs: bool, seen: SeenPairs
+) -> dict[str, Callable[[str, str], bool]]:
+    # In order of precedence.
     limit, ratio = config.max_words, config.max_length_ratio
     checks: dict[str, Callable[[str, str], bool]] = {}
     side = 0 if has_inputs else 1
@@ -150,7 +142,7 @@ def _checks(config: DataConfig, corpus: Corpus, has_inputs: bool, seen: SeenPair
     if config.drop_duplicates:
         # Last: a pair that is dropped for another reason must not count as seen.
         checks["duplicate"] = lambda *pair: not seen.add(*pair)
-    return list(checks.items())
+    return checks
 
 
 def _script_check(languages: tuple[str, str], has_inputs: bool) -> Callable[[str, str], bool]:

@@ -1,9 +1,9 @@
 """Development and test pairs that are set aside from the training corpora.
 
 A hash of the source decides, independently of the other pairs and of the position in the file, and
-all pairs of a source are on the same side. The share that is held out is a power of
-two, so that a file that grows by some pairs gives the same held-out pairs, and those of its new
-pairs that belong to them; where it passes to the next power, half of them return to training.
+all pairs of a source are on the same side. The share that is held out is a power of two. A file
+that grows therefore gives the same held-out pairs, and those of its new pairs that belong to them;
+where the share passes to the next power, half of them return to training.
 """
 
 import dataclasses
@@ -25,15 +25,10 @@ _HASH_BITS = 64
 def hold_out(
     corpora: Sequence[StreamedCorpus], pairs: int, roles: Sequence[HeldOutRole]
 ) -> dict[str, list[Corpus]]:
-    """Divides training corpora. Their text is read when it, or a fingerprint, is asked for.
+    """Returns the part of each training corpus for "train" and for each role.
 
-    Args:
-      corpora: the corpora.
-      pairs: the approximate number of pairs of all corpora to hold out per role.
-      roles: what pairs are held out for.
-
-    Returns:
-      The corpora of "train" and of each role, in the given order.
+    About `pairs` pairs of all corpora are held out per role. Their text is read when a part, or its
+    fingerprint, is asked for.
     """
     division = Division(corpora, pairs, tuple(roles))
     everything: tuple[Role, ...] = ("train", *roles)

@@ -38,11 +38,11 @@ def build_dataset(
     folder: Path,
     shard_bytes: int = SHARD_BYTES,
 ) -> dict[str, int]:
-    """Writes a data set atomically, and returns the number of pairs in each split.
+    """Writes a data set to a new folder atomically, and returns the number of pairs in each split.
 
     Args:
       splits: the corpus of each split, by name; all have the same two languages.
-      folder: folder to create; must not exist.
+      folder: must not exist.
       shard_bytes: approximate size of a file.
 
     Raises:

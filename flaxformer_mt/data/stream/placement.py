@@ -32,11 +32,7 @@ def own_shard(mesh: Mesh) -> Shard:
 
 
 def place_batch(batch: Batch, mesh: Mesh) -> Batch:
-    """Transfers each device's rows to it.
-
-    Args:
-      batch: the rows of `own_shard`, on the host.
-      mesh: the devices.
+    """Transfers the rows of `own_shard` from the host to the devices of a mesh.
 
     Raises:
       UserError: the number of devices of this process does not divide that of rows.

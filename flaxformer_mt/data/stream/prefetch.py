@@ -22,8 +22,8 @@ class Prefetched(Generic[_Item], Iterator[tuple[_Item, DataPosition]]):
       seconds_waited: total time that `next` has waited for a batch.
 
     Args:
-      read: function from a position to the batch there, ready for use (packed and on the devices),
-        and the position after it. Called in the thread.
+      read: called in the thread with a position, returns the batch there, ready for use (packed and
+        on the devices), and the position after it.
       start: position of the first batch.
       depth: maximum number of prefetched batches.
     """

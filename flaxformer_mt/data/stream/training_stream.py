@@ -48,7 +48,6 @@ class PlannedRow(NamedTuple):
     """A row of a future batch."""
 
     shape: BatchShape
-    """Shape of the batch."""
     pairs: list[int]
     """Indices of the pairs in the row, within their block."""
 

@@ -220,13 +220,11 @@ class MarianTokenizer:
 
 @dataclasses.dataclass(frozen=True)
 class _AddedToken:
-    """A token that is matched in the text before SentencePiece is applied."""
+    """A token that is matched before SentencePiece is applied, and the adjacent spaces removed."""
 
     content: str
     lstrip: bool = False
-    """Whether the spaces before it are removed."""
     rstrip: bool = False
-    """Whether the spaces after it are removed."""
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> "_AddedToken":

@@ -1,6 +1,6 @@
 """Random segmentation of words into subwords, as a regularizer.
 
-SentencePiece offers the same, but its random numbers differ between processes, whatever the seed
+SentencePiece offers the same, but its random numbers differ between processes with the same seed
 (version 0.2.3), so runs could not be resumed exactly. Pieces never cross a word boundary, so it is
 sufficient to segment words.
 """
@@ -106,11 +106,9 @@ def _is_dropped(first: int, amount: float, draw: Callable[[], float]) -> Callabl
 class UnigramSampling:
     r"""Subword regularization: samples segmentations x with probability ~ P(x)^amount.
 
-    Source: Kudo 2018, section 3.2.
+    They are drawn from the `MOST_SPLITS` best ones of a word, by the log-probabilities of tokens.
 
-    Args:
-      best_splits: function from a word to the token ids of its `MOST_SPLITS` best segmentations.
-      log_probabilities: log-probability of each token id.
+    Source: Kudo 2018, section 3.2.
     """
 
     def __init__(
