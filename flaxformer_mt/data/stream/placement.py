@@ -40,8 +40,8 @@ def place_batch(batch: Batch, mesh: Mesh) -> Batch:
     rows, parts = len(batch.decoder_input_tokens), row_shards(mesh) // own_shard(mesh).count
     if rows % parts:
         raise UserError(
-            f"the {rows} rows of a batch cannot be divided evenly among {parts} devices: give a "
-            "multiple of the devices as rows=, or as train.batch_tokens in units of the row length"
+            f"the {rows} rows of a batch cannot be divided evenly among {parts} devices: make rows "
+            "(in a run: train.batch_tokens divided by the row length) a multiple of the devices"
         )
     sharding = row_sharding(mesh)
     return jax.tree.map(
