@@ -6,12 +6,7 @@ from pathlib import Path
 
 from flaxformer_mt.config import ExperimentConfig, with_vocabulary_sizes
 from flaxformer_mt.config.data import HeldOutRole
-from flaxformer_mt.data.corpora.corpus import (
-    Corpus,
-    ParallelCorpus,
-    open_corpora,
-    read_corpus,
-)
+from flaxformer_mt.data.corpora.corpus import Corpus, ParallelCorpus, open_corpora, read_corpus
 from flaxformer_mt.data.corpora.hold_out import hold_out
 from flaxformer_mt.data.sanity_checks import check_unknown_rate
 from flaxformer_mt.data.stream.encoded_corpus import EncodedCorpus, encode_corpus
@@ -54,7 +49,6 @@ class Dataset:
     training: TrainingStream
     valid: EvaluationSet
     test: EvaluationSet | None
-    """None if the experiment has no test split."""
 
     @property
     def evaluation_sets(self) -> dict[str, EvaluationSet]:
@@ -129,16 +123,10 @@ def tokenize(
     *,
     verify: bool = True,
 ) -> TokenizedCorpora:
-    """Filters, tokenizes and checks corpora.
+    """Filters, tokenizes and checks the corpora of `open_all`.
 
-    Vocabulary sizes and row lengths of the configuration are not used.
-
-    Args:
-      config: the configuration of the experiment.
-      corpora: from `open_all`.
-      tokenizers: the vocabularies of the run.
-      cache_folder: where the tokens of training corpora are stored, and read from if they are.
-      verify: whether to verify stored tokens, see `open_stores`.
+    Vocabulary sizes and row lengths of the configuration are not used. The tokens of training
+    corpora are stored in the cache folder, and read from there if they are; see `open_stores`.
 
     Raises:
       UserError: a corpus cannot be read or used.

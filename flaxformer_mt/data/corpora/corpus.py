@@ -33,9 +33,7 @@ LONGEST_DIGIT_STRING = 12
 """Maximum number of digits in a source of the "reverse" corpus."""
 
 SentencePair: TypeAlias = tuple[str, str]
-"""Source and target sentence."""
 Role: TypeAlias = Literal["train", "valid", "test"]
-"""The use of a corpus in a run."""
 
 _Opened: TypeAlias = tuple[str, Callable[[], Iterable[tuple[str, ...]]], Callable[[], bytes] | None]
 """Name, stream and digest of a `StreamedCorpus`; without a digest, that of its pairs is used. Only
@@ -129,7 +127,6 @@ class StreamedCorpus(Corpus):
     digest: Callable[[], bytes]
     """Computes the SHA-256 of the underlying files or pairs."""
     division: Callable[[], dict[str, int]] | None = None
-    """See `Corpus`."""
     may_be_empty: bool = False
     """See `Corpus`."""
     is_aligned: bool = False

@@ -31,7 +31,6 @@ class SavedSplit:
     columns: tuple[str, str]
     """The source and the target: features, or members of one ("translation.en")."""
     name: str
-    """Name for messages."""
 
     def pairs(self) -> Iterator[tuple[str, str]]:
         """Yields the stored pairs; a missing text is "", and line breaks become spaces.

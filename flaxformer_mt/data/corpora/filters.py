@@ -45,7 +45,6 @@ class Dropped:
     """The pairs dropped for one reason."""
 
     count: int
-    """Number of pairs."""
     example: str
     """The first of them: its 1-based number and its two sides, shortened."""
 
@@ -70,16 +69,14 @@ class SeenPairs:
         """Adds a pair, and returns whether it is new."""
         digest = hashlib.blake2b(f"{source}\t{target}".encode(), digest_size=8).digest()
         number = int.from_bytes(digest, "little")
-        if number in self._recent or self._was_merged(np.uint64(number)):
+        index = self._sorted.searchsorted(np.uint64(number))
+        is_merged = index < self._sorted.size and self._sorted[index] == number
+        if is_merged or number in self._recent:
             return False
         self._recent.add(number)
         if len(self._recent) >= _MERGE_AT:
             self._merge()
         return True
-
-    def _was_merged(self, number: np.uint64) -> bool:
-        index = self._sorted.searchsorted(number)
-        return bool(index < self._sorted.size and self._sorted[index] == number)
 
     def _merge(self) -> None:
         recent = np.fromiter(self._recent, np.uint64, len(self._recent))
@@ -117,28 +114,23 @@ class PairFilter:
     def keep(self, number: int, source: str, target: str) -> bool:
         """Returns whether pair `number` (from 1) is kept, and otherwise counts it in `dropped`."""
         text = source.removeprefix(self._tag)
-        for reason, applies in self._checks:
+        for reason, applies in self._checks.items():
             if applies(text, target):
-                self._count(reason, number, text, target)
+                example = f"pair {number}: {_shortened(text)} | {_shortened(target)}"
+                earlier = self.dropped.get(reason, Dropped(0, example))
+                self.dropped[reason] = dataclasses.replace(earlier, count=earlier.count + 1)
                 return False
         return True
 
-    def _count(self, reason: str, number: int, source: str, target: str) -> None:
-        earlier = self.dropped.get(reason)
-        if earlier is None:
-            example = f"pair {number}: {_shortened(source)} | {_shortened(target)}"
-            self.dropped[reason] = Dropped(1, example)
-        else:
-            self.dropped[reason] = dataclasses.replace(earlier, count=earlier.count + 1)
 
-
-_Check = tuple[str, Callable[[str, str], bool]]
-
-
-def _checks(config: DataConfig, corpus: Corpus, has_inputs: bool, seen: SeenPairs) -> list[_Check]:
+def _checks(
+    config: DataConfig, corpus: Corpus, has_inputs: bool, seen: SeenPairs
+) -> dict[str, Callable[[str, str], bool]]:
+    # In order of precedence.
     limit, ratio = config.max_words, config.max_length_ratio
     checks: dict[str, Callable[[str, str], bool]] = {}
-    checks["empty side"] = _has_empty_side if has_inputs else _has_empty_target
+    side = 0 if has_inputs else 1
+    checks["empty side"] = lambda *pair: not all(text.strip() for text in pair[side:])
     if limit:
         checks[f"more than {limit} words"] = lambda *pair: max(map(_words, pair)) > limit
     if ratio and has_inputs:
@@ -150,26 +142,14 @@ def _checks(config: DataConfig, corpus: Corpus, has_inputs: bool, seen: SeenPair
     if config.drop_duplicates:
         # Last: a pair that is dropped for another reason must not count as seen.
         checks["duplicate"] = lambda *pair: not seen.add(*pair)
-    return list(checks.items())
-
-
-def _has_empty_side(source: str, target: str) -> bool:
-    return not (source.strip() and target.strip())
-
-
-def _has_empty_target(source: str, target: str) -> bool:
-    return not target.strip()
+    return checks
 
 
 def _script_check(languages: tuple[str, str], has_inputs: bool) -> Callable[[str, str], bool]:
     """Returns a predicate for pairs with a side mostly outside the script of its language."""
-    target_script = script_words(languages[1])
-    if not has_inputs:
-        return lambda source, target: not is_mostly_in(target_script, target)
-    source_script = script_words(languages[0])
-    return lambda source, target: (
-        not (is_mostly_in(source_script, source) and is_mostly_in(target_script, target))
-    )
+    side = 0 if has_inputs else 1
+    scripts = [script_words(language) for language in languages[side:]]
+    return lambda *pair: not all(map(is_mostly_in, scripts, pair[side:]))
 
 
 def _words(text: str) -> int:

@@ -40,13 +40,7 @@ def form_of(path: Path) -> Form:
 def stream_table(
     path: Path, form: Form, columns: Sequence[str], languages: tuple[str, str]
 ) -> Iterator[tuple[str, str]]:
-    """Yields the pairs of a file, which may be compressed.
-
-    Args:
-      path: the file.
-      form: how its columns are written.
-      columns: the source and the target column; () = see above.
-      languages: codes of the source and the target language.
+    """Yields the pairs of a file, which may be compressed, in two columns, see above.
 
     Raises:
       UserError: a line lacks a column, or has others beside the two although none is named; or

@@ -140,12 +140,6 @@ def stream_parallel(*paths: Path) -> Iterator[tuple[Any, ...]]:
         yield row
 
 
-def read_parallel(source_path: Path, target_path: Path) -> tuple[list[str], list[str]]:
-    """Reads all lines of two parallel files."""
-    sources, targets = zip(*stream_parallel(source_path, target_path), strict=True)
-    return list(sources), list(targets)
-
-
 def digest_file(path: Path) -> bytes:
     """Returns the SHA-256 of a file's content, decompressed if it is compressed.
 
@@ -157,16 +151,13 @@ def digest_file(path: Path) -> bytes:
 
 
 def find_files(folder: Path, names: str, suffix: str, option: str) -> dict[str, Path]:
-    """Finds the files of a split.
+    """Finds the files of a split, {name without suffix: file}; those of a pattern are sorted.
 
     Args:
       folder: folder of the files.
       names: comma-separated file names or glob patterns ("news-*"), without suffix.
       suffix: such as ".en"; it may be followed by ".gz" or ".zst".
       option: the option that gave the folder, for messages.
-
-    Returns:
-      {name without suffix: file}; the matches of a pattern are sorted by name.
 
     Raises:
       UserError: a name or pattern matches no file.

@@ -55,9 +55,7 @@ class TfdsSplit:
     take: Callable[[Any], tuple[str, str] | None]
     """Extracts the pair from an example; None if the example lacks one of the languages."""
     name: str
-    """Name for messages."""
     languages: LanguagePair
-    """The languages to read."""
 
     def pairs(self) -> Iterator[tuple[str, str]]:
         """Yields the stored pairs; line breaks within a sentence become spaces.
@@ -107,13 +105,10 @@ class TfdsSplit:
 
 
 def open_split(path: str, split: str, languages: LanguagePair, prefix: str) -> TfdsSplit:
-    """Opens a split ("train", "train[:10%]") of a data set.
+    """Opens a split, such as "train[:10%]", of a data set.
 
-    Args:
-      path: builder name such as "wmt14_translate/de-en", or a folder with `dataset_info.json`.
-      split: in the notation of TensorFlow Datasets.
-      languages: the languages to read.
-      prefix: prefix of the options "path" and "source_language" in messages: "data.".
+    `path` is the name of a builder ("wmt14_translate/de-en"), or a folder with `dataset_info.json`.
+    Messages name the options after `prefix`: "data.".
 
     Raises:
       UserError: TensorFlow Datasets is not installed; the data set or split does not exist or is

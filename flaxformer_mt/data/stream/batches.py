@@ -73,7 +73,6 @@ class Shard:
     index: int = 0
     """0-based index of the part."""
     count: int = 1
-    """Number of parts."""
 
     def part(self, rows: int) -> slice:
         """Returns the rows of a batch that belong to this part."""

@@ -21,18 +21,16 @@ from flaxformer_mt.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class SideReport:
-    """Token statistics of one side of a corpus, after filtering; end tokens are counted."""
+    """Token statistics of one side of a corpus, after filtering; end tokens are counted.
+
+    Lengths are numbers of tokens per sentence.
+    """
 
     tokens: int
-    """Total number of tokens."""
     mean_length: float
-    """Mean number of tokens per sentence."""
     percentile_95: int
-    """95th percentile of the number of tokens per sentence."""
     longest: int
-    """Number of tokens in the longest sentence."""
     unknown_tokens: int
-    """Number of unknown tokens."""
     unknown_example: str = ""
     """The first character that is not in the vocabulary."""
 
@@ -55,15 +53,12 @@ class CorpusReport:
     """Statistics of a corpus after filtering; `str` gives a one-line summary."""
 
     pairs: int
-    """Number of pairs read."""
     dropped: dict[str, Dropped]
     """Dropped pairs by reason."""
     sources: SideReport | None
     """The source side, before truncation to the row length; None for a language model."""
     targets: SideReport
-    """The target side, before truncation to the row length."""
     truncated: int = 0
-    """Number of pairs truncated to the row length."""
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "CorpusReport":
@@ -153,7 +148,6 @@ class EncodedCorpus:
     texts: Texts | None = None
     """The text of each source, for `data.subword_sampling`; otherwise None."""
     weight: float = 1.0
-    """Sampling weight of its pairs relative to those of other corpora."""
     parts: tuple[tuple[str, int], ...] = ()
     """See `ParallelCorpus.parts`."""
     links: Sentences | None = None
@@ -224,7 +218,7 @@ def encode_corpus(
 def check_special_ids(tokenizers: Tokenizers, config: ExperimentConfig) -> None:
     """Checks that model and tokenizers agree on the padding and end tokens.
 
-    The start token may differ: it is never part of a tokenized text.
+    The start token may differ, but must be in the vocabulary.
 
     Raises:
       UserError: an id differs, or the start token is not in the vocabulary.

@@ -30,13 +30,7 @@ class Mixture:
 
     Attributes:
       epoch: function from the number of an epoch to its pairs, int64 [draws], as indices into the
-        concatenation of all corpora.
-
-    Args:
-      sizes: number of pairs of each corpus, all positive.
-      weights: of each corpus.
-      temperature: of all.
-      seed: of all permutations.
+        concatenation of all corpora, whose sizes are positive.
     """
 
     def __init__(
@@ -87,8 +81,7 @@ def select_pairs(corpus: EncodedCorpus, config: DataConfig) -> tuple[EncodedCorp
       of the pairs to train on, int64 [kept]. Truncation is left to the caller.
 
     Raises:
-      UserError: a pair is longer than a row and `data.long_sentences` is "error", or no pair is
-        left.
+      UserError: a pair is longer than a row and `data.long_sentences` is "error", or all are.
     """
     source_row_length, target_row_length = config.row_lengths
     source_lengths, target_lengths = pair_lengths(corpus)

@@ -148,7 +148,7 @@ def plan_rows(
     target_row_length: int,
     order: np.ndarray | None = None,
 ) -> list[list[int]]:
-    """Assigns all pairs to rows.
+    """Assigns all pairs to rows, and returns the indices of the pairs in each row.
 
     Rows are filled sequentially: with the next pairs, and finally, if possible, with two pairs that
     fill the row exactly on both sides. While many pairs are left, such a combination nearly always
@@ -161,9 +161,6 @@ def plan_rows(
       source_row_length: S.
       target_row_length: T.
       order: int [pairs], the permutation in which pairs are placed. Default: ascending.
-
-    Returns:
-      The indices of the pairs in each row.
 
     Raises:
       ValueError: a sentence is longer than its row.
@@ -209,13 +206,9 @@ class PackedRows:
 def pack(
     sentences: Sentences, rows: Sequence[Sequence[int]], row_length: int, pad_id: int
 ) -> PackedRows:
-    """Packs sentences into rows.
+    """Packs sentences, given by the indices of each of B rows, which may be empty, into rows.
 
-    Args:
-      sentences: the tokens.
-      rows: B lists of sentence indices, one per row; an empty list gives an empty row.
-      row_length: the sentences of each row must fit.
-      pad_id: padding token.
+    The sentences of a row must fit into its length.
     """
     counts = np.array([len(members) for members in rows])
     members = np.fromiter(itertools.chain.from_iterable(rows), np.int64, counts.sum())

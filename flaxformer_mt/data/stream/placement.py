@@ -32,11 +32,7 @@ def own_shard(mesh: Mesh) -> Shard:
 
 
 def place_batch(batch: Batch, mesh: Mesh) -> Batch:
-    """Transfers each device's rows to it.
-
-    Args:
-      batch: the rows of `own_shard`, on the host.
-      mesh: the devices.
+    """Transfers the rows of `own_shard` from the host to the devices of a mesh.
 
     Raises:
       UserError: the number of devices of this process does not divide that of rows.
@@ -44,8 +40,8 @@ def place_batch(batch: Batch, mesh: Mesh) -> Batch:
     rows, parts = len(batch.decoder_input_tokens), row_shards(mesh) // own_shard(mesh).count
     if rows % parts:
         raise UserError(
-            f"the {rows} rows of a batch cannot be divided evenly among {parts} devices: give a "
-            "multiple of the devices as rows=, or as train.batch_tokens in units of the row length"
+            f"the {rows} rows of a batch cannot be divided evenly among {parts} devices: make rows "
+            "(in a run: train.batch_tokens divided by the row length) a multiple of the devices"
         )
     sharding = row_sharding(mesh)
     return jax.tree.map(

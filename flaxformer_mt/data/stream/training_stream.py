@@ -12,7 +12,7 @@ import concurrent.futures
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from flaxformer_mt.data.stream.batches import (
 from flaxformer_mt.data.stream.encoded_corpus import EncodedCorpus
 from flaxformer_mt.data.stream.mixture import Mixture, generator, select_pairs
 from flaxformer_mt.data.stream.packing import Sentences, plan_rows
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer
 
 BLOCK_PAIRS = 65_536
 """Approximate number of pairs in a block. Larger blocks fill rows slightly better, but take longer
@@ -43,18 +44,10 @@ _SAMPLE_PAIRS = 32_768
 _BLOCK_KEY, _SAMPLE_KEY = 2, 3
 
 
-class Sampler(Protocol):
-    """A vocabulary that supports subword sampling."""
-
-    def sample(self, texts: Sequence[str], seed: int, amount: float) -> list[list[int]]:
-        """Returns the token ids of each text, without end token, as a function of the arguments."""
-
-
 class PlannedRow(NamedTuple):
     """A row of a future batch."""
 
     shape: BatchShape
-    """Shape of the batch."""
     pairs: list[int]
     """Indices of the pairs in the row, within their block."""
 
@@ -125,7 +118,7 @@ class TrainingStream:
         self,
         corpora: Sequence[EncodedCorpus],
         config: ExperimentConfig,
-        sampler: Sampler | None = None,
+        sampler: Tokenizer | None = None,
     ) -> None:
         self._config = config
         selected = [select_pairs(corpus, config.data) for corpus in corpora]
@@ -211,7 +204,7 @@ class _PairReader:
         source_row_length: int,
         target_row_length: int,
         config: ExperimentConfig,
-        sampler: Sampler | None,
+        sampler: Tokenizer | None,
     ) -> None:
         self._sources = [corpus.sources for corpus in corpora if corpus.sources is not None]
         self._targets = [corpus.targets for corpus in corpora]
@@ -342,7 +335,7 @@ def _sort_into_buckets(
 
 
 def choose_source_row_length(
-    corpora: Sequence[EncodedCorpus], config: ExperimentConfig, sampler: Sampler | None = None
+    corpora: Sequence[EncodedCorpus], config: ExperimentConfig, sampler: Tokenizer | None = None
 ) -> int:
     """Chooses S so that source and target rows are filled equally; for `data.source_row_length=0`.
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from flaxformer_mt.data.tokenizers.language_tokens import with_first
+from flaxformer_mt.data.tokenizers.language_tokens import until_end, with_first
 from flaxformer_mt.data.tokenizers.marian_tokenizer import (
     CLEANED,
     TOKENIZER_CONFIG,
@@ -134,7 +134,9 @@ class HubTokenizer:
 
     def decode(self, sentences: Sequence[Sequence[int]]) -> list[str]:
         """Returns texts as `Tokenizer.decode`; unknown tokens are removed as well."""
-        texts = self._tokenizer.decode_batch([self._until_end(tokens) for tokens in sentences])
+        texts = self._tokenizer.decode_batch(
+            [until_end(tokens, self.eos_id) for tokens in sentences]
+        )
         if self._cleans_up:
             for before, after in CLEANED:
                 texts = [text.replace(before, after) for text in texts]
@@ -162,10 +164,6 @@ class HubTokenizer:
         if piece.startswith(self._own_space):
             return SPACE + piece.removeprefix(self._own_space)
         return piece
-
-    def _until_end(self, sentence: Sequence[int]) -> list[int]:
-        tokens = [int(token) for token in sentence]
-        return tokens[: tokens.index(self.eos_id)] if self.eos_id in tokens else tokens
 
 
 def _content(token: str | Mapping[str, Any]) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flaxformer_mt.config.fields import MAX_VOCABULARY
+from flaxformer_mt.data.tokenizers.language_tokens import until_end
 from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE, TextSampler, open_model
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.input_files import parse_json
@@ -194,11 +195,9 @@ class MarianTokenizer:
             yield chunk, number % 2 == 1
 
     def _decode(self, sentence: Sequence[int]) -> str:
-        tokens = [int(token) for token in sentence]
-        if self.eos_id in tokens:
-            tokens = tokens[: tokens.index(self.eos_id)]
         text = ""
         pieces: list[str] = []
+        tokens = until_end(sentence, self.eos_id)
         for piece in (self._piece(token) for token in tokens if token not in self.special_ids):
             # Special tokens are not pieces of the SentencePiece model.
             if piece in self._special:
@@ -221,13 +220,11 @@ class MarianTokenizer:
 
 @dataclasses.dataclass(frozen=True)
 class _AddedToken:
-    """A token that is matched in the text before SentencePiece is applied."""
+    """A token that is matched before SentencePiece is applied, and the adjacent spaces removed."""
 
     content: str
     lstrip: bool = False
-    """Whether the spaces before it are removed."""
     rstrip: bool = False
-    """Whether the spaces after it are removed."""
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> "_AddedToken":

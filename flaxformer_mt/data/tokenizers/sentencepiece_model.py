@@ -12,7 +12,6 @@ from flaxformer_mt.data.tokenizers.subword_sampling import (
     MOST_SPLITS,
     BpeDropout,
     UnigramSampling,
-    WordSampler,
 )
 from flaxformer_mt.errors import UserError
 
@@ -54,7 +53,9 @@ class TextSampler:
         return [list(itertools.chain(*itertools.islice(remaining, len(own)))) for own in words]
 
 
-def _word_sampler(proto: Any, processor: sentencepiece.SentencePieceProcessor) -> WordSampler:
+def _word_sampler(
+    proto: Any, processor: sentencepiece.SentencePieceProcessor
+) -> BpeDropout | UnigramSampling:
     pieces = list(enumerate(proto.pieces))
 
     def without_space(word: str) -> str:

@@ -17,6 +17,7 @@ import sentencepiece
 
 from flaxformer_mt.config import DataConfig
 from flaxformer_mt.data.corpora.text_files import MAX_LINE_BYTES
+from flaxformer_mt.data.tokenizers.language_tokens import until_end
 from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE, WORD, TextSampler, open_model
 from flaxformer_mt.errors import UserError
 
@@ -77,15 +78,13 @@ class SentencePieceTokenizer:
         return TextSampler(self.model, self._processor)
 
     def decode(self, sentences: Sequence[Sequence[int]]) -> list[str]:
-        return self._processor.decode([self._until_end(sentence) for sentence in sentences])
+        return self._processor.decode(
+            [until_end(self._known(tokens), self.eos_id) for tokens in sentences]
+        )
 
     def _known(self, tokens: Sequence[int]) -> list[int]:
         """Replaces ids that only the model's embedding table has, which may be larger."""
         return [int(token) if token < self.vocab_size else self.unk_id for token in tokens]
-
-    def _until_end(self, sentence: Sequence[int]) -> list[int]:
-        tokens = self._known(sentence)
-        return tokens[: tokens.index(self.eos_id)] if self.eos_id in tokens else tokens
 
 
 def train_sentencepiece(

@@ -1,6 +1,6 @@
 """Random segmentation of words into subwords, as a regularizer.
 
-SentencePiece offers the same, but its random numbers differ between processes, whatever the seed
+SentencePiece offers the same, but its random numbers differ between processes with the same seed
 (version 0.2.3), so runs could not be resumed exactly. Pieces never cross a word boundary, so it is
 sufficient to segment words.
 """
@@ -9,7 +9,6 @@ import functools
 import heapq
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -17,13 +16,6 @@ MOST_SPLITS = 64
 """Number of best segmentations from which a unigram model samples; others are far less likely."""
 
 _CACHED_WORDS = 100_000  # Most text consists of few distinct words.
-
-
-class WordSampler(Protocol):
-    """Samples segmentations of words."""
-
-    def sample(self, words: Sequence[str], seed: int, amount: float) -> list[list[int]]:
-        """Returns the token ids of each word, as a function of the arguments."""
 
 
 class BpeDropout:
@@ -54,7 +46,7 @@ class BpeDropout:
         self._best = functools.lru_cache(_CACHED_WORDS)(self._split_best)
 
     def sample(self, words: Sequence[str], seed: int, amount: float) -> list[list[int]]:
-        """Samples; `amount` is the probability of dropping a merge."""
+        """Returns the token ids of each word; `amount` is the probability of dropping a merge."""
         # One random number per word gives its first dropped merge; most words have none.
         first_dropped = np.random.default_rng(seed).geometric(amount, size=len(words))
         draw = random.Random(seed).random
@@ -114,11 +106,9 @@ def _is_dropped(first: int, amount: float, draw: Callable[[], float]) -> Callabl
 class UnigramSampling:
     r"""Subword regularization: samples segmentations x with probability ~ P(x)^amount.
 
-    Source: Kudo 2018, section 3.2.
+    They are drawn from the `MOST_SPLITS` best ones of a word, by the log-probabilities of tokens.
 
-    Args:
-      best_splits: function from a word to the token ids of its `MOST_SPLITS` best segmentations.
-      log_probabilities: log-probability of each token id.
+    Source: Kudo 2018, section 3.2.
     """
 
     def __init__(
@@ -129,7 +119,7 @@ class UnigramSampling:
         self._splits = functools.lru_cache(_CACHED_WORDS)(self._split)
 
     def sample(self, words: Sequence[str], seed: int, amount: float) -> list[list[int]]:
-        """Samples; a lower `amount` gives more uniform probabilities."""
+        """Returns the token ids of each word, more uniformly with a lower `amount`."""
         numbers = np.random.default_rng(seed).random(len(words))
         sampled = []
         for word, number in zip(words, numbers.tolist(), strict=True):

@@ -117,7 +117,6 @@ def split_language(text: str, vocabulary: Tokenizer) -> tuple[str, str]:
 
 
 PublishedTokenizer: TypeAlias = MarianTokenizer | M2M100Tokenizer | HubTokenizer
-"""A vocabulary that published files define."""
 
 _MARIAN = MarianTokenizer, marian_tokenizer.FILES
 _PUBLISHED: dict[tuple[str, ...], tuple[type[Any], tuple[str, ...]]] = {
