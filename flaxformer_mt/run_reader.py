@@ -244,6 +244,7 @@ class Run:
             if len(each) != len(given):
                 raise UserError(f"{len(given)} sources, but {len(each)} references")
         chosen: evaluation.MetricOptions = {
+            "sources": given,
             "metrics": metrics,
             "tokenize": tokenizer_of_run(self.config.data),
             "confidence": confidence,
@@ -252,7 +253,7 @@ class Run:
         translator = self.translator(checkpoint)
         sentences, lists = into_languages(given, lists, translator.tokenizers.target)
         translations = translator.translate(sentences, **options)
-        return evaluation.evaluate(translations, lists, sources=given, **chosen)
+        return evaluation.evaluate(translations, lists, **chosen)
 
     def plot(
         self,
