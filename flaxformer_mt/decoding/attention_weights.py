@@ -164,7 +164,6 @@ def _maps(
 def _attention_weights(
     params: Any, source: Array, inputs: Array, *, model: TransformerConfig
 ) -> AttentionWeights:
-    """Returns the weights of all layers for source [B, S] and decoder input tokens [B, T]."""
     result: Any = Transformer(model).apply(
         {"params": params}, source, inputs, return_attention=True
     )

@@ -293,7 +293,6 @@ class SentenceDecoder:
     def _translate_segments(
         self, segments: Sequence[_TokenizedSegment]
     ) -> Iterator[tuple[int, list[Hypothesis]]]:
-        """Yields the index and the translations of each segment as it finishes."""
         nonempty = [number for number, segment in enumerate(segments) if segment.tokens]
         for number, segment in enumerate(segments):
             if not segment.tokens:
@@ -368,7 +367,6 @@ class SentenceDecoder:
         segments: Sequence[_TokenizedSegment],
         group: Sequence[tuple[int, list[Hypothesis]]],
     ) -> Iterator[tuple[int, list[Hypothesis]]]:
-        """Adds to the hypotheses what is computed from their attention."""
         pairs = [(segments[number], h) for number, hypotheses in group for h in hypotheses]
         eos_id = self.model.eos_id
         results = teacher_force(
@@ -472,7 +470,6 @@ class SentenceDecoder:
         )
 
     def _num_units(self, pieces: Sequence[str]) -> int:
-        """Returns the number of words, or pieces, that an alignment counts."""
         if self.unit == "pieces":
             return len(pieces)
         return max(alignment.words(pieces), default=-1) + 1

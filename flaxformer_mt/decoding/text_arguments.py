@@ -47,7 +47,7 @@ def require_texts(values: Any, name: str) -> list[str]:
 
     Raises:
       TypeError: it is something else, or an item is not a string.
-      UserError: see `require_text`.
+      UserError: as of `require_text`.
     """
     listed = require_iterable(values, name, "strings")
     return [require_text(value, f"{name}[{index}]") for index, value in enumerate(listed)]

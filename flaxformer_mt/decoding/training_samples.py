@@ -172,7 +172,6 @@ def sample(
 
 
 def _source(batch: Any) -> tuple[Array, Array | None]:
-    """Returns the source tokens of a batch, and its segment ids if it has any."""
     if not hasattr(batch, "encoder_input_tokens"):
         return jnp.asarray(batch), None
     segment_ids = batch.encoder_segment_ids
@@ -181,7 +180,6 @@ def _source(batch: Any) -> tuple[Array, Array | None]:
 
 
 def _packed_rows(config: TransformerConfig, tokens: Array, segment_ids: Array | None) -> Array:
-    """Returns which rows have more than one sentence, bool [B]."""
     if segment_ids is not None:
         return jnp.any(segment_ids > 1, axis=1)
     return jnp.sum(tokens == config.eos_id, axis=1) > 1

@@ -250,15 +250,11 @@ class Translator:
 
         Args:
           sentences: any number of sentences, read lazily.
-          unit: see `translate_n_best`.
-          attention: see `translate_n_best`.
-          scores: see `translate_n_best`.
+          unit: as of `translate_n_best`, as are the other arguments and the errors.
+          attention: whether to return it.
+          scores: whether to return them.
           advance: called when a sentence is finished, possibly before its translations are yielded.
-          **options: see `translate_n_best`.
-
-        Raises:
-          TypeError: see `translate_n_best`; also for a sentence that is not in an iterable.
-          UserError: see `translate_n_best`.
+          **options: search options.
         """
         given = _checked(sentences)
         decoder = self._decoder(options, unit, attention, scores)
@@ -328,7 +324,7 @@ def translate(
     """Returns the best translation of a sentence, or of each sentence of a list.
 
     For translations during training. Another call with the same configuration, search options and
-    row lengths compiles nothing, whatever the parameters. `Translator` keeps parameters between
+    row lengths compiles nothing, also with other parameters. `Translator` keeps parameters between
     calls, and returns scores, alignments and several translations.
 
     >>> translate(config, params, tokenizers, ["three small dogs"], beam_size=1)
@@ -399,8 +395,7 @@ def _checked(sentences: Iterable[str | Sentence]) -> Iterator[Sentence]:
     """Yields the sentences, each after a check of its type when it is read.
 
     Raises:
-      TypeError: `sentences` are no iterable (at once), or one of them is no sentence.
-      UserError: see `require_text`.
+      TypeError: `sentences` is not iterable (at once), or one of them is not a sentence.
     """
     if isinstance(sentences, Sentence):  # A tuple of its fields.
         raise TypeError("sentences must be a list of strings or Sentence, not a single Sentence")

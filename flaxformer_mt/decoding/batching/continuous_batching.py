@@ -201,7 +201,6 @@ class ContinuousBatcher:
         return shapes
 
     def _target_length(self, length: int) -> int:
-        """Returns P for hypotheses of at least `length` tokens."""
         return row_length(length, self._limit, MIN_TARGET_LENGTH)
 
     def _arrays(
@@ -242,8 +241,6 @@ class ContinuousBatcher:
 
 
 class _ConstraintWidths(NamedTuple):
-    """Widths of the arrays of `SentenceConstraints` that every request fits into."""
-
     prefix: int
     num_phrases: int
     phrase: int
@@ -270,7 +267,6 @@ class _ConstraintWidths(NamedTuple):
 
 
 def _power_of_two(number: int) -> int:
-    """Returns the smallest power of two that is at least `number`; 0 for 0."""
     return 1 << (number - 1).bit_length() if number else 0
 
 

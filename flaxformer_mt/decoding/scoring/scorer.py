@@ -175,7 +175,7 @@ class Scorer:
           alignment: the unit to align; None = no alignment.
 
         Raises:
-          TypeError: an item is no pair of strings.
+          TypeError: an item is not a pair of strings.
           UserError: a sentence is longer than a learned position table, or the decoder does not
             have the configured alignment layer or head.
         """
@@ -189,7 +189,6 @@ class Scorer:
         numbered: Iterable[tuple[int, tuple[str, str]]],
         alignment: AlignmentUnit | None,
     ) -> Iterator[PairScore]:
-        """Scores pairs, which have numbers for error messages."""
         check_unit(alignment)
         remaining = iter(numbered)
         while chunk := list(itertools.islice(remaining, CHUNK_SIZE)):

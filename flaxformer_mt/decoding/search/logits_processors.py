@@ -154,6 +154,5 @@ def last_tokens(tokens: Array, positions: Array, count: int) -> Array:
 
 
 def _hypothesis_indices(scores: Array) -> tuple[Array, Array]:
-    """Returns the first two indices of every hypothesis, [B, 1, 1] and [1, W, 1]."""
     rows, hypotheses = jnp.ogrid[: scores.shape[0], : scores.shape[1]]
     return rows[:, :, None], hypotheses[:, :, None]

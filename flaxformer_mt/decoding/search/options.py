@@ -3,12 +3,22 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import jax
 from jax import Array
 
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
+
+_WITHOUT_EFFECT = {
+    "coverage_penalty": 0,
+    "repetition_penalty": 1,
+    "temperature": 1,
+    "top_p": 1,
+    "min_p": 0,
+    "epsilon_cutoff": 0,
+}
+"""Values of options that are None in a search, which adds nothing to the program."""
 
 
 @functools.partial(
@@ -83,45 +93,37 @@ class SearchOptions:
 
         Args:
           decode: the configuration; its texts (`bad_words`, `bad_word_ids`) are ignored.
-          bos_id: start token.
+          bos_id: as of this class, as are the other arguments.
           eos_id: end token.
-          pad_id: padding token.
+          pad_id: padding.
           forbidden_ids: tokens that are never chosen.
-          bad_phrases: token sequences that must not appear; a sequence that consists of the end
-            token alone is ignored.
-          scores: whether log-probabilities and scores are needed.
+          bad_phrases: may have one token; the end token alone is ignored.
+          scores: whether they are needed.
         """
         bad_words = {phrase[0] for phrase in bad_phrases if len(phrase) == 1} - {eos_id}
-
-        def unless(value: float, neutral: float) -> float | None:
-            return None if value == neutral else value
-
+        names = {field.name for field in dataclasses.fields(cls)}
+        values: dict[str, Any] = {
+            field.name: getattr(decode, field.name)
+            for field in dataclasses.fields(decode)
+            if field.name in names
+        }
+        for name, neutral in _WITHOUT_EFFECT.items():
+            if values[name] == neutral:
+                values[name] = None
+        if decode.samples:
+            values["n_best"] = values["beam_size"] = decode.mbr_samples or decode.n_best
+        values |= {
+            "sampling": decode.samples,
+            "min_length": decode.min_length > 0 or decode.min_length_factor > 0,
+        }
         return cls(
             bos_id=bos_id,
             eos_id=eos_id,
             pad_id=pad_id,
-            beam_size=(decode.mbr_samples or decode.n_best) if decode.samples else decode.beam_size,
-            n_best=decode.mbr_samples or decode.n_best,
-            length_penalty=decode.length_penalty,
-            length_penalty_kind=decode.length_penalty_kind,
-            coverage_penalty=unless(decode.coverage_penalty, 0),
-            early_stopping=decode.early_stopping,
-            min_length=decode.min_length > 0 or decode.min_length_factor > 0,
-            force_end=decode.force_end,
-            no_repeat_ngram_size=decode.no_repeat_ngram_size,
-            repetition_penalty=unless(decode.repetition_penalty, 1),
             forbidden_ids=tuple(sorted(bad_words.union(forbidden_ids))),
             bad_phrases=tuple(tuple(phrase) for phrase in bad_phrases if len(phrase) > 1),
-            renormalize=decode.renormalize,
-            beam_groups=decode.beam_groups,
-            diversity_penalty=decode.diversity_penalty,
-            sampling=decode.samples,
-            temperature=unless(decode.temperature, 1),
-            top_k=decode.top_k,
-            top_p=unless(decode.top_p, 1),
-            min_p=unless(decode.min_p, 0),
-            epsilon_cutoff=unless(decode.epsilon_cutoff, 0),
             scores=scores,
+            **values,
         )
 
     @property
@@ -133,6 +135,7 @@ class SearchOptions:
 def forbidden_token_ids(model: TransformerConfig) -> tuple[int, ...]:
     """Returns the tokens that no search may choose: padding and the start token.
 
-    Either is left out if it is also the end token; a start id of -1 (the zero vector) is no token.
+    Either is left out if it is also the end token; a start id of -1 (the zero vector) is not a
+    token.
     """
     return tuple(sorted({model.pad_id, model.bos_id} - {model.eos_id, -1}))

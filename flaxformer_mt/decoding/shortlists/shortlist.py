@@ -177,7 +177,6 @@ def _parse_text(content: bytes, tokenizers: Tokenizers, best: int) -> tuple[np.n
 
 
 def _token_finder(tokenizer: Tokenizer, are_pieces: bool) -> Callable[[str], Sequence[int]]:
-    """Returns a function that maps an entry of a table to its tokens."""
     if not are_pieces:
         return functools.cache(lambda word: tokenizer.encode_parts([word])[0])
     pieces = tokenizer.pieces(range(tokenizer.vocab_size))
