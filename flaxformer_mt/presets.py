@@ -366,6 +366,7 @@ def _special_tokens(overrides: dict[str, Any], **published: int) -> dict[str, An
 def check_choice(
     family: str, overrides: Mapping[str, Any], name: str, choices: tuple[str, ...]
 ) -> None:
+    """Raises a `UserError` with the choices, unless the published code has the value of a field."""
     if overrides.get(name, choices[0]) not in choices:
         raise UserError(
             f"{family} has no {name}={overrides[name]}: choose one of {', '.join(choices)}"

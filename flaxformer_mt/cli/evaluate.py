@@ -41,8 +41,6 @@ _SIGNIFICANT = 0.05
 
 
 class _TestSet(NamedTuple):
-    """What is translated, and what translations are compared with."""
-
     name: str
     sources: list[str] | None
     references: list[list[str]]
@@ -281,7 +279,6 @@ def _function(text: str) -> "MetricFunction":
 
 
 def _reason(error: Exception) -> str:
-    """Returns the class and the message of an error, on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
@@ -376,7 +373,6 @@ def _translated(
 def _inserted(
     systems: Mapping[str, list[str]], name: str, translations: list[str], after: Path | None
 ) -> dict[str, list[str]]:
-    """Adds the run to the systems: after the baseline, before the others."""
     items = list(systems.items())
     items.insert(0 if after is None else 1, (name, translations))
     return dict(items)
@@ -385,7 +381,6 @@ def _inserted(
 def _print_table(
     scores: Mapping[str, Mapping[str, "MetricScore"]], significance: str | None
 ) -> None:
-    """Prints one row per system, one column per metric, and the signatures."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -412,7 +407,6 @@ def _print_table(
 
 
 def _cell(metric: str, score: "MetricScore") -> Iterable[str]:
-    """Yields the lines of a cell: the score, its interval and its p-value."""
     digits = 2 if metric in _TITLES else _DIGITS  # sacreBLEU's are percentages.
     yield f"{score.score:.{digits}f}"
     if score.mean is not None:

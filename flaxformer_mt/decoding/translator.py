@@ -315,7 +315,7 @@ def translate(
     """Returns the best translation of a sentence, or of each sentence of a list.
 
     For translations during training. Another call with the same configuration, search options and
-    row lengths compiles nothing, whatever the parameters. `Translator` keeps parameters between
+    row lengths compiles nothing, also with other parameters. `Translator` keeps parameters between
     calls, and returns scores, alignments and several translations.
 
     >>> translate(config, params, tokenizers, ["three small dogs"], beam_size=1)

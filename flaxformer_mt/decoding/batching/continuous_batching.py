@@ -225,8 +225,6 @@ class ContinuousBatcher:
 
 
 class _ConstraintWidths(NamedTuple):
-    """Widths of the arrays of `SentenceConstraints` that every request fits into."""
-
     prefix: int
     num_phrases: int
     phrase: int

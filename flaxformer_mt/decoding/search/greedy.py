@@ -56,5 +56,4 @@ def extend_independently(
 
 
 def _where(condition: Array, new: Array, old: Array) -> Array:
-    """Selects `new` [B, W, ...] where `condition` bool [B, W] is true, otherwise `old`."""
     return jnp.where(condition.reshape(condition.shape + (1,) * (new.ndim - 2)), new, old)

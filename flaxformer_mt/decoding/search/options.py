@@ -95,6 +95,7 @@ class SearchOptions:
             forbidden_ids=tuple(sorted(bad_words.union(forbidden_token_ids(model)))),
             bad_phrases=tuple(tuple(phrase) for phrase in bad_phrases if len(phrase) > 1),
             scores=scores,
+            **values,
         )
 
     @property
@@ -114,6 +115,7 @@ jax.tree_util.register_dataclass(
 def forbidden_token_ids(model: TransformerConfig) -> tuple[int, ...]:
     """Returns the tokens that no search may choose: padding and the start token.
 
-    Either is left out if it is also the end token; a start id of -1 (the zero vector) is no token.
+    Either is left out if it is also the end token; a start id of -1 (the zero vector) is not a
+    token.
     """
     return tuple(sorted({model.pad_id, model.bos_id} - {model.eos_id, -1}))

@@ -162,7 +162,6 @@ def advance(
 
 
 def _add_attention(hypotheses: Hypotheses, attention: Array | None) -> Hypotheses:
-    """Adds `attention` [B, W, S] to the coverage, if there is a coverage penalty."""
     if hypotheses.coverage is None:
         return hypotheses
     if attention is None:
