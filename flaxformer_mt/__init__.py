@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from flaxformer_mt.experiment import train as train
     from flaxformer_mt.loading import Model as Model
     from flaxformer_mt.loading import load as load
+    from flaxformer_mt.loading import save_run as save_run
     from flaxformer_mt.model.attention import MultiHeadAttention as MultiHeadAttention
     from flaxformer_mt.model.attention import register_attention as register_attention
     from flaxformer_mt.model.functional import apply as apply
@@ -37,10 +38,10 @@ if TYPE_CHECKING:
     from flaxformer_mt.objectives.cross_entropy import Sums as Sums
     from flaxformer_mt.objectives.cross_entropy import cross_entropy as cross_entropy
     from flaxformer_mt.objectives.distillation import Distillation as Distillation
+    from flaxformer_mt.objectives.guided_alignment import guided_alignment as guided_alignment
     from flaxformer_mt.objectives.r_drop import RDrop as RDrop
     from flaxformer_mt.run_reader import Run as Run
     from flaxformer_mt.runs.checkpoint import Checkpoints as Checkpoints
-    from flaxformer_mt.runs.trained_model import save_run as save_run
     from flaxformer_mt.training.devices import compile_step as compile_step
     from flaxformer_mt.training.devices import create as create
     from flaxformer_mt.training.devices import make_mesh as make_mesh
@@ -68,6 +69,7 @@ _MODULES = {
     "create": "flaxformer_mt.training.devices",
     "cross_entropy": "flaxformer_mt.objectives.cross_entropy",
     "fused_attention": "flaxformer_mt.model.functional",
+    "guided_alignment": "flaxformer_mt.objectives.guided_alignment",
     "init": "flaxformer_mt.model.functional",
     "load": "flaxformer_mt.loading",
     "make_mesh": "flaxformer_mt.training.devices",
@@ -76,7 +78,7 @@ _MODULES = {
     "register_attention": "flaxformer_mt.model.attention",
     "residual_norm": "flaxformer_mt.model.functional",
     "sample": "flaxformer_mt.decoding.training_samples",
-    "save_run": "flaxformer_mt.runs.trained_model",
+    "save_run": "flaxformer_mt.loading",
     "train": "flaxformer_mt.experiment",
     "train_tokenizers": "flaxformer_mt.data.library",
     "translate": "flaxformer_mt.decoding.translator",
@@ -101,6 +103,7 @@ __all__ = [
     "create",
     "cross_entropy",
     "fused_attention",
+    "guided_alignment",
     "init",
     "load",
     "make_mesh",

@@ -1,12 +1,18 @@
-"""Whole models of any kind that can be read, ready to translate."""
+"""Whole models: read from folders of any kind, ready to translate, and written to run folders."""
 
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, overload
 
-from flaxformer_mt.config import ExperimentConfig
+from flaxformer_mt.config import (
+    DataConfig,
+    ExperimentConfig,
+    TransformerConfig,
+    with_vocabulary_sizes,
+)
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.decoding.attention_weights import sentence_attention
+from flaxformer_mt.decoding.parameters import require_params
 from flaxformer_mt.decoding.text_arguments import require_path
 from flaxformer_mt.decoding.translator import Sentence, Translator
 from flaxformer_mt.errors import UserError
@@ -19,6 +25,7 @@ from flaxformer_mt.plotting.attention_page import AttentionPicture
 from flaxformer_mt.presets import canonical_family
 from flaxformer_mt.run_reader import Run
 from flaxformer_mt.runs.layout import CONFIG
+from flaxformer_mt.runs.trained_model import write_model
 
 
 class Model:
@@ -161,3 +168,33 @@ def _family_of(folder: Path) -> str:
             f"{', '.join(sorted(families))}"
         )
     return families[kind]
+
+
+def save_run(
+    folder: str | Path,
+    config: TransformerConfig,
+    tokenizers: Tokenizers,
+    params: Any,
+    *,
+    step: int = 0,
+    languages: tuple[str, str] = ("", ""),
+) -> None:
+    """Writes trained parameters as a run folder, which all commands can use.
+
+        fmt.save_run("runs/mine-final", config, tokenizers, state["params"])
+
+    Args:
+      folder: the folder to create.
+      config: of the model.
+      tokenizers: its vocabularies.
+      params: its parameters, on any devices; of several processes, all have to call this.
+      step: the number of training steps made.
+      languages: the codes of source and target, by which `evaluate` chooses its tokenizer.
+
+    Raises:
+      UserError: the folder exists or cannot be written, or the parameters are not of this model.
+    """
+    sizes = tokenizers.source.vocab_size, tokenizers.target.vocab_size
+    require_params(with_vocabulary_sizes(config, *sizes), params, str(folder))
+    data = DataConfig(source_language=languages[0], target_language=languages[1])
+    write_model(folder, ExperimentConfig(model=config, data=data), tokenizers, params, step=step)

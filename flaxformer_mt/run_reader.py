@@ -243,24 +243,16 @@ class Run:
         for each in lists:
             if len(each) != len(given):
                 raise UserError(f"{len(given)} sources, but {len(each)} references")
-        tokenize = tokenizer_of_run(self.config.data)
-        evaluation.check_options(
-            evaluation.STANDARD,
-            tokenize,
-            metrics or (),
-            confidence=confidence,
-            sentences=len(given),
-        )
+        chosen: evaluation.MetricOptions = {
+            "metrics": metrics,
+            "tokenize": tokenizer_of_run(self.config.data),
+            "confidence": confidence,
+        }
+        evaluation.check_options(len(given), **chosen)
         translator = self.translator(checkpoint)
         sentences, lists = into_languages(given, lists, translator.tokenizers.target)
-        return evaluation.evaluate(
-            translator.translate(sentences, **options),
-            lists,
-            sources=given,
-            metrics=metrics,
-            tokenize=tokenize,
-            confidence=confidence,
-        )
+        translations = translator.translate(sentences, **options)
+        return evaluation.evaluate(translations, lists, sources=given, **chosen)
 
     def plot(
         self,

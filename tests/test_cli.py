@@ -329,6 +329,12 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"flaxformer-mt {flaxformer_mt.__version__}\n"
 
 
+def test_the_package_is_the_command_line():
+    command = [sys.executable, "-m", "flaxformer_mt", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == f"flaxformer-mt {flaxformer_mt.__version__}\n"
+
+
 def test_translate_prompts_on_a_terminal(run, monkeypatch, capfdbinary):
     expected = Translator.from_run(run).translate(LINES[:2])
     keyboard, terminal = os.openpty()
@@ -462,6 +468,36 @@ def test_a_vocabulary_of_another_size_is_rejected(run, command, tmp_path):
     message = "has 290 source tokens, but the model was trained with 300"
     for name in ("inspect", "translate"):
         assert_rejected(command(name, "--run", folder), f"{folder / 'tokenizer'} {message}")
+
+
+@pytest.fixture(scope="module", params=["embedding", "encoder", "params"])
+def other_state(run, request):
+    """A run folder whose checkpoint is not one of the model: it lacks what the id names."""
+    folder = copy_without(run, run.with_name(f"without {request.param}"), "checkpoints")
+    params = random_params(make_talker().model)
+    if request.param == "embedding":
+        del params["target_embedding"]
+    elif request.param == "encoder":
+        del params["encoder"]
+    name = "weights" if request.param == "params" else "params"
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(1, {"step": np.int32(1), name: params})
+    return folder
+
+
+@pytest.mark.parametrize("name", ["translate", "score", "evaluate", "inspect", "average"])
+def test_checkpoints_of_another_state_are_rejected(other_state, command, tmp_path, name):
+    if name in ("inspect", "average") and other_state.name == "without encoder":
+        return  # These commands do not run the model.
+    text = write(tmp_path / "text", ["a"])
+    options = {
+        "score": ("--source", text, "--target", text),
+        "evaluate": ("--source", text, "--reference", text),
+        "average": ("--last", "1", "--output", tmp_path / "averaged"),
+    }
+    result = command(name, "--run", other_state, *options.get(name, ()), stdin=b"a\n")
+    assert_rejected(result, str(other_state))
+    assert not (tmp_path / "averaged").exists()
 
 
 def assert_rejected(result, *messages):

@@ -107,7 +107,7 @@ ONLY_IN = {
     "babel": {
         "data.corpora.generated_phrases",
         "data.corpora.filters",
-        "data.corpora.language_profiles",
+        "data.sanity_checks",
     },
     "datasets": {"data.corpora.datasets_reader"},
     "tensorflow_datasets": {"data.corpora.tfds_reader"},

@@ -1,4 +1,4 @@
-"""Objectives of the trainer: a function of the user's, a frozen tree, a teacher, writers."""
+"""Objectives of the trainer: a user's function, a frozen tree, a teacher, writers."""
 
 import dataclasses
 import functools

@@ -24,13 +24,13 @@ from flaxformer_mt.decoding.search.state import SearchState, unconstrained
 from flaxformer_mt.model.cache import reorder_cache
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.objectives.flops import Work, training_flops, work_of_sentences
+from flaxformer_mt.training import step
 from flaxformer_mt.training.devices import make_mesh, seed_key
 from flaxformer_mt.training.memory import abstract_batch, bytes_on_a_device
 from flaxformer_mt.training.objective import make_objective
 from flaxformer_mt.training.optimizer import make_optimizer, make_schedule
 from flaxformer_mt.training.run_devices import arrange
 from flaxformer_mt.training.state import create_state
-from flaxformer_mt.training.step import train_step
 
 SENTENCE = 64
 """Tokens of a sentence in a decoding step, and the capacity of its cache."""
@@ -100,14 +100,14 @@ def compile_training(config: ExperimentConfig, devices: Sequence[Any]) -> Compil
     batch = run_devices.abstract_batch(abstract_batch(shape, config.model.has_inputs))
     objective = make_objective(model, config.train)
 
-    def update(state: Any, batch: Any, key: Any, frozen: Any) -> Any:
+    def train_step(state: Any, batch: Any, key: Any, frozen: Any) -> Any:
         del key, frozen  # The state has a key of its own.
-        return train_step(
+        return step.train_step(
             state, batch, objective=objective, optimizer=optimizer, config=config.train
         )
 
     return _compiled(
-        run_devices.compile_train_step(update).lower(state, batch),
+        run_devices.compile_train_step(train_step).lower(state, batch),
         parameters=bytes_on_a_device((state.params, state.ema)),
         optimizer_state=bytes_on_a_device(state.opt_state),
         arguments=bytes_on_a_device((state, batch)),

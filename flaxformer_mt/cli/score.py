@@ -11,7 +11,7 @@ import tyro
 
 from flaxformer_mt.cli import output
 from flaxformer_mt.cli.options import CheckpointChoice, RunFolder, TextFile, reject_options
-from flaxformer_mt.data.corpora.text_files import stream_parallel_files
+from flaxformer_mt.data.corpora.text_files import stream_parallel
 
 
 def score(
@@ -110,5 +110,5 @@ def score(
 
 def _candidates(source: Path, targets: Sequence[Path]) -> Iterator[tuple[str, list[str]]]:
     """Yields each line of `source` with the same line of every file in `targets`."""
-    for line, *translations in stream_parallel_files(source, *targets):
+    for line, *translations in stream_parallel(source, *targets):
         yield line, translations

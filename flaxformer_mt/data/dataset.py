@@ -97,12 +97,10 @@ class Dataset:
 
 
 def open_all(config: ExperimentConfig) -> dict[str, list[Corpus]]:
-    """Opens the corpora of "train", "valid" and "test", without reading them.
-
-    There may be none of "test".
+    """Opens the corpora of "train", "valid" and "test" (there may be none), without reading them.
 
     Raises:
-      UserError: see `open_corpora`.
+      UserError: a file, a builder, a split or a language does not exist.
     """
     data, has_inputs = config.data, config.model.has_inputs
     held_out = data.held_out_roles
@@ -133,8 +131,10 @@ def tokenize(
 ) -> TokenizedCorpora:
     """Filters, tokenizes and checks corpora.
 
+    Vocabulary sizes and row lengths of the configuration are not used.
+
     Args:
-      config: the configuration of the experiment; vocabulary sizes and row lengths are not used.
+      config: the configuration of the experiment.
       corpora: from `open_all`.
       tokenizers: the vocabularies of the run.
       cache_folder: where the tokens of training corpora are stored, and read from if they are.
@@ -182,12 +182,7 @@ def resolve_config(
 def open_dataset(
     config: ExperimentConfig, tokens: TokenizedCorpora, tokenizers: Tokenizers
 ) -> Dataset:
-    """Plans the batches of an experiment.
-
-    Args:
-      config: the configuration, from `resolve_config`.
-      tokens: from `tokenize`.
-      tokenizers: the vocabularies of the run.
+    """Plans the batches of an experiment, whose configuration is from `resolve_config`.
 
     Raises:
       UserError: no pair fits into a row.

@@ -3,6 +3,7 @@
 The stream of `packed` is the one that training runs read: the same batches, in the same order.
 """
 
+import contextlib
 import dataclasses
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -13,7 +14,12 @@ from jax.sharding import Mesh
 
 from flaxformer_mt.config import DataConfig, ExperimentConfig, TrainConfig, TransformerConfig
 from flaxformer_mt.config.data import CorpusKind
-from flaxformer_mt.data.corpora.corpus import Corpus, ParallelCorpus, open_path
+from flaxformer_mt.data.corpora.corpus import (
+    Corpus,
+    ParallelCorpus,
+    open_path,
+    with_alignments,
+)
 from flaxformer_mt.data.stream.batches import Batch, BatchShape, DataPosition, make_batch
 from flaxformer_mt.data.stream.encoded_corpus import encode_corpus
 from flaxformer_mt.data.stream.placement import own_shard, place_batch
@@ -37,6 +43,7 @@ def read_pairs(
     kind: CorpusKind = "text",
     tag: str = "",
     weight: float = 1.0,
+    alignments: str | Path = "",
 ) -> Corpus:
     """Opens sentence pairs; they are read when they are used.
 
@@ -51,11 +58,12 @@ def read_pairs(
         `flaxformer-mt prepare` or of Hugging Face's `save_to_disk`, or "tfds:NAME".
       columns: the columns of source and target in a table, by number from 1 or by name.
       source_language: its code, the suffix of its files in a folder.
-      target_language: likewise.
+      target_language: of the translations.
       split: of a folder or a data set.
       kind: of files in a folder, if they are not text: "tsv", "csv", "jsonl" or "tfds".
       tag: prepended to every source, such as "<2de>".
       weight: sampling weight of these pairs relative to others, in `packed`.
+      alignments: a file of word alignments, as `data.alignments`; without `tag`.
 
     Raises:
       UserError: there is no such text.
@@ -67,7 +75,8 @@ def read_pairs(
         source_language=source_language,
         target_language=target_language,
     )
-    return open_path(data, split, tag=tag, weight=weight)
+    corpus = open_path(data, split, tag=tag, weight=weight)
+    return with_alignments(corpus, Path(alignments), "alignments") if alignments else corpus
 
 
 def train_tokenizers(
@@ -99,8 +108,6 @@ class PackedData:
     stream: TrainingStream
     start: DataPosition = dataclasses.field(default_factory=DataPosition)
     """The position of the first batch."""
-    temporary: tempfile.TemporaryDirectory | None = None
-    """The folder of the tokens, if nothing else keeps it."""
 
     @property
     def shapes(self) -> tuple[BatchShape, ...]:
@@ -162,7 +169,7 @@ def packed(
       length: S and T, the tokens of a row; one number for both.
       seed: of the order of the pairs.
       cache: a folder for the tokens, which are memory-mapped; they are used again as long as text,
-        vocabulary and filters do not change. By default a temporary folder.
+        vocabulary and filters do not change. By default they are temporary files.
       options: further options, as of `data` in a configuration: `batching="buckets"` with
         `bucket_lengths`, `mixture_temperature`, `subword_sampling`, `long_sentences`, and filters
         such as `max_words`, `max_length_ratio` and `drop_duplicates`.
@@ -177,12 +184,13 @@ def packed(
     experiment = ExperimentConfig(
         model=config, data=data, train=TrainConfig(seed=seed, batch_tokens=rows * longest)
     )
-    temporary = None
-    if cache is None:
-        temporary = tempfile.TemporaryDirectory(prefix="flaxformer_mt-tokens-")
-        cache = temporary.name
-    stores = open_stores(Path(cache), _corpora(pairs), tokenizers, experiment)
-    return PackedData(TrainingStream(stores, experiment, tokenizers.source), temporary=temporary)
+    with contextlib.ExitStack() as stack:
+        if cache is None:
+            # A mapped file can be read after its name is removed, and does not outlive the process.
+            temporary = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+            cache = stack.enter_context(temporary)
+        stores = open_stores(Path(cache), _corpora(pairs), tokenizers, experiment)
+    return PackedData(TrainingStream(stores, experiment, tokenizers.source))
 
 
 def padded(

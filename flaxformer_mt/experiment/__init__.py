@@ -86,11 +86,11 @@ def train(
     An objective replaces the cross-entropy. Its name, and the options that `functools.partial`
     gives it, are recorded in `config.json`: a run continues with the same ones.
 
-        def focal(config, params, batch, key, frozen):
+        def per_sentence(config, params, batch, key, frozen):
             sums = fmt.cross_entropy(config, params, batch, key)
-            return sums.replace(loss=sums.loss**2 / sums.tokens)
+            return sums.replace(weight=jnp.sum(batch.decoder_segment_ids.max(axis=1)))
 
-        train("configs/quickstart.py", "runs/focal", objective=focal)
+        train("configs/quickstart.py", "runs/per-sentence", objective=per_sentence)
 
     Args:
       config: the configuration, or the path of a configuration file.

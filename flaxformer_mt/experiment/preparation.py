@@ -24,7 +24,7 @@ from flaxformer_mt.interop.exports import exports, summary
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.objectives.cross_entropy import Metrics, Objective
 from flaxformer_mt.runs.folder import (
-    check_unchanged,
+    check_corpora,
     check_vocabulary,
     holds_run,
     read_tokenizers,
@@ -104,7 +104,7 @@ def prepare(
         check_not_blank(of_role, given.model.has_inputs)
     if continued:
         tokenizers = read_tokenizers(workdir)
-        check_unchanged(workdir, corpora, tokenizers)
+        check_corpora(workdir, corpora)
     else:
         if given.model.has_inputs and check_languages:
             check_sides(corpora["train"], [*corpora["valid"], *corpora["test"]])
@@ -185,7 +185,7 @@ class Experiment:
             teacher, self.frozen = load_teacher(config.train.teacher, dataset.tokenizers)
             self.objective = make_objective(self.model, config.train, teacher)
 
-    def update(
+    def train_step(
         self, state: TrainState, batch: Batch, key: jax.Array, frozen: Any
     ) -> tuple[TrainState, Metrics]:
         """Makes a training step; see `compile_step`."""
@@ -200,9 +200,11 @@ class Experiment:
         )
 
     def compile_train_step(self) -> CompiledStep:
-        """Compiles `update` for the devices and the shapes of the batches."""
+        """Compiles `train_step` for the devices and the shapes of the batches."""
         shapes = len(self.dataset.training.shapes)
-        return self.devices.compile_train_step(self.update, frozen=self.frozen, max_shapes=shapes)
+        return self.devices.compile_train_step(
+            self.train_step, frozen=self.frozen, max_shapes=shapes
+        )
 
     def report(self) -> Iterator[tuple[str, str]]:
         """Yields the lines at the start of a run, each with its label."""
@@ -238,10 +240,11 @@ class Experiment:
             cost = step_cost(
                 self.devices,
                 self.state_shapes,
-                self.update,
+                self.train_step,
                 shape,
                 self.config.model.has_inputs,
                 frozen=self.frozen,
+                has_alignment=bool(self.config.data.alignments),
             )
             rows = f"{shape.rows} x {shape.source_length} and {shape.target_length} tokens"
             yield "step", f"one compilation for {rows}: {cost}"

@@ -167,6 +167,7 @@ def _closest_configuration(
     config: TransformerConfig, family: Family, accepted: Collection[str]
 ) -> Conversion:
     """Finds the configuration of `family` that differs least from `config`."""
+    config = validation.without_groups_of_one(config)
     fields = {name: getattr(config, name) for name in validation.FREE_FIELDS | family.open_switches}
     conversion = Conversion(config, family.configuration(**fields), family, accepted)
     if not config.target_vocab_size:

@@ -14,10 +14,9 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.model.attention import scaled_dot_product_attention
 from flaxformer_mt.model.kernels import fused_attention as kernels
-from flaxformer_mt.model.kernels import fused_norm
 from flaxformer_mt.model.logical_axes import mesh_platform
 from flaxformer_mt.model.masks import causal_mask, segment_mask
-from flaxformer_mt.model.normalization import layer_norm
+from flaxformer_mt.model.normalization import has_fused_norm, layer_norm
 from flaxformer_mt.model.numerics import at_least_float32
 from flaxformer_mt.model.transformer import Transformer, require_segment_ids
 
@@ -172,9 +171,11 @@ def residual_norm(
     """
     shift = jnp.zeros_like(scale) if bias is None else bias
     width = x.shape[-1]
-    if mesh_platform() == "gpu" and fused_norm.supports(width, x.dtype):
-        options = fused_norm.Options(epsilon, threshold=0, interpret=False, uses=1)
-        inputs = fused_norm.Inputs(residual, x, None, scale, shift, None)
+    if mesh_platform() == "gpu" and has_fused_norm(width, x.dtype):
+        from flaxformer_mt.model.kernels import fused_norm
+
+        options = fused_norm.NormOptions(epsilon, threshold=0, interpret=False, uses=1)
+        inputs = fused_norm.NormInputs(residual, x, None, scale, shift, None)
         return fused_norm.residual_norm(options, inputs)[0]
     dtype = at_least_float32(x.dtype)
     rows, scale, shift = (

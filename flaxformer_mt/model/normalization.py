@@ -12,7 +12,6 @@ from jaxtyping import Float
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.model.kernels.fused_norm import Inputs, Options, residual_norm, supports
 from flaxformer_mt.model.kernels.products import Biased
 from flaxformer_mt.model.logical_axes import mesh_platform
 from flaxformer_mt.model.numerics import Dropout, at_least_float32, column_sums
@@ -117,11 +116,13 @@ class Norm(nn.Module):
         self, x: Array, y: Array | Biased, dropout: Dropout, uses: int
     ) -> tuple[Array, ...]:
         """Normalizes x + dropout(y) in one kernel, once for each of the `uses` of the result."""
+        from flaxformer_mt.model.kernels.fused_norm import NormInputs, NormOptions, residual_norm
+
         key = dropout.draw_key() if dropout.threshold else None
         interpret = mesh_platform() == "cpu"
-        options = Options(self.config.norm_epsilon, dropout.threshold, interpret, uses)
+        options = NormOptions(self.config.norm_epsilon, dropout.threshold, interpret, uses)
         product, bias = y if isinstance(y, Biased) else (y, None)
-        return residual_norm(options, Inputs(x, product, bias, self.scale, self.bias, key))
+        return residual_norm(options, NormInputs(x, product, bias, self.scale, self.bias, key))
 
     def fuses(self, x: Array) -> bool:
         """Whether training computes the norm of a sum like `x` [B, T, D] in one kernel.
@@ -135,7 +136,7 @@ class Norm(nn.Module):
         refusal = ""
         if c.norm_kind != "layer_norm":
             refusal = f"needs model.norm_kind=layer_norm, not {c.norm_kind}"
-        elif not supports(c.d_model, x.dtype):
+        elif not has_fused_norm(c.d_model, x.dtype):
             refusal = (
                 "computes in float32 or bfloat16, with a power of two as model.d_model, not in "
                 f"{x.dtype} with {c.d_model}"
@@ -147,6 +148,11 @@ class Norm(nn.Module):
         if refusal:
             raise UserError(f"model.norm_backend=pallas_gpu {refusal}: use auto or xla")
         return True
+
+
+def has_fused_norm(width: int, dtype: jnp.dtype) -> bool:
+    """Whether the kernel can compute vectors of a width: its blocks are powers of two."""
+    return dtype in (jnp.float32, jnp.bfloat16) and width >= 64 and width & (width - 1) == 0
 
 
 class NormOutputs(NamedTuple):

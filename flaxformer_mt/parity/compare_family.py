@@ -12,9 +12,8 @@ from flaxformer_mt import interop
 from flaxformer_mt.interop.weight_maps.mapping import by_path
 from flaxformer_mt.parity import driver, references, trajectories
 from flaxformer_mt.parity.any_model import backward
-from flaxformer_mt.parity.diagnosis.diagnose import diagnose
-from flaxformer_mt.parity.diagnosis.family_values import FamilyValues
 from flaxformer_mt.parity.diagnosis.findings import Select
+from flaxformer_mt.parity.diagnosis.first_cause import FamilyValues, diagnose
 from flaxformer_mt.parity.diagnosis.inputs import DiagnosisInputs, select_rows
 from flaxformer_mt.parity.model_pair import (
     Forward,
@@ -159,11 +158,9 @@ def _is_random(sides: ModelPair, tokens: Tokens) -> bool:
 def _in_our_layout(
     values: Values, taps: Mapping[str, Tap | str], ours: Values, select: Select, dtype: str
 ) -> Values:
-    """Transposes time-major values [T, B, D] with B = T, whose shape does not tell their layout.
-
-    It is the layout in which a value agrees; for a value that agrees in neither, that of the last
-    one with the same `Tap.reshape`.
-    """
+    """Transposes time-major values [T, B, D] with B = T, whose shape does not tell their layout."""
+    # It is the layout in which a value agrees; for a value that agrees in neither, that of the last
+    # one with the same `Tap.reshape`.
     transposed: dict[Reshape | None, bool] = {}
     found = dict(values)
     for site, value in values.items():
@@ -186,11 +183,9 @@ def _in_our_layout(
 
 
 def _without_misplaced_taps(report: Report, theirs: Side) -> Report:
-    """Drops sites that differ only because a tap of the family does not fit the module.
-
-    The taps are where the published code computes the values. A module that computes the same
-    function may compute them elsewhere, in another layout, or not at all.
-    """
+    """Drops sites that differ only because a tap of the family does not fit the module."""
+    # The taps are where the published code computes the values. A module that computes the same
+    # function may compute them elsewhere, in another layout, or not at all.
     outcomes = [
         row for row in report.rows if row.site == "logits" or row.section in ("losses", "gradients")
     ]
@@ -232,11 +227,8 @@ def diagnosis_inputs(
         site="loss",
         config=ours.config,
         params=params,
-        source=tokens.source,
-        target_input=tokens.target_input,
-        target_output=tokens.target_output,
-        real_source=real.source,
-        real_target=real.target,
+        tokens=tokens,
+        real=real,
         ours=values,
         theirs=theirs.values,
         tolerance=VALUES[dtype],

@@ -1,8 +1,4 @@
-"""The driver of every comparison: values of both sides, rows, findings, notes, report.
-
-Families, any models and saved values differ in what computes the values of each side, and in which
-diagnosis is asked.
-"""
+"""The driver of every comparison: values of both sides, rows, findings, notes, report."""
 
 import dataclasses
 import math
@@ -10,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from flaxformer_mt.parity.diagnosis.diagnose import Diagnosis
 from flaxformer_mt.parity.diagnosis.findings import Model, Select, find
+from flaxformer_mt.parity.diagnosis.first_cause import Diagnosis
 from flaxformer_mt.parity.reports.comparison import Row
 from flaxformer_mt.parity.reports.report import Report
 from flaxformer_mt.parity.rows import VALUES, gradient_rows, step_rows, value_row
@@ -32,11 +28,7 @@ def compared(
     settings: tuple[SettingDifference, ...] = (),
     notes: Sequence[str] = (),
 ) -> Report:
-    """Returns the report on two sides, without causes.
-
-    The sites are in the order of our values; `select` maps a site and its value to the rows that
-    are compared, and `dtype`, that of the reference, determines the tolerances.
-    """
+    """Returns the report on two sides, without causes, in the order of our values."""
     rows = [*_value_rows(ours.values, theirs, select, dtype)]
     for loss, value in theirs.losses.items():
         rows.append(value_row(loss, np.array(ours.losses[loss]), np.array(value), dtype))
@@ -82,9 +74,9 @@ def explained(
     """Returns a report with the causes of its differences.
 
     Every differing site of `model` is found; `sites` has all of its sites in the order of the data
-    flow, and `theirs` the reference's values whose shapes are ours. If there are no findings,
-    `diagnosis_of` is asked for the cause of the first difference. `gradient_notes` says where,
-    backwards from the loss, the gradients begin to differ.
+    flow, and `theirs` the reference's values whose shapes are ours. Without findings,
+    `diagnosis_of` has the cause of the first difference. `gradient_notes` says where gradients
+    begin to differ.
     """
     first = next((row for row in report.rows if not row.passed), None)
     if first is None or first.reference_shape is not None:

@@ -41,7 +41,6 @@ SIZES: dict[Size, dict[str, int]] = {
     # The other sizes are those of the preset, usually D 512, F 2048, H 8 and 6 + 6 layers.
     "base": {"source_vocab_size": 4001, "target_vocab_size": 3989},
 }
-"""Sizes of references with random weights."""
 
 # Heads whose width is not D / H.
 _TOY_HEADS = {
@@ -82,10 +81,8 @@ def check_family(
       seed: seed of the weights and the sentences.
       checkpoint: a file or folder with the weights (and sizes) of the reference.
       saved: what another program computed with the checkpoint, instead of a reference.
-      tables: exact tables of positions, or the published ones, rounded to float32. Default:
-        published with saved values, else exact.
-      **settings: fields of `TransformerConfig` that override the size, or that the checkpoint does
-        not determine.
+      tables: see `compare`; by default "published" with saved values, else "exact".
+      **settings: fields of `TransformerConfig` that override the size or the checkpoint.
 
     Raises:
       UserError: the family, a setting or the checkpoint is invalid.

@@ -20,9 +20,9 @@ from flaxformer_mt.interop.weight_maps import checkpoints
 from flaxformer_mt.interop.weight_maps.family import sinusoids
 from flaxformer_mt.model.masks import causal_mask
 from flaxformer_mt.model.transformer import Transformer
-from flaxformer_mt.objectives.losses import Convention, label_smoothed_cross_entropy
+from flaxformer_mt.objectives.losses import label_smoothed_cross_entropy
 from flaxformer_mt.parity.any_model.program import TracedFunction, trace
-from flaxformer_mt.parity.recipes import Recipe, ReferenceLoss, recipe
+from flaxformer_mt.parity.recipes import Recipe, recipe
 from flaxformer_mt.parity.sides import Pair, copied
 from flaxformer_mt.parity.tokens import (
     Padding,
@@ -33,9 +33,6 @@ from flaxformer_mt.parity.tokens import (
 )
 from flaxformer_mt.parity.trace import Values, sites, values_of_model
 from flaxformer_mt.presets import canonical_family
-
-LOSS_FAMILIES = ("jadore801120", "annotated", "tunz", "torch", "fairseq")
-"""Families that together cover every convention of label smoothing."""
 
 Tables = Literal["exact", "published"]
 """Tables of positions. exact: computed in the dtype of the comparison; published: those of the
@@ -48,6 +45,8 @@ Forward = Callable[[nn.Module, Tokens], torch.Tensor]
 class OurModel:
     """Our model as functions of the reference's tensors by name, with tied tensors given once."""
 
+    loss_families = ("jadore801120", "annotated", "tunz", "torch", "fairseq")
+    """They cover every convention of label smoothing."""
     family: interop.Family
     config: TransformerConfig
     recipe: Recipe
@@ -86,7 +85,6 @@ class OurModel:
     def _with_published_tables(
         self, params: dict[str, Any], tensors: Mapping[str, Any]
     ) -> tuple[TransformerConfig, dict[str, Any]]:
-        """Returns the equivalent model whose positions are parameters: the published tables."""
         width = self.config.d_model
         exact = sinusoids(self.config)(self.config.max_length)
         rounded = jnp.asarray(exact.astype(np.float32), jnp.dtype(self.config.param_dtype))
@@ -112,9 +110,7 @@ class OurModel:
         """Returns all values by site."""
         return values_of_model(self.config, values) | {"logits": np.asarray(outputs[0])}
 
-    def loss(
-        self, outputs: Sequence[Array], batch: Tokens, convention: Convention | None = None
-    ) -> Array:
+    def loss(self, outputs: Sequence[Array], batch: Tokens, family: str = "") -> Array:
         """Computes the loss per target token, by default with the convention of the recipe."""
         (logits,) = outputs
         total, weight = label_smoothed_cross_entropy(
@@ -122,17 +118,10 @@ class OurModel:
             classes(batch, logits.shape[-1], self.config.pad_id),
             batch.target_output != self.config.pad_id,
             self.recipe.smoothing,
-            convention or self.recipe.convention,
+            (recipe(family) if family else self.recipe).convention,
             self.config.pad_id,
         )
         return total / weight
-
-    def other_losses(self, outputs: Sequence[Array], batch: Tokens) -> dict[str, Array]:
-        """Computes the loss by every convention."""
-        return {
-            f"loss/{name}": self.loss(outputs, batch, recipe(name).convention)
-            for name in LOSS_FAMILIES
-        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +130,6 @@ class ModelPair(Pair):
 
     ours: OurModel
     params: Mapping[str, Any]
-    """Our parameters, as returned by `interop.load`."""
     module: nn.Module
     forward: Forward
 
@@ -157,11 +145,7 @@ class ModelPair(Pair):
         return {name: copied(tensor) for name, tensor in state.items() if id(tensor) not in trained}
 
     def outputs(self, batch: Tokens) -> dict[str, torch.Tensor]:
-        """Computes the logits [B, T, V] of the reference, differentiably.
-
-        Raises:
-          UserError: the module returns neither [B, T, V] nor [B*T, V].
-        """
+        """Computes the logits [B, T, V], differentiably; raises UserError if they are not that."""
         logits = self.forward(self.module, batch)
         rows = batch.target_output.shape
         vocabulary = self.ours.config.target_vocab_size or self.ours.config.d_model
@@ -174,26 +158,16 @@ class ModelPair(Pair):
         return {"logits": logits.reshape(*rows, vocabulary)}
 
     def loss(
-        self,
-        outputs: Mapping[str, torch.Tensor],
-        batch: Tokens,
-        its_loss: ReferenceLoss | None = None,
+        self, outputs: Mapping[str, torch.Tensor], batch: Tokens, family: str = ""
     ) -> torch.Tensor:
         """Computes the loss per target token, by default with the loss of the recipe."""
         logits, pad_id = outputs["logits"], self.ours.config.pad_id
         targets = torch.tensor(classes(batch, logits.shape[-1], pad_id)).long()
-        total, count = (its_loss or self.ours.recipe.loss)(
+        its_loss = (recipe(family) if family else self.ours.recipe).loss
+        total, count = its_loss(
             logits.flatten(0, 1), targets.flatten(), self.ours.recipe.smoothing, pad_id
         )
         return total / count
-
-    def other_losses(
-        self, outputs: Mapping[str, torch.Tensor], batch: Tokens
-    ) -> dict[str, torch.Tensor]:
-        """Computes the loss by every convention."""
-        return {
-            f"loss/{name}": self.loss(outputs, batch, recipe(name).loss) for name in LOSS_FAMILIES
-        }
 
     def traced(self, batch: Tokens) -> tuple[TracedFunction, list[Any]]:
         """Returns our model as a traced function whose intermediates are the sites."""
@@ -263,7 +237,6 @@ def _vectors(d_model: int) -> np.ndarray:
 def _source_and_target(
     config: TransformerConfig, tokens: Tokens
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the inputs of bare layers, [B, S, D] and [B, T, D]."""
     dtype = getattr(torch, config.dtype)
     table = torch.tensor(_vectors(config.d_model), dtype=dtype)
     return table[tokens.source % config.d_model], table[tokens.target_input % config.d_model]

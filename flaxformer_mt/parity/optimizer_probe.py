@@ -104,7 +104,6 @@ def _constants(updates: np.ndarray) -> _Constants:
 
 
 def _epsilon(ratios: np.ndarray) -> float | None:
-    """Solves for epsilon from updates relative to the first; None if they are not Adam's."""
     with np.errstate(divide="ignore", invalid="ignore"):
         solved = (1 / ratios - 1) / (1 / _GRADIENTS - 1 / (ratios * _LARGEST))
     usable = (ratios > 1e-3) & (ratios < 1 - 1e-3) & (solved > 0)

@@ -30,7 +30,6 @@ class PublishedModel:
     source: Path
     tensors: Tensors
     checkpoint: PublishedCheckpoint | None
-    """The content of a file; None for a folder."""
     config: TransformerConfig | None
 
     def configure(self, overrides: Mapping[str, Any]) -> TransformerConfig:

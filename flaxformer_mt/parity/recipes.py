@@ -28,14 +28,12 @@ class Recipe:
     """
 
     convention: Convention
-    """Our convention of label smoothing."""
     optimizer: OptimizerConfig
     loss: ReferenceLoss = dataclasses.field(compare=False)
     adam: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = dataclasses.field(compare=False)
     rate: Callable[[int, int], float] = dataclasses.field(compare=False)
     """The published learning rate, of the update t = 1, 2, ... and D."""
     smoothing: float = 0.1
-    """e of the label smoothing, on both sides."""
     source_padding: Literal["left", "right"] = "right"
     """The side on which source sentences are padded."""
     counts_tokens: bool = False
@@ -92,7 +90,6 @@ def _recipe(
     counts_tokens: bool = False,
     **schedule: Any,
 ) -> Recipe:
-    """Returns a recipe with Adam; `schedule` has further fields of our `OptimizerConfig`."""
     return Recipe(
         convention=convention,
         optimizer=OptimizerConfig(beta1=0.9, beta2=beta2, epsilon=epsilon, **schedule),

@@ -17,7 +17,6 @@ class SettingDifference(NamedTuple):
     """A setting that a module has otherwise than our configuration."""
 
     name: str
-    """A field of `TransformerConfig`."""
     ours: Any
     theirs: Any
     where: str

@@ -1,16 +1,15 @@
 """Our side of a comparison and a PyTorch module with the same weights, and the values of each.
 
 Our side is a function of the *module's* tensors, which it maps to its own parameters. Gradients are
-therefore with respect to the module's tensors: those of tied tensors are summed, those of a folded
-matrix are pulled back through the fold, and an optimizer can update the same tensors as PyTorch's.
+therefore with respect to them, through ties and folds, and an optimizer can update the same ones.
 """
 
 import abc
 import contextlib
 import functools
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -47,14 +46,14 @@ class Side(NamedTuple):
 class Ours(Hashable, Protocol):
     """Our side, by which compiled programs are cached."""
 
+    loss_families: ClassVar[tuple[str, ...]]
+    """Families whose losses are compared, too."""
+
     def run(self, tensors: Mapping[str, Any], batch: Any) -> tuple[Any, Any]:
         """Computes the outputs, and the values that `by_site` takes."""
 
-    def loss(self, outputs: Sequence[Any], batch: Any) -> Any:
-        """Computes the loss that is differentiated."""
-
-    def other_losses(self, outputs: Sequence[Any], batch: Any) -> dict[str, Any]:
-        """Computes the losses that are only compared."""
+    def loss(self, outputs: Sequence[Any], batch: Any, family: str = "") -> Any:
+        """Computes the loss that is differentiated, or that of a family."""
 
     def by_site(self, outputs: Sequence[Any], values: Any) -> Values:
         """Returns all values by site, in the order of computation; then the outputs."""
@@ -79,14 +78,10 @@ class Pair(abc.ABC):
         """Computes the module's outputs by site, differentiably."""
 
     @abc.abstractmethod
-    def loss(self, outputs: Mapping[str, torch.Tensor], batch: Any) -> torch.Tensor:
-        """Computes the module's loss."""
-
-    def other_losses(
-        self, outputs: Mapping[str, torch.Tensor], batch: Any
-    ) -> dict[str, torch.Tensor]:
-        """Computes the losses that are only compared."""
-        return {}
+    def loss(
+        self, outputs: Mapping[str, torch.Tensor], batch: Any, family: str = ""
+    ) -> torch.Tensor:
+        """Computes the module's loss, or that of a family."""
 
     @abc.abstractmethod
     def traced(self, batch: Any) -> tuple[TracedFunction, list[Any]]:
@@ -103,11 +98,10 @@ def run_ours(pair: Pair, batch: Any) -> Side:
 
 @functools.lru_cache(maxsize=8)
 def _program(ours: Ours) -> Any:
-    """Returns the compiled function of (trained, fixed, batch) to gradients and other values."""
 
     def loss_of(trained, fixed, batch):
         outputs, values = ours.run(trained | fixed, batch)
-        losses = {"loss": ours.loss(outputs, batch)} | ours.other_losses(outputs, batch)
+        losses = _losses(ours, ours.loss, outputs, batch)
         return losses["loss"], (losses, outputs, values)
 
     return jax.jit(jax.grad(loss_of, has_aux=True), compiler_options=COMPILER_OPTIONS)
@@ -119,7 +113,7 @@ def run_reference(
     """Computes the values of the module at its taps; `strict` as for `values_of_module`."""
     shapes = {site: value.shape for site, value in ours.items()}
     run = values_of_module(pair.module, taps, lambda _: pair.outputs(batch), shapes, strict)
-    losses = {"loss": pair.loss(run.output, batch)} | pair.other_losses(run.output, batch)
+    losses = _losses(pair.ours, pair.loss, run.output, batch)
     outputs = {
         site: comparable(site, tensor.detach().numpy()) for site, tensor in run.output.items()
     }
@@ -131,6 +125,11 @@ def run_reference(
         run.again,
         run.uncertain,
     )
+
+
+def _losses(ours: Ours, loss: Callable[..., Any], outputs: Any, batch: Any) -> dict[str, Any]:
+    others = {f"loss/{family}": loss(outputs, batch, family) for family in ours.loss_families}
+    return {"loss": loss(outputs, batch)} | others
 
 
 def copied(tensor: torch.Tensor) -> np.ndarray:

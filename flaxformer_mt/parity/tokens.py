@@ -31,10 +31,8 @@ class Padding(NamedTuple):
 
 
 def padding(tokens: Tokens, pad_id: int) -> Padding:
-    """Returns the masks of real tokens; the target's is that of its outputs.
-
-    (Some models start decoding with `pad_id`, so that the inputs are ambiguous.)
-    """
+    """Returns the masks of real tokens; the target's is that of its outputs."""
+    # Some models start decoding with `pad_id`, so that the inputs are ambiguous.
     found = Padding(tokens.source != pad_id, tokens.target_output != pad_id)
     if not found.target.any():
         raise UserError("the batch has no target token that is not padding")
@@ -66,11 +64,7 @@ def as_tokens(batch: Any, config: TransformerConfig) -> Tokens:
     """Converts a batch in any of the usual forms, see `compare`; arrays of NumPy, JAX or PyTorch.
 
     Missing outputs are the inputs without the first token, followed by the end token; a row of
-    padding alone has none.
-
-    Raises:
-      UserError: the batch has another form, inconsistent shapes, tokens outside of the
-        vocabularies, or packed rows.
+    padding alone has none. Raises UserError for another form and for packed rows.
     """
     names = ("encoder_input_tokens", "decoder_input_tokens", "decoder_target_tokens")
     if isinstance(batch, tuple | list):
@@ -153,17 +147,9 @@ def example(
     source_padding: Literal["left", "right"] = "right",
     seed: int = 0,
 ) -> Tokens:
-    """Returns sentences of random tokens and lengths; all but the first row are padded.
+    """Returns B = `rows` random sentences; all but the first are padded, targets on the right.
 
     Without vocabularies (bare layers), token ids are below D.
-
-    Args:
-      config: provides vocabulary sizes and special tokens.
-      rows: B.
-      source_length: S.
-      target_length: T.
-      source_padding: the side on which sources are padded; targets are padded on the right.
-      seed: seed of the sentences.
     """
     random = np.random.default_rng(seed)
     source_lengths = _lengths(random, source_length, rows)

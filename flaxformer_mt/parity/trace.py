@@ -53,7 +53,6 @@ class Site(NamedTuple):
 
     name: str
     path: str
-    """Path in the intermediates."""
     call: int
     """Index among the values recorded at the path."""
     layer: int | None
@@ -242,9 +241,8 @@ def values_of_module(
 ) -> ModuleValues:
     """Runs a module by `call` and captures the values of its taps.
 
-    `shapes` has the shape of every site, in the order of computation. If `strict`, a tap that does
-    not fit the module raises UserError; otherwise a site whose module does not exist or is never
-    called is omitted, and a value of another shape is kept.
+    `shapes` has the shape of every site, in order. If `strict`, a tap that does not fit the module
+    raises UserError; otherwise its site is omitted, or a value of another shape is kept.
     """
     wanted = {site: Tap(tap) if isinstance(tap, str) else tap for site, tap in taps.items()}
     modules = dict(module.named_modules(remove_duplicate=False))
@@ -298,11 +296,7 @@ def frozen_parameters(module: nn.Module) -> list[str]:
 
 
 def parameter_gradients(module: nn.Module, loss: torch.Tensor) -> dict[str, np.ndarray]:
-    """Returns the gradients of a loss by the name of the trained parameter, 0 where it is unused.
-
-    Raises:
-      UserError: no parameter is trained, or the loss is not differentiable.
-    """
+    """Returns a loss's gradients by the name of the trained parameter, 0 where it is unused."""
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if not parameters:
         raise UserError("all parameters of the module are frozen: call module.requires_grad_()")
@@ -328,7 +322,6 @@ def _further_calls(
     seen: Mapping[Key, list[list[Any]]],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the outputs of calls that no tap denotes: a layer may run several times."""
     denoted = {(keys[site], tap.call % max(len(seen[keys[site]]), 1)) for site, tap in taps.items()}
     for site, tap in taps.items():
         if tap.is_by_head:
@@ -446,5 +439,4 @@ def _request_weights(
 
 
 def _copied(value: Any) -> Any:
-    """Copies a tensor, which may be modified in place, to a NumPy array."""
     return value.detach().clone().numpy() if isinstance(value, torch.Tensor) else value

@@ -21,6 +21,7 @@ from torch import nn
 from flaxformer_mt import interop
 from flaxformer_mt.config import OptimizerConfig
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.parity import sides
 from flaxformer_mt.parity.model_pair import Forward, model_pair, real_tokens
 from flaxformer_mt.parity.optimizer_probe import (
     TorchOptimizer,
@@ -29,18 +30,9 @@ from flaxformer_mt.parity.optimizer_probe import (
     updates_of_torch,
 )
 from flaxformer_mt.parity.recipes import Recipe
-from flaxformer_mt.parity.sides import (
-    COMPILER_OPTIONS,
-    Ours,
-    Pair,
-    precision,
-    restored,
-    without_dropout,
-)
 from flaxformer_mt.training.optimizer import make_optimizer, make_schedule
 
 TOLERANCES = {"float64": 1e-8, "float32": 1e-3}
-"""Relative tolerance of the loss of a step."""
 
 
 class Curves(NamedTuple):
@@ -149,23 +141,16 @@ def trajectory(
 ) -> Trajectory:
     """Trains a reference and our model side by side, without dropout; restores the module.
 
-    Args:
-      family: the weight map of the module.
-      module: the reference.
-      batches: used in turn; each new shape is compiled.
-      num_steps: N.
-      forward: how to run the module, as for `compare`.
-      recipe: loss, schedule and optimizer of both sides; by default the family's.
-      tolerance: relative tolerance; by default from `TOLERANCES`.
-      **overrides: settings that tensors do not determine, see `interop.load`.
+    The N = `num_steps` steps use `batches` in turn; each new shape is compiled. `tolerance` is
+    relative, by default from `TOLERANCES`; the other arguments are those of `compare`.
 
     Raises:
       UserError: the tensors are not the family's, or a batch is invalid.
     """
-    sides = model_pair(family, module, overrides, forward, recipe)
-    tokens = [real_tokens(sides, batch)[0] for batch in batches]
-    optimizers = of_recipe(sides.ours.recipe, sides.ours.config.d_model, num_steps)
-    return train_both(sides, sides.dtype, tokens, num_steps, optimizers, tolerance)
+    pair = model_pair(family, module, overrides, forward, recipe)
+    tokens = [real_tokens(pair, batch)[0] for batch in batches]
+    optimizers = of_recipe(pair.ours.recipe, pair.ours.config.d_model, num_steps)
+    return train_both(pair, pair.dtype, tokens, num_steps, optimizers, tolerance)
 
 
 def _unknown_rate(count: Any) -> float:
@@ -211,7 +196,7 @@ def _of_config(config: OptimizerConfig, d_model: int, num_steps: int) -> Any:
 
 
 def train_both(
-    pair: Pair,
+    pair: sides.Pair,
     dtype: str,
     batches: Sequence[Any],
     num_steps: int,
@@ -223,9 +208,9 @@ def train_both(
         raise UserError(
             f"num_steps={num_steps} of {len(batches)} batches: there must be one of each at least"
         )
-    with precision(dtype), without_dropout(pair.module):
+    with sides.precision(dtype), sides.without_dropout(pair.module):
         ours = train_ours(pair, batches, num_steps, optimizers)
-        with restored(pair.module):
+        with sides.restored(pair.module):
             theirs = train_reference(pair, batches, num_steps, optimizers)
         found = Trajectory(ours, theirs, tolerance or TOLERANCES[dtype])
         first = found.first_divergence
@@ -234,7 +219,7 @@ def train_both(
         found = found._replace(optimizers=_differences(optimizers))
         if _update(first.quantity, first.step) < 2:
             return found
-        with restored(pair.module):
+        with sides.restored(pair.module):
             _change_the_last_bit(pair.module)
             control = train_reference(pair, batches, first.step, optimizers)
             return found._replace(control=control)
@@ -243,7 +228,7 @@ def train_both(
 def _differences(optimizers: Optimizers) -> tuple[str, ...]:
     ours, reference = optimizers.at_one_rate or optimizers[:2]
     try:
-        with precision("float64"):
+        with sides.precision("float64"):
             return tuple(differences(updates_of_optax(ours), updates_of_torch(reference)))
     except (ValueError, TypeError, LookupError):
         return ()  # An optimizer of a certain tree of parameters cannot be given others.
@@ -256,7 +241,7 @@ def _change_the_last_bit(module: nn.Module) -> None:
 
 
 def train_ours(
-    pair: Pair, batches: Sequence[Any], num_steps: int, optimizers: Optimizers
+    pair: sides.Pair, batches: Sequence[Any], num_steps: int, optimizers: Optimizers
 ) -> Curves:
     """Trains our side from the weights of the pair."""
     step = _program(pair.ours, optimizers.ours, optimizers.schedule)
@@ -273,7 +258,7 @@ def train_ours(
 
 @functools.lru_cache(maxsize=8)
 def _program(
-    ours: Ours, optimizer: optax.GradientTransformation, schedule: Callable[[Any], Any]
+    ours: sides.Ours, optimizer: optax.GradientTransformation, schedule: Callable[[Any], Any]
 ) -> Any:
     def step(trained, state, fixed, count, batch):
         def loss_of(trained):
@@ -285,11 +270,11 @@ def _program(
         norms = optax.tree.norm(gradients), optax.tree.norm(trained)
         return trained, state, (schedule(count), loss, *norms)
 
-    return jax.jit(step, compiler_options=COMPILER_OPTIONS)
+    return jax.jit(step, compiler_options=sides.COMPILER_OPTIONS)
 
 
 def train_reference(
-    pair: Pair, batches: Sequence[Any], num_steps: int, optimizers: Optimizers
+    pair: sides.Pair, batches: Sequence[Any], num_steps: int, optimizers: Optimizers
 ) -> Curves:
     """Trains the reference in place."""
     parameters = [p for p in pair.module.parameters() if p.requires_grad]

@@ -14,11 +14,12 @@ import numpy as np
 
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs import atomic, step_folders
-from flaxformer_mt.runs.checkpoint import restore_params, whole_checkpoints, write_params
+from flaxformer_mt.runs.checkpoint import whole_checkpoints, write_params
 from flaxformer_mt.runs.data_file import check_files
 from flaxformer_mt.runs.folder import read_config
 from flaxformer_mt.runs.layout import CONFIG, DATA, ORIGIN, TOKENIZER
 from flaxformer_mt.runs.retention import validated_steps
+from flaxformer_mt.runs.trained_model import load_run
 
 
 def average_run(
@@ -44,8 +45,7 @@ def average_run(
       The steps that were averaged.
 
     Raises:
-      UserError: there are too few intact checkpoints, `run_folder` is not a run folder or damaged,
-        or the output exists or cannot be written.
+      UserError: there are too few intact checkpoints, or a folder cannot be used.
     """
     run_folder, output = Path(run_folder), Path(output)
     if output.exists():
@@ -73,7 +73,7 @@ def average(run_folder: str | Path, steps: Sequence[int]) -> dict[str, Any]:
     """
     total: dict[str, Any] = {}
     for step in steps:
-        params = jax.device_get(restore_params(run_folder, step)[1])
+        params = jax.device_get(load_run(run_folder, step).params)
         wide = jax.tree.map(lambda leaf: leaf.astype(np.float64), params)
         total = jax.tree.map(np.add, total, wide) if total else wide
     return jax.tree.map(lambda leaf, like: (leaf / len(steps)).astype(like.dtype), total, params)

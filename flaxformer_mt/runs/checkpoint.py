@@ -59,8 +59,8 @@ class Checkpoints:
 
     A context manager: leaving it waits until everything is written. If several processes train
     together, each has `Checkpoints` of the same folder, and all call the same methods. A state that
-    is a dict or a dataclass with the member "params" can be used by whatever reads the parameters
-    of a run, such as `average` and `train.init_from`; of "ema", too, if it is not None.
+    is a dict or a dataclass with the member "params" can be used by everything that reads the
+    parameters of a run, such as `average` and `train.init_from`; of "ema", too, if it is not None.
     """
 
     def __init__(
@@ -85,8 +85,7 @@ class Checkpoints:
           announce: called with one line for each damaged checkpoint.
 
         Raises:
-          UserError: the folder cannot be written to, a checkpoint cannot be opened, or `data.json`
-            is damaged.
+          UserError: the folder cannot be written to, or a checkpoint or `data.json` cannot be read.
         """
         self.run_folder = Path(run_folder)
         self._folder = step_folders.folder_of(run_folder)
@@ -127,11 +126,9 @@ class Checkpoints:
         self._unfinished: Future[None] | None = None
 
     def __enter__(self) -> "Checkpoints":
-        """Returns itself."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        """Waits and closes, also after an exception."""
         self.close()
         if kind is None:  # Otherwise the other processes may never reach the barrier.
             distributed.barrier("checkpoints are written")
@@ -206,11 +203,8 @@ class Checkpoints:
             not be those that the checkpoint was written with.
 
         Returns:
-          The state, and the JSON values of the position that was saved with it.
-
-        Raises:
-          UserError: the checkpoint holds parameters only, as an averaged one does, or another kind
-            of state, or is of another run.
+          The state, and the JSON values of the position that was saved with it; errors as of
+          `restore_or`.
         """
         self.wait()
         path = self._folder / str(self._latest)
@@ -241,8 +235,8 @@ class Checkpoints:
     def wait_for_all(self) -> None:
         """As `wait`, in all processes: the first one completes checkpoints, the others wait for it.
 
-        All of them have to call it before they end, because JAX aborts the first one if it is still
-        writing `SHUTDOWN_SECONDS` later.
+        All have to call it before they end: JAX aborts the first one if it still writes
+        `SHUTDOWN_SECONDS` later.
         """
         self.wait()
         distributed.barrier("the checkpoint is complete")
@@ -301,10 +295,9 @@ class Checkpoints:
 def restore_params(
     run_folder: str | Path, checkpoint: CheckpointSelector = "best"
 ) -> tuple[int, dict[str, Any]]:
-    """Restores parameters only, onto one device.
+    """Restores parameters only, onto one device; of a run with a moving average, that.
 
-    If training kept a moving average of the parameters, that is restored. Each process may call
-    this independently of the others.
+    Each process may call this independently of the others.
 
     Args:
       run_folder: the run folder.
@@ -352,13 +345,7 @@ def _restore_params(path: Path, run_id: str | None) -> dict[str, Any]:
 
 
 def write_params(run_folder: str | Path, step: int, params: Mapping[str, Any]) -> None:
-    """Writes a checkpoint of parameters only, which cannot be continued.
-
-    Args:
-      run_folder: the run folder; must not have checkpoints.
-      step: names the checkpoint.
-      params: nested dicts of arrays.
-    """
+    """Writes the first checkpoint of a run, of parameters only, which cannot be continued."""
     folder = step_folders.folder_of(run_folder)
     _require_writable_name(folder)
     folder.mkdir(parents=True)
@@ -383,15 +370,11 @@ def on_this_host(tree: Any) -> Any:
 def whole_checkpoints(
     run_folder: str | Path, announce: Callable[[str], None] = print
 ) -> dict[int, float]:
-    """Verifies all checkpoints and returns the ranking scores of those that are intact.
-
-    Args:
-      run_folder: the run folder.
-      announce: called with one line for each damaged checkpoint.
+    """Verifies all checkpoints, and announces each damaged one in a line.
 
     Returns:
-      By step, the `ranking_score` by the run's `train.best_metric`; -inf without a validation. A
-      training in progress may remove any of them that is not in use (`step_folders.in_use`).
+      By step, the `ranking_score` of each intact one; -inf without a validation. A training in
+      progress may remove any of them that is not in use (`step_folders.in_use`).
     """
     folder = step_folders.folder_of(run_folder)
     scores, damaged = step_folders.verified(folder)
@@ -403,7 +386,11 @@ def whole_checkpoints(
 def _members(state: Any) -> dict[str, Any] | None:
     """Returns the members of a state that is a dict or a dataclass; None of another tree."""
     if isinstance(state, Mapping):
-        return {str(name): value for name, value in state.items()}
+        # Not its own items: a frozen dict wraps them when they are read.
+        items, _ = jax.tree_util.tree_flatten_with_path(
+            state, is_leaf=lambda node: node is not state
+        )
+        return {str(path[0].key): value for path, value in items}
     if dataclasses.is_dataclass(state):
         return {
             field.name: getattr(state, field.name)
@@ -434,20 +421,17 @@ def _joined(template: Any, items: Mapping[str, Any]) -> Any:
     if members is None:
         return training[_WHOLE]
     found = {name: items[name] for name in (PARAMS, EMA) if items.get(name) is not None} | training
-    if isinstance(template, Mapping):
-        return {name: found[str(name)] for name in template}
-    return dataclasses.replace(template, **found)
+    if not isinstance(template, Mapping):
+        return dataclasses.replace(template, **found)
+    # Also of a frozen or an ordered dict. A moving average may be None.
+    structure = jax.tree.structure(template, is_leaf=lambda node: node is not template)
+    return jax.tree.unflatten(structure, map(found.get, members))
 
 
 _WHOLE = "state"  # The name of a state that is neither a dict nor a dataclass.
 
 
 def _check_same_kind(path: Path, stored: Any, wanted: Mapping[str, Any]) -> None:
-    """Checks that a checkpoint has the arrays of a template.
-
-    Raises:
-      UserError: it has not.
-    """
     there: dict[str, Any] = {}
     here: dict[str, Any] = {}
     for name in (PARAMS, EMA, TRAINING):
@@ -497,7 +481,6 @@ def _to_json(position: Any) -> Any:
 
 
 def _from_json(values: Any, like: Any) -> Any:
-    """The inverse of `_to_json`, for a position of the type of another one."""
     if hasattr(like, "from_json"):
         return type(like).from_json(values)
     if hasattr(like, "_asdict") or dataclasses.is_dataclass(like):
@@ -532,11 +515,7 @@ def _from_first_process(value: Any) -> Any:
 
 @contextlib.contextmanager
 def _explained(problem: str, consequence: str = "") -> Iterator[None]:
-    """Converts errors of the operating system.
-
-    Raises:
-      UserError: `problem`, the reason, and `consequence`.
-    """
+    """Converts errors of the operating system into `UserError`."""
     try:
         yield
     except Exception as error:
@@ -547,11 +526,7 @@ def _explained(problem: str, consequence: str = "") -> Iterator[None]:
 
 
 def _require_writable_name(folder: Path) -> None:
-    """Checks that Orbax can write to a folder: it reads some names as patterns.
-
-    Raises:
-      UserError: it cannot.
-    """
+    """Orbax reads some names as patterns, and cannot write to such a folder."""
     for name in folder.absolute().parts:
         if re.search(r"\[.*\]|\\", name):
             raise UserError(
@@ -582,7 +557,7 @@ class _CompletingLoop(asyncio.SelectorEventLoop):
     """An event loop that completes its tasks before it is closed."""
 
     def close(self) -> None:
-        """See the base class."""
+        """Completes the tasks."""
         if not self.is_closed() and (tasks := asyncio.all_tasks(self)):
             self.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         super().close()

@@ -21,14 +21,9 @@ _NO_LOCKS = atomic.NO_LOCKS | {errno.EBADF, errno.EINVAL}
 
 @contextlib.contextmanager
 def locked(run_folder: str | Path, announce: Callable[[str], None] = print) -> Iterator[None]:
-    """Locks a run folder against other processes that train.
+    """Locks a run folder, created if missing, against other processes that train.
 
-    The file `lock` remains; it has no meaning by itself.
-
-    Args:
-      run_folder: created if missing.
-      announce: called with a warning if the file system does not support locks; the folder is then
-        not locked.
+    On a file system without locks it is not locked, and `announce` is called with a warning.
 
     Raises:
       UserError: another process holds the lock, or the folder cannot be written to.
@@ -73,8 +68,8 @@ def held(folder: Path, *, exclusive: bool = False, wait: bool = True) -> Iterato
       wait: whether to wait for the others.
 
     Yields:
-      Whether the folder is there and no other process has it: always, as long as it is there, on a
-      file system without locks.
+      Whether the folder exists and no other process holds it; without support for locks, whether it
+      exists.
     """
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -23,9 +23,7 @@ class Entry(NamedTuple):
     """What a manifest records of a file."""
 
     bytes: int
-    """Its size."""
     sha256: str
-    """SHA-256 of its content, in hexadecimal."""
 
 
 def entry_of(content: bytes) -> Entry:
@@ -62,7 +60,7 @@ def damage(
       A description of the first difference, or None if there is none.
 
     Raises:
-      UserError: see `difference`.
+      UserError: a file cannot be opened for a reason that may pass, such as missing permission.
     """
     if not os.path.lexists(folder / MANIFEST):
         return f"{MANIFEST} is missing: the {kind} is incomplete, or the file was deleted"
@@ -109,16 +107,7 @@ def _synced(path: Path) -> dict[str, Any]:
 
 
 def difference(path: Path, entry: Entry, name: str) -> str | None:
-    """Describes how a file differs from its entry; None if it does not.
-
-    Args:
-      path: the file.
-      entry: what it is expected to be.
-      name: what it is called in the description.
-
-    Raises:
-      UserError: the file cannot be opened for a reason that may pass, such as missing permission.
-    """
+    """Describes how a file, called `name`, differs from its entry; None if it does not."""
     if not os.path.lexists(path):
         return f"{name} is missing"
     try:

@@ -14,12 +14,7 @@ import numpy as np
 
 from flaxformer_mt import config as configuration
 from flaxformer_mt import distributed
-from flaxformer_mt.config import (
-    DataConfig,
-    ExperimentConfig,
-    TransformerConfig,
-    with_vocabulary_sizes,
-)
+from flaxformer_mt.config import ExperimentConfig, TransformerConfig, with_vocabulary_sizes
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.memory_limits import LESS_ON_DEVICE, explained_exhaustion
@@ -72,34 +67,6 @@ def load_run(folder: str | Path, checkpoint: CheckpointSelector = "best") -> Tra
     return run
 
 
-def save_run(
-    folder: str | Path,
-    config: TransformerConfig,
-    tokenizers: Tokenizers,
-    params: Any,
-    *,
-    step: int = 0,
-    languages: tuple[str, str] = ("", ""),
-) -> None:
-    """Writes trained parameters as a run folder, which all commands can use.
-
-        fmt.save_run("runs/mine-final", config, tokenizers, state["params"])
-
-    Args:
-      folder: the folder to create.
-      config: of the model.
-      tokenizers: its vocabularies.
-      params: its parameters, on any devices; of several processes, all have to call this.
-      step: the number of training steps made.
-      languages: the codes of source and target, by which `evaluate` chooses its tokenizer.
-
-    Raises:
-      UserError: the folder exists or cannot be written, or the parameters are not of this model.
-    """
-    data = DataConfig(source_language=languages[0], target_language=languages[1])
-    write_model(folder, ExperimentConfig(model=config, data=data), tokenizers, params, step=step)
-
-
 def write_model(
     folder: str | Path,
     config: ExperimentConfig,
@@ -108,18 +75,11 @@ def write_model(
     origin: Mapping[str, bytes] = {},
     step: int = 0,
 ) -> None:
-    """Writes a run folder with one checkpoint, atomically; arguments as of `save_run`.
-
-    Args:
-      folder: the folder to create.
-      config: the configuration of the run.
-      tokenizers: the vocabularies.
-      params: the parameters.
-      origin: see `write_run`.
-      step: of the checkpoint.
+    """Writes a run folder with one checkpoint, atomically; of several processes, all call this.
 
     Raises:
-      UserError: the folder exists or cannot be written, or the parameters are not of this model.
+      UserError: the folder exists or cannot be written, or the embedding tables do not have the
+        sizes of the vocabularies.
     """
     from flaxformer_mt.runs.checkpoint import on_this_host, write_params
 
@@ -160,15 +120,8 @@ def describe_run(
     """Returns what a trained model is and what identifies it, as JSON values.
 
     None are the metric of a checkpoint that was not validated, the fingerprints of the training
-    data of a folder that does not have them, and "hold_out" if no pairs are held out.
-
-    Args:
-      folder: the run folder.
-      checkpoint: whose parameters to describe.
-      announce: called with one line for each damaged checkpoint.
-
-    Raises:
-      UserError: see `load_run`.
+    data of a folder that does not have them, and "hold_out" if no pairs are held out. `announce` is
+    called with one line for each damaged checkpoint.
     """
     from flax.traverse_util import flatten_dict
 

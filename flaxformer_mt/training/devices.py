@@ -251,7 +251,7 @@ def compile_step(
     def transform(step: Callable, state: Any) -> Any:
         of_state = shardings(state, mesh, rules)
         jitted = jax.jit(
-            _with_rules(getattr(update, "__name__", "step"), step, mesh),
+            _with_rules(update, step, mesh),
             in_shardings=(of_state, row_sharding(mesh), *shardings(arguments, mesh, rules)),
             out_shardings=(of_state, everywhere),
             donate_argnums=0,
@@ -275,7 +275,7 @@ def compile_evaluation(
 
     def transform(step: Callable, params: Any) -> Any:
         return jax.jit(
-            _with_rules(getattr(evaluate, "__name__", "evaluate"), step, mesh),
+            _with_rules(evaluate, step, mesh),
             in_shardings=(shardings(params, mesh, rules), row_sharding(mesh)),
             out_shardings=NamedSharding(mesh, PartitionSpec()),
         )
@@ -319,12 +319,12 @@ def _placed(tree: Any, mesh: Mesh, rules: Rules) -> Any:
     return tree if given == wanted else place(tree, mesh, rules)
 
 
-def _with_rules(name: str, step: Callable, mesh: Mesh) -> Callable:
+def _with_rules(given: Callable, step: Callable, mesh: Mesh) -> Callable:
     """Returns the step, traced with the mesh and the sharding rules of activations.
 
     Args:
-      name: of the compiled program, in traces.
-      step: the step.
+      given: the user's function, which names the compiled program in traces.
+      step: the step that calls it.
       mesh: the devices.
     """
 
@@ -335,7 +335,8 @@ def _with_rules(name: str, step: Callable, mesh: Mesh) -> Callable:
         ):
             return step(*arguments)
 
-    with_rules.__name__ = name
+    given = getattr(given, "func", given)  # Of functools.partial.
+    with_rules.__name__ = getattr(given, "__name__", "step")
     return with_rules
 
 

@@ -100,7 +100,7 @@ def _parse(pattern: str, text: str) -> ShardingRule:
 def shardings(
     tree: Any, mesh: Mesh | AbstractMesh, user_rules: tuple[ShardingRule, ...] = ()
 ) -> Any:
-    """Shards the arrays of a tree by the rules, whatever the tree is.
+    """Shards the arrays of any tree by the rules.
 
     A dimension that its mesh axis does not divide is not sharded. Arrays with fewer dimensions than
     the parameter that a rule is for are replicated: these are Adafactor's row and column means.

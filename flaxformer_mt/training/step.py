@@ -175,7 +175,7 @@ def moving_average(average: Params, params: Params, decay: float) -> Params:
 
 
 def eval_step(params: Params, batch: Batch, *, model: nn.Module, config: TrainConfig) -> Metrics:
-    """Computes the metrics of a batch without dropout, whatever the objective is.
+    """Computes the metrics of a batch without dropout; they do not depend on the objective.
 
     Returns:
       "loss" (the label-smoothed cross-entropy), "accuracy", and "cross_entropy" (without label

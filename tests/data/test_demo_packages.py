@@ -8,8 +8,7 @@ import pytest
 from flaxformer_mt.config import CorpusConfig, DataConfig
 from flaxformer_mt.data.corpora.corpus import ParallelCorpus, open_corpus
 from flaxformer_mt.data.corpora.filters import script_words
-from flaxformer_mt.data.corpora.language_profiles import cldr_profile
-from flaxformer_mt.data.sanity_checks import check_sides
+from flaxformer_mt.data.sanity_checks import check_sides, cldr_profile
 from flaxformer_mt.errors import UserError
 
 SOURCES = ["the small dog runs over the green field and then it sleeps near the river"] + [

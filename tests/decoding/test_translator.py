@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from talker import exhaust_memory, random_params, sentences, with_decode, with_end_bias
 
+import flaxformer_mt as fmt
 from flaxformer_mt.config import CorpusConfig, DataConfig, DecodeConfig
 from flaxformer_mt.data.corpora.corpus import ParallelCorpus
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
@@ -447,3 +448,38 @@ def test_a_device_without_enough_memory_is_explained(monkeypatch, talker):
         UserError, match=r"^translation needs more memory .*lower decode\.batch_tok"
     ):
         make_translator(talker).translate("ein Hund")
+
+
+def plainly_translate(talker, params, **options):
+    model, _, tokenizers, _ = talker.parts
+    return fmt.translate(model, params, tokenizers, SENTENCES[:3], beam_size=1, **options)
+
+
+def test_another_call_of_translate_compiles_nothing(talker, caplog):
+    first = plainly_translate(talker, talker.params)
+    other = jax.tree.map(lambda leaf: leaf + 0.5, talker.params)
+    with jax.log_compiles():
+        assert plainly_translate(talker, talker.params) == first
+        assert plainly_translate(talker, other) != first
+        assert not caplog.messages  # Not even traced.
+        jax.jit(lambda number: number * 3.0)(2.0)
+        assert caplog.messages  # This would have been seen.
+
+
+def test_sharded_parameters_are_translated_with(talker):
+    mesh = fmt.make_mesh(fsdp=2, tensor=2)
+    sharded = fmt.place(talker.params, mesh)
+    assert any(not leaf.is_fully_replicated for leaf in jax.tree.leaves(sharded))
+    assert plainly_translate(talker, sharded) == plainly_translate(talker, talker.params)
+
+
+def test_translate_names_what_is_wrong_with_its_arguments(talker):
+    with pytest.raises(TypeError, match=r"no search option max_lenght.*max_length"):
+        plainly_translate(talker, talker.params, max_lenght=3)
+    with pytest.raises(UserError, match=r'give its entry "params"'):
+        plainly_translate(talker, {"params": talker.params})
+    without = {name: value for name, value in talker.params.items() if name != "encoder"}
+    with pytest.raises(UserError, match=r"encoder/.* missing; found decoder"):
+        plainly_translate(talker, without)
+    model, params, tokenizers, _ = talker.parts
+    assert isinstance(fmt.translate(model, params, tokenizers, "Hund", beam_size=1), str)

@@ -17,6 +17,7 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.data.stream.batches import Batch
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.model import functional
+from flaxformer_mt.model.kernels import fused_norm
 from flaxformer_mt.model.transformer import Transformer
 
 CONFIG = TransformerConfig(
@@ -152,9 +153,9 @@ def test_attention_without_segments_sees_all_keys():
 def test_residual_norm_is_its_equation(platform, monkeypatch):
     if platform == "gpu":  # As on the platform, but interpreted.
         monkeypatch.setattr(functional, "mesh_platform", lambda: "gpu")
-        options = functional.fused_norm.Options
+        options = fused_norm.NormOptions
         monkeypatch.setattr(
-            functional.fused_norm, "Options", lambda *a, **k: options(*a, **k | {"interpret": True})
+            fused_norm, "NormOptions", lambda *a, **k: options(*a, **k | {"interpret": True})
         )
     x, residual = jax.random.normal(jax.random.key(0), (2, 2, 8, 64))
     scale, bias = jax.random.normal(jax.random.key(1), (2, 64))

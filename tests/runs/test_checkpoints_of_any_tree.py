@@ -1,5 +1,6 @@
 """Checkpoints of states that are not those of the trainer, and run folders of their parameters."""
 
+import collections
 import dataclasses
 import json
 import os
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.core import FrozenDict
 from flax.training.train_state import TrainState as FlaxState
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -58,7 +60,26 @@ def as_numbers(seed):
     return {"params": {"x": np.float32(seed)}, "step": seed, "rate": 0.5, "n": np.int32(seed)}
 
 
-STATES = [as_dict, as_flax, as_pair, as_optax, as_array, as_numbers]
+def as_frozen_dict(seed):
+    return FrozenDict(as_dict(seed))
+
+
+def as_ordered_dict(seed):
+    """JAX keeps its order, which is not that of the names."""
+    opt = collections.OrderedDict(second=jnp.int32(seed), first=FrozenDict(make_params(seed)))
+    return collections.OrderedDict(step=seed, params=make_params(seed), ema=None, opt=opt)
+
+
+STATES = [
+    as_dict,
+    as_flax,
+    as_pair,
+    as_optax,
+    as_array,
+    as_numbers,
+    as_frozen_dict,
+    as_ordered_dict,
+]
 
 
 def saved(folder, step, state, position=None, **options):
@@ -299,11 +320,26 @@ def test_a_folder_that_exists_is_not_replaced(tmp_path, model):
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_parameters_of_another_model_are_not_saved(tmp_path, model):
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"target_embedding": {"embedding": jnp.zeros((9, 16))}}, "target_embedding/embedding has"),
+        ({"target_embedding": {}}, "target_embedding/embedding missing"),
+        ({"decoder": {}}, "decoder/.* missing"),
+    ],
+)
+def test_parameters_of_another_model_are_not_saved(tmp_path, model, changes, message):
     config, tokenizers, params = model
-    with pytest.raises(UserError, match="no target_embedding/embedding, but layers"):
-        fmt.save_run(tmp_path / "run", config, tokenizers, {"layers": {}})
-    shorter = {**params, "target_embedding": {"embedding": jnp.zeros((9, 16))}}
-    with pytest.raises(UserError, match="was trained with 9"):
-        fmt.save_run(tmp_path / "run", config, tokenizers, shorter)
+    with pytest.raises(UserError, match=message):
+        fmt.save_run(tmp_path / "run", config, tokenizers, {**params, **changes})
+    assert not (tmp_path / "run").exists()
+
+
+def test_parameters_of_another_width_are_not_saved(tmp_path, model):
+    config, tokenizers, params = model
+    wider = jax.tree.map(lambda leaf: leaf, params)
+    kernel = wider["encoder"]["layers"]["feed_forward"]["hidden"]["kernel"]
+    wider["encoder"]["layers"]["feed_forward"]["hidden"]["kernel"] = jnp.tile(kernel, 2)
+    with pytest.raises(UserError, match="hidden/kernel has the shape"):
+        fmt.save_run(tmp_path / "run", config, tokenizers, wider)
     assert not (tmp_path / "run").exists()

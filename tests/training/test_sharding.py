@@ -10,12 +10,14 @@ import pytest
 from flax import linen as nn
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+import flaxformer_mt as fmt
 from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.data.stream.batches import BatchShape
 from flaxformer_mt.data.stream.placement import ROW_AXES
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.model.attention import MultiHeadAttention
 from flaxformer_mt.model.transformer import Embedding, Transformer
-from flaxformer_mt.training.memory import collectives, parse
+from flaxformer_mt.training.memory import abstract_batch, collectives, parse, sent_bytes
 from flaxformer_mt.training.sharding import (
     ACTIVATION_RULES,
     AXES,
@@ -299,3 +301,47 @@ def test_gradients_of_query_key_and_value_are_added_up_before_they_are_sent():
     # Of the output, and of the input's gradient.
     assert [each.kind for each in sent(step, x)] == ["all-reduce"] * 2
     np.testing.assert_allclose(step(x)[0], gradient_of(x), atol=1e-5)
+
+
+def test_compile_step_sends_matrices_where_plain_jit_sends_the_vectors_of_all_rows():
+    """For the step of a script, too: the rules of activations are part of `compile_step`."""
+    config = TransformerConfig(
+        source_vocab_size=32, target_vocab_size=32, d_model=16, num_heads=2, d_ff=32,
+        num_encoder_layers=1, num_decoder_layers=1, dropout_rate=0.0,
+    )  # fmt: skip
+    mesh = fmt.make_mesh(fsdp=8)
+
+    def update(state, batch, key, frozen):
+        def loss(params):
+            sums = fmt.cross_entropy(config, params, batch)
+            return sums.loss / sums.tokens
+
+        gradient = jax.grad(loss)(state["params"])
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], gradient)
+        return {"params": params, "step": state["step"] + 1}, 0
+
+    shapes = jax.eval_shape(lambda: {"params": fmt.init(config, jax.random.key(0)), "step": 0})
+    shapes["step"] = jax.ShapeDtypeStruct((), jnp.int32)
+    of_state = shardings(shapes, mesh)
+    state = jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+        shapes,
+        of_state,
+    )
+    of_rows = NamedSharding(mesh, PartitionSpec(ROW_AXES))
+    batch = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=of_rows),
+        abstract_batch(BatchShape(512, 16, 16)),
+    )
+
+    def sent(lowered):
+        compiled = lowered.compile({"xla_backend_optimization_level": 0})
+        return sum(sent_bytes(compiled.as_text()).values())
+
+    plain = jax.jit(
+        lambda state, batch: update(state, batch, None, None),
+        in_shardings=(of_state, of_rows),
+        out_shardings=(of_state, NamedSharding(mesh, PartitionSpec())),
+    )
+    ours = sent(fmt.compile_step(update, mesh).lower(state, batch))
+    assert 2 * ours < sent(plain.lower(state, batch))

@@ -54,9 +54,6 @@ class SeenPairs:
     """A set of pairs, stored as 64-bit hashes.
 
     The probability of a collision among 10 million distinct pairs is 3 in a million.
-
-    Args:
-      hashes: uint64 [N], initial content, as returned by `hashes`.
     """
 
     def __init__(self, hashes: np.ndarray | None = None):
@@ -95,9 +92,9 @@ class PairFilter:
 
     Args:
       config: options of the filters.
-      corpus: the corpus; its languages determine the expected scripts, and its tag is ignored.
+      corpus: its languages determine the expected scripts, and its tag is ignored.
       has_inputs: False for a language model, whose sources are empty.
-      seen: pairs of earlier corpora, which count as duplicates; the pairs of this corpus are added.
+      seen: pairs of earlier corpora, which count as duplicates; those of this corpus are added.
 
     Attributes:
       dropped: the dropped pairs by reason, such as "more than 100 words".
@@ -118,13 +115,7 @@ class PairFilter:
         self._checks = _checks(config, corpus, has_inputs, SeenPairs() if seen is None else seen)
 
     def keep(self, number: int, source: str, target: str) -> bool:
-        """Returns whether a pair is kept, and otherwise counts it in `dropped`.
-
-        Args:
-          number: 1-based number of the pair in its corpus, for examples.
-          source: source sentence from `Corpus.pairs`, including the tag.
-          target: target sentence.
-        """
+        """Returns whether pair `number` (from 1) is kept, and otherwise counts it in `dropped`."""
         text = source.removeprefix(self._tag)
         for reason, applies in self._checks:
             if applies(text, target):
@@ -145,7 +136,6 @@ _Check = tuple[str, Callable[[str, str], bool]]
 
 
 def _checks(config: DataConfig, corpus: Corpus, has_inputs: bool, seen: SeenPairs) -> list[_Check]:
-    """Returns the reasons for dropping a pair, with their predicates, in order of precedence."""
     limit, ratio = config.max_words, config.max_length_ratio
     checks: dict[str, Callable[[str, str], bool]] = {}
     checks["empty side"] = _has_empty_side if has_inputs else _has_empty_target
@@ -187,7 +177,6 @@ def _words(text: str) -> int:
 
 
 def _length_ratio(source: str, target: str) -> float:
-    """Returns the number of words of the longer side over that of the shorter, nonempty one."""
     shorter, longer = sorted(map(_words, (source, target)))
     return longer / shorter
 
@@ -202,9 +191,6 @@ def script_words(language: str) -> tuple[str, ...]:
 
     The script is the one in the language code ("sr_Latn"), or else the default script of the
     language (from the likely subtags of the Unicode CLDR).
-
-    Args:
-      language: ISO 639 code, optionally with script and territory: "de", "deu", "zh_Hant", "pt-BR".
 
     Raises:
       UserError: the language is unknown, or Babel is not installed.
@@ -233,12 +219,7 @@ def script_words(language: str) -> tuple[str, ...]:
 
 
 def is_mostly_in(script: tuple[str, ...], text: str) -> bool:
-    """Returns whether at least half of the letters of a text are in a script.
-
-    Args:
-      script: from `script_words`.
-      text: any text; without letters the result is True.
-    """
+    """Returns whether at least half of the letters of a text are in a script."""
     letters = matching = 0
     for character, count in collections.Counter(text).items():
         word = _first_word(character)

@@ -1,7 +1,7 @@
 """Development and test pairs that are set aside from the training corpora.
 
-A hash of the source decides: a pair is held out whatever the other pairs are and wherever it is in
-its file, and all pairs of a source are on the same side. The share that is held out is a power of
+A hash of the source decides, independently of the other pairs and of the position in the file, and
+all pairs of a source are on the same side. The share that is held out is a power of
 two, so that a file that grows by some pairs gives the same held-out pairs, and those of its new
 pairs that belong to them; where it passes to the next power, half of them return to training.
 """
@@ -33,7 +33,7 @@ def hold_out(
       roles: what pairs are held out for.
 
     Returns:
-      The corpora of "train" and of each role, in the order of the given ones.
+      The corpora of "train" and of each role, in the given order.
     """
     division = Division(corpora, pairs, tuple(roles))
     everything: tuple[Role, ...] = ("train", *roles)
@@ -125,7 +125,6 @@ def _hash(source: str) -> int:
 
 
 def _part(division: Division, number: int, role: Role) -> StreamedCorpus:
-    """The part of a corpus for a role."""
     corpus = division.corpora[number]
     stream: Callable[[], Iterator[SentencePair]]
     if role == "train":

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flaxformer_mt.data.corpora.corpus import Corpus
+from flaxformer_mt.data.corpora.text_files import counted
 from flaxformer_mt.data.corpora.tfds_reader import require_tfds
-from flaxformer_mt.data.progress import counted
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs import atomic
 
@@ -38,15 +38,12 @@ def build_dataset(
     folder: Path,
     shard_bytes: int = SHARD_BYTES,
 ) -> dict[str, int]:
-    """Writes a data set atomically.
+    """Writes a data set atomically, and returns the number of pairs in each split.
 
     Args:
       splits: the corpus of each split, by name; all have the same two languages.
       folder: folder to create; must not exist.
       shard_bytes: approximate size of a file.
-
-    Returns:
-      The number of pairs in each split.
 
     Raises:
       UserError: the folder exists or cannot be written, a package is missing, or a corpus cannot
@@ -97,11 +94,7 @@ def _write_split(
     corpus: Corpus,
     shard_bytes: int,
 ) -> Any:
-    """Writes the files of one split.
-
-    Returns:
-      `tfds.core.SplitInfo`.
-    """
+    """Writes the files of one split; returns its `tfds.core.SplitInfo`."""
     serializer = tfds.core.example_serializer.ExampleSerializer(features.get_serialized_info())
     records = (
         # By default the order of the languages differs between processes.
@@ -133,7 +126,6 @@ class _Shard(NamedTuple):
 
 
 def _write_shard(path: Path, records: Iterable[bytes], shard_bytes: int) -> _Shard:
-    """Writes records to one file until it is full or the records end."""
     from array_record.python.array_record_module import ArrayRecordWriter
 
     number = num_bytes = 0

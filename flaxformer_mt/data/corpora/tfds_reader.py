@@ -60,9 +60,7 @@ class TfdsSplit:
     """The languages to read."""
 
     def pairs(self) -> Iterator[tuple[str, str]]:
-        """Yields the pairs in the order in which they are stored.
-
-        Line breaks within a sentence become spaces.
+        """Yields the stored pairs; line breaks within a sentence become spaces.
 
         Raises:
           UserError: a file is damaged (array_record has checksums), a sentence is not UTF-8, or no
@@ -109,11 +107,11 @@ class TfdsSplit:
 
 
 def open_split(path: str, split: str, languages: LanguagePair, prefix: str) -> TfdsSplit:
-    """Opens a split of a data set given by its builder's name or by its folder.
+    """Opens a split ("train", "train[:10%]") of a data set.
 
     Args:
       path: builder name such as "wmt14_translate/de-en", or a folder with `dataset_info.json`.
-      split: "train", "train[:10%]", "train+validation".
+      split: in the notation of TensorFlow Datasets.
       languages: the languages to read.
       prefix: prefix of the options "path" and "source_language" in messages: "data.".
 
@@ -161,11 +159,6 @@ def _how_to_prepare(path: str, is_folder: bool, prefix: str) -> str:
 def _find_languages(
     tfds: Any, features: Any, languages: LanguagePair, where: str, prefix: str
 ) -> Callable[[Any], tuple[str, str] | None]:
-    """Returns the function that extracts a pair from an example; see `TfdsSplit.take`.
-
-    Raises:
-      UserError: the features have no translations, or none in one of the languages.
-    """
     kinds = (tfds.features.Translation, tfds.features.TranslationVariableLanguages)
     if isinstance(features, kinds):
         key, feature = None, features

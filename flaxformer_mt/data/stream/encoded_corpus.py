@@ -1,7 +1,7 @@
 """Corpora as token sequences, with statistics.
 
 Training corpora are encoded once and stored on disk (`token_store`); development and test sets are
-encoded in memory, here. Sequences are not truncated: long pairs are handled in `long_pairs`.
+encoded in memory, here. Sequences are not truncated: long pairs are handled in `mixture`.
 """
 
 import dataclasses
@@ -61,7 +61,7 @@ class CorpusReport:
     sources: SideReport | None
     """The source side, before truncation to the row length; None for a language model."""
     targets: SideReport
-    """The target side, likewise."""
+    """The target side, before truncation to the row length."""
     truncated: int = 0
     """Number of pairs truncated to the row length."""
 
@@ -84,12 +84,7 @@ class CorpusReport:
         return self.pairs - sum(dropped.count for dropped in self.dropped.values())
 
     def fitted_to_rows(self, dropped: Dropped | None = None, truncated: int = 0) -> "CorpusReport":
-        """Returns the report with the pairs that are longer than a row.
-
-        Args:
-          dropped: the pairs dropped for this reason, if any.
-          truncated: number of pairs truncated instead.
-        """
+        """Returns the report with the pairs longer than a row, which were dropped or truncated."""
         too_long = {} if dropped is None else {"longer than a row": dropped}
         return dataclasses.replace(self, dropped={**self.dropped, **too_long}, truncated=truncated)
 
@@ -126,12 +121,7 @@ class CorpusReport:
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
-    """A ragged array of texts, stored end to end.
-
-    Attributes:
-      data: uint8 [all bytes], UTF-8.
-      offsets: int64 [texts + 1]; text i is `data[offsets[i]:offsets[i + 1]]`.
-    """
+    """A ragged array of UTF-8 texts: number i is `data[offsets[i]:offsets[i + 1]]`, in uint8."""
 
     data: np.ndarray
     offsets: np.ndarray
@@ -166,14 +156,12 @@ class EncodedCorpus:
     """Sampling weight of its pairs relative to those of other corpora."""
     parts: tuple[tuple[str, int], ...] = ()
     """See `ParallelCorpus.parts`."""
+    links: Sentences | None = None
+    """The links of each pair, from `LinkEncoder`; None if the corpus has none."""
 
 
 class SideEncoder:
-    """Encodes one side of a corpus in chunks and collects its statistics.
-
-    Args:
-      tokenizer: the vocabulary of the side.
-    """
+    """Encodes one side of a corpus in chunks and collects its statistics."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer

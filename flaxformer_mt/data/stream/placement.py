@@ -44,8 +44,8 @@ def place_batch(batch: Batch, mesh: Mesh) -> Batch:
     rows, parts = len(batch.decoder_input_tokens), row_shards(mesh) // own_shard(mesh).count
     if rows % parts:
         raise UserError(
-            f"the {rows} rows of a batch cannot be divided evenly among {parts} devices: make "
-            "train.batch_tokens larger, or a multiple of the row length times the devices"
+            f"the {rows} rows of a batch cannot be divided evenly among {parts} devices: give a "
+            "multiple of the devices as rows=, or as train.batch_tokens in units of the row length"
         )
     sharding = row_sharding(mesh)
     return jax.tree.map(

@@ -45,12 +45,6 @@ class Prefetched(Generic[_Item], Iterator[tuple[_Item, DataPosition]]):
         self._thread.start()
 
     def __next__(self) -> tuple[_Item, DataPosition]:
-        """Returns the next batch and the position after it.
-
-        Raises:
-          Exception: an exception raised by `read`.
-          StopIteration: the stream is closed.
-        """
         if self._closed.is_set():
             raise StopIteration
         start = time.perf_counter()

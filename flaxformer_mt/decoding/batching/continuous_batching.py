@@ -11,7 +11,6 @@ digit of a score may round differently.)
 """
 
 import collections
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Self
@@ -113,7 +112,6 @@ class ContinuousBatcher:
         self._decode = decode
         self._options = SearchOptions.from_config(decode, self._model, bad_phrases, scores)
         self._limit = longest_position(self._configs)
-        self._shapes: dict[tuple[int, _ConstraintWidths, int], SearchState] = {}
 
     def decode(self, requests: Sequence[Request]) -> Iterator[tuple[int, TokenHypotheses]]:
         """Yields the index of each request and its hypotheses, as they finish."""
@@ -174,16 +172,16 @@ class ContinuousBatcher:
 
     def _state_shape(self, length: int, widths: "_ConstraintWidths") -> SearchState:
         """Returns the shapes of a one-row search, for S = `length` and the smallest P."""
-        key = length, widths, self._target_length(1)
-        if key not in self._shapes:
-            sources, constraints = self._arrays(length, widths, [None])
-            begin = functools.partial(
-                programs.begin_search, configs=self._configs, max_length=key[-1]
-            )
-            self._shapes[key] = jax.eval_shape(
-                begin, self._params[self._devices[0]], sources, constraints, self._options
-            )
-        return self._shapes[key]
+        sources, constraints = self._arrays(length, widths, [None])
+        shapes: SearchState = programs.shapes_of_search.eval_shape(
+            self._params[self._devices[0]],
+            sources,
+            constraints,
+            self._options,
+            configs=self._configs,
+            max_length=self._target_length(1),
+        )
+        return shapes
 
     def _target_length(self, length: int) -> int:
         return row_length(length, self._limit, MIN_TARGET_LENGTH)

@@ -52,6 +52,10 @@ def begin_search(
     return start(constraints, tuple(caches), options, max_length)
 
 
+# Its `eval_shape` traces once per configuration and shape, as the programs do.
+shapes_of_search = jax.jit(begin_search, static_argnames=("configs", "max_length"))
+
+
 def empty_search(single_row: SearchState, num_rows: int, device: Any) -> SearchState:
     """Returns a search of rows without sentences, with shapes and dtypes as in `single_row`."""
 

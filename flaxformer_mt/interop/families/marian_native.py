@@ -4,7 +4,6 @@ Names and options are those of Marian, src/models/transformer.h: layer numbers i
 1, and biases have the shape [1, D]. Decoding starts from a zero vector. There is no padding token.
 """
 
-import functools
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -21,6 +20,7 @@ from flaxformer_mt.interop.weight_maps.family import (
 )
 from flaxformer_mt.interop.weight_maps.rules import ArrayTuple, TensorRule, embeddings, same
 from flaxformer_mt.model.transformer import ZERO_VECTOR
+from flaxformer_mt.presets import check_choice
 
 NAME = "marian-native"
 
@@ -35,6 +35,8 @@ NO_TOKEN = -1
 """The padding id of a vocabulary without padding token."""
 END = 0
 """The id of `</s>` in all of Marian's vocabularies."""
+TOKENS = {"pad_id": NO_TOKEN, "bos_id": ZERO_VECTOR, "eos_id": END}
+"""The special tokens of all models."""
 
 _SUPPORTED: dict[str, tuple[Any, ...]] = {
     "type": ("transformer",),
@@ -269,6 +271,19 @@ def options(config: TransformerConfig) -> dict[str, Any]:
     }
 
 
+def _preset(**overrides: Any) -> TransformerConfig:
+    check_choice(NAME, overrides, "activation", ("silu", "relu"))
+    values: dict[str, Any] = {
+        "norm_epsilon": 1e-6,
+        "activation": "silu",
+        "position_layout": "concatenated",
+        "position_exponent": "tensor2tensor",
+        "mask_target_padding": False,
+        **TOKENS,
+    }
+    return TransformerConfig(**values | overrides)
+
+
 FAMILY = Family(
     name=NAME,
     sizes=_sizes,
@@ -287,15 +302,5 @@ FAMILY = Family(
     ),
     layout_of_tensors=_layout,
     layout_of_params=lambda arrays, carried: OUTPUT,
-    preset=functools.partial(
-        TransformerConfig,
-        norm_epsilon=1e-6,
-        activation="silu",
-        position_layout="concatenated",
-        position_exponent="tensor2tensor",
-        mask_target_padding=False,
-        pad_id=NO_TOKEN,
-        bos_id=ZERO_VECTOR,
-        eos_id=END,
-    ),
+    preset=_preset,
 )

@@ -17,6 +17,7 @@ from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import SentencePieceT
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.input_files import MAX_MODEL_BYTES, read_bytes
+from flaxformer_mt.interop.exports import marian_native_obstacle
 from flaxformer_mt.interop.families.marian_native import END, FAMILY, NO_TOKEN, options
 from flaxformer_mt.interop.formats import marian_files, marian_search
 from flaxformer_mt.interop.formats.bundle import ModelBundle, experiment
@@ -92,6 +93,8 @@ def write(bundle: ModelBundle, folder: Path, accepted: Collection[str] = ()) -> 
         name: _checked(tokenizer, "the run's vocabulary").model
         for name, tokenizer in zip(names, (tokenizers.source, tokenizers.target), strict=False)
     }
+    if obstacle := marian_native_obstacle(model):
+        raise UserError(f"its models cannot have {obstacle}")
     search, notes = marian_search.from_decode(bundle.config.decode, tokenizers.target)
     settings = {"relative-paths": True, "models": [_MODEL], "vocabs": [names[0], names[-1]]}
     with atomic.new_folder(folder) as partial:

@@ -235,10 +235,11 @@ def to_state_dict(
     """Returns the reference's state dict for our parameters, in the reference's order.
 
     Raises:
-      UserError: the configuration is not the family's, or the parameters do not match the
-        configuration.
+      UserError: the configuration is not the family's, a special token is outside the vocabulary,
+        or the parameters do not match the configuration.
     """
     validation.check_switches(family, config)
+    validation.check_ids(config)
     arrays = mapping.by_path(params)
     validation.check_params(config, arrays)
     carried = {name: np.asarray(array) for name, array in params.get(CARRIED, {}).items()}

@@ -75,9 +75,9 @@ class Family:
     """Returns the computed tensors."""
     open_switches: frozenset[str] = frozenset()
     """Fields of the mathematics that users of the published code can choose."""
-    head_widths: Literal["even", "rounded", "free"] = "even"
-    """Width of a head's queries, keys and values. even: D / H; rounded: D / H, rounded down; free:
-    any."""
+    head_widths: Literal["even", "rounded", "equal", "free"] = "even"
+    """Width of a head's queries, keys and values. even: D / H; rounded: D / H, rounded down; equal:
+    any, but the same for all; free: any."""
     layout_of_tensors: Callable[[Collection[str]], str] = _one_layout
     """Returns which of several published layouts a checkpoint with these names has."""
     layout_of_params: Callable[[Tensors, Tensors], str] = _one_layout

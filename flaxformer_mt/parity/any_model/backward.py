@@ -25,8 +25,7 @@ def first_difference(
 ) -> list[str]:
     """Returns a sentence on the last site, in the order of computation, whose gradient differs.
 
-    The gradients of all sites after it agree, so the difference is in what reads it. Nothing is
-    returned if the gradients of all sites agree.
+    The gradients of all sites after it agree: the difference is in what reads it. [] if all agree.
     """
     traced, leaves = pair.traced(batch)
     theirs = _gradients_of_module(pair, batch, taps, values)

@@ -15,7 +15,7 @@ from torch import nn
 
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.weight_maps.rules import TensorRule
-from flaxformer_mt.parity import driver
+from flaxformer_mt.parity import driver, sides
 from flaxformer_mt.parity.any_model import backward
 from flaxformer_mt.parity.any_model.program import TracedFunction, trace
 from flaxformer_mt.parity.any_model.program_values import ProgramValues
@@ -28,15 +28,6 @@ from flaxformer_mt.parity.any_model.weight_rules import (
 from flaxformer_mt.parity.diagnosis.findings import Select
 from flaxformer_mt.parity.reports.report import Report
 from flaxformer_mt.parity.rows import VALUES
-from flaxformer_mt.parity.sides import (
-    Pair,
-    copied,
-    precision,
-    restored,
-    run_ours,
-    run_reference,
-    without_dropout,
-)
 from flaxformer_mt.parity.trace import Tap, Values, comparable, frozen_parameters
 from flaxformer_mt.parity.trajectories import Optimizers, train_both
 
@@ -61,7 +52,7 @@ def compare_models(
     num_steps: int = 0,
     optimizers: tuple[Callable[..., Any], optax.GradientTransformation] | None = None,
 ) -> Report:
-    """Compares all named values, the outputs and the gradients of a module and a function.
+    """Reports on all named values, the outputs and the gradients of a module and a function.
 
     Args:
       torch_module: the reference, in float32 or float64; the function gets the same dtype. It runs
@@ -83,9 +74,6 @@ def compare_models(
       num_steps: the number of optimizer steps to compare, on the one batch.
       optimizers: for PyTorch a function of the parameters, and for JAX of optax.
 
-    Returns:
-      The report; `passed` is True if every row is within its tolerance.
-
     Raises:
       UserError: the sides cannot be compared; the message says what does not fit.
     """
@@ -97,7 +85,7 @@ def compare_models(
         raise UserError(f"weights_of={weights_of!r}: choose module or function")
     dtype = _dtype(torch_module)
     inputs = _narrowed(batch if isinstance(batch, tuple) else (batch,), dtype)
-    with precision(dtype):
+    with sides.precision(dtype):
         like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), params)
         shapes = {path: leaf.shape for path, leaf in _by_path(like).items()}
         applied = weight_rules(
@@ -116,10 +104,14 @@ def compare_models(
         raise UserError("weights_of='function' needs arrays in params, not shapes")
     arguments, select = jax.tree.leaves(inputs), real or _everything
     steps = None
-    with precision(dtype), without_dropout(torch_module), pair.with_weights(given, dtype):
-        ours = run_ours(pair, arguments)
+    with (
+        sides.precision(dtype),
+        sides.without_dropout(torch_module),
+        pair.with_weights(given, dtype),
+    ):
+        ours = sides.run_ours(pair, arguments)
         taps = names if names is not None else _same_names(torch_module, ours.values)
-        theirs = run_reference(pair, arguments, taps, ours.values, names is not None)
+        theirs = sides.run_reference(pair, arguments, taps, ours.values, names is not None)
         if optimizers is not None and num_steps:
             both = Optimizers(optimizers[1], optimizers[0])
             steps = train_both(pair, dtype, [arguments], num_steps, both)
@@ -158,6 +150,7 @@ def _everything(site: str, value: np.ndarray) -> np.ndarray:
 class _Function:
     """The JAX function, given the module's tensors and the leaves of the batch."""
 
+    loss_families = ()
     program: TracedFunction
     rules: WeightRules
     paths: tuple[str, ...]
@@ -183,17 +176,14 @@ class _Function:
         )
         return {site: comparable(site, value) for site, value in found.items()}
 
-    def loss(self, outputs: Sequence[Any], batch: Sequence[Any]) -> Any:
+    def loss(self, outputs: Sequence[Any], batch: Sequence[Any], family: str = "") -> Any:
         if self.given_loss:
             return self.given_loss(*outputs)
         return _default_loss(jnp, self.program.output_names, self.real, *outputs)
 
-    def other_losses(self, outputs: Sequence[Any], batch: Sequence[Any]) -> dict[str, Any]:
-        return {}
-
 
 @dataclasses.dataclass(frozen=True)
-class _FunctionPair(Pair):
+class _FunctionPair(sides.Pair):
     """A JAX function and a PyTorch module; batches are lists of the leaves of the arguments."""
 
     ours: _Function
@@ -207,7 +197,7 @@ class _FunctionPair(Pair):
         """Gives the module the weights of the function by path, if there are any."""
         tensors = dict(_tensors(self.module))
         arrays = {path: np.asarray(leaf, dtype) for path, leaf in given.items()}
-        with restored(self.module) if given else contextlib.nullcontext():
+        with sides.restored(self.module) if given else contextlib.nullcontext():
             with torch.no_grad():
                 for name, value in (self.ours.rules.to_module(arrays) if given else {}).items():
                     if name in tensors:
@@ -216,7 +206,7 @@ class _FunctionPair(Pair):
 
     def fixed(self) -> dict[str, np.ndarray]:
         trained = self.trained()
-        return {n: copied(t) for n, t in _tensors(self.module) if n not in trained}
+        return {n: sides.copied(t) for n, t in _tensors(self.module) if n not in trained}
 
     def outputs(self, batch: Sequence[Any]) -> dict[str, torch.Tensor]:
         program = self.ours.program
@@ -230,7 +220,9 @@ class _FunctionPair(Pair):
             )
         return dict(zip(self.ours.output_sites, tensors, strict=True))
 
-    def loss(self, outputs: Mapping[str, torch.Tensor], batch: Sequence[Any]) -> torch.Tensor:
+    def loss(
+        self, outputs: Mapping[str, torch.Tensor], batch: Sequence[Any], family: str = ""
+    ) -> torch.Tensor:
         if self.given_loss:
             return self.given_loss(*outputs.values())
         names = self.ours.program.output_names
@@ -269,7 +261,6 @@ def _program(function: JaxFunction, tree: Any, types: Any, intermediates: bool) 
 
 
 def _narrowed(value: Any, dtype: str) -> Any:
-    """Returns an argument as NumPy arrays of the compared dtype, or int32."""
 
     def narrow(leaf: Any) -> np.ndarray:
         array = np.asarray(leaf)

@@ -126,11 +126,9 @@ def trace(
 
 
 def intermediate_name(path: str) -> str:
-    """Returns the site of an intermediate.
-
-    Linen and NNX collect the calls of a module in tuples: "intermediates/a/__call__/0" and
-    "a/__call__/value/0" are "a", and a second call is "a#1". Other paths are kept.
-    """
+    """Returns the site of an intermediate: of Linen's and NNX's tuples of calls, "a", "a#1" ..."""
+    # Linen and NNX collect the calls of a module in tuples: "intermediates/a/__call__/0" and
+    # "a/__call__/value/0" are "a", and a second call is "a#1". Other paths are kept.
     parts = path.split("/")
     of_linen = parts[0] == "intermediates"
     if not (of_linen or parts[-2:-1] == ["value"]) or not parts[-1].isdigit():

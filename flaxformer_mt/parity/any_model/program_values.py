@@ -8,7 +8,7 @@ import numpy as np
 from flaxformer_mt.parity.any_model import numeric_causes, structural_causes
 from flaxformer_mt.parity.any_model.program import TracedFunction
 from flaxformer_mt.parity.any_model.segment import Found, Numbers, Segment, compute
-from flaxformer_mt.parity.diagnosis.diagnose import Diagnosis
+from flaxformer_mt.parity.diagnosis.first_cause import Diagnosis
 from flaxformer_mt.parity.trace import MASKED, comparable, is_scores
 
 CAUSES: list[Callable[[Segment], Found]] = [
@@ -44,11 +44,8 @@ class ProgramValues:
         select: Callable[[str, np.ndarray], np.ndarray],
         tolerance: float,
     ) -> None:
-        """Starts with the arguments of the program.
-
-        `sites` has the number of each site and output, `theirs` the values of the reference by site
-        and of repeated calls ("site#1").
-        """
+        """Starts with the arguments of the program."""
+        # `sites` are numbers, outputs among them; `theirs` has repeated calls, too ("site#1").
         self._program, self._sites, self._theirs = program, sites, theirs
         self._select, self._tolerance = select, tolerance
         arguments = dict(zip(program.inputs, leaves, strict=True))

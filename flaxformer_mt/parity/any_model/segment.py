@@ -51,11 +51,9 @@ class Segment:
     program: TracedFunction
     site: str
     number: int
-    """Of the value of the site."""
     known: Mapping[int, str]
     """The preceding sites with the reference's value, by number."""
     values: Numbers
-    """All values of the segment, computed from the known ones."""
     equations: Sequence[Equation]
     expected: np.ndarray
     theirs: Mapping[str, np.ndarray]

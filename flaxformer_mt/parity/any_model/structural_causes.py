@@ -9,8 +9,7 @@ import torch
 
 from flaxformer_mt.parity.any_model.program import Equation
 from flaxformer_mt.parity.any_model.segment import Found, ProgramCause, Segment
-from flaxformer_mt.parity.diagnosis.operations.attention import Softmax
-from flaxformer_mt.parity.diagnosis.operations.sublayers import ACTIVATIONS
+from flaxformer_mt.parity.diagnosis.operations import ACTIVATIONS, Softmax
 
 _ELEMENTWISE = frozenset(
     [
@@ -307,10 +306,7 @@ def other_inputs(segment: Segment) -> Found:
 
 
 def cause_of_reading(site: str, ours: str, other: str, later: bool) -> str:
-    """Returns the cause that a site reads `other` in the reference where it reads `ours` in ours.
-
-    `later`: whether our program computes `other` after the site.
-    """
+    """Returns the cause of reading `other` for `ours`; `later`: whether ours computes it after."""
     own, its = (re.match(rf".*?{_LAYER.pattern}", name) for name in (site, other))
     inside = own is not None and its is not None and own[0] == its[0]
     if not inside and _LAYER.sub("#", ours) == _LAYER.sub("#", other):

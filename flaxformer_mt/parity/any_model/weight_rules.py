@@ -108,7 +108,6 @@ def weight_rules(
 
 
 def _applied(rule: TensorRule, names: Set[str]) -> list[_Application]:
-    """Returns a rule for each layer of which `names` has a tensor or parameter."""
 
     def at(texts: tuple[str, ...], layer: int) -> tuple[str, ...]:
         return tuple(text.format(layer=layer, number=layer + 1) for text in texts)

@@ -17,18 +17,7 @@ from torch import Tensor, nn
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.parity.references.common import (
-    MASKED_SCORE,
-    EncoderDecoder,
-    attend,
-    attention_taps,
-    both_stacks,
-    interleaved_sinusoids,
-    layer_taps,
-    split_heads,
-    tie,
-    xavier_uniform,
-)
+from flaxformer_mt.parity.references import common
 from flaxformer_mt.parity.trace import Tap
 
 SourceAttention = Literal["src_attn", "self_attn"]
@@ -66,14 +55,11 @@ class SublayerConnection(nn.Module):
 
 
 class MultiHeadedAttention(nn.Module):
-    """H heads; `linears` project queries, keys, values and the joined heads.
-
-    H*d_k and H*d_v need not be D. The published module keeps the weights, after dropout, as an
-    attribute.
-    """
+    """H heads; `linears` project queries, keys, values and the joined heads."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
+        # H*d_k and H*d_v need not be D.
         self.h, self.d_k = config.num_heads, config.key_width
         keys, values = self.h * self.d_k, self.h * config.value_width
         sizes = [(config.d_model, size) for size in (keys, keys, values)]
@@ -87,11 +73,12 @@ class MultiHeadedAttention(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """[B, T, D] and the weights [B, H, T, S], under mask [B, 1 or T, S]."""
         q, k, v = (
-            split_heads(linear(x), self.h)
+            common.split_heads(linear(x), self.h)
             for linear, x in zip(self.linears, (query, key, value), strict=False)
         )
         scores = q @ k.transpose(-2, -1) / math.sqrt(self.d_k)
-        context, weights = attend(scores, v, mask, self.dropout, MASKED_SCORE)
+        context, weights = common.attend(scores, v, mask, self.dropout, common.MASKED_SCORE)
+        # The published module keeps the weights, after dropout, as an attribute.
         return self.linears[-1](context), weights
 
 
@@ -110,15 +97,13 @@ class PositionwiseFeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    """Self-attention, in the decoder cross-attention, and feed-forward.
-
-    Without `src_attn`, self-attention's weights attend to the encoder, too.
-    """
+    """Self-attention, in the decoder cross-attention, and feed-forward."""
 
     def __init__(self, config: TransformerConfig, attentions: tuple[str, ...]) -> None:
         super().__init__()
         for name in dict.fromkeys(attentions):
             self.add_module(name, MultiHeadedAttention(config))
+        # Without `src_attn`, self-attention's weights attend to the encoder, too.
         self.attentions = attentions
         self.feed_forward = PositionwiseFeedForward(config)
         self.sublayer = nn.ModuleList(
@@ -176,7 +161,7 @@ class PositionalEncoding(nn.Module):
         self.dropout = nn.Dropout(config.dropout_rate)
         d_model, base = config.d_model, config.position_base
         frequencies = torch.exp(torch.arange(0, d_model, 2) * -(math.log(base) / d_model))
-        self.register_buffer("pe", interleaved_sinusoids(max_len, frequencies).unsqueeze(0))
+        self.register_buffer("pe", common.interleaved_sinusoids(max_len, frequencies).unsqueeze(0))
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, D] to [B, T, D]."""
@@ -195,7 +180,7 @@ class Generator(nn.Module):
         return self.proj(x)
 
 
-class Transformer(EncoderDecoder):
+class Transformer(common.EncoderDecoder):
     """The published `EncoderDecoder`: embeddings, stacks and generator."""
 
     attention = MultiHeadedAttention
@@ -213,8 +198,8 @@ class Transformer(EncoderDecoder):
         self.src_embed: Any = embed(config.source_vocab_size)
         self.tgt_embed: Any = embed(config.target_vocab_size)
         self.generator = Generator(config.d_model, config.target_vocab_size)
-        xavier_uniform(self)
-        tie(config, self.src_embed[0].lut, self.tgt_embed[0].lut, self.generator.proj)
+        common.xavier_uniform(self)
+        common.tie(config, self.src_embed[0].lut, self.tgt_embed[0].lut, self.generator.proj)
 
     def logits(self, source: Tensor, target_input: Tensor, *masks: Tensor) -> Tensor:
         """Returns [B, T, V] for source [B, S] and target_input [B, T]."""
@@ -225,11 +210,7 @@ class Transformer(EncoderDecoder):
 
 
 def build(config: TransformerConfig, source_attention: SourceAttention = "src_attn") -> Transformer:
-    """Builds the reference with the sizes, the tied tables and the position base of `config`.
-
-    `annotated_wide_heads` is the same code, with d_k and d_v of its own and the attention's dropout
-    following the rate.
-    """
+    """Builds the reference with the sizes, the tied tables and the position base of `config`."""
     if config.d_model % 2:
         raise UserError(f"d_model={config.d_model}: the published positions need an even number")
     return Transformer(config, source_attention)
@@ -250,7 +231,7 @@ def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
             f"{side}/embedding": Tap(f"{embedding}.0"),
             f"{side}/embedded": Tap(f"{embedding}.1"),
             f"{stack}/final_norm": Tap(f"{stack}.norm"),
-            **layer_taps(stack, layer, attentions, linears, feed_forward, norms, "pre"),
+            **common.layer_taps(stack, layer, attentions, linears, feed_forward, norms, "pre"),
         }
         site = f"{stack}/layers/{{layer}}"
         for index, name in zip(sublayers, [*attentions, "feed_forward"], strict=True):
@@ -258,7 +239,7 @@ def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
         if shared and len(attentions) > 1:  # The second call of the self-attention.
             attention = f"{layer}.self_attn"
             parts = [f"{attention}.{linear}" for linear in linears]
-            found |= attention_taps(f"{site}/cross_attention", parts, attention, call=1)
+            found |= common.attention_taps(f"{site}/cross_attention", parts, attention, call=1)
         return found
 
-    return both_stacks(config, in_stack, ("self_attn", "src_attn"))
+    return common.both_stacks(config, in_stack, ("self_attn", "src_attn"))

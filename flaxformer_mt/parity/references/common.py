@@ -23,7 +23,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
     "silu": F.silu,
 }
-"""Activations by their names in `TransformerConfig.activation`."""
 
 
 class Attention(NamedTuple):
@@ -74,11 +73,6 @@ class EncoderDecoder(nn.Module):
 
 @contextlib.contextmanager
 def _attention_weights(model: EncoderDecoder) -> Iterator[Attention]:
-    """Collects what the attention modules return.
-
-    PyTorch's own have to be asked for weights. The hooks also keep its layers off the inference
-    fast path.
-    """
     weights = Attention([], [], [])
 
     def ask_for_weights(module, args, kwargs):
@@ -91,6 +85,8 @@ def _attention_weights(model: EncoderDecoder) -> Iterator[Attention]:
             by_kind = weights.decoder_self if args[0] is args[1] else weights.decoder_cross
             by_kind.append(output[1])
 
+    # PyTorch's own have to be asked for weights. The hooks also keep its layers off the inference
+    # fast path.
     handles = []
     for name, module in model.named_modules():
         if isinstance(module, model.attention):
@@ -131,12 +127,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Returns the joined heads [B, T, H*U], and the weights [B, H, T, S] before dropout.
 
-    Args:
-      scores: [B, H, T, S].
-      values: [B, H, S, U].
-      visible: bool [B, 1 or T, S], True = attend.
-      dropout: applied to the weights.
-      masked: the value of masked scores.
+    Scores are [B, H, T, S], values [B, H, S, U], `visible` is bool [B, 1 or T, S], True = attend,
+    and `masked` replaces masked scores.
     """
     weights = scores.masked_fill(~visible.unsqueeze(1), masked).softmax(dim=-1)
     return join_heads(dropout(weights) @ values), weights
@@ -193,11 +185,8 @@ def both_stacks(
 ) -> dict[str, Tap]:
     """Returns the taps of encoder and decoder.
 
-    Args:
-      config: the configuration of the model.
-      in_stack: returns the taps of a stack, for ("source", "encoder", its attentions) or ("target",
-        "decoder", ...).
-      attentions: the names of self- and of cross-attention in a layer.
+    `in_stack` returns those of a stack, for ("source", "encoder", its attentions) or ("target",
+    "decoder", ...); `attentions` are the names of self- and of cross-attention in a layer.
     """
     self_attention, cross_attention = attentions
     encoder = {"self_attention": self_attention}
@@ -218,7 +207,7 @@ def layer_taps(
     norm_position: str,
     softmax: str = "",
 ) -> dict[str, Tap]:
-    """Returns the taps of a layer.
+    """Returns the taps of a layer, whose module is `layer`.
 
     The sum of pre-norm, x + f(norm(x)), is an addition in the layer itself, that of post-norm the
     input of the norm.
@@ -256,13 +245,9 @@ def layer_taps(
 def attention_taps(
     site: str, linears: Sequence[str], softmax: str, call: int = 0
 ) -> dict[str, Tap]:
-    """Returns the taps inside an attention.
+    """Returns the taps inside an attention, of call number `call`.
 
-    Args:
-      site: of the attention.
-      linears: the modules that give query, key, value and output.
-      softmax: the module that takes the softmax.
-      call: the index of the call.
+    `linears` give query, key, value and output; `softmax` is the module that takes the softmax.
     """
     query, key, value, output = linears
     return {

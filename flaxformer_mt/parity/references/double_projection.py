@@ -14,15 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.parity.references.common import (
-    MASKED_SCORE,
-    EncoderDecoder,
-    both_stacks,
-    heads_joined,
-    join_heads,
-    layer_taps,
-    split_heads,
-)
+from flaxformer_mt.parity.references import common
 from flaxformer_mt.parity.trace import Tap
 
 
@@ -43,7 +35,7 @@ class ScaledDotProductAttention(nn.Module):
         q, k, v = self.W_q(q), self.W_k(k), self.W_v(v)
         scores = q @ k.transpose(-2, -1) / math.sqrt(self.d_k)
         if mask is not None:
-            scores = scores.masked_fill(mask == 0, MASKED_SCORE)
+            scores = scores.masked_fill(mask == 0, common.MASKED_SCORE)
         weights = scores.softmax(dim=-1)
         return weights @ v, weights
 
@@ -51,10 +43,8 @@ class ScaledDotProductAttention(nn.Module):
 class MultiHeadAttention(nn.Module):
     """H heads, each of which gets a part of three projections.
 
-    Args:
-      published_head_join: put the heads together as the notebook does, along the batch axis, which
-        mixes sentences, heads and positions unless B = H = 1. False joins them along the features,
-        as in the paper.
+    `published_head_join` puts the heads together as the notebook does, along the batch axis, which
+    mixes sentences, heads and positions unless B = H = 1. False joins them along the features.
     """
 
     def __init__(self, config: TransformerConfig, published_head_join: bool) -> None:
@@ -70,20 +60,17 @@ class MultiHeadAttention(nn.Module):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """[B, T, D], and the weights averaged over heads [B, T, S]; mask [B, 1 or T, S].
-
-        The notebook discards the weights.
-        """
+        """[B, T, D], and the weights averaged over heads [B, T, S]; mask [B, 1 or T, S]."""
         heads, weights = self.attention(
-            split_heads(self.W_q(q), self.num_heads),
-            split_heads(self.W_k(k), self.num_heads),
-            split_heads(self.W_v(v), self.num_heads),
+            common.split_heads(self.W_q(q), self.num_heads),
+            common.split_heads(self.W_k(k), self.num_heads),
+            common.split_heads(self.W_v(v), self.num_heads),
             None if mask is None else mask.unsqueeze(1),
         )  # [B, H, T, K] and [B, H, T, S]
         if self.published_head_join:
             joined = torch.cat(heads.unbind(dim=1), dim=0).view(*q.shape)
         else:
-            joined = join_heads(heads)
+            joined = common.join_heads(heads)
         return self.W_o(joined), weights.mean(dim=1)
 
 
@@ -118,7 +105,7 @@ class Layer(nn.Module):
         return self.norm3(x + self.dropout(self.feed_forward(x)))
 
 
-class Layers(EncoderDecoder):
+class Layers(common.EncoderDecoder):
     """Encoder layers, then decoder layers that attend to their output."""
 
     attention = MultiHeadAttention
@@ -137,8 +124,7 @@ class Layers(EncoderDecoder):
     def logits(self, source: Tensor, target_input: Tensor, *masks: Tensor) -> Tensor:
         """Returns the last layer's output [B, T, D] for vectors [B, S, D] and [B, T, D].
 
-        `masks` are those of source [B, 1, S] and target [B, T, T]: bool, True = attend. The weights
-        that `forward` returns on request are averaged over heads: [B, T, S].
+        `masks` are those of source [B, 1, S] and target [B, T, T]: bool, True = attend.
         """
         source_mask, target_mask = masks
         for layer in self.encoder:
@@ -153,10 +139,8 @@ build = Layers
 
 
 def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
-    """Returns the taps of `module`: where it computes each site of `parity.trace`.
-
-    A head's query, key and value are what its second linear map gives.
-    """
+    """Returns the taps of `module`: where it computes each site of `parity.trace`."""
+    # A head's query, key and value are what its second linear map gives.
     by_head = ("query", "key", "value", "scores", "weights")
     projected = by_head[:3]
 
@@ -164,15 +148,15 @@ def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
         linears = ("attention.W_q", "attention.W_k", "attention.W_v", "W_o")
         norms = [f"norm{index + 1}" for index in range(len(attentions) + 1)]
         network, layer = ("feed_forward.0", "feed_forward.2"), f"{stack}.{{layer}}"
-        found = layer_taps(
+        found = common.layer_taps(
             stack, layer, attentions, linears, network, norms, "post", softmax="attention"
         )
         # The notebook calls the inner attention once for each head.
         for site, tap in found.items():
             name = site.rpartition("/")[2]
             if name in by_head:
-                reshape = heads_joined if name in projected else None
+                reshape = common.heads_joined if name in projected else None
                 found[site] = tap._replace(reshape=reshape, is_by_head=True)
         return found
 
-    return both_stacks(config, in_stack, ("self_attention", "cross_attention"))
+    return common.both_stacks(config, in_stack, ("self_attention", "cross_attention"))

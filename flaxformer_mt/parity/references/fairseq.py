@@ -16,15 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.parity.references.common import (
-    ACTIVATIONS,
-    EncoderDecoder,
-    attend,
-    both_stacks,
-    concatenated_sinusoids,
-    fairseq_layer_taps,
-    split_heads,
-)
+from flaxformer_mt.parity.references import common
 from flaxformer_mt.parity.trace import Tap
 
 
@@ -35,20 +27,18 @@ def make_positions(tokens: Tensor, padding_idx: int) -> Tensor:
 
 
 class SinusoidalPositionalEmbedding(nn.Module):
-    """Sines, then cosines, then a zero if D is odd; the row of padding is zero.
-
-    The published table grows with the longest sentence. `_float_tensor` has no meaning: it tells
-    older versions their dtype, and is in the checkpoints of all but the newest.
-    """
+    """Sines, then cosines, then a zero if D is odd; the row of padding is zero."""
 
     weights: Tensor
 
     def __init__(self, num_embeddings: int, embedding_dim: int, padding_idx: int) -> None:
         super().__init__()
         self.padding_idx = padding_idx
-        table = concatenated_sinusoids(num_embeddings, embedding_dim)
+        # The published table grows with the longest sentence.
+        table = common.concatenated_sinusoids(num_embeddings, embedding_dim)
         table[padding_idx] = 0
         self.register_buffer("weights", table, persistent=False)
+        # Without meaning: it tells older versions their dtype, and all but the newest save it.
         self.register_buffer("_float_tensor", torch.zeros(1))
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -89,11 +79,11 @@ class MultiheadAttention(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
         """[B, T, D] and the weights [B, H, T, S]; key [B, S, D], visible [B, 1 or T, S]."""
-        q = split_heads(self.q_proj(query) * self.scaling, self.num_heads)
-        k = split_heads(self.k_proj(key), self.num_heads)
-        v = split_heads(self.v_proj(key), self.num_heads)
+        q = common.split_heads(self.q_proj(query) * self.scaling, self.num_heads)
+        k = common.split_heads(self.k_proj(key), self.num_heads)
+        v = common.split_heads(self.v_proj(key), self.num_heads)
         scores = q @ k.transpose(2, 3)
-        context, weights = attend(scores, v, visible, self.dropout_module, -math.inf)
+        context, weights = common.attend(scores, v, visible, self.dropout_module, -math.inf)
         return self.out_proj(context), weights
 
 
@@ -104,7 +94,7 @@ class Layer(nn.Module):
         super().__init__()
         self.normalize_before = config.norm_position == "pre"
         self.dropout_module = nn.Dropout(config.dropout_rate)
-        self.activation_fn = ACTIVATIONS[config.activation]
+        self.activation_fn = common.ACTIVATIONS[config.activation]
         self.activation_dropout_module = nn.Dropout(config.activation_dropout_rate)
         self.self_attn = MultiheadAttention(config)
         self.self_attn_layer_norm = nn.LayerNorm(config.d_model)
@@ -124,7 +114,6 @@ class Layer(nn.Module):
         return self._residual(x, self.final_layer_norm, self._feed_forward)
 
     def _residual(self, x: Tensor, norm: nn.Module, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
-        """Computes norm(x + f(x)) or x + f(norm(x))."""
         x = x + self.dropout_module(sublayer(norm(x) if self.normalize_before else x))
         return x if self.normalize_before else norm(x)
 
@@ -186,7 +175,7 @@ class Decoder(Stack):
         return self.output_projection(self.run(self.embed(tokens), *masks_and_memory))
 
 
-class TransformerModel(EncoderDecoder):
+class TransformerModel(common.EncoderDecoder):
     """The whole model."""
 
     attention = MultiheadAttention
@@ -232,7 +221,7 @@ def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
     """Returns the taps of `module`: where it computes each site of `parity.trace`."""
 
     def in_stack(side, stack, attentions):
-        found = fairseq_layer_taps(stack, stack, attentions, config.norm_position)
+        found = common.fairseq_layer_taps(stack, stack, attentions, config.norm_position)
         found[f"{side}/embedding"] = Tap(stack, op="mul")
         if config.position_kind != "none":
             found[f"{side}/embedded"] = Tap(stack, op="add")
@@ -242,4 +231,4 @@ def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
             found[f"{stack}/final_norm"] = Tap(f"{stack}.layer_norm")
         return found
 
-    return both_stacks(config, in_stack, ("self_attn", "encoder_attn"))
+    return common.both_stacks(config, in_stack, ("self_attn", "encoder_attn"))

@@ -12,16 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.parity.references.common import (
-    MASKED_SCORE,
-    EncoderDecoder,
-    both_stacks,
-    join_heads,
-    layer_taps,
-    split_heads,
-    tie,
-    xavier_uniform,
-)
+from flaxformer_mt.parity.references import common
 from flaxformer_mt.parity.trace import Tap
 
 NORM_EPSILON = 1e-6
@@ -39,7 +30,7 @@ class ScaledDotProductAttention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Context [B, H, T, U] and weights [B, H, T, S], after dropout as published."""
         scores = (q / self.temperature) @ k.transpose(2, 3)
-        weights = self.dropout(scores.masked_fill(~mask, MASKED_SCORE).softmax(dim=-1))
+        weights = self.dropout(scores.masked_fill(~mask, common.MASKED_SCORE).softmax(dim=-1))
         return weights @ v, weights
 
 
@@ -61,11 +52,11 @@ class MultiHeadAttention(nn.Module):
 
     def forward(self, x: Tensor, memory: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """[B, T, D] attending to memory [B, S, D] under mask [B, 1 or T, S]."""
-        q = split_heads(self.w_qs(x), self.n_head)
-        k = split_heads(self.w_ks(memory), self.n_head)
-        v = split_heads(self.w_vs(memory), self.n_head)
+        q = common.split_heads(self.w_qs(x), self.n_head)
+        k = common.split_heads(self.w_ks(memory), self.n_head)
+        v = common.split_heads(self.w_vs(memory), self.n_head)
         context, weights = self.attention(q, k, v, mask.unsqueeze(1))
-        return self.layer_norm(x + self.dropout(self.fc(join_heads(context)))), weights
+        return self.layer_norm(x + self.dropout(self.fc(common.join_heads(context)))), weights
 
 
 class PositionwiseFeedForward(nn.Module):
@@ -149,12 +140,8 @@ class Stack(nn.Module):
         return x
 
 
-class Transformer(EncoderDecoder):
-    """The whole model.
-
-    With a tied output, the published `scale_emb_or_prj` multiplies either embeddings by sqrt(D)
-    ("emb") or logits by 1/sqrt(D) ("prj"), or neither; otherwise it has no effect.
-    """
+class Transformer(common.EncoderDecoder):
+    """The whole model."""
 
     attention = MultiHeadAttention
 
@@ -165,11 +152,13 @@ class Transformer(EncoderDecoder):
         self.encoder = Stack(config, "src_word_emb", source, config.num_encoder_layers)
         self.decoder = Stack(config, "trg_word_emb", target, config.num_decoder_layers)
         self.trg_word_prj = nn.Linear(config.d_model, target, bias=False)
+        # With a tied output, the published `scale_emb_or_prj` multiplies embeddings by sqrt(D)
+        # ("emb"), or logits by 1/sqrt(D) ("prj"), or neither; otherwise it has no effect.
         emb, prj = config.scale_embeddings, config.scale_logits
         scales = config.shares_target_and_output and prj and not emb
         self.logit_scale = config.d_model**-0.5 if scales else 1.0
-        xavier_uniform(self)
-        tie(config, self.encoder.src_word_emb, self.decoder.trg_word_emb, self.trg_word_prj)
+        common.xavier_uniform(self)
+        common.tie(config, self.encoder.src_word_emb, self.decoder.trg_word_emb, self.trg_word_prj)
 
     def project(self, x: Tensor) -> Tensor:
         """[B, T, D] to [B, T, V]; the published code flattens the logits to [B*T, V]."""
@@ -189,7 +178,7 @@ def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
             f"{side}/embedding": Tap(stack, op="mul") if config.scale_embeddings else Tap(table),
             f"{side}/embedded": Tap(f"{stack}.position_enc"),
             f"{stack}/embedding_norm": Tap(f"{stack}.layer_norm"),
-            **layer_taps(
+            **common.layer_taps(
                 stack,
                 f"{stack}.layer_stack.{{layer}}",
                 attentions,
@@ -201,4 +190,4 @@ def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
             ),
         }
 
-    return both_stacks(config, in_stack, ("slf_attn", "enc_attn"))
+    return common.both_stacks(config, in_stack, ("slf_attn", "enc_attn"))

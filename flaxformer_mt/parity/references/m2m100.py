@@ -11,30 +11,20 @@ from torch import nn
 from transformers import M2M100Config, M2M100ForConditionalGeneration
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.parity.references.common import (
-    both_stacks,
-    concatenated_sinusoids,
-    fairseq_layer_taps,
-)
-from flaxformer_mt.parity.references.marian import Forward, settings
+from flaxformer_mt.parity.references import common
+from flaxformer_mt.parity.references.marian import settings, with_our_forward
 from flaxformer_mt.parity.trace import Tap
 
 
-class M2M100(Forward, M2M100ForConditionalGeneration):
-    """`M2M100ForConditionalGeneration` with the `forward` of the other references."""
-
-
-def build(config: TransformerConfig) -> M2M100:
-    """Builds the reference with the sizes, activation and scale of `config`.
-
-    Hugging Face always computes sinusoids in float32. In a float64 model they are computed in
-    float64, since nothing could agree with them to more digits.
-    """
-    model = M2M100(M2M100Config(**settings(config), vocab_size=config.target_vocab_size))
+def build(config: TransformerConfig) -> nn.Module:
+    """Builds the reference with the sizes, activation and scale of `config`."""
+    options = M2M100Config(**settings(config), vocab_size=config.target_vocab_size)
+    model = with_our_forward(M2M100ForConditionalGeneration)(options)
+    # Always float32 in Hugging Face: nothing could agree with it to more digits.
     if torch.get_default_dtype() == torch.float64:
         for stack in (model.model.encoder, model.model.decoder):
             positions = stack.embed_positions
-            positions.weights = concatenated_sinusoids(*positions.weights.shape)
+            positions.weights = common.concatenated_sinusoids(*positions.weights.shape)
             positions.weights[config.pad_id] = 0
     return model
 
@@ -47,7 +37,7 @@ def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
             f"{side}/embedding": Tap(f"model.{stack}.embed_tokens"),
             f"{side}/embedded": Tap(f"model.{stack}.layers.0", "input"),
             f"{stack}/final_norm": Tap(f"model.{stack}.layer_norm"),
-            **fairseq_layer_taps(stack, f"model.{stack}", attentions, "pre"),
+            **common.fairseq_layer_taps(stack, f"model.{stack}", attentions, "pre"),
         }
 
-    return both_stacks(config, in_stack, ("self_attn", "encoder_attn"))
+    return common.both_stacks(config, in_stack, ("self_attn", "encoder_attn"))

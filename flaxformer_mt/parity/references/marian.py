@@ -13,24 +13,20 @@ from torch import Tensor, nn
 from transformers import MarianConfig, MarianMTModel
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.parity.references.common import (
-    Attention,
-    both_stacks,
-    fairseq_layer_taps,
-)
+from flaxformer_mt.parity.references import common
 from flaxformer_mt.parity.trace import Tap
 
 ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "silu": "silu"}
 
 
-class Forward:
-    """The `forward` of the other references, for a class of Hugging Face to inherit first."""
+class _Forward:
+    """The `forward` of the other references."""
 
     config: Any
 
     def forward(
         self, source: Tensor, target_input: Tensor, return_attention: bool = False
-    ) -> Tensor | tuple[Tensor, Attention]:
+    ) -> Tensor | tuple[Tensor, common.Attention]:
         """Logits [B, T, V] for source [B, S] and target_input [B, T]."""
         padding: Any = source == self.config.pad_token_id
         outputs: Any = super().forward(  # type: ignore[misc]
@@ -41,7 +37,7 @@ class Forward:
             output_attentions=return_attention,
         )
         if return_attention:
-            return outputs.logits, Attention(
+            return outputs.logits, common.Attention(
                 list(outputs.encoder_attentions),
                 list(outputs.decoder_attentions),
                 list(outputs.cross_attentions),
@@ -49,15 +45,13 @@ class Forward:
         return outputs.logits
 
 
-class MarianMT(Forward, MarianMTModel):
-    """`MarianMTModel` with the `forward` of the other references."""
+def with_our_forward(published: type[nn.Module]) -> Any:
+    """Returns a subclass of a class of Hugging Face with the `forward` of the other references."""
+    return type(published.__name__, (_Forward, published), {})
 
 
 def settings(config: TransformerConfig) -> dict[str, Any]:
-    """Returns the settings that Hugging Face's models of fairseq's kind have in common.
-
-    Matrices start as wide as 1/sqrt(D), not 0.02: a small model would not attend to anything.
-    """
+    """Returns the settings that Hugging Face's models of fairseq's kind have in common."""
     return {
         "attn_implementation": "eager",
         "d_model": config.d_model,
@@ -79,6 +73,7 @@ def settings(config: TransformerConfig) -> dict[str, Any]:
         "eos_token_id": config.eos_id,
         "forced_eos_token_id": config.eos_id,
         "decoder_start_token_id": config.bos_id,
+        # With the published 0.02, a small model would not attend to anything.
         "init_std": config.d_model**-0.5,
     }
 
@@ -90,13 +85,9 @@ def _position_table(rows: int, d_model: int) -> Tensor:
     return torch.cat([angles.sin(), angles.cos()[:, : d_model // 2]], dim=1)
 
 
-def build(config: TransformerConfig) -> MarianMT:
-    """Builds the reference with the sizes, tying, activation and scale of `config`.
-
-    Hugging Face always rounds the table of sinusoids to float32. In a float64 model it is computed
-    in float64, since nothing could agree with it to more digits.
-    """
-    model = MarianMT(
+def build(config: TransformerConfig) -> nn.Module:
+    """Builds the reference with the sizes, tying, activation and scale of `config`."""
+    model = with_our_forward(MarianMTModel)(
         MarianConfig(
             **settings(config),
             vocab_size=config.source_vocab_size,
@@ -107,6 +98,7 @@ def build(config: TransformerConfig) -> MarianMT:
     )
     if config.tie_embeddings == "source_target":  # Without a tied output, only version 4 ties them.
         model.model.set_input_embeddings(model.model.shared)
+    # Always rounded to float32 by Hugging Face: nothing could agree with it to more digits.
     if torch.get_default_dtype() == torch.float64:
         table = _position_table(config.max_length, config.d_model)
         with torch.no_grad():
@@ -122,7 +114,7 @@ def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
         return {
             f"{side}/embedding": Tap(f"model.{stack}", op="mul"),
             f"{side}/embedded": Tap(f"model.{stack}.layers.0", "input"),
-            **fairseq_layer_taps(stack, f"model.{stack}", attentions, "post"),
+            **common.fairseq_layer_taps(stack, f"model.{stack}", attentions, "post"),
         }
 
-    return both_stacks(config, in_stack, ("self_attn", "encoder_attn"))
+    return common.both_stacks(config, in_stack, ("self_attn", "encoder_attn"))

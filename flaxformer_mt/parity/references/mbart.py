@@ -17,24 +17,16 @@ from transformers import (
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.parity.references.common import both_stacks, fairseq_layer_taps
-from flaxformer_mt.parity.references.marian import Forward, settings
+from flaxformer_mt.parity.references.marian import settings, with_our_forward
 from flaxformer_mt.parity.trace import Tap
-
-
-class MBart(Forward, MBartForConditionalGeneration):
-    """`MBartForConditionalGeneration` with the `forward` of the other references."""
-
-
-class Bart(Forward, BartForConditionalGeneration):
-    """`BartForConditionalGeneration` with the `forward` of the other references."""
 
 
 def build(config: TransformerConfig) -> nn.Module:
     """Builds the reference with the sizes, norm position, activation and scale of `config`."""
     options: dict[str, Any] = settings(config) | {"vocab_size": config.target_vocab_size}
     if config.norm_position == "pre":
-        return MBart(MBartConfig(**options))
-    return Bart(BartConfig(**options))
+        return with_our_forward(MBartForConditionalGeneration)(MBartConfig(**options))
+    return with_our_forward(BartForConditionalGeneration)(BartConfig(**options))
 
 
 def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:

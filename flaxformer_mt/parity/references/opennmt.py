@@ -1,6 +1,7 @@
 """OpenNMT-py 3's Transformer: pre-norm, a final norm on both stacks.
 
-Biases of attention and of the feed-forward network are optional; the output always has one.
+Biases of attention and of the feed-forward network are optional; the output always has one. Several
+query heads may share one head of keys and values, which is repeated (the option `num_kv`).
 Positions are sinusoids, or belong to self-attention: a rotation of queries and keys, or a bias of
 the scores, either ALiBi or one per bucket of distances. The published softmax, rotations and
 logarithms of distances are computed in float32; here in the dtype of the model.
@@ -11,7 +12,7 @@ if an earlier sentence was longer. Here, as in training, each query has its own 
 Source: https://github.com/OpenNMT/OpenNMT-py (onmt/encoders/transformer.py,
 onmt/decoders/transformer.py, onmt/modules: embeddings.py, multi_headed_attn.py,
 alibi_position_bias.py, position_ffn.py; onmt/model_builder.py); Su et al. 2021, equation 34; Press
-et al. 2022, section 3; Raffel et al. 2020, section 2.1
+et al. 2022, section 3; Raffel et al. 2020, section 2.1; Ainslie et al. 2023, section 2.2
 """
 
 import math
@@ -21,40 +22,27 @@ import torch
 from torch import Tensor, nn
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.parity.references.common import (
-    ACTIVATIONS,
-    EncoderDecoder,
-    both_stacks,
-    concatenated_sinusoids,
-    interleaved_sinusoids,
-    join_heads,
-    layer_taps,
-    split_heads,
-    tie,
-    xavier_uniform,
-)
+from flaxformer_mt.parity.references import common
 from flaxformer_mt.parity.trace import Tap
 
 MASKED_SCORE = -1e18
 
 
 class PositionalEncoding(nn.Module):
-    """Vectors times sqrt(D), plus sinusoids, for an even D.
-
-    Interleaved, they have the paper's frequencies; concatenated, tensor2tensor's.
-    """
+    """Vectors times sqrt(D), plus sinusoids, for an even D."""
 
     pe: Tensor
 
     def __init__(self, config: TransformerConfig, max_len: int = 5000) -> None:
         super().__init__()
         self.dim = config.d_model
+        # Interleaved, they have the paper's frequencies; concatenated, tensor2tensor's.
         if config.position_layout == "interleaved":
             pairs = torch.arange(self.dim // 2)
             frequencies = torch.exp(2 * pairs * -(math.log(10000.0) / self.dim))
-            table = interleaved_sinusoids(max_len, frequencies)
+            table = common.interleaved_sinusoids(max_len, frequencies)
         else:
-            table = concatenated_sinusoids(max_len, self.dim)
+            table = common.concatenated_sinusoids(max_len, self.dim)
         self.register_buffer("pe", table.unsqueeze(1))
 
     def forward(self, emb: Tensor) -> Tensor:
@@ -63,15 +51,12 @@ class PositionalEncoding(nn.Module):
 
 
 class Embeddings(nn.Module):
-    """Token embeddings, scaled only if sinusoids are added.
-
-    The published `make_embedding` also supports word features.
-    """
+    """Token embeddings, scaled only if sinusoids are added."""
 
     def __init__(self, config: TransformerConfig, vocab_size: int) -> None:
         super().__init__()
         table = nn.Embedding(vocab_size, config.d_model, padding_idx=config.pad_id)
-        self.make_embedding = nn.Sequential()
+        self.make_embedding = nn.Sequential()  # Published ones also support word features.
         self.make_embedding.add_module("emb_luts", nn.ModuleList([table]))
         self.position_encoding = config.position_kind == "sinusoidal"
         if self.position_encoding:
@@ -92,12 +77,9 @@ class Embeddings(nn.Module):
 
 
 def rotated(x: Tensor, interleave: bool, theta: float) -> Tensor:
-    """Rotates queries or keys [B, H, T, K] at positions 0 ... T-1, as complex numbers.
-
-    Features 2j and 2j + 1 are the real and the imaginary part of number j or, unless `interleave`,
-    features j and j + K/2.
-    """
+    """Rotates queries or keys [B, H, T, K] at positions 0 ... T-1, as complex numbers."""
     length, width = x.shape[-2:]
+    # Real and imaginary parts of number j are features 2j and 2j + 1, or else j and j + K/2.
     pairs = x.unflatten(-1, (-1, 2)) if interleave else x.unflatten(-1, (2, -1)).transpose(-1, -2)
     frequencies = theta ** (-torch.arange(0, width, 2, dtype=x.dtype) / width)
     angles = torch.outer(torch.arange(length, dtype=x.dtype), frequencies)  # [T, K/2]
@@ -133,11 +115,9 @@ class AlibiPositionalBias(nn.Module):
 
 
 def relative_buckets(length: int, bidirectional: bool, buckets: int, longest: int) -> Tensor:
-    """The bucket of each pair of query and key, int [T, T].
-
-    Half of the buckets are for one distance each, the others for ranges that grow geometrically up
-    to the distance `longest`. In both directions, half of all buckets are for keys after the query.
-    """
+    """The bucket of each pair of query and key, int [T, T]."""
+    # Half of the buckets are for one distance each, the others for ranges that grow geometrically
+    # up to the distance `longest`. In both directions, half of all are for keys after the query.
     index = torch.arange(length)
     distance = index - index[:, None]  # Key minus query.
     if bidirectional:
@@ -163,10 +143,10 @@ class MultiHeadedAttention(nn.Module):
         self.rotary_theta = config.position_base
         self.max_relative_positions = config.relative_position_max_distance
         width, bias = config.d_model, config.qkv_bias
-        self.head_count = config.num_heads
+        self.head_count, self.num_kv = config.num_heads, config.kv_heads
         self.dim_per_head = width // config.num_heads
-        self.linear_keys = nn.Linear(width, width, bias=bias)
-        self.linear_values = nn.Linear(width, width, bias=bias)
+        self.linear_keys = nn.Linear(width, self.num_kv * self.dim_per_head, bias=bias)
+        self.linear_values = nn.Linear(width, self.num_kv * self.dim_per_head, bias=bias)
         self.linear_query = nn.Linear(width, width, bias=bias)
         self.softmax = nn.Softmax(dim=-1)
         self.dropout = nn.Dropout(config.attention_dropout_rate)
@@ -186,11 +166,15 @@ class MultiHeadedAttention(nn.Module):
         )
         return table(buckets).permute(2, 0, 1)
 
+    def shared(self, x: Tensor) -> Tensor:
+        """[B, G, S, K] to [B, H, S, K]: query head h uses group h // (H / G)."""
+        return x.repeat_interleave(self.head_count // self.num_kv, dim=1)
+
     def forward(self, key: Tensor, query: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
         """[B, T, D] and the weights [B, H, T, S]; key [B, S, D], visible [B, 1 or T, S]."""
-        k = split_heads(self.linear_keys(key), self.head_count)
-        v = split_heads(self.linear_values(key), self.head_count)
-        q = split_heads(self.linear_query(query), self.head_count)
+        k = self.shared(common.split_heads(self.linear_keys(key), self.num_kv))
+        v = self.shared(common.split_heads(self.linear_values(key), self.num_kv))
+        q = common.split_heads(self.linear_query(query), self.head_count)
         if self.position_kind == "rotary":
             q, k = (rotated(x, self.rotary_interleave, self.rotary_theta) for x in (q, k))
         scores = (q / math.sqrt(self.dim_per_head)) @ k.transpose(2, 3)
@@ -200,7 +184,7 @@ class MultiHeadedAttention(nn.Module):
             scores = self.alibi(scores)
         # Published in float32, here in the dtype of the model.
         weights = self.softmax(scores.masked_fill(~visible.unsqueeze(1), MASKED_SCORE))
-        return self.final_linear(join_heads(self.dropout(weights) @ v)), weights
+        return self.final_linear(common.join_heads(self.dropout(weights) @ v)), weights
 
 
 class PositionwiseFeedForward(nn.Module):
@@ -213,7 +197,7 @@ class PositionwiseFeedForward(nn.Module):
         self.layer_norm = nn.LayerNorm(config.d_model, eps=config.norm_epsilon)
         self.dropout_1 = nn.Dropout(config.activation_dropout_rate)
         self.dropout_2 = nn.Dropout(config.dropout_rate)
-        self.activation = ACTIVATIONS[config.activation]
+        self.activation = common.ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, D] to [B, T, D]."""
@@ -282,12 +266,10 @@ class Stack(nn.Module):
         return self.layer_norm(x)
 
 
-class NMTModel(EncoderDecoder):
-    """The whole model.
-
-    The published source mask is by length, which for padding on the right equals that by `pad_id`;
-    a target row without any real token attends to everything there.
-    """
+# The published source mask is by length, which for padding on the right equals that by `pad_id`; a
+# target row without any real token attends to everything there.
+class NMTModel(common.EncoderDecoder):
+    """The whole model."""
 
     attention = MultiHeadedAttention
 
@@ -300,7 +282,7 @@ class NMTModel(EncoderDecoder):
         self.encoder = Stack(config, source, "transformer", [*encoder])
         self.decoder = Stack(config, target, "transformer_layers", [*decoder])
         self.generator = nn.Linear(config.d_model, target)
-        xavier_uniform(self)
+        common.xavier_uniform(self)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 1 and name.endswith("bias"):
                 nn.init.zeros_(parameter)
@@ -310,7 +292,7 @@ class NMTModel(EncoderDecoder):
                 table = layers[0].self_attn.relative_attention_bias
                 for layer in layers:
                     layer.self_attn.relative_attention_bias = table
-        tie(
+        common.tie(
             config,
             self.encoder.embeddings.word_lut,
             self.decoder.embeddings.word_lut,
@@ -331,7 +313,7 @@ def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
             layer = f"{stack}.transformer_layers.{{layer}}"
             norms = [f"layer_norm_{index + 1}" for index in range(len(attentions))]
         site = f"{stack}/layers/{{layer}}"
-        found = layer_taps(
+        found = common.layer_taps(
             stack,
             layer,
             attentions,
@@ -352,4 +334,4 @@ def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
             found[f"{side}/embedded"] = Tap(f"{embeddings}.pe")
         return found
 
-    return both_stacks(config, in_stack, ("self_attn", "context_attn"))
+    return common.both_stacks(config, in_stack, ("self_attn", "context_attn"))

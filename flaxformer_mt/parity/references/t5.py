@@ -16,12 +16,8 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.interop.families.t5 import ACTIVATIONS
 from flaxformer_mt.parity.references.common import both_stacks, layer_taps
-from flaxformer_mt.parity.references.marian import Forward
+from flaxformer_mt.parity.references.marian import with_our_forward
 from flaxformer_mt.parity.trace import Tap
-
-
-class T5(Forward, T5ForConditionalGeneration):
-    """`T5ForConditionalGeneration` with the `forward` of the other references."""
 
 
 class _WideNorm(T5LayerNorm):
@@ -33,12 +29,8 @@ class _WideNorm(T5LayerNorm):
         return self.weight * hidden_states * torch.rsqrt(mean_square + self.variance_epsilon)
 
 
-def build(config: TransformerConfig) -> T5:
-    """Builds the reference with the sizes, tying, activation, gate and buckets of `config`.
-
-    Hugging Face's norms are always float32. In a float64 model they are float64, since nothing
-    could agree with them to more digits.
-    """
+def build(config: TransformerConfig) -> nn.Module:
+    """Builds the reference with the sizes, tying, activation, gate and buckets of `config`."""
     kinds = {ours: theirs for theirs, ours in ACTIVATIONS.items() if "gated" not in theirs}
     gated = {ours: theirs for theirs, ours in ACTIVATIONS.items() if theirs.startswith("gated-")}
     options: dict[str, Any] = {
@@ -47,7 +39,7 @@ def build(config: TransformerConfig) -> T5:
         "tie_word_embeddings": config.scale_logits,
         "decoder_start_token_id": config.bos_id,
     }
-    model = T5(
+    model = with_our_forward(T5ForConditionalGeneration)(
         T5Config(
             vocab_size=config.target_vocab_size,
             d_model=config.d_model,
@@ -69,6 +61,7 @@ def build(config: TransformerConfig) -> T5:
     if not config.shares_target_and_output:
         shape = (config.target_vocab_size, config.d_model)
         model.lm_head.weight = nn.Parameter(torch.randn(shape) * config.d_model**-0.5)
+    # Always float32 in Hugging Face: nothing could agree with it to more digits.
     if torch.get_default_dtype() == torch.float64:
         for module in model.modules():
             if isinstance(module, T5LayerNorm):

@@ -14,17 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.parity.references.common import (
-    ACTIVATIONS,
-    EncoderDecoder,
-    both_stacks,
-    heads_joined,
-    interleaved_sinusoids,
-    layer_taps,
-    not_future,
-    tie,
-    xavier_uniform,
-)
+from flaxformer_mt.parity.references import common
 from flaxformer_mt.parity.trace import Tap, time_major
 
 
@@ -38,7 +28,7 @@ class PositionalEncoding(nn.Module):
         emb_size, base = config.d_model, config.position_base
         frequencies = torch.exp(-torch.arange(0, emb_size, 2) * math.log(base) / emb_size)
         self.dropout = nn.Dropout(config.dropout_rate)
-        table = interleaved_sinusoids(maxlen, frequencies)
+        table = common.interleaved_sinusoids(maxlen, frequencies)
         self.register_buffer("pos_embedding", table.unsqueeze(-2))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -59,13 +49,8 @@ class TokenEmbedding(nn.Module):
         return self.embedding(tokens) * self.scale
 
 
-class Seq2SeqTransformer(EncoderDecoder):
-    """The whole model.
-
-    Args:
-      config: the sizes and the open switches.
-      batch_first: the layout inside `transformer`; forward always takes and returns [B, ...].
-    """
+class Seq2SeqTransformer(common.EncoderDecoder):
+    """The whole model; `batch_first` is the layout inside `transformer`, forward has [B, ...]."""
 
     attention = nn.MultiheadAttention
 
@@ -79,7 +64,9 @@ class Seq2SeqTransformer(EncoderDecoder):
             "dim_feedforward": config.d_ff,
             "dropout": config.dropout_rate,
             # Saved modules keep a name that PyTorch knows.
-            "activation": activation if activation in ("relu", "gelu") else ACTIVATIONS[activation],
+            "activation": activation
+            if activation in ("relu", "gelu")
+            else common.ACTIVATIONS[activation],
             "layer_norm_eps": epsilon,
             "norm_first": config.norm_position == "pre",
             "batch_first": batch_first,
@@ -99,8 +86,8 @@ class Seq2SeqTransformer(EncoderDecoder):
         self.src_tok_emb = TokenEmbedding(config, config.source_vocab_size)
         self.tgt_tok_emb = TokenEmbedding(config, config.target_vocab_size)
         self.positional_encoding = PositionalEncoding(config)
-        xavier_uniform(self)
-        tie(config, self.src_tok_emb.embedding, self.tgt_tok_emb.embedding, self.generator)
+        common.xavier_uniform(self)
+        common.tie(config, self.src_tok_emb.embedding, self.tgt_tok_emb.embedding, self.generator)
 
     def logits(self, source: Tensor, target_input: Tensor, *masks: Tensor) -> Tensor:
         """Returns [B, T, V] for source [B, S] and target_input [B, T]."""
@@ -111,7 +98,7 @@ class Seq2SeqTransformer(EncoderDecoder):
         y = self.transformer(
             x.transpose(0, 1) if batch_first else x,
             y.transpose(0, 1) if batch_first else y,
-            tgt_mask=~not_future(target_input)[0],
+            tgt_mask=~common.not_future(target_input)[0],
             src_key_padding_mask=source_padding,
             tgt_key_padding_mask=target_padding,
             memory_key_padding_mask=source_padding,
@@ -123,24 +110,22 @@ build = Seq2SeqTransformer
 
 
 def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
-    """Returns the taps of this reference or of a bare `torch.nn.Transformer`.
-
-    `torch.nn.MultiheadAttention` computes everything itself, without sub-modules. It multiplies
-    queries [B*H, T, K] by their scale and then with keys [B*H, K, S], at last weights with values
-    [B*H, S, K], and the context [T*B, H*K] with the output projection.
-    """
+    """Returns the taps of this reference or of a bare `torch.nn.Transformer`."""
+    # `torch.nn.MultiheadAttention` computes everything itself, without sub-modules. It multiplies
+    # queries [B*H, T, K] by their scale and then with keys [B*H, K, S], at last weights with values
+    # [B*H, S, K], and the context [T*B, H*K] with the output projection.
     bare = isinstance(module, nn.Transformer)
     transformer: Any = module if bare else module.transformer
     prefix = "" if bare else "transformer."
     layout = None if transformer.batch_first else time_major
 
     def keys_joined(value: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        return heads_joined(value.swapaxes(1, 2), shape)
+        return common.heads_joined(value.swapaxes(1, 2), shape)
 
     def in_stack(side, stack, attentions):
         layer = f"{prefix}{stack}.layers.{{layer}}"
         norms = [f"norm{index + 1}" for index in range(len(attentions) + 1)]
-        found = {f"{stack}/final_norm": Tap(f"{prefix}{stack}.norm")} | layer_taps(
+        found = {f"{stack}/final_norm": Tap(f"{prefix}{stack}.norm")} | common.layer_taps(
             stack, layer, attentions, [""] * 4, ("linear1", "linear2"), norms, config.norm_position
         )
         found = {
@@ -151,9 +136,9 @@ def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
             site, inside = f"{stack}/layers/{{layer}}/{name}", f"{layer}.{attention}"
             products = Tap(inside, "input", "bmm", argument=1)
             found |= {
-                f"{site}/query": Tap(inside, "input", "mul", reshape=heads_joined),
+                f"{site}/query": Tap(inside, "input", "mul", reshape=common.heads_joined),
                 f"{site}/key": products._replace(reshape=keys_joined),
-                f"{site}/value": products._replace(call=-1, reshape=heads_joined),
+                f"{site}/value": products._replace(call=-1, reshape=common.heads_joined),
                 f"{site}/context": Tap(
                     inside, "input", "addmm", -1, argument=1, reshape=time_major
                 ),
@@ -166,4 +151,4 @@ def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
             found[f"{side}/embedded"] = Tap("positional_encoding", call=call, reshape=time_major)
         return found
 
-    return both_stacks(config, in_stack, ("self_attn", "multihead_attn"))
+    return common.both_stacks(config, in_stack, ("self_attn", "multihead_attn"))

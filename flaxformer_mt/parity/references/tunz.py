@@ -15,16 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.parity.references.common import (
-    MASKED_SCORE,
-    EncoderDecoder,
-    attend,
-    both_stacks,
-    layer_taps,
-    not_future,
-    not_padding,
-    split_heads,
-)
+from flaxformer_mt.parity.references import common
 from flaxformer_mt.parity.trace import Tap
 
 NORM_EPSILON = 1e-6
@@ -69,19 +60,16 @@ class MultiHeadAttention(nn.Module):
 
     def forward(self, x: Tensor, memory: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
         """[B, T, D] and the weights [B, H, T, S]; memory [B, S, D], visible [B, 1 or T, S]."""
-        q = split_heads(self.linear_q(x), self.head_size) * self.scale
-        k = split_heads(self.linear_k(memory), self.head_size)
-        v = split_heads(self.linear_v(memory), self.head_size)
+        q = common.split_heads(self.linear_q(x), self.head_size) * self.scale
+        k = common.split_heads(self.linear_k(memory), self.head_size)
+        v = common.split_heads(self.linear_v(memory), self.head_size)
         scores = q @ k.transpose(2, 3)
-        context, weights = attend(scores, v, visible, self.att_dropout, MASKED_SCORE)
+        context, weights = common.attend(scores, v, visible, self.att_dropout, common.MASKED_SCORE)
         return self.output_layer(context), weights
 
 
 class Layer(nn.Module):
-    """Self-attention, in the decoder cross-attention, and feed-forward: each x + f(norm(x)).
-
-    A language model's cross-attention has parameters, too, and is not called.
-    """
+    """Self-attention, in the decoder cross-attention, and feed-forward: each x + f(norm(x))."""
 
     def __init__(self, config: TransformerConfig, attends_to_source: bool) -> None:
         super().__init__()
@@ -121,17 +109,15 @@ class Stack(nn.Module):
         return self.last_norm(x)
 
 
-class Transformer(EncoderDecoder):
-    """The whole model; its output projection is always the target embedding.
-
-    The published model has no number of heads: it has 8. Without inputs it has no encoder.
-    """
+class Transformer(common.EncoderDecoder):
+    """The whole model; its output projection is always the target embedding."""
 
     attention = MultiHeadAttention
     inv_timescales: Tensor
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
+        # The published model has no number of heads: it has 8. Without inputs it has no encoder.
         self.hidden_size = config.d_model
         self.emb_scale = config.d_model**0.5
         self.has_inputs = config.has_inputs
@@ -144,6 +130,7 @@ class Transformer(EncoderDecoder):
 
         self.t_vocab_embedding = embedding(config.target_vocab_size)
         self.t_emb_dropout = nn.Dropout(config.dropout_rate)
+        # A language model has the parameters of cross-attention, too, and does not call it.
         self.decoder = Stack(config, config.num_decoder_layers, attends_to_source=True)
         if config.has_inputs:
             shared = config.shares_source_and_target
@@ -160,36 +147,32 @@ class Transformer(EncoderDecoder):
         self.register_buffer("inv_timescales", torch.exp(steps * -increment))
 
     def logits(self, source: Tensor | None, target_input: Tensor, *masks: Tensor) -> Tensor:
-        """Returns [B, T, V] for source [B, S], which a language model does not read.
-
-        What stands in the first column of `target_input` [B, T] is the zero vector. (The published
-        model takes the targets and shifts their embeddings, to the same effect.)
-        """
+        """Returns [B, T, V] for source [B, S], which a language model does not read."""
         encoded: tuple[Tensor, ...] = ()
         if self.has_inputs and source is not None:
-            visible = not_padding(source, self.pad_id)
+            visible = common.not_padding(source, self.pad_id)
             x = self._embed(self.i_vocab_embedding, source) * self.emb_scale
             x = self.i_emb_dropout(x + self.get_position_encoding(source))
             encoded = self.encoder(x, visible), visible
 
+        # A zero vector stands in the first column. The published model takes the targets and
+        # shifts their embeddings, to the same effect.
         x = self._embed(self.t_vocab_embedding, target_input[:, 1:])
         x = F.pad(x, (0, 0, 1, 0)) * self.emb_scale
         x = self.t_emb_dropout(x + self.get_position_encoding(target_input))
         # Padding stays visible to the target's self-attention: it stands behind every real token.
-        x = self.decoder(x, not_future(target_input), *encoded)
+        x = self.decoder(x, common.not_future(target_input), *encoded)
         return x @ self.t_vocab_embedding.weight.T
 
     def _embed(self, table: nn.Embedding, tokens: Tensor) -> Tensor:
         return table(tokens).masked_fill((tokens == self.pad_id).unsqueeze(-1), 0)
 
     def get_position_encoding(self, tokens: Tensor) -> Tensor:
-        """[1, T, D]: sines, then cosines, then a zero if D is odd.
-
-        The published code puts that zero on the wrong axis and fails for an odd D; tensor2tensor,
-        which it follows, has it here.
-        """
+        """[1, T, D]: sines, then cosines, then a zero if D is odd."""
         position = torch.arange(tokens.size(1), device=tokens.device).to(self.inv_timescales)
         angles = position[:, None] * self.inv_timescales
+        # The published code puts that zero on the wrong axis and fails for an odd D;
+        # tensor2tensor, which it follows, has it here.
         signal = torch.cat([angles.sin(), angles.cos()], dim=1)
         return F.pad(signal, (0, self.hidden_size % 2)).unsqueeze(0)
 
@@ -198,11 +181,8 @@ build = Transformer
 
 
 def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
-    """Returns the taps of `module`: where it computes each site of `parity.trace`.
-
-    The model scales embeddings itself: its multiplications are the source's, its angles', the
-    target's, its angles'.
-    """
+    """Returns the taps of `module`: where it computes each site of `parity.trace`."""
+    # The model's multiplications are the source's, its angles', the target's, its angles'.
     first = {"source": 0, "target": 2 if config.has_inputs else 0}
 
     def in_stack(side, stack, attentions):
@@ -210,7 +190,7 @@ def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
             f"{side}/embedding": Tap("", op="mul", call=first[side]),
             f"{side}/embedded": Tap("i_emb_dropout" if side == "source" else "t_emb_dropout"),
             f"{stack}/final_norm": Tap(f"{stack}.last_norm"),
-            **layer_taps(
+            **common.layer_taps(
                 stack,
                 f"{stack}.layers.{{layer}}",
                 attentions,
@@ -221,4 +201,4 @@ def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
             ),
         }
 
-    return both_stacks(config, in_stack, ("self_attention", "enc_dec_attention"))
+    return common.both_stacks(config, in_stack, ("self_attention", "enc_dec_attention"))

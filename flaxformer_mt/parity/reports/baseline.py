@@ -28,7 +28,6 @@ class AcceptedDifference(NamedTuple):
 
     site: str
     largest: float
-    """The largest relative difference."""
     reason: str
 
 
@@ -66,8 +65,7 @@ def judged(
     """Judges the rows of a report by other tolerances and accepted differences.
 
     Tolerances are relative, by site or pattern; the last that matches holds, and the first accepted
-    difference. If the first difference is no longer one, the cause of the next is unknown. Accepted
-    differences that have disappeared are noted.
+    difference. Accepted differences that have disappeared are noted.
     """
     rows = tuple(_accepted(_tolerated(row, tolerances), accepted) for row in report.rows)
     used = {_first_accepting(row, accepted) for row in rows if row.accepted}
@@ -125,15 +123,9 @@ def assert_parity(
     baseline: str | os.PathLike[str] | None = None,
     tolerances: Mapping[str, float] = {},
 ) -> None:
-    """Fails with the report as message unless both sides agree.
+    """Fails with the report as message unless both sides agree, up to accepted differences.
 
-    Args:
-      report: from `compare` or another comparison.
-      baseline: a file of accepted differences, see `reports/baseline.py`.
-      tolerances: relative tolerances by site, or by pattern with *.
-
-    Raises:
-      AssertionError: something differs that is not accepted.
+    `baseline` is their file; `tolerances` are relative, by site, or by pattern with *.
     """
     __tracebackhide__ = True  # pytest then shows the line of the test.
     accepted = read_baseline(baseline) if baseline is not None else ()

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
-from flaxformer_mt.parity.diagnosis.diagnose import Diagnosis
+from flaxformer_mt.parity.diagnosis.first_cause import Diagnosis
 from flaxformer_mt.parity.settings import SettingDifference
 from flaxformer_mt.parity.trajectories import Trajectory
 
@@ -31,7 +31,6 @@ class Row(NamedTuple):
     tolerance: float
     """The largest `max_abs` that passes."""
     reference_shape: tuple[int, ...] | None = None
-    """The shape in the reference if it is another one."""
     accepted: str = ""
     """Why a difference is accepted; empty unless a baseline has it."""
 
@@ -63,7 +62,6 @@ class Finding(NamedTuple):
 
     site: str
     difference: float
-    """Relative to the largest magnitude; inf where only one side is finite."""
     diagnosis: Diagnosis | None
 
     def sentence(self) -> str:
@@ -107,9 +105,7 @@ class Comparison:
     that only one side propagates their gradient. In float32, rounding causes this for about one
     unit in ten million; it is not an error, and depends on the batch."""
     diagnosis: Diagnosis | None = None
-    """The cause of the first difference, if it is a known one."""
     findings: tuple[Finding, ...] = ()
-    """Every site whose computation differs, in the order of the data flow."""
     never_run: tuple[str, ...] = ()
     """Sites that the reference does not compute: the modules of their taps were never called."""
     trajectory: Trajectory | None = None
@@ -255,5 +251,4 @@ def format_difference(value: float) -> str:
 
 
 def _largest(differences: Iterable[float]) -> float | None:
-    """Returns the maximum, NaN counting as inf; None if there are no values."""
     return max((math.inf if math.isnan(x) else float(x) for x in differences), default=None)

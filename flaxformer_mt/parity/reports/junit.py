@@ -10,8 +10,7 @@ from flaxformer_mt.parity.reports.comparison import Comparison, Row, format_diff
 def to_junit(comparison: Comparison) -> str:
     """Returns one test suite per section of the report, and one test case per value.
 
-    A difference is a failure, with the explanation if it is the first; an accepted difference is a
-    skipped test, with the reason. A setting that differs is a failure of its own.
+    A difference is a failure, an accepted one a skipped test; so are settings that differ.
     """
     name = f"parity of {comparison.family} in {comparison.dtype}"
     root = ElementTree.Element("testsuites", name=name)

@@ -22,12 +22,7 @@ _FLOOR = 1e-17
 
 
 def plot_trajectory(trajectory: Trajectory, path: str | os.PathLike[str]) -> None:
-    """Writes a plot of the loss and gradient norm of both sides and their relative differences.
-
-    Raises:
-      UserError: the suffix of the path is not .png, .svg or .pdf, its folder does not exist, or
-        matplotlib is missing.
-    """
+    """Writes a plot of losses, gradient norms and differences: .png, .svg or .pdf, or UserError."""
     path = Path(path)
     suffix = path.suffix.removeprefix(".")
     if suffix not in drawing.IMAGES:

@@ -11,7 +11,7 @@ from flax.traverse_util import flatten_dict
 from flaxformer_mt import interop
 from flaxformer_mt.parity import driver
 from flaxformer_mt.parity.compare_family import PUBLISHED_TABLES, diagnosis_inputs
-from flaxformer_mt.parity.diagnosis.diagnose import diagnose
+from flaxformer_mt.parity.diagnosis.first_cause import diagnose
 from flaxformer_mt.parity.diagnosis.inputs import select_rows
 from flaxformer_mt.parity.model_pair import OurModel
 from flaxformer_mt.parity.published import PublishedModel, Tables
@@ -33,11 +33,8 @@ def compare_saved(
 ) -> Report:
     """Compares the values of our model, computed in float64, with saved ones.
 
-    Args:
-      model: a checkpoint.
-      saved: the tokens, and what another program computed with this checkpoint.
-      given: settings that the checkpoint does not determine.
-      tables: whether our tables of positions are the published ones, rounded to float32.
+    `saved` has the tokens and what another program computed with the checkpoint `model`; `given`
+    are settings that the checkpoint does not determine.
     """
     config = dataclasses.replace(model.configure(given), dtype="float64", param_dtype="float64")
     check_special_tokens(config)

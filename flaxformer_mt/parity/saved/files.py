@@ -16,7 +16,6 @@ from flaxformer_mt.parity.tokens import Tokens, as_tokens, example
 from flaxformer_mt.parity.trace import Values, sites
 
 INPUTS = ("source", "target_input", "target_output")
-"""Arrays of the file of inputs; the last is optional."""
 
 
 class SavedValues(NamedTuple):

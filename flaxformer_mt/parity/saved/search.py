@@ -32,7 +32,6 @@ _NUMBERS: dict[str, tuple[float, ...]] = {
     "position_offset": (0, 1, 2, 3, 4),
     "relative_position_max_distance": (8, 16, 32, 64, 128, 256, 512),
 }
-"""Values of numbers that published models have."""
 _MAX_HEADS = 64
 _PROMISING = 8
 """How many of the changes of one setting are tried together with those of another: the ones that
@@ -119,7 +118,6 @@ class Search(NamedTuple):
     def _rounds(
         self, config: TransformerConfig, scored: Sequence[tuple[float, Change]]
     ) -> Iterator[list[Change]]:
-        """Yields changes of one setting, of another one than a given one, and of two."""
         changes = [
             Change({name: value})
             for name, values in self._alternatives(config).items()

@@ -1,9 +1,8 @@
 """Finds the known cause of the first difference.
 
-All sites before the first difference agree, so the inputs of the operation that computes it are
-known. Each known cause (`causes`) predicts the reference's value, and the diagnosis is the cause
-whose prediction is right. If preceding sites have no tap, the cause may be at any of them: its
-consequences are then computed up to the first site that shows a difference.
+All sites before it agree, so the inputs of its operation are known. Each known cause (`causes`)
+predicts the reference's value, and the diagnosis is the cause whose prediction is right. The cause
+may also be at a preceding site without a tap: its consequences are then computed.
 """
 
 import itertools
@@ -12,14 +11,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flaxformer_mt.parity.diagnosis.causes import Candidate, SuspectSite, candidates
+from flaxformer_mt.parity.diagnosis.causes.registry import Candidate, SuspectSite, candidates
 from flaxformer_mt.parity.diagnosis.inputs import (
     DiagnosisInputs,
     parse_site,
     select_rows,
     with_values,
 )
-from flaxformer_mt.parity.diagnosis.operations.base import Operation
+from flaxformer_mt.parity.diagnosis.operations import Operation
 from flaxformer_mt.parity.diagnosis.site_operations import NotComputed
 from flaxformer_mt.parity.diagnosis.site_operations import operation as operation_at
 
@@ -43,7 +42,7 @@ def diagnose(inputs: DiagnosisInputs) -> Diagnosis | None:
     """Returns the known cause that explains the difference best; None if there is none."""
     if inputs.site != "loss" and inputs.site not in inputs.theirs:
         return None  # Gradients and optimizer steps have no causes of their own.
-    inputs = in_float64(inputs)
+    inputs = _in_float64(inputs)
     # Wrong candidates may divide by zero or overflow, which rules them out.
     with np.errstate(all="ignore"):
         found = [
@@ -59,8 +58,7 @@ def diagnose(inputs: DiagnosisInputs) -> Diagnosis | None:
     return next(diagnosis for diagnosis in found if diagnosis.residual <= enough)
 
 
-def in_float64(inputs: DiagnosisInputs) -> DiagnosisInputs:
-    """Returns the inputs with all values and parameters in float64."""
+def _in_float64(inputs: DiagnosisInputs) -> DiagnosisInputs:
 
     def widened(arrays):
         return {name: np.asarray(array, np.float64) for name, array in arrays.items()}
@@ -74,7 +72,6 @@ def in_float64(inputs: DiagnosisInputs) -> DiagnosisInputs:
 
 
 def _predictions(inputs: DiagnosisInputs) -> Iterator[Diagnosis]:
-    """Yields every candidate with its residual."""
     expected = inputs.theirs.get(inputs.site, np.asarray(inputs.loss))
     for site in _suspects(inputs):
         operation = _operation(inputs, site)
@@ -91,7 +88,6 @@ def _predictions(inputs: DiagnosisInputs) -> Iterator[Diagnosis]:
 
 
 def _suspects(inputs: DiagnosisInputs) -> list[str]:
-    """Returns the site and the preceding sites without a tap, nearest first."""
     if inputs.site == "loss":  # The logits have been compared.
         return [inputs.site]
     before = list(itertools.takewhile(lambda site: site != inputs.site, inputs.ours))[::-1]
@@ -110,7 +106,6 @@ def _suspects(inputs: DiagnosisInputs) -> list[str]:
 
 
 def _operation(inputs: DiagnosisInputs, site: str) -> Operation | None:
-    """Returns our operation at a site; None if its inputs are unknown."""
     try:
         return operation_at(inputs, site)
     except NotComputed:
@@ -122,16 +117,9 @@ def _consequence(
 ) -> np.ndarray | None:
     """Computes the value at the site of the difference if the candidate holds at `site`.
 
-    Sites in between keep their values if they have a tap; the others are recomputed.
-
-    Args:
-      inputs: the inputs of the diagnosis.
-      site: where the candidate is assumed.
-      candidate: the candidate.
-      everywhere: assume the candidate with the same explanation at the following sites, too.
-
-    Returns:
-      The value; None if a shape differs or the inputs of a following site are unknown.
+    Sites in between keep their values if they have a tap; the others are recomputed, with
+    `everywhere` by the candidate with the same explanation. None if a shape differs or an input is
+    unknown.
     """
     value = candidate.operation.value()
     if site == inputs.site:
@@ -154,13 +142,11 @@ def _consequence(
 
 
 def _same(inputs: DiagnosisInputs, site: str, operation: Operation, like: Candidate) -> Operation:
-    """Returns the operation of the candidate with the same explanation; ours if there is none."""
     found = candidates(operation, SuspectSite(inputs, site, None))
     return next((h.operation for h in found if h.explanation == like.explanation), operation)
 
 
 def _residual(inputs: DiagnosisInputs, predicted: np.ndarray | None, expected: np.ndarray) -> float:
-    """Returns the largest difference relative to the largest magnitude, over real tokens."""
     if predicted is None or predicted.shape != expected.shape:
         return np.inf
     if inputs.site != "loss":
@@ -176,3 +162,26 @@ def _residual(inputs: DiagnosisInputs, predicted: np.ndarray | None, expected: n
     difference = np.max(np.abs(predicted - expected), where=finite, initial=0.0)
     largest = np.max(np.abs(expected), where=finite, initial=0.0)
     return float(difference / largest) if largest else float(difference)
+
+
+class FamilyValues:
+    """Our model as equations, whose values become the reference's; see `findings.Model`."""
+
+    def __init__(self, inputs: DiagnosisInputs) -> None:
+        self._inputs = _in_float64(inputs)
+
+    def predict(self, site: str) -> np.ndarray | None:
+        """Computes the value of a site; None for what bare layers get."""
+        try:
+            return operation_at(self._inputs, site).value()
+        except NotComputed:
+            return None
+
+    def explain(self, site: str, expected: np.ndarray) -> Diagnosis | None:
+        """Returns the known cause of a difference."""
+        return diagnose(self._inputs._replace(site=site))
+
+    def set(self, site: str, predicted: np.ndarray, expected: np.ndarray | None) -> None:
+        """Sets the value of a site."""
+        value = predicted if expected is None else np.asarray(expected, np.float64)
+        self._inputs = with_values(self._inputs, {site: value})
