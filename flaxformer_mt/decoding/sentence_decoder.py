@@ -23,6 +23,7 @@ from flaxformer_mt.decoding.batching.continuous_batching import (
     Request,
     TokenHypotheses,
 )
+from flaxformer_mt.decoding.batching.length_buckets import longest_position
 from flaxformer_mt.decoding.scoring import alignment
 from flaxformer_mt.decoding.scoring.alignment import Links
 from flaxformer_mt.decoding.scoring.scorer import (
@@ -140,7 +141,7 @@ class SentenceDecoder:
                 decode.shortlist, tokenizers, decode.shortlist_first, decode.shortlist_best
             )
         configs = [model for model, _ in models]
-        self.limit = _longest_position(configs)
+        self.limit = longest_position(configs)
         """Maximum number of tokens of a source or target that all models support; None = any."""
         self.longest_source = longest_source(decode, configs)
         width = (decode.mbr_samples or decode.n_best) if decode.samples else decode.beam_size
@@ -404,7 +405,7 @@ class SentenceDecoder:
         text = hypothesis.text
         if self.decode.copy_unknown and target.unk_id in tokens:
             tag, _ = self._tags(segment.segment.text)
-            num_tags = len(source.encode_parts([tag])[0])  # These are no words to copy.
+            num_tags = len(source.encode_parts([tag])[0])  # Tags are not copied.
             text = on_one_line(
                 alignment.copy_unknown(
                     tokens, attention[:, num_tags:], source_pieces[num_tags:], target
@@ -478,14 +479,8 @@ def _known(target: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
 
 def longest_source(decode: DecodeConfig, models: Sequence[TransformerConfig]) -> int:
     """Returns the maximum number of source tokens, with end token, that are not split."""
-    limit = _longest_position(models)
+    limit = longest_position(models)
     return decode.longest_source if limit is None else min(decode.longest_source, limit)
-
-
-def _longest_position(models: Sequence[TransformerConfig]) -> int | None:
-    """Returns the maximum number of tokens that all models support; None = any."""
-    limits = [limit for model in models if (limit := model.longest_sentence) is not None]
-    return min(limits, default=None)
 
 
 def longest_target(num_source_tokens: int, decode: DecodeConfig) -> int:

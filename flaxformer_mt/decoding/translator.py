@@ -285,34 +285,14 @@ def with_options(decode: DecodeConfig, options: Mapping[str, Any]) -> DecodeConf
     return dataclasses.replace(decode, **given)
 
 
-@overload
-def translate(
-    config: TransformerConfig,
-    params: Any,
-    tokenizers: Tokenizers,
-    sentences: str | Sentence,
-    **search_options: Any,
-) -> str: ...
-
-
-@overload
 def translate(
     config: TransformerConfig,
     params: Any,
     tokenizers: Tokenizers,
     sentences: Iterable[str | Sentence],
     **search_options: Any,
-) -> list[str]: ...
-
-
-def translate(
-    config: TransformerConfig,
-    params: Any,
-    tokenizers: Tokenizers,
-    sentences: str | Sentence | Iterable[str | Sentence],
-    **search_options: Any,
-) -> str | list[str]:
-    """Returns the best translation of a sentence, or of each sentence of a list.
+) -> list[str]:
+    """Returns the best translation of each sentence.
 
     For translations during training. Another call with the same configuration, search options and
     row lengths compiles nothing, also with other parameters. `Translator` keeps parameters between
@@ -326,7 +306,7 @@ def translate(
       params: its parameters, nested dicts of arrays on the host, on one device or sharded over
         several. Sharded arrays are gathered: if processes share them, all must make the call.
       tokenizers: its vocabularies, which also give sizes that are 0 in `config`.
-      sentences: a sentence or an iterable of sentences, in any order and of any length.
+      sentences: in any order and of any length.
       **search_options: fields of `DecodeConfig`, such as `beam_size` and `length_penalty`.
 
     Raises:
@@ -334,7 +314,8 @@ def translate(
       UserError: `params` are not the parameters of the model or not finite, an option is out of
         range or does not fit the model, or the constraints of a sentence cannot be met.
     """
-    return Translator(config, params, tokenizers).translate(sentences, **search_options)
+    given = list(_checked(sentences))
+    return Translator(config, params, tokenizers).translate(given, **search_options)
 
 
 def window_characters(decode: DecodeConfig) -> int:

@@ -25,7 +25,8 @@ def test_translations_are_those_of_a_translator(talker):
     config, params, tokenizers, _ = talker.parts
     found = translate(config, params, tokenizers, SENTENCES, **OPTIONS)
     assert found == Translator(config, params, tokenizers).translate(SENTENCES, **OPTIONS)
-    assert translate(config, params, tokenizers, SENTENCES[0], **OPTIONS) == found[0]
+    with pytest.raises(TypeError, match="sentences must be a list of strings or Sentence"):
+        translate(config, params, tokenizers, SENTENCES[0])
     assert len(set(found)) > 3
 
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
 from flaxformer_mt.decoding.batching import search_programs as programs
-from flaxformer_mt.decoding.batching.length_buckets import row_length
+from flaxformer_mt.decoding.batching.length_buckets import longest_position, row_length
 from flaxformer_mt.decoding.batching.workers import (
     batch_tokens,
     decoding_devices,
@@ -111,8 +111,7 @@ class ContinuousBatcher:
         self._model = self._configs[0]
         self._decode = decode
         self._options = SearchOptions.from_config(decode, self._model, bad_phrases, scores)
-        limits = [limit for config in self._configs if (limit := config.longest_sentence)]
-        self._limit = min(limits, default=None)
+        self._limit = longest_position(self._configs)
 
     def decode(self, requests: Sequence[Request]) -> Iterator[tuple[int, TokenHypotheses]]:
         """Yields the index of each request and its hypotheses, as they finish."""

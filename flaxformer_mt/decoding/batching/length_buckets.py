@@ -78,3 +78,9 @@ def row_length(length: int, limit: int | None, shortest: int = MIN_ROW_LENGTH) -
     while row < length:
         row *= 2
     return row if limit is None else min(row, limit)
+
+
+def longest_position(models: Sequence[TransformerConfig]) -> int | None:
+    """Returns the maximum number of tokens that all models support; None = any."""
+    limits = [limit for model in models if (limit := model.longest_sentence) is not None]
+    return min(limits, default=None)

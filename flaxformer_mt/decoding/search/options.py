@@ -115,7 +115,6 @@ jax.tree_util.register_dataclass(
 def forbidden_token_ids(model: TransformerConfig) -> tuple[int, ...]:
     """Returns the tokens that no search may choose: padding and the start token.
 
-    Either is left out if it is also the end token; a start id of -1 (the zero vector) is not a
-    token.
+    Either is left out if it is also the end token; a start id of -1 is the zero vector.
     """
     return tuple(sorted({model.pad_id, model.bos_id} - {model.eos_id, -1}))

@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from flaxformer_mt.decoding.search.beam import extend_beam
-from flaxformer_mt.decoding.search.greedy import extend_independently
+from flaxformer_mt.decoding.search.extension import extend_beam, extend_independently
 from flaxformer_mt.decoding.search.options import SearchOptions
 from flaxformer_mt.decoding.search.ranking import select_best
 from flaxformer_mt.decoding.search.state import (

@@ -151,5 +151,5 @@ def drop(hypotheses: Hypotheses, dropped: Array) -> Hypotheses:
 
 def is_possible(log_probabilities: Array) -> Array:
     """Whether each log-probability is that of a hypothesis that may be chosen."""
-    # Whatever is added to IMPOSSIBLE, the sum stays far below any real log-probability.
+    # Sums with IMPOSSIBLE stay far below any real log-probability.
     return log_probabilities > IMPOSSIBLE / 2

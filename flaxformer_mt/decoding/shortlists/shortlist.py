@@ -114,7 +114,7 @@ def _parse_binary(content: bytes) -> tuple[int, np.ndarray, np.ndarray]:
     tokens = np.frombuffer(content, "<u4", num_tokens, _HEADER.size + 8 * num_offsets)
     if not len(offsets) or offsets[-1] != num_tokens or (np.diff(offsets, prepend=0) < 0).any():
         raise ValueError("the file is damaged: its offsets do not fit its tokens")
-    # Larger ids than int32 has are those of another vocabulary, whatever they are.
+    # Ids that exceed int32 belong to another vocabulary.
     return first, offsets, np.minimum(tokens, MAX_INTEGER).astype(np.int32)
 
 
