@@ -192,12 +192,18 @@ def test_a_file_without_permission_is_refused(tmp_path, monkeypatch):
     assert "cannot be read: Permission denied" in refusal("tunz", path)
 
 
-def test_writing_pytorch_files_needs_pytorch_and_reading_them_does_not(tmp_path, monkeypatch):
+def test_pytorch_files_need_pytorch(tmp_path, monkeypatch):
     torch.save(state_dict("tunz"), tmp_path / "model.pt")
+    hints = FAMILIES["tunz"].hints
+    config, params = interop.load("tunz", tmp_path / "model.pt", **hints)
     monkeypatch.setitem(sys.modules, "torch", None)
-    config, params = interop.load("tunz", tmp_path / "model.pt", **FAMILIES["tunz"].hints)
-    with pytest.raises(UserError, match=r"pip install 'flaxformer_mt\[parity\]'"):
+    extra = r"a PyTorch file needs PyTorch: pip install 'flaxformer_mt\[parity\]'"
+    with pytest.raises(UserError, match="reading " + extra):
+        interop.load("tunz", tmp_path / "model.pt", **hints)
+    with pytest.raises(UserError, match="writing " + extra):
         interop.save("tunz", config, params, tmp_path / "copy.pt")
+    interop.save("tunz", config, params, tmp_path / "copy.safetensors")
+    interop.load("tunz", tmp_path / "copy.safetensors", **hints)
 
 
 def test_saving_refuses_what_cannot_be_written(tmp_path):
