@@ -2,7 +2,7 @@
 
 A checkpoint file contains weights, possibly with Adam's state. A folder contains a whole model with
 its vocabularies and search options (`formats.bundle.ModelBundle`). `OWN` stands for our parameters
-as a file (`formats/parameter_file.py`), or for a run folder.
+as a file (`formats/own_format.py`), or for a run folder.
 """
 
 import contextlib
@@ -17,10 +17,10 @@ from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop import FAMILIES
 from flaxformer_mt.interop.adaptation import adapt_training
 from flaxformer_mt.interop.checkpoint_files import TORCH_SUFFIXES
-from flaxformer_mt.interop.formats import parameter_file, run_folders
+from flaxformer_mt.interop.formats import own_format, run_folders
 from flaxformer_mt.interop.formats.bundle import ModelBundle
 from flaxformer_mt.interop.formats.hub_families import HUB_FAMILIES
-from flaxformer_mt.interop.formats.parameter_file import OWN
+from flaxformer_mt.interop.formats.own_format import OWN
 from flaxformer_mt.interop.weight_maps.adam_state import TrainingState
 from flaxformer_mt.presets import canonical_family
 from flaxformer_mt.runs import atomic
@@ -35,12 +35,12 @@ BundleWriter = Callable[..., Notes]
 # Modules of `formats` with a function `read`, ...
 READERS = {
     **dict.fromkeys(HUB_FAMILIES, "huggingface"),
-    "marian-native": "marian_native",
+    "marian-native": "marian_folder",
 }
 # ... and with a function `write`. They are imported at use, since some need optional packages.
 WRITERS = {
     **dict.fromkeys(HUB_FAMILIES, "huggingface"),
-    "marian-native": "marian_native",
+    "marian-native": "marian_folder",
     "ctranslate2": "ctranslate2",
     "jax": "jax_export",
 }
@@ -135,7 +135,7 @@ def _convert_to_file(
         bundle, notes = read_bundle(source_family, source, overrides)
         state, origin = TrainingState(bundle.config.model, bundle.params, None), OWN
     elif source_family == OWN:
-        state, origin = parameter_file.read(source, overrides)
+        state, origin = own_format.read(source, overrides)
     else:
         state, origin = _training_state(source_family, source, overrides), source_family
     with _conversion_errors(source, target_family):
@@ -156,7 +156,7 @@ def _write_file(
 ) -> Notes:
     """Writes a training state, whose carried tensors are `origin`'s, as a checkpoint file."""
     if target_family == OWN:
-        parameter_file.write(target, state, origin)
+        own_format.write(target, state, origin)
         return state.notes
     if target_family not in FAMILIES:
         raise UserError(f"{target} names a file: {target_family} is written as a folder")

@@ -16,7 +16,7 @@ from toy_references import DOUBLE_PROJECTION, VARIANTS
 from flaxformer_mt import interop
 from flaxformer_mt.cli import main
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.interop.formats import parameter_file
+from flaxformer_mt.interop.formats import own_format
 from flaxformer_mt.interop.weight_maps.adam_state import TrainingState
 
 FAMILIES = {
@@ -304,9 +304,9 @@ def test_numbers_that_are_not_finite_are_named(number, tmp_path):
     path = tmp_path / "own.safetensors"
     with pytest.raises(UserError, match=r"decoder/final_norm/scale has numbers that are not fin"):
         interop.save("tunz", config, params, path)
-    parameter_file.write(path, TrainingState(config, params, None), "tunz")
+    own_format.write(path, TrainingState(config, params, None), "tunz")
     with pytest.raises(UserError, match=r"decoder/final_norm/scale has numbers that are not fin"):
-        parameter_file.read(path, {})
+        own_format.read(path, {})
 
 
 def test_names_of_tensors_are_strings():
