@@ -249,7 +249,6 @@ def _aliases(tensors: Tensors, metadata: Mapping[str, str]) -> dict[str, np.ndar
 
 
 def _state_dict(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the state dict of a training checkpoint, with separately stored modules merged."""
     for key in STATE_DICT_KEYS:
         if isinstance(content.get(key), Mapping):
             modules = {

@@ -143,7 +143,6 @@ def _convert_to_file(
 
 
 def _training_state(family: str, source: Path, overrides: Mapping[str, Any]) -> TrainingState:
-    """Reads a checkpoint, without its optimizer if that is not one with Adam's state."""
     try:
         return interop.load_training(family, source, **overrides)
     except UserError as error:
@@ -154,7 +153,6 @@ def _training_state(family: str, source: Path, overrides: Mapping[str, Any]) -> 
 def _write_file(
     state: TrainingState, origin: str, target_family: str, target: Path, accepted: Collection[str]
 ) -> Notes:
-    """Writes a training state, whose carried tensors are `origin`'s, as a checkpoint file."""
     if target_family == OWN:
         own_format.write(target, state, origin)
         return state.notes

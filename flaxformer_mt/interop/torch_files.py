@@ -143,11 +143,7 @@ def _check_old(file: BinaryIO) -> None:
 
 
 def _check_pickle(content: bytes | mmap.mmap) -> set[str]:
-    """Checks the instructions of a pickle, and returns their names.
-
-    Raises:
-      UserError: they name more than tensors are made of, or take too much memory or time.
-    """
+    """Checks the instructions of a pickle, and returns their names."""
     found = set()
     # Hashing a tuple of shared tuples takes as long as if they were not shared: the stack and the
     # memo have the number of items in each tuple, and 1 for other values.

@@ -83,7 +83,6 @@ def _row(ours: str, theirs: str) -> TensorRule:
 
 
 def _linear(ours: str, theirs: str, suffix: str) -> list[TensorRule]:
-    """Returns the rules for a matrix [in, out], as in our parameters, and its bias."""
     return [
         same(f"{ours}/kernel", f"{theirs}_W{suffix}"),
         _row(f"{ours}/bias", f"{theirs}_b{suffix}"),
@@ -206,7 +205,6 @@ def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
 
 
 def _spelt(value: Any) -> str:
-    """Returns a value as YAML."""
     return yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()
 
 
@@ -228,7 +226,6 @@ def _is_on(options: Mapping[str, Any], name: str) -> bool:
 
 
 def _steps(options: Mapping[str, Any], name: str) -> str:
-    """Returns the letters of an option that lists operations, without dropout."""
     return str(options.get(name, "")).replace("d", "")
 
 

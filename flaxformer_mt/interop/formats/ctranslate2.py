@@ -131,7 +131,6 @@ def _num_positions(bundle: ModelBundle) -> int:
 
 
 def _losses(decode: DecodeConfig, model: TransformerConfig) -> list[str]:
-    """Returns a line about each search option that CTranslate2 does not have."""
     losses = [
         f"decode.{name}={getattr(decode, name)} is not supported by CTranslate2"
         for name, neutral in _UNSUPPORTED.items()

@@ -187,7 +187,6 @@ def is_one_of(eos_id: int, given: Any) -> bool:
 
 
 def _losses(decode: DecodeConfig) -> list[str]:
-    """Returns a line about each option that `generate` does not support."""
     # Limits relative to the source's length become `max_length`.
     supported = {
         *_SAME.values(), "length_penalty_kind", "early_stopping", "force_end", "bad_word_ids",
@@ -204,7 +203,6 @@ def _losses(decode: DecodeConfig) -> list[str]:
 
 
 def _first_token(given: Any, target: Tokenizer | None) -> str:
-    """Returns the name of the token that translations begin with; "" if there is none."""
     if target is None or type(given) is not int or given < 0:
         return ""
     (name,) = target.pieces([given])
