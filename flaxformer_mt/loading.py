@@ -28,11 +28,8 @@ class Model:
         model.translate("A dog runs.")
         run = model.save("runs/opus")  # To train it further, or for the command line.
 
-    Args:
-      bundle: the model.
-      folder: where it was read.
-      family: what it was read as.
-      notes: what of the folder has no counterpart here, in one line each.
+    `folder` and `family` are where and as what it was read, `notes` what of the folder has no
+    counterpart here, in one line each.
     """
 
     def __init__(
@@ -63,11 +60,7 @@ class Model:
         return self._bundle.tokenizers
 
     def translator(self) -> Translator:
-        """Returns the translator, which has further methods.
-
-        Raises:
-          UserError: the model has no encoder.
-        """
+        """Returns the translator, which has further methods; a `UserError` without an encoder."""
         if self._translator is None:
             self._translator = Translator(
                 self.config.model, self.params, self.tokenizers, self.config.decode
@@ -92,13 +85,7 @@ class Model:
         return AttentionPicture(found, str(self.folder))
 
     def save(self, folder: str | Path) -> Run:
-        """Writes a run folder, as `flaxformer-mt convert` does.
-
-        Args:
-          folder: the folder to create.
-
-        Returns:
-          The run, which can be trained further; see `Run.fine_tuning_config`.
+        """Writes a new run folder; the run can be trained further, see `Run.fine_tuning_config`.
 
         Raises:
           TypeError: `folder` is not a path.
@@ -137,11 +124,6 @@ def load(folder: str | Path, family: str | None = None) -> Model:
 
 
 def _family_of(folder: Path) -> str:
-    """Returns as what a folder is to be read.
-
-    Raises:
-      UserError: it holds no model of a kind that can be read.
-    """
     if not (folder / CONFIG).is_file():
         if any(folder.glob("*.npz")) or any(folder.glob("*.bin")):
             return "marian-native"

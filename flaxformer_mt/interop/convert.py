@@ -50,7 +50,7 @@ OTHER_SUFFIXES = (
     ".npz", ".npy", ".h5", ".hdf5", ".keras", ".msgpack", ".pkl", ".pickle", ".onnx", ".pb",
     ".tflite", ".gguf", ".zip", ".tar", ".gz", ".tgz", ".json", ".yml", ".yaml", ".txt", ".spm",
 )  # fmt: skip
-"""Suffixes of other files, which are not written: a folder of such a name would be a surprise."""
+"""Suffixes of other files, which are rejected: users expect a file with this suffix."""
 
 
 def convert(
@@ -173,7 +173,7 @@ def read_bundle(
     """Reads a folder with a whole model, given configuration fields that override its own.
 
     Raises:
-      UserError: it is no folder of that family, or damaged.
+      UserError: it is not a folder of that family, or is damaged.
     """
     if family in READERS and (source.is_dir() or family not in FAMILIES):
         read: BundleReader = _function(READERS[family], "read")

@@ -142,7 +142,7 @@ def _check_old(file: BinaryIO) -> None:
                 raise UserError("its numbers are big-endian: save it on a little-endian machine")
 
 
-def _check_pickle(content: bytes | mmap.mmap) -> set[str]:
+def _check_pickle(content: Any) -> set[str]:
     """Checks the instructions of a pickle, and returns their names."""
     found = set()
     # Hashing a tuple of shared tuples takes as long as if they were not shared: the stack and the
@@ -150,6 +150,7 @@ def _check_pickle(content: bytes | mmap.mmap) -> set[str]:
     stack: list[int] = []
     marks: list[int] = []
     memo: dict[int, int] = {}
+    value: Any
     for number, (operation, value, _) in enumerate(pickletools.genops(content)):
         name = operation.name
         found.add(name)
