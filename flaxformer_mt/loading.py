@@ -35,11 +35,8 @@ class Model:
         model.translate("A dog runs.")
         run = model.save("runs/opus")  # To train it further, or for the command line.
 
-    Args:
-      bundle: the model.
-      folder: where it was read.
-      family: what it was read as.
-      notes: what of the folder has no counterpart here, in one line each.
+    `folder` and `family` are where and as what it was read, `notes` what of the folder has no
+    counterpart here, in one line each.
     """
 
     def __init__(

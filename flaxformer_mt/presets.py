@@ -62,7 +62,7 @@ def jadore801120(**overrides: Any) -> TransformerConfig:
     values: dict[str, Any] = {
         "head_dim": 64,
         "value_dim": 64,
-        "attention_dropout_rate": 0.1,  # whatever the rate
+        "attention_dropout_rate": 0.1,  # independent of dropout_rate
         "embedding_norm": True,
         "qkv_bias": False,
         "attention_output_bias": False,
@@ -105,7 +105,7 @@ def annotated(**overrides: Any) -> TransformerConfig:
     """
     values: dict[str, Any] = {
         "activation_dropout_rate": overrides.get("dropout_rate", 0.1),
-        "attention_dropout_rate": 0.1,  # whatever the rate
+        "attention_dropout_rate": 0.1,  # independent of dropout_rate
         "norm_position": "pre",
         "norm_kind": "unbiased_std",
         "final_norm": True,
@@ -254,7 +254,7 @@ def opennmt(**overrides: Any) -> TransformerConfig:
     sinusoidal = kind == "sinusoidal"
     concatenated = sinusoidal and overrides.get("position_layout") == "concatenated"
     values: dict[str, Any] = {
-        "attention_dropout_rate": 0.1,  # whatever the rate
+        "attention_dropout_rate": 0.1,  # independent of dropout_rate
         "activation_dropout_rate": overrides.get("dropout_rate", 0.1),
         "norm_position": "pre",
         "final_norm": True,
@@ -291,7 +291,7 @@ def mbart(**overrides: Any) -> TransformerConfig:
         "output_bias": True,
         "activation": "gelu",
         "position_kind": "learned",
-        "position_offset": 2,  # whatever pad_id
+        "position_offset": 2,  # independent of pad_id
         "mask_target_padding": False,
         "bos_id": overrides.get("eos_id", TransformerConfig.eos_id),
     }

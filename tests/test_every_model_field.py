@@ -27,8 +27,7 @@ from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop import adaptation, exports
 from flaxformer_mt.interop.families import marian_native
 from flaxformer_mt.interop.formats import ctranslate2 as ctranslate2_format
-from flaxformer_mt.interop.formats import huggingface, jax_export
-from flaxformer_mt.interop.formats import marian_native as marian_format
+from flaxformer_mt.interop.formats import huggingface, jax_export, marian_folder
 from flaxformer_mt.interop.formats.bundle import ModelBundle, experiment
 from flaxformer_mt.interop.formats.hub_families import HUB_FAMILIES
 from flaxformer_mt.interop.weight_maps import validation
@@ -408,7 +407,7 @@ def test_marian_refuses_or_keeps_every_field(tmp_path):
     def obstacle(config):
         return exports.exports(config)["marian-native"]
 
-    write, read = marian_format.write, marian_format.read
+    write, read = marian_folder.write, marian_folder.read
     family = marian_native.FAMILY
     assert_format_keeps(family, obstacle, write, read, tokenizers_of, tmp_path)
 

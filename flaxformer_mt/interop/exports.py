@@ -41,7 +41,7 @@ def exports(model: TransformerConfig, has_sentencepiece: bool = True) -> dict[st
       has_sentencepiece: whether its vocabularies are SentencePiece models, as all are that were
         learned here.
     """
-    vocabulary = "" if has_sentencepiece else "its vocabulary is no SentencePiece model"
+    vocabulary = "" if has_sentencepiece else "its vocabulary is not a SentencePiece model"
     return {
         "ctranslate2": ctranslate2_obstacle(model) or vocabulary,
         "jax": vocabulary if model.has_inputs else "has_inputs=False",

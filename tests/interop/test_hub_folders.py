@@ -376,7 +376,7 @@ def test_exports_that_the_vocabulary_prevents_are_not_offered(kind, saved):
     bundle = read(kind, saved(kind)[0])
     assert not bundle.tokenizers.has_sentencepiece
     offered = exports(bundle.config.model, bundle.tokenizers.has_sentencepiece)
-    assert offered["jax"] == "its vocabulary is no SentencePiece model"
+    assert offered["jax"] == "its vocabulary is not a SentencePiece model"
     assert offered["ctranslate2"]
 
 

@@ -456,7 +456,7 @@ DAMAGES = {
         "num_heads=1000000000: must be at most",
     ),
     "an activation": (edit(SETTINGS, activation_function=["relu"]), "activation_function=['relu']"),
-    "no start": (edit(SETTINGS, decoder_start_token_id=9999), "bos_id=9999 is no token"),
+    "no start": (edit(SETTINGS, decoder_start_token_id=9999), "bos_id=9999 is outside"),
     "an end": (edit(SETTINGS, eos_token_id="0"), "eos_id='0': must be an integer"),
     "another end": (edit(SETTINGS, eos_token_id=[1, 2]), "eos_id=[1, 2]: must be an integer"),
     "a large end": (edit(SETTINGS, eos_token_id=[0, 9999]), "eos_token_id=[0, 9999]: there are"),

@@ -14,11 +14,7 @@ from flaxformer_mt.runs.trained_model import load_run, write_model
 
 
 def read(folder: Path) -> ModelBundle:
-    """Reads a run folder with its best checkpoint.
-
-    Raises:
-      UserError: see `load_run`.
-    """
+    """Reads a run folder with its best checkpoint; errors as for `load_run`."""
     run = load_run(folder, "best")
     return ModelBundle(
         dataclasses.replace(run.config, model=run.model),

@@ -169,23 +169,23 @@ def activation_of_settings(
 def check_supported(
     settings: Mapping[str, Any],
     supported: Mapping[str, tuple[Any, ...]],
-    spelt: Callable[[Any], str] = str,
+    spelled: Callable[[Any], str] = str,
 ) -> None:
     """Checks settings that no tensor shows, but that change what is computed.
 
     Args:
       settings: the published settings.
       supported: the values of each setting that our model has, the default first.
-      spelt: how the program writes a value.
+      spelled: how the program writes a value.
 
     Raises:
       UserError: a setting has another value.
     """
     for name, values in supported.items():
         if settings.get(name, values[0]) not in values:
-            choices = " or ".join(map(spelt, values))
+            choices = " or ".join(map(spelled, values))
             raise UserError(
-                f"the model cannot have {name}: {spelt(settings[name])}, only {choices}"
+                f"the model cannot have {name}: {spelled(settings[name])}, only {choices}"
             )
 
 

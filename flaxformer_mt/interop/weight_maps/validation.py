@@ -61,7 +61,7 @@ def check_ids(config: TransformerConfig) -> None:
       UserError: one is not.
     """
     for name, given, size in ids_outside(config):
-        raise UserError(f"{name}={given} is no token: the vocabulary has {size}, from 0")
+        raise UserError(f"{name}={given} is outside the vocabulary (0 to {size - 1})")
 
 
 def ids_outside(config: TransformerConfig) -> Iterator[tuple[str, int, int]]:

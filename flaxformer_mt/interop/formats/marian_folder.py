@@ -74,11 +74,6 @@ def read(
 def write(bundle: ModelBundle, folder: Path, accepted: Collection[str] = ()) -> tuple[str, ...]:
     """Writes a folder for Marian's decoder: a float32 model, vocabularies, options.
 
-    Args:
-      bundle: the model.
-      folder: the folder to create.
-      accepted: ignored, since the model is not changed.
-
     Returns:
       A line about each search option that Marian does not support.
 

@@ -33,11 +33,6 @@ OWN = parameter_file.FORMAT
 def write(path: Path, state: TrainingState, origin: str) -> None:
     """Writes a training state without loss.
 
-    Args:
-      path: the file, ending in .safetensors.
-      state: the training state.
-      origin: the family that the carried tensors belong to.
-
     Raises:
       UserError: the file cannot be written.
     """
