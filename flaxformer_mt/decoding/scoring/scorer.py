@@ -62,7 +62,7 @@ class PairScore:
             return self.log_probability
         if normalization == "tokens":
             return self.log_probability / len(self.tokens)
-        length: Any = np.int32(len(self.tokens))
+        length: Any = np.array(len(self.tokens), np.int32)
         penalty = length_penalty(length, decode.length_penalty, decode.length_penalty_kind)
         return self.log_probability / float(penalty)
 

@@ -43,14 +43,7 @@ def extend_independently(
       hypothesis, int32 [B, W], that each of the former continues, which is its own.
     """
     if options.sampling:
-        logits = sampling.filter_logits(
-            scores.logits,
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-            min_p=options.min_p,
-            epsilon_cutoff=options.epsilon_cutoff,
-        )
+        logits = sampling.filter_logits(scores.logits, options)
         tokens = sampling.sample(constraints.keys, positions, logits)[..., None]
         gains = scores.of(tokens)
     else:

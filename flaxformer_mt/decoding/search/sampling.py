@@ -10,34 +10,24 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int, UInt32
 
+from flaxformer_mt.decoding.search.options import SearchOptions
 from flaxformer_mt.decoding.search.top_k import in_blocks, top_k
 
 Logits = Float[Array, "*rows V"]
 
 
-def filter_logits(
-    logits: Logits,
-    *,
-    temperature: float | Array | None = None,
-    top_k: int = 0,
-    top_p: float | Array | None = None,
-    min_p: float | Array | None = None,
-    epsilon_cutoff: float | Array | None = None,
-) -> Logits:
-    """Applies the given options to the logits, in the order of the arguments.
-
-    `config.DecodeConfig` explains the options; None, and 0 for `top_k`, disables one.
-    """
-    if temperature is not None:
-        logits = logits / temperature
-    if top_k:
-        logits = keep_top_k(logits, top_k)
-    if top_p is not None:
-        logits = keep_top_p(logits, top_p)
-    if min_p is not None:
-        logits = keep_min_p(logits, min_p)
-    if epsilon_cutoff is not None:
-        logits = keep_above_epsilon(logits, epsilon_cutoff)
+def filter_logits(logits: Logits, options: SearchOptions) -> Logits:
+    """Applies temperature, top_k, top_p, min_p and epsilon_cutoff, in this order."""
+    if options.temperature is not None:
+        logits = logits / options.temperature
+    if options.top_k:
+        logits = keep_top_k(logits, options.top_k)
+    if options.top_p is not None:
+        logits = keep_top_p(logits, options.top_p)
+    if options.min_p is not None:
+        logits = keep_min_p(logits, options.min_p)
+    if options.epsilon_cutoff is not None:
+        logits = keep_above_epsilon(logits, options.epsilon_cutoff)
     return logits
 
 
