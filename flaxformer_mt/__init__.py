@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from flaxformer_mt.objectives.cross_entropy import Sums as Sums
     from flaxformer_mt.objectives.cross_entropy import cross_entropy as cross_entropy
     from flaxformer_mt.objectives.distillation import Distillation as Distillation
+    from flaxformer_mt.objectives.guided_alignment import guided_alignment as guided_alignment
     from flaxformer_mt.objectives.r_drop import RDrop as RDrop
     from flaxformer_mt.run_reader import Run as Run
     from flaxformer_mt.runs.checkpoint import Checkpoints as Checkpoints
@@ -68,6 +69,7 @@ _MODULES = {
     "create": "flaxformer_mt.training.devices",
     "cross_entropy": "flaxformer_mt.objectives.cross_entropy",
     "fused_attention": "flaxformer_mt.model.functional",
+    "guided_alignment": "flaxformer_mt.objectives.guided_alignment",
     "init": "flaxformer_mt.model.functional",
     "load": "flaxformer_mt.loading",
     "make_mesh": "flaxformer_mt.training.devices",
@@ -101,6 +103,7 @@ __all__ = [
     "create",
     "cross_entropy",
     "fused_attention",
+    "guided_alignment",
     "init",
     "load",
     "make_mesh",

@@ -100,6 +100,11 @@ class DataConfig:
     """Corpora to validate on together; none = the one that the fields above describe."""
     test_corpora: tuple[CorpusConfig, ...] = option((), FieldRole.TEXT)
     """Corpora to test on together; none = the one that the fields above describe."""
+    # The content of the file is part of the fingerprint of the text.
+    alignments: str = option("", FieldRole.RUNNING)
+    """File of word alignments of the training pairs, for train.guided_alignment_weight: one line
+    per pair, "0-0 1-2", source-target, both words between spaces counted from 0, as fast_align and
+    eflomal write. Empty = none."""
     mixture_temperature: float = option(1.0, FieldRole.ROWS, lowest=0.1)
     """t: a corpus of n pairs is sampled in proportion to weight * n**(1/t). 1 samples every pair of
     all corpora equally often; higher values favour small corpora; 1e9 makes all corpora equal."""
@@ -172,6 +177,11 @@ class DataConfig:
             not _ignores_path(self.corpus, self.train_corpora, self.path),
             f"data.path={self.path} has no effect, since data.corpus={self.corpus} is generated: "
             "set data.corpus=text for a file or a folder of text",
+        )
+        require(
+            not self.alignments or not (self.train_corpora or self.corpus in GENERATED),
+            f"data.alignments={self.alignments} are of one corpus of files: leave out "
+            "data.train_corpora, and generated corpora",
         )
         require(
             not self.hold_out or bool(self.held_out_roles),

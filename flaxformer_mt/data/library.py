@@ -13,7 +13,12 @@ from jax.sharding import Mesh
 
 from flaxformer_mt.config import DataConfig, ExperimentConfig, TrainConfig, TransformerConfig
 from flaxformer_mt.config.data import CorpusKind
-from flaxformer_mt.data.corpora.corpus import Corpus, ParallelCorpus, open_path
+from flaxformer_mt.data.corpora.corpus import (
+    Corpus,
+    ParallelCorpus,
+    open_path,
+    with_alignments,
+)
 from flaxformer_mt.data.stream.batches import Batch, BatchShape, DataPosition, make_batch
 from flaxformer_mt.data.stream.encoded_corpus import encode_corpus
 from flaxformer_mt.data.stream.placement import own_shard, place_batch
@@ -36,6 +41,7 @@ def read_pairs(
     kind: CorpusKind = "text",
     tag: str = "",
     weight: float = 1.0,
+    alignments: str | Path = "",
 ) -> Corpus:
     """Opens sentence pairs; they are read when they are used.
 
@@ -55,6 +61,7 @@ def read_pairs(
       kind: of files in a folder, if they are not text: "tsv", "csv", "jsonl" or "tfds".
       tag: prepended to every source, such as "<2de>".
       weight: sampling weight of these pairs relative to others, in `packed`.
+      alignments: a file of word alignments, as `data.alignments`; without `tag`.
 
     Raises:
       UserError: there is no such text.
@@ -66,7 +73,8 @@ def read_pairs(
         source_language=source_language,
         target_language=target_language,
     )
-    return open_path(data, split, tag=tag, weight=weight)
+    corpus = open_path(data, split, tag=tag, weight=weight)
+    return with_alignments(corpus, Path(alignments), "alignments") if alignments else corpus
 
 
 def train_tokenizers(

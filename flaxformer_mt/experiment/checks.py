@@ -20,6 +20,7 @@ from flaxformer_mt.model.attention import attention_class
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.runs.folder import holds_run
 from flaxformer_mt.training.devices import seed_key
+from flaxformer_mt.training.objective import CROSS_ENTROPY
 from flaxformer_mt.training.optimizer import make_optimizer, make_schedule
 from flaxformer_mt.training.run_devices import make_devices
 from flaxformer_mt.training.state import create_state
@@ -76,6 +77,12 @@ def require_effects(config: ExperimentConfig) -> None:
         ):
             if is_given:
                 raise UserError(f"{name} has no effect: a language model has no sources")
+    is_guided = config.train.guided_alignment_weight or config.train.objective != CROSS_ENTROPY
+    if data.alignments and not is_guided:
+        raise UserError(
+            f"data.alignments={data.alignments} has no effect: set train.guided_alignment_weight, "
+            "or give an objective that reads Batch.alignment"
+        )
     optimizer = config.optimizer
     if optimizer.total_steps and optimizer.schedule != "one_cycle":
         raise UserError(

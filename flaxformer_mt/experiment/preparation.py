@@ -242,6 +242,7 @@ class Experiment:
                 shape,
                 self.config.model.has_inputs,
                 frozen=self.frozen,
+                has_alignment=bool(self.config.data.alignments),
             )
             rows = f"{shape.rows} x {shape.source_length} and {shape.target_length} tokens"
             yield "step", f"one compilation for {rows}: {cost}"

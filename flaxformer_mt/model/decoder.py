@@ -1,7 +1,7 @@
 """The decoder: its layer and its stack, for whole targets or one token per call."""
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import jax
 from flax import linen as nn
@@ -66,7 +66,7 @@ class DecoderLayer(nn.Module):
         cross_mask: Visibility | Array | None,
         positions: AttentionPositions | None,
         deterministic: bool,
-        return_attention: bool,
+        return_attention: bool | Literal["cross"],
     ) -> tuple[Float[Array, "B T D"], tuple[Array | None, Array | None] | None]:
         """Applies the layer to whole targets; arguments as in `Decoder.__call__`.
 
@@ -81,7 +81,7 @@ class DecoderLayer(nn.Module):
             transform = query_key_transform(self.config, positions)
             bias = attention_bias(positions, self.position_bias)
             return self.self_attention(
-                y, y, self_mask, deterministic, bias, transform, return_attention, add_bias
+                y, y, self_mask, deterministic, bias, transform, return_attention is True, add_bias
             )
 
         self_weights: Array | None
@@ -90,8 +90,10 @@ class DecoderLayer(nn.Module):
         else:
             x, self_weights = self._residual(x, attend, self.self_attention_norm, deterministic)
         x, cross_weights = self._after_self_attention(
-            x, encoded, cross_mask, deterministic, return_attention
+            x, encoded, cross_mask, deterministic, bool(return_attention)
         )
+        if return_attention == "cross":
+            self_weights = None
         return x, (self_weights, cross_weights) if return_attention else None
 
     def step(
@@ -203,7 +205,7 @@ class Decoder(nn.Module):
         positions: AttentionPositions | None = None,
         *,
         deterministic: bool = True,
-        return_attention: bool = False,
+        return_attention: bool | Literal["cross"] = False,
     ) -> tuple[
         Float[Array, "B T D"],
         Float[Array, "L B H T T"] | None,
@@ -219,7 +221,7 @@ class Decoder(nn.Module):
           cross_mask: which keys are visible; or bool, broadcastable to [B, H, T, S].
           positions: from `attention_positions`; None if the position kind does not need them.
           deterministic: no dropout.
-          return_attention: return the weights of every layer.
+          return_attention: return the weights of every layer; "cross" = of cross-attention only.
 
         Returns:
           The outputs, and the weights of self-attention (None for recurrent units) and

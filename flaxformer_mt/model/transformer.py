@@ -1,7 +1,7 @@
 """The encoder-decoder Transformer: tokens in, logits out."""
 
 import dataclasses
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ ZERO_VECTOR = -1
 
 @struct.dataclass
 class AttentionWeights:
-    """The attention weights of all layers, before dropout; None for attention that is absent."""
+    """The attention weights of all layers, before dropout; None if absent or not asked for."""
 
     encoder_self: Array | None
     """[L, B, H, S, S]"""
@@ -207,9 +207,9 @@ class Transformer(nn.Module):
         encoder_positions: Array | None = None,
         decoder_positions: Array | None = None,
         deterministic: bool = True,
-        return_attention: bool = False,
+        return_attention: bool | Literal["cross"] = False,
         project: bool = True,
-    ) -> Array | OutputFactors | tuple[Array, AttentionWeights]:
+    ) -> Array | OutputFactors | tuple[Array | OutputFactors, AttentionWeights]:
         """Computes the logits of every next target token.
 
         Args:
@@ -222,7 +222,8 @@ class Transformer(nn.Module):
             column.
           decoder_positions: int32 [B, T], the same for the target.
           deterministic: no dropout; otherwise `rngs={"dropout": key}` is needed.
-          return_attention: also return the attention of every layer.
+          return_attention: also return the attention of every layer; "cross" = only that from
+            target to source. Attention that is returned is computed by einsum, not by a kernel.
           project: False returns the factors of the output projection instead of the logits.
 
         Returns:
@@ -245,7 +246,7 @@ class Transformer(nn.Module):
                 encoder_segment_ids,
                 encoder_positions,
                 deterministic=deterministic,
-                return_attention=return_attention,
+                return_attention=return_attention is True,
             )
             cross_visibility = visibility(
                 decoder_input_tokens,
@@ -282,12 +283,10 @@ class Transformer(nn.Module):
             deterministic=deterministic,
             return_attention=return_attention,
         )
-        if not project:
-            return self._output_factors(x)
-        logits = self._logits(x)
+        outputs = self._logits(x) if project else self._output_factors(x)
         if return_attention:
-            return logits, AttentionWeights(encoder_self, decoder_self, decoder_cross)
-        return logits
+            return outputs, AttentionWeights(encoder_self, decoder_self, decoder_cross)
+        return outputs
 
     def encode(
         self,

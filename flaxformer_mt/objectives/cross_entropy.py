@@ -89,7 +89,7 @@ def cross_entropy(
       "accuracy", the means of both passes if the term has two; that of the term by its name; and
       "flops_per_target_token", see `training_flops`.
     """
-    module = _module(model)
+    module = as_module(model)
     passes = term.passes if term else 1
     # A row and its copy are neighbors, and therefore on the same device.
     rows = jax.tree.map(functools.partial(jnp.repeat, repeats=passes, axis=0), batch)
@@ -98,19 +98,39 @@ def cross_entropy(
         module, params, rows, deterministic=key is None, project=False, **dropout
     )
     options = CrossEntropyOptions(smoothing, convention, module.config.pad_id, weight, term)
+    of_teacher = None if teacher is None else _teacher_factors(*teacher, rows)
+    return sums_of_factors(module.config, batch, factors, options, rows, of_teacher)
+
+
+def sums_of_factors(
+    config: TransformerConfig,
+    batch: Batch,
+    factors: OutputFactors,
+    options: CrossEntropyOptions,
+    rows: Batch,
+    teacher: OutputFactors | None = None,
+) -> Sums:
+    """Computes the sums of `cross_entropy` from the outputs of the forward pass.
+
+    Args:
+      config: the configuration of the model.
+      batch: B rows.
+      factors: the outputs of the model for `rows`.
+      options: of the cross-entropy and its term.
+      rows: the batch, with each row as often as the term needs it.
+      teacher: the outputs of the teacher for `rows`.
+    """
+    term = options.term
+    passes = term.passes if term else 1
     sums = chunked_cross_entropy(
-        factors,
-        rows.decoder_target_tokens,
-        rows.decoder_loss_weights,
-        options,
-        None if teacher is None else _teacher_factors(*teacher, rows),
+        factors, rows.decoder_target_tokens, rows.decoder_loss_weights, options, teacher
     )
     tokens = sums.weights / passes
     metrics: Metrics = {
         "loss": (sums.loss / passes, tokens),
         "accuracy": (sums.correct / passes, tokens),
         "flops_per_target_token": (
-            passes * training_flops(module.config, work_of_batch(batch)),
+            passes * training_flops(config, work_of_batch(batch)),
             tokens,
         ),
     }
@@ -119,14 +139,15 @@ def cross_entropy(
     return Sums(sums.objective, tokens, tokens, metrics)
 
 
-def _module(model: TransformerConfig | nn.Module) -> nn.Module:
+def as_module(model: TransformerConfig | nn.Module) -> nn.Module:
+    """Returns the model of a configuration, and a module as it is."""
     return Transformer(model) if isinstance(model, TransformerConfig) else model
 
 
 def _teacher_factors(
     model: TransformerConfig | nn.Module, params: Params, rows: Batch
 ) -> OutputFactors:
-    return apply_to_batch(_module(model), params, rows, deterministic=True, project=False)
+    return apply_to_batch(as_module(model), params, rows, deterministic=True, project=False)
 
 
 def apply_to_batch(module: nn.Module, params: Params, batch: Batch, **options: Any) -> Any:

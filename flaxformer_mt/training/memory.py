@@ -104,6 +104,7 @@ def step_cost(
     has_inputs: bool = True,
     frozen: Any = None,
     optimize: bool = True,
+    has_alignment: bool = False,
 ) -> StepCost:
     """Compiles a training step for a batch shape, without creating a state or a batch.
 
@@ -118,9 +119,10 @@ def step_cost(
       has_inputs: whether batches have an encoder side.
       frozen: the tree that the objective reads.
       optimize: False compiles faster, with the same memory and communication.
+      has_alignment: whether batches have links.
     """
     state = run_devices.abstract(state)
-    batch = run_devices.abstract_batch(abstract_batch(shape, has_inputs))
+    batch = run_devices.abstract_batch(abstract_batch(shape, has_inputs, has_alignment))
     options = {} if optimize else {"xla_backend_optimization_level": 0}
     compiled = (
         run_devices.compile_train_step(update, frozen=frozen).lower(state, batch).compile(options)
@@ -135,11 +137,14 @@ def step_cost(
     )
 
 
-def abstract_batch(shape: BatchShape, has_inputs: bool = True) -> Batch:
+def abstract_batch(
+    shape: BatchShape, has_inputs: bool = True, has_alignment: bool = False
+) -> Batch:
     """Returns the shapes and dtypes of the arrays of a batch."""
     source: Any = jax.ShapeDtypeStruct((shape.rows, shape.source_length), jnp.int32)
     target: Any = jax.ShapeDtypeStruct((shape.rows, shape.target_length), jnp.int32)
     weights: Any = jax.ShapeDtypeStruct(target.shape, jnp.float32)
+    links: Any = jax.ShapeDtypeStruct((*target.shape, shape.source_length), jnp.float32)
     return Batch(
         encoder_input_tokens=source if has_inputs else None,
         decoder_input_tokens=target,
@@ -149,6 +154,7 @@ def abstract_batch(shape: BatchShape, has_inputs: bool = True) -> Batch:
         decoder_segment_ids=target,
         encoder_positions=source if has_inputs else None,
         decoder_positions=target,
+        alignment=links if has_alignment else None,
     )
 
 

@@ -16,6 +16,7 @@ from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.objectives.chunked import Term
 from flaxformer_mt.objectives.cross_entropy import Objective, Sums, cross_entropy
 from flaxformer_mt.objectives.distillation import Distillation
+from flaxformer_mt.objectives.guided_alignment import guided_alignment
 from flaxformer_mt.objectives.r_drop import RDrop
 from flaxformer_mt.runs.checkpoint import restore_params
 from flaxformer_mt.runs.folder import read_config, read_tokenizers
@@ -32,11 +33,11 @@ CROSS_ENTROPY = TrainConfig.objective
 def make_objective(
     model: nn.Module, config: TrainConfig, teacher: nn.Module | None = None
 ) -> Objective:
-    """Makes the objective of a configuration: cross-entropy, and at most one term.
+    """Makes the objective of a configuration: cross-entropy, and at most one further loss.
 
     Args:
       model: the model that is trained.
-      config: label smoothing, and the options of the term.
+      config: label smoothing, and the options of the further loss.
       teacher: the model of `config.teacher`, whose parameters are the objective's frozen tree.
     """
     term: Term | None = None
@@ -46,6 +47,23 @@ def make_objective(
     elif config.teacher:
         term = Distillation(config.distillation_weight, config.distillation_temperature)
         weight = 1 - config.distillation_weight
+
+    if config.guided_alignment_weight:
+
+        def guided(params: Params, batch: Batch, key: Array, frozen: Any) -> Sums:
+            del frozen
+            return guided_alignment(
+                model,
+                params,
+                batch,
+                key,
+                weight=config.guided_alignment_weight,
+                layer=config.guided_alignment_layer,
+                smoothing=config.label_smoothing,
+                convention=config.label_smoothing_convention,
+            )
+
+        return guided
 
     def objective(params: Params, batch: Batch, key: Array, frozen: Any) -> Sums:
         return cross_entropy(

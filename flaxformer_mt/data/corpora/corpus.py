@@ -23,6 +23,7 @@ from typing import Literal, TypeAlias, TypeVar
 
 from flaxformer_mt.config import CorpusConfig, DataConfig
 from flaxformer_mt.data.corpora import datasets_reader, tables, text_files, tfds_reader
+from flaxformer_mt.data.corpora.alignments import stream_aligned
 from flaxformer_mt.errors import UserError
 
 HELD_OUT_PAIRS = 500
@@ -54,6 +55,8 @@ class Corpus(abc.ABC):
     """Describes how held-out pairs were chosen, for `data.json`; None if none are held out."""
     may_be_empty: bool = False
     """Whether it was held out of a corpus that may be too small for it to have any pair."""
+    is_aligned: bool = False
+    """Whether its pairs are of the type `AlignedPair`."""
 
     @property
     @abc.abstractmethod
@@ -129,6 +132,8 @@ class StreamedCorpus(Corpus):
     """See `Corpus`."""
     may_be_empty: bool = False
     """See `Corpus`."""
+    is_aligned: bool = False
+    """See `Corpus`."""
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -168,8 +173,11 @@ def open_corpora(config: DataConfig, role: Role, has_inputs: bool = True) -> lis
                 f"data.path={config.path} has only training pairs: set others aside by "
                 f"--data.hold-out 1000, or give a folder, or data.{role}_corpora"
             )
-        return [open_corpus(corpus, config, "data.", has_inputs)]
-    opened = []
+        opened = open_corpus(corpus, config, "data.", has_inputs)
+        if role == "train" and config.alignments:
+            opened = with_alignments(opened, Path(config.alignments), "data.alignments")
+        return [opened]
+    several = []
     for number, corpus in enumerate(corpora):
         prefix, completed = f"data.{role}_corpora.{number}.", _completed(corpus, config, split)
         if corpus.split and _has_no_splits(completed):
@@ -177,8 +185,8 @@ def open_corpora(config: DataConfig, role: Role, has_inputs: bool = True) -> lis
                 f"{prefix}split={corpus.split} has no effect: {prefix}path={completed.path} has no "
                 "splits"
             )
-        opened.append(open_corpus(completed, config, prefix, has_inputs))
-    return opened
+        several.append(open_corpus(completed, config, prefix, has_inputs))
+    return several
 
 
 def open_path(
@@ -225,6 +233,29 @@ def open_corpus(
         weight=corpus.weight,
         stream=opened.stream,
         digest=opened.digest,
+    )
+
+
+def with_alignments(corpus: StreamedCorpus, path: Path, option: str) -> StreamedCorpus:
+    """Returns a corpus whose pairs have the links of an alignment file.
+
+    Args:
+      corpus: the corpus, without a tag.
+      path: a file with one line of links per pair, see `AlignedPair`.
+      option: name of the option that gave the file, for messages.
+
+    Raises:
+      UserError: there is no such file, or the corpus has a tag.
+    """
+    if not path.is_file():
+        raise UserError(f"{option}={path} is not a file")
+    if corpus.tag:
+        raise UserError(f"{option}={path} counts the words of sources, which have no tag: omit it")
+    return dataclasses.replace(
+        corpus,
+        stream=lambda: stream_aligned(corpus.stream(), corpus.name, path),
+        digest=lambda: hashlib.sha256(corpus.digest() + text_files.digest_file(path)).digest(),
+        is_aligned=True,
     )
 
 

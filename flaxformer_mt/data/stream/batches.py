@@ -14,6 +14,7 @@ import numpy as np
 
 from flaxformer_mt.config import ExperimentConfig, TransformerConfig
 from flaxformer_mt.data.stream.encoded_corpus import EncodedCorpus
+from flaxformer_mt.data.stream.links import pack_links
 from flaxformer_mt.data.stream.packing import PackedRows, Sentences, decoder_inputs, pack, plan_rows
 from flaxformer_mt.errors import UserError
 
@@ -39,6 +40,8 @@ class Batch:
       decoder_segment_ids: [B, T], likewise; equal ids in a row belong to the same pair.
       encoder_positions: [B, S], 0, 1, ... in each segment, 0 in padding.
       decoder_positions: [B, T], likewise.
+      alignment: float32 [B, T, S], for each target token with links a uniform distribution over the
+        source tokens that it is linked to, 0 elsewhere; None if the corpus has no links.
     """
 
     encoder_input_tokens: Array | None
@@ -49,6 +52,7 @@ class Batch:
     decoder_segment_ids: Array
     encoder_positions: Array | None
     decoder_positions: Array
+    alignment: Array | None = None
 
 
 class BatchShape(NamedTuple):
@@ -115,6 +119,7 @@ def make_batch(
     shape: BatchShape,
     model: TransformerConfig,
     shard: Shard = WHOLE_BATCH,
+    links: Sentences | None = None,
 ) -> Batch:
     """Packs pairs into the rows of a batch.
 
@@ -125,6 +130,7 @@ def make_batch(
       shape: shape of the whole batch.
       model: gives the padding and start tokens.
       shard: the part of the batch to build.
+      links: of each pair, from `LinkEncoder`.
     """
     rows = [*rows, *[()] * (shape.rows - len(rows))][shard.part(shape.rows)]
     packed_targets = pack(targets, rows, shape.target_length, model.pad_id)
@@ -140,6 +146,9 @@ def make_batch(
         decoder_segment_ids=packed_targets.segment_ids,
         encoder_positions=None if packed_sources is None else packed_sources.positions,
         decoder_positions=packed_targets.positions,
+        alignment=None
+        if links is None or sources is None
+        else pack_links(links, sources, targets, rows, shape.source_length, shape.target_length),
     )
 
 

@@ -166,6 +166,8 @@ class EncodedCorpus:
     """Sampling weight of its pairs relative to those of other corpora."""
     parts: tuple[tuple[str, int], ...] = ()
     """See `ParallelCorpus.parts`."""
+    links: Sentences | None = None
+    """The links of each pair, from `LinkEncoder`; None if the corpus has none."""
 
 
 class SideEncoder:

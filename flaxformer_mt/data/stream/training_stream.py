@@ -75,18 +75,24 @@ class Block:
     sources: Sentences | None
     targets: Sentences
     rows: list[PlannedRow]
+    links: Sentences | None = None
+    """Of each pair, if the corpora have alignments."""
 
     def followed_by(self, other: "Block") -> "Block":
         """Concatenates two blocks."""
         sources = None
         if self.sources is not None and other.sources is not None:
             sources = Sentences.join([self.sources, other.sources])
+        links = None
+        if self.links is not None and other.links is not None:
+            links = Sentences.join([self.links, other.links])
         pairs = len(self.targets)
         return Block(
             sources=sources,
             targets=Sentences.join([self.targets, other.targets]),
             rows=self.rows
             + [PlannedRow(row.shape, [pairs + i for i in row.pairs]) for row in other.rows],
+            links=links,
         )
 
     @property
@@ -157,7 +163,9 @@ class TrainingStream:
             epoch, number = self._after(epoch, number)
             block = block.followed_by(self._block(epoch, number))
         rows = [row.pairs for row in block.rows[first:last]]
-        batch = make_batch(block.sources, block.targets, rows, shape, self._config.model, shard)
+        batch = make_batch(
+            block.sources, block.targets, rows, shape, self._config.model, shard, block.links
+        )
         if last == len(block.rows):
             return batch, DataPosition(*self._after(epoch, number), row=0, step=step + 1)
         return batch, DataPosition(epoch, number, last - rows_before, step + 1)
@@ -186,11 +194,11 @@ class TrainingStream:
         random = generator(self._config.train.seed, _BLOCK_KEY, epoch, number)
         draws, blocks = self._mixture.epoch(epoch), self._blocks(epoch)
         first, last = (len(draws) * boundary // blocks for boundary in (number, number + 1))
-        sources, targets = self._reader.read(draws[first:last], random)
+        sources, targets, links = self._reader.read(draws[first:last], random)
         source_lengths = np.zeros(len(targets), np.int64) if sources is None else sources.lengths
         plan = _pack_rows if self._config.data.batching == "packed" else _sort_into_buckets
         rows = plan(source_lengths, targets.lengths, self.shapes, random)
-        return Block(sources, targets, rows)
+        return Block(sources, targets, rows, links)
 
     def _after(self, epoch: int, number: int) -> tuple[int, int]:
         """Returns epoch and number of the next block."""
@@ -224,6 +232,7 @@ class _PairReader:
     ) -> None:
         self._sources = [corpus.sources for corpus in corpora if corpus.sources is not None]
         self._targets = [corpus.targets for corpus in corpora]
+        self._links = [corpus.links for corpus in corpora if corpus.links is not None]
         self._texts = [corpus.texts for corpus in corpora if corpus.texts is not None]
         self._kept = kept
         self._source_row_length = source_row_length
@@ -234,8 +243,8 @@ class _PairReader:
 
     def read(
         self, draws: np.ndarray, random: np.random.Generator
-    ) -> tuple[Sentences | None, Sentences]:
-        """Reads sources and targets of pairs.
+    ) -> tuple[Sentences | None, Sentences, Sentences | None]:
+        """Reads sources, targets and links of pairs.
 
         Args:
           draws: int64 [pairs], indices into the concatenated kept pairs of all corpora. They are
@@ -251,9 +260,11 @@ class _PairReader:
         ]
         targets = _take(self._targets, chosen).truncate(self._target_row_length)
         if not self._sources:
-            return None, targets
+            return None, targets, None
         sources = _take(self._sources, chosen).truncate(self._source_row_length)
-        return (self._resample(sources, chosen, random) if self._sampling else sources), targets
+        if self._sampling:
+            sources = self._resample(sources, chosen, random)
+        return sources, targets, _take(self._links, chosen) if self._links else None
 
     def _resample(
         self, sources: Sentences, chosen: list[np.ndarray], random: np.random.Generator
@@ -377,7 +388,7 @@ def choose_source_row_length(
     reader = _PairReader(corpora, pairs, longest, target_row_length, config, sampler)
     random = generator(config.train.seed, _SAMPLE_KEY)
     draws = _mixture(corpora, pairs, config).epoch(0)[:_SAMPLE_PAIRS]
-    sources, targets = reader.read(draws, random)
+    sources, targets, _ = reader.read(draws, random)
     if sources is None:
         return target_row_length
     order = random.permutation(len(draws))

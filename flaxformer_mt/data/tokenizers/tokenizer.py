@@ -21,6 +21,7 @@ from flaxformer_mt.data.tokenizers.hub_tokenizer import HubTokenizer
 from flaxformer_mt.data.tokenizers.language_tokens import HasFirstToken
 from flaxformer_mt.data.tokenizers.m2m100_tokenizer import M2M100Tokenizer
 from flaxformer_mt.data.tokenizers.marian_tokenizer import MarianTokenizer
+from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE
 from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import (
     SentencePieceTokenizer,
     train_sentencepiece,
@@ -95,6 +96,16 @@ class Tokenizer(HasFirstToken, Protocol):
 
     def decode(self, sentences: Sequence[Sequence[int]]) -> list[str]:
         """Returns the text of each sentence up to its first `eos_id`, without special tokens."""
+
+
+def words(pieces: Sequence[str]) -> list[int]:
+    """Returns the index of the word, from 0, that each piece belongs to.
+
+    Words are separated by the spaces of the text as the tokenizer normalized it. A piece starts a
+    word if it starts with `SPACE` or is the first one (such as a language tag, ">>fra<<").
+    """
+    starts = [index == 0 or piece.startswith(SPACE) for index, piece in enumerate(pieces)]
+    return [count - 1 for count in itertools.accumulate(map(int, starts))]
 
 
 def split_language(text: str, vocabulary: Tokenizer) -> tuple[str, str]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE
-from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, words
 
 Links = list[tuple[int, int]]
 """(source, target), both counted from 0, in the order of the target."""
@@ -55,16 +55,6 @@ def align_words(
     """
     source, target = one_hot(words(source_pieces)), one_hot(words(target_pieces))
     return align(target.T @ attention @ source)
-
-
-def words(pieces: Sequence[str]) -> list[int]:
-    """Returns the index of the word, from 0, that each piece belongs to.
-
-    Words are separated by the spaces of the text as the tokenizer normalized it. A piece starts a
-    word if it starts with `SPACE` or is the first one (such as a language tag, ">>fra<<").
-    """
-    starts = [index == 0 or piece.startswith(SPACE) for index, piece in enumerate(pieces)]
-    return [count - 1 for count in itertools.accumulate(map(int, starts))]
 
 
 def one_hot(groups: Sequence[int]) -> np.ndarray:
