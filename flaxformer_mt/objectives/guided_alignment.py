@@ -53,7 +53,7 @@ def guided_alignment(
       weight: the factor of the alignment loss.
       layer: the decoder layer whose attention is trained, from 0; negative counts from the last.
       smoothing: of the labels, as for `cross_entropy`.
-      convention: likewise.
+      convention: of smoothing, as of `cross_entropy`.
 
     Returns:
       The sums of `cross_entropy`, and the metric "alignment": the alignment loss per linked token.
