@@ -248,29 +248,6 @@ def with_alignments(corpus: StreamedCorpus, path: Path, option: str) -> Streamed
     )
 
 
-def with_alignments(corpus: StreamedCorpus, path: Path, option: str) -> StreamedCorpus:
-    """Returns a corpus whose pairs have the links of an alignment file.
-
-    Args:
-      corpus: the corpus, without a tag.
-      path: a file with one line of links per pair, see `AlignedPair`.
-      option: name of the option that gave the file, for messages.
-
-    Raises:
-      UserError: there is no such file, or the corpus has a tag.
-    """
-    if not path.is_file():
-        raise UserError(f"{option}={path} is not a file")
-    if corpus.tag:
-        raise UserError(f"{option}={path} counts the words of sources, which have no tag: omit it")
-    return dataclasses.replace(
-        corpus,
-        stream=lambda: stream_aligned(corpus.stream(), corpus.name, path),
-        digest=lambda: hashlib.sha256(corpus.digest() + text_files.digest_file(path)).digest(),
-        is_aligned=True,
-    )
-
-
 def read_corpus(corpora: Sequence[Corpus]) -> ParallelCorpus:
     """Reads all pairs of several corpora into memory, in the order of the corpora."""
     texts = [list(corpus.pairs()) for corpus in corpora]
