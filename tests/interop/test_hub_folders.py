@@ -289,7 +289,7 @@ def test_references_name_the_language_to_translate_into(kind, german, saved, tmp
     options = {"beam_size": 1, "max_length": 4}
     into_german = Sentence("one two", prefix=german)
     translations = Translator(
-        bundle.config, model_params(bundle.params), bundle.tokenizers
+        bundle.config.model, model_params(bundle.params), bundle.tokenizers, bundle.config.decode
     ).translate([into_german, "one two"], **options)
     texts = ["one two"] * 2, [f"{german} {translations[0]}", translations[1]]
     sentences, references = into_languages(
