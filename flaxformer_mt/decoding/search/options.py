@@ -95,7 +95,6 @@ class SearchOptions:
             forbidden_ids=tuple(sorted(bad_words.union(forbidden_token_ids(model)))),
             bad_phrases=tuple(tuple(phrase) for phrase in bad_phrases if len(phrase) > 1),
             scores=scores,
-            **values,
         )
 
     @property
