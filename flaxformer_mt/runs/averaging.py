@@ -14,12 +14,11 @@ import numpy as np
 
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs import atomic, step_folders
-from flaxformer_mt.runs.checkpoint import whole_checkpoints, write_params
+from flaxformer_mt.runs.checkpoint import restore_params, whole_checkpoints, write_params
 from flaxformer_mt.runs.data_file import check_files
 from flaxformer_mt.runs.folder import read_config
 from flaxformer_mt.runs.layout import CONFIG, DATA, ORIGIN, TOKENIZER
 from flaxformer_mt.runs.retention import validated_steps
-from flaxformer_mt.runs.trained_model import load_run
 
 
 def average_run(
@@ -45,7 +44,8 @@ def average_run(
       The steps that were averaged.
 
     Raises:
-      UserError: there are too few intact checkpoints, or a folder cannot be used.
+      UserError: there are too few intact checkpoints, `run_folder` is not a run folder or damaged,
+        or the output exists or cannot be written.
     """
     run_folder, output = Path(run_folder), Path(output)
     if output.exists():
@@ -73,7 +73,7 @@ def average(run_folder: str | Path, steps: Sequence[int]) -> dict[str, Any]:
     """
     total: dict[str, Any] = {}
     for step in steps:
-        params = jax.device_get(load_run(run_folder, step).params)
+        params = jax.device_get(restore_params(run_folder, step)[1])
         wide = jax.tree.map(lambda leaf: leaf.astype(np.float64), params)
         total = jax.tree.map(np.add, total, wide) if total else wide
     return jax.tree.map(lambda leaf, like: (leaf / len(steps)).astype(like.dtype), total, params)
@@ -95,6 +95,7 @@ def _chosen(
 def _choose(
     run_folder: Path, count: int, which: Literal["last", "best"], announce: Callable[[str], None]
 ) -> list[int]:
+    """The steps to average, ascending; arguments and errors as in `average_run`."""
     if count < 1:
         raise UserError(f"--{which} {count}: must be at least 1")
     scores = whole_checkpoints(run_folder, announce)

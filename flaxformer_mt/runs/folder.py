@@ -87,8 +87,8 @@ def read_tokenizers(folder: str | Path) -> Tokenizers:
     data_file.check_files(folder)
     path = Path(folder, TOKENIZER)
     tokenizers = Tokenizers.load(path)
-    recorded = data_file.read(folder)
-    if recorded and recorded.get(data_file.TOKENIZER) != _fingerprints(tokenizers):
+    recorded = data_file.read(folder).get(data_file.TOKENIZER)
+    if recorded is not None and recorded != _fingerprints(tokenizers):
         raise UserError(f"{path} is not the vocabulary that the run was started with: restore it")
     return tokenizers
 
