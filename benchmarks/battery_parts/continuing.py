@@ -96,7 +96,8 @@ def train(folder: Path, tiny: bool, dies: bool) -> None:
     with experiment.open_folder(folder) as workdir:
         parts = experiment.prepare(config, workdir, check_languages=False)
         # Without translations, whose programs take longer to compile than the run takes.
-        parts.validate = lambda params: (parts.measure("valid", params), [])
+        validation = parts.validation
+        validation.validate = lambda params: (validation.measure("valid", params), [])
         experiment.fit(parts, workdir, writers=[Killing(workdir / METRICS)])
 
 

@@ -482,4 +482,7 @@ def test_translate_names_what_is_wrong_with_its_arguments(talker):
     with pytest.raises(UserError, match=r"encoder/.* missing; found decoder"):
         plainly_translate(talker, without)
     model, params, tokenizers, _ = talker.parts
-    assert isinstance(fmt.translate(model, params, tokenizers, "Hund", beam_size=1), str)
+    with pytest.raises(
+        TypeError, match="must be a list of strings or Sentence, not a single string"
+    ):
+        fmt.translate(model, params, tokenizers, "Hund", beam_size=1)

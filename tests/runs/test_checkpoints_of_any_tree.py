@@ -324,7 +324,7 @@ def test_a_folder_that_exists_is_not_replaced(tmp_path, model):
     ("changes", "message"),
     [
         ({"target_embedding": {"embedding": jnp.zeros((9, 16))}}, "target_embedding/embedding has"),
-        ({"target_embedding": {}}, "target_embedding/embedding missing"),
+        ({"target_embedding": {}}, "target_embedding/embedding is missing"),
         ({"decoder": {}}, "decoder/.* missing"),
     ],
 )
