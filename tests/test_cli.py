@@ -248,7 +248,7 @@ def test_score_prints_one_log_probability_per_line(run, command, tmp_path):
         "--target", write(tmp_path / "target", targets),
     )  # fmt: skip
     model = load_run(run, "last")
-    scores = Scorer(model.config.model, model.params, model.tokenizers).stream(
+    scores = Scorer(model.config.model, model.params, model.tokenizers, model.config.decode).stream(
         zip(sources, targets, strict=True)
     )
     assert code == 0

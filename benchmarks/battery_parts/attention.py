@@ -107,12 +107,12 @@ def gradient(backend: str, dtype: str, options: Options) -> dict[str, Any]:
     times = 1 if options.tiny else 20
     # Not TF32, whose rounding would hide a mistake.
     with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
-        found, metrics = jax.device_get(compute(state, batch))
+        found, sums = jax.device_get(compute(state, batch))
         begin = time.perf_counter()
         jax.block_until_ready([compute(state, batch) for _ in range(times)])
         seconds = (time.perf_counter() - begin) / times
     names = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(found)}
-    loss = metrics["loss"][0] / metrics["loss"][1]
+    loss = sums.loss / sums.tokens
     return {"milliseconds": seconds * 1e3, "loss": np.float64(loss), **names}
 
 
