@@ -35,7 +35,8 @@ from flaxformer_mt.experiment.fitting import (
     print_test,
 )
 from flaxformer_mt.experiment.folder import open_folder
-from flaxformer_mt.experiment.preparation import Experiment, prepare
+from flaxformer_mt.experiment.parts import Experiment
+from flaxformer_mt.experiment.preparation import prepare
 from flaxformer_mt.experiment.validation import Validation, decoding_on
 from flaxformer_mt.interruption import Interruption, handle_signals
 from flaxformer_mt.run_reader import Run

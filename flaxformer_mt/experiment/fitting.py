@@ -13,7 +13,7 @@ from flaxformer_mt import distributed
 from flaxformer_mt.data.dataset import EvaluationSet
 from flaxformer_mt.decoding.translator import into_languages
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.experiment.preparation import Experiment
+from flaxformer_mt.experiment.parts import Experiment
 from flaxformer_mt.interruption import Interrupted, Interruption
 from flaxformer_mt.memory_limits import explained_exhaustion
 from flaxformer_mt.runs.checkpoint import Checkpoints, restore_params
