@@ -20,6 +20,8 @@ import numpy as np
 from flaxformer_mt.config import OptimizerConfig, TrainConfig, TransformerConfig
 from flaxformer_mt.data.stream.batches import Batch
 from flaxformer_mt.model.transformer import Transformer
+from flaxformer_mt.training.devices import seed_key
+from flaxformer_mt.training.objective import make_objective
 from flaxformer_mt.training.optimizer import make_optimizer, make_schedule
 from flaxformer_mt.training.state import create_state
 from flaxformer_mt.training.step import train_step
@@ -61,9 +63,14 @@ def measure(config: TransformerConfig, steps: int) -> dict[str, float]:
         optimizer = make_optimizer(
             optimizer_config, make_schedule(optimizer_config, config.d_model, 1000)
         )
-        state = create_state(model, optimizer, train_config)
+        state = create_state(seed_key(train_config.seed), model, optimizer, train_config)
         step = jax.jit(
-            functools.partial(train_step, model=model, optimizer=optimizer, config=train_config)
+            functools.partial(
+                train_step,
+                objective=make_objective(model, train_config),
+                optimizer=optimizer,
+                config=train_config,
+            )
         )
         start = time.perf_counter()
         compiled = step.lower(state, batch).compile()

@@ -23,7 +23,7 @@ import numpy as np
 
 from flaxformer_mt.config import DataConfig, ExperimentConfig
 from flaxformer_mt.data.corpora.corpus import ParallelCorpus
-from flaxformer_mt.data.corpora.text_files import read_parallel
+from flaxformer_mt.data.corpora.text_files import stream_parallel
 from flaxformer_mt.data.stream.batches import DataPosition
 from flaxformer_mt.data.stream.encoded_corpus import (
     CorpusReport,
@@ -47,7 +47,8 @@ def with_source_rows(config: ExperimentConfig, corpus: EncodedCorpus) -> Experim
 
 
 def read_text(name: str, source: str, target: str, config: ExperimentConfig) -> EncodedCorpus:
-    corpus = ParallelCorpus(*read_parallel(Path(source), Path(target)), name)
+    sides = zip(*stream_parallel(Path(source), Path(target)), strict=True)
+    corpus = ParallelCorpus(*map(list, sides), name)
     return encode_corpus(corpus, Tokenizers.train([corpus], config.data), config)
 
 

@@ -129,7 +129,7 @@ def model_config(size: Size, dtype: str) -> Any:
 
 def flops_per_target_token(size: Size, sources: np.ndarray, targets: np.ndarray) -> float:
     """What the equations ask for, given the lengths [pairs] of both sides of the corpus."""
-    from flaxformer_mt.training.flops import training_flops, work_of_sentences
+    from flaxformer_mt.objectives.flops import training_flops, work_of_sentences
 
     work = work_of_sentences(sources, targets)
     return float(training_flops(model_config(size, "float32"), work) / work.targets)
@@ -159,6 +159,8 @@ def make_ours(task: Task) -> Step:
     from flaxformer_mt.data.stream.packing import Sentences
     from flaxformer_mt.data.stream.training_stream import TrainingStream, choose_source_row_length
     from flaxformer_mt.model.transformer import Transformer
+    from flaxformer_mt.training.devices import seed_key
+    from flaxformer_mt.training.objective import make_objective
     from flaxformer_mt.training.optimizer import make_optimizer, make_schedule
     from flaxformer_mt.training.state import create_state
     from flaxformer_mt.training.step import train_step
@@ -192,10 +194,15 @@ def make_ours(task: Task) -> Step:
     model = Transformer(config.model)
     optimizer = make_optimizer(config.optimizer, make_schedule(config.optimizer, size.d_model, 1))
     step = jax.jit(
-        functools.partial(train_step, model=model, optimizer=optimizer, config=config.train),
+        functools.partial(
+            train_step,
+            objective=make_objective(model, config.train),
+            optimizer=optimizer,
+            config=config.train,
+        ),
         donate_argnums=0,
     )
-    state = create_state(model, optimizer, config.train)
+    state = create_state(seed_key(config.train.seed), model, optimizer, config.train)
 
     def run() -> int:
         nonlocal state, position

@@ -1,9 +1,9 @@
-"""Loads an OPUS-MT model, translates, looks into it, and trains it further on a file of yours.
+"""Loads an OPUS-MT model, translates, looks into it, and trains it further on your file.
 
     python examples/opus_mt.py opus-mt-en-de mine.tsv --workdir runs/tuned
 
 The folder is that of any Marian model of the Hugging Face Hub, once it is downloaded; folders of
-NLLB, M2M-100, mBART-50, BART and T5 work likewise.
+NLLB, M2M-100, mBART-50, BART and T5 work in the same way.
 """
 
 import argparse

@@ -4,16 +4,16 @@ from typing import NamedTuple
 
 
 class Accelerator(NamedTuple):
-    """The limits of one device; products are dense, without structured sparsity."""
+    """The limits of one device; products are dense, without structured sparsity.
+
+    `device_kinds` are the names that JAX gives it; `flops` is the peak rate of matrix products of
+    bfloat16 numbers in FLOP/s, `bandwidth` that of its memory in bytes/s, `memory` its bytes.
+    """
 
     device_kinds: tuple[str, ...]
-    """The `device_kind` that JAX gives it."""
     flops: float
-    """Peak rate of matrix products of bfloat16 numbers, in FLOP/s."""
     bandwidth: float
-    """Bandwidth of its memory, in bytes/s."""
     memory: int
-    """Size of its memory, in bytes."""
 
 
 _GIB = 2**30

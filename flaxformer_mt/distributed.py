@@ -16,7 +16,6 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 import jax
 import numpy as np
-from jax._src.distributed import global_state
 
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.exit_codes import ExitCode
@@ -26,7 +25,7 @@ Cluster: TypeAlias = Literal["none", "auto", "slurm", "ompi", "mpi4py"]
 without one. "auto" detects SLURM, Open MPI and Cloud TPU."""
 
 HEARTBEAT_SECONDS = 60
-"""A process without a heartbeat for so long is considered dead, and the others exit."""
+"""A process without a heartbeat for this time is considered dead, and the others exit."""
 SHUTDOWN_SECONDS = 60
 """How long a process that exits waits for the others."""
 
@@ -60,8 +59,7 @@ def initialize(
       timeout: seconds to wait for the others, after which the process exits with an error.
 
     Raises:
-      UserError: arguments are missing or inconsistent, the first process cannot be reached, or the
-        launcher does not provide what is needed.
+      UserError: arguments are missing or inconsistent, or the first process cannot be reached.
     """
     by_hand = bool(coordinator) or num_processes != 0 or process_id != -1
     if cluster == "none" and not by_hand:
@@ -105,7 +103,6 @@ def initialize(
 
 
 def _check(coordinator: str, num_processes: int, process_id: int) -> None:
-    """Checks that the arguments are consistent."""
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdigit():
         raise UserError(
@@ -119,7 +116,6 @@ def _check(coordinator: str, num_processes: int, process_id: int) -> None:
 
 
 def _wait_for(coordinator: str, timeout: int) -> None:
-    """Waits until an address accepts connections; raises UserError on timeout."""
     host, _, port = coordinator.rpartition(":")
     end = time.monotonic() + timeout
     while True:
@@ -154,11 +150,12 @@ def is_main() -> bool:
 def barrier(name: str) -> None:
     """Waits until every process has called it with this name, without a short timeout."""
     if jax.process_count() > 1:
+        from orbax.checkpoint import multihost
+
         # JAX's public barrier is a sum over devices, which on CPUs times out after 30 s: too soon
-        # for processes that wait for the first one to tokenise.
-        client: Any = global_state.client
-        number = next(_barriers)
-        client.wait_at_barrier(f"{number} {name}", timeout_in_ms=BARRIER_SECONDS * 1000)
+        # for processes that wait for the first one to tokenize.
+        wait = multihost.get_barrier_sync_fn()
+        wait(key=f"{next(_barriers)} {name}", timeout_ms=BARRIER_SECONDS * 1000)
 
 
 def agree(flag: bool) -> bool:
@@ -195,7 +192,6 @@ def gather_texts(texts: Sequence[str]) -> list[str]:
 
 
 def _all_gather(value: np.ndarray) -> np.ndarray:
-    """Gathers arrays of the same shape from all processes: [processes, ...]."""
     from jax.experimental import multihost_utils
 
     return np.asarray(multihost_utils.process_allgather(value))

@@ -55,11 +55,7 @@ def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
 
 
 def read_bytes(path: str | os.PathLike[str], limit: int = MAX_SETTINGS_BYTES) -> bytes:
-    """Reads a regular file.
-
-    Args:
-      path: the file.
-      limit: the largest permitted size in bytes.
+    """Reads a regular file of at most `limit` bytes.
 
     Raises:
       UserError: as `open_regular`; or the file is larger, or cannot be read. The message names it.
@@ -85,20 +81,14 @@ def read_text(path: str | os.PathLike[str], limit: int = MAX_SETTINGS_BYTES) -> 
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """Reads a JSON file of at most `MAX_SETTINGS_BYTES`.
-
-    Raises:
-      UserError: as `read_bytes` and `parse_json`.
-    """
+    """Reads a JSON file of at most `MAX_SETTINGS_BYTES`; errors as of `parse_json`."""
     return parse_json(read_bytes(path), str(path))
 
 
 def parse_json(content: bytes | str, name: str) -> Any:
     """Parses a JSON value whose strings can be encoded as UTF-8.
 
-    Args:
-      content: the JSON text.
-      name: where it comes from, for messages.
+    `name` is where it comes from, for messages.
 
     Raises:
       UserError: it is not JSON, nests too deep, has two values of one name, or has a number or a
@@ -119,7 +109,7 @@ def parse_json(content: bytes | str, name: str) -> Any:
 
 
 def decompressed(content: bytes, limit: int) -> bytes:
-    """Decompresses gzip data; other data are returned as they are.
+    """Decompresses gzip data; other data are returned unchanged.
 
     Raises:
       ValueError: the data are damaged, or have more than `limit` bytes when decompressed.

@@ -20,15 +20,15 @@ from types import FrameType
 from flaxformer_mt.exit_codes import ExitCode
 
 GRACE_SECONDS = 5.0
-"""If the main thread does not respond to a signal for so long, and nothing has to be saved, the
-process exits all the same."""
+"""The process exits if the main thread has not responded to a signal for this time, and nothing has
+to be saved."""
 
 _RETRY_SECONDS = 0.05
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupted(KeyboardInterrupt):
-    """Raised when training was stopped by a signal, and everything that it had reached is saved."""
+    """Raised when a signal has stopped training, and everything reached is saved."""
 
 
 class Interruption:
@@ -52,7 +52,7 @@ class Interruption:
         self._requested = threading.Event()
         self._is_deferred = False
         self.is_abrupt = False
-        """Whether the main thread was interrupted wherever it was, rather than after a step."""
+        """Whether the main thread was interrupted at once, rather than after a step."""
         self._is_raised = False
         self._is_finished = False
         self._is_handled = False
@@ -106,8 +106,7 @@ class Interruption:
           processes, the same for all.
 
         Raises:
-          Interrupted: on leaving the context, if a signal has arrived; under several processes, in
-            all of them, if one has received a signal.
+          Interrupted: on leaving the context, if a signal has arrived in any process.
         """
 
         def requested(step: int) -> bool:
@@ -146,7 +145,6 @@ class Interruption:
             self._interrupt()
 
     def _retry(self, number: int) -> None:
-        """Sends a signal once more."""
         self._num_retries += 1
         os.kill(os.getpid(), number)
 
@@ -180,7 +178,7 @@ class Interruption:
 def handle_signals() -> contextlib.AbstractContextManager[Interruption | None]:
     """Returns a context in which signals stop training, for scripts and notebooks.
 
-    It yields None in other threads than the main one, which receive no signals.
+    It yields None outside the main thread: other threads receive no signals.
     """
     if threading.current_thread() is threading.main_thread():
         return Interruption(may_exit=False)

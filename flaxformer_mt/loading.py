@@ -1,12 +1,18 @@
-"""Whole models of any kind that can be read, ready to translate."""
+"""Whole models: read from folders of any kind, ready to translate, and written to run folders."""
 
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, overload
 
-from flaxformer_mt.config import ExperimentConfig
+from flaxformer_mt.config import (
+    DataConfig,
+    ExperimentConfig,
+    TransformerConfig,
+    with_vocabulary_sizes,
+)
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.decoding.attention_weights import sentence_attention
+from flaxformer_mt.decoding.parameters import require_params
 from flaxformer_mt.decoding.text_arguments import require_path
 from flaxformer_mt.decoding.translator import Sentence, Translator
 from flaxformer_mt.errors import UserError
@@ -19,6 +25,7 @@ from flaxformer_mt.plotting.attention_page import AttentionPicture
 from flaxformer_mt.presets import canonical_family
 from flaxformer_mt.run_reader import Run
 from flaxformer_mt.runs.layout import CONFIG
+from flaxformer_mt.runs.trained_model import write_model
 
 
 class Model:
@@ -28,11 +35,8 @@ class Model:
         model.translate("A dog runs.")
         run = model.save("runs/opus")  # To train it further, or for the command line.
 
-    Args:
-      bundle: the model.
-      folder: where it was read.
-      family: what it was read as.
-      notes: what of the folder has no counterpart here, in one line each.
+    `folder` and `family` are where and as what it was read, `notes` what of the folder has no
+    counterpart here, in one line each.
     """
 
     def __init__(
@@ -41,35 +45,24 @@ class Model:
         self.folder = folder
         self.family = family
         self.notes = notes
+        self.config: ExperimentConfig = bundle.config
+        """The model, its search options, and the defaults for training it further."""
+        self.params: dict[str, Any] = bundle.params
+        """The parameters, nested dicts of arrays."""
+        self.tokenizers: Tokenizers = bundle.tokenizers
+        """The vocabularies of source and target."""
         self._bundle = bundle
         self._translator: Translator | None = None
 
     def __repr__(self) -> str:
         return f"<Model {self.family} {str(self.folder)!r}>"
 
-    @property
-    def config(self) -> ExperimentConfig:
-        """The model, its search options, and the defaults for training it further."""
-        return self._bundle.config
-
-    @property
-    def params(self) -> dict[str, Any]:
-        """The parameters, nested dicts of arrays."""
-        return self._bundle.params
-
-    @property
-    def tokenizers(self) -> Tokenizers:
-        """The vocabularies of source and target."""
-        return self._bundle.tokenizers
-
     def translator(self) -> Translator:
-        """Returns the translator, which has further methods.
-
-        Raises:
-          UserError: the model has no encoder.
-        """
+        """Returns the translator, which has further methods; UserError without an encoder."""
         if self._translator is None:
-            self._translator = Translator(self.config, self.params, self.tokenizers)
+            self._translator = Translator(
+                self.config.model, self.params, self.tokenizers, self.config.decode
+            )
         return self._translator
 
     @overload
@@ -90,13 +83,9 @@ class Model:
         return AttentionPicture(found, str(self.folder))
 
     def save(self, folder: str | Path) -> Run:
-        """Writes a run folder, as `flaxformer-mt convert` does.
+        """Writes a run folder, as `flaxformer-mt convert` does, and returns the run.
 
-        Args:
-          folder: the folder to create.
-
-        Returns:
-          The run, which can be trained further; see `Run.fine_tuning_config`.
+        It can be trained further: `Run.fine_tuning_config`.
 
         Raises:
           TypeError: `folder` is not a path.
@@ -135,11 +124,6 @@ def load(folder: str | Path, family: str | None = None) -> Model:
 
 
 def _family_of(folder: Path) -> str:
-    """Returns as what a folder is to be read.
-
-    Raises:
-      UserError: it holds no model of a kind that can be read.
-    """
     if not (folder / CONFIG).is_file():
         if any(folder.glob("*.npz")) or any(folder.glob("*.bin")):
             return "marian-native"
@@ -159,3 +143,33 @@ def _family_of(folder: Path) -> str:
             f"{', '.join(sorted(families))}"
         )
     return families[kind]
+
+
+def save_run(
+    folder: str | Path,
+    config: TransformerConfig,
+    tokenizers: Tokenizers,
+    params: Any,
+    *,
+    step: int = 0,
+    languages: tuple[str, str] = ("", ""),
+) -> None:
+    """Writes trained parameters as a run folder, which all commands can use.
+
+        fmt.save_run("runs/mine-final", config, tokenizers, state["params"])
+
+    Args:
+      folder: the folder to create.
+      config: of the model.
+      tokenizers: its vocabularies.
+      params: its parameters, on any devices; of several processes, all have to call this.
+      step: the number of training steps made.
+      languages: the codes of source and target, by which `evaluate` chooses its tokenizer.
+
+    Raises:
+      UserError: the folder exists or cannot be written, or the parameters are not of this model.
+    """
+    sizes = tokenizers.source.vocab_size, tokenizers.target.vocab_size
+    require_params(with_vocabulary_sizes(config, *sizes), params, str(folder))
+    data = DataConfig(source_language=languages[0], target_language=languages[1])
+    write_model(folder, ExperimentConfig(model=config, data=data), tokenizers, params, step=step)

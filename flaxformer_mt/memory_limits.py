@@ -18,7 +18,7 @@ _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 @functools.cache
 def host_memory() -> int | None:
-    """Returns the bytes of memory that this machine, or its container, has; None if unknown."""
+    """Returns the bytes of memory of this host, or its container; None if unknown."""
     limits = []
     try:
         limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
@@ -29,10 +29,9 @@ def host_memory() -> int | None:
 
 
 def device_memory(devices: Sequence[Any]) -> int | None:
-    """Returns the bytes of memory per device; None if unknown.
+    """Returns the bytes of memory per device, of one kind, in this process; None if unknown.
 
-    Args:
-      devices: those of JAX in this process, all of one kind. CPU devices share the host's memory.
+    CPU devices share the host's memory.
     """
     if devices[0].platform == "cpu":
         host = host_memory()
@@ -43,8 +42,7 @@ def device_memory(devices: Sequence[Any]) -> int | None:
 def peak_memory(devices: Sequence[Any]) -> int | None:
     """Returns the most bytes that one of the devices has had in use so far; None if unknown.
 
-    Args:
-      devices: see `device_memory`. For CPU devices it is the memory of the process.
+    For CPU devices it is the memory of the process.
     """
     if devices[0].platform == "cpu":
         unit = 1 if sys.platform == "darwin" else 1024
@@ -65,9 +63,7 @@ def require_memory(needed: int, available: int | None, what: str) -> None:
 def explained_exhaustion(work: str, remedy: str) -> Iterator[None]:
     """Turns the error of a device that runs out of memory into a `UserError`.
 
-    Args:
-      work: what needs the memory, as the beginning of the message: "training".
-      remedy: what the user can do about it, as the end of the message.
+    `work` begins the message ("training"); `remedy` ends it with what the user can do.
     """
     import jax
 

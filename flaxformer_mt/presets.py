@@ -7,7 +7,7 @@ always have the same special tokens, these are set when vocabulary sizes are giv
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from flaxformer_mt.config import TransformerConfig
@@ -39,11 +39,7 @@ def canonical_family(name: str) -> str:
 
 
 def check_fields(names: Iterable[str]) -> None:
-    """Checks that all names are fields of `TransformerConfig`.
-
-    Raises:
-      UserError: one of them is unknown.
-    """
+    """Raises UserError unless all names are fields of `TransformerConfig`."""
     fields = [field.name for field in dataclasses.fields(TransformerConfig)]
     unknown = sorted(set(names) - set(fields))
     if unknown:
@@ -66,7 +62,7 @@ def jadore801120(**overrides: Any) -> TransformerConfig:
     values: dict[str, Any] = {
         "head_dim": 64,
         "value_dim": 64,
-        "attention_dropout_rate": 0.1,  # whatever the rate
+        "attention_dropout_rate": 0.1,  # independent of dropout_rate
         "embedding_norm": True,
         "qkv_bias": False,
         "attention_output_bias": False,
@@ -109,7 +105,7 @@ def annotated(**overrides: Any) -> TransformerConfig:
     """
     values: dict[str, Any] = {
         "activation_dropout_rate": overrides.get("dropout_rate", 0.1),
-        "attention_dropout_rate": 0.1,  # whatever the rate
+        "attention_dropout_rate": 0.1,  # independent of dropout_rate
         "norm_position": "pre",
         "norm_kind": "unbiased_std",
         "final_norm": True,
@@ -147,7 +143,7 @@ def tunz(**overrides: Any) -> TransformerConfig:
     Source: https://github.com/tunz/transformer-pytorch
     """
     # The output projection of the published code is always the target embedding.
-    _check_choice("tunz", overrides, "tie_embeddings", ("all", "target_output"))
+    check_choice("tunz", overrides, "tie_embeddings", ("all", "target_output"))
     rate = overrides.get("dropout_rate", 0.1)
     values: dict[str, Any] = {
         # A width that is not divisible by the number of heads is rounded down.
@@ -222,8 +218,8 @@ def fairseq(**overrides: Any) -> TransformerConfig:
 
     Source: https://github.com/facebookresearch/fairseq (fairseq/models/transformer)
     """
-    _check_choice("fairseq", overrides, "activation", ("relu", "gelu", "gelu_tanh"))
-    _check_choice("fairseq", overrides, "position_kind", ("sinusoidal", "learned", "none"))
+    check_choice("fairseq", overrides, "activation", ("relu", "gelu", "gelu_tanh"))
+    check_choice("fairseq", overrides, "position_kind", ("sinusoidal", "learned", "none"))
     overrides = _special_tokens(overrides, pad_id=1, eos_id=2) | overrides
     values: dict[str, Any] = {
         "norm_epsilon": 1e-5,
@@ -250,15 +246,15 @@ def opennmt(**overrides: Any) -> TransformerConfig:
     onmt/decoders/transformer.py)
     """
     # The published "silu" is another network: a gate with a matrix of its own.
-    _check_choice("opennmt", overrides, "activation", ("relu", "gelu"))
+    check_choice("opennmt", overrides, "activation", ("relu", "gelu"))
     kinds = ("sinusoidal", "rotary", "alibi", "t5_relative", "none")
-    _check_choice("opennmt", overrides, "position_kind", kinds)
+    check_choice("opennmt", overrides, "position_kind", kinds)
     overrides = _special_tokens(overrides, pad_id=1, bos_id=2, eos_id=3) | overrides
     kind = overrides.get("position_kind", "sinusoidal")
     sinusoidal = kind == "sinusoidal"
     concatenated = sinusoidal and overrides.get("position_layout") == "concatenated"
     values: dict[str, Any] = {
-        "attention_dropout_rate": 0.1,  # whatever the rate
+        "attention_dropout_rate": 0.1,  # independent of dropout_rate
         "activation_dropout_rate": overrides.get("dropout_rate", 0.1),
         "norm_position": "pre",
         "final_norm": True,
@@ -295,7 +291,7 @@ def mbart(**overrides: Any) -> TransformerConfig:
         "output_bias": True,
         "activation": "gelu",
         "position_kind": "learned",
-        "position_offset": 2,  # whatever pad_id
+        "position_offset": 2,  # independent of pad_id
         "mask_target_padding": False,
         "bos_id": overrides.get("eos_id", TransformerConfig.eos_id),
     }
@@ -335,9 +331,9 @@ def t5(**overrides: Any) -> TransformerConfig:
     Source: `T5ForConditionalGeneration`,
     https://huggingface.co/docs/transformers/model_doc/t5; Raffel et al. 2020.
     """
-    _check_choice("t5", overrides, "tie_embeddings", ("all", "source_target"))
+    check_choice("t5", overrides, "tie_embeddings", ("all", "source_target"))
     if overrides.get("feed_forward_gate"):
-        _check_choice("t5", overrides, "activation", ("relu", "gelu_tanh", "silu"))
+        check_choice("t5", overrides, "activation", ("relu", "gelu_tanh", "silu"))
     overrides = _special_tokens(overrides, pad_id=0, eos_id=1) | overrides
     rate = overrides.get("dropout_rate", 0.1)
     values: dict[str, Any] = {
@@ -364,14 +360,13 @@ def t5(**overrides: Any) -> TransformerConfig:
 
 
 def _special_tokens(overrides: dict[str, Any], **published: int) -> dict[str, Any]:
-    """Returns the published special tokens if vocabulary sizes are given, else nothing."""
     return published if overrides.get("target_vocab_size") else {}
 
 
-def _check_choice(
-    family: str, overrides: dict[str, Any], name: str, choices: tuple[str, ...]
+def check_choice(
+    family: str, overrides: Mapping[str, Any], name: str, choices: tuple[str, ...]
 ) -> None:
-    """Checks that the published code implements the value of a field."""
+    """Raises a `UserError` with the choices, unless the published code has the value of a field."""
     if overrides.get(name, choices[0]) not in choices:
         raise UserError(
             f"{family} has no {name}={overrides[name]}: choose one of {', '.join(choices)}"

@@ -34,11 +34,7 @@ class MetricRows(list[dict[str, Any]]):
     """
 
     def __call__(self, split: Literal["train", "valid", "test"] | None = None) -> "MetricRows":
-        """Returns the rows of a split, by default all.
-
-        Raises:
-          UserError: there is no such split.
-        """
+        """Returns the rows of a split, by default all."""
         if split not in (None, "train", "valid", "test"):
             raise UserError(f"split={split!r}: choose train, valid or test")
         return MetricRows(row for row in self if split in (None, row["split"]))
@@ -215,10 +211,10 @@ class Run:
           references: one translation per sentence, or several lists of them, if `sources` are
             given.
           split: instead of both, the split of the run to translate.
-          checkpoint: see `model`.
-          metrics: further metrics, see `evaluation.evaluate`.
+          checkpoint: as of `model`.
+          metrics: further metrics, functions by name as of `evaluation.evaluate`.
           confidence: whether to estimate 95% confidence intervals.
-          **options: search options, see `Translator.translate_n_best`.
+          **options: search options, fields of `DecodeConfig`.
 
         Returns:
           BLEU (with the tokenizer for the target language), chrF, chrF++ and TER with their
@@ -243,24 +239,17 @@ class Run:
         for each in lists:
             if len(each) != len(given):
                 raise UserError(f"{len(given)} sources, but {len(each)} references")
-        tokenize = tokenizer_of_run(self.config.data)
-        evaluation.check_options(
-            evaluation.STANDARD,
-            tokenize,
-            metrics or (),
-            confidence=confidence,
-            sentences=len(given),
-        )
+        chosen: evaluation.MetricOptions = {
+            "sources": given,
+            "metrics": metrics,
+            "tokenize": tokenizer_of_run(self.config.data),
+            "confidence": confidence,
+        }
+        evaluation.check_options(len(given), **chosen)
         translator = self.translator(checkpoint)
         sentences, lists = into_languages(given, lists, translator.tokenizers.target)
-        return evaluation.evaluate(
-            translator.translate(sentences, **options),
-            lists,
-            sources=given,
-            metrics=metrics,
-            tokenize=tokenize,
-            confidence=confidence,
-        )
+        translations = translator.translate(sentences, **options)
+        return evaluation.evaluate(translations, lists, **chosen)
 
     def plot(
         self,
@@ -282,7 +271,7 @@ class Run:
 
         Raises:
           TypeError: an argument is of another type.
-          UserError: see `plotting.curves.plot_curves`.
+          UserError: a folder has no metrics, a metric is unknown, or `x` or `smoothing` is invalid.
         """
         from flaxformer_mt.plotting.curves import plot_curves
 
@@ -305,7 +294,7 @@ class Run:
         Args:
           source: a sentence.
           target: its translation; by default that of the model.
-          checkpoint: see `model`.
+          checkpoint: as of `model`.
 
         Raises:
           TypeError: an argument is of another type.

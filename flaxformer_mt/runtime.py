@@ -1,7 +1,7 @@
 """Process settings made before JAX starts: compiler flags, allocator, compilation cache.
 
-Settings of the user's environment take precedence. docs/speed.md has the effect of each setting,
-and how to disable it.
+Environment variables that are already set take precedence. docs/speed.md has the effect of each
+setting, and how to disable it.
 """
 
 import contextlib
@@ -127,11 +127,10 @@ def _cache_root() -> Path:
 
 
 def _is_private(folder: Path) -> bool:
-    """Creates a folder that only this user can read and write, unless it exists.
+    """Creates a folder for this user only, unless it exists; returns whether it is such a folder.
 
-    Returns:
-      Whether it is such a folder. One that belongs to another user, or that others may write to, is
-      reported, because the programs in it may be theirs.
+    One that belongs to another user, or that others may write to, is reported, because the
+    programs in it may be theirs.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -151,7 +150,6 @@ def _is_private(folder: Path) -> bool:
 
 
 def _processor_features() -> str:
-    """A short hash of the processor's model and features."""
     information = Path("/proc/cpuinfo")
     features = platform.processor()
     if information.exists():

@@ -28,7 +28,7 @@ class BestEffortOutput:
         self._failed: TextIO | None = None
 
     def write(self, text: str) -> int:
-        """Writes text, if that is possible; returns its length.
+        """Writes text, if possible; returns its length.
 
         Characters that standard output cannot encode are written as escapes.
         """
@@ -37,7 +37,7 @@ class BestEffortOutput:
         return len(text)
 
     def flush(self) -> None:
-        """Flushes standard output, if that is possible."""
+        """Flushes standard output, if possible."""
         self._attempt("flush")
 
     def __getattr__(self, name: str) -> Any:

@@ -43,9 +43,15 @@ if os.environ.setdefault(
 gc.set_threshold(50_000, 20, 100)
 
 import jax  # noqa: E402
+import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+# Before these packages are imported: users do not pay for the checks.
+jaxtyping.install_import_hook(
+    ["flaxformer_mt.model", "flaxformer_mt.objectives", "flaxformer_mt.decoding.search"],
+    "shape_checks.checked",
+)
 
 
 @pytest.hookimpl(tryfirst=True, optionalhook=True)

@@ -40,11 +40,16 @@ DECODE = DecodeConfig(beam_size=3, max_length_factor=1.0, max_length_extra=3, ba
 
 @dataclasses.dataclass(frozen=True)
 class Talker:
-    """The arguments of `Translator` and `score_pairs`."""
+    """A model with its vocabularies and search options."""
 
     config: ExperimentConfig
     params: dict
     tokenizers: Tokenizers
+
+    @property
+    def parts(self):
+        """The arguments of `Translator` and `Scorer`."""
+        return self.config.model, self.params, self.tokenizers, self.config.decode
 
     @property
     def model(self):

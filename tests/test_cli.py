@@ -23,13 +23,13 @@ from flaxformer_mt.config import DecodeConfig, ExperimentConfig, to_json
 from flaxformer_mt.data.corpora.corpus import ParallelCorpus, open_corpora
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.decoding.line_format import read_sentence
-from flaxformer_mt.decoding.scoring.scorer import score_pairs
+from flaxformer_mt.decoding.scoring.scorer import Scorer
 from flaxformer_mt.decoding.shortlists.shortlist import Shortlist
 from flaxformer_mt.decoding.translator import Sentence, Translator
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.evaluation import compare, evaluate
 from flaxformer_mt.exit_codes import ExitCode
-from flaxformer_mt.runs.checkpoint import Checkpointer
+from flaxformer_mt.runs.checkpoint import Checkpoints
 from flaxformer_mt.runs.trained_model import load_run
 from flaxformer_mt.training.state import TrainState
 
@@ -43,7 +43,7 @@ def run(tmp_path_factory):
     """A run folder whose best checkpoint is not the last one."""
     folder = tmp_path_factory.mktemp("runs") / "tiny"
     talker = make_talker()
-    with Checkpointer(folder, keep_last=2) as checkpointer:
+    with Checkpoints(folder, keep_last=2) as checkpointer:
         for step, loss in ((1, 1.0), (2, 2.0)):
             params = random_params(talker.model, seed=step)
             state = TrainState(
@@ -248,7 +248,9 @@ def test_score_prints_one_log_probability_per_line(run, command, tmp_path):
         "--target", write(tmp_path / "target", targets),
     )  # fmt: skip
     model = load_run(run, "last")
-    scores = score_pairs(model.config, model.params, model.tokenizers, sources, targets)
+    scores = Scorer(model.config.model, model.params, model.tokenizers, model.config.decode).stream(
+        zip(sources, targets, strict=True)
+    )
     assert code == 0
     assert [float(line) for line in out.splitlines()] == pytest.approx(
         [score.log_probability for score in scores], abs=1e-6
@@ -325,6 +327,12 @@ def test_version(capsys):
         main(["--version"])
     assert exit_info.value.code == 0
     assert capsys.readouterr().out == f"flaxformer-mt {flaxformer_mt.__version__}\n"
+
+
+def test_the_package_is_the_command_line():
+    command = [sys.executable, "-m", "flaxformer_mt", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == f"flaxformer-mt {flaxformer_mt.__version__}\n"
 
 
 def test_translate_prompts_on_a_terminal(run, monkeypatch, capfdbinary):
@@ -460,6 +468,38 @@ def test_a_vocabulary_of_another_size_is_rejected(run, command, tmp_path):
     message = "has 290 source tokens, but the model was trained with 300"
     for name in ("inspect", "translate"):
         assert_rejected(command(name, "--run", folder), f"{folder / 'tokenizer'} {message}")
+
+
+@pytest.fixture(scope="module", params=["embedding", "encoder", "params"])
+def other_state(run, request):
+    """A run folder whose checkpoint is not one of the model: it lacks what the id names."""
+    folder = copy_without(run, run.with_name(f"without {request.param}"), "checkpoints")
+    params = random_params(make_talker().model)
+    if request.param == "embedding":
+        del params["target_embedding"]
+    elif request.param == "encoder":
+        del params["encoder"]
+    name = "weights" if request.param == "params" else "params"
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(1, {"step": np.int32(1), name: params})
+    return folder
+
+
+@pytest.mark.parametrize("name", ["translate", "score", "evaluate", "inspect", "average"])
+def test_checkpoints_of_another_state_are_rejected(other_state, command, tmp_path, name):
+    if name == "inspect" and other_state.name == "without encoder":
+        return  # This command does not run the model.
+    if name == "average" and other_state.name != "without params":
+        return  # Any parameters can be averaged.
+    text = write(tmp_path / "text", ["a"])
+    options = {
+        "score": ("--source", text, "--target", text),
+        "evaluate": ("--source", text, "--reference", text),
+        "average": ("--last", "1", "--output", tmp_path / "averaged"),
+    }
+    result = command(name, "--run", other_state, *options.get(name, ()), stdin=b"a\n")
+    assert_rejected(result, str(other_state))
+    assert not (tmp_path / "averaged").exists()
 
 
 def assert_rejected(result, *messages):

@@ -217,7 +217,7 @@ def test_one_cycle_forbids_another_number_of_steps():
 # Written out, because the roles decide it: a changed role must not let a run be continued with
 # another model, or forbid what was allowed.
 CONTINUABLE = {
-    "data": {"path"},
+    "data": {"alignments", "path"},
     "model": {"remat"},
     "optimizer": set(),
     "train": {
@@ -365,3 +365,13 @@ def test_a_loss_that_excludes_padding_needs_a_padding_token():
     train = TrainConfig(label_smoothing=0.1, label_smoothing_convention="non_pad_kl")
     with pytest.raises(UserError, match=r"non_pad_kl needs .* model\.pad_id=-1: use others_kl"):
         ExperimentConfig(model=TransformerConfig(pad_id=-1), train=train)
+
+
+def test_files_of_earlier_runs_may_name_a_path_beside_a_generated_corpus():
+    values = configuration.to_dict(ExperimentConfig(data=DataConfig(corpus="phrases")))
+    values["data"]["path"] = "mine.tsv"
+    assert configuration.from_dict(values).data == DataConfig(corpus="phrases")
+    with pytest.raises(UserError, match=r"data\.path=mine\.tsv has no effect"):
+        DataConfig(corpus="phrases", path="mine.tsv")
+    values["data"]["path"] = "tfds:wmt14_translate/de-en"
+    assert configuration.from_dict(values).data.path == "tfds:wmt14_translate/de-en"

@@ -153,7 +153,7 @@ def test_the_default_tokenizer_of_text_without_spaces(command, files):
 @pytest.mark.parametrize(
     ("options", "seed", "message"),
     [
-        (("--n-best", "2"), "1", "--n-best is for translate: one translation of each sentence"),
+        (("--n-best", "2"), "1", "evaluate scores one translation per sentence: remove --n-best"),
         (("--confidence",), "x", "SACREBLEU_SEED=x: must be a whole number"),
     ],
 )

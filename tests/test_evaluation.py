@@ -353,3 +353,8 @@ def test_the_tokenizer_of_a_run_is_that_of_the_languages_of_its_corpora():
     assert tokenizer_of_run(data("zh", "")) == "13a"
     assert tokenizer_of_run(data("", of_data="ja")) == "char"
     assert tokenizer_of_run(data(of_data="zh")) == "zh"
+
+
+def test_an_unknown_option_is_an_error_with_a_suggestion():
+    with pytest.raises(TypeError, match=r"no option tokenizer.*tokenize"):
+        evaluate(["a"], ["a"], tokenizer="char")

@@ -1,11 +1,16 @@
 """The programs in `examples/`, with tiny models."""
 
 import importlib
+import json
+import runpy
 import sys
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
+import flaxformer_mt as fmt
 from flaxformer_mt import Run
 from flaxformer_mt.config import DataConfig
 from flaxformer_mt.data.corpora.corpus import load_corpus
@@ -96,3 +101,78 @@ def test_an_attention_of_your_own(example, tmp_path):
     params = Run("runs/cosine").model().params
     assert params["encoder"]["layers"]["self_attention"]["temperature"].shape == (2, 4)
     assert (tmp_path / "runs/curves.png").exists()
+
+
+SCRIPTS = Path(__file__).parent.parent / "examples"
+
+
+@pytest.fixture
+def script(monkeypatch, tmp_path, capsys):
+    """Runs a training script in a folder of its own, and returns what it prints."""
+
+    def execute(name, *arguments):
+        path = SCRIPTS / f"{name}.py"
+        assert len(path.read_text().splitlines()) <= 60
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", [str(path), *map(str, arguments)])
+        with jax.numpy_dtype_promotion("standard"):  # JAX's default, which optax needs.
+            runpy.run_path(str(path))
+        return capsys.readouterr().out
+
+    return execute
+
+
+def logits_of(run, pairs):
+    """Logits of a saved model, float32, of pairs."""
+    model = fmt.load(run)
+    batch = fmt.padded(pairs, model.tokenizers, model.config.model, length=32)
+    return np.asarray(fmt.apply(model.config.model, model.params, batch))
+
+
+PAIRS = [("two birds", "deux oiseaux"), ("one kilometer", "un kilomètre")]
+
+
+def test_the_plain_script_writes_a_run(script, file, tmp_path):
+    script("plain_script", file, 2)
+    translator = fmt.Translator.from_run(tmp_path / "runs/mine-final")
+    assert isinstance(translator.translate("three days"), str)
+
+
+def test_a_student_learns_from_a_teacher(script, file, trained_run):
+    out = script("distillation", trained_run, file, 12)
+    last = json.loads(out.splitlines()[-1].split(" ", 1)[1].replace("'", '"'))
+    assert last.keys() == {"loss", "accuracy", "distillation", "flops_per_target_token"}
+    assert fmt.load("runs/student").config.model.num_decoder_layers == 1
+    assert 0 < last["distillation"] < 20
+
+
+def test_preferred_translations_become_more_probable(script, trained_run, tmp_path):
+    lines = [
+        {"source": source, "chosen": target, "rejected": "un deux trois"}
+        for source, target in PAIRS * 4
+    ]
+    (tmp_path / "preferences.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    steps = script("preferences", trained_run, "preferences.jsonl", 6).splitlines()
+    metrics = [json.loads(line.split(" ", 1)[1].replace("'", '"')) for line in steps]
+    assert metrics[0]["loss"] == pytest.approx(np.log(2), abs=0.05)
+    assert metrics[-1]["loss"] < metrics[0]["loss"]
+    assert metrics[-1]["preferred"] == 1
+
+
+def test_the_expected_risk_of_samples_is_trained(script, file, trained_run):
+    out = script("minimum_risk", trained_run, file, 3)
+    risks = [float(line.split()[-1]) for line in out.splitlines()]
+    assert len(risks) == 3
+    assert all(0 <= risk <= 1 for risk in risks)
+
+
+def test_adapters_are_saved_alone_and_merged_for_export(script, file, trained_run, tmp_path):
+    script("lora", trained_run, file, 100)
+    with fmt.Checkpoints("runs/adapters") as checkpoints:
+        assert checkpoints.latest_step() == 100
+    names = {path.name for path in Path("runs/adapters/checkpoints/100").iterdir()}
+    assert "params" not in names  # Adapters, their moments and the step.
+    convert(OWN, "marian", Path("runs/merged"), tmp_path / "exported")
+    merged, exported = logits_of("runs/merged", PAIRS), logits_of("exported", PAIRS)
+    np.testing.assert_allclose(exported, merged, atol=1e-5)
+    assert np.abs(merged - logits_of(trained_run, PAIRS)).max() > 1e-3

@@ -25,8 +25,10 @@ from flaxformer_mt.config import (
 )
 from flaxformer_mt.config.experiment import with_changes
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.experiment import folder, preparation
 from flaxformer_mt.interruption import Interrupted
 from flaxformer_mt.runs.trained_model import load_run
+from flaxformer_mt.training import loop
 from flaxformer_mt.training.reporting.callbacks import Callbacks
 
 CONFIG = ExperimentConfig(
@@ -63,7 +65,7 @@ def test_a_run_in_float64_needs_it_enabled(tmp_path, name):
 
 @pytest.mark.parametrize(
     ("group", "change"),
-    [("train", {"freeze": ("embeding",)}), ("model", {"attention_backend": "cudnn"})],
+    [("train", {"freeze": ("embeding",)}), ("model", {"attention_backend": "pallas_gpu"})],
 )
 def test_a_refused_run_leaves_no_folder(tmp_path, group, change):
     refused = with_changes(CONFIG, {group: change})
@@ -206,7 +208,7 @@ def test_a_callback_ends_a_run_after_it_was_saved(tmp_path, monkeypatch, stops):
         assert (step, split, metrics) == (1, "train", {"loss": 2.0})
         return stops or 1 / 0
 
-    monkeypatch.setattr(experiment.loop, "train", save_and_stop)
+    monkeypatch.setattr(loop, "train", save_and_stop)
     parts = experiment.prepare(CONFIG, tmp_path)
     monkeypatch.setattr(parts, "initial_state", lambda: None)
     with contextlib.nullcontext() if stops else pytest.raises(ZeroDivisionError):
@@ -237,7 +239,7 @@ def test_several_callbacks_agree_with_other_processes():
 
 def test_a_folder_that_processes_do_not_share_is_refused(run, tmp_path, monkeypatch):
     monkeypatch.setattr(distributed, "is_main", lambda: False)
-    monkeypatch.setattr(experiment, "_SHARED_SECONDS", 0)
+    monkeypatch.setattr(folder, "_SHARED_SECONDS", 0)
     experiment.prepare(CONFIG, run.folder)
     with pytest.raises(UserError, match="does not see what process 0 has written there"):
         experiment.prepare(CONFIG, tmp_path / "local")
@@ -303,7 +305,7 @@ def test_two_vocabularies_of_one_size_need_two_tables(tmp_path):
 
 
 def test_a_schedule_that_is_too_short_is_refused_before_the_text_is_read(monkeypatch, tmp_path):
-    monkeypatch.setattr(experiment, "open_all", None)
+    monkeypatch.setattr(preparation, "open_all", None)
     short = changed(optimizer={"schedule": "one_cycle", "warmup_steps": 9})
     with pytest.raises(UserError, match=r"optimizer\.warmup_steps=9"):
         flaxformer_mt.train(short, tmp_path / "run")
@@ -370,7 +372,7 @@ def test_what_options_name_is_checked_before_anything_long(
     def no_tokens(*arguments, **options):
         raise AssertionError("the corpus was tokenized")
 
-    monkeypatch.setattr(experiment, "tokenize", no_tokens)
+    monkeypatch.setattr(preparation, "tokenize", no_tokens)
     with pytest.raises(UserError) as caught:
         start(changed(**groups), tmp_path / "run")
     assert message in str(caught.value)
@@ -381,7 +383,7 @@ def test_parameters_of_another_size_are_refused_before_anything_long(run, tmp_pa
     def no_tokens(*arguments, **options):
         raise AssertionError("the corpus was tokenized")
 
-    monkeypatch.setattr(experiment, "tokenize", no_tokens)
+    monkeypatch.setattr(preparation, "tokenize", no_tokens)
     larger = changed(train={"init_from": str(run.folder)}, model={"d_ff": 3 * CONFIG.model.d_ff})
     with pytest.raises(UserError, match=rf"init_from=.*model\.d_ff: {CONFIG.model.d_ff} there"):
         experiment.train(larger, tmp_path / "run")

@@ -17,7 +17,8 @@ def public_functions():
         if inspect.isclass(value) and value.__module__.startswith("flaxformer_mt"):
             for key, member in vars(value).items():
                 function = getattr(member, "__func__", getattr(member, "fget", member))
-                if not key.startswith("_") and inspect.isfunction(function):
+                is_own = getattr(function, "__module__", "").startswith("flaxformer_mt")
+                if not key.startswith("_") and inspect.isfunction(function) and is_own:
                     yield f"{name}.{key}", function
         elif inspect.isfunction(value):
             yield name, value

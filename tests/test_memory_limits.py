@@ -18,10 +18,12 @@ from flaxformer_mt.config import (
 )
 from flaxformer_mt.config.experiment import with_changes
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.experiment import preparation
 from flaxformer_mt.model.relative_bias import distance_buckets
 from flaxformer_mt.model.transformer import Transformer
+from flaxformer_mt.training.devices import CompiledStep
 from flaxformer_mt.training.memory import require_training_memory
-from flaxformer_mt.training.parallel import Compiled, make_strategy
+from flaxformer_mt.training.run_devices import make_devices
 
 SMALL = TransformerConfig(
     source_vocab_size=11,
@@ -113,7 +115,7 @@ def test_training_without_enough_memory_is_refused_before_anything_is_read(
     def no_corpus(*arguments, **options):
         raise AssertionError("the corpora were opened")
 
-    monkeypatch.setattr(experiment, "open_all", no_corpus)
+    monkeypatch.setattr(preparation, "open_all", no_corpus)
     monkeypatch.setattr(memory_limits, "host_memory", lambda: 64 * 2**30)
     config = ExperimentConfig(
         model=TransformerConfig(**model),
@@ -132,10 +134,10 @@ def test_training_without_enough_memory_is_refused_before_anything_is_read(
 def test_usual_models_fit(monkeypatch):
     monkeypatch.setattr(memory_limits, "host_memory", lambda: 8 * 2**30)
     config = ExperimentConfig()
-    require_training_memory(config, make_strategy(config))
+    require_training_memory(config, make_devices(config))
     monkeypatch.setattr(memory_limits, "host_memory", lambda: None)
     config = dataclasses.replace(config, model=TransformerConfig(num_encoder_layers=10_000))
-    require_training_memory(config, make_strategy(config))
+    require_training_memory(config, make_devices(config))
 
 
 def test_adafactor_needs_no_memory_for_moments(monkeypatch):
@@ -143,9 +145,9 @@ def test_adafactor_needs_no_memory_for_moments(monkeypatch):
     size = config.model.parameter_count * 4
     monkeypatch.setattr(memory_limits, "host_memory", lambda: 3 * size * jax.device_count())
     with pytest.raises(UserError, match="training a model of"):
-        require_training_memory(config, make_strategy(config))
+        require_training_memory(config, make_devices(config))
     config = dataclasses.replace(config, optimizer=OptimizerConfig(kind="adafactor"))
-    require_training_memory(config, make_strategy(config))
+    require_training_memory(config, make_devices(config))
 
 
 def test_the_memory_of_the_host_is_known():
@@ -169,7 +171,7 @@ def test_a_device_without_enough_memory_is_explained_and_the_corrected_run_start
         train=TrainConfig(num_steps=1, batch_tokens=1024, eval_sentences=1),
     )
     with monkeypatch.context() as patched:
-        patched.setattr(Compiled, "__call__", exhaust_memory)
+        patched.setattr(CompiledStep, "__call__", exhaust_memory)
         with pytest.raises(
             UserError, match=r"^training needs more memory .*model\.remat=full.*bytes"
         ):
@@ -189,9 +191,9 @@ def test_the_longest_development_pair_is_named_if_it_needs_too_much_memory(monke
         for language in (config.data.source_language, config.data.target_language):
             (tmp_path / f"{split}.{language}").write_text("\n".join([*lines, ""]))
     prepared = experiment.prepare(config, tmp_path / "run")
-    monkeypatch.setattr(Compiled, "__call__", exhaust_memory)
+    monkeypatch.setattr(CompiledStep, "__call__", exhaust_memory)
     with pytest.raises(UserError, match=r"longest pair, number 3, which has \d+ tokens"):
-        prepared.measure("valid", prepared.initial_state().params)
+        prepared.validation.measure("valid", prepared.initial_state().params)
 
 
 def test_other_errors_of_a_device_are_left_alone():

@@ -21,7 +21,7 @@ from flaxformer_mt.config.files import load_config
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.exit_codes import ExitCode
 from flaxformer_mt.runs import parameter_file
-from flaxformer_mt.training.state import seed_key
+from flaxformer_mt.training.devices import seed_key
 
 VALUES = ["nan", "inf", "-inf", "-1", "0", "1e9", "1e20", "10**20"]
 IN_JSON = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity", "10**20": str(10**20)}

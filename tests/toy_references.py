@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from flaxformer_mt import interop
 from flaxformer_mt.parity import references
 
 # Sizes differ wherever they can, so that mistaking one axis for another changes a shape.
@@ -31,6 +32,16 @@ class Variant:
     family: str
     sizes: dict[str, Any] = dataclasses.field(default_factory=dict)
     overrides: dict[str, Any] = dataclasses.field(default_factory=dict)
+    also_open: frozenset[str] = frozenset()
+    """Fields that the reference can have, but checkpoints of the family are refused with."""
+
+    @property
+    def weight_map(self) -> str | interop.Family:
+        """Returns the family for `parity.compare`."""
+        if not self.also_open:
+            return self.family
+        family = interop.FAMILIES[self.family]
+        return dataclasses.replace(family, open_switches=family.open_switches | self.also_open)
 
     def build(self, param_dtype: str = "float32", seed: int = 0) -> torch.nn.Module:
         """Returns the reference without dropout; no bias or norm has its initial value."""
@@ -186,6 +197,12 @@ VARIANTS: dict[str, Variant] = _jadore801120() | {
 }
 """Variants that map tokens to logits: all but `double_projection`, which is layers only."""
 
+GROUPED_QUERIES = Variant(
+    "opennmt",
+    {"num_kv_heads": 2, "qkv_bias": True},
+    {"num_kv_heads": 2},
+    frozenset({"num_kv_heads"}),
+)
 UNSCALED_TORCH = Variant(
     "torch",
     {"norm_position": "pre", "scale_embeddings": False},

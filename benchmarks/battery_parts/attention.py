@@ -62,6 +62,8 @@ def gradient(backend: str, dtype: str, options: Options) -> dict[str, Any]:
     from flaxformer_mt.data.stream.batches import BatchShape, make_batch
     from flaxformer_mt.data.stream.packing import Sentences
     from flaxformer_mt.model.transformer import Transformer
+    from flaxformer_mt.training.devices import seed_key
+    from flaxformer_mt.training.objective import make_objective
     from flaxformer_mt.training.optimizer import make_optimizer, make_schedule
     from flaxformer_mt.training.state import create_state
     from flaxformer_mt.training.step import gradients
@@ -97,17 +99,20 @@ def gradient(backend: str, dtype: str, options: Options) -> dict[str, Any]:
     optimizer = make_optimizer(
         OptimizerConfig(), make_schedule(OptimizerConfig(), config.d_model, 1)
     )
-    state = create_state(model, optimizer, train)
-    compute = jax.jit(lambda state, batch: gradients(state, batch, model=model, config=train))
+    state = create_state(seed_key(train.seed), model, optimizer, train)
+    objective = make_objective(model, train)
+    compute = jax.jit(
+        lambda state, batch: gradients(state, batch, objective=objective, config=train)
+    )
     times = 1 if options.tiny else 20
     # Not TF32, whose rounding would hide a mistake.
     with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
-        found, metrics = jax.device_get(compute(state, batch))
+        found, sums = jax.device_get(compute(state, batch))
         begin = time.perf_counter()
         jax.block_until_ready([compute(state, batch) for _ in range(times)])
         seconds = (time.perf_counter() - begin) / times
     names = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(found)}
-    loss = metrics["loss"][0] / metrics["loss"][1]
+    loss = sums.loss / sums.tokens
     return {"milliseconds": seconds * 1e3, "loss": np.float64(loss), **names}
 
 

@@ -96,7 +96,8 @@ def train(folder: Path, tiny: bool, dies: bool) -> None:
     with experiment.open_folder(folder) as workdir:
         parts = experiment.prepare(config, workdir, check_languages=False)
         # Without translations, whose programs take longer to compile than the run takes.
-        parts.validate = lambda params: (parts.measure("valid", params), [])
+        validation = parts.validation
+        validation.validate = lambda params: (validation.measure("valid", params), [])
         experiment.fit(parts, workdir, writers=[Killing(workdir / METRICS)])
 
 
@@ -108,7 +109,7 @@ def differences(one: Path, other: Path) -> dict[str, Any]:
     from flaxformer_mt.runs.checkpoint import restore_params
     from flaxformer_mt.runs.layout import METRICS
     from flaxformer_mt.runs.metrics_file import read_metrics
-    from flaxformer_mt.training.reporting.speed import MEASUREMENTS
+    from flaxformer_mt.training.reporting.metrics import MEASUREMENTS
 
     sides = [jax.device_get(restore_params(folder, "last")[1]) for folder in (one, other)]
     leaves = [dict(jax.tree.leaves_with_path(side)) for side in sides]

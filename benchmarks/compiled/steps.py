@@ -14,24 +14,23 @@ from jax.sharding import NamedSharding, PartitionSpec
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.data.stream.batches import BatchShape
 from flaxformer_mt.decoding.batching.continuous_batching import REFERENCE_BEAM_SIZE
-from flaxformer_mt.decoding.batching.search_programs import (
-    begin_search,
-    rounded_matrices,
-    step_function,
-)
+from flaxformer_mt.decoding.batching.search_programs import begin_search, step_function
 from flaxformer_mt.decoding.batching.workers import batch_tokens
 from flaxformer_mt.decoding.ensemble import combine, reorder_each
-from flaxformer_mt.decoding.search.options import SearchOptions, forbidden_token_ids
+from flaxformer_mt.decoding.parameters import rounded_matrices
+from flaxformer_mt.decoding.search.options import SearchOptions
 from flaxformer_mt.decoding.search.search import advance
 from flaxformer_mt.decoding.search.state import SearchState, unconstrained
 from flaxformer_mt.model.cache import reorder_cache
 from flaxformer_mt.model.transformer import Transformer
-from flaxformer_mt.training.flops import Work, training_flops, work_of_sentences
+from flaxformer_mt.objectives.flops import Work, training_flops, work_of_sentences
+from flaxformer_mt.training import step
+from flaxformer_mt.training.devices import make_mesh, seed_key
 from flaxformer_mt.training.memory import abstract_batch, bytes_on_a_device
+from flaxformer_mt.training.objective import make_objective
 from flaxformer_mt.training.optimizer import make_optimizer, make_schedule
-from flaxformer_mt.training.parallel import MeshStrategy
+from flaxformer_mt.training.run_devices import arrange
 from flaxformer_mt.training.state import create_state
-from flaxformer_mt.training.step import train_step
 
 SENTENCE = 64
 """Tokens of a sentence in a decoding step, and the capacity of its cache."""
@@ -88,17 +87,27 @@ def on_mesh(
 
 def compile_training(config: ExperimentConfig, devices: Sequence[Any]) -> CompiledStep:
     """Compiles a training step, with dropout and optimizer as configured."""
-    strategy = MeshStrategy(list(devices), config.parallel)
+    run_devices = arrange(config.parallel, devices)
     model = Transformer(config.model)
     schedule = make_schedule(config.optimizer, config.model.d_model, config.train.num_steps)
     optimizer = make_optimizer(config.optimizer, schedule)
-    state = strategy.abstract_state(functools.partial(create_state, model, optimizer, config.train))
+    make_state = functools.partial(
+        create_state, model=model, optimizer=optimizer, config=config.train
+    )
+    state = run_devices.abstract(jax.eval_shape(make_state, seed_key(0)))
     source, target = config.data.row_lengths
     shape = BatchShape(config.rows_per_batch, source, target)
-    batch = strategy.abstract_batch(abstract_batch(shape, config.model.has_inputs))
-    step = functools.partial(train_step, model=model, optimizer=optimizer, config=config.train)
+    batch = run_devices.abstract_batch(abstract_batch(shape, config.model.has_inputs))
+    objective = make_objective(model, config.train)
+
+    def train_step(state: Any, batch: Any, key: Any, frozen: Any) -> Any:
+        del key, frozen  # The state has a key of its own.
+        return step.train_step(
+            state, batch, objective=objective, optimizer=optimizer, config=config.train
+        )
+
     return _compiled(
-        strategy.compile_train_step(step).lower(state, batch),
+        run_devices.compile_train_step(train_step).lower(state, batch),
         parameters=bytes_on_a_device((state.params, state.ema)),
         optimizer_state=bytes_on_a_device(state.opt_state),
         arguments=bytes_on_a_device((state, batch)),
@@ -111,15 +120,9 @@ def compile_decoding(config: ExperimentConfig, device: Any) -> CompiledStep:
     model, decode = config.model, config.decode
     tokens = batch_tokens(decode, device.platform) * REFERENCE_BEAM_SIZE
     rows = max(1, tokens // (SENTENCE * decode.beam_size))
-    options = SearchOptions.from_config(
-        decode,
-        bos_id=model.bos_id,
-        eos_id=model.eos_id,
-        pad_id=model.pad_id,
-        forbidden_ids=forbidden_token_ids(model),
-    )
-    strategy = MeshStrategy([device], config.parallel)
-    place = NamedSharding(strategy.mesh, PartitionSpec())
+    options = SearchOptions.from_config(decode, model)
+    mesh = make_mesh(devices=[device])
+    place = NamedSharding(mesh, PartitionSpec())
 
     def parameters() -> Any:
         tokens = jnp.zeros((1, 1), jnp.int32)
@@ -135,7 +138,7 @@ def compile_decoding(config: ExperimentConfig, device: Any) -> CompiledStep:
         )
 
     def step(params: Any, state: SearchState) -> SearchState:
-        with jax.sharding.use_abstract_mesh(strategy.mesh.abstract_mesh):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             function = combine([step_function(model, params, options)], decode.ensemble)
             return advance(function, reorder_each(reorder_cache), options, state)
 

@@ -42,9 +42,10 @@ def compare(name: str, data: Path, out: Path) -> dict[str, Any]:
     import torch
 
     from flaxformer_mt.parity import references
-    from flaxformer_mt.parity.model_pair import model_pair, precision, real_tokens, without_dropout
+    from flaxformer_mt.parity.model_pair import model_pair, real_tokens
     from flaxformer_mt.parity.recipes import recipe
-    from flaxformer_mt.parity.trajectory import train_ours, train_reference
+    from flaxformer_mt.parity.sides import precision, without_dropout
+    from flaxformer_mt.parity.trajectories import of_recipe, train_ours, train_reference
 
     family, _, kind = name.partition("-")
     options: dict[str, Any] = {"position_kind": kind} if kind else {}
@@ -63,8 +64,9 @@ def compare(name: str, data: Path, out: Path) -> dict[str, Any]:
     batches = _batches(corpus, tokenizers, sides.ours.config, training.source_padding)
     tokens = [real_tokens(sides, batch)[0] for batch in batches]
     with precision("float64"), without_dropout(module):
-        ours = train_ours(sides, tokens, NUM_STEPS).loss
-        theirs = train_reference(sides, tokens, NUM_STEPS).loss
+        optimizers = of_recipe(training, model.d_model, NUM_STEPS)
+        ours = train_ours(sides, tokens, NUM_STEPS, optimizers).loss
+        theirs = train_reference(sides, tokens, NUM_STEPS, optimizers).loss
     return {
         "name": name,
         "ours": ours.round(6).tolist(),

@@ -76,6 +76,5 @@ def _written(path: Path) -> Iterator[str]:
 
 
 def _size(path: Path) -> int:
-    """Returns the bytes of a file, or of all files in a folder."""
     files = path.rglob("*") if path.is_dir() else [path]
     return sum(file.stat().st_size for file in files if file.is_file())

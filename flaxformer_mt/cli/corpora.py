@@ -106,7 +106,6 @@ def _split_of(role: str, splits: Sequence[str]) -> str:
 
 
 def _split_and_files(setting: str) -> tuple[str, str]:
-    """Parses `NAME=FILES`."""
     name, sign, files = setting.partition("=")
     if not (name and sign and files):
         raise UserError(f"--splits {setting}: write NAME=FILES, such as train=europarl,news-*")

@@ -41,8 +41,6 @@ _SIGNIFICANT = 0.05
 
 
 class _TestSet(NamedTuple):
-    """What is translated, and what translations are compared with."""
-
     name: str
     sources: list[str] | None
     references: list[list[str]]
@@ -71,8 +69,8 @@ def evaluate(
     r"""Computes BLEU, chrF, chrF++ and TER of a run or of translations.
 
     Translates a test set with a run, or reads translations from files, or both. The metrics are
-    sacreBLEU's, with their signatures, and functions of yours. Without --source and --reference,
-    the text is that of the run's own test split. See docs/evaluation.md.
+    sacreBLEU's, with their signatures, and user-defined functions. Without --source and
+    --reference, the text is that of the run's own test split. See docs/evaluation.md.
 
     Examples:
       flaxformer-mt evaluate --run RUN
@@ -93,14 +91,14 @@ def evaluate(
       baseline: Text file of the translations with which those of all other systems are compared,
         by --significance.
       source: Text file of source sentences, one per line. For translations in files it is only
-        needed by functions of yours.
+        needed by user-defined functions.
       reference: Text file of the reference translations. Repeat the option if each sentence has
         several.
       split: Instead of --source and --reference: the split of the (first) run, which is read from
         where the run's configuration says. Default: test, or valid if the run has no test split.
       output_file: Write the translations of the run to this file.
       metric: bleu, chrf, chrf++ or ter: compute only those that are named (default: all four).
-        MODULE:FUNCTION: also compute a function of yours, of a module that is installed or in the
+        MODULE:FUNCTION: also compute a user-defined function, whose module is installed or in the
         current folder. It is called with the sources, the translations and a list of lists of
         references, and returns a number, or a number for each sentence. Repeat the option for
         several.
@@ -141,14 +139,16 @@ def evaluate(
     is_chosen, tokenize = tokenize is not None, tokenize or _tokenizer_of(run)
     significance = significance or ("bootstrap" if baseline else None)
     test = _test_set(run, source, reference, split)
-    evaluation.check_options(
-        standard,
-        tokenize,
-        confidence=confidence,
-        significance=significance,
-        resamples=resamples or 0,
-        sentences=len(test.references[0]),
-    )
+    options: evaluation.MetricOptions = {
+        "standard": standard,
+        "metrics": functions,
+        "tokenize": tokenize,
+        "lowercase": lowercase,
+        "confidence": confidence,
+        "resamples": resamples or 0,
+    }
+    num_sentences = len(test.references[0])
+    evaluation.check_options(num_sentences, significance=significance, **options)
     if "bleu" in standard and not is_chosen:
         _note_spaceless(test, tokenize)
     systems = {str(file): _read_translations(file, test) for file in files}
@@ -157,23 +157,13 @@ def evaluate(
         name = " + ".join(map(str, run))
         step, translations, test = _translated(run, checkpoint, decode, test, output_file)
         systems = _inserted(systems, name, translations, after=baseline)
-    scores = evaluation.compare(
-        systems,
-        test.references,
-        sources=test.sources,
-        standard=standard,
-        metrics=functions,
-        tokenize=tokenize,
-        lowercase=lowercase,
-        confidence=confidence,
-        significance=significance,
-        resamples=resamples or 0,
-    )
+    options["sources"] = test.sources
+    scores = evaluation.compare(systems, test.references, significance=significance, **options)
     if output_format == "table" or (output_format == "auto" and sys.stdout.isatty()):
         _print_table(scores, significance)
         return
     common = {} if step is None else {"step": step}
-    common["sentences"] = len(test.references[0])
+    common["sentences"] = num_sentences
     flat = {name: _rounded(evaluation.flattened(found)) for name, found in scores.items()}
     if len(flat) == 1:
         output.print_json({**common, **flat.popitem()[1]})
@@ -187,7 +177,7 @@ def _require_one_translation(run: Path, decode: DecodeOptions) -> None:
     from flaxformer_mt.runs.folder import read_config
 
     if decode.n_best != read_config(run).decode.n_best:
-        raise UserError("--n-best is for translate: one translation of each sentence is evaluated")
+        raise UserError("evaluate scores one translation per sentence: remove --n-best")
 
 
 def _tokenizer_of(run: Sequence[Path]) -> str:
@@ -246,7 +236,7 @@ def _resolved(path: Path | None) -> Path | None:
 def _metrics(
     names: Sequence[str], standard: Sequence[str]
 ) -> tuple[list[str], dict[str, "MetricFunction"]]:
-    """Returns the names of sacreBLEU's metrics, and the functions of the user's by name."""
+    """Returns the names of sacreBLEU's metrics, and user-defined functions by name."""
     chosen = [name for name in names if ":" not in name]
     functions: dict[str, MetricFunction] = {}
     for text in names:
@@ -289,7 +279,6 @@ def _function(text: str) -> "MetricFunction":
 
 
 def _reason(error: Exception) -> str:
-    """Returns the class and the message of an error, on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
@@ -384,7 +373,6 @@ def _translated(
 def _inserted(
     systems: Mapping[str, list[str]], name: str, translations: list[str], after: Path | None
 ) -> dict[str, list[str]]:
-    """Adds the run to the systems: after the baseline, before the others."""
     items = list(systems.items())
     items.insert(0 if after is None else 1, (name, translations))
     return dict(items)
@@ -393,7 +381,6 @@ def _inserted(
 def _print_table(
     scores: Mapping[str, Mapping[str, "MetricScore"]], significance: str | None
 ) -> None:
-    """Prints one row per system, one column per metric, and the signatures."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -420,7 +407,6 @@ def _print_table(
 
 
 def _cell(metric: str, score: "MetricScore") -> Iterable[str]:
-    """Yields the lines of a cell: the score, its interval and its p-value."""
     digits = 2 if metric in _TITLES else _DIGITS  # sacreBLEU's are percentages.
     yield f"{score.score:.{digits}f}"
     if score.mean is not None:

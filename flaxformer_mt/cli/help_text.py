@@ -46,36 +46,33 @@ def call(function: Callable[..., Any], prog: str, arguments: Sequence[str], **de
       UserError: a number is out of bounds.
       SystemExit: with code 2 for invalid options, with code 0 after `--help`.
     """
-    description, _, options = _docstring(function).partition("\nArgs:\n")
+    description, _, options = inspect.cleandoc(function.__doc__ or "").partition("\nArgs:\n")
     documentation = dict(re.findall(r"^ *(\w+): (.+)$", join_lines(options), re.MULTILINE))
     types = typing.get_type_hints(function, include_extras=True)
-    parameters = {
-        name: parameter.replace(default=defaults.get(name, parameter.default))
-        for name, parameter in inspect.signature(function).parameters.items()
-    }
+    parameters = inspect.signature(function).parameters
 
-    bounds = {
-        name: each
-        for name, hint in types.items()
-        for each in getattr(hint, "__metadata__", ())
-        if isinstance(each, Bounds)
-    }
-
-    def documented(**values: Any) -> Any:
-        for name, each in bounds.items():
-            problem = "" if values[name] is None else each.problem(values[name])
-            require(not problem, f"--{name.replace('_', '-')}={shown(values[name])}: {problem}")
+    def checked(**values: Any) -> Any:
+        for name, value in values.items():
+            for each in getattr(types[name], "__metadata__", ()):
+                if isinstance(each, Bounds) and value is not None:
+                    problem, option = each.problem(value), name.replace("_", "-")
+                    require(not problem, f"--{option}={shown(value)}: {problem}")
         return function(**values)
 
-    documented.__annotations__ = {
-        name: Annotated[types[name], _documented(documentation[name], parameter.default)]
+    checked.__annotations__ = {
+        name: Annotated[types[name], _described(documentation[name], parameter.default)]
         for name, parameter in parameters.items()
     }
-    documented.__signature__ = inspect.Signature([*parameters.values()])  # type: ignore[attr-defined]
+    checked.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            parameter.replace(default=defaults.get(name, parameter.default))
+            for name, parameter in parameters.items()
+        ]
+    )
     if {"-h", "--help"} & set(arguments):
         print(wrap(description), end="\n\n")
     return tyro.cli(
-        documented,
+        checked,
         prog=prog,
         description="",  # tyro would join its lines again.
         args=arguments,
@@ -84,18 +81,8 @@ def call(function: Callable[..., Any], prog: str, arguments: Sequence[str], **de
     )
 
 
-def _documented(text: str, default: object) -> Any:
-    """Returns an argument with this help text. The default None is not shown."""
+def _described(text: str, default: object) -> Any:
     return tyro.conf.arg(help=text, help_behavior_hint="(optional)" if default is None else None)
-
-
-def summary(function: Callable[..., Any]) -> str:
-    """Returns the first line of a function's docstring."""
-    return _docstring(function).splitlines()[0]
-
-
-def _docstring(function: Callable[..., Any]) -> str:
-    return inspect.cleandoc(function.__doc__ or "")
 
 
 def wrap(text: str) -> str:
@@ -123,32 +110,19 @@ def _dataclass_rule(info: StructTypeInfo) -> StructConstructorSpec | None:
     if not dataclasses.is_dataclass(info.type):
         return None
     types = typing.get_type_hints(info.type, include_extras=True)
-    fields = (
-        _field_spec(info, field, types[field.name]) for field in dataclasses.fields(info.type)
-    )
+    # Elements of a tuple of dataclasses have no default.
+    defaults = info.default if isinstance(info.default, info.type) else info.type()
+    documentation = _field_docstrings(info.type)
+    fields = [
+        StructFieldSpec(
+            name=field.name,
+            type=Annotated[types[field.name], _default_and_bounds(field)],  # type: ignore[arg-type]
+            default=getattr(defaults, field.name),
+            helptext=documentation.get(field.name, ""),
+        )
+        for field in dataclasses.fields(info.type)
+    ]
     return StructConstructorSpec(instantiate=info.type, fields=tuple(fields))
-
-
-def _field_spec(info: StructTypeInfo, field: dataclasses.Field[Any], kind: Any) -> StructFieldSpec:
-    """Describes a field to tyro."""
-    annotated: Any = Annotated[kind, _default_and_bounds(field)]
-    return StructFieldSpec(
-        name=field.name,
-        type=annotated,
-        default=_default(field, info.default),
-        helptext=functools.partial(_field_help, info.type, field.name),
-    )
-
-
-def _default(field: dataclasses.Field[Any], instance: Any) -> Any:
-    """Returns the default of a field: that of `instance`, unless it is missing, or its own."""
-    if hasattr(instance, field.name):
-        return getattr(instance, field.name)
-    if field.default is not dataclasses.MISSING:
-        return field.default
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return tyro.MISSING
 
 
 def _default_and_bounds(field: dataclasses.Field[Any]) -> Any:
@@ -164,17 +138,12 @@ def _default_and_bounds(field: dataclasses.Field[Any]) -> Any:
     return tyro.conf.arg(help_behavior_hint=hint if is_special else None)
 
 
-def _field_help(cls: type, name: str) -> str:
-    """Returns the docstring of a field as one line."""
-    return join_lines(_field_docstrings(cls).get(name, ""))
-
-
 @functools.cache
 def _field_docstrings(cls: type) -> dict[str, str]:
-    """Returns the docstrings of all fields of a dataclass, by name; its source is parsed for it."""
+    """Returns the docstrings of all fields, read from the source, each as one line."""
     documented = (docstring_parser.parse_from_object(base) for base in cls.__mro__[:-1])
     return {
-        parameter.arg_name: parameter.description or ""
+        parameter.arg_name: join_lines(parameter.description or "")
         for docstring in documented
         for parameter in reversed(docstring.params)
     }

@@ -15,7 +15,7 @@ _Group = TypeVar("_Group")
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    """Prints lines as UTF-8, whatever the locale, with a newline character as line end."""
+    """Prints lines as UTF-8 in every locale, with a newline character as line end."""
     sys.stdout.buffer.writelines(f"{line}\n".encode() for line in lines)
     sys.stdout.buffer.flush()
 

@@ -173,7 +173,6 @@ def _tolerance(option: str) -> tuple[str, float]:
 
 
 def _report(result: Any, json_file: Path | None, verbose: bool) -> int:
-    """Writes and prints the result of a comparison, and returns the exit code."""
     if json_file:
         atomic.write_text(json_file, result.to_json())
     is_terminal = sys.stdout.isatty()

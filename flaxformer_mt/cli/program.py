@@ -98,7 +98,10 @@ def overview() -> str:
     ]
     for title, commands in COMMANDS.items():
         lines += ["", f"{title}:"]
-        lines += [f"  {name:<11}{help_text.summary(each)}" for name, each in commands.items()]
+        lines += [
+            f"  {name:<11}{inspect.getdoc(command).splitlines()[0]}"  # type: ignore[union-attr]
+            for name, command in commands.items()
+        ]
     lines += ["", "flaxformer-mt COMMAND --help describes the options of a command."]
     lines += [f"Exit codes: {exit_codes.summary()}."]
     return "\n".join(lines)

@@ -11,7 +11,7 @@ import tyro
 
 from flaxformer_mt.cli import output
 from flaxformer_mt.cli.options import CheckpointChoice, RunFolder, TextFile, reject_options
-from flaxformer_mt.data.corpora.text_files import stream_parallel_files
+from flaxformer_mt.data.corpora.text_files import stream_parallel
 
 
 def score(
@@ -75,6 +75,7 @@ def score(
     from rich.console import Console
     from rich.progress import track
 
+    from flaxformer_mt.decoding.parameters import require_params
     from flaxformer_mt.decoding.scoring.score_report import CorpusTotals, to_json, to_text
     from flaxformer_mt.decoding.scoring.scorer import PairScore, Scorer
     from flaxformer_mt.runs.trained_model import load_run
@@ -83,8 +84,8 @@ def score(
     given: Any = {"alignment_layer": alignment_layer, "alignment_head": alignment_head}
     given = {name: value for name, value in given.items() if value is not None}
     decode = dataclasses.replace(model.config.decode, **given)
-    config = dataclasses.replace(model.config, decode=decode)
-    scorer = Scorer(config, model.params, model.tokenizers)
+    require_params(model.model, model.params, str(run))
+    scorer = Scorer(model.config.model, model.params, model.tokenizers, decode)
     scored = track(
         scorer.stream_candidates(_candidates(source, (target, *contrast)), alignment),
         "Scoring",
@@ -109,5 +110,5 @@ def score(
 
 def _candidates(source: Path, targets: Sequence[Path]) -> Iterator[tuple[str, list[str]]]:
     """Yields each line of `source` with the same line of every file in `targets`."""
-    for line, *translations in stream_parallel_files(source, *targets):
+    for line, *translations in stream_parallel(source, *targets):
         yield line, translations

@@ -92,17 +92,7 @@ def run(
     program: str = "train.py",
     interruption: Interruption | None = None,
 ) -> None:
-    """Runs the command.
-
-    Args:
-      arguments: the command line after the program's name.
-      program: the program's name, for help and messages.
-      interruption: stops training in an orderly way.
-
-    Raises:
-      SystemExit, UserError: see `parse_flags` and `train`.
-      Interrupted: a signal arrived, and everything is saved.
-    """
+    """Parses the command line and trains; arguments and errors of `parse_flags` and `train`."""
     runtime.configure()
     logging.basicConfig(level=logging.WARNING, format=f"{program}: warning: %(message)s")
     train(parse_flags(arguments, program), interruption)

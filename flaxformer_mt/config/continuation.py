@@ -22,8 +22,7 @@ RESUMABLE_FIELDS = frozenset(
 def differences(stored: ExperimentConfig, given: ExperimentConfig) -> list[str]:
     """Returns the differences that forbid continuing a run of `stored` with `given`.
 
-    Returns:
-      One string per field: "model.d_model: 128 in the run, 256 now".
+    One string per field: "model.d_model: 128 in the run, 256 now".
     """
     resumable = RESUMABLE_FIELDS
     if stored.optimizer.schedule == "one_cycle" and not stored.optimizer.total_steps:

@@ -1,7 +1,7 @@
 """Corpora, filters, vocabularies and the layout of batches."""
 
 import dataclasses
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from flaxformer_mt.config.fields import (
     MAX_INTEGER,
@@ -17,6 +17,9 @@ CorpusKind: TypeAlias = Literal[
     "text", "tsv", "csv", "jsonl", "datasets", "phrases", "reverse", "tfds"
 ]
 """A source of sentence pairs; the help of `DataConfig.corpus` explains each."""
+
+HeldOutRole: TypeAlias = Literal["valid", "test"]
+"""A use of pairs that are held out of the training corpora."""
 
 GENERATED: frozenset[CorpusKind] = frozenset({"phrases", "reverse"})
 """Sources that read no files."""
@@ -66,7 +69,7 @@ class DataConfig:
     """Folder of the corpus; or one file (.csv, .jsonl, others tab-separated), two parallel files
     ("a.en,b.de", or "a" for a.en and a.de), a folder of Hugging Face's save_to_disk; name of a
     TensorFlow Datasets builder, or the folder that it was prepared in (tfds). "tfds:NAME" is a
-    builder whatever data.corpus is."""
+    builder for every value of data.corpus."""
     columns: tuple[str, ...] = option((), FieldRole.TEXT)
     """The columns of source and target, by name or by number from 1; further ones are ignored. By
     default the columns that a header names after the two languages, or else the only two columns.
@@ -97,6 +100,11 @@ class DataConfig:
     """Corpora to validate on together; none = the one that the fields above describe."""
     test_corpora: tuple[CorpusConfig, ...] = option((), FieldRole.TEXT)
     """Corpora to test on together; none = the one that the fields above describe."""
+    # The content of the file is part of the fingerprint of the text.
+    alignments: str = option("", FieldRole.RUNNING)
+    """File of word alignments of the training pairs, for train.guided_alignment_weight: one line
+    per pair, "0-0 1-2", source-target, both words between spaces counted from 0, as fast_align and
+    eflomal write. Empty = none."""
     mixture_temperature: float = option(1.0, FieldRole.ROWS, lowest=0.1)
     """t: a corpus of n pairs is sampled in proportion to weight * n**(1/t). 1 samples every pair of
     all corpora equally often; higher values favour small corpora; 1e9 makes all corpora equal."""
@@ -165,6 +173,32 @@ class DataConfig:
             and list(self.bucket_lengths) == sorted(set(self.bucket_lengths)),
             f"data.bucket_lengths={self.bucket_lengths} must be in increasing order",
         )
+        require(
+            not _ignores_path(self.corpus, self.train_corpora, self.path),
+            f"data.path={self.path} has no effect, since data.corpus={self.corpus} is generated: "
+            "set data.corpus=text for a file or a folder of text",
+        )
+        require(
+            not self.alignments or not (self.train_corpora or self.corpus in GENERATED),
+            f"data.alignments={self.alignments} are of one corpus of files: leave out "
+            "data.train_corpora, and generated corpora",
+        )
+        require(
+            not self.hold_out or bool(self.held_out_roles),
+            f"data.hold_out={self.hold_out} has no effect: data.valid_corpora are the development "
+            "set, and data.test_corpora or data.test_split='' the test set",
+        )
+
+    @property
+    def held_out_roles(self) -> list[HeldOutRole]:
+        """The roles whose pairs are set aside from the training corpora."""
+        if not self.hold_out:
+            return []
+        is_set_aside: dict[HeldOutRole, bool] = {
+            "valid": not self.valid_corpora,
+            "test": not self.test_corpora and bool(self.test_split),
+        }
+        return [role for role, is_set in is_set_aside.items() if is_set]
 
     @property
     def row_lengths(self) -> tuple[int, int]:
@@ -172,6 +206,21 @@ class DataConfig:
         if self.batching == "buckets":
             return self.bucket_lengths[-1], self.bucket_lengths[-1]
         return self.source_row_length, self.target_row_length
+
+
+def _ignores_path(corpus: str, train_corpora: tuple[CorpusConfig, ...], path: str) -> bool:
+    is_generated = corpus in GENERATED and not train_corpora
+    return is_generated and bool(path) and not path.startswith("tfds:")
+
+
+def without_ignored(values: dict[str, Any]) -> dict[str, Any]:
+    """Removes values of `DataConfig` that the files of earlier runs may have, without effect."""
+    ignored = _ignores_path(
+        values.get("corpus", DataConfig.corpus),
+        values.get("train_corpora", ()),
+        values.get("path", ""),
+    )
+    return {name: value for name, value in values.items() if not (ignored and name == "path")}
 
 
 def _check_columns(columns: tuple[str, ...], name: str) -> None:

@@ -33,12 +33,12 @@ class DecodeConfig:
     """Number of translations returned per sentence; at most beam_size for beam search."""
     length_penalty: float = option(0.6, FieldRole.SEARCH, lowest=0, limit=100)
     """alpha of the length normalization, by which log-probabilities are divided; higher values
-    favour longer translations, 0 = no normalization."""
+    favor longer translations, 0 = no normalization."""
     length_penalty_kind: Literal["gnmt", "average"] = option("gnmt", FieldRole.SEARCH)
     """gnmt: ((5 + length) / 6)**alpha (Wu et al. 2016); average: length**alpha (Hugging Face,
     CTranslate2, fairseq). The length includes the end token."""
     coverage_penalty: float = option(0.0, FieldRole.SEARCH, lowest=0, limit=MAX_FACTOR)
-    """beta of the coverage penalty (Wu et al. 2016, equation 14), which favours attending to every
+    """beta of the coverage penalty (Wu et al. 2016, equation 14), which favors attending to every
     source token: beta * sum over source tokens of log(min(attention received, 1)); 0 = none."""
     early_stopping: Literal["never", "heuristic", "first"] = option("never", FieldRole.SEARCH)
     """When beam search ends, given beam_size finished hypotheses. never: when no unfinished one can

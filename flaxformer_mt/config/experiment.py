@@ -58,6 +58,17 @@ class ExperimentConfig:
             f"train.label_smoothing_convention=non_pad_kl needs a padding token, and model.pad_id="
             f"{self.model.pad_id}: use others_kl",
         )
+        weight, layers = self.train.guided_alignment_weight, self.model.num_decoder_layers
+        require(
+            not weight or bool(self.data.alignments),
+            f"train.guided_alignment_weight={weight} needs data.alignments, a file of links",
+        )
+        layer = self.train.guided_alignment_layer
+        require(
+            not weight or -layers <= layer < layers,
+            f"train.guided_alignment_layer={layer}: the decoder has {layers} layers, counted from "
+            "0, or from the last as -1",
+        )
         field = "target_row_length" if self.data.batching == "packed" else "bucket_lengths[-1]"
         _, row_length = self.data.row_lengths
         require(

@@ -82,13 +82,9 @@ class Bounds:
     """The interval of a field's valid numbers. Infinity and NaN are never valid."""
 
     lowest: float
-    """Lower end of the interval."""
     highest: float
-    """Upper end of the interval."""
     excludes_lowest: bool = False
-    """Whether the lower end itself is invalid."""
     excludes_highest: bool = False
-    """Whether the upper end itself is invalid."""
     also: tuple[float, ...] = ()
     """Valid numbers outside the interval that have a meaning of their own, such as -1."""
     is_limit: bool = False
@@ -145,11 +141,8 @@ def option(
       below: a number that valid ones are less than, instead of `highest`.
       limit: an upper bound, instead of `highest`, that only catches mistyped numbers; by default
         `MAX_INTEGER` or `MAX_NUMBER`.
-      also: a number that is valid besides the interval.
+      also: a sentinel accepted outside the interval, such as -1.
       formerly: today's value for each value that files of earlier versions have, if it differs.
-
-    Returns:
-      The dataclass field, typed as the default.
 
     Raises:
       TypeError: there is no role, or a number has no lower bound.
@@ -180,11 +173,7 @@ def _is_number(value: Any) -> bool:
 
 
 def roles_of(field: dataclasses.Field[Any]) -> frozenset[FieldRole]:
-    """Returns the roles that the field was declared with.
-
-    Raises:
-      TypeError: it was not declared with `option`.
-    """
+    """Returns the roles of a field; `TypeError` if it was not declared with `option`."""
     if "roles" not in field.metadata:
         raise TypeError(f"configuration field {field.name} is not declared with option()")
     return field.metadata["roles"]
@@ -240,9 +229,7 @@ def require_type(condition: bool, message: str) -> None:
 def validate(config: Any, group: str) -> None:
     """Checks the type and the bounds of every field of a configuration.
 
-    Args:
-      config: an instance of a configuration dataclass.
-      group: what its fields' names are prefixed with in messages, such as "model".
+    `group` prefixes the names of fields in messages: "model".
 
     Raises:
       UserTypeError: a value has the wrong type; names the option and the value.
@@ -255,23 +242,12 @@ def validate(config: Any, group: str) -> None:
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether a string can be written to a file: it has no lone surrogate."""
+    """Whether a string has no lone surrogate, and can be written to a file."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def check_value(value: Any, hint: Any, bounds: Bounds | None, name: str) -> None:
-    """Checks one value of a configuration against its type and its bounds.
-
-    Args:
-      value: of a field or, in turn, of a tuple.
-      hint: its type.
-      bounds: of its numbers, if it holds any.
-      name: what it is called in messages.
-
-    Raises:
-      UserTypeError: it has the wrong type.
-      UserError: it is out of bounds.
-    """
+    """Checks a value, called `name`, against its type and its bounds; errors as of `validate`."""
     if typing.get_origin(hint) is tuple:
         require_type(isinstance(value, tuple), f"{name}={shown(value)}: must be a tuple")
         for number, (item, kind) in enumerate(items_of(value, hint, name)):
@@ -309,11 +285,7 @@ def type_hints(kind: type) -> dict[str, Any]:
 
 
 def items_of(values: typing.Sequence[Any], hint: Any, name: str) -> list[tuple[Any, Any]]:
-    """Returns each item of a tuple together with its type.
-
-    Raises:
-      UserError: the tuple has a fixed length, and there are more or fewer items.
-    """
+    """Returns each item of a tuple with its type; `UserError` for a wrong number of items."""
     kinds = typing.get_args(hint)
     if kinds[-1] is Ellipsis:
         kinds = kinds[:1] * len(values)

@@ -51,7 +51,7 @@ def load_config(path: str | Path) -> ExperimentConfig:
             if not callable(get_config):
                 raise UserError("it defines no get_config()")
             config = get_config()
-    except (Exception, SystemExit) as error:  # Whatever the code of the user raises.
+    except (Exception, SystemExit) as error:  # User code may raise anything.
         raise UserError(_describe(error, path, folder)) from error
     if not isinstance(config, ExperimentConfig):
         raise UserError(
@@ -64,7 +64,7 @@ def load_config(path: str | Path) -> ExperimentConfig:
 def _importing_from(folder: Path) -> Iterator[None]:
     """Lets code import the modules of a folder; afterwards they count as not imported.
 
-    Another configuration file may have neighbours of the same names.
+    Another configuration file may have neighbors of the same names.
     """
     known = {name.partition(".")[0] for name in sys.modules}
     writes_bytecode = sys.dont_write_bytecode
@@ -78,14 +78,13 @@ def _importing_from(folder: Path) -> Iterator[None]:
         with contextlib.suppress(ValueError):  # The code may have removed it.
             sys.path.remove(str(folder))
         new = {name for name in sys.modules if name.partition(".")[0] not in known}
-        neighbours = {name for name in new if _folder_of(sys.modules[name]) == folder}
+        neighbors = {name for name in new if _folder_of(sys.modules[name]) == folder}
         for name in new:
-            if name.partition(".")[0] in neighbours:
+            if name.partition(".")[0] in neighbors:
                 del sys.modules[name]
 
 
 def _folder_of(module: types.ModuleType) -> Path | None:
-    """Returns the folder that a module or a package lies in; None if it is built in."""
     paths = [*getattr(module, "__path__", ()), getattr(module, "__file__", None)]
     return Path(paths[0]).parent if paths[0] else None
 
@@ -110,7 +109,7 @@ def _describe(error: BaseException, path: Path, folder: Path) -> str:
     if isinstance(error, SyntaxError) and error.filename and not error.filename.startswith("<"):
         text = f": {error.text.strip()[:80]}" if error.text else ""
         return f"{error.filename}, line {error.lineno}: {error.msg}{text}"
-    # The innermost line of the user's own code; an exception of a library is raised behind it.
+    # The innermost line of user code: libraries raise their exceptions behind it.
     own = [
         (frame, line)
         for frame, line in traceback.walk_tb(error.__traceback__)
@@ -126,12 +125,7 @@ def _describe(error: BaseException, path: Path, folder: Path) -> str:
 
 
 def _message(error: BaseException, visible: Iterable[str]) -> str:
-    """Returns the message of an exception, with a suggestion if a name is misspelled.
-
-    Args:
-      error: the exception.
-      visible: the names that could have been meant where an unknown one was used.
-    """
+    """Returns the message of an exception, with one of the `visible` names if one is misspelled."""
     text = str(error)
     if isinstance(error, UserError):
         return text

@@ -37,6 +37,11 @@ class TransformerConfig:
     """D: width of the embeddings and of every layer's input and output."""
     num_heads: int = option(8, FieldRole.SHAPES, lowest=1, limit=MAX_WIDTH)
     """H: number of attention heads."""
+    num_kv_heads: int = option(
+        0, FieldRole.SHAPES, FieldRole.ARCHITECTURE, lowest=0, limit=MAX_WIDTH
+    )
+    """G: number of heads of keys and values, which divides H; 0 = num_heads. Query head h attends
+    to keys and values of head h // (H / G) (grouped queries; Ainslie et al. 2023)."""
     head_dim: int = option(0, FieldRole.SHAPES, lowest=0, limit=MAX_WIDTH)
     """K: width of each head's queries and keys; 0 = d_model / num_heads. H * K may differ from
     D."""
@@ -186,13 +191,12 @@ class TransformerConfig:
     """Run each stack as one compiled loop over its layers, which compiles faster; False unrolls it,
     so that nothing is copied into and out of the loop. auto: loops on CPUs, no loops elsewhere. The
     parameters are the same."""
-    attention_backend: Literal["auto", "einsum", "pallas_gpu", "pallas_tpu", "cudnn"] = option(
-        "auto", FieldRole.NUMERICS
+    attention_backend: Literal["auto", "einsum", "pallas_gpu", "pallas_tpu"] = option(
+        "auto", FieldRole.NUMERICS, formerly={"cudnn": "auto"}
     )
     """How attention is computed in whole passes. einsum: by XLA, with its weights in memory;
     pallas_gpu, pallas_tpu: in one kernel that never writes them (on CPUs it is interpreted, for
-    tests); cudnn: by NVIDIA's library, in bfloat16 without dropout of the weights; auto: the Pallas
-    kernel of the platform if it supports the case, else einsum."""
+    tests); auto: the kernel of the platform if it supports the case, else einsum."""
     norm_backend: Literal["auto", "xla", "pallas_gpu"] = option("auto", FieldRole.NUMERICS)
     """How training computes norm(x + dropout(f(x))). xla: by XLA's fusions; pallas_gpu: in one
     kernel, which draws dropout's random numbers again in the backward pass instead of storing a
@@ -215,6 +219,11 @@ class TransformerConfig:
                 f"model.d_model={self.d_model} is not a multiple of model.num_heads="
                 f"{self.num_heads}: change one or set model.head_dim",
             )
+        require(
+            self.num_heads % self.kv_heads == 0,
+            f"model.num_kv_heads={self.num_kv_heads} does not divide model.num_heads="
+            f"{self.num_heads}: change one",
+        )
         require(
             self.tie_embeddings not in ("source_target", "all")
             or not self.has_inputs
@@ -288,12 +297,10 @@ class TransformerConfig:
         """
         width, has_inputs = self.d_model, self.has_inputs
         norm = width * (1 if self.norm_kind == "rms" else 2)
-        keys, values = self.num_heads * self.key_width, self.num_heads * self.value_width
-        attention = (
-            _dense(width, keys, self.qkv_bias) * 2
-            + _dense(width, values, self.qkv_bias)
-            + _dense(values, width, self.attention_output_bias)
-        )
+        queries, keys = (heads * self.key_width for heads in (self.num_heads, self.kv_heads))
+        contexts, values = (heads * self.value_width for heads in (self.num_heads, self.kv_heads))
+        attention = sum(_dense(width, x, self.qkv_bias) for x in (queries, keys, values))
+        attention += _dense(contexts, width, self.attention_output_bias)
         feed_forward = _dense(width, self.d_ff, self.feed_forward_bias)
         feed_forward *= 1 + self.feed_forward_gate
         feed_forward += _dense(self.d_ff, width, self.feed_forward_bias)
@@ -320,6 +327,11 @@ class TransformerConfig:
         if not self.shares_target_and_output:
             total += self.target_vocab_size * width
         return total + self.target_vocab_size * self.output_bias
+
+    @property
+    def kv_heads(self) -> int:
+        """G, with its default resolved."""
+        return self.num_kv_heads or self.num_heads
 
     @property
     def key_width(self) -> int:

@@ -5,6 +5,7 @@ import json
 import typing
 from typing import Any
 
+from flaxformer_mt.config.data import DataConfig, without_ignored
 from flaxformer_mt.config.experiment import ExperimentConfig
 from flaxformer_mt.config.fields import (
     Bounds,
@@ -29,11 +30,8 @@ def to_dict(config: Any) -> dict[str, Any]:
 def from_dict(values: dict[str, Any], kind: type = ExperimentConfig, prefix: str = "") -> Any:
     """Makes a configuration from nested dictionaries; the inverse of `to_dict`.
 
-    Args:
-      values: by field name; absent fields get their defaults, and values of earlier versions
-        their names of today.
-      kind: the configuration class.
-      prefix: of field names in messages: "model.".
+    Absent fields get their defaults, and values of earlier versions their current names. `prefix`
+    is that of field names in messages: "model.".
 
     Raises:
       UserError: a field is unknown, or its value has the wrong type or is out of bounds.
@@ -43,17 +41,16 @@ def from_dict(values: dict[str, Any], kind: type = ExperimentConfig, prefix: str
         hint = suggestion(f"{prefix}{name}", [f"{prefix}{field}" for field in fields])
         raise UserError(f"unknown configuration field {prefix}{name}{hint}")
     hints = type_hints(kind)
-    return kind(
-        **{
-            name: _from_json_value(
-                current_value(fields[name], value),
-                hints[name],
-                bounds_of(fields[name]),
-                f"{prefix}{name}",
-            )
-            for name, value in values.items()
-        }
-    )
+    current = {
+        name: _from_json_value(
+            current_value(fields[name], value),
+            hints[name],
+            bounds_of(fields[name]),
+            f"{prefix}{name}",
+        )
+        for name, value in values.items()
+    }
+    return kind(**(without_ignored(current) if kind is DataConfig else current))
 
 
 def _from_json_value(value: Any, hint: Any, bounds: Bounds | None, name: str) -> Any:
@@ -77,11 +74,7 @@ def to_json(config: ExperimentConfig) -> str:
 
 
 def from_json(text: str) -> ExperimentConfig:
-    """Makes a configuration from JSON; the inverse of `to_json`.
-
-    Raises:
-      UserError: the text is not a JSON object, or does not describe an experiment.
-    """
+    """Makes a configuration from JSON; the inverse of `to_json`. Errors as of `from_dict`."""
     try:
         values = parse_json(text, "it")
     except UserError as error:

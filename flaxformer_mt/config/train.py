@@ -4,7 +4,15 @@ import dataclasses
 import re
 from typing import Literal, TypeAlias
 
-from flaxformer_mt.config.fields import MAX_SEED, FieldRole, option, require, shown, validate
+from flaxformer_mt.config.fields import (
+    MAX_LAYERS,
+    MAX_SEED,
+    FieldRole,
+    option,
+    require,
+    shown,
+    validate,
+)
 
 ValidationMetric: TypeAlias = Literal[
     "loss", "cross_entropy", "perplexity", "accuracy", "bleu", "chrf"
@@ -26,6 +34,9 @@ class TrainConfig:
     """Target tokens per batch, padding included; there are as many source rows as target rows."""
     accumulation_steps: int = option(1, FieldRole.NUMERICS, lowest=1)
     """Number of micro-batches that a batch is computed in sequentially, to save memory."""
+    objective: str = option("cross_entropy", FieldRole.TRAINING)
+    """What is minimized. cross_entropy, to which r_drop or teacher add a term; other names are
+    those of functions given to `flaxformer_mt.train(objective=...)`, which records them here."""
     label_smoothing: float = option(0.1, FieldRole.TRAINING, lowest=0, below=1)
     """e: probability moved from the correct token to others."""
     label_smoothing_convention: Literal["uniform", "others", "others_kl", "non_pad_kl"] = option(
@@ -87,6 +98,20 @@ class TrainConfig:
     r_drop: float = option(0.0, FieldRole.TRAINING, lowest=0, limit=1e6)
     """alpha of R-Drop (Liang et al. 2021): weight of the divergence between two forward passes of
     each batch with different dropout; 0 = off, 5 is usual for translation."""
+    teacher: str = option("", FieldRole.TRAINING)
+    """Word-level distillation: the run folder of a model with the same vocabulary, whose
+    predictions are learned as well; empty = none."""
+    distillation_weight: float = option(0.5, FieldRole.TRAINING, above=0, highest=1)
+    """Weight of the divergence from the teacher's predictions; the cross-entropy has the rest."""
+    distillation_temperature: float = option(1.0, FieldRole.TRAINING, above=0, limit=1e3)
+    """Temperature of the predictions that distillation compares; 1 = as they are."""
+    guided_alignment_weight: float = option(0.0, FieldRole.TRAINING, lowest=0, limit=1e6)
+    """Weight of the alignment loss (Chen et al. 2016), by which cross-attention learns the links of
+    data.alignments; 0 = off."""
+    guided_alignment_layer: int = option(
+        -1, FieldRole.TRAINING, lowest=-MAX_LAYERS, limit=MAX_LAYERS
+    )
+    """Decoder layer whose attention learns the links, from 0; negative counts from the last."""
     max_skipped_steps: int = option(10, FieldRole.RUNNING, lowest=1)
     """Stop at the last checkpoint after this many consecutive steps whose loss, gradient or update
     is not finite. Such steps change no parameter."""
@@ -101,6 +126,17 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         validate(self, "train")
+        require(
+            not (self.teacher and self.r_drop),
+            f"train.r_drop={self.r_drop} cannot be used with train.teacher: set it to 0",
+        )
+        weight = self.guided_alignment_weight
+        for other in ("r_drop", "teacher"):
+            require(
+                not (weight and getattr(self, other)),
+                f"train.guided_alignment_weight={weight} cannot be used with train.{other}: set it "
+                "to 0",
+            )
         given = self.profile_steps
         require(
             not given or len(self.profiled_steps) > 0,

@@ -4,14 +4,10 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from flaxformer_mt.config import DataConfig, ExperimentConfig, with_vocabulary_sizes
-from flaxformer_mt.data.corpora.corpus import (
-    Corpus,
-    ParallelCorpus,
-    open_corpora,
-    read_corpus,
-)
-from flaxformer_mt.data.corpora.hold_out import HeldOutRole, hold_out
+from flaxformer_mt.config import ExperimentConfig, with_vocabulary_sizes
+from flaxformer_mt.config.data import HeldOutRole
+from flaxformer_mt.data.corpora.corpus import Corpus, ParallelCorpus, open_corpora, read_corpus
+from flaxformer_mt.data.corpora.hold_out import hold_out
 from flaxformer_mt.data.sanity_checks import check_unknown_rate
 from flaxformer_mt.data.stream.encoded_corpus import EncodedCorpus, encode_corpus
 from flaxformer_mt.data.stream.token_store import open_stores
@@ -53,7 +49,6 @@ class Dataset:
     training: TrainingStream
     valid: EvaluationSet
     test: EvaluationSet | None
-    """None if the experiment has no test split."""
 
     @property
     def evaluation_sets(self) -> dict[str, EvaluationSet]:
@@ -96,15 +91,13 @@ class Dataset:
 
 
 def open_all(config: ExperimentConfig) -> dict[str, list[Corpus]]:
-    """Opens the corpora of "train", "valid" and "test", without reading them.
-
-    There may be none of "test".
+    """Opens the corpora of "train", "valid" and "test" (there may be none), without reading them.
 
     Raises:
-      UserError: see `open_corpora`.
+      UserError: a file, a builder, a split or a language does not exist.
     """
     data, has_inputs = config.data, config.model.has_inputs
-    held_out = held_out_roles(config.data)
+    held_out = data.held_out_roles
     training = open_corpora(data, "train", has_inputs)
     opened: dict[str, list[Corpus]] = {"train": [*training]}
     others: tuple[HeldOutRole, ...] = ("valid", "test")
@@ -116,21 +109,10 @@ def open_all(config: ExperimentConfig) -> dict[str, list[Corpus]]:
 
 def open_held_out(config: ExperimentConfig, role: HeldOutRole) -> list[Corpus]:
     """Opens the corpora of "valid" or "test" alone; see `open_all`."""
-    data, has_inputs, held_out = config.data, config.model.has_inputs, held_out_roles(config.data)
+    data, has_inputs, held_out = config.data, config.model.has_inputs, config.data.held_out_roles
     if role in held_out:
         return hold_out(open_corpora(data, "train", has_inputs), data.hold_out, held_out)[role]
     return [*open_corpora(data, role, has_inputs)]
-
-
-def held_out_roles(data: DataConfig) -> list[HeldOutRole]:
-    """Returns the roles whose pairs are set aside from the training corpora."""
-    if not data.hold_out:
-        return []
-    is_set_aside: dict[HeldOutRole, bool] = {
-        "valid": not data.valid_corpora,
-        "test": not data.test_corpora and bool(data.test_split),
-    }
-    return [role for role, is_set in is_set_aside.items() if is_set]
 
 
 def tokenize(
@@ -141,14 +123,10 @@ def tokenize(
     *,
     verify: bool = True,
 ) -> TokenizedCorpora:
-    """Filters, tokenizes and checks corpora.
+    """Filters, tokenizes and checks the corpora of `open_all`.
 
-    Args:
-      config: the configuration of the experiment; vocabulary sizes and row lengths are not used.
-      corpora: from `open_all`.
-      tokenizers: the vocabularies of the run.
-      cache_folder: where the tokens of training corpora are stored, and read from if they are.
-      verify: whether to verify stored tokens, see `open_stores`.
+    Vocabulary sizes and row lengths of the configuration are not used. The tokens of training
+    corpora are stored in the cache folder, and read from there if they are; see `open_stores`.
 
     Raises:
       UserError: a corpus cannot be read or used.
@@ -192,12 +170,7 @@ def resolve_config(
 def open_dataset(
     config: ExperimentConfig, tokens: TokenizedCorpora, tokenizers: Tokenizers
 ) -> Dataset:
-    """Plans the batches of an experiment.
-
-    Args:
-      config: the configuration, from `resolve_config`.
-      tokens: from `tokenize`.
-      tokenizers: the vocabularies of the run.
+    """Plans the batches of an experiment, whose configuration is from `resolve_config`.
 
     Raises:
       UserError: no pair fits into a row.

@@ -1,14 +1,21 @@
-"""Checks of a run's data before training: unknown tokens, swapped sides, leaked test pairs."""
+"""Checks of a run's data before training: unknown tokens, swapped sides, leaked test pairs.
 
+Letter n-gram models tell which of two languages a text is in.
+"""
+
+import collections
+import functools
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from flaxformer_mt.config import DataConfig
 from flaxformer_mt.data.corpora.corpus import Corpus
-from flaxformer_mt.data.corpora.language_profiles import Profile, cldr_profile, letters_of
 from flaxformer_mt.data.stream.encoded_corpus import EncodedCorpus
 from flaxformer_mt.data.stream.packing import Sentences
 from flaxformer_mt.errors import UserError
@@ -25,7 +32,85 @@ and WMT news gain 0.7 or more if their sides are swapped, and lose as much if th
 
 _HASH_CHUNK = 50_000  # Sentences hashed at once.
 
+_ORDER = 3
+"""Order of the letter n-grams: separates Danish from Norwegian, and needs only a few pages."""
+
+_UNSEEN = 1e-4
+"""Prior probability of a letter."""
+
+_FEWEST_PROFILE_LETTERS = 5000
+"""Minimum number of letters of a CLDR profile; languages with less text have none."""
+
+_WORD = re.compile(r"[^\W\d_]+")
+
 _log = logging.getLogger(__name__)
+
+
+class Profile:
+    """A letter trigram model of a language.
+
+    It is a hierarchical Dirichlet model (MacKay and Peto 1995): the distribution after a shorter
+    context is the prior, with the weight of one letter, of that after a longer one.
+    """
+
+    def __init__(self, texts: Iterable[str]):
+        letters = letters_of(texts)
+        self._counts = collections.Counter(
+            letters[end - length : end]
+            for length in range(_ORDER + 1)
+            for end in range(length, len(letters) + 1)
+        )
+        self._log_probability = functools.cache(
+            lambda letters: math.log(self._probability(letters))
+        )
+
+    def _probability(self, letters: str) -> float:
+        if not letters:
+            return _UNSEEN
+        prior = self._probability(letters[1:])
+        return (self._counts[letters] + prior) / (self._counts[letters[:-1]] + 1)
+
+    def log_likelihood(self, letters: str) -> float:
+        """Returns the mean natural log-probability per letter of a text from `letters_of`."""
+        ends = range(_ORDER, len(letters) + 1)
+        total = sum(self._log_probability(letters[end - _ORDER : end]) for end in ends)
+        return total / max(len(ends), 1)
+
+
+def letters_of(texts: Iterable[str]) -> str:
+    """Returns the lower-case words of the texts, space-separated, without duplicate texts."""
+    words = _WORD.findall(" ".join(dict.fromkeys(texts)).lower())
+    return f" {' '.join(words)} "
+
+
+@functools.cache
+def cldr_profile(language: str) -> Profile | None:
+    """Returns the profile of a language ("de", "zh_Hant", "pt-BR"), built from the Unicode CLDR.
+
+    It consists of the names of languages, countries, currencies, months, days and units. None if
+    they are too few, or Babel (the extra `demo`) is not installed.
+    """
+    try:
+        import babel
+    except ImportError:
+        return None
+    try:
+        locale = babel.Locale.parse(language.replace("-", "_"))
+    except (ValueError, babel.UnknownLocaleError):
+        return None
+    texts = list(_cldr_texts(locale))
+    return Profile(texts) if len(letters_of(texts)) >= _FEWEST_PROFILE_LETTERS else None
+
+
+def _cldr_texts(locale: Any) -> Iterator[str]:
+    names = (locale.territories, locale.languages, locale.scripts, locale.currencies)
+    for group in names:
+        yield from group.values()
+    for calendar in (locale.months, locale.days):
+        for widths in calendar.values():
+            yield from widths["wide"].values()
+    for widths in locale.unit_display_names.values():
+        yield from widths.values()
 
 
 def check_unknown_rate(corpus: EncodedCorpus, config: DataConfig) -> None:
@@ -48,11 +133,10 @@ def check_unknown_rate(corpus: EncodedCorpus, config: DataConfig) -> None:
 
 
 def check_not_blank(corpora: Sequence[Corpus], has_inputs: bool = True) -> None:
-    """Checks that corpora have a pair with text on both sides; reads each up to the first.
+    """Checks that the corpora of a role have a pair with text on both sides.
 
-    Args:
-      corpora: the corpora of one role. If they are held out of others, one with text is enough.
-      has_inputs: False for a language model, which only needs the target side.
+    If they are held out of others, one with text is enough. A language model (without `has_inputs`)
+    only needs the target side.
 
     Raises:
       UserError: all lines of a side, or one line of each pair, are blank; names the corpus.
@@ -77,11 +161,8 @@ def check_sides(training: Sequence[Corpus], held_out: Sequence[Corpus]) -> None:
     """Checks that sources are in the source language, and targets in the target language.
 
     Each corpus is compared with CLDR profiles of its two languages, and each training corpus with
-    each held-out corpus of the same languages. Unknown or very similar languages always pass.
-
-    Args:
-      training: the training corpora of a translation model.
-      held_out: the development and test corpora.
+    each held-out corpus of the same languages. Unknown or very similar languages always pass, and
+    without Babel only the second comparison is made.
 
     Raises:
       UserError: the sides of a corpus are swapped.
@@ -110,7 +191,6 @@ def check_sides(training: Sequence[Corpus], held_out: Sequence[Corpus]) -> None:
 
 
 def _letters(corpus: Corpus) -> tuple[str, str]:
-    """Returns the letters of the leading sources, without tags, and of the leading targets."""
     pairs = list(itertools.islice(corpus.pairs(), _PAIRS))
     sources = (source.removeprefix(corpus.tag) for source, _ in pairs)
     return letters_of(sources), letters_of(target for _, target in pairs)
@@ -171,7 +251,6 @@ def shared_pairs(
 
 
 def _pair_hashes(corpus: EncodedCorpus) -> np.ndarray:
-    """Returns a hash per pair, uint64 [pairs]."""
     hashes = _hashes(corpus.targets)
     if corpus.sources is not None:
         # The factor makes the hash depend on which side a sentence is on.
@@ -180,11 +259,7 @@ def _pair_hashes(corpus: EncodedCorpus) -> np.ndarray:
 
 
 def _hashes(sentences: Sentences) -> np.ndarray:
-    """Returns a hash per sentence: the sum over tokens of random number times odd position factor.
-
-    Returns:
-      uint64 [sentences], modulo 2**64.
-    """
+    """Sums random numbers of tokens times odd position factors, uint64 [sentences]."""
     vocab_size = int(sentences.tokens.max(initial=0)) + 1
     # The numbers do not depend on the vocabulary size: a larger vocabulary extends the sequence.
     numbers = np.random.default_rng(0).integers(1 << 64, size=vocab_size, dtype=np.uint64)

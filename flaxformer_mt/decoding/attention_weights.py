@@ -71,10 +71,7 @@ def sentence_attention(
 ) -> SentenceAttention:
     """Computes the attention of a model, in one full pass over a sentence and its translation.
 
-    Args:
-      translator: the model; of an ensemble, the first one.
-      source: a sentence.
-      target: its translation; by default that of `translator`.
+    The model is the first one of `translator`, whose own translation is the default of `target`.
 
     Raises:
       TypeError: `source` or `target` is not a string.
@@ -123,7 +120,6 @@ def sentence_attention(
 
 
 def _piece(tokenizer: Any, token: int) -> str:
-    """Returns the vocabulary entry of a special token, of the zero vector "0"."""
     return "0" if token == ZERO_VECTOR else tokenizer.pieces([token])[0]
 
 
@@ -164,7 +160,6 @@ def _maps(
 def _attention_weights(
     params: Any, source: Array, inputs: Array, *, model: TransformerConfig
 ) -> AttentionWeights:
-    """Returns the weights of all layers for source [B, S] and decoder input tokens [B, T]."""
     result: Any = Transformer(model).apply(
         {"params": params}, source, inputs, return_attention=True
     )

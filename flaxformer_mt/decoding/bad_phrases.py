@@ -10,11 +10,7 @@ def bad_phrases(
 ) -> tuple[tuple[int, ...], ...]:
     """Returns the sequences that `decode.bad_words` and `decode.bad_word_ids` exclude.
 
-    Args:
-      decode: the options.
-      target: segments `bad_words`. Words that it does not know are left out: they cannot be
-        generated anyway.
-      vocab_size: number of target tokens of the model.
+    Words that the target vocabulary does not know are left out: they cannot be generated.
 
     Raises:
       UserError: an id of `bad_word_ids` is not a token.

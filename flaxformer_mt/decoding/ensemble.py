@@ -21,18 +21,13 @@ def combine(steps: Sequence[StepFunction], how: Literal["log", "probability"]) -
         \text{log:}\ \frac{1}{M} \sum_m \log p_m(v) \qquad
         \text{probability:}\ \log \frac{1}{M} \sum_m p_m(v)
 
-    A token to which one model gives a logit of minus infinity is impossible with "log", and with
-    "probability" only if all models do. The attention is averaged over the models.
+    "log" is a geometric mean, whose probabilities sum to less than 1 until the search normalizes
+    them. A token to which one model gives a logit of minus infinity is impossible with "log", and
+    with "probability" only if all models do. The attention is averaged over the models, which may
+    differ in everything but their vocabularies.
 
-    Args:
-      steps: one per model. The models may differ in everything but their vocabularies (see
-        `require_same_vocabularies`).
-      how: what to average. "log" is a geometric mean, whose probabilities sum to less than 1
-        until the search normalizes them.
-
-    Returns:
-      A step function over a tuple of the models' states. Its logits are the logarithms above, in
-      float32 or wider; those of a single model are returned unchanged.
+    The state of the step function is a tuple of the models' states. Its logits are the logarithms
+    above, in float32 or wider; those of a single model are returned unchanged.
     """
 
     def step(tokens: Array, states: StepState, positions: Array) -> tuple[StepOutput, StepState]:
@@ -63,15 +58,7 @@ def reorder_each(reorder: ReorderFunction) -> ReorderFunction:
 
 
 def mean_log_probabilities(logits: Sequence[Array], how: Literal["log", "probability"]) -> Array:
-    """Averages the distributions of M models over V tokens; see `combine`.
-
-    Args:
-      logits: [..., V] of each model; minus infinity for an impossible token.
-      how: see `combine`.
-
-    Returns:
-      float32 [..., V], or float64 for float64 logits.
-    """
+    """Averages the distributions of M models, logits [..., V] each; see `combine`."""
     log_probabilities = jax.nn.log_softmax(_stack(logits))
     if how == "log":
         return jnp.mean(log_probabilities, axis=0)
@@ -83,13 +70,10 @@ def _stack(arrays: Sequence[Array]) -> Array:
 
 
 def require_same_vocabularies(runs: Sequence[tuple[str, TrainedModel]]) -> None:
-    """Checks that the models of an ensemble have the same vocabularies.
+    """Raises UserError if vocabularies, special tokens or numbers of logits of two runs differ.
 
     Args:
       runs: (folder, run) of each model.
-
-    Raises:
-      UserError: the vocabularies, the special tokens or the numbers of logits of two runs differ.
     """
     first_folder, first = runs[0]
     for folder, run in runs[1:]:

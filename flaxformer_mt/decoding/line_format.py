@@ -57,8 +57,7 @@ def translate_lines(
       advance: called when a line is translated, possibly before its output is yielded.
 
     Raises:
-      UserError: a line does not have the input format, or one of the errors of
-        `Translator.translate_n_best`.
+      UserError: a line does not have the input format or cannot be translated.
     """
     first = 0
     scores = line_format.output == "jsonl" or translator.decode.n_best > 1
@@ -90,11 +89,9 @@ def translate_lines(
 def read_sentence(line: str, encoding: LineEncoding, location: str) -> Sentence:
     """Parses an input line.
 
-    Args:
-      line: without line end.
-      encoding: text; or jsonl: {"text": "...", "prefix": "...", "phrases": ["...", ...]}, of which
-        only "text" is required; a blank line is an empty sentence.
-      location: where the line is, for error messages.
+    Its encoding is text; or jsonl: {"text": "...", "prefix": "...", "phrases": ["...", ...]}, of
+    which only "text" is required. A blank line is an empty sentence. `location` is for error
+    messages.
 
     Raises:
       UserError: the line is not such a JSON object.

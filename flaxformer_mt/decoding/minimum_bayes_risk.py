@@ -17,18 +17,14 @@ BETA = 2
 
 
 def choose(samples: Sequence[str], n_best: int) -> list[int]:
-    """Chooses the translations with the highest expected chrF.
+    """Chooses the translations with the highest expected chrF among samples of one sentence.
 
     A translation's expected chrF is its mean chrF with every sample as the reference, itself and
     its duplicates included.
 
-    Args:
-      samples: translations of one sentence, sampled from the model.
-      n_best: number of translations to choose.
-
     Returns:
-      Indices into `samples`, best first. Of equal translations only the first is returned, so there
-      may be fewer than `n_best`. In a tie, the earlier one comes first.
+      At most `n_best` indices into `samples`, best first. Of equal translations only the first is
+      returned. In a tie, the earlier one comes first.
     """
     counts = Counter(samples)  # Preserves the order of first occurrence.
     expected = chrf_matrix(list(counts)) @ np.array(list(counts.values())) / len(samples)
@@ -41,9 +37,6 @@ def choose(samples: Sequence[str], n_best: int) -> list[int]:
 
 def chrf_matrix(texts: Sequence[str]) -> np.ndarray:
     """Computes the chrF of each text with every text as its reference.
-
-    Args:
-      texts: N texts.
 
     Returns:
       float64 [N, N], in percent, hypotheses by references. It equals
@@ -66,11 +59,7 @@ def chrf_matrix(texts: Sequence[str]) -> np.ndarray:
 
 
 def _matches(texts: Sequence[str], order: int) -> tuple[np.ndarray, np.ndarray]:
-    """Counts the character n-grams that each pair of texts shares, and those of each text.
-
-    Returns:
-      float64 [N, N] and [N], integers.
-    """
+    """Counts the n-grams that each pair of texts shares, float64 [N, N], and those of each [N]."""
     # Each occurrence of an n-gram in a text is a separate element. The number that two texts share
     # is then the size of the intersection of two sets: a product of matrices of zeros and ones.
     columns: dict[tuple[str, int], int] = {}

@@ -23,6 +23,7 @@ from flaxformer_mt.decoding.batching.continuous_batching import (
     Request,
     TokenHypotheses,
 )
+from flaxformer_mt.decoding.batching.length_buckets import longest_position
 from flaxformer_mt.decoding.scoring import alignment
 from flaxformer_mt.decoding.scoring.alignment import Links
 from flaxformer_mt.decoding.scoring.scorer import (
@@ -116,16 +117,9 @@ class SentenceDecoder:
         attention: bool = False,
         scores: bool = True,
     ) -> None:
-        """Creates a decoder.
+        """Creates a decoder for one or several models; alignments are computed with the first.
 
-        Args:
-          models: configuration and parameters of each model of an ensemble. Alignments are
-            computed with the first.
-          decode: the options.
-          tokenizers: shared by all models.
-          unit: the unit to align; None = no alignment.
-          attention: whether to return the attention.
-          scores: whether to return scores and log-probabilities; greedy search is faster without.
+        The arguments are those of `Translator` and `Translator.translate_n_best`.
 
         Raises:
           UserError: an option does not fit the models, or names a file that cannot be read.
@@ -147,7 +141,7 @@ class SentenceDecoder:
                 decode.shortlist, tokenizers, decode.shortlist_first, decode.shortlist_best
             )
         configs = [model for model, _ in models]
-        self.limit = _longest_position(configs)
+        self.limit = longest_position(configs)
         """Maximum number of tokens of a source or target that all models support; None = any."""
         self.longest_source = longest_source(decode, configs)
         width = (decode.mbr_samples or decode.n_best) if decode.samples else decode.beam_size
@@ -202,7 +196,7 @@ class SentenceDecoder:
                 done.clear()
 
     def _divide(self, sentences: Sequence[Sentence]) -> list[list[_TokenizedSegment]]:
-        """Returns each sentence's segments: one, none for an empty one, several for a long one."""
+        """Returns each sentence's segments: one, none if it is empty, several if it is long."""
         source, target = self.tokenizers.source, self.tokenizers.target
         texts = [sentence.text.strip() for sentence in sentences]
         limit = self.longest_source - 1  # One position is needed for the end token.
@@ -293,7 +287,6 @@ class SentenceDecoder:
     def _translate_segments(
         self, segments: Sequence[_TokenizedSegment]
     ) -> Iterator[tuple[int, list[Hypothesis]]]:
-        """Yields the index and the translations of each segment as it finishes."""
         nonempty = [number for number, segment in enumerate(segments) if segment.tokens]
         for number, segment in enumerate(segments):
             if not segment.tokens:
@@ -339,7 +332,6 @@ class SentenceDecoder:
         )
 
     def _hypotheses(self, found: TokenHypotheses, text: str) -> list[Hypothesis]:
-        """Detokenizes the hypotheses of a segment, and selects those of minimum Bayes risk."""
         if not found.tokens:
             if all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(self._all_params)):
                 raise UserError(
@@ -368,7 +360,6 @@ class SentenceDecoder:
         segments: Sequence[_TokenizedSegment],
         group: Sequence[tuple[int, list[Hypothesis]]],
     ) -> Iterator[tuple[int, list[Hypothesis]]]:
-        """Adds to the hypotheses what is computed from their attention."""
         pairs = [(segments[number], h) for number, hypotheses in group for h in hypotheses]
         eos_id = self.model.eos_id
         results = teacher_force(
@@ -414,7 +405,7 @@ class SentenceDecoder:
         text = hypothesis.text
         if self.decode.copy_unknown and target.unk_id in tokens:
             tag, _ = self._tags(segment.segment.text)
-            num_tags = len(source.encode_parts([tag])[0])  # These are no words to copy.
+            num_tags = len(source.encode_parts([tag])[0])  # Tags are not copied.
             text = on_one_line(
                 alignment.copy_unknown(
                     tokens, attention[:, num_tags:], source_pieces[num_tags:], target
@@ -434,10 +425,7 @@ class SentenceDecoder:
         translations: Sequence[Sequence[Hypothesis]],
         segments: Sequence[_TokenizedSegment],
     ) -> list[Hypothesis]:
-        """Joins the translations of a text's segments: the best ones, the second best, and so on.
-
-        A segment with fewer translations than others contributes its last one repeatedly.
-        """
+        """Joins the best translations of a text's segments, the second best ones, and so on."""
         if len(segments) == 1:
             return list(translations[0])
         ranks = range(max(map(len, translations)))
@@ -472,18 +460,13 @@ class SentenceDecoder:
         )
 
     def _num_units(self, pieces: Sequence[str]) -> int:
-        """Returns the number of words, or pieces, that an alignment counts."""
         if self.unit == "pieces":
             return len(pieces)
         return max(alignment.words(pieces), default=-1) + 1
 
 
 def _known(target: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """Returns the tokens of texts that a translation must contain.
-
-    Raises:
-      UserError: the vocabulary does not have all of a text.
-    """
+    """Returns the tokens of texts that a translation must contain; unknown ones raise UserError."""
     encoded = target.encode_parts(texts)
     for text, tokens in zip(texts, encoded, strict=True):
         if target.unk_id in tokens:
@@ -496,14 +479,8 @@ def _known(target: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
 
 def longest_source(decode: DecodeConfig, models: Sequence[TransformerConfig]) -> int:
     """Returns the maximum number of source tokens, with end token, that are not split."""
-    limit = _longest_position(models)
+    limit = longest_position(models)
     return decode.longest_source if limit is None else min(decode.longest_source, limit)
-
-
-def _longest_position(models: Sequence[TransformerConfig]) -> int | None:
-    """Returns the maximum number of tokens that all models support; None = any."""
-    limits = [limit for model in models if (limit := model.longest_sentence) is not None]
-    return min(limits, default=None)
 
 
 def longest_target(num_source_tokens: int, decode: DecodeConfig) -> int:

@@ -135,7 +135,6 @@ def _is_end(text: str, match: re.Match[str]) -> bool:
 
 
 def _is_abbreviated(before: str) -> bool:
-    """Whether the last word is an abbreviation, number or letter that takes a full stop."""
     word = re.search(r"\w*$", before)[0].lower()  # type: ignore[index]  # "" always matches.
     return word in _ABBREVIATION_SET or (len(word) == 1 or (len(word) == 2 and word.isdecimal()))
 
@@ -149,7 +148,6 @@ def _words(text: str) -> list[str]:
 
 
 def _parts(text: str, boundaries: Iterator[int]) -> list[str]:
-    """Splits a text at the boundaries; concatenated, the parts are the text."""
     indices = [0, *boundaries, len(text)]
     parts = (text[start:end] for start, end in itertools.pairwise(indices))
     return [part for part in parts if part]
@@ -189,7 +187,6 @@ def _split_levels(
 
 
 def _merge_neighbors(parts: Sequence[str], lengths: Sequence[int], limit: int) -> list[list[str]]:
-    """Groups consecutive parts into groups of at most `limit` tokens if possible."""
     groups: list[list[str]] = []
     room = 0
     for part, length in zip(parts, lengths, strict=True):
@@ -204,7 +201,6 @@ def _merge_neighbors(parts: Sequence[str], lengths: Sequence[int], limit: int) -
 def _split_anywhere(
     segment: Segment, limit: int, measure_lengths: MeasureLengths
 ) -> Iterator[Segment]:
-    """Splits into equal numbers of characters until every part fits."""
     (length,) = measure_lengths([segment.text])
     if length <= limit or len(segment.text) == 1:
         yield segment

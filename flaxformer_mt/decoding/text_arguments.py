@@ -11,13 +11,10 @@ from flaxformer_mt.errors import UserError
 def require_iterable(values: Any, name: str, items: str) -> Iterable[Any]:
     """Returns `values` if they are a list or another iterable with an order.
 
-    Args:
-      values: the argument.
-      name: its name, for messages.
-      items: what its items must be, for messages.
-
     Raises:
-      TypeError: it is a single string, a mapping, a set, or not iterable.
+      TypeError: it is a single string, a mapping, a set, or not iterable. The message says that
+      `name`
+        must be a list of `items`.
     """
     if isinstance(values, str | bytes | Mapping | Set) or not isinstance(values, Iterable):
         raise TypeError(f"{name} must be a list of {items}, not {_kind(values)}")
@@ -43,27 +40,13 @@ def require_text(value: Any, name: str) -> str:
 
 
 def require_texts(values: Any, name: str) -> list[str]:
-    """Returns an iterable of strings as a list.
-
-    Raises:
-      TypeError: it is something else, or an item is not a string.
-      UserError: see `require_text`.
-    """
+    """Returns an iterable of strings as a list; errors are those of the functions above."""
     listed = require_iterable(values, name, "strings")
     return [require_text(value, f"{name}[{index}]") for index, value in enumerate(listed)]
 
 
 def require_path(value: Any, name: str, expected: str = "a path") -> Path:
-    """Returns a string or path as a path.
-
-    Args:
-      value: the argument.
-      name: its name, for messages.
-      expected: what it must be, for messages.
-
-    Raises:
-      TypeError: it is something else.
-    """
+    """Returns a string or path as a path; otherwise raises TypeError."""
     if not isinstance(value, str | os.PathLike):
         raise TypeError(f"{name} must be {expected}, not {type(value).__name__}")
     return Path(value)

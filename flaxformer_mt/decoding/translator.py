@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar, overload
 
@@ -10,17 +10,12 @@ import jax
 from rich.console import Console
 from rich.progress import track
 
-from flaxformer_mt.config import (
-    DecodeConfig,
-    ExperimentConfig,
-    TransformerConfig,
-    with_vocabulary_sizes,
-)
+from flaxformer_mt.config import DecodeConfig, TransformerConfig, with_vocabulary_sizes
 from flaxformer_mt.config.fields import suggestion
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers, split_language
-from flaxformer_mt.decoding.batching.search_programs import rounded_matrices
 from flaxformer_mt.decoding.batching.workers import batch_tokens
 from flaxformer_mt.decoding.ensemble import require_same_vocabularies
+from flaxformer_mt.decoding.parameters import prepared_model, require_params
 from flaxformer_mt.decoding.scoring.scorer import AlignmentUnit
 from flaxformer_mt.decoding.sentence_decoder import Hypothesis, Sentence, SentenceDecoder
 from flaxformer_mt.decoding.text_arguments import (
@@ -30,7 +25,6 @@ from flaxformer_mt.decoding.text_arguments import (
     require_texts,
 )
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.memory_limits import LESS_ON_DEVICE, explained_exhaustion
 from flaxformer_mt.runs.layout import CheckpointSelector
 from flaxformer_mt.runs.trained_model import TrainedModel, load_run
 
@@ -48,37 +42,34 @@ class Translator:
 
     def __init__(
         self,
-        config: ExperimentConfig,
+        config: TransformerConfig,
         params: Any,
         tokenizers: Tokenizers,
+        decode: DecodeConfig | None = None,
+        *,
         others: Sequence[tuple[TransformerConfig, Any]] = (),
     ) -> None:
         """Creates a translator.
 
         Args:
-          config: the run's configuration, of which `model` and `decode` are used.
-          params: the model's parameters, nested dicts of arrays.
-          tokenizers: the run's tokenizers.
+          config: the model.
+          params: its parameters, nested dicts of arrays on the host, on one device or on several.
+            Arrays on the first device are not copied: do not donate them while translating.
+          tokenizers: its vocabularies, which also give sizes that are 0 in `config`.
+          decode: the search options; None = the defaults of `DecodeConfig`.
           others: configuration and parameters of the other models of an ensemble. Alignments are
             computed with the first model.
 
         Raises:
-          UserError: a model has no encoder.
+          TypeError: a configuration is not a `TransformerConfig`.
+          UserError: a model has no encoder, or `params` are not the parameters of the model.
         """
-        sizes = tokenizers.source.vocab_size, tokenizers.target.vocab_size
-        models = [
-            (with_vocabulary_sizes(model, *sizes), parameters)
-            for model, parameters in ((config.model, params), *others)
+        # Searches with other options share the models.
+        self.models = [
+            prepared_model(model, parameters, tokenizers)
+            for model, parameters in ((config, params), *others)
         ]
-        with explained_exhaustion("loading the model", LESS_ON_DEVICE):
-            # Searches with other options share them.
-            self.models = [
-                (model, jax.device_put(rounded_matrices(model, parameters)))
-                for model, parameters in models
-            ]
-        if not all(model.has_inputs for model, _ in self.models):
-            raise UserError("model.has_inputs=False: a language model cannot translate")
-        self.decode = config.decode
+        self.decode = decode or DecodeConfig()
         self.tokenizers = tokenizers
         self._decoders: dict[Any, SentenceDecoder] = {}
         """One per set of options."""
@@ -88,10 +79,6 @@ class Translator:
         cls, folders: str | Path | Sequence[str | Path], checkpoint: CheckpointSelector = "best"
     ) -> Self:
         """Loads the model of a run folder, or those of several folders as an ensemble.
-
-        Args:
-          folders: one or more run folders.
-          checkpoint: which checkpoint of each to read.
 
         Raises:
           TypeError: a folder is not a path.
@@ -109,18 +96,25 @@ class Translator:
 
         Args:
           runs: at least one.
-          decode: the options; by default those of the first run.
+          decode: the options; None = those of the first run.
 
         Raises:
-          UserError: the vocabularies of the runs differ.
+          UserError: the vocabularies of the runs differ, or the parameters are not those of the
+          model.
         """
         if not runs:
             raise UserError("there is no run to translate with: name at least one")
         require_same_vocabularies([(str(run.folder), run) for run in runs])
+        for run in runs:
+            require_params(run.model, run.params, str(run.folder))
         first, *others = runs
-        config = dataclasses.replace(first.config, decode=decode or first.config.decode)
-        pairs = [(run.config.model, run.params) for run in others]
-        return cls(config, first.params, first.tokenizers, pairs)
+        return cls(
+            first.config.model,
+            first.params,
+            first.tokenizers,
+            decode or first.config.decode,
+            others=[(run.config.model, run.params) for run in others],
+        )
 
     @overload
     def translate(
@@ -249,19 +243,9 @@ class Translator:
 
         Sentences are read in windows of a few thousand, each when the previous one is finished, so
         that memory does not grow with their number. The translations of a sentence are yielded as
-        soon as they and those of all preceding sentences are finished.
-
-        Args:
-          sentences: any number of sentences, read lazily.
-          unit: see `translate_n_best`.
-          attention: see `translate_n_best`.
-          scores: see `translate_n_best`.
-          advance: called when a sentence is finished, possibly before its translations are yielded.
-          **options: see `translate_n_best`.
-
-        Raises:
-          TypeError: see `translate_n_best`; also for a sentence that is not in an iterable.
-          UserError: see `translate_n_best`.
+        soon as they and those of all preceding sentences are finished. `advance` is called when a
+        sentence is finished, possibly before its translations are yielded; the other arguments, and
+        the errors, are those of `translate_n_best`.
         """
         given = _checked(sentences)
         decoder = self._decoder(options, unit, attention, scores)
@@ -277,18 +261,61 @@ class Translator:
     def _decoder(
         self, options: dict[str, Any], unit: AlignmentUnit | None, attention: bool, scores: bool
     ) -> SentenceDecoder:
-        given = {name: value for name, value in options.items() if value is not None}
-        names = [field.name for field in dataclasses.fields(self.decode)]
-        for name in given:
-            if name not in names:
-                raise TypeError(f"there is no search option {name}{suggestion(name, names)}")
-        decode = dataclasses.replace(self.decode, **given)
+        decode = with_options(self.decode, options)
         key = (decode, unit, attention, scores)
         if key not in self._decoders:
             self._decoders[key] = SentenceDecoder(
                 self.models, decode, self.tokenizers, unit, attention, scores
             )
         return self._decoders[key]
+
+
+def with_options(decode: DecodeConfig, options: Mapping[str, Any]) -> DecodeConfig:
+    """Returns the configuration with other search options; None leaves an option as it is.
+
+    Raises:
+      TypeError: there is no such option, or a value has another type.
+      UserError: a value is out of range.
+    """
+    names = [field.name for field in dataclasses.fields(decode)]
+    for name in options:
+        if name not in names:
+            raise TypeError(f"there is no search option {name}{suggestion(name, names)}")
+    given = {name: value for name, value in options.items() if value is not None}
+    return dataclasses.replace(decode, **given)
+
+
+def translate(
+    config: TransformerConfig,
+    params: Any,
+    tokenizers: Tokenizers,
+    sentences: Iterable[str | Sentence],
+    **search_options: Any,
+) -> list[str]:
+    """Returns the best translation of each sentence.
+
+    For translations during training. Another call with the same configuration, search options and
+    row lengths compiles nothing, also with other parameters. `Translator` keeps parameters between
+    calls, and returns scores, alignments and several translations.
+
+    >>> translate(config, params, tokenizers, ["three small dogs"], beam_size=1)
+    ['drei kleine Hunde']
+
+    Args:
+      config: the model.
+      params: its parameters, nested dicts of arrays on the host, on one device or sharded over
+        several. Sharded arrays are gathered: if processes share them, all must make the call.
+      tokenizers: its vocabularies, which also give sizes that are 0 in `config`.
+      sentences: in any order and of any length.
+      **search_options: fields of `DecodeConfig`, such as `beam_size` and `length_penalty`.
+
+    Raises:
+      TypeError: an argument has another type, or there is no such search option.
+      UserError: `params` are not the parameters of the model or not finite, an option is out of
+        range or does not fit the model, or the constraints of a sentence cannot be met.
+    """
+    given = list(_checked(sentences))
+    return Translator(config, params, tokenizers).translate(given, **search_options)
 
 
 def window_characters(decode: DecodeConfig) -> int:
@@ -300,10 +327,7 @@ def window_characters(decode: DecodeConfig) -> int:
 
 
 def windows(sentences: Iterable[Sentence], size: int) -> Iterator[list[Sentence]]:
-    """Groups consecutive sentences into windows of about `size` characters.
-
-    An empty sentence counts as one character. Each window has at least one sentence.
-    """
+    """Groups sentences into windows of about `size` characters; an empty one counts as one."""
     window: list[Sentence] = []
     room = size
     for sentence in sentences:
@@ -317,11 +341,7 @@ def windows(sentences: Iterable[Sentence], size: int) -> Iterator[list[Sentence]
 
 
 def in_order(finished: Iterable[tuple[int, _T]]) -> Iterator[_T]:
-    """Yields results in the order of their indices, each as early as possible.
-
-    Args:
-      finished: (index, result) pairs in any order, with the indices 0, 1, 2, ...
-    """
+    """Yields the results of (index, result) pairs by index, each as early as possible."""
     waiting: dict[int, _T] = {}
     following = 0
     for index, result in finished:
@@ -332,17 +352,11 @@ def in_order(finished: Iterable[tuple[int, _T]]) -> Iterator[_T]:
 
 
 def _as_sentences(sentences: str | Sentence | Iterable[str | Sentence]) -> list[Sentence]:
-    """Returns a sentence, or those of an iterable, as a list; errors as in `_checked`."""
     return list(_checked([sentences] if isinstance(sentences, str | Sentence) else sentences))
 
 
 def _checked(sentences: Iterable[str | Sentence]) -> Iterator[Sentence]:
-    """Yields the sentences, each after a check of its type when it is read.
-
-    Raises:
-      TypeError: `sentences` are no iterable (at once), or one of them is no sentence.
-      UserError: see `require_text`.
-    """
+    """Yields the sentences, each after a check of its type when it is read."""
     if isinstance(sentences, Sentence):  # A tuple of its fields.
         raise TypeError("sentences must be a list of strings or Sentence, not a single Sentence")
     numbered = enumerate(require_iterable(sentences, "sentences", "strings or Sentence"))
@@ -359,15 +373,10 @@ def _as_sentence(sentence: Any, name: str) -> Sentence:
     )
 
 
-def check_search(config: ExperimentConfig, tokenizers: Tokenizers) -> None:
-    """Raises the errors of a validation's search, which would otherwise come after many steps.
-
-    Raises:
-      UserError: a search option does not fit the model, or names a file that cannot be used.
-    """
+def check_search(model: TransformerConfig, tokenizers: Tokenizers, decode: DecodeConfig) -> None:
+    """Raises the errors of a validation's search, which would otherwise come after many steps."""
     sizes = tokenizers.source.vocab_size, tokenizers.target.vocab_size
-    model = with_vocabulary_sizes(config.model, *sizes)
-    SentenceDecoder([(model, {})], config.decode, tokenizers)
+    SentenceDecoder([(with_vocabulary_sizes(model, *sizes), {})], decode, tokenizers)
 
 
 def into_languages(
@@ -375,14 +384,8 @@ def into_languages(
 ) -> tuple[list[Sentence], list[list[str]]]:
     """Returns sentences to translate into the languages of their references.
 
-    Args:
-      sources: the source texts.
-      references: one or more lists of their translations. In multilingual vocabularies (NLLB,
-        M2M-100, mBART-50) they may begin with a language; that of the first list is used.
-      target: the tokenizer of the target side.
-
-    Returns:
-      The sentences, and the references without the languages, which translations do not show.
+    In multilingual vocabularies (NLLB, M2M-100, mBART-50) references may begin with a language;
+    that of the first of several lists is used. The references are returned without it.
     """
     divided = [[split_language(text, target) for text in each] for each in references]
     sentences = [

@@ -1,11 +1,12 @@
-"""Translation quality: BLEU, chrF, chrF++ and TER by sacreBLEU, and metrics of the user's.
+"""Translation quality: BLEU, chrF, chrF++ and TER by sacreBLEU, and user-defined metrics.
 
 Source: Post 2018, "A Call for Clarity in Reporting BLEU Scores".
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypedDict, Unpack
 
+from flaxformer_mt.config.fields import suggestion
 from flaxformer_mt.decoding.text_arguments import require_iterable, require_texts
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.evaluation.metrics import (
@@ -26,6 +27,7 @@ __all__ = [
     "DEFAULT_TOKENIZER",
     "STANDARD",
     "MetricFunction",
+    "MetricOptions",
     "MetricScore",
     "PairedTestKind",
     "check_options",
@@ -35,17 +37,33 @@ __all__ = [
 ]
 
 
+class MetricOptions(TypedDict, total=False):
+    """Options of `evaluate` and `compare`, which describe them."""
+
+    sources: Sequence[str] | None
+    standard: Iterable[str]
+    metrics: Mapping[str, MetricFunction] | None
+    tokenize: str
+    lowercase: bool
+    confidence: bool
+    resamples: int
+
+
+_DEFAULTS: MetricOptions = {
+    "sources": None,
+    "standard": STANDARD,
+    "metrics": None,
+    "tokenize": DEFAULT_TOKENIZER,
+    "lowercase": False,
+    "confidence": False,
+    "resamples": 0,
+}
+
+
 def evaluate(
     hypotheses: Sequence[str],
     references: Sequence[str] | Sequence[Sequence[str]],
-    *,
-    sources: Sequence[str] | None = None,
-    standard: Iterable[str] = STANDARD,
-    metrics: Mapping[str, MetricFunction] | None = None,
-    tokenize: str = DEFAULT_TOKENIZER,
-    lowercase: bool = False,
-    confidence: bool = False,
-    resamples: int = 0,
+    **options: Unpack[MetricOptions],
 ) -> dict[str, Any]:
     """Computes metrics of detokenized translations.
 
@@ -54,16 +72,18 @@ def evaluate(
     Args:
       hypotheses: N translations.
       references: N references; or several lists of N references, one list for each set of them.
-      sources: the N source sentences, for `metrics` that need them.
-      standard: which of "bleu", "chrf", "chrf++" and "ter" to compute. TER takes longest.
-      metrics: functions by name that are computed, too: each is called with the sources, the
-        translations and a list of lists of references, and returns the score of the corpus or one
-        score per sentence, whose mean is taken. See `MetricFunction`.
-      tokenize: sacreBLEU's name of BLEU's tokenizer: 13a, intl, zh, ja-mecab, ko-mecab, char, ...
-      lowercase: whether BLEU, chrF and chrF++ ignore case.
-      confidence: whether to estimate 95% confidence intervals by bootstrap resampling. Scores of
-        whole corpora have none. The seed is that of sacreBLEU, SACREBLEU_SEED or 12345.
-      resamples: number of resamples, at least 2; 0 = sacreBLEU's default, 1,000.
+      **options:
+
+        - sources: the N source sentences, for `metrics` that need them.
+        - standard: which of "bleu", "chrf", "chrf++" and "ter" to compute; by default all. TER
+          takes longest.
+        - metrics: functions by name that are also computed, see `MetricFunction`.
+        - tokenize: sacreBLEU's name of BLEU's tokenizer: 13a (the default), intl, zh, ja-mecab,
+          ko-mecab, char, ...
+        - lowercase: whether BLEU, chrF and chrF++ ignore case.
+        - confidence: whether to estimate 95% confidence intervals by bootstrap resampling. Scores
+          of whole corpora have none. The seed is that of sacreBLEU, SACREBLEU_SEED or 12345.
+        - resamples: number of resamples, at least 2; 0 = sacreBLEU's default, 1,000.
 
     Returns:
       For each metric, by its name: the score (of sacreBLEU's metrics, in percent);
@@ -75,81 +95,55 @@ def evaluate(
       UserError: the numbers of sentences differ, or there are none; a metric or tokenizer is
         unknown or cannot be used.
     """
-    name = "hypotheses"
-    scores = compare(
-        {name: hypotheses},
-        references,
-        sources=sources,
-        standard=standard,
-        metrics=metrics,
-        tokenize=tokenize,
-        lowercase=lowercase,
-        confidence=confidence,
-        resamples=resamples,
-    )
-    return flattened(scores[name])
+    return flattened(compare({"hypotheses": hypotheses}, references, **options)["hypotheses"])
 
 
 def compare(
     systems: Mapping[str, Sequence[str]],
     references: Sequence[str] | Sequence[Sequence[str]],
     *,
-    sources: Sequence[str] | None = None,
-    standard: Iterable[str] = STANDARD,
-    metrics: Mapping[str, MetricFunction] | None = None,
-    tokenize: str = DEFAULT_TOKENIZER,
-    lowercase: bool = False,
-    confidence: bool = False,
     significance: PairedTestKind | None = None,
-    resamples: int = 0,
+    **options: Unpack[MetricOptions],
 ) -> dict[str, dict[str, MetricScore]]:
     """Computes metrics of several systems, and whether they differ from the first.
 
     Args:
       systems: N translations by the name of the system. The first is the baseline of a test.
-      references: see `evaluate`, also for the other arguments.
-      sources: the N source sentences.
-      standard: metrics of sacreBLEU.
-      metrics: functions by name.
-      tokenize: BLEU's tokenizer.
-      lowercase: whether BLEU, chrF and chrF++ ignore case.
-      confidence: whether to estimate confidence intervals. A paired bootstrap always does.
+      references: as of `evaluate`.
       significance: "bootstrap" (Koehn 2004) or "randomization" (Riezler and Maxwell 2005): the
-        paired test that compares each other system with the baseline; None = no test.
-      resamples: number of resamples, or of trials of the randomization; 0 = sacreBLEU's defaults,
-        1,000 and 10,000. The intervals beside a randomization have 1,000 resamples.
+        paired test that compares each other system with the baseline; None = no test. A bootstrap
+        also estimates confidence intervals.
+      **options: as of `evaluate`. `resamples` is also the number of trials of the randomization,
+        by default 10,000; the intervals beside it have 1,000 resamples.
 
     Returns:
       {system: {metric: score}}. sacreBLEU's own programs compute the same numbers, except that
       the p-value of a text equal to the baseline is 1 here.
 
     Raises:
-      TypeError: see `evaluate`.
-      UserError: see `evaluate`; or there is no system, the test is unknown, the resamples are too
-        few or too many, or the environment variable SACREBLEU_SEED is not a number.
+      TypeError, UserError: as of `evaluate`; or there is no system, the test is unknown, the
+        resamples are too few or too many, or the environment variable SACREBLEU_SEED is not a
+        number.
     """
     if not isinstance(systems, Mapping):
         raise TypeError(f"systems must be texts by name, not {type(systems).__name__}")
     texts = {name: require_texts(given, name) for name, given in systems.items()}
     all_references = reference_lists(references)
+    given = _with_defaults(options)
+    sources, functions = given["sources"], given["metrics"] or {}
     if sources is not None:
         sources = require_texts(sources, "sources")
     _check_counts(texts, all_references, sources)
-    functions, standard = dict(metrics or {}), require_texts(standard, "standard")
-    check_options(
-        standard,
-        tokenize,
-        functions,
-        confidence=confidence,
-        significance=significance,
-        resamples=resamples,
-        sentences=len(all_references[0]),
-    )
+    # An iterator can be read once.
+    given["standard"] = standard = require_texts(given["standard"], "standard")
+    check_options(len(all_references[0]), significance=significance, **given)
+    tokenize, lowercase = given["tokenize"], given["lowercase"]
     all_metrics: dict[str, Any] = {
         name: sacrebleu_metric(name, all_references, tokenize, lowercase) for name in standard
     }
     for name, function in functions.items():
         all_metrics[name] = FunctionMetric(name, function, sources, all_references)
+    confidence, resamples = given["confidence"], given["resamples"]
     by_metric = {
         name: score_systems(metric, texts, confidence, significance, resamples)
         for name, metric in all_metrics.items()
@@ -160,27 +154,35 @@ def compare(
 
 
 def check_options(
-    standard: Iterable[str],
-    tokenize: str,
-    functions: Collection[str] = (),
+    sentences: int,
     *,
-    confidence: bool = False,
     significance: PairedTestKind | None = None,
-    resamples: int = 0,
-    sentences: int = 1,
+    **options: Unpack[MetricOptions],
 ) -> None:
-    """Raises the errors of options that are unknown or cannot be used.
+    """Raises the errors of options of `compare` that are unknown or cannot be used.
 
-    For programs that compute something expensive before they evaluate it. Arguments are those of
-    `compare`, with the names of its functions and the number of sentences.
+    For programs that compute something expensive before they evaluate it.
+
+    Args:
+      sentences: their number.
+      significance: as of `compare`.
+      **options: as of `compare`.
     """
-    for name in standard:
-        sacrebleu_metric(name, [], tokenize, lowercase=False)
-    for name in functions:
+    given = _with_defaults(options)
+    for name in given["standard"]:
+        sacrebleu_metric(name, [], given["tokenize"], lowercase=False)
+    for name in given["metrics"] or {}:
         if name in STANDARD:
             raise UserError(f"the metric {name} is sacreBLEU's: give the function another name")
-    if confidence or significance is not None or resamples:
-        check_resampling(significance, resamples, sentences)
+    if given["confidence"] or significance is not None or given["resamples"]:
+        check_resampling(significance, given["resamples"], sentences)
+
+
+def _with_defaults(options: MetricOptions) -> MetricOptions:
+    for name in options:
+        if name not in _DEFAULTS:
+            raise TypeError(f"there is no option {name}{suggestion(name, _DEFAULTS)}")
+    return {**_DEFAULTS, **options}
 
 
 def flattened(scores: Mapping[str, MetricScore]) -> dict[str, Any]:

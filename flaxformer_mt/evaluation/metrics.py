@@ -1,4 +1,4 @@
-"""The metrics: those of sacreBLEU, and functions of the user's."""
+"""The metrics: those of sacreBLEU, and user-defined functions."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -107,7 +107,7 @@ def _bleu(references: Sequence[Sequence[str]], tokenize: str, lowercase: bool) -
 
 
 class FunctionMetric:
-    """A function of the user's, with the methods by which sacreBLEU resamples its metrics.
+    """A user-defined function, with the methods by which sacreBLEU resamples its metrics.
 
     Args:
       name: of the metric.

@@ -73,7 +73,6 @@ def score_systems(
 
 
 def _has_corpus_scores_only(metric: Any, systems: Mapping[str, Sequence[str]]) -> bool:
-    """Whether there are no scores of sentences, from which resamples could be drawn."""
     return isinstance(metric, FunctionMetric) and any(
         metric.values(texts).ndim == 0 for texts in systems.values()
     )
@@ -160,7 +159,6 @@ def _check_seed() -> None:
 
 
 def _check_memory(sentences: int, resamples: int) -> None:
-    """Raises UserError if the indices and two numbers of every resampled sentence do not fit."""
     needed = 16 * sentences * resamples
     what = f"{resamples:,} resamples of {sentences:,} sentences take"
     require_memory(needed, host_memory(), what)

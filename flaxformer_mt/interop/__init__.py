@@ -12,7 +12,6 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.families import (
     annotated,
-    annotated_wide_heads,
     double_projection,
     fairseq,
     jadore801120,
@@ -36,20 +35,20 @@ __all__ = [
 ]  # fmt: skip
 
 FAMILIES: dict[str, Family] = {
-    module.FAMILY.name: module.FAMILY
-    for module in (
-        jadore801120,
-        double_projection,
-        annotated_wide_heads,
-        annotated,
-        tunz,
-        torch,
-        marian,
-        fairseq,
-        opennmt,
-        mbart,
-        m2m100,
-        t5,
+    family.name: family
+    for family in (
+        jadore801120.FAMILY,
+        double_projection.FAMILY,
+        annotated.WIDE_HEADS,
+        annotated.FAMILY,
+        tunz.FAMILY,
+        torch.FAMILY,
+        marian.FAMILY,
+        fairseq.FAMILY,
+        opennmt.FAMILY,
+        mbart.FAMILY,
+        m2m100.FAMILY,
+        t5.FAMILY,
     )
 }
 """The weight maps of all families, by name."""

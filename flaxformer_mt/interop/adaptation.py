@@ -156,7 +156,6 @@ def adapt_training(
 
 
 def _changed_moments(steps: Sequence[AdaptationStep], tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Applies steps, all of which have a `change_moments`, to a tree of moments."""
     moments = mapping.by_path(tree)
     for step in steps:
         moments = step.change_moments(moments) if step.change_moments else moments
@@ -166,7 +165,7 @@ def _changed_moments(steps: Sequence[AdaptationStep], tree: Mapping[str, Any]) -
 def _closest_configuration(
     config: TransformerConfig, family: Family, accepted: Collection[str]
 ) -> Conversion:
-    """Finds the configuration of `family` that differs least from `config`."""
+    config = validation.without_groups_of_one(config)
     fields = {name: getattr(config, name) for name in validation.FREE_FIELDS | family.open_switches}
     conversion = Conversion(config, family.configuration(**fields), family, accepted)
     if not config.target_vocab_size:
@@ -183,7 +182,6 @@ def _closest_configuration(
 
 
 def _check_compatible(conversion: Conversion) -> None:
-    """Checks that the configurations differ only in switches that can be adapted."""
     names = [field.name for field in dataclasses.fields(conversion.ours)]
     fixed = [name for name in names if name not in ADAPTABLE | validation.FREE_FIELDS]
     if conversion.sinusoids_differ:

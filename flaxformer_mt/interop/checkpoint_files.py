@@ -1,7 +1,4 @@
-"""Reads and writes checkpoint files of other toolkits without running code from them.
-
-PyTorch is needed to write PyTorch files only.
-"""
+"""Reads and writes checkpoint files of other toolkits without running code from them."""
 
 import argparse
 import collections
@@ -9,7 +6,6 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -211,7 +207,7 @@ def write_torch(path: Path, content: Mapping[str, Any]) -> None:
     """Writes nested dicts as a PyTorch file, arrays as tensors; errors as in `write`."""
     if path.suffix not in TORCH_SUFFIXES:
         raise UserError(f"{path}: use the suffix .safetensors or .pt")
-    torch = _import_torch()
+    torch = torch_files.import_torch("writing")
     tensors: dict[int, Any] = {}
 
     def to_torch(value: Any) -> Any:
@@ -252,19 +248,7 @@ def _aliases(tensors: Tensors, metadata: Mapping[str, str]) -> dict[str, np.ndar
     }
 
 
-def _import_torch() -> ModuleType:
-    try:
-        import torch
-    except ImportError as error:
-        raise UserError(
-            "writing a PyTorch file needs PyTorch: pip install 'flaxformer_mt[parity]', or use "
-            ".safetensors"
-        ) from error
-    return torch
-
-
 def _state_dict(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the state dict of a training checkpoint, with separately stored modules merged."""
     for key in STATE_DICT_KEYS:
         if isinstance(content.get(key), Mapping):
             modules = {

@@ -2,7 +2,7 @@
 
 A checkpoint file contains weights, possibly with Adam's state. A folder contains a whole model with
 its vocabularies and search options (`formats.bundle.ModelBundle`). `OWN` stands for our parameters
-as a file (`formats/parameter_file.py`), or for a run folder.
+as a file (`formats/own_format.py`), or for a run folder.
 """
 
 import contextlib
@@ -17,10 +17,10 @@ from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop import FAMILIES
 from flaxformer_mt.interop.adaptation import adapt_training
 from flaxformer_mt.interop.checkpoint_files import TORCH_SUFFIXES
-from flaxformer_mt.interop.formats import parameter_file, run_folders
+from flaxformer_mt.interop.formats import own_format, run_folders
 from flaxformer_mt.interop.formats.bundle import ModelBundle
 from flaxformer_mt.interop.formats.hub_families import HUB_FAMILIES
-from flaxformer_mt.interop.formats.parameter_file import OWN
+from flaxformer_mt.interop.formats.own_format import OWN
 from flaxformer_mt.interop.weight_maps.adam_state import TrainingState
 from flaxformer_mt.presets import canonical_family
 from flaxformer_mt.runs import atomic
@@ -35,12 +35,12 @@ BundleWriter = Callable[..., Notes]
 # Modules of `formats` with a function `read`, ...
 READERS = {
     **dict.fromkeys(HUB_FAMILIES, "huggingface"),
-    "marian-native": "marian_native",
+    "marian-native": "marian_folder",
 }
 # ... and with a function `write`. They are imported at use, since some need optional packages.
 WRITERS = {
     **dict.fromkeys(HUB_FAMILIES, "huggingface"),
-    "marian-native": "marian_native",
+    "marian-native": "marian_folder",
     "ctranslate2": "ctranslate2",
     "jax": "jax_export",
 }
@@ -50,7 +50,7 @@ OTHER_SUFFIXES = (
     ".npz", ".npy", ".h5", ".hdf5", ".keras", ".msgpack", ".pkl", ".pickle", ".onnx", ".pb",
     ".tflite", ".gguf", ".zip", ".tar", ".gz", ".tgz", ".json", ".yml", ".yaml", ".txt", ".spm",
 )  # fmt: skip
-"""Suffixes of other files, which are not written: a folder of such a name would be a surprise."""
+"""Suffixes of other files, which are rejected: users expect a file with this suffix."""
 
 
 def convert(
@@ -135,7 +135,7 @@ def _convert_to_file(
         bundle, notes = read_bundle(source_family, source, overrides)
         state, origin = TrainingState(bundle.config.model, bundle.params, None), OWN
     elif source_family == OWN:
-        state, origin = parameter_file.read(source, overrides)
+        state, origin = own_format.read(source, overrides)
     else:
         state, origin = _training_state(source_family, source, overrides), source_family
     with _conversion_errors(source, target_family):
@@ -143,7 +143,6 @@ def _convert_to_file(
 
 
 def _training_state(family: str, source: Path, overrides: Mapping[str, Any]) -> TrainingState:
-    """Reads a checkpoint, without its optimizer if that is not one with Adam's state."""
     try:
         return interop.load_training(family, source, **overrides)
     except UserError as error:
@@ -154,9 +153,8 @@ def _training_state(family: str, source: Path, overrides: Mapping[str, Any]) -> 
 def _write_file(
     state: TrainingState, origin: str, target_family: str, target: Path, accepted: Collection[str]
 ) -> Notes:
-    """Writes a training state, whose carried tensors are `origin`'s, as a checkpoint file."""
     if target_family == OWN:
-        parameter_file.write(target, state, origin)
+        own_format.write(target, state, origin)
         return state.notes
     if target_family not in FAMILIES:
         raise UserError(f"{target} names a file: {target_family} is written as a folder")
@@ -175,7 +173,7 @@ def read_bundle(
     """Reads a folder with a whole model, given configuration fields that override its own.
 
     Raises:
-      UserError: it is no folder of that family, or damaged.
+      UserError: it is not a folder of that family, or is damaged.
     """
     if family in READERS and (source.is_dir() or family not in FAMILIES):
         read: BundleReader = _function(READERS[family], "read")

@@ -2,10 +2,8 @@
 
 import dataclasses
 from collections.abc import Collection
-from typing import Any
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.config.fields import FieldRole, roles_of
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop import adaptation
 from flaxformer_mt.interop.families import marian, marian_native
@@ -20,10 +18,8 @@ _CTRANSLATE2_VALUES = {
     "position_kind": ("sinusoidal", "learned", "rotary", "alibi", "t5_relative", "none"),
 }
 # ... and the other fields of the mathematics, of which it can hold all values. A field that is in
-# neither is new, and `ctranslate2_spec` does not know it.
-_CTRANSLATE2_FIELDS = frozenset({
-    "source_vocab_size", "target_vocab_size", "d_model", "num_heads", "head_dim", "value_dim",
-    "d_ff", "num_encoder_layers", "num_decoder_layers", "max_length",
+# none of these sets is new, and `ctranslate2_spec` does not know it.
+_CTRANSLATE2_FIELDS = validation.FREE_FIELDS | frozenset({
     "norm_position", "norm_epsilon", "embedding_norm", "final_norm",
     "qkv_bias", "attention_output_bias", "feed_forward_bias", "output_bias",
     "feed_forward_gate", "scale_scores", "train_pad_embedding",
@@ -45,12 +41,12 @@ def exports(model: TransformerConfig, has_sentencepiece: bool = True) -> dict[st
       has_sentencepiece: whether its vocabularies are SentencePiece models, as all are that were
         learned here.
     """
-    vocabulary = "" if has_sentencepiece else "its vocabulary is no SentencePiece model"
+    vocabulary = "" if has_sentencepiece else "its vocabulary is not a SentencePiece model"
     return {
         "ctranslate2": ctranslate2_obstacle(model) or vocabulary,
         "jax": vocabulary if model.has_inputs else "has_inputs=False",
         "marian": _marian_obstacle(model),
-        "marian-native": _marian_native_obstacle(model),
+        "marian-native": marian_native_obstacle(model),
     }
 
 
@@ -73,12 +69,13 @@ def ctranslate2_obstacle(model: TransformerConfig, accepted: Collection[str] = (
       model: the configuration.
       accepted: switches in which the result may differ slightly: "norm_epsilon" or nothing.
     """
+    model = validation.without_groups_of_one(model)
     for field in dataclasses.fields(model):
         name, value = field.name, getattr(model, field.name)
         if name in _CTRANSLATE2_VALUES:
             if value not in _CTRANSLATE2_VALUES[name]:
                 return f"{name}={value}"
-        elif name not in _CTRANSLATE2_FIELDS and value != field.default and _is_built(field):
+        elif name not in _CTRANSLATE2_FIELDS and value != field.default:
             return f"{name}={value}"
     if not min(model.num_encoder_layers, model.num_decoder_layers):
         return "a stack without layers"
@@ -97,11 +94,6 @@ def ctranslate2_obstacle(model: TransformerConfig, accepted: Collection[str] = (
     return ""
 
 
-def _is_built(field: dataclasses.Field[Any]) -> bool:
-    """Returns whether a field decides what is computed, or from which parameters."""
-    return bool({FieldRole.ARCHITECTURE, FieldRole.SHAPES} & set(roles_of(field)))
-
-
 def _marian_obstacle(model: TransformerConfig) -> str:
     if min(model.bos_id, model.pad_id) < 0:
         return "it needs a start token and a padding token"
@@ -112,8 +104,9 @@ def _marian_obstacle(model: TransformerConfig) -> str:
     return ""
 
 
-def _marian_native_obstacle(model: TransformerConfig) -> str:
-    for name, wanted in (("pad_id", marian_native.NO_TOKEN), ("eos_id", marian_native.END)):
+def marian_native_obstacle(model: TransformerConfig) -> str:
+    """Returns why Marian's own decoder cannot run a model, or "" if it can."""
+    for name, wanted in marian_native.TOKENS.items():
         if getattr(model, name) != wanted:
             return f"{name}={getattr(model, name)}, not {wanted}"
     try:

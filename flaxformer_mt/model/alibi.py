@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 from jax import Array
+from jaxtyping import Float, Int
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.model.numerics import at_least_float32
@@ -41,16 +42,10 @@ class AlibiBias(nn.Module):
     bidirectional: bool
     """Whether queries attend to later keys, too; the bias is the same."""
 
-    def __call__(self, queries: Array, keys: Array) -> Array:
-        """Computes the bias.
-
-        Args:
-          queries: int32 [B, T], positions.
-          keys: int32 [B, S], positions.
-
-        Returns:
-          [B, H, T, S], in float32 at least.
-        """
+    def __call__(
+        self, queries: Int[Array, "B T"], keys: Int[Array, "#B S"]
+    ) -> Float[Array, "B H T S"]:
+        """Computes the bias from the positions of queries and keys, in float32 at least."""
         c = self.config
         dtype = at_least_float32(jnp.dtype(c.dtype))
         slopes = jnp.asarray(alibi_slopes(c.num_heads), dtype)[:, None, None]

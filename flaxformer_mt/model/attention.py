@@ -7,73 +7,71 @@ from typing import NamedTuple, TypeVar, cast
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jax import Array, lax
+from jax import Array
+from jaxtyping import Bool, Float
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.config.model import DOT_PRODUCT
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.model.fused_attention.backends import AttentionCase, choose_backend
-from flaxformer_mt.model.fused_attention.cudnn import cudnn_attention
-from flaxformer_mt.model.fused_attention.operation import (
-    Inputs,
-    Options,
+from flaxformer_mt.model.kernels.fused_attention import (
+    AttentionCase,
+    AttentionInputs,
+    AttentionOptions,
+    choose_backend,
     fused_attention,
-    is_fused_attention,
 )
-from flaxformer_mt.model.logical_axes import constrain, mesh_platform
+from flaxformer_mt.model.kernels.packed_projections import packed_attention
+from flaxformer_mt.model.kernels.products import Biased, Shared
+from flaxformer_mt.model.linear import dense
+from flaxformer_mt.model.logical_axes import constrain, mesh_platform, require_even_parts
 from flaxformer_mt.model.masks import Visibility, dense_mask
-from flaxformer_mt.model.numerics import (
-    Biased,
-    Dense,
-    Dropout,
-    Shared,
-    at_least_float32,
-    dense,
-    linear,
-    masked_softmax,
-)
+from flaxformer_mt.model.numerics import Dropout, at_least_float32, masked_softmax
 
 
 class KeyValue(NamedTuple):
-    """Keys [B, H, S, K] and values [B, H, S, U]."""
+    """Keys [B, G, S, K] and values [B, G, S, U]."""
 
     key: Array
     value: Array
 
 
 def scaled_dot_product_attention(
-    query: Array,
-    key: Array,
-    value: Array,
-    mask: Array | None = None,
+    query: Float[Array, "B H T K"],
+    key: Float[Array, "B G S K"],
+    value: Float[Array, "B G S U"],
+    mask: Bool[Array, "#B #H #T #S"] | None = None,
     dropout: Callable[[Array], Array] | None = None,
     tap: Callable[[str, Array], object] | None = None,
-    bias: Array | None = None,
-) -> tuple[Array, Array]:
+    bias: Float[Array, "..."] | None = None,
+) -> tuple[Float[Array, "B H T U"], Float[Array, "B H T S"]]:
     r"""Computes attention from every query to every key.
 
     .. math:: \mathrm{softmax}(Q K^\top / \sqrt{K} + bias)\, V
 
     Args:
-      query: [B, H, T, K].
-      key: [B, H, S, K].
-      value: [B, H, S, U]; U may differ from K.
-      mask: bool, broadcastable to [B, H, T, S], True = attend. A query without any key gets zeros
-        (the published code gives it the mean of all values).
+      query: of H heads.
+      key: of G heads; G divides H, and query head h attends to head h // (H / G).
+      value: of G heads; U may differ from K.
+      mask: True = attend. A query without any key gets zeros (the published code gives it the mean
+        of all values).
       dropout: applied to the weights.
-      tap: called with "scores" and the masked scores [B, H, T, S], for inspection.
+      tap: called with "scores" and the masked scores, for inspection.
       bias: broadcastable to [B, H, T, S]; added to the scaled scores.
 
     Returns:
-      The context [B, H, T, U] in the dtype of `value`, and the weights [B, H, T, S] before
-      dropout.
+      The context in the dtype of `value`, and the weights before dropout.
 
-    Source: Vaswani et al. 2017, equation 1.
+    Source: Vaswani et al. 2017, equation 1; Ainslie et al. 2023 for G < H.
     """
+    batch, heads, queries, width = query.shape
+    groups, keys = key.shape[1:3]
+    # The queries of a group are rows of one matrix.
+    grouped = (heads // groups) * queries
     # The softmax is taken in float32 or wider: bfloat16 sums lose the tail of long rows.
     dtype = at_least_float32(query.dtype)
+    query = query.reshape(batch, groups, grouped, width)
     scores = jnp.einsum("bhtk,bhsk->bhts", query, key, preferred_element_type=dtype)
-    scores = scores * query.shape[-1] ** -0.5
+    scores = scores.reshape(batch, heads, queries, keys) * width**-0.5
     if bias is not None:
         scores = scores + bias.astype(dtype)
     mask = jnp.ones((1, 1, 1, 1), bool) if mask is None else mask
@@ -81,74 +79,76 @@ def scaled_dot_product_attention(
         tap("scores", jnp.where(mask, scores, jnp.finfo(dtype).min))
     weights = masked_softmax(scores, mask).astype(value.dtype)
     kept = weights if dropout is None else dropout(weights)
-    return jnp.einsum("bhts,bhsu->bhtu", kept, value), weights
+    kept = kept.reshape(batch, groups, grouped, keys)
+    context = jnp.einsum("bhts,bhsu->bhtu", kept, value)
+    return context.reshape(batch, heads, queries, -1), weights
 
 
 class MultiHeadAttention(nn.Module):
     """Multi-head attention: H heads, each with its own projections of queries, keys and values.
 
-    H*K and H*U need not be D. Source: Vaswani et al. 2017, section 3.2.2.
+    H*K and H*U need not be D. With `num_kv_heads`, there are fewer heads of keys and values, each
+    for a group of query heads. Source: Vaswani et al. 2017, section 3.2.2; Ainslie et al. 2023,
+    "GQA: Training Generalized Multi-Query Transformer Models from Multi-Head Checkpoints".
     """
 
     config: TransformerConfig
 
     def setup(self) -> None:
-        """Creates the four projections."""
+        """Creates the parameters."""
         c = self.config
-        key_features = c.num_heads * c.key_width
-        value_features = c.num_heads * c.value_width
+        require_even_parts("attention_heads", c.num_heads, "model.num_heads")
+        require_even_parts("attention_heads", c.kv_heads, "model.num_kv_heads")
         divisor = 1 if c.scale_scores else c.key_width**0.5
-        self.query = dense(c, "qkv", c.d_model, key_features, c.qkv_bias, divisor)
-        self.key = dense(c, "qkv", c.d_model, key_features, c.qkv_bias)
-        self.value = dense(c, "qkv", c.d_model, value_features, c.qkv_bias)
+        self.query = dense(c, "qkv", c.d_model, c.num_heads * c.key_width, c.qkv_bias, divisor)
+        self.key = dense(c, "qkv", c.d_model, c.kv_heads * c.key_width, c.qkv_bias)
+        self.value = dense(c, "qkv", c.d_model, c.kv_heads * c.value_width, c.qkv_bias)
         self.output = dense(
-            c, "attention_output", value_features, c.d_model, c.attention_output_bias
+            c,
+            "attention_output",
+            c.num_heads * c.value_width,
+            c.d_model,
+            c.attention_output_bias,
         )
         self.dropout = Dropout(c.attention_dropout_rate)
 
-    def _split_heads(self, x: Array) -> Array:
-        """[B, S, H*K] to [B, H, S, K]: the features of one head are contiguous."""
+    def _split_heads(self, x: Array, heads: int) -> Array:
+        # The features of one head are contiguous.
         x = constrain(x, "batch", "length", "heads")
-        return x.reshape(*x.shape[:-1], self.config.num_heads, -1).swapaxes(-2, -3)
+        return x.reshape(*x.shape[:-1], heads, -1).swapaxes(-2, -3)
 
     def project(
         self, inputs: Array | Shared, transform: Callable[[Array], Array] | None = None
     ) -> KeyValue:
         """Computes the keys and values of `inputs` [B, S, D].
 
-        Args:
-          inputs: [B, S, D].
-          transform: applied to the keys [B, H, S, K], such as a rotation by their positions.
+        `transform` is applied to the keys [B, G, S, K], such as a rotation by their positions.
         """
         # With dot products and without a transform, a key bias adds the same number to all scores
         # of a query, which cancels in the softmax: its gradient is 0. Computed, it would be
         # rounding noise, which Adam scales up to steps of full size.
         cancels = self.config.attention_kind == DOT_PRODUCT and transform is None
-        key = self._split_heads(self.key(inputs, train_bias=not cancels))
-        value = self._split_heads(self.value(inputs))
+        heads = self.config.kv_heads
+        key = self._split_heads(self.key(inputs, train_bias=not cancels), heads)
+        value = self._split_heads(self.value(inputs), heads)
         return KeyValue(key if transform is None else transform(key), value)
 
     def attend(
         self,
-        query: Array,
-        key: Array,
-        value: Array,
-        mask: Array | None,
-        bias: Array | None,
+        query: Float[Array, "B H T K"],
+        key: Float[Array, "B G S K"],
+        value: Float[Array, "B G S U"],
+        mask: Bool[Array, "#B #H #T #S"] | None,
+        bias: Float[Array, "#B #H #T #S"] | None,
         deterministic: bool,
-    ) -> tuple[Array, Array]:
-        """Attends with all heads; what an attention of your own replaces (`register_attention`).
+    ) -> tuple[Float[Array, "B H T U"], Float[Array, "B H T S"]]:
+        """Attends with all heads; custom attention (`register_attention`) overrides this method.
 
-        Args:
-          query: [B, H, T, K], in decoding with T = W hypotheses of one token each.
-          key: [B, H, S, K].
-          value: [B, H, S, U].
-          mask: bool, broadcastable to [B, H, T, S], True = attend; None = attend to all.
-          bias: broadcastable to [B, H, T, S], added to the scores, for some position kinds.
-          deterministic: no dropout.
+        In decoding, T = W hypotheses of one token each. G = H unless `num_kv_heads` is given. Some
+        position kinds have a bias of the scores.
 
         Returns:
-          The context [B, H, T, U] and the weights [B, H, T, S] before dropout.
+          The context, and the weights before dropout.
         """
         return scaled_dot_product_attention(
             query,
@@ -166,154 +166,107 @@ class MultiHeadAttention(nn.Module):
         attended: Array | KeyValue,
         transform: Callable[[Array], Array] | None,
     ) -> tuple[Array, KeyValue]:
-        """Computes the queries [B, H, T, K] of `inputs`, and the keys and values of `attended`."""
-        shared = Shared.of(inputs, self.config.num_heads)
-        query = self._split_heads(self.query(shared))
+        shared = Shared.of(inputs, self.config.kv_heads)
+        query = self._split_heads(self.query(shared), self.config.num_heads)
         query = query if transform is None else transform(query)
         if not self.config.scale_scores:
             query = query * self.config.key_width**0.5  # All backends divide scores by it.
         if isinstance(attended, KeyValue):
             return query, attended
         if attended is not inputs:
-            shared = Shared.of(attended, self.config.num_heads)
+            shared = Shared.of(attended, self.config.kv_heads)
         return query, self.project(shared, transform)
+
+    def _fused_backend(
+        self, inputs: Array, attended: Array | KeyValue, mask: object, return_weights: bool
+    ) -> str:
+        """Returns the backend that never writes the weights, or "" if they are needed."""
+        c = self.config
+        is_read = return_weights or self.is_mutable_collection("intermediates")
+        is_whole_pass = isinstance(mask, Visibility) and not self.is_initializing()
+        if is_read or not is_whole_pass or c.attention_kind != DOT_PRODUCT:
+            return ""
+        keys = attended.key.shape[2] if isinstance(attended, KeyValue) else attended.shape[1]
+        queries = inputs.shape[0], c.num_heads, inputs.shape[1], c.key_width
+        case = AttentionCase(mesh_platform(), jnp.dtype(c.dtype), queries, keys, c.value_width)
+        backend = choose_backend(c.attention_backend, case)
+        return "" if backend == "einsum" else backend
 
     def _fused(
         self,
-        options: Options,
+        backend: str,
         inputs: Array,
         attended: Array | KeyValue,
         visible: Visibility,
+        deterministic: bool,
         bias: Array | None,
         transform: Callable[[Array], Array] | None,
     ) -> Array:
-        """Returns the context [B, H, T, U] by a backend that does not write the weights."""
-        attend = cudnn_attention if options.backend == "cudnn" else fused_attention
+        c = self.config
+        dropped = 0 if deterministic else self.dropout.threshold
+        options = AttentionOptions(
+            backend, visible.causal, dropped, interpret=mesh_platform() == "cpu"
+        )
         arrays = functools.partial(
-            Inputs,
+            AttentionInputs,
             query_segments=visible.query_segments,
             key_segments=visible.key_segments,
             bias=bias,
-            dropout_key=self.dropout.draw_key() if options.dropout_threshold else None,
+            dropout_key=self.dropout.draw_key() if dropped else None,
         )
-        is_plain = transform is None and self.config.scale_scores
-        if options.backend != "pallas_gpu" or not is_plain or isinstance(attended, KeyValue):
+        is_plain = transform is None and c.scale_scores and not isinstance(attended, KeyValue)
+        if backend != "pallas_gpu" or not is_plain:
             query, (key, value) = self._project_all(inputs, attended, transform)
-            return attend(options, arrays(query, key, value))
-        query_bias, value_bias = self._packed_biases()
-        arrays = functools.partial(arrays, query_bias=query_bias, value_bias=value_bias)
-        if attended is not inputs or self.config.remat != "projections":
-            return attend(options, arrays(*self._packed(inputs, attended)))
-
-        def project_and_attend(x: Array, kernel: Array) -> Array:
-            return attend(options, arrays(self._product(x, kernel), None, None))
-
-        kernel = self._kernel(self.query, self.key, self.value)
-        return jax.checkpoint(project_and_attend, policy=is_fused_attention)(inputs, kernel)
-
-    def _packed(self, inputs: Array, attended: Array) -> tuple[Array, Array | None, None]:
-        """Computes queries, keys and values, packed as `Inputs` has them, without their biases."""
-        if attended is inputs:
-            return self._product(inputs, self._kernel(self.query, self.key, self.value)), None, None
-        # XLA would merge this product with those of other layers, and copy a part for each kernel.
-        # (It would also merge barriers of the same array alone.)
-        inputs, attended = lax.optimization_barrier((inputs, attended))
-        of_keys = self._product(attended, self._kernel(self.key, self.value))
-        return self._product(inputs, self._kernel(self.query)), of_keys, None
-
-    def _kernel(self, *maps: Dense) -> Array:
-        """Returns the kernels of P linear maps as one [D, H, P, K]."""
-        # Heads first: tensor parallelism shards them.
-        heads = self.config.num_heads
-        return jnp.stack([m.kernel.reshape(m.fan_in, heads, -1) for m in maps], axis=2)
-
-    def _product(self, x: Array, kernel: Array) -> Array:
-        """Maps [B, S, D] to [B, S, H, P, K] by a kernel [D, H, P, K], without biases."""
-        rows = x.reshape(-1, x.shape[-1]).astype(self.query.dtype)
-        products = linear(rows, kernel.reshape(x.shape[-1], -1), None)
-        products = constrain(products.reshape(*x.shape[:-1], -1), "batch", "length", "heads")
-        return products.reshape(*x.shape[:-1], *kernel.shape[1:])
-
-    def _packed_biases(self) -> tuple[Array | None, Array | None]:
-        """Returns the biases [H, K] of queries and of values, if they have any."""
-        if not self.config.qkv_bias:
-            return None, None
-        heads = self.config.num_heads
-        return self.query.bias.reshape(heads, -1), self.value.bias.reshape(heads, -1)
-
-    def _backend(
-        self,
-        inputs: Array,
-        attended: Array | KeyValue,
-        mask: Visibility | Array | None,
-        threshold: int,
-        has_bias: bool,
-        return_weights: bool,
-    ) -> str:
-        c = self.config
-        if c.attention_kind != DOT_PRODUCT:
-            return "einsum"  # `attend`: kernels compute nothing else than dot products.
-        if isinstance(attended, KeyValue):
-            key_length = attended.key.shape[2]
-        else:
-            key_length = attended.shape[1]
-        case = AttentionCase(
-            mesh_platform(),
-            jnp.dtype(c.dtype),
-            (inputs.shape[0], c.num_heads, inputs.shape[1], c.key_width),
-            key_length,
-            c.value_width,
-            isinstance(mask, Visibility) and not self.is_initializing(),
-            return_weights or self.is_mutable_collection("intermediates"),
-            has_bias,
-            threshold > 0,
+            return fused_attention(options, arrays(query, key, value))
+        return packed_attention(
+            options,
+            (self.query, self.key, self.value),
+            c.key_width,
+            inputs,
+            cast(Array, attended),
+            arrays,
+            recompute=c.remat == "projections",
         )
-        return choose_backend(c.attention_backend, case)
 
     def __call__(
         self,
-        inputs: Array,
-        attended: Array | KeyValue,
+        inputs: Float[Array, "B T D"],
+        attended: Float[Array, "B S D"] | KeyValue,
         mask: Visibility | Array | None,
         deterministic: bool,
-        bias: Array | None = None,
+        bias: Float[Array, "#B #H #T #S"] | None = None,
         transform: Callable[[Array], Array] | None = None,
         return_weights: bool = True,
         add_bias: bool = True,
-    ) -> tuple[Array | Biased, Array | None]:
+    ) -> tuple[Float[Array, "B T D"] | Biased, Float[Array, "B H T S"] | None]:
         """Attends from `inputs` to `attended`.
 
         Args:
-          inputs: [B, T, D], whose projections are the queries.
-          attended: [B, S, D], `inputs` itself in self-attention; or its keys [B, H, S, K] and
-            values [B, H, S, U], from `project`.
+          inputs: their projections are the queries.
+          attended: `inputs` itself in self-attention; or its keys and values, from `project`.
           mask: which keys are visible, in a whole pass; or bool, broadcastable to [B, H, T, S],
             True = attend; None = attend to all.
           deterministic: no dropout.
-          bias: broadcastable to [B, H, T, S], added to the scores.
+          bias: added to the scores.
           transform: applied to queries [B, H, T, K] and keys; those of `project` have had it.
           return_weights: whether the weights are read; fused attention does not have them.
           add_bias: False leaves the output projection's bias to be added.
 
         Returns:
-          [B, T, D], and the weights [B, H, T, S] if they were computed.
+          The outputs, and the weights if they were computed.
 
         Raises:
           UserError: `config.attention_backend` cannot do this.
         """
-        threshold = 0 if deterministic else self.dropout.threshold
-        backend = self._backend(inputs, attended, mask, threshold, bias is not None, return_weights)
-        weights: Array | None
-        if backend == "einsum":
+        weights: Array | None = None
+        if backend := self._fused_backend(inputs, attended, mask, return_weights):
+            visible = cast(Visibility, mask)
+            context = self._fused(
+                backend, inputs, attended, visible, deterministic, bias, transform
+            )
+        else:
             query, (key, value) = self._project_all(inputs, attended, transform)
             context, weights = self.attend(query, key, value, dense_mask(mask), bias, deterministic)
-        else:
-            visible = cast(Visibility, mask)
-            options = Options(
-                backend, visible.causal, threshold, interpret=mesh_platform() == "cpu"
-            )
-            context = self._fused(options, inputs, attended, visible, bias, transform)
-            weights = None
         joined = context.swapaxes(-2, -3).reshape(*inputs.shape[:-1], -1)  # [B, T, H*U]
         self.sow("intermediates", "context", joined)
         if add_bias:
@@ -327,7 +280,9 @@ _Kind = TypeVar("_Kind", bound=type[MultiHeadAttention])
 
 
 def register_attention(name: str) -> Callable[[_Kind], _Kind]:
-    """Registers a class of yours as a value of `TransformerConfig.attention_kind`; a decorator.
+    """Decorator that registers a custom attention class under a name.
+
+    The name is a value of `TransformerConfig.attention_kind`.
 
         @register_attention("sharp")
         class SharpAttention(MultiHeadAttention):
@@ -339,11 +294,8 @@ def register_attention(name: str) -> Callable[[_Kind], _Kind]:
     else. A run folder records the name only, and no code, so a program that uses the run imports
     the file with the class first. Registering a name again replaces the class.
 
-    Args:
-      name: the value of the field.
-
     Raises:
-      TypeError: the name is not a string, or the class is no subclass of `MultiHeadAttention`.
+      TypeError: the name is not a string, or the class is not a subclass of `MultiHeadAttention`.
       UserError: the name is that of the built-in attention.
     """
     if not isinstance(name, str):
@@ -363,11 +315,7 @@ def register_attention(name: str) -> Callable[[_Kind], _Kind]:
 
 
 def attention_class(config: TransformerConfig) -> type[MultiHeadAttention]:
-    """Returns the class of a model's attention.
-
-    Raises:
-      UserError: it is not registered.
-    """
+    """Returns the class of a model's attention; raises UserError if it is not registered."""
     kind = config.attention_kind
     if kind not in _KINDS:
         raise UserError(

@@ -1,12 +1,13 @@
 """The decoding cache: what incremental decoding keeps of the source and of the target so far."""
 
 import dataclasses
-from typing import Any, Self, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import Array, lax
+from jaxtyping import Int
 
 from flaxformer_mt.model.attention import KeyValue
 
@@ -19,22 +20,16 @@ class KeyValueCache:
     """
 
     key: Array
-    """[B, H, K, P, W]; with a single hypothesis [B, H, P, 1, K]."""
+    """[B, G, K, P, W]; with a single hypothesis [B, G, P, 1, K]."""
     value: Array
-    """[B, H, P, W, U]"""
+    """[B, G, P, W, U]"""
 
     # On CPUs, products with keys in columns take half the time if there are several queries. With
     # one query they gain nothing, and writing a column takes longer than writing a row.
 
     @classmethod
-    def empty(cls, key_shape: tuple[int, ...], value_width: int, dtype: Any) -> Self:
-        """Creates a cache without tokens.
-
-        Args:
-          key_shape: B, H, P, W, K.
-          value_width: U.
-          dtype: of keys and values.
-        """
+    def empty(cls, key_shape: tuple[int, ...], value_width: int, dtype: Any) -> "KeyValueCache":
+        """Creates a cache without tokens; `key_shape` is B, G, P, W, K."""
         batch, heads, length, beams, key_width = key_shape
         columns = (batch, heads, key_width, length, beams)
         return cls(
@@ -46,13 +41,8 @@ class KeyValueCache:
     def _has_columns(self) -> bool:
         return self.value.shape[3] != 1  # Not `> 1`: an exported model's W is a symbol.
 
-    def append(self, new: KeyValue, positions: Array) -> Self:
-        """Stores the keys and values of one token of every hypothesis.
-
-        Args:
-          new: keys [B, H, W, K] and values [B, H, W, U].
-          positions: int32 [B], below P.
-        """
+    def append(self, new: KeyValue, positions: Int[Array, "B"]) -> "KeyValueCache":
+        """Stores keys [B, G, W, K] and values [B, G, W, U] of a token per hypothesis, below P."""
         rows = jnp.arange(positions.shape[0])
         options: Any = {"mode": "promise_in_bounds", "unique_indices": True}
         if self._has_columns:
@@ -63,11 +53,7 @@ class KeyValueCache:
         return dataclasses.replace(self, key=key, value=value)
 
     def joined(self) -> KeyValue:
-        """Returns the tokens of all hypotheses of a sentence along one axis.
-
-        Returns:
-          Keys [B, H, P * W, K] and values [B, H, P * W, U].
-        """
+        """Returns keys [B, G, P * W, K] and values [B, G, P * W, U] of all hypotheses."""
         batch_and_heads, width = self.value.shape[:2], self.value.shape[4]
         value = self.value.reshape(*batch_and_heads, -1, width)
         if self._has_columns:
@@ -76,12 +62,12 @@ class KeyValueCache:
             key = self.key.reshape(*batch_and_heads, -1, self.key.shape[4])
         return KeyValue(key, value)
 
-    def reordered(self, parents: Array) -> Self:
+    def reordered(self, parents: Array) -> "KeyValueCache":
         """Returns the cache itself: `Cache.ancestry` says which hypothesis wrote each token."""
         del parents
         return self
 
-    def resized(self, max_length: int) -> Self:
+    def resized(self, max_length: int) -> "KeyValueCache":
         """Returns the cache with the capacity P = `max_length`; its tokens must fit."""
         return dataclasses.replace(
             self,
@@ -97,11 +83,11 @@ class RecurrentState:
     memory: Array
     """[B, W, D], in float32 at least."""
 
-    def reordered(self, parents: Array) -> Self:
+    def reordered(self, parents: Array) -> "RecurrentState":
         """Returns the state with hypothesis w of sentence b continuing hypothesis parents[b, w]."""
         return dataclasses.replace(self, memory=_gather_hypotheses(self.memory, parents))
 
-    def resized(self, max_length: int) -> Self:
+    def resized(self, max_length: int) -> "RecurrentState":
         """Returns the state itself, whose size does not depend on the length of the target."""
         del max_length
         return self
@@ -122,32 +108,24 @@ class Cache:
     layers: tuple[LayerState, ...]
     """The target so far, by layer."""
     cross: tuple[KeyValue | None, ...]
-    """Keys [B, H, S, K] and values [B, H, S, U] of the source, by layer; None without inputs."""
+    """Keys [B, G, S, K] and values [B, G, S, U] of the source, by layer; None without inputs."""
     cross_mask: Array | None
     """[B, 1, 1, S], True = attend."""
     ancestry: Array
     """int32 [B, W, P], the hypothesis that wrote each token of hypothesis w."""
 
 
-def reorder_cache(cache: Cache, parents: Array) -> Cache:
-    """Lets each hypothesis continue another one of its sentence.
-
-    Args:
-      cache: of the old hypotheses.
-      parents: int32 [B, W]; new hypothesis w of sentence b continues old hypothesis parents[b, w].
-    """
+def reorder_cache(cache: Cache, parents: Int[Array, "B W"]) -> Cache:
+    """Lets new hypothesis w of sentence b continue old hypothesis parents[b, w]."""
     layers = tuple(layer.reordered(parents) for layer in cache.layers)
     ancestry = _gather_hypotheses(cache.ancestry, parents)
     return dataclasses.replace(cache, layers=layers, ancestry=ancestry)
 
 
-def insert_rows(cache: Cache, new: Cache, rows: Array) -> Cache:
-    """Assigns rows of the cache to new sentences, whose targets are empty.
+def insert_rows(cache: Cache, new: Cache, rows: Int[Array, "R"]) -> Cache:
+    """Assigns rows of the cache to the sentences of a new one, whose targets are empty.
 
-    Args:
-      cache: of B sentences.
-      new: of R sentences, from `Transformer.init_cache`, with the same S, W and P.
-      rows: int32 [R], the row of each new sentence; a sentence whose row is not below B is dropped.
+    The caches have the same S, W and P; a sentence whose row is not below B is dropped.
     """
 
     def replace(old: Array, inserted: Array) -> Array:
@@ -169,7 +147,6 @@ def resize_cache(cache: Cache, max_length: int) -> Cache:
 
 
 def _gather_hypotheses(array: Array, parents: Array) -> Array:
-    """array[b, parents[b, w]] for an array [B, W, ...]."""
     return jnp.take_along_axis(array, parents[:, :, None], axis=1)
 
 

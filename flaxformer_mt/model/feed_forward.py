@@ -6,10 +6,13 @@ from collections.abc import Callable
 import jax
 from flax import linen as nn
 from jax import Array
+from jaxtyping import Float
 
 from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.model.kernels.products import Biased, Shared
+from flaxformer_mt.model.linear import dense
 from flaxformer_mt.model.logical_axes import constrain
-from flaxformer_mt.model.numerics import Biased, Dropout, Shared, dense
+from flaxformer_mt.model.numerics import Dropout
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "relu": jax.nn.relu,
@@ -31,7 +34,7 @@ class FeedForward(nn.Module):
     config: TransformerConfig
 
     def setup(self) -> None:
-        """Creates the two linear maps."""
+        """Creates the parameters."""
         c = self.config
         self.hidden = dense(c, "feed_forward", c.d_model, c.d_ff, c.feed_forward_bias)
         if c.feed_forward_gate:
@@ -39,8 +42,10 @@ class FeedForward(nn.Module):
         self.output = dense(c, "feed_forward", c.d_ff, c.d_model, c.feed_forward_bias)
         self.dropout = Dropout(c.activation_dropout_rate)
 
-    def __call__(self, x: Array, deterministic: bool, add_bias: bool = True) -> Array | Biased:
-        """Maps [B, T, D] to [B, T, D], on request without adding the last bias."""
+    def __call__(
+        self, x: Float[Array, "B T D"], deterministic: bool, add_bias: bool = True
+    ) -> Float[Array, "B T D"] | Biased:
+        """Maps each position, on request without adding the last bias."""
         shared = Shared.of(x, self.config.d_ff)
         hidden = constrain(self.hidden(shared), "batch", "length", "hidden")
         hidden = ACTIVATIONS[self.config.activation](hidden)

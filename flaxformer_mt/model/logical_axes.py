@@ -9,6 +9,8 @@ from flax import linen as nn
 from jax import Array, lax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
+from flaxformer_mt.errors import UserError
+
 
 def mesh_platform() -> str:
     """Returns the platform that is being compiled for: "cpu", "gpu" or "tpu".
@@ -64,15 +66,10 @@ def mesh_of_rules() -> AbstractMesh | None:
 
 
 def on_each_device(function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-    """Lets each device run a function on its part of arrays.
+    """Lets each device run a function on its part of arrays, by partition specs.
 
     XLA would gather the whole arrays on every device for a kernel, which it cannot partition.
     Without rules or without a mesh, the result is `function` itself.
-
-    Args:
-      function: such as a kernel.
-      in_specs: the partition specs of its arguments, over axes from `dividing_axes`.
-      out_specs: of its results.
     """
     mesh = mesh_of_rules()
     if mesh is None:
@@ -88,20 +85,34 @@ def on_each_device(function: Callable, in_specs: Any, out_specs: Any) -> Callabl
 
 
 def dividing_axes(name: str, size: int) -> tuple[str, ...]:
-    """Returns the mesh axes that the rules give a logical axis.
-
-    Args:
-      name: of the logical axis.
-      size: of the array; unless the mesh axes divide it, there are none.
-    """
+    """Returns the mesh axes that the rules give a logical axis; none if they do not divide it."""
     mesh = jax.sharding.get_abstract_mesh()
-    rule = dict(nn.get_logical_axis_rules()).get(name) or ()
-    names = (rule,) if isinstance(rule, str) else rule
-    found = tuple(axis for axis in names if axis in mesh.auto_axes)
+    found = _mesh_axes(name, mesh)
     return found if size % math.prod(mesh.shape[axis] for axis in found) == 0 else ()
 
 
+def _mesh_axes(name: str, mesh: AbstractMesh) -> tuple[str, ...]:
+    rule = dict(nn.get_logical_axis_rules()).get(name) or ()
+    names = (rule,) if isinstance(rule, str) else rule
+    return tuple(axis for axis in names if axis in mesh.auto_axes)
+
+
+def require_even_parts(name: str, size: int, option: str) -> None:
+    """Raises UserError if devices would compute parts of a head: the mesh axes do not divide it.
+
+    `option` is the option that determines the size.
+    """
+    mesh = mesh_of_rules()
+    names = _mesh_axes(name, mesh) if mesh else ()
+    parts = math.prod(mesh.shape[axis] for axis in names) if mesh else 1
+    if size % parts:
+        raise UserError(
+            f"{option}={size} cannot be divided evenly among {parts} devices of the mesh axis "
+            f"{', '.join(names)}: choose a divisor of {size}"
+        )
+
+
 def num_parts(name: str, size: int) -> int:
-    """Returns into how many parts the rules divide an axis; arguments as of `dividing_axes`."""
+    """Returns into how many parts the rules divide an axis."""
     mesh = mesh_of_rules()
     return math.prod(mesh.shape[axis] for axis in dividing_axes(name, size)) if mesh else 1

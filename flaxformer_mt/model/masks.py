@@ -1,8 +1,11 @@
 """Attention masks: bool [B, 1, Q, K], True = attend."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from flax import struct
 from jax import Array
+from jaxtyping import Bool, Int
 
 
 @struct.dataclass
@@ -28,10 +31,10 @@ def dense_mask(mask: Visibility | Array | None) -> Array | None:
 
 
 def visibility(
-    query_tokens: Array,
-    key_tokens: Array,
-    query_segments: Array | None,
-    key_segments: Array | None,
+    query_tokens: Int[Array, "B Q"],
+    key_tokens: Int[Array, "B K"],
+    query_segments: Int[Array, "B Q"] | None,
+    key_segments: Int[Array, "B K"] | None,
     *,
     pad_id: int,
     causal: bool = False,
@@ -39,15 +42,9 @@ def visibility(
 ) -> Visibility:
     """Describes which keys queries attend to: those of their sentence, without its padding.
 
-    Args:
-      query_tokens: [B, Q].
-      key_tokens: [B, K].
-      query_segments: int32 [B, Q], the number of each query's sentence in its row; None if a row is
-        one sentence.
-      key_segments: int32 [B, K], the same for keys; 0 is padding.
-      pad_id: the padding token, which tells padding without segments.
-      causal: hide later keys; queries and keys are the same tokens.
-      hide_padding: False shows padding, without segments.
+    Segments number the sentences of a packed row, with 0 for padding. Without them a row is one
+    sentence, and padding is where the token is `pad_id`, which `hide_padding=False` shows. `causal`
+    hides later keys; queries and keys are then the same tokens.
     """
     if query_segments is not None and key_segments is not None:
         mask = segment_mask(query_segments, key_segments)
@@ -63,63 +60,36 @@ def visibility(
     return Visibility(mask, query_segments, key_segments, causal)
 
 
-def padding_mask(tokens: Array, pad_id: int) -> Array:
-    """Returns the mask that hides padding from every query.
-
-    Args:
-      tokens: [B, K], of the keys.
-      pad_id: the padding token.
-
-    Returns:
-      [B, 1, 1, K].
-    """
+def padding_mask(tokens: Int[Array, "B K"], pad_id: int) -> Bool[Array, "B 1 1 K"]:
+    """Returns the mask that hides padding keys from every query."""
     return (tokens != pad_id)[:, None, None, :]
 
 
-def causal_mask(length: int) -> Array:
-    """Returns the causal mask: query t attends to keys 0..t.
-
-    Returns:
-      [1, 1, T, T].
-    """
+def causal_mask(length: Any) -> Bool[Array, "1 1 T T"]:
+    """Returns the causal mask: query t attends to keys 0..t."""
     return jnp.tri(length, dtype=bool)[None, None]
 
 
-def segment_mask(query_segments: Array, key_segments: Array) -> Array:
-    """Returns the mask of packed rows: sentences attend only to themselves, nothing to padding.
-
-    Args:
-      query_segments: [B, Q], the number of each query's sentence in its row; 0 is padding.
-      key_segments: [B, K], the same for keys.
-
-    Returns:
-      [B, 1, Q, K].
-    """
+def segment_mask(
+    query_segments: Int[Array, "B Q"], key_segments: Int[Array, "B K"]
+) -> Bool[Array, "B 1 Q K"]:
+    """Returns the mask of packed rows: sentences attend only to themselves, nothing to padding."""
     same = query_segments[:, :, None] == key_segments[:, None, :]
     return (same & (key_segments > 0)[:, None, :])[:, None]
 
 
-def sentence_starts(segments: Array) -> Array:
-    """Returns where the sentences of packed rows start.
-
-    Args:
-      segments: [B, T], the number of each token's sentence in its row; 0 is padding.
-
-    Returns:
-      bool [B, T].
-    """
+def sentence_starts(segments: Int[Array, "B T"]) -> Bool[Array, "B T"]:
+    """Returns where the sentences of packed rows start."""
     return segments != jnp.pad(segments, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
 
 
-def ancestor_mask(ancestry: Array, positions: Array) -> Array:
+def ancestor_mask(
+    ancestry: Int[Array, "B W P"], positions: Int[Array, "B"]
+) -> Bool[Array, "B 1 W PW"]:
     """Returns the mask of cached steps: each hypothesis attends to its own earlier tokens.
 
-    Args:
-      ancestry: int32 [B, W, P], the hypothesis that wrote each token of hypothesis w.
-      positions: int32 [B], the position of the query; later ones are hidden.
-
-    Returns:
-      [B, 1, W, P * W]: for each position, the keys of all hypotheses.
+    `ancestry` is that of `Cache`, `positions` are those of the queries. The keys [P * W] are, for
+    each position, those of all hypotheses.
     """
     batch, beams, length = ancestry.shape
     own = ancestry[..., None] == jnp.arange(beams, dtype=jnp.int32)  # [B, W, P, W]

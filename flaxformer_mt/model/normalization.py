@@ -8,18 +8,20 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jax import Array, lax
+from jaxtyping import Float
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.model.fused_norm.operation import Inputs, residual_norm, supports
-from flaxformer_mt.model.fused_norm.options import Options
+from flaxformer_mt.model.kernels.products import Biased
 from flaxformer_mt.model.logical_axes import mesh_platform
-from flaxformer_mt.model.numerics import Biased, Dropout, at_least_float32, column_sums
+from flaxformer_mt.model.numerics import Dropout, at_least_float32, column_sums
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def layer_norm(x: Array, scale: Array, bias: Array, epsilon: float) -> Array:
-    r"""Normalises by mean and biased standard deviation, with epsilon inside the root.
+def layer_norm(
+    x: Float[Array, "N D"], scale: Float[Array, "D"], bias: Float[Array, "D"], epsilon: float
+) -> Float[Array, "N D"]:
+    r"""Normalizes by mean and biased standard deviation, with epsilon inside the root.
 
     .. math:: y = \hat x \odot scale + bias,\quad \hat x = (x - \mu) / \sqrt{\sigma^2 + \epsilon}
 
@@ -28,77 +30,55 @@ def layer_norm(x: Array, scale: Array, bias: Array, epsilon: float) -> Array:
     .. math:: \partial x = (g - \overline{g} - \hat x\, \overline{g \hat x})
         / \sqrt{\sigma^2 + \epsilon},\quad g = \partial y \odot scale
 
-    Args:
-      x: [N, D], float32 or float64.
-      scale: [D].
-      bias: [D].
-      epsilon: in units of x squared.
-
-    Returns:
-      [N, D], in the dtype of `x`.
-
-    Source: Ba et al. 2016. The variance is computed from the centred x: the difference of two means
-    that some libraries use loses all digits if the mean is large.
+    Source: Ba et al. 2016. The variance is computed from the centered x: the difference of two
+    means that some libraries use loses all digits if the mean is large.
     """
     return _layer_norm_forward(x, scale, bias, epsilon)[0]
 
 
 def _layer_norm_forward(x, scale, bias, epsilon):
     mean = jnp.mean(x, axis=-1, keepdims=True)
-    centred = x - mean
-    inverse_std = lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + epsilon)
-    return centred * inverse_std * scale + bias, (x, mean, inverse_std, scale)
+    centered = x - mean
+    inverse_std = lax.rsqrt(jnp.mean(jnp.square(centered), axis=-1, keepdims=True) + epsilon)
+    return centered * inverse_std * scale + bias, (x, mean, inverse_std, scale)
 
 
 def _layer_norm_backward(epsilon, kept, gradient):
     del epsilon  # It is in the standard deviation.
     x, mean, inverse_std, scale = kept
-    normalised = (x - mean) * inverse_std
+    normalized = (x - mean) * inverse_std
     g = gradient * scale
-    along = jnp.mean(g * normalised, axis=-1, keepdims=True)
-    x_gradient = (g - jnp.mean(g, axis=-1, keepdims=True) - normalised * along) * inverse_std
-    return x_gradient, column_sums(gradient * normalised), column_sums(gradient)
+    along = jnp.mean(g * normalized, axis=-1, keepdims=True)
+    x_gradient = (g - jnp.mean(g, axis=-1, keepdims=True) - normalized * along) * inverse_std
+    return x_gradient, column_sums(gradient * normalized), column_sums(gradient)
 
 
 layer_norm.defvjp(_layer_norm_forward, _layer_norm_backward)
 
 
-def unbiased_std_norm(x: Array, scale: Array, bias: Array, epsilon: float) -> Array:
-    r"""Normalises by mean and unbiased standard deviation, with epsilon outside the root.
+def unbiased_std_norm(
+    x: Float[Array, "N D"], scale: Float[Array, "D"], bias: Float[Array, "D"], epsilon: float
+) -> Float[Array, "N D"]:
+    r"""Normalizes by mean and unbiased standard deviation, with epsilon outside the root.
 
     .. math:: (x - \mu) / (s + \epsilon) \odot scale + bias,\quad s^2 = \sum (x - \mu)^2 / (D - 1)
 
-    Args:
-      x: [N, D], float32 or float64, D > 1.
-      scale: [D].
-      bias: [D].
-      epsilon: in units of x.
-
-    Returns:
-      [N, D], in the dtype of `x`.
-
     Source: The Annotated Transformer, `LayerNorm`.
     """
-    centred = x - jnp.mean(x, axis=-1, keepdims=True)
-    variance = jnp.sum(jnp.square(centred), axis=-1, keepdims=True) / (x.shape[-1] - 1)
+    centered = x - jnp.mean(x, axis=-1, keepdims=True)
+    variance = jnp.sum(jnp.square(centered), axis=-1, keepdims=True) / (x.shape[-1] - 1)
     # The derivative of the root at zero is infinite; PyTorch, too, gives a constant row gradient 0.
     constant = variance == 0
     std = jnp.where(constant, 0, jnp.sqrt(jnp.where(constant, 1, variance)))
-    return centred / (std + epsilon) * scale + bias
+    return centered / (std + epsilon) * scale + bias
 
 
-def rms_norm(x: Array, scale: Array, epsilon: float) -> Array:
-    r"""Normalises by the root of the mean square; the mean is not subtracted.
+def rms_norm(
+    x: Float[Array, "N D"], scale: Float[Array, "D"], epsilon: float
+) -> Float[Array, "N D"]:
+    r"""Normalizes by the root of the mean square; the mean is not subtracted.
 
     .. math:: y = x / \sqrt{\overline{x^2} + \epsilon} \odot scale
-
-    Args:
-      x: [N, D], float32 or float64.
-      scale: [D].
-      epsilon: in units of x squared.
-
-    Returns:
-      [N, D], in the dtype of `x`.
 
     Source: Zhang and Sennrich 2019; T5, `T5LayerNorm`.
     """
@@ -120,7 +100,7 @@ class Norm(nn.Module):
             self.bias = self.param("bias", nn.initializers.zeros, shape, dtype)
 
     def __call__(self, x: Array) -> Array:
-        """Normalises the last axis of `x` [..., D], in float32 at least; keeps its dtype."""
+        """Normalizes the last axis of `x` [..., D], in float32 at least; keeps its dtype."""
         c = self.config
         self.sow("intermediates", "input", x)
         dtype = at_least_float32(x.dtype)
@@ -128,23 +108,21 @@ class Norm(nn.Module):
         if c.norm_kind == "rms":
             y = rms_norm(rows, scale, c.norm_epsilon)
         else:
-            normalise = layer_norm if c.norm_kind == "layer_norm" else unbiased_std_norm
-            y = normalise(rows, scale, self.bias.astype(dtype), c.norm_epsilon)
+            normalize = layer_norm if c.norm_kind == "layer_norm" else unbiased_std_norm
+            y = normalize(rows, scale, self.bias.astype(dtype), c.norm_epsilon)
         return y.reshape(x.shape).astype(x.dtype)
 
     def fused_with_sum(
         self, x: Array, y: Array | Biased, dropout: Dropout, uses: int
     ) -> tuple[Array, ...]:
-        """Normalises x + dropout(y) [B, T, D] in one kernel, where `fuses` says that it can.
+        """Normalizes x + dropout(y) in one kernel, once for each of the `uses` of the result."""
+        from flaxformer_mt.model.kernels.fused_norm import NormInputs, NormOptions, residual_norm
 
-        Returns:
-          [B, T, D] for each of the `uses`, whose gradients the kernel adds up.
-        """
         key = dropout.draw_key() if dropout.threshold else None
         interpret = mesh_platform() == "cpu"
-        options = Options(self.config.norm_epsilon, dropout.threshold, interpret, uses)
+        options = NormOptions(self.config.norm_epsilon, dropout.threshold, interpret, uses)
         product, bias = y if isinstance(y, Biased) else (y, None)
-        return residual_norm(options, Inputs(x, product, bias, self.scale, self.bias, key))
+        return residual_norm(options, NormInputs(x, product, bias, self.scale, self.bias, key))
 
     def fuses(self, x: Array) -> bool:
         """Whether training computes the norm of a sum like `x` [B, T, D] in one kernel.
@@ -158,7 +136,7 @@ class Norm(nn.Module):
         refusal = ""
         if c.norm_kind != "layer_norm":
             refusal = f"needs model.norm_kind=layer_norm, not {c.norm_kind}"
-        elif not supports(c.d_model, x.dtype):
+        elif not has_fused_norm(c.d_model, x.dtype):
             refusal = (
                 "computes in float32 or bfloat16, with a power of two as model.d_model, not in "
                 f"{x.dtype} with {c.d_model}"
@@ -170,6 +148,11 @@ class Norm(nn.Module):
         if refusal:
             raise UserError(f"model.norm_backend=pallas_gpu {refusal}: use auto or xla")
         return True
+
+
+def has_fused_norm(width: int, dtype: jnp.dtype) -> bool:
+    """Whether the kernel can compute vectors of a width: its blocks are powers of two."""
+    return dtype in (jnp.float32, jnp.bfloat16) and width >= 64 and width & (width - 1) == 0
 
 
 class NormOutputs(NamedTuple):
@@ -196,18 +179,9 @@ def residual(
     The configuration of the norm says which: "post" (Vaswani et al. 2017, section 3.1) or "pre"
     (its published code).
 
-    Args:
-      x: [B, T, D].
-      sublayer: f; takes its input, and whether it has to add its last bias. Returns its output, or
-        a `Biased`, and a second result of any kind.
-      norm: the sub-layer's norm.
-      dropout: applied to f's output.
-      deterministic: no dropout.
-      is_last: whether no other sub-layer of the same layer follows.
-
-    Returns:
-      [B, T, D], possibly as `NormOutputs` unless it is the last, and the second result of the
-      sub-layer.
+    The sub-layer is called as f(x, add_bias). It returns its output, or a `Biased` if not
+    `add_bias`, and a second result of any kind, which is returned, too. The output [B, T, D] can be
+    a `NormOutputs`, unless the sub-layer `is_last` of its layer.
     """
     x, beside = x if isinstance(x, NormOutputs) else (x, x)
     if norm.config.norm_position == "pre":

@@ -16,13 +16,14 @@ import numpy as np
 from flax import linen as nn
 from flax import struct
 from jax import Array
+from jaxtyping import Float, Int
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.model.alibi import AlibiBias
+from flaxformer_mt.model.linear import embedding_init
 from flaxformer_mt.model.logical_axes import constrain
-from flaxformer_mt.model.numerics import embedding_init
+from flaxformer_mt.model.numerics import at_least_float32
 from flaxformer_mt.model.relative_bias import RelativeBias
-from flaxformer_mt.model.rotary import rotate, rotations
 
 Transform: TypeAlias = Callable[[Array], Array]
 """Maps queries or keys [B, H, T, K] to the same shape."""
@@ -82,16 +83,11 @@ class PositionEncoding(nn.Module):
     config: TransformerConfig
 
     @nn.compact
-    def __call__(self, positions: Array, length: int) -> Array:
-        """Looks positions up.
+    def __call__(self, positions: Int[Array, "B T"], length: Any) -> Float[Array, "B T D"]:
+        """Looks up positions below `length`, an integer or symbolic, in the compute dtype.
 
-        Args:
-          positions: int32 [B, T], from 0. One that is not below max(length, config.max_length)
-            (for a learned table: below max_length) gives NaN.
-          length: upper bound of the positions.
-
-        Returns:
-          [B, T, D] in the compute dtype.
+        One that is not below max(length, config.max_length), for a learned table max_length, gives
+        NaN.
 
         Raises:
           ValueError: `length` exceeds the learned table.
@@ -122,6 +118,70 @@ class PositionEncoding(nn.Module):
         table = table.astype(jnp.dtype(c.dtype))
         vectors = table.at[positions].get(mode="fill", fill_value=jnp.nan)
         return constrain(vectors, "batch", "length", "embed")
+
+
+@functools.lru_cache
+def rotation_table(length: int, width: int, base: float) -> np.ndarray:
+    r"""Cosines and sines of the rotation angles.
+
+    .. math:: \theta_{p,j} = p\, b^{-2j/K},\quad 0 \le j < K/2
+
+    Returns:
+      float64 [length, K]: K/2 cosines, then K/2 sines. It is computed on the host, because an angle
+      in float32 is already off by 1e-5 at position 200.
+    """
+    frequencies = base ** -(np.arange(0, width, 2) / width)
+    angles = np.arange(length)[:, None] * frequencies  # [P, K/2]
+    table = np.concatenate([np.cos(angles), np.sin(angles)], axis=-1)
+    table.flags.writeable = False  # The cache hands the same array to every caller.
+    return table
+
+
+def rotations(
+    config: TransformerConfig, positions: Int[Array, "B T"], length: Any
+) -> Float[Array, "B 1 T K"]:
+    """Looks up K/2 cosines and K/2 sines, in float32 at least; all heads and layers share them.
+
+    Positions that are not below max(length, config.max_length) give NaN.
+    """
+    c = config
+    table = jnp.asarray(
+        rotation_table(max(c.max_length, length), c.key_width, c.position_base),
+        at_least_float32(jnp.dtype(c.dtype)),
+    )
+    return table.at[positions].get(mode="fill", fill_value=jnp.nan)[:, None]
+
+
+def rotate(
+    config: TransformerConfig, x: Float[Array, "B H T K"], rotations: Float[Array, "#B 1 #T K"]
+) -> Float[Array, "B H T K"]:
+    r"""Rotates K/2 pairs of features, each in its plane.
+
+    .. math:: (a, b) \mapsto (a \cos\theta - b \sin\theta,\; a \sin\theta + b \cos\theta)
+
+    With `position_layout` "interleaved" pair j consists of features 2j and 2j + 1 (Su et al., Llama
+    as published by Meta), with "concatenated" of features j and j + K/2 (GPT-NeoX, Hugging Face).
+    The product of a rotated query and a rotated key depends on their distance only, so that
+    `position_offset` would change nothing and is not used.
+
+    The arithmetic is in float32 at least, the result in the dtype of `x`.
+
+    Source: Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding",
+    equation 34; OpenNMT-py 3, `apply_rotary_emb`.
+    """
+    half = x.shape[-1] // 2
+    cos, sin = rotations[..., :half], rotations[..., half:]
+    wide = x.astype(rotations.dtype)
+    if config.position_layout == "interleaved":
+        a, b = wide[..., 0::2], wide[..., 1::2]
+    else:
+        a, b = wide[..., :half], wide[..., half:]
+    rotated = a * cos - b * sin, a * sin + b * cos
+    if config.position_layout == "interleaved":
+        y = jnp.stack(rotated, axis=-1).reshape(x.shape)
+    else:
+        y = jnp.concatenate(rotated, axis=-1)
+    return y.astype(x.dtype)
 
 
 class QueryKeyTransform(NamedTuple):
@@ -190,19 +250,14 @@ class AttentionPositions:
 
 
 def attention_positions(
-    config: TransformerConfig, queries: Array, keys: Array, length: int
+    config: TransformerConfig,
+    queries: Int[Array, "B T"],
+    keys: Int[Array, "#B S"],
+    length: Any,
 ) -> AttentionPositions | None:
-    """Prepares positions for self-attention.
+    """Prepares positions below `length` for `attention_bias` and `query_key_transform`.
 
-    Args:
-      config: its `position_kind` decides what is prepared.
-      queries: int32 [B, T].
-      keys: int32 [B, S].
-      length: upper bound of the positions.
-
-    Returns:
-      The inputs of `attention_bias` and `query_key_transform`; None if the position kind has
-      neither.
+    Returns None if the position kind has neither.
     """
     if not acts_in_attention(config):
         return None
@@ -212,16 +267,7 @@ def attention_positions(
 
 
 def position_bias(config: TransformerConfig, *, bidirectional: bool, shared: bool) -> Any:
-    """Creates the module of the bias of a stack, or of a layer.
-
-    Args:
-      config: its `position_kind` decides which module, and whether layers share it.
-      bidirectional: whether queries attend to later keys, too.
-      shared: True for the stack, False for the layer.
-
-    Returns:
-      A module, or None if the stack (the layer) has none.
-    """
+    """Creates the module of the bias of a stack (`shared`) or of a layer; None if it has none."""
     kind = POSITION_KINDS[config.position_kind]
     if kind.bias is None:
         return None

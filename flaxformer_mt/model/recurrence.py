@@ -4,10 +4,12 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jax import Array, lax
+from jaxtyping import Bool, Float, Int
 
 from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.model.linear import dense
 from flaxformer_mt.model.logical_axes import constrain
-from flaxformer_mt.model.numerics import at_least_float32, dense
+from flaxformer_mt.model.numerics import at_least_float32
 
 
 class SSRU(nn.Module):
@@ -26,7 +28,7 @@ class SSRU(nn.Module):
     config: TransformerConfig
 
     def setup(self) -> None:
-        """Creates the two linear maps."""
+        """Creates the parameters."""
         c = self.config
         self.candidate = dense(c, "feed_forward", c.d_model, c.d_model, False)
         self.forget = dense(c, "feed_forward", c.d_model, c.d_model, True)
@@ -39,17 +41,10 @@ class SSRU(nn.Module):
         candidate = constrain(self.candidate(x), "batch", "length", "embed")
         return forget, (1 - forget) * candidate.astype(dtype)
 
-    def __call__(self, x: Array, starts: Array | None) -> Array:
-        """Maps whole targets.
-
-        Args:
-          x: [B, T, D].
-          starts: bool [B, T], True where a sentence of a packed row starts, which resets the state;
-            None = a row is one sentence.
-
-        Returns:
-          [B, T, D].
-        """
+    def __call__(
+        self, x: Float[Array, "B T D"], starts: Bool[Array, "B T"] | None
+    ) -> Float[Array, "B T D"]:
+        """Maps whole targets; where a sentence of a packed row `starts`, the state is reset."""
         forget, new = self._gate(x)
         kept = forget if starts is None else jnp.where(starts[..., None], 0, forget)
 
@@ -60,17 +55,13 @@ class SSRU(nn.Module):
         _, memory = lax.associative_scan(joined, (kept, new), axis=1)
         return jax.nn.relu(memory).astype(x.dtype)
 
-    def step(self, x: Array, memory: Array, positions: Array) -> tuple[Array, Array]:
-        """Maps one token of W hypotheses per sentence.
+    def step(
+        self, x: Float[Array, "B W D"], memory: Float[Array, "B W D"], positions: Int[Array, "B"]
+    ) -> tuple[Float[Array, "B W D"], Float[Array, "B W D"]]:
+        """Maps one token of W hypotheses per sentence, at the position of each sentence.
 
-        Args:
-          x: [B, W, D].
-          memory: [B, W, D], the state after the previous token, in float32 at least; not read at
-            position 0.
-          positions: int32 [B], the position of each sentence's token.
-
-        Returns:
-          [B, W, D], and the state after these tokens.
+        `memory` is the state after the previous token, in float32 at least, and not read at
+        position 0. Also returns the state after these tokens.
         """
         forget, new = self._gate(x)
         memory = jnp.where(positions[:, None, None] == 0, 0, forget * memory) + new

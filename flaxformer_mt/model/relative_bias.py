@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 from jax import Array, lax
+from jaxtyping import Float, Int
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.model.numerics import at_least_float32, embedding_init
+from flaxformer_mt.model.linear import embedding_init
+from flaxformer_mt.model.numerics import at_least_float32
 
 
 @functools.lru_cache
@@ -63,16 +65,10 @@ class RelativeBias(nn.Module):
     """Whether queries attend to later keys, too: True in the encoder."""
 
     @nn.compact
-    def __call__(self, queries: Array, keys: Array) -> Array:
-        """Computes the bias.
-
-        Args:
-          queries: int32 [B, T], positions.
-          keys: int32 [B, S], positions.
-
-        Returns:
-          [B, H, T, S], in float32 at least.
-        """
+    def __call__(
+        self, queries: Int[Array, "B T"], keys: Int[Array, "#B S"]
+    ) -> Float[Array, "B H T S"]:
+        """Computes the bias from the positions of queries and keys, in float32 at least."""
         c = self.config
         num_buckets = c.relative_position_buckets
         shape = (num_buckets, c.num_heads)

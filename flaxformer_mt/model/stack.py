@@ -10,7 +10,7 @@ from flax import linen as nn
 from jax.extend.core import Primitive
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.model.fused_attention.operation import is_fused_attention
+from flaxformer_mt.model.kernels.fused_attention import is_fused_attention
 from flaxformer_mt.model.logical_axes import mesh_platform
 
 
@@ -42,50 +42,39 @@ def stack(
     """
     is_loop = mesh_platform() == "cpu" if config.scan_layers == "auto" else config.scan_layers
     with _CREATING_CLASSES:
-        transformed = _transformed(layer, config, num_layers, methods, is_loop)
+        if config.remat in _POLICIES:
+            # Python bools are traced unless they are declared static.
+            names = list(inspect.signature(layer.__call__).parameters)
+            flags = tuple(names.index(name) for name in ("deterministic", "return_attention"))
+            # In unrolled layers, XLA would merge the second computation with the first.
+            layer = nn.remat(
+                layer,
+                prevent_cse=not is_loop,
+                static_argnums=flags,
+                policy=_POLICIES[config.remat],
+                methods=["__call__"],
+            )
+        transformed = nn.scan(
+            layer,
+            methods={
+                name: {
+                    # "intermediates" are read by the comparison with published models; otherwise
+                    # the collection is not requested, and nothing is stored.
+                    "variable_axes": {"params": 0, "intermediates": 0},
+                    "split_rngs": {"params": True, "dropout": True},
+                    "in_axes": in_axes,
+                    "length": num_layers,
+                    "unroll": 1 if is_loop else max(num_layers, 1),
+                }
+                for name, in_axes in methods.items()
+            },
+        )
     return transformed(config)
 
 
 # Flax removes fields of a layer's class while it makes a class of the transformed layer, and puts
 # them back afterwards. Several threads trace at once when they translate.
 _CREATING_CLASSES = threading.Lock()
-
-
-def _transformed(
-    layer: type[nn.Module],
-    config: TransformerConfig,
-    num_layers: int,
-    methods: dict[str, Any],
-    is_loop: bool,
-) -> type[nn.Module]:
-    """Returns the class of the stack; arguments as of `stack`."""
-    if config.remat in _POLICIES:
-        # Python bools are traced unless they are declared static.
-        names = list(inspect.signature(layer.__call__).parameters)
-        flags = tuple(names.index(name) for name in ("deterministic", "return_attention"))
-        # In unrolled layers, XLA would merge the second computation with the first.
-        layer = nn.remat(
-            layer,
-            prevent_cse=not is_loop,
-            static_argnums=flags,
-            policy=_POLICIES[config.remat],
-            methods=["__call__"],
-        )
-    return nn.scan(
-        layer,
-        methods={
-            name: {
-                # "intermediates" are read by the comparison with published models; otherwise the
-                # collection is not requested, and nothing is stored.
-                "variable_axes": {"params": 0, "intermediates": 0},
-                "split_rngs": {"params": True, "dropout": True},
-                "in_axes": in_axes,
-                "length": num_layers,
-                "unroll": 1 if is_loop else max(num_layers, 1),
-            }
-            for name, in_axes in methods.items()
-        },
-    )
 
 
 def _is_product(primitive: Primitive, *_: Any, **params: Any) -> bool:
@@ -100,11 +89,6 @@ _POLICIES: dict[str, Callable[..., bool] | None] = {"products": _is_product, "fu
 
 
 def layer_variables(layers: nn.Module, num_layers: int) -> list[Any]:
-    """Returns the variables of each layer, without the axis L.
-
-    Args:
-      layers: the module that `stack` returned, bound to its variables.
-      num_layers: L.
-    """
+    """Returns the variables of each layer of a bound `stack`, without the axis L."""
     _, stacked = layers.unbind()
     return [jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(num_layers)]

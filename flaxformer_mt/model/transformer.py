@@ -1,7 +1,7 @@
 """The encoder-decoder Transformer: tokens in, logits out."""
 
 import dataclasses
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +11,11 @@ from flax import struct
 from jax import Array, lax
 
 from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.errors import UserError
 from flaxformer_mt.model.attention import KeyValue
 from flaxformer_mt.model.cache import Cache, KeyValueCache, LayerState, RecurrentState
-from flaxformer_mt.model.decoder import Decoder
-from flaxformer_mt.model.encoder import Encoder
+from flaxformer_mt.model.layers import Decoder, Encoder
+from flaxformer_mt.model.linear import dense, embedding_init
 from flaxformer_mt.model.logical_axes import constrain, num_parts
 from flaxformer_mt.model.masks import (
     Visibility,
@@ -23,7 +24,7 @@ from flaxformer_mt.model.masks import (
     sentence_starts,
     visibility,
 )
-from flaxformer_mt.model.numerics import Dropout, at_least_float32, dense, embedding_init
+from flaxformer_mt.model.numerics import Dropout, at_least_float32
 from flaxformer_mt.model.positions import (
     POSITION_KINDS,
     attention_positions,
@@ -35,7 +36,7 @@ ZERO_VECTOR = -1
 
 @struct.dataclass
 class AttentionWeights:
-    """The attention weights of all layers, before dropout; None for attention that is absent."""
+    """The attention weights of all layers, before dropout; None if absent or not asked for."""
 
     encoder_self: Array | None
     """[L, B, H, S, S]"""
@@ -142,13 +143,28 @@ class OutputBias(nn.Module):
         shape, dtype = (c.target_vocab_size,), jnp.dtype(c.param_dtype)
         self.bias = self.param("bias", nn.initializers.zeros, shape, dtype)
 
+    def effective_bias(self) -> Array:
+        """Returns the bias [V], as `Dense.effective_bias` does."""
+        return self.bias
+
     def __call__(self, logits: Array) -> Array:
         """Adds the bias to logits [B, T, V]."""
-        return logits + self.bias.astype(logits.dtype)
+        return logits + self.effective_bias().astype(logits.dtype)
+
+
+def require_segment_ids(side: str, segment_ids: Array | None, positions: Array | None) -> None:
+    """Raises UserError for positions without segment ids.
+
+    A packed row would be read as one sentence, whose tokens attend to those of the others.
+    """
+    if positions is not None and segment_ids is None:
+        raise UserError(
+            f"{side}_positions without {side}_segment_ids: give both for packed rows, or neither; "
+            "rows of one padded sentence have segment id 1, and 0 in padding"
+        )
 
 
 def _columns(length: int, positions: Array | None) -> Array:
-    """Returns the given positions [B, T], or else each column's index [1, T]."""
     return jnp.arange(length, dtype=jnp.int32)[None] if positions is None else positions
 
 
@@ -189,9 +205,9 @@ class Transformer(nn.Module):
         encoder_positions: Array | None = None,
         decoder_positions: Array | None = None,
         deterministic: bool = True,
-        return_attention: bool = False,
+        return_attention: bool | Literal["cross"] = False,
         project: bool = True,
-    ) -> Array | OutputFactors | tuple[Array, AttentionWeights]:
+    ) -> Array | OutputFactors | tuple[Array | OutputFactors, AttentionWeights]:
         """Computes the logits of every next target token.
 
         Args:
@@ -204,7 +220,8 @@ class Transformer(nn.Module):
             column.
           decoder_positions: int32 [B, T], the same for the target.
           deterministic: no dropout; otherwise `rngs={"dropout": key}` is needed.
-          return_attention: also return the attention of every layer.
+          return_attention: also return the attention of every layer; "cross" = only that from
+            target to source. Attention that is returned is computed by einsum, not by a kernel.
           project: False returns the factors of the output projection instead of the logits.
 
         Returns:
@@ -227,7 +244,7 @@ class Transformer(nn.Module):
                 encoder_segment_ids,
                 encoder_positions,
                 deterministic=deterministic,
-                return_attention=return_attention,
+                return_attention=return_attention is True,
             )
             cross_visibility = visibility(
                 decoder_input_tokens,
@@ -264,12 +281,10 @@ class Transformer(nn.Module):
             deterministic=deterministic,
             return_attention=return_attention,
         )
-        if not project:
-            return self._output_factors(x)
-        logits = self._logits(x)
+        outputs = self._logits(x) if project else self._output_factors(x)
         if return_attention:
-            return logits, AttentionWeights(encoder_self, decoder_self, decoder_cross)
-        return logits
+            return outputs, AttentionWeights(encoder_self, decoder_self, decoder_cross)
+        return outputs
 
     def encode(
         self,
@@ -279,14 +294,13 @@ class Transformer(nn.Module):
         encoder_positions: Array | None = None,
         deterministic: bool = True,
     ) -> Array:
-        """Encodes source tokens, int32 [B, S]; arguments as in `__call__`.
-
-        Returns:
-          [B, S, D], in the compute dtype.
+        """Encodes source tokens, int32 [B, S], to [B, S, D] in the compute dtype.
 
         Raises:
           ValueError: the row is longer than the table of learned positions.
+          UserError: positions are given without segment ids.
         """
+        require_segment_ids("encoder", encoder_segment_ids, encoder_positions)
         return self._encode(
             encoder_input_tokens,
             encoder_segment_ids,
@@ -332,7 +346,7 @@ class Transformer(nn.Module):
             shape: tuple[int, ...] = (batch_size, beam_size, c.d_model)
             state = RecurrentState(jnp.zeros(shape, at_least_float32(dtype)))
         else:
-            shape = (batch_size, c.num_heads, max_length, beam_size, c.key_width)
+            shape = (batch_size, c.kv_heads, max_length, beam_size, c.key_width)
             state = KeyValueCache.empty(shape, c.value_width, dtype)
         ancestry = jnp.zeros((batch_size, beam_size, max_length), jnp.int32)
         return Cache(tuple(state for _ in layers), cross, cross_mask, ancestry)
@@ -380,7 +394,6 @@ class Transformer(nn.Module):
         return logits, cache, attention.mean(axis=1)
 
     def _encode(self, tokens, segment_ids, positions, *, deterministic, return_attention):
-        """Embeds source tokens [B, S] and returns the result of `Encoder`."""
         c, length = self.config, tokens.shape[1]
         x = (self.target_embedding if c.shares_source_and_target else self.source_embedding)(tokens)
         positions = _columns(length, positions)
@@ -396,14 +409,12 @@ class Transformer(nn.Module):
         )
 
     def _embed_target(self, tokens, positions, deterministic, length):
-        """Embeds tokens [B, T] at positions below `length`: the decoder's input [B, T, D]."""
         x = self.target_embedding(tokens)
         if self.target_positions is not None:
             x = x + self.target_positions(positions, length)
         return self.embedding_dropout(x, deterministic=deterministic)
 
     def _logits(self, x: Array) -> Array:
-        """Maps [B, T, D] to logits [B, T, V]."""
         c = self.config
         if c.shares_target_and_output:
             logits = self.target_embedding.attend(x)
@@ -415,9 +426,8 @@ class Transformer(nn.Module):
         return constrain(logits, "batch", "length", "vocabulary")
 
     def _output_factors(self, x: Array) -> OutputFactors:
-        """Returns the factors of `_logits` for the decoder's output [B, T, D]."""
         c = self.config
         tied = c.shares_target_and_output
-        table = self.target_embedding.embedding if tied else self.output.kernel.T
-        bias = self.output.bias if c.output_bias else None
+        table = self.target_embedding.embedding if tied else self.output.effective_kernel().T
+        bias = self.output.effective_bias() if c.output_bias else None
         return OutputFactors(x, table, bias, c.d_model**-0.5 if c.scale_logits else 1.0)

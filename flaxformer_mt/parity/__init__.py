@@ -13,15 +13,15 @@ if importlib.util.find_spec("torch") is None:
 
 from flaxformer_mt.parity.any_model.compare_models import compare_models
 from flaxformer_mt.parity.any_model.taps import equinox_taps, linen_taps, scope, tap
-from flaxformer_mt.parity.assertion import assert_parity
-from flaxformer_mt.parity.compare import compare
-from flaxformer_mt.parity.diagnosis.diagnose import Diagnosis
+from flaxformer_mt.parity.compare_family import compare
+from flaxformer_mt.parity.diagnosis.first_cause import Diagnosis
+from flaxformer_mt.parity.reports.baseline import assert_parity
 from flaxformer_mt.parity.reports.comparison import Row
 from flaxformer_mt.parity.reports.plots import plot_trajectory
 from flaxformer_mt.parity.reports.report import Report
 from flaxformer_mt.parity.tokens import Tokens, example
 from flaxformer_mt.parity.trace import Tap, for_layers, softmax_input, softmax_output, time_major
-from flaxformer_mt.parity.trajectory import Trajectory, trajectory
+from flaxformer_mt.parity.trajectories import Trajectory, trajectory
 
 __all__ = [
     "Diagnosis",

@@ -14,14 +14,13 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.memory_limits import host_memory, require_memory
 from flaxformer_mt.parity import published, references
-from flaxformer_mt.parity.compare import compare
+from flaxformer_mt.parity.compare_family import compare
 from flaxformer_mt.parity.model_pair import Tables
 from flaxformer_mt.parity.published import Dtype, PublishedModel
 from flaxformer_mt.parity.recipes import recipe
 from flaxformer_mt.parity.reports.report import Report
 from flaxformer_mt.parity.saved.compare_saved import compare_saved
-from flaxformer_mt.parity.saved.files import SavedValues
-from flaxformer_mt.parity.saved.script import script
+from flaxformer_mt.parity.saved.files import SavedValues, script
 from flaxformer_mt.parity.settings import SettingDifference
 from flaxformer_mt.parity.tokens import check_special_tokens, example
 from flaxformer_mt.presets import FAMILIES, canonical_family, check_fields, preset
@@ -42,7 +41,6 @@ SIZES: dict[Size, dict[str, int]] = {
     # The other sizes are those of the preset, usually D 512, F 2048, H 8 and 6 + 6 layers.
     "base": {"source_vocab_size": 4001, "target_vocab_size": 3989},
 }
-"""Sizes of references with random weights."""
 
 # Heads whose width is not D / H.
 _TOY_HEADS = {
@@ -81,14 +79,10 @@ def check_family(
       size: the size of a reference with random weights; biases and norms are perturbed, too.
       num_steps: optimizer steps to compare, by the family's recipe.
       seed: seed of the weights and the sentences.
-      checkpoint: a file or folder with the weights (and sizes) of the reference; by default random
-        weights.
-      saved: what another program computed with the checkpoint. Our model is compared with these
-        values instead of a reference.
-      tables: the tables of positions of both sides: "exact" ones in `dtype`, or the "published"
-        ones, rounded to float32. Default: those of the program that saved values, else exact.
-      **settings: fields of `TransformerConfig` that override the size, or that the checkpoint does
-        not determine.
+      checkpoint: a file or folder with the weights (and sizes) of the reference.
+      saved: what another program computed with the checkpoint, instead of a reference.
+      tables: see `compare`; by default "published" with saved values, else "exact".
+      **settings: fields of `TransformerConfig` that override the size or the checkpoint.
 
     Raises:
       UserError: the family, a setting or the checkpoint is invalid.
@@ -144,16 +138,7 @@ def check_family(
 
 
 def saving_script(family: str, checkpoint: str | os.PathLike[str] | None, **settings: Any) -> str:
-    """Returns a script that saves the values of another program, see `saved/script.py`.
-
-    Args:
-      family: a key of `presets.FAMILIES`.
-      checkpoint: the checkpoint whose vocabularies the sentences fit; None for small ones.
-      **settings: as for `check_family`.
-
-    Raises:
-      UserError: as `check_family`; or the model has no embeddings.
-    """
+    """Returns a script that saves the values of another program; arguments as `check_family`."""
     family = canonical_family(family)
     if checkpoint is None:
         config, _ = random_reference(family, "float32", "toy", 0, **settings)
@@ -167,7 +152,6 @@ def saving_script(family: str, checkpoint: str | os.PathLike[str] | None, **sett
 def _contradicted(
     stated: Mapping[str, Any], given: Mapping[str, Any]
 ) -> tuple[SettingDifference, ...]:
-    """Returns the given settings that the checkpoint itself has otherwise."""
     return tuple(
         SettingDifference(name, ours, stated[name], "the checkpoint's own settings")
         for name, ours in given.items()
@@ -181,7 +165,6 @@ def _reservation(
     given: Mapping[str, Any],
     tables: Tables,
 ) -> list[str]:
-    """Returns what the comparison with a reference built from the same settings rests on."""
     stated = model.stated()
     names = sorted({"num_heads", "pad_id", "bos_id", "eos_id"} | model.family.open_switches)
     assumed = [name for name in names if name not in stated and name not in given]
@@ -208,10 +191,7 @@ def _reservation(
 def random_reference(
     family: str, dtype: Dtype, size: Size, seed: int, **settings: Any
 ) -> tuple[TransformerConfig, nn.Module]:
-    """Returns the configuration and the reference of a family with random weights.
-
-    See `check_family` for arguments and errors.
-    """
+    """Returns the configuration and the reference of a family with random weights."""
     family = canonical_family(family)
     sizes: dict[str, Any] = {**SIZES[size], **settings}
     if size == "toy":
@@ -240,31 +220,3 @@ def _needs_one_vocabulary(family: str, settings: Mapping[str, Any]) -> bool:
     names = ("has_inputs", "tie_embeddings")
     chosen = {name: settings[name] for name in names if name in settings}
     return preset(family, **chosen).shares_source_and_target
-
-
-def load_reference(
-    family: str,
-    path: str | os.PathLike[str],
-    dtype: Dtype,
-    tables: Tables = "exact",
-    **overrides: Any,
-) -> tuple[TransformerConfig, nn.Module]:
-    """Returns the configuration and the reference of a family with the weights of a file.
-
-    Args:
-      family: a key of `presets.FAMILIES`.
-      path: the checkpoint: a file or, for families that have them, the folder of a whole model.
-      dtype: the dtype that the weights are cast to.
-      tables: "exact" recomputes tables that are not learned in `dtype`.
-      **overrides: settings that the file does not determine, see `interop.load`.
-
-    Returns:
-      The configuration of the file, and the module.
-
-    Raises:
-      UserError: as `interop.load`; or the reference lacks a tensor of the file.
-    """
-    model = published.read(family, path)
-    config = model.configure(overrides)
-    check_special_tokens(config)
-    return config, model.reference(config, dtype, tables)

@@ -1,17 +1,10 @@
-"""Our model and a reference with the same weights, and how each is run.
+"""Our model and a reference of its family with the same weights, and how each is run."""
 
-Our model is a function of the *reference's* tensors, which it maps to its own parameters. Gradients
-are therefore with respect to the reference's tensors: those of tied tensors are summed, those of a
-folded matrix are pulled back through the fold, and an optimizer can update the same tensors as the
-reference's optimizer.
-"""
-
-import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +20,10 @@ from flaxformer_mt.interop.weight_maps import checkpoints
 from flaxformer_mt.interop.weight_maps.family import sinusoids
 from flaxformer_mt.model.masks import causal_mask
 from flaxformer_mt.model.transformer import Transformer
-from flaxformer_mt.parity import references
-from flaxformer_mt.parity.recipes import Recipe, ReferenceLoss, recipe
+from flaxformer_mt.objectives.losses import label_smoothed_cross_entropy
+from flaxformer_mt.parity.any_model.program import TracedFunction, trace
+from flaxformer_mt.parity.recipes import Recipe, recipe
+from flaxformer_mt.parity.sides import Pair, copied
 from flaxformer_mt.parity.tokens import (
     Padding,
     Tokens,
@@ -36,15 +31,12 @@ from flaxformer_mt.parity.tokens import (
     check_special_tokens,
     padding,
 )
+from flaxformer_mt.parity.trace import Values, sites, values_of_model
 from flaxformer_mt.presets import canonical_family
-from flaxformer_mt.training.losses import Convention, label_smoothed_cross_entropy
 
 Tables = Literal["exact", "published"]
 """Tables of positions. exact: computed in the dtype of the comparison; published: those of the
 reference or, if they are not among its tensors, rounded to float32."""
-
-# Compilation would dominate the run time; the results do not depend on the optimization level.
-COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}
 
 Forward = Callable[[nn.Module, Tokens], torch.Tensor]
 
@@ -53,6 +45,14 @@ Forward = Callable[[nn.Module, Tokens], torch.Tensor]
 class OurModel:
     """Our model as functions of the reference's tensors by name, with tied tensors given once."""
 
+    loss_families: ClassVar[tuple[str, ...]] = (
+        "jadore801120",
+        "annotated",
+        "tunz",
+        "torch",
+        "fairseq",
+    )
+    """They cover every convention of label smoothing."""
     family: interop.Family
     config: TransformerConfig
     recipe: Recipe
@@ -61,11 +61,7 @@ class OurModel:
     def logits(
         self, tensors: Mapping[str, Any], tokens: Tokens, *, with_intermediates: bool = False
     ) -> Any:
-        """Computes the logits [B, T, V] of our model.
-
-        Returns:
-          The logits or, with intermediates, the logits and the intermediate values.
-        """
+        """Computes the logits [B, T, V]; with intermediates, returns these as well."""
         to_params = interop.differentiable(self.family, self.config, tuple(tensors))
         config, params = self.config, to_params(tensors)
         if self.tables == "published" and config.position_kind == "sinusoidal":
@@ -95,7 +91,6 @@ class OurModel:
     def _with_published_tables(
         self, params: dict[str, Any], tensors: Mapping[str, Any]
     ) -> tuple[TransformerConfig, dict[str, Any]]:
-        """Returns the equivalent model whose positions are parameters: the published tables."""
         width = self.config.d_model
         exact = sinusoids(self.config)(self.config.max_length)
         rounded = jnp.asarray(exact.astype(np.float32), jnp.dtype(self.config.param_dtype))
@@ -112,26 +107,35 @@ class OurModel:
         }
         return config, params | positions
 
-    def loss(self, logits: Array, tokens: Tokens, convention: Convention | None = None) -> Array:
+    def run(self, tensors: Mapping[str, Any], batch: Tokens) -> tuple[Sequence[Array], Any]:
+        """Returns the logits, and the intermediate values."""
+        logits, kept = self.logits(tensors, batch, with_intermediates=True)
+        return [logits], kept["intermediates"]
+
+    def by_site(self, outputs: Sequence[Array], values: Any) -> Values:
+        """Returns all values by site."""
+        return values_of_model(self.config, values) | {"logits": np.asarray(outputs[0])}
+
+    def loss(self, outputs: Sequence[Array], batch: Tokens, family: str = "") -> Array:
         """Computes the loss per target token, by default with the convention of the recipe."""
+        (logits,) = outputs
         total, weight = label_smoothed_cross_entropy(
             logits,
-            classes(tokens, logits.shape[-1], self.config.pad_id),
-            tokens.target_output != self.config.pad_id,
+            classes(batch, logits.shape[-1], self.config.pad_id),
+            batch.target_output != self.config.pad_id,
             self.recipe.smoothing,
-            convention or self.recipe.convention,
+            (recipe(family) if family else self.recipe).convention,
             self.config.pad_id,
         )
         return total / weight
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelPair:
+class ModelPair(Pair):
     """Our model and a PyTorch reference with the same weights."""
 
     ours: OurModel
     params: Mapping[str, Any]
-    """Our parameters, as returned by `interop.load`."""
     module: nn.Module
     forward: Forward
 
@@ -140,24 +144,16 @@ class ModelPair:
         """The dtype of both sides."""
         return self.ours.config.param_dtype
 
-    def trained(self) -> dict[str, np.ndarray]:
-        """Copies the reference's trainable parameters by name, with tied tensors given once."""
-        return {name: _copy(p) for name, p in self.module.named_parameters() if p.requires_grad}
-
     def fixed(self) -> dict[str, np.ndarray]:
-        """Copies the reference's other tensors by name."""
+        """Copies the reference's tensors that are not trained, by name."""
         trained = {id(p) for p in self.module.parameters() if p.requires_grad}
         state = self.module.state_dict(keep_vars=True)
-        return {name: _copy(tensor) for name, tensor in state.items() if id(tensor) not in trained}
+        return {name: copied(tensor) for name, tensor in state.items() if id(tensor) not in trained}
 
-    def logits(self, tokens: Tokens) -> torch.Tensor:
-        """Computes the logits [B, T, V] of the reference, differentiably.
-
-        Raises:
-          UserError: the module returns neither [B, T, V] nor [B*T, V].
-        """
-        logits = self.forward(self.module, tokens)
-        rows = tokens.target_output.shape
+    def outputs(self, batch: Tokens) -> dict[str, torch.Tensor]:
+        """Computes the logits [B, T, V], differentiably; raises UserError if they are not that."""
+        logits = self.forward(self.module, batch)
+        rows = batch.target_output.shape
         vocabulary = self.ours.config.target_vocab_size or self.ours.config.d_model
         shapes = {(*rows, vocabulary), (math.prod(rows), vocabulary)}
         if not isinstance(logits, torch.Tensor) or tuple(logits.shape) not in shapes:
@@ -165,18 +161,31 @@ class ModelPair:
             raise UserError(
                 f"the module returns {what}, not logits {(*rows, vocabulary)}: give forward="
             )
-        return logits.reshape(*rows, vocabulary)
+        return {"logits": logits.reshape(*rows, vocabulary)}
 
     def loss(
-        self, logits: torch.Tensor, tokens: Tokens, its_loss: ReferenceLoss | None = None
+        self, outputs: Mapping[str, torch.Tensor], batch: Tokens, family: str = ""
     ) -> torch.Tensor:
         """Computes the loss per target token, by default with the loss of the recipe."""
-        pad_id = self.ours.config.pad_id
-        targets = torch.tensor(classes(tokens, logits.shape[-1], pad_id)).long()
-        total, count = (its_loss or self.ours.recipe.loss)(
+        logits, pad_id = outputs["logits"], self.ours.config.pad_id
+        targets = torch.tensor(classes(batch, logits.shape[-1], pad_id)).long()
+        its_loss = (recipe(family) if family else self.ours.recipe).loss
+        total, count = its_loss(
             logits.flatten(0, 1), targets.flatten(), self.ours.recipe.smoothing, pad_id
         )
         return total / count
+
+    def traced(self, batch: Tokens) -> tuple[TracedFunction, list[Any]]:
+        """Returns our model as a traced function whose intermediates are the sites."""
+        tensors = {**self.trained(), **self.fixed()}
+        function = trace(self.ours.run, tensors, (batch,), intermediates=False)
+        numbers = dict(zip(function.output_names, function.outputs, strict=True))
+        found = {}
+        for site in sites(self.ours.config):
+            path = f"1/{site.path}/{site.call}"
+            number = numbers[path] if path in numbers else numbers[f"{path}/0"]
+            found[site.name] = number if site.layer is None else function.stacks[number][site.layer]
+        return function.with_sites(found, outputs=("0/0",)), jax.tree.leaves((tensors, batch))
 
 
 def model_pair(
@@ -187,20 +196,7 @@ def model_pair(
     its_recipe: Recipe | None = None,
     tables: Tables = "exact",
 ) -> ModelPair:
-    """Pairs a reference with our model, which gets its weights.
-
-    Args:
-      family: the weight map of the module.
-      module: the reference, in float32 or float64; it is not modified.
-      overrides: settings that tensors do not determine, for `interop.load`.
-      forward: how to run the module; by default `module(source, target_input)` with int64 tensors
-        [B, S] and [B, T].
-      its_recipe: how it is trained; by default the family's recipe.
-      tables: the tables of positions of our model.
-
-    Raises:
-      UserError: the module's tensors are not the family's, or special tokens collide.
-    """
+    """Pairs a reference with our model, which gets its weights; arguments as for `compare`."""
     config, params = interop.load(family, module.state_dict(), **overrides)
     check_special_tokens(config)
     if isinstance(family, str):
@@ -231,29 +227,6 @@ def classes(tokens: Tokens, vocabulary: int, pad_id: int) -> np.ndarray:
     return (found + shared.astype(found.dtype)) % vocabulary
 
 
-@contextlib.contextmanager
-def precision(dtype: str) -> Iterator[None]:
-    """Sets the default precision of JAX and PyTorch to `dtype`."""
-    with jax.enable_x64(dtype == "float64"), references.default_dtype(dtype):
-        yield
-
-
-@contextlib.contextmanager
-def without_dropout(module: nn.Module) -> Iterator[None]:
-    """Puts a module into evaluation mode, and restores its mode on exit."""
-    was_training = {part: part.training for part in module.modules()}
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, training in was_training.items():
-            part.training = training
-
-
-def _copy(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.detach().clone().numpy()
-
-
 def _on_tokens(module: nn.Module, tokens: Tokens) -> torch.Tensor:
     source, target = (torch.tensor(array).long() for array in tokens[:2])
     return module(source, target)
@@ -270,7 +243,6 @@ def _vectors(d_model: int) -> np.ndarray:
 def _source_and_target(
     config: TransformerConfig, tokens: Tokens
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the inputs of bare layers, [B, S, D] and [B, T, D]."""
     dtype = getattr(torch, config.dtype)
     table = torch.tensor(_vectors(config.d_model), dtype=dtype)
     return table[tokens.source % config.d_model], table[tokens.target_input % config.d_model]

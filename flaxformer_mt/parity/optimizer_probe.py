@@ -66,16 +66,10 @@ class _Constants(NamedTuple):
     """The first update of a parameter of 1 without a gradient, relative to the rate."""
     epsilon: float | None
     moments: tuple[float, float] | None
-    """The decay rates of both moments."""
 
 
 def differences(ours: np.ndarray, theirs: np.ndarray) -> list[str]:
-    """Returns how two optimizers differ, one sentence each; nothing if they do the same.
-
-    Args:
-      ours: from `updates_of_optax`.
-      theirs: from `updates_of_torch`.
-    """
+    """Returns how two optimizers differ, one sentence each, from their updates."""
     our, their = _constants(ours), _constants(theirs)
     found = []
     if not np.isclose(our.rate, their.rate, rtol=1e-4):
@@ -110,7 +104,6 @@ def _constants(updates: np.ndarray) -> _Constants:
 
 
 def _epsilon(ratios: np.ndarray) -> float | None:
-    """Solves for epsilon from updates relative to the first; None if they are not Adam's."""
     with np.errstate(divide="ignore", invalid="ignore"):
         solved = (1 / ratios - 1) / (1 / _GRADIENTS - 1 / (ratios * _LARGEST))
     usable = (ratios > 1e-3) & (ratios < 1 - 1e-3) & (solved > 0)

@@ -30,19 +30,10 @@ class PublishedModel:
     source: Path
     tensors: Tensors
     checkpoint: PublishedCheckpoint | None
-    """The content of a file; None for a folder."""
     config: TransformerConfig | None
-    """The configuration of a folder; None for a file."""
 
     def configure(self, overrides: Mapping[str, Any]) -> TransformerConfig:
-        """Returns the configuration.
-
-        Args:
-          overrides: fields that replace those of the checkpoint, except for sizes.
-
-        Raises:
-          UserError: the family cannot have them, or they do not fit the tensors.
-        """
+        """Returns the configuration with `overrides`, which cannot be sizes."""
         config = self.unchecked(overrides)
         with checkpoints.error_context(self.source, self.family.name):
             rules = mapping.rules_for(self.family, config, self.tensors)
@@ -70,11 +61,7 @@ class PublishedModel:
         return {name: value for name, value in guessed.items() if bare.get(name) != value}
 
     def reference(self, config: TransformerConfig, dtype: Dtype, tables: Tables) -> nn.Module:
-        """Returns the family's reference with these weights, in evaluation mode.
-
-        Raises:
-          UserError: the reference lacks a tensor of the checkpoint, or has another shape.
-        """
+        """Returns the family's reference with these weights, in evaluation mode."""
         options = _options(self.family.name, self.tensors)
         module = references.of_config(self.family.name, config, dtype, **options)
         shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
@@ -102,16 +89,7 @@ class PublishedModel:
 
 
 def read(family: str, path: str | os.PathLike[str]) -> PublishedModel:
-    """Reads a checkpoint.
-
-    Args:
-      family: a key of `presets.FAMILIES`.
-      path: a file as for `interop.load` or, for families that have them, the folder of a whole
-        model.
-
-    Raises:
-      UserError: it cannot be read.
-    """
+    """Reads a checkpoint file or, for families that have them, the folder of a whole model."""
     its_map, path = interop.FAMILIES[canonical_family(family)], Path(path)
     if path.is_dir():
         bundle, _ = convert.read_bundle(its_map.name, path, {})
@@ -123,7 +101,6 @@ def read(family: str, path: str | os.PathLike[str]) -> PublishedModel:
 
 
 def _options(family: str, tensors: Iterable[str]) -> dict[str, Any]:
-    """Infers options of the reference that are not part of the configuration."""
     has_source_attention = any(".src_attn." in name for name in tensors)
     if family in ("annotated", "annotated_wide_heads") and not has_source_attention:
         return {"source_attention": "self_attn"}

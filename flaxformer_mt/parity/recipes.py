@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from flaxformer_mt.config import OptimizerConfig
+from flaxformer_mt.objectives.losses import Convention
 from flaxformer_mt.parity.references import losses
 from flaxformer_mt.presets import canonical_family
-from flaxformer_mt.training.losses import Convention
 
 ReferenceLoss: TypeAlias = Callable[[Tensor, Tensor, float, int], tuple[Tensor, Tensor]]
 """Maps logits [N, V], targets [N], smoothing and padding id to a sum and its normalizer."""
@@ -28,17 +28,12 @@ class Recipe:
     """
 
     convention: Convention
-    """Our convention of label smoothing."""
     optimizer: OptimizerConfig
-    """Our optimizer and schedule."""
     loss: ReferenceLoss = dataclasses.field(compare=False)
-    """The published loss."""
     adam: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = dataclasses.field(compare=False)
-    """The published optimizer."""
     rate: Callable[[int, int], float] = dataclasses.field(compare=False)
     """The published learning rate, of the update t = 1, 2, ... and D."""
     smoothing: float = 0.1
-    """e of the label smoothing, on both sides."""
     source_padding: Literal["left", "right"] = "right"
     """The side on which source sentences are padded."""
     counts_tokens: bool = False
@@ -49,12 +44,40 @@ class Recipe:
 def recipe(family: str, warmup_steps: int = 4000, num_steps: int = 100_000) -> Recipe:
     """Returns the recipe of a family, by default that of `torch`.
 
-    Args:
-      family: its name.
-      warmup_steps: the number of warm-up updates.
-      num_steps: the total number of updates, on which one-cycle schedules depend.
+    Warm-up and total are numbers of updates; one-cycle schedules depend on the total.
     """
-    return _RECIPES.get(canonical_family(family), _torch)(warmup_steps, num_steps)
+    warmup = warmup_steps
+    match canonical_family(family):
+        case "jadore801120":
+            return _noam("others", losses.jadore801120, 2.0, warmup)
+        case "annotated":
+            return _noam("non_pad_kl", losses.annotated, 1.0, warmup)
+        case "annotated_wide_heads":
+            return _annotated_wide_heads(num_steps)
+        case "tunz":
+            return _tunz(warmup)
+        case "opennmt":  # OpenNMT-py's recipe of Transformers.
+            return _noam("uniform", losses.torch_cross_entropy, 2.0, warmup, beta2=0.998)
+        case "marian":  # `--lr-warmup W --lr-decay-inv-sqrt W` at the rate of OPUS-MT's recipe.
+            return _inverse_square_root("uniform", losses.torch_cross_entropy, 3e-4, warmup)
+        case "fairseq":
+            return _inverse_square_root(
+                "others",
+                losses.fairseq,
+                5e-4,
+                warmup,
+                epsilon=1e-8,
+                source_padding="left",
+                counts_tokens=True,
+            )
+        case _:  # PyTorch's translation tutorial.
+            return _recipe(
+                "uniform",
+                losses.torch_cross_entropy,
+                lambda t, d_model: 1e-4,
+                schedule="constant",
+                learning_rate=1e-4,
+            )
 
 
 def _recipe(
@@ -67,7 +90,6 @@ def _recipe(
     counts_tokens: bool = False,
     **schedule: Any,
 ) -> Recipe:
-    """Returns a recipe with Adam; `schedule` has further fields of our `OptimizerConfig`."""
     return Recipe(
         convention=convention,
         optimizer=OptimizerConfig(beta1=0.9, beta2=beta2, epsilon=epsilon, **schedule),
@@ -79,29 +101,35 @@ def _recipe(
     )
 
 
-def _jadore801120(warmup: int, num_steps: int) -> Recipe:
+def _noam(
+    convention: Convention, loss: ReferenceLoss, rate: float, warmup: int, beta2: float = 0.98
+) -> Recipe:
     return _recipe(
-        "others",
-        losses.jadore801120,
-        lambda t, d_model: losses.noam_rate(t, 2.0, d_model, warmup),
+        convention,
+        loss,
+        lambda t, d_model: losses.noam_rate(t, rate, d_model, warmup),
+        beta2=beta2,
         schedule="noam",
-        learning_rate=2.0,
+        learning_rate=rate,
         warmup_steps=warmup,
     )
 
 
-def _annotated(warmup: int, num_steps: int) -> Recipe:
+def _inverse_square_root(
+    convention: Convention, loss: ReferenceLoss, rate: float, warmup: int, **options: Any
+) -> Recipe:
     return _recipe(
-        "non_pad_kl",
-        losses.annotated,
-        lambda t, d_model: losses.noam_rate(t, 1.0, d_model, warmup),
-        schedule="noam",
-        learning_rate=1.0,
+        convention,
+        loss,
+        lambda t, d_model: losses.inverse_square_root_rate(t, rate, warmup),
+        schedule="inverse_square_root",
+        learning_rate=rate,
         warmup_steps=warmup,
+        **options,
     )
 
 
-def _annotated_wide_heads(warmup: int, num_steps: int) -> Recipe:
+def _annotated_wide_heads(num_steps: int) -> Recipe:
     # fastai also schedules Adam's beta1, which is omitted on both sides.
     total = max(num_steps, 10)
     rise = round(0.3 * total)
@@ -119,7 +147,7 @@ def _annotated_wide_heads(warmup: int, num_steps: int) -> Recipe:
     )
 
 
-def _tunz(warmup: int, num_steps: int) -> Recipe:
+def _tunz(warmup: int) -> Recipe:
     return _recipe(
         "others_kl",
         losses.tunz,
@@ -129,65 +157,3 @@ def _tunz(warmup: int, num_steps: int) -> Recipe:
         learning_rate=2.0,
         warmup_steps=warmup,
     )
-
-
-def _torch(warmup: int, num_steps: int) -> Recipe:
-    """PyTorch's translation tutorial: a constant rate of 1e-4."""
-    return _recipe(
-        "uniform",
-        losses.torch_cross_entropy,
-        lambda t, d_model: 1e-4,
-        schedule="constant",
-        learning_rate=1e-4,
-    )
-
-
-def _marian(warmup: int, num_steps: int) -> Recipe:
-    """Marian's `--lr-warmup W --lr-decay-inv-sqrt W` at the rate of OPUS-MT's recipe."""
-    return _recipe(
-        "uniform",
-        losses.torch_cross_entropy,
-        lambda t, d_model: losses.inverse_square_root_rate(t, 3e-4, warmup),
-        schedule="inverse_square_root",
-        learning_rate=3e-4,
-        warmup_steps=warmup,
-    )
-
-
-def _fairseq(warmup: int, num_steps: int) -> Recipe:
-    return _recipe(
-        "others",
-        losses.fairseq,
-        lambda t, d_model: losses.inverse_square_root_rate(t, 5e-4, warmup),
-        epsilon=1e-8,
-        schedule="inverse_square_root",
-        learning_rate=5e-4,
-        warmup_steps=warmup,
-        source_padding="left",
-        counts_tokens=True,
-    )
-
-
-def _opennmt(warmup: int, num_steps: int) -> Recipe:
-    """OpenNMT-py's Transformer recipe: `noam` at rate 2, beta2 0.998."""
-    return _recipe(
-        "uniform",
-        losses.torch_cross_entropy,
-        lambda t, d_model: losses.noam_rate(t, 2.0, d_model, warmup),
-        beta2=0.998,
-        schedule="noam",
-        learning_rate=2.0,
-        warmup_steps=warmup,
-    )
-
-
-_RECIPES: dict[str, Callable[[int, int], Recipe]] = {
-    "jadore801120": _jadore801120,
-    "annotated_wide_heads": _annotated_wide_heads,
-    "annotated": _annotated,
-    "tunz": _tunz,
-    "torch": _torch,
-    "marian": _marian,
-    "fairseq": _fairseq,
-    "opennmt": _opennmt,
-}

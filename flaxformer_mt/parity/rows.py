@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from flaxformer_mt.parity.reports.comparison import Row
-from flaxformer_mt.parity.trajectory import Curves, Trajectory
+from flaxformer_mt.parity.trajectories import Curves, Trajectory
 
 VALUES = {"float64": 1e-10, "float32": 2e-5}
 """Tolerance of values, relative to the site's largest magnitude; in float32 to at least 1, because
@@ -24,7 +24,7 @@ def gradient_rows(
     ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray], dtype: str
 ) -> Iterator[Row]:
     """Yields the row of each parameter's gradient, relative to the largest of all gradients."""
-    scale = max(map(largest, theirs.values()))
+    scale = max(map(largest, theirs.values()), default=0.0)
     for name, expected in theirs.items():
         yield row(f"gradient/{name}", ours[name], expected, GRADIENTS[dtype] * scale, scale)
 

@@ -8,18 +8,15 @@ from torch import nn
 from flaxformer_mt.config import TransformerConfig
 
 HEAD_COUNTS = ("num_heads", "n_heads", "n_head", "nhead", "head_count", "h")
-"""Attributes in which published attentions keep their number of heads."""
 HEAD_COUNTS_OF = {"tunz": ("head_size",)}
 """Further ones of a family; elsewhere the name has another meaning."""
 PADDING_IDS = ("padding_idx", "pad_id", "pad_idx", "src_pad_idx", "trg_pad_idx", "pad")
-"""Attributes in which published models keep the id of the padding token."""
 
 
 class SettingDifference(NamedTuple):
     """A setting that a module has otherwise than our configuration."""
 
     name: str
-    """A field of `TransformerConfig`."""
     ours: Any
     theirs: Any
     where: str
@@ -35,11 +32,6 @@ def differing_settings(
     """Returns the settings that the attributes of a module's parts contradict.
 
     A module whose parts have several values says nothing, since only one of them may be used.
-
-    Args:
-      config: the configuration of our model.
-      module: the reference, whose attributes have the published meaning.
-      family: the name of its family.
     """
     names: dict[str, tuple[str, ...]] = {"num_heads": HEAD_COUNTS + HEAD_COUNTS_OF.get(family, ())}
     if config.target_vocab_size:

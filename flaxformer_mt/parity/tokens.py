@@ -31,13 +31,8 @@ class Padding(NamedTuple):
 
 
 def padding(tokens: Tokens, pad_id: int) -> Padding:
-    """Returns the masks of real tokens; the target's is that of its outputs.
-
-    (Some models start decoding with `pad_id`, so that the inputs are ambiguous.)
-
-    Raises:
-      UserError: the batch has no real target token.
-    """
+    """Returns the masks of real tokens; the target's is that of its outputs."""
+    # Some models start decoding with `pad_id`, so that the inputs are ambiguous.
     found = Padding(tokens.source != pad_id, tokens.target_output != pad_id)
     if not found.target.any():
         raise UserError("the batch has no target token that is not padding")
@@ -49,9 +44,6 @@ def check_special_tokens(config: TransformerConfig) -> None:
 
     Start and end may be one token, as in fairseq. Start and padding may be one token, as in Marian,
     unless padding is masked in the decoder's self-attention, which would hide the start.
-
-    Raises:
-      UserError: they are not.
     """
     if not config.target_vocab_size:  # Bare layers take vectors.
         return
@@ -69,18 +61,10 @@ def check_special_tokens(config: TransformerConfig) -> None:
 
 
 def as_tokens(batch: Any, config: TransformerConfig) -> Tokens:
-    """Converts a batch in any of the usual forms.
+    """Converts a batch in any of the usual forms, see `compare`; arrays of NumPy, JAX or PyTorch.
 
-    Args:
-      batch: a mapping or an object with `encoder_input_tokens`, `decoder_input_tokens` and
-        `decoder_target_tokens`; or (source, target_input), (source, target_input, target_output).
-        Missing outputs are the inputs without the first token, followed by the end token; a row
-        without a sentence, of padding alone, has none. Arrays may be of NumPy, JAX or PyTorch.
-      config: provides `pad_id` and `eos_id`.
-
-    Raises:
-      UserError: the batch has another form, inconsistent shapes, numbers that are no tokens of the
-        vocabularies, or packed rows.
+    Missing outputs are the inputs without the first token, followed by the end token; a row of
+    padding alone has none. Raises UserError for another form and for packed rows.
     """
     names = ("encoder_input_tokens", "decoder_input_tokens", "decoder_target_tokens")
     if isinstance(batch, tuple | list):
@@ -140,7 +124,6 @@ def _refuse_packed(batch: Any) -> None:
 def _without_start(
     source: np.ndarray, target_input: np.ndarray, config: TransformerConfig
 ) -> np.ndarray:
-    """Returns the outputs [B, T] for sources [B, S] and inputs [B, T]."""
     has_sentence = (target_input != config.pad_id).any(axis=1)
     if config.bos_id == config.pad_id:
         # The inputs of an empty target are padding, too; its source is not.
@@ -164,19 +147,9 @@ def example(
     source_padding: Literal["left", "right"] = "right",
     seed: int = 0,
 ) -> Tokens:
-    """Returns sentences of random tokens and lengths; all but the first row are padded.
+    """Returns B = `rows` random sentences; all but the first are padded, targets on the right.
 
-    Args:
-      config: provides vocabulary sizes and special tokens; without vocabularies (bare layers)
-        token ids are below D.
-      rows: B.
-      source_length: S.
-      target_length: T.
-      source_padding: the side on which sources are padded; targets are padded on the right.
-      seed: seed of the sentences.
-
-    Raises:
-      UserError: a vocabulary has only special tokens.
+    Without vocabularies (bare layers), token ids are below D.
     """
     random = np.random.default_rng(seed)
     source_lengths = _lengths(random, source_length, rows)
@@ -195,7 +168,6 @@ def example(
 
 
 def _lengths(random: np.random.Generator, longest: int, rows: int) -> np.ndarray:
-    """Returns the lengths of sentences; the first is the longest."""
     shortest = max(1, min(2, longest - 1))
     return np.append(longest, random.integers(shortest, max(longest, shortest + 1), rows - 1))
 

@@ -53,7 +53,6 @@ class Site(NamedTuple):
 
     name: str
     path: str
-    """Path in the intermediates."""
     call: int
     """Index among the values recorded at the path."""
     layer: int | None
@@ -142,13 +141,7 @@ _GATED_FEED_FORWARD = {"hidden": "hidden/__call__", "gate": "gate/__call__"} | _
 
 
 def values_of_model(config: TransformerConfig, intermediates: Mapping[str, Any]) -> Values:
-    """Returns the values of our model by site.
-
-    Args:
-      config: the configuration of the model.
-      intermediates: the collection that `Transformer.apply(..., capture_intermediates=True,
-        mutable=["intermediates"])` returns.
-    """
+    """Returns the values of our model by site, from its "intermediates" collection."""
     kept = flatten_dict(dict(intermediates), sep="/")
     found = {}
     for site in sites(config):
@@ -159,18 +152,13 @@ def values_of_model(config: TransformerConfig, intermediates: Mapping[str, Any])
     return found
 
 
-def masked(scores: np.ndarray) -> np.ndarray:
-    """Returns scores with -inf for those that are masked."""
-    return np.where(scores < MASKED, -np.inf, scores)
-
-
 def comparable(site: str, value: np.ndarray) -> np.ndarray:
-    """Returns the value of a site; of scores, see `masked`."""
-    return masked(value) if is_scores(site) else value
+    """Returns the value of a site; masked scores become -inf."""
+    return np.where(value < MASKED, -np.inf, value) if is_scores(site) else value
 
 
 def is_scores(site: str) -> bool:
-    """Returns whether a site has attention scores, which may be masked."""
+    """Returns whether a site has attention scores."""
     return site.split("#")[0].endswith("scores")
 
 
@@ -210,10 +198,7 @@ def softmax_output(module: str, call: int = 0) -> Tap:
 
 
 def time_major(value: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Converts a time-major value, [T, B, D] or [T*B, D], to [B, T, D]; for `Tap.reshape`.
-
-    A value [B, T, D] is returned as it is, unless B = T.
-    """
+    """Converts [T, B, D] or [T*B, D] to [B, T, D]; keeps [B, T, D] unless B = T."""
     batch, length, width = shape
     if value.shape == shape != (length, batch, width):
         return value
@@ -237,9 +222,7 @@ class ModuleValues(NamedTuple):
     """What a run of a module computes."""
 
     output: Any
-    """What `call` returns, differentiable."""
     values: Values
-    """By site."""
     never_run: tuple[str, ...]
     """Sites whose modules were never called."""
     again: Values
@@ -256,19 +239,10 @@ def values_of_module(
     shapes: Mapping[str, tuple[int, ...]],
     strict: bool = True,
 ) -> ModuleValues:
-    """Runs a module and captures the tapped values.
+    """Runs a module by `call` and captures the values of its taps.
 
-    Args:
-      module: any PyTorch module.
-      taps: where the module computes each site; a string is the sub-module whose output it is.
-      call: runs the module and returns its outputs.
-      shapes: the shape of every site, in the order of computation.
-      strict: raise for a tap that does not fit the module; otherwise a site whose module does not
-        exist or is never called is omitted, and a value of another shape is returned as it is.
-
-    Raises:
-      UserError: a tap names a site, module or operation that does not exist, or has a value of
-        another size.
+    `shapes` has the shape of every site, in order. If `strict`, a tap that does not fit the module
+    raises UserError; otherwise its site is omitted, or a value of another shape is kept.
     """
     wanted = {site: Tap(tap) if isinstance(tap, str) else tap for site, tap in taps.items()}
     modules = dict(module.named_modules(remove_duplicate=False))
@@ -282,7 +256,7 @@ def values_of_module(
     keys = {site: (modules[tap.module], tap.op, tap.side) for site, tap in wanted.items()}
     outputs = {(part, "", "output") for part, *_ in keys.values()}
     in_parts: set[Key] = set()
-    with _recording(module, {*keys.values(), *outputs}, in_parts) as seen:
+    with recording(module, {*keys.values(), *outputs}, in_parts) as seen:
         output = call(module)
     found: Values = {}
     never_run, uncertain = [], []
@@ -311,7 +285,7 @@ def values_of_module(
 
 
 def frozen_parameters(module: nn.Module) -> list[str]:
-    """Returns the note of a report on parameters that are not trained, if there are any."""
+    """Returns the note on parameters that are not trained, if there are any."""
     names = [name for name, p in module.named_parameters() if not p.requires_grad]
     if not names:
         return []
@@ -322,13 +296,7 @@ def frozen_parameters(module: nn.Module) -> list[str]:
 
 
 def parameter_gradients(module: nn.Module, loss: torch.Tensor) -> dict[str, np.ndarray]:
-    """Returns the gradients of a loss with respect to the trained parameters, by name.
-
-    Those of parameters that the loss does not depend on are 0.
-
-    Raises:
-      UserError: no parameter is trained.
-    """
+    """Returns a loss's gradients by the name of the trained parameter, 0 where it is unused."""
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if not parameters:
         raise UserError("all parameters of the module are frozen: call module.requires_grad_()")
@@ -345,7 +313,6 @@ def parameter_gradients(module: nn.Module, loss: torch.Tensor) -> dict[str, np.n
 
 
 def _is_callable(module: nn.Module) -> bool:
-    """Returns whether a module can be called: a ModuleList cannot."""
     return type(module).forward is not nn.Module.forward
 
 
@@ -355,7 +322,6 @@ def _further_calls(
     seen: Mapping[Key, list[list[Any]]],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the outputs of calls that no tap denotes: a layer may run several times."""
     denoted = {(keys[site], tap.call % max(len(seen[keys[site]]), 1)) for site, tap in taps.items()}
     for site, tap in taps.items():
         if tap.is_by_head:
@@ -387,11 +353,7 @@ def _tapped(site: str, tap: Tap, calls: list[list[Any]]) -> np.ndarray:
 def shaped(
     site: str, reshape: Reshape | None, value: np.ndarray, shape: tuple[int, ...]
 ) -> np.ndarray:
-    """Returns a value of a module in the shape of its site, see `Tap.reshape`.
-
-    Raises:
-      UserError: it has another size.
-    """
+    """Returns a value in the shape of its site, see `Tap.reshape`; or raises UserError."""
     misfit = UserError(f"{site} has shape {value.shape} in the reference, but {shape} here")
     if reshape is not None:
         try:
@@ -407,12 +369,13 @@ def shaped(
 
 
 @contextlib.contextmanager
-def _recording(
-    root: nn.Module, wanted: Set[Key], in_parts: set[Key]
+def recording(
+    root: nn.Module, wanted: Set[Key], in_parts: set[Key], copy: bool = True
 ) -> Iterator[dict[Key, list[list[Any]]]]:
     """Records the inputs or outputs of the given modules and operations for every call.
 
-    Adds to `in_parts` the operations that only sub-modules run.
+    Tensors are copied to NumPy arrays unless `copy` is False. Adds to `in_parts` the operations
+    that only sub-modules run.
     """
     seen: dict[Key, list[list[Any]]] = {key: [] for key in wanted}
     of_parts: dict[Key, list[list[Any]]] = {key: [] for key in wanted}
@@ -422,7 +385,7 @@ def _recording(
     def record(module: nn.Module, op: str, side: str, values: Any, kept: Any = seen) -> None:
         if (module, op, side) in kept:
             values = values if isinstance(values, tuple) else (values,)
-            kept[module, op, side].append([_copied(value) for value in values])
+            kept[module, op, side].append([_copied(value) if copy else value for value in values])
 
     def enter(module, args, kwargs):
         running.append(module)
@@ -476,5 +439,4 @@ def _request_weights(
 
 
 def _copied(value: Any) -> Any:
-    """Copies a tensor to a NumPy array, because of in-place operations; returns other values."""
     return value.detach().clone().numpy() if isinstance(value, torch.Tensor) else value

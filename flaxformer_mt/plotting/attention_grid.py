@@ -33,15 +33,8 @@ _log = logging.getLogger(__name__)
 def to_image(attention: Attention, title: str, kind: str) -> bytes:
     """Returns an image with a grid of heads per kind, and the head of lowest entropy in large.
 
-    Characters that no installed font has are boxes, with a warning.
-
-    Args:
-      attention: of a sentence.
-      title: the heading.
-      kind: one of `drawing.IMAGES`.
-
-    Raises:
-      UserError: matplotlib is not installed.
+    `kind` is one of `drawing.IMAGES`. Characters that no installed font has are boxes, with a
+    warning.
     """
     figure = drawing.new_figure(13, 8)
     from matplotlib import rc_context
@@ -84,7 +77,6 @@ def _draw(figure: "Figure", attention: Attention, title: str) -> None:
 
 
 def _colors(weights: np.ndarray) -> np.ndarray:
-    """Returns the colors of weights [T, S]: sRGB, uint8 [T, S, 3]."""
     return palette("light")[quantized(weights)]
 
 
@@ -138,7 +130,6 @@ def _draw_scale(axes: Any) -> None:
 
 
 def _label(set_ticks: Any, tokens: Sequence[str], **options: Any) -> None:
-    """Labels the ticks of an axis with tokens; of a long sentence, evenly spaced ones."""
     positions = range(0, len(tokens), -(-len(tokens) // _MOST_LABELS))
     # A dollar sign would begin a formula.
     texts = [piece_text(tokens[position]).replace("$", r"\$") for position in positions]

@@ -63,10 +63,7 @@ class AttentionPicture:
         return to_html(self.attention, self.title)
 
     def save(self, path: str | Path) -> None:
-        """Writes the picture to a file.
-
-        Args:
-          path: ends in .html: the page; .png, .svg or .pdf: an image of all heads.
+        """Writes the picture: a page (.html), or an image of all heads (.png, .svg, .pdf).
 
         Raises:
           UserError: the name has another ending, the file cannot be written, or an image is asked
@@ -148,7 +145,6 @@ def is_right_to_left(text: str) -> bool:
 
 
 def _without_tags(text: str) -> str:
-    """Removes special tokens, whose Latin letters say nothing about the direction of a text."""
     return re.sub(r"<[^<>]*>|>>[^<>]*<<|__\w+?__", "", text)
 
 
@@ -163,5 +159,4 @@ def _template(name: str) -> str:
 
 
 def _filled(template: str, **values: str) -> str:
-    """Returns a template with each {{name}} replaced by its value."""
     return re.sub(r"\{\{(\w+)\}\}", lambda field: values[field[1]], _template(template))

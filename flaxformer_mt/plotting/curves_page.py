@@ -1,13 +1,12 @@
 """Training curves as a self-contained web page, and as HTML for a notebook."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
 from flaxformer_mt.plotting import drawing
 from flaxformer_mt.plotting.history import History, Row
 from flaxformer_mt.plotting.panels import COLORS, INK, Panels, Style, described
-from flaxformer_mt.plotting.tables import table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -56,32 +55,14 @@ FRAGMENT_STYLE = (
 
 
 def to_page(curves: Panels) -> str:
-    """Returns the page: one panel per metric, and a table of the best validations.
-
-    Raises:
-      UserError: matplotlib is not installed.
-    """
+    """Returns the page: one panel per metric, and a table of the best validations."""
     title = f"Training curves: {', '.join(curves.names())}"
     style = _STYLE % {"light": _variables(COLORS), "dark": _variables(_ON_DARK)}
-    return "\n".join(
-        [
-            '<!DOCTYPE html>\n<html lang="en">',
-            f'<head><meta charset="utf-8"><title>{escape(title)}</title>',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<style>{style}</style></head>",
-            f"<body><h1>{escape(title)}</h1>",
-            to_fragment(curves),
-            "</body></html>\n",
-        ]
-    )
+    return drawing.page(title, style, to_fragment(curves))
 
 
 def to_fragment(curves: Panels) -> str:
-    """Returns the curves as an element of a page, which takes its colours from there.
-
-    Raises:
-      UserError: matplotlib is not installed.
-    """
+    """Returns the curves as an element of a page, which takes its colours from there."""
     return "\n".join(
         [
             f'<style>{FRAGMENT_STYLE}</style><div class="fmt-curves">',
@@ -108,7 +89,6 @@ def _panel(curves: Panels, name: str) -> str:
 
 
 def _key(curves: Panels) -> Iterator[str]:
-    """Yields a list of the runs and of the kinds of curves."""
     runs = {name: Style.of(index).validation() for index, name in enumerate(curves.names())}
     yield '<ul class="key">'
     for label, style in (*runs.items(), *curves.kinds().items()):
@@ -122,7 +102,6 @@ def _key(curves: Panels) -> Iterator[str]:
 
 
 def _svg(figure: "Figure", name: str, label: str) -> str:
-    """Returns a figure in the colours of the page; without a label, as decoration."""
     colors = {INK: "currentColor", "#ffffff": "var(--paper, #fff)"}
     colors |= {color: f"var(--run-{index}, {color})" for index, color in enumerate(COLORS)}
     role = f'role="img" aria-label="{escape(label)}"' if label else 'aria-hidden="true"'
@@ -130,7 +109,6 @@ def _svg(figure: "Figure", name: str, label: str) -> str:
 
 
 def _table(curves: Panels) -> str:
-    """Returns a table of the best checkpoints: their validation, and the test of the run."""
     histories = curves.histories
     valid = [name for name in _TABLE if any(name in history.best() for history in histories)]
     test = [name for name in ("bleu", "chrf") if any(name in _test(each) for each in histories)]
@@ -149,7 +127,6 @@ def _table(curves: Panels) -> str:
 
 
 def _test(history: History) -> Row:
-    """Returns the metrics of the test corpus; empty if it was not evaluated."""
     rows = history.of("test")
     return rows[-1] if rows else {}
 
@@ -158,3 +135,18 @@ def value_of(row: Row, name: str) -> str:
     """Returns a metric as a cell of the table."""
     value = row.get(name)
     return "–" if value is None else described(name).format(value)
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Returns a table that scrolls where it is too wide; the first cell of a row is its head."""
+    head = "".join(f'<th scope="col">{escape(each)}</th>' for each in heads)
+    body = "".join(_table_row(*row) for row in rows)
+    return (
+        '<div class="scroll" role="region" aria-label="Table" tabindex="0"><table>'
+        f"<thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>"
+    )
+
+
+def _table_row(head: str, *cells: str) -> str:
+    columns = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+    return f'<tr><th scope="row">{escape(head)}</th>{columns}</tr>\n'

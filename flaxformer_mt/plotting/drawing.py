@@ -3,6 +3,7 @@
 import io
 import re
 from collections.abc import Mapping
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +21,7 @@ FORMATS = (*IMAGES, "html")
 
 
 def format_of(path: Path) -> str:
-    """Returns the format that the name of an output file asks for.
-
-    Raises:
-      UserError: it is none of `FORMATS`.
-    """
+    """Returns the format that the name of an output file asks for, or raises UserError."""
     name = path.suffix.removeprefix(".").lower()
     if name not in FORMATS:
         endings = ", ".join(f".{each}" for each in FORMATS)
@@ -33,15 +30,7 @@ def format_of(path: Path) -> str:
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """Returns an empty figure of matplotlib.
-
-    Args:
-      width: in inches.
-      height: in inches.
-
-    Raises:
-      UserError: matplotlib is not installed.
-    """
+    """Returns an empty figure of matplotlib, sizes in inches; UserError if it is not installed."""
     try:
         from matplotlib.figure import Figure
         from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -58,13 +47,21 @@ def to_png(figure: "Figure") -> bytes:
     return output.getvalue()
 
 
+def page(title: str, style: str, *parts: str) -> str:
+    """Returns a self-contained web page."""
+    head = f'<head><meta charset="utf-8"><title>{escape(title)}</title>'
+    view = '<meta name="viewport" content="width=device-width, initial-scale=1">'
+    start = f"<style>{style}</style></head>\n<body><h1>{escape(title)}</h1>"
+    return "\n".join(
+        ['<!DOCTYPE html>\n<html lang="en">', head, view, start, *parts, "</body></html>\n"]
+    )
+
+
 def to_inline_svg(figure: "Figure", name: str, colors: Mapping[str, str] = {}) -> str:
     """Returns a figure as a transparent `<svg>` element with selectable text.
 
-    Args:
-      figure: the figure.
-      name: makes the ids of the element unique in its page.
-      colors: what replaces colours of the figure (#rrggbb), such as `currentColor`.
+    `name` makes its ids unique in a page; `colors` replaces colours (#rrggbb), as by
+    `currentColor`.
     """
     from matplotlib import rc_context
 

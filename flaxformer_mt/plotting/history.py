@@ -55,11 +55,7 @@ class History:
         return list(names)
 
     def curve(self, metric: str, split: str, axis: Axis = "steps") -> tuple[np.ndarray, np.ndarray]:
-        """Returns positions and values of a metric, float64 [N]; NaN where it was not finite.
-
-        Raises:
-          UserError: see `positions`.
-        """
+        """Returns positions and values of a metric, float64 [N]; NaN where it was not finite."""
         rows = [row for row in self.of(split) if _is_number(row.get(metric, ""))]
         values = np.array([math.nan if row[metric] is None else row[metric] for row in rows], float)
         steps = np.array([row["step"] for row in rows], float)
@@ -125,11 +121,9 @@ def _is_number(value: Any) -> bool:
 
 
 def smoothed(values: np.ndarray, weight: float) -> np.ndarray:
-    """Returns the exponential moving average of values [N], without the bias of its start.
+    """Returns the moving average of values [N], without the bias of its start; NaN stays NaN.
 
-    Args:
-      values: NaN where there is none, which stays so.
-      weight: of the past, from 0 (the values themselves) to below 1.
+    `weight` is that of the past, from 0 (the values themselves) to below 1.
     """
     result = np.full_like(values, np.nan)
     total = norm = 0.0

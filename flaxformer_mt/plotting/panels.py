@@ -126,11 +126,7 @@ class Panels:
         ]
 
     def figure(self) -> "Figure":
-        """Returns all panels as a figure of matplotlib.
-
-        Raises:
-          UserError: matplotlib is not installed.
-        """
+        """Returns all panels as a figure of matplotlib."""
         cells = len(self.metrics) + 1  # The last one is for the legend.
         num_rows = math.ceil(cells / _MAX_COLUMNS)
         columns = math.ceil(cells / num_rows)
@@ -216,7 +212,6 @@ def _shown(values: np.ndarray, metric: Metric) -> np.ndarray:
 
 
 def _finish(axes: "Axes", label: str) -> None:
-    """Formats the axes of a panel."""
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
     round_numbers = [1, 2, 2.5, 5, 10]
@@ -238,7 +233,6 @@ def _finish(axes: "Axes", label: str) -> None:
 
 
 def _number(value: float, position: float | None = None) -> str:
-    """Returns a number of an axis: 0.002, 40, 12k, 1.5M."""
     for lowest, unit, letter in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if abs(value) >= lowest:
             return f"{value / unit:g}{letter}"

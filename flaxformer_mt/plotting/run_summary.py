@@ -8,9 +8,8 @@ from typing import Any
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.plotting.curves import METRICS, plot_curves
-from flaxformer_mt.plotting.curves_page import FRAGMENT_STYLE, to_fragment, value_of
+from flaxformer_mt.plotting.curves_page import FRAGMENT_STYLE, table, to_fragment, value_of
 from flaxformer_mt.plotting.panels import described
-from flaxformer_mt.plotting.tables import table
 from flaxformer_mt.runs.folder import read_config
 
 _SHOWN_ROWS = 20
@@ -46,7 +45,6 @@ def rows_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _described(config: ExperimentConfig) -> str:
-    """Returns the languages and the model in one line."""
     data, model = config.data, config.model
     layers = f"{model.num_encoder_layers} + {model.num_decoder_layers} layers"
     languages = f"{data.source_language} to {data.target_language}, "

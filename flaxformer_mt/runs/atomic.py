@@ -32,18 +32,15 @@ _MARK = (
 _REPLACED = MARKER + "-replaced"
 _OWNER = re.compile(rb"(\d+ on [\w.-]+)?\n?")
 # Errors of file systems that do not support locks.
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
+NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """Creates or replaces a file atomically.
+    """Creates or replaces a file atomically: yields the path to write to.
 
     A symbolic link is replaced; its target stays as it is. A device, a pipe or an open descriptor
-    (`/dev/null`, `/dev/stdout`) is written to directly.
-
-    Yields:
-      The path to write to. If the block raises, it is removed, and `path` is as it was.
+    (`/dev/null`, `/dev/stdout`) is written to directly. If the block raises, `path` is unchanged.
 
     Raises:
       UserError: the folder does not exist, or the file cannot be written.
@@ -65,15 +62,12 @@ def new_file(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def new_folder(path: Path, *, replace: bool = False, parents: bool = False) -> Iterator[Path]:
-    """Creates a folder atomically.
+    """Creates a folder atomically: yields an empty one to fill; if the block raises, there is none.
 
     Args:
       path: the folder.
       replace: whether a folder of that name is replaced; otherwise it must not exist.
       parents: whether missing parents are created; otherwise the parent must exist.
-
-    Yields:
-      An empty folder to fill. If the block raises, it is removed.
 
     Raises:
       UserError: `path` or its parent is not as required, or the folder cannot be written.
@@ -97,18 +91,10 @@ def new_folder(path: Path, *, replace: bool = False, parents: bool = False) -> I
 
 @contextlib.contextmanager
 def workspace(parent: Path) -> Iterator[Path]:
-    """Creates a private temporary folder, and deletes it at the end with all that it holds.
+    """Yields a private temporary folder, which is deleted at the end with its content.
 
-    Workspaces that processes left behind when they were killed are deleted first.
-
-    Args:
-      parent: the folder in which it is created, so that its content can be renamed to there.
-
-    Yields:
-      The workspace, which holds nothing but the marker.
-
-    Raises:
-      OSError: it cannot be created.
+    It lies in `parent`, so that its content can be renamed to there. Workspaces that processes left
+    behind when they were killed are deleted first.
     """
     remove_leftovers(parent)
     folder, descriptor = _new_workspace(parent)
@@ -119,7 +105,7 @@ def workspace(parent: Path) -> Iterator[Path]:
 
 
 def _new_workspace(parent: Path) -> tuple[Path, int]:
-    """Returns a new workspace, and the descriptor of its marker, which is locked."""
+    """Returns a new workspace, and the descriptor of its locked marker."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, suffix=_SUFFIX, dir=parent))
         # Until the marker is locked, another process may take the folder for a leftover.
@@ -147,11 +133,7 @@ def remove_leftovers(parent: Path) -> None:
 
 
 def _remove_leftover(folder: Path) -> None:
-    """Deletes a workspace whose process has ended.
-
-    Raises:
-      OSError: it is not a workspace, or its process is alive.
-    """
+    """Deletes a workspace whose process has ended; otherwise raises OSError."""
     if not os.listdir(folder):  # A process was killed before or after there was a marker.
         folder.rmdir()
         return
@@ -167,21 +149,13 @@ def _remove_leftover(folder: Path) -> None:
 
 
 def require_absent(path: Path) -> None:
-    """Checks that an output does not exist yet.
-
-    Raises:
-      UserError: it does.
-    """
+    """Raises `UserError` if an output exists already."""
     if os.path.lexists(path):
         raise UserError(f"{path} exists: remove it, or choose another folder for the output")
 
 
 def require_writable(folder: Path) -> None:
-    """Checks that a folder can be written to, or else created, without writing anything.
-
-    Raises:
-      UserError: it cannot.
-    """
+    """Raises `UserError` unless a folder can be written to or created; writes nothing."""
     with explained(folder):
         folder = folder.absolute()
         for existing in (folder, *folder.parents):
@@ -232,21 +206,15 @@ def append_text(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path, busy: Callable[[str], None]) -> Iterator[bool]:
-    """Holds a lock against other processes.
+    """Holds a lock against other processes; yields False if the file system has no locks.
 
-    The operating system releases the lock when the process ends, however it ends. The lock file
-    remains; it has no meaning by itself. It names the process, unless it holds other text.
+    The operating system releases the lock when the process ends. The lock file remains; it has no
+    meaning by itself. It names the process, unless it holds other text.
 
     Args:
       path: the lock file, created if missing.
       busy: called with the process that holds the lock ("process 3 on host"), before waiting for
         it; may raise instead.
-
-    Yields:
-      Whether the file system supports locks; otherwise nothing is locked.
-
-    Raises:
-      OSError: the lock file cannot be opened.
     """
     descriptor = open_own(path, os.O_RDWR | os.O_CREAT)
     try:
@@ -265,40 +233,22 @@ def locked(path: Path, busy: Callable[[str], None]) -> Iterator[bool]:
 
 
 def lock(descriptor: int, wait: bool = False) -> bool:
-    """Locks an open file until it is closed.
-
-    Args:
-      descriptor: of the file, open for writing.
-      wait: whether to wait for another process that has locked it.
-
-    Returns:
-      Whether the file system supports locks.
+    """Locks an open file until it is closed; returns False if the file system has no locks.
 
     Raises:
-      BlockingIOError: another process has locked it.
+      BlockingIOError: another process has locked it, and `wait` is False.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno not in _NO_LOCKS:
+        if error.errno not in NO_LOCKS:
             raise
         return False
     return True
 
 
 def open_own(path: Path, flags: int) -> int:
-    """Opens a file of the program itself, which is a regular file and no symbolic link.
-
-    Args:
-      path: the file.
-      flags: of `os.open`.
-
-    Returns:
-      The file descriptor.
-
-    Raises:
-      OSError: as of `os.open`; or it is something else, and stays as it is.
-    """
+    """Opens a regular file of the program itself; OSError if it is a link or something else."""
     # Opening a pipe waits for its other end.
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -308,12 +258,7 @@ def open_own(path: Path, flags: int) -> int:
 
 
 def rename(source: Path, target: Path) -> Path:
-    """Renames a file or folder, and flushes the new parent folder to disk.
-
-    Args:
-      source: the present name.
-      target: the new name, on the same file system; a file of that name is replaced. Returned.
-    """
+    """Renames a file or folder and flushes the new parent folder to disk; returns `target`."""
     source.replace(target)
     sync_folder(target.parent)
     return target
@@ -354,11 +299,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Reports errors of the operating system as errors of writing `path`.
-
-    Raises:
-      UserError: in place of an `OSError`.
-    """
+    """Converts errors of the operating system into a `UserError` about writing `path`."""
     try:
         yield
     except OSError as error:
@@ -384,7 +325,6 @@ def _is_stream(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _parents(folder: Path) -> Iterator[None]:
-    """Creates a folder with its parents; if the block raises, those that were created go again."""
     missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     try:
         if missing:
@@ -398,12 +338,7 @@ def _parents(folder: Path) -> Iterator[None]:
 
 
 def _delete_workspace(folder: Path, descriptor: int) -> None:
-    """Deletes a workspace, its marker last, so that an interrupted deletion can be repeated.
-
-    Args:
-      folder: the workspace.
-      descriptor: of its marker; closed before that is deleted, because NFS keeps open files.
-    """
+    """Deletes a workspace, its marker last, so that an interrupted deletion can be repeated."""
     try:
         for name in os.listdir(folder):
             if name != MARKER:

@@ -1,8 +1,9 @@
-"""Checkpoints of a run, and the only import of Orbax.
+"""Checkpoints of any training state, written by Orbax.
 
 `checkpoints/<step>/` holds the Orbax items `params`, `ema` (if there is a moving average) and
 `training` (the rest of the state), all independent of the devices that wrote them; `progress.json`,
-the state of the training loop; and `manifest.json`, against which the other files are verified.
+the position in the data or the state of the training loop; and `manifest.json`, against which the
+other files are verified.
 
 A checkpoint is written in a workspace (`runs/atomic.py`), and gets its name once everything is on
 disk, the manifest last. Only then are older checkpoints removed, unless another process is reading
@@ -22,7 +23,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -44,29 +45,22 @@ from flaxformer_mt.runs.layout import (
 from flaxformer_mt.runs.manifest import damage
 from flaxformer_mt.runs.retention import kept_steps
 
-
-class Checkpointable(Protocol):
-    """A training state: a dataclass of arrays with at least these fields."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    @property
-    def params(self) -> Any:
-        """Nested dicts of arrays."""
-
-    @property
-    def ema(self) -> Any:
-        """The moving average of `params`, or None."""
+State = TypeVar("State")
+Position = TypeVar("Position")
 
 
-State = TypeVar("State", bound=Checkpointable)
+class Checkpoints:
+    """Writes checkpoints of any pytree in the background, and restores the newest one.
 
-
-class Checkpointer:
-    """Writes checkpoints in the background, and restores the newest one.
+        with fmt.Checkpoints("runs/mine") as checkpoints:
+            state, position = checkpoints.restore_or(state, data.start)
+            ...
+            checkpoints.save(position.step, state, position)
 
     A context manager: leaving it waits until everything is written. If several processes train
-    together, each has a `Checkpointer` of the same folder, and all call the same methods.
+    together, each has `Checkpoints` of the same folder, and all call the same methods. A state that
+    is a dict or a dataclass with the member "params" can be used by everything that reads the
+    parameters of a run, such as `average` and `train.init_from`; of "ema", too, if it is not None.
     """
 
     def __init__(
@@ -91,8 +85,7 @@ class Checkpointer:
           announce: called with one line for each damaged checkpoint.
 
         Raises:
-          UserError: the folder cannot be written to, a checkpoint cannot be opened, or `data.json`
-            is damaged.
+          UserError: the folder cannot be written to, or a checkpoint or `data.json` cannot be read.
         """
         self.run_folder = Path(run_folder)
         self._folder = step_folders.folder_of(run_folder)
@@ -132,12 +125,10 @@ class Checkpointer:
         self._finisher = ThreadPoolExecutor(1, "checkpoint")
         self._unfinished: Future[None] | None = None
 
-    def __enter__(self) -> "Checkpointer":
-        """Returns itself."""
+    def __enter__(self) -> "Checkpoints":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        """Waits and closes, also after an exception."""
         self.close()
         if kind is None:  # Otherwise the other processes may never reach the barrier.
             distributed.barrier("checkpoints are written")
@@ -145,16 +136,18 @@ class Checkpointer:
     def save(
         self,
         step: int,
-        state: Checkpointable,
-        progress: Mapping[str, Any] | None = None,
+        state: Any,
+        position: Any = None,
         metrics: Mapping[str, Any] | None = None,
     ) -> None:
         """Starts writing a checkpoint, after waiting for the previous one.
 
         Args:
           step: the number of training steps made; names the checkpoint.
-          state: copied before this returns, so the next training step may donate it.
-          progress: JSON values, returned by `restore`.
+          state: a pytree of arrays; copied before this returns, so the next training step may
+            donate it.
+          position: JSON values, a named tuple or a dataclass of them, or an object with `to_json`
+            and `from_json`, such as the position in the data; returned by `restore_or`.
           metrics: of the validation after this step, if there was one. A checkpoint without a
             finite `best_metric` ranks below all that have one.
 
@@ -163,10 +156,7 @@ class Checkpointer:
             is full.
         """
         self.wait()
-        params, training = _divided(state)
-        items = {PARAMS: params, TRAINING: training}
-        if state.ema is not None:
-            items[EMA] = state.ema
+        items = _divided(jax.tree.map(_as_array, state))
         with self._explained(step):
             partial = self._new_workspace() / str(step)
             self._orbax.save(
@@ -174,7 +164,7 @@ class Checkpointer:
                 args=Composite(**{name: StandardSave(item) for name, item in items.items()}),
             )
         record = step_folders.make_record(
-            self._best_metric, metrics or {}, progress or {}, self._run_id
+            self._best_metric, metrics or {}, _to_json(position), self._run_id
         )
         self._unfinished = self._finisher.submit(self._finish, partial, record)
         self._latest = step
@@ -183,7 +173,29 @@ class Checkpointer:
         """The step of the newest checkpoint, or None."""
         return self._latest
 
-    def restore(self, template: State) -> tuple[State, dict[str, Any]]:
+    def restore_or(self, state: State, position: Position) -> tuple[State, Position]:
+        """Restores the newest checkpoint, or returns the arguments if there is none.
+
+        Args:
+          state: a state with the shapes, dtypes and shardings to restore to, concrete or abstract.
+          position: of the type that was saved.
+
+        Raises:
+          UserError: the checkpoint holds another kind of state or position, or parameters only, or
+            is of another run.
+        """
+        if self._latest is None:
+            return state, position
+        state, saved = self.restore(state)
+        try:
+            return state, _from_json(saved, position)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                f"{self._folder / str(self._latest)} holds another kind of position than "
+                f"{type(position).__name__}: {saved}"
+            ) from error
+
+    def restore(self, template: State) -> tuple[State, Any]:
         """Restores the newest checkpoint, which must exist.
 
         Args:
@@ -191,30 +203,24 @@ class Checkpointer:
             not be those that the checkpoint was written with.
 
         Returns:
-          The state, and the progress that was saved with it.
-
-        Raises:
-          UserError: the checkpoint holds parameters only, as an averaged one does, or is of another
-            run.
+          The state, and the JSON values of the position that was saved with it; errors as of
+          `restore_or`.
         """
         self.wait()
         path = self._folder / str(self._latest)
         record = step_folders.read_record(path)
         step_folders.check_run(record, path, self._run_id)
-        if not (path / TRAINING).is_dir():
+        items = _divided(jax.tree.map(_like, template))
+        if TRAINING in items and not (path / TRAINING).is_dir():
             raise UserError(
                 f"{path} holds parameters only and cannot be continued: start a run in another "
                 f"--workdir with --train.init-from={self.run_folder}"
             )
-        params, training = _divided(jax.tree.map(_like, template))
-        items = {PARAMS: params, TRAINING: training}
-        if template.ema is not None:
-            items[EMA] = jax.tree.map(_like, template.ema)
+        _check_same_kind(path, self._orbax.metadata(path).item_metadata, items)
         restored = self._orbax.restore(
             path, args=Composite(**{name: StandardRestore(item) for name, item in items.items()})
         )
-        restored = {PARAMS: restored[PARAMS], EMA: restored.get(EMA), **restored[TRAINING]}
-        return dataclasses.replace(template, **restored), record["progress"]
+        return _joined(template, restored), record["progress"]
 
     def wait(self) -> None:
         """Waits until everything is written.
@@ -229,8 +235,8 @@ class Checkpointer:
     def wait_for_all(self) -> None:
         """As `wait`, in all processes: the first one completes checkpoints, the others wait for it.
 
-        All of them have to call it before they end, because JAX aborts the first one if it is still
-        writing `SHUTDOWN_SECONDS` later.
+        All have to call it before they end: JAX aborts the first one if it still writes
+        `SHUTDOWN_SECONDS` later.
         """
         self.wait()
         distributed.barrier("the checkpoint is complete")
@@ -273,7 +279,6 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def _explained(self, step: int) -> Iterator[None]:
-        """As `_explained`, for a save; removes what a failed one has written."""
         try:
             with _explained(
                 f"the checkpoint of step {step} could not be written to {self._folder}:",
@@ -290,10 +295,9 @@ class Checkpointer:
 def restore_params(
     run_folder: str | Path, checkpoint: CheckpointSelector = "best"
 ) -> tuple[int, dict[str, Any]]:
-    """Restores parameters only, onto one device.
+    """Restores parameters only, onto one device; of a run with a moving average, that.
 
-    If training kept a moving average of the parameters, that is restored. Each process may call
-    this independently of the others.
+    Each process may call this independently of the others.
 
     Args:
       run_folder: the run folder.
@@ -328,6 +332,8 @@ def _restore_params(path: Path, run_id: str | None) -> dict[str, Any]:
         raise UserError(f"{path} is damaged: {cause}; {step_folders.advice(path)}")
     step_folders.check_run(step_folders.read_record(path), path, run_id)
     name = EMA if (path / EMA).is_dir() else PARAMS
+    if not (path / name).is_dir():
+        raise UserError(f"{path} has no parameters: its state has no member {PARAMS!r}")
     with ocp.Checkpointer(_handlers(alone=True), multiprocessing_options=_alone()) as orbax:
         sharding = SingleDeviceSharding(jax.local_devices()[0])
         template = jax.tree.map(
@@ -339,13 +345,7 @@ def _restore_params(path: Path, run_id: str | None) -> dict[str, Any]:
 
 
 def write_params(run_folder: str | Path, step: int, params: Mapping[str, Any]) -> None:
-    """Writes a checkpoint of parameters only, which cannot be continued.
-
-    Args:
-      run_folder: the run folder; must not have checkpoints.
-      step: names the checkpoint.
-      params: nested dicts of arrays.
-    """
+    """Writes the first checkpoint of a run, of parameters only, which cannot be continued."""
     folder = step_folders.folder_of(run_folder)
     _require_writable_name(folder)
     folder.mkdir(parents=True)
@@ -360,18 +360,21 @@ def write_params(run_folder: str | Path, step: int, params: Mapping[str, Any]) -
         )
 
 
+def on_this_host(tree: Any) -> Any:
+    """Copies arrays to the memory of this process; of several processes, all have to call this."""
+    if all(getattr(leaf, "is_fully_addressable", True) for leaf in jax.tree.leaves(tree)):
+        return jax.device_get(tree)
+    return multihost_utils.process_allgather(tree, tiled=True)
+
+
 def whole_checkpoints(
     run_folder: str | Path, announce: Callable[[str], None] = print
 ) -> dict[int, float]:
-    """Verifies all checkpoints and returns the ranking scores of those that are intact.
-
-    Args:
-      run_folder: the run folder.
-      announce: called with one line for each damaged checkpoint.
+    """Verifies all checkpoints, and announces each damaged one in a line.
 
     Returns:
-      By step, the `ranking_score` by the run's `train.best_metric`; -inf without a validation. A
-      training in progress may remove any of them that is not in use (`step_folders.in_use`).
+      By step, the `ranking_score` of each intact one; -inf without a validation. A training in
+      progress may remove any of them that is not in use (`step_folders.in_use`).
     """
     folder = step_folders.folder_of(run_folder)
     scores, damaged = step_folders.verified(folder)
@@ -380,18 +383,109 @@ def whole_checkpoints(
     return scores
 
 
-def _divided(state: Any) -> tuple[Any, dict[str, Any]]:
-    """Splits a state into its parameters and all other fields but the moving average."""
-    training = {
-        field.name: getattr(state, field.name)
-        for field in dataclasses.fields(state)
-        if field.name not in (PARAMS, EMA)
+def _members(state: Any) -> dict[str, Any] | None:
+    """Returns the members of a state that is a dict or a dataclass; None of another tree."""
+    if isinstance(state, Mapping):
+        # Not its own items: a frozen dict wraps them when they are read.
+        items, _ = jax.tree_util.tree_flatten_with_path(
+            state, is_leaf=lambda node: node is not state
+        )
+        return {str(path[0].key): value for path, value in items}
+    if dataclasses.is_dataclass(state):
+        return {
+            field.name: getattr(state, field.name)
+            for field in dataclasses.fields(state)
+            if field.metadata.get("pytree_node", True)  # Flax marks what is not an array so.
+        }
+    return None
+
+
+def _divided(state: Any) -> dict[str, Any]:
+    """Divides a state into the items of a checkpoint: parameters, moving average, and the rest."""
+    members = _members(state)
+    if members is None:
+        return {TRAINING: {_WHOLE: state}}
+    items = {
+        name: members.pop(name)
+        for name in (PARAMS, EMA)
+        if name in members and (name == PARAMS or members[name] is not None)
     }
-    return state.params, training
+    members.pop(EMA, None)
+    return {**items, TRAINING: members} if members else items
 
 
-def _like(leaf: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+def _joined(template: Any, items: Mapping[str, Any]) -> Any:
+    """The inverse of `_divided`."""
+    training = items.get(TRAINING) or {}
+    members = _members(template)
+    if members is None:
+        return training[_WHOLE]
+    found = {name: items[name] for name in (PARAMS, EMA) if items.get(name) is not None} | training
+    if not isinstance(template, Mapping):
+        return dataclasses.replace(template, **found)
+    # Also of a frozen or an ordered dict. A moving average may be None.
+    structure = jax.tree.structure(template, is_leaf=lambda node: node is not template)
+    return jax.tree.unflatten(structure, map(found.get, members))
+
+
+_WHOLE = "state"  # The name of a state that is neither a dict nor a dataclass.
+
+
+def _check_same_kind(path: Path, stored: Any, wanted: Mapping[str, Any]) -> None:
+    there: dict[str, Any] = {}
+    here: dict[str, Any] = {}
+    for name in (PARAMS, EMA, TRAINING):
+        item = stored.get(name)
+        prefix = "" if name == TRAINING else f"{name}/"
+        there |= {prefix + leaf: shape for leaf, shape in _shapes(item and item.tree).items()}
+        here |= {prefix + leaf: shape for leaf, shape in _shapes(wanted.get(name)).items()}
+    for leaf in sorted(there.keys() | here.keys()):
+        if there.get(leaf) != here.get(leaf):
+            theirs, ours = (
+                f"an array {list(shapes[leaf])}" if leaf in shapes else "nothing"
+                for shapes in (there, here)
+            )
+            raise UserError(
+                f"{path} holds another kind of state: {leaf} is {theirs} there, and {ours} here; "
+                "restore into the state that was saved, or give another folder"
+            )
+
+
+def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def _as_array(leaf: Any) -> Any:
+    """Numbers of Python and NumPy as arrays, which are what Orbax writes."""
+    return leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
+
+
+def _like(leaf: Any) -> jax.ShapeDtypeStruct:
+    sharding = getattr(leaf, "sharding", None)
+    if not hasattr(leaf, "shape"):
+        leaf = np.asarray(leaf)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _to_json(position: Any) -> Any:
+    if hasattr(position, "to_json"):
+        return position.to_json()
+    if hasattr(position, "_asdict"):
+        return position._asdict()
+    if dataclasses.is_dataclass(position) and not isinstance(position, type):
+        return dataclasses.asdict(position)
+    return position
+
+
+def _from_json(values: Any, like: Any) -> Any:
+    if hasattr(like, "from_json"):
+        return type(like).from_json(values)
+    if hasattr(like, "_asdict") or dataclasses.is_dataclass(like):
+        return type(like)(**values)
+    return values
 
 
 def _handlers(alone: bool = False) -> ocp.CompositeCheckpointHandler:
@@ -414,7 +508,6 @@ def _alone() -> ocp.options.MultiprocessingOptions:
 
 
 def _from_first_process(value: Any) -> Any:
-    """Broadcasts an array from the first process to all."""
     if jax.process_count() == 1:
         return value
     return multihost_utils.broadcast_one_to_all(value)
@@ -422,11 +515,7 @@ def _from_first_process(value: Any) -> Any:
 
 @contextlib.contextmanager
 def _explained(problem: str, consequence: str = "") -> Iterator[None]:
-    """Converts errors of the operating system.
-
-    Raises:
-      UserError: `problem`, the reason, and `consequence`.
-    """
+    """Converts errors of the operating system into `UserError`."""
     try:
         yield
     except Exception as error:
@@ -437,11 +526,7 @@ def _explained(problem: str, consequence: str = "") -> Iterator[None]:
 
 
 def _require_writable_name(folder: Path) -> None:
-    """Checks that Orbax can write to a folder: it reads some names as patterns.
-
-    Raises:
-      UserError: it cannot.
-    """
+    """Orbax reads some names as patterns, and cannot write to such a folder."""
     for name in folder.absolute().parts:
         if re.search(r"\[.*\]|\\", name):
             raise UserError(
@@ -451,7 +536,7 @@ def _require_writable_name(folder: Path) -> None:
 
 
 def _system_error(error: BaseException | None) -> str | None:
-    """The operating system's error, such as "No space left on device"; None for other errors."""
+    """Returns "No space left on device" or the like; None for errors of other kinds."""
     while error is not None:
         if isinstance(error, OSError) and error.errno:
             return os.strerror(error.errno)
@@ -472,7 +557,7 @@ class _CompletingLoop(asyncio.SelectorEventLoop):
     """An event loop that completes its tasks before it is closed."""
 
     def close(self) -> None:
-        """See the base class."""
+        """Completes the tasks."""
         if not self.is_closed() and (tasks := asyncio.all_tasks(self)):
             self.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         super().close()

@@ -32,15 +32,7 @@ _TRAINED, _SHA256 = "trained", "sha256"
 
 
 def write(folder: Path, values: Mapping[str, Any]) -> None:
-    """Writes the file of a new run.
-
-    Args:
-      folder: the run folder.
-      values: everything but `trained` and `sha256`, as JSON values.
-
-    Raises:
-      UserError: it cannot be written.
-    """
+    """Writes the file of a new run: `values` has everything but `trained` and `sha256`."""
     _write(folder, {**values, _SHA256: _digest(values)})
 
 
@@ -68,32 +60,24 @@ def read(folder: str | Path) -> dict[str, Any]:
 
 
 def run_id(folder: str | Path) -> str | None:
-    """Returns the checksum that identifies a run; None for one that an earlier version started.
-
-    Raises:
-      UserError: the file is damaged.
-    """
+    """Returns the checksum that identifies a run; None for one that an earlier version started."""
     return read(folder).get(_SHA256)
 
 
 def is_trained(folder: Path) -> bool:
-    """Returns whether the run has written a checkpoint; errors as in `read`."""
+    """Returns whether the run has written a checkpoint."""
     return read(folder).get(_TRAINED, False)
 
 
 def mark_trained(folder: Path) -> None:
-    """Records that the run has written a checkpoint; errors as in `read` and `write`."""
+    """Records that the run has written a checkpoint."""
     values = read(folder)
     if values and not values.get(_TRAINED):
         _write(folder, {**values, _TRAINED: True})
 
 
 def check_files(folder: str | Path) -> None:
-    """Checks that the files of the vocabulary, and those in `origin/`, are unchanged.
-
-    Raises:
-      UserError: one is missing, damaged or another; names it.
-    """
+    """Raises `UserError` unless the files of the vocabulary and in `origin/` are unchanged."""
     for name, entry in read(folder).get(FILES, {}).items():
         path = Path(folder, name)
         cause = difference(path, Entry(**entry), str(path))

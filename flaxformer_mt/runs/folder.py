@@ -33,11 +33,7 @@ Corpora: TypeAlias = Mapping[str, Sequence[Corpus]]
 
 
 def require_run(folder: str | Path) -> None:
-    """Checks that a folder is a run folder.
-
-    Raises:
-      UserError: it does not exist, or has no `config.json`.
-    """
+    """Raises `UserError` unless a folder exists and has a `config.json`."""
     if not Path(folder).is_dir():
         raise UserError(f"there is no run folder {folder}")
     if not Path(folder, CONFIG).is_file():
@@ -59,8 +55,7 @@ def is_content_of_run(path: Path) -> bool:
 def read_config(folder: str | Path) -> ExperimentConfig:
     """Reads the configuration of a run.
 
-    Options that only say how a run or a search goes may have been edited by hand: those with which
-    a run may be continued.
+    Options with which a run may be continued may have been edited by hand.
 
     Raises:
       UserError: the folder is not a run folder, or its configuration is damaged or was changed.
@@ -99,14 +94,7 @@ def read_tokenizers(folder: str | Path) -> Tokenizers:
 
 
 def check_vocabulary(path: Path) -> None:
-    """Checks the vocabulary of a run, which another one is to use.
-
-    Args:
-      path: the run folder, or its folder `tokenizer`; anything else is accepted.
-
-    Raises:
-      UserError: a file is missing or damaged.
-    """
+    """Checks the files of the vocabulary of a run: its folder, or its folder `tokenizer`."""
     data_file.check_files(path.parent if path.name == TOKENIZER else path)
 
 
@@ -127,11 +115,7 @@ def read_origin(folder: str | Path) -> dict[str, bytes]:
 
 
 def read_fingerprints(folder: str | Path) -> dict[str, Any] | None:
-    """Reads the data fingerprints of a run; None if it has none, as a converted model.
-
-    Raises:
-      UserError: they are damaged.
-    """
+    """Reads the data fingerprints of a run; None if it has none, as a converted model."""
     values = data_file.read(folder)
     if not values.keys() & set(data_file.CORPORA):
         return None
@@ -144,8 +128,7 @@ def holds_run(workdir: Path, experiment: ExperimentConfig) -> bool:
     """Returns whether the folder holds a run of this experiment, to be continued.
 
     Raises:
-      UserError: it holds a run of another experiment, or a run of which a part is missing or
-        damaged.
+      UserError: it holds a run of another experiment, or parts of it are missing or damaged.
     """
     if not (workdir / CONFIG).exists():
         _require_no_remains(workdir)
@@ -176,12 +159,9 @@ def holds_run(workdir: Path, experiment: ExperimentConfig) -> bool:
 
 
 def _require_no_remains(workdir: Path) -> None:
-    """Checks that a folder without `config.json` holds no part of a run that has begun.
+    """Raises `UserError` if a folder without `config.json` holds part of a run that has begun.
 
     A start that was killed leaves `data.json`, or that and a vocabulary; a new one replaces them.
-
-    Raises:
-      UserError: it does.
     """
     remains = {
         DATA: data_file.is_trained(workdir),
@@ -197,27 +177,8 @@ def _require_no_remains(workdir: Path) -> None:
         )
 
 
-def check_unchanged(workdir: Path, corpora: Corpora, tokenizers: Tokenizers) -> None:
-    """Checks that a run is continued with the text and the vocabulary that it was started with.
-
-    Raises:
-      UserError: a corpus or the vocabulary has changed; names it.
-    """
-    check_corpora(workdir, corpora)
-    stored = data_file.read(workdir)
-    if stored.get("tokenizer") != _fingerprints(tokenizers):
-        raise UserError(
-            f"{workdir / TOKENIZER} is not the vocabulary that the run was started with: restore "
-            "it, or give another --workdir"
-        )
-
-
 def check_corpora(workdir: Path, corpora: Corpora) -> None:
-    """Checks that text is that which a run was started with.
-
-    Raises:
-      UserError: a corpus has changed; names it.
-    """
+    """Raises `UserError` unless corpora are those that a run was started with."""
     stored = data_file.read(workdir)
     for split, parts in corpora.items():
         fingerprints = stored.get(split, [])
@@ -244,9 +205,6 @@ def write_run(
       corpora: the corpora, of which fingerprints are kept; none for a converted model.
       tokenizers: the vocabularies.
       origin: files of the published model that it was converted from, by name.
-
-    Raises:
-      UserError: it cannot be written.
     """
     files = {f"{TOKENIZER}/{name}": content for name, content in tokenizers.files.items()}
     files |= {f"{ORIGIN}/{name}": content for name, content in origin.items()}
@@ -277,12 +235,7 @@ def write_run(
 
 
 def with_stored_start(workdir: Path, experiment: ExperimentConfig) -> ExperimentConfig:
-    """Returns the configuration of a continued run, with what the run was started from.
-
-    Args:
-      workdir: the folder of a run that may be continued with `experiment`; see `holds_run`.
-      experiment: the configuration as it is given now.
-    """
+    """Returns the configuration of a continued run, with what the run was started from."""
     stored = configuration.to_dict(read_config(workdir))
     values = configuration.to_dict(experiment)
     for group, kind in groups().items():
@@ -291,15 +244,7 @@ def with_stored_start(workdir: Path, experiment: ExperimentConfig) -> Experiment
 
 
 def update_config(workdir: Path, experiment: ExperimentConfig) -> None:
-    """Writes the options that a continued run was given to `config.json`, for other commands.
-
-    Args:
-      workdir: the folder of the run.
-      experiment: the configuration, from `with_stored_start`.
-
-    Raises:
-      UserError: it cannot be written.
-    """
+    """Writes the options that a continued run was given to `config.json`, for other commands."""
     if experiment != read_config(workdir):
         atomic.write_text(workdir / CONFIG, configuration.to_json(experiment))
 

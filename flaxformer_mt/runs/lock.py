@@ -1,6 +1,12 @@
-"""A lock that keeps two processes from training in the same run folder."""
+"""Locks: one process trains in a run folder, and what a process reads is not removed.
+
+The operating system releases a lock when its process ends, however it ends.
+"""
 
 import contextlib
+import errno
+import fcntl
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
@@ -9,18 +15,15 @@ from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs import atomic
 from flaxformer_mt.runs.layout import LOCK
 
+# Errors of file systems that do not lock, or do not lock folders (NFS: EBADF).
+_NO_LOCKS = atomic.NO_LOCKS | {errno.EBADF, errno.EINVAL}
+
 
 @contextlib.contextmanager
 def locked(run_folder: str | Path, announce: Callable[[str], None] = print) -> Iterator[None]:
-    """Locks a run folder against other processes that train.
+    """Locks a run folder, created if missing, against other processes that train.
 
-    The operating system releases the lock when the process ends, however it ends. The file `lock`
-    remains; it has no meaning by itself.
-
-    Args:
-      run_folder: created if missing.
-      announce: called with a warning if the file system does not support locks; the folder is then
-        not locked.
+    On a file system without locks it is not locked, and `announce` is called with a warning.
 
     Raises:
       UserError: another process holds the lock, or the folder cannot be written to.
@@ -50,3 +53,50 @@ def locked(run_folder: str | Path, announce: Callable[[str], None] = print) -> I
                 "trains in it"
             )
         yield
+
+
+@contextlib.contextmanager
+def held(folder: Path, *, exclusive: bool = False, wait: bool = True) -> Iterator[bool]:
+    """Locks a folder, which keeps it from being removed while the block runs.
+
+    The lock is on the folder itself, so that a folder that may only be read can be locked as well.
+
+    Args:
+      folder: the folder.
+      exclusive: whether no other process may hold it at the same time; otherwise none may hold it
+        exclusively.
+      wait: whether to wait for the others.
+
+    Yields:
+      Whether the folder exists and no other process holds it; without support for locks, whether it
+      exists.
+    """
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except (FileNotFoundError, NotADirectoryError):
+        yield False
+        return
+    try:
+        kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
+        yield _lock(descriptor, kind if wait else kind | fcntl.LOCK_NB) and _is(descriptor, folder)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, operation: int) -> bool:
+    try:
+        fcntl.flock(descriptor, operation)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    return True
+
+
+def _is(descriptor: int, folder: Path) -> bool:
+    """Whether the folder still has its name, after waiting for the lock."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), folder.stat())
+    except FileNotFoundError:
+        return False

@@ -23,9 +23,7 @@ class Entry(NamedTuple):
     """What a manifest records of a file."""
 
     bytes: int
-    """Its size."""
     sha256: str
-    """SHA-256 of its content, in hexadecimal."""
 
 
 def entry_of(content: bytes) -> Entry:
@@ -36,10 +34,10 @@ def entry_of(content: bytes) -> Entry:
 def write_manifest(folder: Path) -> None:
     """Writes `manifest.json`, after flushing all files and folders to disk."""
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        paths = _files(folder)
-        entries = dict(
-            zip((_name(folder, path) for path in paths), pool.map(_synced, paths), strict=True)
-        )
+        paths = sorted(path for path in folder.rglob("*") if path.is_file())
+        paths = [path for path in paths if path.name != MANIFEST]
+        names = [path.relative_to(folder).as_posix() for path in paths]
+        entries = dict(zip(names, pool.map(_synced, paths), strict=True))
     atomic.write_text(folder / MANIFEST, json.dumps({"files": entries}, indent=1) + "\n")
     for path in filter(Path.is_dir, folder.rglob("*")):
         atomic.sync_folder(path)
@@ -62,7 +60,7 @@ def damage(
       A description of the first difference, or None if there is none.
 
     Raises:
-      UserError: see `difference`.
+      UserError: a file cannot be opened for a reason that may pass, such as missing permission.
     """
     if not os.path.lexists(folder / MANIFEST):
         return f"{MANIFEST} is missing: the {kind} is incomplete, or the file was deleted"
@@ -93,16 +91,7 @@ def _require_damage(error: OSError, path: Path) -> None:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
-
-
-def _name(folder: Path, path: Path) -> str:
-    return path.relative_to(folder).as_posix()
-
-
 def _synced(path: Path) -> dict[str, Any]:
-    """Flushes a file to disk and returns its entry."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -110,16 +99,7 @@ def _synced(path: Path) -> dict[str, Any]:
 
 
 def difference(path: Path, entry: Entry, name: str) -> str | None:
-    """Describes how a file differs from its entry; None if it does not.
-
-    Args:
-      path: the file.
-      entry: what it is expected to be.
-      name: what it is called in the description.
-
-    Raises:
-      UserError: the file cannot be opened for a reason that may pass, such as missing permission.
-    """
+    """Describes how a file, called `name`, differs from its entry; None if it does not."""
     if not os.path.lexists(path):
         return f"{name} is missing"
     try:

@@ -37,12 +37,9 @@ def format_line(values: Mapping[str, Any]) -> str:
 
 
 def read_lines(path: str | Path) -> list[Line]:
-    """Reads the complete lines of the file; without a file, none.
+    """Reads the complete lines of the file; none if it does not exist.
 
     A last line without a line feed is omitted: its writer was killed, or has not finished.
-
-    Raises:
-      UserError: the file cannot be read. The message names it.
     """
     if not os.path.lexists(path):
         return []
@@ -56,11 +53,7 @@ def read_lines(path: str | Path) -> list[Line]:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Reads "step", "split" and the metrics of all lines.
-
-    Raises:
-      UserError: the file cannot be read, or a line is damaged.
-    """
+    """Reads "step", "split" and the metrics of all lines; `UserError` if one is damaged."""
     rows = []
     for line in read_lines(path):
         if line.values is None:

@@ -68,11 +68,7 @@ def refusing_damaged_metadata() -> Iterator[None]:
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Reads the arrays and the metadata of a safetensors file.
-
-    Raises:
-      UserError: there is no such file, or it is damaged or of another kind.
-    """
+    """Reads the arrays and the metadata of a safetensors file; errors as of `read`."""
     size = int.from_bytes(first_bytes(path)[:8], "little")
     if size > MAX_SETTINGS_BYTES:
         raise UserError(f"not a safetensors file, or a damaged one: a header of {size:,} bytes")
@@ -88,11 +84,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]
 
 
 def first_bytes(path: Path) -> bytes:
-    """Returns the first nine bytes of a file, or all if it is shorter.
-
-    Raises:
-      UserError: it cannot be read, or is empty.
-    """
+    """Returns the first nine bytes of a file, or all if it is shorter; an empty one is an error."""
     with open_regular(path) as file:
         start = file.read(9)
     if not start:

@@ -10,9 +10,9 @@ _LOWER_IS_BETTER = {"loss", "cross_entropy", "perplexity"}
 
 
 def ranking_score(metric: ValidationMetric, metrics: Mapping[str, Any]) -> float:
-    """Returns the score that ranks a validation by one of its metrics; higher is better.
+    """Returns the score of a validation by one of its metrics; higher is better.
 
-    The score is the metric, negated if lower is better; -inf if it is missing or not finite.
+    It is the metric, negated if lower is better; -inf if it is missing or not finite.
     """
     value = metrics.get(metric, math.nan)
     if not math.isfinite(value):
@@ -25,14 +25,10 @@ def metric_of(metric: ValidationMetric, score: float) -> float:
     return -score if metric in _LOWER_IS_BETTER else score
 
 
-def ranked(scores: Mapping[int, float]) -> list[int]:
-    """Returns steps by descending score; of equal ones the earlier first."""
-    return sorted(scores, key=lambda step: (-scores[step], step))
-
-
 def validated_steps(scores: Mapping[int, float]) -> list[int]:
-    """Returns the steps with a finite score, by descending score."""
-    return [step for step in ranked(scores) if math.isfinite(scores[step])]
+    """Returns the steps with a finite score, best first; of equal ones the earlier first."""
+    finite = (step for step in scores if math.isfinite(scores[step]))
+    return sorted(finite, key=lambda step: (-scores[step], step))
 
 
 def best_step(scores: Mapping[int, float]) -> int | None:
@@ -41,11 +37,5 @@ def best_step(scores: Mapping[int, float]) -> int | None:
 
 
 def kept_steps(scores: Mapping[int, float], keep_last: int, keep_best: int) -> set[int]:
-    """Returns the steps whose checkpoints are kept.
-
-    Args:
-      scores: ranking score of every checkpoint, by step; -inf without a validation.
-      keep_last: number of the newest checkpoints to keep.
-      keep_best: number of the best checkpoints to keep.
-    """
+    """Returns the steps to keep: the newest, and the best by their ranking scores."""
     return {*sorted(scores)[-keep_last:], *validated_steps(scores)[:keep_best]}

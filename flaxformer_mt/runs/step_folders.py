@@ -16,7 +16,6 @@ from typing import Any
 
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs import atomic
-from flaxformer_mt.runs.folder_lock import held
 from flaxformer_mt.runs.layout import (
     CHECKPOINTS,
     DATA,
@@ -27,6 +26,7 @@ from flaxformer_mt.runs.layout import (
     TRAINING,
     CheckpointSelector,
 )
+from flaxformer_mt.runs.lock import held
 from flaxformer_mt.runs.manifest import damage, write_manifest
 from flaxformer_mt.runs.retention import best_step, ranking_score
 
@@ -57,21 +57,13 @@ def has_any(run_folder: str | Path) -> bool:
 
 @contextlib.contextmanager
 def in_use(folder: Path, steps: Sequence[int]) -> Iterator[bool]:
-    """Keeps checkpoints from being removed while the block runs.
-
-    Yields:
-      Whether all of them are there.
-    """
+    """Keeps checkpoints from being removed while the block runs; yields whether all exist."""
     with contextlib.ExitStack() as stack:
         yield all(stack.enter_context(held(folder / str(step))) for step in steps)
 
 
 def remove(folder: Path, step: int) -> bool:
-    """Removes a complete checkpoint unless it is in use; of a link not the target.
-
-    Returns:
-      Whether it is gone.
-    """
+    """Removes a complete checkpoint (of a link not the target) unless it is in use."""
     path = folder / str(step)
     with held(path, exclusive=True, wait=False) as is_free:
         if is_free:
@@ -103,14 +95,10 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def choose(folder: Path, checkpoint: CheckpointSelector) -> int:
-    """Returns the step of the selected checkpoint.
-
-    Args:
-      folder: the folder of checkpoints.
-      checkpoint: see `CheckpointSelector`.
+    """Returns the step of the selected checkpoint in a folder of checkpoints.
 
     Raises:
-      UserError: there is none, or the best cannot be told because one is damaged.
+      UserError: there is none, or the best is unknown because one is damaged.
     """
     steps = steps_in(folder)
     if not steps:
@@ -151,11 +139,7 @@ def advice(damaged: Path) -> str:
 
 
 def verified(folder: Path) -> tuple[dict[int, float], dict[int, str]]:
-    """Verifies all checkpoints.
-
-    Returns:
-      By step, the score of each intact one, and the damage of each other one.
-    """
+    """Verifies all checkpoints; returns the scores of intact ones, and the damage of others."""
     scores, causes = {}, {}
     for step in steps_in(folder):
         path = folder / str(step)
@@ -169,11 +153,7 @@ def verified(folder: Path) -> tuple[dict[int, float], dict[int, str]]:
 
 
 def check_run(record: Mapping[str, Any], path: Path, run_id: str | None) -> None:
-    """Checks that a checkpoint is of the run in whose folder it is.
-
-    Raises:
-      UserError: it is not.
-    """
+    """Raises `UserError` unless a checkpoint is of the run in whose folder it is."""
     # Earlier versions do not record the run.
     if record.get("run", run_id) != run_id:
         data = path.parent.parent / DATA
@@ -201,14 +181,7 @@ def commit(folder: Path, partial: Path, record: Mapping[str, Any]) -> None:
 def make_record(
     best_metric: str, metrics: Mapping[str, Any], progress: Mapping[str, Any], run_id: str | None
 ) -> dict[str, Any]:
-    """Returns the content of `progress.json`.
-
-    Args:
-      best_metric: the validation metric that ranks checkpoints.
-      metrics: of the validation at this step, if there was one.
-      progress: of the training loop.
-      run_id: of the run to which the checkpoint belongs.
-    """
+    """Returns the content of `progress.json`, for the metrics of a validation if there was one."""
     value = metrics.get(best_metric, math.nan)
     metrics = {best_metric: value} if math.isfinite(value) else {}
     # The keys are those of earlier versions.

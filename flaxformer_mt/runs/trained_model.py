@@ -6,20 +6,26 @@ Orbax is imported on use, so that importing this module is cheap.
 import dataclasses
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from flaxformer_mt import config as configuration
+from flaxformer_mt import distributed
 from flaxformer_mt.config import ExperimentConfig, TransformerConfig, with_vocabulary_sizes
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.memory_limits import LESS_ON_DEVICE, explained_exhaustion
-from flaxformer_mt.runs import data_file
-from flaxformer_mt.runs.folder import read_config, read_fingerprints, read_tokenizers
-from flaxformer_mt.runs.layout import TOKENIZER, CheckpointSelector
+from flaxformer_mt.runs import atomic, data_file
+from flaxformer_mt.runs.folder import (
+    read_config,
+    read_fingerprints,
+    read_tokenizers,
+    write_run,
+)
+from flaxformer_mt.runs.layout import CONFIG, TOKENIZER, CheckpointSelector
 from flaxformer_mt.runs.retention import metric_of
 
 
@@ -61,14 +67,44 @@ def load_run(folder: str | Path, checkpoint: CheckpointSelector = "best") -> Tra
     return run
 
 
+def write_model(
+    folder: str | Path,
+    config: ExperimentConfig,
+    tokenizers: Tokenizers,
+    params: Any,
+    origin: Mapping[str, bytes] = {},
+    step: int = 0,
+) -> None:
+    """Writes a run folder with one checkpoint, atomically; of several processes, all call this.
+
+    Raises:
+      UserError: the folder exists or cannot be written, or the embedding tables do not have the
+        sizes of the vocabularies.
+    """
+    from flaxformer_mt.runs.checkpoint import on_this_host, write_params
+
+    params = on_this_host(params)
+    _check_vocabularies(TrainedModel(config, params, tokenizers, step, Path(folder)))
+    if distributed.is_main():
+        with atomic.new_folder(Path(folder), parents=True) as partial:
+            write_run(partial, config, {}, tokenizers, origin)
+            write_params(partial, step, params)
+    distributed.barrier("the run folder is written")
+
+
 def _check_vocabularies(run: TrainedModel) -> None:
-    """Checks that the embedding tables have the sizes of the vocabularies."""
     tokenizers, model = run.tokenizers, run.model
     for side, tokenizer, size in (
         ("source", tokenizers.source, model.source_vocab_size),
         ("target", tokenizers.target, model.target_vocab_size),
     ):
-        table = run.params.get(f"{side}_embedding", run.params["target_embedding"])["embedding"]
+        tables = [run.params.get(f"{name}_embedding", {}) for name in (side, "target")]
+        table = next((each["embedding"] for each in tables if "embedding" in each), None)
+        if table is None:
+            raise UserError(
+                f"{run.folder}: the parameters of step {run.step} are not those of the model in "
+                f"{CONFIG}: there is no target_embedding/embedding, but {', '.join(run.params)}"
+            )
         if not tokenizer.vocab_size <= size == len(table):
             raise UserError(
                 f"{run.folder / TOKENIZER} has {tokenizer.vocab_size} {side} tokens, but the "
@@ -84,15 +120,8 @@ def describe_run(
     """Returns what a trained model is and what identifies it, as JSON values.
 
     None are the metric of a checkpoint that was not validated, the fingerprints of the training
-    data of a folder that does not have them, and "hold_out" if no pairs are held out.
-
-    Args:
-      folder: the run folder.
-      checkpoint: whose parameters to describe.
-      announce: called with one line for each damaged checkpoint.
-
-    Raises:
-      UserError: see `load_run`.
+    data of a folder that does not have them, and "hold_out" if no pairs are held out. `announce` is
+    called with one line for each damaged checkpoint.
     """
     from flax.traverse_util import flatten_dict
 

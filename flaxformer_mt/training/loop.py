@@ -14,27 +14,26 @@ from flaxformer_mt.data.stream.batches import Batch, DataPosition
 from flaxformer_mt.data.stream.prefetch import Prefetched
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interruption import Interrupted
-from flaxformer_mt.runs.checkpoint import Checkpointer
+from flaxformer_mt.objectives.cross_entropy import Metrics
+from flaxformer_mt.runs.checkpoint import Checkpoints
 from flaxformer_mt.runs.layout import PROFILE
 from flaxformer_mt.runs.retention import ranking_score
-from flaxformer_mt.training.parallel import Compiled
+from flaxformer_mt.training.devices import CompiledStep
 from flaxformer_mt.training.parameters import Params
-from flaxformer_mt.training.reporting.metrics import MetricValues, Writer
+from flaxformer_mt.training.reporting.metrics import MetricValues, Writer, measurements
 from flaxformer_mt.training.reporting.profile import Profile
 from flaxformer_mt.training.reporting.progress import Progress, Sums
-from flaxformer_mt.training.reporting.speed import measurements
 from flaxformer_mt.training.state import TrainState
-from flaxformer_mt.training.step import Metrics
 
 
 def train(
     state: TrainState,
     *,
-    train_step: Compiled,
+    train_step: CompiledStep,
     stream: Callable[[DataPosition], Prefetched[Batch]],
     evaluate: Callable[[Params, int], MetricValues],
     schedule: optax.Schedule,
-    checkpointer: Checkpointer,
+    checkpointer: Checkpoints,
     writers: Sequence[Writer],
     config: TrainConfig,
     devices: Sequence[jax.Device],
@@ -171,7 +170,6 @@ def train(
 
 
 def _profiled(config: TrainConfig, first: int) -> range:
-    """The steps after `first` that this process traces."""
     steps = config.profiled_steps
     if jax.process_index() > 0:
         return range(0)
@@ -183,11 +181,7 @@ def _is_due(step: int, every: int, last: int) -> bool:
 
 
 def _record_validation(progress: Progress, validation: MetricValues, config: TrainConfig) -> bool:
-    """Records a validation; returns whether it is the best so far.
-
-    Raises:
-      UserError: it lacks the metric of early stopping.
-    """
+    """Records a validation; returns whether it is the best so far."""
     metric = config.early_stopping_metric
     if config.early_stopping_patience and metric not in validation:
         raise UserError(
@@ -214,7 +208,7 @@ def _is_patience_over(
 
 
 def _go_back(
-    checkpointer: Checkpointer, writers: Sequence[Writer], step: int, causes: Sequence[str]
+    checkpointer: Checkpoints, writers: Sequence[Writer], step: int, causes: Sequence[str]
 ) -> NoReturn:
     """Rewinds and stops a run whose last steps, up to `step`, were skipped for these causes."""
     checkpointer.wait_for_all()
@@ -233,13 +227,12 @@ def _go_back(
 
 
 def _training_metrics(interval: Sums, devices: Sequence[Any]) -> dict[str, Any]:
-    """The training metrics of the steps since the last line."""
     sums = interval.metrics
     counts = {name: int(sums[name][0]) for name in (_SKIPPED, *_CAUSES)}
     return {
         **interval.means(),
         **counts,
-        "target_tokens": int(sums["loss"][1]),
+        "target_tokens": int(sums["target_tokens"][0]),
         **measurements(interval, devices),
     }
 
@@ -253,17 +246,11 @@ _CAUSES = {
 
 
 class _StartedSteps:
-    """The steps dispatched to the devices.
+    """The steps dispatched to the devices; updates `progress` with the metrics of finished ones.
 
     Waiting for a step only after the next one was dispatched keeps the devices busy, with at most
-    two steps in flight.
-
-    Args:
-      progress: updated with the metrics of finished steps.
-      batches: the stream of batches, for the time spent waiting for it.
-      max_skipped: the number of skipped steps in a row at which to give up.
-      give_up: called with the step and the causes; must raise.
-      on_step: see `train`.
+    two steps in flight. After `max_skipped` skipped steps in a row, `give_up` is called with the
+    step and the causes; it must raise.
     """
 
     def __init__(

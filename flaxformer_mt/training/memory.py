@@ -9,25 +9,21 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.data.stream.batches import Batch, BatchShape
 from flaxformer_mt.memory_limits import device_memory, require_memory
-from flaxformer_mt.training.parallel import Strategy
+from flaxformer_mt.training.run_devices import RunDevices
 from flaxformer_mt.training.state import TrainState
 
 
-def require_training_memory(config: ExperimentConfig, strategy: Strategy) -> None:
+def require_training_memory(config: ExperimentConfig, run_devices: RunDevices) -> None:
     """Checks that the devices have the memory that a training step needs at the very least.
 
-    Counted are parameters and, unless some are frozen, their gradient, the moments of Adam (what
-    Adafactor keeps may be small) and the moving average; and of one micro-batch one activation and,
-    unless a kernel keeps them to itself, the attention scores of one layer.
-
-    Args:
-      config: the configuration; vocabulary sizes of 0 count as 0.
-      strategy: from `make_strategy`.
+    Counted are parameters (vocabulary sizes of 0 count as 0) and, unless some are frozen, their
+    gradient, the moments of Adam (what Adafactor keeps may be small) and the moving average; and of
+    one micro-batch one activation and, unless a kernel keeps them to itself, the attention scores
+    of one layer.
 
     Raises:
       UserError: a device has less.
@@ -37,14 +33,14 @@ def require_training_memory(config: ExperimentConfig, strategy: Strategy) -> Non
     moments = 0 if config.optimizer.kind == "adafactor" else 2
     copies = 1 if train.freeze else 2 + moments + (train.ema_decay > 0)
     stored = copies * count * jnp.dtype(model.param_dtype).itemsize
-    rows = config.rows_per_batch // (train.accumulation_steps * strategy.row_shards)
+    rows = config.rows_per_batch // (train.accumulation_steps * run_devices.row_shards)
     sides = ("source", "target") if model.has_inputs else ("target",)
     lengths = config.data.row_lengths[-len(sides) :]
-    has_scores = model.attention_backend == "einsum" or strategy.devices[0].platform == "cpu"
+    has_scores = model.attention_backend == "einsum" or run_devices.devices[0].platform == "cpu"
     scores = has_scores * max(lengths) ** 2 * model.num_heads // config.parallel.tensor
     numbers = rows * (sum(lengths) * model.d_model + scores)
     computed = jnp.dtype(model.dtype).itemsize * numbers
-    own = [device for device in strategy.devices if device.process_index == jax.process_index()]
+    own = [device for device in run_devices.devices if device.process_index == jax.process_index()]
     tokens = " and ".join(
         f"{length:,} {side} tokens" for length, side in zip(lengths, sides, strict=True)
     )
@@ -97,12 +93,14 @@ class StepCost:
 
 
 def step_cost(
-    strategy: Strategy,
-    make_state: Callable[[], TrainState],
-    train_step: Callable,
+    run_devices: RunDevices,
+    state: TrainState,
+    update: Callable,
     shape: BatchShape,
     has_inputs: bool = True,
+    frozen: Any = None,
     optimize: bool = True,
+    has_alignment: bool = False,
 ) -> StepCost:
     """Compiles a training step for a batch shape, without creating a state or a batch.
 
@@ -110,17 +108,21 @@ def step_cost(
     TPUs, and pads differently, so that its temporary memory is only an estimate of theirs.
 
     Args:
-      strategy: from `make_strategy`.
-      make_state: creates the initial state; only its shapes are used.
-      train_step: (state, batch, axis_name) -> (state, metrics), as for `compile_train_step`.
+      run_devices: from `make_devices`.
+      state: the shapes of the state.
+      update: (state, batch, key, frozen) -> (state, metrics), as for `compile_train_step`.
       shape: of the whole batch, all processes together.
       has_inputs: whether batches have an encoder side.
+      frozen: the tree that the objective reads.
       optimize: False compiles faster, with the same memory and communication.
+      has_alignment: whether batches have links.
     """
-    state = strategy.abstract_state(make_state)
-    batch = strategy.abstract_batch(abstract_batch(shape, has_inputs))
+    state = run_devices.abstract(state)
+    batch = run_devices.abstract_batch(abstract_batch(shape, has_inputs, has_alignment))
     options = {} if optimize else {"xla_backend_optimization_level": 0}
-    compiled = strategy.compile_train_step(train_step).lower(state, batch).compile(options)
+    compiled = (
+        run_devices.compile_train_step(update, frozen=frozen).lower(state, batch).compile(options)
+    )
     parameters = (state.params, getattr(state, "ema", None))
     return StepCost(
         parameters=bytes_on_a_device(parameters),
@@ -131,11 +133,14 @@ def step_cost(
     )
 
 
-def abstract_batch(shape: BatchShape, has_inputs: bool = True) -> Batch:
+def abstract_batch(
+    shape: BatchShape, has_inputs: bool = True, has_alignment: bool = False
+) -> Batch:
     """Returns the shapes and dtypes of the arrays of a batch."""
     source: Any = jax.ShapeDtypeStruct((shape.rows, shape.source_length), jnp.int32)
     target: Any = jax.ShapeDtypeStruct((shape.rows, shape.target_length), jnp.int32)
     weights: Any = jax.ShapeDtypeStruct(target.shape, jnp.float32)
+    links: Any = jax.ShapeDtypeStruct((*target.shape, shape.source_length), jnp.float32)
     return Batch(
         encoder_input_tokens=source if has_inputs else None,
         decoder_input_tokens=target,
@@ -145,6 +150,7 @@ def abstract_batch(shape: BatchShape, has_inputs: bool = True) -> Batch:
         decoder_segment_ids=target,
         encoder_positions=source if has_inputs else None,
         decoder_positions=target,
+        alignment=links if has_alignment else None,
     )
 
 
@@ -197,7 +203,7 @@ class Program(NamedTuple):
     """The name of the function that is the program."""
 
     def trip_count(self, instruction: Instruction) -> int:
-        """Returns how often an instruction runs its callees: 1 if it is no loop, or an unknown one.
+        """Returns how often an instruction runs its callees: 1 except for loops of known length.
 
         Compilers for GPUs and CPUs write it down. Those for TPUs do not, but the condition of a
         loop that counts to a constant shows it.
@@ -258,11 +264,7 @@ _SOURCE = re.compile(r'op_name="([^"]*)"')
 
 
 def parse(text: str) -> Program:
-    """Parses a program.
-
-    Args:
-      text: optimised HLO, as `Compiled.as_text` of JAX gives it.
-    """
+    """Parses optimized HLO, as `Compiled.as_text` of JAX gives it."""
     functions: dict[str, dict[str, Instruction]] = {}
     entry, current = "", dict[str, Instruction]()
     for line in text.splitlines():
@@ -295,7 +297,6 @@ def _instruction(line: str, start: re.Match) -> Instruction:
 
 
 def _end(text: str, start: int) -> int:
-    """Returns where the parenthesis that opens at `start` is closed, exclusive."""
     depth = 0
     for index in range(start, len(text)):
         depth += (text[index] == "(") - (text[index] == ")")
@@ -306,11 +307,13 @@ def _end(text: str, start: int) -> int:
 
 def array_bytes(types: str) -> int:
     """Returns the size of all arrays in the type of an instruction, without their padding."""
-    return sum(
-        np.dtype(_numpy_name(name)).itemsize * math.prod(map(int, filter(None, dims.split(","))))
-        for name, dims in _ARRAY.findall(types)
-        if name not in ("token", "opaque")
-    )
+    total = 0
+    for name, dims in _ARRAY.findall(types):
+        if name not in ("token", "opaque"):
+            bits = re.search(r"\d+", name)  # Of "f32", "bf16", "f8e4m3fn"; "pred" takes a byte.
+            itemsize = int(bits[0]) // 8 if bits else 1
+            total += itemsize * math.prod(map(int, filter(None, dims.split(","))))
+    return total
 
 
 def collectives(program: Program) -> list[Collective]:
@@ -345,11 +348,7 @@ def collectives(program: Program) -> list[Collective]:
 
 
 def sent_bytes(text: str) -> dict[str, int]:
-    """Computes the bytes that a device sends in one run of a compiled program, by kind.
-
-    Args:
-      text: as for `parse`.
-    """
+    """Computes the bytes that a device sends in one run of a compiled program, by kind."""
     sent: dict[str, float] = defaultdict(float)
     for operation in collectives(parse(text)):
         sent[operation.kind] += operation.times * operation.sent
@@ -381,11 +380,7 @@ def _collective(
 
 
 def _group_size(line: str) -> int:
-    """Returns the number of devices in each group of an operation.
-
-    Raises:
-      ValueError: the notation of the groups is unknown.
-    """
+    """Returns the number of devices in each group; `ValueError` if the notation is unknown."""
     listed = re.search(r"replica_groups=\{\{([\d,]+)\}", line)  # {{0,1},{2,3}}
     if listed:
         return len(listed[1].split(","))
@@ -401,13 +396,3 @@ def _group_size(line: str) -> int:
     if "source_target_pairs=" in line:
         return 2
     raise ValueError(f"unknown notation of device groups: {line.strip()}")
-
-
-def _numpy_name(name: str) -> str:
-    """Returns a NumPy dtype of the size of the HLO type "f32", "s32", "pred" ..."""
-    if name == "pred" or name.startswith("f8"):
-        return "int8"
-    if name.startswith("bf"):
-        return "float16"
-    kinds = {"f": "float", "s": "int", "u": "uint", "c": "complex"}
-    return kinds[name[0]] + name[1:]

@@ -91,19 +91,13 @@ def one_cycle_schedule(peak: float, warmup_steps: int, total_steps: int) -> opta
 
 
 def make_schedule(config: OptimizerConfig, d_model: int, num_steps: int) -> optax.Schedule:
-    """Returns the learning rate schedule of a configuration.
+    """Returns the learning rate schedule of a configuration for D = `d_model`.
 
-    Args:
-      config: the configuration; `learning_rate` is the peak, or the factor before D^-0.5.
-      d_model: D.
-      num_steps: steps of the run; the default length of a one-cycle schedule.
+    `num_steps`, those of the run, is the default length of a one-cycle schedule.
 
     Returns:
       A function of the number of updates made (int32) to the rate of the next one (a scalar in
       JAX's default float).
-
-    Raises:
-      UserError: the warm-up of a one-cycle schedule is not shorter than the schedule.
     """
     rate, warmup = config.learning_rate, config.warmup_steps
     match config.schedule:
@@ -126,13 +120,6 @@ def make_optimizer(
 
     Adafactor has no momentum, as T5 is trained with: matrices have factored second moments if both
     dimensions are at least 128.
-
-    Args:
-      config: the kind and its constants.
-      schedule: the learning rate of a step, from `make_schedule`.
-
-    Returns:
-      An optax transformation of gradients to updates that are added to the parameters.
 
     Source: Kingma and Ba 2015 (Adam); Loshchilov and Hutter 2019 (AdamW); Shazeer and Stern 2018
     (Adafactor).

@@ -20,14 +20,11 @@ Params: TypeAlias = dict[str, Any]
 
 
 def split(params: Params, freeze: Sequence[str]) -> tuple[Params, Params]:
-    """Partitions a parameter tree into trained and frozen parameters.
+    """Partitions a parameter tree into trained and frozen parameters, with unchanged paths.
 
     Args:
       params: nested dicts of arrays, or of their shapes.
       freeze: regular expressions; a parameter is frozen if one matches anywhere in its path.
-
-    Returns:
-      The trained and the frozen parameters, as two trees with unchanged paths.
 
     Raises:
       UserError: an expression is invalid or matches nothing, or all parameters are frozen.
@@ -55,13 +52,7 @@ def merge(trained: Params, frozen: Params) -> Params:
 
 
 def describe(params: Params, freeze: Sequence[str], config: TransformerConfig) -> str:
-    """Describes what is trained: "9,216 parameters", "3,072 of 9,216 parameters; frozen: encoder".
-
-    Args:
-      params: as in `split`, as are the errors.
-      freeze: as in `split`.
-      config: the configuration of the model, for tied tables.
-    """
+    """Describes what is trained: "3,072 of 9,216 parameters; frozen: encoder"."""
     trained, frozen = split(params, freeze)
     total = f"{_count(params):,} parameters"
     if not frozen:
@@ -108,5 +99,4 @@ def _other_uses(module: str, config: TransformerConfig) -> str:
 
 
 def _count(params: Params) -> int:
-    """Number of scalars in all arrays."""
     return sum(leaf.size for leaf in jax.tree.leaves(params))

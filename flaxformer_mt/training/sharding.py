@@ -1,8 +1,8 @@
 """How arrays are sharded over the device mesh.
 
-Rules select parameters by their paths. Adam's moments of a parameter, and its moving average, have
-paths that end with the parameter's, and are sharded like it; all else is replicated.
-Activations are sharded by the logical names of their axes (`model/logical_axes.py`).
+Rules select arrays by the ends of their paths, in any tree: parameters, Adam's moments and moving
+averages of them, of this project's state or another one. All else is replicated. Activations are
+sharded by the logical names of their axes (`model/logical_axes.py`).
 """
 
 import re
@@ -10,14 +10,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from flaxformer_mt.data.stream.placement import ROW_AXES
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.training.parameters import Params
 
-AXES = ("data", "fsdp", "tensor")
+AXES = (*ROW_AXES, "tensor")
 """The axes of the mesh: rows are sharded over data and fsdp, parameters over fsdp and tensor."""
-ROW_AXES = ("data", "fsdp")
 
 ACTIVATION_RULES = (
     # By default, XLA leaves a matrix that is sharded over fsdp in place and sends the vectors of
@@ -58,8 +58,9 @@ BUILT_IN = (
     ShardingRule(r"feed_forward/(hidden|gate)/kernel$", ("fsdp", "tensor")),  # [L, D, F]
     ShardingRule(r"feed_forward/(hidden|gate)/bias$", ("tensor",)),  # [L, F]
     ShardingRule(r"feed_forward/output/kernel$", ("tensor", "fsdp")),  # [L, F, D]
-    ShardingRule(r"^output/kernel$", ("fsdp", "tensor")),  # [D, V]
-    ShardingRule(r"^output/bias$", ("tensor",)),  # [V]
+    ShardingRule(r"(attention|feed_forward)/output/bias$", ()),  # [L, D]
+    ShardingRule(r"(^|/)output/kernel$", ("fsdp", "tensor")),  # [D, V]
+    ShardingRule(r"(^|/)output/bias$", ("tensor",)),  # [V]
 )
 """The first rule that matches decides; other parameters (norms, biases [D]) are replicated."""
 
@@ -96,95 +97,80 @@ def _parse(pattern: str, text: str) -> ShardingRule:
     return ShardingRule(pattern, tuple(None if name == "-" else name for name in names))
 
 
-class Sharding(NamedTuple):
-    """How all parameters are sharded, and the exceptions to the rules."""
+def shardings(
+    tree: Any, mesh: Mesh | AbstractMesh, user_rules: tuple[ShardingRule, ...] = ()
+) -> Any:
+    """Returns a tree of `NamedSharding` for the arrays, or their shapes, of any tree.
 
-    specs: dict[str, PartitionSpec]
-    """By parameter path."""
-    not_divisible: list[str]
-    """A message for each parameter with a dimension that is not sharded because its mesh axis does
-    not divide it."""
+    A dimension that its mesh axis does not divide is not sharded. Arrays with fewer dimensions than
+    the parameter that a rule is for are replicated: these are Adafactor's row and column means.
+    `user_rules` take precedence over the built-in ones.
+    """
+
+    def sharding(path: Any, leaf: Any) -> NamedSharding:
+        axes = _axes_of(path_name(path), leaf.shape, (*user_rules, *BUILT_IN))
+        return NamedSharding(mesh, PartitionSpec(*_dividing(axes, leaf.shape, mesh.shape)[0]))
+
+    return jax.tree_util.tree_map_with_path(sharding, tree)
 
 
-def shard_params(
+def check_rules(
     params: Params, axis_sizes: Mapping[str, int], user_rules: tuple[ShardingRule, ...] = ()
-) -> Sharding:
-    """Applies the rules to parameters.
+) -> list[str]:
+    """Checks that rules fit the parameters of a model.
 
-    Args:
-      params: arrays, or anything with their shapes.
-      axis_sizes: of the mesh.
-      user_rules: take precedence over the built-in ones.
+    Returns:
+      A message for each parameter with a dimension that is not sharded because its mesh axis does
+      not divide it.
 
     Raises:
       UserError: one of `user_rules` matches no parameter, or one with fewer dimensions.
     """
     shapes = {path: leaf.shape for path, leaf in leaves_by_path(params)}
     for rule in user_rules:
-        if not any(re.search(rule.pattern, path) for path in shapes):
+        matching = [path for path in shapes if re.search(rule.pattern, path)]
+        if not matching:
             raise UserError(
                 f"parallel.sharding_rules: {rule.pattern!r} matches no parameter; there are "
                 f"{', '.join(list(shapes)[:3])}, ..."
             )
-    specs, not_divisible = {}, []
+        for path in matching:
+            if len(rule.axes) > len(shapes[path]):
+                raise UserError(
+                    f"parallel.sharding_rules: {rule.pattern!r} has axes for {len(rule.axes)} "
+                    f"dimensions, but {path} has only {len(shapes[path])}"
+                )
+    messages = []
     for path, shape in shapes.items():
-        axes = [
-            axis if axis and axis_sizes.get(axis, 1) > 1 else None
-            for axis in _axes_of(path, len(shape), (*user_rules, *BUILT_IN))
-        ]
-        uneven = [
-            f"{size} by {axis}={axis_sizes[axis]}"
-            for size, axis in zip(shape, axes, strict=True)
-            if axis and size % axis_sizes[axis]
-        ]
+        axes = _axes_of(path, shape, (*user_rules, *BUILT_IN))
+        _, uneven = _dividing(axes, shape, axis_sizes)
         if uneven:
-            not_divisible.append(f"{path} {list(shape)}: cannot divide {' or '.join(uneven)}")
-        specs[path] = PartitionSpec(
-            *(
-                axis if axis and size % axis_sizes[axis] == 0 else None
-                for size, axis in zip(shape, axes, strict=True)
-            )
-        )
-    return Sharding(specs, not_divisible)
+            messages.append(f"{path} {list(shape)}: cannot divide {' or '.join(uneven)}")
+    return messages
 
 
-def _axes_of(path: str, rank: int, rules: Iterable[ShardingRule]) -> Axes:
-    """Returns the mesh axis for each dimension of a parameter."""
+def _axes_of(path: str, shape: tuple[int, ...], rules: Iterable[ShardingRule]) -> Axes:
     matching = (rule for rule in rules if re.search(rule.pattern, path))
     rule = next(matching, ShardingRule("", ()))
-    if len(rule.axes) > rank:
-        raise UserError(
-            f"parallel.sharding_rules: {rule.pattern!r} has axes for {len(rule.axes)} dimensions, "
-            f"but {path} has only {rank}"
-        )
-    return (None,) * (rank - len(rule.axes)) + rule.axes
+    # Stacked layers have one dimension more.
+    rank = len(rule.axes) + ("layers" in path.split("/") and rule in BUILT_IN)
+    if len(shape) < rank:
+        return (None,) * len(shape)
+    return (None,) * (len(shape) - len(rule.axes)) + rule.axes
 
 
-def partition_specs(specs: Mapping[str, PartitionSpec], tree: Any) -> Any:
-    """Returns the partition spec of every array of a tree, such as a training state.
-
-    An array whose path ends with that of a parameter has the parameter's spec. Others are
-    replicated, as are Adafactor's row and column means, which have fewer dimensions or some of
-    size 1.
-
-    Args:
-      specs: by parameter path.
-      tree: arrays, or anything with their shapes.
-
-    Returns:
-      The same tree of `PartitionSpec`.
-    """
-
-    def spec_of(path: Any, leaf: Any) -> PartitionSpec:
-        names = path_name(path).split("/")
-        endings = ("/".join(names[start:]) for start in range(len(names)))
-        spec = next((specs[ending] for ending in endings if ending in specs), PartitionSpec())
-        fits = len(spec) <= len(leaf.shape) and not any(
-            axis and size == 1 for axis, size in zip(spec, leaf.shape, strict=False)
-        )
-        return spec if fits else PartitionSpec()
-
-    return jax.tree_util.tree_map_with_path(spec_of, tree)
+def _dividing(
+    axes: Axes, shape: tuple[int, ...], axis_sizes: Mapping[str, int]
+) -> tuple[Axes, list[str]]:
+    """Returns the axes without those of one device or that do not divide, and the latter."""
+    sizes = [axis_sizes.get(axis, 1) if axis else 1 for axis in axes]
+    divides = [size > 1 and dim % size == 0 for dim, size in zip(shape, sizes, strict=True)]
+    uneven = [
+        f"{dim} by {axis}={size}"
+        for dim, axis, size in zip(shape, axes, sizes, strict=True)
+        if dim % size
+    ]
+    return tuple(a if d else None for a, d in zip(axes, divides, strict=True)), uneven
 
 
 def leaves_by_path(tree: Any) -> list[tuple[str, Any]]:

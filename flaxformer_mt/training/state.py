@@ -4,10 +4,10 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
+from flax import linen as nn
 from jax import Array
 
 from flaxformer_mt.config import TrainConfig
-from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.training.parameters import Params, split
 
 
@@ -35,18 +35,12 @@ class TrainState:
 
 
 def create_state(
-    model: Transformer, optimizer: optax.GradientTransformation, config: TrainConfig
+    key: Array, model: nn.Module, optimizer: optax.GradientTransformation, config: TrainConfig
 ) -> TrainState:
     """Creates the state before the first step; traceable by `jax.eval_shape` and `jax.jit`.
 
-    Args:
-      model: the model to initialize.
-      optimizer: from `make_optimizer`.
-      config: `seed` determines the initial parameters and dropout, `ema_decay` whether there is a
-        moving average, which starts at the initial parameters, and `freeze` what is frozen.
-
-    Raises:
-      UserError: `config.freeze` does not fit the model.
+    `key` determines the initial parameters and dropout; `config` whether there is a moving average,
+    and what is frozen, where a `UserError` says what does not fit the model.
     """
 
     @jax.jit
@@ -65,10 +59,4 @@ def create_state(
             skipped=jnp.zeros((), jnp.int32),
         )
 
-    return create(seed_key(config.seed))
-
-
-def seed_key(seed: int) -> Array:
-    """Returns the key of a seed of up to 63 bits; that of JAX drops all but 32."""
-    key = jax.random.key(seed % 2**32)
-    return key if seed < 2**32 else jax.random.fold_in(key, seed >> 32)
+    return create(key)

@@ -28,11 +28,9 @@ _FIXED_FIELDS = names_with(
 
 
 def tokenizer_path(config: ExperimentConfig) -> str:
-    """Returns the folder of the vocabulary for a new run.
+    """Returns the folder of the vocabulary for a new run; "" if it is to be learned.
 
-    Returns:
-      `data.tokenizer_path` if given, else the run folder that `train.init_from` names; "" if the
-      vocabulary is to be learned.
+    It is `data.tokenizer_path` if given, else the run folder that `train.init_from` names.
 
     Raises:
       UserError: `train.init_from` has no vocabulary, and none is given.
@@ -47,11 +45,7 @@ def tokenizer_path(config: ExperimentConfig) -> str:
 
 
 def require_vocabulary(init_from: str, tokenizers: Tokenizers) -> None:
-    """Checks that parameters of a run are of a vocabulary, as far as it is known.
-
-    Raises:
-      UserError: they are of another one.
-    """
+    """Raises `UserError` if parameters of a run are of another vocabulary."""
     if not Path(init_from).is_dir():
         return
     theirs = read_tokenizers(init_from)
@@ -66,13 +60,9 @@ def require_vocabulary(init_from: str, tokenizers: Tokenizers) -> None:
 def require_parameters(init_from: str, model: TransformerConfig) -> None:
     """Checks what `train.init_from` names, if anything, as far as this takes no time.
 
-    Args:
-      init_from: as in `load_parameters`.
-      model: the model to initialize; vocabulary sizes may still be 0.
-
     Raises:
       UserError: there is no such file or folder, the folder is not a run folder, or its run has
-        another model.
+        another model. (Vocabulary sizes of `model` may still be 0.)
     """
     if not init_from:
         return
@@ -120,10 +110,7 @@ def load_parameters(init_from: str, model: TransformerConfig, template: Params) 
 def start_from(state: TrainState, params: Params, place: Callable[[Params], Params]) -> TrainState:
     """Returns an initial state with other parameters, also as the start of the moving average.
 
-    Args:
-      state: the state; its parameters are replaced. That of the optimizer does not depend on them.
-      params: from `load_parameters`, the same in every process.
-      place: places parameters on the devices; `place_state` of the strategy.
+    `params` are the same in every process; `place` places them on the devices.
     """
     # Placed twice: a step donates its arguments, so the average needs its own arrays.
     return dataclasses.replace(
@@ -133,7 +120,6 @@ def start_from(state: TrainState, params: Params, place: Callable[[Params], Para
 
 @contextlib.contextmanager
 def _naming(init_from: str) -> Iterator[None]:
-    """Names the option in errors."""
     try:
         yield
     except UserError as error:
@@ -152,7 +138,6 @@ def _read_file(path: Path) -> tuple[TransformerConfig, dict[str, Any]]:
 
 
 def _check_fields(theirs: TransformerConfig, ours: TransformerConfig) -> None:
-    """Compares what the parameters were trained as with what they shall be."""
     there, here = _facts(theirs), _facts(ours)
     differing = [
         f"model.{name}: {there[name]} there, {here[name]} here"
@@ -167,7 +152,7 @@ def _check_fields(theirs: TransformerConfig, ours: TransformerConfig) -> None:
 
 
 def _facts(config: TransformerConfig) -> dict[str, Any]:
-    """The fields that parameters depend on, with defaults resolved where others lie behind them."""
+    """The fields that parameters depend on, with derived defaults resolved."""
     fields = dataclasses.asdict(config)
     fields |= {"head_dim": config.key_width, "value_dim": config.value_width}
     if config.position_kind != "learned":
@@ -176,7 +161,6 @@ def _facts(config: TransformerConfig) -> dict[str, Any]:
 
 
 def _check_shapes(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
-    """Compares the arrays of two trees by path."""
     differing = [
         f"{path}: {_shape(theirs.get(path))} there, {_shape(ours.get(path))} here"
         for path in sorted(theirs.keys() | ours.keys())

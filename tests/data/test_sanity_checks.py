@@ -11,10 +11,11 @@ from flaxformer_mt.data.corpora.corpus import (
     open_corpora,
     read_corpus,
 )
-from flaxformer_mt.data.corpora.language_profiles import cldr_profile, letters_of
 from flaxformer_mt.data.sanity_checks import (
     check_sides,
     check_unknown_rate,
+    cldr_profile,
+    letters_of,
     shared_pairs,
     warn_of_shared_pairs,
 )

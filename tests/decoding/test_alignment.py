@@ -132,7 +132,7 @@ def copier(talker):
 
 
 def test_a_model_that_copies_is_aligned_one_to_one(copier):
-    scorer = Scorer(copier.config, copier.params, copier.tokenizers)
+    scorer = Scorer(*copier.parts)
     texts = sentences(6, longest=3)
     for unit in ("pieces", "words"):
         for text, score in zip(

@@ -15,7 +15,7 @@ from flaxformer_mt.model.transformer import AttentionWeights, Transformer
 
 
 def translator(talker):
-    return Translator(talker.config, talker.params, talker.tokenizers)
+    return Translator(*talker.parts)
 
 
 def test_weights_are_those_of_the_model(talker):

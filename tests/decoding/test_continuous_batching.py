@@ -14,9 +14,9 @@ from flaxformer_mt.decoding.batching import continuous_batching, workers
 from flaxformer_mt.decoding.batching.continuous_batching import ContinuousBatcher, Request
 from flaxformer_mt.decoding.batching.search_programs import (
     begin_search,
-    rounded_matrices,
     step_function,
 )
+from flaxformer_mt.decoding.parameters import rounded_matrices
 from flaxformer_mt.decoding.search.options import SearchOptions
 from flaxformer_mt.decoding.search.search import search
 from flaxformer_mt.decoding.search.state import unconstrained
@@ -77,9 +77,7 @@ def assert_same(found, expected):
 
 
 def test_a_search_without_other_sentences_finds_the_same():
-    options = SearchOptions.from_config(
-        BEAM, bos_id=MODEL.bos_id, eos_id=MODEL.eos_id, pad_id=0, forbidden_ids=(0, 1)
-    )
+    options = SearchOptions.from_config(BEAM, MODEL)
 
     @jax.jit
     def alone(source, max_lengths):

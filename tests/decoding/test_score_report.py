@@ -166,14 +166,14 @@ def test_parallel_files_are_read_once(tmp_path, monkeypatch):
 
     monkeypatch.setattr(text_files, "stream_lines", stream_lines)
     paths = [written("1", "a", "b"), written("2", "c", "d"), written("3", "e", "f")]
-    assert [*text_files.stream_parallel_files(*paths)] == [("a", "c", "e"), ("b", "d", "f")]
+    assert [*text_files.stream_parallel(*paths)] == [("a", "c", "e"), ("b", "d", "f")]
     assert opened == paths  # A pipe can be read once only.
     for counts in ((1, 1, 3), (1, 3, 1), (3, 1, 3)):
         paths = [written(f"{n}", *range(count)) for n, count in enumerate(counts)]
         other = next(n for n in (1, 2) if counts[n] != counts[0])
         message = f"{paths[0]} has {counts[0]} lines but {paths[other]} has {counts[other]}: "
         with pytest.raises(UserError, match=re.escape(message)):
-            list(text_files.stream_parallel_files(*paths))
+            list(text_files.stream_parallel(*paths))
 
 
 def test_a_perplexity_too_large_for_a_float_is_none():

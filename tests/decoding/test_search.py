@@ -319,16 +319,14 @@ def test_padding_of_the_source_needs_no_coverage():
 
 
 def test_options_follow_from_the_configuration():
-    nothing = SearchOptions.from_config(DecodeConfig(), bos_id=1, eos_id=2, pad_id=0)
-    assert nothing == SearchOptions(1, 2, 0, beam_size=4, length_penalty=0.6)
+    model = TransformerConfig(pad_id=0, bos_id=1, eos_id=2)
+    nothing = SearchOptions.from_config(DecodeConfig(), model)
+    assert nothing == SearchOptions(1, 2, 0, beam_size=4, length_penalty=0.6, forbidden_ids=(0, 1))
     some = SearchOptions.from_config(
         DecodeConfig(
             sampling=True, n_best=3, top_p=0.9, min_length_factor=0.5, coverage_penalty=0.1
         ),
-        bos_id=1,
-        eos_id=2,
-        pad_id=0,
-        forbidden_ids=(0, 1),
+        model,
         bad_phrases=([5], [2], [3, 4]),
     )
     assert some == SearchOptions(
@@ -339,7 +337,7 @@ def test_options_follow_from_the_configuration():
 
 def test_only_switches_make_another_program():
     options = SearchOptions.from_config(
-        DecodeConfig(temperature=0.5, sampling=True), bos_id=1, eos_id=2, pad_id=0
+        DecodeConfig(temperature=0.5, sampling=True), TransformerConfig()
     )
     other = dataclasses.replace(options, temperature=0.7, length_penalty=0.1)
     assert jax.tree.structure(options) == jax.tree.structure(other)

@@ -6,7 +6,7 @@ from talker import sentences
 from flaxformer_mt import Run, interop, train
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.config.files import load_config
-from flaxformer_mt.decoding.scoring.scorer import PairScore, Scorer, score_pairs
+from flaxformer_mt.decoding.scoring.scorer import Scorer
 from flaxformer_mt.decoding.sentence_decoder import Hypothesis, Sentence
 from flaxformer_mt.decoding.translator import Translator
 from flaxformer_mt.errors import UserError
@@ -15,12 +15,12 @@ from flaxformer_mt.evaluation import evaluate
 
 @pytest.fixture(scope="module")
 def translator(talker):
-    return Translator(talker.config, talker.params, talker.tokenizers)
+    return Translator(*talker.parts)
 
 
 @pytest.fixture(scope="module")
 def scorer(talker):
-    return Scorer(talker.config, talker.params, talker.tokenizers)
+    return Scorer(*talker.parts)
 
 
 TEXTS = sentences(3)
@@ -48,16 +48,6 @@ def test_n_best_lists_of_a_string_and_of_a_list(translator):
     alone = translator.translate_n_best(TEXTS[0], 2)
     assert all(isinstance(hypothesis, Hypothesis) for hypothesis in alone)
     assert [each.text for each in alone] == [each.text for each in listed[0]]
-
-
-def test_a_pair_gives_a_score_and_lists_a_list(talker):
-    given = talker.config, talker.params, talker.tokenizers
-    listed = score_pairs(*given, TEXTS, iter(TEXTS[::-1]))
-    alone = score_pairs(*given, TEXTS[0], TEXTS[2])
-    assert isinstance(alone, PairScore)
-    assert alone.tokens == listed[0].tokens
-    with pytest.raises(TypeError, match="targets must be a list of strings, not a single string"):
-        score_pairs(*given, TEXTS, TEXTS[0])
 
 
 NO_TEXTS = [

@@ -119,7 +119,10 @@ SAMPLERS = {
     ),
     "temperature and all others": (
         lambda logits: sampling.filter_logits(
-            logits, temperature=1.5, top_k=5, top_p=0.9, min_p=0.05, epsilon_cutoff=0.1
+            logits,
+            SearchOptions(
+                1, 2, 0, temperature=1.5, top_k=5, top_p=0.9, min_p=0.05, epsilon_cutoff=0.1
+            ),
         ),
         logits_process.LogitsProcessorList(
             [

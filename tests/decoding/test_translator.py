@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from talker import exhaust_memory, random_params, sentences, with_decode, with_end_bias
 
+import flaxformer_mt as fmt
 from flaxformer_mt.config import CorpusConfig, DataConfig, DecodeConfig
 from flaxformer_mt.data.corpora.corpus import ParallelCorpus
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
@@ -42,7 +43,7 @@ CONSTRAINED = [
 
 
 def make_translator(talker):
-    return Translator(talker.config, talker.params, talker.tokenizers)
+    return Translator(*talker.parts)
 
 
 @pytest.mark.parametrize("beam_size", [1, 3])
@@ -131,11 +132,11 @@ def test_minimum_bayes_risk_chooses_among_the_samples(talker):
 @pytest.mark.slow  # Decided by test_ensemble.py.
 def test_an_ensemble_of_one_model_twice_is_that_model(talker):
     pair = [(talker.config.model, talker.params)]
-    ensemble = Translator(talker.config, talker.params, talker.tokenizers, pair)
+    ensemble = Translator(*talker.parts, others=pair)
     single = make_translator(talker)
     assert ensemble.translate(SENTENCES, 1) == single.translate(SENTENCES, 1)
     other = [(talker.config.model, random_params(talker.model, seed=1))]
-    mixed = Translator(talker.config, talker.params, talker.tokenizers, other)
+    mixed = Translator(*talker.parts, others=other)
     assert mixed.translate(SENTENCES, 1) != single.translate(SENTENCES, 1)
 
 
@@ -344,14 +345,13 @@ def test_translate_returns_one_translation(talker):
 def test_parameters_that_are_not_finite_are_rejected(talker, beam_size):
     params = jax.tree.map(lambda leaf: leaf * np.nan, talker.params)
     with pytest.raises(UserError, match="not finite"):
-        Translator(talker.config, params, talker.tokenizers).translate(["Hund"], beam_size)
+        Translator(talker.config.model, params, talker.tokenizers).translate(["Hund"], beam_size)
 
 
 def test_a_language_model_cannot_translate(talker):
     model = dataclasses.replace(talker.config.model, has_inputs=False)
-    config = dataclasses.replace(talker.config, model=model)
     with pytest.raises(UserError, match="has_inputs=False"):
-        Translator(config, talker.params, talker.tokenizers)
+        Translator(model, talker.params, talker.tokenizers)
 
 
 def test_longest_target_excludes_the_source_end_token(talker):
@@ -422,8 +422,7 @@ def test_a_minimum_length_raises_the_automatic_maximum(talker):
 
 def test_searches_with_different_options_share_rounded_parameters(talker):
     model = dataclasses.replace(talker.config.model, dtype="bfloat16")
-    config = dataclasses.replace(talker.config, model=model)
-    translator = Translator(config, talker.params, talker.tokenizers)
+    translator = Translator(model, talker.params, talker.tokenizers)
     decoders = [translator._decoder({"seed": seed}, None, False, False) for seed in (1, 2)]
     first, second = (jax.tree.leaves([*decoder.batcher._params.values()]) for decoder in decoders)
     assert all(
@@ -440,7 +439,7 @@ def test_a_model_that_does_not_fit_onto_the_device_is_explained(monkeypatch, tal
         with pytest.raises(
             UserError, match=r"^loading the model needs more memory .*JAX_PLATFORMS"
         ):
-            load(talker.config, talker.params, talker.tokenizers)
+            load(*talker.parts)
 
 
 def test_a_device_without_enough_memory_is_explained(monkeypatch, talker):
@@ -449,3 +448,41 @@ def test_a_device_without_enough_memory_is_explained(monkeypatch, talker):
         UserError, match=r"^translation needs more memory .*lower decode\.batch_tok"
     ):
         make_translator(talker).translate("ein Hund")
+
+
+def plainly_translate(talker, params, **options):
+    model, _, tokenizers, _ = talker.parts
+    return fmt.translate(model, params, tokenizers, SENTENCES[:3], beam_size=1, **options)
+
+
+def test_another_call_of_translate_compiles_nothing(talker, caplog):
+    first = plainly_translate(talker, talker.params)
+    other = jax.tree.map(lambda leaf: leaf + 0.5, talker.params)
+    with jax.log_compiles():
+        assert plainly_translate(talker, talker.params) == first
+        assert plainly_translate(talker, other) != first
+        assert not caplog.messages  # Not even traced.
+        jax.jit(lambda number: number * 3.0)(2.0)
+        assert caplog.messages  # This would have been seen.
+
+
+def test_sharded_parameters_are_translated_with(talker):
+    mesh = fmt.make_mesh(fsdp=2, tensor=2)
+    sharded = fmt.place(talker.params, mesh)
+    assert any(not leaf.is_fully_replicated for leaf in jax.tree.leaves(sharded))
+    assert plainly_translate(talker, sharded) == plainly_translate(talker, talker.params)
+
+
+def test_translate_names_what_is_wrong_with_its_arguments(talker):
+    with pytest.raises(TypeError, match=r"no search option max_lenght.*max_length"):
+        plainly_translate(talker, talker.params, max_lenght=3)
+    with pytest.raises(UserError, match=r'give its entry "params"'):
+        plainly_translate(talker, {"params": talker.params})
+    without = {name: value for name, value in talker.params.items() if name != "encoder"}
+    with pytest.raises(UserError, match=r"encoder/.* missing; found decoder"):
+        plainly_translate(talker, without)
+    model, params, tokenizers, _ = talker.parts
+    with pytest.raises(
+        TypeError, match="must be a list of strings or Sentence, not a single string"
+    ):
+        fmt.translate(model, params, tokenizers, "Hund", beam_size=1)

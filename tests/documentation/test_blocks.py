@@ -93,7 +93,7 @@ def check_training(arguments):
     assert len(configs) == 1
     given = [word for word in arguments if word not in configs]
     if not {"--help"} & {*given}:
-        path = existing[0].partition("=")[2] if existing else "configs/quickstart.py"
+        path = existing[0].partition("=")[2] if existing else "configs/forkme.py"
         training.parse_flags([f"--config={ROOT / path}", *given])
 
 

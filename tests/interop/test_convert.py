@@ -29,7 +29,7 @@ from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.adaptation import adapt
 from flaxformer_mt.interop.convert import OWN, convert
 from flaxformer_mt.interop.families import marian_native
-from flaxformer_mt.interop.formats import parameter_file
+from flaxformer_mt.interop.formats import own_format
 from flaxformer_mt.interop.weight_maps.mapping import parameter_shapes
 from flaxformer_mt.interop.weight_maps.validation import check_switches
 from flaxformer_mt.model.transformer import Transformer
@@ -405,7 +405,7 @@ def test_our_own_file_may_name_the_family_of_its_tensors_by_an_alias(tmp_path):
     convert("annotated_wide_heads", OWN, source, own, variant.hints)
     metadata = safetensors.safe_open(own, framework="np").metadata() | {"origin": "questions"}
     safetensors.torch.save_file(safetensors.torch.load_file(own), own, metadata)
-    assert parameter_file.read(own, {})[1] == "annotated_wide_heads"
+    assert own_format.read(own, {})[1] == "annotated_wide_heads"
 
 
 def test_positions_of_self_attention_belong_to_layers_alone():

@@ -92,7 +92,9 @@ class Served:
 
 def differences(bundle, folder, sources, references):
     """Compares search and scores; returns the share of identical translations, and both BLEUs."""
-    translator = Translator(bundle.config, bundle.params, bundle.tokenizers)
+    translator = Translator(
+        bundle.config.model, bundle.params, bundle.tokenizers, bundle.config.decode
+    )
     ours = [hypotheses[0] for hypotheses in translator.translate_n_best(sources)]
     served = Served(folder)
     theirs = served.translate(sources)
@@ -103,7 +105,7 @@ def differences(bundle, folder, sources, references):
         if tokenizer.pieces(tokens) == pieces:
             num_same += 1
             assert own.score == pytest.approx(score, abs=1e-4)
-    scorer = Scorer(bundle.config, bundle.params, bundle.tokenizers)
+    scorer = Scorer(bundle.config.model, bundle.params, bundle.tokenizers, bundle.config.decode)
     scores = scorer.stream(zip(sources, references, strict=True))
     for own, log_probs in zip(scores, served.score(sources, references), strict=True):
         assert own.token_log_probabilities == pytest.approx(log_probs, abs=1e-4)
@@ -151,7 +153,7 @@ def test_published_folders_with_separate_vocabularies_go_on_to_ctranslate2(tmp_p
     write(bundle, tmp_path / "ctranslate2")
     bundle = with_decode(bundle, SAME_SEARCH)
     sources, targets = PHRASES.sources[:20], PHRASES.targets[:20]
-    scorer = Scorer(bundle.config, bundle.params, bundle.tokenizers)
+    scorer = Scorer(bundle.config.model, bundle.params, bundle.tokenizers, bundle.config.decode)
     scores = Served(tmp_path / "ctranslate2").score(sources, targets)
     for own, log_probs in zip(
         scorer.stream(zip(sources, targets, strict=True)), scores, strict=True
@@ -359,7 +361,9 @@ def test_translations_are_ours(name, tmp_path, usual_optimizations):
     write(bundle, tmp_path / "served", ("norm_epsilon",))
     sources = list(dict.fromkeys(talker.sentences(700, 3, longest=9)))[:500]
     assert len(sources) == 500
-    translator = Translator(bundle.config, bundle.params, bundle.tokenizers)
+    translator = Translator(
+        bundle.config.model, bundle.params, bundle.tokenizers, bundle.config.decode
+    )
     ours = [hypotheses[0] for hypotheses in translator.translate_n_best(sources)]
     theirs = Served(tmp_path / "served").translate(sources)
     assert len({tuple(pieces) for pieces, _ in theirs}) > 100
@@ -386,7 +390,7 @@ def test_the_end_token_has_the_name_that_scripts_append(tmp_path):
     assert_scores_are_ours(bundle, tmp_path / "served", ["Hund läuft"], ["die Wiese"])
     served = Served(tmp_path / "served")
     sources = talker.sentences(8, 3)
-    translator = Translator(bundle.config, bundle.params, tokenizers)
+    translator = Translator(bundle.config.model, bundle.params, tokenizers, bundle.config.decode)
     ours = [hypotheses[0].score for hypotheses in translator.translate_n_best(sources)]
     assert ours == pytest.approx([score for _, score in served.translate(sources)], abs=1e-4)
 
@@ -416,7 +420,9 @@ def test_source_padding_that_is_a_target_piece_is_never_chosen(tmp_path):
     assert huggingface.write(bundle, tmp_path / "changed") == ()
     write(bundle, tmp_path / "served")
     sources = PHRASES.sources[:4]
-    translator = Translator(bundle.config, bundle.params, bundle.tokenizers)
+    translator = Translator(
+        bundle.config.model, bundle.params, bundle.tokenizers, bundle.config.decode
+    )
     ours = [hypotheses[0] for hypotheses in translator.translate_n_best(sources)]
     changed = type(published).from_pretrained(tmp_path / "changed")
     end = bundle.config.model.eos_id
@@ -489,7 +495,9 @@ def test_computed_positions_cover_all_input_that_is_not_split(tmp_path):
     write(bundle, tmp_path / "served", ("norm_epsilon",))
     source = " ".join(talker.sentences(10, 3))
     assert len(bundle.tokenizers.source.encode([source])[0]) > 16
-    translator = Translator(bundle.config, bundle.params, bundle.tokenizers)
+    translator = Translator(
+        bundle.config.model, bundle.params, bundle.tokenizers, bundle.config.decode
+    )
     ((best, *_),) = translator.translate_n_best([source])
     ((pieces, score),) = Served(tmp_path / "served").translate([source])
     end = bundle.config.model.eos_id

@@ -21,7 +21,7 @@ from flaxformer_mt.config import DataConfig
 from flaxformer_mt.data.corpora.corpus import load_corpus
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.decoding.scoring.alignment import words
-from flaxformer_mt.decoding.scoring.scorer import Scorer, score_pairs
+from flaxformer_mt.decoding.scoring.scorer import Scorer
 from flaxformer_mt.decoding.scoring.teacher_forcing import teacher_force
 from flaxformer_mt.decoding.sentence_decoder import Sentence
 from flaxformer_mt.decoding.translator import Translator, into_languages
@@ -88,7 +88,7 @@ def test_added_tokens_are_no_languages(kind, saved, tmp_path):
 
 def test_outer_spaces_have_no_effect_on_scores(saved):
     bundle = read("bart", saved("bart")[0])
-    scorer = Scorer(bundle.config, bundle.params, bundle.tokenizers)
+    scorer = Scorer(bundle.config.model, bundle.params, bundle.tokenizers, bundle.config.decode)
     texts = TEXTS[0], f" {TEXTS[0]} "
     inside, *outside = (
         score.log_probability
@@ -158,7 +158,9 @@ def test_the_dtype_of_a_folder_is_that_of_its_weights(saved, tmp_path):
 @pytest.fixture(scope="module")
 def translator(saved):
     bundle = read("nllb", saved("nllb")[0])
-    return Translator(bundle.config, model_params(bundle.params), bundle.tokenizers)
+    return Translator(
+        bundle.config.model, model_params(bundle.params), bundle.tokenizers, bundle.config.decode
+    )
 
 
 def test_each_sentence_can_have_its_languages(translator, saved):
@@ -209,7 +211,8 @@ def test_alignments_count_words_of_the_text_not_languages(translator):
 @pytest.mark.parametrize("kind", ["nllb", "m2m100", "bart"])
 def test_scores_and_alignments_are_those_of_the_search(kind, saved):
     bundle = read(kind, saved(kind)[0])
-    model = bundle.config, model_params(bundle.params), bundle.tokenizers
+    params, decode = model_params(bundle.params), bundle.config.decode
+    model = bundle.config.model, params, bundle.tokenizers, decode
     translator, scorer = Translator(*model), Scorer(*model)
     sources, targets = PHRASES.sources[:4], PHRASES.targets[:4]
     forced = [Sentence(*pair) for pair in zip(sources, targets, strict=True)]
@@ -268,8 +271,10 @@ def test_the_commands_on_the_run_of_a_folder(saved, translator, tmp_path, capfd)
     assert main(["score", "--run", str(run), *files, "--target", str(target)]) == 0
     scores = [float(line.split()[0]) for line in capfd.readouterr().out.splitlines()]
     bundle = read("nllb", saved("nllb")[0])
-    model = bundle.config, model_params(bundle.params), bundle.tokenizers
-    expected = score_pairs(*model, ["one two", "deu_Latn zwei"], lines)
+    scorer = Scorer(
+        bundle.config.model, model_params(bundle.params), bundle.tokenizers, bundle.config.decode
+    )
+    expected = scorer.stream(zip(["one two", "deu_Latn zwei"], lines, strict=True))
     assert scores == pytest.approx([each.log_probability for each in expected], abs=1e-4)
     assert main(["evaluate", *short, *files, "--reference", str(target)]) == 0
     assert json.loads(capfd.readouterr().out)["ter"] == 0
@@ -284,7 +289,7 @@ def test_references_name_the_language_to_translate_into(kind, german, saved, tmp
     options = {"beam_size": 1, "max_length": 4}
     into_german = Sentence("one two", prefix=german)
     translations = Translator(
-        bundle.config, model_params(bundle.params), bundle.tokenizers
+        bundle.config.model, model_params(bundle.params), bundle.tokenizers, bundle.config.decode
     ).translate([into_german, "one two"], **options)
     texts = ["one two"] * 2, [f"{german} {translations[0]}", translations[1]]
     sentences, references = into_languages(
@@ -371,7 +376,7 @@ def test_exports_that_the_vocabulary_prevents_are_not_offered(kind, saved):
     bundle = read(kind, saved(kind)[0])
     assert not bundle.tokenizers.has_sentencepiece
     offered = exports(bundle.config.model, bundle.tokenizers.has_sentencepiece)
-    assert offered["jax"] == "its vocabulary is no SentencePiece model"
+    assert offered["jax"] == "its vocabulary is not a SentencePiece model"
     assert offered["ctranslate2"]
 
 

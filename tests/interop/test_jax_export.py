@@ -48,7 +48,9 @@ def test_a_server_without_this_package_translates_the_same(exported):
     bundle, folder = exported
     corpus = load_corpus(DataConfig(corpus="phrases", generated_pairs=400), "valid")
     lines = [*corpus.sources[:20], "", *corpus.sources[20:24]]
-    translator = Translator(bundle.config, bundle.params, bundle.tokenizers)
+    translator = Translator(
+        bundle.config.model, bundle.params, bundle.tokenizers, bundle.config.decode
+    )
     expected = translator.translate(lines, beam_size=1)
     assert len(set(expected)) > 10
     result = subprocess.run(

@@ -20,7 +20,7 @@ from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import SentencePieceT
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.families.marian_native import FAMILY
 from flaxformer_mt.interop.families.marian_native import options as options_of
-from flaxformer_mt.interop.formats import marian_files, marian_native, marian_search
+from flaxformer_mt.interop.formats import marian_files, marian_folder, marian_search
 from flaxformer_mt.interop.weight_maps import checkpoints, mapping, validation
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.runs.trained_model import load_run
@@ -160,7 +160,7 @@ def convert(source, target, *, back=False):
 def test_every_value_survives_a_round_trip(options, form, tmp_path):
     arrays = tensors(options)
     (tmp_path / "model").write_bytes(form(options, arrays))
-    config, params = marian_native.load(tmp_path / "model")
+    config, params = marian_folder.load(tmp_path / "model")
     assert mapping.CARRIED not in params
     back = checkpoints.to_state_dict(FAMILY, config, params)
     assert back.keys() == arrays.keys()
@@ -174,7 +174,7 @@ def test_every_value_survives_a_round_trip(options, form, tmp_path):
 
 def test_a_teacher_is_a_transformer_with_attention(tmp_path):
     (tmp_path / "model.npz").write_bytes(npz(TEACHER, tensors(TEACHER)))
-    config, params = marian_native.load(tmp_path / "model.npz")
+    config, params = marian_folder.load(tmp_path / "model.npz")
     assert config == TransformerConfig(
         source_vocab_size=V, target_vocab_size=V, d_model=D, num_heads=H, d_ff=F,
         num_encoder_layers=2, num_decoder_layers=1, norm_position="pre", norm_epsilon=1e-6,
@@ -215,7 +215,7 @@ def search_of(folder, **options):
     path = folder / "config.yml"
     settings = yaml.safe_load(path.read_text())
     path.write_text(yaml.safe_dump({key: settings[key] for key in ("models", "vocabs")} | options))
-    bundle, notes = marian_native.read(folder)
+    bundle, notes = marian_folder.read(folder)
     return bundle.config.decode, notes
 
 
@@ -237,7 +237,7 @@ def test_unknown_tokens_are_suppressed_unless_the_options_allow_them(folder):
     assert search_of(folder)[0].bad_word_ids == ("1",)
     assert search_of(folder, **{"allow-unk": True})[0].bad_word_ids == ()
     (folder / "config.yml").unlink()
-    assert marian_native.read(folder)[0].config.decode.bad_word_ids == ("1",)
+    assert marian_folder.read(folder)[0].config.decode.bad_word_ids == ("1",)
 
 
 @pytest.fixture
@@ -282,7 +282,7 @@ def test_an_export_names_the_search_options_that_marian_lacks(byte_vocabulary):
 
 
 def test_a_step_against_the_gradient_lowers_the_loss(folder):
-    bundle, _ = marian_native.read(folder)
+    bundle, _ = marian_folder.read(folder)
     model = bundle.config.model
     # A row with two packed sentences and padding.
     source, target = np.int32([[4, 5, 0, 6, 0, -1]]), np.int32([[7, 8, 0, 9, 0, -1]])
@@ -332,14 +332,14 @@ def test_an_unsupported_option_is_rejected_by_name(change, message, tmp_path):
     with pytest.raises(
         UserError, match=rf"^[^\n]*model.npz as {FAMILY.name}: [^\n]*{message}[^\n]*$"
     ):
-        marian_native.load(path)
+        marian_folder.load(path)
 
 
 def test_processor_specific_matrices_are_rejected(tmp_path):
     content = binary(STUDENT, tensors(STUDENT), ["decoder_l1_rnn_W"], kind=0x11001)
     (tmp_path / "model.bin").write_bytes(content)
     with pytest.raises(UserError, match=r"decoder_l1_rnn_W has the type 0x11001, .*processor"):
-        marian_native.load(tmp_path / "model.bin")
+        marian_folder.load(tmp_path / "model.bin")
 
 
 @pytest.mark.parametrize("form", [npz, binary])
@@ -350,7 +350,7 @@ def test_a_damaged_file_is_refused_in_one_line(form, tmp_path):
     for length in (0, 1, 8, 9, 300, len(content) // 2, len(content) - 1):
         path.write_bytes(content[:length])
         with pytest.raises(UserError, match=r"^[^\n]*$"):
-            marian_native.load(path)
+            marian_folder.load(path)
     complaints = []
     for _ in range(200):  # Arbitrary bytes give a model or a one-line error.
         bytes_ = bytearray(content)
@@ -461,13 +461,13 @@ def test_a_binary_header_is_compared_with_the_file(header, tmp_path):
 def test_a_vocabulary_in_yaml_is_no_configuration(folder):
     pieces = "".join(f"piece{number}: {number}\n" for number in range(20_000))
     (folder / "a.yml").write_text(pieces)
-    assert marian_native.find(folder).options
+    assert marian_folder.find(folder).options
 
 
 def complaint(path):
     """Returns the error message for a file; None if it is a valid model."""
     try:
-        marian_native.load(path)
+        marian_folder.load(path)
     except UserError as error:
         return str(error)
     return None
@@ -522,29 +522,29 @@ def test_a_damaged_folder_leaves_nothing(folder, tmp_path, damage, message, caps
 
 def test_without_yaml_file_names_must_be_unambiguous(folder, tmp_path):
     (folder / "config.yml").unlink()
-    found = marian_native.find(folder)
+    found = marian_folder.find(folder)
     assert (found.model.name, found.source, found.target) == (
         "model.bin", folder / "vocab.spm", folder / "vocab.spm",
     )  # fmt: skip
     for name in ("srcvocab.spm", "trgvocab.spm"):
         (folder / name).write_bytes((folder / "vocab.spm").read_bytes())
     with pytest.raises(UserError, match="3 vocabularies"):
-        marian_native.find(folder)
+        marian_folder.find(folder)
     (folder / "vocab.spm").unlink()
-    found = marian_native.find(folder)
+    found = marian_folder.find(folder)
     assert (found.source.name, found.target.name) == ("srcvocab.spm", "trgvocab.spm")
     (folder / "model.npz").touch()
     with pytest.raises(UserError, match=r"2 models \(model.bin, model.npz\)"):
-        marian_native.find(folder)
+        marian_folder.find(folder)
     with pytest.raises(UserError, match="missing does not exist"):
-        marian_native.find(tmp_path / "missing")
+        marian_folder.find(tmp_path / "missing")
 
 
 def test_a_vocabulary_that_does_not_match_is_rejected(folder, vocabulary):
     other = train_model(TEXTS, V - 1, **SPECIAL)
     (folder / "vocab.spm").write_bytes(other)
     with pytest.raises(UserError, match=f"vocab.spm has {V - 1} tokens, but the model {V}"):
-        marian_native.read(folder)
+        marian_folder.read(folder)
     (folder / "vocab.spm").write_bytes(train_model(TEXTS, V, model_type="bpe"))
     with pytest.raises(UserError, match=r"vocab.spm has eos_id=2, but Marian requires 0"):
-        marian_native.read(folder)
+        marian_folder.read(folder)

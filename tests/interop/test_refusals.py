@@ -16,7 +16,7 @@ from toy_references import DOUBLE_PROJECTION, VARIANTS
 from flaxformer_mt import interop
 from flaxformer_mt.cli import main
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.interop.formats import parameter_file
+from flaxformer_mt.interop.formats import own_format
 from flaxformer_mt.interop.weight_maps.adam_state import TrainingState
 
 FAMILIES = {
@@ -192,12 +192,18 @@ def test_a_file_without_permission_is_refused(tmp_path, monkeypatch):
     assert "cannot be read: Permission denied" in refusal("tunz", path)
 
 
-def test_writing_pytorch_files_needs_pytorch_and_reading_them_does_not(tmp_path, monkeypatch):
+def test_pytorch_files_need_pytorch(tmp_path, monkeypatch):
     torch.save(state_dict("tunz"), tmp_path / "model.pt")
+    hints = FAMILIES["tunz"].hints
+    config, params = interop.load("tunz", tmp_path / "model.pt", **hints)
     monkeypatch.setitem(sys.modules, "torch", None)
-    config, params = interop.load("tunz", tmp_path / "model.pt", **FAMILIES["tunz"].hints)
-    with pytest.raises(UserError, match=r"pip install 'flaxformer_mt\[parity\]'"):
+    extra = r"a PyTorch file needs PyTorch: pip install 'flaxformer_mt\[parity\]'"
+    with pytest.raises(UserError, match="reading " + extra):
+        interop.load("tunz", tmp_path / "model.pt", **hints)
+    with pytest.raises(UserError, match="writing " + extra):
         interop.save("tunz", config, params, tmp_path / "copy.pt")
+    interop.save("tunz", config, params, tmp_path / "copy.safetensors")
+    interop.load("tunz", tmp_path / "copy.safetensors", **hints)
 
 
 def test_saving_refuses_what_cannot_be_written(tmp_path):
@@ -298,9 +304,9 @@ def test_numbers_that_are_not_finite_are_named(number, tmp_path):
     path = tmp_path / "own.safetensors"
     with pytest.raises(UserError, match=r"decoder/final_norm/scale has numbers that are not fin"):
         interop.save("tunz", config, params, path)
-    parameter_file.write(path, TrainingState(config, params, None), "tunz")
+    own_format.write(path, TrainingState(config, params, None), "tunz")
     with pytest.raises(UserError, match=r"decoder/final_norm/scale has numbers that are not fin"):
-        parameter_file.read(path, {})
+        own_format.read(path, {})
 
 
 def test_names_of_tensors_are_strings():

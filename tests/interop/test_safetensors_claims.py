@@ -10,7 +10,7 @@ import safetensors.numpy
 
 from flaxformer_mt import interop
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.interop.formats import parameter_file
+from flaxformer_mt.interop.formats import own_format
 
 
 def entry(shape, end):
@@ -47,7 +47,7 @@ def test_a_header_is_compared_with_the_file(name, tmp_path):
     if name == "a hole":
         with path.open("r+b") as file:
             file.truncate(2**40)
-    for read in (lambda: parameter_file.read(path, {}), lambda: interop.load("torch", path)):
+    for read in (lambda: own_format.read(path, {}), lambda: interop.load("torch", path)):
         start = time.monotonic()
         with pytest.raises(UserError) as caught:
             read()

@@ -82,7 +82,9 @@ def test_the_script_for_ctranslate2_prints_our_translations(
     bundle, _ = huggingface.read(published)
     decode = dataclasses.replace(bundle.config.decode, max_length=3, force_end=False)
     bundle = dataclasses.replace(bundle, config=dataclasses.replace(bundle.config, decode=decode))
-    ours = Translator(bundle.config, bundle.params, bundle.tokenizers).translate(["we enjoy it"])
+    ours = Translator(
+        bundle.config.model, bundle.params, bundle.tokenizers, bundle.config.decode
+    ).translate(["we enjoy it"])
     assert ours == ["enjoy enjoy enjoy"]
     ctranslate2.write(bundle, tmp_path / "opus-ct2")
     (script,) = re.findall("```python\n(import json\n.*?)```", OPUS.read_text(), re.DOTALL)

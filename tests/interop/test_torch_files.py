@@ -22,10 +22,10 @@ OLD = {"_use_new_zipfile_serialization": False}
 
 
 def refusal(path):
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(UserError) as caught:
         torch_files.read(path)
-    assert time.monotonic() - start < 2
+    assert time.process_time() - start < 5
     message = str(caught.value)
     assert message.isprintable()
     return message
@@ -140,6 +140,7 @@ def test_an_old_file_with_flipped_bits_is_read_or_refused(tmp_path):
 def archive(path, program, members=(), compression=zipfile.ZIP_STORED):
     with zipfile.ZipFile(path, "w", compression) as file:
         file.writestr("model/data.pkl", program)
+        file.writestr("model/version", "3\n")
         for name, content in dict(members).items():
             file.writestr(f"model/{name}", content)
 
@@ -169,29 +170,32 @@ def tensor(key=b"0", length=1, offset=0, shape=(1,), strides=(1,)):
 
 
 CLAIMS = {
-    "a shape": (tensor(shape=(10**9, 10**9), strides=(0, 0)), "does not fit its storage"),
-    "an end": (tensor(shape=(1, 1), strides=(1, 1), offset=1), "does not fit its storage"),
-    "a stride": (tensor(length=1, shape=(2,), strides=(10**9,)), "does not fit its storage"),
-    "a negative stride": (tensor(strides=(-1,)), "damaged"),
-    "a length": (tensor(length=10**12), "not 1000000000000 numbers"),
-    "a negative length": (tensor(length=-1), "not -1 numbers"),
-    "a missing storage": (tensor(key=b"9"), "its member data/9 is missing"),
-    "axes": (tensor(shape=(1,) * 50, strides=(1,) * 50), "does not fit its storage"),
+    "a shape": tensor(shape=(10**9, 10**9), strides=(0, 0)),
+    "an end": tensor(shape=(1, 1), strides=(1, 1), offset=1),
+    "a stride": tensor(length=1, shape=(2,), strides=(10**9,)),
+    "a negative stride": tensor(shape=(3,), strides=(-1,)),
+    "a length": tensor(length=10**12, shape=(10**6,)),
+    "a negative length": tensor(length=-1),
+    "a missing storage": tensor(key=b"9"),
+    "axes": tensor(shape=(1,) * 100, strides=(1,) * 100),
 }
 
 
 @pytest.mark.parametrize("name", CLAIMS)
 def test_a_tensor_lies_in_its_storage(tmp_path, name):
     path = tmp_path / "model.pt"
-    program, reason = CLAIMS[name]
     archive(path, b"\x80\x02}X\1\0\0\0a" + tensor() + b"s.", {"data/0": b"\0\0\x80\x3f"})
     assert torch_files.read(path)["a"] == 1
-    archive(path, b"\x80\x02}X\1\0\0\0a" + program + b"s.", {"data/0": b"\0\0\x80\x3f"})
-    assert reason in refusal(path)
+    archive(path, b"\x80\x02}X\1\0\0\0a" + CLAIMS[name] + b"s.", {"data/0": b"\0\0\x80\x3f"})
+    assert "damaged" in refusal(path)
 
 
 BOMBS = {
-    "bytearray": (b"c__builtin__\nbytearray\nJ\x00\xe4\x0b\x54\x85R", "damaged"),
+    "bytearray": (
+        b"c__builtin__\nbytearray\nJ\x00\xe4\x0b\x54\x85R",
+        "would run builtins.bytearray",
+    ),
+    "storage": (b"ctorch\nFloatTensor\nJ\xff\xff\xff\x7f\x85R", "a torch.FloatTensor"),
     "repetition": (b"c_operator\nmul\n(X\1\0\0\0aJ\xff\xff\xff\x7ftR", "would run _operator.mul"),
     "memo": (b"Nr\xff\xff\xff\xff", "no error"),
     "depth": (b"]" * 100_000 + b"a" * 99_999, "nested too deeply"),
@@ -217,7 +221,11 @@ def test_a_pickle_allocates_no_more_than_it_holds(tmp_path, name, is_old):
     instructions, reason = BOMBS[name]
     program = b"\x80\x02" + instructions + b"."
     if is_old:
-        start = [torch_files._MAGIC, torch_files._PROTOCOL, {"little_endian": True}]
+        start = [
+            torch.serialization.MAGIC_NUMBER,
+            torch.serialization.PROTOCOL_VERSION,
+            {"little_endian": True},
+        ]
         parts = [pickle.dumps(each, 2) for each in start]
         path.write_bytes(b"".join([*parts, program, pickle.dumps([], 2)]))
     else:

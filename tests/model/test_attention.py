@@ -164,5 +164,5 @@ def test_what_cannot_be_registered(kinds):
         attention.register_attention(MultiHeadAttention)
     with pytest.raises(TypeError, match="own must be a subclass of MultiHeadAttention"):
         attention.register_attention("own")(print)
-    with pytest.raises(UserError, match="attention_backend=cudnn computes dot products only"):
-        TransformerConfig(attention_kind="own", attention_backend="cudnn")
+    with pytest.raises(UserError, match="attention_backend=pallas_gpu computes dot products only"):
+        TransformerConfig(attention_kind="own", attention_backend="pallas_gpu")

@@ -14,9 +14,14 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.model.attention import scaled_dot_product_attention
-from flaxformer_mt.model.fused_attention.backends import AUTO, AttentionCase, choose_backend
-from flaxformer_mt.model.fused_attention.cudnn import cudnn_attention
-from flaxformer_mt.model.fused_attention.operation import Inputs, Options, fused_attention
+from flaxformer_mt.model.kernels.fused_attention import (
+    PLATFORMS,
+    AttentionCase,
+    AttentionInputs,
+    AttentionOptions,
+    choose_backend,
+    fused_attention,
+)
 from flaxformer_mt.model.masks import causal_mask, segment_mask
 from flaxformer_mt.model.numerics import random_uint16
 from flaxformer_mt.model.transformer import Transformer
@@ -39,7 +44,7 @@ def case(queries, keys, *, width=32, bias=False, dropout=False, dtype=jnp.float3
         rows = [np.repeat(np.arange(1, len(row) + 1), row) for row in lengths]
         return jnp.asarray([np.pad(row, (0, length - len(row))) for row in rows], jnp.int32)
 
-    return Inputs(
+    return AttentionInputs(
         query,
         key,
         value,
@@ -95,13 +100,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("backend", AUTO)
+@pytest.mark.parametrize("backend", PLATFORMS)
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_einsum_and_its_gradients(backend, name):
     lengths, switches, causal = CASES[name]
     inputs = case(*lengths, **switches)
     dropped = DROPPED if inputs.dropout_key is not None else 0
-    options = Options(backend, causal, dropped, interpret=True)
+    options = AttentionOptions(backend, causal, dropped, interpret=True)
     fused = value_and_gradients(lambda inputs: fused_attention(options, inputs), inputs)
     expected = value_and_gradients(lambda inputs: reference(inputs, causal), inputs)
     chex.assert_trees_all_close(fused, expected, atol=2e-5)
@@ -129,13 +134,15 @@ def test_packed_vectors_and_their_biases_equal_separate_ones(lengths, switches, 
             products = rows[0][:, :, :, None], jnp.stack(rows[1:], axis=3), None
         dropped = DROPPED if inputs.dropout_key is not None else 0
         return fused_attention(
-            Options("pallas_gpu", causal, dropped, interpret=True),
-            Inputs(*products, *inputs[3:5], bias, inputs.dropout_key, query_bias, value_bias),
+            AttentionOptions("pallas_gpu", causal, dropped, interpret=True),
+            AttentionInputs(
+                *products, *inputs[3:5], bias, inputs.dropout_key, query_bias, value_bias
+            ),
         )
 
     def separate(query, key, value, query_bias, value_bias, bias):
         vectors = query + query_bias[:, None], key, value + value_bias[:, None]
-        return reference(Inputs(*vectors, *inputs[3:5], bias, inputs.dropout_key), causal)
+        return reference(AttentionInputs(*vectors, *inputs[3:5], bias, inputs.dropout_key), causal)
 
     cotangent = jnp.asarray(rng.normal(size=inputs.query.shape))
 
@@ -148,18 +155,7 @@ def test_packed_vectors_and_their_biases_equal_separate_ones(lengths, switches, 
     chex.assert_trees_all_close(run(packed, *arrays), run(separate, *arrays), atol=2e-5)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_what_surrounds_cudnn_equals_the_einsum(causal):
-    """With XLA in cuDNN's place: segments, causality, and queries without keys."""
-    inputs = case(70, 70)
-    fused = value_and_gradients(
-        lambda inputs: cudnn_attention(Options("cudnn", causal, 0, interpret=True), inputs), inputs
-    )
-    expected = value_and_gradients(lambda inputs: reference(inputs, causal), inputs)
-    chex.assert_trees_all_close(fused, expected, atol=2e-5)
-
-
-@pytest.mark.parametrize("backend", AUTO)
+@pytest.mark.parametrize("backend", PLATFORMS)
 def test_in_bfloat16_it_rounds_as_often_as_the_einsum(backend):
     inputs = case(64, 96, dtype=jnp.bfloat16)
     exact = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, inputs)
@@ -171,7 +167,7 @@ def test_in_bfloat16_it_rounds_as_often_as_the_einsum(backend):
             lambda x, y: float(jnp.max(jnp.abs(x.astype(jnp.float32) - y))), results, expected
         )
 
-    options = Options(backend, False, 0, interpret=True)
+    options = AttentionOptions(backend, False, 0, interpret=True)
     fused = errors(lambda inputs: fused_attention(options, inputs))
     einsum = errors(lambda inputs: reference(inputs, False))
     chex.assert_trees_all_equal_comparator(
@@ -179,12 +175,12 @@ def test_in_bfloat16_it_rounds_as_often_as_the_einsum(backend):
     )
 
 
-@pytest.mark.parametrize("backend", AUTO)
+@pytest.mark.parametrize("backend", PLATFORMS)
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_sentence_does_not_depend_on_its_neighbours_at_all(backend, causal):
     """Outputs, and gradients of the first sentence's outputs, are the same bit for bit."""
     inputs = case(70, 70)
-    options = Options(backend, causal, 0, interpret=True)
+    options = AttentionOptions(backend, causal, 0, interpret=True)
     first = (inputs.query_segments == 1)[:, None, :, None]
     first_keys = (inputs.key_segments == 1)[:, None, :, None]
     moved = inputs._replace(
@@ -209,11 +205,11 @@ def test_a_sentence_does_not_depend_on_its_neighbours_at_all(backend, causal):
         assert np.all(np.where(visible, 0, y) == 0)
 
 
-@pytest.mark.parametrize("backend", AUTO)
+@pytest.mark.parametrize("backend", PLATFORMS)
 def test_on_a_mesh_every_device_computes_its_own_rows_and_heads(backend):
     """Without communication, and the same as on one device."""
     inputs = case(64, 70, bias=True, dropout=True)
-    options = Options(backend, False, DROPPED, interpret=True)
+    options = AttentionOptions(backend, False, DROPPED, interpret=True)
 
     @jax.jit
     def run(inputs):
@@ -228,7 +224,7 @@ def test_on_a_mesh_every_device_computes_its_own_rows_and_heads(backend):
     vectors = NamedSharding(mesh, PartitionSpec("data", "tensor"))
     rows = NamedSharding(mesh, PartitionSpec("data"))
     whole = NamedSharding(mesh, PartitionSpec())
-    shardings = Inputs(vectors, vectors, vectors, rows, rows, vectors, whole)
+    shardings = AttentionInputs(vectors, vectors, vectors, rows, rows, vectors, whole)
     with (
         jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
         nn.logical_axis_rules(ACTIVATION_RULES),
@@ -251,11 +247,11 @@ def test_packed_vectors_on_a_mesh_have_the_gradients_of_one_device():
     inputs = case(64, 64)
     packed = jnp.stack([x.swapaxes(1, 2) for x in inputs[:3]], axis=3)
     biases = jnp.asarray(np.random.default_rng(2).normal(size=(2, H, 32)))
-    options = Options("pallas_gpu", True, 0, interpret=True)
+    options = AttentionOptions("pallas_gpu", True, 0, interpret=True)
 
     def loss(packed, biases):
         segments = inputs[3:5]
-        arrays = Inputs(packed, None, None, *segments, None, None, *biases)
+        arrays = AttentionInputs(packed, None, None, *segments, None, None, *biases)
         return jnp.sum(fused_attention(options, arrays) ** 2)
 
     expected = jax.jit(jax.grad(loss, argnums=(0, 1)))(packed, biases)
@@ -273,7 +269,7 @@ def test_packed_vectors_on_a_mesh_have_the_gradients_of_one_device():
 
 def a_case(**changes):
     dtype, shape = jnp.dtype("bfloat16"), (4, 8, 256, 64)
-    simple = AttentionCase("gpu", dtype, shape, 256, 64, True, False, False, False)
+    simple = AttentionCase("gpu", dtype, shape, 256, 64)
     return simple._replace(**changes)
 
 
@@ -283,8 +279,6 @@ def test_auto_takes_the_kernel_of_the_platform_where_it_can():
     for reason in (
         {"platform": "cpu"},
         {"dtype": jnp.dtype("float64")},
-        {"is_whole_pass": False},
-        {"needs_weights": True},
         {"value_width": 32},
         {"query_shape": (4, 8, 256, 48), "value_width": 48},
         {"platform": "tpu", "query_shape": (4, 3, 256, 64)},
@@ -303,11 +297,6 @@ def test_auto_takes_the_kernel_of_the_platform_where_it_can():
         ("pallas_gpu", {"query_shape": (4, 8, 9, 48), "value_width": 48}, "128, not 48"),
         ("pallas_tpu", {"platform": "tpu", "query_shape": (4, 3, 9, 64)}, "not 3 x 64"),
         ("pallas_tpu", {"platform": "tpu", "key_length": 2048}, "at most 1024 keys, not 2048"),
-        ("cudnn", {"dtype": jnp.dtype("float32")}, "bfloat16, not in float32"),
-        ("cudnn", {"has_bias": True}, "has no bias of the scores"),
-        ("cudnn", {"has_dropout": True}, "has no dropout of the weights"),
-        ("cudnn", {"query_shape": (4, 8, 256, 12), "value_width": 12}, "of 8, not 12"),
-        ("cudnn", {"key_length": 255}, "even lengths, not 256 and 255"),
     ],
 )
 def test_a_requested_backend_refuses_by_name_what_it_cannot_do(backend, changes, why):

@@ -12,8 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.model.fused_norm.operation import Inputs, residual_norm
-from flaxformer_mt.model.fused_norm.options import Options
+from flaxformer_mt.model.kernels.fused_norm import NormInputs, NormOptions, residual_norm
 from flaxformer_mt.model.normalization import layer_norm
 from flaxformer_mt.model.numerics import random_uint16
 from flaxformer_mt.model.transformer import Transformer
@@ -27,7 +26,7 @@ def example(rows=4, length=24, width=64, bias=True, dropout=True, dtype=jnp.floa
     rng = np.random.default_rng(0)
     x, y = (jnp.asarray(rng.normal(size=(rows, length, width)), dtype) for _ in range(2))
     parameters = [jnp.asarray(rng.normal(size=width), jnp.float32) for _ in range(3)]
-    return Inputs(
+    return NormInputs(
         x,
         y,
         parameters[0] if bias else None,
@@ -48,7 +47,7 @@ def reference(inputs):
 
 def fused(inputs):
     threshold = 0 if inputs.key is None else DROPPED
-    once, again = residual_norm(Options(EPSILON, threshold, interpret=True, uses=2), inputs)
+    once, again = residual_norm(NormOptions(EPSILON, threshold, interpret=True, uses=2), inputs)
     return 0.25 * once + 0.75 * again
 
 
@@ -57,7 +56,7 @@ def with_gradients(function, inputs):
     weights = jnp.asarray(np.random.default_rng(1).normal(size=inputs.x.shape), jnp.float32)
 
     def weighted(floats):
-        result = function(Inputs(*floats, inputs.key))
+        result = function(NormInputs(*floats, inputs.key))
         return jnp.sum(result * weights), result
 
     return jax.jit(jax.value_and_grad(weighted, has_aux=True))(inputs[:-1])
@@ -96,7 +95,7 @@ def test_devices_draw_the_numbers_of_their_rows():
     def sharded(floats):
         abstract = jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
         with abstract, nn.logical_axis_rules(ACTIVATION_RULES):
-            return with_gradients(fused, Inputs(*floats, inputs.key))
+            return with_gradients(fused, NormInputs(*floats, inputs.key))
 
     everywhere = NamedSharding(mesh, PartitionSpec())
     run = jax.jit(sharded, in_shardings=everywhere, out_shardings=everywhere)

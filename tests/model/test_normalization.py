@@ -29,7 +29,9 @@ def test_unbiased_std_norm_is_the_formula(float64):
     x = np.random.default_rng(0).normal(size=(4, 16))
     expected = (x - x.mean(-1, keepdims=True)) / (x.std(-1, ddof=1, keepdims=True) + 1e-6)
     chex.assert_trees_all_close(
-        unbiased_std_norm(jnp.asarray(x), 1.0, 0.0, 1e-6), expected, rtol=1e-12
+        unbiased_std_norm(jnp.asarray(x), jnp.ones(x.shape[1]), jnp.zeros(x.shape[1]), 1e-6),
+        expected,
+        rtol=1e-12,
     )
 
 
@@ -38,7 +40,9 @@ def test_rms_norm_is_pytorch_s(float64):
     expected = torch.nn.functional.rms_norm(
         torch.tensor(x), (16,), torch.tensor(scale[0]), eps=1e-3
     )
-    chex.assert_trees_all_close(rms_norm(x, scale[0], 1e-3), expected.numpy(), rtol=1e-12)
+    chex.assert_trees_all_close(
+        rms_norm(jnp.asarray(x), jnp.asarray(scale[0]), 1e-3), expected.numpy(), rtol=1e-12
+    )
 
 
 @pytest.mark.parametrize("normalise", [layer_norm, unbiased_std_norm])

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from jax.extend.random import threefry_2x32
 
-from flaxformer_mt.model.numerics import Dense, Dropout, column_sums, random_uint16
+from flaxformer_mt.model.linear import Dense
+from flaxformer_mt.model.numerics import Dropout, column_sums, random_uint16
 
 
 def test_a_linear_map_and_its_gradients_are_those_of_the_equation(float64):

@@ -16,9 +16,14 @@ from flaxformer_mt.errors import UserError
 from flaxformer_mt.model.alibi import AlibiBias, alibi_slopes
 from flaxformer_mt.model.attention import MultiHeadAttention, scaled_dot_product_attention
 from flaxformer_mt.model.cache import reorder_cache
-from flaxformer_mt.model.positions import attention_positions, query_key_transform
+from flaxformer_mt.model.positions import (
+    attention_positions,
+    query_key_transform,
+    rotate,
+    rotation_table,
+    rotations,
+)
 from flaxformer_mt.model.relative_bias import RelativeBias, distance_buckets
-from flaxformer_mt.model.rotary import rotate, rotation_table, rotations
 from flaxformer_mt.model.transformer import Transformer
 
 TINY = TransformerConfig(

@@ -14,7 +14,7 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.model.recurrence import SSRU
 
 BATCH, LENGTH = 3, 11
-STARTS = np.arange(LENGTH) % np.array([[LENGTH], [4], [7]]) == 0
+STARTS = jnp.arange(LENGTH) % np.array([[LENGTH], [4], [7]]) == 0
 
 
 def example(dtype="float32"):

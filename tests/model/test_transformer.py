@@ -18,7 +18,7 @@ from examples import own_attention  # noqa: F401  (registers "cosine")
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.model.cache import reorder_cache
-from flaxformer_mt.model.encoder import EncoderLayer
+from flaxformer_mt.model.layers import EncoderLayer
 from flaxformer_mt.model.stack import stack
 from flaxformer_mt.model.transformer import Embedding, Transformer
 

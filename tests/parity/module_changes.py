@@ -88,15 +88,17 @@ def attention(
     join: Callable[[Tensor], Tensor] = join_heads,
     project: tuple[int, ...] = (0, 1, 2),
     between: Callable[[Tensor], Tensor] = lambda weights: weights,
-) -> Callable[..., Tensor]:
+) -> Callable[..., tuple[Tensor, Tensor]]:
     """The forward of `annotated`'s MultiHeadedAttention with one change."""
 
-    def forward(self: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    def forward(
+        self: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
         inputs = zip(project, (query, key, value), strict=True)
         q, k, v = (split(self.linears[index](x), self.h) for index, x in inputs)
         scores = q @ k.transpose(-2, -1) / math.sqrt(self.d_k)
-        self.attn = hide(scores, mask.unsqueeze(1)).softmax(dim=axis)
-        return self.linears[3](join(between(self.attn) @ v))
+        weights = hide(scores, mask.unsqueeze(1)).softmax(dim=axis)
+        return self.linears[3](join(between(weights) @ v)), weights
 
     return forward
 
@@ -125,7 +127,7 @@ def unnormalised_memory(module: nn.Module) -> None:
     kept = []
     module.encoder.norm.register_forward_hook(lambda self, inputs, output: kept.append(inputs[0]))
     module.decoder.register_forward_pre_hook(
-        lambda self, inputs: (inputs[0], kept.pop(), *inputs[2:])
+        lambda self, inputs: (*inputs[:2], kept.pop(), inputs[3])
     )
 
 
@@ -136,28 +138,21 @@ def memory_of_layer(index: int | None) -> Change:
         kept = {}
         for number, layer in enumerate(module.encoder.layers):
             layer.register_forward_hook(
-                lambda self, inputs, output, number=number: kept.update({number: output[0]})
+                lambda self, inputs, output, number=number: kept.update({number: output})
             )
         for number, layer in enumerate(module.decoder.layers):
             chosen = number if index is None else index
             layer.register_forward_pre_hook(
-                lambda self, inputs, chosen=chosen: (inputs[0], kept[chosen], *inputs[2:])
+                lambda self, inputs, chosen=chosen: (*inputs[:2], kept[chosen], inputs[3])
             )
 
     return change
 
 
-def feed_forward_first(self: Any, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """`annotated`'s EncoderLayer with its sub-layers swapped."""
-    kept = []
-
-    def attend(y: Tensor) -> Tensor:
-        output = self.self_attn(y, y, y, mask)
-        kept.append(self.self_attn.attn)
-        return output
-
+def feed_forward_first(self: Any, x: Tensor, mask: Tensor) -> Tensor:
+    """`annotated`'s encoder layer with its sub-layers swapped."""
     x = self.sublayer[1](x, self.feed_forward)
-    return self.sublayer[0](x, attend), kept[0]
+    return self.sublayer[0](x, lambda y: self.self_attn(y, y, y, mask)[0])
 
 
 def borrowed(part: str, lender: str) -> Change:
@@ -182,12 +177,11 @@ def source_attention_by(lender: str) -> Change:
     """
 
     def forward(
-        self: Any, attend: Any, x: Tensor, memory: Tensor, src_mask: Tensor, tgt_mask: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        x = self.sublayer[0](x, lambda x: self.self_attn(x, x, x, tgt_mask))
-        self_weights = self.self_attn.attn
-        x = self.sublayer[1](x, lambda x: attend(x, memory, memory, src_mask))
-        return self.sublayer[2](x, self.feed_forward), self_weights, attend.attn
+        self: Any, attend: Any, x: Tensor, mask: Tensor, memory: Tensor, src_mask: Tensor
+    ) -> Tensor:
+        x = self.sublayer[0](x, lambda x: self.self_attn(x, x, x, mask)[0])
+        x = self.sublayer[1](x, lambda x: attend(x, memory, memory, src_mask)[0])
+        return self.sublayer[2](x, self.feed_forward)
 
     def change(module: nn.Module) -> None:
         for index, layer in enumerate(module.get_submodule("decoder.layers").children()):
@@ -198,12 +192,12 @@ def source_attention_by(lender: str) -> Change:
 
 
 def attends_by_self_attention(
-    self: Any, x: Tensor, memory: Tensor, trg_mask: Tensor, src_mask: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`jadore801120`'s DecoderLayer, which never calls its `enc_attn`, nor the norm in it."""
-    x, self_weights = self.slf_attn(x, x, trg_mask)
-    x, cross_weights = self.slf_attn(x, memory, src_mask)
-    return self.pos_ffn(x), self_weights, cross_weights
+    self: Any, x: Tensor, mask: Tensor, memory: Tensor, src_mask: Tensor
+) -> Tensor:
+    """`jadore801120`'s decoder layer, which never calls its `enc_attn`, nor the norm in it."""
+    x, _ = self.slf_attn(x, x, mask)
+    x, _ = self.slf_attn(x, memory, src_mask)
+    return self.pos_ffn(x)
 
 
 def post_norm(self: Any, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:

@@ -1,6 +1,7 @@
 """The mutations of references, and the diagnosis that each must get."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 
@@ -31,7 +32,7 @@ from module_changes import (
 )
 from torch import Tensor, nn
 from toy_references import DOUBLE_PROJECTION as DOUBLE_PROJECTION_LAYERS
-from toy_references import VARIANTS
+from toy_references import GROUPED_QUERIES, VARIANTS
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from flaxformer_mt.model.positions import sinusoidal_table
@@ -43,6 +44,7 @@ FAMILIES = {
     "opennmt_rotary": VARIANTS["opennmt_rotary"],
     "opennmt_alibi": VARIANTS["opennmt_alibi"],
     "opennmt_t5": VARIANTS["opennmt_t5"],
+    "opennmt_grouped": GROUPED_QUERIES,
     "double_projection": DOUBLE_PROJECTION_LAYERS,
     "torch": VARIANTS["torch_post"],
     "t5": VARIANTS["t5"],
@@ -577,6 +579,34 @@ T5 = [
     ),
 ]
 
+
+def tiled(x: Tensor) -> Tensor:
+    """2 heads of keys or values for 4 of queries, head h % 2 for query head h."""
+    return torch.cat([x, x], dim=1)
+
+
+def with_tiled_values(module: nn.Module) -> None:
+    """Tiles the heads of values, in attention that repeats those of keys."""
+    part = module.get_submodule(OPENNMT_DECODER)
+    functions = itertools.cycle([part.shared, tiled])  # Keys are first.
+    part.shared = lambda x: next(functions)(x)
+
+
+GROUPED = [
+    Mutation(
+        "tiled key/value heads",
+        SCORES,
+        with_values(OPENNMT_ENCODER, shared=tiled),
+        r"\(h % G\) instead of repeated \(h // \(H/G\)\)",
+    ),
+    Mutation(
+        "tiled key/value heads",
+        f"{IN_DECODER}/cross_attention/scores",
+        with_values("decoder.transformer_layers.1.context_attn", shared=tiled),
+    ),
+    Mutation("tiled key/value heads", f"{IN_DECODER}/self_attention/context", with_tiled_values),
+]
+
 TORCH = [
     Mutation(
         "embedding scale",
@@ -647,6 +677,7 @@ CASES = [
         "opennmt_rotary": ROTARY,
         "opennmt_alibi": ALIBI,
         "opennmt_t5": T5,
+        "opennmt_grouped": GROUPED,
         "double_projection": DOUBLE_PROJECTION,
         "torch": TORCH,
         "t5": T5_MODULE,

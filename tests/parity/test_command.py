@@ -13,7 +13,8 @@ from test_report import agreeing, diagnosed, refuse_constant, training
 from toy_references import VARIANTS
 
 from flaxformer_mt.cli import main
-from flaxformer_mt.parity.families import load_reference, random_reference
+from flaxformer_mt.parity import published
+from flaxformer_mt.parity.families import random_reference
 from flaxformer_mt.parity.reports import family_summary
 from flaxformer_mt.parity.reports.family_summary import (
     BEGIN,
@@ -22,7 +23,7 @@ from flaxformer_mt.parity.reports.family_summary import (
     FamilySummary,
 )
 from flaxformer_mt.parity.rows import GRADIENTS, VALUES
-from flaxformer_mt.parity.trajectory import TOLERANCES
+from flaxformer_mt.parity.trajectories import TOLERANCES
 from flaxformer_mt.presets import FAMILIES
 
 # One small model for all comparisons, so that it is compiled once.
@@ -99,9 +100,9 @@ def test_a_weight_that_is_not_finite_is_refused_by_name(command, checkpoint, tmp
 def test_options_of_a_reference_follow_from_the_checkpoint(tmp_path):
     module = VARIANTS["annotated_1000_shared"].build()
     torch.save(module.state_dict(), tmp_path / "shared.pt")
-    config, loaded = load_reference(
-        "annotated", tmp_path / "shared.pt", "float32", num_heads=NUM_HEADS
-    )
+    model = published.read("annotated", tmp_path / "shared.pt")
+    config = model.configure({"num_heads": NUM_HEADS})
+    loaded = model.reference(config, "float32", "exact")
     assert (config.d_model, config.num_decoder_layers) == (16, 2)
     tokens = torch.arange(3, 9)[None]
     assert torch.equal(loaded(tokens, tokens), module(tokens, tokens))
@@ -109,7 +110,8 @@ def test_options_of_a_reference_follow_from_the_checkpoint(tmp_path):
 
 def test_tables_are_computed_in_the_dtype_of_the_comparison(tmp_path):
     torch.save(VARIANTS["annotated_1000"].build().state_dict(), tmp_path / "model.pt")
-    _, loaded = load_reference("annotated", tmp_path / "model.pt", "float64", num_heads=NUM_HEADS)
+    model = published.read("annotated", tmp_path / "model.pt")
+    loaded = model.reference(model.configure({"num_heads": NUM_HEADS}), "float64", "exact")
     exact = VARIANTS["annotated_1000"].build("float64")
     state, expected = loaded.state_dict(), exact.state_dict()
     assert {tensor.dtype for tensor in state.values()} == {torch.float64}
@@ -168,7 +170,7 @@ def test_a_summary_has_both_dtypes():
     assert result.passed
     (reports,) = result.reports
     assert (reports.float64.dtype, reports.float32.dtype) == ("float64", "float32")
-    assert reports.differences.steps is None
+    assert reports.differences["steps"] is None
 
 
 def test_what_cannot_be_used_is_refused_in_one_line(command, checkpoint, tmp_path):

@@ -11,9 +11,10 @@ import torch.nn.functional as F
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.model.positions import sinusoidal_table
-from flaxformer_mt.parity.diagnosis.diagnose import Diagnosis, diagnose
+from flaxformer_mt.parity.diagnosis.first_cause import Diagnosis, diagnose
 from flaxformer_mt.parity.diagnosis.inputs import DiagnosisInputs
 from flaxformer_mt.parity.references.losses import LOSSES
+from flaxformer_mt.parity.tokens import Padding, Tokens
 
 CONFIG = TransformerConfig(
     source_vocab_size=11,
@@ -54,11 +55,8 @@ def diagnosis_inputs(
         site=site,
         config=config,
         params=PARAMS | changes.pop("params", {}),
-        source=source,
-        target_input=TARGET_INPUT,
-        target_output=TARGET_OUTPUT,
-        real_source=source != 0,
-        real_target=TARGET_OUTPUT != 0,
+        tokens=Tokens(source, TARGET_INPUT, TARGET_OUTPUT),
+        real=Padding(source != 0, TARGET_OUTPUT != 0),
         ours=ours,
         theirs={} if theirs is None else ours | {site: theirs},
         tolerance=1e-10,

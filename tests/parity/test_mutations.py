@@ -43,11 +43,15 @@ from torch import nn
 
 from flaxformer_mt import interop, parity
 from flaxformer_mt.parity import references
-from flaxformer_mt.parity.diagnosis import family_values
-from flaxformer_mt.parity.diagnosis.causes import CAUSES, Candidate, SuspectSite, candidates
+from flaxformer_mt.parity.diagnosis import first_cause
+from flaxformer_mt.parity.diagnosis.causes.registry import (
+    CAUSES,
+    Candidate,
+    SuspectSite,
+    candidates,
+)
 from flaxformer_mt.parity.diagnosis.inputs import DiagnosisInputs
-from flaxformer_mt.parity.diagnosis.operations.attention import Softmax
-from flaxformer_mt.parity.diagnosis.operations.base import Given
+from flaxformer_mt.parity.diagnosis.operations import Given, Softmax
 from flaxformer_mt.parity.diagnosis.site_operations import operation
 from flaxformer_mt.parity.recipes import recipe
 from flaxformer_mt.parity.references import losses
@@ -57,7 +61,9 @@ from flaxformer_mt.parity.references.common import not_future
 @functools.cache
 def example(family: str) -> parity.Tokens:
     variant = FAMILIES[family]
-    config, _ = interop.load(variant.family, variant.build("float64").state_dict(), **variant.hints)
+    config, _ = interop.load(
+        variant.weight_map, variant.build("float64").state_dict(), **variant.hints
+    )
     return parity.example(config, rows=6)
 
 
@@ -67,7 +73,7 @@ def compared(family: str, change: Change = lambda module: None, **options: Any) 
     module = variant.build("float64")
     change(module)
     batch = options.pop("batch", None) or example(family)
-    return parity.compare(variant.family, module, batch, **variant.hints, **options)
+    return parity.compare(variant.weight_map, module, batch, **variant.hints, **options)
 
 
 def check(report: parity.Report, site: str, cause: str, says: str = "") -> None:
@@ -256,13 +262,14 @@ def test_causes_in_the_docs_are_those_that_are_tested(monkeypatch):
     def capture(inputs):
         captured.append(inputs)
 
-    monkeypatch.setattr(family_values, "diagnose", capture)
+    monkeypatch.setattr(first_cause, "diagnose", capture)
     parts = {
         "annotated": "src_embed.0",
         "jadore801120": "encoder.layer_norm",
         "opennmt_rotary": OPENNMT_ENCODER + ".linear_keys",
         "opennmt_alibi": OPENNMT_ENCODER + ".linear_keys",
         "opennmt_t5": OPENNMT_ENCODER + ".linear_keys",
+        "opennmt_grouped": OPENNMT_ENCODER + ".linear_keys",
     }
     for family, part in parts.items():
         compared(family, with_output(part, lambda self, y, *_: 2 * y))
@@ -298,8 +305,8 @@ def test_causes_in_the_docs_are_those_that_are_tested(monkeypatch):
 def layers_in_order(*order: int) -> Change:
     def forward(self, x, mask):
         for index in order:
-            x, _ = self.layers[index](x, mask)
-        return self.norm(x), []
+            x = self.layers[index](x, mask)
+        return self.norm(x)
 
     return with_forward("encoder", forward)
 
@@ -315,7 +322,7 @@ def layers_in_order(*order: int) -> Change:
         ),
         (layers_in_order(0, 2), "encoder/layers/1/self_attention_norm", "skipped layer"),
         pytest.param(
-            with_forward("encoder.layers.1", lambda self, x, mask: (x, None)),
+            with_forward("encoder.layers.1", lambda self, x, mask: x),
             "encoder/layers/1/self_attention_norm",
             "skipped layer",
             marks=pytest.mark.slow,

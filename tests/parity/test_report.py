@@ -12,10 +12,10 @@ import pytest
 
 from flaxformer_mt import parity
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.parity.diagnosis.diagnose import Diagnosis
+from flaxformer_mt.parity.diagnosis.first_cause import Diagnosis
 from flaxformer_mt.parity.reports.comparison import Finding, Row, Summary
 from flaxformer_mt.parity.reports.report import Report
-from flaxformer_mt.parity.trajectory import Curves, Trajectory
+from flaxformer_mt.parity.trajectories import Curves, Trajectory
 
 AGREEING = (
     Row("source/embedding", (2, 3, 4), 0.0, 0.0, 1e-10),

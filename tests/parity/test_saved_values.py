@@ -14,7 +14,7 @@ from flaxformer_mt.errors import UserError
 from flaxformer_mt.parity import families, published
 from flaxformer_mt.parity.recipes import recipe
 from flaxformer_mt.parity.saved import files
-from flaxformer_mt.parity.saved.script import script
+from flaxformer_mt.parity.saved.files import script
 from flaxformer_mt.parity.saved.search import Search
 from flaxformer_mt.parity.tokens import example
 from flaxformer_mt.parity.trace import Tap, values_of_module
@@ -207,7 +207,8 @@ def test_the_printed_script_saves_what_the_command_compares(saved, capsys, monke
     assert main([*checkpoint, "--script", *heads]) == 0
     text = capsys.readouterr().out
     assert len(text.splitlines()) < 25
-    _, module = families.load_reference("jadore801120", path, "float32", num_heads=4)
+    model = published.read("jadore801120", path)
+    module = model.reference(model.configure({"num_heads": 4}), "float32", "exact")
     monkeypatch.chdir(tmp_path)
     exec(text.replace("module = ...", "module = given"), {"given": module})
     values = ("--inputs", "batch.npz", "--logits", "saved.npz")

@@ -12,7 +12,8 @@ from toy_references import Variant
 from flaxformer_mt import interop
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.parity import compare, example
-from flaxformer_mt.parity.families import check_family, load_reference
+from flaxformer_mt.parity import published as checkpoints
+from flaxformer_mt.parity.families import check_family
 from flaxformer_mt.presets import preset
 
 with warnings.catch_warnings():
@@ -78,7 +79,9 @@ def test_the_folder_of_a_whole_model_is_a_checkpoint(tmp_path):
     spm = [opus_mt.train_model([" ".join(codes)] * 30, 24) for _ in range(2)]
     vocabularies = opus_mt.write_tokenizer(tmp_path, *spm)
     opus_mt.random_model(opus_mt.config(vocabularies)).save_pretrained(tmp_path)
-    config, module = load_reference("marian", tmp_path, "float64")
+    model = checkpoints.read("marian", tmp_path)
+    config = model.configure({})
+    module = model.reference(config, "float64", "exact")
     published = MarianMTModel.from_pretrained(tmp_path, dtype=torch.float64).eval()
     tokens = torch.arange(2, 8)[None]
     assert config.num_heads == published.config.encoder_attention_heads

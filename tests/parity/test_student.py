@@ -24,7 +24,7 @@ from wheels import files_of_wheel
 
 from flaxformer_mt import cli, experiment
 from flaxformer_mt.cli import training
-from flaxformer_mt.decoding.scoring.scorer import score_pairs
+from flaxformer_mt.decoding.scoring.scorer import Scorer
 from flaxformer_mt.decoding.translator import Translator
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.runs.trained_model import TrainedModel, load_run
@@ -158,7 +158,7 @@ def check_against_numpy(direction: str, folder: Path, chosen: slice) -> None:
     (binary,) = model_folder(direction).glob("model.*")
     student, narrow_student = Student(binary), Student(binary, "float32")
     sources, _ = texts(direction, chosen)
-    translator = Translator(run.config, run.params, run.tokenizers)
+    translator = Translator(run.config.model, run.params, run.tokenizers, run.config.decode)
     found = [best for best, *_ in translator.translate_n_best(sources, beam_size=1)]
     inputs = [[*tokens, 0] for tokens in run.tokenizers.source.encode(sources)]
     outputs = [list(hypothesis.tokens) for hypothesis in found]
@@ -263,7 +263,7 @@ def test_training_further_lowers_the_loss(runs, tmp_path):
 
     def log_probability(folder: Path) -> float:
         run = load_run(folder)
-        scores = score_pairs(run.config, run.params, run.tokenizers, *zip(*pairs[:64], strict=True))
+        scores = Scorer(run.config.model, run.params, run.tokenizers).stream(pairs[:64])
         return sum(pair.log_probability for pair in scores)
 
     assert log_probability(after) > log_probability(before) + 1

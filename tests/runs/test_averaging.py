@@ -11,7 +11,7 @@ import pytest
 from flaxformer_mt.cli import main
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs.averaging import average_run
-from flaxformer_mt.runs.checkpoint import Checkpointer, restore_params
+from flaxformer_mt.runs.checkpoint import Checkpoints, restore_params
 from flaxformer_mt.training.state import TrainState
 
 
@@ -31,7 +31,7 @@ def make_state(step, with_ema=False):
 
 def make_run(folder, with_ema=False, losses=((1, 3.0), (2, 1.0), (3, 2.0), (4, None))):
     """A run folder with four checkpoints, the last of which was not validated."""
-    with Checkpointer(folder, keep_last=10) as checkpointer:
+    with Checkpoints(folder, keep_last=10) as checkpointer:
         for step, loss in losses:
             metrics = {"loss": loss} if loss else None
             checkpointer.save(step, make_state(step, with_ema), metrics=metrics)

@@ -23,7 +23,7 @@ from flaxformer_mt.config import OptimizerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs import step_folders
 from flaxformer_mt.runs.checkpoint import (
-    Checkpointer,
+    Checkpoints,
     restore_params,
     whole_checkpoints,
     write_params,
@@ -58,7 +58,7 @@ def steps_in(folder):
 
 def save(folder, *steps, **options):
     """Writes checkpoints of these steps, all of which are kept; returns the path of the last."""
-    with Checkpointer(folder, keep_last=10) as checkpointer:
+    with Checkpoints(folder, keep_last=10) as checkpointer:
         for step in steps:
             checkpointer.save(step, make_state(step, **options))
     return folder / "checkpoints" / str(steps[-1])
@@ -75,12 +75,12 @@ def test_what_is_saved_is_restored_to_the_bit_on_other_devices(
 ):
     state = make_state(step=7, num_devices=saved_on, with_ema=with_ema)
     progress = {"sum": 0.1 + 0.2, "position": {"epoch": 3}}
-    with Checkpointer(tmp_path) as checkpointer:
+    with Checkpoints(tmp_path) as checkpointer:
         assert checkpointer.latest_step() is None
         checkpointer.save(7, state, progress)
         assert checkpointer.latest_step() == 7
     template = make_state(step=0, num_devices=restored_on, with_ema=with_ema)
-    with Checkpointer(tmp_path) as checkpointer:
+    with Checkpoints(tmp_path) as checkpointer:
         assert checkpointer.latest_step() == 7
         restored, restored_progress = checkpointer.restore(template)
     assert restored_progress == progress
@@ -101,9 +101,9 @@ def test_the_state_of_adafactor_is_restored(tmp_path):
         _, opt_state = optimizer.update(params, optimizer.init(params), params)
         return dataclasses.replace(state, params=params, opt_state=opt_state)
 
-    with Checkpointer(tmp_path) as checkpointer:
+    with Checkpoints(tmp_path) as checkpointer:
         checkpointer.save(7, state_of(7))
-    with Checkpointer(tmp_path) as checkpointer:
+    with Checkpoints(tmp_path) as checkpointer:
         restored, _ = checkpointer.restore(state_of(0))
     chex.assert_trees_all_equal(restored, state_of(7))
 
@@ -112,7 +112,7 @@ def test_the_state_of_adafactor_is_restored(tmp_path):
 def test_names_that_orbax_reads_as_patterns_are_refused(tmp_path, name):
     match = "use a name without brackets and backslashes"
     with pytest.raises(UserError, match=match):
-        Checkpointer(tmp_path / name / "run")
+        Checkpoints(tmp_path / name / "run")
     with pytest.raises(UserError, match=match):
         write_params(tmp_path / name, 1, {"x": np.arange(3.0)})
     assert not (tmp_path / name).exists()
@@ -128,14 +128,14 @@ def test_a_folder_with_braces_that_cannot_be_written_to(tmp_path):
     (tmp_path / "{lr}").mkdir()
     (tmp_path / "{lr}" / "checkpoints").touch()
     with pytest.raises(UserError, match=r"\{lr\}/checkpoints cannot be written to: File exists$"):
-        Checkpointer(tmp_path / "{lr}")
+        Checkpoints(tmp_path / "{lr}")
 
 
 @pytest.mark.parametrize("with_ema", [False, True])
 def test_parameters_alone_come_to_one_device(tmp_path, with_ema):
     """If there is a moving average, it is what translates."""
     state = make_state(step=3, num_devices=8, with_ema=with_ema)
-    with Checkpointer(tmp_path) as checkpointer:
+    with Checkpoints(tmp_path) as checkpointer:
         checkpointer.save(3, state)
     step, params = restore_params(tmp_path)
     assert step == 3
@@ -149,7 +149,7 @@ def test_the_memory_of_a_saved_state_may_be_used_again(tmp_path):
     state = make_state(step=1, size=1500)
     expected = np.array(state.params["layers"]["kernel"])
     overwrite = jax.jit(lambda tree: jax.tree.map(jnp.zeros_like, tree), donate_argnums=0)
-    with Checkpointer(tmp_path) as checkpointer:
+    with Checkpoints(tmp_path) as checkpointer:
         checkpointer.save(1, state)
         jax.block_until_ready(overwrite(state))
     np.testing.assert_array_equal(restore_params(tmp_path)[1]["layers"]["kernel"], expected)
@@ -169,7 +169,7 @@ def test_the_memory_of_a_saved_state_may_be_used_again(tmp_path):
     ],
 )
 def test_the_newest_and_the_best_are_kept(tmp_path, metric, values, best):
-    with Checkpointer(tmp_path, keep_last=1, keep_best=1, best_metric=metric) as checkpointer:
+    with Checkpoints(tmp_path, keep_last=1, keep_best=1, best_metric=metric) as checkpointer:
         for step, value in values.items():
             others = {"ter": 0.5, "bleu_signature": "text"}
             values = None if value is None else {metric: value, **others}
@@ -184,7 +184,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path, metric, values, best):
 
 
 def test_no_best_is_kept_when_none_is_wanted(tmp_path):
-    with Checkpointer(tmp_path, keep_last=2, keep_best=0) as checkpointer:
+    with Checkpoints(tmp_path, keep_last=2, keep_best=0) as checkpointer:
         for step in (1, 2, 3):
             checkpointer.save(step, make_state(step), metrics={"loss": float(step)})
             checkpointer.wait()
@@ -200,14 +200,14 @@ def test_a_checkpoint_that_cannot_be_removed_is_named(tmp_path, monkeypatch):
     wanted = r"checkpoints/1 could not be removed: Permission denied; all checkpoints are intact"
     with (
         pytest.raises(UserError, match=wanted),
-        Checkpointer(tmp_path, keep_last=1, keep_best=0) as checkpointer,
+        Checkpoints(tmp_path, keep_last=1, keep_best=0) as checkpointer,
     ):
         checkpointer.save(2, make_state(2))
     assert steps_in(tmp_path) == [1, 2]
 
 
 def test_without_any_validation_the_newest_is_the_best(tmp_path):
-    with Checkpointer(tmp_path) as checkpointer:
+    with Checkpoints(tmp_path) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, make_state(step))
     assert restore_params(tmp_path, "best")[0] == 2
@@ -224,7 +224,7 @@ def test_a_run_without_checkpoints(tmp_path, made):
 
 
 def test_a_step_without_checkpoint(tmp_path):
-    with Checkpointer(tmp_path) as checkpointer:
+    with Checkpoints(tmp_path) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, make_state(step))
     with pytest.raises(UserError, match=r"no checkpoint of step 5, only of 1, 2$"):
@@ -237,7 +237,7 @@ def test_a_checkpoint_that_was_not_finished_is_ignored(tmp_path):
     for name in ("2.partial", "3.partial.orbax-checkpoint-tmp", "0.partial"):
         (tmp_path / "checkpoints" / name / "params").mkdir(parents=True)
     assert restore_params(tmp_path, "last")[0] == 1
-    with Checkpointer(tmp_path, announce=pytest.fail) as checkpointer:
+    with Checkpoints(tmp_path, announce=pytest.fail) as checkpointer:
         assert entries(tmp_path) == ["1"]
         assert checkpointer.latest_step() == 1
         checkpointer.save(2, make_state(2))
@@ -310,7 +310,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(copy, damage, c
         restore_params(copy, "last")
 
     lines = []
-    with Checkpointer(copy, keep_last=2, announce=lines.append) as checkpointer:
+    with Checkpoints(copy, keep_last=2, announce=lines.append) as checkpointer:
         assert checkpointer.latest_step() == 2
         restored, _ = checkpointer.restore(make_state(0))
         chex.assert_trees_all_equal(restored, make_state(2))
@@ -335,19 +335,19 @@ def test_a_checkpoint_that_cannot_be_opened_now_is_not_damaged(copy, monkeypatch
     with monkeypatch.context() as patched:
         patched.setattr(input_files, "open_regular", refuse)
         with pytest.raises(UserError, match=rf"3/{name} cannot be read: Stale file handle"):
-            Checkpointer(copy)
+            Checkpoints(copy)
     assert entries(copy) == ["1", "2", "3"]
-    with Checkpointer(copy) as checkpointer:
+    with Checkpoints(copy) as checkpointer:
         assert checkpointer.latest_step() == 3
 
 
 def test_a_damaged_earlier_checkpoint_is_not_kept_as_the_best(tmp_path):
-    with Checkpointer(tmp_path, keep_last=10, keep_best=1) as checkpointer:
+    with Checkpoints(tmp_path, keep_last=10, keep_best=1) as checkpointer:
         for step, loss in ((1, 1.0), (2, 2.0), (3, 3.0)):
             checkpointer.save(step, make_state(step), metrics={"loss": loss})
     flip_a_bit(tmp_path / "checkpoints" / "1")
     lines = []
-    with Checkpointer(tmp_path, keep_last=1, keep_best=1, announce=lines.append) as checkpointer:
+    with Checkpoints(tmp_path, keep_last=1, keep_best=1, announce=lines.append) as checkpointer:
         assert checkpointer.latest_step() == 3
         checkpointer.save(4, make_state(4), metrics={"loss": 4.0})
     assert len(lines) == 1
@@ -359,7 +359,7 @@ def test_when_all_checkpoints_are_damaged_a_run_begins_again(copy):
     for step in ("1", "2", "3"):
         truncate(copy / "checkpoints" / step)
     lines = []
-    with Checkpointer(copy, announce=lines.append) as checkpointer:
+    with Checkpoints(copy, announce=lines.append) as checkpointer:
         assert checkpointer.latest_step() is None
     assert len(lines) == 3
 
@@ -386,7 +386,7 @@ def test_parameters_alone_can_be_used_but_not_trained_on(tmp_path):
     assert step == 5
     chex.assert_trees_all_equal(restored, params)
     with (
-        Checkpointer(tmp_path) as checkpointer,
+        Checkpoints(tmp_path) as checkpointer,
         pytest.raises(UserError, match=rf"parameters only.*--train\.init-from={tmp_path}"),
     ):
         checkpointer.restore(make_state(0))
@@ -410,12 +410,12 @@ SAVE_UNTIL_IT_FAILS = """
     import sys
     import jax, jax.numpy as jnp
     from flaxformer_mt.errors import UserError
-    from flaxformer_mt.runs.checkpoint import Checkpointer
+    from flaxformer_mt.runs.checkpoint import Checkpoints
     from flaxformer_mt.training.state import TrainState
 
     params = {"kernel": jax.random.normal(jax.random.key(0), (500, 500))}  # 1 MB
     try:
-        with Checkpointer(sys.argv[1], keep_last=100) as checkpointer:
+        with Checkpoints(sys.argv[1], keep_last=100) as checkpointer:
             for step in range(1, 20):
                 state = TrainState(
                     step=jnp.int32(step), params=params, opt_state=(), key=jnp.zeros(2, jnp.uint32)
@@ -435,7 +435,7 @@ def test_a_failed_write_is_one_error_and_leaves_nothing(tmp_path, capfd):
         f"{number}": jax.random.normal(jax.random.key(number), (99, 99)) for number in range(20)
     }
     state = dataclasses.replace(make_state(1), params=params, opt_state=params)
-    with Checkpointer(tmp_path) as checkpointer:
+    with Checkpoints(tmp_path) as checkpointer:
         checkpointer.save(1, make_state(1))
         checkpointer.wait()
         checkpointer.save(2, state)

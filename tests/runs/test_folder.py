@@ -11,9 +11,9 @@ from flaxformer_mt.data.corpora.corpus import ParallelCorpus
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs.averaging import average_run
-from flaxformer_mt.runs.checkpoint import Checkpointer, restore_params, write_params
+from flaxformer_mt.runs.checkpoint import Checkpoints, restore_params, write_params
 from flaxformer_mt.runs.folder import (
-    check_unchanged,
+    check_corpora,
     check_vocabulary,
     holds_run,
     read_config,
@@ -55,7 +55,8 @@ def test_a_folder_without_a_run(tmp_path):
 
 def test_the_same_run_goes_on(workdir):
     assert holds_run(workdir, EXPERIMENT)
-    check_unchanged(workdir, corpora(), Tokenizers.load(workdir / "tokenizer"))
+    check_corpora(workdir, corpora())
+    read_tokenizers(workdir)
 
 
 def test_another_configuration(workdir):
@@ -70,33 +71,33 @@ def test_a_damaged_configuration(workdir):
         holds_run(workdir, EXPERIMENT)
 
 
-def test_other_text(workdir, tokenizers):
+def test_other_text(workdir):
     changed = corpora(sources=["one two three", "four six", "six"])
     with pytest.raises(UserError, match=r"the train corpus \(train\.en\) is not the text"):
-        check_unchanged(workdir, changed, tokenizers)
+        check_corpora(workdir, changed)
 
 
-def test_another_corpus_less(workdir, tokenizers):
+def test_another_corpus_less(workdir):
     more = corpora()
     more["valid"] *= 2
     with pytest.raises(UserError, match="the valid corpus"):
-        check_unchanged(workdir, more, tokenizers)
+        check_corpora(workdir, more)
 
 
 def test_another_vocabulary(workdir):
     learn(301).save(workdir / "tokenizer")
     with pytest.raises(UserError, match="is not the vocabulary"):
-        check_unchanged(workdir, corpora(), Tokenizers.load(workdir / "tokenizer"))
+        read_tokenizers(workdir)
 
 
-def test_damaged_fingerprints(workdir, tokenizers):
+def test_damaged_fingerprints(workdir):
     (workdir / "data.json").write_text(json.dumps({})[:1])
     with pytest.raises(UserError, match=r"data\.json cannot be read"):
-        check_unchanged(workdir, corpora(), tokenizers)
+        check_corpora(workdir, corpora())
 
 
 def save(workdir, *steps):
-    with Checkpointer(workdir, keep_last=10) as checkpointer:
+    with Checkpoints(workdir, keep_last=10) as checkpointer:
         for step in steps:
             params = {"kernel": jnp.full(2, step, jnp.float32)}
             state = TrainState(jnp.int32(step), params, (), jnp.zeros(2, jnp.uint32), None)
@@ -279,7 +280,7 @@ def test_data_json_cannot_be_replaced(begun, tmp_path, tokenizers, change):
         restore_params(begun)
     if change == "of an earlier version":
         with (
-            Checkpointer(begun) as checkpointer,
+            Checkpoints(begun) as checkpointer,
             pytest.raises(UserError, match=message),
         ):
             checkpointer.restore(None)

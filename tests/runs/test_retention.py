@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from flaxformer_mt.runs.retention import kept_steps, ranked, ranking_score
+from flaxformer_mt.runs.retention import kept_steps, ranking_score, validated_steps
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_which_metric_value_is_better(metric, better, worse):
 
 
 def test_of_equal_scores_the_earlier_step_ranks_first():
-    assert ranked({3: 1.0, 1: 1.0, 2: 2.0, 4: -math.inf}) == [2, 1, 3, 4]
+    assert validated_steps({3: 1.0, 1: 1.0, 2: 2.0, 4: -math.inf}) == [2, 1, 3]
 
 
 def test_the_newest_and_the_best_steps_are_kept():

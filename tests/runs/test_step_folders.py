@@ -14,7 +14,7 @@ import pytest
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs import averaging, checkpoint, step_folders
 from flaxformer_mt.runs.averaging import average_run
-from flaxformer_mt.runs.checkpoint import Checkpointer, restore_params, whole_checkpoints
+from flaxformer_mt.runs.checkpoint import Checkpoints, restore_params, whole_checkpoints
 from flaxformer_mt.training.state import TrainState
 
 
@@ -24,7 +24,7 @@ def make_state(step):
 
 
 def save(folder, *steps, keep_last=10):
-    with Checkpointer(folder, keep_last, announce=pytest.fail) as checkpointer:
+    with Checkpoints(folder, keep_last, announce=pytest.fail) as checkpointer:
         for step in steps:
             checkpointer.save(step, make_state(step), metrics={"loss": 1 / step})
 
@@ -173,7 +173,7 @@ def test_what_is_not_a_checkpoint_is_never_deleted(run, tmp_path, name, is_link)
         path.symlink_to(there)
     (run / "checkpoints" / "3" / "manifest.json").unlink()
     lines = []
-    with Checkpointer(run, keep_last=1, announce=lines.append) as checkpointer:
+    with Checkpoints(run, keep_last=1, announce=lines.append) as checkpointer:
         assert checkpointer.latest_step() == 2
         for step in (3, 4, 7):
             checkpointer.save(step, make_state(step))
@@ -190,7 +190,7 @@ def test_a_file_with_the_name_of_a_checkpoint(run):
     (run / "checkpoints" / "4").write_text("years of work")
     with (
         pytest.raises(UserError, match=r"checkpoint of step 4 could not be written"),
-        Checkpointer(run) as checkpointer,
+        Checkpoints(run) as checkpointer,
     ):
         checkpointer.save(4, make_state(4))
     assert (run / "checkpoints" / "4").read_text() == "years of work"

@@ -98,11 +98,11 @@ def test_validation_translates_into_the_languages_of_the_references(monkeypatch,
     )
     prepared = experiment.prepare(config, tmp_path / "tuned")
     monkeypatch.setattr(
-        experiment.Experiment,
+        experiment.Validation,
         "translate",
         lambda self, params, sentences, *_: [texts[each.prefix] for each in sentences],
     )
-    metrics, samples = prepared.validate(prepared.initial_state().params)
+    metrics, samples = prepared.validation.validate(prepared.initial_state().params)
     assert (metrics["bleu"], metrics["chrf"]) == pytest.approx((100, 100))
     assert [sample.reference for sample in samples] == [*texts.values()]
 

@@ -17,7 +17,7 @@ from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.convert import convert
 from flaxformer_mt.runs import parameter_file
 from flaxformer_mt.runs.averaging import average_run
-from flaxformer_mt.runs.checkpoint import Checkpointer, restore_params
+from flaxformer_mt.runs.checkpoint import Checkpoints, restore_params
 from flaxformer_mt.runs.manifest import damage
 from flaxformer_mt.runs.trained_model import load_run
 from flaxformer_mt.training.reporting.metrics import JsonLinesWriter
@@ -85,7 +85,7 @@ class Continuing:
     def restore(self, run, output, announce):
         """As a call, for a file that only the restoration reads."""
         template, tokens, report = self._prepared
-        with Checkpointer(run, announce=announce) as checkpointer:
+        with Checkpoints(run, announce=announce) as checkpointer:
             state, progress = checkpointer.restore(template)
         JsonLinesWriter(run / "metrics.jsonl", announce).rewind(int(state.step))
         lines = (run / "metrics.jsonl").read_text()

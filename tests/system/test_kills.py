@@ -22,7 +22,7 @@ from small_runs import TINY_MODEL, xla_flags
 from flaxformer_mt.exit_codes import ExitCode
 from flaxformer_mt.runs.checkpoint import whole_checkpoints
 from flaxformer_mt.runs.metrics_file import read_metrics
-from flaxformer_mt.training.reporting.speed import MEASUREMENTS
+from flaxformer_mt.training.reporting.metrics import MEASUREMENTS
 
 # Orbax reads arrays here without being told where to put them.
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")

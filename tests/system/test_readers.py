@@ -13,7 +13,7 @@ from talker import make_talker
 
 from flaxformer_mt.decoding.translator import Translator
 from flaxformer_mt.runs.averaging import average_run
-from flaxformer_mt.runs.checkpoint import Checkpointer, restore_params
+from flaxformer_mt.runs.checkpoint import Checkpoints, restore_params
 from flaxformer_mt.runs.folder import write_run
 from flaxformer_mt.runs.trained_model import describe_run
 from flaxformer_mt.training.state import TrainState
@@ -61,14 +61,14 @@ def test_readers_never_fail_while_a_run_is_trained(tmp_path):
     run = tmp_path / "run"
     write_run(run, talker.config, {}, talker.tokenizers)
     steps = KEPT
-    with Checkpointer(run, keep_last=KEPT, announce=pytest.fail) as checkpointer:
+    with Checkpoints(run, keep_last=KEPT, announce=pytest.fail) as checkpointer:
         for step in range(1, KEPT + 1):
             save(checkpointer, talker, step)
     context = multiprocessing.get_context("spawn")  # JAX cannot be forked.
     with ProcessPoolExecutor(READERS, context) as pool:
         end = time.time() + SECONDS
         readings = [pool.submit(read, number, run, tmp_path, end) for number in range(READERS)]
-        with Checkpointer(run, keep_last=KEPT, keep_best=2, announce=pytest.fail) as checkpointer:
+        with Checkpoints(run, keep_last=KEPT, keep_best=2, announce=pytest.fail) as checkpointer:
             while time.time() < end:
                 steps += 1
                 save(checkpointer, talker, steps)

@@ -88,7 +88,7 @@ def test_several_corpora_with_tags(text, tmp_path, monkeypatch):
     assert Translator.from_run(tmp_path / "run").translate(["<2de> three"])
 
 
-@pytest.mark.slow  # Decided by tests/training/test_parallel.py.
+@pytest.mark.slow  # Decided by tests/training/test_devices.py.
 def test_buckets_compile_each_shape_once(text, tmp_path):
     run(
         flags(

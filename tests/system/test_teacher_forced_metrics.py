@@ -15,7 +15,7 @@ def test_a_validation_reports_the_metrics_that_are_asked_for(text, tmp_path):
     config = training.parse_flags(flags(text, tmp_path, *options)).experiment()
     parts = experiment.prepare(config, tmp_path)
     params = parts.initial_state().params
-    metrics, _ = parts.validate(params)
+    metrics, _ = parts.validation.validate(params)
     assert metrics["seq2seq_acc"] > metrics["accuracy"]
     assert 0 <= metrics["teacher_forced_bleu"] < 100
 

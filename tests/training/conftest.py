@@ -17,10 +17,12 @@ from flaxformer_mt.config import (
     TransformerConfig,
 )
 from flaxformer_mt.data.stream.batches import Batch
-from flaxformer_mt.model.numerics import Dense
+from flaxformer_mt.model.linear import Dense
 from flaxformer_mt.model.transformer import OutputFactors, Transformer
+from flaxformer_mt.training.devices import seed_key
+from flaxformer_mt.training.objective import make_objective
 from flaxformer_mt.training.optimizer import make_optimizer, make_schedule
-from flaxformer_mt.training.parallel import make_strategy
+from flaxformer_mt.training.run_devices import make_devices
 from flaxformer_mt.training.state import create_state
 from flaxformer_mt.training.step import eval_step, gradients, train_step
 
@@ -96,8 +98,8 @@ class Setup:
         )
 
     @functools.cached_property
-    def strategy(self):
-        return make_strategy(self.experiment)
+    def devices(self):
+        return make_devices(self.experiment)
 
     @functools.cached_property
     def model(self):
@@ -113,18 +115,43 @@ class Setup:
 
     @property
     def create_state(self):
-        return functools.partial(create_state, self.model, self.optimizer, self.experiment.train)
+        return functools.partial(
+            create_state,
+            model=self.model,
+            optimizer=self.optimizer,
+            config=self.experiment.train,
+        )
+
+    @property
+    def state_shapes(self):
+        return jax.eval_shape(self.create_state, seed_key(0))
+
+    @property
+    def objective(self):
+        return make_objective(self.model, self.experiment.train)
+
+    def created_state(self):
+        """The initial state, created on the devices."""
+        return self.devices.create(self.create_state, self.experiment.train.seed)
 
     @property
     def pure_train_step(self):
         return functools.partial(
-            train_step, model=self.model, optimizer=self.optimizer, config=self.experiment.train
+            train_step,
+            objective=self.objective,
+            optimizer=self.optimizer,
+            config=self.experiment.train,
         )
+
+    def update(self, state, batch, key, frozen):
+        return self.pure_train_step(state, batch)
 
     @functools.cached_property
     def gradients(self):
         """Compiled for one device."""
-        return jax.jit(functools.partial(gradients, model=self.model, config=self.experiment.train))
+        return jax.jit(
+            functools.partial(gradients, objective=self.objective, config=self.experiment.train)
+        )
 
     @property
     def pure_eval_step(self):
@@ -132,18 +159,18 @@ class Setup:
 
     @functools.cached_property
     def train_step(self):
-        """Compiled by the strategy; donates the state."""
-        return self.strategy.compile_train_step(self.pure_train_step)
+        """Compiled for the devices; donates the state."""
+        return self.devices.compile_train_step(self.update)
 
     @functools.cached_property
     def eval_step(self):
-        """Compiled by the strategy."""
-        return self.strategy.compile_eval_step(self.pure_eval_step)
+        """Compiled for the devices."""
+        return self.devices.compile_eval_step(self.pure_eval_step)
 
     def state(self):
         """The initial state, placed."""
         train = self.experiment.train
-        return self.strategy.place_state(
+        return self.devices.place(
             _initial_state(
                 self.model_class,
                 self.experiment.model,
@@ -173,7 +200,7 @@ class Setup:
 
     def placed_batch(self, step):
         """The same, on the devices."""
-        return self.strategy.place_batch(self.batch(step))
+        return self.devices.place_batch(self.batch(step))
 
 
 def _packed_side(random, pairs):
@@ -198,7 +225,7 @@ _cached_setup = functools.lru_cache(Setup)
 def _initial_state(model_class, model, optimizer, train):
     experiment = dataclasses.replace(EXPERIMENT, model=model, optimizer=optimizer)
     tiny = Setup(model_class, experiment)
-    return create_state(tiny.model, tiny.optimizer, train)
+    return create_state(seed_key(train.seed), tiny.model, tiny.optimizer, train)
 
 
 @pytest.fixture

@@ -99,7 +99,10 @@ def plain(text):
 
 
 def step_metrics(loss=3.5, tokens=1000):
-    return {"loss": (np.float32(loss * tokens), np.float32(tokens))}
+    return {
+        "loss": (np.float32(loss * tokens), np.float32(tokens)),
+        "target_tokens": (np.float32(tokens), np.float32(1)),
+    }
 
 
 @pytest.fixture

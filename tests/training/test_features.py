@@ -11,7 +11,8 @@ from flax.traverse_util import flatten_dict
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.training.losses import token_losses
+from flaxformer_mt.objectives.losses import token_losses
+from flaxformer_mt.training.devices import seed_key
 from flaxformer_mt.training.parameters import describe, merge, split
 
 
@@ -43,10 +44,10 @@ def test_a_loss_that_is_not_finite_changes_nothing_on_any_device(setup, strategy
     weights[0, 0] = np.nan  # in the rows of one device, in one part
     bad = good.replace(decoder_loss_weights=weights)
 
-    state, _ = tiny.train_step(tiny.state(), tiny.strategy.place_batch(good))
+    state, _ = tiny.train_step(tiny.state(), tiny.devices.place_batch(good))
     before = jax.device_get(state)
     for times in (1, 2):
-        state, metrics = tiny.train_step(state, tiny.strategy.place_batch(bad))
+        state, metrics = tiny.train_step(state, tiny.devices.place_batch(bad))
         metrics = jax.device_get(metrics)
         expected = before.replace(step=before.step + times, skipped=before.skipped + times)
         for shard in range(2):
@@ -60,7 +61,7 @@ def test_a_loss_that_is_not_finite_changes_nothing_on_any_device(setup, strategy
             assert metrics[name] == (0, 0)
         assert metrics["padding_fraction"][1] == 2 * good.decoder_segment_ids.size
 
-    state, metrics = tiny.train_step(state, tiny.strategy.place_batch(good))
+    state, metrics = tiny.train_step(state, tiny.devices.place_batch(good))
     assert state.skipped == 0
     assert jax.device_get(metrics["skipped_steps"]) == (0, 1)
     assert metrics["loss"][1] == good.decoder_loss_weights.sum()
@@ -74,7 +75,7 @@ def test_a_gradient_that_is_not_finite_is_told_from_such_a_loss(setup):
     first, second = np.argwhere(batch.decoder_loss_weights)[:2]
     weights = np.zeros_like(batch.decoder_loss_weights)
     weights[tuple(first)], weights[tuple(second)] = 1e25, -1e25
-    bad = tiny.strategy.place_batch(batch.replace(decoder_loss_weights=weights))
+    bad = tiny.devices.place_batch(batch.replace(decoder_loss_weights=weights))
     state, metrics = tiny.train_step(tiny.state(), bad)
     metrics = jax.device_get(metrics)
     assert metrics["nonfinite_loss"] == (0, 1)
@@ -156,7 +157,8 @@ def test_r_drop_is_the_formula_of_the_paper(setup, num_devices):
         return sum(likelihoods) + 5.0 * apart, (sum(likelihoods) / 2, apart)
 
     (_, (loss, apart)), expected = jax.value_and_grad(formula, has_aux=True)(state.params)
-    gradient, metrics = tiny.gradients(state, tiny.placed_batch(0))
+    gradient, sums = tiny.gradients(state, tiny.placed_batch(0))
+    metrics = sums.metrics
     chex.assert_trees_all_close(gradient, expected, atol=1e-6)
     for name, value in (("loss", loss), ("r_drop", apart)):
         assert metrics[name][1] == tokens
@@ -188,9 +190,10 @@ def test_r_drop_on_sharded_rows(setup):
 def test_without_dropout_r_drop_finds_no_divergence_and_twice_the_gradient(setup):
     plain, doubled = setup.of(bigram=True), setup.of(bigram=True, r_drop=5.0, accumulation_steps=4)
     state, batch = plain.state(), plain.batch(0)
-    once, metrics = plain.gradients(state, batch)
+    once, sums = plain.gradients(state, batch)
+    twice, doubled_sums = doubled.gradients(state, batch)
+    metrics, doubled_metrics = sums.metrics, doubled_sums.metrics
     assert "r_drop" not in metrics
-    twice, doubled_metrics = doubled.gradients(state, batch)
     assert abs(doubled_metrics["r_drop"][0]) < 1e-6
     chex.assert_trees_all_close(twice, jax.tree.map(lambda g: 2 * g, once), atol=1e-6)
     chex.assert_trees_all_close(doubled_metrics["loss"], metrics["loss"], rtol=1e-6)
@@ -272,7 +275,7 @@ def count(params):
 )
 def test_report_of_what_is_trained(setup, tie, freeze, text):
     tiny = setup.of(model={"tie_embeddings": tie})
-    params = jax.eval_shape(tiny.create_state).params
+    params = tiny.state_shapes.params
     trained, _ = split(params, freeze)
     assert describe(params, freeze, tiny.experiment.model) == (
         f"{count(trained):,} of {count(params):,} parameters; {text}"
@@ -287,13 +290,14 @@ def test_a_state_can_be_made_in_place_on_a_mesh(setup):
     tiny = setup.of(bigram=True, ema_decay=0.9, freeze=("Embed",))
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     sharding = NamedSharding(mesh, PartitionSpec())
-    state = jax.jit(tiny.create_state, out_shardings=sharding)()
+    state = jax.jit(tiny.create_state, out_shardings=sharding)(seed_key(0))
+    tiny_state = jax.device_get(tiny.create_state(seed_key(0)))
     assert all(leaf.sharding == sharding for leaf in jax.tree.leaves(state))
-    chex.assert_trees_all_equal_shapes_and_dtypes(state, jax.eval_shape(tiny.create_state))
-    chex.assert_trees_all_equal(jax.device_get(state), jax.device_get(tiny.create_state()))
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, tiny.state_shapes)
+    chex.assert_trees_all_equal(jax.device_get(state), tiny_state)
 
 
 def test_a_rule_that_fits_no_parameter_is_found_before_anything_is_computed(setup):
     tiny = setup.of(bigram=True, freeze=("encoder/",))
     with pytest.raises(UserError, match=r"train\.freeze: 'encoder/' matches no parameter"):
-        jax.eval_shape(tiny.create_state)
+        _ = tiny.state_shapes

@@ -14,11 +14,10 @@ from flaxformer_mt import distributed
 from flaxformer_mt.data.stream.prefetch import Prefetched
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interruption import Interrupted
-from flaxformer_mt.runs.checkpoint import Checkpointer, restore_params, whole_checkpoints
+from flaxformer_mt.runs.checkpoint import Checkpoints, restore_params, whole_checkpoints
 from flaxformer_mt.runs.metrics_file import read_metrics
 from flaxformer_mt.training.loop import train
-from flaxformer_mt.training.reporting.metrics import JsonLinesWriter, validate
-from flaxformer_mt.training.reporting.speed import MEASUREMENTS
+from flaxformer_mt.training.reporting.metrics import MEASUREMENTS, JsonLinesWriter, validate
 
 
 @dataclasses.dataclass
@@ -43,7 +42,7 @@ class Run:
             self.rows_read.append(position.row)
             return batch(position.row), position._replace(row=position.row + 1)
 
-        with Checkpointer(
+        with Checkpoints(
             self.folder, config.keep_last, config.keep_best, config.best_metric
         ) as checkpointer:
             self.state = train(
@@ -55,7 +54,7 @@ class Run:
                 checkpointer=checkpointer,
                 writers=[JsonLinesWriter(self.folder / "metrics.jsonl")],
                 config=config,
-                devices=self.tiny.strategy.devices,
+                devices=self.tiny.devices.devices,
                 should_stop=should_stop,
                 announce=self.announced.append,
             )

@@ -63,9 +63,9 @@ def test_groups_that_cannot_be_read_are_an_error():
 def cost(setup, *arguments, **options):
     tiny = setup.of(*arguments, **options)
     return step_cost(
-        tiny.strategy,
-        tiny.create_state,
-        tiny.pure_train_step,
+        tiny.devices,
+        tiny.state_shapes,
+        tiny.update,
         BatchShape(32, 8, 8),
         optimize=False,
     )
@@ -103,9 +103,9 @@ def test_a_loss_in_parts_adds_up_its_gradient_once(setup):
     )
     few, many = (
         step_cost(
-            tiny.strategy,
-            tiny.create_state,
-            tiny.pure_train_step,
+            tiny.devices,
+            tiny.state_shapes,
+            tiny.update,
             BatchShape(32, 8, columns),
             optimize=False,
         )
@@ -125,9 +125,9 @@ def test_fsdp_sends_matrices_and_not_the_vectors_of_all_rows(setup):
     """With more rows, only the vectors of the embeddings are more, which are looked up in parts."""
     few, many = (
         step_cost(
-            tiny.strategy,
-            tiny.create_state,
-            tiny.pure_train_step,
+            tiny.devices,
+            tiny.state_shapes,
+            tiny.update,
             BatchShape(rows, 8, 8),
             optimize=False,
         )

@@ -10,7 +10,7 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.data.stream.batches import BatchShape, make_batch
 from flaxformer_mt.data.stream.packing import Sentences
 from flaxformer_mt.model.transformer import Transformer
-from flaxformer_mt.training.losses import token_losses
+from flaxformer_mt.objectives.losses import token_losses
 
 SOURCES = [[3, 4, 2], [5, 6, 7, 8, 2], [9, 2], [10, 11, 12, 2], [3, 2]]
 TARGETS = [[4, 4, 6, 2], [7, 2], [8, 9, 10, 2], [11, 2], [12, 3, 5, 7, 2]]

@@ -24,7 +24,9 @@ def test_sums_give_means_of_what_counted():
 
 
 def test_progress_comes_back_from_json_to_the_bit():
-    interval = Sums({"loss": (0.1 + 0.2, 3.0)}, seconds=1 / 3, seconds_waited=1e-9)
+    interval = Sums(
+        {"loss": (0.1 + 0.2, 3.0), "target_tokens": (3.0, 1.0)}, seconds=1 / 3, seconds_waited=1e-9
+    )
     progress = Progress(DataPosition(1, 2, 3), interval, 4, BestSoFar(-0.1, 5), BestSoFar())
     progress.skipped_in_a_row += ["loss", "gradient"]
     progress.add_shapes(["[4, 8]", "[2, 16]"])
@@ -35,11 +37,15 @@ def test_progress_comes_back_from_json_to_the_bit():
 
 def test_progress_files_keep_their_keys():
     """Runs that were started with earlier versions are continued."""
-    interval = Sums({"loss": (1.0, 2.0)}, 3.0, 4.0)
+    interval = Sums({"loss": (1.0, 2.0), "target_tokens": (2.0, 1.0)}, 3.0, 4.0)
     progress = Progress(DataPosition(1, 2, 3), interval, 4, BestSoFar(-5.0, 6), BestSoFar())
     assert json.loads(json.dumps(progress.to_json())) == {
-        "position": {"epoch": 1, "block": 2, "row": 3},
-        "interval": {"figures": {"loss": [1.0, 2.0]}, "seconds": 3.0, "seconds_waited": 4.0},
+        "position": {"epoch": 1, "block": 2, "row": 3, "step": 0},
+        "interval": {
+            "figures": {"loss": [1.0, 2.0], "target_tokens": [2.0, 1.0]},
+            "seconds": 3.0,
+            "seconds_waited": 4.0,
+        },
         "skipped": 4,
         "best": {"merit": -5.0, "validations_since": 6},
         "stopping": {"merit": None, "validations_since": 0},
@@ -49,4 +55,5 @@ def test_progress_files_keep_their_keys():
     }
     newer = {"batch_shapes", "skipped_in_a_row", "validation_is_due"}
     earlier = {name: value for name, value in progress.to_json().items() if name not in newer}
+    del earlier["position"]["step"], earlier["interval"]["figures"]["target_tokens"]
     assert Progress.from_json(earlier) == progress

@@ -10,19 +10,21 @@ import pytest
 from flax import linen as nn
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+import flaxformer_mt as fmt
 from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.data.stream.batches import BatchShape
+from flaxformer_mt.data.stream.placement import ROW_AXES
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.model.attention import MultiHeadAttention
 from flaxformer_mt.model.transformer import Embedding, Transformer
-from flaxformer_mt.training.memory import collectives, parse
+from flaxformer_mt.training.memory import abstract_batch, collectives, parse, sent_bytes
 from flaxformer_mt.training.sharding import (
     ACTIVATION_RULES,
     AXES,
-    ROW_AXES,
+    check_rules,
     leaves_by_path,
     parse_rules,
-    partition_specs,
-    shard_params,
+    shardings,
 )
 
 D, HEADS, F, V, L = 8, 2, 16, 20, 3
@@ -52,6 +54,13 @@ def params(**overrides):
     return jax.eval_shape(model.init, jax.random.key(0), tokens, tokens)["params"]
 
 
+def specs_of(tree, sizes=SIZES, rules=()):
+    """Partition specs by path, on a mesh that need not exist."""
+    mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    found = jax.tree.map(lambda leaf: leaf.spec, shardings(tree, mesh, rules))
+    return dict(leaves_by_path(found))
+
+
 LAYERS = "decoder/layers/"
 SHARDED = {
     "target_embedding/embedding": ("tensor", "fsdp"),  # [V, D]
@@ -72,26 +81,26 @@ SHARDED = {
 
 @pytest.mark.parametrize(("path", "axes"), SHARDED.items())
 def test_built_in_rules(path, axes):
-    assert shard_params(params(), SIZES).specs[path] == PartitionSpec(*axes)
+    assert specs_of(params())[path] == PartitionSpec(*axes)
 
 
 @pytest.mark.parametrize("tie", ["none", "all"])
 def test_every_matrix_is_sharded_over_both_axes(tie):
     """A matrix without a rule would silently be replicated."""
-    specs = shard_params(params(tie_embeddings=tie), SIZES).specs
+    specs = specs_of(params(tie_embeddings=tie))
     for path, leaf in leaves_by_path(params(tie_embeddings=tie)):
         if path.endswith("kernel") or path.endswith("_embedding/embedding"):
             assert {"fsdp", "tensor"} <= set(specs[path]), (path, leaf.shape)
 
 
 def test_an_axis_of_one_device_shards_nothing():
-    specs = shard_params(params(), {"data": 8, "fsdp": 1, "tensor": 1}).specs
+    specs = specs_of(params(), {"data": 8, "fsdp": 1, "tensor": 1})
     assert all(set(spec) <= {None} for spec in specs.values())
 
 
 def test_user_rules_go_first_and_count_from_the_last_dimension():
     rules = parse_rules([("hidden/kernel", "-,fsdp"), ("encoder/.*norm/scale$", "fsdp")])
-    specs = shard_params(params(), SIZES, rules).specs
+    specs = specs_of(params(), rules=rules)
     assert specs[LAYERS + "feed_forward/hidden/kernel"] == PartitionSpec(None, None, "fsdp")
     assert specs["encoder/final_norm/scale"] == PartitionSpec("fsdp")
     assert specs["encoder/layers/feed_forward_norm/scale"] == PartitionSpec(None, "fsdp")
@@ -99,10 +108,11 @@ def test_user_rules_go_first_and_count_from_the_last_dimension():
 
 
 def test_a_dimension_that_cannot_be_divided_is_not_sharded_and_reported():
-    sharding = shard_params(params(), {"data": 1, "fsdp": 2, "tensor": 8})
-    assert sharding.specs["output/kernel"] == PartitionSpec("fsdp", None)
-    assert "output/kernel [8, 20]: cannot divide 20 by tensor=8" in sharding.not_divisible
-    assert not any("hidden" in line for line in sharding.not_divisible)
+    sizes = {"data": 1, "fsdp": 2, "tensor": 8}
+    assert specs_of(params(), sizes)["output/kernel"] == PartitionSpec("fsdp", None)
+    not_divisible = check_rules(params(), sizes)
+    assert "output/kernel [8, 20]: cannot divide 20 by tensor=8" in not_divisible
+    assert not any("hidden" in line for line in not_divisible)
 
 
 @pytest.mark.parametrize(
@@ -117,19 +127,23 @@ def test_a_dimension_that_cannot_be_divided_is_not_sharded_and_reported():
 )
 def test_invalid_rules(rule, message):
     with pytest.raises(UserError, match=message) as error:
-        shard_params(params(), SIZES, parse_rules([rule]))
+        check_rules(params(), SIZES, parse_rules([rule]))
     assert "\n" not in str(error.value)
 
 
 def test_optimizer_state_and_average_are_sharded_like_the_parameters(setup):
     tiny = setup.of(num_devices=8, parallel={"fsdp": 2, "tensor": 2}, ema_decay=0.9)
-    state = tiny.strategy.abstract_state(tiny.create_state)
-    specs = tiny.strategy.sharding(state.params).specs
+    state = tiny.devices.abstract(tiny.state_shapes)
+    specs = dict(leaves_by_path(jax.tree.map(lambda leaf: leaf.sharding.spec, state.params)))
+    assert specs["decoder/layers/feed_forward/hidden/kernel"] == PartitionSpec(
+        None, "fsdp", "tensor"
+    )
     found = {path: leaf.sharding.spec for path, leaf in leaves_by_path(state)}
     for path, spec in specs.items():
         for owner in ("params", "ema", "opt_state/0/mu", "opt_state/0/nu"):
             assert found[f"{owner}/{path}"] == spec
-    assert found["opt_state/0/count"] == found["step"] == found["key"] == PartitionSpec()
+    for path in ("opt_state/0/count", "step", "key"):
+        assert set(found[path]) <= {None}
 
 
 def test_adafactor_is_trained_sharded(setup):
@@ -151,7 +165,7 @@ def test_adafactor_is_trained_sharded(setup):
     )
     params = []
     for tiny in (one, eight):
-        state = tiny.strategy.create_state(tiny.create_state)
+        state = tiny.created_state()
         for step in range(2):
             state, _ = tiny.train_step(state, tiny.placed_batch(step))
         params.append(jax.device_get(state.params))
@@ -160,17 +174,22 @@ def test_adafactor_is_trained_sharded(setup):
     hidden = "decoder/layers/feed_forward/hidden"
     for ending, shape, spec in (
         (f"v/{hidden}/bias", (2, 128), (None, "tensor")),
-        (f"v_row/{hidden}/bias", (2, 1), ()),
-        (f"v_row/{hidden}/kernel", (2, 128), ()),
+        (f"v_row/{hidden}/bias", (2, 1), (None, None)),
+        (f"v_row/{hidden}/kernel", (2, 128), (None, None)),
     ):
         (leaf,) = (leaf for path, leaf in found.items() if path.endswith(ending))
         assert (leaf.shape, leaf.sharding.spec) == (shape, PartitionSpec(*spec))
 
 
-def test_the_longest_ending_of_a_path_counts():
-    specs = {"output/kernel": PartitionSpec("fsdp"), "a/output/kernel": PartitionSpec("tensor")}
-    tree = {"mu": {"a": {"output": {"kernel": jax.ShapeDtypeStruct((4,), "float32")}}}}
-    assert partition_specs(specs, tree)["mu"]["a"]["output"]["kernel"] == PartitionSpec("tensor")
+@pytest.mark.parametrize("owner", ["model", "params", "ema/0"])
+def test_any_tree_is_sharded_by_the_ends_of_its_paths(owner):
+    """The output projection is the only one whose name is also the end of others."""
+    tree = params()
+    for name in reversed(owner.split("/")):
+        tree = {name: tree}
+    found = specs_of({"state": tree})
+    for path, axes in SHARDED.items():
+        assert found[f"state/{owner}/{path}"] == PartitionSpec(*axes)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +204,7 @@ def test_the_longest_ending_of_a_path_counts():
 def test_bytes_of_a_device_shrink_as_the_rules_say(setup, parallel):
     """Of parameters and of optimizer state, with two moments per parameter and two counters."""
     tiny = setup.of(num_devices=8, parallel=parallel)
-    state = tiny.strategy.create_state(tiny.create_state)
+    state = tiny.created_state()
     fsdp, tensor = parallel.get("fsdp", 1), parallel.get("tensor", 1)
     expected = 0
     for path, leaf in leaves_by_path(state.params):
@@ -282,3 +301,47 @@ def test_gradients_of_query_key_and_value_are_added_up_before_they_are_sent():
     # Of the output, and of the input's gradient.
     assert [each.kind for each in sent(step, x)] == ["all-reduce"] * 2
     np.testing.assert_allclose(step(x)[0], gradient_of(x), atol=1e-5)
+
+
+def test_compile_step_sends_matrices_where_plain_jit_sends_the_vectors_of_all_rows():
+    """For the step of a script, too: the rules of activations are part of `compile_step`."""
+    config = TransformerConfig(
+        source_vocab_size=32, target_vocab_size=32, d_model=16, num_heads=2, d_ff=32,
+        num_encoder_layers=1, num_decoder_layers=1, dropout_rate=0.0,
+    )  # fmt: skip
+    mesh = fmt.make_mesh(fsdp=8)
+
+    def update(state, batch, key, frozen):
+        def loss(params):
+            sums = fmt.cross_entropy(config, params, batch)
+            return sums.loss / sums.tokens
+
+        gradient = jax.grad(loss)(state["params"])
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], gradient)
+        return {"params": params, "step": state["step"] + 1}, 0
+
+    shapes = jax.eval_shape(lambda: {"params": fmt.init(config, jax.random.key(0)), "step": 0})
+    shapes["step"] = jax.ShapeDtypeStruct((), jnp.int32)
+    of_state = shardings(shapes, mesh)
+    state = jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+        shapes,
+        of_state,
+    )
+    of_rows = NamedSharding(mesh, PartitionSpec(ROW_AXES))
+    batch = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=of_rows),
+        abstract_batch(BatchShape(512, 16, 16)),
+    )
+
+    def sent(lowered):
+        compiled = lowered.compile({"xla_backend_optimization_level": 0})
+        return sum(sent_bytes(compiled.as_text()).values())
+
+    plain = jax.jit(
+        lambda state, batch: update(state, batch, None, None),
+        in_shardings=(of_state, of_rows),
+        out_shardings=(of_state, NamedSharding(mesh, PartitionSpec())),
+    )
+    ours = sent(fmt.compile_step(update, mesh).lower(state, batch))
+    assert 2 * ours < sent(plain.lower(state, batch))

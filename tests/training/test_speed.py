@@ -12,9 +12,9 @@ from flaxformer_mt.accelerators import ACCELERATORS
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.data.stream.batches import BatchShape, make_batch
 from flaxformer_mt.data.stream.packing import Sentences
-from flaxformer_mt.training.flops import training_flops, work_of_batch, work_of_sentences
+from flaxformer_mt.objectives.flops import training_flops, work_of_batch, work_of_sentences
+from flaxformer_mt.training.reporting.metrics import MEASUREMENTS, measurements
 from flaxformer_mt.training.reporting.progress import Sums
-from flaxformer_mt.training.reporting.speed import MEASUREMENTS, measurements
 
 
 def load_benchmark(name):
@@ -134,6 +134,7 @@ def test_mfu_is_that_of_the_benchmark():
     interval.add(
         {
             "loss": (3.0, work.targets),
+            "target_tokens": (work.targets, 1.0),
             "flops_per_target_token": (training_flops(model, work), work.targets),
         }
     )
@@ -151,7 +152,9 @@ def test_mfu_is_that_of_the_benchmark():
 def test_what_is_not_known_is_left_out():
     unknown = types.SimpleNamespace(**{**vars(H100), "device_kind": "other"})
     unknown.memory_stats = lambda: None
-    interval = Sums({"loss": (1.0, 2.0), "flops_per_target_token": (8.0, 2.0)}, seconds=1.0)
+    interval = Sums(
+        {"target_tokens": (2.0, 1.0), "flops_per_target_token": (8.0, 2.0)}, seconds=1.0
+    )
     assert measurements(interval, [unknown]).keys().isdisjoint({"mfu", "memory_bytes"})
     on_cpu = measurements(interval, jax.devices()[:1])
     assert "mfu" not in on_cpu
@@ -159,5 +162,5 @@ def test_what_is_not_known_is_left_out():
 
 
 def test_a_line_of_an_earlier_checkpoint_has_no_flops():
-    interval = Sums({"loss": (1.0, 2.0)}, seconds=1.0)
+    interval = Sums({"target_tokens": (2.0, 1.0)}, seconds=1.0)
     assert "mfu" not in measurements(interval, [H100])

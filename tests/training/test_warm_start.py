@@ -15,7 +15,7 @@ from flaxformer_mt.config import DataConfig, ExperimentConfig, TrainConfig, to_d
 from flaxformer_mt.data.corpora.corpus import load_corpus
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.runs.checkpoint import Checkpointer
+from flaxformer_mt.runs.checkpoint import Checkpoints
 from flaxformer_mt.runs.folder import read_tokenizers
 from flaxformer_mt.training.warm_start import (
     load_parameters,
@@ -27,7 +27,7 @@ from flaxformer_mt.training.warm_start import (
 
 def trained_elsewhere(tiny):
     """Parameters that no initialisation gives."""
-    template = jax.eval_shape(tiny.create_state).params
+    template = tiny.state_shapes.params
     random = np.random.default_rng(0)
     return jax.tree.map(lambda leaf: random.normal(size=leaf.shape).astype(leaf.dtype), template)
 
@@ -45,9 +45,7 @@ def write_file(path, tiny, params, **metadata):
 
 
 def load(path, tiny):
-    return load_parameters(
-        str(path), tiny.experiment.model, jax.eval_shape(tiny.create_state).params
-    )
+    return load_parameters(str(path), tiny.experiment.model, tiny.state_shapes.params)
 
 
 def refusal(path, tiny):
@@ -73,7 +71,7 @@ def test_a_converted_checkpoint_comes_without_what_the_model_has_not(setup, tmp_
 def test_of_a_run_the_best_checkpoint_is_taken_and_its_average(setup, tmp_path, ema_decay):
     tiny = setup.of(bigram=True, ema_decay=ema_decay)
     params = trained_elsewhere(tiny)
-    best = start_from(tiny.state(), params, tiny.strategy.place_state).replace(step=jnp.int32(1))
+    best = start_from(tiny.state(), params, tiny.devices.place).replace(step=jnp.int32(1))
     if best.ema is not None:
         best = best.replace(params=jax.tree.map(jnp.zeros_like, best.params))
     last = jax.tree.map(jnp.zeros_like, best)
@@ -81,7 +79,7 @@ def test_of_a_run_the_best_checkpoint_is_taken_and_its_average(setup, tmp_path, 
     model = dataclasses.replace(tiny.experiment.model, source_vocab_size=0, target_vocab_size=0)
     stored = dataclasses.replace(tiny.experiment, model=model)
     (tmp_path / "config.json").write_text(to_json(stored), encoding="utf-8")
-    with Checkpointer(tmp_path) as checkpointer:
+    with Checkpoints(tmp_path) as checkpointer:
         checkpointer.save(1, best, metrics={"loss": 1.0})
         checkpointer.save(2, last, metrics={"loss": 2.0})
     chex.assert_trees_all_equal(load(tmp_path, tiny), params)
@@ -93,7 +91,7 @@ def test_training_goes_on_from_there_and_so_does_the_average(setup, strategy):
     params = trained_elsewhere(tiny)
     given = jax.tree.map(np.copy, params)
     fresh = tiny.state()
-    state = start_from(fresh, params, tiny.strategy.place_state)
+    state = start_from(fresh, params, tiny.devices.place)
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == jax.tree.map(
         lambda leaf: leaf.sharding, fresh
     )

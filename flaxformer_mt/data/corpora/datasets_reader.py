@@ -31,12 +31,9 @@ class SavedSplit:
     columns: tuple[str, str]
     """The source and the target: features, or members of one ("translation.en")."""
     name: str
-    """Name for messages."""
 
     def pairs(self) -> Iterator[tuple[str, str]]:
-        """Yields the pairs in the order in which they are stored; a missing text is "".
-
-        Line breaks within a sentence become spaces.
+        """Yields the stored pairs; a missing text is "", and line breaks become spaces.
 
         Raises:
           UserError: a file is damaged.
@@ -62,19 +59,18 @@ class SavedSplit:
 def open_saved(
     folder: Path, split: str, columns: Sequence[str], languages: tuple[str, str], option: str
 ) -> SavedSplit:
-    """Opens a data set, or one of its splits.
+    """Opens a data set, or one of its splits, that `save_to_disk` has written to a folder.
 
-    Args:
-      folder: as `is_saved` accepts it.
-      split: name of the split; a data set without splits is its own.
-      columns: the source and the target; () = `translation` in the two languages, or the features
-        that are called like them.
-      languages: codes of the source and the target language.
-      option: name of the option that gave the folder, for messages.
+    Without `columns`, the source and the target are `translation` in the two languages, or the
+    features that are called like them. Messages name `option`, which gave the folder.
 
     Raises:
       UserError: `datasets` is not installed, the folder is damaged, or has no such split or column.
     """
+    if not is_saved(folder):
+        raise UserError(
+            f"{option}={folder} is not a folder that datasets' save_to_disk has written"
+        )
     try:
         import datasets
     except ImportError as error:
@@ -102,7 +98,6 @@ def open_saved(
 
 
 def _checked(rows: Any, column: str, name: str) -> str:
-    """Returns a column that exists and holds strings."""
     known = _columns(rows.features)
     if column not in known:
         raise UserError(
@@ -115,7 +110,6 @@ def _checked(rows: Any, column: str, name: str) -> str:
 
 
 def _columns(features: Any) -> dict[str, str]:
-    """Returns the data types of all features, and of their members."""
     types: dict[str, str] = {}
     for name, feature in features.items():
         if type(feature).__name__ == "Translation":

@@ -45,7 +45,6 @@ class Dropped:
     """The pairs dropped for one reason."""
 
     count: int
-    """Number of pairs."""
     example: str
     """The first of them: its 1-based number and its two sides, shortened."""
 
@@ -54,9 +53,6 @@ class SeenPairs:
     """A set of pairs, stored as 64-bit hashes.
 
     The probability of a collision among 10 million distinct pairs is 3 in a million.
-
-    Args:
-      hashes: uint64 [N], initial content, as returned by `hashes`.
     """
 
     def __init__(self, hashes: np.ndarray | None = None):
@@ -73,16 +69,14 @@ class SeenPairs:
         """Adds a pair, and returns whether it is new."""
         digest = hashlib.blake2b(f"{source}\t{target}".encode(), digest_size=8).digest()
         number = int.from_bytes(digest, "little")
-        if number in self._recent or self._was_merged(np.uint64(number)):
+        index = self._sorted.searchsorted(np.uint64(number))
+        is_merged = index < self._sorted.size and self._sorted[index] == number
+        if is_merged or number in self._recent:
             return False
         self._recent.add(number)
         if len(self._recent) >= _MERGE_AT:
             self._merge()
         return True
-
-    def _was_merged(self, number: np.uint64) -> bool:
-        index = self._sorted.searchsorted(number)
-        return bool(index < self._sorted.size and self._sorted[index] == number)
 
     def _merge(self) -> None:
         recent = np.fromiter(self._recent, np.uint64, len(self._recent))
@@ -95,9 +89,9 @@ class PairFilter:
 
     Args:
       config: options of the filters.
-      corpus: the corpus; its languages determine the expected scripts, and its tag is ignored.
+      corpus: its languages determine the expected scripts, and its tag is ignored.
       has_inputs: False for a language model, whose sources are empty.
-      seen: pairs of earlier corpora, which count as duplicates; the pairs of this corpus are added.
+      seen: pairs of earlier corpora, which count as duplicates; those of this corpus are added.
 
     Attributes:
       dropped: the dropped pairs by reason, such as "more than 100 words".
@@ -118,37 +112,25 @@ class PairFilter:
         self._checks = _checks(config, corpus, has_inputs, SeenPairs() if seen is None else seen)
 
     def keep(self, number: int, source: str, target: str) -> bool:
-        """Returns whether a pair is kept, and otherwise counts it in `dropped`.
-
-        Args:
-          number: 1-based number of the pair in its corpus, for examples.
-          source: source sentence from `Corpus.pairs`, including the tag.
-          target: target sentence.
-        """
+        """Returns whether pair `number` (from 1) is kept, and otherwise counts it in `dropped`."""
         text = source.removeprefix(self._tag)
-        for reason, applies in self._checks:
+        for reason, applies in self._checks.items():
             if applies(text, target):
-                self._count(reason, number, text, target)
+                example = f"pair {number}: {_shortened(text)} | {_shortened(target)}"
+                earlier = self.dropped.get(reason, Dropped(0, example))
+                self.dropped[reason] = dataclasses.replace(earlier, count=earlier.count + 1)
                 return False
         return True
 
-    def _count(self, reason: str, number: int, source: str, target: str) -> None:
-        earlier = self.dropped.get(reason)
-        if earlier is None:
-            example = f"pair {number}: {_shortened(source)} | {_shortened(target)}"
-            self.dropped[reason] = Dropped(1, example)
-        else:
-            self.dropped[reason] = dataclasses.replace(earlier, count=earlier.count + 1)
 
-
-_Check = tuple[str, Callable[[str, str], bool]]
-
-
-def _checks(config: DataConfig, corpus: Corpus, has_inputs: bool, seen: SeenPairs) -> list[_Check]:
-    """Returns the reasons for dropping a pair, with their predicates, in order of precedence."""
+def _checks(
+    config: DataConfig, corpus: Corpus, has_inputs: bool, seen: SeenPairs
+) -> dict[str, Callable[[str, str], bool]]:
+    # In order of precedence.
     limit, ratio = config.max_words, config.max_length_ratio
     checks: dict[str, Callable[[str, str], bool]] = {}
-    checks["empty side"] = _has_empty_side if has_inputs else _has_empty_target
+    side = 0 if has_inputs else 1
+    checks["empty side"] = lambda *pair: not all(text.strip() for text in pair[side:])
     if limit:
         checks[f"more than {limit} words"] = lambda *pair: max(map(_words, pair)) > limit
     if ratio and has_inputs:
@@ -160,26 +142,14 @@ def _checks(config: DataConfig, corpus: Corpus, has_inputs: bool, seen: SeenPair
     if config.drop_duplicates:
         # Last: a pair that is dropped for another reason must not count as seen.
         checks["duplicate"] = lambda *pair: not seen.add(*pair)
-    return list(checks.items())
-
-
-def _has_empty_side(source: str, target: str) -> bool:
-    return not (source.strip() and target.strip())
-
-
-def _has_empty_target(source: str, target: str) -> bool:
-    return not target.strip()
+    return checks
 
 
 def _script_check(languages: tuple[str, str], has_inputs: bool) -> Callable[[str, str], bool]:
     """Returns a predicate for pairs with a side mostly outside the script of its language."""
-    target_script = script_words(languages[1])
-    if not has_inputs:
-        return lambda source, target: not is_mostly_in(target_script, target)
-    source_script = script_words(languages[0])
-    return lambda source, target: (
-        not (is_mostly_in(source_script, source) and is_mostly_in(target_script, target))
-    )
+    side = 0 if has_inputs else 1
+    scripts = [script_words(language) for language in languages[side:]]
+    return lambda *pair: not all(map(is_mostly_in, scripts, pair[side:]))
 
 
 def _words(text: str) -> int:
@@ -187,7 +157,6 @@ def _words(text: str) -> int:
 
 
 def _length_ratio(source: str, target: str) -> float:
-    """Returns the number of words of the longer side over that of the shorter, nonempty one."""
     shorter, longer = sorted(map(_words, (source, target)))
     return longer / shorter
 
@@ -203,14 +172,17 @@ def script_words(language: str) -> tuple[str, ...]:
     The script is the one in the language code ("sr_Latn"), or else the default script of the
     language (from the likely subtags of the Unicode CLDR).
 
-    Args:
-      language: ISO 639 code, optionally with script and territory: "de", "deu", "zh_Hant", "pt-BR".
-
     Raises:
-      UserError: the language is unknown.
+      UserError: the language is unknown, or Babel is not installed.
     """
-    import babel
-    from babel.core import get_global
+    try:
+        import babel
+        from babel.core import get_global
+    except ImportError as error:
+        raise UserError(
+            "data.drop_wrong_script needs a package that is not installed: "
+            "pip install 'flaxformer_mt[demo]'"
+        ) from error
 
     code, *subtags = language.replace("-", "_").split("_")
     code = get_global("language_aliases").get(code, code)
@@ -227,12 +199,7 @@ def script_words(language: str) -> tuple[str, ...]:
 
 
 def is_mostly_in(script: tuple[str, ...], text: str) -> bool:
-    """Returns whether at least half of the letters of a text are in a script.
-
-    Args:
-      script: from `script_words`.
-      text: any text; without letters the result is True.
-    """
+    """Returns whether at least half of the letters of a text are in a script."""
     letters = matching = 0
     for character, count in collections.Counter(text).items():
         word = _first_word(character)

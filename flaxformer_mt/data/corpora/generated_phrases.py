@@ -50,14 +50,10 @@ _PERIODS = ((1, 6), (7, 3), (30, 10), (365, 99))
 
 
 class Language:
-    """The wording of phrases in one language.
-
-    Args:
-      code: one of `LANGUAGES`.
-      option: name of the option that chose the language, for the error message.
+    """The wording of phrases in one language, which `option` has chosen.
 
     Raises:
-      UserError: the language is not supported.
+      UserError: the language is not one of `LANGUAGES`.
     """
 
     def __init__(self, code: str, option: str = "language"):

@@ -1,9 +1,9 @@
 """Development and test pairs that are set aside from the training corpora.
 
-A hash of the source decides: a pair is held out whatever the other pairs are and wherever it is in
-its file, and all pairs of a source are on the same side. The share that is held out is a power of
-two, so that a file that grows by some pairs gives the same held-out pairs, and those of its new
-pairs that belong to them; where it passes to the next power, half of them return to training.
+A hash of the source decides, independently of the other pairs and of the position in the file, and
+all pairs of a source are on the same side. The share that is held out is a power of two. A file
+that grows therefore gives the same held-out pairs, and those of its new pairs that belong to them;
+where the share passes to the next power, half of them return to training.
 """
 
 import dataclasses
@@ -11,16 +11,13 @@ import functools
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from flaxformer_mt.config.data import HeldOutRole
 from flaxformer_mt.data.corpora.corpus import Corpus, Role, SentencePair, StreamedCorpus
 from flaxformer_mt.errors import UserError
-
-HeldOutRole = Literal["valid", "test"]
-"""A use of held-out pairs."""
 
 _HASH_BITS = 64
 
@@ -28,15 +25,10 @@ _HASH_BITS = 64
 def hold_out(
     corpora: Sequence[StreamedCorpus], pairs: int, roles: Sequence[HeldOutRole]
 ) -> dict[str, list[Corpus]]:
-    """Divides training corpora. Their text is read when it, or a fingerprint, is asked for.
+    """Returns the part of each training corpus for "train" and for each role.
 
-    Args:
-      corpora: the corpora.
-      pairs: the approximate number of pairs of all corpora to hold out per role.
-      roles: what pairs are held out for.
-
-    Returns:
-      The corpora of "train" and of each role, in the order of the given ones.
+    About `pairs` pairs of all corpora are held out per role. Their text is read when a part, or its
+    fingerprint, is asked for.
     """
     division = Division(corpora, pairs, tuple(roles))
     everything: tuple[Role, ...] = ("train", *roles)
@@ -128,30 +120,24 @@ def _hash(source: str) -> int:
 
 
 def _part(division: Division, number: int, role: Role) -> StreamedCorpus:
-    """The part of a corpus for a role."""
     corpus = division.corpora[number]
-    stream: Callable[[], Iterator[SentencePair]]
-    if role == "train":
-        stream = functools.partial(division.training_pairs, number)
-    else:
-        stream = functools.partial(_held_out_pairs, division, number, role)
+
+    def stream() -> Iterator[SentencePair]:
+        if role == "train":
+            return division.training_pairs(number)
+        return iter(division.held_out[role][number])
 
     def digest() -> bytes:
         rule = f"{role} of {division.roles}, 1 in {2**division.bits}\n"
         return hashlib.sha256(rule.encode() + corpus.digest()).digest()
 
-    name = f"{corpus.name} without held-out pairs"
-    if role != "train":
-        name = f"held out of {corpus.name}"
     return dataclasses.replace(
         corpus,
-        name=name,
+        name=f"{corpus.name} without held-out pairs"
+        if role == "train"
+        else f"held out of {corpus.name}",
         stream=stream,
         digest=digest,
         division=division.describe,
         may_be_empty=role != "train",
     )
-
-
-def _held_out_pairs(division: Division, number: int, role: Role) -> Iterator[SentencePair]:
-    return iter(division.held_out[role][number])

@@ -40,17 +40,11 @@ def form_of(path: Path) -> Form:
 def stream_table(
     path: Path, form: Form, columns: Sequence[str], languages: tuple[str, str]
 ) -> Iterator[tuple[str, str]]:
-    """Yields the pairs of a file.
-
-    Args:
-      path: the file, plain or compressed.
-      form: how its columns are written.
-      columns: the source and the target column; () = see above.
-      languages: codes of the source and the target language.
+    """Yields the pairs of a file, which may be compressed, in two columns, see above.
 
     Raises:
-      UserError: see `stream_lines`; or a line lacks a column, or has others beside the two although
-        none is named. The message names the line.
+      UserError: a line lacks a column, or has others beside the two although none is named; or
+        the file cannot be read. The message names the line.
     """
     if form == "jsonl":
         yield from _stream_json(path, columns, languages)
@@ -71,7 +65,6 @@ def stream_table(
 
 
 def _tab_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yields the number and the cells of each line."""
     for number, line in enumerate(stream_lines(path), start=1):
         yield number, line.split("\t")
 

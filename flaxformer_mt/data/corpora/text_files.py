@@ -17,7 +17,7 @@ import sys
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar
 
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.input_files import open_regular
@@ -27,6 +27,8 @@ MAX_LINE_BYTES = 2**20
 
 COMPRESSED = (".gz", ".zst")
 """Suffixes of the files that are decompressed while they are read."""
+
+_Item = TypeVar("_Item")
 
 _CHUNK_BYTES = 2**20
 _PAUSE_SECONDS = 0.02
@@ -59,24 +61,20 @@ def stream_lines(path: Path) -> Iterator[str]:
 
 
 def read_lines(path: Path) -> list[str]:
-    """Reads all lines of a file; see `stream_lines`."""
+    """Reads all lines of a file."""
     return list(stream_lines(path))
 
 
 def arriving_lines(stream: io.BufferedIOBase, name: str, enough: int) -> Iterator[list[str]]:
-    """Yields groups of lines as they arrive, without waiting for more input.
+    """Yields nonempty groups of lines as they arrive, without waiting for more input.
 
     Args:
       stream: UTF-8 text, possibly empty, with line ends as in `stream_lines`.
       name: origin of the text, for messages.
       enough: size of a group in bytes if input arrives without a pause.
 
-    Yields:
-      Nonempty lists of lines.
-
     Raises:
-      UserError: the text is not UTF-8, or has a line of more than `MAX_LINE_BYTES` (the message
-        names the line), or cannot be read.
+      UserError: the text is not UTF-8, has a line that is too long, or cannot be read.
     """
     number = 1
     groups = _arriving(stream, enough)
@@ -92,10 +90,6 @@ def arriving_lines(stream: io.BufferedIOBase, name: str, enough: int) -> Iterato
 def count_lines(stream: io.BufferedIOBase, name: str) -> int:
     """Counts the remaining lines of a seekable stream, and restores its position.
 
-    Args:
-      stream: the stream.
-      name: origin of the text, for messages.
-
     Raises:
       UserError: it cannot be read, or is a damaged compressed file.
     """
@@ -109,18 +103,29 @@ def count_lines(stream: io.BufferedIOBase, name: str) -> int:
     return count + (last != b"\n")
 
 
-def stream_parallel(source_path: Path, target_path: Path) -> Iterator[tuple[str, str]]:
-    """Returns an iterator over the pairs of two parallel files; see `stream_parallel_files`."""
-    return cast(Iterator[tuple[str, str]], stream_parallel_files(source_path, target_path))
+def counted(items: Iterable[_Item], activity: str) -> Iterator[_Item]:
+    """Yields pairs, and counts them after the text `activity` on standard error, if a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}: {task.completed:,} pairs", markup=False),
+        TimeElapsedColumn(),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        yield from progress.track(items, description=activity)
 
 
-def stream_parallel_files(source_path: Path, *target_paths: Path) -> Iterator[tuple[str, ...]]:
+def stream_parallel(*paths: Path) -> Iterator[tuple[Any, ...]]:
     """Yields the lines of a file with those of its translations, each of which is read once.
 
     Raises:
-      UserError: see `stream_lines`; or the files have different numbers of lines.
+      UserError: as `stream_lines`, or the files have different numbers of lines.
     """
-    paths = source_path, *target_paths
     rows = itertools.zip_longest(*map(stream_lines, paths))
     for number, row in enumerate(rows, start=1):
         if None in row:
@@ -129,16 +134,10 @@ def stream_parallel_files(source_path: Path, *target_paths: Path) -> Iterator[tu
                 counts = [n + (line is not None) for n, line in zip(counts, others, strict=True)]
             other = next(n for n, count in enumerate(counts) if count != counts[0])
             raise UserError(
-                f"{source_path} has {counts[0]} lines but {paths[other]} has {counts[other]}: "
+                f"{paths[0]} has {counts[0]} lines but {paths[other]} has {counts[other]}: "
                 "line i of one must translate line i of the other"
             )
         yield row
-
-
-def read_parallel(source_path: Path, target_path: Path) -> tuple[list[str], list[str]]:
-    """Reads all lines of two parallel files; see `stream_parallel`."""
-    sources, targets = zip(*stream_parallel(source_path, target_path), strict=True)
-    return list(sources), list(targets)
 
 
 def digest_file(path: Path) -> bytes:
@@ -152,16 +151,13 @@ def digest_file(path: Path) -> bytes:
 
 
 def find_files(folder: Path, names: str, suffix: str, option: str) -> dict[str, Path]:
-    """Finds the files of a split.
+    """Finds the files of a split, {name without suffix: file}; those of a pattern are sorted.
 
     Args:
       folder: folder of the files.
       names: comma-separated file names or glob patterns ("news-*"), without suffix.
-      suffix: suffix of the files, such as ".en"; it may be followed by ".gz" or ".zst".
-      option: name of the option that gave the folder, for messages.
-
-    Returns:
-      {name without suffix: file}; the matches of a pattern are sorted by name.
+      suffix: such as ".en"; it may be followed by ".gz" or ".zst".
+      option: the option that gave the folder, for messages.
 
     Raises:
       UserError: a name or pattern matches no file.
@@ -234,11 +230,7 @@ def _open(path: Path) -> io.BufferedReader:
 
 
 def _require_zstd(path: str) -> Any:
-    """Imports the module of Zstandard: of Python from 3.14 on, of a package before.
-
-    Raises:
-      UserError: it is not installed.
-    """
+    """Imports the module of Zstandard: of Python from 3.14 on, of a package before."""
     name = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
     try:
         return importlib.import_module(name)
@@ -270,7 +262,6 @@ def _arriving(stream: io.BufferedIOBase, enough: int) -> Iterator[list[bytes]]:
 
 
 def _is_waiting(stream: io.BufferedIOBase) -> bool:
-    """Returns whether more input is available now or within `_PAUSE_SECONDS`."""
     # On Windows, `select` only works on sockets; there, each chunk is a group.
     return os.name != "nt" and bool(select.select([stream], [], [], _PAUSE_SECONDS)[0])
 

@@ -11,13 +11,13 @@ The order of the pairs is kept; training shuffles them anyway.
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from flaxformer_mt.data.corpora.corpus import Corpus
+from flaxformer_mt.data.corpora.text_files import counted
 from flaxformer_mt.data.corpora.tfds_reader import require_tfds
-from flaxformer_mt.data.progress import counted
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs import atomic
 
@@ -38,15 +38,12 @@ def build_dataset(
     folder: Path,
     shard_bytes: int = SHARD_BYTES,
 ) -> dict[str, int]:
-    """Writes a data set atomically.
+    """Writes a data set to a new folder atomically, and returns the number of pairs in each split.
 
     Args:
       splits: the corpus of each split, by name; all have the same two languages.
-      folder: folder to create; must not exist.
+      folder: must not exist.
       shard_bytes: approximate size of a file.
-
-    Returns:
-      The number of pairs in each split.
 
     Raises:
       UserError: the folder exists or cannot be written, a package is missing, or a corpus cannot
@@ -97,11 +94,9 @@ def _write_split(
     corpus: Corpus,
     shard_bytes: int,
 ) -> Any:
-    """Writes the files of one split.
+    """Writes the files of one split; returns its `tfds.core.SplitInfo`."""
+    from array_record.python.array_record_module import ArrayRecordWriter
 
-    Returns:
-      `tfds.core.SplitInfo`.
-    """
     serializer = tfds.core.example_serializer.ExampleSerializer(features.get_serialized_info())
     records = (
         # By default the order of the languages differs between processes.
@@ -110,38 +105,25 @@ def _write_split(
         ).SerializeToString(deterministic=True)
         for pair in counted(corpus.pairs(), f"writing {name}")
     )
-    shards: list[_Shard] = []
+    lengths: list[int] = []
+    num_bytes = 0
     for first in records:
-        path = folder / f"{name}-{len(shards)}.unfinished"
-        shards.append(_write_shard(path, itertools.chain([first], records), shard_bytes))
+        path = folder / f"{name}-{len(lengths)}.unfinished"
+        number = size = 0
+        with contextlib.closing(ArrayRecordWriter(str(path), _WRITER_OPTIONS)) as writer:
+            for record in itertools.chain([first], records):
+                writer.write(record)
+                number += 1
+                size += len(record)
+                if size >= shard_bytes:
+                    break
+        lengths.append(number)
+        num_bytes += size
     # File names contain the number of files.
     file_names = _file_names(tfds, folder, split=name)
-    for index, shard in enumerate(shards):
-        shard.path.rename(file_names.sharded_filepath(shard_index=index, num_shards=len(shards)))
+    for index in range(len(lengths)):
+        path = file_names.sharded_filepath(shard_index=index, num_shards=len(lengths))
+        (folder / f"{name}-{index}.unfinished").rename(path)
     return tfds.core.SplitInfo(
-        name=name,
-        shard_lengths=[shard.records for shard in shards],
-        num_bytes=sum(shard.num_bytes for shard in shards),
-        filename_template=file_names,
+        name=name, shard_lengths=lengths, num_bytes=num_bytes, filename_template=file_names
     )
-
-
-class _Shard(NamedTuple):
-    path: Path
-    records: int
-    num_bytes: int
-
-
-def _write_shard(path: Path, records: Iterable[bytes], shard_bytes: int) -> _Shard:
-    """Writes records to one file until it is full or the records end."""
-    from array_record.python.array_record_module import ArrayRecordWriter
-
-    number = num_bytes = 0
-    with contextlib.closing(ArrayRecordWriter(str(path), _WRITER_OPTIONS)) as writer:
-        for record in records:
-            writer.write(record)
-            number += 1
-            num_bytes += len(record)
-            if num_bytes >= shard_bytes:
-                break
-    return _Shard(path, number, num_bytes)

@@ -22,6 +22,11 @@ LanguagePair: TypeAlias = tuple[str | None, str]
 """Codes of source and target language; the source is None for a language model."""
 
 
+def is_prepared(path: Path) -> bool:
+    """Returns whether a folder holds a data set, such as one of `flaxformer-mt prepare`."""
+    return all((path / name).is_file() for name in ("dataset_info.json", "features.json"))
+
+
 def require_tfds() -> Any:
     """Imports `tensorflow_datasets`.
 
@@ -50,14 +55,10 @@ class TfdsSplit:
     take: Callable[[Any], tuple[str, str] | None]
     """Extracts the pair from an example; None if the example lacks one of the languages."""
     name: str
-    """Name for messages."""
     languages: LanguagePair
-    """The languages to read."""
 
     def pairs(self) -> Iterator[tuple[str, str]]:
-        """Yields the pairs in the order in which they are stored.
-
-        Line breaks within a sentence become spaces.
+        """Yields the stored pairs; line breaks within a sentence become spaces.
 
         Raises:
           UserError: a file is damaged (array_record has checksums), a sentence is not UTF-8, or no
@@ -104,13 +105,10 @@ class TfdsSplit:
 
 
 def open_split(path: str, split: str, languages: LanguagePair, prefix: str) -> TfdsSplit:
-    """Opens a split of a data set given by its builder's name or by its folder.
+    """Opens a split, such as "train[:10%]", of a data set.
 
-    Args:
-      path: builder name such as "wmt14_translate/de-en", or a folder with `dataset_info.json`.
-      split: "train", "train[:10%]", "train+validation".
-      languages: the languages to read.
-      prefix: prefix of the options "path" and "source_language" in messages: "data.".
+    `path` is the name of a builder ("wmt14_translate/de-en"), or a folder with `dataset_info.json`.
+    Messages name the options after `prefix`: "data.".
 
     Raises:
       UserError: TensorFlow Datasets is not installed; the data set or split does not exist or is
@@ -156,11 +154,6 @@ def _how_to_prepare(path: str, is_folder: bool, prefix: str) -> str:
 def _find_languages(
     tfds: Any, features: Any, languages: LanguagePair, where: str, prefix: str
 ) -> Callable[[Any], tuple[str, str] | None]:
-    """Returns the function that extracts a pair from an example; see `TfdsSplit.take`.
-
-    Raises:
-      UserError: the features have no translations, or none in one of the languages.
-    """
     kinds = (tfds.features.Translation, tfds.features.TranslationVariableLanguages)
     if isinstance(features, kinds):
         key, feature = None, features

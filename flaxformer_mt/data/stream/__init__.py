@@ -1,7 +1,6 @@
 """Training batches: from encoded corpora to an infinite, resumable stream.
 
 In the order of processing: `encoded_corpus` and `token_store` (tokens in memory and on disk),
-`long_pairs` (pairs longer than a row), `mixture` (sampling of corpora), `packing` (pairs into
-rows), `batches` (rows into batches), `training_stream` (all of these) and `prefetch` (batches ahead
-of time).
+`mixture` (the pairs of each epoch), `packing` (pairs into rows), `batches` (rows into batches),
+`training_stream` (all of these) and `prefetch` (batches ahead of time).
 """

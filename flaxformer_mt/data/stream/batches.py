@@ -14,6 +14,7 @@ import numpy as np
 
 from flaxformer_mt.config import ExperimentConfig, TransformerConfig
 from flaxformer_mt.data.stream.encoded_corpus import EncodedCorpus
+from flaxformer_mt.data.stream.links import pack_links
 from flaxformer_mt.data.stream.packing import PackedRows, Sentences, decoder_inputs, pack, plan_rows
 from flaxformer_mt.errors import UserError
 
@@ -36,9 +37,11 @@ class Batch:
       decoder_target_tokens: [B, T], the target tokens and end token of each segment.
       decoder_loss_weights: float32 [B, T], 1 for target tokens, 0 in padding.
       encoder_segment_ids: [B, S], 1, 2, ... for the segments of a row, 0 in padding.
-      decoder_segment_ids: [B, T], likewise; equal ids in a row belong to the same pair.
+      decoder_segment_ids: [B, T], the same; equal ids in a row belong to the same pair.
       encoder_positions: [B, S], 0, 1, ... in each segment, 0 in padding.
-      decoder_positions: [B, T], likewise.
+      decoder_positions: [B, T], the same.
+      alignment: float32 [B, T, S], for each target token with links a uniform distribution over the
+        source tokens that it is linked to, 0 elsewhere; None if the corpus has no links.
     """
 
     encoder_input_tokens: Array | None
@@ -49,6 +52,7 @@ class Batch:
     decoder_segment_ids: Array
     encoder_positions: Array | None
     decoder_positions: Array
+    alignment: Array | None = None
 
 
 class BatchShape(NamedTuple):
@@ -69,14 +73,9 @@ class Shard:
     index: int = 0
     """0-based index of the part."""
     count: int = 1
-    """Number of parts."""
 
     def part(self, rows: int) -> slice:
-        """Returns the rows of a batch that belong to this part.
-
-        Raises:
-          ValueError: `rows` is not a multiple of `count`.
-        """
+        """Returns the rows of a batch that belong to this part."""
         if rows % self.count:
             raise ValueError(f"{rows} rows cannot be divided evenly among {self.count} processes")
         return slice(self.index * rows // self.count, (self.index + 1) * rows // self.count)
@@ -95,6 +94,8 @@ class DataPosition(NamedTuple):
     """Completed blocks of this epoch."""
     row: int = 0
     """Rows of this block that were read."""
+    step: int = 0
+    """Batches that were read since the start. (Positions of earlier versions lack it.)"""
 
 
 def padding_fraction(batch: Batch) -> float:
@@ -113,6 +114,7 @@ def make_batch(
     shape: BatchShape,
     model: TransformerConfig,
     shard: Shard = WHOLE_BATCH,
+    links: Sentences | None = None,
 ) -> Batch:
     """Packs pairs into the rows of a batch.
 
@@ -123,6 +125,7 @@ def make_batch(
       shape: shape of the whole batch.
       model: gives the padding and start tokens.
       shard: the part of the batch to build.
+      links: of each pair, from `LinkEncoder`.
     """
     rows = [*rows, *[()] * (shape.rows - len(rows))][shard.part(shape.rows)]
     packed_targets = pack(targets, rows, shape.target_length, model.pad_id)
@@ -138,6 +141,9 @@ def make_batch(
         decoder_segment_ids=packed_targets.segment_ids,
         encoder_positions=None if packed_sources is None else packed_sources.positions,
         decoder_positions=packed_targets.positions,
+        alignment=None
+        if links is None or sources is None
+        else pack_links(links, sources, targets, rows, shape.source_length, shape.target_length),
     )
 
 
@@ -178,14 +184,8 @@ def evaluation_batches(
     Pairs that fit are packed into rows of the training shape, as many as a microbatch has, or fewer
     if the vocabulary is large (`MAX_LOGITS`). A longer pair gets its own row, whose length is the
     next power of two; batches of such rows have fewer rows, so that attention needs no more memory.
-    The last batch of each shape is padded with empty rows.
-
-    Args:
-      corpus: the pairs.
-      config: the experiment.
-      row_shards: number of devices that share the rows of a batch; the number of rows of every
-        batch is a multiple of it.
-      shard: the part of each batch to build.
+    The last batch of each shape is padded with empty rows. The number of rows of every batch is a
+    multiple of `row_shards`, the number of devices that share it.
 
     Raises:
       UserError: the rows, or a pair, are longer than the model's table of learned positions.

@@ -1,7 +1,7 @@
 """Corpora as token sequences, with statistics.
 
 Training corpora are encoded once and stored on disk (`token_store`); development and test sets are
-encoded in memory, here. Sequences are not truncated: long pairs are handled in `long_pairs`.
+encoded in memory, here. Sequences are not truncated: long pairs are handled in `mixture`.
 """
 
 import dataclasses
@@ -21,18 +21,16 @@ from flaxformer_mt.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class SideReport:
-    """Token statistics of one side of a corpus, after filtering; end tokens are counted."""
+    """Token statistics of one side of a corpus, after filtering; end tokens are counted.
+
+    Lengths are numbers of tokens per sentence.
+    """
 
     tokens: int
-    """Total number of tokens."""
     mean_length: float
-    """Mean number of tokens per sentence."""
     percentile_95: int
-    """95th percentile of the number of tokens per sentence."""
     longest: int
-    """Number of tokens in the longest sentence."""
     unknown_tokens: int
-    """Number of unknown tokens."""
     unknown_example: str = ""
     """The first character that is not in the vocabulary."""
 
@@ -55,15 +53,12 @@ class CorpusReport:
     """Statistics of a corpus after filtering; `str` gives a one-line summary."""
 
     pairs: int
-    """Number of pairs read."""
     dropped: dict[str, Dropped]
     """Dropped pairs by reason."""
     sources: SideReport | None
     """The source side, before truncation to the row length; None for a language model."""
     targets: SideReport
-    """The target side, likewise."""
     truncated: int = 0
-    """Number of pairs truncated to the row length."""
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "CorpusReport":
@@ -84,12 +79,7 @@ class CorpusReport:
         return self.pairs - sum(dropped.count for dropped in self.dropped.values())
 
     def fitted_to_rows(self, dropped: Dropped | None = None, truncated: int = 0) -> "CorpusReport":
-        """Returns the report with the pairs that are longer than a row.
-
-        Args:
-          dropped: the pairs dropped for this reason, if any.
-          truncated: number of pairs truncated instead.
-        """
+        """Returns the report with the pairs longer than a row, which were dropped or truncated."""
         too_long = {} if dropped is None else {"longer than a row": dropped}
         return dataclasses.replace(self, dropped={**self.dropped, **too_long}, truncated=truncated)
 
@@ -126,12 +116,7 @@ class CorpusReport:
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
-    """A ragged array of texts, stored end to end.
-
-    Attributes:
-      data: uint8 [all bytes], UTF-8.
-      offsets: int64 [texts + 1]; text i is `data[offsets[i]:offsets[i + 1]]`.
-    """
+    """A ragged array of UTF-8 texts: number i is `data[offsets[i]:offsets[i + 1]]`, in uint8."""
 
     data: np.ndarray
     offsets: np.ndarray
@@ -163,17 +148,14 @@ class EncodedCorpus:
     texts: Texts | None = None
     """The text of each source, for `data.subword_sampling`; otherwise None."""
     weight: float = 1.0
-    """Sampling weight of its pairs relative to those of other corpora."""
     parts: tuple[tuple[str, int], ...] = ()
     """See `ParallelCorpus.parts`."""
+    links: Sentences | None = None
+    """The links of each pair, from `LinkEncoder`; None if the corpus has none."""
 
 
 class SideEncoder:
-    """Encodes one side of a corpus in chunks and collects its statistics.
-
-    Args:
-      tokenizer: the vocabulary of the side.
-    """
+    """Encodes one side of a corpus in chunks and collects its statistics."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
@@ -236,7 +218,7 @@ def encode_corpus(
 def check_special_ids(tokenizers: Tokenizers, config: ExperimentConfig) -> None:
     """Checks that model and tokenizers agree on the padding and end tokens.
 
-    The start token may differ: it is never part of a tokenized text.
+    The start token may differ, but must be in the vocabulary.
 
     Raises:
       UserError: an id differs, or the start token is not in the vocabulary.

@@ -1,9 +1,16 @@
-"""Sampling of epochs from a mixture of corpora."""
+"""The pairs of each epoch: those that fit into rows, sampled from a mixture of corpora."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 
 import numpy as np
+
+from flaxformer_mt.config import DataConfig
+from flaxformer_mt.data.corpora.filters import Dropped
+from flaxformer_mt.data.stream.batches import pair_lengths
+from flaxformer_mt.data.stream.encoded_corpus import EncodedCorpus
+from flaxformer_mt.errors import UserError
 
 _PERMUTATION, _ORDER = range(2)
 
@@ -23,13 +30,7 @@ class Mixture:
 
     Attributes:
       epoch: function from the number of an epoch to its pairs, int64 [draws], as indices into the
-        concatenation of all corpora.
-
-    Args:
-      sizes: number of pairs of each corpus, all positive.
-      weights: weight of each corpus.
-      temperature: see above.
-      seed: seed of all permutations.
+        concatenation of all corpora, whose sizes are positive.
     """
 
     def __init__(
@@ -59,11 +60,9 @@ class Mixture:
         return generator(self._seed, _ORDER, epoch).permutation(np.concatenate(draws))
 
     def _drawn(self, epochs: int) -> np.ndarray:
-        """Returns the number of draws from each corpus in the first epochs, int64 [corpora]."""
         return np.rint(epochs * self._draws_per_epoch).astype(np.int64)
 
     def _draw(self, corpus: int, first: int, last: int) -> np.ndarray:
-        """Returns draws `first` to `last` - 1 of a corpus, int64 [draws]."""
         size = self._sizes[corpus]
         first_round = first // size
         rounds = [
@@ -72,3 +71,49 @@ class Mixture:
         ]
         start = first_round * size
         return np.concatenate([np.empty(0, np.int64), *rounds])[first - start : last - start]
+
+
+def select_pairs(corpus: EncodedCorpus, config: DataConfig) -> tuple[EncodedCorpus, np.ndarray]:
+    """Selects the pairs to train on, according to `data.long_sentences`.
+
+    Returns:
+      The corpus, with a report that includes the pairs longer than a row, and the ascending indices
+      of the pairs to train on, int64 [kept]. Truncation is left to the caller.
+
+    Raises:
+      UserError: a pair is longer than a row and `data.long_sentences` is "error", or all are.
+    """
+    source_row_length, target_row_length = config.row_lengths
+    source_lengths, target_lengths = pair_lengths(corpus)
+    fits = (source_lengths <= source_row_length) & (target_lengths <= target_row_length)
+    too_long = np.flatnonzero(~fits)
+    if not len(too_long):
+        return corpus, np.arange(len(fits))
+
+    first = too_long[0]
+    example = (
+        f"pair {first + 1:,} ({source_lengths[first]:,} source and {target_lengths[first]:,} "
+        "target tokens)"
+    )
+    problem = (
+        f"{corpus.name}: {len(too_long):,} of {len(fits):,} pairs are longer than a row "
+        f"({_row_lengths(config)}), the first is {example}"
+    )
+    if config.long_sentences == "error":
+        raise UserError(f"{problem}; raise it, or set data.long_sentences to drop or truncate")
+    if config.long_sentences == "truncate":
+        report = corpus.report.fitted_to_rows(truncated=len(too_long))
+        return dataclasses.replace(corpus, report=report), np.arange(len(fits))
+    if len(too_long) == len(fits):
+        raise UserError(f"{problem}; raise it, or set data.long_sentences to truncate")
+    report = corpus.report.fitted_to_rows(Dropped(len(too_long), example))
+    return dataclasses.replace(corpus, report=report), np.flatnonzero(fits)
+
+
+def _row_lengths(config: DataConfig) -> str:
+    if config.batching == "buckets":
+        return f"the last of data.bucket_lengths={config.bucket_lengths}"
+    return (
+        f"data.source_row_length={config.source_row_length}, "
+        f"data.target_row_length={config.target_row_length}"
+    )

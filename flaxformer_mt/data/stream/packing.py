@@ -67,16 +67,11 @@ class Sentences:
 
 
 class _Unplaced:
-    """The pairs that are not yet assigned to a row, indexed by size.
+    """The pairs that are not yet assigned to a row, indexed by size, in the given order.
 
     A size encodes the two lengths of a pair as one number, `source * radix + target`; so does the
     free space of a row. The radix is large enough for differences: if a length would become
     negative, the difference is not a valid size.
-
-    Args:
-      pairs: indices of the pairs, in the order in which they are to be placed.
-      sizes: their sizes, in the same order.
-      radix: see above.
     """
 
     def __init__(self, pairs: list[int], sizes: list[int], radix: int):
@@ -105,13 +100,10 @@ class _Unplaced:
         return pair
 
     def choose(self, space: int) -> tuple[int, ...]:
-        """Returns the sizes of the next one or two pairs for a row with this free space.
+        """Returns the sizes of the next one or two pairs that fit into the free space of a row.
 
         Preferred are a candidate and another pair that together fill the space exactly on both
         sides; otherwise the first candidate that fits; otherwise the largest pair that fits.
-
-        Returns:
-          An empty tuple if no pair fits.
         """
         pairs, queue = self._pairs, self._queue
         # Skips sizes whose pairs were all taken out of order.
@@ -145,7 +137,6 @@ class _Unplaced:
         return largest
 
     def _flip(self, size: int) -> None:
-        """Toggles whether there are pairs of this size."""
         source, target = divmod(size, self._radix)
         self._source_lengths[target] ^= 1 << source
 
@@ -157,7 +148,7 @@ def plan_rows(
     target_row_length: int,
     order: np.ndarray | None = None,
 ) -> list[list[int]]:
-    """Assigns all pairs to rows.
+    """Assigns all pairs to rows, and returns the indices of the pairs in each row.
 
     Rows are filled sequentially: with the next pairs, and finally, if possible, with two pairs that
     fill the row exactly on both sides. While many pairs are left, such a combination nearly always
@@ -170,9 +161,6 @@ def plan_rows(
       source_row_length: S.
       target_row_length: T.
       order: int [pairs], the permutation in which pairs are placed. Default: ascending.
-
-    Returns:
-      The indices of the pairs in each row.
 
     Raises:
       ValueError: a sentence is longer than its row.
@@ -218,13 +206,9 @@ class PackedRows:
 def pack(
     sentences: Sentences, rows: Sequence[Sequence[int]], row_length: int, pad_id: int
 ) -> PackedRows:
-    """Packs sentences into rows.
+    """Packs sentences, given by the indices of each of B rows, which may be empty, into rows.
 
-    Args:
-      sentences: the tokens.
-      rows: B lists of sentence indices, one per row; an empty list gives an empty row.
-      row_length: number of positions per row; the sentences of each row must fit.
-      pad_id: padding token.
+    The sentences of a row must fit into its length.
     """
     counts = np.array([len(members) for members in rows])
     members = np.fromiter(itertools.chain.from_iterable(rows), np.int64, counts.sum())
@@ -265,13 +249,8 @@ def _offsets(lengths: np.ndarray) -> np.ndarray:
 def decoder_inputs(targets: PackedRows, bos_id: int, pad_id: int) -> np.ndarray:
     """Shifts targets right to obtain the decoder inputs, int32 [B, T].
 
-    Each segment starts with `bos_id`, followed by its own tokens except the last, so that no token
-    crosses a segment boundary.
-
-    Args:
-      targets: the target side, including end tokens.
-      bos_id: start token; -1 if decoding starts from the zero vector.
-      pad_id: padding token.
+    Each segment starts with `bos_id` (-1 if decoding starts from the zero vector), followed by its
+    own tokens except the last, so that no token crosses a segment boundary.
     """
     shifted = np.roll(targets.tokens, 1, axis=1)
     inputs = np.where(targets.positions == 0, bos_id, shifted)

@@ -4,7 +4,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Generic, TypeVar
 
 from flaxformer_mt.data.stream.batches import DataPosition
@@ -23,8 +22,8 @@ class Prefetched(Generic[_Item], Iterator[tuple[_Item, DataPosition]]):
       seconds_waited: total time that `next` has waited for a batch.
 
     Args:
-      read: function from a position to the batch there, ready for use (packed and on the devices),
-        and the position after it. Called in the thread.
+      read: called in the thread with a position, returns the batch there, ready for use (packed and
+        on the devices), and the position after it.
       start: position of the first batch.
       depth: maximum number of prefetched batches.
     """
@@ -45,12 +44,6 @@ class Prefetched(Generic[_Item], Iterator[tuple[_Item, DataPosition]]):
         self._thread.start()
 
     def __next__(self) -> tuple[_Item, DataPosition]:
-        """Returns the next batch and the position after it.
-
-        Raises:
-          Exception: an exception raised by `read`.
-          StopIteration: the stream is closed.
-        """
         if self._closed.is_set():
             raise StopIteration
         start = time.perf_counter()
@@ -72,12 +65,7 @@ class Prefetched(Generic[_Item], Iterator[tuple[_Item, DataPosition]]):
     def __enter__(self) -> "Prefetched[_Item]":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _run(self, position: DataPosition) -> None:

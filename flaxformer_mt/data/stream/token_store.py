@@ -4,8 +4,9 @@ The store of a corpus is a folder of flat arrays, each a file without header, an
 which lists them:
 
     source.tokens, source.offsets   the concatenated sources, and their offsets
-    target.tokens, target.offsets   likewise
+    target.tokens, target.offsets   the same of the targets
     text.bytes, text.offsets        the text of the sources (with data.subword_sampling)
+    links.pairs, links.offsets      the links of the tokens (with data.alignments)
     seen.hashes                     hashes of all pairs so far (with data.drop_duplicates)
     manifest.json                   SHA-256 of all others, verified whenever a store is opened
 
@@ -22,7 +23,7 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -30,9 +31,10 @@ import numpy.typing as npt
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.config.experiment import values_with
 from flaxformer_mt.config.fields import FieldRole
+from flaxformer_mt.data.corpora.alignments import AlignedPair
 from flaxformer_mt.data.corpora.corpus import Corpus, SentencePair
 from flaxformer_mt.data.corpora.filters import PairFilter, SeenPairs
-from flaxformer_mt.data.progress import counted
+from flaxformer_mt.data.corpora.text_files import counted
 from flaxformer_mt.data.stream.encoded_corpus import (
     CorpusReport,
     EncodedCorpus,
@@ -40,6 +42,7 @@ from flaxformer_mt.data.stream.encoded_corpus import (
     Texts,
     check_special_ids,
 )
+from flaxformer_mt.data.stream.links import LinkEncoder
 from flaxformer_mt.data.stream.packing import Sentences
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers
 from flaxformer_mt.errors import UserError
@@ -51,6 +54,7 @@ _LAYOUT = 1  # Version of the layout; stores of other versions are rebuilt.
 _CHUNK = 20_000  # Pairs held in memory as text.
 _FILES = {
     *("source.tokens", "source.offsets", "target.tokens", "target.offsets"),
+    *("links.pairs", "links.offsets"),
     *("text.bytes", "text.offsets", "seen.hashes", "store.json", MANIFEST),
 }
 
@@ -81,19 +85,32 @@ def open_stores(
         all that train together.
 
     Raises:
-      UserError: model and tokenizer disagree on special ids; a corpus cannot be read, or all of
-        its pairs are dropped; the folder cannot be written, or has something else in place of a
-        store.
+      UserError: model and tokenizer disagree on special ids; alignments cannot be used; a corpus
+        cannot be read, or all of its pairs are dropped; the folder cannot be written, or has
+        something else in place of a store.
     """
     check_special_ids(tokenizers, config)
+    _check_alignments(corpora, config)
     with _locked(cache_folder):
         return _open_stores(cache_folder, corpora, tokenizers, config, verify)
 
 
+def _check_alignments(corpora: Sequence[Corpus], config: ExperimentConfig) -> None:
+    aligned = [corpus.is_aligned for corpus in corpora]
+    if any(aligned):
+        if not all(aligned):
+            raise UserError("either all corpora that are mixed have alignments, or none")
+        if config.data.subword_sampling:
+            raise UserError(
+                f"data.subword_sampling={config.data.subword_sampling} cannot be used with "
+                "alignments, which link the tokens of one segmentation: set it to 0"
+            )
+        if not config.model.has_inputs:
+            raise UserError("a language model has no sources to align: leave the alignments out")
+
+
 @contextlib.contextmanager
 def _locked(cache_folder: Path) -> Iterator[None]:
-    """Creates a cache folder, and locks it against other processes."""
-
     def announce(owner: str) -> None:
         _log.warning("waiting for %s, which is tokenizing in %s", owner, cache_folder)
 
@@ -154,14 +171,7 @@ def _is_store(folder: Path) -> bool:
 
 
 def _is_usable(folder: Path, origin: _Origin, name: str, verify: bool) -> bool:
-    """Returns whether a store is complete and up to date; otherwise logs the reason.
-
-    Args:
-      folder: folder of the store.
-      origin: required key of the store.
-      name: name of the corpus, for the log.
-      verify: see `open_stores`.
-    """
+    """Returns whether a store is complete and has this origin; otherwise logs the reason."""
     if not folder.exists():
         return False
     damaged = damage(folder, "store") if verify else ""
@@ -194,12 +204,6 @@ def _make(
     config: ExperimentConfig,
     seen: SeenPairs,
 ) -> None:
-    """Filters and tokenizes a corpus, and writes its store atomically.
-
-    Raises:
-      UserError: the corpus cannot be read, or all of its pairs are dropped; the folder cannot be
-        written.
-    """
     with atomic.new_folder(folder, replace=True, parents=True) as partial:
         report = _write_arrays(partial, corpus, tokenizers, config, seen)
         description = {
@@ -220,11 +224,11 @@ def _write_arrays(
     config: ExperimentConfig,
     seen: SeenPairs,
 ) -> CorpusReport:
-    """Writes the arrays of a store in chunks."""
     has_inputs = config.model.has_inputs
     keeps_text = has_inputs and config.data.subword_sampling > 0
     pair_filter = PairFilter(config.data, corpus, has_inputs, seen)
     source_encoder, target_encoder = SideEncoder(tokenizers.source), SideEncoder(tokenizers.target)
+    link_encoder = LinkEncoder(tokenizers, corpus.name) if corpus.is_aligned else None
     read = 0
     for chunk in _chunks(corpus):
         kept = [
@@ -240,6 +244,9 @@ def _write_arrays(
         if keeps_text:
             texts = Texts.from_list(sources)
             _append_ragged(folder, "text.bytes", texts.data, texts.offsets)
+        if link_encoder is not None:
+            links = link_encoder.encode(cast(list[AlignedPair], kept))
+            _append_ragged(folder, "links.pairs", links.tokens, links.offsets)
     if config.data.drop_duplicates:
         _append(folder / "seen.hashes", seen.hashes)
 
@@ -247,6 +254,8 @@ def _write_arrays(
     if sum(reason.count for reason in dropped.values()) == read:
         reasons = ", ".join(f"{pairs.count:,} {reason}" for reason, pairs in dropped.items())
         raise UserError(f"{corpus.name}: all of {read:,} pairs were dropped: {reasons}")
+    if link_encoder is not None:
+        link_encoder.finish()
     return CorpusReport(
         pairs=read,
         dropped=dropped,
@@ -256,7 +265,6 @@ def _write_arrays(
 
 
 def _chunks(corpus: Corpus) -> Iterator[list[SentencePair]]:
-    """Yields the pairs of a corpus in chunks, and counts them on the terminal."""
     pairs = counted(corpus.pairs(), f"tokenizing {corpus.name}")
     while chunk := list(itertools.islice(pairs, _CHUNK)):
         yield chunk
@@ -272,14 +280,7 @@ def _append_tokens(folder: Path, side: str, sentences: Sentences, tokenizer: Tok
 
 
 def _append_ragged(folder: Path, name: str, values: np.ndarray, offsets: np.ndarray) -> None:
-    """Appends ragged values to a file of concatenated values and its file of offsets.
-
-    Args:
-      folder: folder of both files.
-      name: name of the file of values.
-      values: [N].
-      offsets: int64 [sequences + 1], from 0 to N.
-    """
+    """Appends [N] values to a file, and int64 offsets, which are from 0 to N, to that beside it."""
     values_path = folder / name
     offsets_path = values_path.with_suffix(".offsets")
     if not values_path.exists():
@@ -295,7 +296,6 @@ def _append(path: Path, values: np.ndarray) -> None:
 
 
 def _read(folder: Path, corpus: Corpus, tokenizers: Tokenizers) -> EncodedCorpus:
-    """Memory-maps a store."""
     description = _description(folder)
     files = description["files"]
     sources: Sentences | None = None
@@ -308,6 +308,11 @@ def _read(folder: Path, corpus: Corpus, tokenizers: Tokenizers) -> EncodedCorpus
         texts = Texts(
             _map(folder / "text.bytes", np.uint8), _map(folder / "text.offsets", np.int64)
         )
+    links: Sentences | None = None
+    if "links.pairs" in files:
+        links = Sentences(
+            _map(folder / "links.pairs", np.int32), _map(folder / "links.offsets", np.int64)
+        )
     return EncodedCorpus(
         name=corpus.name,
         sources=sources,
@@ -315,6 +320,7 @@ def _read(folder: Path, corpus: Corpus, tokenizers: Tokenizers) -> EncodedCorpus
         report=CorpusReport.from_dict(description["report"]),
         texts=texts,
         weight=corpus.weight,
+        links=links,
     )
 
 

@@ -12,7 +12,7 @@ import concurrent.futures
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,9 +28,9 @@ from flaxformer_mt.data.stream.batches import (
     pair_lengths,
 )
 from flaxformer_mt.data.stream.encoded_corpus import EncodedCorpus
-from flaxformer_mt.data.stream.long_pairs import select_pairs
-from flaxformer_mt.data.stream.mixture import Mixture, generator
+from flaxformer_mt.data.stream.mixture import Mixture, generator, select_pairs
 from flaxformer_mt.data.stream.packing import Sentences, plan_rows
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer
 
 BLOCK_PAIRS = 65_536
 """Approximate number of pairs in a block. Larger blocks fill rows slightly better, but take longer
@@ -44,18 +44,10 @@ _SAMPLE_PAIRS = 32_768
 _BLOCK_KEY, _SAMPLE_KEY = 2, 3
 
 
-class Sampler(Protocol):
-    """A vocabulary that supports subword sampling."""
-
-    def sample(self, texts: Sequence[str], seed: int, amount: float) -> list[list[int]]:
-        """Returns the token ids of each text, without end token, as a function of the arguments."""
-
-
 class PlannedRow(NamedTuple):
     """A row of a future batch."""
 
     shape: BatchShape
-    """Shape of the batch."""
     pairs: list[int]
     """Indices of the pairs in the row, within their block."""
 
@@ -75,18 +67,24 @@ class Block:
     sources: Sentences | None
     targets: Sentences
     rows: list[PlannedRow]
+    links: Sentences | None = None
+    """Of each pair, if the corpora have alignments."""
 
     def followed_by(self, other: "Block") -> "Block":
         """Concatenates two blocks."""
         sources = None
         if self.sources is not None and other.sources is not None:
             sources = Sentences.join([self.sources, other.sources])
+        links = None
+        if self.links is not None and other.links is not None:
+            links = Sentences.join([self.links, other.links])
         pairs = len(self.targets)
         return Block(
             sources=sources,
             targets=Sentences.join([self.targets, other.targets]),
             rows=self.rows
             + [PlannedRow(row.shape, [pairs + i for i in row.pairs]) for row in other.rows],
+            links=links,
         )
 
     @property
@@ -113,15 +111,14 @@ class TrainingStream:
       sampler: the vocabulary of the sources, for `data.subword_sampling`.
 
     Raises:
-      UserError: pairs are longer than a row and `data.long_sentences` is "error", or no pair is
-        left.
+      UserError: pairs are longer than a row and `data.long_sentences` is "error", or all are.
     """
 
     def __init__(
         self,
         corpora: Sequence[EncodedCorpus],
         config: ExperimentConfig,
-        sampler: Sampler | None = None,
+        sampler: Tokenizer | None = None,
     ) -> None:
         self._config = config
         selected = [select_pairs(corpus, config.data) for corpus in corpora]
@@ -141,13 +138,8 @@ class TrainingStream:
     def read(
         self, position: DataPosition, shard: Shard = WHOLE_BATCH
     ) -> tuple[Batch, DataPosition]:
-        """Returns the batch at a position and the position after it.
-
-        Args:
-          position: the start of the stream, or a position returned by an earlier call.
-          shard: the part of the batch to build; positions are the same for all parts.
-        """
-        epoch, number, first = position
+        """Returns the part `shard` of the batch at a position, and the position after it."""
+        epoch, number, first, step = position
         block = self._block(epoch, number)
         shape = block.rows[first].shape
         last = first + shape.rows
@@ -157,10 +149,12 @@ class TrainingStream:
             epoch, number = self._after(epoch, number)
             block = block.followed_by(self._block(epoch, number))
         rows = [row.pairs for row in block.rows[first:last]]
-        batch = make_batch(block.sources, block.targets, rows, shape, self._config.model, shard)
+        batch = make_batch(
+            block.sources, block.targets, rows, shape, self._config.model, shard, block.links
+        )
         if last == len(block.rows):
-            return batch, DataPosition(*self._after(epoch, number), row=0)
-        return batch, DataPosition(epoch, number, last - rows_before)
+            return batch, DataPosition(*self._after(epoch, number), row=0, step=step + 1)
+        return batch, DataPosition(epoch, number, last - rows_before, step + 1)
 
     @property
     def fill(self) -> Fill:
@@ -186,14 +180,13 @@ class TrainingStream:
         random = generator(self._config.train.seed, _BLOCK_KEY, epoch, number)
         draws, blocks = self._mixture.epoch(epoch), self._blocks(epoch)
         first, last = (len(draws) * boundary // blocks for boundary in (number, number + 1))
-        sources, targets = self._reader.read(draws[first:last], random)
+        sources, targets, links = self._reader.read(draws[first:last], random)
         source_lengths = np.zeros(len(targets), np.int64) if sources is None else sources.lengths
         plan = _pack_rows if self._config.data.batching == "packed" else _sort_into_buckets
         rows = plan(source_lengths, targets.lengths, self.shapes, random)
-        return Block(sources, targets, rows)
+        return Block(sources, targets, rows, links)
 
     def _after(self, epoch: int, number: int) -> tuple[int, int]:
-        """Returns epoch and number of the next block."""
         return (epoch, number + 1) if number + 1 < self._blocks(epoch) else (epoch + 1, 0)
 
     def _blocks(self, epoch: int) -> int:
@@ -202,16 +195,7 @@ class TrainingStream:
 
 
 class _PairReader:
-    """Reads the tokens of pairs from several corpora.
-
-    Args:
-      corpora: the corpora.
-      kept: indices of the pairs to train on, int64, for each corpus.
-      source_row_length: length to which sources are truncated.
-      target_row_length: length to which targets are truncated.
-      config: the experiment.
-      sampler: the vocabulary of the sources, for `data.subword_sampling`.
-    """
+    """Reads the tokens of kept pairs (int64 indices per corpus), truncated to the row lengths."""
 
     def __init__(
         self,
@@ -220,10 +204,11 @@ class _PairReader:
         source_row_length: int,
         target_row_length: int,
         config: ExperimentConfig,
-        sampler: Sampler | None,
+        sampler: Tokenizer | None,
     ) -> None:
         self._sources = [corpus.sources for corpus in corpora if corpus.sources is not None]
         self._targets = [corpus.targets for corpus in corpora]
+        self._links = [corpus.links for corpus in corpora if corpus.links is not None]
         self._texts = [corpus.texts for corpus in corpora if corpus.texts is not None]
         self._kept = kept
         self._source_row_length = source_row_length
@@ -234,8 +219,8 @@ class _PairReader:
 
     def read(
         self, draws: np.ndarray, random: np.random.Generator
-    ) -> tuple[Sentences | None, Sentences]:
-        """Reads sources and targets of pairs.
+    ) -> tuple[Sentences | None, Sentences, Sentences | None]:
+        """Reads sources, targets and links of pairs.
 
         Args:
           draws: int64 [pairs], indices into the concatenated kept pairs of all corpora. They are
@@ -251,9 +236,11 @@ class _PairReader:
         ]
         targets = _take(self._targets, chosen).truncate(self._target_row_length)
         if not self._sources:
-            return None, targets
+            return None, targets, None
         sources = _take(self._sources, chosen).truncate(self._source_row_length)
-        return (self._resample(sources, chosen, random) if self._sampling else sources), targets
+        if self._sampling:
+            sources = self._resample(sources, chosen, random)
+        return sources, targets, _take(self._links, chosen) if self._links else None
 
     def _resample(
         self, sources: Sentences, chosen: list[np.ndarray], random: np.random.Generator
@@ -274,7 +261,6 @@ class _PairReader:
 
 
 def _take(sides: Sequence[Sentences], indices: Sequence[np.ndarray]) -> Sentences:
-    """Concatenates sentences taken from each of `sides` by their indices."""
     taken = [side.take(chosen) for side, chosen in zip(sides, indices, strict=True)]
     return Sentences.join(taken)
 
@@ -317,7 +303,6 @@ def _pack_rows(
     shapes: tuple[BatchShape, ...],
     random: np.random.Generator,
 ) -> list[PlannedRow]:
-    """Packs pairs into rows of the only shape, in random order."""
     (shape,) = shapes
     order = random.permutation(len(target_lengths))
     rows = plan_rows(
@@ -350,18 +335,13 @@ def _sort_into_buckets(
 
 
 def choose_source_row_length(
-    corpora: Sequence[EncodedCorpus], config: ExperimentConfig, sampler: Sampler | None = None
+    corpora: Sequence[EncodedCorpus], config: ExperimentConfig, sampler: Tokenizer | None = None
 ) -> int:
     """Chooses S so that source and target rows are filled equally; for `data.source_row_length=0`.
 
     Multiples of 8, or else of 4, are efficient on accelerators, and are preferred if they can be
     filled well. At most one source in a thousand is longer than a row. The choice is based on a
     fixed sample of the pairs, without those whose targets are too long to be trained on.
-
-    Args:
-      corpora: the training corpora.
-      config: the experiment.
-      sampler: the vocabulary of the sources, for `data.subword_sampling`.
     """
     target_row_length = config.data.row_lengths[1]
     if config.data.batching == "buckets":
@@ -377,7 +357,7 @@ def choose_source_row_length(
     reader = _PairReader(corpora, pairs, longest, target_row_length, config, sampler)
     random = generator(config.train.seed, _SAMPLE_KEY)
     draws = _mixture(corpora, pairs, config).epoch(0)[:_SAMPLE_PAIRS]
-    sources, targets = reader.read(draws, random)
+    sources, targets, _ = reader.read(draws, random)
     if sources is None:
         return target_row_length
     order = random.permutation(len(draws))

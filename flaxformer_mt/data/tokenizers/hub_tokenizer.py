@@ -11,18 +11,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from flaxformer_mt.data.tokenizers.language_tokens import with_first
-from flaxformer_mt.data.tokenizers.marian_tokenizer import CLEANED, TokenizerFiles, read_present
+from flaxformer_mt.data.tokenizers.language_tokens import until_end, with_first
+from flaxformer_mt.data.tokenizers.marian_tokenizer import (
+    CLEANED,
+    TOKENIZER_CONFIG,
+    TokenizerFiles,
+    read_object,
+)
 from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.input_files import parse_json
 
 if TYPE_CHECKING:
     import tokenizers
 
-VOCABULARY_FILE, SETTINGS_FILE = "tokenizer.json", "tokenizer_config.json"
-_FILES = (
-    VOCABULARY_FILE, SETTINGS_FILE, "special_tokens_map.json", "added_tokens.json",
+VOCABULARY_FILE = "tokenizer.json"
+FILES = (
+    VOCABULARY_FILE, TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json",
     "sentencepiece.bpe.model", "spiece.model", "vocab.json", "merges.txt",
 )  # fmt: skip
 """The tokenizer files of a folder. Only the first two are read, the others are kept."""
@@ -52,12 +56,7 @@ class HubTokenizer:
     def __init__(
         self, files: TokenizerFiles, side: Literal["source", "target"], folder: str = ""
     ) -> None:
-        """Creates the tokenizer of a side.
-
-        Args:
-          files: from `read_files`.
-          side: the side.
-          folder: folder of the files, for messages.
+        """Creates the tokenizer of a side; `folder` is that of the files, for messages.
 
         Raises:
           UserError: a file is damaged, or requires a feature that is not supported; or the library
@@ -70,7 +69,7 @@ class HubTokenizer:
                 f"{VOCABULARY_FILE} needs tokenizers: pip install 'flaxformer_mt[hub]'"
             ) from error
         self.files = files
-        label, settings_label = Path(folder, VOCABULARY_FILE), Path(folder, SETTINGS_FILE)
+        label, settings_label = Path(folder, VOCABULARY_FILE), Path(folder, TOKENIZER_CONFIG)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(files[VOCABULARY_FILE])
         except Exception as error:  # The library raises no narrower class.
@@ -78,7 +77,7 @@ class HubTokenizer:
             raise UserError(f"{label} is damaged: {reason}") from error
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        settings = _read_settings(files, settings_label)
+        settings = read_object(files, TOKENIZER_CONFIG, folder)
         kind = str(settings.get("tokenizer_class")).removesuffix("Fast")
         if kind in _LANGUAGE_LAST or settings.get("legacy_behaviour"):
             raise UserError(
@@ -119,38 +118,31 @@ class HubTokenizer:
         return int(found)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """See `Tokenizer.encode`."""
         return [with_first(ids, self) for ids in self.encode_parts(texts)]
 
     def encode_parts(self, texts: Sequence[str]) -> list[list[int]]:
-        """See `Tokenizer.encode_parts`."""
         return [list(encoding.ids) for encoding in self._encodings(texts)]
 
     def split(self, texts: Sequence[str]) -> list[list[str]]:
-        """See `Tokenizer.split`."""
         return [
             self._split(text, encoding)
             for text, encoding in zip(texts, self._encodings(texts), strict=True)
         ]
 
     def sample(self, texts: Sequence[str], seed: int, amount: float) -> list[list[int]]:
-        """Not supported.
-
-        Raises:
-          UserError: always.
-        """
         raise UserError(f"data.subword_sampling={amount} needs another vocabulary: set it to 0")
 
     def decode(self, sentences: Sequence[Sequence[int]]) -> list[str]:
-        """See `Tokenizer.decode`; unknown tokens are removed as well."""
-        texts = self._tokenizer.decode_batch([self._until_end(tokens) for tokens in sentences])
+        """Returns texts as `Tokenizer.decode`; unknown tokens are removed as well."""
+        texts = self._tokenizer.decode_batch(
+            [until_end(tokens, self.eos_id) for tokens in sentences]
+        )
         if self._cleans_up:
             for before, after in CLEANED:
                 texts = [text.replace(before, after) for text in texts]
         return texts
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
-        """See `Tokenizer.pieces`."""
         names = (self._tokenizer.id_to_token(int(token)) or "" for token in tokens)
         return [self._with_space(name) for name in names]
 
@@ -173,27 +165,6 @@ class HubTokenizer:
             return SPACE + piece.removeprefix(self._own_space)
         return piece
 
-    def _until_end(self, sentence: Sequence[int]) -> list[int]:
-        tokens = [int(token) for token in sentence]
-        return tokens[: tokens.index(self.eos_id)] if self.eos_id in tokens else tokens
-
 
 def _content(token: str | Mapping[str, Any]) -> str:
-    """Returns the text of a special token, given as such or with properties."""
     return token if isinstance(token, str) else str(token.get("content"))
-
-
-def _read_settings(files: TokenizerFiles, label: Path) -> dict[str, Any]:
-    values = parse_json(files.get(SETTINGS_FILE, b"{}"), str(label))
-    if not isinstance(values, dict):
-        raise UserError(f"{label} is damaged: not a JSON object")
-    return values
-
-
-def read_files(folder: str | Path) -> TokenizerFiles:
-    """Reads the tokenizer files of a folder.
-
-    Raises:
-      UserError: a file cannot be read.
-    """
-    return read_present(folder, _FILES)

@@ -1,4 +1,4 @@
-"""The token that a sentence begins with, such as that of its language."""
+"""The first and the last token of sentences, such as that of their language."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -21,3 +21,9 @@ def with_first(tokens: Sequence[int], vocabulary: HasFirstToken) -> list[int]:
     first = vocabulary.first_id
     names_language = bool(tokens) and tokens[0] in vocabulary.language_ids
     return list(tokens) if first is None or names_language else [first, *tokens]
+
+
+def until_end(tokens: Sequence[int], end_id: int) -> list[int]:
+    """Returns the tokens before the first end token, if there is one."""
+    tokens = [int(token) for token in tokens]
+    return tokens[: tokens.index(end_id)] if end_id in tokens else tokens

@@ -17,13 +17,13 @@ from flaxformer_mt.data.tokenizers.marian_tokenizer import (
     VOCABULARY_FILE,
     MarianTokenizer,
     TokenizerFiles,
-    read_present,
+    read_object,
+    require,
 )
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.input_files import parse_json
 
 PIECES_FILE = "sentencepiece.bpe.model"
-_FILES = (
+FILES = (
     PIECES_FILE, VOCABULARY_FILE, TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json",
 )  # fmt: skip
 
@@ -46,28 +46,21 @@ class M2M100Tokenizer(MarianTokenizer):
     def __init__(
         self, files: TokenizerFiles, side: Literal["source", "target"], folder: str = ""
     ) -> None:
-        """Creates the tokenizer of a side.
-
-        Args:
-          files: from `read_files`.
-          side: the side, which decides the language.
-          folder: folder of the files, for messages.
+        """Creates the tokenizer of a side, which decides the language.
 
         Raises:
-          UserError: a file is missing or damaged, or names a language that there is none of.
+          UserError: a file is missing or damaged, or names an unknown language.
         """
-        for name in _FILES[:2]:
-            if name not in files:
-                raise UserError(f"the tokenizer {Path(folder, name)} is missing")
+        require(files, (PIECES_FILE, VOCABULARY_FILE), folder)
         pieces = dict.fromkeys(("source.spm", "target.spm"), files[PIECES_FILE])
         super().__init__({**files, **pieces}, side, folder)
         self.files = files
-        label = str(Path(folder, TOKENIZER_CONFIG))
-        settings = parse_json(files.get(TOKENIZER_CONFIG, b"{}"), label)
+        label = Path(folder, TOKENIZER_CONFIG)
+        settings = read_object(files, TOKENIZER_CONFIG, folder)
         known = LANGUAGES.get(settings.get("language_codes", "m2m100"))
         if known is None:
             raise UserError(f"{label} has language_codes={settings['language_codes']!r}: unknown")
-        start = len(parse_json(files[VOCABULARY_FILE], str(Path(folder, VOCABULARY_FILE))))
+        start = len(read_object(files, VOCABULARY_FILE, folder))
         self._languages = {code: start + number for number, code in enumerate(known.split())}
         self._names |= {token: f"__{code}__" for code, token in self._languages.items()}
         self.language_ids = frozenset(self._languages.values())
@@ -82,11 +75,9 @@ class M2M100Tokenizer(MarianTokenizer):
         self.fingerprint = f"{self.fingerprint}-{self.first_id}"
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """See `Tokenizer.encode`."""
         return [with_first(tokens, self) for tokens in self.encode_parts(texts)]
 
     def encode_parts(self, texts: Sequence[str]) -> list[list[int]]:
-        """See `Tokenizer.encode_parts`."""
         languages, rest = self._languages_of(texts)
         return [
             [*language, *tokens]
@@ -94,7 +85,6 @@ class M2M100Tokenizer(MarianTokenizer):
         ]
 
     def split(self, texts: Sequence[str]) -> list[list[str]]:
-        """See `Tokenizer.split`."""
         languages, rest = self._languages_of(texts)
         default = [] if self.first_id is None else [self.first_id]
         return [
@@ -103,7 +93,6 @@ class M2M100Tokenizer(MarianTokenizer):
         ]
 
     def sample(self, texts: Sequence[str], seed: int, amount: float) -> list[list[int]]:
-        """See `Tokenizer.sample`."""
         languages, rest = self._languages_of(texts)
         return [
             with_first([*language, *tokens], self)
@@ -119,12 +108,3 @@ class M2M100Tokenizer(MarianTokenizer):
             languages.append([] if token is None else [token])
             rest.append(text[found.end() :] if found and token is not None else text)
         return languages, rest
-
-
-def read_files(folder: str | Path) -> TokenizerFiles:
-    """Reads the tokenizer files of a folder.
-
-    Raises:
-      UserError: a file cannot be read.
-    """
-    return read_present(folder, _FILES)

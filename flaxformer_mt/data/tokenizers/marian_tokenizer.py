@@ -17,15 +17,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flaxformer_mt.config.fields import MAX_VOCABULARY
+from flaxformer_mt.data.tokenizers.language_tokens import until_end
 from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE, TextSampler, open_model
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.input_files import MAX_MODEL_BYTES, parse_json, read_bytes
+from flaxformer_mt.input_files import parse_json
 
 VOCABULARY_FILE, TARGET_VOCABULARY_FILE = "vocab.json", "target_vocab.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 
 _REQUIRED_FILES = ("source.spm", "target.spm", VOCABULARY_FILE)
-_FILES = (
+FILES = (
     *_REQUIRED_FILES,
     TARGET_VOCABULARY_FILE,
     TOKENIZER_CONFIG,
@@ -73,27 +74,25 @@ class MarianTokenizer:
     def __init__(
         self, files: TokenizerFiles, side: Literal["source", "target"], folder: str = ""
     ) -> None:
-        """Creates the tokenizer of a side.
-
-        Args:
-          files: from `read_files`.
-          side: the side.
-          folder: folder of the files, for messages.
+        """Creates the tokenizer of a side; `folder` is that of the files, for messages.
 
         Raises:
-          UserError: a file is damaged, or requires a feature that is not supported.
+          UserError: a file is missing, damaged, or requires a feature that is not supported.
         """
+        require(files, _REQUIRED_FILES, folder)
         self.files = files
-        label = functools.partial(Path, folder)
-        settings = _Settings.read(files, label)
+        settings = _Settings.read(files, folder)
         name = f"{side}.spm"
-        self._processor = open_model(files[name], str(label(name)))
-        vocabulary_name = TARGET_VOCABULARY_FILE if settings.is_separate(side) else VOCABULARY_FILE
-        vocabulary = _read_vocabulary(files, vocabulary_name, label)
+        self._processor = open_model(files[name], str(Path(folder, name)))
+        is_separate = bool(settings.values.get("separate_vocabs"))
+        vocabulary_name = VOCABULARY_FILE
+        if is_separate and side == "target":
+            vocabulary_name = TARGET_VOCABULARY_FILE
+        vocabulary = _read_vocabulary(files, vocabulary_name, folder)
         # On both sides, the ids of special tokens are those of the source.
-        added = settings.added_tokens(_read_vocabulary(files, VOCABULARY_FILE, label))
+        added = settings.added_tokens(_read_vocabulary(files, VOCABULARY_FILE, folder))
         self._added = {token.content: token for token in added.values()}
-        self.cleans_up = settings.cleans_up
+        self.cleans_up = bool(settings.values.get("clean_up_tokenization_spaces"))
         self._split_at_tokens = settings.splitter(self._added)
 
         added_ids = {token.content: id for id, token in added.items()}
@@ -109,24 +108,26 @@ class MarianTokenizer:
         self.special_ids = {added_ids[token] for token in settings.special}
         self.vocab_size = max(self._ids.values()) + 1
         if settings.token("unk_token") not in vocabulary:
-            raise UserError(f"{label(vocabulary_name)} has no {settings.token('unk_token')}")
+            raise UserError(f"{Path(folder, vocabulary_name)} has no {settings.token('unk_token')}")
         self.unk_id = vocabulary[settings.token("unk_token")]
         self.pad_id = self.bos_id = added_ids[settings.token("pad_token")]
         self.eos_id = added_ids[settings.token("eos_token")]
 
         # With a shared vocabulary, Hugging Face decodes targets with the source model as well.
-        self.decoder_file = name if settings.separate else "source.spm"
-        self._decoder = open_model(files[self.decoder_file], str(label(self.decoder_file)))
+        self.decoder_file = name if is_separate else "source.spm"
+        self._decoder = open_model(files[self.decoder_file], str(Path(folder, self.decoder_file)))
         used = {
             name,
             self.decoder_file,
             vocabulary_name,
-            *_FILES[len(_REQUIRED_FILES) + 1 :],
+            *FILES[len(_REQUIRED_FILES) + 1 :],
         }
-        self.fingerprint = _fingerprint({name: files[name] for name in used & files.keys()})
+        digest = hashlib.sha256()
+        for name in sorted(used & files.keys()):
+            digest.update(f"{name} {len(files[name])}\n".encode() + files[name])
+        self.fingerprint = digest.hexdigest()
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """See `Tokenizer.encode`."""
         return self._encode(texts, self._split)
 
     encode_parts = encode
@@ -134,12 +135,9 @@ class MarianTokenizer:
     language_ids: frozenset[int] = frozenset()
 
     def split(self, texts: Sequence[str]) -> list[list[str]]:
-        """See `Tokenizer.split`."""
         return self._tokenize(texts, self._split)
 
     def sample(self, texts: Sequence[str], seed: int, amount: float) -> list[list[int]]:
-        """See `Tokenizer.sample`."""
-
         def split(chunks: list[str]) -> list[list[str]]:
             unknown = self._processor.unk_id()
             drawn = self._sampler.sample(chunks, seed, amount)
@@ -152,11 +150,10 @@ class MarianTokenizer:
         return self._encode(texts, split)
 
     def decode(self, sentences: Sequence[Sequence[int]]) -> list[str]:
-        """See `Tokenizer.decode`; unknown tokens are removed as well."""
+        """Returns texts as `Tokenizer.decode`; unknown tokens are removed as well."""
         return [self._decode(sentence) for sentence in sentences]
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
-        """See `Tokenizer.pieces`."""
         return [self._piece(int(token)) for token in tokens]
 
     @functools.cached_property
@@ -198,11 +195,9 @@ class MarianTokenizer:
             yield chunk, number % 2 == 1
 
     def _decode(self, sentence: Sequence[int]) -> str:
-        tokens = [int(token) for token in sentence]
-        if self.eos_id in tokens:
-            tokens = tokens[: tokens.index(self.eos_id)]
         text = ""
         pieces: list[str] = []
+        tokens = until_end(sentence, self.eos_id)
         for piece in (self._piece(token) for token in tokens if token not in self.special_ids):
             # Special tokens are not pieces of the SentencePiece model.
             if piece in self._special:
@@ -225,17 +220,14 @@ class MarianTokenizer:
 
 @dataclasses.dataclass(frozen=True)
 class _AddedToken:
-    """A token that is matched in the text before SentencePiece is applied."""
+    """A token that is matched before SentencePiece is applied, and the adjacent spaces removed."""
 
     content: str
     lstrip: bool = False
-    """Whether the spaces before it are removed."""
     rstrip: bool = False
-    """Whether the spaces after it are removed."""
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> "_AddedToken":
-        """Creates a token from the JSON object of its properties."""
         if value.get("single_word"):
             raise UserError(
                 f"the token {value['content']!r} is single_word, which is not supported"
@@ -253,13 +245,8 @@ class _Settings:
     """Added tokens and special tokens, by id."""
 
     @classmethod
-    def read(cls, files: TokenizerFiles, label: Callable[[str], Path]) -> "_Settings":
-        """Reads the JSON files.
-
-        Raises:
-          UserError: a file is damaged, or requires a feature that is not supported.
-        """
-        values = dict(_DEFAULTS) | _read_json(files, TOKENIZER_CONFIG, label)
+    def read(cls, files: TokenizerFiles, folder: str) -> "_Settings":
+        values = dict(_DEFAULTS) | read_object(files, TOKENIZER_CONFIG, folder)
         try:
             if "added_tokens_decoder" in values:
                 own = {
@@ -267,32 +254,21 @@ class _Settings:
                     for id, token in values["added_tokens_decoder"].items()
                 }
             else:
-                values |= _read_json(files, "special_tokens_map.json", label)
-                added = _read_json(files, "added_tokens.json", label)
+                values |= read_object(files, "special_tokens_map.json", folder)
+                added = read_object(files, "added_tokens.json", folder)
                 own = {id: _AddedToken(token) for token, id in added.items()}
             settings = cls(values, own)
             settings.check()
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{label(TOKENIZER_CONFIG)} is damaged: {error!r}") from error
+            raise UserError(f"{Path(folder, TOKENIZER_CONFIG)} is damaged: {error!r}") from error
         except UserError as error:
-            raise UserError(f"{label(TOKENIZER_CONFIG)}: {error}") from error
+            raise UserError(f"{Path(folder, TOKENIZER_CONFIG)}: {error}") from error
         if values.get("sp_model_kwargs"):
-            raise UserError(f"{label(TOKENIZER_CONFIG)}: sp_model_kwargs is not supported")
+            raise UserError(f"{Path(folder, TOKENIZER_CONFIG)}: sp_model_kwargs is not supported")
         return settings
-
-    @property
-    def separate(self) -> bool:
-        """Whether source and target have separate ids."""
-        return bool(self.values.get("separate_vocabs"))
-
-    @property
-    def cleans_up(self) -> bool:
-        """Whether decoding removes spaces before punctuation."""
-        return bool(self.values.get("clean_up_tokenization_spaces"))
 
     @functools.cached_property
     def special(self) -> list[str]:
-        """The distinct special tokens."""
         own = [name for name in self.values if name.endswith("_token") and name not in _SPECIAL]
         named = [self.values.get(name) for name in (*_SPECIAL, *own)]
         extra = self.values.get(
@@ -303,12 +279,7 @@ class _Settings:
         return list(dict.fromkeys(map(_content, given)))
 
     def check(self) -> None:
-        """Checks the tokens and their ids.
-
-        Raises:
-          UserError: there is none for the end of a sentence, unknown pieces or padding; one is
-            empty or not a text; an id is invalid; or there are more than any vocabulary has.
-        """
+        """Checks the tokens and their ids."""
         for name in _DEFAULTS:
             if self.values[name] is None:
                 raise UserError(f"it has no {name}")
@@ -323,12 +294,7 @@ class _Settings:
         if len(self.special) + len(self.own_ids) > MAX_ADDED_TOKENS:
             raise UserError(f"it has more than {MAX_ADDED_TOKENS} added tokens")
 
-    def is_separate(self, side: str) -> bool:
-        """Returns whether the ids of a side are not those of `vocab.json`."""
-        return self.separate and side == "target"
-
     def token(self, name: str) -> str:
-        """Returns the special token with this name."""
         return _content(self.values[name])
 
     def added_tokens(self, vocabulary: Mapping[str, int]) -> dict[int, _AddedToken]:
@@ -354,70 +320,43 @@ class _Settings:
 
 
 def _content(token: str | Mapping[str, Any]) -> str:
-    """Returns the text of a special token, given as such or with properties, which are ignored."""
     return token if isinstance(token, str) else token["content"]
 
 
-def read_files(folder: str | Path) -> TokenizerFiles:
-    """Reads the tokenizer files of a folder.
-
-    Raises:
-      UserError: a required file is missing, or a file cannot be read.
-    """
-    files = read_present(folder, _FILES)
-    for name in _REQUIRED_FILES:
+def require(files: TokenizerFiles, names: Sequence[str], folder: str) -> None:
+    """Raises `UserError` if one of the files is missing."""
+    for name in names:
         if name not in files:
             raise UserError(f"the tokenizer {Path(folder, name)} is missing")
-    return files
 
 
-def read_present(folder: str | Path, names: Sequence[str]) -> TokenizerFiles:
-    """Reads the files of a folder that have one of these names.
-
-    Raises:
-      UserError: a file cannot be read.
-    """
-    return {
-        name: read_bytes(Path(folder, name), MAX_MODEL_BYTES)
-        for name in names
-        if Path(folder, name).exists()
-    }
-
-
-def _read_json(files: TokenizerFiles, name: str, label: Callable[[str], Path]) -> dict[str, Any]:
+def read_object(files: TokenizerFiles, name: str, folder: str) -> dict[str, Any]:
     """Parses a JSON object; a missing file gives an empty one."""
-    values = parse_json(files.get(name, b"{}"), str(label(name)))
+    path = Path(folder, name)
+    values = parse_json(files.get(name, b"{}"), str(path))
     if not isinstance(values, dict):
-        raise UserError(f"{label(name)} is damaged: not a JSON object")
+        raise UserError(f"{path} is damaged: not a JSON object")
     return values
 
 
-def _read_vocabulary(
-    files: TokenizerFiles, name: str, label: Callable[[str], Path]
-) -> dict[str, int]:
+def _read_vocabulary(files: TokenizerFiles, name: str, folder: str) -> dict[str, int]:
     if name not in files:
-        raise UserError(f"the vocabulary {label(name)} is missing")
-    vocabulary = _read_json(files, name, label)
+        raise UserError(f"the vocabulary {Path(folder, name)} is missing")
+    vocabulary = read_object(files, name, folder)
     if not vocabulary or not all(map(_is_id, vocabulary.values())):
         raise UserError(
-            f"{label(name)} is damaged: it does not map every piece to an id from 0 to "
+            f"{Path(folder, name)} is damaged: it does not map every piece to an id from 0 to "
             f"{MAX_VOCABULARY - 1}"
         )
     pieces: dict[int, str] = {}
     for piece, id in vocabulary.items():
         if pieces.setdefault(id, piece) != piece:
             raise UserError(
-                f"{label(name)} is damaged: {pieces[id]!r} and {piece!r} have the same id, {id}"
+                f"{Path(folder, name)} is damaged: {pieces[id]!r} and {piece!r} have the same id, "
+                f"{id}"
             )
     return vocabulary
 
 
 def _is_id(value: Any) -> bool:
     return type(value) is int and 0 <= value < MAX_VOCABULARY
-
-
-def _fingerprint(files: TokenizerFiles) -> str:
-    digest = hashlib.sha256()
-    for name, content in sorted(files.items()):
-        digest.update(f"{name} {len(content)}\n".encode() + content)
-    return digest.hexdigest()

@@ -12,7 +12,6 @@ from flaxformer_mt.data.tokenizers.subword_sampling import (
     MOST_SPLITS,
     BpeDropout,
     UnigramSampling,
-    WordSampler,
 )
 from flaxformer_mt.errors import UserError
 
@@ -20,15 +19,11 @@ SPACE = "\u2581"
 """SentencePiece's symbol for a space, including the one that it prepends to a text."""
 
 WORD = re.compile(f"{SPACE}[^{SPACE}]*")
-"""A word of normalised text."""
+"""A word of normalized text."""
 
 
 def open_model(model: bytes, name: str) -> sentencepiece.SentencePieceProcessor:
-    """Loads a model.
-
-    Args:
-      model: content of the model file.
-      name: name of the model, for messages.
+    """Loads a model from the content of its file; `name` is that of the model, for messages.
 
     Raises:
       UserError: `model` is not a SentencePiece model.
@@ -41,24 +36,14 @@ def open_model(model: bytes, name: str) -> sentencepiece.SentencePieceProcessor:
         raise UserError(f"{name} is not a SentencePiece model: {error}") from error
 
 
-def read_model(model: bytes) -> Any:
-    """Parses the `ModelProto` of a model: its pieces with types and scores, and its settings."""
-    proto: Any = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
-    proto.ParseFromString(model)
-    return proto
-
-
 class TextSampler:
-    """Segments texts into pieces at random.
-
-    Args:
-      model: content of the model file.
-      processor: the model, from `open_model`.
-    """
+    """Segments texts into pieces at random, with a model from its file and from `open_model`."""
 
     def __init__(self, model: bytes, processor: sentencepiece.SentencePieceProcessor) -> None:
         self._processor = processor
-        self._words = _word_sampler(read_model(model), processor)
+        proto: Any = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
+        proto.ParseFromString(model)
+        self._words = _word_sampler(proto, processor)
 
     def sample(self, texts: Sequence[str], seed: int, amount: float) -> list[list[int]]:
         """Returns the model's piece ids for each text; arguments as in `Tokenizer.sample`."""
@@ -68,7 +53,9 @@ class TextSampler:
         return [list(itertools.chain(*itertools.islice(remaining, len(own)))) for own in words]
 
 
-def _word_sampler(proto: Any, processor: sentencepiece.SentencePieceProcessor) -> WordSampler:
+def _word_sampler(
+    proto: Any, processor: sentencepiece.SentencePieceProcessor
+) -> BpeDropout | UnigramSampling:
     pieces = list(enumerate(proto.pieces))
 
     def without_space(word: str) -> str:

@@ -1,6 +1,6 @@
 """SentencePiece vocabularies: encoding, decoding and training.
 
-Texts are not Unicode-normalised, so `decode(encode(text))` returns `text`, except that leading and
+Texts are not Unicode-normalized, so `decode(encode(text))` returns `text`, except that leading and
 trailing spaces are removed and runs of spaces become one. (Without `data.byte_fallback`, characters
 outside the vocabulary are decoded as " \u2047 ".)
 """
@@ -17,6 +17,7 @@ import sentencepiece
 
 from flaxformer_mt.config import DataConfig
 from flaxformer_mt.data.corpora.text_files import MAX_LINE_BYTES
+from flaxformer_mt.data.tokenizers.language_tokens import until_end
 from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE, WORD, TextSampler, open_model
 from flaxformer_mt.errors import UserError
 
@@ -29,15 +30,7 @@ _REQUIRED = re.compile(r"Vocabulary size is smaller than required_chars\. \d+ vs
 
 
 class SentencePieceTokenizer:
-    """A tokenizer with a SentencePiece model (Kudo and Richardson 2018).
-
-    Args:
-      model: content of a `.model` file.
-      name: name of the model, for messages.
-
-    Raises:
-      UserError: `model` is not a SentencePiece model.
-    """
+    """A tokenizer with the content of a SentencePiece `.model` file (Kudo and Richardson 2018)."""
 
     def __init__(self, model: bytes, name: str = "the vocabulary"):
         self.model = model
@@ -54,7 +47,6 @@ class SentencePieceTokenizer:
         return hashlib.sha256(self.model).hexdigest()
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """See `Tokenizer.encode`."""
         encoded = self._processor.encode(list(texts))
         return [
             self._processor.piece_to_id(self.split([text])[0]) if self.unk_id in tokens else tokens
@@ -66,7 +58,6 @@ class SentencePieceTokenizer:
     language_ids: frozenset[int] = frozenset()
 
     def split(self, texts: Sequence[str]) -> list[list[str]]:
-        """See `Tokenizer.split`."""
         split = self._processor.encode(list(texts), out_type=str)
         return [list(itertools.chain(*map(self._words, pieces))) for pieces in split]
 
@@ -77,11 +68,9 @@ class SentencePieceTokenizer:
         return [piece]
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
-        """See `Tokenizer.pieces`."""
         return self._processor.id_to_piece(self._known(tokens))
 
     def sample(self, texts: Sequence[str], seed: int, amount: float) -> list[list[int]]:
-        """See `Tokenizer.sample`."""
         return self._sampler.sample(texts, seed, amount)
 
     @functools.cached_property
@@ -89,29 +78,21 @@ class SentencePieceTokenizer:
         return TextSampler(self.model, self._processor)
 
     def decode(self, sentences: Sequence[Sequence[int]]) -> list[str]:
-        """See `Tokenizer.decode`."""
-        return self._processor.decode([self._until_end(sentence) for sentence in sentences])
+        return self._processor.decode(
+            [until_end(self._known(tokens), self.eos_id) for tokens in sentences]
+        )
 
     def _known(self, tokens: Sequence[int]) -> list[int]:
         """Replaces ids that only the model's embedding table has, which may be larger."""
         return [int(token) if token < self.vocab_size else self.unk_id for token in tokens]
 
-    def _until_end(self, sentence: Sequence[int]) -> list[int]:
-        tokens = self._known(sentence)
-        return tokens[: tokens.index(self.eos_id)] if self.eos_id in tokens else tokens
-
 
 def train_sentencepiece(
     texts: Sequence[str], config: DataConfig, tags: Sequence[str] = ()
 ) -> SentencePieceTokenizer:
-    """Learns a vocabulary; deterministic.
+    """Learns a vocabulary; deterministic. Tags become one piece each.
 
-    The vocabulary has fewer than `config.vocab_size` pieces if the corpus is too small.
-
-    Args:
-      texts: training sentences.
-      config: kind and size of the model.
-      tags: words that become one piece each.
+    It has fewer than `config.vocab_size` pieces if the corpus is too small.
 
     Raises:
       UserError: there is no text, or `config.vocab_size` is smaller than the number of characters.

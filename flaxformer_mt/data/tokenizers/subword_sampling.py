@@ -1,6 +1,6 @@
 """Random segmentation of words into subwords, as a regularizer.
 
-SentencePiece offers the same, but its random numbers differ between processes, whatever the seed
+SentencePiece offers the same, but its random numbers differ between processes with the same seed
 (version 0.2.3), so runs could not be resumed exactly. Pieces never cross a word boundary, so it is
 sufficient to segment words.
 """
@@ -9,12 +9,8 @@ import functools
 import heapq
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeAlias
 
 import numpy as np
-
-Encode: TypeAlias = Callable[[str], list[int]]
-"""Function from a word to the token ids of its best segmentation."""
 
 MOST_SPLITS = 64
 """Number of best segmentations from which a unigram model samples; others are far less likely."""
@@ -22,17 +18,10 @@ MOST_SPLITS = 64
 _CACHED_WORDS = 100_000  # Most text consists of few distinct words.
 
 
-class WordSampler(Protocol):
-    """Samples segmentations of words."""
-
-    def sample(self, words: Sequence[str], seed: int, amount: float) -> list[list[int]]:
-        """Returns the token ids of each word, as a function of the arguments."""
-
-
 class BpeDropout:
     """BPE-dropout: byte pair encoding in which merges are dropped at random.
 
-    As in SentencePiece, a dropped merge becomes possible again when a neighbouring piece changes.
+    As in SentencePiece, a dropped merge becomes possible again when a neighboring piece changes.
 
     Source: Provilkov et al. 2020.
 
@@ -47,7 +36,7 @@ class BpeDropout:
         self,
         ranks: Mapping[str, float],
         ids: Mapping[str, int],
-        encode: Encode,
+        encode: Callable[[str], list[int]],
         whole: Sequence[str] = (),
     ) -> None:
         self._ranks = ranks
@@ -57,7 +46,7 @@ class BpeDropout:
         self._best = functools.lru_cache(_CACHED_WORDS)(self._split_best)
 
     def sample(self, words: Sequence[str], seed: int, amount: float) -> list[list[int]]:
-        """See `WordSampler`; `amount` is the probability of dropping a merge."""
+        """Returns the token ids of each word; `amount` is the probability of dropping a merge."""
         # One random number per word gives its first dropped merge; most words have none.
         first_dropped = np.random.default_rng(seed).geometric(amount, size=len(words))
         draw = random.Random(seed).random
@@ -76,17 +65,9 @@ class BpeDropout:
         return self._split(word, lambda number: False)
 
     def _split(self, word: str, is_dropped: Callable[[int], bool]) -> tuple[list[int], int]:
-        """Merges the characters of a word into pieces.
-
-        Args:
-          word: a word whose characters are pieces.
-          is_dropped: whether the first, second, ... possible merge is dropped.
-
-        Returns:
-          The ids of the pieces, and the number of possible merges.
-        """
+        """Returns the ids and the number of possible merges; each may be dropped, by its number."""
         pieces = list(word)
-        # Neighbours of the piece that starts at a character; merged pieces are set to "".
+        # Neighbors of the piece that starts at a character; merged pieces are set to "".
         left = list(range(-1, len(word) - 1))
         right = [*range(1, len(word)), -1]
         agenda: list[tuple[float, int, str]] = []
@@ -119,18 +100,15 @@ class BpeDropout:
 
 
 def _is_dropped(first: int, amount: float, draw: Callable[[], float]) -> Callable[[int], bool]:
-    """Returns the predicate for dropped merges: number `first`, and later ones at random."""
     return lambda number: number == first or (number > first and draw() < amount)
 
 
 class UnigramSampling:
     r"""Subword regularization: samples segmentations x with probability ~ P(x)^amount.
 
-    Source: Kudo 2018, section 3.2.
+    They are drawn from the `MOST_SPLITS` best ones of a word, by the log-probabilities of tokens.
 
-    Args:
-      best_splits: function from a word to the token ids of its `MOST_SPLITS` best segmentations.
-      log_probabilities: log-probability of each token id.
+    Source: Kudo 2018, section 3.2.
     """
 
     def __init__(
@@ -141,7 +119,7 @@ class UnigramSampling:
         self._splits = functools.lru_cache(_CACHED_WORDS)(self._split)
 
     def sample(self, words: Sequence[str], seed: int, amount: float) -> list[list[int]]:
-        """See `WordSampler`; a lower `amount` gives more uniform probabilities."""
+        """Returns the token ids of each word, more uniformly with a lower `amount`."""
         numbers = np.random.default_rng(seed).random(len(words))
         sampled = []
         for word, number in zip(words, numbers.tolist(), strict=True):
@@ -151,7 +129,6 @@ class UnigramSampling:
         return sampled
 
     def _split(self, word: str) -> tuple[list[list[int]], np.ndarray]:
-        """Returns the segmentations of a word, best first, and their log-probabilities."""
         splits = self._best_splits(word)
         scores = [sum(self._log_probabilities[token] for token in split) for split in splits]
         return splits, np.array(scores)

@@ -9,18 +9,19 @@ A tag ("<2de>", see `CorpusConfig.tag`) is a single piece: it is never split or 
 import dataclasses
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from flaxformer_mt.config import DataConfig
 from flaxformer_mt.data.corpora.corpus import Corpus
-from flaxformer_mt.data.progress import counted
+from flaxformer_mt.data.corpora.text_files import counted
 from flaxformer_mt.data.tokenizers import hub_tokenizer, m2m100_tokenizer, marian_tokenizer
 from flaxformer_mt.data.tokenizers.hub_tokenizer import HubTokenizer
 from flaxformer_mt.data.tokenizers.language_tokens import HasFirstToken
 from flaxformer_mt.data.tokenizers.m2m100_tokenizer import M2M100Tokenizer
 from flaxformer_mt.data.tokenizers.marian_tokenizer import MarianTokenizer
+from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE
 from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import (
     SentencePieceTokenizer,
     train_sentencepiece,
@@ -81,9 +82,7 @@ class Tokenizer(HasFirstToken, Protocol):
         """Returns the vocabulary entry of each token."""
 
     def sample(self, texts: Sequence[str], seed: int, amount: float) -> list[list[int]]:
-        """Returns token ids of each text with a random segmentation into subwords.
-
-        The result is a function of the arguments, in any thread and process.
+        """Returns token ids with a random segmentation, as a function of the arguments alone.
 
         Args:
           texts: the texts.
@@ -97,13 +96,18 @@ class Tokenizer(HasFirstToken, Protocol):
         """Returns the text of each sentence up to its first `eos_id`, without special tokens."""
 
 
-def split_language(text: str, vocabulary: Tokenizer) -> tuple[str, str]:
-    """Divides a text into the language that it names at its beginning, and the rest.
+def words(pieces: Sequence[str]) -> list[int]:
+    """Returns the index of the word, from 0, that each piece belongs to.
 
-    Returns:
-      The name of the language, such as "deu_Latn", and the text without it; "" and the whole text
-      if it names none.
+    Words are separated by the spaces of the text as the tokenizer normalized it. A piece starts a
+    word if it starts with `SPACE` or is the first one (such as a language tag, ">>fra<<").
     """
+    starts = [index == 0 or piece.startswith(SPACE) for index, piece in enumerate(pieces)]
+    return [count - 1 for count in itertools.accumulate(map(int, starts))]
+
+
+def split_language(text: str, vocabulary: Tokenizer) -> tuple[str, str]:
+    """Divides a text into the language that it names, such as "deu_Latn" or "", and the rest."""
     first, _, rest = text.strip().partition(" ")
     if vocabulary.language_ids:
         (tokens,) = vocabulary.encode_parts([first])
@@ -113,16 +117,15 @@ def split_language(text: str, vocabulary: Tokenizer) -> tuple[str, str]:
 
 
 PublishedTokenizer: TypeAlias = MarianTokenizer | M2M100Tokenizer | HubTokenizer
-"""A vocabulary that published files define."""
 
-_MARIAN = MarianTokenizer, marian_tokenizer.read_files
-_PUBLISHED: dict[tuple[str, ...], tuple[type[Any], Callable[[str | Path], Mapping[str, bytes]]]] = {
+_MARIAN = MarianTokenizer, marian_tokenizer.FILES
+_PUBLISHED: dict[tuple[str, ...], tuple[type[Any], tuple[str, ...]]] = {
     (marian_tokenizer.VOCABULARY_FILE, "source.spm"): _MARIAN,
-    (hub_tokenizer.VOCABULARY_FILE,): (HubTokenizer, hub_tokenizer.read_files),
-    (m2m100_tokenizer.PIECES_FILE,): (M2M100Tokenizer, m2m100_tokenizer.read_files),
+    (hub_tokenizer.VOCABULARY_FILE,): (HubTokenizer, hub_tokenizer.FILES),
+    (m2m100_tokenizer.PIECES_FILE,): (M2M100Tokenizer, m2m100_tokenizer.FILES),
     (marian_tokenizer.VOCABULARY_FILE,): _MARIAN,
 }
-"""The class and the reader of each published vocabulary, by the files that tell it."""
+"""The class and the files of each published vocabulary, by the files that identify it."""
 
 
 def tags(config: DataConfig) -> list[str]:
@@ -132,11 +135,7 @@ def tags(config: DataConfig) -> list[str]:
 
 
 def evenly(items: Iterable[_Item], limit: int) -> list[_Item]:
-    """Takes evenly spaced items from a stream of unknown length, in one pass.
-
-    Returns:
-      All items if there are at most `limit`; otherwise between half of `limit` and `limit` items.
-    """
+    """Takes evenly spaced items in one pass: all if at most `limit`, else at least half of it."""
     taken: list[_Item] = []
     distance = 1
     for number, item in enumerate(items):
@@ -161,13 +160,8 @@ class Tokenizers:
     ) -> "Tokenizers":
         """Loads the vocabularies from `data.tokenizer_path`, or learns them if it is empty.
 
-        Args:
-          corpora: the training corpora.
-          config: the options of the vocabularies.
-          has_inputs: False for a language model.
-
         Raises:
-          UserError: see `load` and `train`.
+          UserError: a file is missing or damaged, there is no text, or a tag is unknown.
         """
         if not config.tokenizer_path:
             return cls.train(corpora, config, has_inputs)
@@ -202,9 +196,6 @@ class Tokenizers:
         """Learns a joint vocabulary or two separate ones, according to `config.joint_vocabulary`.
 
         A language model (`has_inputs` is False) has a single vocabulary, learned from its targets.
-
-        Raises:
-          UserError: see `train_sentencepiece`.
         """
         stream = itertools.chain.from_iterable(corpus.pairs() for corpus in corpora)
         pairs = evenly(counted(stream, "reading text for a vocabulary"), MAX_TRAINING_PAIRS)
@@ -224,6 +215,21 @@ class Tokenizers:
     def joint(self) -> bool:
         """Whether source and target share a vocabulary."""
         return self.source is self.target
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields of `TransformerConfig` that follow from the vocabularies."""
+        target = self.target
+        fields: dict[str, Any] = {
+            "source_vocab_size": self.source.vocab_size,
+            "target_vocab_size": target.vocab_size,
+            "pad_id": target.pad_id,
+            "bos_id": target.bos_id,
+            "eos_id": target.eos_id,
+        }
+        if self.source.fingerprint != target.fingerprint:
+            fields["tie_embeddings"] = "target_output"  # The sides cannot share a table.
+        return fields
 
     def describe(self) -> str:
         """Returns the sizes of the vocabularies in words."""
@@ -278,9 +284,14 @@ class Tokenizers:
         Raises:
           UserError: a file is missing or damaged.
         """
-        for names, (kind, read_files) in _PUBLISHED.items():
+        for names, (kind, known) in _PUBLISHED.items():
             if all(Path(folder, name).exists() for name in names):
-                files = read_files(folder)
+                paths = {name: Path(folder, name) for name in known}
+                files = {
+                    name: read_bytes(path, MAX_MODEL_BYTES)
+                    for name, path in paths.items()
+                    if path.exists()
+                }
                 return cls(kind(files, "source", str(folder)), kind(files, "target", str(folder)))
         joint_path = Path(folder, "joint.model")
         if joint_path.exists():

@@ -11,7 +11,6 @@ digit of a score may round differently.)
 """
 
 import collections
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Self
@@ -22,14 +21,15 @@ import numpy as np
 
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
 from flaxformer_mt.decoding.batching import search_programs as programs
-from flaxformer_mt.decoding.batching.length_buckets import row_length
+from flaxformer_mt.decoding.batching.length_buckets import longest_position, row_length
 from flaxformer_mt.decoding.batching.workers import (
     batch_tokens,
     decoding_devices,
     gather,
     max_workers,
 )
-from flaxformer_mt.decoding.search.options import SearchOptions, forbidden_token_ids
+from flaxformer_mt.decoding.parameters import rounded_matrices
+from flaxformer_mt.decoding.search.options import SearchOptions
 from flaxformer_mt.decoding.search.state import SearchResult, SearchState, SentenceConstraints
 
 MIN_TARGET_LENGTH = 32
@@ -97,7 +97,7 @@ class ContinuousBatcher:
           UserError: there are fewer devices than `decode.num_devices`.
         """
         self._configs = tuple(config for config, _ in models)
-        params = tuple(programs.rounded_matrices(*model) for model in models)
+        params = tuple(rounded_matrices(*model) for model in models)
         on_first = jax.device_put(params)
         # Options are checked without parameters.
         leaves = jax.tree.leaves(on_first) or [jnp.zeros(())]
@@ -110,29 +110,11 @@ class ContinuousBatcher:
         self._batch_tokens = batch_tokens(decode, first.platform)
         self._model = self._configs[0]
         self._decode = decode
-        model = self._model
-        self._options = SearchOptions.from_config(
-            decode,
-            bos_id=model.bos_id,
-            eos_id=model.eos_id,
-            pad_id=model.pad_id,
-            forbidden_ids=forbidden_token_ids(model),
-            bad_phrases=bad_phrases,
-            scores=scores,
-        )
-        limits = [limit for config in self._configs if (limit := config.longest_sentence)]
-        self._limit = min(limits, default=None)
-        self._shapes: dict[tuple[int, _ConstraintWidths, int], SearchState] = {}
+        self._options = SearchOptions.from_config(decode, self._model, bad_phrases, scores)
+        self._limit = longest_position(self._configs)
 
     def decode(self, requests: Sequence[Request]) -> Iterator[tuple[int, TokenHypotheses]]:
-        """Searches for translations.
-
-        Args:
-          requests: of any length, in any order.
-
-        Yields:
-          The index of a request and its hypotheses, in the order in which they finish.
-        """
+        """Yields the index of each request and its hypotheses, as they finish."""
         groups: dict[tuple[int, bool], list[int]] = {}
         for index in sorted(range(len(requests)), key=lambda index: -len(requests[index].source)):
             request = requests[index]
@@ -190,19 +172,18 @@ class ContinuousBatcher:
 
     def _state_shape(self, length: int, widths: "_ConstraintWidths") -> SearchState:
         """Returns the shapes of a one-row search, for S = `length` and the smallest P."""
-        key = length, widths, self._target_length(1)
-        if key not in self._shapes:
-            sources, constraints = self._arrays(length, widths, [None])
-            begin = functools.partial(
-                programs.begin_search, configs=self._configs, max_length=key[-1]
-            )
-            self._shapes[key] = jax.eval_shape(
-                begin, self._params[self._devices[0]], sources, constraints, self._options
-            )
-        return self._shapes[key]
+        sources, constraints = self._arrays(length, widths, [None])
+        shapes: SearchState = programs.shapes_of_search.eval_shape(
+            self._params[self._devices[0]],
+            sources,
+            constraints,
+            self._options,
+            configs=self._configs,
+            max_length=self._target_length(1),
+        )
+        return shapes
 
     def _target_length(self, length: int) -> int:
-        """Returns P for hypotheses of at least `length` tokens."""
         return row_length(length, self._limit, MIN_TARGET_LENGTH)
 
     def _arrays(
@@ -243,8 +224,6 @@ class ContinuousBatcher:
 
 
 class _ConstraintWidths(NamedTuple):
-    """Widths of the arrays of `SentenceConstraints` that every request fits into."""
-
     prefix: int
     num_phrases: int
     phrase: int
@@ -253,13 +232,7 @@ class _ConstraintWidths(NamedTuple):
 
     @classmethod
     def of(cls, requests: Sequence[Request], minimum: int, minimum_phrases: int) -> Self:
-        """Returns powers of two, or 0.
-
-        Args:
-          requests: the requests.
-          minimum: 0 or 1, the least width of prefixes.
-          minimum_phrases: 0 or 1, that of phrases, which samples cannot have.
-        """
+        """Returns powers of two, or 0; `minimum` is for prefixes, the other for phrases."""
         phrases = [request.phrases for request in requests]
         return cls(
             _power_of_two(max([minimum, *(len(request.prefix) for request in requests)])),
@@ -271,7 +244,6 @@ class _ConstraintWidths(NamedTuple):
 
 
 def _power_of_two(number: int) -> int:
-    """Returns the smallest power of two that is at least `number`; 0 for 0."""
     return 1 << (number - 1).bit_length() if number else 0
 
 
@@ -286,15 +258,7 @@ class _Batch:
         widths: _ConstraintWidths,
         share: int,
     ) -> None:
-        """Creates a batch without sentences.
-
-        Args:
-          batcher: holds the parameters and options.
-          device: one of its devices.
-          length: S.
-          widths: of the rows' constraints.
-          share: number of sentences to expect; more rows than that would be idle.
-        """
+        """Creates a batch without sentences, for about `share` sentences of S = `length` tokens."""
         self._batcher = batcher
         self._params = batcher._params[device]
         self._length = length
@@ -350,14 +314,10 @@ class _Batch:
             )
 
     def run(self, keep_full: bool) -> list[tuple[int, TokenHypotheses]]:
-        """Continues the search until some rows are finished.
+        """Continues the search until some rows are finished, and returns their hypotheses.
 
-        Args:
-          keep_full: whether to stop as soon as new sentences can be admitted; otherwise the search
-            stops when a smaller batch would suffice.
-
-        Returns:
-          The indices of the finished requests, and their hypotheses.
+        With `keep_full`, it stops as soon as new sentences can be admitted; otherwise when a
+        smaller batch would suffice.
         """
         batcher = self._batcher
         target_length = batcher._target_length(self._longest + 1)

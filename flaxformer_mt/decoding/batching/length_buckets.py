@@ -39,7 +39,7 @@ def plan_buckets(
     Args:
       lengths: number of tokens of each sentence, end token included. Those of length 0 are skipped.
       batch_tokens: tokens per bucket, padding included; a longer sentence gets its own bucket.
-      model: the configuration that limits the positions.
+      model: limits the positions.
       numbers: of the sentences, for error messages; None = from 1.
 
     Raises:
@@ -78,3 +78,9 @@ def row_length(length: int, limit: int | None, shortest: int = MIN_ROW_LENGTH) -
     while row < length:
         row *= 2
     return row if limit is None else min(row, limit)
+
+
+def longest_position(models: Sequence[TransformerConfig]) -> int | None:
+    """Returns the maximum number of tokens that all models support; None = any."""
+    limits = [limit for model in models if (limit := model.longest_sentence) is not None]
+    return min(limits, default=None)

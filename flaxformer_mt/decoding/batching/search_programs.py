@@ -52,24 +52,8 @@ def begin_search(
     return start(constraints, tuple(caches), options, max_length)
 
 
-def rounded_matrices(config: TransformerConfig, params: Any) -> Any:
-    """Returns the parameters with their matrices in the dtype of the computation.
-
-    The model converts them before every product anyway, so that no result changes; but a step would
-    read both. Vectors stay as they are: those of norms are used in float32.
-
-    Args:
-      config: the model.
-      params: its parameters, NumPy or JAX arrays.
-    """
-    dtype = jnp.dtype(config.dtype)
-
-    def rounded(path: Any, leaf: Any) -> Any:
-        *_, module, name = ("", "", *(key.key for key in path))
-        is_matrix = name == "kernel" or module in ("source_embedding", "target_embedding")
-        return leaf.astype(dtype) if is_matrix and dtype.itemsize < leaf.dtype.itemsize else leaf
-
-    return jax.tree.map_with_path(rounded, params)
+# Its `eval_shape` traces once per configuration and shape, as the programs do.
+shapes_of_search = jax.jit(begin_search, static_argnames=("configs", "max_length"))
 
 
 def empty_search(single_row: SearchState, num_rows: int, device: Any) -> SearchState:

@@ -31,20 +31,16 @@ def max_workers(platform: str) -> int:
 
 
 def batch_tokens(decode: DecodeConfig, platform: str) -> int:
-    """Returns `decode.batch_tokens`, or its default for a platform ("cpu", "gpu", "tpu")."""
+    """Returns `decode.batch_tokens`, or its default for a platform."""
     default = CPU_BATCH_TOKENS if platform == "cpu" else ACCELERATOR_BATCH_TOKENS
     return decode.batch_tokens or default
 
 
 def decoding_devices(decode: DecodeConfig, first: Any) -> list[Any]:
-    """Returns the devices that translate.
-
-    Args:
-      decode: `num_devices`.
-      first: the device that has the parameters; the others are of its platform and this process.
+    """Returns `decode.num_devices` devices of the platform of `first`, which has the parameters.
 
     Raises:
-      UserError: there are fewer.
+      UserError: this process has fewer.
     """
     others = [each for each in jax.local_devices(backend=first.platform) if each != first]
     count = decode.num_devices or (1 if first.platform == "cpu" else 1 + len(others))
@@ -59,12 +55,8 @@ def decoding_devices(decode: DecodeConfig, first: Any) -> list[Any]:
 def gather(work: Callable[[Callable[[_T], None], int], None], num_workers: int) -> Iterator[_T]:
     """Yields what `num_workers` threads pass to `put`, in the order of the calls.
 
-    If the consumer stops early, each thread stops at its next call of `put`.
-
-    Args:
-      work: what each thread runs, with `put` and its number, from 0, as arguments. Its exceptions
-        are raised here.
-      num_workers: number of threads.
+    Each thread calls `work(put, number)`, with its number from 0; exceptions are raised here. If
+    the consumer stops early, each thread stops at its next call of `put`.
     """
     finished: queue.SimpleQueue[Any] = queue.SimpleQueue()
     stopped = threading.Event()

@@ -10,19 +10,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE
-from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, words
 
 Links = list[tuple[int, int]]
 """(source, target), both counted from 0, in the order of the target."""
 
 
 def without_ends(attention: np.ndarray, target: Sequence[int], eos_id: int) -> np.ndarray:
-    """Removes the end tokens' rows and columns from the attention.
+    """Removes the end tokens' rows and columns from the attention [T, S] of `teacher_force`.
 
-    Args:
-      attention: [T, S] from `teacher_force`. The source always has an end token.
-      target: T tokens; a truncated translation has no end token.
-      eos_id: the end token.
+    The source always has an end token; a truncated translation has none.
     """
     ends = len(target) > 0 and target[-1] == eos_id
     return attention[: len(target) - ends, :-1]
@@ -31,9 +28,8 @@ def without_ends(attention: np.ndarray, target: Sequence[int], eos_id: int) -> n
 def align(attention: np.ndarray) -> Links:
     """Links each target token to the source token that it attends to most.
 
-    Args:
-      attention: [T, S] without rows and columns for end tokens. (Attention to the end token mostly
-        means attention to nothing.)
+    The attention [T, S] has no rows and columns for end tokens. (Attention to the end token mostly
+    means attention to nothing.)
     """
     if not attention.shape[1]:
         return []
@@ -45,26 +41,11 @@ def align_words(
 ) -> Links:
     """Links each target word to the source word that it attends to most.
 
-    The attention from a target word is the mean over its pieces (up to a factor, which the argmax
-    ignores); the attention to a source word is the sum over its pieces.
-
-    Args:
-      attention: [T, S] as for `align`.
-      source_pieces: S pieces.
-      target_pieces: T pieces.
+    The attention [T, S], without end tokens, from a target word is the mean over its pieces (up to
+    a factor, which the argmax ignores); the attention to a source word is the sum over its pieces.
     """
     source, target = one_hot(words(source_pieces)), one_hot(words(target_pieces))
     return align(target.T @ attention @ source)
-
-
-def words(pieces: Sequence[str]) -> list[int]:
-    """Returns the index of the word, from 0, that each piece belongs to.
-
-    Words are separated by the spaces of the text as the tokenizer normalized it. A piece starts a
-    word if it starts with `SPACE` or is the first one (such as a language tag, ">>fra<<").
-    """
-    starts = [index == 0 or piece.startswith(SPACE) for index, piece in enumerate(pieces)]
-    return [count - 1 for count in itertools.accumulate(map(int, starts))]
 
 
 def one_hot(groups: Sequence[int]) -> np.ndarray:

@@ -4,31 +4,26 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple, get_args, overload
+from typing import Any, Literal, NamedTuple, get_args
 
-import jax
 import numpy as np
 
-from flaxformer_mt.config import DecodeConfig, ExperimentConfig, with_vocabulary_sizes
+from flaxformer_mt.config import DecodeConfig, TransformerConfig
 from flaxformer_mt.data.tokenizers.language_tokens import with_first
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers
+from flaxformer_mt.decoding.parameters import prepared_model
 from flaxformer_mt.decoding.scoring.alignment import Links, align, align_words, without_ends
 from flaxformer_mt.decoding.scoring.teacher_forcing import teacher_force
 from flaxformer_mt.decoding.search.ranking import length_penalty
 from flaxformer_mt.decoding.text_arguments import require_iterable, require_text, require_texts
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.memory_limits import LESS_ON_DEVICE, explained_exhaustion
 
 AlignmentUnit = Literal["words", "pieces"]
 """What an alignment links."""
 
 
 def check_unit(unit: AlignmentUnit | None) -> None:
-    """Checks the unit of an alignment.
-
-    Raises:
-      UserError: it is not one.
-    """
+    """Raises UserError if the unit of an alignment is unknown."""
     if unit is not None and unit not in get_args(AlignmentUnit):
         raise UserError(f"the unit {unit!r} is unknown: align words or pieces")
 
@@ -67,7 +62,7 @@ class PairScore:
             return self.log_probability
         if normalization == "tokens":
             return self.log_probability / len(self.tokens)
-        length: Any = np.int32(len(self.tokens))
+        length: Any = np.array(len(self.tokens), np.int32)
         penalty = length_penalty(length, decode.length_penalty, decode.length_penalty_kind)
         return self.log_probability / float(penalty)
 
@@ -94,9 +89,7 @@ class ScoredSentence(NamedTuple):
 def certain_first_token(target: Tokenizer, decode: DecodeConfig) -> tuple[int, ...]:
     """Returns the token that translations begin with, with probability 1, if there is one.
 
-    Args:
-      target: the tokenizer of the target side; its own language is the default.
-      decode: `first_token`.
+    It is `decode.first_token`, or the language of the target vocabulary.
 
     Raises:
       UserError: `decode.first_token` is not one token of the vocabulary.
@@ -117,13 +110,7 @@ def certain_first_token(target: Tokenizer, decode: DecodeConfig) -> tuple[int, .
 def with_certain_first(
     tokens: Sequence[int], target: Tokenizer, first: Sequence[int]
 ) -> TargetTokens:
-    """Adds the first token to the tokens of a text, unless it names a language itself.
-
-    Args:
-      tokens: from `Tokenizer.encode_parts`.
-      target: the tokenizer of the target side.
-      first: from `certain_first_token`.
-    """
+    """Adds `first` to the tokens of a text, unless it names a language itself."""
     if tokens and tokens[0] in target.language_ids:
         return TargetTokens([*tokens], num_added=0, num_certain=1)
     if first:
@@ -138,27 +125,18 @@ class Scorer:
     All scorers of one model configuration share their compiled programs.
     """
 
-    def __init__(self, config: ExperimentConfig, params: Any, tokenizers: Tokenizers) -> None:
-        """Creates a scorer.
-
-        Args:
-          config: the run's configuration, of which `model` and `decode` are used.
-          params: the model's parameters.
-          tokenizers: the run's tokenizers.
-
-        Raises:
-          UserError: the model has no encoder, or `decode.first_token` is no token.
-        """
-        if not config.model.has_inputs:
-            raise UserError("model.has_inputs=False: a language model has no translations to score")
-        self.model = with_vocabulary_sizes(
-            config.model, tokenizers.source.vocab_size, tokenizers.target.vocab_size
-        )
-        self.decode = config.decode
-        with explained_exhaustion("loading the model", LESS_ON_DEVICE):
-            self.params = jax.device_put(params)
+    def __init__(
+        self,
+        config: TransformerConfig,
+        params: Any,
+        tokenizers: Tokenizers,
+        decode: DecodeConfig | None = None,
+    ) -> None:
+        """Creates a scorer; the arguments, and the errors, are those of `Translator`."""
+        self.model, self.params = prepared_model(config, params, tokenizers, rounded=False)
+        self.decode = decode or DecodeConfig()
         self.tokenizers = tokenizers
-        self._first = certain_first_token(tokenizers.target, config.decode)
+        self._first = certain_first_token(tokenizers.target, self.decode)
 
     def stream(
         self, pairs: Iterable[tuple[str, str]], alignment: AlignmentUnit | None = None
@@ -173,9 +151,9 @@ class Scorer:
           alignment: the unit to align; None = no alignment.
 
         Raises:
-          TypeError: an item is no pair of strings.
-          UserError: a sentence is longer than a learned position table, or the decoder does not
-            have the configured alignment layer or head.
+          TypeError: an item is not a pair of strings. UserError: a sentence is longer than a
+          learned position table, or the decoder does not have the
+            configured alignment layer or head.
         """
         numbered = enumerate(require_iterable(pairs, "pairs", "pairs of strings"))
         yield from self._stream(
@@ -187,7 +165,6 @@ class Scorer:
         numbered: Iterable[tuple[int, tuple[str, str]]],
         alignment: AlignmentUnit | None,
     ) -> Iterator[PairScore]:
-        """Scores pairs, which have numbers for error messages."""
         check_unit(alignment)
         remaining = iter(numbered)
         while chunk := list(itertools.islice(remaining, CHUNK_SIZE)):
@@ -246,12 +223,7 @@ class Scorer:
         candidates: Iterable[tuple[str, Sequence[str]]],
         alignment: AlignmentUnit | None = None,
     ) -> Iterator[ScoredSentence]:
-        """Scores several translations of each sentence; otherwise like `stream`.
-
-        Args:
-          candidates: source sentences, each with its translations.
-          alignment: see `stream`.
-        """
+        """Scores several translations of each source sentence; otherwise like `stream`."""
         listed = require_iterable(candidates, "candidates", "sources with their translations")
         counted, paired = itertools.tee(
             _as_candidates(item, f"candidates[{index}]") for index, item in enumerate(listed)
@@ -281,51 +253,3 @@ def _two(value: Any, name: str) -> tuple[Any, Any]:
         raise TypeError(f"{name} must be a tuple of two, not {type(value).__name__}")
     first, second = value
     return first, second
-
-
-@overload
-def score_pairs(
-    config: ExperimentConfig, params: Any, tokenizers: Tokenizers, sources: str, targets: str
-) -> PairScore: ...
-
-
-@overload
-def score_pairs(
-    config: ExperimentConfig,
-    params: Any,
-    tokenizers: Tokenizers,
-    sources: Iterable[str],
-    targets: Iterable[str],
-) -> list[PairScore]: ...
-
-
-def score_pairs(
-    config: ExperimentConfig,
-    params: Any,
-    tokenizers: Tokenizers,
-    sources: str | Iterable[str],
-    targets: str | Iterable[str],
-) -> PairScore | list[PairScore]:
-    """Scores a target as a translation of its source, or each target of a list; see `Scorer`.
-
-    Args:
-      config: of the run.
-      params: the parameters, nested dicts of arrays.
-      tokenizers: the vocabularies.
-      sources: a sentence, or several.
-      targets: its translation, or as many.
-
-    Returns:
-      A `PairScore`, or a list of them in the order given.
-
-    Raises:
-      TypeError: `sources` and `targets` are neither two strings nor two iterables of strings.
-      UserError: the numbers of sentences differ, or one of the errors of `Scorer`.
-    """
-    scorer = Scorer(config, params, tokenizers)
-    if isinstance(sources, str) and isinstance(targets, str):
-        return next(scorer.stream([(sources, targets)]))
-    sources, targets = require_texts(sources, "sources"), require_texts(targets, "targets")
-    if len(sources) != len(targets):
-        raise UserError(f"{len(sources)} source sentences, but {len(targets)} target sentences")
-    return list(scorer.stream(zip(sources, targets, strict=True)))

@@ -44,16 +44,13 @@ def teacher_force(
 
     Args:
       params: parameters of `model`.
-      model: configuration of the Transformer, with its vocabulary sizes.
+      model: the model, with its vocabulary sizes.
       decode: `batch_tokens`; `renormalize`, which makes the probabilities those of a search that
         never chooses padding or the start token; `alignment_layer` and `alignment_head`.
       sources: token ids, the end token included.
       targets: token ids of equally many targets, each of at least one token.
       attention: whether to return the attention of that layer and head.
       numbers: of the pairs, for error messages; None = from 1.
-
-    Returns:
-      One result per pair, in the order given.
 
     Raises:
       UserError: the model has no such layer or head, a sentence is longer than its position table,
@@ -90,15 +87,7 @@ def predict_tokens(
 ) -> list[list[int]]:
     """Predicts each target token from the source and the preceding target tokens.
 
-    Args:
-      params: parameters of `model`.
-      model: configuration of the Transformer, with its vocabulary sizes.
-      decode: `batch_tokens`.
-      sources: token ids, the end token included.
-      targets: token ids of equally many targets, each of at least one token.
-
-    Returns:
-      The most probable tokens, as many for each pair as its target has, in the order given.
+    The arguments are those of `teacher_force`.
 
     Raises:
       UserError: a sentence is longer than the model's position table.
@@ -118,11 +107,9 @@ def _batches(
     targets: Sequence[Sequence[int]],
     numbers: Sequence[int] | None = None,
 ) -> Iterator[tuple[Sequence[int], tuple[np.ndarray, np.ndarray, np.ndarray]]]:
-    """Yields batches of pairs of similar length.
+    """Yields the indices of pairs of similar length with padded rows.
 
-    Yields:
-      The indices of the pairs in the first rows, and the source tokens int32 [B, S], the decoder's
-      input tokens and the target tokens int32 [B, T], padded.
+    The rows are source tokens [B, S], and the decoder's input and target tokens [B, T].
     """
     inputs = [[model.bos_id, *tokens[:-1]] for tokens in targets]
     # Both sides get the length of the longer one, which limits the number of shapes.
@@ -136,11 +123,7 @@ def _batches(
 
 
 def check_alignment_options(model: TransformerConfig, decode: DecodeConfig) -> None:
-    """Checks that the decoder has the configured alignment layer and head.
-
-    Raises:
-      UserError: it does not.
-    """
+    """Raises UserError if the decoder does not have the alignment layer and head."""
     layers, heads = model.num_decoder_layers, model.num_heads
     if not -layers <= decode.alignment_layer < layers:
         raise UserError(
@@ -172,13 +155,13 @@ def target_log_probabilities(
       source_tokens: int32 [B, S], with end token, padded.
       input_tokens: int32 [B, T], the targets shifted right, beginning with the start token.
       target_tokens: int32 [B, T], with end token, padded.
-      model: configuration of the Transformer.
+      model: the model.
       excluded: tokens that are left out of the sum of probabilities.
       attention: decoder layer and head whose cross-attention to return; head -1 is the mean of all.
 
     Returns:
-      The log-probabilities, float32 (or float64, if the model computes in it) [B, T], and the
-      attention [B, T, S] if requested. Both are meaningless at padding.
+      The log-probabilities, in at least float32 [B, T], and the attention [B, T, S] if requested.
+      Both are meaningless at padding.
     """
     result: Any = Transformer(model).apply(
         {"params": params}, source_tokens, input_tokens, return_attention=attention is not None
@@ -199,16 +182,9 @@ def target_log_probabilities(
 def most_probable_tokens(
     params: Any, source_tokens: Array, input_tokens: Array, *, model: TransformerConfig
 ) -> Array:
-    """Computes the most probable token at each target position.
+    """Computes the most probable token at each target position, int32 [B, T].
 
-    Args:
-      params: parameters of `model`.
-      source_tokens: int32 [B, S], with end token, padded.
-      input_tokens: int32 [B, T], the targets shifted right, beginning with the start token.
-      model: configuration of the Transformer.
-
-    Returns:
-      Token ids, int32 [B, T]; meaningless at padding.
+    The arguments are those of `target_log_probabilities`; values at padding are meaningless.
     """
     logits: Any = Transformer(model).apply({"params": params}, source_tokens, input_tokens)
     return logits.argmax(axis=-1)

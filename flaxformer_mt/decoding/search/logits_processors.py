@@ -1,8 +1,8 @@
 """Rules that lower or forbid the scores of next tokens.
 
-All scores are float32 [B, W, V], one for each token that could follow each of the W hypotheses of
-B rows; a forbidden token has minus infinity. The tokens of the hypotheses are int32 [B, W, P], the
-first `positions` int32 [B] of each row being defined; the start token is not among them.
+There is a score for each token that could follow each of the W hypotheses of B rows; a forbidden
+token has minus infinity. The first `positions` tokens of the hypotheses of each row are defined;
+the start token is not among them.
 
 Source of the formulas: `generation/logits_process.py` of Hugging Face transformers.
 """
@@ -12,9 +12,14 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jaxtyping import Bool, Float, Int
+
+Scores = Float[Array, "B W V"]
+Tokens = Int[Array, "B W P"]
+Positions = Int[Array, "B"]
 
 
-def forbid(scores: Array, ids: Sequence[int]) -> Array:
+def forbid(scores: Scores, ids: Sequence[int]) -> Scores:
     """Forbids tokens in every hypothesis and at every position."""
     forbidden = np.zeros(scores.shape[2], bool)
     forbidden[list(ids)] = True
@@ -23,8 +28,8 @@ def forbid(scores: Array, ids: Sequence[int]) -> Array:
 
 
 def penalize_repetition(
-    scores: Array, tokens: Array, positions: Array, penalty: float | Array, bos_id: int
-) -> Array:
+    scores: Scores, tokens: Tokens, positions: Positions, penalty: float | Array, bos_id: int
+) -> Scores:
     """Divides the scores of a hypothesis' own tokens by the penalty; multiplies negative ones.
 
     The start token counts as well, which matters where it is also the end token (mBART, M2M-100).
@@ -41,14 +46,13 @@ def penalize_repetition(
     return scores.at[*_hypothesis_indices(scores), indices].set(penalized, mode="drop")
 
 
-def penalize_chosen(scores: Array, chosen: Array, counted: Array, penalty: float | Array) -> Array:
+def penalize_chosen(
+    scores: Scores, chosen: Int[Array, "B X"], counted: Bool[Array, "B X"], penalty: float | Array
+) -> Scores:
     """Subtracts `penalty` from a token's score for each time that earlier groups chose it.
 
-    Args:
-      scores: see the module docstring.
-      chosen: int32 [B, X], tokens of the hypotheses of earlier groups at this position.
-      counted: bool [B, X], which of them count.
-      penalty: subtracted once per counted token.
+    `chosen` are tokens of the hypotheses of earlier groups at this position, of which those where
+    `counted` is true count.
 
     Source: Vijayakumar et al. 2018, with Hamming diversity.
     """
@@ -58,7 +62,9 @@ def penalize_chosen(scores: Array, chosen: Array, counted: Array, penalty: float
     return scores - penalty * counts[:, None]
 
 
-def forbid_repeated_ngrams(scores: Array, tokens: Array, positions: Array, size: int) -> Array:
+def forbid_repeated_ngrams(
+    scores: Scores, tokens: Tokens, positions: Positions, size: int
+) -> Scores:
     """Forbids each token that would repeat a sequence of `size` tokens."""
     count = tokens.shape[2] - size + 1  # Number of n-grams that fit.
     if count < 1:
@@ -72,16 +78,9 @@ def forbid_repeated_ngrams(scores: Array, tokens: Array, positions: Array, size:
 
 
 def forbid_phrases(
-    scores: Array, tokens: Array, positions: Array, phrases: Sequence[Sequence[int]]
-) -> Array:
-    """Forbids each token that would complete one of the phrases.
-
-    Args:
-      scores: see the module docstring.
-      tokens: see the module docstring.
-      positions: see the module docstring.
-      phrases: token ids, at least two per phrase.
-    """
+    scores: Scores, tokens: Tokens, positions: Positions, phrases: Sequence[Sequence[int]]
+) -> Scores:
+    """Forbids each token that would complete one of the phrases of two or more tokens."""
     for size in sorted({len(phrase) for phrase in phrases}):
         same_size = np.array([phrase for phrase in phrases if len(phrase) == size], np.int32)
         before = last_tokens(tokens, positions, size - 1)
@@ -90,28 +89,26 @@ def forbid_phrases(
     return scores
 
 
-def forbid_early_end(scores: Array, positions: Array, min_lengths: Array, eos_id: int) -> Array:
-    """Forbids the end token in rows with fewer tokens than their minimum, int32 [B]."""
+def forbid_early_end(
+    scores: Scores, positions: Positions, min_lengths: Int[Array, "B"], eos_id: int
+) -> Scores:
+    """Forbids the end token in rows with fewer tokens than their minimum."""
     early = jnp.where(positions < min_lengths, -jnp.inf, 0.0)
     return scores.at[..., eos_id].add(early[:, None])
 
 
 def require_prefix(
-    scores: Array,
-    originals: Array,
-    positions: Array,
-    prefix: Array,
-    certain: tuple[Array, Array] | None = None,
-) -> Array:
+    scores: Scores,
+    originals: Scores,
+    positions: Positions,
+    prefix: Int[Array, "B Q"],
+    certain: tuple[Float[Array, "B W 1"], Int[Array, "B"]] | None = None,
+) -> Scores:
     """Forbids all tokens but the next one of the row's prefix, until the prefix is complete.
 
-    Args:
-      scores: see the module docstring.
-      originals: the scores before any rule was applied: rules do not apply to the prefix.
-      positions: see the module docstring.
-      prefix: int32 [B, prefix length], padded with -1.
-      certain: the score of probability 1 [B, W, 1], and int32 [B], how many of the first tokens
-        get it; None = none.
+    `originals` are the scores before any rule was applied: rules do not apply to the prefix, which
+    is padded with -1. `certain` is the score of probability 1, and how many of the first tokens get
+    it.
     """
     if certain is not None:
         score, count = certain
@@ -125,35 +122,35 @@ def require_prefix(
 
 
 def require_end(
-    scores: Array, certain: Array, positions: Array, max_lengths: Array, eos_id: int
-) -> Array:
+    scores: Scores,
+    certain: Float[Array, "B W 1"],
+    positions: Positions,
+    max_lengths: Int[Array, "B"],
+    eos_id: int,
+) -> Scores:
     """Forbids all tokens but the end token at the last position of a row.
 
-    Args:
-      scores: see the module docstring.
-      certain: [B, W, 1], the score of probability 1, which the required end token gets.
-      positions: see the module docstring.
-      max_lengths: int32 [B].
-      eos_id: the end token.
+    The required end token gets `certain`, the score of probability 1.
     """
     is_end = jnp.arange(scores.shape[2]) == eos_id
     last = (positions + 1 == max_lengths)[:, None, None]
     return jnp.where(last, jnp.where(is_end, certain, -jnp.inf), scores)
 
 
-def forbid_tokens(scores: Array, tokens: Array, forbidden: Array) -> Array:
-    """Forbids the tokens int32 [B, W, N] for which `forbidden` bool [B, W, N] is true."""
+def forbid_tokens(
+    scores: Scores, tokens: Int[Array, "B W N"], forbidden: Bool[Array, "B _ N"]
+) -> Scores:
+    """Forbids the tokens for which `forbidden`, which may have one hypothesis for all, is true."""
     return scores.at[*_hypothesis_indices(scores), tokens].add(jnp.where(forbidden, -jnp.inf, 0.0))
 
 
-def last_tokens(tokens: Array, positions: Array, count: int) -> Array:
-    """Returns the last tokens of each hypothesis, int32 [B, W, count]; -1 before its start."""
+def last_tokens(tokens: Tokens, positions: Positions, count: int) -> Int[Array, "B W {count}"]:
+    """Returns the last tokens of each hypothesis; -1 before its start."""
     indices = positions[:, None, None] - count + jnp.arange(count)
     found = jnp.take_along_axis(tokens, jnp.maximum(indices, 0), axis=2)
     return jnp.where(indices < 0, -1, found)
 
 
 def _hypothesis_indices(scores: Array) -> tuple[Array, Array]:
-    """Returns the first two indices of every hypothesis, [B, 1, 1] and [1, W, 1]."""
     rows, hypotheses = jnp.ogrid[: scores.shape[0], : scores.shape[1]]
     return rows[:, :, None], hypotheses[:, :, None]

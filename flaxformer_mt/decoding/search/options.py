@@ -1,9 +1,8 @@
 """The options of a search that apply to all rows."""
 
 import dataclasses
-import functools
 from collections.abc import Sequence
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import jax
 from jax import Array
@@ -11,18 +10,6 @@ from jax import Array
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=(
-        "length_penalty", "coverage_penalty", "repetition_penalty", "diversity_penalty",
-        "temperature", "top_p", "min_p", "epsilon_cutoff",
-    ),
-    meta_fields=(
-        "beam_size", "n_best", "beam_groups", "sampling", "top_k", "length_penalty_kind",
-        "early_stopping", "min_length", "force_end", "renormalize", "no_repeat_ngram_size",
-        "bos_id", "eos_id", "pad_id", "forbidden_ids", "bad_phrases", "scores",
-    ),
-)  # fmt: skip
 @dataclasses.dataclass(frozen=True)
 class SearchOptions:
     """Options for all rows of a search; `DecodeConfig` explains the fields of the same names.
@@ -71,11 +58,7 @@ class SearchOptions:
     def from_config(
         cls,
         decode: DecodeConfig,
-        *,
-        bos_id: int,
-        eos_id: int,
-        pad_id: int,
-        forbidden_ids: Sequence[int] = (),
+        model: TransformerConfig,
         bad_phrases: Sequence[Sequence[int]] = (),
         scores: bool = True,
     ) -> Self:
@@ -83,44 +66,34 @@ class SearchOptions:
 
         Args:
           decode: the configuration; its texts (`bad_words`, `bad_word_ids`) are ignored.
-          bos_id: start token.
-          eos_id: end token.
-          pad_id: padding token.
-          forbidden_ids: tokens that are never chosen.
+          model: gives the special tokens, of which padding and start are never chosen.
           bad_phrases: token sequences that must not appear; a sequence that consists of the end
             token alone is ignored.
           scores: whether log-probabilities and scores are needed.
         """
-        bad_words = {phrase[0] for phrase in bad_phrases if len(phrase) == 1} - {eos_id}
-
-        def unless(value: float, neutral: float) -> float | None:
-            return None if value == neutral else value
-
+        own = dataclasses.fields(cls)
+        defaults = {field.name: field.default for field in dataclasses.fields(decode)}
+        num_samples = decode.mbr_samples or decode.n_best
+        values: dict[str, Any] = {
+            field.name: getattr(decode, field.name) for field in own if field.name in defaults
+        }
+        for field in own:
+            if field.default is None and values[field.name] == defaults[field.name]:
+                values[field.name] = None  # The default is neutral.
+        bad_words = {phrase[0] for phrase in bad_phrases if len(phrase) == 1} - {model.eos_id}
         return cls(
-            bos_id=bos_id,
-            eos_id=eos_id,
-            pad_id=pad_id,
-            beam_size=(decode.mbr_samples or decode.n_best) if decode.samples else decode.beam_size,
-            n_best=decode.mbr_samples or decode.n_best,
-            length_penalty=decode.length_penalty,
-            length_penalty_kind=decode.length_penalty_kind,
-            coverage_penalty=unless(decode.coverage_penalty, 0),
-            early_stopping=decode.early_stopping,
-            min_length=decode.min_length > 0 or decode.min_length_factor > 0,
-            force_end=decode.force_end,
-            no_repeat_ngram_size=decode.no_repeat_ngram_size,
-            repetition_penalty=unless(decode.repetition_penalty, 1),
-            forbidden_ids=tuple(sorted(bad_words.union(forbidden_ids))),
+            **values
+            | {
+                "beam_size": num_samples if decode.samples else decode.beam_size,
+                "n_best": num_samples,
+                "min_length": decode.min_length > 0 or decode.min_length_factor > 0,
+                "sampling": decode.samples,
+            },
+            bos_id=model.bos_id,
+            eos_id=model.eos_id,
+            pad_id=model.pad_id,
+            forbidden_ids=tuple(sorted(bad_words.union(forbidden_token_ids(model)))),
             bad_phrases=tuple(tuple(phrase) for phrase in bad_phrases if len(phrase) > 1),
-            renormalize=decode.renormalize,
-            beam_groups=decode.beam_groups,
-            diversity_penalty=decode.diversity_penalty,
-            sampling=decode.samples,
-            temperature=unless(decode.temperature, 1),
-            top_k=decode.top_k,
-            top_p=unless(decode.top_p, 1),
-            min_p=unless(decode.min_p, 0),
-            epsilon_cutoff=unless(decode.epsilon_cutoff, 0),
             scores=scores,
         )
 
@@ -130,9 +103,17 @@ class SearchOptions:
         return self.sampling or self.beam_size == 1
 
 
+_NUMBERS = [field.name for field in dataclasses.fields(SearchOptions) if "Array" in str(field.type)]
+jax.tree_util.register_dataclass(
+    SearchOptions,
+    data_fields=_NUMBERS,
+    meta_fields=[f.name for f in dataclasses.fields(SearchOptions) if f.name not in _NUMBERS],
+)
+
+
 def forbidden_token_ids(model: TransformerConfig) -> tuple[int, ...]:
     """Returns the tokens that no search may choose: padding and the start token.
 
-    Either is left out if it is also the end token; a start id of -1 (the zero vector) is no token.
+    Either is left out if it is also the end token; a start id of -1 is the zero vector.
     """
     return tuple(sorted({model.pad_id, model.bos_id} - {model.eos_id, -1}))

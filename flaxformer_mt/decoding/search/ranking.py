@@ -1,12 +1,10 @@
-"""Ranking of hypotheses: length and coverage penalties, finished hypotheses, n-best lists.
-
-See `state` for the shapes.
-"""
+"""Ranking of hypotheses: length and coverage penalties, finished hypotheses, n-best lists."""
 
 from typing import Literal
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import Bool, Float, Int
 
 from flaxformer_mt.decoding.search import phrase_constraints
 from flaxformer_mt.decoding.search.options import SearchOptions
@@ -21,17 +19,14 @@ from flaxformer_mt.decoding.search.state import (
 
 
 def length_penalty(
-    length: Array, alpha: float | Array, kind: Literal["gnmt", "average"] = "gnmt"
-) -> Array:
+    length: Int[Array, "*shape"],
+    alpha: float | Float[Array, ""],
+    kind: Literal["gnmt", "average"] = "gnmt",
+) -> Float[Array, "*shape"]:
     """Returns the divisor of a log-probability: ((5 + length) / 6)**alpha, or length**alpha.
 
-    Args:
-      length: int32 of any shape, number of tokens of the hypotheses, end token included.
-      alpha: a scalar, 0 for no penalty; a larger value favors longer hypotheses.
-      kind: "gnmt" for the first formula, "average" for the second.
-
-    Returns:
-      float32, of the shape of `length`.
+    `length` includes the end token. A larger `alpha` favors longer hypotheses; 0 = no penalty.
+    `kind` is "gnmt" for the first formula, "average" for the second.
 
     Source: Wu et al. 2016, equation 14, without coverage; Hugging Face transformers.
     """
@@ -39,19 +34,16 @@ def length_penalty(
     return ((5.0 + tokens) / 6.0 if kind == "gnmt" else tokens) ** alpha
 
 
-def coverage_penalty(coverage: Array, beta: float | Array) -> Array:
-    r"""Returns the term that penalizes source tokens which received too little attention.
+def coverage_penalty(
+    coverage: Float[Array, "B W S"], beta: float | Float[Array, ""]
+) -> Float[Array, "B W"]:
+    r"""Returns the term of the score for source tokens that received too little attention.
 
     .. math:: \beta \sum_i \log \min(\sum_j p_{ij}, 1)
 
-    Args:
-      coverage: float32 [B, W, S], attention p_ij of target token j to source token i, summed over
-        all target tokens.
-      beta: 0 for no penalty.
-
-    Returns:
-      float32 [B, W], to be added to the score. It is finite: attention below the smallest normal
-      number is replaced by that number.
+    `coverage` is the attention p_ij of target token j to source token i, summed over all target
+    tokens. The term is finite: attention below the smallest normal number is replaced by that
+    number.
 
     Source: Wu et al. 2016, equation 14.
     """
@@ -59,8 +51,10 @@ def coverage_penalty(coverage: Array, beta: float | Array) -> Array:
     return beta * jnp.log(received).sum(axis=-1)
 
 
-def ranking_scores(extended: Hypotheses, positions: Array, options: SearchOptions) -> Array:
-    """Returns the scores, float32 [B, C], of hypotheses with `positions` + 1 tokens."""
+def ranking_scores(
+    extended: Hypotheses, positions: Int[Array, "B"], options: SearchOptions
+) -> Float[Array, "B C"]:
+    """Returns the scores of hypotheses with `positions` + 1 tokens."""
     penalty = length_penalty(positions + 1, options.length_penalty, options.length_penalty_kind)
     scores = extended.log_probabilities / penalty[:, None]
     if extended.coverage is None or options.coverage_penalty is None:
@@ -70,19 +64,22 @@ def ranking_scores(extended: Hypotheses, positions: Array, options: SearchOption
 
 def is_complete(
     extended: Hypotheses,
-    positions: Array,
+    positions: Int[Array, "B"],
     constraints: SentenceConstraints,
     options: SearchOptions,
-) -> Array:
-    """Whether each hypothesis, bool [B, C], of `positions` + 1 tokens ends with the last one."""
+) -> Bool[Array, "B C"]:
+    """Whether each hypothesis of `positions` + 1 tokens ends with the last one."""
     is_longest = positions + 1 >= constraints.max_lengths
     return (extended.last == options.eos_id) | is_longest[:, None]
 
 
 def as_finished(
-    extended: Hypotheses, complete: Array, positions: Array, options: SearchOptions
+    extended: Hypotheses,
+    complete: Bool[Array, "B C"],
+    positions: Int[Array, "B"],
+    options: SearchOptions,
 ) -> SearchResult:
-    """Converts the hypotheses where `complete` bool [B, C] is true; all others become empty."""
+    """Converts the hypotheses where `complete` is true; all others become empty."""
     is_finished = complete & is_possible(extended.log_probabilities)
     return SearchResult(
         tokens=extended.tokens,

@@ -1,6 +1,6 @@
 """Sampling of tokens, optionally restricted to the more probable ones.
 
-All logits are float32 [..., V]; an excluded token has minus infinity.
+An excluded token has a logit of minus infinity.
 
 Source of the formulas: `generation/logits_process.py` of Hugging Face transformers.
 """
@@ -8,43 +8,36 @@ Source of the formulas: `generation/logits_process.py` of Hugging Face transform
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import Float, Int, UInt32
 
+from flaxformer_mt.decoding.search.options import SearchOptions
 from flaxformer_mt.decoding.search.top_k import in_blocks, top_k
 
+Logits = Float[Array, "*rows V"]
 
-def filter_logits(
-    logits: Array,
-    *,
-    temperature: float | Array | None = None,
-    top_k: int = 0,
-    top_p: float | Array | None = None,
-    min_p: float | Array | None = None,
-    epsilon_cutoff: float | Array | None = None,
-) -> Array:
-    """Applies the given options to the logits, in the order of the arguments.
 
-    `config.DecodeConfig` explains the options; None, and 0 for `top_k`, disables one.
-    """
-    if temperature is not None:
-        logits = logits / temperature
-    if top_k:
-        logits = keep_top_k(logits, top_k)
-    if top_p is not None:
-        logits = keep_top_p(logits, top_p)
-    if min_p is not None:
-        logits = keep_min_p(logits, min_p)
-    if epsilon_cutoff is not None:
-        logits = keep_above_epsilon(logits, epsilon_cutoff)
+def filter_logits(logits: Logits, options: SearchOptions) -> Logits:
+    """Applies temperature, top_k, top_p, min_p and epsilon_cutoff, in this order."""
+    if options.temperature is not None:
+        logits = logits / options.temperature
+    if options.top_k:
+        logits = keep_top_k(logits, options.top_k)
+    if options.top_p is not None:
+        logits = keep_top_p(logits, options.top_p)
+    if options.min_p is not None:
+        logits = keep_min_p(logits, options.min_p)
+    if options.epsilon_cutoff is not None:
+        logits = keep_above_epsilon(logits, options.epsilon_cutoff)
     return logits
 
 
-def keep_top_k(logits: Array, count: int) -> Array:
+def keep_top_k(logits: Logits, count: int) -> Logits:
     """Keeps the `count` most probable tokens, and those as probable as the last of them."""
     best, _ = top_k(logits, count)
     return _exclude(logits, logits < best[..., -1:])
 
 
-def keep_top_p(logits: Array, probability: float | Array) -> Array:
+def keep_top_p(logits: Logits, probability: float | Array) -> Logits:
     """Keeps the most probable tokens whose probabilities sum to at least `probability`.
 
     Tokens as probable as the last one kept, and the most probable token, are always kept.
@@ -72,14 +65,14 @@ def keep_top_p(logits: Array, probability: float | Array) -> Array:
     return _exclude(logits, probabilities < as_float(least))
 
 
-def keep_min_p(logits: Array, share: float | Array) -> Array:
+def keep_min_p(logits: Logits, share: float | Array) -> Logits:
     """Keeps tokens with at least `share` of the highest probability."""
     probabilities = jax.nn.softmax(logits, axis=-1)
     highest = probabilities.max(axis=-1, keepdims=True)
     return _exclude(logits, probabilities < share * highest)
 
 
-def keep_above_epsilon(logits: Array, epsilon: float | Array) -> Array:
+def keep_above_epsilon(logits: Logits, epsilon: float | Array) -> Logits:
     """Keeps tokens with at least probability `epsilon`, and the most probable one.
 
     Source: Hewitt et al. 2022.
@@ -88,19 +81,13 @@ def keep_above_epsilon(logits: Array, epsilon: float | Array) -> Array:
     return _exclude(logits, (jax.nn.softmax(logits, axis=-1) < epsilon) & (logits < highest))
 
 
-def sample(keys: Array, positions: Array, logits: Array) -> Array:
+def sample(
+    keys: UInt32[Array, "B 2"], positions: Int[Array, "B"], logits: Float[Array, "B W V"]
+) -> Int[Array, "B W"]:
     """Samples the next token of each hypothesis.
 
-    The result is a function of the row's key, the index of the sample, its position and its logits
-    alone.
-
-    Args:
-      keys: uint32 [B, 2], one Threefry key per row.
-      positions: int32 [B], number of tokens that the samples of a row have.
-      logits: [B, W, V], of the W samples of each row.
-
-    Returns:
-      int32 [B, W].
+    The result is a function of the row's Threefry key, the index of the sample, its position (the
+    number of tokens that the samples of the row have) and its logits alone.
     """
     num_samples = logits.shape[1]
     blocks = in_blocks(logits)

@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from flaxformer_mt.decoding.search.beam import extend_beam
-from flaxformer_mt.decoding.search.greedy import extend_independently
+from flaxformer_mt.decoding.search.extension import extend_beam, extend_independently
 from flaxformer_mt.decoding.search.options import SearchOptions
 from flaxformer_mt.decoding.search.ranking import select_best
 from flaxformer_mt.decoding.search.state import (
@@ -162,7 +161,6 @@ def advance(
 
 
 def _add_attention(hypotheses: Hypotheses, attention: Array | None) -> Hypotheses:
-    """Adds `attention` [B, W, S] to the coverage, if there is a coverage penalty."""
     if hypotheses.coverage is None:
         return hypotheses
     if attention is None:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Bool, Float, Int, UInt32
 
 StepState = Any
 """A pytree that the step function carries along, such as the model's key/value cache."""
@@ -22,10 +23,9 @@ quotients of it stay ordered and never become NaN."""
 class StepOutput(NamedTuple):
     """What a step function returns about the next token."""
 
-    logits: Array
-    """[B, W, V]"""
-    attention: Array | None = None
-    """float32 [B, W, S], attention to each source token; only needed for the coverage penalty."""
+    logits: Float[Array, "B W V"]
+    attention: Float[Array, "B W S"] | None = None
+    """Attention to each source token; only needed for the coverage penalty."""
 
 
 StepFunction = Callable[[Array, StepState, Array], tuple[StepOutput, StepState]]
@@ -41,30 +41,30 @@ former hypothesis parents[b, w]."""
 class SentenceConstraints(NamedTuple):
     """The constraints and inputs of each row's search."""
 
-    max_lengths: Array
-    """int32 [B], maximum number of tokens of a hypothesis, end token included. A hypothesis that
+    max_lengths: Int[Array, "B"]
+    """Maximum number of tokens of a hypothesis, end token included. A hypothesis that
     reaches it without an end token is complete as it is. 0 marks a row without a sentence."""
-    min_lengths: Array
-    """int32 [B], minimum number of tokens of a hypothesis, end token excluded."""
-    prefix: Array
-    """int32 [B, prefix length], the first tokens of every hypothesis, padded with -1. They count
+    min_lengths: Int[Array, "B"]
+    """Minimum number of tokens of a hypothesis, end token excluded."""
+    prefix: Int[Array, "B Q"]
+    """The first tokens of every hypothesis, padded with -1. They count
     towards lengths and scores like all others."""
-    keys: Array
-    """uint32 [B, 2], Threefry keys for sampling."""
-    phrases: Array
-    """int32 [B, C, M], token sequences that must appear, padded with -1."""
-    source_mask: Array | None = None
-    """bool [B, S], True = a source token; only needed for the coverage penalty."""
-    allowed: Array | None = None
-    """bool [B, V], the tokens that may be chosen, over which probabilities are normalized. None =
+    keys: UInt32[Array, "B 2"]
+    """Threefry keys for sampling."""
+    phrases: Int[Array, "B C M"]
+    """Token sequences that must appear, padded with -1."""
+    source_mask: Bool[Array, "B S"] | None = None
+    """True = a source token; only needed for the coverage penalty."""
+    allowed: Bool[Array, "B V"] | None = None
+    """The tokens that may be chosen, over which probabilities are normalized. None =
     all."""
-    certain: Array | None = None
-    """int32 [B], how many of the prefix' first tokens have probability 1, such as a language token
+    certain: Int[Array, "B"] | None = None
+    """How many of the prefix' first tokens have probability 1, such as a language token
     that is given. None = 0."""
 
 
-def unconstrained(max_lengths: Array) -> SentenceConstraints:
-    """Returns the constraints of rows that only have a maximum length, int32 [B]."""
+def unconstrained(max_lengths: Int[Array, "B"]) -> SentenceConstraints:
+    """Returns the constraints of rows that only have a maximum length."""
     batch_size = max_lengths.shape[0]
     return SentenceConstraints(
         max_lengths=max_lengths,
@@ -78,14 +78,14 @@ def unconstrained(max_lengths: Array) -> SentenceConstraints:
 class Hypotheses(NamedTuple):
     """Unfinished hypotheses, C per row: W, or more while the best W are not yet chosen."""
 
-    tokens: Array
-    """int32 [B, C, P]; only as many as the row's position are defined."""
-    last: Array
-    """int32 [B, C], the last token, initially `bos_id`."""
-    log_probabilities: Array
-    """float32 [B, C], summed over the tokens; IMPOSSIBLE if the hypothesis is not continued."""
-    coverage: Array | None
-    """float32 [B, C, S], attention that each source token has received, 1 for padding; None without
+    tokens: Int[Array, "B C P"]
+    """Only as many as the row's position are defined."""
+    last: Int[Array, "B C"]
+    """The last token, initially `bos_id`."""
+    log_probabilities: Float[Array, "B C"]
+    """Summed over the tokens; IMPOSSIBLE if the hypothesis is not continued."""
+    coverage: Float[Array, "B C S"] | None
+    """Attention that each source token has received, 1 for padding; None without
     coverage penalty."""
 
 
@@ -96,14 +96,14 @@ class SearchResult(NamedTuple):
     logits that are not finite) has length 0 and the score `IMPOSSIBLE`.
     """
 
-    tokens: Array
-    """int32 [B, N, P], end token included, padded with `pad_id`."""
-    lengths: Array
-    """int32 [B, N], end token included."""
-    scores: Array
-    """float32 [B, N], the ranking score: log-probability / length penalty + coverage penalty."""
-    log_probabilities: Array
-    """float32 [B, N], summed over the tokens, end token included, with all rules applied: a
+    tokens: Int[Array, "B N P"]
+    """End token included, padded with `pad_id`."""
+    lengths: Int[Array, "B N"]
+    """End token included."""
+    scores: Float[Array, "B N"]
+    """The ranking score: log-probability / length penalty + coverage penalty."""
+    log_probabilities: Float[Array, "B N"]
+    """Summed over the tokens, end token included, with all rules applied: a
     required end has probability 1, and repetition and diversity penalties are included; temperature
     and the filters of sampling are not."""
 
@@ -112,8 +112,8 @@ class SearchState(NamedTuple):
     """A search that can be continued. All arrays except those of `state` have B as first axis."""
 
     constraints: SentenceConstraints
-    positions: Array
-    """int32 [B], number of tokens of every unfinished hypothesis."""
+    positions: Int[Array, "B"]
+    """Number of tokens of every unfinished hypothesis."""
     hypotheses: Hypotheses
     finished: SearchResult
     """The W best complete hypotheses so far; with beam groups, those of each group."""
@@ -151,5 +151,5 @@ def drop(hypotheses: Hypotheses, dropped: Array) -> Hypotheses:
 
 def is_possible(log_probabilities: Array) -> Array:
     """Whether each log-probability is that of a hypothesis that may be chosen."""
-    # Whatever is added to IMPOSSIBLE, the sum stays far below any real log-probability.
+    # Sums with IMPOSSIBLE stay far below any real log-probability.
     return log_probabilities > IMPOSSIBLE / 2

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jaxtyping import Float, Int
 
 from flaxformer_mt.decoding.search import logits_processors, phrase_constraints
 from flaxformer_mt.decoding.search.options import SearchOptions
@@ -22,22 +23,17 @@ from flaxformer_mt.decoding.search.top_k import logsumexp, top_k
 class TokenScores(NamedTuple):
     """What each next token adds to a hypothesis' log-probability: logits - normalizer."""
 
-    logits: Array
-    """float32 [B, W, V]; minus infinity for a token that must not be chosen."""
-    normalizer: Array
-    """float32 [B, W, 1]"""
+    logits: Float[Array, "B W V"]
+    """Minus infinity for a token that must not be chosen."""
+    normalizer: Float[Array, "B W 1"]
 
-    def best(self, count: int) -> tuple[Array, Array]:
-        """Returns the `count` (at most V) best next tokens of each hypothesis.
-
-        Returns:
-          Log-probabilities float32 and tokens int32, both [B, W, count], best first.
-        """
+    def best(self, count: int) -> tuple[Float[Array, "B W N"], Int[Array, "B W N"]]:
+        """Returns log-probabilities and ids of the min(count, V) best next tokens, best first."""
         best, tokens = top_k(self.logits, count)
         return self._finite(best), tokens
 
-    def of(self, tokens: Array) -> Array:
-        """Returns the log-probabilities float32 [B, W, X] of tokens int32 [B, W, X]."""
+    def of(self, tokens: Int[Array, "B W X"]) -> Float[Array, "B W X"]:
+        """Returns the log-probabilities of tokens."""
         return self._finite(jnp.take_along_axis(self.logits, tokens, axis=2))
 
     def _finite(self, logits: Array) -> Array:
@@ -47,9 +43,9 @@ class TokenScores(NamedTuple):
 
 
 def token_scores(
-    logits: Array,
+    logits: Float[Array, "B W V"],
     hypotheses: Hypotheses,
-    positions: Array,
+    positions: Int[Array, "B"],
     constraints: SentenceConstraints,
     options: SearchOptions,
     earlier_groups: Sequence[Hypotheses] = (),
@@ -57,15 +53,8 @@ def token_scores(
     """Applies all constraints and penalties to the logits of the next token.
 
     They are applied in the order of transformers' logits processors. (Forbidden tokens come first:
-    no other rule depends on them.)
-
-    Args:
-      logits: [B, W, V].
-      hypotheses: W per row.
-      positions: int32 [B], number of tokens of the hypotheses.
-      constraints: of each row.
-      options: of all rows.
-      earlier_groups: of a diverse beam search, already extended by one token.
+    no other rule depends on them.) `positions` are the numbers of tokens of the hypotheses;
+    `earlier_groups`, of a diverse beam search, are already extended by one token.
     """
     tokens = hypotheses.tokens
     logits = logits.astype(jnp.float32)

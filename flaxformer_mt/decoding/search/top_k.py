@@ -4,30 +4,29 @@ import math
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import Float, Int
 
 
-def top_k(scores: Array, count: int) -> tuple[Array, Array]:
+def top_k(
+    scores: Float[Array, "*rows V"], count: int
+) -> tuple[Float[Array, "*rows N"], Int[Array, "*rows N"]]:
     """Returns the same as `jax.lax.top_k`, faster on CPUs.
 
     `jax.lax.top_k` takes half as long as the matrix product that computes the logits. Here the
     columns are divided into blocks: the `count` largest values of a row are in the `count` blocks
     with the largest maxima, and finding the maximum of each block takes one pass over the row.
 
-    Args:
-      scores: [..., V].
-      count: at most V; a larger value means V.
-
     Returns:
-      The largest values of each row, descending, and their columns int32, both [..., count]. Of
-      equal values the first comes first, as in `jax.lax.top_k`.
+      The min(count, V) largest values of each row, descending, and their columns. Of equal values
+      the first comes first.
     """
     best, columns = _top_k_of_blocks(in_blocks(scores), min(count, scores.shape[-1]))
     shape = (*scores.shape[:-1], -1)
     return best.reshape(shape), columns.reshape(shape)
 
 
-def logsumexp(scores: Array) -> Array:
-    """Computes `jax.nn.logsumexp` of each row, [..., V] to [..., 1], in the blocks of `top_k`.
+def logsumexp(scores: Float[Array, "*rows V"]) -> Float[Array, "*rows 1"]:
+    """Computes `jax.nn.logsumexp` of each row in the blocks of `top_k`.
 
     A program that computes both writes one array of blocks and computes its maxima once.
     """

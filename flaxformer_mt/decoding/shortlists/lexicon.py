@@ -34,11 +34,6 @@ def learn(
     and the maximization step sets p(t | s) to the expected fraction of t among the tokens that s
     generates. All sentences are held in memory, about 25 KB per pair of 14 tokens.
 
-    Args:
-      sources: token ids of source sentences.
-      targets: token ids of their translations.
-      iterations: number of expectation and maximization steps.
-
     Returns:
       p(target | source) by (source, target), if it is at least `MIN_PROBABILITY`.
     """
@@ -71,12 +66,8 @@ def write_table(
 ) -> None:
     """Writes lines of "target source probability", which `Shortlist.read` and Marian read.
 
-    Pieces that contain ASCII white space, which neither could read, are skipped.
-
-    Args:
-      path: the file, compressed if its name ends with ".gz".
-      table: from `learn`.
-      tokenizers: map token ids to pieces.
+    Pieces that contain ASCII white space, which neither could read, are skipped. The file is
+    compressed if its name ends with ".gz".
     """
     source_pieces = tokenizers.source.pieces(range(tokenizers.source.vocab_size))
     target_pieces = tokenizers.target.pieces(range(tokenizers.target.vocab_size))

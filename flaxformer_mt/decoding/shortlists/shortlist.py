@@ -87,15 +87,7 @@ class Shortlist:
         return cls(offsets, translations, np.array(sorted(always), np.int32), joint)
 
     def allowed(self, source_tokens: Sequence[int], also: Sequence[int] = ()) -> np.ndarray:
-        """Returns the target tokens that are allowed in a translation.
-
-        Args:
-          source_tokens: tokens of the sentence.
-          also: additional target tokens, such as those of a prefix.
-
-        Returns:
-          int32, sorted, without duplicates.
-        """
+        """Returns the sorted tokens that are allowed in a translation, and those in `also`."""
         sources = np.unique(np.array(source_tokens, np.int32))
         found = [self.translations[self.offsets[s] : self.offsets[s + 1]] for s in sources]
         copied = sources if self.joint else sources[:0]
@@ -103,11 +95,7 @@ class Shortlist:
 
 
 def require_shortlist(path: str | Path) -> None:
-    """Checks that the file of a lexical table is there, without reading it.
-
-    Raises:
-      UserError: it is not, or is not a file.
-    """
+    """Raises UserError unless the file of a lexical table is there; does not read it."""
     try:
         open_regular(path).close()
     except UserError as error:
@@ -115,7 +103,6 @@ def require_shortlist(path: str | Path) -> None:
 
 
 def _parse_binary(content: bytes) -> tuple[int, np.ndarray, np.ndarray]:
-    """Parses the binary format; raises ValueError if the file is damaged."""
     if len(content) < _HEADER.size:
         raise ValueError("the file is truncated")
     _, checksum, first, _, num_offsets, num_tokens = _HEADER.unpack_from(content)
@@ -127,7 +114,7 @@ def _parse_binary(content: bytes) -> tuple[int, np.ndarray, np.ndarray]:
     tokens = np.frombuffer(content, "<u4", num_tokens, _HEADER.size + 8 * num_offsets)
     if not len(offsets) or offsets[-1] != num_tokens or (np.diff(offsets, prepend=0) < 0).any():
         raise ValueError("the file is damaged: its offsets do not fit its tokens")
-    # Larger ids than int32 has are those of another vocabulary, whatever they are.
+    # Ids that exceed int32 belong to another vocabulary.
     return first, offsets, np.minimum(tokens, MAX_INTEGER).astype(np.int32)
 
 
@@ -144,7 +131,6 @@ def _checksum(content: bytes) -> int:
 
 
 def _parse_text(content: bytes, tokenizers: Tokenizers, best: int) -> tuple[np.ndarray, np.ndarray]:
-    """Parses the text format; raises ValueError for an invalid line."""
     are_pieces = SPACE.encode() in content
     to_source = _token_finder(tokenizers.source, are_pieces)
     to_target = _token_finder(tokenizers.target, are_pieces)
@@ -177,7 +163,6 @@ def _parse_text(content: bytes, tokenizers: Tokenizers, best: int) -> tuple[np.n
 
 
 def _token_finder(tokenizer: Tokenizer, are_pieces: bool) -> Callable[[str], Sequence[int]]:
-    """Returns a function that maps an entry of a table to its tokens."""
     if not are_pieces:
         return functools.cache(lambda word: tokenizer.encode_parts([word])[0])
     pieces = tokenizer.pieces(range(tokenizer.vocab_size))

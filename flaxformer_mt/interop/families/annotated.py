@@ -1,4 +1,4 @@
-"""The weight map of `annotated`, for both layouts of its decoder.
+"""The weight map of `annotated` and `annotated_wide_heads`, for both layouts of its decoder.
 
 harvardnlp's decoder layers have a `src_attn` (layout "separate"). Those of the study notes have
 none and use the self-attention's weights for the source as well (layout "shared"): our
@@ -9,6 +9,7 @@ layout, unless they carry a `src_attn`; all others in harvardnlp's.
 The position base is read from the checkpoint's position table.
 """
 
+import dataclasses
 from collections.abc import Collection
 from typing import Any
 
@@ -162,3 +163,5 @@ FAMILY = Family(
         "b_2", "proj", "weight", "bias",
     ),
 )  # fmt: skip
+WIDE_HEADS = dataclasses.replace(FAMILY, name="annotated_wide_heads")
+"""The sizes of heads are free in both."""

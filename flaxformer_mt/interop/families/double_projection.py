@@ -1,7 +1,7 @@
 """The weight map of `double_projection`.
 
 A head's query is W'(W x + b) + b', with W, b per head and W', b' shared by all heads. The two
-linear maps compose into one, with kernel W' W and bias W' b + b' for each head; likewise for keys
+linear maps compose into one, with kernel W' W and bias W' b + b' for each head, and so for keys
 and values. The original four tensors are carried; parameters that have been trained since are
 written with W' = 1 and b' = 0, which is the same function.
 

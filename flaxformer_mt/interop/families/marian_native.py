@@ -4,7 +4,6 @@ Names and options are those of Marian, src/models/transformer.h: layer numbers i
 1, and biases have the shape [1, D]. Decoding starts from a zero vector. There is no padding token.
 """
 
-import functools
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -21,6 +20,7 @@ from flaxformer_mt.interop.weight_maps.family import (
 )
 from flaxformer_mt.interop.weight_maps.rules import ArrayTuple, TensorRule, embeddings, same
 from flaxformer_mt.model.transformer import ZERO_VECTOR
+from flaxformer_mt.presets import check_choice
 
 NAME = "marian-native"
 
@@ -35,6 +35,8 @@ NO_TOKEN = -1
 """The padding id of a vocabulary without padding token."""
 END = 0
 """The id of `</s>` in all of Marian's vocabularies."""
+TOKENS = {"pad_id": NO_TOKEN, "bos_id": ZERO_VECTOR, "eos_id": END}
+"""The special tokens of all models."""
 
 _SUPPORTED: dict[str, tuple[Any, ...]] = {
     "type": ("transformer",),
@@ -81,7 +83,6 @@ def _row(ours: str, theirs: str) -> TensorRule:
 
 
 def _linear(ours: str, theirs: str, suffix: str) -> list[TensorRule]:
-    """Returns the rules for a matrix [in, out], as in our parameters, and its bias."""
     return [
         same(f"{ours}/kernel", f"{theirs}_W{suffix}"),
         _row(f"{ours}/bias", f"{theirs}_b{suffix}"),
@@ -177,10 +178,10 @@ def _sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
 
 def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     options = checkpoint.settings
-    check_supported(options, _SUPPORTED, _spelt)
+    check_supported(options, _SUPPORTED, _spelled)
     is_recurrent = options.get("transformer-decoder-autoreg") == "rnn"
     if is_recurrent:
-        check_supported(options, _RECURRENT, _spelt)
+        check_supported(options, _RECURRENT, _spelled)
     source_vocabulary, target_vocabulary = _vocabulary_sizes(options)
     ties_source = _is_on(options, "tied-embeddings-all") or _is_on(options, "tied-embeddings-src")
     ties_output = _is_on(options, "tied-embeddings-all") or _is_on(options, "tied-embeddings")
@@ -203,8 +204,7 @@ def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     }
 
 
-def _spelt(value: Any) -> str:
-    """Returns a value as YAML."""
+def _spelled(value: Any) -> str:
     return yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()
 
 
@@ -226,7 +226,6 @@ def _is_on(options: Mapping[str, Any], name: str) -> bool:
 
 
 def _steps(options: Mapping[str, Any], name: str) -> str:
-    """Returns the letters of an option that lists operations, without dropout."""
     return str(options.get(name, "")).replace("d", "")
 
 
@@ -234,14 +233,14 @@ def _norm_position(options: Mapping[str, Any]) -> str:
     names = ("transformer-preprocess", "transformer-postprocess")
     before, after = (_steps(options, name) for name in names)
     if (before, after) not in _NORMS:
-        given = " and ".join(f"{name}: {_spelt(options.get(name, ''))}" for name in names)
+        given = " and ".join(f"{name}: {_spelled(options.get(name, ''))}" for name in names)
         raise UserError(f"the model cannot have {given}, only dan after or n before and da after")
     return _NORMS[before, after]
 
 
 def _has_norm(options: Mapping[str, Any], name: str) -> bool:
     if _steps(options, name) not in ("", "n"):
-        raise UserError(f"the model cannot have {name}: {_spelt(options[name])}, only d and n")
+        raise UserError(f"the model cannot have {name}: {_spelled(options[name])}, only d and n")
     return _steps(options, name) == "n"
 
 
@@ -269,6 +268,19 @@ def options(config: TransformerConfig) -> dict[str, Any]:
     }
 
 
+def _preset(**overrides: Any) -> TransformerConfig:
+    check_choice(NAME, overrides, "activation", ("silu", "relu"))
+    values: dict[str, Any] = {
+        "norm_epsilon": 1e-6,
+        "activation": "silu",
+        "position_layout": "concatenated",
+        "position_exponent": "tensor2tensor",
+        "mask_target_padding": False,
+        **TOKENS,
+    }
+    return TransformerConfig(**values | overrides)
+
+
 FAMILY = Family(
     name=NAME,
     sizes=_sizes,
@@ -287,15 +299,5 @@ FAMILY = Family(
     ),
     layout_of_tensors=_layout,
     layout_of_params=lambda arrays, carried: OUTPUT,
-    preset=functools.partial(
-        TransformerConfig,
-        norm_epsilon=1e-6,
-        activation="silu",
-        position_layout="concatenated",
-        position_exponent="tensor2tensor",
-        mask_target_padding=False,
-        pad_id=NO_TOKEN,
-        bos_id=ZERO_VECTOR,
-        eos_id=END,
-    ),
+    preset=_preset,
 )

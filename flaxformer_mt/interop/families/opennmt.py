@@ -94,7 +94,6 @@ def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
 
 
 def _attention_positions(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
-    """Reads the positions of self-attention, which `max_relative_positions` encodes."""
     options = checkpoint.settings
     distance = options.get("max_relative_positions", 0)
     if checkpoint.has_any(BUCKETS):

@@ -206,7 +206,7 @@ FAMILY = Family(
             "relative_position_max_distance",
         }
     ),
-    head_widths="free",
+    head_widths="equal",
     order=(
         "shared", "encoder", "decoder", "embed_tokens", "block", "layer", "SelfAttention",
         "EncDecAttention", "q", "k", "v", "o", "relative_attention_bias", "DenseReluDense", "wi",

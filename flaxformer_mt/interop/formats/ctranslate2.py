@@ -32,7 +32,7 @@ except ImportError as error:
 SETTINGS = "translate_batch.json"
 """File with keyword arguments for `ctranslate2.Translator.translate_batch`."""
 END, UNKNOWN = "</s>", "<unk>"
-"""The names of the end token and the unknown token, whatever the run's vocabularies call them."""
+"""The names of the end token and the unknown token, independent of the run's vocabularies."""
 
 LONGEST_TRANSLATION = 256
 """CTranslate2's default length limit, which does not depend on the source's length."""
@@ -131,7 +131,6 @@ def _num_positions(bundle: ModelBundle) -> int:
 
 
 def _losses(decode: DecodeConfig, model: TransformerConfig) -> list[str]:
-    """Returns a line about each search option that CTranslate2 does not have."""
     losses = [
         f"decode.{name}={getattr(decode, name)} is not supported by CTranslate2"
         for name, neutral in _UNSUPPORTED.items()

@@ -117,7 +117,6 @@ def _set_projection(
 
 
 def _set_stack(spec: Any, c: TransformerConfig, arrays: _Arrays, stack: str) -> None:
-    """Fills the specification of the encoder or the decoder, all but embeddings and projection."""
     spec.pre_norm = c.norm_position == "pre"
     spec.scale_embeddings = c.scale_embeddings
     if hasattr(spec, "position_encodings"):
@@ -157,7 +156,6 @@ def _set_stack(spec: Any, c: TransformerConfig, arrays: _Arrays, stack: str) -> 
 def _set_attention(
     spec: Any, c: TransformerConfig, own: _Arrays, name: str, groups: Sequence[Sequence[str]]
 ) -> None:
-    """Fills an attention; each group of inputs is one linear map."""
     _set_norm(spec.layer_norm, c, own, f"{name}_norm")
     # The default is that of the padded width.
     spec.queries_scale = c.key_width**-0.5 if c.scale_scores else 1.0
@@ -194,7 +192,6 @@ def _transposed(kernel: np.ndarray) -> np.ndarray:
 
 
 def _position_vectors(c: TransformerConfig, arrays: _Arrays, side: str) -> np.ndarray:
-    """Returns the vectors [max_length, D] that are added to the embeddings."""
     if c.position_kind == "learned":
         return arrays[f"{side}_positions/embedding"][c.position_offset :]
     if c.position_kind == "sinusoidal":

@@ -187,7 +187,6 @@ def is_one_of(eos_id: int, given: Any) -> bool:
 
 
 def _losses(decode: DecodeConfig) -> list[str]:
-    """Returns a line about each option that `generate` does not support."""
     # Limits relative to the source's length become `max_length`.
     supported = {
         *_SAME.values(), "length_penalty_kind", "early_stopping", "force_end", "bad_word_ids",
@@ -204,7 +203,6 @@ def _losses(decode: DecodeConfig) -> list[str]:
 
 
 def _first_token(given: Any, target: Tokenizer | None) -> str:
-    """Returns the name of the token that translations begin with; "" if there is none."""
     if target is None or type(given) is not int or given < 0:
         return ""
     (name,) = target.pieces([given])
@@ -219,7 +217,9 @@ def _bad_word_ids(
     size = model.target_vocab_size or MAX_VOCABULARY
     for token in itertools.chain(*phrases):
         if type(token) is not int or not 0 <= token < size:
-            raise ValueError(f"bad_words_ids has {token!r}, which is no token of {size}")
+            raise ValueError(
+                f"bad_words_ids has {token!r}, which is outside the vocabulary (0 to {size - 1})"
+            )
     return tuple(",".join(map(str, ids)) for ids in phrases if list(ids) not in never)
 
 
@@ -239,6 +239,6 @@ def _lengths(values: Mapping[str, Any], model: TransformerConfig) -> dict[str, A
     longest = values["max_new_tokens"] or max(values["max_length"] - 1, 0)
     shortest = values["min_new_tokens"] or max(values["min_length"] - 1, 0)
     if 0 < longest < model.max_length - 1:
-        # `generate` ends at max_length whatever min_length is; ours leaves room for the end token.
+        # `generate` ends at max_length regardless of min_length; ours leaves room for the end.
         return {"min_length": min(shortest, longest - 1), "max_length": longest}
     return {"min_length": shortest, "max_length_factor": 2.0, "max_length_extra": 50}

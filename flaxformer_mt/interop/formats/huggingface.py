@@ -133,12 +133,6 @@ def write(
 ) -> tuple[str, ...]:
     """Writes a folder that transformers loads, atomically.
 
-    Args:
-      bundle: the model.
-      folder: the folder to create.
-      accepted: see `convert`.
-      family: a key of `HUB_FAMILIES`.
-
     Returns:
       The changes to the weights, and the unsupported search options, in one line each.
 
@@ -216,7 +210,6 @@ def _of_whole_model(tensors: dict[str, np.ndarray], hub: HubFamily) -> dict[str,
 
 
 def _shards(index: Path) -> list[Path]:
-    """Returns the files that an index names, which must be in its folder."""
     files = _read_json(index).get("weight_map")
     if not isinstance(files, dict) or not files:
         raise UserError(f"{index} is damaged: it has no weight_map")
@@ -235,11 +228,7 @@ def _end_of(settings: Mapping[str, Any], tokenizers: Tokenizers) -> dict[str, An
 
 
 def _check_special_tokens(name: str, values: Mapping[str, Any], model: TransformerConfig) -> None:
-    """Checks the special tokens of one file against the model, which has them from `config.json`.
-
-    Raises:
-      UserError: one is no token of the model, or not the model's.
-    """
+    """Checks the special tokens of one file against those of the model, from `config.json`."""
     rows = model.target_vocab_size
     for key, ours in (
         ("pad_token_id", model.pad_id),
@@ -275,11 +264,7 @@ def _allowed_padding(
 def _check_sizes(
     settings: Mapping[str, Any], sizes: Mapping[str, str], model: TransformerConfig
 ) -> None:
-    """Checks the sizes in `config.json` against the model, which has them from its tensors.
-
-    Raises:
-      UserError: they differ.
-    """
+    """Checks the sizes in `config.json` against the model, which has them from its tensors."""
     for theirs, ours in sizes.items():
         given, actual = settings.get(theirs), getattr(model, ours)
         if given is not None and (type(given) is not int or given != actual):
@@ -304,7 +289,6 @@ def _check_tokenizers(model: TransformerConfig, tokenizers: Tokenizers) -> None:
 
 
 def _data(names: Mapping[str, Any], tokenizers: Tokenizers) -> DataConfig:
-    """Returns the data configuration for fine-tuning that follows from the tokenizer."""
     keys = {"source": ("source_lang", "src_lang"), "target": ("target_lang", "tgt_lang")}
     languages = {
         f"{side}_language": names[key]
@@ -335,7 +319,6 @@ def _parse(kept: Mapping[str, bytes], name: str) -> dict[str, Any]:
 def _carried(
     kept: Mapping[str, bytes], model: TransformerConfig, hub: HubFamily
 ) -> tuple[dict[str, np.ndarray], str]:
-    """Returns the carried tensors for writing, and the dtype of the file."""
     if _CARRIED_FILE in kept:
         return _parse_carried(kept[_CARRIED_FILE])
     # Hugging Face omits computed tables and all but one of tied tensors.

@@ -49,11 +49,6 @@ def write(bundle: ModelBundle, folder: Path, accepted: Collection[str] = ()) -> 
     It contains the functions of `SIGNATURES`, the parameters (.npz), the SentencePiece models,
     `metadata.json` with vocabularies and special tokens, and `server.py`.
 
-    Args:
-      bundle: the model.
-      folder: the folder to create.
-      accepted: ignored, since nothing is changed.
-
     Returns:
       No notes, since nothing is changed.
 

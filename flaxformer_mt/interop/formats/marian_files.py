@@ -160,7 +160,6 @@ def _read_npz(path: Path) -> tuple[dict[str, np.ndarray], bytes | None]:
 
 
 def _array(content: bytes) -> np.ndarray:
-    """Parses an .npy file, whose header may describe more data than there are."""
     stream = io.BytesIO(content)
     read_header = _HEADERS[npy.read_magic(stream)]
     shape, is_fortran, dtype = read_header(stream)
@@ -191,11 +190,7 @@ def _read_binary(path: Path) -> tuple[dict[str, np.ndarray], bytes | None]:
 
 
 def _items(content: mmap.mmap) -> list[_Item]:
-    """Returns all tensors.
-
-    Raises:
-      struct.error: the content is shorter than its header says.
-    """
+    """Returns all tensors."""
     offset = 8
 
     def take(form: str) -> tuple[Any, ...]:

@@ -9,17 +9,12 @@ from pathlib import Path
 
 from flaxformer_mt.interop.formats.bundle import ModelBundle
 from flaxformer_mt.interop.weight_maps.mapping import model_params
-from flaxformer_mt.runs import atomic
-from flaxformer_mt.runs.folder import read_origin, write_run
-from flaxformer_mt.runs.trained_model import load_run
+from flaxformer_mt.runs.folder import read_origin
+from flaxformer_mt.runs.trained_model import load_run, write_model
 
 
 def read(folder: Path) -> ModelBundle:
-    """Reads a run folder with its best checkpoint.
-
-    Raises:
-      UserError: see `load_run`.
-    """
+    """Reads a run folder with its best checkpoint; errors as for `load_run`."""
     run = load_run(folder, "best")
     return ModelBundle(
         dataclasses.replace(run.config, model=run.model),
@@ -35,8 +30,6 @@ def write(bundle: ModelBundle, folder: Path) -> None:
     Raises:
       UserError: it exists, or cannot be written.
     """
-    from flaxformer_mt.runs.checkpoint import write_params
-
-    with atomic.new_folder(folder) as partial:
-        write_run(partial, bundle.config, {}, bundle.tokenizers, bundle.origin)
-        write_params(partial, 0, model_params(bundle.params))
+    write_model(
+        folder, bundle.config, bundle.tokenizers, model_params(bundle.params), bundle.origin
+    )

@@ -113,12 +113,7 @@ def paths_without_moments(rules: Sequence[TensorRule]) -> list[str]:
 
 
 def _read(family: Family, config: TransformerConfig, checkpoint: PublishedCheckpoint) -> AdamState:
-    """Returns the optimizer state of a checkpoint whose tensors match `config`.
-
-    Raises:
-      UserError: it is not Adam's; a moment is missing, unexpected, or of the wrong shape or dtype;
-        the parameters' step counts differ.
-    """
+    """Returns the optimizer state of a checkpoint whose tensors match `config`."""
     groups, state = _groups_and_state(checkpoint.optimizer)
     groups = [_without_prefix(group, checkpoint.prefix) for group in groups]
     rules = mapping.rules_for(family, config, checkpoint.tensors)
@@ -154,7 +149,6 @@ def _read(family: Family, config: TransformerConfig, checkpoint: PublishedCheckp
 
 
 def _groups_and_state(optimizer: Any) -> tuple[list[Any], Mapping[Any, Any]]:
-    """Returns the two parts of an optimizer's state dict."""
     # OpenNMT's optimizer wraps PyTorch's.
     optimizer = optimizer.get("optimizer", optimizer)
     match optimizer:
@@ -246,15 +240,7 @@ def _moment(
     shape: tuple[int, ...] | None,
     config: TransformerConfig,
 ) -> np.ndarray:
-    """Returns one moment of one parameter, after checks.
-
-    Args:
-      kind: `MEAN` or `VARIANCE`.
-      name: the parameter.
-      entry: its entry in the optimizer's state.
-      shape: its shape; None if it is not part of the map.
-      config: the configuration, for its dtype.
-    """
+    """Returns one moment of one parameter, after checks."""
     for key in ("step", MEAN, VARIANCE):
         if key not in entry:
             raise UserError(f"Adam's {key} of {name} is missing")
@@ -272,7 +258,6 @@ def _moment(
 
 
 def _steps(entries: Mapping[str, Mapping[str, Any]]) -> tuple[int, str]:
-    """Returns the step count, which must be the same for all parameters, and its type."""
     if not entries:
         return 0, "float32"
     counts = {name: np.asarray(entry["step"]) for name, entry in entries.items()}
@@ -312,7 +297,6 @@ def _to_ours(
 def _to_theirs(
     rules: Sequence[TensorRule], config: TransformerConfig, arrays: Tensors
 ) -> dict[str, np.ndarray]:
-    """Returns the reference's moments by name, given ours by path, without unread parameters."""
     return {
         name: moment
         for rule, layer, theirs in mapping.applications(rules, config)
@@ -331,12 +315,7 @@ def _to_theirs(
 def _to_state_dict(
     family: Family, config: TransformerConfig, tensors: Tensors, adam: AdamState
 ) -> dict[str, Any]:
-    """Returns the state dict of a `torch.optim.Adam` over the reference's parameters.
-
-    Raises:
-      UserError: the moments do not match the configuration, or the reference's cannot be computed
-        from them.
-    """
+    """Returns the state dict of a `torch.optim.Adam` over the reference's parameters."""
     rules = mapping.rules_for(family, config, tensors)
     parameters = _parameters(family, rules, config, tensors)
     groups = list(adam.settings.get("param_groups", [DEFAULT_GROUP | {"params": []}]))
@@ -382,6 +361,5 @@ def _moments_by_name(
 
 
 def _step(adam: AdamState) -> int | np.ndarray:
-    """Returns the step count in the type that PyTorch's state had."""
     step_type = adam.settings.get("step_type", "float32")
     return adam.step if step_type == "int" else np.array(adam.step, step_type)

@@ -145,7 +145,6 @@ def configure(
 
 
 def _guessed(family: Family, checkpoint: PublishedCheckpoint) -> dict[str, Any]:
-    """Returns the fields that follow from the settings of a checkpoint, which may be anything."""
     try:
         return family.guess(checkpoint)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -153,7 +152,6 @@ def _guessed(family: Family, checkpoint: PublishedCheckpoint) -> dict[str, Any]:
 
 
 def _check_types(given: Mapping[str, Any]) -> None:
-    """Checks fields that are used before a configuration is made of them."""
     for field in dataclasses.fields(TransformerConfig):
         if field.name in given:
             hint = type_hints(TransformerConfig)[field.name]
@@ -197,14 +195,7 @@ def check_module(family: Family, config: TransformerConfig, tensors: Mapping[str
 def _missing(
     family: Family, name: str, expected: Collection[str], names: Collection[str]
 ) -> UserError:
-    """Returns the error for a tensor that is missing from the names of a module's tensors.
-
-    Args:
-      family: the weight map.
-      name: the tensor.
-      expected: the names of all tensors of the family.
-      names: those of the module.
-    """
+    """Returns the error for a tensor that is missing from the names of a module's tensors."""
     fitting = (
         prefix for prefix in _prefixes(names) if any(prefix + each in names for each in expected)
     )
@@ -235,10 +226,11 @@ def to_state_dict(
     """Returns the reference's state dict for our parameters, in the reference's order.
 
     Raises:
-      UserError: the configuration is not the family's, or the parameters do not match the
-        configuration.
+      UserError: the configuration is not the family's, a special token is outside the vocabulary,
+        or the parameters do not match the configuration.
     """
     validation.check_switches(family, config)
+    validation.check_ids(config)
     arrays = mapping.by_path(params)
     validation.check_params(config, arrays)
     carried = {name: np.asarray(array) for name, array in params.get(CARRIED, {}).items()}

@@ -75,9 +75,9 @@ class Family:
     """Returns the computed tensors."""
     open_switches: frozenset[str] = frozenset()
     """Fields of the mathematics that users of the published code can choose."""
-    head_widths: Literal["even", "rounded", "free"] = "even"
-    """Width of a head's queries, keys and values. even: D / H; rounded: D / H, rounded down; free:
-    any."""
+    head_widths: Literal["even", "rounded", "equal", "free"] = "even"
+    """Width of a head's queries, keys and values. even: D / H; rounded: D / H, rounded down; equal:
+    any, but the same for all; free: any."""
     layout_of_tensors: Callable[[Collection[str]], str] = _one_layout
     """Returns which of several published layouts a checkpoint with these names has."""
     layout_of_params: Callable[[Tensors, Tensors], str] = _one_layout
@@ -169,23 +169,23 @@ def activation_of_settings(
 def check_supported(
     settings: Mapping[str, Any],
     supported: Mapping[str, tuple[Any, ...]],
-    spelt: Callable[[Any], str] = str,
+    spelled: Callable[[Any], str] = str,
 ) -> None:
     """Checks settings that no tensor shows, but that change what is computed.
 
     Args:
       settings: the published settings.
       supported: the values of each setting that our model has, the default first.
-      spelt: how the program writes a value.
+      spelled: how the program writes a value.
 
     Raises:
       UserError: a setting has another value.
     """
     for name, values in supported.items():
         if settings.get(name, values[0]) not in values:
-            choices = " or ".join(map(spelt, values))
+            choices = " or ".join(map(spelled, values))
             raise UserError(
-                f"the model cannot have {name}: {spelt(settings[name])}, only {choices}"
+                f"the model cannot have {name}: {spelled(settings[name])}, only {choices}"
             )
 
 

@@ -161,7 +161,7 @@ def parameter_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
 
     With vocabularies of size 0 these are the parameters of the stacks alone.
     """
-    # Layers are alike, dtypes do not matter, and sinusoids, which may be many, are no parameters;
+    # Layers are alike, dtypes do not matter, and sinusoids, which may be many, are not parameters;
     # but the model needs some vocabulary to initialize.
     model = Transformer(
         dataclasses.replace(

@@ -143,7 +143,7 @@ def norm(ours: str, theirs: str, scale: str = "weight", bias: str = "bias") -> l
       ours: path of the module, which has a scale [D] and a bias [D]; see `same`.
       theirs: name of the module.
       scale: name of its tensor that corresponds to the scale.
-      bias: likewise.
+      bias: name of its tensor that corresponds to the bias.
     """
     return [
         same(f"{ours}/scale", f"{theirs}.{scale}"),

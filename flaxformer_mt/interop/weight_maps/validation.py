@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.config.fields import FieldRole, roles_of
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.checkpoint_files import Tensors, identical
 from flaxformer_mt.interop.weight_maps.family import Family
@@ -20,12 +19,21 @@ from flaxformer_mt.interop.weight_maps.mapping import (
 )
 from flaxformer_mt.interop.weight_maps.rules import TensorRule
 
-FREE_FIELDS = frozenset(
-    field.name
-    for field in dataclasses.fields(TransformerConfig)
-    if FieldRole.ARCHITECTURE not in roles_of(field)
-)
-"""Fields that no published code fixes: all that are not part of the mathematics."""
+FREE_FIELDS = frozenset({
+    "source_vocab_size", "target_vocab_size", "d_model", "num_heads", "head_dim", "value_dim",
+    "d_ff", "num_encoder_layers", "num_decoder_layers", "max_length", "pad_id", "bos_id", "eos_id",
+    "dropout_rate", "embedding_dropout_rate", "attention_dropout_rate", "activation_dropout_rate",
+    "kernel_init", "embedding_init", "bias_init", "dtype", "param_dtype", "scan_layers",
+    "attention_backend", "norm_backend", "remat",
+})  # fmt: skip
+"""Fields that no published code fixes. A new field is fixed to its default until it is added."""
+
+
+def without_groups_of_one(config: TransformerConfig) -> TransformerConfig:
+    """Returns the same model with `num_kv_heads=0` if every query has its own key and value."""
+    if config.kv_heads != config.num_heads:
+        return config
+    return dataclasses.replace(config, num_kv_heads=0)
 
 
 def check_switches(family: Family, config: TransformerConfig) -> None:
@@ -34,12 +42,14 @@ def check_switches(family: Family, config: TransformerConfig) -> None:
     Raises:
       UserError: a switch that the family fixes has another value.
     """
+    config = without_groups_of_one(config)
     published = family.configuration(
         **{name: getattr(config, name) for name in family.open_switches}
     )
     for field in dataclasses.fields(config):
         theirs, ours = getattr(published, field.name), getattr(config, field.name)
-        if field.name not in FREE_FIELDS | family.open_switches and ours != theirs:
+        # An open switch differs where its value does not go with those of others.
+        if field.name not in FREE_FIELDS and ours != theirs:
             raise UserError(f"{family.name} has {field.name}={theirs}, not {ours}")
     check_heads(family, config)
 
@@ -51,7 +61,7 @@ def check_ids(config: TransformerConfig) -> None:
       UserError: one is not.
     """
     for name, given, size in ids_outside(config):
-        raise UserError(f"{name}={given} is no token: the vocabulary has {size}, from 0")
+        raise UserError(f"{name}={given} is outside the vocabulary (0 to {size - 1})")
 
 
 def ids_outside(config: TransformerConfig) -> Iterator[tuple[str, int, int]]:
@@ -76,10 +86,16 @@ def check_heads(family: Family, config: TransformerConfig) -> None:
     Raises:
       UserError: it cannot.
     """
+    if family.head_widths == "equal" and config.value_width != config.key_width:
+        raise UserError(
+            f"{family.name} has value_dim=head_dim, which is {config.key_width}, not "
+            f"{config.value_width}"
+        )
     width = config.d_model // config.num_heads
     divides = family.head_widths == "rounded" or width * config.num_heads == config.d_model
     for name, ours in (("head_dim", config.key_width), ("value_dim", config.value_width)):
-        if family.head_widths != "free" and not (divides and ours == width):
+        is_fixed = family.head_widths in ("even", "rounded")
+        if is_fixed and not (divides and ours == width):
             raise UserError(
                 f"{family.name} has {name}=d_model/num_heads, which is "
                 f"{config.d_model}/{config.num_heads}, not {ours}"

@@ -6,9 +6,8 @@ import math
 
 import numpy as np
 
-from flaxformer_mt.parity.any_model.cause import Found, ProgramCause
 from flaxformer_mt.parity.any_model.program import Equation
-from flaxformer_mt.parity.any_model.segment import Segment
+from flaxformer_mt.parity.any_model.segment import Found, ProgramCause, Segment
 
 EPSILONS = (1e-5, 1e-6, 1e-8, 1e-12, 1e-3, 0.0)
 
@@ -40,7 +39,6 @@ def another_constant(segment: Segment) -> Found:
 
 
 def _is_logarithm(factor: float) -> bool:
-    """Returns whether a factor converts natural logarithms to the base 2 or 10, or back."""
     return any(
         math.isclose(factor, value, rel_tol=1e-6)
         for base in (2, 10)
@@ -121,7 +119,6 @@ def _other_roots(segment: Segment, equation: Equation) -> Found:
 
 
 def _variance(segment: Segment, number: int) -> tuple[int, float]:
-    """Returns the variance below a root, and epsilon."""
     equation = segment.producers.get(segment.origin(number))
     if equation is not None and equation.name == "add":
         for variance, epsilon in (equation.inputs, equation.inputs[::-1]):
@@ -132,7 +129,6 @@ def _variance(segment: Segment, number: int) -> tuple[int, float]:
 
 
 def _count(segment: Segment, number: int) -> int:
-    """Returns how many elements the sum behind a variance adds; 0 if it is none."""
     equation = segment.producers.get(segment.origin(number))
     while equation is not None and equation.name in ("div", "mul", "select_n", "max"):
         inputs = [segment.producers.get(segment.origin(n)) for n in equation.inputs]
@@ -229,7 +225,6 @@ def solved_for(segment: Segment) -> Found:
 
 
 def _is_mask_of_rows(zero: np.ndarray, known: np.ndarray) -> bool:
-    """Returns whether vectors (the last axis) are zero as a whole, or not at all."""
     if not zero.ndim or zero.shape[-1] < 2:
         return False
     return not (zero.any(axis=-1) & (known & ~zero).any(axis=-1)).any()

@@ -1,9 +1,8 @@
 """A JAX function as a flat list of equations, in which the values of sites can be replaced.
 
 The equations are those of the jaxpr, with nested functions inlined and loops over layers unrolled.
-Because every equation and its inputs are known, the value of a site can be computed from the
-reference's values of the preceding sites instead of ours. It then differs only if the equations
-between them do: this locates every difference, not just the first.
+The value of a site can therefore be computed from the reference's values of the preceding sites
+instead of ours: it then differs only if the equations between them do.
 """
 
 import dataclasses
@@ -30,81 +29,54 @@ _CUSTOM = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
 """Those with a derivative of their own, which are replaced only if they contain a tap."""
 
 Values = dict[int, Any]
-"""The values of a program by number."""
 
 
 class Equation(NamedTuple):
     """One primitive operation."""
 
     name: str
-    """Of the primitive."""
     params: Mapping[str, Any]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     run: Callable[..., Sequence[Any]]
-    """Computes the outputs from the inputs."""
 
 
-class SiteValue(NamedTuple):
-    """The value of a site."""
+@dataclasses.dataclass(eq=False)
+class TracedFunction:
+    """A traced function; values have numbers."""
 
-    name: str
-    number: int
-    position: int
-    """The index of the first equation that may read it."""
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Program:
-    """A traced function."""
-
-    equations: tuple[Equation, ...]
-    inputs: tuple[int, ...]
+    equations: list[Equation] = dataclasses.field(default_factory=list)
+    inputs: Sequence[int] = ()
     """One number for each leaf of the parameters, then of the other arguments."""
-    constants: Mapping[int, Any]
-    outputs: tuple[int, ...]
-    output_names: tuple[str, ...]
-    sites: tuple[SiteValue, ...]
+    outputs: Sequence[int] = ()
+    output_names: Sequence[str] = ()
+    constants: dict[int, Any] = dataclasses.field(default_factory=dict)
+    sites: dict[str, int] = dataclasses.field(default_factory=dict)
     """In the order of computation."""
-    parameters: Mapping[int, str]
+    parameters: dict[int, str] = dataclasses.field(default_factory=dict)
     """Paths of the parameters, and of the layers of stacked ones."""
-    types: Mapping[int, jax.ShapeDtypeStruct]
-    """The shape and dtype of every value."""
-    stacks: Mapping[int, tuple[int, ...]]
+    types: dict[int, jax.ShapeDtypeStruct] = dataclasses.field(default_factory=dict)
+    stacks: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     """The values of the iterations of a loop, by the number of their stack."""
 
     def run(self, leaves: Sequence[Any], added: Mapping[int, Any] = MappingProxyType({})) -> Values:
-        """Computes all values from the leaves of the arguments.
-
-        Args:
-          leaves: the arguments.
-          added: what is added to computed values, by number.
-        """
+        """Computes all values from the leaves of the arguments; `added` is added to values."""
         values = {**self.constants, **dict(zip(self.inputs, leaves, strict=True))}
         for equation in self.equations:
             compute(equation, values)
             values.update({n: values[n] + added[n] for n in equation.outputs if n in added})
         return values
 
-    def with_sites(self, numbers: Mapping[str, int], outputs: Sequence[str]) -> "Program":
-        """Returns the program with other sites, and some of its outputs.
-
-        Args:
-          numbers: the value of each site, by name.
-          outputs: names of outputs.
-        """
-        computed_at = {
-            number: position + 1
-            for position, equation in enumerate(self.equations)
-            for number in equation.outputs
-        }
-        sites = [SiteValue(n, number, computed_at.get(number, 0)) for n, number in numbers.items()]
+    def with_sites(self, numbers: Mapping[str, int], outputs: Sequence[str]) -> "TracedFunction":
+        """Returns the program with the values of other sites, and some of its outputs."""
+        order = [number for equation in self.equations for number in equation.outputs]
+        position = {number: index for index, number in enumerate(order, 1)}
         kept = dict(zip(self.output_names, self.outputs, strict=True))
         return dataclasses.replace(
             self,
             outputs=tuple(kept[name] for name in outputs),
             output_names=tuple(outputs),
-            sites=tuple(sorted(sites, key=lambda site: site.position)),
+            sites=dict(sorted(numbers.items(), key=lambda site: position.get(site[1], 0))),
         )
 
     def slice_before(self, number: int, known: Iterable[int]) -> list[Equation]:
@@ -125,18 +97,11 @@ def compute(equation: Equation, values: Values) -> None:
 
 def trace(
     function: Callable[..., Any], params: Any, args: Sequence[Any], *, intermediates: bool
-) -> Program:
-    """Traces function(params, *args).
+) -> TracedFunction:
+    """Traces function(params, *args), whose arguments are trees of arrays or shapes.
 
-    Args:
-      function: a pure function.
-      params: a tree of arrays or shapes.
-      args: the other arguments, trees of arrays.
-      intermediates: the function returns (outputs, intermediates), and each leaf of the latter is
-        a site.
-
-    Raises:
-      UserError: the function has no taps, or does not return a pair.
+    With `intermediates`, the function returns (outputs, intermediates), and each leaf of the latter
+    is a site.
     """
     closed, shape = jax.make_jaxpr(function, return_shape=True)(params, *args)
     builder = _Builder()
@@ -155,15 +120,15 @@ def trace(
             if site:  # That of the whole module is the output.
                 builder.add_site(site, number)
         named = [(name[2:], n) for name, n in named if name.split("/")[0] == "0"]
-    return builder.program(inputs, named)
+    builder.inputs = inputs
+    builder.output_names, builder.outputs = zip(*named, strict=True) if named else ((), ())
+    return builder.with_sites(builder.sites, builder.output_names)
 
 
 def intermediate_name(path: str) -> str:
-    """Returns the site of an intermediate.
-
-    Linen and NNX collect the calls of a module in tuples: "intermediates/a/__call__/0" and
-    "a/__call__/value/0" are "a", and a second call is "a#1". Other paths are kept.
-    """
+    """Returns the site of an intermediate: of Linen's and NNX's tuples of calls, "a", "a#1" ..."""
+    # Linen and NNX collect the calls of a module in tuples: "intermediates/a/__call__/0" and
+    # "a/__call__/value/0" are "a", and a second call is "a#1". Other paths are kept.
     parts = path.split("/")
     of_linen = parts[0] == "intermediates"
     if not (of_linen or parts[-2:-1] == ["value"]) or not parts[-1].isdigit():
@@ -179,17 +144,7 @@ def _leaves(tree: Any) -> list[Any]:
     return jax.tree_util.tree_flatten_with_path(tree)[0]
 
 
-class _Builder:
-    """Collects the equations of a program."""
-
-    def __init__(self) -> None:
-        self.equations: list[Equation] = []
-        self.constants: dict[int, Any] = {}
-        self.types: dict[int, jax.ShapeDtypeStruct] = {}
-        self.parameters: dict[int, str] = {}
-        self.sites: dict[str, int] = {}
-        self.stacks: dict[int, tuple[int, ...]] = {}
-
+class _Builder(TracedFunction):
     def new(self, like: Any) -> int:
         self.types[len(self.types)] = jax.ShapeDtypeStruct(like.shape, like.dtype)
         return len(self.types) - 1
@@ -257,7 +212,6 @@ class _Builder:
         return [*carry, *outputs]
 
     def slice_of(self, number: int, index: int) -> int:
-        """Adds the slice of a stacked value."""
         output = self.apply(lambda x: jax.lax.index_in_dim(x, index, keepdims=False), [number])
         if number in self.parameters:
             self.parameters[output] = f"{self.parameters[number]}[{index}]"
@@ -268,21 +222,6 @@ class _Builder:
         closed = jax.make_jaxpr(function)(*(self.types[number] for number in inputs))
         (output,) = self.inline(closed.jaxpr, closed.consts, inputs, "")
         return output
-
-    def program(self, inputs: Sequence[int], outputs: Sequence[tuple[str, int]]) -> Program:
-        names = tuple(name for name, _ in outputs)
-        program = Program(
-            tuple(self.equations),
-            tuple(inputs),
-            self.constants,
-            tuple(number for _, number in outputs),
-            names,
-            (),
-            self.parameters,
-            self.types,
-            self.stacks,
-        )
-        return program.with_sites(self.sites, names)
 
 
 def _alone(eqn: Any) -> Callable[..., Sequence[Any]]:
@@ -302,7 +241,6 @@ def _stack(*slices: Any) -> Any:
 
 
 def _has_taps(body: Any) -> bool:
-    """Returns whether a jaxpr, or one nested in it, names a value."""
     jaxpr = getattr(body, "jaxpr", body)
     return any(
         eqn.primitive.name == "name" or any(map(_has_taps, core.jaxprs_in_params(eqn.params)))

@@ -3,11 +3,11 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from flaxformer_mt.parity.any_model.numpy_primitives import in_numpy
-from flaxformer_mt.parity.any_model.program import Equation, Program
+from flaxformer_mt.parity.any_model.program import Equation, TracedFunction
 from flaxformer_mt.parity.diagnosis.findings import relative_difference
 
 RESHAPING = (
@@ -27,38 +27,38 @@ RESHAPING = (
 Numbers = dict[int, np.ndarray]
 
 
-def compute(equation: Equation, values: Numbers, program: Program) -> None:
-    """Adds the outputs of an equation to `values`, in NumPy if possible."""
-    inputs = [np.asarray(values[number]) for number in equation.inputs]
-    if len(equation.outputs) == 1:
-        (number,) = equation.outputs
-        dtype = program.types[number].dtype
-        found = in_numpy(equation.name, equation.params, inputs, dtype)
-        if found is not NotImplemented:
-            values[number] = found
-            return
-    values.update(zip(equation.outputs, map(np.asarray, equation.run(*inputs)), strict=True))
+class ProgramCause(NamedTuple):
+    """A change of the equations, and the value of the site that follows."""
+
+    cause: str
+    explanation: str
+    value: np.ndarray
+
+
+Found: TypeAlias = Iterator[ProgramCause]
+
+
+def compute(equation: Equation, values: Numbers) -> None:
+    """Adds the outputs of an equation to `values`, as NumPy arrays."""
+    outputs = equation.run(*(values[number] for number in equation.inputs))
+    values.update(zip(equation.outputs, map(np.asarray, outputs), strict=True))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Segment:
     """The computation of a site from values that are known."""
 
-    program: Program
+    program: TracedFunction
     site: str
     number: int
-    """Of the value of the site."""
     known: Mapping[int, str]
     """The preceding sites with the reference's value, by number."""
     values: Numbers
-    """All values of the segment, computed from the known ones."""
     equations: Sequence[Equation]
     expected: np.ndarray
-    """The reference's value of the site."""
     theirs: Mapping[str, np.ndarray]
     """The reference's values of all sites, and of repeated calls."""
     select: Callable[[np.ndarray], np.ndarray]
-    """The rows that are compared."""
     tolerance: float
 
     @property
@@ -78,7 +78,7 @@ class Segment:
                 equation.outputs
             ):
                 kept = {n: values[n] for n in equation.outputs if n in changes}
-                compute(equation, values, self.program)
+                compute(equation, values)
                 values.update(kept)
                 different.update(equation.outputs)
         return values[self.number]
@@ -90,7 +90,7 @@ class Segment:
             inputs=(*equation.inputs[:operand], -1, *equation.inputs[operand + 1 :])
         )
         inputs[-1] = value
-        compute(alone, inputs, self.program)
+        compute(alone, inputs)
         return self.changed({n: inputs[n] for n in equation.outputs})
 
     @functools.cached_property

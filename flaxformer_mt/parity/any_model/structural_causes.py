@@ -7,12 +7,19 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from flaxformer_mt.parity.any_model.cause import Found, ProgramCause
-from flaxformer_mt.parity.any_model.numpy_primitives import ELEMENTWISE
 from flaxformer_mt.parity.any_model.program import Equation
-from flaxformer_mt.parity.any_model.segment import Segment
-from flaxformer_mt.parity.diagnosis.operations.attention import Softmax
-from flaxformer_mt.parity.diagnosis.operations.sublayers import ACTIVATIONS
+from flaxformer_mt.parity.any_model.segment import Found, ProgramCause, Segment
+from flaxformer_mt.parity.diagnosis.operations import ACTIVATIONS, Softmax
+
+_ELEMENTWISE = frozenset(
+    [
+        *("add", "add_any", "sub", "mul", "div", "neg", "max", "min", "pow", "integer_pow"),
+        *("square", "sqrt", "rsqrt", "exp", "exp2", "log", "log1p", "abs", "sign"),
+        *("tanh", "sin", "cos", "logistic", "erf", "erfc"),
+        *("copy", "copy_p", "stop_gradient"),
+    ]
+)
+"""Primitives that are functions of single elements."""
 
 
 def left_out(segment: Segment) -> Found:
@@ -103,8 +110,8 @@ def _elementwise_regions(segment: Segment) -> Iterator[tuple[int, int]]:
 def _is_elementwise(equation: Equation) -> bool:
     if equation.name in ("custom_jvp_call", "jit"):
         body = equation.params.get("call_jaxpr") or equation.params["jaxpr"]
-        return all(eqn.primitive.name in {*ELEMENTWISE, "jit", "pjit"} for eqn in body.jaxpr.eqns)
-    return equation.name in {*ELEMENTWISE, "integer_pow"}
+        return all(eqn.primitive.name in {*_ELEMENTWISE, "jit", "pjit"} for eqn in body.jaxpr.eqns)
+    return equation.name in _ELEMENTWISE
 
 
 def another_softmax(segment: Segment) -> Found:
@@ -130,7 +137,6 @@ def another_softmax(segment: Segment) -> Found:
 
 
 def _before_exponential(segment: Segment, equation: Equation) -> np.ndarray | None:
-    """Returns the scores of a softmax, before their maximum is subtracted."""
     power = segment.producers[segment.origin(equation.inputs[0])]
     shift = segment.producers.get(power.inputs[0])
     return segment.values[shift.inputs[0]] if shift and shift.name == "sub" else None
@@ -255,12 +261,12 @@ def other_parameters(segment: Segment) -> Found:
 def other_inputs(segment: Segment) -> Found:
     """The segment reads the value of another site: layers are skipped, repeated or reordered."""
     passed_over = {
-        site.number: site.name
-        for site in segment.program.sites
-        if site.number in segment.producers and site.number != segment.number
+        number: site
+        for site, number in segment.program.sites.items()
+        if number in segment.producers and number != segment.number
     }
     readable = {n: segment.known[n] for n in segment.leaves if n in segment.known}
-    order = [site.name for site in segment.program.sites]
+    order = list(segment.program.sites)
     own = order.index(segment.site) if segment.site in order else len(order)
     for number, before in readable.items():
         between = order[order.index(before) + 1 : own] if before in order else []
@@ -300,14 +306,7 @@ def other_inputs(segment: Segment) -> Found:
 
 
 def cause_of_reading(site: str, ours: str, other: str, later: bool) -> str:
-    """Returns the cause that a site reads another site than ours does.
-
-    Args:
-      site: the site.
-      ours: what it reads in our program.
-      other: what it reads in the reference.
-      later: whether our program computes `other` after the site.
-    """
+    """Returns the cause of reading `other` for `ours`; `later`: whether ours computes it after."""
     own, its = (re.match(rf".*?{_LAYER.pattern}", name) for name in (site, other))
     inside = own is not None and its is not None and own[0] == its[0]
     if not inside and _LAYER.sub("#", ours) == _LAYER.sub("#", other):

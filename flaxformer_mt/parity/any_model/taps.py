@@ -35,10 +35,8 @@ def scope(name: str) -> Iterator[None]:
 def tap(name: str, value: Any) -> Any:
     """Names a value, an array or a tree of arrays, and returns it.
 
-    Args:
-      name: the site, such as "layers/0/attention/scores", without the names of the scopes. Leaves
-        of a tree have their paths appended. A name that occurs again gets the suffix "#1", "#2" ...
-      value: what is named.
+    The name, such as "layers/0/attention/scores", is without scopes. Leaves of a tree have their
+    paths appended. A name that occurs again gets the suffix "#1", "#2" ...
     """
     full = "/".join((*_SCOPE.get(), name))
 

@@ -73,15 +73,11 @@ def weight_rules(
     buffers: Mapping[str, tuple[int, ...]],
     unused: Sequence[str] = (),
 ) -> WeightRules:
-    """Applies rules to the tensors of a module and the parameters of a function.
+    """Applies rules to the tensors of a module and the parameters of a function, given by shape.
 
-    Args:
-      rules: the rules; None: paths and names are equal, up to slashes and dots.
-      shapes: of the parameters of the function, by path.
-      parameters: shapes of the module's parameters, by name; tied ones may be given once.
-      buffers: shapes of the module's buffers, which rules may or may not name.
-      unused: names of parameters of the module that the function has no counterpart for; "*"
-        stands for any part of a name.
+    Without rules, paths and names are equal, up to slashes and dots. Tied parameters may be given
+    once; rules may or may not name buffers. `unused` has the names of parameters of the module
+    without a counterpart, in which "*" stands for any part.
 
     Raises:
       UserError: a tensor has no rule or several, or a rule fits no tensor or another shape.
@@ -112,7 +108,6 @@ def weight_rules(
 
 
 def _applied(rule: TensorRule, names: Set[str]) -> list[_Application]:
-    """Returns a rule for each layer of which `names` has a tensor or parameter."""
 
     def at(texts: tuple[str, ...], layer: int) -> tuple[str, ...]:
         return tuple(text.format(layer=layer, number=layer + 1) for text in texts)
@@ -148,5 +143,5 @@ def _once(
 
 
 def tensor_shapes(tensors: Iterable[tuple[str, Any]]) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of named tensors."""
+    """Returns shapes by name."""
     return {name: tuple(tensor.shape) for name, tensor in tensors}

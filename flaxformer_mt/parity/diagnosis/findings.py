@@ -1,8 +1,7 @@
 """Finds every difference of two models, each by itself.
 
-The sites are visited in the order of the data flow. The value of each is computed from the
-reference's values of the preceding sites, as if all earlier differences had been corrected: it
-differs only if the computation between them does.
+Each value is computed from the reference's values of the preceding sites, as if all earlier
+differences had been corrected: it differs only if the computation between them does.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from flaxformer_mt.parity.diagnosis.diagnose import Diagnosis
+from flaxformer_mt.parity.diagnosis.first_cause import Diagnosis
 from flaxformer_mt.parity.reports.comparison import Finding
 from flaxformer_mt.parity.rows import VALUES, largest
 
@@ -38,14 +37,9 @@ def find(
     select: Select,
     dtype: str,
 ) -> Iterator[Finding]:
-    """Yields the sites whose computation differs, in order, with their causes.
+    """Yields the sites whose computation differs, in the order of `sites`, with their causes.
 
-    Args:
-      model: our model; it is changed.
-      sites: all sites in the order of the data flow.
-      theirs: the values of the reference.
-      select: the rows that are compared.
-      dtype: of both sides; determines the tolerance.
+    `model` is changed; `theirs` are the reference's values, and `dtype` determines the tolerance.
     """
     floor = 0.0 if dtype == "float64" else 1.0
     for site in sites:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.parity.tokens import Padding
+from flaxformer_mt.parity.tokens import Padding, Tokens
 from flaxformer_mt.parity.trace import Values
 
 
@@ -19,35 +19,18 @@ class DiagnosisInputs(NamedTuple):
     config: TransformerConfig
     params: Mapping[str, np.ndarray]
     """Our parameters by path, with a leading axis L below "layers"."""
-    source: np.ndarray
-    """int [B, S] tokens."""
-    target_input: np.ndarray
-    """int [B, T] tokens."""
-    target_output: np.ndarray
-    """int [B, T] tokens."""
-    real_source: np.ndarray
-    """bool [B, S], False for padding."""
-    real_target: np.ndarray
-    """bool [B, T], False for padding."""
+    tokens: Tokens
+    real: Padding
     ours: Values
     """Our values by site, "logits" among them."""
     theirs: Values
     """The reference's values by site, where it has taps."""
     tolerance: float
-    """The tolerance relative to the largest magnitude."""
     loss: float
-    """The reference's loss per token."""
     convention: str
-    """Our convention of label smoothing."""
     smoothing: float
-    """e of the label smoothing."""
     again: Mapping[str, np.ndarray] = MappingProxyType({})
     """The reference's values of further calls, see `trace.ModuleValues.again`."""
-
-    @property
-    def real(self) -> Padding:
-        """The masks of real tokens."""
-        return Padding(self.real_source, self.real_target)
 
 
 class ParsedSite(NamedTuple):
@@ -119,11 +102,7 @@ def with_values(inputs: DiagnosisInputs, values: Values) -> DiagnosisInputs:
 
 
 def parameter(inputs: DiagnosisInputs, path: str, layer: int | None = None) -> np.ndarray:
-    """Returns one of our parameters, of one layer if `layer` is given.
-
-    Raises:
-      KeyError: our model has no such parameter.
-    """
+    """Returns one of our parameters, of one layer if `layer` is given."""
     found = inputs.params[path]
     return found if layer is None else found[layer]
 

@@ -12,23 +12,26 @@ from flaxformer_mt.parity.diagnosis.inputs import (
     parameter,
     parse_site,
 )
-from flaxformer_mt.parity.diagnosis.operations.attention import Context, Scores, Softmax
-from flaxformer_mt.parity.diagnosis.operations.base import Given, Operation
-from flaxformer_mt.parity.diagnosis.operations.embeddings import (
+from flaxformer_mt.parity.diagnosis.operations import (
+    Activation,
     AddPositions,
-    Lookup,
-    token_positions,
-)
-from flaxformer_mt.parity.diagnosis.operations.losses import Loss
-from flaxformer_mt.parity.diagnosis.operations.norms import LayerNormalization
-from flaxformer_mt.parity.diagnosis.operations.positions import (
     BucketBias,
+    Context,
+    Given,
+    LayerNormalization,
     LinearBias,
+    LinearMap,
+    Logits,
+    Lookup,
+    Loss,
+    Operation,
+    Residual,
     Rotation,
     ScoreBias,
+    Scores,
+    Softmax,
+    token_positions,
 )
-from flaxformer_mt.parity.diagnosis.operations.projections import LinearMap, Logits
-from flaxformer_mt.parity.diagnosis.operations.sublayers import Activation, Residual
 
 
 class NotComputed(Exception):
@@ -38,19 +41,14 @@ class NotComputed(Exception):
 def operation(inputs: DiagnosisInputs, site: str) -> Operation:
     """Returns the operation of our model at a site, applied to its values at earlier sites.
 
-    Raises:
-      NotComputed: it needs the input of the layers, and the model has no embeddings.
+    Raises `NotComputed` if it needs the input of the layers, and the model has no embeddings.
     """
     parsed = parse_site(site)
     return _OPERATIONS[parsed.part](inputs, parsed)
 
 
 def stack_input(inputs: DiagnosisInputs, stack: str) -> np.ndarray:
-    """Returns the input of a stack's first layer, [B, T, D].
-
-    Raises:
-      NotComputed: the model has no embeddings.
-    """
+    """Returns the input of a stack's first layer, [B, T, D], or raises `NotComputed`."""
     side = "source" if stack == "encoder" else "target"
     sites = (f"{stack}/embedding_norm", f"{side}/embedded", f"{side}/embedding")
     for site in sites:
@@ -103,7 +101,7 @@ def _lookup(inputs: DiagnosisInputs, site: ParsedSite) -> Lookup:
     c = inputs.config
     return Lookup(
         table=embedding_table(inputs, site.stack),
-        tokens=inputs.source if site.stack == "encoder" else inputs.target_input,
+        tokens=inputs.tokens.source if site.stack == "encoder" else inputs.tokens.target_input,
         scale=c.d_model**0.5 if c.scale_embeddings else 1.0,
         zeroed=(-1, c.pad_id) if c.zero_pad_embeddings else (-1,),
     )
@@ -123,7 +121,7 @@ def _add_positions(inputs: DiagnosisInputs, site: ParsedSite) -> AddPositions:
         offset=c.position_offset,
     )
     # Some models count real tokens instead of columns; the values tell which.
-    real = inputs.real_source if site.stack == "encoder" else inputs.real_target
+    real = inputs.real.source if site.stack == "encoder" else inputs.real.target
     found = inputs.ours[f"{side}/embedded"]
     counted = columns.but(positions=token_positions(real))
     return min(columns, counted, key=lambda added: np.abs(added.value() - found)[real].max())
@@ -182,16 +180,17 @@ def _scores(inputs: DiagnosisInputs, site: ParsedSite) -> Scores:
     everything = np.ones((query.shape[1], key.shape[1]), bool)
     of_target = site.stack == "decoder" and site.group == "self_attention"
     if not of_target:
-        padding = inputs.real_source
+        padding = inputs.real.source
     elif c.mask_target_padding and c.target_vocab_size:
-        padding = inputs.target_input != c.pad_id
+        padding = inputs.tokens.target_input != c.pad_id
     else:
-        padding = np.ones_like(inputs.real_target)
+        padding = np.ones_like(inputs.real.target)
     attends_to_itself = site.group == "self_attention"
     return Scores(
         query=query,
         key=key,
         num_heads=c.num_heads,
+        kv_heads=c.kv_heads,
         scale=c.key_width**-0.5 if c.scale_scores else 1.0,
         padding=padding[:, None, None],
         causal=np.tril(everything) if of_target else everything,
@@ -229,6 +228,7 @@ def _context(inputs: DiagnosisInputs, site: ParsedSite) -> Context:
         inputs.ours[f"{prefix}/weights"],
         inputs.ours[f"{prefix}/value"],
         inputs.config.num_heads,
+        inputs.config.kv_heads,
     )
 
 
@@ -264,7 +264,7 @@ def _logits(inputs: DiagnosisInputs, site: ParsedSite) -> Operation:
 def _loss(inputs: DiagnosisInputs, site: ParsedSite) -> Loss:
     return Loss(
         logits=inputs.ours["logits"],
-        targets=inputs.target_output.astype(np.int64),
+        targets=inputs.tokens.target_output.astype(np.int64),
         convention=inputs.convention,
         smoothing=inputs.smoothing,
         pad_id=inputs.config.pad_id,
@@ -290,4 +290,3 @@ _OPERATIONS: dict[str, Callable[[DiagnosisInputs, ParsedSite], Operation]] = {
     "logits": _logits,
     "loss": _loss,
 }
-"""The function that builds the operation, by the last component of the site."""

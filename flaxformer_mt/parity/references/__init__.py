@@ -2,22 +2,20 @@
 
 They are written from the equations, except for `torch` (PyTorch's own module) and `marian`,
 `mbart`, `m2m100` and `t5` (those of Hugging Face). Parameters, buffers and modules have the
-published names, so that a state dict of the published code loads with `strict=True`. Constants of a
+published names: a state dict of the published code loads with `strict=True`. Constants of a
 publication (epsilons, layouts, masks, fixed dropout rates) are literals here instead of
 configuration fields, because they are what the comparison verifies.
-
-All references have the same interface:
 
     reference = build("tunz", d_model=64, num_heads=8, source_vocab_size=100, ...)
     logits = reference(source, target_input)
     logits, attention = reference(source, target_input, return_attention=True)
 
-with int64 tokens `source` [B, S] and `target_input` [B, T], the same decoder input as our model,
-and logits [B, T, V]. There are two exceptions: a `tunz` without inputs ignores `source`;
-`double_projection` consists of layers only and takes vectors [B, S, D], [B, T, D] and masks.
+Tokens `source` [B, S] and `target_input` [B, T] are int64, the same as our model's; logits
+[B, T, V]. A `tunz` without inputs ignores `source`; `double_projection` consists of layers only
+and takes vectors [B, S, D], [B, T, D] and masks.
 
-Sinusoids are computed in the dtype in which a reference is built, so that a float64 reference is
-float64 throughout; `.double()` on a float32 one would keep tables rounded to float32.
+Sinusoids are computed in the dtype in which a reference is built; `.double()` on a float32 one
+would keep tables rounded to float32.
 """
 
 import dataclasses
@@ -58,20 +56,13 @@ def build(family: str, **sizes: Any) -> nn.Module:
 
 
 def of_config(family: str, config: TransformerConfig, dtype: str, **options: Any) -> nn.Module:
-    """Builds the reference of a family with exactly this configuration, but for the dtype.
-
-    See `build` for its other options and for errors.
-    """
+    """Builds the reference of a family with this configuration and `dtype`."""
     fields = dataclasses.asdict(config) | {"param_dtype": dtype, "dtype": dtype}
     return build(family, **fields, **options)
 
 
 def taps(family: str, config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
-    """Returns the taps of a module that has the structure of a family's reference.
-
-    Raises:
-      UserError: the family has no reference.
-    """
+    """Returns the taps of a module like a family's reference; UserError if there is none."""
     if canonical_family(family) not in FAMILIES:
         raise UserError(f"{family} has no reference with known taps: give taps=...")
     return _module(family).taps(config, module)
@@ -87,10 +78,7 @@ def _module(family: str) -> ModuleType:
 
 
 def perturb(reference: nn.Module) -> nn.Module:
-    """Adds noise to parameters whose initial zeros or ones would mask errors.
-
-    These are biases, norms, and the embeddings of padding.
-    """
+    """Adds noise to biases, norms and embeddings of padding, whose zeros or ones mask errors."""
     with no_grad():
         vectors: list[Tensor] = [p for p in reference.parameters() if p.dim() == 1]
         vectors += [buffer for name, buffer in reference.named_buffers() if name.endswith("bias")]

@@ -17,15 +17,8 @@ from torch import Tensor, nn
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.parity.references.common import (
-    MASKED_SCORE,
-    Attention,
-    join_heads,
-    not_future,
-    not_padding,
-    split_heads,
-)
-from flaxformer_mt.parity.trace import Tap, for_layers, softmax_input, softmax_output
+from flaxformer_mt.parity.references import common
+from flaxformer_mt.parity.trace import Tap
 
 SourceAttention = Literal["src_attn", "self_attn"]
 """The module that computes cross-attention: one of its own (harvardnlp), or the self-attention of
@@ -51,10 +44,10 @@ class LayerNorm(nn.Module):
 class SublayerConnection(nn.Module):
     """x + f(norm(x))."""
 
-    def __init__(self, size: int, dropout: float) -> None:
+    def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.norm = LayerNorm(size)
-        self.dropout = nn.Dropout(dropout)
+        self.norm = LayerNorm(config.d_model)
+        self.dropout = nn.Dropout(config.dropout_rate)
 
     def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
         """[B, T, D] to [B, T, D]."""
@@ -62,142 +55,87 @@ class SublayerConnection(nn.Module):
 
 
 class MultiHeadedAttention(nn.Module):
-    """H heads; `linears` project queries, keys, values and the joined heads.
+    """H heads; `linears` project queries, keys, values and the joined heads."""
 
-    H*d_k and H*d_v need not be D. The weights of the last call stay in `attn` [B, H, T, S], after
-    dropout.
-    """
-
-    attn: Tensor
-
-    def __init__(self, h: int, d_model: int, d_k: int, d_v: int, dropout: float = 0.1) -> None:
+    def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.h = h
-        self.d_k = d_k
+        # H*d_k and H*d_v need not be D.
+        self.h, self.d_k = config.num_heads, config.key_width
+        keys, values = self.h * self.d_k, self.h * config.value_width
+        sizes = [(config.d_model, size) for size in (keys, keys, values)]
         self.linears = nn.ModuleList(
-            [
-                nn.Linear(d_model, h * d_k),
-                nn.Linear(d_model, h * d_k),
-                nn.Linear(d_model, h * d_v),
-                nn.Linear(h * d_v, d_model),
-            ]
+            nn.Linear(*size) for size in [*sizes, (values, config.d_model)]
         )
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = nn.Dropout(config.attention_dropout_rate)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-        """[B, T, D], under mask [B, 1 or T, S]."""
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """[B, T, D] and the weights [B, H, T, S], under mask [B, 1 or T, S]."""
         q, k, v = (
-            split_heads(linear(x), self.h)
+            common.split_heads(linear(x), self.h)
             for linear, x in zip(self.linears, (query, key, value), strict=False)
         )
         scores = q @ k.transpose(-2, -1) / math.sqrt(self.d_k)
-        scores = scores.masked_fill(~mask.unsqueeze(1), MASKED_SCORE)
-        self.attn = self.dropout(scores.softmax(dim=-1))
-        return self.linears[-1](join_heads(self.attn @ v))
+        context, weights = common.attend(scores, v, mask, self.dropout, common.MASKED_SCORE)
+        # The published module keeps the weights, after dropout, as an attribute.
+        return self.linears[-1](context), weights
 
 
 class PositionwiseFeedForward(nn.Module):
     """W2 dropout(relu(W1 x))."""
 
-    def __init__(self, d_model: int, d_ff: int, dropout: float) -> None:
+    def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.w_1 = nn.Linear(d_model, d_ff)
-        self.w_2 = nn.Linear(d_ff, d_model)
-        self.dropout = nn.Dropout(dropout)
+        self.w_1 = nn.Linear(config.d_model, config.d_ff)
+        self.w_2 = nn.Linear(config.d_ff, config.d_model)
+        self.dropout = nn.Dropout(config.dropout_rate)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, D] to [B, T, D]."""
         return self.w_2(self.dropout(self.w_1(x).relu()))
 
 
-class EncoderLayer(nn.Module):
-    """Self-attention, then feed-forward."""
+class Layer(nn.Module):
+    """Self-attention, in the decoder cross-attention, and feed-forward."""
 
-    self_attn: MultiHeadedAttention
+    def __init__(self, config: TransformerConfig, attentions: tuple[str, ...]) -> None:
+        super().__init__()
+        for name in dict.fromkeys(attentions):
+            self.add_module(name, MultiHeadedAttention(config))
+        # Without `src_attn`, self-attention's weights attend to the encoder, too.
+        self.attentions = attentions
+        self.feed_forward = PositionwiseFeedForward(config)
+        self.sublayer = nn.ModuleList(
+            SublayerConnection(config) for _ in (*attentions, self.feed_forward)
+        )
+
+    def forward(self, x: Tensor, mask: Tensor, *source: Tensor) -> Tensor:
+        """[B, T, D]; `source` is the encoder's output [B, S, D] and its mask [B, 1, S]."""
+        self_attn = self.get_submodule(self.attentions[0])
+        x = self.sublayer[0](x, lambda x: self_attn(x, x, x, mask)[0])
+        if source:
+            memory, src_mask = source
+            src_attn = self.get_submodule(self.attentions[1])
+            x = self.sublayer[1](x, lambda x: src_attn(x, memory, memory, src_mask)[0])
+        return self.sublayer[-1](x, self.feed_forward)
+
+
+class Stack(nn.Module):
+    """The encoder or the decoder: layers and a final norm."""
 
     def __init__(
-        self, size: int, self_attn: MultiHeadedAttention, feed_forward: nn.Module, dropout: float
+        self, config: TransformerConfig, num_layers: int, attentions: tuple[str, ...]
     ) -> None:
         super().__init__()
-        self.self_attn = self_attn
-        self.feed_forward = feed_forward
-        self.sublayer = nn.ModuleList(SublayerConnection(size, dropout) for _ in range(2))
+        self.layers = nn.ModuleList(Layer(config, attentions) for _ in range(num_layers))
+        self.norm = LayerNorm(config.d_model)
 
-    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, S, D], and the attention weights [B, H, S, S]."""
-        x = self.sublayer[0](x, lambda x: self.self_attn(x, x, x, mask))
-        return self.sublayer[1](x, self.feed_forward), self.self_attn.attn
-
-
-class DecoderLayer(nn.Module):
-    """Self-attention, cross-attention, feed-forward.
-
-    Without `src_attn`, self-attention's weights attend to the encoder, too.
-    """
-
-    self_attn: MultiHeadedAttention
-
-    def __init__(
-        self,
-        size: int,
-        self_attn: MultiHeadedAttention,
-        src_attn: MultiHeadedAttention | None,
-        feed_forward: nn.Module,
-        dropout: float,
-    ) -> None:
-        super().__init__()
-        self.self_attn = self_attn
-        if src_attn is not None:
-            self.src_attn = src_attn
-        self.feed_forward = feed_forward
-        self.sublayer = nn.ModuleList(SublayerConnection(size, dropout) for _ in range(3))
-
-    def forward(
-        self, x: Tensor, memory: Tensor, src_mask: Tensor, tgt_mask: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, T, D], and the attention weights [B, H, T, T] and [B, H, T, S]."""
-        src_attn: Any = getattr(self, "src_attn", self.self_attn)
-        x = self.sublayer[0](x, lambda x: self.self_attn(x, x, x, tgt_mask))
-        self_weights = self.self_attn.attn  # Before a shared module is called again.
-        x = self.sublayer[1](x, lambda x: src_attn(x, memory, memory, src_mask))
-        return self.sublayer[2](x, self.feed_forward), self_weights, src_attn.attn
-
-
-class Encoder(nn.Module):
-    """The encoder: layers and a final norm."""
-
-    def __init__(self, layers: list[EncoderLayer], size: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-        self.norm = LayerNorm(size)
-
-    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """[B, S, D], and the attention weights of every layer [B, H, S, S]."""
-        all_weights = []
+    def forward(self, x: Tensor, *masks_and_memory: Tensor) -> Tensor:
+        """[B, T, D] to [B, T, D]."""
         for layer in self.layers:
-            x, weights = layer(x, mask)
-            all_weights.append(weights)
-        return self.norm(x), all_weights
-
-
-class Decoder(nn.Module):
-    """The decoder: layers and a final norm."""
-
-    def __init__(self, layers: list[DecoderLayer], size: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-        self.norm = LayerNorm(size)
-
-    def forward(
-        self, x: Tensor, memory: Tensor, src_mask: Tensor, tgt_mask: Tensor
-    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """[B, T, D], and the attention weights of every layer [B, H, T, T] and [B, H, T, S]."""
-        all_self_weights, all_cross_weights = [], []
-        for layer in self.layers:
-            x, self_weights, cross_weights = layer(x, memory, src_mask, tgt_mask)
-            all_self_weights.append(self_weights)
-            all_cross_weights.append(cross_weights)
-        return self.norm(x), all_self_weights, all_cross_weights
+            x = layer(x, *masks_and_memory)
+        return self.norm(x)
 
 
 class Embeddings(nn.Module):
@@ -218,15 +156,12 @@ class PositionalEncoding(nn.Module):
 
     pe: Tensor
 
-    def __init__(self, d_model: int, dropout: float, base: float, max_len: int = 5000) -> None:
+    def __init__(self, config: TransformerConfig, max_len: int = 5000) -> None:
         super().__init__()
-        self.dropout = nn.Dropout(dropout)
-        position = torch.arange(max_len).unsqueeze(1)
-        frequency = torch.exp(torch.arange(0, d_model, 2) * -(math.log(base) / d_model))
-        pe = torch.zeros(max_len, d_model)
-        pe[:, 0::2] = torch.sin(position * frequency)
-        pe[:, 1::2] = torch.cos(position * frequency)
-        self.register_buffer("pe", pe.unsqueeze(0))
+        self.dropout = nn.Dropout(config.dropout_rate)
+        d_model, base = config.d_model, config.position_base
+        frequencies = torch.exp(torch.arange(0, d_model, 2) * -(math.log(base) / d_model))
+        self.register_buffer("pe", common.interleaved_sinusoids(max_len, frequencies).unsqueeze(0))
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, D] to [B, T, D]."""
@@ -245,178 +180,66 @@ class Generator(nn.Module):
         return self.proj(x)
 
 
-class EncoderDecoder(nn.Module):
-    """The whole model. Padding is where the token is `pad`, on both sides."""
+class Transformer(common.EncoderDecoder):
+    """The published `EncoderDecoder`: embeddings, stacks and generator."""
 
-    def __init__(
-        self,
-        encoder: Encoder,
-        decoder: Decoder,
-        src_embed: nn.Sequential,
-        tgt_embed: nn.Sequential,
-        generator: Generator,
-        pad: int,
-    ) -> None:
+    attention = MultiHeadedAttention
+
+    def __init__(self, config: TransformerConfig, source_attention: SourceAttention) -> None:
         super().__init__()
-        self.encoder = encoder
-        self.decoder = decoder
-        self.src_embed = src_embed
-        self.tgt_embed = tgt_embed
-        self.generator = generator
-        self.pad = pad
+        self.pad_id = config.pad_id
+        attentions = ("self_attn", source_attention)
+        self.encoder = Stack(config, config.num_encoder_layers, attentions[:1])
+        self.decoder = Stack(config, config.num_decoder_layers, attentions)
 
-    def forward(
-        self, src: Tensor, tgt: Tensor, return_attention: bool = False
-    ) -> Tensor | tuple[Tensor, Attention]:
-        """Logits [B, T, V] for src [B, S] and tgt [B, T]."""
-        src_mask = not_padding(src, self.pad)
-        tgt_mask = not_padding(tgt, self.pad) & not_future(tgt)
-        memory, encoder_self = self.encoder(self.src_embed(src), src_mask)
-        x, decoder_self, decoder_cross = self.decoder(
-            self.tgt_embed(tgt), memory, src_mask, tgt_mask
-        )
-        logits = self.generator(x)
-        if return_attention:
-            return logits, Attention(encoder_self, decoder_self, decoder_cross)
-        return logits
+        def embed(vocab: int) -> nn.Sequential:
+            return nn.Sequential(Embeddings(config.d_model, vocab), PositionalEncoding(config))
 
+        self.src_embed: Any = embed(config.source_vocab_size)
+        self.tgt_embed: Any = embed(config.target_vocab_size)
+        self.generator = Generator(config.d_model, config.target_vocab_size)
+        common.xavier_uniform(self)
+        common.tie(config, self.src_embed[0].lut, self.tgt_embed[0].lut, self.generator.proj)
 
-def make_model(
-    src_vocab: int,
-    tgt_vocab: int,
-    *,
-    encoder_layers: int = 6,
-    decoder_layers: int = 6,
-    d_model: int = 512,
-    d_ff: int = 2048,
-    h: int = 8,
-    d_k: int = 64,
-    d_v: int = 64,
-    dropout: float = 0.1,
-    attention_dropout: float = 0.1,
-    base: float = 10000.0,
-    source_attention: SourceAttention = "src_attn",
-    pad: int = 0,
-) -> EncoderDecoder:
-    """A model with Xavier-uniform matrices."""
-
-    def attention() -> MultiHeadedAttention:
-        return MultiHeadedAttention(h, d_model, d_k, d_v, attention_dropout)
-
-    def feed_forward() -> PositionwiseFeedForward:
-        return PositionwiseFeedForward(d_model, d_ff, dropout)
-
-    def embed(vocab: int) -> nn.Sequential:
-        return nn.Sequential(Embeddings(d_model, vocab), PositionalEncoding(d_model, dropout, base))
-
-    def encoder_layer() -> EncoderLayer:
-        return EncoderLayer(d_model, attention(), feed_forward(), dropout)
-
-    def decoder_layer() -> DecoderLayer:
-        src_attn = attention() if source_attention == "src_attn" else None
-        return DecoderLayer(d_model, attention(), src_attn, feed_forward(), dropout)
-
-    model = EncoderDecoder(
-        Encoder([encoder_layer() for _ in range(encoder_layers)], d_model),
-        Decoder([decoder_layer() for _ in range(decoder_layers)], d_model),
-        embed(src_vocab),
-        embed(tgt_vocab),
-        Generator(d_model, tgt_vocab),
-        pad,
-    )
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            nn.init.xavier_uniform_(parameter)
-    return model
+    def logits(self, source: Tensor, target_input: Tensor, *masks: Tensor) -> Tensor:
+        """Returns [B, T, V] for source [B, S] and target_input [B, T]."""
+        visible, target_visible = self.masks(source, target_input)
+        memory = self.encoder(self.src_embed(source), visible)
+        x = self.decoder(self.tgt_embed(target_input), target_visible, memory, visible)
+        return self.generator(x)
 
 
-def build(
-    config: TransformerConfig, source_attention: SourceAttention = "src_attn"
-) -> EncoderDecoder:
-    """Builds the reference with the sizes, the tied tables and the position base of `config`.
-
-    `annotated_wide_heads` uses it, too: the same code, with d_k and d_v of its own and the
-    attention's dropout following the rate.
-    """
+def build(config: TransformerConfig, source_attention: SourceAttention = "src_attn") -> Transformer:
+    """Builds the reference with the sizes, the tied tables and the position base of `config`."""
     if config.d_model % 2:
         raise UserError(f"d_model={config.d_model}: the published positions need an even number")
-    model = make_model(
-        config.source_vocab_size,
-        config.target_vocab_size,
-        encoder_layers=config.num_encoder_layers,
-        decoder_layers=config.num_decoder_layers,
-        d_model=config.d_model,
-        d_ff=config.d_ff,
-        h=config.num_heads,
-        d_k=config.key_width,
-        d_v=config.value_width,
-        dropout=config.dropout_rate,
-        attention_dropout=config.attention_dropout_rate,
-        base=config.position_base,
-        source_attention=source_attention,
-        pad=config.pad_id,
-    )
-    source, target = model.src_embed[0], model.tgt_embed[0]
-    assert isinstance(source, Embeddings)
-    assert isinstance(target, Embeddings)
-    if config.shares_source_and_target:
-        source.lut.weight = target.lut.weight
-    if config.shares_target_and_output:
-        model.generator.proj.weight = target.lut.weight
-    return model
+    return Transformer(config, source_attention)
 
 
 def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
     """Returns the taps of `module`: where it computes each site of `parity.trace`."""
+    linears = [f"linears.{index}" for index in range(4)]
     shared = not any(".src_attn." in name for name, _ in module.named_parameters())
-    encoder, decoder = "encoder.layers.{layer}", "decoder.layers.{layer}"
-    in_encoder = {
-        **_attention_taps("encoder", "self_attention", f"{encoder}.self_attn", 0),
-        **_feed_forward_taps("encoder", 1),
-        "encoder/layers/{layer}": Tap(encoder),
-    }
-    src_attn, call = ("self_attn", 1) if shared else ("src_attn", 0)
-    in_decoder = {
-        **_attention_taps("decoder", "self_attention", f"{decoder}.self_attn", 0),
-        **_attention_taps("decoder", "cross_attention", f"{decoder}.{src_attn}", 1, call),
-        **_feed_forward_taps("decoder", 2),
-        "decoder/layers/{layer}": Tap(decoder),
-    }
-    return {
-        "source/embedding": Tap("src_embed.0"),
-        "source/embedded": Tap("src_embed.1"),
-        **for_layers(config.num_encoder_layers, in_encoder),
-        "encoder/final_norm": Tap("encoder.norm"),
-        "target/embedding": Tap("tgt_embed.0"),
-        "target/embedded": Tap("tgt_embed.1"),
-        **for_layers(config.num_decoder_layers, in_decoder),
-        "decoder/final_norm": Tap("decoder.norm"),
-    }
 
+    def in_stack(side, stack, attentions):
+        layer = f"{stack}.layers.{{layer}}"
+        embedding = "src_embed" if side == "source" else "tgt_embed"
+        sublayers = range(len(attentions) + 1)
+        norms = [f"sublayer.{index}.norm" for index in sublayers]
+        feed_forward = ("feed_forward.w_1", "feed_forward.w_2")
+        found = {
+            f"{side}/embedding": Tap(f"{embedding}.0"),
+            f"{side}/embedded": Tap(f"{embedding}.1"),
+            f"{stack}/final_norm": Tap(f"{stack}.norm"),
+            **common.layer_taps(stack, layer, attentions, linears, feed_forward, norms, "pre"),
+        }
+        site = f"{stack}/layers/{{layer}}"
+        for index, name in zip(sublayers, [*attentions, "feed_forward"], strict=True):
+            found[f"{site}/{name}_sum"] = Tap(f"{layer}.sublayer.{index}")
+        if shared and len(attentions) > 1:  # The second call of the self-attention.
+            attention = f"{layer}.self_attn"
+            parts = [f"{attention}.{linear}" for linear in linears]
+            found |= common.attention_taps(f"{site}/cross_attention", parts, attention, call=1)
+        return found
 
-def _attention_taps(
-    stack: str, name: str, module: str, sublayer: int, call: int = 0
-) -> dict[str, Tap]:
-    site, wrapper = f"{stack}/layers/{{layer}}/{name}", f"{stack}.layers.{{layer}}.sublayer"
-    return {
-        f"{site}_norm": Tap(f"{wrapper}.{sublayer}.norm"),
-        f"{site}/query": Tap(f"{module}.linears.0", call=call),
-        f"{site}/key": Tap(f"{module}.linears.1", call=call),
-        f"{site}/value": Tap(f"{module}.linears.2", call=call),
-        f"{site}/scores": softmax_input(module, call),
-        f"{site}/weights": softmax_output(module, call),
-        f"{site}/context": Tap(f"{module}.linears.3", "input", call=call),
-        f"{site}/output": Tap(f"{module}.linears.3", call=call),
-        f"{site}_sum": Tap(f"{wrapper}.{sublayer}"),
-    }
-
-
-def _feed_forward_taps(stack: str, sublayer: int) -> dict[str, Tap]:
-    layer, theirs = f"{stack}/layers/{{layer}}", f"{stack}.layers.{{layer}}"
-    return {
-        f"{layer}/feed_forward_norm": Tap(f"{theirs}.sublayer.{sublayer}.norm"),
-        f"{layer}/feed_forward/hidden": Tap(f"{theirs}.feed_forward.w_1"),
-        f"{layer}/feed_forward/activated": Tap(f"{theirs}.feed_forward.w_2", "input"),
-        f"{layer}/feed_forward/output": Tap(f"{theirs}.feed_forward.w_2"),
-        f"{layer}/feed_forward_sum": Tap(f"{theirs}.sublayer.{sublayer}"),
-    }
+    return common.both_stacks(config, in_stack, ("self_attn", "src_attn"))

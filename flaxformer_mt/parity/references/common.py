@@ -1,16 +1,18 @@
-"""Shared parts of the references: masks, heads, dtype, taps, and the returned attention."""
+"""Shared parts of the references: masks, heads, positions, the forward pass, and taps."""
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from flaxformer_mt.parity.trace import Tap, softmax_input, softmax_output
+from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.parity.trace import Tap, for_layers, softmax_input, softmax_output
 
 MASKED_SCORE = -1e9
 """The value of masked scores in every publication except `torch.nn.Transformer`."""
@@ -19,8 +21,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "gelu": F.gelu,
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "silu": F.silu,
 }
-"""Activations by their names in `TransformerConfig.activation`."""
 
 
 class Attention(NamedTuple):
@@ -32,6 +34,71 @@ class Attention(NamedTuple):
     """[B, H, T, T]"""
     decoder_cross: list[Tensor]
     """[B, H, T, S]"""
+
+
+class EncoderDecoder(nn.Module):
+    """The interface of the references, with sub-modules `encoder` and `decoder`."""
+
+    attention: type[nn.Module]
+    """The class of the attention modules, which return the context and the weights."""
+    pad_id: int
+    encoder: Any
+    """Takes (source [B, S], its mask [B, 1, S])."""
+    decoder: Any
+    """Takes (target [B, T], its mask [B, T, T], the encoder's output, the source's mask)."""
+
+    def forward(
+        self, source: Tensor, target_input: Tensor, *masks: Tensor, return_attention: bool = False
+    ) -> Tensor | tuple[Tensor, Attention]:
+        """Returns the logits [B, T, V] and, on request, the attention weights."""
+        with _attention_weights(self) as weights:
+            logits = self.logits(source, target_input, *masks)
+        return (logits, weights) if return_attention else logits
+
+    def logits(self, source: Tensor, target_input: Tensor, *masks: Tensor) -> Tensor:
+        """Returns [B, T, V] for source [B, S] and target_input [B, T]."""
+        visible, target_visible = self.masks(source, target_input)
+        encoded = self.encoder(source, visible)
+        return self.project(self.decoder(target_input, target_visible, encoded, visible))
+
+    def masks(self, source: Tensor, target_input: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the masks of source [B, 1, S] and target [B, T, T]: bool, True = attend."""
+        visible = not_padding(target_input, self.pad_id) & not_future(target_input)
+        return not_padding(source, self.pad_id), visible
+
+    def project(self, x: Tensor) -> Tensor:
+        """[B, T, D] to [B, T, V]."""
+        return self.get_submodule("generator")(x)
+
+
+@contextlib.contextmanager
+def _attention_weights(model: EncoderDecoder) -> Iterator[Attention]:
+    weights = Attention([], [], [])
+
+    def ask_for_weights(module, args, kwargs):
+        return args, kwargs | {"need_weights": True, "average_attn_weights": False}
+
+    def keep(in_encoder, module, args, output):
+        if in_encoder:
+            weights.encoder_self.append(output[1])
+        else:
+            by_kind = weights.decoder_self if args[0] is args[1] else weights.decoder_cross
+            by_kind.append(output[1])
+
+    # PyTorch's own have to be asked for weights. The hooks also keep its layers off the inference
+    # fast path.
+    handles = []
+    for name, module in model.named_modules():
+        if isinstance(module, model.attention):
+            in_encoder = "encoder" in name.split(".")
+            handles.append(module.register_forward_hook(functools.partial(keep, in_encoder)))
+        if isinstance(module, nn.MultiheadAttention):
+            handles.append(module.register_forward_pre_hook(ask_for_weights, with_kwargs=True))
+    try:
+        yield weights
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def not_padding(tokens: Tensor, pad_id: int) -> Tensor:
@@ -55,6 +122,48 @@ def join_heads(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2)
 
 
+def attend(
+    scores: Tensor, values: Tensor, visible: Tensor, dropout: nn.Module, masked: float
+) -> tuple[Tensor, Tensor]:
+    """Returns the joined heads [B, T, H*U], and the weights [B, H, T, S] before dropout.
+
+    Scores are [B, H, T, S], values [B, H, S, U], `visible` is bool [B, 1 or T, S], True = attend,
+    and `masked` replaces masked scores.
+    """
+    weights = scores.masked_fill(~visible.unsqueeze(1), masked).softmax(dim=-1)
+    return join_heads(dropout(weights) @ values), weights
+
+
+def interleaved_sinusoids(rows: int, frequencies: Tensor) -> Tensor:
+    """Sines and cosines in turn, [rows, D] for frequencies [D/2]."""
+    angles = torch.arange(rows)[:, None] * frequencies
+    return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)
+
+
+def concatenated_sinusoids(rows: int, d_model: int) -> Tensor:
+    """All sines, then all cosines, then a zero if D is odd, with tensor2tensor's frequencies."""
+    half = d_model // 2
+    steps = torch.arange(half, dtype=torch.get_default_dtype())
+    frequencies = torch.exp(steps * -(math.log(10000) / max(half - 1, 1)))
+    angles = torch.arange(rows)[:, None] * frequencies
+    return F.pad(torch.cat([angles.sin(), angles.cos()], dim=1), (0, d_model % 2))
+
+
+def xavier_uniform(module: nn.Module) -> None:
+    """Draws new values for all matrices of a module."""
+    for parameter in module.parameters():
+        if parameter.dim() > 1:
+            nn.init.xavier_uniform_(parameter)
+
+
+def tie(config: TransformerConfig, source: Any, target: Any, output: Any) -> None:
+    """Makes embeddings and output projection share the target embedding, as `config` says."""
+    if config.shares_source_and_target:
+        source.weight = target.weight
+    if config.shares_target_and_output:
+        output.weight = target.weight
+
+
 @contextlib.contextmanager
 def default_dtype(name: str) -> Iterator[None]:
     """Sets the default dtype of PyTorch, such as "float64", inside the context."""
@@ -66,56 +175,103 @@ def default_dtype(name: str) -> Iterator[None]:
         torch.set_default_dtype(previous)
 
 
-# Taps that most references have in common.
+# Taps. "{layer}" in a name is the index of a layer.
 
 
-def attention_taps(site: str, linears: Sequence[str], softmax: str) -> dict[str, Tap]:
-    """Returns the taps inside an attention; "{layer}" in a name is a layer index.
+def both_stacks(
+    config: TransformerConfig,
+    in_stack: Callable[[str, str, Mapping[str, str]], Mapping[str, Tap]],
+    attentions: Sequence[str],
+) -> dict[str, Tap]:
+    """Returns the taps of encoder and decoder.
+
+    `in_stack` returns those of a stack, for ("source", "encoder", its attentions) or ("target",
+    "decoder", ...); `attentions` are the names of self- and of cross-attention in a layer.
+    """
+    self_attention, cross_attention = attentions
+    encoder = {"self_attention": self_attention}
+    decoder = encoder | {"cross_attention": cross_attention} if config.has_inputs else encoder
+    found = for_layers(config.num_decoder_layers, in_stack("target", "decoder", decoder))
+    if config.has_inputs:
+        found |= for_layers(config.num_encoder_layers, in_stack("source", "encoder", encoder))
+    return found
+
+
+def layer_taps(
+    stack: str,
+    layer: str,
+    attentions: Mapping[str, str],
+    linears: Sequence[str],
+    feed_forward: Sequence[str],
+    norms: Sequence[str],
+    norm_position: str,
+    softmax: str = "",
+) -> dict[str, Tap]:
+    """Returns the taps of a layer, whose module is `layer`.
+
+    The sum of pre-norm, x + f(norm(x)), is an addition in the layer itself, that of post-norm the
+    input of the norm.
 
     Args:
-      site: of the attention.
-      linears: the modules that give query, key, value and output.
-      softmax: the module that takes the softmax.
+      stack: "encoder" or "decoder".
+      layer: the layer module.
+      attentions: its attention modules, by the names of their sites.
+      linears: the modules in an attention that give query, key, value and output.
+      feed_forward: the modules in the layer that give hidden units and output.
+      norms: the norm modules in the layer, one for each sub-layer.
+      norm_position: as in `TransformerConfig`.
+      softmax: the module in an attention that takes the softmax.
+    """
+    site = f"{stack}/layers/{{layer}}"
+    found = {site: Tap(layer)}
+    for name, module in attentions.items():
+        attention = f"{layer}.{module}"
+        parts = [f"{attention}.{linear}" for linear in linears]
+        found |= attention_taps(f"{site}/{name}", parts, f"{attention}.{softmax}".rstrip("."))
+    hidden, output = (f"{layer}.{linear}" for linear in feed_forward)
+    found |= {
+        f"{site}/feed_forward/hidden": Tap(hidden),
+        f"{site}/feed_forward/activated": Tap(output, "input"),
+        f"{site}/feed_forward/output": Tap(output),
+    }
+    for call, (name, norm) in enumerate(zip([*attentions, "feed_forward"], norms, strict=True)):
+        found[f"{site}/{name}_norm"] = Tap(f"{layer}.{norm}")
+        added = Tap(layer, op="add", call=call)
+        is_pre = norm_position == "pre"
+        found[f"{site}/{name}_sum"] = added if is_pre else Tap(f"{layer}.{norm}", "input")
+    return found
+
+
+def attention_taps(
+    site: str, linears: Sequence[str], softmax: str, call: int = 0
+) -> dict[str, Tap]:
+    """Returns the taps inside an attention, of call number `call`.
+
+    `linears` give query, key, value and output; `softmax` is the module that takes the softmax.
     """
     query, key, value, output = linears
     return {
-        f"{site}/query": Tap(query),
-        f"{site}/key": Tap(key),
-        f"{site}/value": Tap(value),
-        f"{site}/scores": softmax_input(softmax),
-        f"{site}/weights": softmax_output(softmax),
-        f"{site}/context": Tap(output, "input"),
-        f"{site}/output": Tap(output),
+        f"{site}/query": Tap(query, call=call),
+        f"{site}/key": Tap(key, call=call),
+        f"{site}/value": Tap(value, call=call),
+        f"{site}/scores": softmax_input(softmax, call),
+        f"{site}/weights": softmax_output(softmax, call),
+        f"{site}/context": Tap(output, "input", call=call),
+        f"{site}/output": Tap(output, call=call),
     }
-
-
-def feed_forward_taps(site: str, hidden: str, output: str) -> dict[str, Tap]:
-    """Returns the taps inside a feed-forward network of two linear modules."""
-    return {
-        f"{site}/hidden": Tap(hidden),
-        f"{site}/activated": Tap(output, "input"),
-        f"{site}/output": Tap(output),
-    }
-
-
-def post_norm_taps(site: str, norm: str) -> dict[str, Tap]:
-    """Returns the taps of the sum and the norm of norm(x + f(x))."""
-    return {f"{site}_sum": Tap(norm, "input"), f"{site}_norm": Tap(norm)}
-
-
-def pre_norm_taps(site: str, norm: str, layer: str, call: int) -> dict[str, Tap]:
-    """Returns the taps of the norm and the sum of x + f(norm(x)), added in the layer itself.
-
-    Args:
-      site: of the sub-layer.
-      norm: its norm module.
-      layer: the layer module.
-      call: the index of the addition in the layer.
-    """
-    return {f"{site}_norm": Tap(norm), f"{site}_sum": Tap(layer, op="add", call=call)}
 
 
 def heads_joined(value: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """Reshapes [B, H, T, K] or [B*H, T, K] to [B, T, H*K]; for `Tap.reshape`."""
     by_head = value.reshape(shape[0], -1, *value.shape[-2:])
     return by_head.swapaxes(1, 2).reshape(shape)
+
+
+def fairseq_layer_taps(
+    stack: str, module: str, attentions: Mapping[str, str], norm_position: str
+) -> dict[str, Tap]:
+    """Returns the taps of a layer of fairseq's kind, in the stack `module`."""
+    linears = [f"{name}_proj" for name in ("q", "k", "v", "out")]
+    norms = [f"{name}_layer_norm" for name in (*attentions.values(), "final")]
+    layer, feed_forward = f"{module}.layers.{{layer}}", ("fc1", "fc2")
+    return layer_taps(stack, layer, attentions, linears, feed_forward, norms, norm_position)

@@ -77,7 +77,6 @@ LOSSES: dict[str, Callable[[Tensor, Tensor, float, int], tuple[Tensor, Tensor]]]
     "torch": torch_cross_entropy,
     "fairseq": fairseq,
 }
-"""The losses by family."""
 
 
 def noam_rate(t: int, factor: float, d_model: int, warmup: int) -> float:

@@ -13,26 +13,20 @@ from torch import Tensor, nn
 from transformers import MarianConfig, MarianMTModel
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.parity.references.common import (
-    Attention,
-    attention_taps,
-    feed_forward_taps,
-    post_norm_taps,
-    pre_norm_taps,
-)
-from flaxformer_mt.parity.trace import Tap, for_layers
+from flaxformer_mt.parity.references import common
+from flaxformer_mt.parity.trace import Tap
 
 ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "silu": "silu"}
 
 
-class Forward:
-    """The `forward` of the other references, for a class of Hugging Face to inherit first."""
+class _Forward:
+    """The `forward` of the other references."""
 
     config: Any
 
     def forward(
         self, source: Tensor, target_input: Tensor, return_attention: bool = False
-    ) -> Tensor | tuple[Tensor, Attention]:
+    ) -> Tensor | tuple[Tensor, common.Attention]:
         """Logits [B, T, V] for source [B, S] and target_input [B, T]."""
         padding: Any = source == self.config.pad_token_id
         outputs: Any = super().forward(  # type: ignore[misc]
@@ -43,7 +37,7 @@ class Forward:
             output_attentions=return_attention,
         )
         if return_attention:
-            return outputs.logits, Attention(
+            return outputs.logits, common.Attention(
                 list(outputs.encoder_attentions),
                 list(outputs.decoder_attentions),
                 list(outputs.cross_attentions),
@@ -51,12 +45,13 @@ class Forward:
         return outputs.logits
 
 
-class MarianMT(Forward, MarianMTModel):
-    """`MarianMTModel` with the `forward` of the other references."""
+def with_our_forward(published: type[nn.Module]) -> Any:
+    """Returns a subclass of a class of Hugging Face with the `forward` of the other references."""
+    return type(published.__name__, (_Forward, published), {})
 
 
 def settings(config: TransformerConfig) -> dict[str, Any]:
-    """Returns what Hugging Face's models of fairseq's kind name alike, for their configuration."""
+    """Returns the settings that Hugging Face's models of fairseq's kind have in common."""
     return {
         "attn_implementation": "eager",
         "d_model": config.d_model,
@@ -78,6 +73,7 @@ def settings(config: TransformerConfig) -> dict[str, Any]:
         "eos_token_id": config.eos_id,
         "forced_eos_token_id": config.eos_id,
         "decoder_start_token_id": config.bos_id,
+        # With the published 0.02, a small model would not attend to anything.
         "init_std": config.d_model**-0.5,
     }
 
@@ -89,15 +85,9 @@ def _position_table(rows: int, d_model: int) -> Tensor:
     return torch.cat([angles.sin(), angles.cos()[:, : d_model // 2]], dim=1)
 
 
-def build(config: TransformerConfig) -> MarianMT:
-    """Builds the reference with the sizes, tying, activation and scale of `config`.
-
-    Hugging Face rounds the table of sinusoids to float32 whatever the model's dtype. In a float64
-    model it is computed anew, since nothing could agree with it to more digits.
-
-    Matrices start as wide as 1/sqrt(D), not 0.02: a small model would not attend to anything.
-    """
-    model = MarianMT(
+def build(config: TransformerConfig) -> nn.Module:
+    """Builds the reference with the sizes, tying, activation and scale of `config`."""
+    model = with_our_forward(MarianMTModel)(
         MarianConfig(
             **settings(config),
             vocab_size=config.source_vocab_size,
@@ -108,6 +98,7 @@ def build(config: TransformerConfig) -> MarianMT:
     )
     if config.tie_embeddings == "source_target":  # Without a tied output, only version 4 ties them.
         model.model.set_input_embeddings(model.model.shared)
+    # Always rounded to float32 by Hugging Face: nothing could agree with it to more digits.
     if torch.get_default_dtype() == torch.float64:
         table = _position_table(config.max_length, config.d_model)
         with torch.no_grad():
@@ -118,46 +109,12 @@ def build(config: TransformerConfig) -> MarianMT:
 
 def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
     """Returns the taps of `module`: where it computes each site of `parity.trace`."""
-    return {
-        **_embedding_taps("source", "encoder"),
-        **for_layers(
-            config.num_encoder_layers, layer_taps("encoder", {"self": "self_attn"}, "post")
-        ),
-        **_embedding_taps("target", "decoder"),
-        **for_layers(
-            config.num_decoder_layers,
-            layer_taps("decoder", {"self": "self_attn", "cross": "encoder_attn"}, "post"),
-        ),
-    }
 
+    def in_stack(side, stack, attentions):
+        return {
+            f"{side}/embedding": Tap(f"model.{stack}", op="mul"),
+            f"{side}/embedded": Tap(f"model.{stack}.layers.0", "input"),
+            **common.fairseq_layer_taps(stack, f"model.{stack}", attentions, "post"),
+        }
 
-def _embedding_taps(side: str, stack: str) -> dict[str, Tap]:
-    return {
-        f"{side}/embedding": Tap(f"model.{stack}", op="mul"),
-        f"{side}/embedded": Tap(f"model.{stack}.layers.0", "input"),
-    }
-
-
-def layer_taps(stack: str, attentions: dict[str, str], norm_position: str) -> dict[str, Tap]:
-    """Returns the taps of a layer of fairseq's kind; "{layer}" in a name is its index.
-
-    Args:
-      stack: "encoder" or "decoder".
-      attentions: the names of its attention modules, by kind.
-      norm_position: as in `TransformerConfig`.
-    """
-    site, layer = f"{stack}/layers/{{layer}}", f"model.{stack}.layers.{{layer}}"
-
-    def residual_taps(sublayer: str, norm: str, call: int) -> dict[str, Tap]:
-        if norm_position == "pre":
-            return pre_norm_taps(f"{site}/{sublayer}", norm, layer, call)
-        return post_norm_taps(f"{site}/{sublayer}", norm)
-
-    found = {site: Tap(layer)}
-    for call, (kind, name) in enumerate(attentions.items()):
-        attention = f"{layer}.{name}"
-        linears = [f"{attention}.{linear}_proj" for linear in ("q", "k", "v", "out")]
-        found |= attention_taps(f"{site}/{kind}_attention", linears, attention)
-        found |= residual_taps(f"{kind}_attention", f"{attention}_layer_norm", call)
-    found |= feed_forward_taps(f"{site}/feed_forward", f"{layer}.fc1", f"{layer}.fc2")
-    return found | residual_taps("feed_forward", f"{layer}.final_layer_norm", len(attentions))
+    return common.both_stacks(config, in_stack, ("self_attn", "encoder_attn"))

@@ -15,13 +15,9 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.interop.families.t5 import ACTIVATIONS
-from flaxformer_mt.parity.references.common import attention_taps
-from flaxformer_mt.parity.references.marian import Forward
-from flaxformer_mt.parity.trace import Tap, for_layers
-
-
-class T5(Forward, T5ForConditionalGeneration):
-    """`T5ForConditionalGeneration` with the `forward` of the other references."""
+from flaxformer_mt.parity.references.common import both_stacks, layer_taps
+from flaxformer_mt.parity.references.marian import with_our_forward
+from flaxformer_mt.parity.trace import Tap
 
 
 class _WideNorm(T5LayerNorm):
@@ -33,12 +29,8 @@ class _WideNorm(T5LayerNorm):
         return self.weight * hidden_states * torch.rsqrt(mean_square + self.variance_epsilon)
 
 
-def build(config: TransformerConfig) -> T5:
-    """Builds the reference with the sizes, tying, activation, gate and buckets of `config`.
-
-    Hugging Face's norms are float32 whatever the model's dtype. In a float64 model they are
-    float64, since nothing could agree with them to more digits.
-    """
+def build(config: TransformerConfig) -> nn.Module:
+    """Builds the reference with the sizes, tying, activation, gate and buckets of `config`."""
     kinds = {ours: theirs for theirs, ours in ACTIVATIONS.items() if "gated" not in theirs}
     gated = {ours: theirs for theirs, ours in ACTIVATIONS.items() if theirs.startswith("gated-")}
     options: dict[str, Any] = {
@@ -47,7 +39,7 @@ def build(config: TransformerConfig) -> T5:
         "tie_word_embeddings": config.scale_logits,
         "decoder_start_token_id": config.bos_id,
     }
-    model = T5(
+    model = with_our_forward(T5ForConditionalGeneration)(
         T5Config(
             vocab_size=config.target_vocab_size,
             d_model=config.d_model,
@@ -69,6 +61,7 @@ def build(config: TransformerConfig) -> T5:
     if not config.shares_target_and_output:
         shape = (config.target_vocab_size, config.d_model)
         model.lm_head.weight = nn.Parameter(torch.randn(shape) * config.d_model**-0.5)
+    # Always float32 in Hugging Face: nothing could agree with it to more digits.
     if torch.get_default_dtype() == torch.float64:
         for module in model.modules():
             if isinstance(module, T5LayerNorm):
@@ -78,39 +71,26 @@ def build(config: TransformerConfig) -> T5:
 
 def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
     """Returns the taps of `module`: where it computes each site of `parity.trace`."""
-    attentions = {"self": "SelfAttention"}
-    return {
-        "source/embedding": Tap("encoder.embed_tokens"),
-        **for_layers(config.num_encoder_layers, _layer_taps("encoder", attentions, config)),
-        "encoder/final_norm": Tap("encoder.final_layer_norm"),
-        "target/embedding": Tap("decoder.embed_tokens"),
-        **for_layers(
-            config.num_decoder_layers,
-            _layer_taps("decoder", attentions | {"cross": "EncDecAttention"}, config),
-        ),
-        "decoder/final_norm": Tap("decoder.final_layer_norm"),
-    }
 
+    def in_stack(side, stack, attentions):
+        block = f"{stack}.block.{{layer}}"
+        last = f"layer.{len(attentions)}"
+        network = f"{last}.DenseReluDense"
+        hidden = f"{network}.{'wi_0' if config.feed_forward_gate else 'wi'}"
+        modules = {
+            name: f"layer.{index}.{module}"
+            for index, (name, module) in enumerate(attentions.items())
+        }
+        norms = [f"layer.{index}.layer_norm" for index in range(len(attentions) + 1)]
+        found = layer_taps(stack, block, modules, "qkvo", (hidden, f"{network}.wo"), norms, "pre")
+        site = f"{stack}/layers/{{layer}}"
+        found[site] = Tap(f"{block}.{last}")
+        for index, name in enumerate([*attentions, "feed_forward"]):
+            found[f"{site}/{name}_sum"] = Tap(f"{block}.layer.{index}", op="add")
+        if config.feed_forward_gate:
+            found[f"{site}/feed_forward/gate"] = Tap(f"{block}.{network}.wi_1")
+        found[f"{side}/embedding"] = Tap(f"{stack}.embed_tokens")
+        found[f"{stack}/final_norm"] = Tap(f"{stack}.final_layer_norm")
+        return found
 
-def _layer_taps(
-    stack: str, attentions: dict[str, str], config: TransformerConfig
-) -> dict[str, Tap]:
-    site, block = f"{stack}/layers/{{layer}}", f"{stack}.block.{{layer}}"
-    found = {site: Tap(f"{block}.layer.{len(attentions)}")}
-    for index, (kind, name) in enumerate(attentions.items()):
-        layer, group = f"{block}.layer.{index}", f"{site}/{kind}_attention"
-        linears = [f"{layer}.{name}.{letter}" for letter in "qkvo"]
-        found |= attention_taps(group, linears, f"{layer}.{name}")
-        found[f"{group}_norm"] = Tap(f"{layer}.layer_norm")
-        found[f"{group}_sum"] = Tap(layer, op="add")
-    layer, group = f"{block}.layer.{len(attentions)}", f"{site}/feed_forward"
-    network = f"{layer}.DenseReluDense"
-    found[f"{group}/hidden"] = Tap(f"{network}.{'wi_0' if config.feed_forward_gate else 'wi'}")
-    if config.feed_forward_gate:
-        found[f"{group}/gate"] = Tap(f"{network}.wi_1")
-    return found | {
-        f"{group}/activated": Tap(f"{network}.wo", "input"),
-        f"{group}/output": Tap(f"{network}.wo"),
-        f"{group}_norm": Tap(f"{layer}.layer_norm"),
-        f"{group}_sum": Tap(layer, op="add"),
-    }
+    return both_stacks(config, in_stack, ("SelfAttention", "EncDecAttention"))

@@ -27,18 +27,12 @@ class AcceptedDifference(NamedTuple):
     """A known difference that does not fail a comparison."""
 
     site: str
-    """A site or a pattern."""
     largest: float
-    """The largest relative difference."""
     reason: str
 
 
 def read_baseline(path: str | os.PathLike[str]) -> tuple[AcceptedDifference, ...]:
-    """Reads a file of accepted differences.
-
-    Raises:
-      UserError: it cannot be read, or an entry lacks its site, largest difference or reason.
-    """
+    """Reads a file of accepted differences."""
     try:
         content = tomllib.loads(read_text(path))
     except (tomllib.TOMLDecodeError, RecursionError) as error:
@@ -70,14 +64,8 @@ def judged(
 ) -> Report:
     """Judges the rows of a report by other tolerances and accepted differences.
 
-    Args:
-      report: a finished report.
-      tolerances: relative tolerances by site or pattern; of several that match, the last holds.
-      accepted: accepted differences; the first that matches holds.
-
-    Returns:
-      The report with new verdicts. If its first difference is no longer one, the cause of the next
-      one is unknown. Accepted differences that have disappeared are noted.
+    Tolerances are relative, by site or pattern; the last that matches holds, and the first accepted
+    difference. Accepted differences that have disappeared are noted.
     """
     rows = tuple(_accepted(_tolerated(row, tolerances), accepted) for row in report.rows)
     used = {_first_accepting(row, accepted) for row in rows if row.accepted}
@@ -91,7 +79,7 @@ def judged(
         for pattern in tolerances
         if not any(fnmatch.fnmatchcase(row.site, pattern) for row in rows)
     ]
-    differ = {row.site for row in rows if not (row.passed or row.accepted)}
+    differ = {row.site for row in rows if row.verdict == "differs"}
     found = dataclasses.replace(
         report,
         rows=rows,
@@ -127,3 +115,20 @@ def _first_accepting(row: Row, accepted: Sequence[AcceptedDifference]) -> Accept
         if fnmatch.fnmatchcase(row.site, each.site) and row.max_rel <= each.largest
     )
     return next(matching, None)
+
+
+def assert_parity(
+    report: Report,
+    *,
+    baseline: str | os.PathLike[str] | None = None,
+    tolerances: Mapping[str, float] = {},
+) -> None:
+    """Fails with the report as message unless both sides agree, up to accepted differences.
+
+    `baseline` is their file; `tolerances` are relative, by site, or by pattern with *.
+    """
+    __tracebackhide__ = True  # pytest then shows the line of the test.
+    accepted = read_baseline(baseline) if baseline is not None else ()
+    result = judged(report, tolerances, accepted)
+    if not result.passed:
+        raise AssertionError(result.to_text())

@@ -5,11 +5,13 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
-from flaxformer_mt.parity.diagnosis.diagnose import Diagnosis
+from flaxformer_mt.parity.diagnosis.first_cause import Diagnosis
 from flaxformer_mt.parity.settings import SettingDifference
-from flaxformer_mt.parity.trajectory import Trajectory
+from flaxformer_mt.parity.trajectories import Trajectory
 
 Section = Literal["values", "losses", "gradients", "steps"]
+
+Verdict = Literal["agrees", "accepted", "differs"]
 
 _SECTIONS: dict[str, Section] = {"loss": "losses", "gradient": "gradients", "steps": "steps"}
 
@@ -29,7 +31,6 @@ class Row(NamedTuple):
     tolerance: float
     """The largest `max_abs` that passes."""
     reference_shape: tuple[int, ...] | None = None
-    """The shape in the reference if it is another one."""
     accepted: str = ""
     """Why a difference is accepted; empty unless a baseline has it."""
 
@@ -37,6 +38,11 @@ class Row(NamedTuple):
     def passed(self) -> bool:
         """Whether both sides agree; False where either is NaN."""
         return bool(self.max_abs <= self.tolerance)
+
+    @property
+    def verdict(self) -> Verdict:
+        """The result in a word."""
+        return "agrees" if self.passed else "accepted" if self.accepted else "differs"
 
     @property
     def section(self) -> Section:
@@ -56,9 +62,7 @@ class Finding(NamedTuple):
 
     site: str
     difference: float
-    """Relative to the largest magnitude; inf where only one side is finite."""
     diagnosis: Diagnosis | None
-    """Its cause, if it is a known one."""
 
     def sentence(self) -> str:
         """The difference and its cause."""
@@ -101,13 +105,10 @@ class Comparison:
     that only one side propagates their gradient. In float32, rounding causes this for about one
     unit in ten million; it is not an error, and depends on the batch."""
     diagnosis: Diagnosis | None = None
-    """The cause of the first difference, if it is a known one."""
     findings: tuple[Finding, ...] = ()
-    """Every site whose computation differs, in the order of the data flow."""
     never_run: tuple[str, ...] = ()
     """Sites that the reference does not compute: the modules of their taps were never called."""
     trajectory: Trajectory | None = None
-    """The optimizer steps, if any were requested."""
     settings: tuple[SettingDifference, ...] = ()
     """Settings that the reference has otherwise, found before any value was computed."""
     notes: tuple[str, ...] = ()
@@ -125,7 +126,7 @@ class Comparison:
         The first is that of `findings` or `never_run`, by the data flow, if there are any.
         Accepted differences do not count.
         """
-        failed = [row for row in self.rows if not (row.passed or row.accepted)]
+        failed = [row for row in self.rows if row.verdict == "differs"]
         found = {finding.site for finding in self.findings} | {*self.never_run}
         return next((row for row in failed if row.site in found), failed[0] if failed else None)
 
@@ -154,12 +155,12 @@ class Comparison:
         first = self.first_divergence
         if self.settings:
             compared += f", settings differ ({', '.join(each.name for each in self.settings)})"
-        accepted = sum(not row.passed and bool(row.accepted) for row in self.rows)
+        accepted = sum(row.verdict == "accepted" for row in self.rows)
         if accepted:
             compared += f", {accepted} accepted differences"
         if first is None:
             return f"{compared}, all {'others ' if accepted else ''}agree"
-        count = sum(not (row.passed or row.accepted) for row in self.rows)
+        count = sum(row.verdict == "differs" for row in self.rows)
         return f"{compared}, {count} differ, the first is {first.site}"
 
     def explanation(self) -> str:
@@ -250,5 +251,4 @@ def format_difference(value: float) -> str:
 
 
 def _largest(differences: Iterable[float]) -> float | None:
-    """Returns the maximum, NaN counting as inf; None if there are no values."""
     return max((math.inf if math.isnan(x) else float(x) for x in differences), default=None)

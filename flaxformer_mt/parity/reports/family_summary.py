@@ -21,30 +21,6 @@ BEGIN = "<!-- table: made by flaxformer-mt parity --family all --markdown docs/p
 END = "<!-- end of table -->"
 
 
-class FamilyDifferences(NamedTuple):
-    """The worst differences between a family and its reference: one row of the table."""
-
-    family: str
-    values: float | None
-    """float64: the worst relative difference of any value."""
-    gradients: float | None
-    """float64: the worst difference of any gradient, relative to the largest."""
-    steps: float | None
-    """float64: the worst relative difference of the loss over all optimizer steps, if any."""
-    logits_float32: float | None
-    """float32: the largest absolute difference of the logits."""
-    gradients_float32: float | None
-    """float32: as `gradients`."""
-
-    def cells(self) -> list[str]:
-        """The cells as printed."""
-        family, *numbers = self
-        return [
-            family,
-            *("-" if number is None else format_difference(number) for number in numbers),
-        ]
-
-
 class FamilyReports(NamedTuple):
     """The reports of one family in both dtypes."""
 
@@ -52,13 +28,27 @@ class FamilyReports(NamedTuple):
     float32: Report
 
     @property
-    def differences(self) -> FamilyDifferences:
-        """The row of the table."""
+    def passed(self) -> bool:
+        """Whether every value agrees."""
+        return self.float64.passed and self.float32.passed
+
+    @property
+    def differences(self) -> dict[str, float | None]:
+        """The worst differences, relative but for the logits: one row of the table."""
         wide, narrow = self.float64.summary, self.float32.summary
-        return FamilyDifferences(
-            self.float64.family,
-            wide.values, wide.gradients, wide.steps, narrow.logits, narrow.gradients,
-        )  # fmt: skip
+        return {
+            "values": wide.values,
+            "gradients": wide.gradients,
+            "steps": wide.steps,
+            "logits_float32": narrow.logits,
+            "gradients_float32": narrow.gradients,
+        }
+
+    def cells(self) -> list[str]:
+        """The cells as printed."""
+        numbers = self.differences.values()
+        found = ("-" if number is None else format_difference(number) for number in numbers)
+        return [self.float64.family, *found]
 
 
 class FamilySummary(NamedTuple):
@@ -79,7 +69,7 @@ class FamilySummary(NamedTuple):
 
     @property
     def headings(self) -> tuple[str, ...]:
-        """The column headings of `FamilyDifferences`."""
+        """The column headings."""
         steps = f"{self.num_steps} steps, float64"
         values, gradients = "values, float64", "gradients, float64"
         return "family", values, gradients, steps, "logits, float32", "gradients, float32"
@@ -88,8 +78,7 @@ class FamilySummary(NamedTuple):
         """Returns the table for a terminal, followed by the reports of failed comparisons."""
         table = Table(*self.headings, box=box.SIMPLE, pad_edge=False, show_edge=False)
         for both in self.reports:
-            failed = not (both.float64.passed and both.float32.passed)
-            table.add_row(*both.differences.cells(), style="bold red" if failed else "")
+            table.add_row(*both.cells(), style="" if both.passed else "bold red")
         output = io.StringIO()
         Console(file=output, width=width, force_terminal=color, no_color=not color).print(table)
         failures = [
@@ -100,13 +89,13 @@ class FamilySummary(NamedTuple):
     def to_markdown(self) -> str:
         """Returns the table as Markdown."""
         ruler = ["---", *["--:"] * (len(self.headings) - 1)]
-        rows = [self.headings, ruler, *(both.differences.cells() for both in self.reports)]
+        rows = [self.headings, ruler, *(both.cells() for both in self.reports)]
         return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
     def to_json(self) -> str:
-        """Returns the differences of every family as JSON; non-finite numbers are strings."""
+        """Returns the differences of every family as JSON."""
         families = [
-            both.differences._asdict() | {"passed": both.float64.passed and both.float32.passed}
+            {"family": both.float64.family, **both.differences, "passed": both.passed}
             for both in self.reports
         ]
         values = {"passed": self.passed, "num_steps": self.num_steps, "families": families}
@@ -122,19 +111,7 @@ def check_all(
     announce: Callable[[str], Any] = lambda comparison: None,
     **settings: Any,
 ) -> FamilySummary:
-    """Compares families with random weights in both dtypes; optimizer steps in float64 only.
-
-    Args:
-      families: keys of `presets.FAMILIES`.
-      size: see `families.check_family`.
-      num_steps: optimizer steps to compare in float64.
-      seed: seed of the weights and sentences.
-      announce: called with a description of each comparison before it starts.
-      **settings: fields of every configuration.
-
-    Raises:
-      UserError: a family or setting is invalid.
-    """
+    """Compares families with random weights in both dtypes; optimizer steps in float64 only."""
     reports = []
     for family in families:
         announce(f"{family} in float64")
@@ -146,11 +123,7 @@ def check_all(
 
 
 def read_document(path: Path) -> str:
-    """Reads a document that contains the table markers; a missing file reads as empty markers.
-
-    Raises:
-      UserError: the file cannot be read, or has no markers.
-    """
+    """Reads a document with the table's markers; a missing file reads as empty markers."""
     if not path.exists():
         return f"{BEGIN}\n{END}\n"
     try:
@@ -165,7 +138,7 @@ def read_document(path: Path) -> str:
 
 
 def with_table(document: str, table: str) -> str:
-    """Returns the document with the content between the markers replaced by `table`."""
+    """Returns the document with `table` between its markers."""
     return _MARKED.sub(lambda _: f"{BEGIN}\n{table}{END}", document, count=1)
 
 

@@ -9,6 +9,7 @@ from html import escape
 from flaxformer_mt.parity.reports.comparison import Comparison, Row, format_difference
 from flaxformer_mt.parity.reports.plots import as_svg
 from flaxformer_mt.parity.reports.text import TITLES
+from flaxformer_mt.plotting import drawing
 
 # The range of the logarithmic bars: from float64's resolution to a difference of 100%.
 _SMALLEST, _LARGEST = 1e-17, 1.0
@@ -22,7 +23,6 @@ _HEADS = (
     ("tolerance", ""),
     ("result", ""),
 )
-"""The columns of a table, and attributes of their headings."""
 
 _STYLE = """
 :root { color-scheme: light dark; --paper: light-dark(#fdfcfa, #13161b);
@@ -74,25 +74,10 @@ th:last-child, td:last-child { padding-right: 0; }
 
 
 def to_html(comparison: Comparison) -> str:
-    """Returns the page; its bars are logarithmic, from 1e-17 to 1.
-
-    Raises:
-      UserError: the comparison has optimizer steps, and matplotlib is not installed.
-    """
+    """Returns the page; its bars are logarithmic, from 1e-17 to 1."""
     title = f"Parity: {comparison.family}, {comparison.dtype}"
-    return "\n".join(
-        [
-            '<!DOCTYPE html>\n<html lang="en">',
-            f'<head><meta charset="utf-8"><title>{escape(title)}</title>',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<style>{_STYLE}</style></head>",
-            f"<body><h1>{escape(title)}</h1>",
-            *_opening(comparison),
-            *_plot(comparison),
-            *_tables(comparison),
-            "</body></html>\n",
-        ]
-    )
+    parts = *_opening(comparison), *_plot(comparison), *_tables(comparison)
+    return drawing.page(title, _STYLE, *parts)
 
 
 def _opening(comparison: Comparison) -> Iterator[str]:
@@ -137,7 +122,7 @@ def _tables(comparison: Comparison) -> Iterator[str]:
 
 
 def _row(row: Row, is_first: bool) -> str:
-    word = "agrees" if row.passed else "accepted" if row.accepted else "differs"
+    word = row.verdict
     shape = "×".join(map(str, row.shape))
     bar = f'<span class="bar" style="width: {_width(row.max_rel):.0f}%"></span>'
     cells = [
@@ -158,14 +143,12 @@ def _cell(content: str, attributes: str = "") -> str:
 
 
 def _breakable(text: str) -> str:
-    """Returns text as HTML in which names break between their parts, and not within."""
     return re.sub(
         r"(?<=\w/)(?=\w)|(?<=[A-Za-z]\.|\d\.)(?=[A-Za-z])|(?<=\w)(?=_\w)", "<wbr>", escape(text)
     )
 
 
 def _width(relative: float) -> float:
-    """Returns the width of a bar in percent: 0 for no difference, 100 for a non-finite one."""
     if not math.isfinite(relative):
         return 100.0
     inside = min(max(relative, _SMALLEST), _LARGEST)

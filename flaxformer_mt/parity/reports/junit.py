@@ -1,5 +1,6 @@
 """Renders a comparison as JUnit XML, which continuous integration services display."""
 
+import collections
 import itertools
 from xml.etree import ElementTree
 
@@ -9,8 +10,7 @@ from flaxformer_mt.parity.reports.comparison import Comparison, Row, format_diff
 def to_junit(comparison: Comparison) -> str:
     """Returns one test suite per section of the report, and one test case per value.
 
-    A difference is a failure, with the explanation if it is the first; an accepted difference is a
-    skipped test, with the reason. A setting that differs is a failure of its own.
+    A difference is a failure, an accepted one a skipped test; so are settings that differ.
     """
     name = f"parity of {comparison.family} in {comparison.dtype}"
     root = ElementTree.Element("testsuites", name=name)
@@ -21,14 +21,13 @@ def to_junit(comparison: Comparison) -> str:
             ElementTree.SubElement(case, "failure", message=str(each))
     for section, members in itertools.groupby(comparison.rows, key=lambda row: row.section):
         rows = list(members)
-        failed = [row for row in rows if not (row.passed or row.accepted)]
-        accepted = [row for row in rows if not row.passed and row.accepted]
-        suite = _suite(root, section, len(rows), len(failed), len(accepted))
+        counts = collections.Counter(row.verdict for row in rows)
+        suite = _suite(root, section, len(rows), counts["differs"], counts["accepted"])
         for row in rows:
             case = _case(suite, section, row.site)
-            if row in accepted:
+            if row.verdict == "accepted":
                 ElementTree.SubElement(case, "skipped", message=f"accepted: {row.accepted}")
-            elif row in failed:
+            elif row.verdict == "differs":
                 failure = ElementTree.SubElement(case, "failure", message=_message(row))
                 if row is comparison.first_divergence:
                     failure.text = comparison.explanation()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.parity.trajectory import Curves, Trajectory
+from flaxformer_mt.parity.trajectories import Curves, Trajectory
 from flaxformer_mt.plotting import drawing
 from flaxformer_mt.runs import atomic
 
@@ -22,15 +22,7 @@ _FLOOR = 1e-17
 
 
 def plot_trajectory(trajectory: Trajectory, path: str | os.PathLike[str]) -> None:
-    """Writes a plot of the loss and gradient norm of both sides and their relative differences.
-
-    Args:
-      trajectory: the result of `parity.trajectory`.
-      path: the output file; the suffix must be .png, .svg or .pdf.
-
-    Raises:
-      UserError: the suffix is not supported, the folder does not exist, or matplotlib is missing.
-    """
+    """Writes a plot of losses, gradient norms and differences: .png, .svg or .pdf, or UserError."""
     path = Path(path)
     suffix = path.suffix.removeprefix(".")
     if suffix not in drawing.IMAGES:
@@ -42,11 +34,7 @@ def plot_trajectory(trajectory: Trajectory, path: str | os.PathLike[str]) -> Non
 
 
 def as_svg(trajectory: Trajectory) -> str:
-    """Returns the same plot as a transparent inline `<svg>` element.
-
-    Raises:
-      UserError: matplotlib is not installed.
-    """
+    """Returns the same plot as a transparent inline `<svg>` element."""
     return drawing.to_inline_svg(_figure(trajectory), "trajectory", {_INK: "currentColor"})
 
 

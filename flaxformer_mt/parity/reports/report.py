@@ -6,7 +6,7 @@ from typing import Any
 
 from flaxformer_mt.parity.reports import html, junit, text
 from flaxformer_mt.parity.reports.comparison import Comparison
-from flaxformer_mt.parity.trajectory import Trajectory
+from flaxformer_mt.parity.trajectories import Trajectory
 
 
 class Report(Comparison):
@@ -20,11 +20,7 @@ class Report(Comparison):
         return text.to_text(self, verbose, width, color)
 
     def to_html(self) -> str:
-        """Returns a self-contained HTML page with all rows and a plot of the steps, if any.
-
-        Raises:
-          UserError: there were steps, and matplotlib is not installed.
-        """
+        """Returns a self-contained HTML page with all rows and a plot of the steps, if any."""
         return html.to_html(self)
 
     def to_junit(self) -> str:

@@ -1,5 +1,6 @@
 """Renders a comparison as a table for the terminal."""
 
+import collections
 import io
 import itertools
 import re
@@ -24,7 +25,8 @@ TITLES: dict[Section, str] = {
     "gradients": "gradients, relative to the largest",
     "steps": "optimizer steps, each at its worst",
 }
-"""The headings of the sections."""
+
+_STYLES = {"agrees": "", "accepted": "yellow", "differs": "red"}
 
 
 class Line(NamedTuple):
@@ -32,7 +34,6 @@ class Line(NamedTuple):
 
     where: str
     row: Row
-    """The row, or the worst of the layer."""
     verdict: str
     style: str
 
@@ -40,12 +41,7 @@ class Line(NamedTuple):
 def to_text(comparison: Comparison, verbose: bool, width: int, color: bool) -> str:
     """Returns the comparison as text.
 
-    Args:
-      comparison: the comparison to render.
-      verbose: print one line per row; otherwise one line per layer, except for the layer with
-        the first divergence.
-      width: columns of the terminal.
-      color: use ANSI colors.
+    Unless `verbose`, layers have one line each, except for the one with the first divergence.
     """
     output = io.StringIO()
     console = Console(
@@ -99,24 +95,19 @@ def _lines(rows: Sequence[Row], first: Row | None, verbose: bool) -> Iterator[Li
 def _line(row: Row, first: Row | None) -> Line:
     if row is first:
         return Line(_name(row), row, "DIFFERS FIRST", "bold red")
-    if row.passed:
-        return Line(_name(row), row, "agrees", "")
-    if row.accepted:
-        return Line(_name(row), row, "accepted", "yellow")
-    return Line(_name(row), row, "differs", "red")
+    return Line(_name(row), row, row.verdict, _STYLES[row.verdict])
 
 
 def _summary_of(name: str, group: Sequence[Row]) -> Line:
     worst = max(group, key=lambda row: row.excess)
     below = _name(worst).removeprefix(name).lstrip("/.") or name
     where = f"{name} ({len(group)}), worst {below}"
-    failed = sum(not (row.passed or row.accepted) for row in group)
-    if failed:
-        return Line(where, worst, f"{failed} differ", "red")
-    accepted = sum(not row.passed for row in group)
-    if accepted:
-        return Line(where, worst, f"{accepted} accepted", "yellow")
-    return Line(where, worst, "agree", "")
+    counts = collections.Counter(row.verdict for row in group)
+    if counts["differs"]:
+        return Line(where, worst, f"{counts['differs']} differ", _STYLES["differs"])
+    if counts["accepted"]:
+        return Line(where, worst, f"{counts['accepted']} accepted", _STYLES["accepted"])
+    return Line(where, worst, "agree", _STYLES["agrees"])
 
 
 def group_of(row: Row) -> str:

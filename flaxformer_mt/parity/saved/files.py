@@ -1,4 +1,4 @@
-"""The files of saved values: the tokens of a batch, and what another program computed for them."""
+"""The files of saved values, and the script with which another program writes them."""
 
 import zipfile
 import zlib
@@ -10,11 +10,12 @@ import numpy as np
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.input_files import open_regular
-from flaxformer_mt.parity.tokens import Tokens, as_tokens
+from flaxformer_mt.interop.formats.hub_families import HUB_FAMILIES
+from flaxformer_mt.parity.recipes import recipe
+from flaxformer_mt.parity.tokens import Tokens, as_tokens, example
 from flaxformer_mt.parity.trace import Values, sites
 
 INPUTS = ("source", "target_input", "target_output")
-"""Arrays of the file of inputs; the last is optional."""
 
 
 class SavedValues(NamedTuple):
@@ -23,7 +24,6 @@ class SavedValues(NamedTuple):
     inputs: dict[str, np.ndarray]
     """Integers by name, see `INPUTS`."""
     values: Values
-    """Arrays by site, "logits" among them or not."""
 
     @property
     def dtype(self) -> str:
@@ -31,25 +31,16 @@ class SavedValues(NamedTuple):
         return min((value.dtype.name for value in self.values.values()), default="float64")
 
     def tokens(self, config: TransformerConfig) -> Tokens:
-        """Returns the batch.
-
-        Raises:
-          UserError: the arrays have other shapes, or a token is not in the vocabulary.
-        """
+        """Returns the batch."""
         return as_tokens([self.inputs[name] for name in INPUTS if name in self.inputs], config)
 
 
 def read(inputs: Path, outputs: Path) -> SavedValues:
-    """Reads both files.
+    """Reads both files, .npz.
 
-    Args:
-      inputs: an .npz file with integers `source` [B, S] and `target_input` [B, T], and optionally
-        `target_output` [B, T].
-      outputs: an .npz file with `logits` [B, T, V] or values by site, in float32 or float64; or an
-        .npy file with logits only.
-
-    Raises:
-      UserError: a file is missing or damaged, an array is missing or of another type.
+    The inputs are integers `source` [B, S] and `target_input` [B, T], optionally `target_output`
+    [B, T]; the outputs `logits` [B, T, V] or values by site, float32 or float64. An .npy file has
+    logits only.
     """
     tokens = _arrays(inputs)
     for name in INPUTS[:2]:
@@ -68,11 +59,7 @@ def read(inputs: Path, outputs: Path) -> SavedValues:
 
 
 def check_sites(values: Values, config: TransformerConfig) -> None:
-    """Checks that all values are of sites of a model.
-
-    Raises:
-      UserError: one is not.
-    """
+    """Checks that all values are of sites of a model."""
     known = ["logits", *(site.name for site in sites(config))]
     for name in values:
         if name not in known:
@@ -92,3 +79,48 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
         raise UserError(f"{path}: {error}") from error
     except (EOFError, OSError, ValueError, zipfile.BadZipFile, zlib.error) as error:
         raise UserError(f"{path} is not an .npz file of arrays: {error}") from error
+
+
+_SCRIPT = """\
+# Saves what your own program computes. Afterwards: flaxformer-mt parity --family {family} \\
+#     --checkpoint model.pt --inputs batch.npz --logits saved.npz
+import numpy as np, torch
+module = ...  # your trained model, built and loaded by your own code
+source = torch.tensor({source})
+target_input = torch.tensor({target})  # shifted right, as in training
+sites = {{}}  # optional, such as {{"encoder/layers/0": "name.of.your.module"}}
+saved = {{}}
+for site, name in sites.items():
+    module.get_submodule(name).register_forward_hook(
+        lambda module, inputs, output, site=site: saved.update(
+            {{site: output[0] if isinstance(output, tuple) else output}}))
+with torch.no_grad():
+    module.double().eval()
+    logits = {call}  # as your code calls it
+saved["logits"] = logits.reshape(*target_input.shape, -1)
+np.savez("batch.npz", source=source, target_input=target_input)
+np.savez("saved.npz", **{{site: value.numpy() for site, value in saved.items()}})
+"""
+
+_HUGGING_FACE = (
+    "module(input_ids=source, attention_mask=(source != {pad_id}).long(), "
+    "decoder_input_ids=target_input).logits"
+)
+
+
+def script(family: str, config: TransformerConfig) -> str:
+    """Returns a Python script that saves values of two sentences, one of them padded."""
+    tokens = example(
+        config,
+        rows=2,
+        source_length=6,
+        target_length=5,
+        source_padding=recipe(family).source_padding,
+    )
+    call = _HUGGING_FACE if family in HUB_FAMILIES else "module(source, target_input)"
+    return _SCRIPT.format(
+        family=family,
+        source=tokens.source.tolist(),
+        target=tokens.target_input.tolist(),
+        call=call.format(pad_id=config.pad_id),
+    )

@@ -15,11 +15,11 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.parity import references
 from flaxformer_mt.parity.diagnosis.inputs import select_rows
-from flaxformer_mt.parity.model_pair import precision
 from flaxformer_mt.parity.published import PublishedModel, Tables
 from flaxformer_mt.parity.rows import difference, largest
 from flaxformer_mt.parity.saved.files import SavedValues
 from flaxformer_mt.parity.settings import SettingDifference
+from flaxformer_mt.parity.sides import precision
 from flaxformer_mt.parity.tokens import check_special_tokens, padding
 from flaxformer_mt.parity.trace import values_of_module
 
@@ -32,7 +32,6 @@ _NUMBERS: dict[str, tuple[float, ...]] = {
     "position_offset": (0, 1, 2, 3, 4),
     "relative_position_max_distance": (8, 16, 32, 64, 128, 256, 512),
 }
-"""Values of numbers that published models have."""
 _MAX_HEADS = 64
 _PROMISING = 8
 """How many of the changes of one setting are tried together with those of another: the ones that
@@ -43,7 +42,6 @@ class Change(NamedTuple):
     """Other settings for the same weights."""
 
     values: dict[str, Any]
-    """Fields with their new values."""
     dropped: tuple[str, ...] = ()
     """Given fields that are no longer given."""
 
@@ -53,19 +51,11 @@ class Search(NamedTuple):
 
     model: PublishedModel
     given: Mapping[str, Any]
-    """The settings that the user gave."""
     saved: SavedValues
     tables: Tables
 
     def explanation(self, config: TransformerConfig) -> tuple[SettingDifference, ...]:
-        """Returns the settings with which the reference computes the saved values.
-
-        Args:
-          config: the configuration that does not.
-
-        Returns:
-          The settings to change; nothing if no change explains the difference.
-        """
+        """Returns the settings with which the reference computes the saved values, if any."""
         enough = EXPLAINS * self._difference(config)
         tried = {config}
         scored: list[tuple[float, Change]] = []
@@ -94,7 +84,6 @@ class Search(NamedTuple):
         return config
 
     def _difference(self, config: TransformerConfig) -> float:
-        """Returns the largest relative difference between the reference and the saved values."""
         try:
             module = self.model.reference(config, "float64", self.tables)
         except UserError:
@@ -129,12 +118,6 @@ class Search(NamedTuple):
     def _rounds(
         self, config: TransformerConfig, scored: Sequence[tuple[float, Change]]
     ) -> Iterator[list[Change]]:
-        """Yields changes of one setting, of another one than a given one, and of two.
-
-        Args:
-          config: the configuration that is changed.
-          scored: what the changes of the rounds so far leave of the difference.
-        """
         changes = [
             Change({name: value})
             for name, values in self._alternatives(config).items()

@@ -1,4 +1,4 @@
-"""Functions of the user's that watch a run, and may stop it."""
+"""User callbacks that observe a run and can stop it."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeAlias
@@ -6,26 +6,23 @@ from typing import TypeAlias
 import numpy as np
 
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.training.reporting.metrics import MetricValues
+from flaxformer_mt.training.reporting.metrics import MetricValues, Writer
 
 Callback: TypeAlias = Callable[[int, str, Mapping[str, float | int | str]], bool | None]
 """Called as `callback(step, split, metrics)` with the metrics of training (split "train", every
 `train.log_every` steps) and of each validation ("valid"). The run stops if it returns True."""
 
 
-class Callbacks:
+class Callbacks(Writer):
     """Calls functions with the metrics of a run; a `metrics.Writer`.
 
-    What a function raises is kept, so that the loop saves before the run ends with it.
+    Their exceptions are kept, and raised again after the checkpoint is saved.
 
     Args:
-      callbacks: the functions.
+      callbacks: the functions; `TypeError` if they are not functions.
       agree: of several processes, returns whether the flag of any of them is True: only the first
         one calls the functions.
       agree_every: steps between calls of `agree`.
-
-    Raises:
-      TypeError: they are not functions.
     """
 
     def __init__(
@@ -46,9 +43,6 @@ class Callbacks:
         self.is_stopping = False
         """Whether one of the functions has ended the run."""
 
-    def rewind(self, step: int) -> None:
-        """See `Writer`."""
-
     def write(self, step: int, split: str, values: MetricValues, is_best: bool = False) -> None:
         """See `Writer`."""
         for callback in self._callbacks:
@@ -64,9 +58,6 @@ class Callbacks:
                 self.is_stopping = True
             else:
                 self.is_stopping |= bool(result)
-
-    def close(self) -> None:
-        """See `Writer`."""
 
     def should_stop(self, step: int) -> bool:
         """Returns whether the run ends after this step; the same in all processes."""

@@ -1,7 +1,7 @@
 """The progress of a run on the console.
 
 On a terminal, a line at the bottom moves with every step, and metrics and translations stay above
-it. Elsewhere there are plain lines only. Rich leaves colours out if NO_COLOR is set.
+it. Elsewhere there are plain lines only. Rich omits colors if NO_COLOR is set.
 """
 
 import collections
@@ -16,8 +16,8 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from flaxformer_mt.memory_limits import gibibytes
+from flaxformer_mt.objectives.cross_entropy import Metrics
 from flaxformer_mt.training.reporting.metrics import MetricValues
-from flaxformer_mt.training.step import Metrics
 
 _REFRESHES_PER_SECOND = 4
 _SAMPLES = 2  # Validation sentences whose translations are printed.
@@ -48,10 +48,7 @@ def some_of(samples: Sequence[Sample]) -> list[Sample]:
 class ConsoleWriter:
     """Shows the progress of a run; a `Writer`.
 
-    Args:
-      num_steps: the last step.
-      console: prints.
-      batches_per_epoch: training batches per epoch; None if it is not known.
+    `num_steps` is the last step; `batches_per_epoch` is None if it is not known.
     """
 
     def __init__(
@@ -79,7 +76,7 @@ class ConsoleWriter:
         self._task = self._bar.add_task("", total=num_steps, state="")
 
     def rewind(self, step: int) -> None:
-        """See `Writer`. Also prints where training starts."""
+        """Also prints where training starts."""
         if self._start is not None:
             self._bar.stop()
             self._print(f"back at step {step:,}")
@@ -107,12 +104,7 @@ class ConsoleWriter:
         self._samples = samples
 
     def advance(self, step: int, metrics: Metrics) -> None:
-        """Shows a finished step.
-
-        Args:
-          step: its number.
-          metrics: its metrics on the host, each a sum and a weight.
-        """
+        """Shows a finished step; its metrics are on the host, each a sum and a weight."""
         if self._start is None:  # Another process, or other writers, show the run.
             return
         now = time.monotonic()
@@ -120,7 +112,9 @@ class ConsoleWriter:
             self._start = _Start(step, now, is_compiled=True)
         if self._bar.disable:
             return
-        self._recent.append(_Step(now, *map(float, metrics["loss"])))
+        loss, weight = map(float, metrics.get("loss") or metrics["objective"])
+        tokens = float(metrics["target_tokens"][0])
+        self._recent.append(_Step(now, loss, weight, tokens))
         self._bar.update(self._task, completed=step, description=self._position(step))
         self._show("  ".join(self._state(step)))
 
@@ -164,9 +158,9 @@ class ConsoleWriter:
         parts = []
         if self._batches_per_epoch is not None:
             parts.append(f"epoch {step / self._batches_per_epoch:.1f}")
-        tokens = sum(each.tokens for each in self._recent)
-        if tokens:
-            parts.append(f"loss {sum(each.loss for each in self._recent) / tokens:.3f}")
+        weight = sum(each.weight for each in self._recent)
+        if weight:
+            parts.append(f"loss {sum(each.loss for each in self._recent) / weight:.3f}")
         first, *others = self._recent
         if others:
             seconds = others[-1].time - first.time
@@ -175,7 +169,6 @@ class ConsoleWriter:
         return parts
 
     def _time_left(self, step: int) -> datetime.timedelta:
-        """Returns the time until the last step, by that of all steps after the first."""
         assert self._start is not None
         steps = max(step - self._start.step, 1)
         seconds = (time.monotonic() - self._start.time) / steps
@@ -190,11 +183,7 @@ def print_labelled(
 ) -> None:
     """Prints lines behind their labels; on a terminal, wrapped beside them.
 
-    Args:
-      lines: labels and texts.
-      console: prints.
-      width: of the column of labels.
-      indent: spaces before a label.
+    `width` is that of the column of labels, and `indent` the number of spaces before a label.
     """
     for label, text in lines:
         if not console.is_terminal:
@@ -221,8 +210,10 @@ class _Step(NamedTuple):
 
     time: float
     loss: float
-    """The sum over its target tokens."""
+    """A sum, to be divided by `weight`."""
+    weight: float
     tokens: float
+    """The number of target tokens."""
 
 
 def _fitted(head: str, parts: Sequence[str], width: int) -> list[str]:
@@ -239,6 +230,7 @@ def _fitted(head: str, parts: Sequence[str], width: int) -> list[str]:
 _OF_DEVICE = "target_tokens_per_second_per_device"
 _FORMATS: Mapping[str, Callable[..., str]] = {
     "loss": "loss {:.4f}".format,
+    "objective": "objective {:.4f}".format,
     "perplexity": "perplexity {:.2f}".format,
     "accuracy": "accuracy {:.1%}".format,
     "bleu": "BLEU {:.2f}".format,

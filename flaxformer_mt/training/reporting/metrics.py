@@ -1,19 +1,21 @@
-"""Metrics of a run: aggregation over steps, validation, and writers of files."""
+"""Metrics of a run: aggregation over steps, speed, validation, and writers of files."""
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import jax
 import numpy as np
 
+from flaxformer_mt.accelerators import accelerator_of
 from flaxformer_mt.data.stream.batches import Batch
+from flaxformer_mt.memory_limits import peak_memory
+from flaxformer_mt.objectives.cross_entropy import Metrics
 from flaxformer_mt.runs import atomic, metrics_file
 from flaxformer_mt.training.parameters import Params
 from flaxformer_mt.training.reporting.progress import Sums
-from flaxformer_mt.training.step import Metrics
 
 MetricValues: TypeAlias = Mapping[str, float | int | str]
 """Metrics as reported, by name."""
@@ -30,20 +32,54 @@ def means(metrics: Iterable[Metrics]) -> dict[str, float]:
 def validate(
     eval_step: Callable[[Params, Batch], Metrics], params: Params, batches: Iterable[Batch]
 ) -> dict[str, float]:
-    """Computes the loss, perplexity and accuracy of a corpus.
-
-    Args:
-      eval_step: the evaluation step, compiled by a strategy.
-      params: parameters, placed on devices by that strategy.
-      batches: the corpus, placed on devices likewise.
+    """Computes the metrics of a corpus, whose parameters and batches are on the devices.
 
     Returns:
-      "loss" (what training minimises), "accuracy", "cross_entropy" (the loss without label
+      "loss" (what training minimizes), "accuracy", "cross_entropy" (the loss without label
       smoothing) and "perplexity" (its exponential, which may be infinite).
     """
     values = means([eval_step(params, batch) for batch in batches])
     with np.errstate(over="ignore"):
         return {**values, "perplexity": float(np.exp(values["cross_entropy"]))}
+
+
+MEASUREMENTS = (
+    "target_tokens_per_second",
+    "target_tokens_per_second_per_device",
+    "mfu",
+    "memory_bytes",
+    "data_wait_fraction",
+)
+"""The metrics of time and memory, in which two runs that are the same may differ."""
+
+
+def measurements(interval: Sums, devices: Sequence[Any]) -> dict[str, float]:
+    """Returns the `MEASUREMENTS` of the steps of an interval, as far as they are known.
+
+    - "target_tokens_per_second", of all devices, and "target_tokens_per_second_per_device", without
+      padding;
+    - "mfu", the model FLOPs per second divided by the peak of the devices for bfloat16;
+    - "memory_bytes", the most memory that a device of this process has had in use so far;
+    - "data_wait_fraction", the fraction of the time that was spent waiting for batches.
+
+    `devices` are all that train, of all processes and of one kind.
+    """
+    tokens_per_second = interval.metrics["target_tokens"][0] / interval.seconds
+    each = tokens_per_second / len(devices)
+    result = {
+        "target_tokens_per_second": tokens_per_second,
+        "target_tokens_per_second_per_device": each,
+        "data_wait_fraction": interval.seconds_waited / interval.seconds,
+    }
+    accelerator = accelerator_of(devices[0].device_kind)
+    flops = interval.means().get("flops_per_target_token")
+    if accelerator is not None and flops is not None:
+        result["mfu"] = each * flops / accelerator.flops
+    own = [device for device in devices if device.process_index == jax.process_index()]
+    memory = peak_memory(own)
+    if memory is not None:
+        result["memory_bytes"] = memory
+    return result
 
 
 class Writer(Protocol):
@@ -54,22 +90,20 @@ class Writer(Protocol):
 
         Called before the first `write`, and when a run returns to its newest checkpoint.
         """
+        return
 
     def write(self, step: int, split: str, values: MetricValues, is_best: bool = False) -> None:
         """Writes the metrics of a split ("train", "valid") after a step.
 
-        Args:
-          step: the number of steps.
-          split: the split.
-          values: its metrics.
-          is_best: whether they are of the best validation so far.
+        `is_best`: whether they are of the best validation so far.
         """
 
     def close(self) -> None:
         """Called after the last `write`."""
+        return
 
 
-class JsonLinesWriter:
+class JsonLinesWriter(Writer):
     """Writes `metrics.jsonl`: {"step": 50, "split": "train", "loss": ...}, one object per line.
 
     The last member of each object, "crc32", is a checksum of the others.
@@ -80,12 +114,9 @@ class JsonLinesWriter:
         self._announce = announce
 
     def rewind(self, step: int) -> None:
-        """See `Writer`. Also removes damaged lines, and announces them.
+        """Also removes damaged lines, and announces them.
 
         Metrics of the test corpus are removed as well: they belong to the end of the run.
-
-        Raises:
-          UserError: the file cannot be read or written.
         """
         if step and not self._path.exists():
             self._announce(f"{self._path} is missing: metrics up to step {step:,} are lost")
@@ -101,20 +132,13 @@ class JsonLinesWriter:
         atomic.write_text(self._path, "".join(kept))
 
     def write(self, step: int, split: str, values: MetricValues, is_best: bool = False) -> None:
-        """See `Writer`. Infinity and NaN, which JSON does not have, are written as null.
-
-        Raises:
-          UserError: the file cannot be written.
-        """
+        """Infinity and NaN, which JSON does not have, are written as null."""
         line: dict[str, float | int | str | None] = {"step": step, "split": split}
         for name, value in values.items():
             is_writable = isinstance(value, str) or math.isfinite(value)
             line[name] = value if is_writable else None
         # Durably: a checkpoint that is written after this line must not outlive it.
         atomic.append_text(self._path, metrics_file.format_line(line) + "\n")
-
-    def close(self) -> None:
-        """See `Writer`."""
 
 
 class TensorBoardWriter:
@@ -126,18 +150,14 @@ class TensorBoardWriter:
         self._events: Any = None
 
     def rewind(self, step: int) -> None:
-        """See `Writer`; errors as in `write`."""
+        """Starts a new file if there is one."""
         self._first_step = step
         if self._events is not None:
             self.close()
             self._open()
 
     def write(self, step: int, split: str, values: MetricValues, is_best: bool = False) -> None:
-        """See `Writer`. Metrics that are text are omitted.
-
-        Raises:
-          UserError: the files cannot be written.
-        """
+        """Metrics that are text are omitted."""
         from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.summary import scalar
 
@@ -153,7 +173,7 @@ class TensorBoardWriter:
             self._events.flush()
 
     def close(self) -> None:
-        """See `Writer`."""
+        """Closes the file."""
         events, self._events = self._events, None
         if events is not None:
             with atomic.explained(self._folder):

@@ -19,7 +19,7 @@ class Profile:
     A context manager: leaving it discards a trace that has begun and is not complete.
 
     Args:
-      steps: consecutive steps; if a run is continued amid them, those that remain.
+      steps: consecutive steps; of a run continued within the range, those that remain.
       folder: traces are written to its folder `steps_FIRST_to_LAST`.
     """
 
@@ -35,12 +35,7 @@ class Profile:
     ) -> Iterator[None]:
         """Traces the block if it is a step of the range.
 
-        Args:
-          step: the step.
-          paused: waits for the devices, and excludes its block from the time of the steps.
-
-        Raises:
-          UserError: the trace cannot be written.
+        `paused` waits for the devices, and excludes its block from the time of the steps.
         """
         if step not in self._steps:
             yield
@@ -76,11 +71,6 @@ class _Incomplete(Exception):
 
 @contextlib.contextmanager
 def _traced(path: Path) -> Iterator[None]:
-    """Traces the block, and creates or replaces the folder `path` with the trace.
-
-    Raises:
-      UserError: it cannot be written.
-    """
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # Thousands of calls inside JAX, which slow the steps down.
     with (
@@ -106,10 +96,6 @@ def add_module_names(path: Path, names: dict[tuple[str, str], str]) -> None:
 
     Its events are named after the operations of the compiled program, "dot.46", which becomes
     "dot.46 encoder/layers/self_attention/query/dot_general".
-
-    Args:
-      path: the trace, compressed JSON; replaced.
-      names: from `operation_names`.
     """
     trace = json.loads(gzip.decompress(path.read_bytes()))
     for event in trace["traceEvents"]:
@@ -144,7 +130,6 @@ def operation_names(trace: bytes) -> dict[tuple[str, str], str]:
 
 
 def _operation_names(module: bytes) -> Iterator[tuple[tuple[str, str], str]]:
-    """Yields the keys and values of `operation_names` for a program."""
     program = next(_messages(module, 1)).decode()
     for computation in _messages(module, 3):
         for instruction in _messages(computation, 2):
@@ -173,7 +158,6 @@ def _messages(message: bytes, number: int) -> Iterator[bytes]:
 
 
 def _varint(message: bytes, position: int) -> tuple[int, int]:
-    """Returns an integer of variable length, and the position after it."""
     value = shift = 0
     while True:
         byte = message[position]

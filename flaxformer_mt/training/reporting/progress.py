@@ -24,7 +24,7 @@ class BestSoFar:
         return BestSoFar(self.score, self.validations_since + 1)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns JSON values, under the keys of checkpoints of earlier versions."""
+        """Uses the keys of checkpoints of earlier versions."""
         return {"merit": self.score, "validations_since": self.validations_since}
 
     @classmethod
@@ -67,6 +67,8 @@ class Sums:
     def from_json(cls, values: Mapping[str, Any]) -> "Sums":
         """Returns the inverse of `to_json`."""
         metrics = {name: (total, weight) for name, (total, weight) in values["figures"].items()}
+        if "loss" in metrics:  # Earlier versions do not have the following.
+            metrics.setdefault("target_tokens", (metrics["loss"][1], 1.0))
         return cls(metrics, values["seconds"], values["seconds_waited"])
 
 

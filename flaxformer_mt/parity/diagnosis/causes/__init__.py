@@ -1,12 +1,11 @@
 """The known causes of a difference between a reference and our model.
 
-A cause is a function of the operation of our model at a site (`diagnosis/operations`) and a
-`SuspectSite`. It yields candidates: an operation that the reference may have instead, with a
-description. The prediction of each candidate is compared with the reference's value. To add a
-cause, write such a function and register it with `@cause` for the operation that it concerns:
+A cause is a function of our operation at a site (`diagnosis/operations.py`) and a `SuspectSite`. It
+yields candidates: operations that the reference may have instead, whose values are compared with
+the reference's. To add a cause, register such a function for the operation that it concerns:
 
     @cause(LayerNormalization)
-    def mean_kept(norm: LayerNormalization, site: SuspectSite) -> Iterator[Candidate]:
+    def _mean_kept(norm: LayerNormalization, site: SuspectSite) -> Iterator[Candidate]:
         yield Candidate("mean kept", "the reference does not center", norm.but(centers=False))
 
 Register specific causes before general ones: of two candidates that explain a difference equally
@@ -15,7 +14,6 @@ well, the first is reported.
 
 from flaxformer_mt.parity.diagnosis.causes import (
     attention,
-    attention_positions,
     embeddings,
     losses,
     norms,
@@ -24,22 +22,9 @@ from flaxformer_mt.parity.diagnosis.causes import (
     streams,
     sublayers,
 )
-from flaxformer_mt.parity.diagnosis.causes.registry import (
-    CAUSES,
-    Candidate,
-    SuspectSite,
-    candidates,
-    cause,
-)
 
 __all__ = [
-    "CAUSES",
-    "Candidate",
-    "SuspectSite",
     "attention",
-    "attention_positions",
-    "candidates",
-    "cause",
     "embeddings",
     "losses",
     "norms",

@@ -1,25 +1,35 @@
-"""Causes inside attention, between its projections."""
+"""Causes inside attention, between its projections, and in its positions."""
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
-from flaxformer_mt.parity.diagnosis.causes.registry import Candidate, SuspectSite, cause
+from flaxformer_mt.parity.diagnosis.causes.registry import (
+    Candidate,
+    SuspectSite,
+    alternatives,
+    cause,
+    combinations,
+    several_switches,
+    shown,
+)
 from flaxformer_mt.parity.diagnosis.causes.sublayers import active_dropout
-from flaxformer_mt.parity.diagnosis.operations.attention import (
+from flaxformer_mt.parity.diagnosis.operations import (
     JOINS,
     SPLITS,
+    BucketBias,
     Context,
+    Given,
+    LinearBias,
     Scores,
     Softmax,
 )
-from flaxformer_mt.parity.diagnosis.operations.base import Given
 
 
 @cause(Scores)
-def attention_scale(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
-    """Another factor of the scores: 1, 1 / K, 1 / sqrt(D), or solved for."""
+def _attention_scale(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
     features = scores.query.shape[-1]
     width = features // scores.num_heads
     ours = "1 / sqrt(K)" if site.inputs.config.scale_scores else "1"
@@ -34,17 +44,12 @@ def attention_scale(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
     if site.theirs is not None:
         without_bias = site._replace(theirs=site.theirs - scores.bias_values())
     solved = without_bias.solved_scale(scores.but(scale=1.0, bias=None).value())
-    for name, scale in (listed | solved).items():
-        yield Candidate(
-            "attention scale",
-            f"the reference multiplies scores by {name}, ours by {ours}",
-            scores.but(scale=scale),
-        )
+    words = f"the reference multiplies scores by {{}}, ours by {ours}"
+    yield from alternatives(scores, "attention scale", words, "scale", listed | solved)
 
 
 @cause(Scores)
-def padding_mask(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
-    """A missing, inverted or additional padding mask."""
+def _padding_mask(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
     everything = np.ones_like(scores.padding)
     yield Candidate(
         "missing padding mask",
@@ -57,7 +62,7 @@ def padding_mask(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
         scores.but(padding=~scores.padding),
     )
     if site.parsed.stack == "decoder" and site.parsed.group == "self_attention":
-        real = site.inputs.target_input != site.inputs.config.pad_id
+        real = site.inputs.tokens.target_input != site.inputs.config.pad_id
         yield Candidate(
             "extra padding mask",
             "the reference masks target padding, ours does not",
@@ -66,8 +71,7 @@ def padding_mask(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
 
 
 @cause(Scores)
-def causal_mask(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
-    """A missing, shifted, inverted or additional causal mask."""
+def _causal_mask(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
     everything = np.ones_like(scores.causal)
     if scores.causal.all():
         yield Candidate(
@@ -93,8 +97,7 @@ def causal_mask(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
 
 
 @cause(Scores)
-def inverted_mask(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
-    """The complement of the combined mask."""
+def _inverted_mask(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
     yield Candidate(
         "inverted mask",
         "the reference's mask is the complement of ours",
@@ -103,8 +106,7 @@ def inverted_mask(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
 
 
 @cause(Scores)
-def mask_value(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
-    """Masked scores are replaced by, or increased by, a finite number."""
+def _mask_value(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
     for adds, words in ((False, "replaced by"), (True, "increased by")):
         listed = [-10.0, -100.0, -1e4, 0.0, 1e9]
         for fill in dict.fromkeys([*listed, *_solved_fill(scores, site, adds)]):
@@ -126,8 +128,7 @@ def _solved_fill(scores: Scores, site: SuspectSite, adds: bool) -> list[float]:
 
 
 @cause(Scores)
-def narrow_scores(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
-    """The same scores, cast to float32 before the softmax as in mixed precision."""
+def _narrow_scores(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
     if site.theirs is None or site.inputs.config.dtype != "float64":
         return
     ours, theirs = scores.value(), site.theirs
@@ -144,19 +145,25 @@ def narrow_scores(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
 
 @cause(Scores)
 @cause(Context)
-def split_heads(attention: Scores | Context, site: SuspectSite) -> Iterator[Candidate]:
-    """Another split of queries and keys, or of values, into heads."""
-    for split in SPLITS:
+def _split_heads(attention: Scores | Context, site: SuspectSite) -> Iterator[Candidate]:
+    words = f"the reference splits into heads as ({{}}), ours as ({attention.split})"
+    splits = {split: split for split in SPLITS}
+    yield from alternatives(attention, "head order", words, "split", splits)
+
+
+@cause(Scores)
+@cause(Context)
+def _tiled_heads(attention: Scores | Context, site: SuspectSite) -> Iterator[Candidate]:
+    if 1 < attention.kv_heads < attention.num_heads:
         yield Candidate(
-            "head order",
-            f"the reference splits into heads as ({split}), ours as ({attention.split})",
-            attention.but(split=split),
+            "tiled key/value heads",
+            "key/value heads are tiled (h % G) instead of repeated (h // (H/G)) in the reference",
+            attention.but(sharing="tiled"),
         )
 
 
 @cause(Scores)
-def swapped_query_and_key(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
-    """Queries and keys are swapped."""
+def _swapped_query_and_key(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
     if scores.query.shape == scores.key.shape:
         yield Candidate(
             "swapped query and key",
@@ -166,8 +173,7 @@ def swapped_query_and_key(scores: Scores, site: SuspectSite) -> Iterator[Candida
 
 
 @cause(Softmax)
-def query_without_any_key(softmax: Softmax, site: SuspectSite) -> Iterator[Candidate]:
-    """What a query gets whose keys are all masked: the mean of all values, or NaN."""
+def _query_without_any_key(softmax: Softmax, site: SuspectSite) -> Iterator[Candidate]:
     without = np.all(np.isneginf(softmax.scores), axis=-1, keepdims=True)
     count = int(np.sum(site.rows(without).any(axis=(1, 2))))
     if not count:
@@ -187,8 +193,7 @@ def query_without_any_key(softmax: Softmax, site: SuspectSite) -> Iterator[Candi
 
 
 @cause(Softmax)
-def softmax_axis(softmax: Softmax, site: SuspectSite) -> Iterator[Candidate]:
-    """A softmax over queries, heads or sentences."""
+def _softmax_axis(softmax: Softmax, site: SuspectSite) -> Iterator[Candidate]:
     # Where everything is masked, the finite fill values of published masks give equal weights.
     scores = np.maximum(softmax.scores, -1e9)
     for axis, over in ((-2, "queries"), (1, "heads"), (0, "sentences")):
@@ -200,8 +205,7 @@ def softmax_axis(softmax: Softmax, site: SuspectSite) -> Iterator[Candidate]:
 
 
 @cause(Softmax)
-def scaled_weights(softmax: Softmax, site: SuspectSite) -> Iterator[Candidate]:
-    """Attention weights scaled after the softmax."""
+def _scaled_weights(softmax: Softmax, site: SuspectSite) -> Iterator[Candidate]:
     weights = softmax.value()
     for name, scale in site.solved_scale(weights).items():
         yield Candidate(
@@ -212,8 +216,7 @@ def scaled_weights(softmax: Softmax, site: SuspectSite) -> Iterator[Candidate]:
 
 
 @cause(Context)
-def join_heads(context: Context, site: SuspectSite) -> Iterator[Candidate]:
-    """Another way to join heads, possibly with another split of the values."""
+def _join_heads(context: Context, site: SuspectSite) -> Iterator[Candidate]:
     for split, join in itertools.product(SPLITS, JOINS):
         also = "" if split == context.split else f" and splits values as ({split})"
         yield Candidate(
@@ -224,8 +227,7 @@ def join_heads(context: Context, site: SuspectSite) -> Iterator[Candidate]:
 
 
 @cause(Context)
-def other_values_or_weights(context: Context, site: SuspectSite) -> Iterator[Candidate]:
-    """Sums of keys instead of values, or transposed or averaged weights."""
+def _other_values_or_weights(context: Context, site: SuspectSite) -> Iterator[Candidate]:
     keys = site.inputs.ours[f"{site.parsed.prefix}/{site.parsed.group}/key"]
     yield Candidate(
         "keys for values", "the reference averages keys, ours values", context.but(values=keys)
@@ -245,11 +247,111 @@ def other_values_or_weights(context: Context, site: SuspectSite) -> Iterator[Can
 
 
 @cause(Context)
-def attention_dropout(context: Context, site: SuspectSite) -> Iterator[Candidate]:
-    """Dropout of attention weights; detectable if a head has more features than keys."""
+def _attention_dropout(context: Context, site: SuspectSite) -> Iterator[Candidate]:
     if site.theirs is None:
         return
     attended = np.max(context.weights, axis=(1, 2))[:, None, :, None] > 0
     heads = SPLITS["head, feature"](site.theirs, context.num_heads)
     found = heads @ np.linalg.pinv(np.where(attended, context.heads(), 0))
     yield from active_dropout(context.weights, found, lambda kept: context.but(weights=kept))
+
+
+# Positions inside self-attention: rotations and biases.
+
+
+@cause(Scores)
+def _rotation(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
+    ours = scores.rotation
+    if ours is None:
+        return
+    yield Candidate(
+        "rotation missing",
+        "the reference does not rotate queries and keys, ours does",
+        scores.but(rotation=None),
+    )
+    choices: dict[str, list[Any]] = {
+        "layout": ["interleaved", "concatenated"],
+        "base": [1e4, 1e3, 1e2, 1e5, 5e5, 1e6],
+        "direction": [1, -1],
+    }
+    names = {name: f"rotation {name}" for name in choices}
+    for name, words, change in several_switches("rotation", ours, names, choices, most=2):
+        yield Candidate(name, words, scores.but(rotation=ours.but(**change)))
+
+
+@cause(Scores)
+def _linear_bias(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
+    ours = scores.bias
+    if not isinstance(ours, LinearBias):
+        return
+    yield Candidate(
+        "position bias missing",
+        "the reference adds no linear bias to the scores, ours does",
+        scores.but(bias=None),
+    )
+    heads = np.arange(1, len(ours.slopes) + 1)
+    others = [
+        ("slope order", "are ours in reverse order", ours.slopes[::-1]),
+        ("slope order", "are ours in decreasing order", np.sort(ours.slopes)[::-1]),
+        ("slope values", "are 2^(-8h/H) for all heads", 2.0 ** (-8 * heads / len(heads))),
+        ("slope values", "start at 1 instead of 2^(-8/H)", 2.0 ** (-8 * (heads - 1) / len(heads))),
+        ("slope sign", "have the opposite sign", -ours.slopes),
+    ]
+    if site.theirs is not None:
+        slopes = _solved_slopes(scores, site.theirs)
+        listed = ", ".join(f"{slope:.6g}" for slope in slopes)
+        others.append(("slope values", f"are ({listed})", slopes))
+    for name, words, slopes in others:
+        yield Candidate(
+            name,
+            f"the reference's ALiBi slopes {words}",
+            scores.but(bias=ours.but(slopes=slopes)),
+        )
+
+
+def _solved_slopes(scores: Scores, theirs: np.ndarray) -> np.ndarray:
+    unit = LinearBias(-np.ones(scores.num_heads)).values(*theirs.shape[2:])
+    change = theirs - scores.but(bias=None).products()
+    known = scores.mask() & np.isfinite(theirs)
+    products, squares = (
+        np.sum(np.where(known, unit * factor, 0), axis=(0, 2, 3)) for factor in (change, unit)
+    )
+    return -products / squares
+
+
+@cause(Scores)
+def _bucket_bias(scores: Scores, site: SuspectSite) -> Iterator[Candidate]:
+    ours = scores.bias
+    if not isinstance(ours, BucketBias):
+        return
+    yield Candidate(
+        "position bias missing",
+        "the reference adds no relative position bias to the scores, ours does",
+        scores.but(bias=None),
+    )
+    choices: dict[str, list[Any]] = {
+        "bidirectional": [True, False],
+        "max_distance": [8, 10, 16, 20, 32, 64, 128, 256],
+        "mirrored": [False, True],
+    }
+    own = {name: getattr(ours, name) for name in choices}
+    for change in combinations(own, choices, most=2):
+        other = ours.but(**change)
+        buckets = len(ours.table) // (2 if other.bidirectional else 1)
+        if other.max_distance > buckets // 2:
+            yield Candidate(
+                "bucket rule",
+                "the reference's buckets of distances have "
+                + ", ".join(
+                    f"{name}={shown(value)} in place of {shown(own[name])}"
+                    for name, value in change.items()
+                ),
+                scores.but(bias=other),
+            )
+    width = scores.query.shape[-1] // scores.num_heads
+    for words, scale in (("divides", width**-0.5), ("multiplies", width**0.5)):
+        yield Candidate(
+            "position bias scale",
+            f"the reference {words} the relative position bias by sqrt(K), ours adds it unscaled",
+            scores.but(bias=ours.but(scale=scale)),
+        )

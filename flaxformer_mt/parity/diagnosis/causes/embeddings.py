@@ -10,35 +10,29 @@ import torch
 from flaxformer_mt.parity.diagnosis.causes.registry import (
     Candidate,
     SuspectSite,
+    alternatives,
     cause,
-    combinations,
-    shown,
+    several_switches,
 )
-from flaxformer_mt.parity.diagnosis.operations.base import Given
-from flaxformer_mt.parity.diagnosis.operations.embeddings import (
+from flaxformer_mt.parity.diagnosis.operations import (
     AddPositions,
+    Given,
     Lookup,
     token_positions,
 )
 
 
 @cause(Lookup)
-def embedding_scale(lookup: Lookup, site: SuspectSite) -> Iterator[Candidate]:
-    """Another factor: 1, sqrt(D), D, 1 / sqrt(D), or solved for."""
+def _embedding_scale(lookup: Lookup, site: SuspectSite) -> Iterator[Candidate]:
     root = lookup.table.shape[1] ** 0.5
     listed = {"1": 1.0, "sqrt(D)": root, "D": root**2, "1 / sqrt(D)": 1 / root}
     solved = site.solved_scale(lookup.but(scale=1.0).value())
-    for name, scale in (listed | solved).items():
-        yield Candidate(
-            "embedding scale",
-            f"the reference multiplies embeddings by {name}, ours by {lookup.scale:g}",
-            lookup.but(scale=scale),
-        )
+    words = f"the reference multiplies embeddings by {{}}, ours by {lookup.scale:g}"
+    yield from alternatives(lookup, "embedding scale", words, "scale", listed | solved)
 
 
 @cause(Lookup)
-def shifted_tokens(lookup: Lookup, site: SuspectSite) -> Iterator[Candidate]:
-    """Tokens shifted by one column, or targets in place of decoder inputs."""
+def _shifted_tokens(lookup: Lookup, site: SuspectSite) -> Iterator[Candidate]:
     after_zero = np.pad(lookup.tokens, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
     shifted = {
         "ours, shifted one column to the left": np.roll(lookup.tokens, -1, axis=1),
@@ -51,18 +45,13 @@ def shifted_tokens(lookup: Lookup, site: SuspectSite) -> Iterator[Candidate]:
         lookup.but(tokens=lookup.tokens[:, ::-1]),
     )
     if site.parsed.stack == "decoder":
-        shifted["the targets to be predicted"] = site.inputs.target_output
-    for what, tokens in shifted.items():
-        yield Candidate(
-            "shifted tokens",
-            f"the reference's {site.parsed.stack} tokens are {what}",
-            lookup.but(tokens=tokens),
-        )
+        shifted["the targets to be predicted"] = site.inputs.tokens.target_output
+    words = f"the reference's {site.parsed.stack} tokens are {{}}"
+    yield from alternatives(lookup, "shifted tokens", words, "tokens", shifted)
 
 
 @cause(Lookup)
-def zeroed_tokens(lookup: Lookup, site: SuspectSite) -> Iterator[Candidate]:
-    """Other tokens embed to the zero vector: those that do so in the reference."""
+def _zeroed_tokens(lookup: Lookup, site: SuspectSite) -> Iterator[Candidate]:
     if site.theirs is not None:
         zero = ~site.theirs.any(axis=-1) & site.real
         tokens = tuple(int(token) for token in np.unique(lookup.tokens[zero]))
@@ -75,26 +64,21 @@ def zeroed_tokens(lookup: Lookup, site: SuspectSite) -> Iterator[Candidate]:
 
 
 @cause(Lookup)
-def wrong_table(lookup: Lookup, site: SuspectSite) -> Iterator[Candidate]:
-    """The embedding of the other language, or the output matrix."""
+def _wrong_table(lookup: Lookup, site: SuspectSite) -> Iterator[Candidate]:
     params = site.inputs.params
     tables = {
         "source embedding": params.get("source_embedding/embedding"),
         "target embedding": params.get("target_embedding/embedding"),
         "output matrix": params["output/kernel"].T if "output/kernel" in params else None,
     }
-    for name, table in tables.items():
-        if table is not None and lookup.tokens.max() < len(table):
-            yield Candidate(
-                "wrong embedding table",
-                f"the reference looks {site.parsed.stack} tokens up in the {name}",
-                lookup.but(table=table),
-            )
+    last = lookup.tokens.max()
+    tables = {name: x for name, x in tables.items() if x is not None and last < len(x)}
+    words = f"the reference looks {site.parsed.stack} tokens up in the {{}}"
+    yield from alternatives(lookup, "wrong embedding table", words, "table", tables)
 
 
 @cause(AddPositions)
-def positions_missing(added: AddPositions, site: SuspectSite) -> Iterator[Candidate]:
-    """No position vectors."""
+def _positions_missing(added: AddPositions, site: SuspectSite) -> Iterator[Candidate]:
     yield Candidate(
         "positions missing",
         "the reference does not add positions to the embeddings",
@@ -103,8 +87,7 @@ def positions_missing(added: AddPositions, site: SuspectSite) -> Iterator[Candid
 
 
 @cause(AddPositions)
-def position_counting(added: AddPositions, site: SuspectSite) -> Iterator[Candidate]:
-    """Positions counted along another axis, from the end, or with or without padding."""
+def _position_counting(added: AddPositions, site: SuspectSite) -> Iterator[Candidate]:
     batch, length = added.embedding.shape[:2]
     counted = {
         "sentences of the batch, not tokens": np.arange(batch)[:, None],
@@ -112,17 +95,12 @@ def position_counting(added: AddPositions, site: SuspectSite) -> Iterator[Candid
         "columns, padding included": np.arange(length)[None],
         "from the end of the row": np.arange(length)[None, ::-1],
     }
-    for what, positions in counted.items():
-        yield Candidate(
-            "position counting",
-            f"the reference's positions count {what}",
-            added.but(positions=positions),
-        )
+    words = "the reference's positions count {}"
+    yield from alternatives(added, "position counting", words, "positions", counted)
 
 
 @cause(AddPositions)
-def position_table(added: AddPositions, site: SuspectSite) -> Iterator[Candidate]:
-    """Another layout, exponent, base or offset, or several of these; fewest first."""
+def _position_table(added: AddPositions, site: SuspectSite) -> Iterator[Candidate]:
     names = {
         "layout": "sine layout",
         "exponent": "sine exponent",
@@ -137,21 +115,12 @@ def position_table(added: AddPositions, site: SuspectSite) -> Iterator[Candidate
     }
     if added.learned is not None:
         choices = {"offset": choices["offset"]}
-    ours = {name: getattr(added, name) for name in choices}
-    for change in combinations(ours, choices, most=len(choices)):
-        yield Candidate(
-            " and ".join(names[name] for name in change),
-            "; ".join(
-                f"the reference's position {name} is {shown(value)}, ours {shown(ours[name])}"
-                for name, value in change.items()
-            ),
-            added.but(**change),
-        )
+    for name, words, change in several_switches("position", added, names, choices, len(choices)):
+        yield Candidate(name, words, added.but(**change))
 
 
 @cause(AddPositions)
-def unlisted_base(added: AddPositions, site: SuspectSite) -> Iterator[Candidate]:
-    """Another base, solved for from the second frequency: the angle at position 1."""
+def _unlisted_base(added: AddPositions, site: SuspectSite) -> Iterator[Candidate]:
     d_model = added.embedding.shape[-1]
     at_one = (added.positions + added.offset == 1) & site.real
     if site.theirs is None or added.learned is not None or d_model < 4 or not at_one.any():
@@ -183,26 +152,22 @@ def unlisted_base(added: AddPositions, site: SuspectSite) -> Iterator[Candidate]
 
 
 @cause(AddPositions)
-def positions_scaled(added: AddPositions, site: SuspectSite) -> Iterator[Candidate]:
-    """Positions added before the embeddings are scaled, or with a factor of their own."""
+def _positions_scaled(added: AddPositions, site: SuspectSite) -> Iterator[Candidate]:
     listed = {"sqrt(D)": added.embedding.shape[-1] ** 0.5}
     solved = {}
     if site.theirs is not None:
         difference = site._replace(theirs=site.theirs - added.embedding)
         vectors = np.broadcast_to(added.vectors(), added.embedding.shape)
         solved = difference.solved_scale(vectors)
-    for name, scale in (listed | solved).items():
-        yield Candidate(
-            "positions scaled",
-            f"the reference multiplies positions by {name}, as if they were added before the "
-            "embeddings are scaled; ours does not",
-            added.but(scale=scale),
-        )
+    words = (
+        "the reference multiplies positions by {}, as if they were added before the embeddings are "
+        "scaled; ours does not"
+    )
+    yield from alternatives(added, "positions scaled", words, "scale", listed | solved)
 
 
 @cause(AddPositions)
-def narrow_table(added: AddPositions, site: SuspectSite) -> Iterator[Candidate]:
-    """The same table in fewer digits, as in a float32 module that was cast to float64."""
+def _narrow_table(added: AddPositions, site: SuspectSite) -> Iterator[Candidate]:
     if site.theirs is None or site.inputs.config.dtype != "float64":
         return
     off = float(np.max(np.abs(site.rows(site.theirs - added.value())), initial=0.0))

@@ -13,18 +13,17 @@ from flaxformer_mt.parity.diagnosis.causes.registry import (
     combinations,
     shown,
 )
-from flaxformer_mt.parity.diagnosis.operations.base import Given
-from flaxformer_mt.parity.diagnosis.operations.losses import (
+from flaxformer_mt.parity.diagnosis.operations import (
     CONVENTIONS,
     NO_PADDING,
     REDUCTIONS,
+    Given,
     Loss,
 )
 
 
 @cause(Loss)
-def conventions(loss: Loss, site: SuspectSite) -> Iterator[Candidate]:
-    """Another convention, smoothing or reduction, or counted padding, or two of these."""
+def _conventions(loss: Loss, site: SuspectSite) -> Iterator[Candidate]:
     names = {
         "convention": "label-smoothing convention",
         "smoothing": "smoothing amount",
@@ -58,8 +57,7 @@ def conventions(loss: Loss, site: SuspectSite) -> Iterator[Candidate]:
 
 
 @cause(Loss)
-def logarithm_base(loss: Loss, site: SuspectSite) -> Iterator[Candidate]:
-    """Logarithms to the base 2 or 10."""
+def _logarithm_base(loss: Loss, site: SuspectSite) -> Iterator[Candidate]:
     for base in (2, 10):
         yield Candidate(
             "logarithm base",
@@ -69,9 +67,8 @@ def logarithm_base(loss: Loss, site: SuspectSite) -> Iterator[Candidate]:
 
 
 @cause(Loss)
-def shifted_targets(loss: Loss, site: SuspectSite) -> Iterator[Candidate]:
-    """The decoder's inputs as targets."""
-    inputs = site.inputs.target_input
+def _shifted_targets(loss: Loss, site: SuspectSite) -> Iterator[Candidate]:
+    inputs = site.inputs.tokens.target_input
     if inputs.min() >= 0:
         yield Candidate(
             "shifted targets",

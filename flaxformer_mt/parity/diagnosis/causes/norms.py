@@ -6,17 +6,14 @@ import numpy as np
 
 from flaxformer_mt.parity.diagnosis.causes.registry import Candidate, SuspectSite, cause
 from flaxformer_mt.parity.diagnosis.inputs import with_values
-from flaxformer_mt.parity.diagnosis.operations.base import Given
-from flaxformer_mt.parity.diagnosis.operations.norms import DIVISORS, LayerNormalization
-from flaxformer_mt.parity.diagnosis.operations.sublayers import Residual
+from flaxformer_mt.parity.diagnosis.operations import DIVISORS, Given, LayerNormalization, Residual
 from flaxformer_mt.parity.diagnosis.site_operations import normalization, operation
 
 EPSILONS = (1e-5, 1e-6, 1e-8, 1e-12, 1e-3, 0.0)
 
 
 @cause(LayerNormalization)
-def epsilon_or_divisor(ours: LayerNormalization, site: SuspectSite) -> Iterator[Candidate]:
-    """Another epsilon, another divisor, or both; an epsilon that is not listed is solved for."""
+def _epsilon_or_divisor(ours: LayerNormalization, site: SuspectSite) -> Iterator[Candidate]:
     for kind in sorted(DIVISORS, key=lambda kind: kind != ours.kind):
         other = ours.but(kind=kind)
         their, our = DIVISORS[kind], DIVISORS[ours.kind]
@@ -31,7 +28,6 @@ def epsilon_or_divisor(ours: LayerNormalization, site: SuspectSite) -> Iterator[
 
 
 def _solved_epsilon(ours: LayerNormalization, site: SuspectSite) -> list[float]:
-    """Solves for epsilon in the row with the smallest variance, where it matters most."""
     if site.theirs is None:
         return []
     directions = site.rows(ours.centered() * ours.scale)
@@ -45,8 +41,7 @@ def _solved_epsilon(ours: LayerNormalization, site: SuspectSite) -> list[float]:
 
 
 @cause(LayerNormalization)
-def narrow_norm(ours: LayerNormalization, site: SuspectSite) -> Iterator[Candidate]:
-    """Mean and divisor in float32, as in Hugging Face's T5, or the whole norm, as in fairseq."""
+def _narrow_norm(ours: LayerNormalization, site: SuspectSite) -> Iterator[Candidate]:
     if site.theirs is None or site.inputs.config.dtype != "float64":
         return
     scaled, expected = site.rows(ours.but(bias=0.0).value()), site.rows(site.theirs)
@@ -79,25 +74,20 @@ def narrow_norm(ours: LayerNormalization, site: SuspectSite) -> Iterator[Candida
 
 
 def _float32_errors(ours: LayerNormalization, site: SuspectSite) -> np.ndarray:
-    """Returns the largest errors of float32 statistics, relative to the divisor, [N, 1].
-
-    They grow with the mean: the numbers that are averaged are rounded relative to their size.
-    """
+    """Returns the largest errors of float32 statistics, relative to the divisor, [N, 1]."""
     divisor = site.rows(DIVISORS[ours.kind](ours.centered(), ours.epsilon))
     size = np.sqrt(np.mean(np.square(site.rows(ours.x)), axis=-1, keepdims=True))
     return 8 * np.finfo(np.float32).eps * np.maximum(1, size / divisor)
 
 
 @cause(LayerNormalization)
-def norm_missing(ours: LayerNormalization, site: SuspectSite) -> Iterator[Candidate]:
-    """No normalization."""
+def _norm_missing(ours: LayerNormalization, site: SuspectSite) -> Iterator[Candidate]:
     name = "final norm missing" if site.parsed.group == "final" else "norm missing"
     yield Candidate(name, "the reference does not normalize here", Given(ours.x))
 
 
 @cause(LayerNormalization)
-def norm_parameters(ours: LayerNormalization, site: SuspectSite) -> Iterator[Candidate]:
-    """No scale or bias, or those of another norm."""
+def _norm_parameters(ours: LayerNormalization, site: SuspectSite) -> Iterator[Candidate]:
     without = {
         "scale": ours.but(scale=1.0),
         "bias": ours.but(bias=0.0),
@@ -120,8 +110,7 @@ def norm_parameters(ours: LayerNormalization, site: SuspectSite) -> Iterator[Can
 
 
 @cause(LayerNormalization)
-def root_mean_square(ours: LayerNormalization, site: SuspectSite) -> Iterator[Candidate]:
-    """The mean is not subtracted, with or without a bias; or it is, where ours does not."""
+def _root_mean_square(ours: LayerNormalization, site: SuspectSite) -> Iterator[Candidate]:
     if not ours.centers:
         yield Candidate(
             "layer norm",
@@ -141,10 +130,9 @@ def root_mean_square(ours: LayerNormalization, site: SuspectSite) -> Iterator[Ca
 
 @cause(LayerNormalization)
 @cause(Residual)
-def norm_after_the_sublayer(
+def _norm_after_the_sublayer(
     ours: LayerNormalization | Residual, site: SuspectSite
 ) -> Iterator[Candidate]:
-    """The reference has norm(x + f(x)) where our model is pre-norm."""
     found, inputs = site.parsed, site.inputs
     if inputs.config.norm_position == "post" or found.layer is None:
         return

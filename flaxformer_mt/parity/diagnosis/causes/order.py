@@ -10,10 +10,13 @@ import numpy as np
 from flaxformer_mt.parity.diagnosis import site_operations
 from flaxformer_mt.parity.diagnosis.causes.registry import Candidate, SuspectSite, cause
 from flaxformer_mt.parity.diagnosis.inputs import DiagnosisInputs, select_rows
-from flaxformer_mt.parity.diagnosis.operations.base import Given
-from flaxformer_mt.parity.diagnosis.operations.norms import LayerNormalization
-from flaxformer_mt.parity.diagnosis.operations.projections import LinearMap, Logits
-from flaxformer_mt.parity.diagnosis.operations.sublayers import Residual
+from flaxformer_mt.parity.diagnosis.operations import (
+    Given,
+    LayerNormalization,
+    LinearMap,
+    Logits,
+    Residual,
+)
 
 Streamed = LayerNormalization | LinearMap | Residual
 
@@ -22,8 +25,7 @@ Streamed = LayerNormalization | LinearMap | Residual
 @cause(LinearMap)
 @cause(Residual)
 @cause(Given)
-def sublayer_order(operation: Streamed | Given, site: SuspectSite) -> Iterator[Candidate]:
-    """The sub-layers of a layer run in another order."""
+def _sublayer_order(operation: Streamed | Given, site: SuspectSite) -> Iterator[Candidate]:
     found, inputs = site.parsed, site.inputs
     if found.layer is None:
         return
@@ -47,8 +49,7 @@ def sublayer_order(operation: Streamed | Given, site: SuspectSite) -> Iterator[C
 @cause(LayerNormalization)
 @cause(LinearMap)
 @cause(Residual)
-def layer_order(operation: Streamed, site: SuspectSite) -> Iterator[Candidate]:
-    """The layers of a stack run in another order."""
+def _layer_order(operation: Streamed, site: SuspectSite) -> Iterator[Candidate]:
     found, inputs = site.parsed, site.inputs
     c = inputs.config
     stack = "encoder" if found.reads_the_encoder else found.stack
@@ -81,7 +82,6 @@ def _groups(inputs: DiagnosisInputs, stack: str) -> list[str]:
 
 
 def _first(inputs: DiagnosisInputs, prefix: str, group: str) -> str:
-    """Returns the site that reads the input of a sub-layer."""
     if inputs.config.norm_position == "pre":
         return f"{prefix}/{group}_norm"
     return f"{prefix}/{group}/{'hidden' if group == 'feed_forward' else 'query'}"
@@ -102,17 +102,10 @@ def _order(
     ends: Mapping[str, str],
     first: Callable[[str], str],
 ) -> list[str] | None:
-    """Returns the order in which the reference runs the parts of a chain.
+    """Returns the order in which the reference runs the parts of a chain that begins with `start`.
 
-    Args:
-      inputs: the values of both sides.
-      parts: the names of the parts.
-      start: the input of the chain.
-      ends: the site of each part's result.
-      first: returns the site in a part that reads its input.
-
-    Returns:
-      The names; None unless every part reads what exactly one other part, or the start, gives.
+    `ends` are the sites of the parts' results, and `first` gives the site in a part that reads its
+    input. None unless every part reads what exactly one other part, or the start, gives.
     """
     values = {name: inputs.theirs.get(ends[name]) for name in parts}
     order: list[str] = []

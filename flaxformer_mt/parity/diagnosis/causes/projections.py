@@ -1,22 +1,31 @@
 """Causes in linear maps: those of attention, of feed-forward networks, and of the logits."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 
 from flaxformer_mt.parity.diagnosis import site_operations
-from flaxformer_mt.parity.diagnosis.causes.registry import Candidate, SuspectSite, cause
+from flaxformer_mt.parity.diagnosis.causes.registry import (
+    Candidate,
+    SuspectSite,
+    alternatives,
+    cause,
+)
 from flaxformer_mt.parity.diagnosis.inputs import DiagnosisInputs, ParsedSite, with_values
-from flaxformer_mt.parity.diagnosis.operations.attention import Softmax
-from flaxformer_mt.parity.diagnosis.operations.base import Given, Operation
-from flaxformer_mt.parity.diagnosis.operations.norms import LayerNormalization
-from flaxformer_mt.parity.diagnosis.operations.projections import LinearMap, Logits
-from flaxformer_mt.parity.diagnosis.operations.sublayers import Residual
+from flaxformer_mt.parity.diagnosis.operations import (
+    Given,
+    LayerNormalization,
+    LinearMap,
+    Logits,
+    Operation,
+    Residual,
+    Softmax,
+)
 
 
 @cause(LinearMap)
-def bias_missing_or_twice(linear: LinearMap, site: SuspectSite) -> Iterator[Candidate]:
-    """The bias is missing or added twice."""
+def _bias_missing_or_twice(linear: LinearMap, site: SuspectSite) -> Iterator[Candidate]:
     if linear.bias is not None:
         yield Candidate("bias missing", "the reference adds no bias here", linear.but(bias=None))
         yield Candidate(
@@ -27,8 +36,7 @@ def bias_missing_or_twice(linear: LinearMap, site: SuspectSite) -> Iterator[Cand
 
 
 @cause(LinearMap)
-def transposed_matrix(linear: LinearMap, site: SuspectSite) -> Iterator[Candidate]:
-    """The transpose of a square matrix."""
+def _transposed_matrix(linear: LinearMap, site: SuspectSite) -> Iterator[Candidate]:
     if len(set(linear.kernel.shape)) == 1:
         yield Candidate(
             "transposed matrix",
@@ -38,8 +46,7 @@ def transposed_matrix(linear: LinearMap, site: SuspectSite) -> Iterator[Candidat
 
 
 @cause(LinearMap)
-def operand(linear: LinearMap, site: SuspectSite) -> Iterator[Candidate]:
-    """A sub-layer has another input: not normalized, normalized, or the input of the layer."""
+def _operand(linear: LinearMap, site: SuspectSite) -> Iterator[Candidate]:
     found, inputs = site.parsed, site.inputs
     if not site.parsed.reads_the_stream:
         return
@@ -61,24 +68,17 @@ def operand(linear: LinearMap, site: SuspectSite) -> Iterator[Candidate]:
 
 
 @cause(LinearMap)
-def attended(linear: LinearMap, site: SuspectSite) -> Iterator[Candidate]:
-    """Keys and values of cross-attention are not computed from the encoder's output."""
+def _attended(linear: LinearMap, site: SuspectSite) -> Iterator[Candidate]:
     found, inputs = site.parsed, site.inputs
     if not found.reads_the_encoder:
         return
     not_normalized = site_operations.stack_output(inputs, "encoder", normalized=False)
+    decoder = site_operations.sublayer_operand(inputs, found)
+    embeddings = site_operations.stack_input(inputs, "encoder")
     others = [
         ("final norm missing", "the encoder's output before its final norm", not_normalized),
-        (
-            "attends to the decoder",
-            "the decoder itself",
-            site_operations.sublayer_operand(inputs, found),
-        ),
-        (
-            "attends to the embeddings",
-            "the input of the encoder",
-            site_operations.stack_input(inputs, "encoder"),
-        ),
+        ("attends to the decoder", "the decoder itself", decoder),
+        ("attends to the embeddings", "the input of the encoder", embeddings),
     ]
     for name, words, x in others:
         yield Candidate(
@@ -89,8 +89,7 @@ def attended(linear: LinearMap, site: SuspectSite) -> Iterator[Candidate]:
 
 
 @cause(LinearMap)
-def borrowed_weights(linear: LinearMap, site: SuspectSite) -> Iterator[Candidate]:
-    """The weights of another projection, attention or layer."""
+def _borrowed_weights(linear: LinearMap, site: SuspectSite) -> Iterator[Candidate]:
     for name, lender in _lenders(site.parsed, site.inputs):
         found = site_operations.linear_map(site.inputs, lender, linear.x)
         if found.kernel.shape == linear.kernel.shape:
@@ -104,10 +103,9 @@ def borrowed_weights(linear: LinearMap, site: SuspectSite) -> Iterator[Candidate
 
 @cause(LayerNormalization)
 @cause(Residual)
-def borrowed_sublayer(
+def _borrowed_sublayer(
     operation: LayerNormalization | Residual, site: SuspectSite
 ) -> Iterator[Candidate]:
-    """The module of another sub-layer runs in place of the own one, which may exist, unused."""
     found, inputs = site.parsed, site.inputs
     group = f"{found.prefix}/{found.group}"
     is_norm = isinstance(operation, LayerNormalization)
@@ -138,7 +136,6 @@ def borrowed_sublayer(
 def _with_weights_of(
     inputs: DiagnosisInputs, own: ParsedSite, lender: ParsedSite
 ) -> DiagnosisInputs | None:
-    """Gives a sub-layer the weights of another one; None if these do not fit."""
     params = inputs.params
     own_path, their_path = (f"{each.stack}/layers/{each.group}/" for each in (own, lender))
     held = {path: weights.copy() for path, weights in params.items() if path.startswith(own_path)}
@@ -156,63 +153,47 @@ def _with_weights_of(
 
 
 def _lenders(own: ParsedSite, inputs: DiagnosisInputs) -> Iterator[tuple[str, ParsedSite]]:
-    """Yields the sites whose weights may be used by mistake: those that differ in one component."""
     if own.layer is None:
         return
     kernels = inputs.params
-    lenders = [
-        *(("wrong projection", own._replace(part=part)) for part in ("query", "key", "value")),
-        *(
-            ("wrong attention", own._replace(group=group))
-            for group in ("self_attention", "cross_attention")
-        ),
-        *(
-            ("wrong layer", own._replace(layer=layer))
-            for layer in range(len(kernels[f"{own.path}/kernel"]))
-        ),
+    choices: list[tuple[str, str, Iterable[Any]]] = [
+        ("wrong projection", "part", ("query", "key", "value")),
+        ("wrong attention", "group", ("self_attention", "cross_attention")),
+        ("wrong layer", "layer", range(len(kernels[f"{own.path}/kernel"]))),
     ]
-    for name, lender in lenders:
-        if lender != own and f"{lender.path}/kernel" in kernels:
-            yield name, lender
+    for name, component, values in choices:
+        for value in values:
+            lender = own._replace(**{component: value})
+            if lender != own and f"{lender.path}/kernel" in kernels:
+                yield name, lender
 
 
 @cause(LinearMap)
-def feed_forward_replaced(linear: LinearMap, site: SuspectSite) -> Iterator[Candidate]:
-    """Something else takes the place of a feed-forward network."""
+def _feed_forward_replaced(linear: LinearMap, site: SuspectSite) -> Iterator[Candidate]:
     found, inputs = site.parsed, site.inputs
     if (found.group, found.part) != ("feed_forward", "output"):
         return
     x = site_operations.sublayer_operand(inputs, found)
-    others = {"nothing": Given(x), "zeros": Given(np.zeros_like(x))}
+    others = {"nothing": x, "zeros": np.zeros_like(x)}
     embedded = "source/embedded" if found.stack == "encoder" else "target/embedded"
     if embedded in inputs.ours:
         positions = site_operations.operation(inputs, embedded).but(embedding=x)
-        others["a positional encoding"] = Given(positions.value())
-    for name, operation in others.items():
-        yield Candidate(
-            "feed-forward replaced",
-            f"the reference has {name} in place of the feed-forward network",
-            operation,
-        )
+        others["a positional encoding"] = positions.value()
+    words = "the reference has {} in place of the feed-forward network"
+    yield from alternatives(Given(x), "feed-forward replaced", words, "result", others)
 
 
 @cause(Logits)
-def logit_scale(logits: Logits, site: SuspectSite) -> Iterator[Candidate]:
-    """Another factor: 1, 1 / sqrt(D), sqrt(D), or solved for."""
+def _logit_scale(logits: Logits, site: SuspectSite) -> Iterator[Candidate]:
     root = logits.x.shape[-1] ** 0.5
     listed = {"1": 1.0, "1 / sqrt(D)": 1 / root, "sqrt(D)": root, "1 / D": root**-2}
     solved = site.solved_scale(logits.but(scale=1.0).value())
-    for name, scale in (listed | solved).items():
-        yield Candidate(
-            "logit scale",
-            f"the reference multiplies logits by {name}, ours by {logits.scale:g}",
-            logits.but(scale=scale),
-        )
+    words = f"the reference multiplies logits by {{}}, ours by {logits.scale:g}"
+    yield from alternatives(logits, "logit scale", words, "scale", listed | solved)
 
 
 @cause(Logits)
-def wrong_output(logits: Logits, site: SuspectSite) -> Iterator[Candidate]:
-    """Another table as the output matrix, or no final norm of the decoder."""
+def _wrong_output(logits: Logits, site: SuspectSite) -> Iterator[Candidate]:
     for name in ("source_embedding", "target_embedding"):
         table = site.inputs.params.get(f"{name}/embedding")
         if table is not None and len(table) == logits.kernel.shape[1]:
@@ -229,21 +210,15 @@ def wrong_output(logits: Logits, site: SuspectSite) -> Iterator[Candidate]:
 
 
 @cause(Logits)
-def softmax_in_the_output(logits: Logits, site: SuspectSite) -> Iterator[Candidate]:
-    """A softmax is part of the output."""
+def _softmax_in_the_output(logits: Logits, site: SuspectSite) -> Iterator[Candidate]:
     probabilities = Softmax(logits.value()).value()
-    for name, result in {
-        "log-probabilities": np.log(probabilities),
-        "probabilities": probabilities,
-    }.items():
-        yield Candidate(
-            "softmax in the output", f"the reference returns {name}, ours logits", Given(result)
-        )
+    results = {"log-probabilities": np.log(probabilities), "probabilities": probabilities}
+    words = "the reference returns {}, ours logits"
+    yield from alternatives(Given(probabilities), "softmax in the output", words, "result", results)
 
 
 @cause(LinearMap)
-def other_bias(linear: LinearMap, site: SuspectSite) -> Iterator[Candidate]:
-    """A constant difference of all rows: an additional or a different bias."""
+def _other_bias(linear: LinearMap, site: SuspectSite) -> Iterator[Candidate]:
     if site.theirs is None:
         return
     scale = linear.scale if isinstance(linear, Logits) else 1.0
@@ -262,8 +237,7 @@ def other_bias(linear: LinearMap, site: SuspectSite) -> Iterator[Candidate]:
 
 
 @cause(LinearMap)
-def other_matrix(linear: LinearMap, site: SuspectSite) -> Iterator[Candidate]:
-    """Another matrix, which is solved for."""
+def _other_matrix(linear: LinearMap, site: SuspectSite) -> Iterator[Candidate]:
     if site.theirs is None:
         return
     x = site.rows(linear.x)

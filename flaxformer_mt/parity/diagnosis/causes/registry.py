@@ -15,7 +15,7 @@ from flaxformer_mt.parity.diagnosis.inputs import (
     real_rows,
     select_rows,
 )
-from flaxformer_mt.parity.diagnosis.operations.base import Operation
+from flaxformer_mt.parity.diagnosis.operations import Operation, Switches
 from flaxformer_mt.parity.diagnosis.site_operations import NotComputed
 
 
@@ -23,11 +23,8 @@ class Candidate(NamedTuple):
     """An operation that the reference may have instead of ours."""
 
     cause: str
-    """Short and stable, such as "norm epsilon"."""
     explanation: str
-    """One sentence that states the difference."""
     operation: Operation
-    """The operation of the reference at the site."""
 
 
 class SuspectSite(NamedTuple):
@@ -86,6 +83,35 @@ def candidates(operation: Operation, site: SuspectSite) -> Iterator[Candidate]:
             # A cause must only use existing values, and some are NaN.
             with contextlib.suppress(NotComputed, np.linalg.LinAlgError):
                 yield from function(operation, site)
+
+
+def alternatives(
+    operation: Operation, cause: str, words: str, switch: str, values: Mapping[str, Any]
+) -> Iterator[Candidate]:
+    """Yields a candidate for each value of a switch, whose name replaces {} in `words`."""
+    for name, value in values.items():
+        changed = operation.but(**{switch: value})
+        yield Candidate(cause, words.format(name), changed)
+
+
+def several_switches(
+    what: str,
+    ours: Switches,
+    causes: Mapping[str, str],
+    choices: Mapping[str, list[Any]],
+    most: int,
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yields (cause, explanation, change) for changes of up to `most` switches, fewest first."""
+    own = {name: getattr(ours, name) for name in choices}
+    for change in combinations(own, choices, most):
+        yield (
+            " and ".join(causes[name] for name in change),
+            "; ".join(
+                f"the reference's {what} {name} is {shown(value)}, ours {shown(own[name])}"
+                for name, value in change.items()
+            ),
+            change,
+        )
 
 
 def combinations(

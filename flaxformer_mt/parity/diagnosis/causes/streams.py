@@ -6,15 +6,17 @@ from flaxformer_mt.parity.diagnosis import site_operations
 from flaxformer_mt.parity.diagnosis.causes.order import per_layer_memory
 from flaxformer_mt.parity.diagnosis.causes.registry import Candidate, SuspectSite, cause
 from flaxformer_mt.parity.diagnosis.inputs import parse_site
-from flaxformer_mt.parity.diagnosis.operations.base import Given
-from flaxformer_mt.parity.diagnosis.operations.norms import LayerNormalization
-from flaxformer_mt.parity.diagnosis.operations.projections import LinearMap, Logits
-from flaxformer_mt.parity.diagnosis.operations.sublayers import Residual
+from flaxformer_mt.parity.diagnosis.operations import (
+    Given,
+    LayerNormalization,
+    LinearMap,
+    Logits,
+    Residual,
+)
 
 
 @cause(Given)
-def skipped_layer(layer: Given, site: SuspectSite) -> Iterator[Candidate]:
-    """A layer whose output is its input."""
+def _skipped_layer(layer: Given, site: SuspectSite) -> Iterator[Candidate]:
     found = site.parsed
     if found.part == "layer" and found.layer is not None:
         yield Candidate(
@@ -25,8 +27,7 @@ def skipped_layer(layer: Given, site: SuspectSite) -> Iterator[Candidate]:
 
 
 @cause(Residual)
-def wrong_residual(residual: Residual, site: SuspectSite) -> Iterator[Candidate]:
-    """The input of the layer as that of a later sub-layer, in our order of sub-layers."""
+def _wrong_residual(residual: Residual, site: SuspectSite) -> Iterator[Candidate]:
     found = site.parsed
     yield Candidate(
         "wrong residual",
@@ -38,10 +39,9 @@ def wrong_residual(residual: Residual, site: SuspectSite) -> Iterator[Candidate]
 @cause(LayerNormalization)
 @cause(LinearMap)
 @cause(Residual)
-def other_layer(
+def _other_layer(
     operation: LayerNormalization | LinearMap | Residual, site: SuspectSite
 ) -> Iterator[Candidate]:
-    """The output of another layer, or of a second run of a layer, as the input."""
     reads_a_layer = site.parsed.reads_the_stream or site.parsed.reads_the_encoder
     if isinstance(operation, LinearMap) and not (reads_a_layer or isinstance(operation, Logits)):
         return

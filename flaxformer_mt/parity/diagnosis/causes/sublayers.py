@@ -5,17 +5,26 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from flaxformer_mt.parity.diagnosis import site_operations
-from flaxformer_mt.parity.diagnosis.causes.registry import Candidate, SuspectSite, cause
-from flaxformer_mt.parity.diagnosis.operations.attention import Scores
-from flaxformer_mt.parity.diagnosis.operations.base import Given, Operation
-from flaxformer_mt.parity.diagnosis.operations.losses import Loss
-from flaxformer_mt.parity.diagnosis.operations.projections import LinearMap
-from flaxformer_mt.parity.diagnosis.operations.sublayers import ACTIVATIONS, Activation, Residual
+from flaxformer_mt.parity.diagnosis.causes.registry import (
+    Candidate,
+    SuspectSite,
+    alternatives,
+    cause,
+)
+from flaxformer_mt.parity.diagnosis.operations import (
+    ACTIVATIONS,
+    Activation,
+    Given,
+    LinearMap,
+    Loss,
+    Operation,
+    Residual,
+    Scores,
+)
 
 
 @cause(Residual)
-def residual_connection(residual: Residual, site: SuspectSite) -> Iterator[Candidate]:
-    """A missing input or output, or a norm in between."""
+def _residual_connection(residual: Residual, site: SuspectSite) -> Iterator[Candidate]:
     found, inputs = site.parsed, site.inputs
     yield Candidate(
         "residual missing",
@@ -40,8 +49,7 @@ def residual_connection(residual: Residual, site: SuspectSite) -> Iterator[Candi
 
 
 @cause(Residual)
-def residual_dropout(residual: Residual, site: SuspectSite) -> Iterator[Candidate]:
-    """Dropout of the sub-layer's output."""
+def _residual_dropout(residual: Residual, site: SuspectSite) -> Iterator[Candidate]:
     if site.theirs is not None:
         yield from active_dropout(
             residual.output, site.theirs - residual.x, lambda kept: residual.but(output=kept)
@@ -49,8 +57,7 @@ def residual_dropout(residual: Residual, site: SuspectSite) -> Iterator[Candidat
 
 
 @cause(Residual)
-def residual_scale(residual: Residual, site: SuspectSite) -> Iterator[Candidate]:
-    """Factors of the input and the output, which are solved for."""
+def _residual_scale(residual: Residual, site: SuspectSite) -> Iterator[Candidate]:
     if site.theirs is None:
         return
     parts = np.stack([site.rows(part).ravel() for part in (residual.x, residual.output)], axis=1)
@@ -64,20 +71,15 @@ def residual_scale(residual: Residual, site: SuspectSite) -> Iterator[Candidate]
 
 
 @cause(Activation)
-def other_activation(activation: Activation, site: SuspectSite) -> Iterator[Candidate]:
-    """Another activation."""
-    for kind in ACTIVATIONS:
-        yield Candidate(
-            "activation",
-            f"the reference's activation is {kind}, ours {activation.kind}",
-            activation.but(kind=kind),
-        )
+def _other_activation(activation: Activation, site: SuspectSite) -> Iterator[Candidate]:
+    words = f"the reference's activation is {{}}, ours {activation.kind}"
+    kinds = {kind: kind for kind in ACTIVATIONS}
+    yield from alternatives(activation, "activation", words, "kind", kinds)
 
 
 @cause(LinearMap)
 @cause(Residual)
-def activation_added(operation: LinearMap | Residual, site: SuspectSite) -> Iterator[Candidate]:
-    """An activation of the result or, at a residual connection, of the sub-layer's output."""
+def _activation_added(operation: LinearMap | Residual, site: SuspectSite) -> Iterator[Candidate]:
     residual = isinstance(operation, Residual)
     value = operation.output if isinstance(operation, Residual) else operation.value()
     for kind in ACTIVATIONS:
@@ -92,8 +94,7 @@ def activation_added(operation: LinearMap | Residual, site: SuspectSite) -> Iter
 
 
 @cause(Operation)
-def dropout(operation: Operation, site: SuspectSite) -> Iterator[Candidate]:
-    """Dropout of the value itself."""
+def _dropout(operation: Operation, site: SuspectSite) -> Iterator[Candidate]:
     if site.theirs is not None and not isinstance(operation, Scores | Loss):
         yield from active_dropout(operation.value(), site.theirs, Given)
 
@@ -101,13 +102,7 @@ def dropout(operation: Operation, site: SuspectSite) -> Iterator[Candidate]:
 def active_dropout(
     ours: np.ndarray, theirs: np.ndarray, operation: Callable[[np.ndarray], Operation]
 ) -> Iterator[Candidate]:
-    """Yields the candidate that `theirs` is `ours` after dropout.
-
-    Args:
-      ours: any shape.
-      theirs: the same shape.
-      operation: builds the reference's operation from the value after dropout.
-    """
+    """Yields the candidate that `theirs` is `ours`, of the same shape, after dropout."""
     known = np.abs(ours) > 1e-3 * np.max(np.abs(ours), initial=0.0)
     ratios = theirs[known] / ours[known]
     kept = ratios > 0.5  # Dropped values are 0, kept ones are scaled up.

@@ -1,0 +1,81 @@
+"""Word alignments of sentence pairs, from files in Pharaoh format (`0-0 1-2`, source-target)."""
+
+import itertools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from flaxformer_mt.data.corpora.text_files import stream_lines
+from flaxformer_mt.errors import UserError
+
+_LINK = re.compile(r"(\d{1,9})-(\d{1,9})", re.ASCII)
+
+
+class AlignedPair(tuple[str, str]):
+    """A sentence pair with its line of an alignment file, which it keeps when others are dropped.
+
+    Attributes:
+      place: file and number of the line.
+      line: the line.
+    """
+
+    def __new__(cls, pair: tuple[str, str], place: str, line: str) -> "AlignedPair":
+        """Makes a pair of a source and a target."""
+        made = super().__new__(cls, pair)
+        made.place, made.line = place, line
+        return made
+
+    place: str
+    line: str
+
+    def links(self) -> list[tuple[int, int]]:
+        """Returns the linked words, source and target, both counted from 0.
+
+        Raises:
+          UserError: a link is malformed, or beyond the words of the pair.
+        """
+        sizes = [len(text.split()) for text in self]
+        links = []
+        for link in self.line.split():
+            found = _LINK.fullmatch(link)
+            if found is None:
+                raise UserError(
+                    f"{self.place}: {link!r} is not a link: the numbers of a source and a target "
+                    "word, such as 0-0 1-2"
+                )
+            source, target = int(found[1]), int(found[2])
+            if source >= sizes[0] or target >= sizes[1]:
+                raise UserError(
+                    f"{self.place}: the link {link} is beyond the words, {sizes[0]} of the source "
+                    f"and {sizes[1]} of the target, counted from 0"
+                )
+            links.append((source, target))
+        return links
+
+
+def stream_aligned(
+    pairs: Iterator[tuple[str, str]], name: str, path: Path
+) -> Iterator[AlignedPair]:
+    """Yields the pairs of a corpus with the lines of its alignment file.
+
+    Args:
+      pairs: the pairs.
+      name: of the corpus, for messages.
+      path: of the alignment file, which may be compressed.
+
+    Raises:
+      UserError: the file cannot be read, or has another number of lines than the corpus has pairs.
+    """
+    lines = stream_lines(path)
+    for number, (pair, line) in enumerate(itertools.zip_longest(pairs, lines)):
+        if pair is None or line is None:
+            counts = [number + (pair is not None), number + (line is not None)]
+            counts = [
+                count + sum(1 for _ in rest)
+                for count, rest in zip(counts, (pairs, lines), strict=True)
+            ]
+            raise UserError(
+                f"{path} has {counts[1]} lines, but {name} has {counts[0]} pairs: each line must "
+                "have the links of one pair"
+            )
+        yield AlignedPair(pair, f"{path}, line {number + 1}", line)

@@ -1,0 +1,240 @@
+"""Sentence pairs, vocabularies and batches for training scripts, without a configuration file.
+
+The stream of `packed` is the one that training runs read: the same batches, in the same order.
+"""
+
+import contextlib
+import dataclasses
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from jax.sharding import Mesh
+
+from flaxformer_mt.config import DataConfig, ExperimentConfig, TrainConfig, TransformerConfig
+from flaxformer_mt.config.data import CorpusKind
+from flaxformer_mt.data.corpora.corpus import (
+    Corpus,
+    ParallelCorpus,
+    open_path,
+    with_alignments,
+)
+from flaxformer_mt.data.stream.batches import Batch, BatchShape, DataPosition, make_batch
+from flaxformer_mt.data.stream.encoded_corpus import encode_corpus
+from flaxformer_mt.data.stream.placement import own_shard, place_batch
+from flaxformer_mt.data.stream.prefetch import Prefetched
+from flaxformer_mt.data.stream.token_store import open_stores
+from flaxformer_mt.data.stream.training_stream import TrainingStream
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
+from flaxformer_mt.errors import UserError, UserTypeError
+
+Pairs: TypeAlias = Corpus | Iterable[tuple[str, str]]
+"""What `read_pairs` returns, or pairs of a source and a target sentence."""
+
+
+def read_pairs(
+    path: str | Path,
+    *,
+    columns: Sequence[int | str] = (),
+    source_language: str = "",
+    target_language: str = "",
+    split: str = "train",
+    kind: CorpusKind = "text",
+    tag: str = "",
+    weight: float = 1.0,
+    alignments: str | Path = "",
+) -> Corpus:
+    """Opens sentence pairs; they are read when they are used.
+
+        pairs = fmt.read_pairs("mine.tsv", columns=(1, 2))
+        pairs = fmt.read_pairs("multi30k", source_language="en", target_language="de")
+        for source, target in pairs.pairs():
+            ...
+
+    Args:
+      path: anything that `data.path` may name (docs/data.md): a table (.tsv, .csv, .jsonl), two
+        parallel files "a.en,a.de", a folder of files `SPLIT.LANGUAGE`, a folder of
+        `flaxformer-mt prepare` or of Hugging Face's `save_to_disk`, or "tfds:NAME".
+      columns: the columns of source and target in a table, by number from 1 or by name.
+      source_language: its code, the suffix of its files in a folder.
+      target_language: of the translations.
+      split: of a folder or a data set.
+      kind: of files in a folder, if they are not text: "tsv", "csv", "jsonl" or "tfds".
+      tag: prepended to every source, such as "<2de>".
+      weight: sampling weight of these pairs relative to others, in `packed`.
+      alignments: a file of word alignments, as `data.alignments`; without `tag`.
+
+    Raises:
+      UserError: there is no such text.
+    """
+    data = DataConfig(
+        corpus=kind,
+        path=str(path),
+        columns=tuple(map(str, columns)),
+        source_language=source_language,
+        target_language=target_language,
+    )
+    corpus = open_path(data, split, tag=tag, weight=weight)
+    return with_alignments(corpus, Path(alignments), "alignments") if alignments else corpus
+
+
+def train_tokenizers(
+    pairs: Pairs | Sequence[Corpus], *, size: int = 8000, joint: bool = True, **options: Any
+) -> Tokenizers:
+    """Learns the vocabularies of both sides.
+
+        tokenizers = fmt.train_tokenizers(pairs, size=8000)
+        config = fmt.TransformerConfig(d_model=256, num_heads=4, **tokenizers.fields)
+
+    Args:
+      pairs: the text, of one corpus or of several.
+      size: of each vocabulary; small corpora get a smaller one.
+      joint: whether both sides share a vocabulary.
+      options: further options of vocabularies, as of `data` in a configuration: `tokenizer`
+        ("bpe", "unigram" or "word"), `byte_fallback`, `character_coverage`.
+
+    Raises:
+      UserError: the text cannot be read, or is too small for a vocabulary.
+    """
+    data = DataConfig(vocab_size=size, joint_vocabulary=joint, **options)
+    return Tokenizers.train(_corpora(pairs), data)
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedData:
+    """An infinite stream of training batches, from `packed`."""
+
+    stream: TrainingStream
+    start: DataPosition = dataclasses.field(default_factory=DataPosition)
+    """The position of the first batch."""
+
+    @property
+    def shapes(self) -> tuple[BatchShape, ...]:
+        """The shapes of the batches: one, or one per bucket."""
+        return self.stream.shapes
+
+    @property
+    def batches_per_epoch(self) -> float:
+        """The approximate number of batches in which every pair occurs once."""
+        return self.stream.batches_per_epoch
+
+    def batches(self, mesh: Mesh, position: DataPosition | None = None) -> Prefetched[Batch]:
+        """Returns an iterator of batches on the devices, read ahead in a thread.
+
+            for batch, position in data.batches(mesh, position):
+                state, sums = step(state, batch)
+                if position.step == 20_000:
+                    break
+
+        Args:
+          mesh: the devices; each process reads and places its own rows.
+          position: where to begin, from an earlier iteration; by default `start`.
+
+        Returns:
+          An iterator of a batch and the position after it, whose `step` is the number of batches so
+          far. As a context manager, it stops its thread at the end.
+        """
+        shard = own_shard(mesh)
+
+        def read(position: DataPosition) -> tuple[Batch, DataPosition]:
+            batch, after = self.stream.read(position, shard)
+            return place_batch(batch, mesh), after
+
+        return Prefetched(read, self.start if position is None else position)
+
+
+def packed(
+    pairs: Pairs | Sequence[Corpus],
+    tokenizers: Tokenizers,
+    config: TransformerConfig,
+    *,
+    rows: int,
+    length: int | tuple[int, int],
+    seed: int = 0,
+    cache: str | Path | None = None,
+    **options: Any,
+) -> PackedData:
+    """Tokenizes pairs and packs them into the rows of batches, several pairs per row.
+
+        data = fmt.packed(pairs, tokenizers, config, rows=256, length=64, seed=0)
+
+    The batches are a function of the arguments and of the position.
+
+    Args:
+      pairs: one corpus or several, which are mixed in proportion to their sizes and weights.
+      tokenizers: the vocabularies.
+      config: of the model, for its special tokens and the longest sentence.
+      rows: B, the rows of a batch, of all devices together.
+      length: S and T, the tokens of a row; one number for both.
+      seed: of the order of the pairs.
+      cache: a folder for the tokens, which are memory-mapped; they are used again as long as text,
+        vocabulary and filters do not change. By default they are temporary files.
+      options: further options, as of `data` in a configuration: `batching="buckets"` with
+        `bucket_lengths`, `mixture_temperature`, `subword_sampling`, `long_sentences`, and filters
+        such as `max_words`, `max_length_ratio` and `drop_duplicates`.
+
+    Raises:
+      TypeError: there is no such option.
+      UserError: the text cannot be read, or no pair fits into a row.
+    """
+    source_length, target_length = (length, length) if isinstance(length, int) else length
+    data = DataConfig(source_row_length=source_length, target_row_length=target_length, **options)
+    _, longest = data.row_lengths
+    experiment = ExperimentConfig(
+        model=config, data=data, train=TrainConfig(seed=seed, batch_tokens=rows * longest)
+    )
+    with contextlib.ExitStack() as stack:
+        if cache is None:
+            # A mapped file can be read after its name is removed, and does not outlive the process.
+            temporary = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+            cache = stack.enter_context(temporary)
+        stores = open_stores(Path(cache), _corpora(pairs), tokenizers, experiment)
+    return PackedData(TrainingStream(stores, experiment, tokenizers.source))
+
+
+def padded(
+    pairs: Sequence[tuple[str, str]],
+    tokenizers: Tokenizers,
+    config: TransformerConfig,
+    *,
+    length: int | tuple[int, int],
+    mesh: Mesh | None = None,
+) -> Batch:
+    """Makes a batch with one pair per row, in the given order.
+
+        batch = fmt.padded([("a dog", "ein Hund")], tokenizers, config, length=32)
+
+    Args:
+      pairs: B sentences and their translations.
+      tokenizers: the vocabularies.
+      config: of the model, for its special tokens.
+      length: S and T, the tokens of a row; one number for both. Longer sentences are truncated.
+      mesh: where to place the rows; by default they are NumPy arrays.
+    """
+    source_length, target_length = (length, length) if isinstance(length, int) else length
+    texts = ParallelCorpus([source for source, _ in pairs], [target for _, target in pairs], "")
+    encoded = encode_corpus(texts, tokenizers, ExperimentConfig(model=config))
+    assert encoded.sources is not None
+    batch = make_batch(
+        encoded.sources.truncate(source_length),
+        encoded.targets.truncate(target_length),
+        [[number] for number in range(len(pairs))],
+        BatchShape(len(pairs), source_length, target_length),
+        config,
+    )
+    return batch if mesh is None else place_batch(batch, mesh)
+
+
+def _corpora(pairs: Pairs | Sequence[Corpus]) -> list[Corpus]:
+    if isinstance(pairs, Corpus):
+        return [pairs]
+    if isinstance(pairs, str | Path):
+        raise UserTypeError(f"{pairs} is a path, not pairs: give fmt.read_pairs({str(pairs)!r})")
+    items = list(pairs)
+    if not items:
+        raise UserError("there are no pairs: give at least one source and target sentence")
+    if isinstance(items[0], Corpus):
+        return [each for each in items if isinstance(each, Corpus)]
+    sources, targets = zip(*items, strict=True)
+    return [ParallelCorpus([*sources], [*targets], "the given pairs")]

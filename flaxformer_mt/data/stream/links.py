@@ -1,0 +1,108 @@
+"""Links between the tokens of pairs: from the links of their words, into the rows of batches."""
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+
+from flaxformer_mt.data.corpora.alignments import AlignedPair
+from flaxformer_mt.data.stream.packing import Sentences
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers, words
+from flaxformer_mt.errors import UserError
+
+_log = logging.getLogger(__name__)
+
+
+class LinkEncoder:
+    """Encodes the word links of a corpus in chunks as links of all tokens of the words.
+
+    Args:
+      tokenizers: the vocabularies.
+      name: of the corpus, for messages.
+    """
+
+    def __init__(self, tokenizers: Tokenizers, name: str):
+        self._tokenizers = tokenizers
+        self._name = name
+        self._pairs = 0
+        self._unlinked: list[str] = []
+
+    def encode(self, pairs: Sequence[AlignedPair]) -> Sentences:
+        """Returns the links of each pair: the source and the target token of each, in turn.
+
+        A pair has none if the vocabulary divides its text into other words than its spaces do.
+
+        Raises:
+          UserError: a link is malformed, or beyond the words.
+        """
+        split = [
+            tokenizer.split([pair[side] for pair in pairs])
+            for side, tokenizer in enumerate((self._tokenizers.source, self._tokenizers.target))
+        ]
+        self._pairs += len(pairs)
+        return Sentences.from_lists(
+            [self._token_links(*each) for each in zip(pairs, *split, strict=True)]
+        )
+
+    def _token_links(
+        self, pair: AlignedPair, source_pieces: list[str], target_pieces: list[str]
+    ) -> list[int]:
+        links = pair.links()
+        sides = [np.array(words(pieces)) for pieces in (source_pieces, target_pieces)]
+        found = [int(side.max(initial=-1)) + 1 for side in sides]
+        if found != [len(text.split()) for text in pair]:
+            self._unlinked.append(pair.place)
+            return []
+        tokens: list[int] = []
+        for link in links:
+            sources, targets = map(np.flatnonzero, map(np.equal, sides, link))
+            tokens += np.stack(np.meshgrid(sources, targets), axis=-1).ravel().tolist()
+        return tokens
+
+    def finish(self) -> None:
+        """Reports the pairs without links.
+
+        Raises:
+          UserError: these are all pairs.
+        """
+        if not self._unlinked:
+            return
+        reason = (
+            f"{self._name}: {len(self._unlinked):,} of {self._pairs:,} pairs have no links, since "
+            "the vocabulary divides their text into other words than the spaces do; the first is "
+            f"that of {self._unlinked[0]}"
+        )
+        if len(self._unlinked) == self._pairs:
+            raise UserError(reason)
+        _log.warning(reason)
+
+
+def pack_links(
+    links: Sentences,
+    sources: Sentences,
+    targets: Sentences,
+    rows: Sequence[Sequence[int]],
+    source_length: int,
+    target_length: int,
+) -> np.ndarray:
+    """Returns `Batch.alignment`, float32 [B, T, S].
+
+    Args:
+      links: of each pair, from `LinkEncoder`. Those of truncated tokens are left out.
+      sources: the source tokens of each pair.
+      targets: the target tokens.
+      rows: B lists of pairs.
+      source_length: S.
+      target_length: T.
+    """
+    dense = np.zeros((len(rows), target_length, source_length), np.float32)
+    for row, pairs in zip(dense, rows, strict=True):
+        starts = np.zeros(2, np.int64)
+        for pair in pairs:
+            ends = starts + np.array([len(sources[pair]), len(targets[pair])])
+            tokens = starts + links[pair].reshape(-1, 2)
+            # The last token is the end token, also where a sentence was truncated.
+            source, target = tokens[(tokens < ends - 1).all(axis=1)].T
+            row[target, source] = 1
+            starts = ends
+    return dense / np.maximum(dense.sum(axis=-1, keepdims=True), 1)

@@ -1,0 +1,107 @@
+"""Parameters on their way into decoding: checked, on one device, with matrices rounded."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax.traverse_util import flatten_dict
+from jax.sharding import NamedSharding, PartitionSpec
+
+from flaxformer_mt.config import TransformerConfig, with_vocabulary_sizes
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.memory_limits import LESS_ON_DEVICE, explained_exhaustion
+from flaxformer_mt.model.transformer import Transformer
+
+
+@functools.lru_cache(maxsize=64)
+def expected_shapes(config: TransformerConfig) -> Mapping[str, tuple[int, ...]]:
+    """Returns the shape of every parameter of a model by its path, `encoder/final_norm/scale`."""
+    tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    variables = jax.eval_shape(Transformer(config).init, jax.random.key(0), tokens, tokens)
+    leaves = flatten_dict(variables["params"], sep="/")
+    return {path: leaf.shape for path, leaf in leaves.items()}
+
+
+def require_params(config: TransformerConfig, params: Any, name: str = "params") -> None:
+    """Raises UserError unless a tree has all parameters of a model, in their shapes.
+
+    Further leaves are allowed. `name` says where the tree comes from.
+    """
+    if not isinstance(params, Mapping):
+        raise UserError(
+            f"{name}: not a model, which is nested dicts of arrays, but {type(params).__name__}"
+        )
+    expected, found = expected_shapes(config), flatten_dict(params, sep="/")
+    missing = [path for path in expected if path not in found]
+    if missing:
+        others = f" and {len(missing) - 1} others are" if len(missing) > 1 else " is"
+        hint = '; give its entry "params"' if "params" in params else ""
+        raise UserError(
+            f"{name}: not the parameters of this model: {missing[0]}{others} missing; found "
+            f"{', '.join(sorted(map(str, params))) or 'nothing'}{hint}"
+        )
+    for path, shape in expected.items():
+        if found[path].shape != shape:
+            raise UserError(
+                f"{name}: not the parameters of this model: {path} has the shape "
+                f"{found[path].shape}, the model's configuration {shape}"
+            )
+
+
+def on_one_device(params: Any) -> Any:
+    """Gathers arrays that are sharded or replicated over devices on this process's first device.
+
+    If processes share the arrays, all of them must call it. Arrays that are not copied are valid
+    until the originals are donated.
+    """
+
+    def gathered(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array) or len(leaf.sharding.device_set) == 1:
+            return leaf
+        if isinstance(leaf.sharding, NamedSharding):
+            everywhere = NamedSharding(leaf.sharding.mesh, PartitionSpec())
+            return jax.device_put(leaf, everywhere).addressable_data(0)
+        return jax.device_put(leaf, jax.local_devices()[0])
+
+    return jax.tree.map(gathered, params)
+
+
+def rounded_matrices(config: TransformerConfig, params: Any) -> Any:
+    """Returns the parameters with their matrices in the dtype of the computation.
+
+    The model converts them before every product anyway, so that no result changes; but a step would
+    read both. Vectors stay as they are: those of norms are used in float32.
+    """
+    dtype = jnp.dtype(config.dtype)
+
+    def rounded(path: Any, leaf: Any) -> Any:
+        *_, module, name = ("", "", *(key.key for key in path))
+        is_matrix = name == "kernel" or module in ("source_embedding", "target_embedding")
+        return leaf.astype(dtype) if is_matrix and dtype.itemsize < leaf.dtype.itemsize else leaf
+
+    return jax.tree.map_with_path(rounded, params)
+
+
+def prepared_model(
+    config: TransformerConfig, params: Any, tokenizers: Tokenizers, rounded: bool = True
+) -> tuple[TransformerConfig, Any]:
+    """Returns the configuration with vocabulary sizes, and the parameters on a device.
+
+    Raises:
+      TypeError: `config` is not a `TransformerConfig`.
+      UserError: the model has no encoder, or `params` are not its parameters.
+    """
+    if not isinstance(config, TransformerConfig):
+        raise TypeError(f"config must be a TransformerConfig, not {type(config).__name__}")
+    if not config.has_inputs:
+        raise UserError("model.has_inputs=False: a language model has no source sentences")
+    config = with_vocabulary_sizes(
+        config, tokenizers.source.vocab_size, tokenizers.target.vocab_size
+    )
+    require_params(config, params)
+    with explained_exhaustion("loading the model", LESS_ON_DEVICE):
+        params = on_one_device(params)
+        return config, jax.device_put(rounded_matrices(config, params) if rounded else params)

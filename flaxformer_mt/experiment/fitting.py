@@ -1,0 +1,169 @@
+"""Trains an experiment in its run folder, and evaluates it on its test set."""
+
+import contextlib
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+import jax
+from rich.console import Console
+
+from flaxformer_mt import distributed
+from flaxformer_mt.data.dataset import EvaluationSet
+from flaxformer_mt.decoding.translator import into_languages
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.experiment.parts import Experiment
+from flaxformer_mt.interruption import Interrupted, Interruption
+from flaxformer_mt.memory_limits import explained_exhaustion
+from flaxformer_mt.runs.checkpoint import Checkpoints, restore_params
+from flaxformer_mt.runs.layout import METRICS, TENSORBOARD
+from flaxformer_mt.standard_output import BestEffortOutput
+from flaxformer_mt.training import loop
+from flaxformer_mt.training.parameters import Params
+from flaxformer_mt.training.reporting.callbacks import Callback, Callbacks
+from flaxformer_mt.training.reporting.console import ConsoleWriter, Sample, print_labelled
+from flaxformer_mt.training.reporting.metrics import JsonLinesWriter, TensorBoardWriter, Writer
+
+_LESS_MEMORY = (
+    "set model.remat=full, or parallel.fsdp with several devices; a new run can also have more "
+    "train.accumulation_steps or a lower train.batch_tokens"
+)
+
+
+def make_console(file: BestEffortOutput | None = None) -> Console:
+    """Returns a console for the progress of a run; quiet in all processes but the first."""
+    return Console(
+        file=cast(TextIO, file),
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+        quiet=not distributed.is_main(),
+    )
+
+
+def default_writers(workdir: Path, console: Console) -> list[Writer]:
+    """Returns the writers of `metrics.jsonl` and of TensorBoard's files."""
+    return [
+        JsonLinesWriter(workdir / METRICS, console.print),
+        TensorBoardWriter(workdir / TENSORBOARD),
+    ]
+
+
+def fit(
+    experiment: Experiment,
+    workdir: Path,
+    console: Console | None = None,
+    interruption: Interruption | None = None,
+    writers: Sequence[Writer] | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> None:
+    """Trains from the newest checkpoint, or from the start, and writes checkpoints and metrics.
+
+    Arguments and errors as of `train`; `writers` are by default the `default_writers`, and the
+    console comes in addition.
+    """
+    config, console = experiment.config.train, console or make_console()
+    display = ConsoleWriter(
+        config.num_steps, console, experiment.dataset.training.batches_per_epoch
+    )
+    if writers is None:
+        writers = default_writers(workdir, console)
+
+    def validated(params: Params, step: int) -> dict[str, Any]:
+        display.validating()
+        metrics, samples = experiment.validation.validate(params)
+        display.translated(samples)
+        return metrics
+
+    several = jax.process_count() > 1
+    watching = Callbacks(callbacks, distributed.agree, config.log_every if several else 1)
+    with (
+        explained_exhaustion("training", _LESS_MEMORY),
+        Checkpoints(
+            workdir, config.keep_last, config.keep_best, config.best_metric, console.print
+        ) as checkpointer,
+    ):
+        is_new = checkpointer.latest_step() is None
+        state = experiment.initial_state() if is_new else experiment.abstract_state()
+        train_step = experiment.compile_train_step()
+        train_step.on_compile = display.compiling
+        with (
+            contextlib.nullcontext(lambda step: False)
+            if interruption is None
+            else interruption.deferred(distributed.agree if several else None, config.log_every)
+        ) as is_interrupted:
+            try:
+                loop.train(
+                    state,
+                    train_step=train_step,
+                    stream=experiment.stream,
+                    evaluate=validated,
+                    schedule=experiment.schedule,
+                    checkpointer=checkpointer,
+                    writers=[*writers, display, watching] if distributed.is_main() else (),
+                    config=config,
+                    devices=experiment.devices.devices,
+                    # Both are asked after every step, because processes have to agree on each.
+                    should_stop=lambda step: any(
+                        [is_interrupted(step), watching.should_stop(step)]
+                    ),
+                    announce=console.print,
+                    on_step=display.advance,
+                )
+            except Interrupted as interrupted:
+                if not watching.is_stopping:
+                    raise
+                console.print(f"by a callback, {interrupted}")
+            # While signals are still deferred.
+            checkpointer.wait()
+            watching.finish()
+
+
+def evaluate_test(
+    experiment: Experiment, workdir: Path, show_progress: bool = False
+) -> tuple[int, list[str], dict[str, Any]]:
+    """Evaluates the best checkpoint on the test corpus, and writes the metrics.
+
+    Returns:
+      The checkpoint's step, the translations, of which a language model has none, and the metrics.
+
+    Raises:
+      UserError: the experiment has no test corpus.
+    """
+    test = experiment.dataset.test
+    if test is None:
+        raise UserError("data.test_split is empty: there is nothing to test on")
+    validation = experiment.validation
+    step, params = restore_params(workdir, "best")
+    hypotheses: list[str] = []
+    metrics = validation.measure("test", experiment.devices.place(params))
+    if experiment.config.model.has_inputs:
+        sentences, (references,) = into_languages(
+            test.texts.sources, [test.texts.targets], experiment.dataset.tokenizers.target
+        )
+        hypotheses = validation.translate(params, sentences, show_progress)
+        metrics |= validation.quality(hypotheses, references)
+    if distributed.is_main():
+        JsonLinesWriter(workdir / METRICS).write(step, "test", metrics)
+    return step, hypotheses, metrics
+
+
+def print_test(
+    experiment: Experiment, workdir: Path, test: EvaluationSet, console: Console
+) -> None:
+    """Evaluates the best checkpoint on the test corpus, and prints metrics and translations."""
+    step, hypotheses, metrics = evaluate_test(experiment, workdir, console.is_terminal)
+    head = f"test ({test.texts.name}), best checkpoint (step {step:,}): loss {metrics['loss']:.4f}"
+    if not experiment.config.model.has_inputs:
+        console.print(f"\n{head}, perplexity {metrics['perplexity']:.2f}")
+        return
+    texts = zip(test.texts.sources, hypotheses, test.texts.targets, strict=True)
+    for each in itertools.islice(texts, experiment.config.train.show_translations):
+        console.print()
+        print_labelled(Sample(*each).rows(), console, width=12)
+    console.print(
+        f"\n{head}, BLEU {metrics['bleu']:.2f}, chrF {metrics['chrf']:.2f}  "
+        f"[{metrics['bleu_signature']}]",
+        soft_wrap=not console.is_terminal,  # Terminals would break lines within words.
+    )

@@ -1,0 +1,165 @@
+"""The parts of an experiment: model, objective, optimizer, devices, steps and data."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from flaxformer_mt.config import ExperimentConfig
+from flaxformer_mt.data.dataset import Dataset
+from flaxformer_mt.data.stream.batches import Batch, DataPosition
+from flaxformer_mt.data.stream.prefetch import Prefetched
+from flaxformer_mt.experiment.validation import Validation
+from flaxformer_mt.interop.exports import exports, summary
+from flaxformer_mt.model.transformer import Transformer
+from flaxformer_mt.objectives.cross_entropy import Metrics, Objective
+from flaxformer_mt.training.devices import CompiledStep, seed_key
+from flaxformer_mt.training.memory import step_cost
+from flaxformer_mt.training.objective import (
+    UserObjective,
+    load_teacher,
+    make_objective,
+)
+from flaxformer_mt.training.optimizer import make_optimizer, make_schedule
+from flaxformer_mt.training.parameters import Params, describe
+from flaxformer_mt.training.run_devices import make_devices
+from flaxformer_mt.training.sharding import check_rules
+from flaxformer_mt.training.state import TrainState, create_state
+from flaxformer_mt.training.step import train_step
+from flaxformer_mt.training.warm_start import (
+    load_parameters,
+    start_from,
+)
+
+
+class Experiment:
+    """The parts of an experiment: model, objective, optimizer, devices, steps and data.
+
+    `config` is the resolved configuration, from `resolve_config`. `objective`, if given, is
+    minimized instead of that of the configuration, and `frozen` is its last argument.
+
+    Raises:
+      UserError: the devices, rows or schedule do not fit the configuration.
+    """
+
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        dataset: Dataset,
+        objective: UserObjective | None = None,
+        frozen: Any = None,
+    ) -> None:
+        self.config = config
+        self.dataset = dataset
+        self.devices = make_devices(config)
+        self.model = Transformer(config.model)
+        self.schedule = make_schedule(
+            config.optimizer, config.model.d_model, config.train.num_steps
+        )
+        self.optimizer = make_optimizer(config.optimizer, self.schedule)
+        self.make_state: Callable[[jax.Array], TrainState] = functools.partial(
+            create_state, model=self.model, optimizer=self.optimizer, config=config.train
+        )
+        self.state_shapes: TrainState = jax.eval_shape(self.make_state, seed_key(0))
+        self.validation = Validation(config, dataset, self.devices)
+        if objective is not None:
+            self.objective: Objective = functools.partial(objective, config.model)
+            self.frozen = frozen
+        else:
+            teacher, self.frozen = load_teacher(config.train.teacher, dataset.tokenizers)
+            self.objective = make_objective(self.model, config.train, teacher)
+
+    def train_step(
+        self, state: TrainState, batch: Batch, key: jax.Array, frozen: Any
+    ) -> tuple[TrainState, Metrics]:
+        """Makes a training step; see `compile_step`."""
+        del key  # A run's own key is part of its state, as in checkpoints of earlier versions.
+        return train_step(
+            state,
+            batch,
+            objective=self.objective,
+            optimizer=self.optimizer,
+            config=self.config.train,
+            frozen=frozen,
+        )
+
+    def compile_train_step(self) -> CompiledStep:
+        """Compiles `train_step` for the devices and the shapes of the batches."""
+        shapes = len(self.dataset.training.shapes)
+        return self.devices.compile_train_step(
+            self.train_step, frozen=self.frozen, max_shapes=shapes
+        )
+
+    def report(self) -> Iterator[tuple[str, str]]:
+        """Yields the lines at the start of a run, each with its label."""
+        config = self.config
+        yield from self.dataset.report()
+        params = self.state_shapes.params
+        yield (
+            "model",
+            f"{describe(params, config.train.freeze, config.model)}, {config.model.dtype}",
+        )
+        epochs = config.train.num_steps / self.dataset.training.batches_per_epoch
+        yield "steps", f"{config.train.num_steps:,}, which are {epochs:,.1f} epochs"
+        if config.train.label_smoothing:
+            smoothing = f"with label smoothing of {config.train.label_smoothing:g}"
+            yield "loss", f"{smoothing}; the perplexity is exp(loss) without it"
+        mesh = self.devices.mesh
+        axes = " x ".join(f"{size} {axis}" for axis, size in mesh.shape.items())
+        yield "devices", f"{mesh.size} {self.devices.devices[0].platform} ({axes})"
+        for line in check_rules(params, mesh.shape, self.devices.rules):
+            yield "sharding", line
+        yield "exports", summary(config.model, self.dataset.tokenizers.has_sentencepiece)
+
+    def export_obstacles(self) -> Iterator[tuple[str, str]]:
+        """Yields what prevents an export to each other format."""
+        has_sentencepiece = self.dataset.tokenizers.has_sentencepiece
+        for name, obstacle in exports(self.config.model, has_sentencepiece).items():
+            if obstacle:
+                yield "exports", f"not {name}: {obstacle}"
+
+    def costs(self) -> Iterator[tuple[str, str]]:
+        """Compiles the training step for each shape, and yields what it needs per device."""
+        for shape in self.dataset.training.shapes:
+            cost = step_cost(
+                self.devices,
+                self.state_shapes,
+                self.train_step,
+                shape,
+                self.config.model.has_inputs,
+                frozen=self.frozen,
+                has_alignment=bool(self.config.data.alignments),
+            )
+            rows = f"{shape.rows} x {shape.source_length} and {shape.target_length} tokens"
+            yield "step", f"one compilation for {rows}: {cost}"
+
+    @functools.cache  # noqa: B019  (an experiment lives as long as the program)
+    def load_given_parameters(self) -> Params | None:
+        """Loads the parameters that `train.init_from` names, if any, onto the host."""
+        if not self.config.train.init_from:
+            return None
+        return load_parameters(
+            self.config.train.init_from, self.config.model, self.state_shapes.params
+        )
+
+    def initial_state(self) -> TrainState:
+        """Creates the state before the first step, on the devices."""
+        state = self.devices.create(self.make_state, self.config.train.seed)
+        params = self.load_given_parameters()
+        return state if params is None else start_from(state, params, self.devices.place)
+
+    def abstract_state(self) -> TrainState:
+        """Returns the shapes, dtypes and shardings of the state, to restore a checkpoint into."""
+        return self.devices.abstract(self.state_shapes)
+
+    def stream(self, position: DataPosition) -> Prefetched[Batch]:
+        """Returns an iterator of batches on the devices, from a position in the data."""
+        training, devices = self.dataset.training, self.devices
+        shard = devices.shard
+
+        def read(position: DataPosition) -> tuple[Batch, DataPosition]:
+            batch, after = training.read(position, shard)
+            return devices.place_batch(batch), after
+
+        return Prefetched(read, position)

@@ -1,0 +1,121 @@
+"""Prepares the experiment of a new run, or of the run in a folder."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from flaxformer_mt import distributed
+from flaxformer_mt.config import ExperimentConfig
+from flaxformer_mt.data.dataset import open_all, open_dataset, resolve_config, tokenize
+from flaxformer_mt.data.sanity_checks import check_not_blank, check_sides, warn_of_shared_pairs
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
+from flaxformer_mt.decoding.shortlists.shortlist import require_shortlist
+from flaxformer_mt.decoding.translator import check_search
+from flaxformer_mt.experiment.checks import require_effects, require_shared_vocabulary
+from flaxformer_mt.experiment.folder import require_shared
+from flaxformer_mt.experiment.parts import Experiment
+from flaxformer_mt.runs.folder import (
+    check_corpora,
+    check_vocabulary,
+    holds_run,
+    read_tokenizers,
+    update_config,
+    with_stored_start,
+    write_run,
+)
+from flaxformer_mt.runs.layout import CACHE
+from flaxformer_mt.training.objective import (
+    UserObjective,
+    require_objective,
+)
+from flaxformer_mt.training.warm_start import (
+    require_parameters,
+    require_vocabulary,
+    tokenizer_path,
+)
+
+
+def prepare(
+    given: ExperimentConfig,
+    workdir: Path,
+    *,
+    cache_folder: Path | None = None,
+    write: bool = True,
+    check_languages: bool = True,
+    objective: UserObjective | None = None,
+    frozen: Any = None,
+) -> Experiment:
+    """Builds the experiment of a new run, or of the run in a folder.
+
+    Of several processes the first one tokenizes and writes the run folder.
+
+    Args:
+      given: the configuration as given by the user.
+      workdir: the run folder.
+      cache_folder: where tokens are stored; by default in the run folder.
+      write: whether to write a new run's configuration, vocabulary and fingerprints.
+      check_languages: whether to check that the sides of a new run's corpora are not swapped, for
+        which Babel is imported.
+      objective: see `train`, as for `frozen`.
+      frozen: a tree that the objective reads.
+
+    Raises:
+      UserError: the folder holds another run, or the configuration or the data cannot be used.
+    """
+    if not distributed.is_main():
+        distributed.barrier("data")
+        if write:
+            require_shared(workdir)
+    require_objective(given.train, objective)
+    continued = holds_run(workdir, given)
+    if continued:
+        given = with_stored_start(workdir, given)
+    else:
+        require_effects(given)
+        require_parameters(given.train.init_from, given.model)
+    if given.decode.shortlist:
+        require_shortlist(given.decode.shortlist)
+    corpora = open_all(given)
+    for of_role in corpora.values():
+        check_not_blank(of_role, given.model.has_inputs)
+    if continued:
+        tokenizers = read_tokenizers(workdir)
+        check_corpora(workdir, corpora)
+    else:
+        if given.model.has_inputs and check_languages:
+            check_sides(corpora["train"], [*corpora["valid"], *corpora["test"]])
+        path = tokenizer_path(given)
+        if path:
+            check_vocabulary(Path(path))
+        data = dataclasses.replace(given.data, tokenizer_path=path)
+        tokenizers = Tokenizers.for_run(corpora["train"], data, given.model.has_inputs)
+        require_shared_vocabulary(given.model, tokenizers)
+        if given.train.init_from and path != given.train.init_from:
+            require_vocabulary(given.train.init_from, tokenizers)
+        if data.subword_sampling:
+            tokenizers.source.sample([], 0, data.subword_sampling)  # Some vocabularies cannot.
+    if given.model.has_inputs:
+        check_search(given.model, tokenizers, given.decode)
+    tokens = tokenize(
+        given,
+        corpora,
+        tokenizers,
+        cache_folder or workdir / CACHE,
+        verify=distributed.is_main(),
+    )
+    config = resolve_config(given, tokens, tokenizers)
+    dataset = open_dataset(config, tokens, tokenizers)
+    experiment = Experiment(config, dataset, objective, frozen)
+    if not continued:
+        experiment.load_given_parameters()  # Errors are raised before anything is written.
+    if distributed.is_main():
+        if not continued:
+            warn_of_shared_pairs(tokens.training, tokens.held_out)
+        if write and continued:
+            update_config(workdir, given)
+        elif write:
+            write_run(workdir, given, corpora, tokenizers)
+        distributed.barrier("data")
+    # Collectives wait for a late process for a limited time, on CPUs for 30 s.
+    distributed.barrier("experiment is prepared")
+    return experiment

@@ -1,0 +1,146 @@
+"""Metrics and translations of the development and test sets."""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from flaxformer_mt import distributed
+from flaxformer_mt.config import DecodeConfig, ExperimentConfig
+from flaxformer_mt.data.dataset import Dataset
+from flaxformer_mt.data.stream.batches import Batch, evaluation_batches, pair_lengths
+from flaxformer_mt.decoding.scoring.teacher_forcing import predict_tokens
+from flaxformer_mt.decoding.translator import Sentence, Translator, into_languages
+from flaxformer_mt.evaluation import evaluate
+from flaxformer_mt.evaluation.metrics import tokenizer_of_run
+from flaxformer_mt.evaluation.teacher_forced import seq2seq_acc, teacher_forced_bleu
+from flaxformer_mt.memory_limits import explained_exhaustion
+from flaxformer_mt.model.transformer import Transformer
+from flaxformer_mt.training.reporting.console import Sample, some_of
+from flaxformer_mt.training.reporting.metrics import validate
+from flaxformer_mt.training.run_devices import RunDevices
+from flaxformer_mt.training.step import eval_step
+
+
+class Validation:
+    """Evaluates parameters of a run on its development and test sets."""
+
+    def __init__(self, config: ExperimentConfig, dataset: Dataset, devices: RunDevices) -> None:
+        self._config = config
+        self._dataset = dataset
+        self._devices = devices
+        self._batches = {
+            split: evaluation_batches(evaluated.tokens, config, devices.row_shards, devices.shard)
+            for split, evaluated in dataset.evaluation_sets.items()
+        }
+        shapes = {_shapes(batch) for batches in self._batches.values() for batch in batches}
+        self._eval_step = devices.compile_eval_step(
+            functools.partial(eval_step, model=Transformer(config.model), config=config.train),
+            len(shapes),
+        )
+
+    def quality(self, hypotheses: Sequence[str], references: Sequence[str]) -> dict[str, Any]:
+        """Computes BLEU, with the tokenizer for the target language, and chrF."""
+        return evaluate(
+            hypotheses,
+            references,
+            standard=("bleu", "chrf"),
+            tokenize=tokenizer_of_run(self._config.data),
+        )
+
+    def measure(self, split: str, params: Any) -> dict[str, Any]:
+        """Computes loss, accuracy and perplexity of the development or test corpus."""
+        batches = map(self._devices.place_batch, self._batches[split])
+        corpus = self._dataset.evaluation_sets[split].tokens
+        lengths = np.maximum(*pair_lengths(corpus))
+        longest = int(lengths.argmax())
+        if lengths[longest] <= self._config.data.target_row_length:
+            return validate(self._eval_step, params, batches)
+        with explained_exhaustion(
+            f"the loss of {corpus.name}",
+            f"shorten or remove its longest pair, number {longest + 1:,}, which has "
+            f"{lengths[longest]:,} tokens",
+        ):
+            return validate(self._eval_step, params, batches)
+
+    def validate(self, params: Any) -> tuple[dict[str, Any], list[Sample]]:
+        """Computes the metrics of a validation from parameters on the devices.
+
+        Returns:
+          The metrics, and translations to show: of some of the sentences, and of `train.watch`.
+        """
+        metrics = self.measure("valid", params)
+        if not self._config.model.has_inputs:
+            return metrics, []
+        texts, watched = self._dataset.valid.texts, self._config.train.watch
+        chosen = texts.first_of_parts(self._config.train.eval_sentences or len(texts))
+        sources, references = (
+            [side[index] for index in chosen] for side in (texts.sources, texts.targets)
+        )
+        sentences, (references,) = into_languages(
+            sources, [references], self._dataset.tokenizers.target
+        )
+        hypotheses = self.translate(self._devices.gather(params), [*sentences, *watched])
+        own = hypotheses[: len(sources)]
+        quality = self.quality(own, references)
+        samples = [
+            *some_of([Sample(*each) for each in zip(sources, own, references, strict=True)]),
+            *(Sample(*each) for each in zip(watched, hypotheses[len(sources) :], strict=True)),
+        ]
+        return {**metrics, **quality, **self._teacher_forced_metrics(params)}, samples
+
+    def _teacher_forced_metrics(self, params: Any) -> dict[str, float]:
+        wanted = self._config.train.teacher_forced_metrics
+        corpus = self._dataset.valid.tokens
+        if not wanted or corpus.sources is None:
+            return {}
+        sources, targets = (
+            [side[index].tolist() for index in range(len(side))]
+            for side in (corpus.sources, corpus.targets)
+        )
+        own = distributed.share_out(range(len(targets)))
+        predicted = predict_tokens(
+            self._devices.gather(params),
+            self._config.model,
+            self._config.decode,
+            [sources[index] for index in own],
+            [targets[index] for index in own],
+        )
+        lines = distributed.gather_texts([json.dumps(tokens) for tokens in predicted])
+        predictions = [json.loads(line) for line in lines]
+        functions: dict[str, Callable[[], float]] = {
+            "seq2seq_acc": lambda: seq2seq_acc(predictions, targets, list(map(len, sources))),
+            "teacher_forced_bleu": lambda: teacher_forced_bleu(predictions, targets),
+        }
+        return {name: functions[name]() for name in wanted}
+
+    def translate(
+        self, params: Any, sources: Sequence[str | Sentence], show_progress: bool = False
+    ) -> list[str]:
+        """Translates with parameters on one device; each of several processes translates a part."""
+        decode = self._config.decode
+        if self._config.parallel.num_devices:
+            decode = decoding_on(self._devices.devices, decode)
+        translator = Translator(self._config.model, params, self._dataset.tokenizers, decode)
+        own = translator.translate(distributed.share_out(sources), show_progress=show_progress)
+        return distributed.gather_texts(own)
+
+
+def _shapes(batch: Batch) -> tuple[tuple[int, ...], ...]:
+    return tuple(leaf.shape for leaf in jax.tree.leaves(batch))
+
+
+def decoding_on(devices: Sequence[jax.Device], decode: DecodeConfig) -> DecodeConfig:
+    """Returns search options with which no more devices translate than train.
+
+    `devices` are those that train, of all processes. A `num_devices` chosen by the user does not
+    change.
+    """
+    own = [each for each in devices if each.process_index == jax.process_index()]
+    if decode.num_devices or not own or own[0].platform == "cpu":  # Zero means one CPU.
+        return decode
+    return dataclasses.replace(decode, num_devices=len(own))

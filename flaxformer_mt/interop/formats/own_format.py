@@ -1,0 +1,110 @@
+"""Our parameters in one safetensors file, with Adam's state and carried tensors.
+
+`flaxformer_mt.runs.parameter_file` defines the format and reads the parameters alone.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flax.traverse_util import unflatten_dict
+
+from flaxformer_mt.config import to_dict
+from flaxformer_mt.config.fields import MAX_INTEGER
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.input_files import parse_json
+from flaxformer_mt.interop import checkpoint_files
+from flaxformer_mt.interop.checkpoint_files import Tensors
+from flaxformer_mt.interop.weight_maps import mapping
+from flaxformer_mt.interop.weight_maps.adam_state import AdamState, TrainingState
+from flaxformer_mt.interop.weight_maps.checkpoints import error_context
+from flaxformer_mt.interop.weight_maps.mapping import CARRIED
+from flaxformer_mt.interop.weight_maps.validation import check_params
+from flaxformer_mt.presets import canonical_family
+from flaxformer_mt.runs import parameter_file
+from flaxformer_mt.runs.parameter_file import ADAM
+
+OWN = parameter_file.FORMAT
+"""The name of our own parameters where a family is expected."""
+
+
+def write(path: Path, state: TrainingState, origin: str) -> None:
+    """Writes a training state without loss.
+
+    Raises:
+      UserError: the file cannot be written.
+    """
+    if path.suffix != ".safetensors":
+        raise UserError(f"{path}: use the suffix .safetensors")
+    tensors = _flatten("", state.params)
+    metadata = {"format": OWN, "config": json.dumps(to_dict(state.config)), "origin": origin}
+    if state.adam is not None:
+        tensors |= _flatten(f"{ADAM}mean/", state.adam.mean)
+        tensors |= _flatten(f"{ADAM}variance/", state.adam.variance)
+        # A learning rate may be a tensor.
+        settings = json.dumps(dict(state.adam.settings), default=float)
+        metadata |= {"adam_step": str(state.adam.step), "adam_settings": settings}
+    checkpoint_files.write_safetensors(path, tensors, metadata)
+
+
+def read(path: Path, overrides: Mapping[str, Any]) -> tuple[TrainingState, str]:
+    """Reads what `write` wrote: the state, and the family that its carried tensors belong to.
+
+    Raises:
+      UserError: the file is damaged or of another kind; or there are overrides, although the file
+        contains the whole configuration.
+    """
+    with error_context(path, OWN):
+        config, tensors, metadata = parameter_file.read(path)
+        if overrides:
+            raise UserError(f"it contains {next(iter(overrides))}: fields cannot be overridden")
+        with parameter_file.refusing_damaged_metadata():
+            adam = _adam_of(metadata, tensors)
+        params = _unflatten("", tensors)
+        check_params(config, mapping.by_path(params))
+        if adam is not None:
+            check_params(config, mapping.by_path(adam.mean), "Adam's mean of")
+            check_params(config, mapping.by_path(adam.variance), "Adam's variance of")
+        return TrainingState(config, params, adam), canonical_family(metadata.get("origin", OWN))
+
+
+def _adam_of(metadata: Mapping[str, str], tensors: Tensors) -> AdamState | None:
+    if "adam_step" not in metadata:
+        return None
+    mean, variance = (_unflatten(f"{ADAM}{kind}/", tensors) for kind in ("mean", "variance"))
+    settings = parse_json(metadata["adam_settings"], "its metadata")
+    step = int(metadata["adam_step"])
+    if not 0 <= step <= MAX_INTEGER:
+        raise ValueError(f"adam_step={step}")
+    # JSON has no tuples.
+    groups = [
+        group | {"betas": tuple(group["betas"])} if "betas" in group else group
+        for group in settings.get("param_groups", [])
+    ]
+    settings |= {"param_groups": groups} if groups else {}
+    return AdamState(step, mean, variance, settings)
+
+
+def _flatten(prefix: str, tree: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Returns arrays by path; carried tensors keep their dotted names."""
+    carried = {f"{CARRIED}/{name}": np.asarray(a) for name, a in tree.get(CARRIED, {}).items()}
+    return {f"{prefix}{path}": a for path, a in (mapping.by_path(tree) | carried).items()}
+
+
+def _unflatten(prefix: str, tensors: Tensors) -> dict[str, Any]:
+    """Inverts `_flatten`, for the tensors with this prefix."""
+    own = {
+        name.removeprefix(prefix): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(prefix) and (prefix or not name.startswith(ADAM))
+    }
+    carried = {
+        name.removeprefix(f"{CARRIED}/"): tensor
+        for name, tensor in own.items()
+        if name.startswith(f"{CARRIED}/")
+    }
+    arrays = {name: a for name, a in own.items() if not name.startswith(f"{CARRIED}/")}
+    tree = unflatten_dict(arrays, sep="/")
+    return tree | {CARRIED: carried} if carried else tree

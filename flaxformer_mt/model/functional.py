@@ -1,0 +1,186 @@
+"""The model and its kernels as functions of plain values, for training scripts.
+
+Examples assume `import flaxformer_mt as fmt`, `import jax` and `import jax.numpy as jnp`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int
+
+from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.model.attention import scaled_dot_product_attention
+from flaxformer_mt.model.kernels import fused_attention as kernels
+from flaxformer_mt.model.logical_axes import mesh_platform
+from flaxformer_mt.model.masks import causal_mask, segment_mask
+from flaxformer_mt.model.normalization import has_fused_norm, layer_norm
+from flaxformer_mt.model.numerics import at_least_float32
+from flaxformer_mt.model.transformer import Transformer, require_segment_ids
+
+
+def init(config: TransformerConfig, key: Array) -> dict[str, Any]:
+    """Returns initial parameters, a tree of nested dicts in `config.param_dtype`.
+
+        config = fmt.TransformerConfig(source_vocab_size=100, target_vocab_size=100, d_model=64)
+        params = jax.jit(fmt.init, static_argnums=0)(config, jax.random.key(0))
+
+    Args:
+      config: the model, with its vocabulary sizes.
+      key: of `jax.random`.
+    """
+    tokens = jnp.zeros((1, 1), jnp.int32)  # No parameter depends on their shape.
+    source = tokens if config.has_inputs else None
+    return Transformer(config).init(key, source, tokens)["params"]
+
+
+def apply(
+    config: TransformerConfig, params: Any, batch: Any, key: Array | None = None
+) -> Float[Array, "B T V"]:
+    """Returns the logits of every next target token, in float32 at least.
+
+        config = fmt.TransformerConfig(source_vocab_size=100, target_vocab_size=100, d_model=64)
+        params = fmt.init(config, jax.random.key(0))
+        source, target = jnp.array([[5, 6, 2]]), jnp.array([[1, 7]])
+        batch = {"encoder_input_tokens": source, "decoder_input_tokens": target}
+        logits = fmt.apply(config, params, batch)  # [1, 2, 100]
+
+    Args:
+      config: the model.
+      params: from `init`.
+      batch: a `Batch` of `fmt.packed`, another object with its attributes, or a mapping with their
+        names: `encoder_input_tokens` [B, S] (unless `config.has_inputs` is False) and
+        `decoder_input_tokens` [B, T]; optionally the segment ids and positions of both, without
+        which a row is one sentence, and padding is where the token is `config.pad_id`.
+      key: of `jax.random`, for dropout; None = no dropout.
+
+    Raises:
+      UserError: the batch has no tokens, or positions without segment ids.
+    """
+
+    def value(name: str) -> Array | None:
+        return batch.get(name) if isinstance(batch, Mapping) else getattr(batch, name, None)
+
+    sides = ("encoder", "decoder") if config.has_inputs else ("decoder",)
+    for side in sides:
+        if value(f"{side}_input_tokens") is None:
+            raise UserError(f"the batch has no {side}_input_tokens")
+        require_segment_ids(side, value(f"{side}_segment_ids"), value(f"{side}_positions"))
+    options: dict[str, Any] = {
+        f"{side}_{name}": value(f"{side}_{name}")
+        for side in sides
+        for name in ("segment_ids", "positions")
+    }
+    logits: Any = Transformer(config).apply(
+        {"params": params},
+        value("encoder_input_tokens") if config.has_inputs else None,
+        value("decoder_input_tokens"),
+        **options,
+        deterministic=key is None,
+        rngs=None if key is None else {"dropout": key},
+    )
+    return logits
+
+
+def fused_attention(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B S G K"],
+    v: Float[Array, "B S G U"],
+    *,
+    segments: Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
+    causal: bool = False,
+    bias: Float[Array, "#B #H #T #S"] | None = None,
+) -> Float[Array, "B T H U"]:
+    r"""Computes attention in one kernel of the platform, or by XLA where there is none.
+
+    .. math:: \mathrm{softmax}(Q K^\top / \sqrt{K} + bias)\, V
+
+        q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 8, 4, 16))
+        segments = jnp.array([[1, 1, 1, 2, 2, 2, 2, 0]] * 2)
+        context = fmt.fused_attention(q, k, v, segments=segments, causal=True)  # [2, 8, 4, 16]
+
+    The kernels (NVIDIA GPUs, TPUs) do not write the weights to memory; docs/training.md lists what
+    they can do. On a mesh with `flax.linen.logical_axis_rules`, each device computes its own rows
+    and heads. All arrays except segments are differentiable.
+
+    Args:
+      q: queries.
+      k: keys; G divides H, and query head h attends to head h // (H / G).
+      v: values.
+      segments: the number of each token's sentence in its row, of queries and keys, or one array
+        for both; a query sees the keys of its own segment, and none of segment 0. None = a row is
+        one sentence without padding.
+      causal: whether query t attends to no key after t.
+      bias: added to the scaled scores.
+
+    Returns:
+      The context in the dtype of `q`. A query without any key gets zeros.
+
+    Source: Vaswani et al. 2017, equation 1; Dao 2023; Ainslie et al. 2023 for G < H.
+    """
+    (batch, queries, heads, _), keys = q.shape, k.shape[1]
+    if segments is None:
+        segments = jnp.ones((batch, queries), jnp.int32), jnp.ones((batch, keys), jnp.int32)
+    elif not isinstance(segments, tuple):
+        segments = segments, segments
+    q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+    platform = mesh_platform()
+    case = kernels.AttentionCase(platform, q.dtype, q.shape, keys, v.shape[3])
+    backend = kernels.choose_backend("auto", case)
+    if backend == "einsum":
+        mask = segment_mask(*segments)
+        mask = mask & causal_mask(queries) if causal else mask
+        context = scaled_dot_product_attention(q, k, v, mask, bias=bias)[0]
+    else:
+        if bias is not None:
+            bias = jnp.broadcast_to(bias, (len(bias), heads, queries, keys))
+        options = kernels.AttentionOptions(backend, causal, 0, interpret=platform == "cpu")
+        context = kernels.fused_attention(
+            options, kernels.AttentionInputs(q, k, v, *segments, bias, None)
+        )
+    return context.swapaxes(1, 2)
+
+
+def residual_norm(
+    x: Float[Array, "B T D"],
+    residual: Float[Array, "B T D"],
+    scale: Float[Array, "D"],
+    bias: Float[Array, "D"] | None = None,
+    *,
+    epsilon: float = 1e-6,
+) -> Float[Array, "B T D"]:
+    """Computes the layer norm of `residual + x` in one kernel on NVIDIA GPUs, by XLA elsewhere.
+
+        x, residual = jax.random.normal(jax.random.key(0), (2, 1, 5, 64))
+        y = fmt.residual_norm(x, residual, scale=jnp.ones(64), bias=jnp.zeros(64))
+
+    The kernel needs float32 or bfloat16 and a power of two of at least 64 as D; for others, XLA
+    computes the norm. It is computed in float32 at least.
+
+    Args:
+      x: the output of a sub-layer.
+      residual: its input.
+      scale: by which the normalized values are multiplied.
+      bias: added to them.
+      epsilon: added to the variance.
+
+    Returns:
+      The norm, in the dtype of `residual`.
+
+    Source: Ba et al. 2016; Vaswani et al. 2017, section 3.1.
+    """
+    shift = jnp.zeros_like(scale) if bias is None else bias
+    width = x.shape[-1]
+    if mesh_platform() == "gpu" and has_fused_norm(width, x.dtype):
+        from flaxformer_mt.model.kernels import fused_norm
+
+        options = fused_norm.NormOptions(epsilon, threshold=0, interpret=False, uses=1)
+        inputs = fused_norm.NormInputs(residual, x, None, scale, shift, None)
+        return fused_norm.residual_norm(options, inputs)[0]
+    dtype = at_least_float32(x.dtype)
+    rows, scale, shift = (
+        array.astype(dtype) for array in ((residual + x).reshape(-1, width), scale, shift)
+    )
+    return layer_norm(rows, scale, shift, epsilon).reshape(x.shape).astype(residual.dtype)

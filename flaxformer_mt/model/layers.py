@@ -1,0 +1,374 @@
+"""The encoder and the decoder: their layers and stacks."""
+
+from collections.abc import Sequence
+from typing import Any, Literal, cast
+
+import jax
+from flax import linen as nn
+from jax import Array
+from jaxtyping import Bool, Float, Int
+
+from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.model.attention import KeyValue, attention_class
+from flaxformer_mt.model.cache import KeyValueCache, LayerState, RecurrentState
+from flaxformer_mt.model.feed_forward import FeedForward
+from flaxformer_mt.model.kernels.products import Biased
+from flaxformer_mt.model.logical_axes import constrain
+from flaxformer_mt.model.masks import Visibility
+from flaxformer_mt.model.normalization import Norm, NormOutputs, residual
+from flaxformer_mt.model.numerics import Dropout
+from flaxformer_mt.model.positions import (
+    AttentionPositions,
+    attention_bias,
+    position_bias,
+    query_key_transform,
+    with_shared_bias,
+)
+from flaxformer_mt.model.recurrence import SSRU
+from flaxformer_mt.model.stack import layer_variables, stack
+
+
+class _Layer(nn.Module):
+    """The sub-layers that encoder and decoder have in common."""
+
+    config: TransformerConfig
+
+    def _create_self_attention(self, *, bidirectional: bool) -> None:
+        c = self.config
+        self.self_attention = attention_class(c)(c)
+        self.self_attention_norm = Norm(c)
+        self.position_bias = position_bias(c, bidirectional=bidirectional, shared=False)
+
+    def _create_feed_forward(self) -> None:
+        self.feed_forward = FeedForward(self.config)
+        self.feed_forward_norm = Norm(self.config)
+        self.dropout = Dropout(self.config.dropout_rate)
+
+    def _attend_to_itself(
+        self,
+        x: Array,
+        mask: Visibility | Array | None,
+        positions: AttentionPositions | None,
+        deterministic: bool,
+        return_attention: bool,
+    ) -> tuple[Array | NormOutputs, Array | None]:
+        def attend(y: Array, add_bias: bool) -> tuple[Array | Biased, Array | None]:
+            transform = query_key_transform(self.config, positions)
+            bias = attention_bias(positions, self.position_bias)
+            return self.self_attention(
+                y, y, mask, deterministic, bias, transform, return_attention, add_bias
+            )
+
+        return self._residual(x, attend, self.self_attention_norm, deterministic)
+
+    def _feed_forward(self, x: Array | NormOutputs, deterministic: bool) -> Array:
+        def feed_forward(y: Array, add_bias: bool) -> tuple[Array | Biased, None]:
+            return self.feed_forward(y, deterministic, add_bias), None
+
+        y, _ = self._residual(x, feed_forward, self.feed_forward_norm, deterministic, is_last=True)
+        return constrain(y, "batch", "length", "embed")
+
+    def _residual(self, x, sublayer, norm, deterministic, is_last=False):
+        return residual(x, sublayer, norm, self.dropout, deterministic, is_last)
+
+
+class EncoderLayer(_Layer):
+    """Self-attention, then feed-forward, each with residual and norm."""
+
+    def setup(self) -> None:
+        """Creates the parameters."""
+        self._create_self_attention(bidirectional=True)
+        self._create_feed_forward()
+
+    def __call__(
+        self,
+        x: Float[Array, "B S D"],
+        mask: Visibility | Array | None,
+        positions: AttentionPositions | None,
+        deterministic: bool,
+        return_attention: bool,
+    ) -> tuple[Float[Array, "B S D"], Float[Array, "B H S S"] | None]:
+        """Applies the layer; the second result is the attention, if requested."""
+        y, weights = self._attend_to_itself(x, mask, positions, deterministic, return_attention)
+        return self._feed_forward(y, deterministic), weights if return_attention else None
+
+
+class DecoderLayer(_Layer):
+    """Self-attention, attention to the encoder, feed-forward, each with residual and norm.
+
+    Without inputs (`config.has_inputs`) there is no attention to the encoder. A recurrent unit can
+    replace self-attention (`config.decoder_kind`).
+    """
+
+    def setup(self) -> None:
+        """Creates the parameters."""
+        c = self.config
+        if c.decoder_kind == "ssru":
+            self.recurrence = SSRU(c)
+            self.recurrence_norm = Norm(c)
+        else:
+            self._create_self_attention(bidirectional=False)
+        if c.has_inputs:
+            self.cross_attention = attention_class(c)(c)
+            self.cross_attention_norm = Norm(c)
+        self._create_feed_forward()
+
+    def project_encoded(self, encoded: Array) -> tuple[Array, KeyValue]:
+        """Returns `encoded` [B, S, D], and the keys and values that cross-attention makes of it."""
+        return encoded, self.cross_attention.project(encoded)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        encoded: Float[Array, "B S D"] | None,
+        self_mask: Visibility | Array | None,
+        cross_mask: Visibility | Array | None,
+        positions: AttentionPositions | None,
+        deterministic: bool,
+        return_attention: bool | Literal["cross"],
+    ) -> tuple[Float[Array, "B T D"], tuple[Array | None, Array | None] | None]:
+        """Applies the layer to whole targets.
+
+        Also returns the weights of self- [B, H, T, T] (None for a recurrent unit) and
+        cross-attention [B, H, T, S], if requested.
+        """
+
+        def recur(y: Array, _: bool) -> tuple[Array, None]:
+            return self.recurrence(y, cast(Array | None, self_mask)), None
+
+        y: Array | NormOutputs
+        self_weights: Array | None
+        if self.config.decoder_kind == "ssru":
+            y, self_weights = self._residual(x, recur, self.recurrence_norm, deterministic)
+        else:
+            y, self_weights = self._attend_to_itself(
+                x, self_mask, positions, deterministic, return_attention is True
+            )
+        x, cross_weights = self._after_self_attention(
+            y, encoded, cross_mask, deterministic, bool(return_attention)
+        )
+        if return_attention == "cross":
+            self_weights = None
+        return x, (self_weights, cross_weights) if return_attention else None
+
+    def step(
+        self,
+        x: Float[Array, "B W D"],
+        cross: KeyValue | None,
+        state: LayerState,
+        token_positions: Int[Array, "B"],
+        visible: Bool[Array, "B 1 W PW"],
+        cross_mask: Bool[Array, "B 1 1 S"] | None,
+        positions: AttentionPositions | None,
+    ) -> tuple[Float[Array, "B W D"], LayerState, Float[Array, "B H W S"] | None]:
+        """Maps one token of W hypotheses per sentence, which share the keys of cross-attention.
+
+        Also returns the state including these tokens, and the cross-attention weights.
+        """
+
+        def recur(y: Array, _: bool) -> tuple[Array, RecurrentState]:
+            y, memory = self.recurrence.step(y, cast(RecurrentState, state).memory, token_positions)
+            return y, RecurrentState(memory)
+
+        def attend(y: Array, _: bool) -> tuple[Array | Biased, KeyValueCache]:
+            transform = query_key_transform(self.config, positions)
+            bias = attention_bias(positions, self.position_bias)
+            new = self.self_attention.project(y, transform)
+            cache = cast(KeyValueCache, state).append(new, token_positions)
+            attended = cache.joined()
+            return self.self_attention(y, attended, visible, True, bias, transform)[0], cache
+
+        if self.config.decoder_kind == "ssru":
+            x, state = self._residual(x, recur, self.recurrence_norm, True)
+        else:
+            x, state = self._residual(x, attend, self.self_attention_norm, True)
+        # Hypotheses are on the time axis: all of them attend to the same source.
+        x, cross_weights = self._after_self_attention(x, cross, cross_mask, True, True)
+        return x, state, cross_weights
+
+    def _after_self_attention(
+        self,
+        x: Array | NormOutputs,
+        attended: Array | KeyValue | None,
+        cross_mask: Visibility | Array | None,
+        deterministic: bool,
+        return_attention: bool,
+    ) -> tuple[Array, Array | None]:
+        weights = None
+        if attended is not None:
+
+            def attend_to_encoded(y: Array, add_bias: bool) -> tuple[Array | Biased, Array | None]:
+                return self.cross_attention(
+                    y,
+                    attended,
+                    cross_mask,
+                    deterministic,
+                    return_weights=return_attention,
+                    add_bias=add_bias,
+                )
+
+            x, weights = self._residual(
+                x, attend_to_encoded, self.cross_attention_norm, deterministic
+            )
+
+        return self._feed_forward(x, deterministic), weights
+
+
+class _Stack(nn.Module):
+    """Layers with an optional norm below and one on top."""
+
+    config: TransformerConfig
+
+    def _create(
+        self,
+        layer: type[nn.Module],
+        num_layers: int,
+        methods: dict[str, Any],
+        *,
+        bidirectional: bool,
+    ) -> None:
+        c = self.config
+        if c.embedding_norm:
+            self.embedding_norm = Norm(c)
+        self.position_bias = position_bias(c, bidirectional=bidirectional, shared=True)
+        self.layers = stack(layer, c, num_layers, methods)
+        if c.final_norm:
+            self.final_norm = Norm(c)
+
+    def _below(self, x: Array) -> Array:
+        return self.embedding_norm(x) if self.config.embedding_norm else x
+
+    def _above(self, x: Array) -> Array:
+        x = self.final_norm(x) if self.config.final_norm else x
+        return constrain(x, "batch", "length", "embed")
+
+
+class Encoder(_Stack):
+    """A stack of `num_encoder_layers` layers."""
+
+    def setup(self) -> None:
+        """Creates the parameters."""
+        methods = {"__call__": (nn.broadcast,) * 4}
+        self._create(EncoderLayer, self.config.num_encoder_layers, methods, bidirectional=True)
+
+    def __call__(
+        self,
+        x: Float[Array, "B S D"],
+        mask: Visibility | Array | None = None,
+        positions: AttentionPositions | None = None,
+        *,
+        deterministic: bool = True,
+        return_attention: bool = False,
+    ) -> tuple[Float[Array, "B S D"], Float[Array, "L B H S S"] | None]:
+        """Encodes embedded tokens; the second result is the attention of all layers, if requested.
+
+        The mask says which keys are visible, or is bool, broadcastable to [B, H, S, S], True =
+        attend. `positions` are from `attention_positions`.
+        """
+        x = self._below(x)
+        positions = with_shared_bias(positions, self.position_bias)
+        x, weights = self.layers(x, mask, positions, deterministic, return_attention)
+        return self._above(x), weights
+
+
+class Decoder(_Stack):
+    """A stack of `num_decoder_layers` layers, for whole targets or one token per call."""
+
+    def setup(self) -> None:
+        """Creates the parameters."""
+        methods = {"__call__": (nn.broadcast,) * 6, "project_encoded": ()}
+        self._create(DecoderLayer, self.config.num_decoder_layers, methods, bidirectional=False)
+
+    def project_encoded(self, encoded: Array) -> KeyValue:
+        """Computes the keys [L, B, H, S, K] and values of `encoded` [B, S, D] for every layer."""
+        keys_and_values: KeyValue = self.layers.project_encoded(encoded)[1]
+        return keys_and_values
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        encoded: Float[Array, "B S D"] | None,
+        self_mask: Visibility | Array | None = None,
+        cross_mask: Visibility | Array | None = None,
+        positions: AttentionPositions | None = None,
+        *,
+        deterministic: bool = True,
+        return_attention: bool | Literal["cross"] = False,
+    ) -> tuple[
+        Float[Array, "B T D"],
+        Float[Array, "L B H T T"] | None,
+        Float[Array, "L B H T S"] | None,
+    ]:
+        """Decodes whole targets.
+
+        A mask says which keys are visible, or is bool, broadcastable to [B, H, T, T] or [B, H, T,
+        S], True = attend; that of recurrent units is [B, T], True where a sentence starts.
+        `positions` are from `attention_positions`. `return_attention` gives the weights of every
+        layer; "cross", those of cross-attention only.
+
+        Returns:
+          The outputs, and the weights of self-attention (None for recurrent units) and
+          cross-attention, if requested.
+        """
+        positions = with_shared_bias(positions, self.position_bias)
+        x, weights = self.layers(
+            self._below(x),
+            encoded,
+            self_mask,
+            cross_mask,
+            positions,
+            deterministic,
+            return_attention,
+        )
+        self_weights, cross_weights = weights if return_attention else (None, None)
+        return self._above(x), self_weights, cross_weights
+
+    def step(
+        self,
+        x: Float[Array, "B W D"],
+        cross: Sequence[KeyValue | None],
+        states: Sequence[LayerState],
+        token_positions: Int[Array, "B"],
+        visible: Bool[Array, "B 1 W PW"],
+        cross_mask: Bool[Array, "B 1 1 S"] | None,
+        positions: AttentionPositions | None,
+    ) -> tuple[Float[Array, "B W D"], tuple[LayerState, ...], Float[Array, "B H W S"] | None]:
+        """Runs `DecoderLayer.step` of every layer, each with its own `cross` and state.
+
+        The layers are unrolled, because a loop would copy the cache of every layer at every token.
+        Slicing the stacked parameters costs nothing per token: it does not depend on the token, and
+        XLA moves it out of the loop over tokens.
+
+        `cross` has the keys [B, G, S, K] and values [B, G, S, U] of each layer. `token_positions`
+        count the tokens of each sentence from 0. In the masks, True = attend; `visible` is that of
+        the cached tokens. `positions` are those of the tokens [B, 1] and of the cached keys
+        [1, P * W].
+
+        Returns:
+          The outputs in the compute dtype; the states including these tokens; the last layer's
+          cross-attention weights, or None without inputs.
+        """
+        x = self._below(x)
+        positions = with_shared_bias(positions, self.position_bias)
+        layer = DecoderLayer(self.config, parent=None)
+
+        @jax.jit  # The layers share one trace.
+        def step(variables: Any, *inputs: Any) -> Any:
+            return layer.apply(variables, *inputs, method="step")
+
+        new_states = []
+        cross_weights = None
+        all_variables = layer_variables(self.layers, len(states))
+        for variables, layer_cross, state in zip(all_variables, cross, states, strict=True):
+            x, state, cross_weights = step(
+                variables,
+                x,
+                layer_cross,
+                state,
+                token_positions,
+                visible,
+                cross_mask,
+                positions,
+            )
+            new_states.append(state)
+        return self._above(x), tuple(new_states), cross_weights

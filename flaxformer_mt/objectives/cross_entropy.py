@@ -1,0 +1,164 @@
+"""The objective of training: label-smoothed cross-entropy, and what is added to it."""
+
+import functools
+from typing import Any, Protocol, TypeAlias
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax import Array
+
+from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.data.stream.batches import Batch
+from flaxformer_mt.model.transformer import OutputFactors, Transformer
+from flaxformer_mt.objectives.chunked import CrossEntropyOptions, Term, chunked_cross_entropy
+from flaxformer_mt.objectives.flops import training_flops, work_of_batch
+from flaxformer_mt.objectives.losses import Convention
+
+Params: TypeAlias = dict[str, Any]
+Metrics: TypeAlias = dict[str, tuple[Array, Array]]
+"""By name, a sum and the weight to divide it by; both are additive over batches and devices."""
+
+
+@flax.struct.dataclass
+class Sums:
+    """What an objective gives for some rows: sums, which are additive over rows."""
+
+    loss: Array
+    """What is minimized, summed over the rows: a scalar, differentiable."""
+    weight: Array
+    """What `loss` is divided by: the number of target tokens, or of sentences."""
+    tokens: Array
+    """The number of target tokens, for reports of speed."""
+    metrics: Metrics = flax.struct.field(default_factory=dict)
+    """Further sums to report."""
+
+
+class Objective(Protocol):
+    """What training minimizes, as `fmt.train(objective=)` and `train_step` take it.
+
+    `fmt.train` binds its first argument, the configuration of the model.
+    """
+
+    def __call__(self, params: Params, batch: Batch, key: Array, frozen: Any) -> Sums:
+        """Computes the sums of some rows.
+
+        Args:
+          params: those that are trained.
+          batch: the rows.
+          key: for dropout and sampling; another one in each step and for each part of a batch.
+          frozen: a tree that is not trained, such as the parameters of a teacher, or None.
+        """
+
+
+def cross_entropy(
+    model: TransformerConfig | nn.Module,
+    params: Params,
+    batch: Batch,
+    key: Array | None = None,
+    *,
+    smoothing: float = 0.0,
+    convention: Convention = "uniform",
+    term: Term | None = None,
+    weight: float = 1.0,
+    teacher: tuple[TransformerConfig | nn.Module, Params] | None = None,
+) -> Sums:
+    """Computes the label-smoothed cross-entropy of a batch; its logits are never in memory.
+
+        def loss(params):
+            sums = fmt.cross_entropy(config, params, batch, key, smoothing=0.1)
+            return sums.loss / sums.tokens, sums
+
+        gradient, sums = jax.grad(loss, has_aux=True)(params)
+
+    Args:
+      model: the configuration of the model, or a module that is called like `Transformer`.
+      params: its parameters.
+      batch: B rows, packed or not.
+      key: of dropout; None = no dropout.
+      smoothing: the probability moved from the target to other tokens, in [0, 1).
+      convention: which ones, and what is reported: the row of the table of `token_losses`.
+      term: added to the cross-entropy, see `RDrop` and `Distillation`.
+      weight: the factor of the cross-entropy itself.
+      teacher: another model and its parameters, if the term reads its predictions: it is computed
+        without dropout, and has no gradient.
+
+    Returns:
+      The sums over the target tokens, with the metrics "loss" (the cross-entropy alone) and
+      "accuracy", the means of both passes if the term has two; that of the term by its name; and
+      "flops_per_target_token", see `training_flops`.
+    """
+    module = as_module(model)
+    passes = term.passes if term else 1
+    # A row and its copy are neighbors, and therefore on the same device.
+    rows = jax.tree.map(functools.partial(jnp.repeat, repeats=passes, axis=0), batch)
+    dropout: dict[str, Any] = {} if key is None else {"rngs": {"dropout": key}}
+    factors = apply_to_batch(
+        module, params, rows, deterministic=key is None, project=False, **dropout
+    )
+    options = CrossEntropyOptions(smoothing, convention, module.config.pad_id, weight, term)
+    of_teacher = None if teacher is None else _teacher_factors(*teacher, rows)
+    return sums_of_factors(module.config, batch, factors, options, rows, of_teacher)
+
+
+def sums_of_factors(
+    config: TransformerConfig,
+    batch: Batch,
+    factors: OutputFactors,
+    options: CrossEntropyOptions,
+    rows: Batch,
+    teacher: OutputFactors | None = None,
+) -> Sums:
+    """Computes the sums of `cross_entropy` from the outputs of the forward pass.
+
+    Args:
+      config: the configuration of the model.
+      batch: B rows.
+      factors: the outputs of the model for `rows`.
+      options: of the cross-entropy and its term.
+      rows: the batch, with each row as often as the term needs it.
+      teacher: the outputs of the teacher for `rows`.
+    """
+    term = options.term
+    passes = term.passes if term else 1
+    sums = chunked_cross_entropy(
+        factors, rows.decoder_target_tokens, rows.decoder_loss_weights, options, teacher
+    )
+    tokens = sums.weights / passes
+    metrics: Metrics = {
+        "loss": (sums.loss / passes, tokens),
+        "accuracy": (sums.correct / passes, tokens),
+        "flops_per_target_token": (
+            passes * training_flops(config, work_of_batch(batch)),
+            tokens,
+        ),
+    }
+    if term is not None and sums.term is not None:
+        metrics[term.name] = (sums.term, tokens)
+    return Sums(sums.objective, tokens, tokens, metrics)
+
+
+def as_module(model: TransformerConfig | nn.Module) -> nn.Module:
+    """Returns the model of a configuration, and a module as it is."""
+    return Transformer(model) if isinstance(model, TransformerConfig) else model
+
+
+def _teacher_factors(
+    model: TransformerConfig | nn.Module, params: Params, rows: Batch
+) -> OutputFactors:
+    return apply_to_batch(as_module(model), params, rows, deterministic=True, project=False)
+
+
+def apply_to_batch(module: nn.Module, params: Params, batch: Batch, **options: Any) -> Any:
+    """Applies a model to a batch, with the given options of `Transformer.__call__`."""
+    return module.apply(
+        {"params": params},
+        batch.encoder_input_tokens,
+        batch.decoder_input_tokens,
+        encoder_segment_ids=batch.encoder_segment_ids,
+        decoder_segment_ids=batch.decoder_segment_ids,
+        encoder_positions=batch.encoder_positions,
+        decoder_positions=batch.decoder_positions,
+        **options,
+    )

@@ -1,0 +1,112 @@
+"""Explains the differences of a traced function, see `diagnosis/findings.py`."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from flaxformer_mt.parity.any_model import numeric_causes, structural_causes
+from flaxformer_mt.parity.any_model.program import TracedFunction
+from flaxformer_mt.parity.any_model.segment import Found, Numbers, Segment, compute
+from flaxformer_mt.parity.diagnosis.first_cause import Diagnosis
+from flaxformer_mt.parity.trace import MASKED, comparable, is_scores
+
+CAUSES: list[Callable[[Segment], Found]] = [
+    numeric_causes.another_constant,
+    numeric_causes.another_norm,
+    structural_causes.left_out,
+    structural_causes.another_activation,
+    structural_causes.another_softmax,
+    structural_causes.another_mask,
+    structural_causes.another_order,
+    structural_causes.other_inputs,
+    structural_causes.other_parameters,
+    numeric_causes.lower_precision,
+    numeric_causes.active_dropout,
+    numeric_causes.solved_for,
+]
+"""The known causes of a difference between two sites, specific ones before general ones.
+
+Each changes the equations of ours in one way, and yields the value that the site has then. To add
+a cause, write such a function and append it.
+"""
+
+
+class ProgramValues:
+    """A traced program in which the values of sites become the reference's."""
+
+    def __init__(
+        self,
+        program: TracedFunction,
+        leaves: Sequence[Any],
+        sites: Mapping[str, int],
+        theirs: Mapping[str, np.ndarray],
+        select: Callable[[str, np.ndarray], np.ndarray],
+        tolerance: float,
+    ) -> None:
+        """Starts with the arguments of the program."""
+        # `sites` are numbers, outputs among them; `theirs` has repeated calls, too ("site#1").
+        self._program, self._sites, self._theirs = program, sites, theirs
+        self._select, self._tolerance = select, tolerance
+        arguments = dict(zip(program.inputs, leaves, strict=True))
+        self._values: Numbers = {
+            number: np.asarray(value)
+            for number, value in {**program.constants, **arguments}.items()
+        }
+        self._fixed = set(self._values)
+        self._known: dict[int, str] = {}
+
+    def predict(self, site: str) -> np.ndarray:
+        """Computes the value of a site from the reference's values before it."""
+        return comparable(site, self._computed(self._sites[site])[0])
+
+    def _computed(self, number: int) -> tuple[np.ndarray, Numbers, Sequence[Any]]:
+        if number in self._known:  # Two sites may be one value.
+            return self._values[number], self._values, ()
+        equations = self._program.slice_before(number, self._fixed | self._known.keys())
+        values = dict(self._values)
+        with np.errstate(all="ignore"):
+            for equation in equations:
+                compute(equation, values)
+        return values[number], values, equations
+
+    def explain(self, site: str, expected: np.ndarray) -> Diagnosis | None:
+        """Returns the known cause of a difference, the most specific of the right ones."""
+        if not np.issubdtype(expected.dtype, np.inexact):  # Causes are those of computations.
+            return None
+        number = self._sites[site]
+        _, values, equations = self._computed(number)
+        segment = Segment(
+            self._program,
+            site,
+            number,
+            dict(self._known),
+            values,
+            equations,
+            expected,
+            self._theirs,
+            lambda value: self._select(site, comparable(site, value)),
+            self._tolerance,
+        )
+        found = []
+        # Wrong candidates may divide by zero or overflow, which rules them out.
+        with np.errstate(all="ignore"):
+            for cause in CAUSES:
+                for candidate in cause(segment):
+                    residual = segment.residual(candidate.value)
+                    if residual <= self._tolerance:
+                        found.append(Diagnosis(candidate.cause, candidate.explanation, residual))
+        if not found:
+            return None
+        best = min(diagnosis.residual for diagnosis in found)
+        return next(d for d in found if d.residual <= 10 * best + 0.05 * self._tolerance)
+
+    def set(self, site: str, predicted: np.ndarray, expected: np.ndarray | None) -> None:
+        """Sets the value of a site, if the reference has one."""
+        if expected is not None:
+            number = self._sites[site]
+            if not np.issubdtype(expected.dtype, np.inexact):  # PyTorch's integers have 64 bits.
+                expected = expected.astype(self._program.types[number].dtype)
+            # A row that is masked throughout has equal weights with published, finite masks.
+            self._values[number] = np.maximum(expected, MASKED) if is_scores(site) else expected
+            self._known[number] = site

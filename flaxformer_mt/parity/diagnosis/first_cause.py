@@ -1,0 +1,187 @@
+"""Finds the known cause of the first difference.
+
+All sites before it agree, so the inputs of its operation are known. Each known cause (`causes`)
+predicts the reference's value, and the diagnosis is the cause whose prediction is right. The cause
+may also be at a preceding site without a tap: its consequences are then computed.
+"""
+
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from flaxformer_mt.parity.diagnosis.causes.registry import Candidate, SuspectSite, candidates
+from flaxformer_mt.parity.diagnosis.inputs import (
+    DiagnosisInputs,
+    parse_site,
+    select_rows,
+    with_values,
+)
+from flaxformer_mt.parity.diagnosis.operations import Operation
+from flaxformer_mt.parity.diagnosis.site_operations import NotComputed
+from flaxformer_mt.parity.diagnosis.site_operations import operation as operation_at
+
+MAX_UNTAPPED_SIZE = 10**7
+"""The limit of the search through untapped sites: their number times the elements they hold. The
+consequences of each candidate are computed through all of them, which may take a minute."""
+
+
+class Diagnosis(NamedTuple):
+    """A known cause, and how well it explains the difference."""
+
+    cause: str
+    """Short and stable, such as "norm epsilon"."""
+    explanation: str
+    """One sentence that states what the reference and our model compute."""
+    residual: float
+    """The difference that remains if the cause is assumed, relative to the largest magnitude."""
+
+
+def diagnose(inputs: DiagnosisInputs) -> Diagnosis | None:
+    """Returns the known cause that explains the difference best; None if there is none."""
+    if inputs.site != "loss" and inputs.site not in inputs.theirs:
+        return None  # Gradients and optimizer steps have no causes of their own.
+    inputs = _in_float64(inputs)
+    # Wrong candidates may divide by zero or overflow, which rules them out.
+    with np.errstate(all="ignore"):
+        found = [
+            diagnosis
+            for diagnosis in _predictions(inputs)
+            if diagnosis.residual <= inputs.tolerance
+        ]
+    if not found:
+        return None
+    # Of those that are right up to rounding, the first is the most specific.
+    best = min(diagnosis.residual for diagnosis in found)
+    enough = 10 * best + 0.05 * inputs.tolerance
+    return next(diagnosis for diagnosis in found if diagnosis.residual <= enough)
+
+
+def _in_float64(inputs: DiagnosisInputs) -> DiagnosisInputs:
+
+    def widened(arrays):
+        return {name: np.asarray(array, np.float64) for name, array in arrays.items()}
+
+    return inputs._replace(
+        params=widened(inputs.params),
+        ours=widened(inputs.ours),
+        theirs=widened(inputs.theirs),
+        again=widened(inputs.again),
+    )
+
+
+def _predictions(inputs: DiagnosisInputs) -> Iterator[Diagnosis]:
+    expected = inputs.theirs.get(inputs.site, np.asarray(inputs.loss))
+    for site in _suspects(inputs):
+        operation = _operation(inputs, site)
+        if operation is None:
+            continue
+        here = site == inputs.site
+        where, theirs = ("", expected) if here else (f" (at {site})", None)
+        for candidate in candidates(operation, SuspectSite(inputs, site, theirs)):
+            # A wrong epsilon is rarely wrong in only one norm.
+            for everywhere in (False,) if here else (True, False):
+                predicted = _consequence(inputs, site, candidate, everywhere)
+                residual = _residual(inputs, predicted, expected)
+                yield Diagnosis(candidate.cause, candidate.explanation + where, residual)
+
+
+def _suspects(inputs: DiagnosisInputs) -> list[str]:
+    if inputs.site == "loss":  # The logits have been compared.
+        return [inputs.site]
+    before = list(itertools.takewhile(lambda site: site != inputs.site, inputs.ours))[::-1]
+    gap = list(itertools.takewhile(lambda site: site not in inputs.theirs, before))
+    own = parse_site(inputs.site)._replace(part="")
+    beside = [
+        site
+        for site in before[len(gap) :]
+        if site not in inputs.theirs and parse_site(site)._replace(part="") == own
+    ]
+    sizes = np.cumsum([inputs.ours[site].size for site in gap])
+    within_reach = [
+        site for number, site in enumerate(gap) if number * sizes[number] <= MAX_UNTAPPED_SIZE
+    ]
+    return [inputs.site, *within_reach, *beside]
+
+
+def _operation(inputs: DiagnosisInputs, site: str) -> Operation | None:
+    try:
+        return operation_at(inputs, site)
+    except NotComputed:
+        return None
+
+
+def _consequence(
+    inputs: DiagnosisInputs, site: str, candidate: Candidate, everywhere: bool
+) -> np.ndarray | None:
+    """Computes the value at the site of the difference if the candidate holds at `site`.
+
+    Sites in between keep their values if they have a tap; the others are recomputed, with
+    `everywhere` by the candidate with the same explanation. None if a shape differs or an input is
+    unknown.
+    """
+    value = candidate.operation.value()
+    if site == inputs.site:
+        return value
+    sites = list(inputs.ours)
+    following = sites[sites.index(site) + 1 : sites.index(inputs.site) + 1]
+    for later in following:
+        if value.shape != inputs.ours[site].shape:
+            return None
+        if later in inputs.theirs and later != inputs.site:
+            continue
+        inputs = with_values(inputs, {site: value})
+        operation = _operation(inputs, later)
+        if operation is None:
+            return None
+        if everywhere:
+            operation = _same(inputs, later, operation, candidate)
+        site, value = later, operation.value()
+    return value
+
+
+def _same(inputs: DiagnosisInputs, site: str, operation: Operation, like: Candidate) -> Operation:
+    found = candidates(operation, SuspectSite(inputs, site, None))
+    return next((h.operation for h in found if h.explanation == like.explanation), operation)
+
+
+def _residual(inputs: DiagnosisInputs, predicted: np.ndarray | None, expected: np.ndarray) -> float:
+    if predicted is None or predicted.shape != expected.shape:
+        return np.inf
+    if inputs.site != "loss":
+        predicted, expected = (
+            select_rows(inputs.site, array, inputs.real) for array in (predicted, expected)
+        )
+    finite = np.isfinite(expected)
+    # Where all is NaN, any constant that is solved for is, too, and would explain it.
+    if np.isnan(expected).all():
+        return np.inf
+    if not np.array_equal(predicted[~finite], expected[~finite], equal_nan=True):
+        return np.inf
+    difference = np.max(np.abs(predicted - expected), where=finite, initial=0.0)
+    largest = np.max(np.abs(expected), where=finite, initial=0.0)
+    return float(difference / largest) if largest else float(difference)
+
+
+class FamilyValues:
+    """Our model as equations, whose values become the reference's; see `findings.Model`."""
+
+    def __init__(self, inputs: DiagnosisInputs) -> None:
+        self._inputs = _in_float64(inputs)
+
+    def predict(self, site: str) -> np.ndarray | None:
+        """Computes the value of a site; None for what bare layers get."""
+        try:
+            return operation_at(self._inputs, site).value()
+        except NotComputed:
+            return None
+
+    def explain(self, site: str, expected: np.ndarray) -> Diagnosis | None:
+        """Returns the known cause of a difference."""
+        return diagnose(self._inputs._replace(site=site))
+
+    def set(self, site: str, predicted: np.ndarray, expected: np.ndarray | None) -> None:
+        """Sets the value of a site."""
+        value = predicted if expected is None else np.asarray(expected, np.float64)
+        self._inputs = with_values(self._inputs, {site: value})

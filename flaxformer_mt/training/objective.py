@@ -1,0 +1,141 @@
+"""The objective of a run, from its configuration or from the user."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from flax import linen as nn
+from jax import Array
+
+from flaxformer_mt.config import TrainConfig, with_vocabulary_sizes
+from flaxformer_mt.data.stream.batches import Batch
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.model.transformer import Transformer
+from flaxformer_mt.objectives.chunked import Term
+from flaxformer_mt.objectives.cross_entropy import Objective, Sums, cross_entropy
+from flaxformer_mt.objectives.distillation import Distillation
+from flaxformer_mt.objectives.guided_alignment import guided_alignment
+from flaxformer_mt.objectives.r_drop import RDrop
+from flaxformer_mt.runs.checkpoint import restore_params
+from flaxformer_mt.runs.folder import read_config, read_tokenizers
+from flaxformer_mt.training.parameters import Params
+
+UserObjective: TypeAlias = Callable[..., Sums]
+"""Called as `objective(config, params, batch, key, frozen)`, see `Objective`; `config` is that of
+the model."""
+
+CROSS_ENTROPY = TrainConfig.objective
+"""The name of the objectives that `make_objective` makes."""
+
+
+def make_objective(
+    model: nn.Module, config: TrainConfig, teacher: nn.Module | None = None
+) -> Objective:
+    """Makes the objective of a configuration: cross-entropy, and at most one further loss.
+
+    Args:
+      model: the model that is trained.
+      config: label smoothing, and the options of the further loss.
+      teacher: the model of `config.teacher`, whose parameters are the objective's frozen tree.
+    """
+    term: Term | None = None
+    weight = 1.0
+    if config.r_drop:
+        term = RDrop(config.r_drop)
+    elif config.teacher:
+        term = Distillation(config.distillation_weight, config.distillation_temperature)
+        weight = 1 - config.distillation_weight
+
+    if config.guided_alignment_weight:
+
+        def guided(params: Params, batch: Batch, key: Array, frozen: Any) -> Sums:
+            del frozen
+            return guided_alignment(
+                model,
+                params,
+                batch,
+                key,
+                weight=config.guided_alignment_weight,
+                layer=config.guided_alignment_layer,
+                smoothing=config.label_smoothing,
+                convention=config.label_smoothing_convention,
+            )
+
+        return guided
+
+    def objective(params: Params, batch: Batch, key: Array, frozen: Any) -> Sums:
+        return cross_entropy(
+            model,
+            params,
+            batch,
+            key,
+            smoothing=config.label_smoothing,
+            convention=config.label_smoothing_convention,
+            term=term,
+            weight=weight,
+            teacher=None if teacher is None else (teacher, frozen),
+        )
+
+    return objective
+
+
+def name_of(objective: UserObjective) -> str:
+    """Returns the name under which a run records an objective: "dpo", or "dpo(beta=0.1)".
+
+    Raises:
+      UserError: it has none.
+    """
+    function: Any = objective
+    options: dict[str, Any] = {}
+    while isinstance(function, functools.partial):
+        options = {**function.keywords, **options}
+        function = function.func
+    name = getattr(function, "__name__", "")
+    if not name.isidentifier():
+        raise UserError(
+            f"objective={objective!r} has no name for the run to record: define it with def, and "
+            "give its options with functools.partial"
+        )
+    values = ", ".join(f"{option}={value!r}" for option, value in sorted(options.items()))
+    return f"{name}({values})" if options else name
+
+
+def require_objective(config: TrainConfig, given: UserObjective | None) -> None:
+    """Checks that the objective that a configuration names is at hand.
+
+    Raises:
+      UserError: it is a function, which was not given.
+    """
+    if given is None and config.objective != CROSS_ENTROPY:
+        raise UserError(
+            f"train.objective={config.objective} is the name of a function: start and continue the "
+            "run from Python, with flaxformer_mt.train(config, workdir, objective=FUNCTION)"
+        )
+
+
+def load_teacher(folder: str, tokenizers: Tokenizers) -> tuple[Transformer | None, Params | None]:
+    """Loads the model of `train.teacher`, if any, and its best parameters onto the host.
+
+    Raises:
+      UserError: there is no such run, or its target vocabulary is another one.
+    """
+    if not folder:
+        return None, None
+    try:
+        config = read_config(folder).model
+        theirs = read_tokenizers(folder)
+        _, params = restore_params(Path(folder), "best")
+    except UserError as error:
+        raise UserError(f"train.teacher={folder}: {error}") from error
+    for side in ("source", "target"):
+        if getattr(theirs, side).fingerprint != getattr(tokenizers, side).fingerprint:
+            raise UserError(
+                f"train.teacher={folder} has another {side} vocabulary: train the student with "
+                f"--data.tokenizer-path={folder}"
+            )
+    config = with_vocabulary_sizes(
+        config, tokenizers.source.vocab_size, tokenizers.target.vocab_size
+    )
+    return Transformer(config), params

@@ -1,0 +1,174 @@
+"""Samples drawn inside a training step."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from talker import full_pass
+
+import flaxformer_mt
+from flaxformer_mt.data.stream.batches import Batch
+from flaxformer_mt.decoding.training_samples import sample
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.model.transformer import Transformer
+
+END = 2
+SOURCE = np.array([[5, 9, 7, END, 0], [8, END, 0, 0, 0], [0, 0, 0, 0, 0]], np.int32)
+PACKED = np.array([[5, END, 9, 7, END]], np.int32)
+
+
+def batch_of(tokens, segment_ids=None):
+    return Batch(tokens, *[None] * 3, segment_ids, *[None] * 3)
+
+
+def padded_batch(tokens):
+    is_token = (tokens > 0).astype(np.int32)
+    positions = np.arange(tokens.shape[1], dtype=np.int32) * is_token
+    return Batch(tokens, *[tokens] * 2, is_token, is_token, is_token, positions, positions)
+
+
+def draw(talker, source=SOURCE, seed=0, n=4, **options):
+    jitted = jax.jit(
+        lambda params, source, key: sample(talker.model, params, source, key, n, **options)
+    )
+    return jitted(talker.params, source, jax.random.key(seed))
+
+
+def test_log_probabilities_are_those_of_the_full_pass(talker):
+    found = draw(talker, max_length=8)
+    assert found.tokens.shape == found.input_tokens.shape == found.weights.shape == (3, 4, 8)
+    for row in range(2):
+        source = np.pad(SOURCE[row : row + 1], ((0, 0), (0, 95)))
+        for index in range(4):
+            inputs = np.pad(found.input_tokens[row, index], (0, 92))[None]
+            scores = full_pass(talker.params, source, inputs, model=talker.model)[0]
+            own = scores[jnp.arange(8), found.tokens[row, index]] @ found.weights[row, index]
+            np.testing.assert_allclose(found.log_probabilities[row, index], own, rtol=1e-5)
+    lengths = np.asarray(found.weights.sum(axis=-1), int)
+    ends = found.tokens == END
+    assert ((ends.argmax(axis=-1) + 1 == lengths) | (lengths == 8))[:2].all()
+    assert (found.input_tokens[..., 0] == talker.model.bos_id).all()
+    np.testing.assert_array_equal(found.input_tokens[..., 1:], found.tokens[..., :-1])
+    assert not lengths[2].any()  # A row without a sentence.
+
+
+def test_samples_have_the_distribution_of_the_model(talker):
+    """The first token, drawn 4,000 times, by a chi-squared test of the likely tokens."""
+    found = draw(talker, SOURCE[1:2], n=4000, max_length=1)
+    counts = np.bincount(np.asarray(found.tokens).ravel(), minlength=300)
+    inputs = np.full((1, 100), 0, np.int32)
+    inputs[0, 0] = talker.model.bos_id
+    source = np.pad(SOURCE[1:2], ((0, 0), (0, 95)))
+    probabilities = np.exp(full_pass(talker.params, source, inputs, model=talker.model)[0, 0])
+    probabilities[[talker.model.pad_id, talker.model.bos_id]] = 0
+    probabilities /= probabilities.sum()
+    likely = probabilities > 0.002
+    expected = 4000 * probabilities[likely]
+    statistic = ((counts[likely] - expected) ** 2 / expected).sum()
+    assert statistic < likely.sum() + 5 * (2 * likely.sum()) ** 0.5
+    assert likely.sum() > 10
+
+
+def test_keys_and_rows_give_other_samples(talker):
+    twice = np.concatenate([SOURCE[:1], SOURCE[:1]])
+    first, other = draw(talker, twice), draw(talker, twice, seed=1)
+    np.testing.assert_array_equal(first.tokens, draw(talker, twice).tokens)
+    assert (first.tokens != other.tokens).any()
+    assert (first.tokens[0] != first.tokens[1]).any()
+
+
+def test_options(talker):
+    greedy = draw(talker, top_k=1)
+    assert (greedy.tokens[0] == greedy.tokens[0, :1]).all()
+    # 1.5 tokens per source token, and 20.
+    assert greedy.tokens.shape[2] == 26
+    cold = draw(talker, temperature=0.01)
+    np.testing.assert_allclose(cold.log_probabilities, greedy.log_probabilities, rtol=1e-4)
+    with pytest.raises(UserError, match=r"decode\.top_p=2"):
+        draw(talker, top_p=2.0)
+
+
+def test_the_maximum_length_is_that_of_learned_positions(talker):
+    model = dataclasses.replace(talker.model, position_kind="learned", max_length=6)
+    params = Transformer(model).init(jax.random.key(0), SOURCE, SOURCE)["params"]
+    found = sample(model, params, SOURCE, jax.random.key(0), 2)
+    assert found.tokens.shape == (3, 2, 6)
+
+
+def test_an_objective_with_samples_has_gradients(talker):
+    """Minimum risk: samples are constants, their probabilities are differentiated."""
+    model = talker.model
+
+    def risk(params):
+        found = sample(model, params, SOURCE[:2], jax.random.key(0), 3, max_length=6)
+        rows = jnp.repeat(SOURCE[:2], 3, axis=0)
+        inputs = found.input_tokens.reshape(6, 6)
+        logits = Transformer(model).apply({"params": params}, rows, inputs)
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), found.tokens.reshape(6, 6, 1), 2)
+        scores = (chosen[..., 0].reshape(2, 3, 6) * found.weights).sum(axis=-1)
+        costs = found.weights.sum(axis=-1)
+        return (jax.nn.softmax(scores) * costs).sum()
+
+    gradients = jax.jit(jax.grad(risk))(talker.params)
+    assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
+    assert any(jnp.any(leaf != 0) for leaf in jax.tree.leaves(gradients))
+
+
+def test_sharded_parameters_give_the_same_samples(talker):
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("rows", "columns"))
+
+    def sharded(leaf):
+        spec = PartitionSpec("columns") if leaf.shape[0] % 2 == 0 else PartitionSpec()
+        return jax.device_put(leaf, NamedSharding(mesh, spec))
+
+    source = np.concatenate([SOURCE, SOURCE[:1]])
+    placed = jax.device_put(source, NamedSharding(mesh, PartitionSpec("rows")))
+    apart = dataclasses.replace(talker, params=jax.tree.map(sharded, talker.params))
+    np.testing.assert_array_equal(draw(apart, placed).tokens, draw(talker, source).tokens)
+
+
+def test_rows_are_a_batch_of_every_sample_with_its_source(talker):
+    batch = padded_batch(SOURCE[:2])
+    found = draw(talker, batch, n=3, max_length=6, unpacked=True)
+    rows = found.rows(batch)
+    np.testing.assert_array_equal(rows.encoder_input_tokens, np.repeat(SOURCE[:2], 3, axis=0))
+    np.testing.assert_array_equal(rows.decoder_target_tokens, found.tokens.reshape(6, 6))
+    np.testing.assert_array_equal(rows.decoder_input_tokens, found.input_tokens.reshape(6, 6))
+    logits = flaxformer_mt.apply(talker.model, talker.params, rows)
+    chosen = jnp.take_along_axis(
+        jax.nn.log_softmax(logits), rows.decoder_target_tokens[..., None], -1
+    )
+    scores = (chosen[..., 0] * rows.decoder_loss_weights).sum(axis=-1)
+    np.testing.assert_allclose(scores, found.log_probabilities.ravel(), rtol=1e-5)
+
+
+def test_packed_rows_are_refused(talker):
+    arguments = talker.model, talker.params
+    key = jax.random.key(0)
+    with pytest.raises(UserError, match="row 1 of the batch has several sentences"):
+        sample(*arguments, np.concatenate([SOURCE[:1], PACKED]), key, 2)
+    with pytest.raises(UserError, match="row 0 of the batch has several sentences"):
+        sample(*arguments, batch_of(SOURCE, np.array([[1, 1, 2, 2, 0]] * 3)), key, 2)
+    with pytest.raises(UserError, match=r"segment ids, so its rows may be packed: .*unpacked=True"):
+        draw(talker, batch_of(SOURCE, (SOURCE > 0).astype(np.int32)))
+
+
+def test_packed_rows_that_are_traced_give_nan(talker):
+    found = draw(talker, np.concatenate([SOURCE[:1], PACKED]))
+    assert np.isfinite(found.weights[0]).all()
+    assert np.isnan(found.weights[1]).all()
+    assert np.isnan(found.log_probabilities[1]).all()
+    segment_ids = np.array([[1, 1, 1, 1, 0], [1, 2, 0, 0, 0]], np.int32)
+    found = draw(talker, batch_of(SOURCE[:2], segment_ids), unpacked=True)
+    assert np.isnan(found.weights).any(axis=(1, 2)).tolist() == [False, True]
+
+
+def test_other_values_are_errors(talker):
+    with pytest.raises(TypeError, match="source_batch must be tokens"):
+        draw(talker, SOURCE[0])
+    model = dataclasses.replace(talker.model, has_inputs=False)
+    with pytest.raises(UserError, match="has_inputs=False"):
+        sample(model, {}, SOURCE, jax.random.key(0), 2)

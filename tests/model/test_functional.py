@@ -1,0 +1,176 @@
+"""The model and its kernels as functions of plain values."""
+
+import dataclasses
+import functools
+import inspect
+import re
+import textwrap
+
+import chex
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+
+from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.data.stream.batches import Batch
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.model import functional
+from flaxformer_mt.model.kernels import fused_norm
+from flaxformer_mt.model.transformer import Transformer
+
+CONFIG = TransformerConfig(
+    source_vocab_size=23,
+    target_vocab_size=23,
+    d_model=16,
+    num_heads=2,
+    d_ff=24,
+    num_encoder_layers=1,
+    num_decoder_layers=1,
+)
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(3, 23, size=(2, 9)), jnp.int32)
+SEGMENTS = jnp.asarray([[1] * 4 + [2] * 4 + [0], [1] * 5 + [2] * 4], jnp.int32)
+POSITIONS = jnp.asarray([[*range(4), *range(4), 0], [*range(5), *range(4)]], jnp.int32)
+BATCH = Batch(TOKENS, TOKENS, TOKENS, jnp.ones((2, 9)), SEGMENTS, SEGMENTS, POSITIONS, POSITIONS)
+
+
+@functools.cache
+def params_of(config):
+    return jax.jit(functional.init, static_argnums=0)(config, jax.random.key(0))
+
+
+@pytest.mark.parametrize("name", ["init", "apply", "fused_attention", "residual_norm"])
+def test_the_example_of_each_docstring_runs(name):
+    text = inspect.getdoc(getattr(functional, name))
+    example = "\n".join(re.findall(r"^    .*$", text.split("Args:")[0], re.MULTILINE))
+    names = {"fmt": _Fmt, "jax": jax, "jnp": jnp}
+    exec(textwrap.dedent(example), names)
+    stated = re.search(r"# \[([\d, ]+)\]$", example)
+    if stated:
+        result = list(names.values())[-1]
+        assert list(result.shape) == [int(size) for size in stated[1].split(",")]
+
+
+class _Fmt:
+    TransformerConfig = TransformerConfig
+    init, apply = staticmethod(functional.init), staticmethod(functional.apply)
+    fused_attention = staticmethod(functional.fused_attention)
+    residual_norm = staticmethod(functional.residual_norm)
+
+
+def test_a_batch_gives_the_logits_of_its_packed_rows():
+    params = params_of(CONFIG)
+    expected = Transformer(CONFIG).apply(
+        {"params": params},
+        TOKENS,
+        TOKENS,
+        encoder_segment_ids=SEGMENTS,
+        decoder_segment_ids=SEGMENTS,
+        encoder_positions=POSITIONS,
+        decoder_positions=POSITIONS,
+    )
+    found = jax.jit(functional.apply, static_argnums=0)(CONFIG, params, BATCH)
+    chex.assert_trees_all_close(found, expected, atol=1e-5)
+    mapping = {field.name: getattr(BATCH, field.name) for field in dataclasses.fields(BATCH)}
+    chex.assert_trees_all_equal(functional.apply(CONFIG, params, mapping), expected)
+
+
+def test_a_key_drops_values():
+    params = params_of(CONFIG)
+    plain = functional.apply(CONFIG, params, BATCH)
+    dropped = [functional.apply(CONFIG, params, BATCH, jax.random.key(seed)) for seed in (0, 0, 1)]
+    chex.assert_trees_all_equal(dropped[0], dropped[1])
+    assert not np.allclose(dropped[0], dropped[2])
+    assert not np.allclose(dropped[0], plain)
+
+
+def test_a_language_model_needs_no_source():
+    config = dataclasses.replace(CONFIG, has_inputs=False, num_encoder_layers=0)
+    batch = {"decoder_input_tokens": TOKENS}
+    assert functional.apply(config, params_of(config), batch).shape == (2, 9, 23)
+
+
+def test_positions_without_segment_ids_are_refused():
+    """Otherwise, packed rows would be read as one sentence each."""
+    params = params_of(CONFIG)
+    with pytest.raises(UserError, match="encoder_positions without encoder_segment_ids"):
+        functional.apply(CONFIG, params, BATCH.replace(encoder_segment_ids=None))
+    with pytest.raises(UserError, match="decoder_positions without decoder_segment_ids"):
+        functional.apply(CONFIG, params, BATCH.replace(decoder_segment_ids=None))
+    with pytest.raises(UserError, match="encoder_positions without encoder_segment_ids"):
+        Transformer(CONFIG).apply(
+            {"params": params}, TOKENS, encoder_positions=POSITIONS, method="encode"
+        )
+    with pytest.raises(UserError, match="the batch has no decoder_input_tokens"):
+        functional.apply(CONFIG, params, {"encoder_input_tokens": TOKENS})
+
+
+def attention_in_numpy(q, k, v, visible, bias):
+    k, v = (np.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    scores = np.einsum("bthk,bshk->bhts", q, k) / np.sqrt(q.shape[-1]) + bias
+    weights = np.where(visible, np.exp(scores), 0)
+    total = weights.sum(-1, keepdims=True)
+    return np.einsum("bhts,bshu->bthu", weights / np.where(total == 0, 1, total), v)
+
+
+@pytest.mark.parametrize("backend", ["einsum", "pallas_gpu", "pallas_tpu"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_is_its_equation(backend, causal, monkeypatch):
+    if backend != "einsum":  # As on the platform, but interpreted.
+        monkeypatch.setattr(functional.kernels, "choose_backend", lambda *_: backend)
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(2, 9, heads, 32)).astype(np.float32) for heads in (4, 2, 2))
+    bias = rng.normal(size=(1, 1, 9, 9)).astype(np.float32)
+    segments = np.asarray(SEGMENTS)
+    visible = (segments[:, :, None] == segments[:, None]) & (segments > 0)[:, None]
+    visible = visible & np.tri(9, dtype=bool) if causal else visible
+    expected = attention_in_numpy(q, k, v, visible[:, None], bias)
+
+    def attend(q, k, v, bias):
+        arrays = {"segments": jnp.asarray(segments), "causal": causal, "bias": bias}
+        return functional.fused_attention(q, k, v, **arrays)
+
+    arrays = [jnp.asarray(x) for x in (q, k, v, bias)]
+    np.testing.assert_allclose(attend(*arrays), expected, atol=2e-5)
+    pair = functional.fused_attention(
+        *arrays[:3], segments=(SEGMENTS, SEGMENTS), causal=causal, bias=arrays[3]
+    )
+    np.testing.assert_allclose(pair, expected, atol=2e-5)
+    gradients = jax.grad(lambda *x: jnp.sum(attend(*x) ** 2), argnums=(0, 1, 2, 3))(*arrays)
+    monkeypatch.undo()
+    derived = jax.grad(lambda *x: jnp.sum(attend(*x) ** 2), argnums=(0, 1, 2, 3))(*arrays)
+    chex.assert_trees_all_close(gradients, derived, atol=2e-4)
+
+
+def test_attention_without_segments_sees_all_keys():
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 5, 2, 8))
+    expected = jax.nn.dot_product_attention(q, k, v)
+    chex.assert_trees_all_close(functional.fused_attention(q, k, v), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_residual_norm_is_its_equation(platform, monkeypatch):
+    if platform == "gpu":  # As on the platform, but interpreted.
+        monkeypatch.setattr(functional, "mesh_platform", lambda: "gpu")
+        options = fused_norm.NormOptions
+        monkeypatch.setattr(
+            fused_norm, "NormOptions", lambda *a, **k: options(*a, **k | {"interpret": True})
+        )
+    x, residual = jax.random.normal(jax.random.key(0), (2, 2, 8, 64))
+    scale, bias = jax.random.normal(jax.random.key(1), (2, 64))
+    total = np.asarray(x + residual, np.float64)
+    centered = total - total.mean(-1, keepdims=True)
+    expected = centered / np.sqrt((centered**2).mean(-1, keepdims=True) + 1e-5)
+    found = functional.residual_norm(x, residual, scale, bias, epsilon=1e-5)
+    np.testing.assert_allclose(found, expected * scale + bias, atol=2e-5)
+    found = functional.residual_norm(x, residual, scale, epsilon=1e-5)
+    np.testing.assert_allclose(found, expected * scale, atol=2e-5)
+    half = functional.residual_norm(*(a.astype(jnp.bfloat16) for a in (x, residual)), scale, bias)
+    assert half.dtype == jnp.bfloat16
+
+
+def test_the_tests_check_annotated_shapes():
+    q, k = jnp.ones((1, 3, 2, 8)), jnp.ones((1, 3, 2, 4))
+    with pytest.raises(jaxtyping.TypeCheckError, match="fused_attention"):
+        functional.fused_attention(q, k, k)

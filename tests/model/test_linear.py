@@ -1,0 +1,126 @@
+"""`Dense` is the only reader of the kernels and biases of linear maps."""
+
+import dataclasses
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flaxformer_mt.config import TransformerConfig, from_dict
+from flaxformer_mt.model.linear import Dense
+from flaxformer_mt.model.transformer import Transformer
+
+CONFIG = TransformerConfig(
+    source_vocab_size=23,
+    target_vocab_size=23,
+    d_model=32,
+    num_heads=2,
+    d_ff=16,
+    num_encoder_layers=1,
+    num_decoder_layers=1,
+    feed_forward_gate=True,
+    tie_embeddings="none",
+    output_bias=True,
+    attention_backend="einsum",
+)
+SOURCE, TARGET = jnp.asarray(np.random.default_rng(0).integers(3, 23, size=(2, 2, 9)), jnp.int32)
+
+
+def moved(name, x):
+    return x + 0.1 * jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape) * (1 + len(name))
+
+
+@pytest.fixture
+def adapted(monkeypatch):
+    """Adds a fixed matrix and vector to every linear map, as a fork would add adapters."""
+    kernel, bias = Dense.effective_kernel, Dense.effective_bias
+
+    def effective_bias(self):
+        return None if bias(self) is None else moved("bias", bias(self))
+
+    monkeypatch.setattr(Dense, "effective_kernel", lambda self: moved("kernel", kernel(self)))
+    monkeypatch.setattr(Dense, "effective_bias", effective_bias)
+
+
+def as_parameters(params):
+    """The same function with these matrices and vectors in the parameters."""
+
+    def of_leaf(path, x):
+        name = path[-1].key
+        if name not in ("kernel", "bias") or any("norm" in entry.key for entry in path):
+            return x
+        stacked = any(entry.key == "layers" for entry in path)
+        return jax.vmap(functools.partial(moved, name))(x) if stacked else moved(name, x)
+
+    return jax.tree_util.tree_map_with_path(of_leaf, params)
+
+
+@functools.cache
+def params_of(config):
+    return jax.jit(Transformer(config).init)(jax.random.key(0), SOURCE, TARGET)["params"]
+
+
+@functools.cache
+def expected(config):
+    """Logits and gradient norm of a model whose parameters have the changes, by einsum."""
+    plain = dataclasses.replace(config, attention_backend="einsum", remat="none")
+    return computed(plain, as_parameters(params_of(config)))
+
+
+def computed(config, params):
+    def loss(params, project):
+        logits = Transformer(config).apply({"params": params}, SOURCE, TARGET, project=project)
+        if not project:
+            logits = logits.scale * (logits.vectors @ logits.table.T + logits.bias)
+        return jnp.mean(jnp.square(logits)), logits
+
+    run = jax.value_and_grad(functools.partial(loss, project=True), has_aux=True)
+    (_, logits), gradient = run(params)
+    return logits, loss(params, project=False)[1], gradient
+
+
+PATHS = {
+    "einsum": {},
+    "packed": {"attention_backend": "pallas_gpu"},
+    "packed_remat": {"attention_backend": "pallas_gpu", "remat": "projections"},
+    "packed_groups": {"attention_backend": "pallas_gpu", "num_kv_heads": 1},
+    "separate": {"attention_backend": "pallas_gpu", "position_kind": "rotary"},
+    "side_by_side": {"attention_backend": "pallas_tpu"},
+    "recurrence": {"decoder_kind": "ssru"},
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_changed_map_is_changed_in_every_whole_pass(path, adapted, monkeypatch):
+    config = dataclasses.replace(CONFIG, **PATHS[path])
+    params = params_of(config)
+    found = computed(config, params)
+    monkeypatch.undo()
+    chex.assert_trees_all_close(found, expected(config), rtol=1e-4, atol=1e-4)
+    chex.assert_trees_all_close(found[0], found[1], rtol=1e-4, atol=1e-4)
+    assert float(jnp.max(jnp.abs(computed(config, params)[0] - found[0]))) > 0.1
+
+
+def test_a_changed_map_is_changed_in_cached_steps(adapted, monkeypatch):
+    model, variables = Transformer(CONFIG), {"params": params_of(CONFIG)}
+    encoded = model.apply(variables, SOURCE, method="encode")
+    cache = model.apply(variables, encoded, SOURCE, 1, 9, method="init_cache")
+    found = []
+    for position in range(3):
+        at = jnp.full(2, position, jnp.int32)
+        tokens = TARGET[:, position : position + 1]
+        logits, cache = model.apply(variables, tokens, cache, at, method="decode_step")
+        found.append(logits)
+    monkeypatch.undo()
+    chex.assert_trees_all_close(
+        jnp.concatenate(found, axis=1), expected(CONFIG)[0][:, :3], rtol=1e-4, atol=1e-4
+    )
+
+
+def test_a_backend_of_earlier_versions_is_read_as_auto():
+    """`cudnn` was a value of the field, which `auto` never took."""
+    former = {"model": {"attention_backend": "cudnn"}}
+    assert from_dict(former).model.attention_backend == "auto"

@@ -1,0 +1,232 @@
+"""The loss without logits in memory is the loss of all logits, on every kind of device."""
+
+import functools
+import subprocess
+import sys
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flaxformer_mt.model.transformer import OutputFactors
+from flaxformer_mt.objectives import chunked
+from flaxformer_mt.objectives.chunked import CrossEntropyOptions, chunked_cross_entropy
+from flaxformer_mt.objectives.distillation import Distillation
+from flaxformer_mt.objectives.losses import accuracy, label_smoothed_cross_entropy
+from flaxformer_mt.objectives.r_drop import RDrop
+
+PAD = 3
+
+
+@pytest.fixture(params=["cpu", "gpu"])
+def platform(request, monkeypatch):
+    """The platform for which the loss chooses its order of computation."""
+    monkeypatch.setattr(chunked, "mesh_platform", lambda: request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("convention", ["uniform", "others", "others_kl", "non_pad_kl"])
+@pytest.mark.parametrize(("biased", "scale", "smoothing"), [(True, 0.3, 0.1), (False, 1.0, 0.0)])
+def test_the_chunked_loss_is_the_loss_of_all_logits(
+    float64, platform, convention, biased, scale, smoothing
+):
+    random = np.random.default_rng(0)
+    shapes = (2, 6, 5), (11, 5), (11,)
+    vectors, table, bias = (jnp.asarray(random.normal(size=shape)) for shape in shapes)
+    targets = jnp.asarray(random.integers(0, 11, (2, 6)), jnp.int32).at[1, 5].set(PAD)
+    weights = jnp.asarray(random.random((2, 6))).at[0, 2].set(0)
+    factors = (vectors, table, bias) if biased else (vectors, table)
+
+    def whole(vectors, table, bias=0.0):
+        logits = (vectors @ table.T + bias) * scale
+        loss, weight = label_smoothed_cross_entropy(
+            logits, targets, weights, smoothing, convention, PAD
+        )
+        return 2 * loss, (accuracy(logits, targets, weights)[0], weight)
+
+    def in_parts(max_logits, vectors, table, bias=None):
+        sums = chunked_cross_entropy(
+            OutputFactors(vectors, table, bias, scale),
+            targets,
+            weights,
+            CrossEntropyOptions(smoothing, convention, PAD),
+            max_chunk_logits=max_logits,
+        )
+        return 2 * sums.objective, (sums.correct, sums.weights)
+
+    def with_gradients(function):
+        return jax.value_and_grad(function, range(len(factors)), has_aux=True)(*factors)
+
+    expected = with_gradients(whole)
+    for max_logits in (1, 2 * 3 * 11, 0):  # chunks of one column, of three, and of all
+        in_chunks = functools.partial(in_parts, max_logits)
+        chex.assert_trees_all_close(with_gradients(in_chunks), expected, atol=1e-12)
+        chex.assert_trees_all_close(in_chunks(*factors), expected[0], atol=1e-12)
+
+
+@pytest.mark.parametrize("convention", ["uniform", "non_pad_kl"])
+def test_the_chunked_loss_with_r_drop_is_the_formula_of_the_paper(float64, platform, convention):
+    """Of rows 2b and 2b + 1 as two predictions: equation 4 of Liang et al. 2021."""
+    random = np.random.default_rng(0)
+    shapes = (4, 6, 5), (11, 5), (11,)
+    factors = [jnp.asarray(random.normal(size=shape)) for shape in shapes]
+    targets = jnp.repeat(jnp.asarray(random.integers(0, 11, (2, 6)), jnp.int32), 2, axis=0)
+    weights = jnp.repeat(jnp.asarray(random.random((2, 6))).at[0, 2].set(0), 2, axis=0)
+
+    def whole(vectors, table, bias):
+        logits = (vectors @ table.T + bias) * 0.3
+        loss, weight = label_smoothed_cross_entropy(logits, targets, weights, 0.1, convention, PAD)
+        p, q = jax.nn.softmax(logits[::2]), jax.nn.softmax(logits[1::2])
+        divergences = jnp.sum(p * jnp.log(p / q) + q * jnp.log(q / p), axis=-1) / 2
+        divergence = jnp.sum(divergences * weights[::2])
+        correct, _ = accuracy(logits, targets, weights)
+        return 2 * (loss + 5 * divergence), (correct, loss, divergence, weight)
+
+    def in_parts(max_logits, *factors):
+        options = CrossEntropyOptions(0.1, convention, PAD, term=RDrop(5.0))
+        sums = chunked_cross_entropy(
+            OutputFactors(*factors, 0.3), targets, weights, options, max_chunk_logits=max_logits
+        )
+        return 2 * sums.objective, (sums.correct, sums.loss, sums.term, sums.weights)
+
+    def with_gradients(function):
+        return jax.value_and_grad(function, (0, 1, 2), has_aux=True)(*factors)
+
+    expected = with_gradients(whole)
+    for max_logits in (1, 4 * 3 * 11, 0):  # chunks of one column, of three, and of all
+        in_chunks = functools.partial(in_parts, max_logits)
+        chex.assert_trees_all_close(with_gradients(in_chunks), expected, atol=1e-12)
+        chex.assert_trees_all_close(in_chunks(*factors), expected[0], atol=1e-12)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+@pytest.mark.parametrize("weight", [0.3, 1.0])
+def test_the_chunked_loss_with_distillation_is_the_formula_of_all_logits(
+    float64, platform, temperature, weight
+):
+    """Section 2 of Hinton et al. 2015; the teacher has another width, scale and bias."""
+    random = np.random.default_rng(0)
+    factors = [jnp.asarray(random.normal(size=size)) for size in ((4, 6, 5), (11, 5), (11,))]
+    teacher = OutputFactors(
+        *(jnp.asarray(random.normal(size=size)) for size in ((4, 6, 7), (11, 7))), None, 1.7
+    )
+    targets = jnp.asarray(random.integers(0, 11, (4, 6)), jnp.int32)
+    weights = jnp.asarray(random.random((4, 6))).at[0, 2].set(0)
+
+    def whole(vectors, table, bias):
+        logits = (vectors @ table.T + bias) * 0.3
+        of_teacher = teacher.vectors @ teacher.table.T * teacher.scale
+        loss, weights_sum = label_smoothed_cross_entropy(logits, targets, weights, 0.1)
+        log_p = jax.nn.log_softmax(of_teacher / temperature)
+        log_q = jax.nn.log_softmax(logits / temperature)
+        each = temperature**2 * jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
+        term = jnp.sum(each * weights)
+        return 2 * ((1 - weight) * loss + weight * term), (loss, term, weights_sum)
+
+    def in_parts(max_logits, *factors):
+        term = Distillation(weight, temperature)
+        options = CrossEntropyOptions(0.1, "uniform", PAD, weight=1 - weight, term=term)
+        sums = chunked_cross_entropy(
+            OutputFactors(*factors, 0.3), targets, weights, options, teacher, max_logits
+        )
+        return 2 * sums.objective, (sums.loss, sums.term, sums.weights)
+
+    def with_gradients(function):
+        return jax.value_and_grad(function, (0, 1, 2), has_aux=True)(*factors)
+
+    expected = with_gradients(whole)
+    for max_logits in (1, 4 * 3 * 11, 0):
+        found = with_gradients(functools.partial(in_parts, max_logits))
+        chex.assert_trees_all_close(found, expected, atol=1e-12)
+
+
+def test_the_chunked_loss_never_holds_all_logits(platform):
+    vectors, table = jnp.ones((2, 8, 4)), jnp.ones((13, 4))
+    targets = jnp.zeros((2, 8), jnp.int32)
+
+    def loss(vectors):
+        options = CrossEntropyOptions(0.1, "uniform", PAD)
+        factors = OutputFactors(vectors, table, None, 1.0)
+        return chunked_cross_entropy(
+            factors, targets, targets, options, max_chunk_logits=60
+        ).objective
+
+    program = str(jax.make_jaxpr(jax.grad(loss))(vectors))
+    chunk, whole = {"cpu": ("[13,4]", "[13,16]"), "gpu": ("[4,128]", "[16,128]")}[platform]
+    assert chunk in program  # two columns of two rows
+    assert whole not in program
+
+
+def test_the_chunked_loss_of_bfloat16_is_close_and_float32(platform):
+    random = np.random.default_rng(0)
+    vectors, table = (jnp.asarray(random.normal(size=shape)) for shape in ((2, 6, 8), (11, 8)))
+    targets = jnp.asarray(random.integers(0, 11, (2, 6)), jnp.int32)
+    arguments = targets, jnp.ones((2, 6)), CrossEntropyOptions(0.1, "uniform", PAD)
+
+    def loss(vectors, table):
+        factors = OutputFactors(vectors, table, None, 1.0)
+        return chunked_cross_entropy(factors, *arguments).objective
+
+    def with_gradients(vectors):
+        return jax.value_and_grad(loss, argnums=(0, 1))(vectors, table)
+
+    low, exact = with_gradients(vectors.astype(jnp.bfloat16)), with_gradients(vectors)
+    assert (low[0].dtype, low[1][0].dtype, low[1][1].dtype) == ("float32", "bfloat16", "float32")
+    chex.assert_trees_all_close(
+        jax.tree.map(lambda x: x.astype(jnp.float32), low), exact, rtol=0.1, atol=0.02
+    )
+
+
+def test_rows_of_logits_may_be_far_from_zero_and_classes_impossible(monkeypatch):
+    """Sums are relative to the highest logit of a class; what pads the vocabulary is none."""
+    monkeypatch.setattr(chunked, "mesh_platform", lambda: "gpu")
+    logits = jnp.array([-500.0, -501.0, -jnp.inf])
+    factors = OutputFactors(jnp.zeros((1, 1, 1)), jnp.zeros((3, 1)), logits, 1.0)
+    loss, _, correct, *_ = chunked_cross_entropy(
+        factors, jnp.array([[1]]), jnp.ones((1, 1)), CrossEntropyOptions(0.0, "uniform", PAD)
+    )
+    np.testing.assert_allclose(loss, np.log1p(np.exp(1)), rtol=1e-6)
+    assert correct == 0
+
+
+@pytest.mark.parametrize(("platform", "chunks"), [("cpu", 4), ("gpu", 1), ("tpu", 1)])
+def test_the_chunks_fit_the_platform_of_the_mesh(platform, chunks):
+    vectors = jax.ShapeDtypeStruct((64, 16, 8), jnp.float32)
+    table = jax.ShapeDtypeStruct((2**14, 8), jnp.float32)
+    targets = jax.ShapeDtypeStruct((64, 16), jnp.int32)
+    options = CrossEntropyOptions(0.1, "uniform", PAD)
+
+    def loss(vectors, table, targets):
+        factors = OutputFactors(vectors, table, None, 1.0)
+        return chunked_cross_entropy(factors, targets, targets, options).objective
+
+    device = jax.sharding.AbstractDevice("some device", 1, platform)
+    mesh = jax.sharding.AbstractMesh(
+        (1,), ("data",), (jax.sharding.AxisType.Auto,), abstract_device=device
+    )
+    with jax.sharding.use_abstract_mesh(mesh):
+        program = str(jax.make_jaxpr(loss)(vectors, table, targets))
+    assert f"length={chunks}\n" in program
+
+
+def test_the_loss_of_bfloat16_with_a_kernel_of_its_own_compiles_on_cpus(monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)  # A program that does not configure XLA.
+    program = """
+import jax, jax.numpy as jnp
+from flaxformer_mt.model.transformer import OutputFactors
+from flaxformer_mt.objectives.chunked import CrossEntropyOptions, chunked_cross_entropy
+targets, options = jnp.ones((2, 8), jnp.int32), CrossEntropyOptions(0.1, "uniform", 0)
+def loss(x, kernel):
+    factors = OutputFactors(x, kernel.T, None, 1.0)
+    return chunked_cross_entropy(factors, targets, targets, options).objective
+x, kernel = jnp.ones((2, 8, 16), jnp.bfloat16), jnp.ones((16, 50))
+value, gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(x, kernel)
+print(float(value), gradients[1].dtype)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split()[1] == "float32"

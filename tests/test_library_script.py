@@ -1,0 +1,107 @@
+"""The training script of docs/library.md, as it stands there, with small sizes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from documentation.pages import BLOCKS
+
+import flaxformer_mt as fmt
+from flaxformer_mt.cli import main
+from flaxformer_mt.config import DataConfig
+from flaxformer_mt.data.corpora.corpus import load_corpus
+from flaxformer_mt.runs.trained_model import describe_run
+
+(SCRIPT,) = ["\n".join(block.lines) for block in BLOCKS if block.file == "script.py"]
+_PAIRS = load_corpus(DataConfig(corpus="phrases", generated_pairs=200), "train").pairs()
+TEXT = "".join(f"{source}\t{target}\n" for source, target in _PAIRS)
+SMALL = {
+    "size=8000": "size=420",
+    "d_model=256, num_heads=4, d_ff=1024,": (
+        "d_model=32, num_heads=4, d_ff=64, num_encoder_layers=1, num_decoder_layers=1,"
+    ),
+    "rows=256, length=64": "rows=16, length=32",
+    "% 1000 == 0": "% 4 == 0",
+    "== 20_000": "== 12",
+}
+
+
+def run_script(folder, mesh, killed_at=None):
+    """Runs the script in a process of its own, on 8 devices or, without a mesh, on one."""
+    text = SCRIPT
+    changes = SMALL | {"make_mesh(fsdp=2)": f"make_mesh({mesh})"}
+    if killed_at is not None:
+        changes["        if position.step =="] = (
+            f"        if position.step == {killed_at}: __import__('os').kill("
+            "__import__('os').getpid(), 9)\n        if position.step =="
+        )
+    for old, new in changes.items():
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    (folder / "script.py").write_text(text)
+    devices = 8 if mesh else 1
+    flags = os.environ["XLA_FLAGS"].replace("device_count=8", f"device_count={devices}")
+    return subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=folder,
+        env={**os.environ, "XLA_FLAGS": flags},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    "mesh", ["fsdp=2, tensor=2", pytest.param("", marks=pytest.mark.slow)], ids=["8", "1"]
+)
+def test_a_killed_script_continues_with_the_same_bits(tmp_path, mesh, monkeypatch, capsys):
+    folders = [tmp_path / name for name in ("whole", "killed")]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "mine.tsv").write_text(TEXT)
+    whole, killed = folders
+    done = run_script(whole, mesh)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert len(done.stdout.splitlines()) == 3  # translations
+
+    assert run_script(killed, mesh, killed_at=7).returncode == -signal.SIGKILL
+    done = run_script(killed, mesh)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert len(done.stdout.splitlines()) == 2
+    hashes = {describe_run(folder / "runs/mine-final")["parameters_sha256"] for folder in folders}
+    assert len(hashes) == 1
+
+    # The folder is a run for all commands.
+    monkeypatch.chdir(whole)
+    (whole / "source.txt").write_text("two days\n")
+    main(["translate", "--run", "runs/mine-final", "--input", "source.txt", "--beam-size", "1"])
+    assert len(capsys.readouterr().out.splitlines()) == 1
+    files = ["--source", "source.txt", "--reference", "source.txt"]
+    main(["evaluate", "--run", "runs/mine-final", *files, "--beam-size", "1"])
+    assert json.loads(capsys.readouterr().out)["sentences"] == 1
+    main(
+        ["convert", "--from", "flaxformer_mt", "--to", "torch", "runs/mine-final", "x.safetensors"]
+    )
+
+
+def test_nnx_sees_the_same_parameters():
+    """As in the last block of the page."""
+    from flax import nnx
+
+    config = fmt.TransformerConfig(
+        source_vocab_size=11, target_vocab_size=11, d_model=8, num_heads=2, d_ff=16
+    )
+    tokens = jnp.array([[4, 5, 2]], jnp.int32)
+    model = nnx.bridge.ToNNX(fmt.Transformer(config), rngs=nnx.Rngs(0))
+    nnx.bridge.lazy_init(model, tokens, tokens)
+    state = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    expected = fmt.init(config, jax.random.key(0))
+    assert jax.tree.structure(state) == jax.tree.structure(expected)
+    batch = {"encoder_input_tokens": tokens, "decoder_input_tokens": tokens}
+    np.testing.assert_array_equal(model(tokens, tokens), fmt.apply(config, state, batch))

@@ -1,0 +1,197 @@
+"""Objectives of the trainer: a user's function, a frozen tree, a teacher, writers."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_experiment import CONFIG
+
+import flaxformer_mt as fmt
+from flaxformer_mt.config.experiment import with_changes
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.runs.trained_model import load_run
+
+
+def squared(config, params, batch, key, frozen, *, factor=1.0):
+    """A loss per sentence, without a metric called "loss"."""
+    sums = fmt.cross_entropy(config, params, batch, key)
+    sentences = jnp.sum(jnp.max(batch.decoder_segment_ids, axis=1), dtype=jnp.float32)
+    return fmt.Sums(loss=factor * sums.loss, weight=sentences, tokens=sums.tokens)
+
+
+def test_a_run_is_continued_with_its_objective_only(tmp_path):
+    folder = tmp_path / "run"
+    objective = functools.partial(squared, factor=2.0)
+    run = fmt.train(CONFIG, folder, objective=objective)
+    assert run.config.train.objective == "squared(factor=2.0)"
+    (training,) = run.metrics("train")
+    tokens = training["target_tokens"]
+    assert "loss" not in training
+    assert training["objective"] > 0
+    longer = with_changes(CONFIG, {"train": {"num_steps": 3}})
+    with pytest.raises(UserError, match=r"train\.objective: squared\(factor=2\.0\) in the run"):
+        fmt.train(longer, folder)
+    with pytest.raises(UserError, match=r"train\.objective.* squared\(factor=3\.0\) now"):
+        fmt.train(longer, folder, objective=functools.partial(squared, factor=3.0))
+    with pytest.raises(UserError, match=r"is the name of a function: start and continue"):
+        fmt.train(run.config, folder)
+    assert fmt.train(longer, folder, objective=objective).latest_step == 3
+    # The same text: cross-entropy counts the same tokens, although its weight is another one.
+    plain = fmt.train(CONFIG, tmp_path / "plain")
+    assert plain.metrics("train")[0]["target_tokens"] == tokens
+
+
+def test_the_built_in_objective_given_as_a_function_trains_the_same_bits(tmp_path):
+    def same(config, params, batch, key, frozen):
+        return fmt.cross_entropy(config, params, batch, key, smoothing=CONFIG.train.label_smoothing)
+
+    runs = fmt.train(CONFIG, tmp_path / "a"), fmt.train(CONFIG, tmp_path / "b", objective=same)
+    jax.tree.map(
+        np.testing.assert_array_equal, *(load_run(run.folder, "last").params for run in runs)
+    )
+
+
+def test_an_objective_reads_its_frozen_tree_and_writers_see_the_metrics(tmp_path):
+    class Tracker:
+        """A writer, such as one of a tracking service."""
+
+        def __init__(self):
+            self.seen = []
+
+        def rewind(self, step):
+            self.seen.append(("rewind", step))
+
+        def write(self, step, split, values, is_best=False):
+            self.seen.append((step, split, sorted(values)))
+
+        def close(self):
+            self.seen.append("closed")
+
+    def towards(config, params, batch, key, frozen):
+        sums = fmt.cross_entropy(config, params, batch, key)
+        distance = sum(
+            jnp.sum((leaf - fixed) ** 2)
+            for leaf, fixed in zip(jax.tree.leaves(params), jax.tree.leaves(frozen), strict=True)
+        )
+        return dataclasses.replace(sums, loss=distance, weight=jnp.float32(1))
+
+    first = fmt.train(CONFIG, tmp_path / "first")
+    target = load_run(first.folder, "last").params
+    config = with_changes(
+        CONFIG, {"train": {"num_steps": 60, "eval_every": 60}, "optimizer": {"warmup_steps": 5}}
+    )
+    tracker = Tracker()
+    frozen = jax.tree.map(lambda leaf: leaf + 0.05, target)
+    config = with_changes(
+        config, {"train": {"init_from": str(first.folder)}, "optimizer": {"learning_rate": 1e-3}}
+    )
+    run = fmt.train(config, tmp_path / "run", objective=towards, frozen=frozen, writers=[tracker])
+    params = load_run(run.folder, "last").params
+
+    def distance(tree):
+        pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(frozen), strict=True)
+        return sum(float(jnp.sum((leaf - fixed) ** 2)) for leaf, fixed in pairs)
+
+    assert distance(params) < 0.5 * distance(target)
+    assert tracker.seen[0] == ("rewind", 0)
+    assert tracker.seen[-1] == "closed"
+    assert {row[1] for row in tracker.seen[1:-1]} == {"train", "valid"}
+
+
+def test_an_objective_needs_a_name(tmp_path):
+    with pytest.raises(UserError, match="has no name for the run to record"):
+        fmt.train(CONFIG, tmp_path / "run", objective=lambda *arguments: None)
+
+
+def test_a_run_learns_from_its_teacher(tmp_path):
+    teacher = fmt.train(CONFIG, tmp_path / "teacher")
+    options = {"train": {"teacher": str(teacher.folder), "distillation_weight": 1.0}}
+    with_teacher = with_changes(CONFIG, options)
+    student = fmt.train(
+        with_changes(with_teacher, {"data": {"tokenizer_path": str(teacher.folder)}}),
+        tmp_path / "student",
+    )
+    (training,) = student.metrics("train")
+    assert 0 < training["distillation"] < training["loss"]
+    stored = json.loads((student.folder / "config.json").read_text())["train"]
+    assert stored["teacher"] == str(teacher.folder)
+
+    other = with_changes(with_teacher, {"data": {"vocab_size": 275}})
+    with pytest.raises(UserError, match=r"train\.teacher=.* another source vocabulary: .*--data"):
+        fmt.train(other, tmp_path / "other")
+    missing = with_changes(CONFIG, {"train": {"teacher": "absent"}})
+    with pytest.raises(UserError, match=r"train\.teacher=absent: there is no run folder absent"):
+        fmt.train(missing, tmp_path / "missing")
+    with pytest.raises(UserError, match=r"train\.r_drop=1\.0 cannot be used with train\.teacher"):
+        with_changes(with_teacher, {"train": {"r_drop": 1.0}})
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(2, 0), (4, 2)])
+def test_heads_that_tensor_parallelism_would_divide_are_refused(tmp_path, heads, groups):
+    config = with_changes(
+        CONFIG,
+        {
+            "model": {"num_heads": heads, "num_kv_heads": groups},
+            "parallel": {"num_devices": 4, "tensor": 4},
+            "train": {"batch_tokens": 512},
+        },
+    )
+    name = "num_kv_heads" if groups else "num_heads"
+    with pytest.raises(UserError, match=rf"parallel\.tensor=4 does not divide model\.{name}=2"):
+        fmt.train(config, tmp_path / "run")
+
+    # In a script, the mesh is all there is.
+    model = dataclasses.replace(config.model, source_vocab_size=16, target_vocab_size=16, d_ff=16)
+    mesh = fmt.make_mesh(tensor=4, devices=jax.devices()[:4])
+
+    def update(state, batch, key, frozen):
+        sums = fmt.cross_entropy(model, state["params"], batch)
+        return state, sums.loss
+
+    state = fmt.create(
+        lambda key: {"params": fmt.init(model, key), "step": jnp.int32(0)}, mesh, seed=0
+    )
+    rows = jnp.ones((1, 4), jnp.int32)
+    batch = fmt.Batch(rows, rows, rows, jnp.ones((1, 4)), rows, rows, rows, rows)
+    with pytest.raises(UserError, match=rf"model\.{name}=2 cannot be divided evenly among 4"):
+        fmt.compile_step(update, mesh)(state, batch)
+
+
+def test_a_step_says_what_its_state_lacks():
+    mesh = fmt.make_mesh(devices=jax.devices()[:1])
+    state = {"params": jnp.zeros(3)}
+    with pytest.raises(UserError, match=r'needs the number of steps made, as state\["step"\]'):
+        fmt.compile_step(lambda state, batch, key, frozen: (state, 0), mesh)(state, jnp.ones((1,)))
+
+    def widened(state, batch, key, frozen):
+        return {"params": jnp.zeros(4), "step": state["step"] + 1}, 0
+
+    with pytest.raises(UserError, match=r"params was float32 \[3\] and is float32 \[4\]"):
+        fmt.compile_step(widened, mesh)({**state, "step": jnp.int32(0)}, jnp.ones((1,)))
+
+
+def test_a_frozen_tree_is_sharded_once_and_not_donated():
+    mesh = fmt.make_mesh(fsdp=2, tensor=2)
+    config = fmt.TransformerConfig(
+        source_vocab_size=16, target_vocab_size=16, d_model=16, num_heads=2, d_ff=16
+    )
+    frozen = jax.device_get(fmt.init(config, jax.random.key(0)))
+    seen = []
+
+    def update(state, batch, key, frozen):
+        seen.append(frozen)
+        total = sum(jnp.sum(leaf) for leaf in jax.tree.leaves(frozen))
+        return {"step": state["step"] + 1}, total
+
+    step = fmt.compile_step(update, mesh, frozen=frozen)
+    state = fmt.create(lambda key: {"step": jnp.int32(0)}, mesh)
+    for _ in range(3):
+        state, total = step(state, jnp.ones((8, 2)))
+    assert len(seen) == 1
+    assert int(state["step"]) == 3
+    expected = sum(np.sum(leaf) for leaf in jax.tree.leaves(frozen))
+    np.testing.assert_allclose(total, expected, rtol=1e-4)

@@ -1,0 +1,238 @@
+"""The same training on any number of devices, under either strategy, in any number of parts."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import monitoring
+
+from flaxformer_mt.data.stream.batches import Shard
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.training.run_devices import make_devices
+
+SLOW = pytest.mark.slow
+DROPOUT = {"dropout_rate": 0.1, "attention_dropout_rate": 0.1, "activation_dropout_rate": 0.1}
+MESHES = {
+    "data": {},
+    "fsdp": {"fsdp": 8},
+    "data x fsdp": {"fsdp": 4},
+    "data x tensor": {"tensor": 2},
+    "fsdp x tensor": {"fsdp": 4, "tensor": 2},
+    "data x fsdp x tensor": {"fsdp": 2, "tensor": 2},
+}
+
+
+def results(tiny, num_steps):
+    """Loss of each step, first moment of the first gradient, parameters at the end."""
+    state, losses, first_moment = tiny.created_state(), [], None
+    for number in range(num_steps):
+        state, metrics = tiny.train_step(state, tiny.placed_batch(number))
+        losses.append(metrics["loss"][0] / metrics["loss"][1])
+        if number == 0:
+            first_moment = jax.device_get(optax.tree.get(state.opt_state, "mu"))
+    assert len(tiny.train_step.batch_shapes) == 1
+    return jax.device_get((losses, first_moment, state.params))
+
+
+@pytest.fixture(scope="module")
+def on_one():
+    """A function that gives what all others have to agree with."""
+    return functools.cache(results)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "parts"),
+    [
+        ("data x fsdp x tensor", 1),
+        *(
+            pytest.param(*case, marks=SLOW)
+            for case in [
+                *((mesh, 1) for mesh in MESHES if mesh != "data x fsdp x tensor"),
+                ("data", 2),
+                ("fsdp x tensor", 2),
+            ]
+        ),
+    ],
+)
+def test_any_mesh_agrees_with_one_device(setup, on_one, mesh, parts):
+    """With dropout, whose masks depend on the row and not on the device that has it."""
+    of = functools.partial(setup.of, model=DROPOUT, accumulation_steps=parts)
+    on_eight = results(of(num_devices=8, parallel=MESHES[mesh]), 20)
+    chex.assert_trees_all_close(on_eight, on_one(of(), 20), atol=1e-5, rtol=0)
+    chex.assert_trees_all_equal_dtypes(on_eight, on_one(of(), 20))
+
+
+@pytest.mark.parametrize(("num_devices", "parts"), [pytest.param(1, 4, marks=SLOW), (8, 1)])
+@pytest.mark.parametrize("bigram", [True, pytest.param(False, marks=SLOW)])
+def test_pmap_agrees_with_one_device(setup, on_one, num_devices, parts, bigram):
+    on_many = results(setup.of("pmap", num_devices, bigram=bigram, accumulation_steps=parts), 10)
+    expected = on_one(setup.of(bigram=bigram), 10)
+    chex.assert_trees_all_close(on_many, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("strategy", ["mesh", "pmap"])
+def test_every_device_has_its_rows_and_the_whole_state(setup, strategy):
+    tiny = setup.of(strategy, 8)
+    state = tiny.state()
+    assert all(leaf.is_fully_replicated for leaf in jax.tree.leaves(state))
+    assert tiny.devices.shard == Shard(0, 1)
+
+    rows = tiny.batch(0).decoder_target_tokens
+    placed = tiny.placed_batch(0).decoder_target_tokens
+    shards = sorted(placed.addressable_shards, key=lambda shard: shard.device.id)
+    assert len(shards) == 8
+    for shard, expected in zip(shards, np.split(rows, 8), strict=True):
+        np.testing.assert_array_equal(np.reshape(shard.data, expected.shape), expected)
+
+
+@pytest.mark.parametrize("mesh", ["data", "data x fsdp x tensor"])
+def test_gathered_parameters_are_whole_on_one_device(setup, mesh):
+    tiny = setup.of(num_devices=8, parallel=MESHES[mesh])
+    params = tiny.state().params
+    single = tiny.devices.gather(params)
+    assert all(leaf.sharding.device_set == {jax.devices()[0]} for leaf in jax.tree.leaves(single))
+    chex.assert_trees_all_equal(jax.device_get(single), jax.device_get(params))
+
+
+@pytest.mark.parametrize("parallel", [pytest.param({}, marks=SLOW), {"fsdp": 2, "tensor": 2}])
+def test_a_created_state_is_the_placed_one(setup, parallel):
+    tiny = setup.of(num_devices=8, parallel=parallel, ema_decay=0.9)
+    created, placed = tiny.created_state(), tiny.state()
+    chex.assert_trees_all_close(jax.device_get(created), jax.device_get(placed), rtol=1e-6)
+    abstract = tiny.devices.abstract(tiny.state_shapes)
+    for ours, theirs, expected in zip(
+        *(jax.tree.leaves(tree) for tree in (created, placed, abstract)), strict=True
+    ):
+        assert ours.sharding == theirs.sharding == expected.sharding
+        assert (ours.shape, ours.dtype) == (expected.shape, expected.dtype)
+    # Parameters and their average are the same numbers, but a step donates the memory of each.
+    memory = [
+        shard.data.unsafe_buffer_pointer()
+        for leaf in jax.tree.leaves(created)
+        for shard in leaf.addressable_shards
+    ]
+    assert len(set(memory)) == len(memory)
+
+
+@pytest.mark.parametrize("strategy", ["mesh", "pmap"])
+def test_a_step_donates_the_placed_state_and_nothing_else(setup, strategy):
+    tiny = setup.of(strategy, 8, bigram=True)
+    given = tiny.devices.gather(tiny.state())
+    placed = tiny.devices.place(given)
+    before = jax.tree.map(np.array, given)
+    tiny.train_step(placed, tiny.placed_batch(0))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(placed.params))
+    chex.assert_trees_all_equal(jax.device_get(given), before)
+
+
+@pytest.mark.parametrize("strategy", ["mesh", "pmap"])
+def test_validation_agrees_with_one_device(setup, strategy):
+    one, eight = (
+        jax.device_get(tiny.eval_step(tiny.state().params, tiny.placed_batch(0)))
+        for tiny in (setup.of(strategy), setup.of(strategy, 8))
+    )
+    chex.assert_trees_all_close(one, eight, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "meshes",
+    [
+        [(8, {"fsdp": 2, "tensor": 2}), (1, {})],
+        pytest.param([(8, {"fsdp": 4, "tensor": 2}), (4, {"fsdp": 2}), (1, {})], marks=SLOW),
+    ],
+)
+def test_a_state_continues_on_fewer_devices(setup, on_one, meshes):
+    """And sharded differently, as if nothing had happened."""
+    state, losses = None, []
+    for number, (num_devices, parallel) in enumerate(meshes):
+        tiny = setup.of(num_devices=num_devices, parallel=parallel, model=DROPOUT)
+        if state is None:
+            state = tiny.state()
+        else:
+            state = jax.device_put(
+                state, jax.tree.map(lambda leaf: leaf.sharding, tiny.devices.abstract(state))
+            )
+        for step in range(5 * number, 5 * number + 5):
+            state, metrics = tiny.train_step(state, tiny.placed_batch(step))
+            losses.append(metrics["loss"][0] / metrics["loss"][1])
+    expected, *_ = on_one(setup.of(model=DROPOUT), 20)
+    np.testing.assert_allclose(jax.device_get(losses), expected[: len(losses)], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("strategy", ["mesh", "pmap"])
+def test_as_many_compilations_as_declared_shapes_and_no_more(setup, strategy):
+    tiny = setup.of(strategy, 2, bigram=True)
+    step = tiny.devices.compile_train_step(tiny.update, max_shapes=2)
+    batches = [tiny.batch(number) for number in range(4)]
+    short = [jax.tree.map(lambda rows: rows[:, :4], batch) for batch in batches]
+    state = tiny.state()
+    for batch in [batches[0], short[0]]:
+        state, _ = step(state, tiny.devices.place_batch(batch))
+    assert len(step.batch_shapes) == 2
+
+    compiled = []
+    monitoring.register_event_duration_secs_listener(
+        lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None
+    )
+    try:
+        for batch in [*batches, *short]:
+            state, _ = step(state, tiny.devices.place_batch(batch))
+        assert not compiled
+        assert len(step.batch_shapes) == 2
+        odd = jax.tree.map(lambda rows: rows[:, :5], batches[0])
+        with pytest.raises(UserError, match=r"shape \[\d+, 5\] .* 2 shapes .* 8\]; \[\d+, 4\]"):
+            step(state, tiny.devices.place_batch(odd))
+        assert not compiled
+    finally:
+        monitoring.clear_event_listeners()
+
+
+def test_a_known_shape_may_be_compiled_again(setup):
+    """For parameters of another dtype, or because JAX dropped what it had compiled."""
+    tiny = setup.of(bigram=True)
+    step = tiny.devices.compile_eval_step(tiny.pure_eval_step)
+    params = tiny.state().params
+    step(params, tiny.placed_batch(0))
+    step(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params), tiny.placed_batch(0))
+    jax.clear_caches()
+    step(params, tiny.placed_batch(0))
+    assert len(step.batch_shapes) == 1
+
+
+def test_rows_that_cannot_be_shared_out(setup):
+    with pytest.raises(UserError, match=r"32 rows .* 8 devices .* 3 parts .* multiple of 192"):
+        _ = setup.of(num_devices=8, accumulation_steps=3).devices
+    tiny = setup.of(num_devices=8)
+    with pytest.raises(UserError, match=r"13 rows .* 8 devices"):
+        tiny.devices.place_batch(jax.tree.map(lambda rows: rows[:13], tiny.batch(0)))
+
+
+@pytest.mark.parametrize(
+    ("processes", "arguments", "parallel", "message"),
+    [
+        (2, ("mesh", 4), {}, r"num_devices=4, but 2 processes have 8 devices"),
+        (2, ("pmap", 8), {}, r"strategy=pmap is for one process, and there are 2"),
+        (2, ("mesh", 8), {"tensor": 3}, r"tensor=3 does not fit processes of 4 devices"),
+    ],
+)
+def test_what_several_processes_cannot_do(
+    setup, monkeypatch, processes, arguments, parallel, message
+):
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
+    monkeypatch.setattr(jax, "local_device_count", lambda: 8 // processes)
+    with pytest.raises(UserError, match=message):
+        make_devices(setup.of(*arguments, parallel=parallel).experiment)
+
+
+def test_more_devices_than_there_are(setup):
+    with pytest.raises(UserError, match=r"parallel\.num_devices=99"):
+        _ = setup.of(num_devices=99).devices
+
+
+def test_axes_that_the_devices_do_not_make(setup):
+    with pytest.raises(UserError, match=r"8 devices .* parallel\.fsdp=3 times .*tensor=1"):
+        _ = setup.of(num_devices=8, parallel={"fsdp": 3}).devices
