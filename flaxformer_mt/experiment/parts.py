@@ -16,21 +16,14 @@ from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.objectives.cross_entropy import Metrics, Objective
 from flaxformer_mt.training.devices import CompiledStep, seed_key
 from flaxformer_mt.training.memory import step_cost
-from flaxformer_mt.training.objective import (
-    UserObjective,
-    load_teacher,
-    make_objective,
-)
+from flaxformer_mt.training.objective import UserObjective, load_teacher, make_objective
 from flaxformer_mt.training.optimizer import make_optimizer, make_schedule
 from flaxformer_mt.training.parameters import Params, describe
 from flaxformer_mt.training.run_devices import make_devices
 from flaxformer_mt.training.sharding import check_rules
 from flaxformer_mt.training.state import TrainState, create_state
 from flaxformer_mt.training.step import train_step
-from flaxformer_mt.training.warm_start import (
-    load_parameters,
-    start_from,
-)
+from flaxformer_mt.training.warm_start import load_parameters, start_from
 
 
 class Experiment:

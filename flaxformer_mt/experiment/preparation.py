@@ -24,15 +24,8 @@ from flaxformer_mt.runs.folder import (
     write_run,
 )
 from flaxformer_mt.runs.layout import CACHE
-from flaxformer_mt.training.objective import (
-    UserObjective,
-    require_objective,
-)
-from flaxformer_mt.training.warm_start import (
-    require_parameters,
-    require_vocabulary,
-    tokenizer_path,
-)
+from flaxformer_mt.training.objective import UserObjective, require_objective
+from flaxformer_mt.training.warm_start import require_parameters, require_vocabulary, tokenizer_path
 
 
 def prepare(

@@ -2,13 +2,12 @@
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeAlias
 
 from flax import linen as nn
 from jax import Array
 
-from flaxformer_mt.config import TrainConfig, with_vocabulary_sizes
+from flaxformer_mt.config import TrainConfig
 from flaxformer_mt.data.stream.batches import Batch
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
@@ -18,8 +17,7 @@ from flaxformer_mt.objectives.cross_entropy import Objective, Sums, cross_entrop
 from flaxformer_mt.objectives.distillation import Distillation
 from flaxformer_mt.objectives.guided_alignment import guided_alignment
 from flaxformer_mt.objectives.r_drop import RDrop
-from flaxformer_mt.runs.checkpoint import restore_params
-from flaxformer_mt.runs.folder import read_config, read_tokenizers
+from flaxformer_mt.runs.trained_model import load_run
 from flaxformer_mt.training.parameters import Params
 
 UserObjective: TypeAlias = Callable[..., Sums]
@@ -124,18 +122,13 @@ def load_teacher(folder: str, tokenizers: Tokenizers) -> tuple[Transformer | Non
     if not folder:
         return None, None
     try:
-        config = read_config(folder).model
-        theirs = read_tokenizers(folder)
-        _, params = restore_params(Path(folder), "best")
+        run = load_run(folder)
     except UserError as error:
         raise UserError(f"train.teacher={folder}: {error}") from error
     for side in ("source", "target"):
-        if getattr(theirs, side).fingerprint != getattr(tokenizers, side).fingerprint:
+        if getattr(run.tokenizers, side).fingerprint != getattr(tokenizers, side).fingerprint:
             raise UserError(
                 f"train.teacher={folder} has another {side} vocabulary: train the student with "
                 f"--data.tokenizer-path={folder}"
             )
-    config = with_vocabulary_sizes(
-        config, tokenizers.source.vocab_size, tokenizers.target.vocab_size
-    )
-    return Transformer(config), params
+    return Transformer(run.model), run.params

@@ -1,5 +1,6 @@
 """Placement of batches on the devices of a mesh."""
 
+import functools
 from typing import Any
 
 import jax
@@ -12,17 +13,22 @@ from flaxformer_mt.errors import UserError
 ROW_AXES = ("data", "fsdp")
 """The axes of a mesh over which the rows of batches are sharded."""
 
+# The following are asked for with every batch, and asking for all devices of a pod takes time.
 
+
+@functools.cache
 def row_sharding(mesh: Mesh) -> NamedSharding:
     """Returns the sharding of the rows of batches."""
     return NamedSharding(mesh, PartitionSpec(tuple(a for a in ROW_AXES if a in mesh.axis_names)))
 
 
+@functools.cache
 def row_shards(mesh: Mesh) -> int:
     """Returns the number of shards of the rows of a batch."""
     return row_sharding(mesh).num_devices // mesh.shape.get("tensor", 1)
 
 
+@functools.cache
 def own_shard(mesh: Mesh) -> Shard:
     """Returns the part of every batch that this process reads."""
     parts = np.arange(row_shards(mesh))
