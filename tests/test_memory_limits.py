@@ -19,7 +19,7 @@ from flaxformer_mt.config import (
 from flaxformer_mt.config.experiment import with_changes
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.experiment import preparation
-from flaxformer_mt.model.relative_bias import distance_buckets
+from flaxformer_mt.model.position_biases import distance_buckets
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.training.devices import CompiledStep
 from flaxformer_mt.training.memory import require_training_memory

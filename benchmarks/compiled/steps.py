@@ -25,7 +25,7 @@ from flaxformer_mt.model.cache import reorder_cache
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.objectives.flops import Work, training_flops, work_of_sentences
 from flaxformer_mt.training import step
-from flaxformer_mt.training.devices import make_mesh, seed_key
+from flaxformer_mt.training.devices import abstract, make_mesh, seed_key
 from flaxformer_mt.training.memory import abstract_batch, bytes_on_a_device
 from flaxformer_mt.training.objective import make_objective
 from flaxformer_mt.training.optimizer import make_optimizer, make_schedule
@@ -94,18 +94,15 @@ def compile_training(config: ExperimentConfig, devices: Sequence[Any]) -> Compil
     make_state = functools.partial(
         create_state, model=model, optimizer=optimizer, config=config.train
     )
-    state = run_devices.abstract(jax.eval_shape(make_state, seed_key(0)))
+    state = abstract(jax.eval_shape(make_state, seed_key(0)), run_devices.mesh, run_devices.rules)
     source, target = config.data.row_lengths
     shape = BatchShape(config.rows_per_batch, source, target)
     batch = run_devices.abstract_batch(abstract_batch(shape, config.model.has_inputs))
     objective = make_objective(model, config.train)
 
-    def train_step(state: Any, batch: Any, key: Any, frozen: Any) -> Any:
-        del key, frozen  # The state has a key of its own.
-        return step.train_step(
-            state, batch, objective=objective, optimizer=optimizer, config=config.train
-        )
-
+    train_step = functools.partial(
+        step.train_step, objective=objective, optimizer=optimizer, config=config.train
+    )
     return _compiled(
         run_devices.compile_train_step(train_step).lower(state, batch),
         parameters=bytes_on_a_device((state.params, state.ema)),

@@ -24,7 +24,7 @@ from flaxformer_mt.model.kernels.packed_projections import packed_attention
 from flaxformer_mt.model.kernels.products import Biased, Shared
 from flaxformer_mt.model.linear import dense
 from flaxformer_mt.model.logical_axes import constrain, mesh_platform, require_even_parts
-from flaxformer_mt.model.masks import Visibility, dense_mask
+from flaxformer_mt.model.masks import Mask, Visibility, dense_mask
 from flaxformer_mt.model.numerics import Dropout, at_least_float32, masked_softmax
 
 
@@ -95,7 +95,6 @@ class MultiHeadAttention(nn.Module):
     config: TransformerConfig
 
     def setup(self) -> None:
-        """Creates the parameters."""
         c = self.config
         require_even_parts("attention_heads", c.num_heads, "model.num_heads")
         require_even_parts("attention_heads", c.kv_heads, "model.num_kv_heads")
@@ -232,7 +231,7 @@ class MultiHeadAttention(nn.Module):
         self,
         inputs: Float[Array, "B T D"],
         attended: Float[Array, "B S D"] | KeyValue,
-        mask: Visibility | Array | None,
+        mask: Mask,
         deterministic: bool,
         bias: Float[Array, "#B #H #T #S"] | None = None,
         transform: Callable[[Array], Array] | None = None,

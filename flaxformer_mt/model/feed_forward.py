@@ -34,7 +34,6 @@ class FeedForward(nn.Module):
     config: TransformerConfig
 
     def setup(self) -> None:
-        """Creates the parameters."""
         c = self.config
         self.hidden = dense(c, "feed_forward", c.d_model, c.d_ff, c.feed_forward_bias)
         if c.feed_forward_gate:

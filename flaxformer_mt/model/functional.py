@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
+from flax import linen as nn
 from jax import Array
 from jaxtyping import Float, Int
 
@@ -59,29 +60,36 @@ def apply(
     Raises:
       UserError: the batch has no tokens, or positions without segment ids.
     """
+    logits: Any = apply_to_batch(Transformer(config), params, batch, key)
+    return logits
+
+
+def apply_to_batch(
+    module: nn.Module, params: Any, batch: Any, key: Array | None, **options: Any
+) -> Any:
+    """Applies a module that is called like `Transformer`; other arguments as of `apply`.
+
+    `options` are those of `Transformer.__call__`.
+    """
 
     def value(name: str) -> Array | None:
         return batch.get(name) if isinstance(batch, Mapping) else getattr(batch, name, None)
 
-    sides = ("encoder", "decoder") if config.has_inputs else ("decoder",)
-    for side in sides:
+    has_inputs = module.config.has_inputs
+    for side in ("encoder", "decoder") if has_inputs else ("decoder",):
         if value(f"{side}_input_tokens") is None:
             raise UserError(f"the batch has no {side}_input_tokens")
         require_segment_ids(side, value(f"{side}_segment_ids"), value(f"{side}_positions"))
-    options: dict[str, Any] = {
-        f"{side}_{name}": value(f"{side}_{name}")
-        for side in sides
-        for name in ("segment_ids", "positions")
-    }
-    logits: Any = Transformer(config).apply(
+        for name in (f"{side}_segment_ids", f"{side}_positions"):
+            options[name] = value(name)
+    return module.apply(
         {"params": params},
-        value("encoder_input_tokens") if config.has_inputs else None,
+        value("encoder_input_tokens") if has_inputs else None,
         value("decoder_input_tokens"),
-        **options,
         deterministic=key is None,
         rngs=None if key is None else {"dropout": key},
+        **options,
     )
-    return logits
 
 
 def fused_attention(

@@ -14,14 +14,13 @@ from flaxformer_mt.model.cache import KeyValueCache, LayerState, RecurrentState
 from flaxformer_mt.model.feed_forward import FeedForward
 from flaxformer_mt.model.kernels.products import Biased
 from flaxformer_mt.model.logical_axes import constrain
-from flaxformer_mt.model.masks import Visibility
+from flaxformer_mt.model.masks import Mask
 from flaxformer_mt.model.normalization import Norm, NormOutputs, residual
 from flaxformer_mt.model.numerics import Dropout
 from flaxformer_mt.model.positions import (
     AttentionPositions,
-    attention_bias,
+    bias_and_transform,
     position_bias,
-    query_key_transform,
     with_shared_bias,
 )
 from flaxformer_mt.model.recurrence import SSRU
@@ -47,14 +46,13 @@ class _Layer(nn.Module):
     def _attend_to_itself(
         self,
         x: Array,
-        mask: Visibility | Array | None,
+        mask: Mask,
         positions: AttentionPositions | None,
         deterministic: bool,
         return_attention: bool,
     ) -> tuple[Array | NormOutputs, Array | None]:
         def attend(y: Array, add_bias: bool) -> tuple[Array | Biased, Array | None]:
-            transform = query_key_transform(self.config, positions)
-            bias = attention_bias(positions, self.position_bias)
+            bias, transform = bias_and_transform(self.config, positions, self.position_bias)
             return self.self_attention(
                 y, y, mask, deterministic, bias, transform, return_attention, add_bias
             )
@@ -76,14 +74,13 @@ class EncoderLayer(_Layer):
     """Self-attention, then feed-forward, each with residual and norm."""
 
     def setup(self) -> None:
-        """Creates the parameters."""
         self._create_self_attention(bidirectional=True)
         self._create_feed_forward()
 
     def __call__(
         self,
         x: Float[Array, "B S D"],
-        mask: Visibility | Array | None,
+        mask: Mask,
         positions: AttentionPositions | None,
         deterministic: bool,
         return_attention: bool,
@@ -101,7 +98,6 @@ class DecoderLayer(_Layer):
     """
 
     def setup(self) -> None:
-        """Creates the parameters."""
         c = self.config
         if c.decoder_kind == "ssru":
             self.recurrence = SSRU(c)
@@ -121,8 +117,8 @@ class DecoderLayer(_Layer):
         self,
         x: Float[Array, "B T D"],
         encoded: Float[Array, "B S D"] | None,
-        self_mask: Visibility | Array | None,
-        cross_mask: Visibility | Array | None,
+        self_mask: Mask,
+        cross_mask: Mask,
         positions: AttentionPositions | None,
         deterministic: bool,
         return_attention: bool | Literal["cross"],
@@ -171,8 +167,7 @@ class DecoderLayer(_Layer):
             return y, RecurrentState(memory)
 
         def attend(y: Array, _: bool) -> tuple[Array | Biased, KeyValueCache]:
-            transform = query_key_transform(self.config, positions)
-            bias = attention_bias(positions, self.position_bias)
+            bias, transform = bias_and_transform(self.config, positions, self.position_bias)
             new = self.self_attention.project(y, transform)
             cache = cast(KeyValueCache, state).append(new, token_positions)
             attended = cache.joined()
@@ -190,7 +185,7 @@ class DecoderLayer(_Layer):
         self,
         x: Array | NormOutputs,
         attended: Array | KeyValue | None,
-        cross_mask: Visibility | Array | None,
+        cross_mask: Mask,
         deterministic: bool,
         return_attention: bool,
     ) -> tuple[Array, Array | None]:
@@ -247,14 +242,13 @@ class Encoder(_Stack):
     """A stack of `num_encoder_layers` layers."""
 
     def setup(self) -> None:
-        """Creates the parameters."""
         methods = {"__call__": (nn.broadcast,) * 4}
         self._create(EncoderLayer, self.config.num_encoder_layers, methods, bidirectional=True)
 
     def __call__(
         self,
         x: Float[Array, "B S D"],
-        mask: Visibility | Array | None = None,
+        mask: Mask = None,
         positions: AttentionPositions | None = None,
         *,
         deterministic: bool = True,
@@ -275,7 +269,6 @@ class Decoder(_Stack):
     """A stack of `num_decoder_layers` layers, for whole targets or one token per call."""
 
     def setup(self) -> None:
-        """Creates the parameters."""
         methods = {"__call__": (nn.broadcast,) * 6, "project_encoded": ()}
         self._create(DecoderLayer, self.config.num_decoder_layers, methods, bidirectional=False)
 
@@ -288,8 +281,8 @@ class Decoder(_Stack):
         self,
         x: Float[Array, "B T D"],
         encoded: Float[Array, "B S D"] | None,
-        self_mask: Visibility | Array | None = None,
-        cross_mask: Visibility | Array | None = None,
+        self_mask: Mask = None,
+        cross_mask: Mask = None,
         positions: AttentionPositions | None = None,
         *,
         deterministic: bool = True,

@@ -77,7 +77,6 @@ class Dense(nn.Module):
     bias_init: initializers.Initializer = initializers.zeros
 
     def setup(self) -> None:
-        """Creates the parameters."""
         shape = (self.fan_in, self.features)
         self.kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
         if self.use_bias:

@@ -1,6 +1,6 @@
 """Attention masks: bool [B, 1, Q, K], True = attend."""
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 from flax import struct
@@ -25,7 +25,11 @@ class Visibility:
     """Whether query t attends to no key after t."""
 
 
-def dense_mask(mask: Visibility | Array | None) -> Array | None:
+Mask: TypeAlias = Visibility | Array | None
+"""Which keys are visible: in a whole pass, or as a mask; None = all."""
+
+
+def dense_mask(mask: Mask) -> Array | None:
     """Returns the mask of a `Visibility`; others are masks already."""
     return mask.mask if isinstance(mask, Visibility) else mask
 

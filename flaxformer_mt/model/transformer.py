@@ -18,17 +18,14 @@ from flaxformer_mt.model.layers import Decoder, Encoder
 from flaxformer_mt.model.linear import dense, embedding_init
 from flaxformer_mt.model.logical_axes import constrain, num_parts
 from flaxformer_mt.model.masks import (
-    Visibility,
+    Mask,
     ancestor_mask,
     padding_mask,
     sentence_starts,
     visibility,
 )
 from flaxformer_mt.model.numerics import Dropout, at_least_float32
-from flaxformer_mt.model.positions import (
-    POSITION_KINDS,
-    attention_positions,
-)
+from flaxformer_mt.model.positions import POSITION_KINDS, attention_positions
 
 ZERO_VECTOR = -1
 """Token id that embeds to the zero vector, with which some models start decoding."""
@@ -103,7 +100,6 @@ class Embedding(nn.Module):
     vocab_size: int
 
     def setup(self) -> None:
-        """Declares the table."""
         c = self.config
         shape = (self.vocab_size, c.d_model)
         self.embedding = self.param("embedding", embedding_init(c), shape, jnp.dtype(c.param_dtype))
@@ -138,7 +134,6 @@ class OutputBias(nn.Module):
     config: TransformerConfig
 
     def setup(self) -> None:
-        """Declares the bias."""
         c = self.config
         shape, dtype = (c.target_vocab_size,), jnp.dtype(c.param_dtype)
         self.bias = self.param("bias", nn.initializers.zeros, shape, dtype)
@@ -178,7 +173,6 @@ class Transformer(nn.Module):
     config: TransformerConfig
 
     def setup(self) -> None:
-        """Creates embeddings, stacks and output projection."""
         c = self.config
         self.target_embedding = Embedding(c, c.target_vocab_size)
         if c.has_inputs:
@@ -243,8 +237,8 @@ class Transformer(nn.Module):
                 encoder_input_tokens,
                 encoder_segment_ids,
                 encoder_positions,
-                deterministic=deterministic,
-                return_attention=return_attention is True,
+                deterministic,
+                return_attention is True,
             )
             cross_visibility = visibility(
                 decoder_input_tokens,
@@ -254,7 +248,7 @@ class Transformer(nn.Module):
                 pad_id=c.pad_id,
             )
 
-        self_mask: Visibility | Array | None
+        self_mask: Mask
         if c.decoder_kind == "ssru":
             segments = decoder_segment_ids
             self_mask = None if segments is None else sentence_starts(segments)
@@ -302,11 +296,7 @@ class Transformer(nn.Module):
         """
         require_segment_ids("encoder", encoder_segment_ids, encoder_positions)
         return self._encode(
-            encoder_input_tokens,
-            encoder_segment_ids,
-            encoder_positions,
-            deterministic=deterministic,
-            return_attention=False,
+            encoder_input_tokens, encoder_segment_ids, encoder_positions, deterministic
         )[0]
 
     def init_cache(
@@ -393,25 +383,24 @@ class Transformer(nn.Module):
             raise ValueError("without inputs there is no cross-attention")
         return logits, cache, attention.mean(axis=1)
 
-    def _encode(self, tokens, segment_ids, positions, *, deterministic, return_attention):
+    def _encode(self, tokens, segment_ids, positions, deterministic, return_attention=False):
         c, length = self.config, tokens.shape[1]
         x = (self.target_embedding if c.shares_source_and_target else self.source_embedding)(tokens)
         positions = _columns(length, positions)
-        if self.source_positions is not None:
-            x = x + self.source_positions(positions, length)
-        x = self.embedding_dropout(x, deterministic=deterministic)
         return self.encoder(
-            x,
+            self._with_positions(x, self.source_positions, positions, deterministic, length),
             visibility(tokens, tokens, segment_ids, segment_ids, pad_id=c.pad_id),
             attention_positions(c, positions, positions, length),
             deterministic=deterministic,
             return_attention=return_attention,
         )
 
-    def _embed_target(self, tokens, positions, deterministic, length):
-        x = self.target_embedding(tokens)
-        if self.target_positions is not None:
-            x = x + self.target_positions(positions, length)
+    def _embed_target(self, tokens, *options):
+        return self._with_positions(self.target_embedding(tokens), self.target_positions, *options)
+
+    def _with_positions(self, x, encoding, positions, deterministic, length):
+        if encoding is not None:
+            x = x + encoding(positions, length)
         return self.embedding_dropout(x, deterministic=deterministic)
 
     def _logits(self, x: Array) -> Array:

@@ -5,7 +5,6 @@ Marian's `--guided-alignment` with the cost "ce".
 """
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 from flax import linen as nn
@@ -13,12 +12,12 @@ from jax import Array
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.data.stream.batches import Batch
+from flaxformer_mt.model.functional import apply_to_batch
 from flaxformer_mt.model.numerics import at_least_float32
 from flaxformer_mt.objectives.chunked import CrossEntropyOptions
 from flaxformer_mt.objectives.cross_entropy import (
     Params,
     Sums,
-    apply_to_batch,
     as_module,
     cross_entropy,
     sums_of_factors,
@@ -61,15 +60,8 @@ def guided_alignment(
     if batch.alignment is None:
         return cross_entropy(model, params, batch, key, smoothing=smoothing, convention=convention)
     module = as_module(model)
-    dropout: dict[str, Any] = {} if key is None else {"rngs": {"dropout": key}}
     factors, attention = apply_to_batch(
-        module,
-        params,
-        batch,
-        deterministic=key is None,
-        project=False,
-        return_attention="cross",
-        **dropout,
+        module, params, batch, key, project=False, return_attention="cross"
     )
     options = CrossEntropyOptions(smoothing, convention, module.config.pad_id)
     sums = sums_of_factors(module.config, batch, factors, options, rows=batch)

@@ -264,7 +264,7 @@ def compile_step(
 
 
 def compile_evaluation(
-    evaluate: Callable[[Any, Any], Any], mesh: Mesh, *, rules: Rules = (), max_shapes: int = 0
+    evaluate: Callable[[Any, Any], Any], mesh: Mesh, rules: Rules = (), max_shapes: int = 0
 ) -> CompiledStep:
     """Compiles `evaluate(params, batch)`, whose result is replicated; see `compile_step`."""
 
@@ -350,7 +350,7 @@ def pmap_step(
     return CompiledStep(step, functools.partial(_pmap, mesh, donate_argnums=0), max_shapes)
 
 
-def pmap_evaluation(evaluate: Callable, mesh: Mesh, *, max_shapes: int = 0) -> CompiledStep:
+def pmap_evaluation(evaluate: Callable, mesh: Mesh, max_shapes: int = 0) -> CompiledStep:
     """Compiles `evaluate(params, rows)` by `jax.pmap`; arguments as of `pmap_step`."""
     return CompiledStep(evaluate, functools.partial(_pmap, mesh), max_shapes)
 

@@ -1,6 +1,5 @@
 """Memory and communication of a training step, read from its compiled program."""
 
-import dataclasses
 import math
 import re
 from collections import defaultdict
@@ -12,9 +11,10 @@ import jax.numpy as jnp
 
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.data.stream.batches import Batch, BatchShape
+from flaxformer_mt.data.stream.placement import row_shards
 from flaxformer_mt.memory_limits import device_memory, require_memory
+from flaxformer_mt.training.devices import CompiledStep
 from flaxformer_mt.training.run_devices import RunDevices
-from flaxformer_mt.training.state import TrainState
 
 
 def require_training_memory(config: ExperimentConfig, run_devices: RunDevices) -> None:
@@ -33,7 +33,7 @@ def require_training_memory(config: ExperimentConfig, run_devices: RunDevices) -
     moments = 0 if config.optimizer.kind == "adafactor" else 2
     copies = 1 if train.freeze else 2 + moments + (train.ema_decay > 0)
     stored = copies * count * jnp.dtype(model.param_dtype).itemsize
-    rows = config.rows_per_batch // (train.accumulation_steps * run_devices.row_shards)
+    rows = config.rows_per_batch // (train.accumulation_steps * row_shards(run_devices.mesh))
     sides = ("source", "target") if model.has_inputs else ("target",)
     lengths = config.data.row_lengths[-len(sides) :]
     has_scores = model.attention_backend == "einsum" or run_devices.devices[0].platform == "cpu"
@@ -57,8 +57,7 @@ def require_training_memory(config: ExperimentConfig, run_devices: RunDevices) -
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class StepCost:
+class StepCost(NamedTuple):
     """Memory and communication per device, in bytes."""
 
     parameters: int
@@ -92,40 +91,17 @@ class StepCost:
         )
 
 
-def step_cost(
-    run_devices: RunDevices,
-    state: TrainState,
-    update: Callable,
-    shape: BatchShape,
-    has_inputs: bool = True,
-    frozen: Any = None,
-    optimize: bool = True,
-    has_alignment: bool = False,
-) -> StepCost:
-    """Compiles a training step for a batch shape, without creating a state or a batch.
+def step_cost(step: CompiledStep, state: Any, batch: Batch, optimize: bool = True) -> StepCost:
+    """Compiles a training step for abstract arguments: shapes, dtypes and shardings.
 
     The program is compiled for the available devices: one for CPUs fuses less than one for GPUs or
-    TPUs, and pads differently, so that its temporary memory is only an estimate of theirs.
-
-    Args:
-      run_devices: from `make_devices`.
-      state: the shapes of the state.
-      update: (state, batch, key, frozen) -> (state, metrics), as for `compile_train_step`.
-      shape: of the whole batch, all processes together.
-      has_inputs: whether batches have an encoder side.
-      frozen: the tree that the objective reads.
-      optimize: False compiles faster, with the same memory and communication.
-      has_alignment: whether batches have links.
+    TPUs, and pads differently, so that its temporary memory is only an estimate of theirs. Without
+    `optimize` it compiles faster, with the same memory and communication.
     """
-    state = run_devices.abstract(state)
-    batch = run_devices.abstract_batch(abstract_batch(shape, has_inputs, has_alignment))
     options = {} if optimize else {"xla_backend_optimization_level": 0}
-    compiled = (
-        run_devices.compile_train_step(update, frozen=frozen).lower(state, batch).compile(options)
-    )
-    parameters = (state.params, getattr(state, "ema", None))
+    compiled = step.lower(state, batch).compile(options)
     return StepCost(
-        parameters=bytes_on_a_device(parameters),
+        parameters=bytes_on_a_device((state.params, state.ema)),
         optimizer_state=bytes_on_a_device(state.opt_state),
         batch=bytes_on_a_device(batch),
         temporary=compiled.memory_analysis().temp_size_in_bytes,
@@ -136,7 +112,7 @@ def step_cost(
 def abstract_batch(
     shape: BatchShape, has_inputs: bool = True, has_alignment: bool = False
 ) -> Batch:
-    """Returns the shapes and dtypes of the arrays of a batch."""
+    """Returns the shapes and dtypes of the arrays of a batch of all processes."""
     source: Any = jax.ShapeDtypeStruct((shape.rows, shape.source_length), jnp.int32)
     target: Any = jax.ShapeDtypeStruct((shape.rows, shape.target_length), jnp.int32)
     weights: Any = jax.ShapeDtypeStruct(target.shape, jnp.float32)
@@ -165,6 +141,8 @@ def bytes_on_a_device(tree: Any) -> int:
 class Instruction(NamedTuple):
     """A line of a compiled program."""
 
+    is_root: bool
+    """Whether it is the result of its function."""
     name: str
     result: str
     """Its type, "bf16[8,16]{1,0}", or several in parentheses."""
@@ -173,8 +151,6 @@ class Instruction(NamedTuple):
     """What is in the parentheses after the opcode."""
     attributes: str
     """The rest of the line."""
-    is_root: bool
-    """Whether it is the result of its function."""
 
     @property
     def operands(self) -> list[str]:
@@ -211,10 +187,10 @@ class Program(NamedTuple):
         known = _TRIPS.search(instruction.attributes)
         if known or instruction.opcode != "while":
             return int(known[1]) if known else 1
-        condition = self.functions[re.findall(r"condition=%?([\w.-]+)", instruction.attributes)[0]]
-        for root in condition.values():
+        [condition] = re.findall(r"condition=%?([\w.-]+)", instruction.attributes)
+        for root in self.functions[condition].values():
             if root.is_root and root.opcode == "compare" and "direction=LT" in root.attributes:
-                limit = condition[root.operands[1]]
+                limit = self.functions[condition][root.operands[1]]
                 return int(limit.arguments) if limit.opcode == "constant" else 1
         return 1
 
@@ -223,7 +199,7 @@ class Collective(NamedTuple):
     """A collective operation."""
 
     kind: str
-    """ "all-reduce", "all-gather", "reduce-scatter", "all-to-all" or "collective-permute"."""
+    """One of `_RING`."""
     result: str
     """The type of its result, as in the program."""
     times: int
@@ -250,7 +226,8 @@ _RING: dict[str, Callable[[int], float]] = {
     "collective-permute": lambda n: 1,
 }
 _HEAD = re.compile(r"(ENTRY )?%?([\w.-]+) \(.*\{$")
-_LINE = re.compile(r"\s+(ROOT )?%?([\w.-]+) = ")
+# ROOT %name = type opcode(arguments), attributes
+_LINE = re.compile(r"\s+(ROOT )?%?([\w.-]+) = (.*?) ([a-z][\w-]*)\((.*?)\)((?:, .*)?)$")
 _CALL = re.compile(
     r"(?:body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.-]+)"
 )
@@ -268,41 +245,14 @@ def parse(text: str) -> Program:
     functions: dict[str, dict[str, Instruction]] = {}
     entry, current = "", dict[str, Instruction]()
     for line in text.splitlines():
-        head = _HEAD.match(line)
-        if head:
+        if head := _HEAD.match(line):
             current = functions[head[2]] = {}
             entry = head[2] if head[1] else entry
-            continue
-        start = _LINE.match(line)
-        if start:
-            instruction = _instruction(line, start)
+        elif found := _LINE.match(line):
+            is_root, *parts = found.groups()
+            instruction = Instruction(bool(is_root), *parts)
             current[instruction.name] = instruction
     return Program(functions, entry)
-
-
-def _instruction(line: str, start: re.Match) -> Instruction:
-    result_end = (
-        _end(line, start.end()) if line[start.end()] == "(" else line.index(" ", start.end())
-    )
-    opening = line.index("(", result_end)
-    closing = _end(line, opening)
-    return Instruction(
-        name=start[2],
-        result=line[start.end() : result_end],
-        opcode=line[result_end:opening].strip(),
-        arguments=line[opening + 1 : closing - 1],
-        attributes=line[closing:],
-        is_root=bool(start[1]),
-    )
-
-
-def _end(text: str, start: int) -> int:
-    depth = 0
-    for index in range(start, len(text)):
-        depth += (text[index] == "(") - (text[index] == ")")
-        if depth == 0:
-            return index + 1
-    raise ValueError(f"a parenthesis is not closed: {text.strip()}")
 
 
 def array_bytes(types: str) -> int:
@@ -323,25 +273,20 @@ def collectives(program: Program) -> list[Collective]:
     """
     found: dict[str, Collective] = {}
 
-    def visit(name: str, times: int, is_asynchronous: bool) -> None:
-        for instruction in program.functions[name].values():
-            kind = instruction.opcode.removesuffix("-start")
-            if kind in _RING:
+    def visit(function: str, times: int, is_asynchronous: bool) -> None:
+        for instruction in program.functions[function].values():
+            if instruction.opcode.removesuffix("-start") in _RING:
                 # Compilers for TPUs divide an operation into steps, each beside other work.
                 channel = _CHANNEL.search(instruction.attributes) if is_asynchronous else None
-                key = channel[0] if channel else f"{name}/{instruction.name}"
-                scatters = kind == "all-reduce" and name.startswith("all-reduce-scatter")
+                key = channel[0] if channel else f"{function}/{instruction.name}"
                 if key not in found:
-                    found[key] = _collective(instruction, kind, times, is_asynchronous, scatters)
+                    found[key] = _collective(instruction, function, times, is_asynchronous)
                 continue
             names = f"{instruction.name} {instruction.callees}"
             starts = instruction.opcode == "async-start" or bool(_ASYNCHRONOUS.search(names))
             for callee in instruction.callees:
-                visit(
-                    callee,
-                    times * program.trip_count(instruction),
-                    is_asynchronous or starts,
-                )
+                inner_times = times * program.trip_count(instruction)
+                visit(callee, inner_times, is_asynchronous or starts)
 
     visit(program.entry, 1, False)
     return list(found.values())
@@ -356,8 +301,9 @@ def sent_bytes(text: str) -> dict[str, int]:
 
 
 def _collective(
-    instruction: Instruction, kind: str, times: int, is_asynchronous: bool, scatters: bool
+    instruction: Instruction, function: str, times: int, is_asynchronous: bool
 ) -> Collective:
+    kind = instruction.opcode.removesuffix("-start")
     starts = instruction.opcode != kind
     size: float = array_bytes(instruction.result)
     n = _group_size(instruction.attributes)
@@ -366,7 +312,8 @@ def _collective(
         size = size * (n if kind == "all-gather" else 1) / (n + 1)
     elif starts and kind in ("all-to-all", "collective-permute"):
         size = size / 2
-    if scatters:  # Compilers for TPUs write it as an all-reduce of which each device takes a shard.
+    # Compilers for TPUs write it as an all-reduce of which each device takes a shard.
+    if kind == "all-reduce" and function.startswith("all-reduce-scatter"):
         kind, size = "reduce-scatter", size / n
     waits = '"is_sync":true' in instruction.attributes
     return Collective(

@@ -2,28 +2,23 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from flaxformer_mt.config import ExperimentConfig, ParallelConfig
-from flaxformer_mt.data.stream.batches import Batch, Shard
-from flaxformer_mt.data.stream.placement import own_shard, place_batch, row_sharding, row_shards
+from flaxformer_mt.data.stream.batches import Batch
+from flaxformer_mt.data.stream.placement import place_batch, row_sharding, row_shards
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.training import devices
 from flaxformer_mt.training.devices import CompiledStep, Rules
 from flaxformer_mt.training.sharding import parse_rules
 
-Tree = TypeVar("Tree")
-
 
 @dataclasses.dataclass(frozen=True)
 class RunDevices:
-    """The mesh and the rules of a run, for the functions of `training/devices.py`.
-
-    All processes call the same methods in the same order.
-    """
+    """The mesh and the rules of a run, and what its strategy compiles and places differently."""
 
     mesh: Mesh
     rules: Rules = ()
@@ -34,34 +29,8 @@ class RunDevices:
         """The devices of all processes; those of a process are neighbors."""
         return list(self.mesh.devices.flat)
 
-    @property
-    def row_shards(self) -> int:
-        """The number of shards of the rows of a batch."""
-        return row_shards(self.mesh)
-
-    @property
-    def shard(self) -> Shard:
-        """The part of every batch that this process reads."""
-        return own_shard(self.mesh)
-
-    def create(self, make_state: Callable[[jax.Array], Tree], seed: int) -> Tree:
-        """Creates a sharded state."""
-        return devices.create(make_state, self.mesh, seed=seed, rules=self.rules)
-
-    def abstract(self, tree: Tree) -> Tree:
-        """Returns the shapes, dtypes and shardings of a tree."""
-        return devices.abstract(tree, self.mesh, self.rules)
-
-    def place(self, tree: Tree) -> Tree:
-        """Copies a tree to the devices, sharded."""
-        return devices.place(tree, self.mesh, self.rules)
-
-    def gather(self, tree: Tree) -> Tree:
-        """Gathers sharded arrays on this process' first device."""
-        return devices.gather(tree, self.mesh)
-
     def place_batch(self, batch: Batch) -> Batch:
-        """Transfers each device's rows of `shard` to it."""
+        """Transfers each device's rows of a process' shard to it."""
         place = devices.place_pmap_batch if self.by_pmap else place_batch
         return place(batch, self.mesh)
 
@@ -80,19 +49,16 @@ class RunDevices:
         self, update: Callable, *, frozen: Any = None, max_shapes: int = 1
     ) -> CompiledStep:
         """Compiles update(state, batch, key, frozen) -> (state, metrics); donates the state."""
+        options: dict[str, Any] = {"frozen": frozen, "max_shapes": max_shapes}
         if self.by_pmap:
-            return devices.pmap_step(update, self.mesh, frozen=frozen, max_shapes=max_shapes)
-        return devices.compile_step(
-            update, self.mesh, frozen=frozen, rules=self.rules, max_shapes=max_shapes
-        )
+            return devices.pmap_step(update, self.mesh, **options)
+        return devices.compile_step(update, self.mesh, rules=self.rules, **options)
 
     def compile_eval_step(self, evaluate: Callable, max_shapes: int = 1) -> CompiledStep:
         """Compiles evaluate(params, batch) -> metrics."""
         if self.by_pmap:
-            return devices.pmap_evaluation(evaluate, self.mesh, max_shapes=max_shapes)
-        return devices.compile_evaluation(
-            evaluate, self.mesh, rules=self.rules, max_shapes=max_shapes
-        )
+            return devices.pmap_evaluation(evaluate, self.mesh, max_shapes)
+        return devices.compile_evaluation(evaluate, self.mesh, self.rules, max_shapes)
 
 
 def make_devices(config: ExperimentConfig) -> RunDevices:
@@ -138,7 +104,16 @@ def make_devices(config: ExperimentConfig) -> RunDevices:
                 "computes whole attention heads"
             )
     run_devices = arrange(parallel, available[:wanted])
-    check_rows(run_devices, config)
+    rows, row_length = config.rows_per_batch, config.data.row_lengths[1]
+    shards, parts = row_shards(run_devices.mesh), config.train.accumulation_steps
+    if rows % (shards * parts):  # Short buckets have a multiple of these rows.
+        raise UserError(
+            f"the {rows} rows of a batch (train.batch_tokens={config.train.batch_tokens} / "
+            f"{row_length} tokens of a target row) cannot be divided evenly among {shards} devices "
+            f"(parallel.num_devices / parallel.tensor) times {parts} parts "
+            f"(train.accumulation_steps): make train.batch_tokens a multiple of "
+            f"{shards * parts * row_length}"
+        )
     return run_devices
 
 
@@ -148,17 +123,3 @@ def arrange(config: ParallelConfig, given: Sequence[jax.Device]) -> RunDevices:
         return RunDevices(devices.pmap_mesh(given), by_pmap=True)
     mesh = devices.make_mesh(fsdp=config.fsdp, tensor=config.tensor, devices=given)
     return RunDevices(mesh, parse_rules(config.sharding_rules))
-
-
-def check_rows(run_devices: RunDevices, config: ExperimentConfig) -> None:
-    """Checks that the devices can divide the rows of a batch (short buckets have a multiple)."""
-    rows, row_length = config.rows_per_batch, config.data.row_lengths[1]
-    shards, parts = run_devices.row_shards, config.train.accumulation_steps
-    if rows % (shards * parts):
-        raise UserError(
-            f"the {rows} rows of a batch (train.batch_tokens={config.train.batch_tokens} / "
-            f"{row_length} tokens of a target row) cannot be divided evenly among {shards} devices "
-            f"(parallel.num_devices / parallel.tensor) times {parts} parts "
-            f"(train.accumulation_steps): make train.batch_tokens a multiple of "
-            f"{shards * parts * row_length}"
-        )

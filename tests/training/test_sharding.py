@@ -17,6 +17,7 @@ from flaxformer_mt.data.stream.placement import ROW_AXES
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.model.attention import MultiHeadAttention
 from flaxformer_mt.model.transformer import Embedding, Transformer
+from flaxformer_mt.training.devices import abstract
 from flaxformer_mt.training.memory import abstract_batch, collectives, parse, sent_bytes
 from flaxformer_mt.training.sharding import (
     ACTIVATION_RULES,
@@ -133,7 +134,7 @@ def test_invalid_rules(rule, message):
 
 def test_optimizer_state_and_average_are_sharded_like_the_parameters(setup):
     tiny = setup.of(num_devices=8, parallel={"fsdp": 2, "tensor": 2}, ema_decay=0.9)
-    state = tiny.devices.abstract(tiny.state_shapes)
+    state = abstract(tiny.state_shapes, tiny.devices.mesh, tiny.devices.rules)
     specs = dict(leaves_by_path(jax.tree.map(lambda leaf: leaf.sharding.spec, state.params)))
     assert specs["decoder/layers/feed_forward/hidden/kernel"] == PartitionSpec(
         None, "fsdp", "tensor"

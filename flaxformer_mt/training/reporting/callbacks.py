@@ -44,7 +44,6 @@ class Callbacks(Writer):
         """Whether one of the functions has ended the run."""
 
     def write(self, step: int, split: str, values: MetricValues, is_best: bool = False) -> None:
-        """See `Writer`."""
         for callback in self._callbacks:
             try:
                 result = callback(step, split, dict(values))

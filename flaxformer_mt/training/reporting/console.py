@@ -34,9 +34,7 @@ class Sample(NamedTuple):
 
     def rows(self) -> list[tuple[str, str]]:
         """Returns the texts with their labels."""
-        texts = {"source": self.source, "translation": self.translation}
-        reference = {} if self.reference is None else {"reference": self.reference}
-        return list((texts | reference).items())
+        return [(label, text) for label, text in self._asdict().items() if text is not None]
 
 
 def some_of(samples: Sequence[Sample]) -> list[Sample]:
@@ -52,17 +50,15 @@ class ConsoleWriter:
     """
 
     def __init__(
-        self,
-        num_steps: int,
-        console: Console | None = None,
-        batches_per_epoch: float | None = None,
+        self, num_steps: int, console: Console, batches_per_epoch: float | None = None
     ) -> None:
         self._num_steps = num_steps
-        self._console = console or Console()
+        self._console = console
         self._batches_per_epoch = batches_per_epoch
         self._recent: collections.deque[_Step] = collections.deque(maxlen=_RECENT)
         self._samples: Sequence[Sample] = ()
-        self._start: _Start | None = None
+        self._start: tuple[int, float] | None = None  # From this step and time on, time counts.
+        self._is_compiled = False
         self._bar = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=None, complete_style="cyan", finished_style="cyan"),
@@ -81,7 +77,7 @@ class ConsoleWriter:
             self._bar.stop()
             self._print(f"back at step {step:,}")
             return
-        self._start = _Start(step, time.monotonic(), is_compiled=False)
+        self._start = step, time.monotonic()
         if step >= self._num_steps:
             self._print(f"nothing to train: step {step:,} of {self._num_steps:,} is reached")
             return
@@ -108,8 +104,8 @@ class ConsoleWriter:
         if self._start is None:  # Another process, or other writers, show the run.
             return
         now = time.monotonic()
-        if not self._start.is_compiled:
-            self._start = _Start(step, now, is_compiled=True)
+        if not self._is_compiled:  # The time of the first step is mostly that of compiling it.
+            self._start, self._is_compiled = (step, now), True
         if self._bar.disable:
             return
         loss, weight = map(float, metrics.get("loss") or metrics["objective"])
@@ -119,7 +115,6 @@ class ConsoleWriter:
         self._show("  ".join(self._state(step)))
 
     def write(self, step: int, split: str, values: MetricValues, is_best: bool = False) -> None:
-        """See `Writer`."""
         if values.get("skipped_steps"):
             count = values["skipped_steps"]
             what = "update" if values.get("nonfinite_update") else "loss or gradient"
@@ -138,13 +133,13 @@ class ConsoleWriter:
         else:
             for line in _fitted(head, parts, self._console.width):
                 self._print(line, "bold green" if is_best else "bold")
-        if split != "train":
-            for sample in self._samples:
-                print_labelled(sample.rows(), self._console, width=11, indent=2)
-            self._samples = ()
+        if split == "train":
+            return
+        for sample in self._samples:
+            print_labelled(sample.rows(), self._console, width=11, indent=2)
+        self._samples = ()
 
     def close(self) -> None:
-        """See `Writer`."""
         self._bar.stop()
 
     def _position(self, step: int) -> str:
@@ -170,8 +165,8 @@ class ConsoleWriter:
 
     def _time_left(self, step: int) -> datetime.timedelta:
         assert self._start is not None
-        steps = max(step - self._start.step, 1)
-        seconds = (time.monotonic() - self._start.time) / steps
+        first, start = self._start
+        seconds = (time.monotonic() - start) / max(step - first, 1)
         return datetime.timedelta(seconds=round(seconds * (self._num_steps - step)))
 
     def _print(self, line: str, style: str = "") -> None:
@@ -196,24 +191,13 @@ def print_labelled(
         console.print(table)
 
 
-class _Start(NamedTuple):
-    """From when on the time of steps counts."""
-
-    step: int
-    time: float
-    is_compiled: bool
-    """Whether this is after the first step, whose time is mostly that of compiling it."""
-
-
 class _Step(NamedTuple):
-    """A finished step."""
+    """When a step was finished, the sum of its loss and the weight to divide it by."""
 
     time: float
     loss: float
-    """A sum, to be divided by `weight`."""
     weight: float
     tokens: float
-    """The number of target tokens."""
 
 
 def _fitted(head: str, parts: Sequence[str], width: int) -> list[str]:
