@@ -126,11 +126,7 @@ def evaluate_test(
 ) -> tuple[int, list[str], dict[str, Any]]:
     """Evaluates the best checkpoint on the test corpus, and writes the metrics.
 
-    Returns:
-      The checkpoint's step, the translations, of which a language model has none, and the metrics.
-
-    Raises:
-      UserError: the experiment has no test corpus.
+    Returns the checkpoint's step, the translations (a language model has none), and the metrics.
     """
     test = experiment.dataset.test
     if test is None:

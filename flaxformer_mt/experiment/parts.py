@@ -16,12 +16,11 @@ from flaxformer_mt.interop.exports import exports, summary
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.objectives.cross_entropy import Objective
 from flaxformer_mt.training import devices
-from flaxformer_mt.training.devices import CompiledStep, seed_key
+from flaxformer_mt.training.devices import CompiledStep, make_devices, seed_key
 from flaxformer_mt.training.memory import abstract_batch, step_cost
 from flaxformer_mt.training.objective import UserObjective, make_objective
 from flaxformer_mt.training.optimizer import make_optimizer, make_schedule
 from flaxformer_mt.training.parameters import Params, describe
-from flaxformer_mt.training.run_devices import make_devices
 from flaxformer_mt.training.sharding import check_rules
 from flaxformer_mt.training.state import TrainState, create_state
 from flaxformer_mt.training.step import train_step
@@ -33,9 +32,6 @@ class Experiment:
 
     `config` is the resolved configuration, from `resolve_config`. `objective`, if given, is
     minimized instead of that of the configuration, and `frozen` is its last argument.
-
-    Raises:
-      UserError: the devices, rows or schedule do not fit the configuration.
     """
 
     def __init__(

@@ -1,5 +1,6 @@
 """Metrics and translations of the development and test sets."""
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -21,10 +22,9 @@ from flaxformer_mt.evaluation.metrics import tokenizer_of_run
 from flaxformer_mt.evaluation.teacher_forced import seq2seq_acc, teacher_forced_bleu
 from flaxformer_mt.memory_limits import explained_exhaustion
 from flaxformer_mt.model.transformer import Transformer
-from flaxformer_mt.training.devices import gather
+from flaxformer_mt.training.devices import RunDevices, gather
 from flaxformer_mt.training.reporting.console import Sample, some_of
 from flaxformer_mt.training.reporting.metrics import validate
-from flaxformer_mt.training.run_devices import RunDevices
 from flaxformer_mt.training.step import eval_step
 
 
@@ -60,20 +60,20 @@ class Validation:
         corpus = self._dataset.evaluation_sets[split].tokens
         lengths = np.maximum(*pair_lengths(corpus))
         longest = int(lengths.argmax())
-        if lengths[longest] <= self._config.data.target_row_length:
-            return validate(self._eval_step, params, batches)
-        with explained_exhaustion(
-            f"the loss of {corpus.name}",
-            f"shorten or remove its longest pair, number {longest + 1:,}, which has "
-            f"{lengths[longest]:,} tokens",
-        ):
+        explained: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if lengths[longest] > self._config.data.target_row_length:
+            explained = explained_exhaustion(
+                f"the loss of {corpus.name}",
+                f"shorten or remove its longest pair, number {longest + 1:,}, which has "
+                f"{lengths[longest]:,} tokens",
+            )
+        with explained:
             return validate(self._eval_step, params, batches)
 
     def validate(self, params: Any) -> tuple[dict[str, Any], list[Sample]]:
         """Computes the metrics of a validation from parameters on the devices.
 
-        Returns:
-          The metrics, and translations to show: of some of the sentences, and of `train.watch`.
+        Also returns translations to show: of some of the sentences, and of `train.watch`.
         """
         metrics = self.measure("valid", params)
         if not self._config.model.has_inputs:

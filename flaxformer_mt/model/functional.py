@@ -22,19 +22,21 @@ from flaxformer_mt.model.numerics import at_least_float32
 from flaxformer_mt.model.transformer import Transformer, require_segment_ids
 
 
-def init(config: TransformerConfig, key: Array) -> dict[str, Any]:
+def as_module(model: TransformerConfig | nn.Module) -> nn.Module:
+    """Returns the model of a configuration, and a module that is called like it as it is."""
+    return Transformer(model) if isinstance(model, TransformerConfig) else model
+
+
+def init(config: TransformerConfig | nn.Module, key: Array) -> dict[str, Any]:
     """Returns initial parameters, a tree of nested dicts in `config.param_dtype`.
 
-        config = fmt.TransformerConfig(source_vocab_size=100, target_vocab_size=100, d_model=64)
-        params = jax.jit(fmt.init, static_argnums=0)(config, jax.random.key(0))
-
-    Args:
-      config: the model, with its vocabulary sizes.
-      key: of `jax.random`.
+    config = fmt.TransformerConfig(source_vocab_size=100, target_vocab_size=100, d_model=64)
+    params = jax.jit(fmt.init, static_argnums=0)(config, jax.random.key(0))
     """
+    module = as_module(config)
     tokens = jnp.zeros((1, 1), jnp.int32)  # No parameter depends on their shape.
-    source = tokens if config.has_inputs else None
-    return Transformer(config).init(key, source, tokens)["params"]
+    source = tokens if module.config.has_inputs else None
+    return module.init(key, source, tokens)["params"]
 
 
 def apply(
@@ -60,17 +62,15 @@ def apply(
     Raises:
       UserError: the batch has no tokens, or positions without segment ids.
     """
-    logits: Any = apply_to_batch(Transformer(config), params, batch, key)
+    logits: Any = apply_to_batch(config, params, batch, key)
     return logits
 
 
 def apply_to_batch(
-    module: nn.Module, params: Any, batch: Any, key: Array | None, **options: Any
+    model: TransformerConfig | nn.Module, params: Any, batch: Any, key: Array | None, **options: Any
 ) -> Any:
-    """Applies a module that is called like `Transformer`; other arguments as of `apply`.
-
-    `options` are those of `Transformer.__call__`.
-    """
+    """Applies a model with other options of `Transformer.__call__`; arguments as of `apply`."""
+    module = as_module(model)
 
     def value(name: str) -> Array | None:
         return batch.get(name) if isinstance(batch, Mapping) else getattr(batch, name, None)

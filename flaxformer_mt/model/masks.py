@@ -15,8 +15,7 @@ class Visibility:
     The compiler drops the one that nobody reads: fused attention needs no mask.
     """
 
-    mask: Array
-    """bool, broadcastable to [B, 1, Q, K], True = attend."""
+    mask: Array  # bool, broadcastable to [B, 1, Q, K], True = attend
     query_segments: Array
     """int32 [B, Q]. Queries attend to the keys of their own segment."""
     key_segments: Array

@@ -38,23 +38,16 @@ def sinusoidal_table(
     exponent: str = "paper",
     offset: int = 0,
 ) -> np.ndarray:
-    r"""Computes sines and cosines of geometrically decreasing frequencies.
+    r"""Computes sines and cosines of geometrically decreasing frequencies, float64 [length, D].
 
     .. math:: \omega_j = b^{-2j/D}\ \text{(paper)},\quad b^{-j/(D/2-1)}\ \text{(tensor2tensor)}
 
-    Args:
-      length: number of rows.
-      d_model: D. If it is odd, the last cosine is left out, or with "concatenated" and
-        "tensor2tensor" there is one pair less and a zero at the end.
-      base: b.
-      layout: "interleaved" (sin w0 p, cos w0 p, sin w1 p, ...) or "concatenated" (sines, then
-        cosines).
-      exponent: "paper" or "tensor2tensor".
-      offset: the position of row 0.
+    The order is sin w0 p, cos w0 p, sin w1 p, ... or, with the layout "concatenated", sines, then
+    cosines. If D is odd, the last cosine is left out, or with "concatenated" and "tensor2tensor"
+    there is one pair less and a zero at the end. `offset` is the position of row 0.
 
-    Returns:
-      float64 [length, D]. It is computed on the host, because an angle in float32 is already off
-      by 1e-5 at position 200.
+    The table is computed on the host, because an angle in float32 is already off by 1e-5 at
+    position 200.
 
     Source: Vaswani et al. 2017, section 3.5; tensor2tensor `get_timing_signal_1d`; for the odd D
     of "concatenated" and "paper" `MarianSinusoidalPositionalEmbedding`.
@@ -84,10 +77,7 @@ class PositionEncoding(nn.Module):
         """Looks up positions below `length`, an integer or symbolic, in the compute dtype.
 
         One that is not below max(length, config.max_length), for a learned table max_length, gives
-        NaN.
-
-        Raises:
-          ValueError: `length` exceeds the learned table.
+        NaN. `ValueError` if `length` exceeds the learned table.
         """
         c = self.config
         if c.position_kind == "learned":
@@ -195,7 +185,6 @@ class PositionKind(NamedTuple):
 
     @property
     def acts_in_attention(self) -> bool:
-        """Whether self-attention depends on positions."""
         return self.bias is not None or self.rotates
 
 
@@ -214,10 +203,8 @@ POSITION_KINDS: dict[str, PositionKind] = {
 class AttentionPositions:
     """The positions of the queries and keys of self-attention, and what is computed from them."""
 
-    queries: Array
-    """int32 [B, T], or [1, T] if all rows are the same."""
-    keys: Array
-    """int32 [B, S], or [1, S]."""
+    queries: Array  # int32 [B, T], or [1, T] if all rows are the same
+    keys: Array  # int32 [B, S], or [1, S]
     rotations: Array | None
     """Those of the queries, which in a whole pass are the keys, and in a cached step have the
     positions of the new keys; None if nothing is rotated."""

@@ -35,12 +35,9 @@ ZERO_VECTOR = -1
 class AttentionWeights:
     """The attention weights of all layers, before dropout; None if absent or not asked for."""
 
-    encoder_self: Array | None
-    """[L, B, H, S, S]"""
-    decoder_self: Array | None
-    """[L, B, H, T, T]"""
-    decoder_cross: Array | None
-    """[L, B, H, T, S]"""
+    encoder_self: Array | None  # [L, B, H, S, S]
+    decoder_self: Array | None  # [L, B, H, T, T]
+    decoder_cross: Array | None  # [L, B, H, T, S]
 
 
 class OutputFactors(NamedTuple):
@@ -49,12 +46,9 @@ class OutputFactors(NamedTuple):
     They allow the chunked cross-entropy to compute the logits in chunks.
     """
 
-    vectors: Array
-    """[B, T, D], the decoder's output."""
-    table: Array
-    """[V, D]."""
-    bias: Array | None
-    """[V]."""
+    vectors: Array  # [B, T, D], the decoder's output
+    table: Array  # [V, D]
+    bias: Array | None  # [V]
     scale: float
 
 
@@ -105,7 +99,6 @@ class Embedding(nn.Module):
         self.embedding = self.param("embedding", embedding_init(c), shape, jnp.dtype(c.param_dtype))
 
     def __call__(self, tokens: Array) -> Array:
-        """Looks up the vectors [B, T, D] of tokens [B, T]; ids outside the vocabulary give NaN."""
         c = self.config
         known = jnp.where(tokens == ZERO_VECTOR, 0, tokens)
         vectors = _look_up(self.embedding, known, jnp.dtype(c.dtype))
@@ -123,7 +116,6 @@ class Embedding(nn.Module):
         return constrain(vectors, "batch", "length", "embed")
 
     def attend(self, x: Array) -> Array:
-        """Multiplies vectors [B, T, D] by the transposed table: [B, T, V], in float32 at least."""
         table = self.embedding.astype(x.dtype)
         return jnp.einsum("btd,vd->btv", x, table, preferred_element_type=at_least_float32(x.dtype))
 
@@ -139,19 +131,14 @@ class OutputBias(nn.Module):
         self.bias = self.param("bias", nn.initializers.zeros, shape, dtype)
 
     def effective_bias(self) -> Array:
-        """Returns the bias [V], as `Dense.effective_bias` does."""
         return self.bias
 
     def __call__(self, logits: Array) -> Array:
-        """Adds the bias to logits [B, T, V]."""
         return logits + self.effective_bias().astype(logits.dtype)
 
 
 def require_segment_ids(side: str, segment_ids: Array | None, positions: Array | None) -> None:
-    """Raises UserError for positions without segment ids.
-
-    A packed row would be read as one sentence, whose tokens attend to those of the others.
-    """
+    """Raises UserError for positions without segment ids: packed rows need both."""
     if positions is not None and segment_ids is None:
         raise UserError(
             f"{side}_positions without {side}_segment_ids: give both for packed rows, or neither; "
@@ -224,8 +211,7 @@ class Transformer(nn.Module):
 
         Raises:
           ValueError: only one side has segment ids, or a side is longer than its learned positions.
-          UserError: the program cannot use the kernels that `attention_backend` or `norm_backend`
-            require.
+          UserError: no kernel can do what `attention_backend` or `norm_backend` require.
         """
         c = self.config
         if c.has_inputs and (encoder_segment_ids is None) != (decoder_segment_ids is None):
@@ -288,12 +274,7 @@ class Transformer(nn.Module):
         encoder_positions: Array | None = None,
         deterministic: bool = True,
     ) -> Array:
-        """Encodes source tokens, int32 [B, S], to [B, S, D] in the compute dtype.
-
-        Raises:
-          ValueError: the row is longer than the table of learned positions.
-          UserError: positions are given without segment ids.
-        """
+        """Encodes source tokens, int32 [B, S], to [B, S, D] in the compute dtype."""
         require_segment_ids("encoder", encoder_segment_ids, encoder_positions)
         return self._encode(
             encoder_input_tokens, encoder_segment_ids, encoder_positions, deterministic
@@ -315,9 +296,6 @@ class Transformer(nn.Module):
           beam_size: W, hypotheses per sentence.
           max_length: P, the capacity in target tokens.
           batch_size: B, needed only without inputs.
-
-        Raises:
-          ValueError: there is neither `encoded` nor `batch_size`.
         """
         c = self.config
         layers = range(c.num_decoder_layers)
@@ -355,9 +333,6 @@ class Transformer(nn.Module):
         Returns:
           [B, W, V] in at least float32, and the cache with these tokens added; and the mean over
           heads of the last layer's cross-attention weights [B, W, S], if requested.
-
-        Raises:
-          ValueError: attention is requested, but there are no inputs.
         """
         beams, length = cache.ancestry.shape[1:]
         hypotheses = jnp.arange(beams, dtype=jnp.int32)[:, None]

@@ -11,8 +11,8 @@ from jax import Array
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.data.stream.batches import Batch
-from flaxformer_mt.model.functional import apply_to_batch
-from flaxformer_mt.model.transformer import OutputFactors, Transformer
+from flaxformer_mt.model.functional import apply_to_batch, as_module
+from flaxformer_mt.model.transformer import OutputFactors
 from flaxformer_mt.objectives.chunked import CrossEntropyOptions, Term, chunked_cross_entropy
 from flaxformer_mt.objectives.flops import training_flops, work_of_batch
 from flaxformer_mt.objectives.losses import Convention
@@ -32,8 +32,7 @@ class Sums:
     """What `loss` is divided by: the number of target tokens, or of sentences."""
     tokens: Array
     """The number of target tokens, for reports of speed."""
-    metrics: Metrics = flax.struct.field(default_factory=dict)
-    """Further sums to report."""
+    metrics: Metrics = flax.struct.field(default_factory=dict)  # further sums to report
 
 
 class Objective(Protocol):
@@ -99,7 +98,7 @@ def cross_entropy(
     of_teacher = None
     if teacher is not None:
         other, frozen = teacher
-        of_teacher = apply_to_batch(as_module(other), frozen, rows, None, project=False)
+        of_teacher = apply_to_batch(other, frozen, rows, None, project=False)
     return sums_of_factors(module.config, batch, factors, options, rows, of_teacher)
 
 
@@ -113,13 +112,8 @@ def sums_of_factors(
 ) -> Sums:
     """Computes the sums of `cross_entropy` from the outputs of the forward pass.
 
-    Args:
-      config: the configuration of the model.
-      batch: B rows.
-      factors: the outputs of the model for `rows`.
-      options: of the cross-entropy and its term.
-      rows: the batch, with each row as often as the term needs it.
-      teacher: the outputs of the teacher for `rows`.
+    `rows` is the batch with each row as often as the term needs it; `factors` and `teacher` are
+    the outputs of the model and the teacher for them.
     """
     term = options.term
     passes = term.passes if term else 1
@@ -138,8 +132,3 @@ def sums_of_factors(
     if term is not None and sums.term is not None:
         metrics[term.name] = (sums.term, tokens)
     return Sums(sums.objective, tokens, tokens, metrics)
-
-
-def as_module(model: TransformerConfig | nn.Module) -> nn.Module:
-    """Returns the model of a configuration, and a module as it is."""
-    return Transformer(model) if isinstance(model, TransformerConfig) else model

@@ -12,13 +12,12 @@ from jax import Array
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.data.stream.batches import Batch
-from flaxformer_mt.model.functional import apply_to_batch
+from flaxformer_mt.model.functional import apply_to_batch, as_module
 from flaxformer_mt.model.numerics import at_least_float32
 from flaxformer_mt.objectives.chunked import CrossEntropyOptions
 from flaxformer_mt.objectives.cross_entropy import (
     Params,
     Sums,
-    as_module,
     cross_entropy,
     sums_of_factors,
 )
@@ -45,14 +44,14 @@ def guided_alignment(
     to that of the cross-entropy, and both are divided by the number of all target tokens.
 
     Args:
-      model: the configuration of the model, or a module that is called like `Transformer`.
-      params: its parameters.
+      model: as for `cross_entropy`; so are `params`, `key`, `smoothing` and `convention`.
+      params: the parameters.
       batch: B rows with `Batch.alignment`; without it, the result is that of `cross_entropy`.
-      key: of dropout; None = no dropout.
+      key: of dropout.
       weight: the factor of the alignment loss.
       layer: the decoder layer whose attention is trained, from 0; negative counts from the last.
-      smoothing: of the labels, as for `cross_entropy`.
-      convention: of smoothing, as of `cross_entropy`.
+      smoothing: of the labels.
+      convention: of smoothing.
 
     Returns:
       The sums of `cross_entropy`, and the metric "alignment": the alignment loss per linked token.
@@ -73,9 +72,7 @@ def guided_alignment(
 def alignment_loss(attention: Array, batch: Batch) -> tuple[Array, Array]:
     """Sums the alignment loss of `guided_alignment` over the linked target tokens of a batch.
 
-    Args:
-      attention: weights [B, H, T, S] of a layer.
-      batch: has `Batch.alignment`.
+    `attention` has the weights [B, H, T, S] of a layer.
 
     Returns:
       The sum, and the number of linked tokens, both weighted by `decoder_loss_weights`; in float32,

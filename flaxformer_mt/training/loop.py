@@ -64,9 +64,6 @@ def train(
       on_step: called with the number and the metrics, on the host, of each step when it is
         finished, which is after the next one was dispatched.
 
-    Returns:
-      The final state.
-
     Raises:
       Interrupted: `should_stop` returned True; a checkpoint was written.
       UserError: loss, gradient or update of too many steps in a row was not finite, and the run is

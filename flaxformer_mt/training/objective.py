@@ -27,10 +27,7 @@ def make_objective(
 ) -> Objective:
     """Makes the objective of a configuration: cross-entropy, and at most one further loss.
 
-    Args:
-      model: the model that is trained.
-      config: label smoothing, and the options of the further loss.
-      teacher: the model of `config.teacher`, whose parameters are the objective's frozen tree.
+    `teacher` is the model of `config.teacher`, whose parameters are the objective's frozen tree.
     """
     labels: Any = {
         "smoothing": config.label_smoothing,
@@ -66,11 +63,7 @@ def make_objective(
 
 
 def name_of(objective: UserObjective) -> str:
-    """Returns the name under which a run records an objective: "dpo", or "dpo(beta=0.1)".
-
-    Raises:
-      UserError: it has none.
-    """
+    """Returns the name under which a run records an objective: "dpo", or "dpo(beta=0.1)"."""
     function: Any = objective
     options: dict[str, Any] = {}
     while isinstance(function, functools.partial):
@@ -87,11 +80,7 @@ def name_of(objective: UserObjective) -> str:
 
 
 def require_objective(config: TrainConfig, given: UserObjective | None) -> None:
-    """Checks that the objective that a configuration names is at hand.
-
-    Raises:
-      UserError: it is a function, which was not given.
-    """
+    """Raises `UserError` if the configuration names a function, which was not given."""
     if given is None and config.objective != CROSS_ENTROPY:
         raise UserError(
             f"train.objective={config.objective} is the name of a function: start and continue the "

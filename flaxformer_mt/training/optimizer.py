@@ -40,28 +40,17 @@ def make_schedule(config: OptimizerConfig, d_model: int, num_steps: int) -> opta
       UserError: the warm-up is not shorter than one cycle.
     """
     rate, w = config.learning_rate, max(config.warmup_steps, 1)
-    formula: Callable[[Array], Array]
-    match config.schedule:
-        case "constant":
-            return optax.constant_schedule(rate)
-        case "inverse_square_root":
-
-            def formula(t: Array) -> Array:
-                return rate * jnp.minimum(t / w, jnp.sqrt(w / t))
-
-        case "noam":
-
-            def formula(t: Array) -> Array:
-                return rate * d_model**-0.5 * jnp.minimum(t**-0.5, t * w**-1.5)
-
-        case "tensor2tensor":
-
-            def formula(t: Array) -> Array:
-                warmup = jnp.minimum(1, t / w)
-                return rate * d_model**-0.5 * warmup * jnp.maximum(t, w) ** -0.5
-
-        case "one_cycle":
-            return _one_cycle(rate, config.warmup_steps, config.total_steps or num_steps)
+    if config.schedule == "constant":
+        return optax.constant_schedule(rate)
+    if config.schedule == "one_cycle":
+        return _one_cycle(rate, config.warmup_steps, config.total_steps or num_steps)
+    by_width = rate * d_model**-0.5
+    formulas: dict[str, Callable[[Array], Array]] = {
+        "inverse_square_root": lambda t: rate * jnp.minimum(t / w, jnp.sqrt(w / t)),
+        "noam": lambda t: by_width * jnp.minimum(t**-0.5, t * w**-1.5),
+        "tensor2tensor": lambda t: by_width * jnp.minimum(1, t / w) * jnp.maximum(t, w) ** -0.5,
+    }
+    formula = formulas[config.schedule]
     return lambda count: formula(jnp.asarray(count, float) + 1)
 
 

@@ -35,9 +35,6 @@ def tokenizer_path(config: ExperimentConfig) -> str:
     """Returns the folder of the vocabulary for a new run; "" if it is to be learned.
 
     It is `data.tokenizer_path` if given, else the run folder that `train.init_from` names.
-
-    Raises:
-      UserError: `train.init_from` has no vocabulary, and none is given.
     """
     given, start = config.data.tokenizer_path, config.train.init_from
     if given or not start or Path(start).is_dir():
@@ -60,11 +57,7 @@ def require_vocabulary(init_from: str, tokenizers: Tokenizers) -> None:
 
 
 def load_teacher(folder: str, tokenizers: Tokenizers) -> tuple[Transformer | None, Params | None]:
-    """Loads the model of `train.teacher`, if any, and its best parameters onto the host.
-
-    Raises:
-      UserError: there is no such run, or its vocabulary is another one.
-    """
+    """Loads the model of `train.teacher`, if any, and its best parameters onto the host."""
     if not folder:
         return None, None
     with _naming(f"train.teacher={folder}"):
@@ -83,9 +76,7 @@ def _check_same(theirs: Tokenizers, ours: Tokenizers, option: str, advice: str) 
 def require_parameters(init_from: str, model: TransformerConfig) -> None:
     """Checks what `train.init_from` names, if anything, as far as this takes no time.
 
-    Raises:
-      UserError: there is no such file or folder, the folder is not a run folder, or its run has
-        another model. (Vocabulary sizes of `model` may still be 0.)
+    Vocabulary sizes of `model` may still be 0.
     """
     if not init_from:
         return
@@ -112,10 +103,7 @@ def load_parameters(init_from: str, model: TransformerConfig, template: Params) 
       init_from: a run folder, whose best checkpoint is used (the moving average, if there is one),
         or a file that `flaxformer-mt convert --to flaxformer_mt` wrote.
       model: the model to initialize, with its vocabulary sizes.
-      template: the shapes and dtypes of its parameters.
-
-    Returns:
-      Numpy arrays in the dtypes of the template.
+      template: the shapes and dtypes of its parameters, which the result has as NumPy arrays.
 
     Raises:
       UserError: the parameters cannot be read, or belong to another model.

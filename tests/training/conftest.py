@@ -19,10 +19,9 @@ from flaxformer_mt.config import (
 from flaxformer_mt.data.stream.batches import Batch
 from flaxformer_mt.model.linear import Dense
 from flaxformer_mt.model.transformer import OutputFactors, Transformer
-from flaxformer_mt.training.devices import create, place, seed_key
+from flaxformer_mt.training.devices import create, make_devices, place, seed_key
 from flaxformer_mt.training.objective import make_objective
 from flaxformer_mt.training.optimizer import make_optimizer, make_schedule
-from flaxformer_mt.training.run_devices import make_devices
 from flaxformer_mt.training.state import create_state
 from flaxformer_mt.training.step import eval_step, gradients, train_step
 

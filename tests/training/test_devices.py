@@ -13,8 +13,7 @@ from jax import monitoring
 from flaxformer_mt.data.stream.batches import Shard
 from flaxformer_mt.data.stream.placement import own_shard
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.training.devices import abstract, gather, place
-from flaxformer_mt.training.run_devices import make_devices
+from flaxformer_mt.training.devices import abstract, gather, make_devices, place
 
 SLOW = pytest.mark.slow
 DROPOUT = {"dropout_rate": 0.1, "attention_dropout_rate": 0.1, "activation_dropout_rate": 0.1}

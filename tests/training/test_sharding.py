@@ -11,6 +11,7 @@ from flax import linen as nn
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import flaxformer_mt as fmt
+from benchmarks.compiled.program import collectives, parse
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.data.stream.batches import BatchShape
 from flaxformer_mt.data.stream.placement import ROW_AXES
@@ -18,7 +19,7 @@ from flaxformer_mt.errors import UserError
 from flaxformer_mt.model.attention import MultiHeadAttention
 from flaxformer_mt.model.transformer import Embedding, Transformer
 from flaxformer_mt.training.devices import abstract
-from flaxformer_mt.training.memory import abstract_batch, collectives, parse, sent_bytes
+from flaxformer_mt.training.memory import abstract_batch, sent_bytes
 from flaxformer_mt.training.sharding import (
     ACTIVATION_RULES,
     AXES,

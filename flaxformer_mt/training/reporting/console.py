@@ -33,7 +33,6 @@ class Sample(NamedTuple):
     """None for a sentence that the user named."""
 
     def rows(self) -> list[tuple[str, str]]:
-        """Returns the texts with their labels."""
         return [(label, text) for label, text in self._asdict().items() if text is not None]
 
 
@@ -44,10 +43,7 @@ def some_of(samples: Sequence[Sample]) -> list[Sample]:
 
 
 class ConsoleWriter:
-    """Shows the progress of a run; a `Writer`.
-
-    `num_steps` is the last step; `batches_per_epoch` is None if it is not known.
-    """
+    """Shows the progress of a run, whose last step is `num_steps`; a `Writer`."""
 
     def __init__(
         self, num_steps: int, console: Console, batches_per_epoch: float | None = None
@@ -72,7 +68,6 @@ class ConsoleWriter:
         self._task = self._bar.add_task("", total=num_steps, state="")
 
     def rewind(self, step: int) -> None:
-        """Also prints where training starts."""
         if self._start is not None:
             self._bar.stop()
             self._print(f"back at step {step:,}")
@@ -87,16 +82,13 @@ class ConsoleWriter:
         self._bar.start()
 
     def compiling(self, begins: bool) -> None:
-        """Shows that the training step is being compiled; unless it `begins`, no longer."""
         self._show("compiling the training step" if begins else "")
 
     def validating(self) -> None:
-        """Shows that a validation has begun, until the next step is finished."""
         self._show("validating")
         self._recent.clear()  # Its time is not that of steps.
 
     def translated(self, samples: Sequence[Sample]) -> None:
-        """Takes translations of a validation, which are printed below its metrics."""
         self._samples = samples
 
     def advance(self, step: int, metrics: Metrics) -> None:
@@ -149,7 +141,6 @@ class ConsoleWriter:
         self._bar.update(self._task, state=state)
 
     def _state(self, step: int) -> list[str]:
-        """Returns what the moving line says about the most recent steps."""
         parts = []
         if self._batches_per_epoch is not None:
             parts.append(f"epoch {step / self._batches_per_epoch:.1f}")
@@ -201,7 +192,6 @@ class _Step(NamedTuple):
 
 
 def _fitted(head: str, parts: Sequence[str], width: int) -> list[str]:
-    """Joins parts to lines of at most `width` cells where they are short enough."""
     lines = [head]
     for part in parts:
         if cell_len(lines[-1]) + 2 + cell_len(part) <= width:

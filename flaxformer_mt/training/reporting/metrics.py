@@ -85,6 +85,7 @@ class Writer(Protocol):
 
         Called before the first `write`, and when a run returns to its newest checkpoint.
         """
+        return
 
     def write(self, step: int, split: str, values: MetricValues, is_best: bool = False) -> None:
         """Writes the metrics of a split ("train", "valid") after a step.
@@ -94,6 +95,7 @@ class Writer(Protocol):
 
     def close(self) -> None:
         """Called after the last `write`."""
+        return
 
 
 class JsonLinesWriter(Writer):

@@ -16,11 +16,8 @@ from flaxformer_mt.runs import atomic
 class Profile:
     """Traces the steps of a range, into a folder that appears once all of them have run.
 
-    A context manager: leaving it discards a trace that has begun and is not complete.
-
-    Args:
-      steps: consecutive steps; of a run continued within the range, those that remain.
-      folder: traces are written to its folder `steps_FIRST_to_LAST`.
+    Of a run continued within the range, `steps` are those that remain. Traces are written to
+    `folder`/steps_FIRST_to_LAST. Leaving the context discards a trace that is not complete.
     """
 
     def __init__(self, steps: range, folder: Path) -> None:

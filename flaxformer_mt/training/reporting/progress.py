@@ -36,13 +36,11 @@ class Interval:
     """Time of that spent waiting for batches."""
 
     def add(self, metrics: Mapping[str, Any]) -> None:
-        """Adds the metrics of a step, each a sum and a weight, as `train_step` returns them."""
         for name, (value, weight) in metrics.items():
             total, total_weight = self.metrics.get(name, (0.0, 0.0))
             self.metrics[name] = (total + float(value), total_weight + float(weight))
 
     def means(self) -> dict[str, float]:
-        """Returns each metric divided by its weight, without those of weight 0."""
         return {name: total / weight for name, (total, weight) in self.metrics.items() if weight}
 
 
