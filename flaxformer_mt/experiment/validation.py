@@ -1,6 +1,5 @@
 """Metrics and translations of the development and test sets."""
 
-import contextlib
 import dataclasses
 import functools
 import json
@@ -60,14 +59,13 @@ class Validation:
         corpus = self._dataset.evaluation_sets[split].tokens
         lengths = np.maximum(*pair_lengths(corpus))
         longest = int(lengths.argmax())
-        explained: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if lengths[longest] > self._config.data.target_row_length:
-            explained = explained_exhaustion(
-                f"the loss of {corpus.name}",
-                f"shorten or remove its longest pair, number {longest + 1:,}, which has "
-                f"{lengths[longest]:,} tokens",
-            )
-        with explained:
+        if lengths[longest] <= self._config.data.target_row_length:
+            return validate(self._eval_step, params, batches)
+        with explained_exhaustion(
+            f"the loss of {corpus.name}",
+            f"shorten or remove its longest pair, number {longest + 1:,}, which has "
+            f"{lengths[longest]:,} tokens",
+        ):
             return validate(self._eval_step, params, batches)
 
     def validate(self, params: Any) -> tuple[dict[str, Any], list[Sample]]:

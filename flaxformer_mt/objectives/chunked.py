@@ -118,7 +118,7 @@ def chunked_cross_entropy(
     platform = mesh_platform()
     max_logits = max_chunk_logits or MAX_CHUNK_LOGITS[platform]
     length = targets.shape[1]
-    shards = row_shards()
+    shards = math.prod(_row_axis_sizes())
     batch = len(targets) // shards
     columns = next(
         number
@@ -162,12 +162,7 @@ class _Static(NamedTuple):
     than along rows, on other devices the classes have to be contiguous."""
 
 
-def row_shards() -> int:
-    """Returns the number of devices of the current mesh over which the rows are sharded."""
-    return math.prod(_row_axes())
-
-
-def _row_axes() -> list[int]:
+def _row_axis_sizes() -> list[int]:
     mesh = jax.sharding.get_abstract_mesh()
     # Under pmap the axis exists, too, but a device sees only its own rows.
     return [mesh.shape[axis] for axis in ROW_AXES if axis in mesh.auto_axes]
@@ -258,7 +253,7 @@ def _sum_over_devices(gradient):
 
     In one sum over all devices, compilers for TPUs would leave the whole parameter on each.
     """
-    sums = jnp.sum(gradient.reshape(*_row_axes(), *gradient.shape[1:]), axis=-gradient.ndim)
+    sums = jnp.sum(gradient.reshape(*_row_axis_sizes(), *gradient.shape[1:]), axis=-gradient.ndim)
     if gradient.ndim == 3:
         sums = constrain(sums, "lookup_batch", "vocabulary", "lookup_embed")
     return jnp.sum(sums, axis=0)
