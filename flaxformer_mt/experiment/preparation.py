@@ -49,11 +49,8 @@ def prepare(
       write: whether to write a new run's configuration, vocabulary and fingerprints.
       check_languages: whether to check that the sides of a new run's corpora are not swapped, for
         which Babel is imported.
-      objective: see `train`, as for `frozen`.
-      frozen: a tree that the objective reads.
-
-    Raises:
-      UserError: the folder holds another run, or the configuration or the data cannot be used.
+      objective: as of `train`.
+      frozen: as of `train`.
     """
     if not distributed.is_main():
         distributed.barrier("data")

@@ -20,7 +20,7 @@ from flaxformer_mt.interop.weight_maps import adam_state, mapping, validation
 from flaxformer_mt.interop.weight_maps.adam_state import TrainingState
 from flaxformer_mt.interop.weight_maps.family import Family, sinusoids
 from flaxformer_mt.interop.weight_maps.mapping import CARRIED
-from flaxformer_mt.model.positions import acts_in_attention, transforms_keys
+from flaxformer_mt.model.positions import POSITION_KINDS
 from flaxformer_mt.model.transformer import ZERO_VECTOR
 
 ArraysByPath = dict[str, np.ndarray]
@@ -170,7 +170,8 @@ def _closest_configuration(
     conversion = Conversion(config, family.configuration(**fields), family, accepted)
     if not config.target_vocab_size:
         outside = {name: getattr(conversion.theirs, name) for name in OUTSIDE_OF_LAYERS}
-        if acts_in_attention(config):  # These positions are a part of the layers.
+        # Positions in attention are a part of the layers.
+        if POSITION_KINDS[config.position_kind].acts_in_attention:
             del outside["position_kind"]
         return conversion._replace(ours=dataclasses.replace(config, **outside))
     if conversion.sinusoids_differ and "position_kind" in family.open_switches:
@@ -334,7 +335,7 @@ def _has_effect(config: TransformerConfig, path: str) -> bool:
 
     That of keys cannot, unless they are transformed or `attention_kind` is not the dot product.
     """
-    is_transformed = "self_attention" in path and transforms_keys(config)
+    is_transformed = "self_attention" in path and POSITION_KINDS[config.position_kind].rotates
     is_own = config.attention_kind != DOT_PRODUCT
     return is_transformed or is_own or not path.endswith("/key/bias")
 

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from flaxformer_mt.model.position_biases import distance_buckets
 from flaxformer_mt.model.positions import sinusoidal_table
-from flaxformer_mt.model.relative_bias import distance_buckets
 from flaxformer_mt.parity.references.common import ACTIVATIONS as PUBLISHED_ACTIVATIONS
 from flaxformer_mt.parity.references.losses import LOSSES
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from flaxformer_mt.model.alibi import alibi_slopes
+from flaxformer_mt.model.position_biases import alibi_slopes
 from flaxformer_mt.parity.diagnosis.inputs import (
     DiagnosisInputs,
     ParsedSite,
