@@ -239,7 +239,7 @@ class Run:
         for each in lists:
             if len(each) != len(given):
                 raise UserError(f"{len(given)} sources, but {len(each)} references")
-        chosen: evaluation.MetricOptions = {
+        chosen = {
             "sources": given,
             "metrics": metrics,
             "tokenize": tokenizer_of_run(self.config.data),

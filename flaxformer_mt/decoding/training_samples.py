@@ -8,14 +8,18 @@ import jax.numpy as jnp
 from jax import Array
 
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
-from flaxformer_mt.decoding.batching.search_programs import step_function
+from flaxformer_mt.decoding.batching.search_programs import (
+    begin_search,
+    combine,
+    reorder_each,
+    step_function,
+)
 from flaxformer_mt.decoding.search.options import SearchOptions
 from flaxformer_mt.decoding.search.search import search
 from flaxformer_mt.decoding.search.state import unconstrained
 from flaxformer_mt.decoding.sentence_decoder import longest_target
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.model.cache import reorder_cache
-from flaxformer_mt.model.transformer import Transformer
 
 
 class Samples(NamedTuple):
@@ -143,17 +147,11 @@ def sample(
         keys=jax.random.bits(key, (len(tokens), 2), jnp.uint32)
     )
     params = jax.lax.stop_gradient(params)
-    model, variables = Transformer(config), {"params": params}
-    encoded = model.apply(variables, tokens, method="encode")
-    cache = model.apply(variables, encoded, tokens, options.beam_size, longest, method="init_cache")
-    found = search(
-        step_function(config, params, options),
-        cache,
-        constraints,
-        options,
-        longest,
-        reorder_cache,
+    begun = begin_search(
+        (params,), tokens, constraints, options, configs=(config,), max_length=longest
     )
+    step = combine([step_function(config, params, options)], decode.ensemble)
+    found = search(step, reorder_each(reorder_cache), options, begun)
     invalid = jnp.where(is_packed, jnp.nan, 0.0)
     is_token = jnp.arange(longest) < found.lengths[:, :, None]
     starts = jnp.full_like(found.tokens[..., :1], config.bos_id)

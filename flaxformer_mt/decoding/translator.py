@@ -14,7 +14,6 @@ from flaxformer_mt.config import DecodeConfig, TransformerConfig, with_vocabular
 from flaxformer_mt.config.fields import suggestion
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers, split_language
 from flaxformer_mt.decoding.batching.workers import batch_tokens
-from flaxformer_mt.decoding.ensemble import require_same_vocabularies
 from flaxformer_mt.decoding.parameters import prepared_model, require_params
 from flaxformer_mt.decoding.scoring.scorer import AlignmentUnit
 from flaxformer_mt.decoding.sentence_decoder import Hypothesis, Sentence, SentenceDecoder
@@ -268,6 +267,30 @@ class Translator:
                 self.models, decode, self.tokenizers, unit, attention, scores
             )
         return self._decoders[key]
+
+
+def require_same_vocabularies(runs: Sequence[tuple[str, TrainedModel]]) -> None:
+    """Raises UserError if vocabularies, special tokens or numbers of logits of two runs differ.
+
+    Args:
+      runs: (folder, run) of each model.
+    """
+    first_folder, first = runs[0]
+    for folder, run in runs[1:]:
+        for side in ("source", "target"):
+            fingerprints = {getattr(r.tokenizers, side).fingerprint for r in (first, run)}
+            if len(fingerprints) > 1:
+                raise UserError(
+                    f"{first_folder} and {folder} cannot form an ensemble: their {side} "
+                    "vocabularies differ; train one with data.tokenizer_path set to the other"
+                )
+        for name in ("pad_id", "bos_id", "eos_id", "target_vocab_size"):
+            ours, theirs = (getattr(r.model, name) for r in (first, run))
+            if ours != theirs:
+                raise UserError(
+                    f"{first_folder} and {folder} cannot form an ensemble: model.{name} is "
+                    f"{ours} in one and {theirs} in the other"
+                )
 
 
 def with_options(decode: DecodeConfig, options: Mapping[str, Any]) -> DecodeConfig:

@@ -1,8 +1,9 @@
 """The metrics: those of sacreBLEU, and user-defined functions."""
 
+import dataclasses
 import re
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 from sacrebleu.metrics import BLEU, CHRF, TER
@@ -51,6 +52,35 @@ MetricFunction = Callable[
 """(sources, hypotheses, references) -> the score of the corpus, or one score per sentence.
 
 `sources` is None if they are not known. `references[k][i]` is the k-th reference of sentence i."""
+
+PairedTestKind = Literal["bootstrap", "randomization"]
+"""Paired bootstrap resampling (Koehn 2004), or paired approximate randomization (Riezler and
+Maxwell 2005)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MetricOptions:
+    """Which metrics to compute, and how certain they are."""
+
+    sources: Sequence[str] | None = None
+    """The N source sentences, for `metrics` that need them."""
+    standard: Iterable[str] = STANDARD
+    """Which of "bleu", "chrf", "chrf++" and "ter" to compute. TER takes longest."""
+    metrics: Mapping[str, MetricFunction] | None = None
+    """Functions by name that are also computed."""
+    tokenize: str = DEFAULT_TOKENIZER
+    """sacreBLEU's name of BLEU's tokenizer: 13a, intl, zh, ja-mecab, ko-mecab, char, ..."""
+    lowercase: bool = False
+    """Whether BLEU, chrF and chrF++ ignore case."""
+    confidence: bool = False
+    """Whether to estimate 95% confidence intervals by bootstrap resampling. Scores of whole corpora
+    have none. The seed is that of sacreBLEU, SACREBLEU_SEED or 12345."""
+    resamples: int = 0
+    """Number of resamples, at least 2, or of trials of the randomization; 0 = sacreBLEU's defaults,
+    1,000 and 10,000. The intervals beside a randomization have 1,000 resamples."""
+    significance: PairedTestKind | None = None
+    """The paired test that compares each other system with the first. A bootstrap also estimates
+    confidence intervals."""
 
 
 # Thai, Lao, Myanmar, Khmer, kana, Han.

@@ -64,12 +64,18 @@ def plan_buckets(
     return buckets
 
 
+def padded(sequences: Sequence[Sequence[int]], shape: tuple[int, int], fill: int) -> np.ndarray:
+    """Returns token sequences as int32 of the given shape; `fill` follows each, and all of them."""
+    rows = np.full(shape, fill, np.int32)
+    for row, sequence in zip(rows, sequences, strict=False):
+        row[: len(sequence)] = sequence
+    return rows
+
+
 def fill_rows(sequences: Sequence[Sequence[int]], bucket: Bucket, pad_id: int) -> np.ndarray:
     """Returns a bucket's token sequences as int32 [B, length], padded."""
-    rows = np.full((bucket.num_rows, bucket.length), pad_id, np.int32)
-    for row, index in zip(rows, bucket.indices, strict=False):
-        row[: len(sequences[index])] = sequences[index]
-    return rows
+    chosen = [sequences[index] for index in bucket.indices]
+    return padded(chosen, (bucket.num_rows, bucket.length), pad_id)
 
 
 def row_length(length: int, limit: int | None, shortest: int = MIN_ROW_LENGTH) -> int:

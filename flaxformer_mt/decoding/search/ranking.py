@@ -62,17 +62,6 @@ def ranking_scores(
     return scores + coverage_penalty(extended.coverage, options.coverage_penalty)
 
 
-def is_complete(
-    extended: Hypotheses,
-    positions: Int[Array, "B"],
-    constraints: SentenceConstraints,
-    options: SearchOptions,
-) -> Bool[Array, "B C"]:
-    """Whether each hypothesis of `positions` + 1 tokens ends with the last one."""
-    is_longest = positions + 1 >= constraints.max_lengths
-    return (extended.last == options.eos_id) | is_longest[:, None]
-
-
 def as_finished(
     extended: Hypotheses,
     complete: Bool[Array, "B C"],
@@ -91,7 +80,7 @@ def as_finished(
 
 def select_best(found: SearchResult, count: int, constraints: SentenceConstraints) -> SearchResult:
     """Selects the `count` best results among those that lack the fewest required phrases."""
-    if constraints.phrases.shape[1]:
+    if constraints.has_phrases:
         lacking = phrase_constraints.phrase_progress(
             found.tokens, found.lengths, constraints.phrases
         ).lacking

@@ -62,6 +62,11 @@ class SentenceConstraints(NamedTuple):
     """How many of the prefix' first tokens have probability 1, such as a language token
     that is given. None = 0."""
 
+    @property
+    def has_phrases(self) -> bool:
+        """Whether any row has phrases that must appear."""
+        return self.phrases.shape[1] > 0
+
 
 def unconstrained(max_lengths: Int[Array, "B"]) -> SentenceConstraints:
     """Returns the constraints of rows that only have a maximum length."""

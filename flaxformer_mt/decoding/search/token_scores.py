@@ -11,12 +11,7 @@ from jaxtyping import Float, Int
 
 from flaxformer_mt.decoding.search import logits_processors, phrase_constraints
 from flaxformer_mt.decoding.search.options import SearchOptions
-from flaxformer_mt.decoding.search.state import (
-    IMPOSSIBLE,
-    Hypotheses,
-    SentenceConstraints,
-    is_possible,
-)
+from flaxformer_mt.decoding.search.state import IMPOSSIBLE, Hypotheses, SearchState, is_possible
 from flaxformer_mt.decoding.search.top_k import logsumexp, top_k
 
 
@@ -44,27 +39,25 @@ class TokenScores(NamedTuple):
 
 def token_scores(
     logits: Float[Array, "B W V"],
-    hypotheses: Hypotheses,
-    positions: Int[Array, "B"],
-    constraints: SentenceConstraints,
+    beam: SearchState,
     options: SearchOptions,
     earlier_groups: Sequence[Hypotheses] = (),
 ) -> TokenScores:
     """Applies all constraints and penalties to the logits of the next token.
 
     They are applied in the order of transformers' logits processors. (Forbidden tokens come first:
-    no other rule depends on them.) `positions` are the numbers of tokens of the hypotheses;
-    `earlier_groups`, of a diverse beam search, are already extended by one token.
+    no other rule depends on them.) `earlier_groups`, of a diverse beam search, are already extended
+    by one token.
     """
-    tokens = hypotheses.tokens
+    constraints, positions, tokens = beam.constraints, beam.positions, beam.hypotheses.tokens
     logits = logits.astype(jnp.float32)
     scores = logits
     if constraints.allowed is not None:
         scores = jnp.where(constraints.allowed[:, None], scores, -jnp.inf)
     forbidden = scores[..., np.array(options.forbidden_ids, int)]
     scores = logits_processors.forbid(scores, options.forbidden_ids)
-    has_phrases = constraints.phrases.shape[1] > 0
-    if options.scores or not options.independent or options.sampling or has_phrases:
+    compete = not options.independent or constraints.has_phrases
+    if options.scores or compete or options.sampling:
         # Forbidden tokens count in the sum. Adding them separately avoids writing the whole array
         # twice, with and without them.
         normalizer = jnp.logaddexp(
@@ -94,7 +87,7 @@ def token_scores(
         scores = logits_processors.forbid_early_end(
             scores, positions, constraints.min_lengths, options.eos_id
         )
-    if has_phrases:
+    if constraints.has_phrases:
         scores = phrase_constraints.forbid_end_before_phrases(
             scores, tokens, positions, constraints.phrases, options.eos_id
         )
