@@ -8,8 +8,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
-from flaxformer_mt.decoding.scoring.alignment import pharaoh
-from flaxformer_mt.decoding.scoring.scorer import AlignmentUnit
+from flaxformer_mt.decoding.scoring.alignment import AlignmentUnit, pharaoh
 from flaxformer_mt.decoding.translator import Hypothesis, Sentence, Translator
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.input_files import parse_json
@@ -29,7 +28,6 @@ class LineFormat:
     tokens: bool = False
     """Whether to write token ids and their pieces."""
     attention: bool = False
-    """Whether to write the attention."""
 
     def __post_init__(self) -> None:
         for name in ("tokens", "attention"):
@@ -52,9 +50,9 @@ def translate_lines(
       translator: translates the lines.
       groups: input lines in groups of those available together; a group is translated completely
         before the next is read.
-      line_format: the format of the lines.
+      line_format: of input and output.
       name: the source of the lines, for error messages.
-      advance: called when a line is translated, possibly before its output is yielded.
+      advance: as of `Translator.stream`.
 
     Raises:
       UserError: a line does not have the input format or cannot be translated.

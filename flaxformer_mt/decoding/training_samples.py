@@ -37,11 +37,7 @@ class Samples(NamedTuple):
     """float32 [B, n], the model's, summed over the tokens; NaN for a packed row."""
 
     def rows(self, batch: Any) -> Any:
-        """Returns a batch of B * n rows: each source, once for each of its samples as the target.
-
-        Args:
-          batch: the `Batch` that was sampled for.
-        """
+        """Returns `batch` with B * n rows: each source, once for each of its samples."""
         n = self.tokens.shape[1]
         source = {
             name: jnp.repeat(jnp.asarray(getattr(batch, name)), n, axis=0)
@@ -91,7 +87,7 @@ def sample(
 
     Args:
       config: the model, with its vocabulary sizes.
-      params: its parameters; traced or not, sharded or not.
+      params: its parameters.
       source_batch: int32 [B, S], one sentence per row with its end token, padded; or a batch with
         `encoder_input_tokens`.
       key: a key of `jax.random`. The samples are a function of it and the arguments above.

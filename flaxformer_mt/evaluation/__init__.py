@@ -65,10 +65,8 @@ def compare(
 ) -> dict[str, dict[str, MetricScore]]:
     """Computes metrics of several systems, and whether they differ from the first.
 
-    Args:
-      systems: N translations by the name of the system. The first is the baseline of a test.
-      references: as of `evaluate`.
-      **options: fields of `MetricOptions`.
+    `systems` are N translations by the name of the system; the first is the baseline of a test. The
+    other arguments are those of `evaluate`.
 
     Returns:
       {system: {metric: score}}. sacreBLEU's own programs compute the same numbers, except that
@@ -144,11 +142,7 @@ def flattened(scores: Mapping[str, MetricScore]) -> dict[str, Any]:
 
 
 def reference_lists(references: Any) -> list[list[str]]:
-    """Returns one reference per sentence, or several lists of them, as a list of lists.
-
-    Raises:
-      TypeError: they are neither.
-    """
+    """Returns one reference per sentence, or several lists of them, as a list of lists."""
     listed = list(require_iterable(references, "references", "strings"))
     if all(isinstance(each, str) for each in listed):
         return [require_texts(listed, "references")]

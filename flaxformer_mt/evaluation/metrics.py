@@ -30,10 +30,7 @@ def tokenizer_of(language: str) -> str:
     """Returns the tokenizer of BLEU for a language: one that separates words without spaces.
 
     Those that need further packages, such as ja-mecab, are not chosen: metrics of a run should not
-    depend on what is installed.
-
-    Args:
-      language: its code, such as "zh", "zh_CN" or "zho_Hans".
+    depend on what is installed. The code of a language is such as "zh", "zh_CN" or "zho_Hans".
     """
     return _SPACELESS.get(re.split("[-_]", language.lower())[0], DEFAULT_TOKENIZER)
 
@@ -98,13 +95,9 @@ def is_spaceless(texts: Sequence[str]) -> bool:
 def sacrebleu_metric(
     name: str, references: Sequence[Sequence[str]], tokenize: str, lowercase: bool
 ) -> Any:
-    """Returns a metric of sacreBLEU that has prepared the references.
+    """Returns a metric of sacreBLEU that has prepared the references, [per sentence][sentences].
 
-    Args:
-      name: one of `STANDARD`.
-      references: [references per sentence][sentences].
-      tokenize: sacreBLEU's name of the tokenizer; for BLEU.
-      lowercase: whether BLEU and the kinds of chrF ignore case. TER always does.
+    `tokenize` is for BLEU; `lowercase` for all but TER, which always ignores case.
 
     Raises:
       UserError: the metric or the tokenizer is unknown, or what the tokenizer needs is missing.
@@ -139,11 +132,7 @@ def _bleu(references: Sequence[Sequence[str]], tokenize: str, lowercase: bool) -
 class FunctionMetric:
     """A user-defined function, with the methods by which sacreBLEU resamples its metrics.
 
-    Args:
-      name: of the metric.
-      function: see `MetricFunction`. It is called once per system.
-      sources: of the sentences, if they are known.
-      references: [references per sentence][sentences].
+    The function is called once per system.
     """
 
     def __init__(

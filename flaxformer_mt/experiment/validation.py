@@ -13,6 +13,7 @@ from flaxformer_mt import distributed
 from flaxformer_mt.config import DecodeConfig, ExperimentConfig
 from flaxformer_mt.data.dataset import Dataset
 from flaxformer_mt.data.stream.batches import Batch, evaluation_batches, pair_lengths
+from flaxformer_mt.decoding.parameters import on_one_device
 from flaxformer_mt.decoding.scoring.teacher_forcing import predict_tokens
 from flaxformer_mt.decoding.translator import Sentence, Translator, into_languages
 from flaxformer_mt.evaluation import evaluate
@@ -84,7 +85,7 @@ class Validation:
         sentences, (references,) = into_languages(
             sources, [references], self._dataset.tokenizers.target
         )
-        hypotheses = self.translate(self._devices.gather(params), [*sentences, *watched])
+        hypotheses = self.translate(params, [*sentences, *watched])
         own = hypotheses[: len(sources)]
         quality = self.quality(own, references)
         samples = [
@@ -104,7 +105,7 @@ class Validation:
         )
         own = distributed.share_out(range(len(targets)))
         predicted = predict_tokens(
-            self._devices.gather(params),
+            on_one_device(params),
             self._config.model,
             self._config.decode,
             [sources[index] for index in own],
@@ -121,7 +122,7 @@ class Validation:
     def translate(
         self, params: Any, sources: Sequence[str | Sentence], show_progress: bool = False
     ) -> list[str]:
-        """Translates with parameters on one device; each of several processes translates a part."""
+        """Translates; each of several processes, which all call it, translates a part."""
         decode = self._config.decode
         if self._config.parallel.num_devices:
             decode = decoding_on(self._devices.devices, decode)

@@ -56,10 +56,6 @@ class RunDevices:
         """Copies a tree to the devices, sharded."""
         return devices.place(tree, self.mesh, self.rules)
 
-    def gather(self, tree: Tree) -> Tree:
-        """Gathers sharded arrays on this process' first device."""
-        return devices.gather(tree, self.mesh)
-
     def place_batch(self, batch: Batch) -> Batch:
         """Transfers each device's rows of `shard` to it."""
         place = devices.place_pmap_batch if self.by_pmap else place_batch

@@ -11,6 +11,7 @@ import pytest
 from jax import monitoring
 
 from flaxformer_mt.data.stream.batches import Shard
+from flaxformer_mt.decoding.parameters import on_one_device
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.training.run_devices import make_devices
 
@@ -93,7 +94,7 @@ def test_every_device_has_its_rows_and_the_whole_state(setup, strategy):
 def test_gathered_parameters_are_whole_on_one_device(setup, mesh):
     tiny = setup.of(num_devices=8, parallel=MESHES[mesh])
     params = tiny.state().params
-    single = tiny.devices.gather(params)
+    single = on_one_device(params)
     assert all(leaf.sharding.device_set == {jax.devices()[0]} for leaf in jax.tree.leaves(single))
     chex.assert_trees_all_equal(jax.device_get(single), jax.device_get(params))
 
@@ -121,7 +122,7 @@ def test_a_created_state_is_the_placed_one(setup, parallel):
 @pytest.mark.parametrize("strategy", ["mesh", "pmap"])
 def test_a_step_donates_the_placed_state_and_nothing_else(setup, strategy):
     tiny = setup.of(strategy, 8, bigram=True)
-    given = tiny.devices.gather(tiny.state())
+    given = on_one_device(tiny.state())
     placed = tiny.devices.place(given)
     before = jax.tree.map(np.array, given)
     tiny.train_step(placed, tiny.placed_batch(0))

@@ -12,7 +12,8 @@ digit of a score may round differently.)
 
 import collections
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -85,13 +86,7 @@ class ContinuousBatcher:
         bad_phrases: Sequence[Sequence[int]] = (),
         scores: bool = True,
     ) -> None:
-        """Creates a batcher.
-
-        Args:
-          models: configuration and parameters of each model; all have the same vocabularies.
-          decode: the options. Its texts are ignored, and the requests give the lengths.
-          bad_phrases: token sequences that must not appear.
-          scores: whether they are needed; see `SearchOptions.scores`.
+        """Creates a batcher for models of the same vocabularies; see `SearchOptions.from_config`.
 
         Raises:
           UserError: there are fewer devices than `decode.num_devices`.
@@ -148,7 +143,7 @@ class ContinuousBatcher:
         yield from gather(work, num_workers)
 
     def _batch_sizes(self, length: int) -> list[int]:
-        """Returns the possible numbers of rows, descending, for `length` source tokens."""
+        """Returns the possible values of B, descending."""
         tokens = self._batch_tokens * REFERENCE_BEAM_SIZE
         sizes = [max(1, tokens // (length * self._options.beam_size))]
         # The sentences that remain at the end of a file mostly fit into half a batch, and few need
@@ -181,7 +176,7 @@ class _Group(NamedTuple):
     """S, the tokens of a row."""
     requests: list[Request]
     indices: list[int]
-    """The index of each among all requests."""
+    """Of each among all requests."""
     waiting: collections.deque[int]
     """The numbers of those whose search is not begun."""
     sources: np.ndarray
@@ -201,25 +196,23 @@ class _Group(NamedTuple):
         """Groups the requests `indices`; the widths of their constraints are powers of two."""
         requests = [all_requests[index] for index in indices]
         rows = [*requests, Request([], min_length=0, max_length=0)]
-        phrases = [phrase for request in requests for phrase in request.phrases]
-        least = int(constrained and not options.sampling)
-        num_phrases = _power_of_two(max(least, *(len(request.phrases) for request in rows)))
-        width = _power_of_two(max([least, *map(len, phrases)]))
-        phrase_rows = [padded(request.phrases, (num_phrases, width), fill=-1) for request in rows]
-        prefix_width = _power_of_two(
-            max(int(constrained), *(len(request.prefix) for request in rows))
-        )
-        sources = padded([r.source for r in rows], (len(rows), length), options.pad_id)
+        prefixes = [request.prefix for request in rows]
+        phrases = [request.phrases for request in rows]
         certain = [request.certain for request in rows]
-        constraints: Any = SentenceConstraints(
-            max_lengths=np.array([request.max_length for request in rows], np.int32),
-            min_lengths=np.array([request.min_length for request in rows], np.int32),
-            prefix=padded([r.prefix for r in rows], (len(rows), prefix_width), fill=-1),
-            keys=np.array([(0, request.seed) for request in rows], np.uint32),
-            phrases=np.stack(phrase_rows),
-            source_mask=sources != options.pad_id,
-            certain=np.array(certain, np.int32) if any(certain) else None,
-        )
+        prefix_width = _width(prefixes, int(constrained))
+        least = int(constrained and not options.sampling)
+        phrases_shape = _width(phrases, least), _width(itertools.chain(*phrases), least)
+        sources = padded([request.source for request in rows], (len(rows), length), options.pad_id)
+        arrays: dict[str, Any] = {
+            "max_lengths": np.array([request.max_length for request in rows], np.int32),
+            "min_lengths": np.array([request.min_length for request in rows], np.int32),
+            "prefix": padded(prefixes, (len(rows), prefix_width), fill=-1),
+            "keys": np.array([(0, request.seed) for request in rows], np.uint32),
+            "phrases": np.stack([padded(each, phrases_shape, fill=-1) for each in phrases]),
+            "source_mask": sources != options.pad_id,
+            "certain": np.array(certain, np.int32) if any(certain) else None,
+        }
+        constraints = SentenceConstraints(**arrays)
         waiting = collections.deque(range(len(requests)))
         return cls(length, requests, indices, waiting, sources, constraints)
 
@@ -239,8 +232,10 @@ class _Group(NamedTuple):
         return self.sources[chosen], constraints
 
 
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length() if number else 0
+def _width(sequences: Iterable[Sequence[Any]], least: int) -> int:
+    """Returns the power of two that holds the longest of the sequences, or 0."""
+    longest = max([least, *map(len, sequences)])
+    return 1 << (longest - 1).bit_length() if longest else 0
 
 
 class _Batch:

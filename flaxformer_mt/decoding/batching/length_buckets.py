@@ -34,13 +34,9 @@ def plan_buckets(
 ) -> list[Bucket]:
     """Groups sentences of similar length, the longest first.
 
-    Row lengths are 16, 32, 64, ... tokens, up to the size of a learned position table.
-
-    Args:
-      lengths: number of tokens of each sentence, end token included. Those of length 0 are skipped.
-      batch_tokens: tokens per bucket, padding included; a longer sentence gets its own bucket.
-      model: limits the positions.
-      numbers: of the sentences, for error messages; None = from 1.
+    Row lengths are 16, 32, 64, ... tokens, up to the size of a learned position table. Sentences of
+    length 0 are skipped. A bucket has `batch_tokens`, padding included; a longer sentence gets its
+    own. `numbers` are those of the sentences in error messages; None = from 1.
 
     Raises:
       UserError: a sentence is longer than the position table.

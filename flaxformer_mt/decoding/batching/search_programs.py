@@ -225,7 +225,7 @@ def _stack(arrays: Sequence[Array]) -> Array:
 
 @jax.jit
 def select_rows(search_state: SearchState, rows: Array) -> SearchState:
-    """Returns the search restricted to the given rows, int32 [R]."""
+    """Returns the search of some rows, int32 [R]."""
     selected: SearchState = jax.tree.map(lambda leaf: leaf[rows], search_state)
     return selected
 

@@ -244,11 +244,11 @@ def _continue_best(scores: TokenScores, beam: SearchState) -> tuple[Hypotheses, 
 
 def _continue_with_phrases(scores: TokenScores, beam: SearchState) -> tuple[Hypotheses, Array]:
     """Like `_continue_best`, with the beam divided among banks; see `phrase_constraints`."""
-    hypotheses, lengths = beam.hypotheses, beam.positions[:, None]
+    hypotheses, positions = beam.hypotheses, beam.positions
     width = hypotheses.last.shape[1]
     phrases = beam.constraints.phrases
     gains, tokens = scores.best(2 * width)
-    progress = phrase_constraints.phrase_progress(hypotheses.tokens, lengths, phrases)
+    progress = phrase_constraints.phrase_progress(hypotheses.tokens, positions[:, None], phrases)
     required = phrase_constraints.only_new(
         phrase_constraints.next_tokens(progress, phrases), tokens
     )
@@ -261,8 +261,10 @@ def _continue_with_phrases(scores: TokenScores, beam: SearchState) -> tuple[Hypo
     parents = jnp.broadcast_to(jnp.arange(width)[:, None], tokens.shape)
     tokens, totals, parents = (a.reshape(flat_shape) for a in (tokens, totals, parents))
     continued = gather_hypotheses(hypotheses, parents)
-    candidates = append_tokens(continued, tokens, totals, beam.positions)
-    progress = phrase_constraints.phrase_progress(candidates.tokens, lengths + 1, phrases)
+    candidates = append_tokens(continued, tokens, totals, positions)
+    progress = phrase_constraints.phrase_progress(
+        candidates.tokens, positions[:, None] + 1, phrases
+    )
     banks = phrase_constraints.banks(progress, phrases)
     banks = jnp.where(is_possible(totals), banks, -1)
     index = phrase_constraints.round_robin(banks, totals)[:, : 2 * width]
