@@ -53,15 +53,14 @@ class MetricRows(list[dict[str, Any]]):
 
 
 class CheckpointScore(NamedTuple):
-    """An intact checkpoint of a run."""
+    """An intact checkpoint of a run; the best one is loaded by default."""
 
     step: int
     metric: str
     """The validation metric that ranks checkpoints (`train.best_metric`)."""
     value: float | None
-    """Its value; None if this checkpoint was not validated."""
+    """Of the metric; None if this checkpoint was not validated."""
     is_best: bool
-    """Whether it is the one that is loaded by default."""
 
 
 class Run:
@@ -190,7 +189,7 @@ class Run:
             given.
           split: instead of both, the split of the run to translate.
           checkpoint: as of `model`.
-          metrics: further metrics, functions by name as of `evaluation.evaluate`.
+          metrics: further metrics, functions by name.
           confidence: whether to estimate 95% confidence intervals.
           **options: search options, fields of `DecodeConfig`.
 
@@ -216,7 +215,7 @@ class Run:
         for each in lists:
             if len(each) != len(given):
                 raise UserError(f"{len(given)} sources, but {len(each)} references")
-        chosen = {
+        chosen: dict[str, Any] = {
             "sources": given,
             "metrics": metrics,
             "tokenize": tokenizer_of_run(self.config.data),
@@ -242,8 +241,7 @@ class Run:
           metrics: names of metrics in `metrics.jsonl`, one panel each; by default loss, accuracy,
             BLEU, chrF, learning rate, gradient norm and speed, as far as there are such metrics.
           x: what they are plotted over: "steps", "tokens" or "hours".
-          smoothing: weight of the past in a moving average of the training metrics, from 0 to below
-            1.
+          smoothing: weight, from 0 to below 1, of the past in a moving average while training.
           beside: other runs, or their folders, to plot in the same panels.
 
         Raises:

@@ -52,7 +52,7 @@ class SentenceAttention:
     source: str
     target: str
     source_tokens: tuple[str, ...]
-    """S pieces: what the encoder reads, end token included."""
+    """S pieces, end token included."""
     input_tokens: tuple[str, ...]
     """T pieces: what the decoder reads, the start token and all of `target_tokens` but the last."""
     target_tokens: tuple[str, ...]

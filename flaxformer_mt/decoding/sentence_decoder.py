@@ -38,14 +38,11 @@ ALIGNMENT_CHUNK_SIZE = 64
 
 
 class Sentence(NamedTuple):
-    """A source text and the constraints on its translation."""
+    """A source text, its translation's beginning, and phrases that must appear in it."""
 
     text: str
-    """A sentence, or a longer text. The translation of an empty text is empty."""
     prefix: str = ""
-    """The beginning of the translation."""
     phrases: tuple[str, ...] = ()
-    """Phrases that must appear in the translation."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,17 +56,16 @@ class Hypothesis:
     """Detokenized, on one line."""
     score: float = 0.0
     """Ranking score of the search: log-probability / length penalty, plus coverage penalty. NaN,
-    like the log-probability, if scores were not requested."""
+    like the log-probability, if not requested."""
     tokens: tuple[int, ...] = ()
     """Target tokens; the end token is the last one, unless the maximum length was reached."""
     log_probability: float = 0.0
     """Natural logarithm, summed over the tokens."""
     source_pieces: tuple[str, ...] = ()
-    """Text of the source tokens, without end token and a language that the sentence does not
-    name itself; empty unless attention is needed."""
+    """Text of the source tokens, without end token and a language that the sentence does not name
+    itself; empty, like the pieces, unless attention is needed."""
     pieces: tuple[str, ...] = ()
-    """Text of the target tokens, without end token and language; empty unless attention is
-    needed."""
+    """Text of the target tokens, without end token and language."""
     alignment: Links = dataclasses.field(default_factory=list)
     """(source, target) links of words or pieces, counted from 0; empty if not requested."""
     attention: np.ndarray | None = dataclasses.field(default=None, compare=False)
@@ -86,11 +82,9 @@ class _TokenizedSegment(NamedTuple):
     repeated: int = 0
     """How many of its first tokens repeat the tags of the text, and are not part of the segment."""
     prefix: Sequence[int] = ()
-    """The first tokens of its translation."""
+    """As `certain` and `phrases`, what is required of its translation; see `Request`."""
     certain: int = 0
-    """How many of these have probability 1."""
     phrases: Sequence[Sequence[int]] = ()
-    """Token sequences that must appear in its translation."""
 
 
 _TAG = re.compile(r">>\S+<<|<\S+>")
@@ -153,12 +147,7 @@ class SentenceDecoder:
         )
 
     def translate(self, sentences: Sequence[Sentence]) -> Iterator[tuple[int, list[Hypothesis]]]:
-        """Yields the index and the translations, best first, of each sentence as it finishes.
-
-        Raises:
-          UserError: the constraints of a sentence cannot be met, the parameters are not finite, or
-            the device has too little memory.
-        """
+        """Yields the index and the translations, best first, of each sentence as it finishes."""
         decode = self.decode
         width = "beam_size"
         if decode.samples:
@@ -213,7 +202,9 @@ class SentenceDecoder:
                     f"{self.longest_source} tokens, which is split: pass its sentences separately, "
                     "or increase decode.max_source_length"
                 )
-            first, prefix, phrases = self.first, [], []
+            first = self.first
+            prefix: list[int] = []
+            phrases: list[list[int]] = []
             if text and (sentence.prefix or sentence.phrases):
                 prefix, *phrases = _known(target, [sentence.prefix, *sentence.phrases])
             if prefix and prefix[0] in target.language_ids:
@@ -359,7 +350,7 @@ class SentenceDecoder:
     def _with_attention(
         self, segment: _TokenizedSegment, hypothesis: Hypothesis, attention: np.ndarray | None
     ) -> Hypothesis:
-        """Adds to a hypothesis what is computed from its attention [T, S], end tokens included.
+        """Adds what is computed from the attention [T, S], end tokens included.
 
         Languages, and other first tokens of the vocabulary, that neither the input nor the
         translation contains as text are left out.

@@ -77,8 +77,7 @@ def sample(
 
     A pure function that can be part of a jitted training step. Nothing is differentiated through
     the samples: an objective computes their log-probabilities again, from `input_tokens`, with
-    gradients. Padding and the start token are never drawn, although the model gives them a
-    probability.
+    gradients. Padding and the start token are never drawn.
 
     >>> source = jnp.array([[5, 6, 7, config.eos_id]])
     >>> samples = jax.jit(sample, static_argnums=(0, 4))(config, params, source, key, 8)
@@ -95,8 +94,8 @@ def sample(
       max_length: T; None = as in translation, 1.5 * the number of source tokens + 20. At most the
         size of the table of learned positions.
       temperature: divides the logits; `log_probabilities` are those of the model without it.
-      top_k: samples from this many most probable tokens; 0 = from all.
-      top_p: samples from the most probable tokens that together have this probability.
+      top_k: see `DecodeConfig`.
+      top_p: see `DecodeConfig`.
       unpacked: says that each row of a batch with segment ids has one sentence. The segment ids of
         a traced batch cannot be read.
 
@@ -160,7 +159,6 @@ def sample(
 
 
 def _source(batch: Any) -> tuple[Array, Array | None]:
-    """Returns the source tokens [B, S] of a batch, and its segment ids if it has any."""
     tokens = getattr(batch, "encoder_input_tokens", batch)
     segment_ids = getattr(batch, "encoder_segment_ids", None)
     if getattr(tokens, "ndim", None) != 2:

@@ -162,8 +162,7 @@ class Translator:
 
         Args:
           sentences: a sentence, or an iterable of sentences in any order and of any length.
-          n_best: number of translations per sentence, fewer if the search does not find so many
-            different ones; by default as configured.
+          n_best: number of translations per sentence; fewer if there are not so many.
           unit: the unit to align; None = no alignment.
           attention: whether to return the attention from which alignments are computed.
           scores: whether to return scores and log-probabilities; greedy search is faster without.
@@ -172,8 +171,7 @@ class Translator:
 
         Returns:
           For each sentence, in the order given, its translations from best to worst; for a sentence
-          that is not in a list, its translations. They depend on the sentence and the options
-          alone, not on the other sentences.
+          that is not in a list, its translations. They do not depend on the other sentences.
 
         Raises:
           TypeError: `sentences` or an option are of another type, or there is no such option.
@@ -207,9 +205,8 @@ class Translator:
 
         Sentences are read in windows of a few thousand, each when the previous one is finished, so
         that memory does not grow with their number. The translations of a sentence are yielded as
-        soon as they and those of all preceding sentences are finished. `advance` is called when a
-        sentence is finished, possibly before its translations are yielded; the other arguments, and
-        the errors, are those of `translate_n_best`.
+        soon as those of all preceding ones are. `advance` is called when a sentence is finished,
+        possibly earlier; other arguments and errors are those of `translate_n_best`.
         """
         given = _checked(sentences)
         decoder = self._decoder(options, unit, attention, scores)
@@ -294,10 +291,7 @@ def translate(
 
 
 def window_characters(decode: DecodeConfig) -> int:
-    """Returns how many characters are read ahead: enough for about thirty batches of the device.
-
-    The last few of them are not full.
-    """
+    """Returns how many characters are read ahead: enough for about thirty batches of the device."""
     return _WINDOW_CHARACTERS * batch_tokens(decode, jax.default_backend())
 
 

@@ -73,9 +73,8 @@ def compare(
       the p-value of a text equal to the baseline is 1 here.
 
     Raises:
-      TypeError, UserError: as of `evaluate`; or there is no system, the test is unknown, the
-        resamples are too few or too many, or the environment variable SACREBLEU_SEED is not a
-        number.
+      TypeError, UserError: as of `evaluate`; or there is no system, or an option of the test or the
+        environment variable SACREBLEU_SEED is invalid.
     """
     if not isinstance(systems, Mapping):
         raise TypeError(f"systems must be texts by name, not {type(systems).__name__}")

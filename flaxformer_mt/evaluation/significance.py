@@ -112,12 +112,9 @@ def _score(result: str | Result, signature: str) -> MetricScore:
 
 
 def check_resampling(options: MetricOptions, sentences: int) -> None:
-    """Checks what intervals and paired tests depend on besides the texts.
+    """Raises UserError if what intervals and tests depend on besides the texts cannot be used.
 
-    Raises:
-      TypeError: `resamples` is not a number.
-      UserError: an option cannot be used; the environment variable SACREBLEU_SEED is not a number,
-        or the resamples of so many sentences do not fit into memory.
+    This includes the environment variable SACREBLEU_SEED and the memory for the resamples.
     """
     resamples, kinds = options.resamples, get_args(PairedTestKind)
     if options.significance not in (None, *kinds):

@@ -22,13 +22,8 @@ import numpy as np
 
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
 from flaxformer_mt.decoding.batching import search_programs as programs
+from flaxformer_mt.decoding.batching import workers
 from flaxformer_mt.decoding.batching.length_buckets import longest_position, padded, row_length
-from flaxformer_mt.decoding.batching.workers import (
-    batch_tokens,
-    decoding_devices,
-    gather,
-    max_workers,
-)
 from flaxformer_mt.decoding.parameters import rounded_matrices
 from flaxformer_mt.decoding.search.options import SearchOptions
 from flaxformer_mt.decoding.search.state import SearchResult, SearchState, SentenceConstraints
@@ -52,19 +47,15 @@ class Request(NamedTuple):
     source: Sequence[int]
     """Tokens, the end token included."""
     min_length: int
-    """Minimum number of tokens of a hypothesis, end token excluded."""
+    """As all that follows, see `SentenceConstraints`."""
     max_length: int
-    """Maximum number of tokens of a hypothesis, end token included."""
     prefix: Sequence[int] = ()
-    """The first tokens of every hypothesis."""
     certain: int = 0
-    """How many of the prefix' first tokens have probability 1."""
     phrases: Sequence[Sequence[int]] = ()
-    """Token sequences that must appear."""
     seed: int = 0
-    """Seed of sampling, 32 bits."""
+    """Of sampling, 32 bits."""
     allowed: np.ndarray | None = None
-    """The tokens that may be chosen, ascending; None = all."""
+    """The ids of the tokens that may be chosen; None = all."""
 
 
 class TokenHypotheses(NamedTuple):
@@ -97,12 +88,12 @@ class ContinuousBatcher:
         # Options are checked without parameters.
         leaves = jax.tree.leaves(on_first) or [jnp.zeros(())]
         (first, *_) = leaves[0].devices()
-        self._devices = decoding_devices(decode, first)
+        self._devices = workers.decoding_devices(decode, first)
         self._params = {
             device: on_first if device == first else jax.device_put(on_first, device)
             for device in self._devices
         }
-        self._batch_tokens = batch_tokens(decode, first.platform)
+        self._batch_tokens = workers.batch_tokens(decode, first.platform)
         self._model = self._configs[0]
         self._decode = decode
         self._options = SearchOptions.from_config(decode, self._model, bad_phrases, scores)
@@ -125,7 +116,7 @@ class ContinuousBatcher:
             -(-len(group.requests) // self._batch_sizes(group.length)[-1]) for group in groups
         )
         devices = self._devices
-        num_workers = min(max_workers(devices[0].platform) * len(devices), num_batches)
+        num_workers = min(workers.max_workers(devices[0].platform) * len(devices), num_batches)
         for group in groups:
             self._state_shape(group)  # Now, so that workers do not all trace it at once.
 
@@ -140,7 +131,7 @@ class ContinuousBatcher:
                     for item in batch.run():
                         put(item)
 
-        yield from gather(work, num_workers)
+        yield from workers.gather(work, num_workers)
 
     def _batch_sizes(self, length: int) -> list[int]:
         """Returns the possible values of B, descending."""

@@ -37,17 +37,15 @@ _T = TypeVar("_T")
 
 @dataclasses.dataclass(frozen=True)
 class PairScore:
-    """The log-probabilities of one sentence pair."""
+    """The log-probabilities of one sentence pair; the end token is a token of the target."""
 
     tokens: tuple[int, ...]
-    """Target tokens, the end token included."""
     token_log_probabilities: tuple[float, ...]
     """Of each token, given the source and the preceding tokens; natural logarithm. That of a first
     token which the search does not choose, such as the language, is 0."""
     pieces: tuple[str, ...] = ()
     """The text of each token; the last is the end token's entry in the vocabulary."""
     alignment: Links | None = None
-    """Links from source to target words, or pieces; None if not requested."""
 
     @property
     def log_probability(self) -> float:
@@ -66,12 +64,10 @@ class PairScore:
 
 
 class TargetTokens(NamedTuple):
-    """A target, tokenized."""
+    """A target, tokenized, with its end token."""
 
     tokens: list[int]
-    """The end token included."""
     pieces: list[str]
-    """The text of each token; the last is the end token's entry in the vocabulary."""
     num_added: int
     """How many of the first tokens are not part of the text."""
     num_certain: int
@@ -155,10 +151,15 @@ class Scorer:
           UserError: a sentence is longer than a learned position table, or the decoder does not
             have the configured alignment layer or head.
         """
-        numbered = enumerate(require_iterable(pairs, "pairs", "pairs of strings"))
-        checked = (_as_pair(pair, f"pairs[{index}]") for index, pair in numbered)
-        scored = self._stream(((source, [target]) for source, target in checked), alignment)
-        yield from itertools.chain.from_iterable(each.scores for each in scored)
+
+        def checked() -> Iterator[tuple[str, list[str]]]:
+            listed = require_iterable(pairs, "pairs", "pairs of strings")
+            for index, pair in enumerate(listed):
+                source, target = _two(pair, f"pairs[{index}]")
+                yield source, [require_text(target, f"pairs[{index}][1]")]
+
+        for scored in self._stream(checked(), alignment):
+            yield from scored.scores
 
     def stream_candidates(
         self,
@@ -166,11 +167,14 @@ class Scorer:
         alignment: AlignmentUnit | None = None,
     ) -> Iterator[ScoredSentence]:
         """Scores several translations of each source sentence; otherwise like `stream`."""
-        numbered = enumerate(
-            require_iterable(candidates, "candidates", "sources with their translations")
-        )
-        checked = (_as_candidates(item, f"candidates[{index}]") for index, item in numbered)
-        yield from self._stream(checked, alignment)
+
+        def checked() -> Iterator[tuple[str, list[str]]]:
+            listed = require_iterable(candidates, "candidates", "sources with their translations")
+            for index, item in enumerate(listed):
+                source, targets = _two(item, f"candidates[{index}]")
+                yield source, require_texts(targets, f"candidates[{index}][1]")
+
+        yield from self._stream(checked(), alignment)
 
     def _stream(
         self, candidates: Iterable[tuple[str, Sequence[str]]], alignment: AlignmentUnit | None
@@ -227,21 +231,12 @@ class Scorer:
             )
 
 
-def _as_pair(pair: Any, name: str) -> tuple[str, str]:
-    source, target = _two(pair, name)
-    return require_text(source, f"{name}[0]"), require_text(target, f"{name}[1]")
-
-
-def _as_candidates(item: Any, name: str) -> tuple[str, list[str]]:
-    source, targets = _two(item, name)
-    return require_text(source, f"{name}[0]"), require_texts(targets, f"{name}[1]")
-
-
-def _two(value: Any, name: str) -> tuple[Any, Any]:
+def _two(value: Any, name: str) -> tuple[str, Any]:
+    """Checks a source with its translation or translations."""
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise TypeError(f"{name} must be a tuple of two, not {type(value).__name__}")
-    first, second = value
-    return first, second
+    source, other = value
+    return require_text(source, f"{name}[0]"), other
 
 
 def chunked(items: Iterable[_T], size: int) -> Iterator[list[_T]]:

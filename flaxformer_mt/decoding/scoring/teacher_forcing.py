@@ -43,8 +43,8 @@ def teacher_force(
     The result for a pair depends on that pair alone, not on the others.
 
     Args:
-      params: parameters of `model`.
-      model: the model, with its vocabulary sizes.
+      params: of the model.
+      model: with its vocabulary sizes.
       decode: `batch_tokens`; `renormalize`, which makes the probabilities those of a search that
         never chooses padding or the start token; `alignment_layer` and `alignment_head`.
       sources: token ids, the end token included.

@@ -19,12 +19,7 @@ from jax import Array, lax
 
 from flaxformer_mt.decoding.search import phrase_constraints, sampling
 from flaxformer_mt.decoding.search.options import SearchOptions
-from flaxformer_mt.decoding.search.ranking import (
-    as_finished,
-    length_penalty,
-    ranking_scores,
-    select_best,
-)
+from flaxformer_mt.decoding.search.ranking import length_penalty, ranking_scores
 from flaxformer_mt.decoding.search.state import (
     IMPOSSIBLE,
     Hypotheses,
@@ -63,11 +58,8 @@ def start(
 ) -> SearchState:
     """Returns the initial state of a search.
 
-    Args:
-      constraints: of each row.
-      state: of the step function, for W hypotheses per row.
-      options: of all rows.
-      max_length: P, the maximum of `constraints.max_lengths`.
+    `state` is that of the step function, for W hypotheses per row; `max_length`, P, is the maximum
+    of `constraints.max_lengths`.
 
     Raises:
       ValueError: sampling is combined with required phrases, or the coverage penalty lacks the
@@ -114,7 +106,7 @@ def active(search_state: SearchState) -> Array:
 
 def results(search_state: SearchState, options: SearchOptions) -> SearchResult:
     """Returns the best complete hypotheses; those of an active row are not final."""
-    found = select_best(search_state.finished, options.n_best, search_state.constraints)
+    found = _select_best(search_state.finished, options.n_best, search_state.constraints)
     is_token = jnp.arange(found.tokens.shape[2]) < found.lengths[:, :, None]
     return found._replace(tokens=jnp.where(is_token, found.tokens, options.pad_id))
 
@@ -127,11 +119,7 @@ def advance(
 ) -> SearchState:
     """Extends every unfinished hypothesis by one token. Rows that are decided do not change.
 
-    Args:
-      step: gives the logits of the next token; see `StepFunction`.
-      reorder: see `ReorderFunction`; not called if hypotheses are independent.
-      options: as given to `start`.
-      search_state: the search so far.
+    `reorder` is not called if hypotheses are independent; `options` are those given to `start`.
 
     Raises:
       ValueError: there is a coverage penalty, but the step function returns no attention.
@@ -191,7 +179,7 @@ def _extend_independently(
     totals = beam.hypotheses.log_probabilities + gains[..., 0]
     extended = append_tokens(beam.hypotheses, tokens[..., 0], totals, positions)
     complete = _is_complete(extended, beam, options)
-    new = as_finished(extended, complete, positions, options)
+    new = _as_finished(extended, complete, positions, options)
     finished = jax.tree.map(functools.partial(_where, new.lengths > 0), new, beam.finished)
     parents = jnp.broadcast_to(jnp.arange(totals.shape[1]), totals.shape)
     return drop(extended, complete), finished, parents
@@ -215,11 +203,11 @@ def _extend_beam(scores: TokenScores, beam: SearchState, options: SearchOptions)
     candidates, parents = continue_best(scores, beam)  # [B, 2W]
     complete = _is_complete(candidates, beam, options)
 
-    new = as_finished(candidates, complete, beam.positions, options)
+    new = _as_finished(candidates, complete, beam.positions, options)
     both = jax.tree.map(
         lambda old, new: jnp.concatenate([old, new[:, :width]], axis=1), beam.finished, new
     )
-    finished = select_best(both, width, beam.constraints)
+    finished = _select_best(both, width, beam.constraints)
 
     # top_k returns the first of equal values.
     _, continued = lax.top_k((~complete).astype(jnp.int32), width)
@@ -294,3 +282,33 @@ def _is_decided(beam: SearchState, options: SearchOptions) -> Array:
         largest = length_penalty(longest, options.length_penalty, options.length_penalty_kind)
         attainable = beam.hypotheses.log_probabilities / largest
     return worst >= attainable.max(axis=1, keepdims=True)
+
+
+def _as_finished(
+    extended: Hypotheses, complete: Array, positions: Array, options: SearchOptions
+) -> SearchResult:
+    """Converts the hypotheses where `complete` is true; all others become empty."""
+    is_finished = complete & is_possible(extended.log_probabilities)
+    return SearchResult(
+        tokens=extended.tokens,
+        lengths=jnp.where(is_finished, positions[:, None] + 1, 0),
+        scores=jnp.where(is_finished, ranking_scores(extended, positions, options), IMPOSSIBLE),
+        log_probabilities=jnp.where(is_finished, extended.log_probabilities, IMPOSSIBLE),
+    )
+
+
+def _select_best(found: SearchResult, count: int, constraints: SentenceConstraints) -> SearchResult:
+    """Selects the `count` best results among those that lack the fewest required phrases."""
+    if constraints.has_phrases:
+        lacking = phrase_constraints.phrase_progress(
+            found.tokens, found.lengths, constraints.phrases
+        ).lacking
+        num_phrases = constraints.phrases.shape[1]
+        lacking = jnp.where(found.lengths > 0, lacking.sum(axis=-1), num_phrases)
+        kept = (lacking == lacking.min(axis=1, keepdims=True)) & (found.lengths > 0)
+        found = found._replace(
+            lengths=jnp.where(kept, found.lengths, 0),
+            scores=jnp.where(kept, found.scores, IMPOSSIBLE),
+            log_probabilities=jnp.where(kept, found.log_probabilities, IMPOSSIBLE),
+        )
+    return gather_hypotheses(found, lax.top_k(found.scores, count)[1])

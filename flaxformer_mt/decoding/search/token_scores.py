@@ -138,8 +138,7 @@ def penalize_chosen(
 ) -> Scores:
     """Subtracts `penalty` from a token's score for each time that earlier groups chose it.
 
-    `chosen` are tokens of the hypotheses of earlier groups at this position, of which those where
-    `counted` is true count.
+    `chosen` are their tokens at this position, of which those where `counted` is true count.
 
     Source: Vijayakumar et al. 2018, with Hamming diversity.
     """

@@ -29,8 +29,7 @@ class Shortlist:
     """The candidate translations of each source token."""
 
     offsets: np.ndarray
-    """int64 [source vocabulary + 1]: the translations of source token s are
-    translations[offsets[s] : offsets[s + 1]]."""
+    """int64 [source vocabulary + 1]: token s has translations[offsets[s] : offsets[s + 1]]."""
     translations: np.ndarray
     """int32, target tokens."""
     always: np.ndarray
