@@ -14,9 +14,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.data.stream.batches import BatchShape
 from flaxformer_mt.decoding.batching.continuous_batching import REFERENCE_BEAM_SIZE
-from flaxformer_mt.decoding.batching.search_programs import begin_search, step_function
+from flaxformer_mt.decoding.batching.search_programs import (
+    begin_search,
+    combine,
+    reorder_each,
+    step_function,
+)
 from flaxformer_mt.decoding.batching.workers import batch_tokens
-from flaxformer_mt.decoding.ensemble import combine, reorder_each
 from flaxformer_mt.decoding.parameters import rounded_matrices
 from flaxformer_mt.decoding.search.options import SearchOptions
 from flaxformer_mt.decoding.search.search import advance

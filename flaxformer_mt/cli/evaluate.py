@@ -139,7 +139,8 @@ def evaluate(
     is_chosen, tokenize = tokenize is not None, tokenize or _tokenizer_of(run)
     significance = significance or ("bootstrap" if baseline else None)
     test = _test_set(run, source, reference, split)
-    options: evaluation.MetricOptions = {
+    options: dict[str, Any] = {
+        "significance": significance,
         "standard": standard,
         "metrics": functions,
         "tokenize": tokenize,
@@ -148,7 +149,7 @@ def evaluate(
         "resamples": resamples or 0,
     }
     num_sentences = len(test.references[0])
-    evaluation.check_options(num_sentences, significance=significance, **options)
+    evaluation.check_options(num_sentences, **options)
     if "bleu" in standard and not is_chosen:
         _note_spaceless(test, tokenize)
     systems = {str(file): _read_translations(file, test) for file in files}
@@ -158,7 +159,7 @@ def evaluate(
         step, translations, test = _translated(run, checkpoint, decode, test, output_file)
         systems = _inserted(systems, name, translations, after=baseline)
     options["sources"] = test.sources
-    scores = evaluation.compare(systems, test.references, significance=significance, **options)
+    scores = evaluation.compare(systems, test.references, **options)
     if output_format == "table" or (output_format == "auto" and sys.stdout.isatty()):
         _print_table(scores, significance)
         return

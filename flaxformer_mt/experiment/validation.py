@@ -14,6 +14,7 @@ from flaxformer_mt.config import DecodeConfig, ExperimentConfig
 from flaxformer_mt.data.dataset import Dataset
 from flaxformer_mt.data.stream.batches import Batch, evaluation_batches, pair_lengths
 from flaxformer_mt.data.stream.placement import own_shard, row_shards
+from flaxformer_mt.decoding.parameters import on_one_device
 from flaxformer_mt.decoding.scoring.teacher_forcing import predict_tokens
 from flaxformer_mt.decoding.translator import Sentence, Translator, into_languages
 from flaxformer_mt.evaluation import evaluate
@@ -21,7 +22,7 @@ from flaxformer_mt.evaluation.metrics import tokenizer_of_run
 from flaxformer_mt.evaluation.teacher_forced import seq2seq_acc, teacher_forced_bleu
 from flaxformer_mt.memory_limits import explained_exhaustion
 from flaxformer_mt.model.transformer import Transformer
-from flaxformer_mt.training.devices import RunDevices, gather
+from flaxformer_mt.training.devices import RunDevices
 from flaxformer_mt.training.reporting.console import Sample, some_of
 from flaxformer_mt.training.reporting.metrics import validate
 from flaxformer_mt.training.step import eval_step
@@ -84,7 +85,7 @@ class Validation:
         sentences, (references,) = into_languages(
             sources, [references], self._dataset.tokenizers.target
         )
-        hypotheses = self.translate(gather(params, self._devices.mesh), [*sentences, *watched])
+        hypotheses = self.translate(params, [*sentences, *watched])
         own = hypotheses[: len(sources)]
         quality = self.quality(own, references)
         samples = [
@@ -104,7 +105,7 @@ class Validation:
         )
         own = distributed.share_out(range(len(targets)))
         predicted = predict_tokens(
-            gather(params, self._devices.mesh),
+            on_one_device(params),
             self._config.model,
             self._config.decode,
             [sources[index] for index in own],
@@ -121,7 +122,7 @@ class Validation:
     def translate(
         self, params: Any, sources: Sequence[str | Sentence], show_progress: bool = False
     ) -> list[str]:
-        """Translates with parameters on one device; each of several processes translates a part."""
+        """Translates; each of several processes, which all call it, translates a part."""
         decode = self._config.decode
         if self._config.parallel.num_devices:
             decode = decoding_on(self._devices.devices, decode)

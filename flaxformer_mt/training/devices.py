@@ -117,22 +117,6 @@ def place(tree: Tree, mesh: Mesh, rules: Rules = ()) -> Tree:
     return jax.tree.map(copy, tree, shardings(tree, mesh, rules))
 
 
-def gather(tree: Tree, mesh: Mesh) -> Tree:
-    """Gathers sharded arrays on this process' first device.
-
-    All processes must call it, even if only one needs the result, which is valid until the arrays
-    are donated.
-    """
-    if not all(leaf.is_fully_replicated for leaf in jax.tree.leaves(tree)):
-        tree = _replicate(NamedSharding(mesh, PartitionSpec()))(tree)
-    return jax.tree.map(lambda leaf: leaf.addressable_data(0), tree)
-
-
-@functools.cache
-def _replicate(sharding: NamedSharding) -> Callable:
-    return jax.jit(lambda tree: tree, out_shardings=sharding)
-
-
 class CompiledStep:
     """A step that is compiled when it is first called, and then for each new shape of its batch.
 

@@ -12,8 +12,9 @@ from jax import monitoring
 
 from flaxformer_mt.data.stream.batches import Shard
 from flaxformer_mt.data.stream.placement import own_shard
+from flaxformer_mt.decoding.parameters import on_one_device
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.training.devices import abstract, gather, make_devices, place
+from flaxformer_mt.training.devices import abstract, make_devices, place
 
 SLOW = pytest.mark.slow
 DROPOUT = {"dropout_rate": 0.1, "attention_dropout_rate": 0.1, "activation_dropout_rate": 0.1}
@@ -94,7 +95,7 @@ def test_every_device_has_its_rows_and_the_whole_state(setup, strategy):
 def test_gathered_parameters_are_whole_on_one_device(setup, mesh):
     tiny = setup.of(num_devices=8, parallel=MESHES[mesh])
     params = tiny.state().params
-    single = gather(params, tiny.devices.mesh)
+    single = on_one_device(params)
     assert all(leaf.sharding.device_set == {jax.devices()[0]} for leaf in jax.tree.leaves(single))
     chex.assert_trees_all_equal(jax.device_get(single), jax.device_get(params))
 
@@ -122,7 +123,7 @@ def test_a_created_state_is_the_placed_one(setup, parallel):
 @pytest.mark.parametrize("strategy", ["mesh", "pmap"])
 def test_a_step_donates_the_placed_state_and_nothing_else(setup, strategy):
     tiny = setup.of(strategy, 8, bigram=True)
-    given = gather(tiny.state(), tiny.devices.mesh)
+    given = on_one_device(tiny.state())
     placed = place(given, tiny.devices.mesh)
     before = jax.tree.map(np.array, given)
     tiny.train_step(placed, tiny.placed_batch(0))
