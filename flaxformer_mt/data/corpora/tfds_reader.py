@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from flaxformer_mt.data.corpora.tables import LINE_BREAKS
-from flaxformer_mt.data.corpora.text_files import digest_file
+from flaxformer_mt.data.corpora.text_files import Source, digest_file
 from flaxformer_mt.errors import UserError
 
 _READ_AT_ONCE = 10_000  # Records; three times as fast as reading them one by one.
@@ -28,11 +28,7 @@ def is_prepared(path: Path) -> bool:
 
 
 def require_tfds() -> Any:
-    """Imports `tensorflow_datasets`.
-
-    Raises:
-      UserError: tensorflow_datasets or array_record is not installed.
-    """
+    """Imports `tensorflow_datasets`."""
     try:
         import tensorflow_datasets
 
@@ -47,9 +43,7 @@ def require_tfds() -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class TfdsSplit:
-    """The pairs of a split, or of a slice of a split such as `train[:10%]`."""
-
+class _Split:
     records: Any
     """A sequence of serialized examples that is read from disk when indexed."""
     take: Callable[[Any], tuple[str, str] | None]
@@ -58,12 +52,7 @@ class TfdsSplit:
     languages: LanguagePair
 
     def pairs(self) -> Iterator[tuple[str, str]]:
-        """Yields the stored pairs; line breaks within a sentence become spaces.
-
-        Raises:
-          UserError: a file is damaged (array_record has checksums), a sentence is not UTF-8, or no
-            example has both languages.
-        """
+        """Yields the stored pairs; line breaks within a sentence become spaces."""
         found = False
         for first in range(0, len(self.records), _READ_AT_ONCE):
             numbers = range(first, min(first + _READ_AT_ONCE, len(self.records)))
@@ -104,15 +93,11 @@ class TfdsSplit:
         return digest.digest()
 
 
-def open_split(path: str, split: str, languages: LanguagePair, prefix: str) -> TfdsSplit:
+def open_split(path: str, split: str, languages: LanguagePair, prefix: str) -> Source:
     """Opens a split, such as "train[:10%]", of a data set.
 
     `path` is the name of a builder ("wmt14_translate/de-en"), or a folder with `dataset_info.json`.
     Messages name the options after `prefix`: "data.".
-
-    Raises:
-      UserError: TensorFlow Datasets is not installed; the data set or split does not exist or is
-        not prepared; or it lacks a language.
     """
     if not path:
         raise UserError(f"{prefix}path is empty: name a builder, such as wmt14_translate/de-en")
@@ -135,7 +120,8 @@ def open_split(path: str, split: str, languages: LanguagePair, prefix: str) -> T
         reason = str(error).partition("\n")[0]
         raise UserError(f"{prefix}path={path}, split {split}: {reason}") from error
     take = _find_languages(tfds, builder.info.features, languages, f"{prefix}path={path}", prefix)
-    return TfdsSplit(records, take, f"{path}/{split}", languages)
+    opened = _Split(records, take, f"{path}/{split}", languages)
+    return Source(opened.name, opened.pairs, opened.digest)
 
 
 def _how_to_prepare(path: str, is_folder: bool, prefix: str) -> str:
