@@ -9,7 +9,6 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
-from flaxformer_mt.data.tokenizers.language_tokens import with_first
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers
 from flaxformer_mt.decoding.parameters import prepared_model
 from flaxformer_mt.decoding.scoring.alignment import Links, align, align_words, without_ends
@@ -115,7 +114,7 @@ def with_certain_first(
         return TargetTokens([*tokens], num_added=0, num_certain=1)
     if first:
         return TargetTokens([*first, *tokens], num_added=1, num_certain=1)
-    added = with_first(tokens, target)
+    added = target.with_first(tokens)
     return TargetTokens(added, num_added=len(added) - len(tokens), num_certain=0)
 
 
@@ -181,7 +180,7 @@ class Scorer:
         sources, targets = ([text.strip() for text in side] for side in zip(*pairs, strict=True))
         source, target, eos_id = self.tokenizers.source, self.tokenizers.target, self.model.eos_id
         source_texts = source.encode_parts(sources)
-        source_rows = [with_first(tokens, source) for tokens in source_texts]
+        source_rows = [source.with_first(tokens) for tokens in source_texts]
         target_rows = [
             with_certain_first(tokens, target, self._first)
             for tokens in target.encode_parts(targets)
