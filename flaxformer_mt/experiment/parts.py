@@ -29,7 +29,7 @@ from flaxformer_mt.training.warm_start import load_parameters, start_from
 class Experiment:
     """The parts of an experiment: model, objective, optimizer, devices, steps and data.
 
-    `config` is the resolved configuration, from `resolve_config`. `objective`, if given, is
+    `config` is the resolved configuration, from `open_dataset`. `objective`, if given, is
     minimized instead of that of the configuration, and `frozen` is its last argument.
 
     Raises:
@@ -149,10 +149,4 @@ class Experiment:
     def stream(self, position: DataPosition) -> Prefetched[Batch]:
         """Returns an iterator of batches on the devices, from a position in the data."""
         training, devices = self.dataset.training, self.devices
-        shard = devices.shard
-
-        def read(position: DataPosition) -> tuple[Batch, DataPosition]:
-            batch, after = training.read(position, shard)
-            return devices.place_batch(batch), after
-
-        return Prefetched(read, position)
+        return training.prefetched(devices.shard, devices.place_batch, position)

@@ -6,7 +6,7 @@ import pytest
 from flaxformer_mt.config import DataConfig, ExperimentConfig, TransformerConfig
 from flaxformer_mt.data.corpora.corpus import ParallelCorpus
 from flaxformer_mt.data.corpora.filters import Dropped
-from flaxformer_mt.data.stream.encoded_corpus import CorpusReport, SideReport, Texts, encode_corpus
+from flaxformer_mt.data.stream.encoded_corpus import CorpusReport, SideReport, encode_corpus
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
 
@@ -97,12 +97,6 @@ def test_reports_include_pairs_longer_than_a_row():
 @pytest.mark.parametrize("report", [REPORT, dataclasses.replace(REPORT, sources=None)])
 def test_a_report_round_trips_through_a_dict(report):
     assert CorpusReport.from_dict(dataclasses.asdict(report)) == report
-
-
-def test_texts_round_trip():
-    stored = ["Zürich", "", "猫 🏠", " "]
-    texts = Texts.from_list(stored)
-    assert [texts[index] for index in range(len(texts))] == stored
 
 
 def test_special_ids_must_match_the_tokenizer():
