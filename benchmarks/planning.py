@@ -40,7 +40,7 @@ CHUNK = 1_000_000  # Synthetic pairs written at once.
 def read_text(name: str, source: str, target: str, config: ExperimentConfig) -> EncodedCorpus:
     sides = zip(*stream_parallel(Path(source), Path(target)), strict=True)
     corpus = ParallelCorpus(*map(list, sides), name)
-    return encode_corpus(corpus, Tokenizers.train([corpus], config.data), config)
+    return encode_corpus(corpus, Tokenizers.train([corpus], config.data), config.model)
 
 
 def measure_text(corpus: EncodedCorpus, config: ExperimentConfig) -> dict[str, float]:

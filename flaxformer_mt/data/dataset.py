@@ -117,7 +117,7 @@ def open_dataset(
 
     def evaluation_set(role: Role) -> EvaluationSet:
         texts = read_corpus(corpora[role])
-        return EvaluationSet(texts, encode_corpus(texts, tokenizers, config))
+        return EvaluationSet(texts, encode_corpus(texts, tokenizers, config.model))
 
     valid = evaluation_set("valid")
     test = evaluation_set("test") if corpora["test"] else None

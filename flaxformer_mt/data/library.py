@@ -165,7 +165,7 @@ def padded(
     """
     source_length, target_length = (length, length) if isinstance(length, int) else length
     texts = ParallelCorpus([source for source, _ in pairs], [target for _, target in pairs], "")
-    encoded = encode_corpus(texts, tokenizers, ExperimentConfig(model=config))
+    encoded = encode_corpus(texts, tokenizers, config)
     assert encoded.sources is not None
     batch = make_batch(
         TokenPairs(

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from flaxformer_mt.config import ExperimentConfig
+from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.data.corpora.alignments import AlignedPair
 from flaxformer_mt.data.corpora.corpus import Corpus, ParallelCorpus, SentencePair
 from flaxformer_mt.data.corpora.filters import Dropped
@@ -191,14 +191,14 @@ class _SideEncoder:
 
 
 def encode_corpus(
-    corpus: ParallelCorpus, tokenizers: Tokenizers, config: ExperimentConfig
+    corpus: ParallelCorpus, tokenizers: Tokenizers, model: TransformerConfig
 ) -> EncodedCorpus:
     """Encodes all pairs of a corpus in memory, without filtering or truncation.
 
-    For a language model (`config.model.has_inputs` is False) only the targets are encoded.
+    For a language model (`model.has_inputs` is False) only the targets are encoded.
     """
-    check_special_ids(tokenizers, config)
-    encoder = PairEncoder(tokenizers, corpus, config.model.has_inputs)
+    check_special_ids(tokenizers, model)
+    encoder = PairEncoder(tokenizers, corpus, model.has_inputs)
     pairs = encoder.encode(list(corpus.pairs()))
     report = encoder.report(len(corpus), {})
     return EncodedCorpus(
@@ -206,17 +206,17 @@ def encode_corpus(
     )
 
 
-def check_special_ids(tokenizers: Tokenizers, config: ExperimentConfig) -> None:
+def check_special_ids(tokenizers: Tokenizers, model: TransformerConfig) -> None:
     """Checks that model and tokenizers agree on the padding and end tokens.
 
     The start token may differ, but must be in the vocabulary.
     """
     for name in ("pad_id", "eos_id"):
-        given = getattr(config.model, name)
+        given = getattr(model, name)
         for tokenizer in (tokenizers.source, tokenizers.target):
             wanted = getattr(tokenizer, name)
             if given != wanted:
                 raise UserError(f"model.{name}={given}, but the tokenizer has {name}={wanted}")
-    size, start = tokenizers.target.vocab_size, config.model.bos_id
+    size, start = tokenizers.target.vocab_size, model.bos_id
     if start >= size:
         raise UserError(f"model.bos_id={start}, but the vocabulary has {size} tokens")

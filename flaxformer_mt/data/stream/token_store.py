@@ -92,7 +92,7 @@ def open_stores(
       UserError: a corpus cannot be read or used, or all of its pairs are dropped; the folder cannot
         be written, or has something else in place of a store.
     """
-    check_special_ids(tokenizers, config)
+    check_special_ids(tokenizers, config.model)
     _check_alignments(corpora, config)
     stores = [
         _Store(cache_folder, corpora[: number + 1], tokenizers, config)
