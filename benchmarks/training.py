@@ -154,10 +154,9 @@ def make_ours(task: Task) -> Step:
         OptimizerConfig,
         TrainConfig,
     )
-    from flaxformer_mt.data.stream.batches import DataPosition
     from flaxformer_mt.data.stream.encoded_corpus import CorpusReport, EncodedCorpus, SideReport
     from flaxformer_mt.data.stream.packing import Sentences
-    from flaxformer_mt.data.stream.training_stream import TrainingStream, choose_source_row_length
+    from flaxformer_mt.data.stream.training_stream import TrainingStream
     from flaxformer_mt.model.transformer import Transformer
     from flaxformer_mt.training.devices import seed_key
     from flaxformer_mt.training.objective import make_objective
@@ -184,12 +183,9 @@ def make_ours(task: Task) -> Step:
         {},
         *(SideReport(len(side.tokens), 0.0, 0, 0, 0) for side in (sources, targets)),
     )
-    corpus = EncodedCorpus("benchmark", sources, targets, report)
-    length = choose_source_row_length([corpus], config)
-    config = dataclasses.replace(
-        config, data=dataclasses.replace(config.data, source_row_length=length)
-    )
-    stream, position = TrainingStream([corpus], config), DataPosition()
+    corpus = EncodedCorpus(sources, targets, name="benchmark", report=report)
+    stream = TrainingStream([corpus], config)
+    config, position = stream.config, stream.start
 
     model = Transformer(config.model)
     optimizer = make_optimizer(config.optimizer, make_schedule(config.optimizer, size.d_model, 1))

@@ -159,12 +159,12 @@ class Run:
           UserError: there is no such text, or it is not the one that the run was started with.
         """
         from flaxformer_mt.data.corpora.corpus import read_corpus
-        from flaxformer_mt.data.dataset import open_held_out
+        from flaxformer_mt.data.dataset import open_all
 
         if split not in (None, "valid", "test"):
             raise UserError(f"split={split!r}: choose valid or test")
         split = split or self.held_out_split
-        corpora = open_held_out(self.config, split)
+        corpora = open_all(self.config, [split])[split]
         if not corpora:
             raise UserError(f"{self.folder} has no {split} split")
         check_corpora(self.folder, {split: corpora})

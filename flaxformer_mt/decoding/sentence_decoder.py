@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
-from flaxformer_mt.data.tokenizers.language_tokens import with_first
 from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers
 from flaxformer_mt.decoding import minimum_bayes_risk, sentence_splitting
@@ -360,7 +359,7 @@ class SentenceDecoder:
         attention = alignment.without_ends(attention, hypothesis.tokens, self.model.eos_id)
         tokens = hypothesis.tokens[: len(attention)]
         (own,) = source.encode_parts([segment.segment.text])
-        num_added = len(with_first(own, source)) - len(own)
+        num_added = len(source.with_first(own)) - len(own)
         source_pieces = source.split([segment.segment.text])[0][num_added:]
         first_ids = {*target.language_ids, target.first_id}
         num_first = int(bool(tokens) and tokens[0] in first_ids)

@@ -30,7 +30,7 @@ from flaxformer_mt.training.warm_start import load_parameters, load_teacher, sta
 class Experiment:
     """The parts of an experiment: model, objective, optimizer, devices, steps and data.
 
-    `config` is the resolved configuration, from `resolve_config`. `objective`, if given, is
+    `config` is the resolved configuration, from `open_dataset`. `objective`, if given, is
     minimized instead of that of the configuration, and `frozen` is its last argument.
     """
 
@@ -132,9 +132,4 @@ class Experiment:
     def stream(self, position: DataPosition) -> Prefetched[Batch]:
         """Returns an iterator of batches on the devices, from a position in the data."""
         shard = own_shard(self.devices.mesh)
-
-        def read(position: DataPosition) -> tuple[Batch, DataPosition]:
-            batch, after = self.dataset.training.read(position, shard)
-            return self.devices.place_batch(batch), after
-
-        return Prefetched(read, position)
+        return self.dataset.training.prefetched(shard, self.devices.place_batch, position)

@@ -12,7 +12,7 @@ import numpy as np
 from flaxformer_mt import distributed
 from flaxformer_mt.config import DecodeConfig, ExperimentConfig
 from flaxformer_mt.data.dataset import Dataset
-from flaxformer_mt.data.stream.batches import Batch, evaluation_batches, pair_lengths
+from flaxformer_mt.data.stream.batches import Batch, evaluation_batches
 from flaxformer_mt.data.stream.placement import own_shard, row_shards
 from flaxformer_mt.decoding.parameters import on_one_device
 from flaxformer_mt.decoding.scoring.teacher_forcing import predict_tokens
@@ -58,7 +58,7 @@ class Validation:
         """Computes loss, accuracy and perplexity of the development or test corpus."""
         batches = map(self._devices.place_batch, self._batches[split])
         corpus = self._dataset.evaluation_sets[split].tokens
-        lengths = np.maximum(*pair_lengths(corpus))
+        lengths = np.maximum(*corpus.lengths)
         longest = int(lengths.argmax())
         if lengths[longest] <= self._config.data.target_row_length:
             return validate(self._eval_step, params, batches)

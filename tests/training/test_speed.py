@@ -11,7 +11,7 @@ import pytest
 from flaxformer_mt.accelerators import ACCELERATORS
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.data.stream.batches import BatchShape, make_batch
-from flaxformer_mt.data.stream.packing import Sentences
+from flaxformer_mt.data.stream.packing import Sentences, TokenPairs
 from flaxformer_mt.objectives.flops import training_flops, work_of_batch, work_of_sentences
 from flaxformer_mt.training.reporting.metrics import MEASUREMENTS, measurements
 from flaxformer_mt.training.reporting.progress import Interval
@@ -128,7 +128,7 @@ def test_mfu_is_that_of_the_benchmark():
     ]
     model = benchmark.model_config(size, "bfloat16")
     rows = [range(first, first + 4) for first in range(0, 40, 4)]
-    batch = make_batch(*sides, rows, BatchShape(10, 128, 128), model)
+    batch = make_batch(TokenPairs(*sides), rows, BatchShape(10, 128, 128), model)
     work = jax.device_get(work_of_batch(batch))
     interval = Interval(seconds=0.25, seconds_waited=0.05)
     interval.add(

@@ -9,7 +9,6 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import numpy as np
 
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
-from flaxformer_mt.data.tokenizers.language_tokens import with_first
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers
 from flaxformer_mt.decoding.parameters import prepared_model
 from flaxformer_mt.decoding.scoring.alignment import (
@@ -107,7 +106,7 @@ def tokenized_targets(
     (end,) = target.pieces([target.eos_id])
     for own, pieces in zip(target.encode_parts(texts), target.split(texts), strict=True):
         names_language = bool(own) and own[0] in target.language_ids
-        tokens = with_first(own, target)
+        tokens = target.with_first(own)
         if first and not names_language:
             tokens = [*first, *own]
         num_added = len(tokens) - len(own)
@@ -199,7 +198,7 @@ class Scorer:
         sources, targets = ([text.strip() for text in side] for side in texts)
         source, eos_id = self.tokenizers.source, self.model.eos_id
         source_texts = source.encode_parts(sources)
-        source_rows = [with_first(tokens, source) for tokens in source_texts]
+        source_rows = [source.with_first(tokens) for tokens in source_texts]
         target_rows = list(tokenized_targets(targets, self.tokenizers.target, self._first))
         results = teacher_force(
             self.params,
