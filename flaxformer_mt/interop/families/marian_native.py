@@ -14,6 +14,7 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
 from flaxformer_mt.interop.weight_maps.family import (
+    TYINGS,
     Family,
     activation_of_settings,
     check_supported,
@@ -195,12 +196,7 @@ def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
         "embedding_norm": _has_norm(options, "transformer-postprocess-emb"),
         "final_norm": _has_norm(options, "transformer-postprocess-top"),
         "output_bias": not _is_on(options, "output-omit-bias"),
-        "tie_embeddings": {
-            (True, True): "all",
-            (True, False): "source_target",
-            (False, True): "target_output",
-            (False, False): "none",
-        }[ties_source, ties_output],
+        "tie_embeddings": TYINGS[ties_source, ties_output],
     }
 
 
