@@ -45,8 +45,8 @@ class AdaptationStep(NamedTuple):
 
     note: str
     """What is changed, in one line."""
-    change: Change
-    change_moments: Change | None
+    change: Change = lambda arrays: arrays
+    change_moments: Change | None = lambda moments: moments
     """The same for Adam's moments; None if there are no equivalent moments."""
 
 
@@ -196,10 +196,6 @@ def _check_compatible(conversion: Conversion) -> None:
     validation.check_heads(conversion.family, conversion.ours)
 
 
-def _unchanged(arrays: ArraysByPath) -> ArraysByPath:
-    return arrays
-
-
 def _adding(new: ArraysByPath) -> Change:
     return lambda arrays: arrays | new
 
@@ -220,9 +216,7 @@ def _epsilon(conversion: Conversion, arrays: ArraysByPath) -> Iterator[Adaptatio
     if name not in conversion.accepted:
         rest = "results would differ slightly; to convert anyway, give --accept norm_epsilon"
         raise conversion.error(name, rest)
-    yield AdaptationStep(
-        conversion.note(name, "accepted, results differ slightly"), _unchanged, _unchanged
-    )
+    yield AdaptationStep(conversion.note(name, "accepted, results differ slightly"))
 
 
 def _ties(conversion: Conversion, arrays: ArraysByPath) -> Iterator[AdaptationStep]:
@@ -350,15 +344,13 @@ def _padding(conversion: Conversion, arrays: ArraysByPath) -> Iterator[Adaptatio
     rest = "no effect on the tokens of right-padded rows"
     if conversion.differ_in("mask_target_padding"):
         exception = ", if decoding does not start from padding" if starts_decoding else ""
-        yield AdaptationStep(
-            conversion.note("mask_target_padding", rest + exception), _unchanged, _unchanged
-        )
+        yield AdaptationStep(conversion.note("mask_target_padding", rest + exception))
     if conversion.differ_in("zero_pad_embeddings"):
         # A slice, since not every vocabulary has padding.
         rows = [arrays[path][pad_id : pad_id + 1] for path in EMBEDDINGS if path in arrays]
         if starts_decoding and any(row.any() for row in rows):
             raise conversion.error("zero_pad_embeddings", "decoding starts from padding")
-        yield AdaptationStep(conversion.note("zero_pad_embeddings", rest), _unchanged, _unchanged)
+        yield AdaptationStep(conversion.note("zero_pad_embeddings", rest))
 
 
 def _start(conversion: Conversion, arrays: ArraysByPath) -> Iterator[AdaptationStep]:
@@ -367,7 +359,7 @@ def _start(conversion: Conversion, arrays: ArraysByPath) -> Iterator[AdaptationS
     ours, theirs = _start_token(conversion.ours), _start_token(published)
     if conversion.ours.target_vocab_size and ours != theirs:
         note = f"decoding starts from {ours}; {conversion.family.name}'s code starts from {theirs}"
-        yield AdaptationStep(note, _unchanged, _unchanged)
+        yield AdaptationStep(note)
 
 
 def _start_token(config: TransformerConfig) -> str:

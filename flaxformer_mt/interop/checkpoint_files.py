@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import safetensors.numpy
 
-from flaxformer_mt.errors import UserError
+from flaxformer_mt.errors import UserError, error_prefix
 from flaxformer_mt.interop import torch_files
 from flaxformer_mt.runs import atomic
 from flaxformer_mt.runs.parameter_file import first_bytes, read_safetensors
@@ -162,7 +162,7 @@ def read_widened(paths: Sequence[Path]) -> tuple[dict[str, np.ndarray], str]:
     tensors: dict[str, np.ndarray] = {}
     dtypes: collections.Counter[str] = collections.Counter()
     for path in paths:
-        try:
+        with error_prefix(str(path)):
             content = _read_file(path)
             if not isinstance(content, Mapping):
                 raise UserError(f"a {type(content).__name__}, not a state dict")
@@ -171,11 +171,9 @@ def read_widened(paths: Sequence[Path]) -> tuple[dict[str, np.ndarray], str]:
                     raise UserError(f"tensor {name} is in another file as well")
                 dtype = str(getattr(value, "dtype", "")).removeprefix("torch.")
                 if dtype == "float16":
-                    value = np.asarray(value).astype(np.float32)
+                    value = _array(value).astype(np.float32)
                 tensors[name] = to_numpy(name, value)
                 dtypes[dtype] += 1
-        except UserError as error:
-            raise UserError(f"{path}: {error}") from error
     return tensors, dtypes.most_common(1)[0][0] if dtypes else "float32"
 
 
@@ -277,4 +275,8 @@ def to_numpy(name: Any, value: Any) -> np.ndarray:
     dtype = str(value.dtype).removeprefix("torch.")
     if dtype not in ("float32", "float64"):
         raise UserError(f"tensor {name} is {dtype}, but must be float32 or float64")
+    return _array(value)
+
+
+def _array(value: Any) -> np.ndarray:
     return np.array(value.numpy(force=True) if hasattr(value, "detach") else value)

@@ -29,7 +29,7 @@ from flaxformer_mt.decoding.translator import Translator
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.convert import convert
 from flaxformer_mt.interop.exports import exports, summary
-from flaxformer_mt.interop.formats import huggingface, run_folders
+from flaxformer_mt.interop.formats import huggingface
 from flaxformer_mt.interop.formats.bundle import ModelBundle, experiment
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.presets import FAMILIES, preset
@@ -54,7 +54,7 @@ SAME_SEARCH = DecodeConfig(
 @pytest.fixture(scope="module")
 def exported(trained_run, tmp_path_factory):
     """A trained run with `SAME_SEARCH`, and its CTranslate2 folder."""
-    bundle = with_decode(run_folders.read(trained_run), SAME_SEARCH)
+    bundle = with_decode(ModelBundle.of_run(trained_run), SAME_SEARCH)
     folder = tmp_path_factory.mktemp("exported") / "ctranslate2"
     assert write(bundle, folder) == ()
     return bundle, folder
@@ -131,7 +131,7 @@ def test_search_and_scores_are_ours(exported):
     "of configs/multi30k_marian_en_de.py",
 )
 def test_real_sentences_are_translated_and_scored_as_by_us(tmp_path):
-    bundle = with_decode(run_folders.read(Path(os.environ["FLAXFORMER_MT_RUN"])), SAME_SEARCH)
+    bundle = with_decode(ModelBundle.of_run(Path(os.environ["FLAXFORMER_MT_RUN"])), SAME_SEARCH)
     write(bundle, tmp_path / "ctranslate2")
     data = Path(os.environ["FLAXFORMER_MT_DATA"], "multi30k-en-de")
     sources, references = (read_lines(data / f"test.{code}.gz")[:500] for code in ("en", "de"))

@@ -177,11 +177,6 @@ def _scalar(value: float, rows: int) -> np.ndarray:
     return np.full(1, value)
 
 
-def _omitted(config: TransformerConfig) -> frozenset[str]:
-    output = {OUTPUT} if config.shares_target_and_output else set()
-    return frozenset(output | {buffer.name for buffer in _buffers(config)})
-
-
 FAMILY = Family(
     name="fairseq",
     sizes=_sizes,
@@ -197,6 +192,6 @@ FAMILY = Family(
         "encoder", "decoder", "version", "embed_tokens", "embed_positions", "_float_tensor",
         "layernorm_embedding", *LAYER_ORDER, "layer_norm", "output_projection", "weight", "bias",
     ),
-    omitted=_omitted,
+    omits_copies=True,
     optimizer_key="last_optimizer_state",
 )  # fmt: skip

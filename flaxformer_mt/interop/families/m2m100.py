@@ -10,7 +10,7 @@ Fields that do not follow from shapes are read from the settings, which are thos
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.interop.families.fairseq import LAYER_ORDER
 from flaxformer_mt.interop.families.marian import LAYERS
-from flaxformer_mt.interop.families.mbart import TABLES, guess, omitted, sizes
+from flaxformer_mt.interop.families.mbart import TABLES, guess, sizes
 from flaxformer_mt.interop.weight_maps.family import Family
 from flaxformer_mt.interop.weight_maps.layers import stack_norms
 from flaxformer_mt.interop.weight_maps.rules import TensorRule, tied
@@ -35,5 +35,5 @@ FAMILY = Family(
         "model", "shared", "encoder", "decoder", "embed_tokens", *LAYER_ORDER, "layer_norm",
         "lm_head", "weight", "bias",
     ),
-    omitted=omitted,
+    omits_copies=True,
 )  # fmt: skip

@@ -111,15 +111,6 @@ def _buffers(config: TransformerConfig) -> list[Buffer]:
     return [Buffer(name, table, rows=config.max_length, is_parameter=True) for name in TABLES]
 
 
-def _omitted(config: TransformerConfig) -> frozenset[str]:
-    names = {*TABLES}
-    if config.shares_source_and_target:
-        names |= {SOURCE, TARGET}
-    if config.shares_target_and_output:
-        names.add(OUTPUT)
-    return frozenset(names)
-
-
 FAMILY = Family(
     name="marian",
     sizes=_sizes,
@@ -132,6 +123,6 @@ FAMILY = Family(
         BIAS, "model", "shared", "encoder", "decoder", "embed_tokens", "embed_positions",
         *fairseq.LAYER_ORDER, "lm_head", "weight", "bias",
     ),
-    omitted=_omitted,
+    omits_copies=True,
     constants=frozenset({BIAS}),
 )  # fmt: skip

@@ -50,11 +50,6 @@ def sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
     }
 
 
-def omitted(config: TransformerConfig) -> frozenset[str]:
-    """Returns the names of tied tensors."""
-    return frozenset(TABLES)
-
-
 def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     has_final_norm = checkpoint.has_any(".encoder.layer_norm.weight")
     tables = [(f"model.{stack}.{POSITIONS}", 0) for stack in ("encoder", "decoder")]
@@ -87,6 +82,6 @@ FAMILY = Family(
         BIAS, "model", "shared", "encoder", "decoder", "embed_tokens", "embed_positions",
         *fairseq.LAYER_ORDER, "layernorm_embedding", "layer_norm", "lm_head", "weight", "bias",
     ),
-    omitted=omitted,
+    omits_copies=True,
     constants=frozenset({BIAS}),
 )  # fmt: skip

@@ -26,7 +26,7 @@ BUCKETS = "{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
 _UNREAD = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
 
 _DROPOUT_RATES = ("dropout_rate", "attention_dropout_rate", "activation_dropout_rate")
-_FIELDS_OF_SETTINGS = {
+FIELDS_OF_SETTINGS = {
     "num_heads": "num_heads",
     "layer_norm_epsilon": "norm_epsilon",
     "relative_attention_max_distance": "relative_position_max_distance",
@@ -101,7 +101,7 @@ def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "feed_forward_gate": checkpoint.has_any(".wi_0.weight"),
         "tie_embeddings": "source_target" if has_output else "all",
-        **fields_of_settings(settings, _FIELDS_OF_SETTINGS),
+        **fields_of_settings(settings, FIELDS_OF_SETTINGS),
     }
     if fields["feed_forward_gate"]:
         fields["activation"] = "gelu_tanh"
@@ -153,11 +153,6 @@ def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
     ]
 
 
-def _omitted(config: TransformerConfig) -> frozenset[str]:
-    output = {OUTPUT} if config.shares_target_and_output else set()
-    return frozenset({SHARED, SOURCE, TARGET} | output)
-
-
 def _layout(names: Collection[str]) -> str:
     return _UNREAD if _UNREAD in names else ""
 
@@ -178,7 +173,7 @@ FAMILY = Family(
         "EncDecAttention", "q", "k", "v", "o", "relative_attention_bias", "DenseReluDense", "wi",
         "wi_0", "wi_1", "wo", "layer_norm", "final_layer_norm", "lm_head", "weight",
     ),
-    omitted=_omitted,
+    omits_copies=True,
     layout_of_tensors=_layout,
     layout_of_params=lambda arrays, carried: _layout(carried),
 )  # fmt: skip

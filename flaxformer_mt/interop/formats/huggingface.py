@@ -48,14 +48,6 @@ _INDEX = ".index.json"
 _WRITTEN = {"model.shared.weight", "shared.weight"}
 
 
-def is_folder(path: Path) -> bool:
-    """Returns whether a folder is a Hugging Face model, of any kind."""
-    try:
-        return "model_type" in _read_json(path / CONFIG)
-    except UserError:
-        return False
-
-
 def read(
     folder: Path, overrides: Mapping[str, Any] | None = None, family: str = "marian"
 ) -> tuple[ModelBundle, tuple[str, ...]]:

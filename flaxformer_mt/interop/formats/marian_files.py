@@ -24,7 +24,7 @@ import numpy as np
 import yaml
 from numpy.lib import format as npy
 
-from flaxformer_mt.errors import UserError
+from flaxformer_mt.errors import UserError, error_prefix
 from flaxformer_mt.input_files import open_regular
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
 from flaxformer_mt.runs import atomic
@@ -127,10 +127,8 @@ class _Loader(yaml.SafeLoader):
 
 
 def _parse(options: bytes) -> dict[str, Any]:
-    try:
+    with error_prefix(f"damaged: its options ({OPTIONS}) cannot be read"):
         parsed = parse_yaml(options.rstrip(b"\0"))
-    except UserError as error:
-        raise UserError(f"damaged: its options ({OPTIONS}) cannot be read: {error}") from error
     if not isinstance(parsed, dict):
         raise UserError(f"damaged: its options ({OPTIONS}) are not a mapping")
     return parsed

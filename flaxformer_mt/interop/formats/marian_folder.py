@@ -15,7 +15,7 @@ import yaml
 from flaxformer_mt.config import DataConfig, TransformerConfig
 from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers
-from flaxformer_mt.errors import UserError
+from flaxformer_mt.errors import UserError, error_prefix
 from flaxformer_mt.input_files import MAX_MODEL_BYTES, read_bytes
 from flaxformer_mt.interop.exports import marian_native_obstacle
 from flaxformer_mt.interop.families.marian_native import END, FAMILY, NO_TOKEN, options
@@ -64,10 +64,8 @@ def read(
         byte_fallback=False,
         target_row_length=128,
     )
-    try:
+    with error_prefix(f"the decoder's options beside {files.model}"):
         decode, notes = marian_search.to_decode(files.options, tokenizers.target)
-    except UserError as error:
-        raise UserError(f"the decoder's options beside {files.model}: {error}") from error
     return ModelBundle(experiment(config, data, decode), params, tokenizers), notes
 
 
@@ -136,13 +134,11 @@ def find(path: Path) -> MarianFiles:
 
 def _read_options(path: Path) -> Mapping[str, Any] | None:
     """Returns the options of a decoder with one model; None if the file contains something else."""
-    try:
+    with error_prefix(f"{path} cannot be read"):
         text = read_bytes(path)
         if len(text) > marian_files.MAX_YAML_BYTES:
             return None  # A vocabulary.
         content = marian_files.parse_yaml(text)
-    except UserError as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
     match content:
         case {"models": [str()], "vocabs": [str(), str()]}:
             return content

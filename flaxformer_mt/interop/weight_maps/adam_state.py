@@ -22,7 +22,7 @@ from flax.traverse_util import unflatten_dict
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.interop import checkpoint_files
+from flaxformer_mt.interop import checkpoint_files, families
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint, Tensors
 from flaxformer_mt.interop.weight_maps import checkpoints, mapping, validation
 from flaxformer_mt.interop.weight_maps.family import Family
@@ -67,11 +67,22 @@ class TrainingState(NamedTuple):
 
 
 def load_training(
-    family: Family, source: str | os.PathLike[str] | Mapping[str, Any], overrides: dict[str, Any]
+    family: str | Family,
+    path_or_state_dict: str | os.PathLike[str] | Mapping[str, Any],
+    **overrides: Any,
 ) -> TrainingState:
-    """Implements `interop.load_training`."""
-    with checkpoints.error_context(source, family.name):
-        checkpoint = checkpoints.read(family, source)
+    """Reads a published checkpoint with the state of its Adam optimizer.
+
+    Arguments are those of `load`. The state is read from "optimizer", "optimizer_state_dict",
+    "optim" or "last_optimizer_state".
+
+    Raises:
+      UserError: as `load`; or the state is not that of a `torch.optim.Adam`; or a moment is
+        missing, unexpected, or of the wrong shape or dtype.
+    """
+    family = families.find(family)
+    with checkpoints.error_context(path_or_state_dict, family.name):
+        checkpoint = checkpoints.read(family, path_or_state_dict)
         config, params = checkpoints.from_checkpoint(family, checkpoint, overrides)
         if checkpoint.optimizer is None:
             return TrainingState(config, params, None)
@@ -85,16 +96,43 @@ def load_training(
 
 
 def save(
-    family: Family,
+    family: str | Family,
     config: TransformerConfig,
     params: Mapping[str, Any],
-    adam: AdamState,
     path: str | os.PathLike[str],
+    adam: AdamState | None = None,
 ) -> None:
-    """Implements `interop.save` with Adam's state."""
-    if Path(path).suffix == ".safetensors":
+    """Writes parameters as a state dict that the published module loads.
+
+    Options and vocabularies are not written. Programs that read them from a checkpoint, too (those
+    of a family with `also_reads`), need the module and `load_state_dict`; `convert` writes folders
+    that the programs of Marian and Hugging Face load.
+
+    Args:
+      family: as for `load`.
+      config: the configuration of `params`.
+      params: from `load` or from our model, with or without the subtree `carried`.
+      path: the file, ending in .safetensors or, for a PyTorch file, in .pt.
+      adam: the optimizer's state, from `load_training`. The file, which must be .pt, then contains
+        {"model": the tensors, "optimizer": a state dict of `torch.optim.Adam`}, under the keys
+        that the published code uses.
+
+    Raises:
+      TypeError: an argument is of another type.
+      UserError: the published code cannot have this configuration, the parameters (or moments) do
+        not match it, or the file cannot be written.
+    """
+    if not isinstance(config, TransformerConfig):
+        raise TypeError(f"config must be a TransformerConfig, not {type(config).__name__}")
+    if not isinstance(params, Mapping):
+        raise TypeError(f"params must be nested dicts of arrays, not {type(params).__name__}")
+    family = families.find(family)
+    if adam is not None and Path(path).suffix == ".safetensors":
         raise UserError(f"{path}: PyTorch reads Adam's state from .pt files only: use .pt")
     written = checkpoints.to_state_dict(family, config, params)
+    if adam is None:
+        checkpoint_files.write(path, written)
+        return
     tensors = _in_order_of_parameters(family, config, written, adam.settings.get("parameters"))
     parts: dict[str, dict[str, np.ndarray]] = {part: {} for part in ("model", *family.parts)}
     for name, tensor in tensors.items():
@@ -179,13 +217,9 @@ def _parameters(
     # place of a parameter that the file omits.
     if is_complete or [*tensors] != mapping.in_order(family, tensors):
         listed = [*tensors, *(name for name in listed if name not in tensors)]
-    trained = {name: name not in buffers for name in listed}
+    unread = mapping.unread(rules, config)
+    trained = {name: name not in buffers and name not in unread for name in listed}
     for rule, _, theirs in mapping.applications(rules, config):
-        trained |= {
-            name: False
-            for name, template in zip(theirs, rule.theirs, strict=True)
-            if template in rule.unread
-        }
         if rule.tied:
             for name in sorted(theirs, key=listed.index)[1:]:
                 del trained[name]
@@ -260,11 +294,9 @@ def _moment(
 def _steps(entries: Mapping[str, Mapping[str, Any]]) -> tuple[int, str]:
     if not entries:
         return 0, "float32"
-    counts = {name: np.asarray(entry["step"]) for name, entry in entries.items()}
+    counts = {name: _count(name, entry["step"]) for name, entry in entries.items()}
     first = next(iter(counts))
     for name, count in counts.items():
-        if count.ndim or count.dtype.kind not in "if":
-            raise UserError(f"Adam's step of {name} is not a number")
         if count != counts[first]:
             raise UserError(
                 f"Adam has made {count} steps on {name}, but {counts[first]} on {first}: it must "
@@ -272,6 +304,16 @@ def _steps(entries: Mapping[str, Mapping[str, Any]]) -> tuple[int, str]:
             )
     is_int = isinstance(entries[first]["step"], int)
     return int(counts[first]), "int" if is_int else counts[first].dtype.name
+
+
+def _count(name: str, step: Any) -> np.ndarray:
+    try:
+        count = np.asarray(step)
+    except (RuntimeError, TypeError) as error:  # A tensor that numpy has no dtype for.
+        raise UserError(f"Adam's step of {name} is not a number") from error
+    if count.ndim or count.dtype.kind not in "if":
+        raise UserError(f"Adam's step of {name} is not a number")
+    return count
 
 
 def _to_ours(
@@ -289,7 +331,7 @@ def _to_ours(
         path: np.zeros(ours[path], config.param_dtype) for path in paths_without_moments(rules)
     }
     tree = unflatten_dict(arrays, sep="/")
-    returned = _to_theirs(rearranging, config, arrays)
+    returned = _to_theirs(rules, config, arrays)
     carried = {name: moment for name, moment in moments.items() if name not in returned}
     return tree | {CARRIED: carried} if carried else tree
 
@@ -297,19 +339,10 @@ def _to_ours(
 def _to_theirs(
     rules: Sequence[TensorRule], config: TransformerConfig, arrays: Tensors
 ) -> dict[str, np.ndarray]:
-    return {
-        name: moment
-        for rule, layer, theirs in mapping.applications(rules, config)
-        for name, template, moment in zip(
-            theirs,
-            rule.theirs,
-            rule.to_theirs(
-                *(arrays[path] if layer is None else arrays[path][layer] for path in rule.ours)
-            ),
-            strict=True,
-        )
-        if template not in rule.unread
-    }
+    rearranging = [rule for rule in rules if rule.rearranges]
+    moments = mapping.written(rearranging, config, arrays)
+    unread = mapping.unread(rules, config)
+    return {name: moment for name, moment in moments.items() if name not in unread}
 
 
 def _to_state_dict(
@@ -327,12 +360,10 @@ def _to_state_dict(
         groups = [options | {"params": list(names)}]
     mean = _moments_by_name(family, rules, config, adam.mean, "mean")
     variance = _moments_by_name(family, rules, config, adam.variance, "variance")
+    step_type = adam.settings.get("step_type", "float32")
+    step = adam.step if step_type == "int" else np.array(adam.step, step_type)
     state = {
-        index: {
-            "step": _step(adam),
-            MEAN: mean[name],
-            VARIANCE: variance[name],
-        }
+        index: {"step": step, MEAN: mean[name], VARIANCE: variance[name]}
         for index, name in names.items()
         if adam.step and name in mean
     }
@@ -356,10 +387,4 @@ def _moments_by_name(
                 f"Adam's {what} of {path} cannot be written for {family.name}, which computes this "
                 "parameter from others: save without adam"
             )
-    rearranging = [rule for rule in rules if rule.rearranges]
-    return carried | _to_theirs(rearranging, config, arrays)
-
-
-def _step(adam: AdamState) -> int | np.ndarray:
-    step_type = adam.settings.get("step_type", "float32")
-    return adam.step if step_type == "int" else np.array(adam.step, step_type)
+    return carried | _to_theirs(rules, config, arrays)

@@ -12,8 +12,8 @@ from flax.traverse_util import unflatten_dict
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.config.fields import bounds_of, check_value, type_hints
-from flaxformer_mt.errors import UserError
-from flaxformer_mt.interop import checkpoint_files
+from flaxformer_mt.errors import UserError, error_prefix
+from flaxformer_mt.interop import checkpoint_files, families
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint, identical
 from flaxformer_mt.interop.weight_maps import mapping, validation
 from flaxformer_mt.interop.weight_maps.family import Family
@@ -23,13 +23,38 @@ WRAPPER_PREFIXES = ("module.", "_orig_mod.", "model.")
 """What wrappers of a module put before all names of its tensors: `torch.nn.DataParallel` and
 `DistributedDataParallel`, `torch.compile`, and usually a LightningModule."""
 
+# What tensors and settings of unexpected kinds can raise.
+_DAMAGE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
 
 def load(
-    family: Family, source: str | os.PathLike[str] | Mapping[str, Any], overrides: dict[str, Any]
+    family: str | Family,
+    path_or_state_dict: str | os.PathLike[str] | Mapping[str, Any],
+    **overrides: Any,
 ) -> tuple[TransformerConfig, dict[str, Any]]:
-    """Implements `interop.load`."""
-    with error_context(source, family.name):
-        return from_checkpoint(family, read(family, source), overrides)
+    """Reads a published checkpoint and converts it to our parameters.
+
+    Args:
+      family: a key of `FAMILIES`, an alias of one (`presets.FAMILY_ALIASES`), or a `Family`.
+      path_or_state_dict: a PyTorch or safetensors file, or a state dict of PyTorch tensors or numpy
+        arrays, possibly nested under "model" or "state_dict" in a dict with training options under
+        "settings", "opt", "args" or "cfg", which are read.
+      **overrides: fields of `TransformerConfig` that do not follow from names and shapes.
+        `num_heads` is required unless the checkpoint contains it; the others default to the
+        family's preset.
+
+    Returns:
+      The configuration, and the parameters as nested dicts of numpy arrays in the file's dtype,
+      possibly with a subtree `carried`: see `weight_maps/mapping.py` and `model_params`.
+
+    Raises:
+      UserError: the file cannot be read, or would run code; a tensor is missing, unexpected, of the
+        wrong shape or dtype, or not finite; tied tensors differ; an override is missing or
+        contradicts the tensors.
+    """
+    family = families.find(family)
+    with error_context(path_or_state_dict, family.name):
+        return from_checkpoint(family, read(family, path_or_state_dict), overrides)
 
 
 def read(family: Family, source: str | os.PathLike[str] | Mapping[str, Any]) -> PublishedCheckpoint:
@@ -70,19 +95,15 @@ def _has_names_of(family: Family, checkpoint: PublishedCheckpoint) -> bool:
     try:
         # One head divides any width.
         family.sizes(checkpoint, 1)
-    except (UserError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+    except (UserError, *_DAMAGE):
         return False
     return True
 
 
-@contextlib.contextmanager
-def error_context(source: Any, family: str) -> Iterator[None]:
+def error_context(source: Any, family: str) -> contextlib.AbstractContextManager[None]:
     """Prefixes the message of a `UserError` with the source and the family it is read as."""
-    try:
-        yield
-    except UserError as error:
-        label = "the state dict" if isinstance(source, Mapping) else source
-        raise UserError(f"{label} as {family}: {error}") from error
+    label = "the state dict" if isinstance(source, Mapping) else source
+    return error_prefix(f"{label} as {family}")
 
 
 def from_checkpoint(
@@ -147,7 +168,7 @@ def configure(
 def _guessed(family: Family, checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     try:
         return family.guess(checkpoint)
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except _DAMAGE as error:
         raise UserError(f"its settings are damaged: {error!r}") from error
 
 
@@ -159,9 +180,25 @@ def _check_types(given: Mapping[str, Any]) -> None:
 
 
 def differentiable(
-    family: Family, config: TransformerConfig, names: Collection[str]
+    family: str | Family, config: TransformerConfig, names: Collection[str]
 ) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """Implements `interop.differentiable`."""
+    """Returns our parameters as a differentiable function of a published model's parameters.
+
+    Args:
+      family: as for `load`.
+      config: from `load`.
+      names: the reference's parameters, as `torch.nn.Module.named_parameters` lists them: a tied
+        one once, no buffers. (A buffer that is one of our parameters, such as Marian's
+        `final_logits_bias`, is zero unless it is among them.)
+
+    Returns:
+      A function from {name: array} to the parameters that `load` returns for these tensors, without
+      carried tensors. It can be traced by `jax.jit` and `jax.grad`.
+
+    Raises:
+      UserError: a parameter of the reference is missing from the names.
+    """
+    family = families.find(family)
     rules = mapping.rules_for(family, config, names)
     shapes = mapping.reference_shapes(rules, config)
     constants = {name: np.zeros(shapes[name], config.param_dtype) for name in family.constants}
@@ -208,16 +245,6 @@ def _missing(
         f"tensor {name} of {family.name} is missing from the names, which have a shared tensor "
         "once: if the module shares this one, give each layer its own"
     )
-
-
-def save(
-    family: Family,
-    config: TransformerConfig,
-    params: Mapping[str, Any],
-    path: str | os.PathLike[str],
-) -> None:
-    """Implements `interop.save` without an optimizer state."""
-    checkpoint_files.write(path, to_state_dict(family, config, params))
 
 
 def to_state_dict(

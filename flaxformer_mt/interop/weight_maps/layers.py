@@ -31,6 +31,8 @@ class Layers:
     """Those that are named otherwise in an encoder layer."""
     projections: tuple[str, ...] = ()
     """The ends of the names of an attention's projections, in the order of `PROJECTIONS`."""
+    linear: Callable[[str, str, bool], list[TensorRule]] = linear
+    """Returns the rules of a projection, given our path, its name, and whether it has a bias."""
     norm: Callable[[str, str], list[TensorRule]] = norm
     """Returns the rules of a norm, given our path and its name."""
     attention: Callable[[TransformerConfig, str, str], list[TensorRule]] | None = None
@@ -79,13 +81,13 @@ class Layers:
         if ours.endswith("norm"):
             return self.norm(ours, theirs)
         if not ours.endswith("attention"):
-            return linear(ours, theirs, config.feed_forward_bias)
+            return self.linear(ours, theirs, config.feed_forward_bias)
         if self.attention is not None:
             return self.attention(config, ours, theirs)
         return [
             rule
             for part, name in zip(PROJECTIONS, self.projections, strict=True)
-            for rule in linear(
+            for rule in self.linear(
                 f"{ours}/{part}",
                 theirs + name,
                 config.attention_output_bias if part == "output" else config.qkv_bias,

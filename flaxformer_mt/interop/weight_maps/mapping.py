@@ -31,7 +31,7 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.checkpoint_files import Tensors, identical
 from flaxformer_mt.interop.weight_maps.family import Family
-from flaxformer_mt.interop.weight_maps.rules import TensorRule
+from flaxformer_mt.interop.weight_maps.rules import ArrayTuple, TensorRule
 from flaxformer_mt.model.transformer import Transformer
 
 CARRIED = "carried"
@@ -109,11 +109,11 @@ def to_reference(
     omitted = {name for name, tensor in carried.items() if not tensor.size}
     kept_tensors = {name: tensor for name, tensor in carried.items() if tensor.size}
     for rule, layer, theirs in applications(rules, config):
-        ours = tuple(arrays[path] if layer is None else arrays[path][layer] for path in rule.ours)
-        written = rule.to_theirs(*ours)
-        kept = tuple(map(kept_tensors.get, theirs, written))
-        consistent = all(map(identical, rule.to_ours(*kept), ours))
-        tensors.update(zip(theirs, kept if consistent else written, strict=True))
+        own = arrays_of(rule, layer, arrays)
+        new = rule.to_theirs(*own)
+        kept = tuple(map(kept_tensors.get, theirs, new))
+        consistent = all(map(identical, rule.to_ours(*kept), own))
+        tensors.update(zip(theirs, kept if consistent else new, strict=True))
     dtype = next(iter(arrays.values())).dtype
     for buffer in family.buffers(config):
         tensor = kept_tensors.get(buffer.name)
@@ -153,6 +153,24 @@ def applications(
         for layer in range(depths[stack]):
             names = (name.format(layer=layer, number=layer + 1) for name in rule.theirs)
             yield rule, layer, tuple(names)
+
+
+def written(
+    rules: Sequence[TensorRule], config: TransformerConfig, arrays: Tensors
+) -> dict[str, np.ndarray]:
+    """Returns the tensors that the rules write for our arrays, by name."""
+    return {
+        name: tensor
+        for rule, layer, theirs in applications(rules, config)
+        for name, tensor in zip(
+            theirs, rule.to_theirs(*arrays_of(rule, layer, arrays)), strict=True
+        )
+    }
+
+
+def arrays_of(rule: TensorRule, layer: int | None, arrays: Tensors) -> ArrayTuple:
+    """Returns the arrays that a rule converts, or their slices in a layer."""
+    return tuple(arrays[path] if layer is None else arrays[path][layer] for path in rule.ours)
 
 
 @functools.lru_cache(maxsize=64)
@@ -196,18 +214,23 @@ def parameter_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def unread(rules: Sequence[TensorRule], config: TransformerConfig) -> set[str]:
+    """Returns the names of tensors that the reference never reads."""
+    return {
+        name
+        for rule, _, theirs in applications(rules, config)
+        for name, template in zip(theirs, rule.theirs, strict=True)
+        if template in rule.unread
+    }
+
+
 def reference_shapes(
     rules: Sequence[TensorRule], config: TransformerConfig
 ) -> dict[str, tuple[int, ...]]:
     """Returns the shape of every tensor that the rules write, by name; buffers are excluded."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    parameters = parameter_shapes(config)
-    for rule, layer, theirs in applications(rules, config):
-        # Broadcast zeros take no memory; only their shapes matter.
-        zeros = (
-            np.broadcast_to(np.float32(0), parameters[path][layer is not None :])
-            for path in rule.ours
-        )
-        written = rule.to_theirs(*zeros)
-        shapes.update((name, a.shape) for name, a in zip(theirs, written, strict=True))
-    return shapes
+    # Broadcast zeros take no memory; only their shapes matter.
+    zeros = {
+        path: np.broadcast_to(np.float32(0), shape)
+        for path, shape in parameter_shapes(config).items()
+    }
+    return {name: tensor.shape for name, tensor in written(rules, config, zeros).items()}
