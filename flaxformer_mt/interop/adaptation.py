@@ -88,13 +88,9 @@ def adapt(
     family: Family,
     accepted: Collection[str] = (),
 ) -> tuple[TransformerConfig, dict[str, Any], tuple[str, ...]]:
-    """Converts parameters to equivalent parameters of another family.
+    """Converts parameters to equivalent parameters of another family, without carried tensors.
 
-    Args:
-      config: the configuration of `params`.
-      params: nested dicts. Carried tensors are dropped, since they belong to the first family.
-      family: the other family.
-      accepted: switches in which the result may differ slightly: "norm_epsilon" or nothing.
+    `accepted` are switches in which the result may differ slightly: "norm_epsilon" or nothing.
 
     Returns:
       The other family's configuration and parameters, and one-line notes on the changes.
@@ -109,9 +105,7 @@ def adapt(
 def check_adaptable(
     config: TransformerConfig, family: Family, accepted: Collection[str] = ()
 ) -> None:
-    """Checks what `adapt` requires of a configuration, without parameters.
-
-    Tables that would have to be equal are assumed not to be.
+    """Checks what `adapt` requires of a configuration, assuming that no tables are equal.
 
     Raises:
       UserError: the families differ in a switch, and no equivalent weights exist.
@@ -240,7 +234,6 @@ def _ties(conversion: Conversion, arrays: ArraysByPath) -> Iterator[AdaptationSt
 
 
 def _scales(conversion: Conversion, arrays: ArraysByPath) -> Iterator[AdaptationStep]:
-    """Multiplies scaling factors into the tables that they apply to."""
     root = conversion.ours.d_model**0.5
     moves = (
         ("scale_embeddings", EMBEDDINGS, root if conversion.ours.scale_embeddings else 1 / root),
@@ -289,7 +282,6 @@ def _positions(conversion: Conversion, arrays: ArraysByPath) -> Iterator[Adaptat
 
 
 def _switch_of(bias: str) -> str:
-    """Returns the switch that controls the bias with this path."""
     *_, module, projection, _ = ("", *bias.split("/"))
     if projection in ("query", "key", "value"):
         return "qkv_bias"

@@ -73,11 +73,6 @@ class PublishedCheckpoint(NamedTuple):
     def num_layers(self, prefix: str, suffix: str = ".", first: int = 0) -> int:
         """Returns the number of layers, whose tensors are named `prefix`, index, `suffix`, ...
 
-        Args:
-          prefix: what precedes the index.
-          suffix: what follows it.
-          first: the index of the first layer.
-
         Raises:
           UserError: the indices are not `first`, `first` + 1, ...
         """
@@ -149,9 +144,6 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> PublishedCheckpo
 
 def read_widened(paths: Sequence[Path]) -> tuple[dict[str, np.ndarray], str]:
     """Reads the tensors of one or more files, converting float16 to float32.
-
-    Args:
-      paths: safetensors or PyTorch files, each with a state dict.
 
     Returns:
       The tensors, and the dtype that most of them had in the files.
@@ -263,7 +255,7 @@ def _state_dict(content: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def to_numpy(name: Any, value: Any) -> np.ndarray:
-    """Returns a copy of a PyTorch tensor or numpy array.
+    """Returns a copy of a PyTorch tensor or numpy array, whose name is for messages.
 
     Raises:
       UserError: its name is not a string; it is neither, or not of dtype float32 or float64.

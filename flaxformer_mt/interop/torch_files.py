@@ -188,13 +188,9 @@ def _check_global(value: str) -> None:
 
 
 def check_size(content: Any, file_size: int) -> None:
-    """Checks that an object is no deeper and larger than checkpoints are.
+    """Checks that an object is no deeper and larger than checkpoints of `file_size` bytes are.
 
     Containers and tensors that are shared, or contain themselves, may be much larger than a file.
-
-    Args:
-      content: nested containers of tensors or arrays, and other values.
-      file_size: the number of bytes of the file that it was read from.
 
     Raises:
       UserError: it is.

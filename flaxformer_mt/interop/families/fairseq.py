@@ -75,11 +75,7 @@ def layers(prefix: str) -> Layers:
 
 
 def check_equal_heads(settings: Mapping[str, Any]) -> None:
-    """Checks that encoder and decoder have the same number of heads.
-
-    Raises:
-      UserError: their options differ, which our configuration cannot represent.
-    """
+    """Raises UserError if encoder and decoder differ in the number of heads, which ours cannot."""
     encoder, decoder = (settings.get(f"{side}_attention_heads") for side in ("encoder", "decoder"))
     if None not in (encoder, decoder) and encoder != decoder:
         raise UserError(f"the encoder has {encoder} heads and the decoder {decoder}: unsupported")

@@ -53,7 +53,6 @@ class HubFamily:
 
 
 def _activation(model: TransformerConfig, kept: Settings) -> str:
-    """Returns the name of the activation, which may have several."""
     given = kept.get("activation_function")
     if marian.ACTIVATIONS.get(str(given)) == model.activation:
         return str(given)

@@ -80,12 +80,7 @@ def write(bundle: ModelBundle, folder: Path, accepted: Collection[str] = ()) -> 
 
 
 def export_functions(model: TransformerConfig, params: Any) -> dict[str, export.Exported]:
-    """Exports the functions of `SIGNATURES`, by name.
-
-    Args:
-      model: the configuration.
-      params: its parameters; only their shapes and dtypes are used.
-    """
+    """Exports the functions of `SIGNATURES`, by name, for parameters of these shapes."""
     # The file is for all platforms, and for lengths that are not known yet.
     transformer = Transformer(dataclasses.replace(model, attention_backend="einsum"))
     flat = {
@@ -164,7 +159,6 @@ def metadata(bundle: ModelBundle) -> dict[str, Any]:
 
 
 def _decoding(target: Tokenizer) -> dict[str, Any]:
-    """Returns how target pieces become text: see `Text.decode` of `jax_server.py`."""
     if isinstance(target, MarianTokenizer):
         return {
             "model": target.decoder_file,

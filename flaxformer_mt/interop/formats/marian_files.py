@@ -59,8 +59,6 @@ _EMBEDDING = "Wemb"
 
 
 class _Item(NamedTuple):
-    """A tensor as stored in a binary file."""
-
     name: str
     type: int
     shape: tuple[int, ...]
@@ -89,11 +87,7 @@ def read(path: Path) -> PublishedCheckpoint:
 
 
 def write_npz(path: Path, tensors: Mapping[str, np.ndarray], options: Mapping[str, Any]) -> None:
-    """Writes a model that Marian loads.
-
-    Raises:
-      UserError: the file cannot be written.
-    """
+    """Writes a model that Marian loads."""
     text = yaml.safe_dump(dict(options)).encode() + b"\0"
     arrays = dict(tensors) | {OPTIONS: np.frombuffer(text, np.int8)}
     with atomic.new_file(path) as partial, partial.open("wb") as file:
@@ -188,7 +182,6 @@ def _read_binary(path: Path) -> tuple[dict[str, np.ndarray], bytes | None]:
 
 
 def _items(content: mmap.mmap) -> list[_Item]:
-    """Returns all tensors."""
     offset = 8
 
     def take(form: str) -> tuple[Any, ...]:

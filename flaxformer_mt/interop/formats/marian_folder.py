@@ -44,10 +44,8 @@ def read(
 ) -> tuple[ModelBundle, tuple[str, ...]]:
     """Reads a model with its vocabularies and search options.
 
-    Args:
-      path: the model's file, .npz or .bin, in the same folder as its vocabularies; or the folder.
-        If the folder has a decoder configuration (YAML), the files that it names are used.
-      overrides: fields of `TransformerConfig` to replace.
+    `path` is the model's file, .npz or .bin, in the same folder as its vocabularies; or the folder.
+    If the folder has a decoder configuration (YAML), the files that it names are used.
 
     Returns:
       The model, and a line about each unsupported option.
@@ -99,28 +97,13 @@ def write(bundle: ModelBundle, folder: Path, accepted: Collection[str] = ()) -> 
 
 
 def load(path: Path, **overrides: Any) -> tuple[TransformerConfig, dict[str, Any]]:
-    """Reads a model's file.
-
-    Args:
-      path: .npz or binary.
-      **overrides: as for `read`.
-
-    Returns:
-      The configuration, and the parameters as nested dicts of float32 arrays.
-
-    Raises:
-      UserError: as `marian_files.read` and `interop.load`; or an option is not supported.
-    """
+    """Reads configuration and parameters, in float32, of a model's file; errors as of `read`."""
     with checkpoints.error_context(path, FAMILY.name):
         return checkpoints.from_checkpoint(FAMILY, marian_files.read(path), overrides)
 
 
 def find(path: Path) -> MarianFiles:
-    """Finds the files of the model at `path`, a file or a folder.
-
-    Raises:
-      UserError: there are none, or they are ambiguous.
-    """
+    """Finds the files of the model at `path`, a file or a folder; errors as of `read`."""
     if not path.exists():
         raise UserError(f"{path} does not exist")
     folder = path if path.is_dir() else path.parent
@@ -189,7 +172,6 @@ def _read_vocabulary(path: Path, size: int) -> SentencePieceTokenizer:
 
 
 def _checked(tokenizer: Tokenizer, name: str) -> SentencePieceTokenizer:
-    """Returns a vocabulary after checking that Marian supports it."""
     if not isinstance(tokenizer, SentencePieceTokenizer):
         raise UserError(
             f"{name} cannot be written: Marian supports SentencePiece vocabularies only"

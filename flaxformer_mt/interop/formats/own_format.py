@@ -31,11 +31,7 @@ OWN = parameter_file.FORMAT
 
 
 def write(path: Path, state: TrainingState, origin: str) -> None:
-    """Writes a training state without loss.
-
-    Raises:
-      UserError: the file cannot be written.
-    """
+    """Writes a training state without loss."""
     if path.suffix != ".safetensors":
         raise UserError(f"{path}: use the suffix .safetensors")
     tensors = _flatten("", state.params)

@@ -151,7 +151,6 @@ def paths_without_moments(rules: Sequence[TensorRule]) -> list[str]:
 
 
 def _read(family: Family, config: TransformerConfig, checkpoint: PublishedCheckpoint) -> AdamState:
-    """Returns the optimizer state of a checkpoint whose tensors match `config`."""
     groups, state = _groups_and_state(checkpoint.optimizer)
     groups = [_without_prefix(group, checkpoint.prefix) for group in groups]
     rules = mapping.rules_for(family, config, checkpoint.tensors)
@@ -198,7 +197,6 @@ def _groups_and_state(optimizer: Any) -> tuple[list[Any], Mapping[Any, Any]]:
 
 
 def _without_prefix(group: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
-    """Returns a group of an optimizer without the prefix that a wrapper gave its names."""
     names = group.get("param_names")
     if not prefix or not isinstance(names, list):
         return group
@@ -274,7 +272,6 @@ def _moment(
     shape: tuple[int, ...] | None,
     config: TransformerConfig,
 ) -> np.ndarray:
-    """Returns one moment of one parameter, after checks."""
     for key in ("step", MEAN, VARIANCE):
         if key not in entry:
             raise UserError(f"Adam's {key} of {name} is missing")
@@ -319,7 +316,6 @@ def _count(name: str, step: Any) -> np.ndarray:
 def _to_ours(
     rules: Sequence[TensorRule], config: TransformerConfig, moments: Tensors
 ) -> dict[str, Any]:
-    """Returns a tree of moments like the parameters, given the reference's moments by name."""
     rearranging = [rule for rule in rules if rule.rearranges]
     shapes = mapping.reference_shapes(rules, config)
     zeros = {name: np.zeros(shape, config.param_dtype) for name, shape in shapes.items()}
@@ -348,7 +344,6 @@ def _to_theirs(
 def _to_state_dict(
     family: Family, config: TransformerConfig, tensors: Tensors, adam: AdamState
 ) -> dict[str, Any]:
-    """Returns the state dict of a `torch.optim.Adam` over the reference's parameters."""
     rules = mapping.rules_for(family, config, tensors)
     parameters = _parameters(family, rules, config, tensors)
     groups = list(adam.settings.get("param_groups", [DEFAULT_GROUP | {"params": []}]))
@@ -377,7 +372,6 @@ def _moments_by_name(
     tree: Mapping[str, Any],
     what: str,
 ) -> dict[str, np.ndarray]:
-    """Returns the reference's moments of one kind by name, from ours and the carried ones."""
     arrays = mapping.by_path(tree)
     validation.check_params(config, arrays, f"Adam's {what} of")
     carried = {name: np.asarray(moment) for name, moment in tree.get(CARRIED, {}).items()}

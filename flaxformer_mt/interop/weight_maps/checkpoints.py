@@ -62,9 +62,6 @@ def read(family: Family, source: str | os.PathLike[str] | Mapping[str, Any]) -> 
 
     A prefix (`WRAPPER_PREFIXES`, possibly several) is removed if the names are the family's without
     it, and are not with it.
-
-    Raises:
-      UserError: as `checkpoint_files.read`.
     """
     checkpoint = checkpoint_files.read(source)
     for prefix in _prefixes(checkpoint.tensors):
@@ -91,7 +88,6 @@ def _prefixes(names: Collection[str]) -> Iterator[str]:
 
 
 def _has_names_of(family: Family, checkpoint: PublishedCheckpoint) -> bool:
-    """Returns whether the tensors that determine the family's sizes have its names."""
     try:
         # One head divides any width.
         family.sizes(checkpoint, 1)
@@ -109,11 +105,7 @@ def error_context(source: Any, family: str) -> contextlib.AbstractContextManager
 def from_checkpoint(
     family: Family, checkpoint: PublishedCheckpoint, overrides: dict[str, Any]
 ) -> tuple[TransformerConfig, dict[str, Any]]:
-    """Returns the configuration and the parameters, with carried tensors, of a checkpoint.
-
-    Raises:
-      UserError: as `interop.load`.
-    """
+    """Returns the configuration and the parameters, with carried tensors; errors as of `load`."""
     config = configure(family, checkpoint, overrides)
     rules = mapping.rules_for(family, config, checkpoint.tensors)
     validation.check_tensors(family, rules, config, checkpoint.tensors)
@@ -217,10 +209,7 @@ def differentiable(
 def check_module(family: Family, config: TransformerConfig, tensors: Mapping[str, Any]) -> None:
     """Checks that a module can be compared by its tensors' names, after `load` of its state dict.
 
-    Args:
-      family: the weight map of the module.
-      config: from `load`.
-      tensors: the module's `state_dict(keep_vars=True)`.
+    `tensors` is the module's `state_dict(keep_vars=True)`.
 
     Raises:
       UserError: the module is a wrapper, or shares a trained tensor where the family has several.
@@ -232,7 +221,6 @@ def check_module(family: Family, config: TransformerConfig, tensors: Mapping[str
 def _missing(
     family: Family, name: str, expected: Collection[str], names: Collection[str]
 ) -> UserError:
-    """Returns the error for a tensor that is missing from the names of a module's tensors."""
     fitting = (
         prefix for prefix in _prefixes(names) if any(prefix + each in names for each in expected)
     )

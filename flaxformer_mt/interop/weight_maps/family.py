@@ -129,11 +129,8 @@ def guess_tying(
 ) -> dict[str, str]:
     """Returns `tie_embeddings` for a checkpoint, depending on which tables are equal.
 
-    Args:
-      checkpoint: the checkpoint.
-      source: name of the source embedding; None if the reference has none.
-      target: name of the target embedding.
-      output: name of the output projection; None if it is always the target embedding.
+    `source` is None if the reference has no source embedding, `output` if it has no table of its
+    own.
     """
     ties_source = source is not None and checkpoint.same(source, target)
     ties_output = output is None or checkpoint.same(output, target)
@@ -167,10 +164,8 @@ def check_supported(
 ) -> None:
     """Checks settings that no tensor shows, but that change what is computed.
 
-    Args:
-      settings: the published settings.
-      supported: the values of each setting that our model has, the default first.
-      spelled: how the program writes a value.
+    `supported` are the values of each setting that our model has, the default first; `spelled`
+    writes a value as the program does.
 
     Raises:
       UserError: a setting has another value.

@@ -108,11 +108,7 @@ def _rows(checkpoint: PublishedCheckpoint, name: str) -> list[tuple[str, int]]:
 
 
 def head_width(features: int, num_heads: int) -> int:
-    """Returns the width of one of `num_heads` heads whose projection has `features` rows.
-
-    Raises:
-      UserError: the heads do not divide the rows.
-    """
+    """Returns the width of one of `num_heads` heads, which have to divide the features."""
     if features % num_heads:
         raise UserError(f"num_heads={num_heads} does not divide the {features} rows of the heads")
     return features // num_heads

@@ -37,11 +37,7 @@ def without_groups_of_one(config: TransformerConfig) -> TransformerConfig:
 
 
 def check_switches(family: Family, config: TransformerConfig) -> None:
-    """Checks that a configuration is one that the published code can have.
-
-    Raises:
-      UserError: a switch that the family fixes has another value.
-    """
+    """Raises UserError if a switch has a value that the published code cannot have."""
     config = without_groups_of_one(config)
     published = family.configuration(
         **{name: getattr(config, name) for name in family.open_switches}
@@ -55,11 +51,7 @@ def check_switches(family: Family, config: TransformerConfig) -> None:
 
 
 def check_ids(config: TransformerConfig) -> None:
-    """Checks that the special tokens are in the vocabularies, unless there are none (V = 0).
-
-    Raises:
-      UserError: one is not.
-    """
+    """Raises UserError if a special token is outside the vocabularies, if there are any."""
     for name, given, size in ids_outside(config):
         raise UserError(f"{name}={given} is outside the vocabulary (0 to {size - 1})")
 
@@ -81,11 +73,7 @@ def ids_outside(config: TransformerConfig) -> Iterator[tuple[str, int, int]]:
 
 
 def check_heads(family: Family, config: TransformerConfig) -> None:
-    """Checks that the published code can have heads of these widths.
-
-    Raises:
-      UserError: it cannot.
-    """
+    """Raises UserError if the published code cannot have heads of these widths."""
     if family.head_widths == "equal" and config.value_width != config.key_width:
         raise UserError(
             f"{family.name} has value_dim=head_dim, which is {config.key_width}, not "
@@ -105,11 +93,7 @@ def check_heads(family: Family, config: TransformerConfig) -> None:
 def check_tensors(
     family: Family, rules: Sequence[TensorRule], config: TransformerConfig, tensors: Tensors
 ) -> None:
-    """Checks that a checkpoint has exactly the tensors, shapes and dtype of the map.
-
-    Raises:
-      UserError: it has not; the message names the tensor.
-    """
+    """Raises UserError, naming a tensor, unless a checkpoint has exactly those of the map."""
     shapes = reference_shapes(rules, config)
     buffers = {buffer.name: buffer for buffer in family.buffers(config)}
     # A tied tensor may be omitted only if one of the tensors it is tied to is present.
@@ -140,18 +124,11 @@ def check_tensors(
 
 
 def check_sharing(family: Family, config: TransformerConfig, tensors: Mapping[str, Any]) -> None:
-    """Checks that a module shares no trained tensor where the family has several.
+    """Raises UserError if a module shares a trained tensor where the family has several.
 
     A module whose layers are one object has one gradient for all of them; the family has one for
-    each.
-
-    Args:
-      family: the weight map of the module.
-      config: from `interop.load`.
-      tensors: the module's `state_dict(keep_vars=True)`, in which a shared tensor is one object.
-
-    Raises:
-      UserError: it does; the message names two tensors.
+    each. `tensors` is the module's `state_dict(keep_vars=True)`, where a shared tensor is one
+    object.
     """
     rules = rules_for(family, config, tensors)
     places = {
@@ -172,16 +149,9 @@ def check_sharing(family: Family, config: TransformerConfig, tensors: Mapping[st
 
 
 def check_params(config: TransformerConfig, arrays: Tensors, what: str = "parameter") -> None:
-    """Checks that arrays are exactly the parameters of a configuration.
+    """Raises UserError unless arrays are exactly the parameters of a configuration, and finite.
 
-    Args:
-      config: the configuration.
-      arrays: the arrays by path.
-      what: what the arrays are called in messages.
-
-    Raises:
-      UserError: an array is missing, unexpected, of the wrong shape or dtype, or has a number that
-        is not finite.
+    `what` is what they are called in messages.
     """
     shapes = parameter_shapes(config)
     for path in sorted(shapes.keys() ^ arrays.keys()):
