@@ -16,7 +16,7 @@ from flax.traverse_util import unflatten_dict
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.config.model import DOT_PRODUCT
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.interop.weight_maps import adam_state, mapping, validation
+from flaxformer_mt.interop.weight_maps import mapping, validation
 from flaxformer_mt.interop.weight_maps.adam_state import TrainingState
 from flaxformer_mt.interop.weight_maps.family import Family, sinusoids
 from flaxformer_mt.interop.weight_maps.mapping import CARRIED
@@ -135,7 +135,7 @@ def adapt_training(
     notes = tuple(step.note for step in steps)
     rules = family.rules(conversion.theirs, family.layout_of_params(arrays, {}))
     obstacles = [step.note for step in steps if step.change_moments is None]
-    if adam_state.paths_without_moments(rules):
+    if not all(rule.rearranges for rule in rules):
         obstacles.append(f"{family.name} computes some parameters from others")
     if state.adam is not None and CARRIED in state.adam.mean:
         obstacles.append("some of them are carried")

@@ -8,6 +8,7 @@ the model's `config.json`; without them give `num_heads`, and `activation`, `sca
 `pad_id` and `eos_id` if they are not those of OPUS-MT.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -70,16 +71,22 @@ def _sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
 
 def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     tensors, settings = checkpoint.tensors, checkpoint.settings
-    fairseq.check_equal_heads(settings)
     ties_source = SHARED in tensors or checkpoint.same(SOURCE, TARGET)
     target = TARGET if TARGET in tensors else SHARED
     ties_output = OUTPUT not in tensors or checkpoint.same(OUTPUT, target)
     fields: dict[str, Any] = {"tie_embeddings": TYINGS[ties_source, ties_output]}
     if TABLES[0] in tensors:
         fields["max_length"] = checkpoint.size((TABLES[0], 0))
-    fields |= fields_of_settings(settings, FIELDS_OF_SETTINGS)
-    fields |= activation_of_settings(settings, "activation_function", ACTIVATIONS)
-    return fields
+    return fields | fields_of_config(settings)
+
+
+def fields_of_config(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the configuration fields that `config.json` has."""
+    fairseq.check_equal_heads(settings)
+    return {
+        **fields_of_settings(settings, FIELDS_OF_SETTINGS),
+        **activation_of_settings(settings, "activation_function", ACTIVATIONS),
+    }
 
 
 def _embeddings(config: TransformerConfig) -> list[TensorRule]:

@@ -14,11 +14,7 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
 from flaxformer_mt.interop.families import fairseq, marian
 from flaxformer_mt.interop.families.marian import BIAS, LAYERS, OUTPUT, SHARED, SOURCE, TARGET
-from flaxformer_mt.interop.weight_maps.family import (
-    Family,
-    activation_of_settings,
-    fields_of_settings,
-)
+from flaxformer_mt.interop.weight_maps.family import Family
 from flaxformer_mt.interop.weight_maps.layers import stack_norms
 from flaxformer_mt.interop.weight_maps.rules import TensorRule, same, tied
 
@@ -27,16 +23,6 @@ TABLES = (SHARED, SOURCE, TARGET, OUTPUT)
 POSITIONS = "embed_positions.weight"
 _UNUSED_POSITIONS = 2
 """Rows at the beginning of the position tables that nothing reads."""
-
-
-def guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
-    """Returns the fields that follow from the settings of `config.json`."""
-    settings = checkpoint.settings
-    fairseq.check_equal_heads(settings)
-    return {
-        **fields_of_settings(settings, marian.FIELDS_OF_SETTINGS),
-        **activation_of_settings(settings, "activation_function", marian.ACTIVATIONS),
-    }
 
 
 def sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
@@ -53,7 +39,7 @@ def sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
 def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     has_final_norm = checkpoint.has_any(".encoder.layer_norm.weight")
     tables = [(f"model.{stack}.{POSITIONS}", 0) for stack in ("encoder", "decoder")]
-    return guess(checkpoint) | {
+    return marian.fields_of_config(checkpoint.settings) | {
         "norm_position": "pre" if has_final_norm else "post",
         "max_length": checkpoint.size(*tables) - _UNUSED_POSITIONS,
     }

@@ -26,8 +26,7 @@ from flaxformer_mt.interop import checkpoint_files, families
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint, Tensors
 from flaxformer_mt.interop.weight_maps import checkpoints, mapping, validation
 from flaxformer_mt.interop.weight_maps.family import Family
-from flaxformer_mt.interop.weight_maps.mapping import CARRIED
-from flaxformer_mt.interop.weight_maps.rules import TensorRule
+from flaxformer_mt.interop.weight_maps.mapping import CARRIED, WeightMap
 
 MEAN, VARIANCE = "exp_avg", "exp_avg_sq"
 
@@ -87,7 +86,7 @@ def load_training(
         if checkpoint.optimizer is None:
             return TrainingState(config, params, None)
         adam = _read(family, config, checkpoint)
-    paths = paths_without_moments(mapping.rules_for(family, config, checkpoint.tensors))
+    paths = WeightMap.of_tensors(family, config, checkpoint.tensors).mixed
     notes = (
         f"Adam's moments of {', '.join(paths)} start at zero: {family.name} computes these "
         "parameters from others, whose moments are carried",
@@ -145,16 +144,11 @@ def save(
     checkpoint_files.write_torch(Path(path), {**parts, family.optimizer_key: optimizer})
 
 
-def paths_without_moments(rules: Sequence[TensorRule]) -> list[str]:
-    """Returns our parameters whose moments are not a rearrangement of the reference's."""
-    return [path for rule in rules if not rule.rearranges for path in rule.ours]
-
-
 def _read(family: Family, config: TransformerConfig, checkpoint: PublishedCheckpoint) -> AdamState:
     groups, state = _groups_and_state(checkpoint.optimizer)
     groups = [_without_prefix(group, checkpoint.prefix) for group in groups]
-    rules = mapping.rules_for(family, config, checkpoint.tensors)
-    parameters = _parameters(family, rules, config, checkpoint.tensors)
+    weight_map = WeightMap.of_tensors(family, config, checkpoint.tensors)
+    parameters = _parameters(weight_map, checkpoint.tensors)
     names = _names_by_index(groups, parameters)
     if names is None:
         raise UserError(
@@ -165,7 +159,7 @@ def _read(family: Family, config: TransformerConfig, checkpoint: PublishedCheckp
         if index not in names:
             raise UserError(f"entry {index} of the optimizer's state is unexpected")
         entries[names[index]] = entry
-    shapes = mapping.reference_shapes(rules, config)
+    shapes = weight_map.shapes()
     moments = {
         kind: {
             name: _moment(kind, name, entry, shapes.get(name), config)
@@ -179,8 +173,8 @@ def _read(family: Family, config: TransformerConfig, checkpoint: PublishedCheckp
     step, step_type = _steps(entries)
     return AdamState(
         step,
-        _to_ours(rules, config, moments[MEAN]),
-        _to_ours(rules, config, moments[VARIANCE]),
+        _to_ours(weight_map, moments[MEAN]),
+        _to_ours(weight_map, moments[VARIANCE]),
         {"param_groups": groups, "step_type": step_type, "parameters": [*parameters]},
     )
 
@@ -203,21 +197,20 @@ def _without_prefix(group: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
     return {**group, "param_names": [str(name).removeprefix(prefix) for name in names]}
 
 
-def _parameters(
-    family: Family, rules: Sequence[TensorRule], config: TransformerConfig, tensors: Tensors
-) -> dict[str, bool]:
+def _parameters(weight_map: WeightMap, tensors: Tensors) -> dict[str, bool]:
     """Returns the reference's parameters in PyTorch's order, and whether each is trained."""
-    buffers = {buffer.name: buffer.is_parameter for buffer in family.buffers(config)}
-    names = {name for _, _, theirs in mapping.applications(rules, config) for name in theirs}
+    family = weight_map.family
+    buffers = {buffer.name: buffer.is_parameter for buffer in family.buffers(weight_map.config)}
+    names = {name for _, _, theirs in weight_map.applications() for name in theirs}
     listed = mapping.in_order(family, names | buffers.keys())
     is_complete = tensors.keys() >= {name for name in listed if buffers.get(name, True)}
     # A file is in the order of the model that wrote it. If that is the published order, so is the
     # place of a parameter that the file omits.
     if is_complete or [*tensors] != mapping.in_order(family, tensors):
         listed = [*tensors, *(name for name in listed if name not in tensors)]
-    unread = mapping.unread(rules, config)
-    trained = {name: name not in buffers and name not in unread for name in listed}
-    for rule, _, theirs in mapping.applications(rules, config):
+    untrained = buffers.keys() | weight_map.unread
+    trained = {name: name not in untrained for name in listed}
+    for rule, _, theirs in weight_map.applications():
         if rule.tied:
             for name in sorted(theirs, key=listed.index)[1:]:
                 del trained[name]
@@ -236,14 +229,13 @@ def _in_order_of_parameters(
     They are returned as they are if that is their order already, or if the reference has other
     parameters than `names`, which may be anything: our own files have them.
     """
-    rules = mapping.rules_for(family, config, tensors)
-    if not isinstance(names, list) or [*_parameters(family, rules, config, tensors)] == names:
+    weight_map = WeightMap.of_tensors(family, config, tensors)
+    if not isinstance(names, list) or [*_parameters(weight_map, tensors)] == names:
         return tensors
     ranks = {str(name): rank for rank, name in enumerate(names)}
     listed = sorted(tensors, key=lambda name: ranks.get(name, len(ranks)))
     ordered = {name: tensors[name] for name in listed}
-    fits = [*_parameters(family, rules, config, ordered)] == names
-    return ordered if fits else tensors
+    return ordered if [*_parameters(weight_map, ordered)] == names else tensors
 
 
 def _names_by_index(
@@ -313,39 +305,28 @@ def _count(name: str, step: Any) -> np.ndarray:
     return count
 
 
-def _to_ours(
-    rules: Sequence[TensorRule], config: TransformerConfig, moments: Tensors
-) -> dict[str, Any]:
-    rearranging = [rule for rule in rules if rule.rearranges]
-    shapes = mapping.reference_shapes(rules, config)
-    zeros = {name: np.zeros(shape, config.param_dtype) for name, shape in shapes.items()}
-    arrays = mapping.from_reference(
-        rearranging, config, zeros | mapping.with_ties(rearranging, config, moments)
-    )
-    ours = mapping.parameter_shapes(config)
-    arrays |= {
-        path: np.zeros(ours[path], config.param_dtype) for path in paths_without_moments(rules)
-    }
+def _to_ours(weight_map: WeightMap, moments: Tensors) -> dict[str, Any]:
+    dtype, rearranging = weight_map.config.param_dtype, weight_map.rearranging
+    zeros = {name: np.zeros(shape, dtype) for name, shape in weight_map.shapes().items()}
+    arrays = rearranging.to_ours(zeros | rearranging.with_ties(moments))
+    shapes = mapping.parameter_shapes(weight_map.config)
+    arrays |= {path: np.zeros(shapes[path], dtype) for path in weight_map.mixed}
     tree = unflatten_dict(arrays, sep="/")
-    returned = _to_theirs(rules, config, arrays)
+    returned = _to_theirs(weight_map, arrays)
     carried = {name: moment for name, moment in moments.items() if name not in returned}
     return tree | {CARRIED: carried} if carried else tree
 
 
-def _to_theirs(
-    rules: Sequence[TensorRule], config: TransformerConfig, arrays: Tensors
-) -> dict[str, np.ndarray]:
-    rearranging = [rule for rule in rules if rule.rearranges]
-    moments = mapping.written(rearranging, config, arrays)
-    unread = mapping.unread(rules, config)
-    return {name: moment for name, moment in moments.items() if name not in unread}
+def _to_theirs(weight_map: WeightMap, arrays: Tensors) -> dict[str, np.ndarray]:
+    moments, unread = weight_map.rearranging.to_theirs(arrays), weight_map.unread
+    return {name: moment for name, moment in moments if name not in unread}
 
 
 def _to_state_dict(
     family: Family, config: TransformerConfig, tensors: Tensors, adam: AdamState
 ) -> dict[str, Any]:
-    rules = mapping.rules_for(family, config, tensors)
-    parameters = _parameters(family, rules, config, tensors)
+    weight_map = WeightMap.of_tensors(family, config, tensors)
+    parameters = _parameters(weight_map, tensors)
     groups = list(adam.settings.get("param_groups", [DEFAULT_GROUP | {"params": []}]))
     names = _names_by_index(groups, parameters)
     if names is None:
@@ -353,8 +334,8 @@ def _to_state_dict(
         names = dict(enumerate(parameters))
         options = {key: value for key, value in groups[0].items() if key != "param_names"}
         groups = [options | {"params": list(names)}]
-    mean = _moments_by_name(family, rules, config, adam.mean, "mean")
-    variance = _moments_by_name(family, rules, config, adam.variance, "variance")
+    mean = _moments_by_name(weight_map, adam.mean, "mean")
+    variance = _moments_by_name(weight_map, adam.variance, "variance")
     step_type = adam.settings.get("step_type", "float32")
     step = adam.step if step_type == "int" else np.array(adam.step, step_type)
     state = {
@@ -366,19 +347,15 @@ def _to_state_dict(
 
 
 def _moments_by_name(
-    family: Family,
-    rules: Sequence[TensorRule],
-    config: TransformerConfig,
-    tree: Mapping[str, Any],
-    what: str,
+    weight_map: WeightMap, tree: Mapping[str, Any], what: str
 ) -> dict[str, np.ndarray]:
     arrays = mapping.by_path(tree)
-    validation.check_params(config, arrays, f"Adam's {what} of")
+    validation.check_params(weight_map.config, arrays, f"Adam's {what} of")
     carried = {name: np.asarray(moment) for name, moment in tree.get(CARRIED, {}).items()}
-    for path in paths_without_moments(rules):
+    for path in weight_map.mixed:
         if not carried or arrays[path].any():
             raise UserError(
-                f"Adam's {what} of {path} cannot be written for {family.name}, which computes this "
-                "parameter from others: save without adam"
+                f"Adam's {what} of {path} cannot be written for {weight_map.family.name}, which "
+                "computes this parameter from others: save without adam"
             )
-    return carried | _to_theirs(rules, config, arrays)
+    return carried | _to_theirs(weight_map, arrays)

@@ -17,7 +17,7 @@ from flaxformer_mt.interop import checkpoint_files, families
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint, identical
 from flaxformer_mt.interop.weight_maps import mapping, validation
 from flaxformer_mt.interop.weight_maps.family import Family
-from flaxformer_mt.interop.weight_maps.mapping import CARRIED
+from flaxformer_mt.interop.weight_maps.mapping import CARRIED, WeightMap
 
 WRAPPER_PREFIXES = ("module.", "_orig_mod.", "model.")
 """What wrappers of a module put before all names of its tensors: `torch.nn.DataParallel` and
@@ -107,11 +107,9 @@ def from_checkpoint(
 ) -> tuple[TransformerConfig, dict[str, Any]]:
     """Returns the configuration and the parameters, with carried tensors; errors as of `load`."""
     config = configure(family, checkpoint, overrides)
-    rules = mapping.rules_for(family, config, checkpoint.tensors)
-    validation.check_tensors(family, rules, config, checkpoint.tensors)
-    arrays = mapping.from_reference(
-        rules, config, mapping.with_ties(rules, config, checkpoint.tensors)
-    )
+    weight_map = WeightMap.of_tensors(family, config, checkpoint.tensors)
+    validation.check_tensors(weight_map, checkpoint.tensors)
+    arrays = weight_map.to_ours(checkpoint.tensors)
     returned = mapping.to_reference(family, config, arrays, {})
     carried = {
         name: tensor
@@ -191,17 +189,16 @@ def differentiable(
       UserError: a parameter of the reference is missing from the names.
     """
     family = families.find(family)
-    rules = mapping.rules_for(family, config, names)
-    shapes = mapping.reference_shapes(rules, config)
+    weight_map = WeightMap.of_tensors(family, config, names)
+    shapes = weight_map.shapes()
     constants = {name: np.zeros(shapes[name], config.param_dtype) for name in family.constants}
-    known = mapping.with_ties(rules, config, constants | dict.fromkeys(names))
+    known = weight_map.with_ties(constants | dict.fromkeys(names))
     for name in shapes:
         if name not in known:
             raise _missing(family, name, shapes, names)
 
     def to_ours(tensors: Mapping[str, Any]) -> dict[str, Any]:
-        complete = mapping.with_ties(rules, config, constants | dict(tensors))
-        return unflatten_dict(mapping.from_reference(rules, config, complete), sep="/")
+        return unflatten_dict(weight_map.to_ours(constants | dict(tensors)), sep="/")
 
     return to_ours
 

@@ -1,7 +1,7 @@
 """Checks configurations, published tensors and parameters against a family's weight map."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,14 +10,7 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.checkpoint_files import Tensors, identical
 from flaxformer_mt.interop.weight_maps.family import Family
-from flaxformer_mt.interop.weight_maps.mapping import (
-    applications,
-    parameter_shapes,
-    reference_shapes,
-    rules_for,
-    with_ties,
-)
-from flaxformer_mt.interop.weight_maps.rules import TensorRule
+from flaxformer_mt.interop.weight_maps.mapping import WeightMap, parameter_shapes
 
 FREE_FIELDS = frozenset({
     "source_vocab_size", "target_vocab_size", "d_model", "num_heads", "head_dim", "value_dim",
@@ -90,14 +83,12 @@ def check_heads(family: Family, config: TransformerConfig) -> None:
             )
 
 
-def check_tensors(
-    family: Family, rules: Sequence[TensorRule], config: TransformerConfig, tensors: Tensors
-) -> None:
+def check_tensors(weight_map: WeightMap, tensors: Tensors) -> None:
     """Raises UserError, naming a tensor, unless a checkpoint has exactly those of the map."""
-    shapes = reference_shapes(rules, config)
+    family, config, shapes = weight_map.family, weight_map.config, weight_map.shapes()
     buffers = {buffer.name: buffer for buffer in family.buffers(config)}
     # A tied tensor may be omitted only if one of the tensors it is tied to is present.
-    omitted = family.omitted(config) & (with_ties(rules, config, tensors).keys() | buffers.keys())
+    omitted = family.omitted(config) & (weight_map.with_ties(tensors).keys() | buffers.keys())
     for name in [*shapes, *buffers]:
         if name not in tensors and name not in omitted:
             raise UserError(f"tensor {name} is missing")
@@ -116,7 +107,7 @@ def check_tensors(
                 f"tensor {name} is not the table of d_model={config.d_model} and "
                 f"position_base={config.position_base}: give position_base=... if it has another"
             )
-    for rule, _, theirs in applications(rules, config):
+    for rule, _, theirs in weight_map.applications():
         present = [name for name in theirs if name in tensors] if rule.tied else []
         for name in present:
             if not identical(tensors[name], tensors[present[0]]):
@@ -130,10 +121,10 @@ def check_sharing(family: Family, config: TransformerConfig, tensors: Mapping[st
     each. `tensors` is the module's `state_dict(keep_vars=True)`, where a shared tensor is one
     object.
     """
-    rules = rules_for(family, config, tensors)
+    weight_map = WeightMap.of_tensors(family, config, tensors)
     places = {
         name: (theirs if rule.tied else (name,))
-        for rule, _, theirs in applications(rules, config)
+        for rule, _, theirs in weight_map.applications()
         for name in theirs
     }
     first: dict[int, str] = {}
