@@ -119,12 +119,8 @@ def write(
 ) -> tuple[str, ...]:
     """Writes a folder that transformers loads, atomically.
 
-    Returns:
-      The changes to the weights, and the unsupported search options, in one line each.
-
-    Raises:
-      UserError: the model cannot be converted to the family's mathematics, or the folder exists or
-        cannot be written.
+    Returns the changes to the weights, and the unsupported search options, in one line each;
+    UserError if the model cannot be converted to the family's mathematics.
     """
     hub = HUB_FAMILIES[family]
     model, params = bundle.config.model, bundle.params

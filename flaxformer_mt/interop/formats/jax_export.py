@@ -47,14 +47,8 @@ def write(bundle: ModelBundle, folder: Path, accepted: Collection[str] = ()) -> 
     """Writes a folder that can be used without this package, atomically.
 
     It contains the functions of `SIGNATURES`, the parameters (.npz), the SentencePiece models,
-    `metadata.json` with vocabularies and special tokens, and `server.py`.
-
-    Returns:
-      No notes, since nothing is changed.
-
-    Raises:
-      UserError: the model has no encoder, flatbuffers is not installed, or the folder exists or
-        cannot be written.
+    `metadata.json` with vocabularies and special tokens, and `server.py`. UserError if the model
+    has no encoder, or flatbuffers is not installed.
     """
     try:
         import flatbuffers  # noqa: F401

@@ -68,11 +68,8 @@ class _Item(NamedTuple):
 def read(path: Path) -> PublishedCheckpoint:
     """Reads a model: its tensors in float32, by Marian's names, and its options.
 
-    Quantized matrices are dequantized.
-
-    Raises:
-      UserError: the file does not exist, is damaged or of another kind, has no options, or has a
-        matrix in a processor-specific layout.
+    Quantized matrices are dequantized. UserError if the file is damaged or of another kind, has no
+    options, or has a matrix in a processor-specific layout.
     """
     start = first_bytes(path)
     if start.startswith(b"PK"):
@@ -95,10 +92,9 @@ def write_npz(path: Path, tensors: Mapping[str, np.ndarray], options: Mapping[st
 
 
 def parse_yaml(content: bytes) -> Any:
-    """Parses YAML that is not nested deeply and has no aliases, which multiply its size.
+    """Parses at most `MAX_YAML_BYTES` of YAML.
 
-    Raises:
-      UserError: it is not YAML, is nested deeply, has aliases, or more than `MAX_YAML_BYTES`.
+    UserError if it is damaged, nested deeply, or has aliases, which multiply its size.
     """
     if len(content) > MAX_YAML_BYTES:
         raise UserError(f"more than {MAX_YAML_BYTES:,} bytes of YAML")

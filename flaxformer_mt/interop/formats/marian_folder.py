@@ -70,12 +70,7 @@ def read(
 def write(bundle: ModelBundle, folder: Path, accepted: Collection[str] = ()) -> tuple[str, ...]:
     """Writes a folder for Marian's decoder: a float32 model, vocabularies, options.
 
-    Returns:
-      A line about each search option that Marian does not support.
-
-    Raises:
-      UserError: the model or its vocabulary is not supported by Marian, or the folder exists or
-        cannot be written.
+    Returns a line about each unsupported search option; UserError if Marian cannot run the model.
     """
     model, tokenizers = bundle.config.model, bundle.tokenizers
     tensors = checkpoints.to_state_dict(FAMILY, model, bundle.params)

@@ -125,14 +125,10 @@ def from_checkpoint(
 def configure(
     family: Family, checkpoint: PublishedCheckpoint, overrides: dict[str, Any]
 ) -> TransformerConfig:
-    """Returns the configuration of a checkpoint.
+    """Returns the configuration of a checkpoint; errors as of `load`.
 
     In decreasing precedence, fields come from the shapes of the tensors, the overrides, the
     checkpoint's settings, and the family's preset.
-
-    Raises:
-      UserError: the number of heads is unknown, or an override or setting contradicts the tensors
-        or the family, or a special token is outside the vocabulary.
     """
     if not checkpoint.tensors:
         raise UserError("it contains no tensors")
@@ -204,12 +200,10 @@ def differentiable(
 
 
 def check_module(family: Family, config: TransformerConfig, tensors: Mapping[str, Any]) -> None:
-    """Checks that a module can be compared by its tensors' names, after `load` of its state dict.
+    """Raises UserError if a module cannot be compared by its tensors' names, after `load`.
 
-    `tensors` is the module's `state_dict(keep_vars=True)`.
-
-    Raises:
-      UserError: the module is a wrapper, or shares a trained tensor where the family has several.
+    It is a wrapper, or shares a trained tensor where the family has several. `tensors` is its
+    `state_dict(keep_vars=True)`.
     """
     differentiable(family, config, tensors)
     validation.check_sharing(family, config, tensors)
@@ -238,8 +232,7 @@ def to_state_dict(
     """Returns the reference's state dict for our parameters, in the reference's order.
 
     Raises:
-      UserError: the configuration is not the family's, a special token is outside the vocabulary,
-        or the parameters do not match the configuration.
+      UserError: the configuration or the parameters are not the family's.
     """
     validation.check_switches(family, config)
     validation.check_ids(config)

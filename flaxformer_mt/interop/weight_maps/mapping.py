@@ -151,11 +151,8 @@ def to_reference(
 ) -> dict[str, np.ndarray]:
     """Returns the reference's tensors by name, given ours by path.
 
-    A carried tensor is used if it is consistent with `arrays`.
-
-    Raises:
-      UserError: the family has no counterpart for one of our parameters, or needs one that is
-        missing.
+    A carried tensor is used if it is consistent with `arrays`. UserError if the family has no
+    counterpart for one of our parameters, or needs one that is missing.
     """
     tensors: dict[str, np.ndarray] = {}
     rules = family.rules(config, family.layout_of_params(arrays, carried))
