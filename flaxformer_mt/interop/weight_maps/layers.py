@@ -76,8 +76,10 @@ class Layers:
         return head_width(rows, num_heads)
 
     def _module_rules(self, config: TransformerConfig, stack: str, module: str) -> list[TensorRule]:
-        names = self.modules | self.encoder_modules if stack == "encoder" else self.modules
-        ours, theirs = f"{stack}/layers/{module}", getattr(self, stack) + names[module]
+        name = self.modules[module]
+        if stack == "encoder":
+            name = self.encoder_modules.get(module, name)
+        ours, theirs = f"{stack}/layers/{module}", getattr(self, stack) + name
         if ours.endswith("norm"):
             return self.norm(ours, theirs)
         if not ours.endswith("attention"):
