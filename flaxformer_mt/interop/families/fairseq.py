@@ -173,6 +173,11 @@ def _scalar(value: float, rows: int) -> np.ndarray:
     return np.full(1, value)
 
 
+def _omitted(config: TransformerConfig) -> frozenset[str]:
+    output = {OUTPUT} if config.shares_target_and_output else set()
+    return frozenset(output | {buffer.name for buffer in _buffers(config)})
+
+
 FAMILY = Family(
     name="fairseq",
     sizes=_sizes,
@@ -188,6 +193,6 @@ FAMILY = Family(
         "encoder", "decoder", "version", "embed_tokens", "embed_positions", "_float_tensor",
         "layernorm_embedding", *LAYER_ORDER, "layer_norm", "output_projection", "weight", "bias",
     ),
-    omits_copies=True,
+    omitted=_omitted,
     optimizer_key="last_optimizer_state",
 )  # fmt: skip

@@ -35,5 +35,5 @@ FAMILY = Family(
         "model", "shared", "encoder", "decoder", "embed_tokens", *LAYER_ORDER, "layer_norm",
         "lm_head", "weight", "bias",
     ),
-    omits_copies=True,
+    omitted=lambda config: frozenset(TABLES),
 )  # fmt: skip

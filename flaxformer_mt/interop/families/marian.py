@@ -118,6 +118,15 @@ def _buffers(config: TransformerConfig) -> list[Buffer]:
     return [Buffer(name, table, rows=config.max_length, is_parameter=True) for name in TABLES]
 
 
+def _omitted(config: TransformerConfig) -> frozenset[str]:
+    names = {*TABLES}
+    if config.shares_source_and_target:
+        names |= {SOURCE, TARGET}
+    if config.shares_target_and_output:
+        names.add(OUTPUT)
+    return frozenset(names)
+
+
 FAMILY = Family(
     name="marian",
     sizes=_sizes,
@@ -130,6 +139,6 @@ FAMILY = Family(
         BIAS, "model", "shared", "encoder", "decoder", "embed_tokens", "embed_positions",
         *fairseq.LAYER_ORDER, "lm_head", "weight", "bias",
     ),
-    omits_copies=True,
+    omitted=_omitted,
     constants=frozenset({BIAS}),
 )  # fmt: skip

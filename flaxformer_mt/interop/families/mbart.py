@@ -68,6 +68,6 @@ FAMILY = Family(
         BIAS, "model", "shared", "encoder", "decoder", "embed_tokens", "embed_positions",
         *fairseq.LAYER_ORDER, "layernorm_embedding", "layer_norm", "lm_head", "weight", "bias",
     ),
-    omits_copies=True,
+    omitted=lambda config: frozenset(TABLES),
     constants=frozenset({BIAS}),
 )  # fmt: skip

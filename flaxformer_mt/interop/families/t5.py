@@ -153,6 +153,11 @@ def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
     ]
 
 
+def _omitted(config: TransformerConfig) -> frozenset[str]:
+    output = {OUTPUT} if config.shares_target_and_output else set()
+    return frozenset({SHARED, SOURCE, TARGET} | output)
+
+
 def _layout(names: Collection[str]) -> str:
     return _UNREAD if _UNREAD in names else ""
 
@@ -173,7 +178,7 @@ FAMILY = Family(
         "EncDecAttention", "q", "k", "v", "o", "relative_attention_bias", "DenseReluDense", "wi",
         "wi_0", "wi_1", "wo", "layer_norm", "final_layer_norm", "lm_head", "weight",
     ),
-    omits_copies=True,
+    omitted=_omitted,
     layout_of_tensors=_layout,
     layout_of_params=lambda arrays, carried: _layout(carried),
 )  # fmt: skip

@@ -44,6 +44,9 @@ _CARRIED_FILE = "carried.safetensors"
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _INDEX = ".index.json"
 
+# All but one of tied tensors are omitted; this is the one.
+_WRITTEN = {"model.shared.weight", "shared.weight"}
+
 
 def read(
     folder: Path, overrides: Mapping[str, Any] | None = None, family: str = "marian"
@@ -299,9 +302,8 @@ def _carried(
 ) -> tuple[dict[str, np.ndarray], str]:
     if _CARRIED_FILE in kept:
         return _parse_carried(kept[_CARRIED_FILE])
-    # Hugging Face omits computed tables and all but the first name of tied tensors.
-    written = {rule.theirs[0] for rule in hub.family.rules(model, "") if rule.tied}
-    omitted = hub.family.omitted(model) - written
+    # Hugging Face omits computed tables and all but one of tied tensors.
+    omitted = hub.family.omitted(model) - _WRITTEN
     # For Marian, transformers 5 ties source and target only together with the output.
     if hub.family is marian.FAMILY and model.tie_embeddings == "source_target":
         omitted = frozenset(marian.TABLES)

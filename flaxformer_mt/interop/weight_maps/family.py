@@ -78,8 +78,9 @@ class Family:
     order: tuple[str, ...] = ()
     """The components of names, in the order in which the published modules define them. PyTorch
     numbers parameters in this order, and optimizer states refer to these numbers."""
-    omits_copies: bool = False
-    """Whether published writers may omit buffers, and all but one of tied tensors."""
+    omitted: Callable[[TransformerConfig], frozenset[str]] = lambda config: frozenset()
+    """Returns the names that published writers may omit: buffers, and all but one of tied
+    tensors."""
     constants: frozenset[str] = frozenset()
     """Names in `rules` that PyTorch does not list among the parameters: never trained, and zero
     unless present in the checkpoint."""
@@ -101,15 +102,6 @@ class Family:
             return preset(self.name, **fields)
         check_fields(fields)
         return self.preset(**fields)
-
-    def omitted(self, config: TransformerConfig) -> frozenset[str]:
-        """Returns the names that published writers may omit; of tied tensors, all but one."""
-        if not self.omits_copies:
-            return frozenset()
-        tied = [
-            rule.theirs for rule in self.rules(config, "") if len(rule.theirs) > 1 and rule.tied
-        ]
-        return frozenset().union(*tied, (buffer.name for buffer in self.buffers(config)))
 
 
 def sinusoids(config: TransformerConfig) -> Callable[[int], np.ndarray]:
