@@ -14,7 +14,8 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop import convert
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint, Tensors
-from flaxformer_mt.interop.weight_maps import checkpoints, mapping, validation
+from flaxformer_mt.interop.weight_maps import checkpoints, validation
+from flaxformer_mt.interop.weight_maps.mapping import WeightMap
 from flaxformer_mt.parity import references
 from flaxformer_mt.parity.model_pair import Tables
 from flaxformer_mt.presets import canonical_family, check_fields
@@ -36,8 +37,8 @@ class PublishedModel:
         """Returns the configuration with `overrides`, which cannot be sizes."""
         config = self.unchecked(overrides)
         with checkpoints.error_context(self.source, self.family.name):
-            rules = mapping.rules_for(self.family, config, self.tensors)
-            validation.check_tensors(self.family, rules, config, self.tensors)
+            weight_map = WeightMap.of_tensors(self.family, config, self.tensors)
+            validation.check_tensors(weight_map, self.tensors)
         return config
 
     def unchecked(self, overrides: Mapping[str, Any]) -> TransformerConfig:
