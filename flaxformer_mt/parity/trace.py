@@ -27,6 +27,7 @@ hooks, and from a dispatch mode for operations between modules. Neither model ne
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -53,73 +54,59 @@ class Site(NamedTuple):
 
     name: str
     path: str
-    call: int
+    call: int = 0
     """Index among the values recorded at the path."""
-    layer: int | None
+    layer: int | None = None
     """Index into the leading axis L; None outside of the stacks."""
 
 
 def sites(config: TransformerConfig) -> list[Site]:
     """Returns every site of a model except the logits, in the order of computation."""
-    found: list[Site] = []
-    attentions: tuple[str, ...] = ("self_attention",)
-    if config.has_inputs:
-        shared = config.shares_source_and_target
-        table = "target_embedding" if shared else "source_embedding"
-        found += _embedding_sites("source", "encoder", table, 0, 0, config)
-        for layer in range(config.num_encoder_layers):
-            found += _layer_sites("encoder", attentions, layer, config)
-        found += _norm_on_top("encoder", config)
-        found += _embedding_sites("target", "decoder", "target_embedding", int(shared), 1, config)
-        attentions = ("self_attention", "cross_attention")
-    else:
-        found += _embedding_sites("target", "decoder", "target_embedding", 0, 0, config)
-    for layer in range(config.num_decoder_layers):
-        found += _layer_sites("decoder", attentions, layer, config)
-    return found + _norm_on_top("decoder", config)
+    if not config.has_inputs:
+        return _stack_sites("target", "decoder", "target_embedding", 0, config)
+    shared = config.shares_source_and_target
+    table = "target_embedding" if shared else "source_embedding"
+    source = _stack_sites("source", "encoder", table, 0, config)
+    return source + _stack_sites("target", "decoder", "target_embedding", int(shared), config)
 
 
-def _embedding_sites(
-    side: str, stack: str, table: str, call: int, dropout_call: int, config: TransformerConfig
+def _stack_sites(
+    side: str, stack: str, table: str, call: int, config: TransformerConfig
 ) -> list[Site]:
-    if not config.target_vocab_size:  # Bare layers take vectors.
-        return []
-    found = [Site(f"{side}/embedding", f"{table}/__call__", call, None)]
-    if POSITION_KINDS[config.position_kind].encoding is not None:
-        found.append(Site(f"{side}/embedded", "embedding_dropout/__call__", dropout_call, None))
-    if config.embedding_norm:
-        norm = f"{stack}/embedding_norm"
-        found.append(Site(norm, f"{norm}/__call__", 0, None))
+    found = []
+    if config.target_vocab_size:  # Bare layers take vectors.
+        found.append(Site(f"{side}/embedding", f"{table}/__call__", call))
+        if POSITION_KINDS[config.position_kind].encoding is not None:
+            call = int(stack == "decoder" and config.has_inputs)
+            found.append(Site(f"{side}/embedded", "embedding_dropout/__call__", call))
+        if config.embedding_norm:
+            found.append(Site(f"{stack}/embedding_norm", f"{stack}/embedding_norm/__call__"))
+    in_encoder = stack == "encoder"
+    for layer in range(config.num_encoder_layers if in_encoder else config.num_decoder_layers):
+        found += _layer_sites(stack, layer, config)
+    if config.final_norm:
+        found.append(Site(f"{stack}/final_norm", f"{stack}/final_norm/__call__"))
     return found
 
 
-def _norm_on_top(stack: str, config: TransformerConfig) -> list[Site]:
-    norm = f"{stack}/final_norm"
-    return [Site(norm, f"{norm}/__call__", 0, None)] if config.final_norm else []
-
-
-def _layer_sites(
-    stack: str, attentions: tuple[str, ...], layer: int, config: TransformerConfig
-) -> list[Site]:
+def _layer_sites(stack: str, layer: int, config: TransformerConfig) -> list[Site]:
     ours, name = f"{stack}/layers", f"{stack}/layers/{layer}"
-    sublayers = (*attentions, "feed_forward")
-    found = []
-    for sublayer, following in zip(sublayers, (*sublayers[1:], None), strict=True):
-        norm = Site(f"{name}/{sublayer}_norm", f"{ours}/{sublayer}_norm/__call__", 0, layer)
-        if config.norm_position == "post":
-            path = f"{ours}/{sublayer}_norm/input"
-        else:
-            path = f"{ours}/{following}_norm/input" if following else f"{ours}/__call__"
-        residual = Site(f"{name}/{sublayer}_sum", path, 0, layer)
-        inside = _ATTENTION
-        if sublayer == "feed_forward":
-            inside = _GATED_FEED_FORWARD if config.feed_forward_gate else _FEED_FORWARD
-        parts = [
+    attentions = ["self_attention"]
+    if stack == "decoder" and config.has_inputs:
+        attentions.append("cross_attention")
+    is_pre, found = config.norm_position == "pre", []
+    for sublayer, following in itertools.pairwise([*attentions, "feed_forward", None]):
+        parts = _FEED_FORWARD if sublayer == "feed_forward" else _ATTENTION
+        inside = [
             Site(f"{name}/{sublayer}/{part}", f"{ours}/{sublayer}/{path}", 0, layer)
-            for part, path in inside.items()
+            for part, path in parts.items()
+            if part != "gate" or config.feed_forward_gate
         ]
-        pre = config.norm_position == "pre"
-        found += [norm, *parts, residual] if pre else [*parts, residual, norm]
+        reader = following if is_pre else sublayer
+        path = f"{ours}/{reader}_norm/input" if reader else f"{ours}/__call__"
+        residual = Site(f"{name}/{sublayer}_sum", path, 0, layer)
+        norm = Site(f"{name}/{sublayer}_norm", f"{ours}/{sublayer}_norm/__call__", 0, layer)
+        found += [norm, *inside, residual] if is_pre else [*inside, residual, norm]
     return [*found, Site(name, f"{ours}/__call__", 0, layer)]
 
 
@@ -134,10 +121,10 @@ _ATTENTION = {
 }
 _FEED_FORWARD = {
     "hidden": "hidden/__call__",
+    "gate": "gate/__call__",
     "activated": "dropout/__call__",
     "output": "output/__call__",
 }
-_GATED_FEED_FORWARD = {"hidden": "hidden/__call__", "gate": "gate/__call__"} | _FEED_FORWARD
 
 
 def values_of_model(config: TransformerConfig, intermediates: Mapping[str, Any]) -> Values:
