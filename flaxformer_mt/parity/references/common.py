@@ -41,11 +41,14 @@ class EncoderDecoder(nn.Module):
 
     attention: type[nn.Module]
     """The class of the attention modules, which return the context and the weights."""
-    pad_id: int
     encoder: Any
     """Takes (source [B, S], its mask [B, 1, S])."""
     decoder: Any
     """Takes (target [B, T], its mask [B, T, T], the encoder's output, the source's mask)."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.pad_id = config.pad_id
 
     def forward(
         self, source: Tensor, target_input: Tensor, *masks: Tensor, return_attention: bool = False
@@ -101,6 +104,13 @@ def _attention_weights(model: EncoderDecoder) -> Iterator[Attention]:
             handle.remove()
 
 
+def in_turn(layers: Any, x: Tensor, *masks_and_memory: Tensor) -> Tensor:
+    """Runs the layers of a stack, [B, T, D] to [B, T, D]."""
+    for layer in layers:
+        x = layer(x, *masks_and_memory)
+    return x
+
+
 def not_padding(tokens: Tensor, pad_id: int) -> Tensor:
     """Returns the padding mask of tokens [B, S]: bool [B, 1, S], True = attend."""
     return (tokens != pad_id).unsqueeze(1)
@@ -127,8 +137,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Returns the joined heads [B, T, H*U], and the weights [B, H, T, S] before dropout.
 
-    Scores are [B, H, T, S], values [B, H, S, U], `visible` is bool [B, 1 or T, S], True = attend,
-    and `masked` replaces masked scores.
+    Scores are [B, H, T, S], values [B, H, S, U], `visible` is bool [B, 1 or T, S].
     """
     weights = scores.masked_fill(~visible.unsqueeze(1), masked).softmax(dim=-1)
     return join_heads(dropout(weights) @ values), weights
@@ -183,10 +192,9 @@ def both_stacks(
     in_stack: Callable[[str, str, Mapping[str, str]], Mapping[str, Tap]],
     attentions: Sequence[str],
 ) -> dict[str, Tap]:
-    """Returns the taps of encoder and decoder.
+    """Returns the taps of both stacks; `attentions` are the modules of self- and cross-attention.
 
-    `in_stack` returns those of a stack, for ("source", "encoder", its attentions) or ("target",
-    "decoder", ...); `attentions` are the names of self- and of cross-attention in a layer.
+    `in_stack` returns those of ("source", "encoder", its attentions) or ("target", "decoder", ...).
     """
     self_attention, cross_attention = attentions
     encoder = {"self_attention": self_attention}
@@ -207,20 +215,12 @@ def layer_taps(
     norm_position: str,
     softmax: str = "",
 ) -> dict[str, Tap]:
-    """Returns the taps of a layer, whose module is `layer`.
+    """Returns the taps of a layer of the "encoder" or "decoder", by the names of its modules.
 
-    The sum of pre-norm, x + f(norm(x)), is an addition in the layer itself, that of post-norm the
-    input of the norm.
-
-    Args:
-      stack: "encoder" or "decoder".
-      layer: the layer module.
-      attentions: its attention modules, by the names of their sites.
-      linears: the modules in an attention that give query, key, value and output.
-      feed_forward: the modules in the layer that give hidden units and output.
-      norms: the norm modules in the layer, one for each sub-layer.
-      norm_position: as in `TransformerConfig`.
-      softmax: the module in an attention that takes the softmax.
+    Those in an attention are `linears`, which give query, key, value and output, and `softmax`; in
+    the layer `attentions` (by the names of their sites), `feed_forward`, which give hidden units
+    and output, and `norms`, one for each sub-layer. The sum of pre-norm, x + f(norm(x)), is an
+    addition in the layer itself, that of post-norm the input of the norm.
     """
     site = f"{stack}/layers/{{layer}}"
     found = {site: Tap(layer)}
@@ -245,10 +245,7 @@ def layer_taps(
 def attention_taps(
     site: str, linears: Sequence[str], softmax: str, call: int = 0
 ) -> dict[str, Tap]:
-    """Returns the taps inside an attention, of call number `call`.
-
-    `linears` give query, key, value and output; `softmax` is the module that takes the softmax.
-    """
+    """Returns the taps inside an attention, of call number `call`; see `layer_taps`."""
     query, key, value, output = linears
     return {
         f"{site}/query": Tap(query, call=call),

@@ -32,7 +32,6 @@ class PositionalEncoding(nn.Module):
         self.register_buffer("pos_embedding", table.unsqueeze(-2))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, B, D] to [T, B, D]."""
         return self.dropout(x + self.pos_embedding[: x.size(0)])
 
 
@@ -45,7 +44,6 @@ class TokenEmbedding(nn.Module):
         self.scale = math.sqrt(config.d_model) if config.scale_embeddings else 1.0
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[T, B] to [T, B, D]."""
         return self.embedding(tokens) * self.scale
 
 
@@ -55,8 +53,7 @@ class Seq2SeqTransformer(common.EncoderDecoder):
     attention = nn.MultiheadAttention
 
     def __init__(self, config: TransformerConfig, batch_first: bool = False) -> None:
-        super().__init__()
-        self.pad_id = config.pad_id
+        super().__init__(config)
         emb_size, epsilon, activation = config.d_model, config.norm_epsilon, config.activation
         sizes: dict[str, Any] = {
             "d_model": emb_size,
@@ -90,7 +87,6 @@ class Seq2SeqTransformer(common.EncoderDecoder):
         common.tie(config, self.src_tok_emb.embedding, self.tgt_tok_emb.embedding, self.generator)
 
     def logits(self, source: Tensor, target_input: Tensor, *masks: Tensor) -> Tensor:
-        """Returns [B, T, V] for source [B, S] and target_input [B, T]."""
         source_padding, target_padding = source == self.pad_id, target_input == self.pad_id
         x = self.positional_encoding(self.src_tok_emb(source.T))  # [S, B, D]
         y = self.positional_encoding(self.tgt_tok_emb(target_input.T))  # [T, B, D]
