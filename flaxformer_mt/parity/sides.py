@@ -42,6 +42,10 @@ class Side(NamedTuple):
     uncertain: tuple[str, ...] = ()
     """Of a reference, as in `trace.ModuleValues`."""
 
+    def fitting(self, ours: Values) -> Values:
+        """Returns the values that have the shape of ours."""
+        return {site: v for site, v in self.values.items() if v.shape == ours[site].shape}
+
 
 class Ours(Hashable, Protocol):
     """Our side, by which compiled programs are cached."""
@@ -64,6 +68,8 @@ class Pair(abc.ABC):
 
     ours: Ours
     module: nn.Module
+    dtype: str
+    """That of both sides, "float32" or "float64"."""
 
     def trained(self) -> dict[str, np.ndarray]:
         """Copies the module's trained parameters by name, with tied ones given once."""

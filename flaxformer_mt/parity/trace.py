@@ -1,32 +1,15 @@
 """Captures the value of every sub-layer, in our model and in a PyTorch module.
 
-A *site* names a value that both sides compute, such as "encoder/layers/0/self_attention/query".
-`sites` lists those of a configuration in the order of computation, so that the first difference is
-the relevant one:
-
-    source/embedding                     [B, S, D], looked up and scaled
-    source/embedded                      [B, S, D], positions added
-    encoder/embedding_norm               [B, S, D]
-    encoder/layers/0/self_attention/query, key, value    [B, S, H*K], value [B, S, H*U]
-    encoder/layers/0/self_attention/scores               [B, H, S, S], -inf where masked
-    encoder/layers/0/self_attention/weights              [B, H, S, S]
-    encoder/layers/0/self_attention/context              [B, S, H*U]
-    encoder/layers/0/self_attention/output               [B, S, D]
-    encoder/layers/0/self_attention_sum                  [B, S, D], input + output
-    encoder/layers/0/self_attention_norm                 [B, S, D], first if pre-norm, last if post
-    encoder/layers/0/feed_forward/hidden, activated      [B, S, F]; with a gate, hidden, gate, ...
-    encoder/layers/0/feed_forward/output                 [B, S, D]
-    encoder/layers/0/feed_forward_sum, feed_forward_norm [B, S, D]
-    encoder/layers/0                                     [B, S, D], the layer's output
-    encoder/final_norm                                   [B, S, D]
-    target/..., decoder/... with self_attention, cross_attention and feed_forward
-    logits                                               [B, T, V]
+A *site* names a value that both sides compute, such as "encoder/layers/0/self_attention/query";
+docs/parity.md has all names and shapes. `sites` lists those of a configuration in the order of
+computation, so that the first difference is the relevant one.
 
 The values of our model come from Linen's "intermediates" collection; those of a PyTorch module from
 hooks, and from a dispatch mode for operations between modules. Neither model needs to be modified.
 """
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -205,6 +188,18 @@ Key: TypeAlias = tuple[nn.Module, str, str]
 """A module, an operation of it or "", and the side."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Calls:
+    """The inputs or outputs of every call, by key."""
+
+    own: dict[Key, list[list[Any]]]
+    of_parts: dict[Key, list[list[Any]]]
+    """Of operations that sub-modules run."""
+
+    def __getitem__(self, key: Key) -> list[list[Any]]:
+        return self.own[key] or self.of_parts[key]
+
+
 class ModuleValues(NamedTuple):
     """What a run of a module computes."""
 
@@ -215,8 +210,7 @@ class ModuleValues(NamedTuple):
     again: Values
     """By "site#1", "site#2" ...: the outputs of further calls of the tapped modules."""
     uncertain: tuple[str, ...] = ()
-    """Sites whose tap may not fit the module: their values have another shape, had to be split by
-    an assumption, or come from an operation of a sub-module."""
+    """Sites whose tap may not fit: of another shape, split by an assumption, or of a sub-module."""
 
 
 def values_of_module(
@@ -242,29 +236,27 @@ def values_of_module(
             raise UserError(f"tap of {site}: the module has no sub-module {tap.module!r}")
     keys = {site: (modules[tap.module], tap.op, tap.side) for site, tap in wanted.items()}
     outputs = {(part, "", "output") for part, *_ in keys.values()}
-    in_parts: set[Key] = set()
-    with recording(module, {*keys.values(), *outputs}, in_parts) as seen:
+    with recording(module, {*keys.values(), *outputs}) as seen:
         output = call(module)
     found: Values = {}
     never_run, uncertain = [], []
-    run_elsewhere = {key[1:] for key, calls in seen.items() if calls}
+    run_elsewhere = {key[1:] for key in seen.own if seen[key]}
     for site in (site for site in shapes if site in wanted):
-        part = keys[site][0]
-        skipped = part is not module and _is_callable(part) and not seen[part, "", "output"]
-        if skipped or (not seen[keys[site]] and keys[site][1:] in run_elsewhere):
+        key, tap, shape = keys[site], wanted[site], shapes[site]
+        skipped = key[0] is not module and _is_callable(key[0]) and not seen[key[0], "", "output"]
+        if skipped or (not seen[key] and key[1:] in run_elsewhere):
             never_run.append(site)
             continue
         try:
-            value = _tapped(site, wanted[site], seen[keys[site]])
+            value = _tapped(site, tap, seen[key])
         except UserError:
             if strict:
                 raise
             continue
-        reshape = wanted[site].reshape
-        is_split = reshape is None and value.ndim < len(shapes[site])
+        is_split = tap.reshape is None and value.ndim < len(shape)
         with contextlib.nullcontext() if strict else contextlib.suppress(UserError):
-            value = shaped(site, reshape, value, shapes[site])
-        if is_split or value.shape != shapes[site] or keys[site] in in_parts:
+            value = shaped(site, tap.reshape, value, shape)
+        if is_split or value.shape != shape or not seen.own[key]:
             uncertain.append(site)
         found[site] = comparable(site, value)
     again = dict(_further_calls(wanted, keys, seen, shapes))
@@ -292,11 +284,8 @@ def parameter_gradients(module: nn.Module, loss: torch.Tensor) -> dict[str, np.n
             "the loss does not depend on the module's parameters by a differentiable path: its "
             "outputs are detached, integers, or were computed under torch.no_grad"
         )
-    found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-    return {
-        name: (torch.zeros_like(parameter) if gradient is None else gradient).numpy()
-        for (name, parameter), gradient in zip(parameters.items(), found, strict=True)
-    }
+    found = torch.autograd.grad(loss, list(parameters.values()), materialize_grads=True)
+    return {name: gradient.numpy() for name, gradient in zip(parameters, found, strict=True)}
 
 
 def _is_callable(module: nn.Module) -> bool:
@@ -306,7 +295,7 @@ def _is_callable(module: nn.Module) -> bool:
 def _further_calls(
     taps: Mapping[str, Tap],
     keys: Mapping[str, Key],
-    seen: Mapping[Key, list[list[Any]]],
+    seen: Calls,
     shapes: Mapping[str, tuple[int, ...]],
 ) -> Iterator[tuple[str, np.ndarray]]:
     denoted = {(keys[site], tap.call % max(len(seen[keys[site]]), 1)) for site, tap in taps.items()}
@@ -356,20 +345,13 @@ def shaped(
 
 
 @contextlib.contextmanager
-def recording(
-    root: nn.Module, wanted: Set[Key], in_parts: set[Key], copy: bool = True
-) -> Iterator[dict[Key, list[list[Any]]]]:
-    """Records the inputs or outputs of the given modules and operations for every call.
-
-    Tensors are copied to NumPy arrays unless `copy` is False. Adds to `in_parts` the operations
-    that only sub-modules run.
-    """
-    seen: dict[Key, list[list[Any]]] = {key: [] for key in wanted}
-    of_parts: dict[Key, list[list[Any]]] = {key: [] for key in wanted}
+def recording(root: nn.Module, wanted: Set[Key], copy: bool = True) -> Iterator[Calls]:
+    """Records the given modules and operations; tensors as NumPy arrays unless `copy` is False."""
+    seen = Calls({key: [] for key in wanted}, {key: [] for key in wanted})
     running = [root]
     handles = []
 
-    def record(module: nn.Module, op: str, side: str, values: Any, kept: Any = seen) -> None:
+    def record(module: nn.Module, op: str, side: str, values: Any, kept: Any = seen.own) -> None:
         if (module, op, side) in kept:
             values = values if isinstance(values, tuple) else (values,)
             kept[module, op, side].append([_copied(value) if copy else value for value in values])
@@ -385,7 +367,7 @@ def recording(
     def record_operation(name: str, side: str, values: Any) -> None:
         record(running[-1], name, side, values)
         for module in {*running} - {running[-1]}:
-            record(module, name, side, values, of_parts)
+            record(module, name, side, values, seen.of_parts)
 
     class Operations(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -410,10 +392,6 @@ def recording(
         # PyTorch's fused attention does not expose scores and weights.
         with Operations(), sdpa_kernel(SDPBackend.MATH):
             yield seen
-        for key, calls in seen.items():
-            if not calls and of_parts[key]:
-                seen[key] = of_parts[key]
-                in_parts.add(key)
     finally:
         for handle in handles:
             handle.remove()

@@ -85,19 +85,16 @@ def weight_rules(
     tensors = {**parameters, **buffers}
     if rules is None:
         rules = [same(path, path.replace("/", ".")) for path in shapes]
-    found = tuple(
-        application for rule in rules for application in _applied(rule, {*tensors, *shapes})
-    )
-    for application in found:
-        if not any(name in tensors for name in application.theirs):
+    found = [each for rule in rules for each in _applied(rule, {*tensors, *shapes})]
+    for _, ours, _, theirs in found:
+        if not any(name in tensors for name in theirs):
             raise UserError(
-                f"the rule of {', '.join(application.ours)} names {application.theirs[0]}, which "
-                "the module does not have"
+                f"the rule of {', '.join(ours)} names {theirs[0]}, which the module does not have"
             )
     _once("parameter", shapes, (path for a in found if not a.layer for path in a.ours), ())
     named = [name for a in found for name in a.theirs]
     _once("tensor", parameters, named, unused)
-    result = WeightRules(found)
+    result = WeightRules(tuple(found))
     zeros = {name: np.broadcast_to(np.float32(0), shape) for name, shape in tensors.items()}
     for path, array in result.to_function(zeros).items():
         if array.shape != shapes[path]:

@@ -10,8 +10,7 @@ from flax.traverse_util import flatten_dict
 
 from flaxformer_mt import interop
 from flaxformer_mt.parity import driver
-from flaxformer_mt.parity.compare_family import PUBLISHED_TABLES, diagnosis_inputs
-from flaxformer_mt.parity.diagnosis.first_cause import diagnose
+from flaxformer_mt.parity.compare_family import PUBLISHED_TABLES, family_causes
 from flaxformer_mt.parity.diagnosis.inputs import select_rows
 from flaxformer_mt.parity.model_pair import OurModel
 from flaxformer_mt.parity.published import PublishedModel, Tables
@@ -70,13 +69,8 @@ def compare_saved(
     settings = Search(model, given, saved, tables).explanation(config)
     if settings:
         return dataclasses.replace(report, settings=settings)
-    inputs = diagnosis_inputs(our_model, params, tokens, real, ours, theirs, dtype)
-    return driver.explained(
-        report,
-        saved.values,
-        select,
-        diagnosis_of=lambda site: diagnose(inputs._replace(site=site)),
-    )
+    causes = family_causes(our_model, params, tokens, real, ours, theirs, dtype)
+    return driver.explained(report, saved.values, select, causes._replace(model=None))
 
 
 def _run_ours(
