@@ -82,8 +82,7 @@ def compare(
         references.taps(name, config, torch_module) if taps is None else taps
     )
 
-    def select(site: str, value: np.ndarray) -> np.ndarray:
-        return select_rows(site, value, real)
+    select = functools.partial(select_rows, real=real)
 
     def judged(report: Report, ours: Side, theirs: Side) -> Report:
         if config.activation == "relu":

@@ -124,7 +124,7 @@ def check_family(
 
 
 def saving_script(family: str, checkpoint: str | os.PathLike[str] | None, **settings: Any) -> str:
-    """Returns a script that saves the values of another program; arguments as `check_family`."""
+    """Returns a script that saves the values of another program."""
     family = canonical_family(family)
     if checkpoint is None:
         config, _ = random_reference(family, "float32", "toy", 0, **settings)

@@ -68,8 +68,6 @@ def updates_of_optax(optimizer: optax.GradientTransformation) -> np.ndarray:
 
 
 class _Constants(NamedTuple):
-    """What two updates tell of Adam."""
-
     rate: float
     """The size of the first update for a gradient of 0.01, or far above epsilon."""
     decay: float

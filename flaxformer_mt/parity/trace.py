@@ -388,7 +388,7 @@ def recording(root: nn.Module, wanted: Set[Key], copy: bool = True) -> Iterator[
                 module.register_forward_hook(leave),
             ]
             if isinstance(module, nn.MultiheadAttention):
-                handles.append(module.register_forward_pre_hook(_request_weights, with_kwargs=True))
+                handles.append(module.register_forward_pre_hook(request_weights, with_kwargs=True))
         # PyTorch's fused attention does not expose scores and weights.
         with Operations(), sdpa_kernel(SDPBackend.MATH):
             yield seen
@@ -397,9 +397,10 @@ def recording(root: nn.Module, wanted: Set[Key], copy: bool = True) -> Iterator[
             handle.remove()
 
 
-def _request_weights(
+def request_weights(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A hook that makes PyTorch's attention compute the weights of every head."""
     return args, kwargs | {"need_weights": True, "average_attn_weights": False}
 
 

@@ -94,7 +94,8 @@ def compare_models(
             tensor_shapes(torch_module.named_buffers()),
             unused,
         )
-        program = _program(jax_function, *_frozen((like, inputs)), intermediates)
+        leaves, tree = jax.tree.flatten(jax.eval_shape(lambda *given: given, like, inputs))
+        program = _program(jax_function, tree, tuple(leaves), intermediates)
     its_loss, our_loss = loss or (None, None)
     function = _Function(program, applied, tuple(shapes), our_loss, real)
     pair = _FunctionPair(function, torch_module, forward or _call, its_loss, inputs, dtype)
@@ -180,14 +181,13 @@ class _FunctionPair(sides.Pair):
 
     @contextlib.contextmanager
     def with_weights(self, given: Mapping[str, Any]) -> Iterator[None]:
-        """Gives the module the weights of the function by path, if there are any."""
-        tensors = dict(_tensors(self.module))
+        tensors = dict(_tensors(self.module)) if given else {}
         arrays = {path: np.asarray(leaf, self.dtype) for path, leaf in given.items()}
+        found = self.ours.rules.to_module(arrays) if given else {}
         with sides.restored(self.module) if given else contextlib.nullcontext():
             with torch.no_grad():
-                for name, value in (self.ours.rules.to_module(arrays) if given else {}).items():
-                    if name in tensors:
-                        tensors[name].copy_(torch.tensor(value))
+                for name in found.keys() & tensors.keys():
+                    tensors[name].copy_(torch.tensor(found[name]))
             yield
 
     def fixed(self) -> dict[str, np.ndarray]:
@@ -235,15 +235,9 @@ def _by_path(tree: Any) -> dict[str, Any]:
     return {path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
-def _frozen(arguments: Any) -> tuple[Any, tuple[tuple[Any, ...], ...]]:
-    leaves, tree = jax.tree.flatten(arguments)
-    return tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-
-
 @functools.lru_cache(maxsize=8)
-def _program(function: JaxFunction, tree: Any, types: Any, intermediates: bool) -> TracedFunction:
-    like = jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(*each) for each in types])
-    return trace(function, *like, intermediates=intermediates)
+def _program(function: JaxFunction, tree: Any, leaves: Any, intermediates: bool) -> TracedFunction:
+    return trace(function, *jax.tree.unflatten(tree, leaves), intermediates=intermediates)
 
 
 def _narrowed(value: Any, dtype: str) -> Any:
@@ -291,15 +285,13 @@ def _same_names(module: nn.Module, ours: Iterable[str]) -> dict[str, Tap | str]:
 
 def _output_tensors(outputs: Any, names: Sequence[str]) -> list[torch.Tensor]:
     """Returns the tensors that a module returns, in the order of the function's outputs."""
-    if isinstance(outputs, torch.Tensor):
-        return [outputs]
     parts = outputs
     if isinstance(outputs, Mapping):
         # JAX sorts the keys of a dict. If the function returns a tuple, the order has to do.
         ordered = names if outputs.keys() == {*names} else outputs
         parts = [outputs[name] for name in ordered]
-    if not isinstance(parts, Iterable):
-        return []
+    if isinstance(outputs, torch.Tensor) or not isinstance(parts, Iterable):
+        parts = [outputs]
     return [part for part in parts if isinstance(part, torch.Tensor)]
 
 

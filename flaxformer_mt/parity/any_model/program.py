@@ -6,6 +6,7 @@ instead of ours: it then differs only if the equations between them do.
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -129,15 +130,12 @@ def intermediate_name(path: str) -> str:
     """Returns the site of an intermediate: of Linen's and NNX's tuples of calls, "a", "a#1" ..."""
     # Linen and NNX collect the calls of a module in tuples: "intermediates/a/__call__/0" and
     # "a/__call__/value/0" are "a", and a second call is "a#1". Other paths are kept.
-    parts = path.split("/")
-    of_linen = parts[0] == "intermediates"
-    if not (of_linen or parts[-2:-1] == ["value"]) or not parts[-1].isdigit():
+    found = re.fullmatch(r"intermediates/(.*)/(\d+)|(?:(.*)/|)value/(\d+)", path)
+    if found is None:
         return path
-    parts = parts[1:] if of_linen else [*parts[:-2], parts[-1]]
-    *parts, call = parts
-    if parts[-1:] == ["__call__"]:
-        parts.pop()
-    return "/".join(parts) + (f"#{call}" if int(call) else "")
+    call = found[2] or found[4]
+    name = re.sub("(^|/)__call__$", "", found[1] or found[3] or "")
+    return name if call == "0" else f"{name}#{call}"
 
 
 def _leaves(tree: Any) -> list[Any]:

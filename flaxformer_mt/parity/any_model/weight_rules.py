@@ -26,8 +26,6 @@ Arrays = Mapping[str, Any]
 
 
 class _Application(NamedTuple):
-    """A rule for one layer, or outside of layers."""
-
     rule: TensorRule
     ours: tuple[str, ...]
     layer: int | None
@@ -75,12 +73,9 @@ def weight_rules(
 ) -> WeightRules:
     """Applies rules to the tensors of a module and the parameters of a function, given by shape.
 
-    Without rules, paths and names are equal, up to slashes and dots. Tied parameters may be given
-    once; rules may or may not name buffers. `unused` has the names of parameters of the module
-    without a counterpart, in which "*" stands for any part.
-
-    Raises:
-      UserError: a tensor has no rule or several, or a rule fits no tensor or another shape.
+    Arguments are those of `compare_models`. Tied parameters may be given once; rules may or may
+    not name buffers. Raises UserError if a tensor has no rule or several, or if a rule fits no
+    tensor or another shape.
     """
     tensors = {**parameters, **buffers}
     if rules is None:

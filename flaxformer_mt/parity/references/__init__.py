@@ -38,17 +38,12 @@ __all__ = ["build", "default_dtype", "of_config", "perturb", "taps"]
 
 
 def build(family: str, **sizes: Any) -> nn.Module:
-    """Builds the reference of a family with random initial weights.
+    """Builds the reference of a family with random initial weights; raises UserError.
 
-    Args:
-      family: a key of `presets.FAMILIES`.
-      **sizes: fields of `TransformerConfig` whose value differs from the family's preset;
-        `param_dtype` is the dtype. Other names are options of the reference:
-        `published_head_join` (double_projection), `source_attention` (annotated,
-        annotated_wide_heads), `batch_first` (torch); see their modules.
-
-    Raises:
-      UserError: the family or a size is unknown.
+    `sizes` are fields of `TransformerConfig` whose value differs from the family's preset;
+    `param_dtype` is the dtype. Other names are options of the reference: `published_head_join`
+    (double_projection), `source_attention` (annotated, annotated_wide_heads), `batch_first`
+    (torch); see their modules.
     """
     fields = {field.name for field in dataclasses.fields(TransformerConfig)}
     options = {name: value for name, value in sizes.items() if name not in fields}

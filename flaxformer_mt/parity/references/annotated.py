@@ -151,9 +151,8 @@ class PositionalEncoding(nn.Module):
     def __init__(self, config: TransformerConfig, max_len: int = 5000) -> None:
         super().__init__()
         self.dropout = nn.Dropout(config.dropout_rate)
-        d_model, base = config.d_model, config.position_base
-        frequencies = torch.exp(torch.arange(0, d_model, 2) * -(math.log(base) / d_model))
-        self.register_buffer("pe", common.interleaved_sinusoids(max_len, frequencies).unsqueeze(0))
+        table = common.interleaved_sinusoids(max_len, config.d_model, config.position_base)
+        self.register_buffer("pe", table.unsqueeze(0))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.dropout(x + self.pe[:, : x.size(1)])

@@ -12,7 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.parity.trace import Tap, for_layers, softmax_input, softmax_output
+from flaxformer_mt.parity.trace import (
+    Tap,
+    for_layers,
+    request_weights,
+    softmax_input,
+    softmax_output,
+)
 
 MASKED_SCORE = -1e9
 """The value of masked scores in every publication except `torch.nn.Transformer`."""
@@ -78,15 +84,9 @@ class EncoderDecoder(nn.Module):
 def _attention_weights(model: EncoderDecoder) -> Iterator[Attention]:
     weights = Attention([], [], [])
 
-    def ask_for_weights(module, args, kwargs):
-        return args, kwargs | {"need_weights": True, "average_attn_weights": False}
-
     def keep(in_encoder, module, args, output):
-        if in_encoder:
-            weights.encoder_self.append(output[1])
-        else:
-            by_kind = weights.decoder_self if args[0] is args[1] else weights.decoder_cross
-            by_kind.append(output[1])
+        found = weights.decoder_self if args[0] is args[1] else weights.decoder_cross
+        (weights.encoder_self if in_encoder else found).append(output[1])
 
     # PyTorch's own have to be asked for weights. The hooks also keep its layers off the inference
     # fast path.
@@ -96,7 +96,7 @@ def _attention_weights(model: EncoderDecoder) -> Iterator[Attention]:
             in_encoder = "encoder" in name.split(".")
             handles.append(module.register_forward_hook(functools.partial(keep, in_encoder)))
         if isinstance(module, nn.MultiheadAttention):
-            handles.append(module.register_forward_pre_hook(ask_for_weights, with_kwargs=True))
+            handles.append(module.register_forward_pre_hook(request_weights, with_kwargs=True))
     try:
         yield weights
     finally:
@@ -143,8 +143,9 @@ def attend(
     return join_heads(dropout(weights) @ values), weights
 
 
-def interleaved_sinusoids(rows: int, frequencies: Tensor) -> Tensor:
-    """Sines and cosines in turn, [rows, D] for frequencies [D/2]."""
+def interleaved_sinusoids(rows: int, d_model: int, base: float) -> Tensor:
+    """Sines and cosines in turn, [rows, D]."""
+    frequencies = torch.exp(torch.arange(0, d_model, 2) * -(math.log(base) / d_model))
     angles = torch.arange(rows)[:, None] * frequencies
     return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)
 

@@ -19,14 +19,11 @@ from flaxformer_mt.parity.trace import Tap
 
 
 class _Forward:
-    """The `forward` of the other references."""
-
     config: Any
 
     def forward(
         self, source: Tensor, target_input: Tensor, return_attention: bool = False
     ) -> Tensor | tuple[Tensor, common.Attention]:
-        """Logits [B, T, V] for source [B, S] and target_input [B, T]."""
         padding: Any = source == self.config.pad_token_id
         outputs: Any = super().forward(  # type: ignore[misc]
             input_ids=source,

@@ -38,9 +38,7 @@ class PositionalEncoding(nn.Module):
         self.dim = config.d_model
         # Interleaved, they have the paper's frequencies; concatenated, tensor2tensor's.
         if config.position_layout == "interleaved":
-            pairs = torch.arange(self.dim // 2)
-            frequencies = torch.exp(2 * pairs * -(math.log(10000.0) / self.dim))
-            table = common.interleaved_sinusoids(max_len, frequencies)
+            table = common.interleaved_sinusoids(max_len, self.dim, base=10000.0)
         else:
             table = common.concatenated_sinusoids(max_len, self.dim)
         self.register_buffer("pe", table.unsqueeze(1))

@@ -62,10 +62,9 @@ def judged(
     tolerances: Mapping[str, float] = {},
     accepted: Sequence[AcceptedDifference] = (),
 ) -> Report:
-    """Judges the rows of a report by other tolerances and accepted differences.
+    """Judges the rows of a report by other relative tolerances, and by accepted differences.
 
-    Tolerances are relative, by site or pattern; the last that matches holds, and the first accepted
-    difference. Accepted differences that have disappeared are noted.
+    The last tolerance that matches holds. Accepted differences that have disappeared are noted.
     """
     rows, used = [], set()
     for row in report.rows:

@@ -1,6 +1,7 @@
 """Compares our model with values that another program saved for the same weights and tokens."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -48,9 +49,7 @@ def compare_saved(
         or bool(our_model.published_tables(model.tensors))
     )
 
-    def select(site: str, value: np.ndarray) -> np.ndarray:
-        return select_rows(site, value, real)
-
+    select = functools.partial(select_rows, real=real)
     theirs, dtype = Side(saved.values), saved.dtype
     report = driver.compared(
         model.family.name,
