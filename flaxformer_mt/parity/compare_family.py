@@ -45,10 +45,10 @@ def compare(
     tables: Tables = "exact",
     **overrides: Any,
 ) -> Report:
-    """Compares all values of our model and a reference on the same weights and batch.
+    """Compares our model and a reference on the same weights and batch, without dropout.
 
     Compared are the value of every sub-layer at real tokens, the logits, the loss in every
-    convention, the gradient of every parameter and, on request, optimizer steps, without dropout.
+    convention, the gradient of every parameter and, on request, optimizer steps.
 
     Args:
       family: the weight map of the module: the name of a family, or a custom map.
@@ -67,12 +67,8 @@ def compare(
         float32 if it has none.
       **overrides: settings that tensors do not determine, such as `num_heads`; see `interop.load`.
 
-    Returns:
-      The report; `passed` is True if every row is within its tolerance.
-
     Raises:
-      UserError: the module's tensors are not the family's, a tap does not fit, or the batch is
-        invalid.
+      UserError: the tensors are not the family's, a tap does not fit, or the batch is invalid.
     """
     pair = model_pair(family, torch_module, overrides, forward, recipe, tables)
     tokens, real = real_tokens(pair, batch)

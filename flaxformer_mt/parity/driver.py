@@ -159,22 +159,17 @@ def compared(
 
 def _value_rows(ours: Values, theirs: Side, select: Select, dtype: str) -> Iterator[Row]:
     for site, value in ours.items():
+        expected = theirs.values.get(site)
         if site in theirs.never_run:
             yield Row(site, value.shape, math.inf, math.inf, VALUES[dtype])
-        if site not in theirs.values:
-            continue
-        expected = theirs.values[site]
-        if expected.shape != value.shape:
+        elif expected is not None and expected.shape != value.shape:
             yield Row(site, value.shape, math.inf, math.inf, VALUES[dtype], expected.shape)
-            continue
-        yield value_row(site, select(site, value), select(site, expected), dtype)
+        elif expected is not None:
+            yield value_row(site, select(site, value), select(site, expected), dtype)
 
 
 def explained(report: Report, theirs: Values, select: Select, causes: Causes) -> Report:
-    """Returns a report with the causes of its differences.
-
-    `theirs` are the reference's values whose shapes are ours.
-    """
+    """Returns a report with the causes of its differences from values of the same shapes."""
     first = next((row for row in report.rows if not row.passed), None)
     if first is None or first.reference_shape is not None:
         return report

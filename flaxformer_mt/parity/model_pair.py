@@ -183,10 +183,8 @@ def real_tokens(models: ModelPair, batch: Any) -> tuple[Tokens, Padding]:
 
 
 def classes(tokens: Tokens, vocabulary: int, pad_id: int) -> np.ndarray:
-    """Returns the target classes, [B, T]; the D outputs of bare layers serve as logits.
-
-    Tokens of a vocabulary larger than D share classes, but none shares that of padding.
-    """
+    """Returns the target classes, [B, T]; the D outputs of bare layers serve as logits."""
+    # Tokens of a vocabulary larger than D share classes, but none shares that of padding.
     found = tokens.target_output % vocabulary
     shared = (found == pad_id) & (tokens.target_output != pad_id)
     return (found + shared.astype(found.dtype)) % vocabulary

@@ -56,7 +56,7 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def updates_of_optax(optimizer: optax.GradientTransformation) -> np.ndarray:
-    """Returns two updates of an optimizer, float64 [2, N], if JAX's precision is float64."""
+    """Returns two updates of an optimizer, [2, N]."""
     parameters: Any = jnp.asarray(_PARAMETERS)
     state = optimizer.init(parameters)
     rows = []

@@ -70,10 +70,7 @@ _RECIPES = {
 
 @functools.lru_cache
 def recipe(family: str, warmup_steps: int = 4000, num_steps: int = 100_000) -> Recipe:
-    """Returns the recipe of a family, by default that of `torch`.
-
-    Warm-up and total are numbers of updates; one-cycle schedules depend on the total.
-    """
+    """Returns the recipe of a family; one-cycle schedules depend on the total of updates."""
     name = canonical_family(family)
     its = _RECIPES.get(name, _RECIPES["torch"])
     steps: dict[str, int] = {}

@@ -1,7 +1,7 @@
 """Our side of a comparison and a PyTorch module with the same weights, and the values of each.
 
-Our side is a function of the *module's* tensors, which it maps to its own parameters. Gradients are
-therefore with respect to them, through ties and folds, and an optimizer can update the same ones.
+Our side is a function of the *module's* tensors: gradients are with respect to them, through ties
+and folds, and an optimizer can update the same ones.
 """
 
 import abc

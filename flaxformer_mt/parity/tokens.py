@@ -145,10 +145,7 @@ def example(
     source_padding: Literal["left", "right"] = "right",
     seed: int = 0,
 ) -> Tokens:
-    """Returns B = `rows` random sentences; all but the first are padded, targets on the right.
-
-    Without vocabularies (bare layers), token ids are below D.
-    """
+    """Returns B = `rows` random sentences; all but the first are padded, targets on the right."""
     random = np.random.default_rng(seed)
     source_lengths = _lengths(random, source_length, rows)
     target_lengths = _lengths(random, target_length, rows)

@@ -1,9 +1,8 @@
 """Trains both sides from the same weights on the same batches, and compares every step.
 
-Both sides train the reference's parameters: PyTorch with the published loss, schedule and
-`torch.optim`, our model with ours. Training amplifies rounding, in float32 and at high learning
-rates within a few steps. Where the curves diverge, PyTorch therefore trains a second time, from
-weights that differ in the last bit: a divergence of the same size is not a bug.
+Training amplifies rounding, in float32 and at high learning rates within a few steps. Where the
+curves diverge, PyTorch therefore trains a second time, from weights that differ in the last bit: a
+divergence of the same size is not a bug.
 """
 
 import functools
@@ -144,9 +143,6 @@ def trajectory(
 
     The N = `num_steps` steps use `batches` in turn; each new shape is compiled. `tolerance` is
     relative, by default from `TOLERANCES`; the other arguments are those of `compare`.
-
-    Raises:
-      UserError: the tensors are not the family's, or a batch is invalid.
     """
     pair = model_pair(family, module, overrides, forward, recipe)
     tokens = [real_tokens(pair, batch)[0] for batch in batches]

@@ -21,10 +21,7 @@ def first_difference(
     values: Values,
     select: Select,
 ) -> list[str]:
-    """Returns a sentence on the last site, in the order of computation, whose gradient differs.
-
-    The gradients of all sites after it agree: the difference is in what reads it. [] if all agree.
-    """
+    """Returns a sentence on the last site, by computation, whose gradient differs; or nothing."""
     traced, leaves = pair.traced(batch)
     theirs = _gradients_of_module(pair, batch, taps, values)
     scale = max((largest(select(*each)) for each in theirs.items()), default=0.0)

@@ -1,8 +1,6 @@
 """A JAX function as a flat list of equations, in which the values of sites can be replaced.
 
 The equations are those of the jaxpr, with nested functions inlined and loops over layers unrolled.
-The value of a site can therefore be computed from the reference's values of the preceding sites
-instead of ours: it then differs only if the equations between them do.
 """
 
 import dataclasses
@@ -101,8 +99,7 @@ def trace(
 ) -> TracedFunction:
     """Traces function(params, *args), whose arguments are trees of arrays or shapes.
 
-    With `intermediates`, the function returns (outputs, intermediates), and each leaf of the latter
-    is a site.
+    With `intermediates`, it returns (outputs, intermediates), and each leaf of these is a site.
     """
     closed, shape = jax.make_jaxpr(function, return_shape=True)(params, *args)
     builder = _Builder()

@@ -27,8 +27,7 @@ CAUSES: list[Callable[[Segment], Found]] = [
 ]
 """The known causes of a difference between two sites, specific ones before general ones.
 
-Each changes the equations of ours in one way, and yields the value that the site has then. To add
-a cause, write such a function and append it.
+Each changes the equations of ours in one way, and yields the value that the site has then.
 """
 
 

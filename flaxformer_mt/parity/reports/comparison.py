@@ -101,9 +101,8 @@ class Comparison:
     untapped: tuple[str, ...] = ()
     """Sites that were not compared, because the reference has no tap for them."""
     kinks: int = 0
-    """Hidden units of real tokens whose pre-activation has a different sign on the two sides, so
-    that only one side propagates their gradient. In float32, rounding causes this for about one
-    unit in ten million; it is not an error, and depends on the batch."""
+    """Hidden units of real tokens whose pre-activation has another sign on the other side, and no
+    gradient there. In float32, rounding causes this for about one unit in ten million."""
     diagnosis: Diagnosis | None = None
     findings: tuple[Finding, ...] = ()
     never_run: tuple[str, ...] = ()
@@ -121,10 +120,9 @@ class Comparison:
 
     @property
     def first_divergence(self) -> Row | None:
-        """The first row out of tolerance; later differences may be its consequence.
+        """The first row that differs, of `findings` or `never_run` if there are any.
 
-        The first is that of `findings` or `never_run`, by the data flow, if there are any.
-        Accepted differences do not count.
+        Later differences may be its consequence. Accepted differences do not count.
         """
         failed = [row for row in self.rows if row.verdict == "differs"]
         found = {finding.site for finding in self.findings} | {*self.never_run}

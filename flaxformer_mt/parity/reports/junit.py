@@ -8,10 +8,7 @@ from flaxformer_mt.parity.reports.comparison import Comparison, format_differenc
 
 
 def to_junit(comparison: Comparison) -> str:
-    """Returns one test suite per section of the report, and one test case per value.
-
-    A difference is a failure, an accepted one a skipped test; so are settings that differ.
-    """
+    """Returns a test suite per section, with a test case per value; accepted ones are skipped."""
     name = f"parity of {comparison.family} in {comparison.dtype}"
     root = ElementTree.Element("testsuites", name=name)
     settings = comparison.settings

@@ -24,10 +24,7 @@ _STYLES = {"agrees": "", "accepted": "yellow", "differs": "red"}
 
 
 def to_text(comparison: Comparison, verbose: bool, width: int, color: bool) -> str:
-    """Returns the comparison as text.
-
-    Unless `verbose`, layers have one line each, except for the one with the first divergence.
-    """
+    """Returns the comparison as text; unless `verbose`, with one line for a layer that agrees."""
     output = io.StringIO()
     console = Console(
         file=output, width=width, force_terminal=color, no_color=not color, highlight=False

@@ -31,10 +31,9 @@ _UNKNOWN_TABLES = {"float64": 1e4, "float32": 1.0}
 def compare_saved(
     model: PublishedModel, saved: SavedValues, given: Mapping[str, Any], tables: Tables
 ) -> Report:
-    """Compares the values of our model, computed in float64, with saved ones.
+    """Compares our values, in float64, with those that another program saved for a checkpoint.
 
-    `saved` has the tokens and what another program computed with the checkpoint `model`; `given`
-    are settings that the checkpoint does not determine.
+    `given` are settings that the checkpoint does not determine.
     """
     config = dataclasses.replace(model.configure(given), dtype="float64", param_dtype="float64")
     check_special_tokens(config)

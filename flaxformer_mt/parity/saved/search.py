@@ -1,8 +1,7 @@
 """Finds the settings with which the published model computes the saved values.
 
-Every setting that tensors do not determine is changed in turn, and the reference is run again: a
-change that leaves almost nothing of the difference is what the other program had. If none does,
-two are changed at once.
+Every setting that tensors do not determine is changed in turn, and the reference is run again; if
+no change leaves almost nothing of the difference, two are changed at once.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -71,7 +70,12 @@ class Search(NamedTuple):
                 if left < least:
                     best, least = (change, other), left
             if best is not None:
-                return _differences(config, *best)
+                change, other = best
+                return tuple(
+                    SettingDifference(name, ours, theirs, "the saved values")
+                    for name in dict.fromkeys([*change.dropped, *change.values])
+                    if (ours := getattr(config, name)) != (theirs := getattr(other, name))
+                )
         return ()
 
     def _configuration(self, change: Change) -> TransformerConfig | None:
@@ -150,13 +154,3 @@ class Search(NamedTuple):
             name: [value for value in values if value != getattr(config, name)]
             for name, values in found.items()
         }
-
-
-def _differences(
-    config: TransformerConfig, change: Change, other: TransformerConfig
-) -> tuple[SettingDifference, ...]:
-    return tuple(
-        SettingDifference(name, ours, theirs, "the saved values")
-        for name in dict.fromkeys([*change.dropped, *change.values])
-        if (ours := getattr(config, name)) != (theirs := getattr(other, name))
-    )
