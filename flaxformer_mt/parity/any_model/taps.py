@@ -70,8 +70,7 @@ def linen_taps() -> Iterator[None]:
 def equinox_taps(model: Any, path: str = "") -> Any:
     """Returns an Equinox module in which the output of every sub-module is tapped by its path.
 
-    The result is called as the module is; make it inside the function that is compared, so that
-    parameters keep their paths: `equinox_taps(eqx.combine(params, static))(x)`.
+    Make it inside the function that is compared, so that parameters keep their paths.
     """
 
     def is_part(value: Any) -> bool:

@@ -121,10 +121,7 @@ class Layers(common.EncoderDecoder):
         self.decoder = layers(config.num_decoder_layers, attends_to_source=True)
 
     def logits(self, source: Tensor, target_input: Tensor, *masks: Tensor) -> Tensor:
-        """Returns the last layer's output [B, T, D] for vectors [B, S, D] and [B, T, D].
-
-        `masks` are those of source [B, 1, S] and target [B, T, T]: bool, True = attend.
-        """
+        """Returns [B, T, D]; `masks`: source [B, 1, S], target [B, T, T]: True = attend."""
         source_mask, target_mask = masks
         encoded = common.in_turn(self.encoder, source, source_mask)
         return common.in_turn(self.decoder, target_input, target_mask, encoded, source_mask)

@@ -1,12 +1,6 @@
 """Accepted differences: a file with the sites, the largest difference and the reason of each.
 
-    [[accepted]]
-    site = "encoder/layers/*/self_attention/scores"
-    largest = 1e-6
-    reason = "the published softmax is float32"
-
-`site` is a site of the report or a pattern, in which * stands for any characters; `largest` is the
-largest relative difference that is accepted.
+docs/parity-in-ci.md has its format.
 """
 
 import dataclasses
