@@ -43,7 +43,13 @@ class OurModel:
     """
 
     # They cover every convention of label smoothing.
-    loss_families: ClassVar = ("jadore801120", "annotated", "tunz", "torch", "fairseq")
+    loss_families: ClassVar[tuple[str, ...]] = (
+        "jadore801120",
+        "annotated",
+        "tunz",
+        "torch",
+        "fairseq",
+    )
     family: interop.Family
     config: TransformerConfig
     recipe: Recipe

@@ -67,9 +67,10 @@ def _lines(
     """Yields (name, row, result, style) for each row of a layer, or once for all of them."""
     if verbose or len(group) == 1 or first in group:
         for row in group:
-            is_first = row is first
-            words = "DIFFERS FIRST" if is_first else row.verdict
-            yield _name(row), row, words, "bold red" if is_first else _STYLES[row.verdict]
+            if row is first:
+                yield _name(row), row, "DIFFERS FIRST", "bold red"
+            else:
+                yield _name(row), row, row.verdict, _STYLES[row.verdict]
         return
     worst = max(group, key=lambda row: row.excess)
     below = _name(worst).removeprefix(name).lstrip("/.") or name
