@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -63,7 +63,10 @@ class PublishedModel:
 
     def reference(self, config: TransformerConfig, dtype: Dtype, tables: Tables) -> nn.Module:
         """Returns the family's reference with these weights, in evaluation mode."""
-        options = _options(self.family.name, self.tensors)
+        options = {}
+        if self.family.name.startswith("annotated"):
+            own = any(".src_attn." in name for name in self.tensors)
+            options = {"source_attention": "src_attn" if own else "self_attn"}
         module = references.of_config(self.family.name, config, dtype, **options)
         shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
         buffers = {buffer.name: buffer for buffer in self.family.buffers(config)}
@@ -99,10 +102,3 @@ def read(family: str, path: str | os.PathLike[str]) -> PublishedModel:
     with checkpoints.error_context(path, its_map.name):
         checkpoint = checkpoints.read(its_map, path)
     return PublishedModel(its_map, path, checkpoint.tensors, checkpoint, None)
-
-
-def _options(family: str, tensors: Iterable[str]) -> dict[str, Any]:
-    has_source_attention = any(".src_attn." in name for name in tensors)
-    if family in ("annotated", "annotated_wide_heads") and not has_source_attention:
-        return {"source_attention": "self_attn"}
-    return {}
