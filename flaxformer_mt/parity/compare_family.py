@@ -12,9 +12,8 @@ from flaxformer_mt import interop
 from flaxformer_mt.interop.weight_maps.mapping import by_path
 from flaxformer_mt.parity import driver, references, trajectories
 from flaxformer_mt.parity.any_model import backward
-from flaxformer_mt.parity.diagnosis.findings import Select
 from flaxformer_mt.parity.diagnosis.first_cause import FamilyValues, diagnose
-from flaxformer_mt.parity.diagnosis.inputs import DiagnosisInputs, select_rows
+from flaxformer_mt.parity.diagnosis.inputs import DiagnosisInputs, Select, select_rows
 from flaxformer_mt.parity.model_pair import (
     Forward,
     ModelPair,
