@@ -47,7 +47,7 @@ class MetricRows(list[dict[str, Any]]):
         return pandas.DataFrame(list(self))
 
     def _repr_html_(self) -> str:
-        from flaxformer_mt.plotting.run_summary import rows_table
+        from flaxformer_mt.plotting.curves_page import rows_table
 
         return rows_table(self)
 
@@ -85,7 +85,7 @@ class Run:
         return f"Run({str(self.folder)!r})"
 
     def _repr_html_(self) -> str:
-        from flaxformer_mt.plotting.run_summary import run_summary
+        from flaxformer_mt.plotting.curves import run_summary
 
         return run_summary(self.folder)
 

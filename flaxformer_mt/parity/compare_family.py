@@ -11,9 +11,8 @@ from torch import nn
 from flaxformer_mt import interop
 from flaxformer_mt.interop.weight_maps.mapping import by_path
 from flaxformer_mt.parity import driver, references, trajectories
-from flaxformer_mt.parity.diagnosis.findings import Select
-from flaxformer_mt.parity.diagnosis.first_cause import Diagnosis, FamilyValues, diagnose
-from flaxformer_mt.parity.diagnosis.inputs import DiagnosisInputs, select_rows
+from flaxformer_mt.parity.diagnosis.first_cause import FamilyValues, diagnose
+from flaxformer_mt.parity.diagnosis.inputs import Diagnosis, DiagnosisInputs, Select, select_rows
 from flaxformer_mt.parity.model_pair import (
     Forward,
     OurModel,

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from flaxformer_mt.parity.any_model import backward
-from flaxformer_mt.parity.diagnosis.findings import Model, Select, find
-from flaxformer_mt.parity.diagnosis.first_cause import Diagnosis
+from flaxformer_mt.parity.diagnosis.first_cause import Model, find
+from flaxformer_mt.parity.diagnosis.inputs import Diagnosis, Select
 from flaxformer_mt.parity.reports.comparison import Row
 from flaxformer_mt.parity.reports.report import Report
 from flaxformer_mt.parity.rows import VALUES, gradient_rows, step_rows, value_row

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import torch
 
 from flaxformer_mt.parity.any_model.program import TracedFunction
-from flaxformer_mt.parity.diagnosis.findings import Select
+from flaxformer_mt.parity.diagnosis.inputs import Select
 from flaxformer_mt.parity.rows import GRADIENTS, difference, largest
 from flaxformer_mt.parity.sides import Pair
 from flaxformer_mt.parity.trace import Tap, Values, recording, shaped

@@ -24,7 +24,7 @@ from flaxformer_mt.parity.any_model.weight_rules import (
     tensor_shapes,
     weight_rules,
 )
-from flaxformer_mt.parity.diagnosis.findings import Select
+from flaxformer_mt.parity.diagnosis.inputs import Select
 from flaxformer_mt.parity.reports.report import Report
 from flaxformer_mt.parity.rows import VALUES
 from flaxformer_mt.parity.trace import Tap, Values, comparable

@@ -1,4 +1,4 @@
-"""Explains the differences of a traced function, see `diagnosis/findings.py`."""
+"""Explains the differences of a traced function, see `diagnosis/first_cause.py`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ import numpy as np
 from flaxformer_mt.parity.any_model import numeric_causes, structural_causes
 from flaxformer_mt.parity.any_model.program import TracedFunction
 from flaxformer_mt.parity.any_model.segment import Found, Numbers, Segment, compute
-from flaxformer_mt.parity.diagnosis.first_cause import Diagnosis
+from flaxformer_mt.parity.diagnosis.inputs import Diagnosis
 from flaxformer_mt.parity.trace import MASKED, comparable, is_scores
 
 CAUSES: list[Callable[[Segment], Found]] = [

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from flaxformer_mt.parity.any_model.program import Equation, TracedFunction
-from flaxformer_mt.parity.diagnosis.findings import relative_difference
+from flaxformer_mt.parity.diagnosis.inputs import relative_difference
 
 RESHAPING = (
     "broadcast_in_dim",

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
-from flaxformer_mt.parity.diagnosis.first_cause import Diagnosis
+from flaxformer_mt.parity.diagnosis.inputs import Diagnosis
 from flaxformer_mt.parity.settings import SettingDifference
 from flaxformer_mt.parity.trajectories import Trajectory
 
