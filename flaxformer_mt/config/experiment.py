@@ -7,22 +7,16 @@ from typing import Any
 
 from flaxformer_mt.config.data import DataConfig
 from flaxformer_mt.config.decode import DecodeConfig
-from flaxformer_mt.config.fields import (
-    FieldRole,
-    names_with,
-    require,
-    require_type,
-    shown,
-    suggestion,
-)
+from flaxformer_mt.config.fields import Checked, FieldRole, names_with, shown, suggestion
 from flaxformer_mt.config.model import TransformerConfig
 from flaxformer_mt.config.optimizer import OptimizerConfig
 from flaxformer_mt.config.parallel import ParallelConfig
 from flaxformer_mt.config.train import TrainConfig
+from flaxformer_mt.errors import UserTypeError
 
 
 @dataclasses.dataclass(frozen=True)
-class ExperimentConfig:
+class ExperimentConfig(Checked):
     """Everything that defines a training run, apart from the folder that it is written to."""
 
     model: TransformerConfig = dataclasses.field(default_factory=TransformerConfig)
@@ -35,46 +29,49 @@ class ExperimentConfig:
     def __post_init__(self) -> None:
         for name, kind in groups().items():
             value = getattr(self, name)
-            require_type(
-                isinstance(value, kind),
-                f"ExperimentConfig.{name}={shown(value)}: must be a {kind.__name__}",
-            )
+            if not isinstance(value, kind):
+                raise UserTypeError(
+                    f"ExperimentConfig.{name}={shown(value)}: must be a {kind.__name__}"
+                )
+        self._check()
+
+    def _check(self) -> None:
         stacks = ["num_decoder_layers", "num_encoder_layers"][: 1 + self.model.has_inputs]
         for name in stacks:
             # Checkpoints cannot hold the parameters of no layers.
-            require(getattr(self.model, name) > 0, f"model.{name}=0: must be at least 1 in a run")
-        require(
-            self.model.has_inputs or not self.train.teacher_forced_metrics,
-            "train.teacher_forced_metrics are for translation models, and model.has_inputs=False",
-        )
-        for name in ("best_metric", "early_stopping_metric"):
-            metric = getattr(self.train, name)
-            require(
-                self.model.has_inputs or metric not in ("bleu", "chrf"),
-                f"train.{name}={metric} is for translation models, and model.has_inputs=False",
+            has_layers = getattr(self.model, name) > 0
+            self._require(has_layers, f"{{model.{name}}}: must be at least 1 in a run")
+        if not self.model.has_inputs:
+            self._require(
+                not self.train.teacher_forced_metrics,
+                "train.teacher_forced_metrics are for translation models, and {model.has_inputs}",
             )
-        require(
+            for name in ("best_metric", "early_stopping_metric"):
+                self._require(
+                    getattr(self.train, name) not in ("bleu", "chrf"),
+                    f"{{train.{name}}} is for translation models, and {{model.has_inputs}}",
+                )
+        self._require(
             self.train.label_smoothing_convention != "non_pad_kl" or self.model.pad_id >= 0,
-            f"train.label_smoothing_convention=non_pad_kl needs a padding token, and model.pad_id="
-            f"{self.model.pad_id}: use others_kl",
+            "{train.label_smoothing_convention} needs a padding token, and {model.pad_id}: use "
+            "others_kl",
         )
-        weight, layers = self.train.guided_alignment_weight, self.model.num_decoder_layers
-        require(
-            not weight or bool(self.data.alignments),
-            f"train.guided_alignment_weight={weight} needs data.alignments, a file of links",
-        )
-        layer = self.train.guided_alignment_layer
-        require(
-            not weight or -layers <= layer < layers,
-            f"train.guided_alignment_layer={layer}: the decoder has {layers} layers, counted from "
-            "0, or from the last as -1",
-        )
+        if self.train.guided_alignment_weight:
+            layers = self.model.num_decoder_layers
+            self._require(
+                self.data.alignments,
+                "{train.guided_alignment_weight} needs data.alignments, a file of links",
+            )
+            self._require(
+                -layers <= self.train.guided_alignment_layer < layers,
+                f"{{train.guided_alignment_layer}}: the decoder has {layers} layers, counted from "
+                "0, or from the last as -1",
+            )
         field = "target_row_length" if self.data.batching == "packed" else "bucket_lengths[-1]"
         _, row_length = self.data.row_lengths
-        require(
+        self._require(
             self.train.batch_tokens % row_length == 0,
-            f"train.batch_tokens={self.train.batch_tokens} is not a multiple of "
-            f"data.{field}={row_length}",
+            f"{{train.batch_tokens}} is not a multiple of data.{field}={row_length}",
         )
 
     @property

@@ -12,6 +12,8 @@ import dataclasses
 import difflib
 import enum
 import functools
+import operator
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -226,19 +228,39 @@ def require_type(condition: bool, message: str) -> None:
         raise UserTypeError(message)
 
 
-def validate(config: Any, group: str) -> None:
-    """Checks the type and the bounds of every field of a configuration.
+class Checked:
+    """Base class of frozen dataclasses that check their values when they are made."""
 
-    `group` prefixes the names of fields in messages: "model".
+    _prefix = ""
+    """Prefix of the names of fields in messages: "model."."""
 
-    Raises:
-      UserTypeError: a value has the wrong type; names the option and the value.
-      UserError: a value is out of bounds; names the bound, too.
-    """
-    hints = type_hints(config.__class__)
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        check_value(value, hints[field.name], bounds_of(field), f"{group}.{field.name}")
+    def __post_init__(self) -> None:
+        """Checks the type and the bounds of every field, and what `_check` requires of several.
+
+        Raises:
+          UserTypeError: a value has the wrong type; names the option and the value.
+          UserError: a value is out of bounds, or values do not go together; names them.
+        """
+        config: Any = self
+        hints = type_hints(type(self))
+        for field in dataclasses.fields(config):
+            name = f"{self._prefix}{field.name}"
+            check_value(getattr(self, field.name), hints[field.name], bounds_of(field), name)
+        self._check()
+
+    def _check(self) -> None:
+        """Raises `UserError` unless the values go together."""
+
+    def _require(self, condition: object, message: str) -> None:
+        """Raises `UserError` unless the condition holds.
+
+        `{d_model}` in the message stands for the field and its value: "model.d_model=512".
+        """
+        if not condition:
+            raise UserError(re.sub(r"\{([\w.]+)\}", self._assignment, message))
+
+    def _assignment(self, field: re.Match[str]) -> str:
+        return f"{self._prefix}{field[1]}={operator.attrgetter(field[1])(self)}"
 
 
 def _is_unicode(text: str) -> bool:
