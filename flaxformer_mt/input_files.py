@@ -13,7 +13,7 @@ import stat
 import zlib
 from typing import Any
 
-from flaxformer_mt.errors import UserError
+from flaxformer_mt.errors import UserError, prefixed
 
 MAX_SETTINGS_BYTES = 2**24
 """Limit of the size of configurations, metadata and vocabularies in JSON."""
@@ -61,12 +61,10 @@ def read_bytes(path: str | os.PathLike[str], limit: int = MAX_SETTINGS_BYTES) ->
       UserError: as `open_regular`; or the file is larger, or cannot be read. The message names it.
     """
     try:
-        with open_regular(path) as file:
+        with prefixed(f"{path}: "), open_regular(path) as file:
             content = file.read(limit + 1)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from error
     if len(content) > limit:
         raise UserError(f"{path} has more than {limit:,} bytes: it is not what it should be")
     return content

@@ -14,7 +14,7 @@ from flaxformer_mt import exit_codes, runtime
 from flaxformer_mt.cli import help_text
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.config.files import load_config
-from flaxformer_mt.errors import UserError
+from flaxformer_mt.errors import prefixed
 from flaxformer_mt.interruption import Interruption
 
 
@@ -58,7 +58,8 @@ def parse_flags(arguments: Sequence[str], program: str = "train.py") -> Flags:
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--config", type=Path)
     path = finder.parse_known_args(arguments)[0].config
-    config = ExperimentConfig() if path is None else _load_config(path)
+    with prefixed("--config: "):
+        config = ExperimentConfig() if path is None else load_config(path)
     defaults = {
         field.name: getattr(config, field.name) for field in dataclasses.fields(ExperimentConfig)
     }
@@ -78,13 +79,6 @@ def parse_flags(arguments: Sequence[str], program: str = "train.py") -> Flags:
         ),
         registry=help_text.registry,
     )
-
-
-def _load_config(path: Path) -> ExperimentConfig:
-    try:
-        return load_config(path)
-    except UserError as error:
-        raise UserError(f"--config: {error}") from error
 
 
 def run(

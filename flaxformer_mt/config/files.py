@@ -19,7 +19,7 @@ from flaxformer_mt.config.data import CorpusConfig
 from flaxformer_mt.config.experiment import ExperimentConfig, groups
 from flaxformer_mt.config.fields import suggestion
 from flaxformer_mt.config.serialization import from_json
-from flaxformer_mt.errors import UserError
+from flaxformer_mt.errors import UserError, prefixed
 from flaxformer_mt.input_files import read_bytes, read_text
 
 _CLASSES = {kind.__name__: kind for kind in (ExperimentConfig, CorpusConfig, *groups().values())}
@@ -38,10 +38,8 @@ def load_config(path: str | Path) -> ExperimentConfig:
         raise UserError(f"there is no file {path}")
     if path.suffix == ".json":
         text = read_text(path)
-        try:
+        with prefixed(f"{path}: "):
             return from_json(text)
-        except UserError as error:
-            raise UserError(f"{path}: {error}") from error
     source = read_bytes(path)
     folder = path.resolve().parent
     try:

@@ -18,7 +18,7 @@ from flaxformer_mt.config.fields import (
     suggestion,
     type_hints,
 )
-from flaxformer_mt.errors import UserError
+from flaxformer_mt.errors import UserError, prefixed
 from flaxformer_mt.input_files import parse_json
 
 
@@ -75,11 +75,9 @@ def to_json(config: ExperimentConfig) -> str:
 
 def from_json(text: str) -> ExperimentConfig:
     """Makes a configuration from JSON; the inverse of `to_json`. Errors as of `from_dict`."""
-    try:
+    with prefixed("not a configuration: "):
         values = parse_json(text, "it")
-    except UserError as error:
-        raise UserError(f"not a configuration: {error}") from error
-    require(isinstance(values, dict), "not a configuration: not a JSON object")
+        require(isinstance(values, dict), "not a JSON object")
     require(
         "model_type" not in values,
         "this is the configuration of a Hugging Face model: make a run of its folder with "

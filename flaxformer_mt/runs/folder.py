@@ -16,7 +16,7 @@ from flaxformer_mt.config.experiment import groups
 from flaxformer_mt.config.fields import FieldRole, names_with
 from flaxformer_mt.data.corpora.corpus import Corpus
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
-from flaxformer_mt.errors import UserError
+from flaxformer_mt.errors import UserError, prefixed
 from flaxformer_mt.runs import atomic, data_file, manifest, step_folders
 from flaxformer_mt.runs.layout import (
     CHECKPOINTS,
@@ -63,10 +63,8 @@ def read_config(folder: str | Path) -> ExperimentConfig:
     require_run(folder)
     path = Path(folder, CONFIG)
     text = input_files.read_text(path)
-    try:
+    with prefixed(f"{path}: "):
         config = configuration.from_json(text)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from error
     recorded = data_file.read(folder).get(data_file.CONFIG)
     if recorded is not None:
         changed = configuration.differences(configuration.from_dict(recorded), config)
