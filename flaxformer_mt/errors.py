@@ -32,7 +32,7 @@ class UserTypeError(UserError, TypeError):
 
 @contextlib.contextmanager
 def prefixed(prefix: str) -> Iterator[None]:
-    """Puts a prefix, such as "FILE: ", before the message of a `UserError` that the block raises."""
+    """Puts a prefix, such as "FILE: ", before the message of `UserError`s of the block."""
     try:
         yield
     except UserError as error:
