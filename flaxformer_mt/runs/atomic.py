@@ -32,7 +32,10 @@ _MARK = (
 _REPLACED = MARKER + "-replaced"
 _OWNER = re.compile(rb"(\d+ on [\w.-]+)?\n?")
 # Errors of file systems that do not support locks.
-NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
+# Errors of file systems that do not lock, or do not lock folders (NFS: EBADF).
+_NO_LOCKS = {
+    errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP
+}  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -56,7 +59,7 @@ def new_file(path: Path) -> Iterator[Path]:
     with explained(path), workspace(path.parent) as folder:
         partial = folder / path.name
         yield partial
-        sync_file(partial)
+        sync(partial)
         rename(partial, path)
 
 
@@ -232,16 +235,17 @@ def locked(path: Path, busy: Callable[[str], None]) -> Iterator[bool]:
         os.close(descriptor)
 
 
-def lock(descriptor: int, wait: bool = False) -> bool:
+def lock(descriptor: int, wait: bool = False, shared: bool = False) -> bool:
     """Locks an open file until it is closed; returns False if the file system has no locks.
 
     Raises:
       BlockingIOError: another process has locked it, and `wait` is False.
     """
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind if wait else kind | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno not in NO_LOCKS:
+        if error.errno not in _NO_LOCKS:
             raise
         return False
     return True
@@ -260,7 +264,7 @@ def open_own(path: Path, flags: int) -> int:
 def rename(source: Path, target: Path) -> Path:
     """Renames a file or folder and flushes the new parent folder to disk; returns `target`."""
     source.replace(target)
-    sync_folder(target.parent)
+    sync(target.parent)
     return target
 
 
@@ -274,23 +278,13 @@ def delete(path: Path) -> None:
 
 def sync_tree(folder: Path) -> None:
     """Flushes a folder with all its files and folders to disk."""
-    for path in folder.rglob("*"):
-        if path.is_dir():
-            sync_folder(path)
-        else:
-            sync_file(path)
-    sync_folder(folder)
+    for path in (*folder.rglob("*"), folder):
+        sync(path)
 
 
-def sync_file(path: Path) -> None:
-    """Flushes the content of a file to disk."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Flushes the names in a folder to disk: those created, changed or removed."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Flushes the content of a file, or the names in a folder, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -36,12 +36,7 @@ from flaxformer_mt import distributed
 from flaxformer_mt.config import ValidationMetric
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs import atomic, data_file, step_folders
-from flaxformer_mt.runs.layout import (
-    EMA,
-    PARAMS,
-    TRAINING,
-    CheckpointSelector,
-)
+from flaxformer_mt.runs.layout import EMA, PARAMS, TRAINING, CheckpointSelector
 from flaxformer_mt.runs.manifest import damage
 from flaxformer_mt.runs.retention import kept_steps
 
@@ -120,7 +115,8 @@ class Checkpoints:
         # Folders are created before the threads start: if creation failed, these would wait for
         # them forever and keep the process from exiting.
         at_once = ocp.options.AsyncOptions(create_directories_asynchronously=False)
-        self._orbax = ocp.AsyncCheckpointer(_handlers(), async_options=at_once)
+        handlers = _handlers(ocp.options.MultiprocessingOptions())
+        self._orbax = ocp.AsyncCheckpointer(handlers, async_options=at_once)
         # One thread, which completes a checkpoint once Orbax has written its part.
         self._finisher = ThreadPoolExecutor(1, "checkpoint")
         self._unfinished: Future[None] | None = None
@@ -334,7 +330,7 @@ def _restore_params(path: Path, run_id: str | None) -> dict[str, Any]:
     name = EMA if (path / EMA).is_dir() else PARAMS
     if not (path / name).is_dir():
         raise UserError(f"{path} has no parameters: its state has no member {PARAMS!r}")
-    with ocp.Checkpointer(_handlers(alone=True), multiprocessing_options=_alone()) as orbax:
+    with _own_checkpointer() as orbax:
         sharding = SingleDeviceSharding(jax.local_devices()[0])
         template = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
@@ -353,7 +349,7 @@ def write_params(run_folder: str | Path, step: int, params: Mapping[str, Any]) -
     with atomic.workspace(folder) as workspace, contextlib.ExitStack() as stack:
         stack.callback(_wait_for_writes)
         partial = workspace / str(step)
-        with ocp.Checkpointer(_handlers(alone=True), multiprocessing_options=_alone()) as orbax:
+        with _own_checkpointer() as orbax:
             orbax.save(partial, args=Composite(**{PARAMS: StandardSave(params)}))
         step_folders.commit(
             folder, partial, step_folders.make_record("loss", {}, {}, data_file.run_id(run_folder))
@@ -488,8 +484,7 @@ def _from_json(values: Any, like: Any) -> Any:
     return values
 
 
-def _handlers(alone: bool = False) -> ocp.CompositeCheckpointHandler:
-    options = _alone() if alone else ocp.options.MultiprocessingOptions()
+def _handlers(options: ocp.options.MultiprocessingOptions) -> ocp.CompositeCheckpointHandler:
     return ocp.CompositeCheckpointHandler(
         composite_options=ocp.CompositeOptions(multiprocessing_options=options),
         **{
@@ -499,12 +494,13 @@ def _handlers(alone: bool = False) -> ocp.CompositeCheckpointHandler:
     )
 
 
-def _alone() -> ocp.options.MultiprocessingOptions:
-    """Options for a process that reads or writes independently of the others."""
+def _own_checkpointer() -> ocp.Checkpointer:
+    """Returns a checkpointer for this process, which reads and writes without the others."""
     process = jax.process_index()
-    return ocp.options.MultiprocessingOptions(
+    options = ocp.options.MultiprocessingOptions(
         primary_host=process, active_processes={process}, barrier_sync_key_prefix=f"{process}"
     )
+    return ocp.Checkpointer(_handlers(options), multiprocessing_options=options)
 
 
 def _from_first_process(value: Any) -> Any:

@@ -86,7 +86,7 @@ def read_tokenizers(folder: str | Path) -> Tokenizers:
     path = Path(folder, TOKENIZER)
     tokenizers = Tokenizers.load(path)
     recorded = data_file.read(folder).get(data_file.TOKENIZER)
-    if recorded is not None and recorded != _fingerprints(tokenizers):
+    if recorded is not None and recorded != fingerprints(tokenizers):
         raise UserError(f"{path} is not the vocabulary that the run was started with: restore it")
     return tokenizers
 
@@ -179,9 +179,9 @@ def check_corpora(workdir: Path, corpora: Corpora) -> None:
     """Raises `UserError` unless corpora are those that a run was started with."""
     stored = data_file.read(workdir)
     for split, parts in corpora.items():
-        fingerprints = stored.get(split, [])
+        recorded = stored.get(split, [])
         for number, corpus in enumerate(parts):
-            if fingerprints[number : number + 1] != [corpus.fingerprint]:
+            if recorded[number : number + 1] != [corpus.fingerprint]:
                 raise UserError(
                     f"the {split} corpus ({corpus.name}) is not the text that the run in "
                     f"{workdir} was started with: restore it, or give another --workdir"
@@ -213,7 +213,7 @@ def write_run(
         {
             **{split: [corpus.fingerprint for corpus in parts] for split, parts in corpora.items()},
             **({} if division is None else {data_file.HOLD_OUT: division()}),
-            data_file.TOKENIZER: _fingerprints(tokenizers),
+            data_file.TOKENIZER: fingerprints(tokenizers),
             data_file.CONFIG: configuration.to_dict(experiment),
             data_file.FILES: {
                 name: manifest.entry_of(content)._asdict() for name, content in files.items()
@@ -247,7 +247,8 @@ def update_config(workdir: Path, experiment: ExperimentConfig) -> None:
         atomic.write_text(workdir / CONFIG, configuration.to_json(experiment))
 
 
-def _fingerprints(tokenizers: Tokenizers) -> dict[str, str]:
+def fingerprints(tokenizers: Tokenizers) -> dict[str, str]:
+    """Returns the fingerprints of the vocabularies of both sides."""
     return {
         "source": tokenizers.source.fingerprint,
         "target": tokenizers.target.fingerprint,

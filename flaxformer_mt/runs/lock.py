@@ -4,8 +4,6 @@ The operating system releases a lock when its process ends, however it ends.
 """
 
 import contextlib
-import errno
-import fcntl
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,9 +12,6 @@ from typing import NoReturn
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs import atomic
 from flaxformer_mt.runs.layout import LOCK
-
-# Errors of file systems that do not lock, or do not lock folders (NFS: EBADF).
-_NO_LOCKS = atomic.NO_LOCKS | {errno.EBADF, errno.EINVAL}
 
 
 @contextlib.contextmanager
@@ -77,26 +72,12 @@ def held(folder: Path, *, exclusive: bool = False, wait: bool = True) -> Iterato
         yield False
         return
     try:
-        kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
-        yield _lock(descriptor, kind if wait else kind | fcntl.LOCK_NB) and _is(descriptor, folder)
+        try:
+            atomic.lock(descriptor, wait, shared=not exclusive)
+            # It may have lost its name while this process waited.
+            is_held = os.path.samestat(os.fstat(descriptor), folder.stat())
+        except (BlockingIOError, FileNotFoundError):
+            is_held = False
+        yield is_held
     finally:
         os.close(descriptor)
-
-
-def _lock(descriptor: int, operation: int) -> bool:
-    try:
-        fcntl.flock(descriptor, operation)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-    return True
-
-
-def _is(descriptor: int, folder: Path) -> bool:
-    """Whether the folder still has its name, after waiting for the lock."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), folder.stat())
-    except FileNotFoundError:
-        return False

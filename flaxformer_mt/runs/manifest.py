@@ -40,7 +40,7 @@ def write_manifest(folder: Path) -> None:
         entries = dict(zip(names, pool.map(_synced, paths), strict=True))
     atomic.write_text(folder / MANIFEST, json.dumps({"files": entries}, indent=1) + "\n")
     for path in filter(Path.is_dir, folder.rglob("*")):
-        atomic.sync_folder(path)
+        atomic.sync(path)
 
 
 def damage(

@@ -70,7 +70,7 @@ def remove(folder: Path, step: int) -> bool:
             # Moved first, so that it is never incomplete under its name.
             with atomic.workspace(folder) as workspace:
                 path.replace(workspace / path.name)
-                atomic.sync_folder(folder)
+                atomic.sync(folder)
     return not os.path.lexists(path)
 
 
@@ -112,19 +112,13 @@ def choose(folder: Path, checkpoint: CheckpointSelector) -> int:
                 f"{', '.join(map(str, steps))}"
             )
         return checkpoint
-    scores = {}
-    for step in steps:
+    scores, damaged = verified(folder, names=[PROGRESS])
+    for step in damaged:
         path = folder / str(step)
-        with in_use(folder, [step]) as is_there:
-            is_damaged = is_there and damage(path, names=[PROGRESS])
-            if is_damaged and path.is_dir():
-                raise UserError(
-                    f"{path / PROGRESS} is missing or damaged, so the best checkpoint is unknown; "
-                    f"{advice(path)}"
-                )
-            # Otherwise training has removed it in the meantime.
-            if is_there and not is_damaged:
-                scores[step] = score(read_record(path))
+        raise UserError(
+            f"{path / PROGRESS} is missing or damaged, so the best checkpoint is unknown; "
+            f"{advice(path)}"
+        )
     best = best_step(scores)
     return steps[-1] if best is None else best
 
@@ -138,13 +132,20 @@ def advice(damaged: Path) -> str:
     return "train again"
 
 
-def verified(folder: Path) -> tuple[dict[int, float], dict[int, str]]:
-    """Verifies all checkpoints; returns the scores of intact ones, and the damage of others."""
+def verified(
+    folder: Path, names: Sequence[str] | None = None
+) -> tuple[dict[int, float], dict[int, str]]:
+    """Verifies all checkpoints, or only the files `names` of each.
+
+    Returns:
+      The scores of intact ones, and the damage of others. One that training has removed in the
+      meantime is neither.
+    """
     scores, causes = {}, {}
     for step in steps_in(folder):
         path = folder / str(step)
         with in_use(folder, [step]) as is_there:
-            cause = damage(path) if is_there else None
+            cause = damage(path, names=names) if is_there else None
             if cause and path.is_dir():
                 causes[step] = cause
             elif is_there and not cause:

@@ -20,6 +20,7 @@ from flaxformer_mt.errors import UserError
 from flaxformer_mt.memory_limits import LESS_ON_DEVICE, explained_exhaustion
 from flaxformer_mt.runs import atomic, data_file
 from flaxformer_mt.runs.folder import (
+    fingerprints,
     read_config,
     read_fingerprints,
     read_tokenizers,
@@ -145,10 +146,7 @@ def describe_run(
         "parameter_count": sum(leaf.size for leaf in leaves.values()),
         "parameters": {path: list(leaf.shape) for path, leaf in sorted(leaves.items())},
         "parameters_sha256": parameters_sha256(run.params),
-        "tokenizer_fingerprints": {
-            "source": run.tokenizers.source.fingerprint,
-            "target": run.tokenizers.target.fingerprint,
-        },
+        "tokenizer_fingerprints": fingerprints(run.tokenizers),
         "data_fingerprints": read_fingerprints(folder),
         "hold_out": data_file.read(folder).get(data_file.HOLD_OUT),
         "config": configuration.to_dict(run.config),
