@@ -125,7 +125,7 @@ UNRESPONSIVE = """
 
 
 def test_a_main_thread_that_does_not_respond_is_not_waited_for():
-    """Where nothing has to be saved, as when training is compiled or text tokenised."""
+    """Where nothing has to be saved, as when training is compiled or text tokenized."""
     with process(UNRESPONSIVE) as running:
         running.send_signal(signal.SIGTERM)
         assert running.wait(timeout=10) == ExitCode.INTERRUPTED

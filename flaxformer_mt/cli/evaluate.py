@@ -221,11 +221,7 @@ def _metrics(
 
 
 def _function(text: str) -> "MetricFunction":
-    """Imports MODULE:FUNCTION, also from the current folder, where it may import others later.
-
-    Raises:
-      UserError: there is no such module or function.
-    """
+    """Imports MODULE:FUNCTION, also from the current folder, where it may import others later."""
     module, _, name = text.rpartition(":")
     folder = os.getcwd()
     if folder not in sys.path:
@@ -260,12 +256,7 @@ def _test_set(
     references: Sequence[Path],
     split: Literal["test", "valid"] | None,
 ) -> _TestSet:
-    """Reads the test set: the files that are given, or a split of the run.
-
-    Raises:
-      UserError: the options contradict each other; files are missing, empty or not parallel; or the
-        run's text is not there, or not the text that it was started with.
-    """
+    """Reads the test set: the files that are given, or a split of the run."""
     if not references and not source and run:
         from flaxformer_mt.run_reader import Run
 
@@ -303,9 +294,8 @@ def _translated(
 ) -> tuple[int | list[int], list[str], _TestSet]:
     """Translates a test set, and writes the translations.
 
-    Returns:
-      The step of the run, or those of several, the translations, and the test set with references
-      that do not begin with their language.
+    Returns the step of the run, or those of several, the translations, and the test set with
+    references that do not begin with their language.
     """
     from flaxformer_mt.decoding.translator import Translator, into_languages
 

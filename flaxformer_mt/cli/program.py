@@ -53,15 +53,7 @@ COMMANDS: dict[str, dict[str, Callable[..., int | None]]] = {
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Runs the command given by `arguments`.
-
-    Returns:
-      The exit code of the command.
-
-    Raises:
-      SystemExit: with code 2 for invalid options, with code 0 after `--help`.
-      UserError: something that the user gave cannot be used; the message names options.
-    """
+    """Runs the command given by `arguments`, and returns its exit code."""
     runtime.configure()
     try:
         return _run(arguments)

@@ -49,12 +49,7 @@ class Flags(ExperimentConfig):
 
 
 def parse_flags(arguments: Sequence[str], program: str = "train.py") -> Flags:
-    """Parses the command line, with the configuration file that it names as defaults.
-
-    Raises:
-      UserError: the file is missing or gives no configuration, or values are inconsistent.
-      SystemExit: an option is unknown, invalid or missing, or help was asked for.
-    """
+    """Parses the command line, with the configuration file that it names as defaults."""
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--config", type=Path)
     path = finder.parse_known_args(arguments)[0].config
@@ -86,7 +81,7 @@ def run(
     program: str = "train.py",
     interruption: Interruption | None = None,
 ) -> None:
-    """Parses the command line and trains; arguments and errors of `parse_flags` and `train`."""
+    """Parses the command line and trains."""
     runtime.configure()
     logging.basicConfig(level=logging.WARNING, format=f"{program}: warning: %(message)s")
     train(parse_flags(arguments, program), interruption)

@@ -20,10 +20,7 @@ RESUMABLE_FIELDS = frozenset(
 
 
 def differences(stored: ExperimentConfig, given: ExperimentConfig) -> list[str]:
-    """Returns the differences that forbid continuing a run of `stored` with `given`.
-
-    One string per field: "model.d_model: 128 in the run, 256 now".
-    """
+    """Returns what forbids continuing a run: "model.d_model: 128 in the run, 256 now", ..."""
     resumable = RESUMABLE_FIELDS
     if stored.optimizer.schedule == "one_cycle" and not stored.optimizer.total_steps:
         # The learning rate of every step depends on the number of steps.

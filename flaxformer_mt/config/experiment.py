@@ -90,9 +90,7 @@ def with_changes(
 ) -> ExperimentConfig:
     """Returns a configuration with other values: `{"train": {"num_steps": 100}}`.
 
-    Raises:
-      TypeError: there is no such group or field, or a value is of another type.
-      UserError: a value is invalid.
+    TypeError if there is no such group or field, UserError if a value is invalid.
     """
     replaced = {}
     for group, values in changes.items():

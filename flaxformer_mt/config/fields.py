@@ -135,7 +135,7 @@ def option(
     """Declares a field of a configuration dataclass.
 
     Args:
-      default: the value of the field unless another is given.
+      default: its value unless another is given.
       *roles: what depends on the field, at least one.
       lowest: the lowest valid number; for tuples of numbers, of each.
       above: a number that valid ones are greater than, instead of `lowest`.
@@ -145,9 +145,6 @@ def option(
         `MAX_INTEGER` or `MAX_NUMBER`.
       also: a sentinel accepted outside the interval, such as -1.
       formerly: today's value for each value that files of earlier versions have, if it differs.
-
-    Raises:
-      TypeError: there is no role, or a number has no lower bound.
     """
     if not roles:
         raise TypeError("a configuration field needs a role")
@@ -264,7 +261,6 @@ class Checked:
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether a string has no lone surrogate, and can be written to a file."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 

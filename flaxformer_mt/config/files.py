@@ -29,9 +29,7 @@ _MODULE_NAME = "flaxformer_mt_configuration_file"
 def load_config(path: str | Path) -> ExperimentConfig:
     """Calls `get_config()` of a configuration file, or reads the `config.json` of a run.
 
-    Raises:
-      UserError: there is no such file, it does not give an `ExperimentConfig`, or its code raises
-        an exception; names the file and, for code, the line.
+    `UserError`, with the file and the line, if it does not give an `ExperimentConfig`.
     """
     path = Path(path)
     if not path.exists():

@@ -32,9 +32,6 @@ def from_dict(values: dict[str, Any], kind: type = ExperimentConfig, prefix: str
 
     Absent fields get their defaults, and values of earlier versions their current names. `prefix`
     is that of field names in messages: "model.".
-
-    Raises:
-      UserError: a field is unknown, or its value has the wrong type or is out of bounds.
     """
     fields = {field.name: field for field in dataclasses.fields(kind)}
     for name in sorted(values.keys() - fields.keys()):

@@ -67,13 +67,8 @@ def new_file(path: Path) -> Iterator[Path]:
 def new_folder(path: Path, *, replace: bool = False, parents: bool = False) -> Iterator[Path]:
     """Creates a folder atomically: yields an empty one to fill; if the block raises, there is none.
 
-    Args:
-      path: the folder.
-      replace: whether a folder of that name is replaced; otherwise it must not exist.
-      parents: whether missing parents are created; otherwise the parent must exist.
-
-    Raises:
-      UserError: `path` or its parent is not as required, or the folder cannot be written.
+    It must not exist, unless `replace`; its parent must, unless `parents` are to be created.
+    Otherwise, or if it cannot be written, raises `UserError`.
     """
     if not replace:
         require_absent(path)
@@ -108,7 +103,6 @@ def workspace(parent: Path) -> Iterator[Path]:
 
 
 def _new_workspace(parent: Path) -> tuple[Path, int]:
-    """Returns a new workspace, and the descriptor of its locked marker."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, suffix=_SUFFIX, dir=parent))
         # Until the marker is locked, another process may take the folder for a leftover.
@@ -136,7 +130,6 @@ def remove_leftovers(parent: Path) -> None:
 
 
 def _remove_leftover(folder: Path) -> None:
-    """Deletes a workspace whose process has ended; otherwise raises OSError."""
     if not os.listdir(folder):  # A process was killed before or after there was a marker.
         folder.rmdir()
         return
@@ -189,11 +182,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def append_text(path: Path, text: str) -> None:
-    """Appends UTF-8 text to a file and flushes it to disk, all of it or nothing.
-
-    Raises:
-      UserError: the file cannot be written, or is a symbolic link.
-    """
+    """Appends UTF-8 text to a file and flushes it to disk, all of it or nothing."""
     with explained(path), os.fdopen(open_own(path, os.O_RDWR | os.O_CREAT), "r+b", 0) as file:
         end = file.seek(0, os.SEEK_END)
         try:
@@ -211,13 +200,9 @@ def append_text(path: Path, text: str) -> None:
 def locked(path: Path, busy: Callable[[str], None]) -> Iterator[bool]:
     """Holds a lock against other processes; yields False if the file system has no locks.
 
-    The operating system releases the lock when the process ends. The lock file remains; it has no
-    meaning by itself. It names the process, unless it holds other text.
-
-    Args:
-      path: the lock file, created if missing.
-      busy: called with the process that holds the lock ("process 3 on host"), before waiting for
-        it; may raise instead.
+    The lock file is created if missing, and remains. It names the process, unless it holds other
+    text. `busy` is called with the process that holds the lock ("process 3 on host"), before
+    waiting for it, and may raise instead.
     """
     descriptor = open_own(path, os.O_RDWR | os.O_CREAT)
     try:
@@ -305,7 +290,6 @@ def explained(path: Path) -> Iterator[None]:
 
 
 def _is_stream(path: Path) -> bool:
-    """Whether a path names a device, a pipe or an open descriptor of this process."""
     try:
         mode = path.stat().st_mode
     except OSError:  # It does not exist, or cannot be written to anyway.

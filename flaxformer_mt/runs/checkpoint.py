@@ -136,10 +136,10 @@ class Checkpoints:
         position: Any = None,
         metrics: Mapping[str, Any] | None = None,
     ) -> None:
-        """Starts writing a checkpoint, after waiting for the previous one.
+        """Starts writing the checkpoint of a step, after waiting for the previous one.
 
         Args:
-          step: the number of training steps made; names the checkpoint.
+          step: the number of training steps made.
           state: a pytree of arrays; copied before this returns, so the next training step may
             donate it.
           position: JSON values, a named tuple or a dataclass of them, or an object with `to_json`
@@ -194,13 +194,10 @@ class Checkpoints:
     def restore(self, template: State) -> tuple[State, Any]:
         """Restores the newest checkpoint, which must exist.
 
-        Args:
-          template: a state with the shapes, dtypes and shardings to restore to; the shardings need
-            not be those that the checkpoint was written with.
+        The shardings of the template need not be those that the checkpoint was written with.
 
         Returns:
-          The state, and the JSON values of the position that was saved with it; errors as of
-          `restore_or`.
+          The state, and the JSON values of the position that was saved with it.
         """
         self.wait()
         path = self._folder / str(self._latest)
@@ -219,11 +216,7 @@ class Checkpoints:
         return _joined(template, restored), record["progress"]
 
     def wait(self) -> None:
-        """Waits until everything is written.
-
-        Raises:
-          UserError: the newest checkpoint could not be written; earlier ones are intact.
-        """
+        """Waits until everything is written; `UserError` if the newest checkpoint cannot be."""
         unfinished, self._unfinished = self._unfinished, None
         if unfinished is not None:
             unfinished.result()
@@ -238,7 +231,7 @@ class Checkpoints:
         distributed.barrier("the checkpoint is complete")
 
     def close(self) -> None:
-        """Waits and stops the writing threads; errors as in `wait`."""
+        """Waits and stops the writing threads."""
         try:
             self.wait()
         finally:
@@ -246,7 +239,6 @@ class Checkpoints:
             self._orbax.close()
 
     def _new_workspace(self) -> Path:
-        """Returns a folder to write a checkpoint in, until `_workspaces` is closed."""
         name = ""
         if distributed.is_main():
             name = self._workspaces.enter_context(atomic.workspace(self._folder)).name
@@ -293,12 +285,8 @@ def restore_params(
 ) -> tuple[int, dict[str, Any]]:
     """Restores parameters only, onto one device; of a run with a moving average, that.
 
-    Each process may call this independently of the others.
-
-    Args:
-      run_folder: the run folder.
-      checkpoint: the best by the run's `train.best_metric` (the newest, if none was validated),
-        the newest, or that of a step.
+    The best checkpoint is the newest if none was validated. Each process may call this
+    independently of the others.
 
     Returns:
       The checkpoint's step, and its parameters as nested dicts of arrays.
@@ -366,11 +354,9 @@ def on_this_host(tree: Any) -> Any:
 def whole_checkpoints(
     run_folder: str | Path, announce: Callable[[str], None] = print
 ) -> dict[int, float]:
-    """Verifies all checkpoints, and announces each damaged one in a line.
+    """Returns the `ranking_score` of each intact checkpoint, and announces damaged ones.
 
-    Returns:
-      By step, the `ranking_score` of each intact one; -inf without a validation. A training in
-      progress may remove any of them that is not in use (`step_folders.in_use`).
+    A training in progress may remove any of them that is not in use (`step_folders.in_use`).
     """
     folder = step_folders.folder_of(run_folder)
     scores, damaged = step_folders.verified(folder)
@@ -380,7 +366,6 @@ def whole_checkpoints(
 
 
 def _members(state: Any) -> dict[str, Any] | None:
-    """Returns the members of a state that is a dict or a dataclass; None of another tree."""
     if isinstance(state, Mapping):
         # Not its own items: a frozen dict wraps them when they are read.
         items, _ = jax.tree_util.tree_flatten_with_path(
@@ -455,7 +440,6 @@ def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _as_array(leaf: Any) -> Any:
-    """Numbers of Python and NumPy as arrays, which are what Orbax writes."""
     return leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
 
 
@@ -511,7 +495,6 @@ def _from_first_process(value: Any) -> Any:
 
 @contextlib.contextmanager
 def _explained(problem: str, consequence: str = "") -> Iterator[None]:
-    """Converts errors of the operating system into `UserError`."""
     try:
         yield
     except Exception as error:
@@ -545,7 +528,6 @@ def _system_error(error: BaseException | None) -> str | None:
 
 
 def _is_not_raised(record: logging.LogRecord) -> bool:
-    """Filters the errors that Orbax logs, with a traceback, and raises as well."""
     return record.levelno < logging.ERROR or "orbax" not in record.pathname
 
 
@@ -553,7 +535,6 @@ class _CompletingLoop(asyncio.SelectorEventLoop):
     """An event loop that completes its tasks before it is closed."""
 
     def close(self) -> None:
-        """Completes the tasks."""
         if not self.is_closed() and (tasks := asyncio.all_tasks(self)):
             self.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         super().close()
@@ -578,7 +559,6 @@ def _complete_all_writes() -> None:
 
 
 def _wait_for_writes() -> None:
-    """Waits until no thread of Orbax is writing, without raising their errors."""
     for thread in filter(_writes, threading.enumerate()):
         threading.Thread.join(thread)
 

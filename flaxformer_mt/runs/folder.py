@@ -53,12 +53,9 @@ def is_content_of_run(path: Path) -> bool:
 
 
 def read_config(folder: str | Path) -> ExperimentConfig:
-    """Reads the configuration of a run.
+    """Reads the configuration of a run; `UserError` if it is none, is damaged or was changed.
 
     Options with which a run may be continued may have been edited by hand.
-
-    Raises:
-      UserError: the folder is not a run folder, or its configuration is damaged or was changed.
     """
     require_run(folder)
     path = Path(folder, CONFIG)
@@ -77,11 +74,7 @@ def read_config(folder: str | Path) -> ExperimentConfig:
 
 
 def read_tokenizers(folder: str | Path) -> Tokenizers:
-    """Reads the vocabularies of a run.
-
-    Raises:
-      UserError: a file is missing or damaged, or is not that of the run.
-    """
+    """Reads the vocabularies of a run; `UserError` if a file is missing or not that of the run."""
     data_file.check_files(folder)
     path = Path(folder, TOKENIZER)
     tokenizers = Tokenizers.load(path)
@@ -97,11 +90,7 @@ def check_vocabulary(path: Path) -> None:
 
 
 def read_origin(folder: str | Path) -> dict[str, bytes]:
-    """Reads the files of the published model that a run was converted from, by name.
-
-    Raises:
-      UserError: one is missing or damaged.
-    """
+    """Reads the files of the published model that a run was converted from, by name."""
     data_file.check_files(folder)
     kept = Path(folder, ORIGIN)
     if not kept.is_dir():
@@ -197,12 +186,8 @@ def write_run(
 ) -> None:
     """Writes a run folder without checkpoints; `config.json`, which marks it, last.
 
-    Args:
-      workdir: the folder; created if missing.
-      experiment: the configuration.
-      corpora: the corpora, of which fingerprints are kept; none for a converted model.
-      tokenizers: the vocabularies.
-      origin: files of the published model that it was converted from, by name.
+    It keeps fingerprints of the corpora; a converted model has none. `origin` are files of the
+    published model that it was converted from, by name.
     """
     files = {f"{TOKENIZER}/{name}": content for name, content in tokenizers.files.items()}
     files |= {f"{ORIGIN}/{name}": content for name, content in origin.items()}

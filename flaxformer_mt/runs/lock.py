@@ -18,10 +18,7 @@ from flaxformer_mt.runs.layout import LOCK
 def locked(run_folder: str | Path, announce: Callable[[str], None] = print) -> Iterator[None]:
     """Locks a run folder, created if missing, against other processes that train.
 
-    On a file system without locks it is not locked, and `announce` is called with a warning.
-
-    Raises:
-      UserError: another process holds the lock, or the folder cannot be written to.
+    `UserError` if one does. On a file system without locks, `announce` is called with a warning.
     """
     run_folder = Path(run_folder)
 
@@ -56,15 +53,8 @@ def held(folder: Path, *, exclusive: bool = False, wait: bool = True) -> Iterato
 
     The lock is on the folder itself, so that a folder that may only be read can be locked as well.
 
-    Args:
-      folder: the folder.
-      exclusive: whether no other process may hold it at the same time; otherwise none may hold it
-        exclusively.
-      wait: whether to wait for the others.
-
-    Yields:
-      Whether the folder exists and no other process holds it; without support for locks, whether it
-      exists.
+    Several processes may hold it, but only one if `exclusive`. Yields whether the folder exists
+    and, unless this waits for them, no other process holds it.
     """
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -95,11 +95,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def choose(folder: Path, checkpoint: CheckpointSelector) -> int:
-    """Returns the step of the selected checkpoint in a folder of checkpoints.
-
-    Raises:
-      UserError: there is none, or the best is unknown because one is damaged.
-    """
+    """Returns the selected step; `UserError` if there is none, or a damaged one may be the best."""
     steps = steps_in(folder)
     if not steps:
         raise UserError(f"{folder} holds no checkpoint: train until one is written")

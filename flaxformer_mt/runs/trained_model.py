@@ -51,12 +51,7 @@ class TrainedModel:
 
 
 def load_run(folder: str | Path, checkpoint: CheckpointSelector = "best") -> TrainedModel:
-    """Loads the model of a run folder.
-
-    Raises:
-      UserError: the folder, or a part of it, is missing or damaged, or its vocabulary is not the
-        one that the parameters were trained with.
-    """
+    """Loads the model of a run; `UserError` if a part is missing, damaged or of another run."""
     config = read_config(folder)
     tokenizers = read_tokenizers(folder)
     from flaxformer_mt.runs.checkpoint import restore_params
@@ -120,9 +115,7 @@ def describe_run(
 ) -> dict[str, Any]:
     """Returns what a trained model is and what identifies it, as JSON values.
 
-    None are the metric of a checkpoint that was not validated, the fingerprints of the training
-    data of a folder that does not have them, and "hold_out" if no pairs are held out. `announce` is
-    called with one line for each damaged checkpoint.
+    What it does not have is None, such as the metric of a checkpoint that was not validated.
     """
     from flax.traverse_util import flatten_dict
 
