@@ -15,7 +15,7 @@ import pytest
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.exit_codes import ExitCode
 from flaxformer_mt.interruption import Interrupted, Interruption, run_interruptibly
-from flaxformer_mt.runs.lock import locked
+from flaxformer_mt.runs.folder import locked
 
 
 @contextlib.contextmanager
@@ -181,7 +181,7 @@ def test_an_error_does_not_wait_for_other_processes():
 
 HOLD_LOCK = """
     import sys, time
-    from flaxformer_mt.runs.lock import locked
+    from flaxformer_mt.runs.folder import locked
     with locked(sys.argv[1]):
         print("ready", flush=True)
         time.sleep(100)

@@ -55,13 +55,6 @@ COMMANDS: dict[str, dict[str, Callable[..., int | None]]] = {
 def run(arguments: Sequence[str]) -> int:
     """Runs the command given by `arguments`, and returns its exit code."""
     runtime.configure()
-    try:
-        return _run(arguments)
-    except UserError as error:
-        raise UserError(_with_option_names(str(error))) from error
-
-
-def _run(arguments: Sequence[str]) -> int:
     commands = {name: command for group in COMMANDS.values() for name, command in group.items()}
     name, *options = arguments or ["--help"]
     if name in ("-h", "--help"):
@@ -76,9 +69,12 @@ def _run(arguments: Sequence[str]) -> int:
         raise SystemExit(ExitCode.USAGE)
     command = commands[name]
     defaults: dict[str, Any] = {}
-    if "decode" in inspect.signature(command).parameters:
-        defaults["decode"] = configured_search(options)
-    return help_text.call(command, f"flaxformer-mt {name}", options, **defaults) or 0
+    try:
+        if "decode" in inspect.signature(command).parameters:
+            defaults["decode"] = configured_search(options)
+        return help_text.call(command, f"flaxformer-mt {name}", options, **defaults) or 0
+    except UserError as error:
+        raise UserError(_with_option_names(str(error))) from error
 
 
 def overview() -> str:

@@ -1,13 +1,13 @@
-"""The configuration of a whole experiment."""
+"""The configuration of a whole experiment, and with which changes its run may be continued."""
 
 import dataclasses
 import typing
 from collections.abc import Mapping
 from typing import Any
 
-from flaxformer_mt.config.data import DataConfig
+from flaxformer_mt.config.data import CorpusConfig, DataConfig
 from flaxformer_mt.config.decode import DecodeConfig
-from flaxformer_mt.config.fields import Checked, FieldRole, names_with, shown, suggestion
+from flaxformer_mt.config.fields import Checked, FieldRole, names_with, roles_of, shown, suggestion
 from flaxformer_mt.config.model import TransformerConfig
 from flaxformer_mt.config.optimizer import OptimizerConfig
 from flaxformer_mt.config.parallel import ParallelConfig
@@ -119,3 +119,39 @@ def values_with(config: ExperimentConfig, *roles: FieldRole) -> dict[str, Any]:
         for field in dataclasses.fields(kind)
         if field.name in names_with(kind, *roles)
     }
+
+
+_FREE_ROLES = {FieldRole.SEARCH, FieldRole.START, FieldRole.RUNNING}
+
+RESUMABLE_FIELDS = frozenset(
+    f"{group}.{field.name}"
+    for group, kind in groups().items()
+    for field in dataclasses.fields(kind)
+    if roles_of(field) <= _FREE_ROLES
+)
+"""Options with whose change a run may be continued: its parameters do not depend on them."""
+
+
+def differences(stored: ExperimentConfig, given: ExperimentConfig) -> list[str]:
+    """Returns what forbids continuing a run: "model.d_model: 128 in the run, 256 now", ..."""
+    resumable = RESUMABLE_FIELDS
+    if stored.optimizer.schedule == "one_cycle" and not stored.optimizer.total_steps:
+        # The learning rate of every step depends on the number of steps.
+        resumable = resumable - {"train.num_steps"}
+    ours, theirs = _without_paths(stored), _without_paths(given)
+    return [
+        f"{group}.{name}: {value} in the run, {theirs[group][name]} now"
+        for group, values in ours.items()
+        for name, value in values.items()
+        if value != theirs[group][name] and f"{group}.{name}" not in resumable
+    ]
+
+
+def _without_paths(config: ExperimentConfig) -> dict[str, Any]:
+    """Returns a configuration without the paths of the corpora, which may have moved."""
+    values = dataclasses.asdict(config)
+    for corpora in ("train_corpora", "valid_corpora", "test_corpora"):
+        for corpus in values["data"][corpora]:
+            for name in names_with(CorpusConfig, FieldRole.RUNNING):
+                del corpus[name]
+    return values

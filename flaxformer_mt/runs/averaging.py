@@ -18,7 +18,7 @@ from flaxformer_mt.runs.checkpoint import restore_params, whole_checkpoints, wri
 from flaxformer_mt.runs.data_file import check_files
 from flaxformer_mt.runs.folder import read_config
 from flaxformer_mt.runs.layout import CONFIG, DATA, ORIGIN, TOKENIZER
-from flaxformer_mt.runs.retention import validated_steps
+from flaxformer_mt.runs.step_folders import validated_steps
 
 
 def average_run(

@@ -38,7 +38,7 @@ from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs import atomic, data_file, step_folders
 from flaxformer_mt.runs.layout import EMA, PARAMS, TRAINING, CheckpointSelector
 from flaxformer_mt.runs.manifest import damage
-from flaxformer_mt.runs.retention import kept_steps
+from flaxformer_mt.runs.step_folders import kept_steps
 
 State = TypeVar("State")
 Position = TypeVar("Position")

@@ -4,10 +4,11 @@
 the folder would hold a different run. It is continued whole or not at all.
 """
 
+import contextlib
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from flaxformer_mt import config as configuration
 from flaxformer_mt import input_files
@@ -23,6 +24,7 @@ from flaxformer_mt.runs.layout import (
     CONFIG,
     CONTENT,
     DATA,
+    LOCK,
     METRICS,
     ORIGIN,
     TOKENIZER,
@@ -30,6 +32,39 @@ from flaxformer_mt.runs.layout import (
 
 Corpora: TypeAlias = Mapping[str, Sequence[Corpus]]
 """The corpora of "train", "valid" and "test"."""
+
+
+@contextlib.contextmanager
+def locked(run_folder: str | Path, announce: Callable[[str], None] = print) -> Iterator[None]:
+    """Locks a run folder, created if missing, against other processes that train.
+
+    `UserError` if one does. On a file system without locks, `announce` is called with a warning.
+    """
+    run_folder = Path(run_folder)
+
+    def refuse(owner: str) -> NoReturn:
+        raise UserError(
+            f"{owner} is training in {run_folder} already: wait for it, stop it, or "
+            "give another --workdir"
+        )
+
+    with contextlib.ExitStack() as stack:
+        try:
+            run_folder.mkdir(parents=True, exist_ok=True)
+        except FileExistsError as error:
+            raise UserError(f"{run_folder} is not a folder: give another --workdir") from error
+        except OSError as error:
+            raise UserError(
+                f"{run_folder} cannot be written to: {error.strerror}; give another --workdir"
+            ) from error
+        with atomic.explained(run_folder / LOCK):
+            is_supported = stack.enter_context(atomic.locked(run_folder / LOCK, refuse))
+        if not is_supported:
+            announce(
+                f"{run_folder} is on a file system without locks: make sure that only one process "
+                "trains in it"
+            )
+        yield
 
 
 def require_run(folder: str | Path) -> None:

@@ -1,4 +1,4 @@
-"""The folders in `checkpoints/`: which there are, which are in use, and how they are removed.
+"""The folders in `checkpoints/`: which there are, which are in use, which are kept or removed.
 
 `<step>` holds a complete checkpoint; the folder may be a link to another disk. `<step>.damaged` was
 set aside. A reader holds a shared lock on the folder that it reads, and what is held is not
@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from flaxformer_mt.config import ValidationMetric
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs import atomic
 from flaxformer_mt.runs.layout import (
@@ -26,10 +27,9 @@ from flaxformer_mt.runs.layout import (
     TRAINING,
     CheckpointSelector,
 )
-from flaxformer_mt.runs.lock import held
 from flaxformer_mt.runs.manifest import damage, write_manifest
-from flaxformer_mt.runs.retention import best_step, ranking_score
 
+_LOWER_IS_BETTER = {"loss", "cross_entropy", "perplexity"}
 _DAMAGED = ".damaged"
 # Orbax adds the metadata, and suffixes to names that are not complete.
 _CONTENT = {PARAMS, EMA, TRAINING, PROGRESS, MANIFEST, "_CHECKPOINT_METADATA"}
@@ -53,6 +53,32 @@ def has_any(run_folder: str | Path) -> bool:
     """Returns whether a run has checkpoints, counting those that were set aside as damaged."""
     folder = folder_of(run_folder)
     return bool(steps_in(folder)) or any(folder.glob(f"*{_DAMAGED}*"))
+
+
+@contextlib.contextmanager
+def held(folder: Path, *, exclusive: bool = False, wait: bool = True) -> Iterator[bool]:
+    """Locks a folder, which keeps it from being removed while the block runs.
+
+    The lock is on the folder itself, so that a folder that may only be read can be locked as well.
+
+    Several processes may hold it, but only one if `exclusive`. Yields whether the folder exists
+    and, unless this waits for them, no other process holds it.
+    """
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except (FileNotFoundError, NotADirectoryError):
+        yield False
+        return
+    try:
+        try:
+            atomic.lock(descriptor, wait, shared=not exclusive)
+            # It may have lost its name while this process waited.
+            is_held = os.path.samestat(os.fstat(descriptor), folder.stat())
+        except (BlockingIOError, FileNotFoundError):
+            is_held = False
+        yield is_held
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -194,3 +220,35 @@ def read_record(path: Path) -> dict[str, Any]:
 def score(record: Mapping[str, Any]) -> float:
     """Returns the ranking score of a checkpoint from its record; higher is better."""
     return ranking_score(record["best_metric"], record["figures"])
+
+
+def ranking_score(metric: ValidationMetric, metrics: Mapping[str, Any]) -> float:
+    """Returns the score of a validation by one of its metrics; higher is better.
+
+    It is the metric, negated if lower is better; -inf if it is missing or not finite.
+    """
+    value = metrics.get(metric, math.nan)
+    if not math.isfinite(value):
+        return -math.inf
+    return -value if metric in _LOWER_IS_BETTER else value
+
+
+def metric_of(metric: ValidationMetric, score: float) -> float:
+    """Returns the metric of a finite `ranking_score`."""
+    return -score if metric in _LOWER_IS_BETTER else score
+
+
+def validated_steps(scores: Mapping[int, float]) -> list[int]:
+    """Returns the steps with a finite score, best first; of equal ones the earlier first."""
+    finite = (step for step in scores if math.isfinite(scores[step]))
+    return sorted(finite, key=lambda step: (-scores[step], step))
+
+
+def best_step(scores: Mapping[int, float]) -> int | None:
+    """Returns the best step, the newest if none was validated; None if there is none."""
+    return next(iter(validated_steps(scores)), max(scores, default=None))
+
+
+def kept_steps(scores: Mapping[int, float], keep_last: int, keep_best: int) -> set[int]:
+    """Returns the steps to keep: the newest, and the best by their ranking scores."""
+    return {*sorted(scores)[-keep_last:], *validated_steps(scores)[:keep_best]}

@@ -27,7 +27,7 @@ from flaxformer_mt.runs.folder import (
     write_run,
 )
 from flaxformer_mt.runs.layout import CONFIG, TOKENIZER, CheckpointSelector
-from flaxformer_mt.runs.retention import metric_of
+from flaxformer_mt.runs.step_folders import metric_of
 
 
 @dataclasses.dataclass(frozen=True)
