@@ -194,7 +194,6 @@ def _rounded(scores: Mapping[str, "MetricScore"]) -> dict[str, Any]:
 
 
 def _require_different(baseline: Path | None, hypotheses: Sequence[Path]) -> None:
-    """Raises `UserError` if a file of translations is given twice."""
     options: dict[Path, str] = {}
     if baseline is not None:
         options[baseline.resolve()] = "--baseline and --hypothesis"
@@ -208,7 +207,6 @@ def _require_different(baseline: Path | None, hypotheses: Sequence[Path]) -> Non
 def _metrics(
     names: Sequence[str], standard: Sequence[str]
 ) -> tuple[list[str], dict[str, "MetricFunction"]]:
-    """Returns the names of sacreBLEU's metrics, and user-defined functions by name."""
     chosen = [name for name in names if ":" not in name]
     functions: dict[str, MetricFunction] = {}
     for text in names:
@@ -256,7 +254,6 @@ def _test_set(
     references: Sequence[Path],
     split: Literal["test", "valid"] | None,
 ) -> _TestSet:
-    """Reads the test set: the files that are given, or a split of the run."""
     if not references and not source and run:
         from flaxformer_mt.run_reader import Run
 

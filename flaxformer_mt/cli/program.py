@@ -96,7 +96,6 @@ def overview() -> str:
 
 
 def _with_option_names(message: str) -> str:
-    """Replaces fields of `DecodeConfig` in a message by the options that set them."""
     names = "|".join(field.name for field in dataclasses.fields(DecodeConfig))
     return re.sub(
         rf"(?<![\w./-])decode\.({names})\b",

@@ -164,7 +164,6 @@ class DecodeConfig(Checked):
             )
 
     def _require_defaults(self, names: tuple[str, ...], reason: str) -> None:
-        """Raises `UserError` if a field that would have no effect has not its default."""
         for name in names:
             default = getattr(DecodeConfig, name)
             is_default = getattr(self, name) == default

@@ -100,7 +100,6 @@ def _as_module(path: Path) -> Iterator[types.ModuleType]:
 
 
 def _describe(error: BaseException, path: Path, folder: Path) -> str:
-    """Returns one line with file, line and message of an exception in a configuration file."""
     # Code in a string has no file: it is called "<string>".
     if isinstance(error, SyntaxError) and error.filename and not error.filename.startswith("<"):
         text = f": {error.text.strip()[:80]}" if error.text else ""

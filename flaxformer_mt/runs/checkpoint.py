@@ -246,7 +246,6 @@ class Checkpoints:
         return self._folder / _from_first_process(letters).tobytes().decode().strip()
 
     def _finish(self, partial: Path, record: Mapping[str, Any]) -> None:
-        """Completes the checkpoint that Orbax is writing, then removes superfluous ones."""
         step = int(partial.name)
         with self._explained(step):
             self._orbax.wait_until_finished()
@@ -396,7 +395,6 @@ def _divided(state: Any) -> dict[str, Any]:
 
 
 def _joined(template: Any, items: Mapping[str, Any]) -> Any:
-    """The inverse of `_divided`."""
     training = items.get(TRAINING) or {}
     members = _members(template)
     if members is None:
@@ -479,7 +477,6 @@ def _handlers(options: ocp.options.MultiprocessingOptions) -> ocp.CompositeCheck
 
 
 def _own_checkpointer() -> ocp.Checkpointer:
-    """Returns a checkpointer for this process, which reads and writes without the others."""
     process = jax.process_index()
     options = ocp.options.MultiprocessingOptions(
         primary_host=process, active_processes={process}, barrier_sync_key_prefix=f"{process}"

@@ -18,17 +18,7 @@ from flaxformer_mt.config.fields import FieldRole, names_with
 from flaxformer_mt.data.corpora.corpus import Corpus
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError, prefixed
-from flaxformer_mt.runs import atomic, data_file, manifest, step_folders
-from flaxformer_mt.runs.layout import (
-    CHECKPOINTS,
-    CONFIG,
-    CONTENT,
-    DATA,
-    LOCK,
-    METRICS,
-    ORIGIN,
-    TOKENIZER,
-)
+from flaxformer_mt.runs import atomic, data_file, layout, manifest, step_folders
 
 Corpora: TypeAlias = Mapping[str, Sequence[Corpus]]
 """The corpora of "train", "valid" and "test"."""
@@ -57,8 +47,8 @@ def locked(run_folder: str | Path, announce: Callable[[str], None] = print) -> I
             raise UserError(
                 f"{run_folder} cannot be written to: {error.strerror}; give another --workdir"
             ) from error
-        with atomic.explained(run_folder / LOCK):
-            is_supported = stack.enter_context(atomic.locked(run_folder / LOCK, refuse))
+        with atomic.explained(run_folder / layout.LOCK):
+            is_supported = stack.enter_context(atomic.locked(run_folder / layout.LOCK, refuse))
         if not is_supported:
             announce(
                 f"{run_folder} is on a file system without locks: make sure that only one process "
@@ -71,8 +61,8 @@ def require_run(folder: str | Path) -> None:
     """Raises `UserError` unless a folder exists and has a `config.json`."""
     if not Path(folder).is_dir():
         raise UserError(f"there is no run folder {folder}")
-    if not Path(folder, CONFIG).is_file():
-        raise UserError(f"{folder} is not a run folder: it has no {CONFIG}")
+    if not Path(folder, layout.CONFIG).is_file():
+        raise UserError(f"{folder} is not a run folder: it has no {layout.CONFIG}")
 
 
 def is_content_of_run(path: Path) -> bool:
@@ -80,9 +70,9 @@ def is_content_of_run(path: Path) -> bool:
     path = path.resolve()
     # A config.json alone may be that of a published model.
     return any(
-        path.relative_to(folder).parts[0] in CONTENT
-        and (folder / CONFIG).is_file()
-        and (folder / CHECKPOINTS).is_dir()
+        path.relative_to(folder).parts[0] in layout.CONTENT
+        and (folder / layout.CONFIG).is_file()
+        and (folder / layout.CHECKPOINTS).is_dir()
         for folder in path.parents
     )
 
@@ -93,7 +83,7 @@ def read_config(folder: str | Path) -> ExperimentConfig:
     Options with which a run may be continued may have been edited by hand.
     """
     require_run(folder)
-    path = Path(folder, CONFIG)
+    path = Path(folder, layout.CONFIG)
     text = input_files.read_text(path)
     with prefixed(f"{path}: "):
         config = configuration.from_json(text)
@@ -103,7 +93,7 @@ def read_config(folder: str | Path) -> ExperimentConfig:
         if changed:
             raise UserError(
                 f"{path} is damaged or was changed ({'; '.join(changed)}): restore these values, "
-                f"or the run's own {DATA}"
+                f"or the run's own {layout.DATA}"
             )
     return config
 
@@ -111,7 +101,7 @@ def read_config(folder: str | Path) -> ExperimentConfig:
 def read_tokenizers(folder: str | Path) -> Tokenizers:
     """Reads the vocabularies of a run; `UserError` if a file is missing or not that of the run."""
     data_file.check_files(folder)
-    path = Path(folder, TOKENIZER)
+    path = Path(folder, layout.TOKENIZER)
     tokenizers = Tokenizers.load(path)
     recorded = data_file.read(folder).get(data_file.TOKENIZER)
     if recorded is not None and recorded != fingerprints(tokenizers):
@@ -121,13 +111,13 @@ def read_tokenizers(folder: str | Path) -> Tokenizers:
 
 def check_vocabulary(path: Path) -> None:
     """Checks the files of the vocabulary of a run: its folder, or its folder `tokenizer`."""
-    data_file.check_files(path.parent if path.name == TOKENIZER else path)
+    data_file.check_files(path.parent if path.name == layout.TOKENIZER else path)
 
 
 def read_origin(folder: str | Path) -> dict[str, bytes]:
     """Reads the files of the published model that a run was converted from, by name."""
     data_file.check_files(folder)
-    kept = Path(folder, ORIGIN)
+    kept = Path(folder, layout.ORIGIN)
     if not kept.is_dir():
         return {}
     return {
@@ -152,10 +142,10 @@ def holds_run(workdir: Path, experiment: ExperimentConfig) -> bool:
     Raises:
       UserError: it holds a run of another experiment, or parts of it are missing or damaged.
     """
-    if not (workdir / CONFIG).exists():
+    if not (workdir / layout.CONFIG).exists():
         _require_no_remains(workdir)
         return False
-    for name in (DATA, TOKENIZER):
+    for name in (layout.DATA, layout.TOKENIZER):
         if not (workdir / name).exists():
             raise UserError(
                 f"{workdir} holds a run whose {name} is missing: restore it, give another "
@@ -163,8 +153,8 @@ def holds_run(workdir: Path, experiment: ExperimentConfig) -> bool:
             )
     if data_file.is_trained(workdir) and not step_folders.has_any(workdir):
         raise UserError(
-            f"{workdir / CHECKPOINTS} holds no checkpoint, but the run has written some: restore "
-            "them, or give another --workdir to begin anew"
+            f"{workdir / layout.CHECKPOINTS} holds no checkpoint, but the run has written some: "
+            "restore them, or give another --workdir to begin anew"
         )
     stored = read_config(workdir)
     changed = configuration.differences(stored, experiment)
@@ -186,16 +176,17 @@ def _require_no_remains(workdir: Path) -> None:
     A start that was killed leaves `data.json`, or that and a vocabulary; a new one replaces them.
     """
     remains = {
-        DATA: data_file.is_trained(workdir),
-        TOKENIZER: (workdir / TOKENIZER).exists() and not (workdir / DATA).exists(),
-        METRICS: (workdir / METRICS).exists(),
-        CHECKPOINTS: step_folders.has_any(workdir),
+        layout.DATA: data_file.is_trained(workdir),
+        layout.TOKENIZER: (workdir / layout.TOKENIZER).exists()
+        and not (workdir / layout.DATA).exists(),
+        layout.METRICS: (workdir / layout.METRICS).exists(),
+        layout.CHECKPOINTS: step_folders.has_any(workdir),
     }
     if any(remains.values()):
         parts = " and ".join(name for name, is_there in remains.items() if is_there)
         raise UserError(
-            f"{workdir} holds {parts} of a run whose {CONFIG} is missing: restore it, or give "
-            "another --workdir to begin anew"
+            f"{workdir} holds {parts} of a run whose {layout.CONFIG} is missing: restore it, or "
+            "give another --workdir to begin anew"
         )
 
 
@@ -224,8 +215,8 @@ def write_run(
     It keeps fingerprints of the corpora; a converted model has none. `origin` are files of the
     published model that it was converted from, by name.
     """
-    files = {f"{TOKENIZER}/{name}": content for name, content in tokenizers.files.items()}
-    files |= {f"{ORIGIN}/{name}": content for name, content in origin.items()}
+    files = {f"{layout.TOKENIZER}/{name}": content for name, content in tokenizers.files.items()}
+    files |= {f"{layout.ORIGIN}/{name}": content for name, content in origin.items()}
     division = next((corpus.division for corpus in corpora.get("train", ())), None)
     workdir.mkdir(parents=True, exist_ok=True)
     data_file.write(
@@ -240,7 +231,7 @@ def write_run(
             },
         },
     )
-    for path in (workdir / TOKENIZER, workdir / ORIGIN):
+    for path in (workdir / layout.TOKENIZER, workdir / layout.ORIGIN):
         # A start that was killed may have left files of another vocabulary.
         if path.is_symlink():
             path.unlink()
@@ -249,7 +240,7 @@ def write_run(
     for name, content in files.items():
         (workdir / name).parent.mkdir(exist_ok=True)
         atomic.write_bytes(workdir / name, content)
-    atomic.write_text(workdir / CONFIG, configuration.to_json(experiment))
+    atomic.write_text(workdir / layout.CONFIG, configuration.to_json(experiment))
 
 
 def with_stored_start(workdir: Path, experiment: ExperimentConfig) -> ExperimentConfig:
@@ -264,7 +255,7 @@ def with_stored_start(workdir: Path, experiment: ExperimentConfig) -> Experiment
 def update_config(workdir: Path, experiment: ExperimentConfig) -> None:
     """Writes the options that a continued run was given to `config.json`, for other commands."""
     if experiment != read_config(workdir):
-        atomic.write_text(workdir / CONFIG, configuration.to_json(experiment))
+        atomic.write_text(workdir / layout.CONFIG, configuration.to_json(experiment))
 
 
 def fingerprints(tokenizers: Tokenizers) -> dict[str, str]:

@@ -16,28 +16,26 @@ from typing import Any
 
 from flaxformer_mt.config import ValidationMetric
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.runs import atomic
-from flaxformer_mt.runs.layout import (
-    CHECKPOINTS,
-    DATA,
-    EMA,
-    MANIFEST,
-    PARAMS,
-    PROGRESS,
-    TRAINING,
-    CheckpointSelector,
-)
+from flaxformer_mt.runs import atomic, layout
+from flaxformer_mt.runs.layout import CheckpointSelector
 from flaxformer_mt.runs.manifest import damage, write_manifest
 
 _LOWER_IS_BETTER = {"loss", "cross_entropy", "perplexity"}
 _DAMAGED = ".damaged"
 # Orbax adds the metadata, and suffixes to names that are not complete.
-_CONTENT = {PARAMS, EMA, TRAINING, PROGRESS, MANIFEST, "_CHECKPOINT_METADATA"}
+_CONTENT = {
+    layout.PARAMS,
+    layout.EMA,
+    layout.TRAINING,
+    layout.PROGRESS,
+    layout.MANIFEST,
+    "_CHECKPOINT_METADATA",
+}
 
 
 def folder_of(run_folder: str | Path) -> Path:
     """Returns the folder of a run's checkpoints."""
-    return Path(run_folder).absolute() / CHECKPOINTS
+    return Path(run_folder).absolute() / layout.CHECKPOINTS
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -134,11 +132,11 @@ def choose(folder: Path, checkpoint: CheckpointSelector) -> int:
                 f"{', '.join(map(str, steps))}"
             )
         return checkpoint
-    scores, damaged = verified(folder, names=[PROGRESS])
+    scores, damaged = verified(folder, names=[layout.PROGRESS])
     for step in damaged:
         path = folder / str(step)
         raise UserError(
-            f"{path / PROGRESS} is missing or damaged, so the best checkpoint is unknown; "
+            f"{path / layout.PROGRESS} is missing or damaged, so the best checkpoint is unknown; "
             f"{advice(path)}"
         )
     best = best_step(scores)
@@ -179,7 +177,7 @@ def check_run(record: Mapping[str, Any], path: Path, run_id: str | None) -> None
     """Raises `UserError` unless a checkpoint is of the run in whose folder it is."""
     # Earlier versions do not record the run.
     if record.get("run", run_id) != run_id:
-        data = path.parent.parent / DATA
+        data = path.parent.parent / layout.DATA
         if run_id is None:
             raise UserError(f"{data} of the run that wrote {path} is missing: restore it")
         raise UserError(
@@ -193,10 +191,10 @@ def commit(folder: Path, partial: Path, record: Mapping[str, Any]) -> None:
 
     It replaces a checkpoint of the same step, which is moved beside the partial one.
     """
-    (partial / PROGRESS).write_text(json.dumps(record) + "\n", encoding="utf-8")
+    (partial / layout.PROGRESS).write_text(json.dumps(record) + "\n", encoding="utf-8")
     write_manifest(partial)
     path = folder / partial.name
-    if (path / PROGRESS).exists():
+    if (path / layout.PROGRESS).exists():
         path.rename(partial.with_name("replaced"))
     atomic.rename(partial, path)
 
@@ -214,7 +212,7 @@ def make_record(
 
 def read_record(path: Path) -> dict[str, Any]:
     """Returns the content of `progress.json` of an intact checkpoint."""
-    return json.loads((path / PROGRESS).read_bytes())
+    return json.loads((path / layout.PROGRESS).read_bytes())
 
 
 def score(record: Mapping[str, Any]) -> float:
