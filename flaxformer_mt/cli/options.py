@@ -21,11 +21,6 @@ RunFolder = Annotated[Path, tyro.conf.arg(metavar="RUN")]
 """A run folder."""
 RunFolders = tyro.conf.UseAppendAction[Annotated[tuple[Path, ...], tyro.conf.arg(metavar="RUN")]]
 """The run folders of an ensemble: an option that may be repeated."""
-Settings = Annotated[
-    tuple[str, ...],
-    tyro.conf.arg(name="set", metavar="NAME=VALUE ...", help_behavior_hint="(optional)"),
-]
-"""Fields of `TransformerConfig`, parsed by `model_fields`."""
 TextFile = Annotated[Path, tyro.conf.arg(metavar="F")]
 """A text file, plain or compressed (.gz, .zst)."""
 DecodeOptions = tyro.conf.OmitArgPrefixes[DecodeConfig]

@@ -260,10 +260,6 @@ class Checked:
         return f"{self._prefix}{field[1]}={operator.attrgetter(field[1])(self)}"
 
 
-def _is_unicode(text: str) -> bool:
-    return not any("\ud800" <= character <= "\udfff" for character in text)
-
-
 def check_value(value: Any, hint: Any, bounds: Bounds | None, name: str) -> None:
     """Checks a value, called `name`, against its type and its bounds; errors as of `validate`."""
     if typing.get_origin(hint) is tuple:
@@ -282,12 +278,10 @@ def check_value(value: Any, hint: Any, bounds: Bounds | None, name: str) -> None
         valid = isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
         kind = _TYPE_NAMES.get(hint, hint.__name__)
         require_type(valid, f"{name}={shown(value)}: must be {kind}")
-        require(
-            hint is not str or "\0" not in value, f"{name}={shown(value)}: must not contain null"
-        )
-        require(
-            hint is not str or _is_unicode(value), f"{name}={shown(value)}: must be valid Unicode"
-        )
+    if hint is str:
+        require("\0" not in value, f"{name}={shown(value)}: must not contain null")
+        is_unicode = not any("\ud800" <= character <= "\udfff" for character in value)
+        require(is_unicode, f"{name}={shown(value)}: must be valid Unicode")
     if bounds is not None:
         problem = bounds.problem(value)
         require(not problem, f"{name}={shown(value)}: {problem}")

@@ -132,7 +132,7 @@ class TransformerConfig(Checked):
     position_offset rows more). Other position kinds have no limit on sentences."""
 
     attention_kind: str = option(DOT_PRODUCT, FieldRole.ARCHITECTURE)
-    """How queries attend to keys: dot_product, or the name of a class of yours that
+    """How queries attend to keys: dot_product, or the name of your own class that
     flaxformer_mt.register_attention has registered (docs/python.md)."""
     scale_scores: bool = option(True, FieldRole.ARCHITECTURE)
     """Divide the scores of attention by sqrt(K). Without it, as in T5, the initial values of the
