@@ -22,23 +22,22 @@ from flaxformer_mt.interruption import Interruption
 class Flags(ExperimentConfig):
     """The options of the command: those of the program, and all fields of the configuration."""
 
-    config: Path = dataclasses.field(kw_only=True)
+    _: dataclasses.KW_ONLY
+    config: Path
     """Python file with get_config() -> ExperimentConfig, or the config.json of a run; its values
     are the defaults below."""
-    workdir: Path = dataclasses.field(kw_only=True)
+    workdir: Path
     """Run folder, created if missing. An existing run is continued."""
-    dry_run: bool = dataclasses.field(default=False, kw_only=True)
+    dry_run: bool = False
     """Check everything and print what would be trained, with shapes, parameters, memory and
     compilations, without training and without writing anything."""
-    coordinator: str = dataclasses.field(default="", kw_only=True)
+    coordinator: str = ""
     """HOST:PORT of the first of several processes that train together; see docs/scaling.md."""
-    num_processes: int = dataclasses.field(default=0, kw_only=True)
+    num_processes: int = 0
     """Number of processes that train together."""
-    process_id: int = dataclasses.field(default=-1, kw_only=True)
+    process_id: int = -1
     """Number of this process, from 0."""
-    cluster: Literal["none", "auto", "slurm", "ompi", "mpi4py"] = dataclasses.field(
-        default="none", kw_only=True
-    )
+    cluster: Literal["none", "auto", "slurm", "ompi", "mpi4py"] = "none"
     """Instead of the three above: the launcher that numbers the processes. auto detects SLURM, Open
     MPI and Cloud TPU."""
 
