@@ -239,7 +239,7 @@ class Checked:
           UserError: a value is out of bounds, or values do not go together; names them.
         """
         config: Any = self
-        hints = type_hints(type(config))
+        hints = type_hints(config.__class__)
         for field in dataclasses.fields(config):
             name = f"{self._prefix}{field.name}"
             check_value(getattr(self, field.name), hints[field.name], bounds_of(field), name)
