@@ -555,7 +555,7 @@ def read_lines(folder: Path, name: str) -> list[str]:
 
 
 def write_text(data: Path, languages: tuple[str, str], vocab: int, folder: Path) -> None:
-    """Learns a joint vocabulary and writes the tokenised training text."""
+    """Learns a joint vocabulary and writes the tokenized training text."""
     import sentencepiece
 
     sides = [read_lines(data, f"train.{language}") for language in languages]
@@ -576,7 +576,7 @@ def write_text(data: Path, languages: tuple[str, str], vocab: int, folder: Path)
 
 
 def write_tokens(sources: list[list[int]], targets: list[list[int]], folder: Path) -> None:
-    """Writes the tokenised training text, with its end tokens."""
+    """Writes the tokenized training text, with its end tokens."""
     arrays = {}
     for name, sentences in (("sources", sources), ("targets", targets)):
         arrays[f"{name}_tokens"] = np.array([t for s in sentences for t in s], np.int32)

@@ -30,6 +30,15 @@ class UserTypeError(UserError, TypeError):
     """Raised for a value of the wrong type, which a program may have passed, too."""
 
 
+@contextlib.contextmanager
+def prefixed(prefix: str) -> Iterator[None]:
+    """Puts a prefix, such as "FILE: ", before the message of `UserError`s of the block."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{prefix}{error}") from error
+
+
 def unusable(error: OSError) -> UserError:
     """Returns the `UserError` for a file that the operating system cannot use, which it names."""
     reason = error.strerror or str(error)

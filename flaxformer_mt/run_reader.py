@@ -12,7 +12,7 @@ from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs.folder import check_corpora, read_config, require_run
 from flaxformer_mt.runs.layout import METRICS, CheckpointSelector
 from flaxformer_mt.runs.metrics_file import read_metrics
-from flaxformer_mt.runs.retention import best_step, metric_of
+from flaxformer_mt.runs.step_folders import best_step, metric_of
 
 if TYPE_CHECKING:
     import pandas

@@ -106,6 +106,5 @@ def score(
 
 
 def _candidates(source: Path, targets: Sequence[Path]) -> Iterator[tuple[str, list[str]]]:
-    """Yields each line of `source` with the same line of every file in `targets`."""
     for line, *translations in stream_parallel(source, *targets):
         yield line, translations

@@ -11,8 +11,8 @@ import jax
 from flaxformer_mt import distributed
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs import step_folders
+from flaxformer_mt.runs.folder import locked
 from flaxformer_mt.runs.layout import CONFIG, METRICS
-from flaxformer_mt.runs.lock import locked
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from flaxformer_mt.interruption import Interrupted
 from flaxformer_mt.objectives.cross_entropy import Metrics
 from flaxformer_mt.runs.checkpoint import Checkpoints
 from flaxformer_mt.runs.layout import PROFILE
-from flaxformer_mt.runs.retention import ranking_score
+from flaxformer_mt.runs.step_folders import ranking_score
 from flaxformer_mt.training.devices import CompiledStep
 from flaxformer_mt.training.parameters import Params
 from flaxformer_mt.training.reporting.metrics import MetricValues, Writer, measurements
