@@ -97,9 +97,8 @@ def program_file(path: Path, step: str) -> Path:
 def analyse(text: str, device: str) -> dict[str, Any]:
     """Measures a program, per device and run."""
     from compiled.modules import groups
+    from compiled.program import collectives, parse
     from compiled.roofline import kernels
-
-    from flaxformer_mt.training.memory import collectives, parse
 
     program, peak = parse(text), ACCELERATORS[device]
     found = kernels(program)

@@ -10,7 +10,6 @@ processor time, the best of five.
 """
 
 import argparse
-import dataclasses
 import json
 import multiprocessing
 import resource
@@ -24,7 +23,6 @@ import numpy as np
 from flaxformer_mt.config import DataConfig, ExperimentConfig
 from flaxformer_mt.data.corpora.corpus import ParallelCorpus
 from flaxformer_mt.data.corpora.text_files import stream_parallel
-from flaxformer_mt.data.stream.batches import DataPosition
 from flaxformer_mt.data.stream.encoded_corpus import (
     CorpusReport,
     EncodedCorpus,
@@ -32,31 +30,23 @@ from flaxformer_mt.data.stream.encoded_corpus import (
     encode_corpus,
 )
 from flaxformer_mt.data.stream.packing import Sentences, plan_rows
-from flaxformer_mt.data.stream.training_stream import TrainingStream, choose_source_row_length
+from flaxformer_mt.data.stream.training_stream import TrainingStream
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 
 ROUNDS = 5
 CHUNK = 1_000_000  # Synthetic pairs written at once.
 
 
-def with_source_rows(config: ExperimentConfig, corpus: EncodedCorpus) -> ExperimentConfig:
-    """Sets the source row length chosen for the corpus."""
-    length = choose_source_row_length([corpus], config)
-    data = dataclasses.replace(config.data, source_row_length=length)
-    return dataclasses.replace(config, data=data)
-
-
 def read_text(name: str, source: str, target: str, config: ExperimentConfig) -> EncodedCorpus:
     sides = zip(*stream_parallel(Path(source), Path(target)), strict=True)
     corpus = ParallelCorpus(*map(list, sides), name)
-    return encode_corpus(corpus, Tokenizers.train([corpus], config.data), config)
+    return encode_corpus(corpus, Tokenizers.train([corpus], config.data), config.model)
 
 
 def measure_text(corpus: EncodedCorpus, config: ExperimentConfig) -> dict[str, float]:
     """Measures the pairs packed per second and the fractions of positions used."""
     assert corpus.sources is not None
-    config = with_source_rows(config, corpus)
-    row_lengths = config.data.row_lengths
+    row_lengths = TrainingStream([corpus], config).config.data.row_lengths
     sources, targets = corpus.sources.lengths, corpus.targets.lengths
     fits = (sources <= row_lengths[0]) & (targets <= row_lengths[1])
     sources, targets = sources[fits], targets[fits]
@@ -100,11 +90,10 @@ def iterate(folder: Path, config: ExperimentConfig) -> dict[str, float]:
     sources, targets = open_side(folder, "source"), open_side(folder, "target")
     sides = (SideReport(len(side.tokens), 0.0, 0, 0, 0) for side in (sources, targets))
     report = CorpusReport(len(targets), {}, *sides)
-    corpus = EncodedCorpus("synthetic", sources, targets, report)
+    corpus = EncodedCorpus(sources, targets, name="synthetic", report=report)
     start = time.perf_counter()
-    config = with_source_rows(config, corpus)
     stream = TrainingStream([corpus], config)
-    _, position = stream.read(DataPosition())
+    _, position = stream.read(stream.start)
     seconds_to_first_batch = time.perf_counter() - start
     batches = 1
     while position.epoch == 0:
@@ -115,7 +104,7 @@ def iterate(folder: Path, config: ExperimentConfig) -> dict[str, float]:
     unit = 1 if sys.platform == "darwin" else 1024
     return {
         "pairs": stream.pairs,
-        "source_row_length": config.data.source_row_length,
+        "source_row_length": stream.config.data.source_row_length,
         "batches": batches,
         "seconds_to_first_batch": seconds_to_first_batch,
         "pairs_read_per_second": stream.pairs / seconds,

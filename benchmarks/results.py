@@ -12,7 +12,7 @@ DATA has the folders
 
 A result has the SHA-256 of the text that it was trained and tested on.
 
-Tokenised text needs sacremoses and subword-nmt, pictures matplotlib, `first-steps` and the families
+Tokenized text needs sacremoses and subword-nmt, pictures matplotlib, `first-steps` and the families
 PyTorch.
 
 The same command continues a run that was stopped; one whose last checkpoints are averaged must not

@@ -154,10 +154,9 @@ def make_ours(task: Task) -> Step:
         OptimizerConfig,
         TrainConfig,
     )
-    from flaxformer_mt.data.stream.batches import DataPosition
     from flaxformer_mt.data.stream.encoded_corpus import CorpusReport, EncodedCorpus, SideReport
     from flaxformer_mt.data.stream.packing import Sentences
-    from flaxformer_mt.data.stream.training_stream import TrainingStream, choose_source_row_length
+    from flaxformer_mt.data.stream.training_stream import TrainingStream
     from flaxformer_mt.model.transformer import Transformer
     from flaxformer_mt.training.devices import seed_key
     from flaxformer_mt.training.objective import make_objective
@@ -184,12 +183,9 @@ def make_ours(task: Task) -> Step:
         {},
         *(SideReport(len(side.tokens), 0.0, 0, 0, 0) for side in (sources, targets)),
     )
-    corpus = EncodedCorpus("benchmark", sources, targets, report)
-    length = choose_source_row_length([corpus], config)
-    config = dataclasses.replace(
-        config, data=dataclasses.replace(config.data, source_row_length=length)
-    )
-    stream, position = TrainingStream([corpus], config), DataPosition()
+    corpus = EncodedCorpus(sources, targets, name="benchmark", report=report)
+    stream = TrainingStream([corpus], config)
+    config, position = stream.config, stream.start
 
     model = Transformer(config.model)
     optimizer = make_optimizer(config.optimizer, make_schedule(config.optimizer, size.d_model, 1))
@@ -559,7 +555,7 @@ def read_lines(folder: Path, name: str) -> list[str]:
 
 
 def write_text(data: Path, languages: tuple[str, str], vocab: int, folder: Path) -> None:
-    """Learns a joint vocabulary and writes the tokenised training text."""
+    """Learns a joint vocabulary and writes the tokenized training text."""
     import sentencepiece
 
     sides = [read_lines(data, f"train.{language}") for language in languages]
@@ -580,7 +576,7 @@ def write_text(data: Path, languages: tuple[str, str], vocab: int, folder: Path)
 
 
 def write_tokens(sources: list[list[int]], targets: list[list[int]], folder: Path) -> None:
-    """Writes the tokenised training text, with its end tokens."""
+    """Writes the tokenized training text, with its end tokens."""
     arrays = {}
     for name, sentences in (("sources", sources), ("targets", targets)):
         arrays[f"{name}_tokens"] = np.array([t for s in sentences for t in s], np.int32)

@@ -10,7 +10,7 @@ The model has the size of `multi30k_tiny_en_de.py` and the architecture of the O
 that it can be exported by `flaxformer-mt convert --from flaxformer_mt --to marian` (or `--to
 ctranslate2`); see docs/opus-mt.md.
 
-Expected on `test` (2016 Flickr; cased, detokenised): sacreBLEU of 35.9, after 45 minutes on one CPU
+Expected on `test` (2016 Flickr; cased, detokenized): sacreBLEU of 35.9, after 45 minutes on one CPU
 core (`multi30k-en-de-marian` of docs/results.md).
 """
 

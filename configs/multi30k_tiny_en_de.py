@@ -11,7 +11,7 @@ Revisiting on the Need for Visual Context in Multimodal Machine Translation". Th
 one cycle, which needs fewer updates than their schedule; benchmarks/reproduction/multi30k.py has
 their whole recipe.
 
-Expected on `test` (2016 Flickr; cased, detokenised,
+Expected on `test` (2016 Flickr; cased, detokenized,
 nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:2.6.0): sacreBLEU of 39.1, after 1.2 hours on
 one CPU core (`multi30k-en-de-cased` of docs/results.md).
 """

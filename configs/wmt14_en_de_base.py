@@ -20,8 +20,8 @@ Source: Vaswani et al. 2017, sections 5 and 6.1, table 3, "base". Its batches ho
 source and 25,000 target tokens; it averages the last 5 checkpoints, written every 10 minutes
 (1,500 steps of 0.4 s).
 
-Expected: 27.3 BLEU on newstest2014 is what the paper reports (table 2), tokenised and with
-hyphenated compounds split (see Post 2018). The sacreBLEU printed here is computed on detokenised
+Expected: 27.3 BLEU on newstest2014 is what the paper reports (table 2), tokenized and with
+hyphenated compounds split (see Post 2018). The sacreBLEU printed here is computed on detokenized
 text, and is usually lower for the same translations. Neither score nor time was measured with this
 code.
 """

@@ -12,8 +12,8 @@ device needs 10.3 GiB of each of eight, with parallel.fsdp=8 (benchmarks/scaling
 Source: Vaswani et al. 2017, section 6.1 and table 3, "big". It averages the last 20 checkpoints,
 written every 10 minutes (600 steps of 1 s); here they take about 2.6 GB each.
 
-Expected: 28.4 BLEU on newstest2014 is what the paper reports (table 2), tokenised and with
-hyphenated compounds split (see Post 2018). The sacreBLEU printed here is computed on detokenised
+Expected: 28.4 BLEU on newstest2014 is what the paper reports (table 2), tokenized and with
+hyphenated compounds split (see Post 2018). The sacreBLEU printed here is computed on detokenized
 text, and is usually lower for the same translations. Neither score nor time was measured with this
 code.
 """

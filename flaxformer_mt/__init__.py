@@ -49,83 +49,37 @@ if TYPE_CHECKING:
 
     __version__: str
 
-_MODULES = {
-    "Batch": "flaxformer_mt.data.stream.batches",
-    "place": "flaxformer_mt.training.devices",
-    "padded": "flaxformer_mt.data.library",
-    "RDrop": "flaxformer_mt.objectives.r_drop",
-    "Distillation": "flaxformer_mt.objectives.distillation",
-    "Checkpoints": "flaxformer_mt.runs.checkpoint",
-    "ExperimentConfig": "flaxformer_mt.config",
-    "Model": "flaxformer_mt.loading",
-    "MultiHeadAttention": "flaxformer_mt.model.attention",
-    "Run": "flaxformer_mt.run_reader",
-    "Sums": "flaxformer_mt.objectives.cross_entropy",
-    "Transformer": "flaxformer_mt.model.transformer",
-    "TransformerConfig": "flaxformer_mt.config",
-    "Translator": "flaxformer_mt.decoding.translator",
-    "apply": "flaxformer_mt.model.functional",
-    "compile_step": "flaxformer_mt.training.devices",
-    "create": "flaxformer_mt.training.devices",
-    "cross_entropy": "flaxformer_mt.objectives.cross_entropy",
-    "fused_attention": "flaxformer_mt.model.functional",
-    "guided_alignment": "flaxformer_mt.objectives.guided_alignment",
-    "init": "flaxformer_mt.model.functional",
-    "load": "flaxformer_mt.loading",
-    "make_mesh": "flaxformer_mt.training.devices",
-    "packed": "flaxformer_mt.data.library",
-    "read_pairs": "flaxformer_mt.data.library",
-    "register_attention": "flaxformer_mt.model.attention",
-    "residual_norm": "flaxformer_mt.model.functional",
-    "sample": "flaxformer_mt.decoding.training_samples",
-    "save_run": "flaxformer_mt.loading",
-    "train": "flaxformer_mt.experiment",
-    "train_tokenizers": "flaxformer_mt.data.library",
-    "translate": "flaxformer_mt.decoding.translator",
+_PUBLIC = {
+    "config": ("ExperimentConfig", "TransformerConfig"),
+    "data.library": ("packed", "padded", "read_pairs", "train_tokenizers"),
+    "data.stream.batches": ("Batch",),
+    "decoding.training_samples": ("sample",),
+    "decoding.translator": ("Translator", "translate"),
+    "experiment": ("train",),
+    "loading": ("Model", "load", "save_run"),
+    "model.attention": ("MultiHeadAttention", "register_attention"),
+    "model.functional": ("apply", "fused_attention", "init", "residual_norm"),
+    "model.transformer": ("Transformer",),
+    "objectives.cross_entropy": ("Sums", "cross_entropy"),
+    "objectives.distillation": ("Distillation",),
+    "objectives.guided_alignment": ("guided_alignment",),
+    "objectives.r_drop": ("RDrop",),
+    "run_reader": ("Run",),
+    "runs.checkpoint": ("Checkpoints",),
+    "training.devices": ("compile_step", "create", "make_mesh", "place"),
 }
+"""The public names of each module."""
 
-__all__ = [
-    "Batch",
-    "Checkpoints",
-    "Distillation",
-    "ExperimentConfig",
-    "Model",
-    "MultiHeadAttention",
-    "RDrop",
-    "Run",
-    "Sums",
-    "Transformer",
-    "TransformerConfig",
-    "Translator",
-    "__version__",
-    "apply",
-    "compile_step",
-    "create",
-    "cross_entropy",
-    "fused_attention",
-    "guided_alignment",
-    "init",
-    "load",
-    "make_mesh",
-    "packed",
-    "padded",
-    "place",
-    "read_pairs",
-    "register_attention",
-    "residual_norm",
-    "sample",
-    "save_run",
-    "train",
-    "train_tokenizers",
-    "translate",
-]
+_MODULES = {name: module for module, names in _PUBLIC.items() for name in names}
+
+__all__ = ["__version__", *_MODULES]
 
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         value: Any = _version()
     elif name in _MODULES:
-        value = getattr(importlib.import_module(_MODULES[name]), name)
+        value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value

@@ -53,13 +53,10 @@ def initialize(
 
     Args:
       coordinator: "host:port" of process 0, reachable by all; any free port.
-      num_processes: number of processes.
+      num_processes: their number.
       process_id: number of this one, from 0.
       cluster: instead of the three above.
       timeout: seconds to wait for the others, after which the process exits with an error.
-
-    Raises:
-      UserError: arguments are missing or inconsistent, or the first process cannot be reached.
     """
     by_hand = bool(coordinator) or num_processes != 0 or process_id != -1
     if cluster == "none" and not by_hand:

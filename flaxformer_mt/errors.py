@@ -1,5 +1,8 @@
 """The exception for invalid input."""
 
+import contextlib
+from collections.abc import Iterator
+
 _LONGEST_MESSAGE = 4000
 _CONTROL_CHARACTERS = (*range(32), *range(127, 160), 0x2028, 0x2029, *range(0xD800, 0xE000))
 _ESCAPES = {code: ascii(chr(code))[1:-1] for code in _CONTROL_CHARACTERS}
@@ -27,7 +30,25 @@ class UserTypeError(UserError, TypeError):
     """Raised for a value of the wrong type, which a program may have passed, too."""
 
 
+@contextlib.contextmanager
+def prefixed(prefix: str) -> Iterator[None]:
+    """Puts a prefix, such as "FILE: ", before the message of `UserError`s of the block."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{prefix}{error}") from error
+
+
 def unusable(error: OSError) -> UserError:
     """Returns the `UserError` for a file that the operating system cannot use, which it names."""
     reason = error.strerror or str(error)
     return UserError(reason if error.filename is None else f"{error.filename}: {reason}")
+
+
+@contextlib.contextmanager
+def error_prefix(prefix: str) -> Iterator[None]:
+    """Prefixes the messages of `UserError`s: "{prefix}: {message}"."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{prefix}: {error}") from error

@@ -13,7 +13,7 @@ import stat
 import zlib
 from typing import Any
 
-from flaxformer_mt.errors import UserError
+from flaxformer_mt.errors import UserError, prefixed
 
 MAX_SETTINGS_BYTES = 2**24
 """Limit of the size of configurations, metadata and vocabularies in JSON."""
@@ -33,12 +33,7 @@ _GZIP_MAGIC = b"\x1f\x8b"
 
 
 def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
-    """Opens a regular file, or a link to one, for reading.
-
-    Raises:
-      UserError: it cannot be opened, or is a folder, a named pipe, a device or a socket. The
-        message does not name the file.
-    """
+    """Opens a regular file, or a link to one; `UserError`, without its name, for all others."""
     try:
         descriptor = os.open(path, _FLAGS)
     except FileNotFoundError as error:
@@ -55,25 +50,19 @@ def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
 
 
 def read_bytes(path: str | os.PathLike[str], limit: int = MAX_SETTINGS_BYTES) -> bytes:
-    """Reads a regular file of at most `limit` bytes.
-
-    Raises:
-      UserError: as `open_regular`; or the file is larger, or cannot be read. The message names it.
-    """
+    """Reads a regular file of at most `limit` bytes; `UserError`, with its name, for all others."""
     try:
-        with open_regular(path) as file:
+        with prefixed(f"{path}: "), open_regular(path) as file:
             content = file.read(limit + 1)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from error
     if len(content) > limit:
         raise UserError(f"{path} has more than {limit:,} bytes: it is not what it should be")
     return content
 
 
 def read_text(path: str | os.PathLike[str], limit: int = MAX_SETTINGS_BYTES) -> str:
-    """Reads a UTF-8 text file; arguments and errors as for `read_bytes`, or it is not UTF-8."""
+    """Reads a UTF-8 text file of at most `limit` bytes."""
     try:
         return read_bytes(path, limit).decode()
     except UnicodeDecodeError as error:
@@ -81,18 +70,15 @@ def read_text(path: str | os.PathLike[str], limit: int = MAX_SETTINGS_BYTES) -> 
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """Reads a JSON file of at most `MAX_SETTINGS_BYTES`; errors as of `parse_json`."""
+    """Reads a JSON file of at most `MAX_SETTINGS_BYTES`."""
     return parse_json(read_bytes(path), str(path))
 
 
 def parse_json(content: bytes | str, name: str) -> Any:
-    """Parses a JSON value whose strings can be encoded as UTF-8.
+    """Parses a JSON value; `name` is where it comes from, for messages.
 
-    `name` is where it comes from, for messages.
-
-    Raises:
-      UserError: it is not JSON, nests too deep, has two values of one name, or has a number or a
-        string that Python cannot print.
+    `UserError` if it is not JSON, nests too deep, has two values of one name, or a number or a
+    string that Python cannot print.
     """
     try:
         text = content if isinstance(content, str) else content.decode("utf-8-sig")

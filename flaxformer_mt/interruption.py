@@ -102,11 +102,8 @@ class Interruption:
           agree_every: steps between calls of `agree`, which waits for all processes.
 
         Yields:
-          A function of the step that returns whether to save and stop after it; under several
-          processes, the same for all.
-
-        Raises:
-          Interrupted: on leaving the context, if a signal has arrived in any process.
+          A function of the step that returns whether to save and stop after it. On leaving the
+          context, `Interrupted` is raised if a signal has arrived in any process.
         """
 
         def requested(step: int) -> bool:
@@ -195,9 +192,6 @@ def run_interruptibly(
       main: returns the exit code; should import other modules itself, so that signals are handled
         meanwhile.
       until_exit: see `Interruption`.
-
-    Returns:
-      The exit code of `main`, or that of an interruption.
     """
     try:
         with Interruption(until_exit) as interruption:

@@ -18,7 +18,6 @@ from flaxformer_mt.decoding.translator import Sentence, Translator
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.input_files import read_json
 from flaxformer_mt.interop.convert import OWN, read_bundle
-from flaxformer_mt.interop.formats import run_folders
 from flaxformer_mt.interop.formats.bundle import ModelBundle
 from flaxformer_mt.interop.formats.hub_families import HUB_FAMILIES
 from flaxformer_mt.plotting.attention_page import AttentionPicture
@@ -92,7 +91,7 @@ class Model:
           UserError: it exists, or cannot be written.
         """
         path = require_path(folder, "folder")
-        run_folders.write(self._bundle, path)
+        self._bundle.write_run(path)
         return Run(path)
 
 

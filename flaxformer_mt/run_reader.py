@@ -12,7 +12,7 @@ from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs.folder import check_corpora, read_config, require_run
 from flaxformer_mt.runs.layout import METRICS, CheckpointSelector
 from flaxformer_mt.runs.metrics_file import read_metrics
-from flaxformer_mt.runs.retention import best_step, metric_of
+from flaxformer_mt.runs.step_folders import best_step, metric_of
 
 if TYPE_CHECKING:
     import pandas
@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 class MetricRows(list[dict[str, Any]]):
     """Lines of `metrics.jsonl`: "step", "split" and metrics; None is a value that was not finite.
 
-    A list of dicts. `rows("valid")` are those of a split, `rows.frame()` is a data frame; in a
-    notebook they show as a table.
+    In a notebook they show as a table.
     """
 
     def __call__(self, split: Literal["train", "valid", "test"] | None = None) -> "MetricRows":
@@ -40,11 +39,7 @@ class MetricRows(list[dict[str, Any]]):
         return MetricRows(row for row in self if split in (None, row["split"]))
 
     def frame(self) -> "pandas.DataFrame":
-        """Returns a data frame with a column per metric, NaN where a row has none.
-
-        Raises:
-          UserError: pandas is not installed.
-        """
+        """Returns a data frame with a column per metric, NaN where a row has none; needs pandas."""
         try:
             import pandas
         except ImportError as error:
@@ -52,21 +47,20 @@ class MetricRows(list[dict[str, Any]]):
         return pandas.DataFrame(list(self))
 
     def _repr_html_(self) -> str:
-        from flaxformer_mt.plotting.run_summary import rows_table
+        from flaxformer_mt.plotting.curves_page import rows_table
 
         return rows_table(self)
 
 
 class CheckpointScore(NamedTuple):
-    """An intact checkpoint of a run."""
+    """An intact checkpoint of a run; the best one is loaded by default."""
 
     step: int
     metric: str
     """The validation metric that ranks checkpoints (`train.best_metric`)."""
     value: float | None
-    """Its value; None if this checkpoint was not validated."""
+    """Of the metric; None if this checkpoint was not validated."""
     is_best: bool
-    """Whether it is the one that is loaded by default."""
 
 
 class Run:
@@ -80,14 +74,7 @@ class Run:
         run.attention("three small dogs").save("attention.html")
 
     Everything is read when it is asked for; a run that is being trained may be looked at. In a
-    notebook it shows as a summary with its curves.
-
-    Args:
-      folder: the run folder.
-
-    Raises:
-      TypeError: it is not a path.
-      UserError: it is not a run folder.
+    notebook it shows as a summary with its curves. A folder that is not a run is a UserError.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -98,7 +85,7 @@ class Run:
         return f"Run({str(self.folder)!r})"
 
     def _repr_html_(self) -> str:
-        from flaxformer_mt.plotting.run_summary import run_summary
+        from flaxformer_mt.plotting.curves import run_summary
 
         return run_summary(self.folder)
 
@@ -138,13 +125,9 @@ class Run:
         return best_step(self._scores())
 
     def model(self, checkpoint: CheckpointSelector = "best") -> "TrainedModel":
-        """Loads the model of a checkpoint.
-
-        Args:
-          checkpoint: "best" by validation, "last", or a step.
+        """Loads the model of a checkpoint: "best" by validation, "last", or a step.
 
         Raises:
-          TypeError: `checkpoint` is neither a string nor a step.
           UserError: it cannot be read.
         """
         from flaxformer_mt.runs.trained_model import load_run
@@ -158,7 +141,7 @@ class Run:
         return load_run(self.folder, checkpoint)
 
     def translator(self, checkpoint: CheckpointSelector = "best") -> "Translator":
-        """Loads a translator with the parameters of a checkpoint; errors as in `model`."""
+        """Loads a translator with the parameters of a checkpoint, chosen as for `model`."""
         from flaxformer_mt.decoding.translator import Translator
 
         return Translator.from_runs([self.model(checkpoint)])
@@ -170,24 +153,18 @@ class Run:
         return "test" if data.test_split or data.test_corpora else "valid"
 
     def texts(self, split: Literal["valid", "test"] | None = None) -> "ParallelCorpus":
-        """Reads the run's own held-out text, from where its configuration says.
-
-        Args:
-          split: "valid" or "test"; by default `held_out_split`.
-
-        Returns:
-          The texts, with `sources`, `targets` and `name`.
+        """Reads the run's own text of a split, by default `held_out_split`, from its source.
 
         Raises:
           UserError: there is no such text, or it is not the one that the run was started with.
         """
         from flaxformer_mt.data.corpora.corpus import read_corpus
-        from flaxformer_mt.data.dataset import open_held_out
+        from flaxformer_mt.data.dataset import open_all
 
         if split not in (None, "valid", "test"):
             raise UserError(f"split={split!r}: choose valid or test")
         split = split or self.held_out_split
-        corpora = open_held_out(self.config, split)
+        corpora = open_all(self.config, [split])[split]
         if not corpora:
             raise UserError(f"{self.folder} has no {split} split")
         check_corpora(self.folder, {split: corpora})
@@ -212,7 +189,7 @@ class Run:
             given.
           split: instead of both, the split of the run to translate.
           checkpoint: as of `model`.
-          metrics: further metrics, functions by name as of `evaluation.evaluate`.
+          metrics: further metrics, functions by name.
           confidence: whether to estimate 95% confidence intervals.
           **options: search options, fields of `DecodeConfig`.
 
@@ -221,7 +198,6 @@ class Run:
           signatures, see `evaluation.evaluate`.
 
         Raises:
-          TypeError: an argument is of another type.
           UserError: one of `sources` and `references` is missing, their numbers differ, or the
             run's own text cannot be read.
         """
@@ -239,7 +215,7 @@ class Run:
         for each in lists:
             if len(each) != len(given):
                 raise UserError(f"{len(given)} sources, but {len(each)} references")
-        chosen: evaluation.MetricOptions = {
+        chosen: dict[str, Any] = {
             "sources": given,
             "metrics": metrics,
             "tokenize": tokenizer_of_run(self.config.data),
@@ -265,12 +241,10 @@ class Run:
           metrics: names of metrics in `metrics.jsonl`, one panel each; by default loss, accuracy,
             BLEU, chrF, learning rate, gradient norm and speed, as far as there are such metrics.
           x: what they are plotted over: "steps", "tokens" or "hours".
-          smoothing: weight of the past in a moving average of the training metrics, from 0 to below
-            1.
+          smoothing: weight, from 0 to below 1, of the past in a moving average while training.
           beside: other runs, or their folders, to plot in the same panels.
 
         Raises:
-          TypeError: an argument is of another type.
           UserError: a folder has no metrics, a metric is unknown, or `x` or `smoothing` is invalid.
         """
         from flaxformer_mt.plotting.curves import plot_curves
@@ -291,13 +265,9 @@ class Run:
     ) -> "AttentionPicture":
         """Returns the attention of every layer and head, which shows as a page and can be saved.
 
-        Args:
-          source: a sentence.
-          target: its translation; by default that of the model.
-          checkpoint: as of `model`.
+        The default of `target` is the model's own translation of `source`.
 
         Raises:
-          TypeError: an argument is of another type.
           UserError: the checkpoint cannot be read, the source is empty, or a sentence is too long.
         """
         from flaxformer_mt.decoding.attention_weights import sentence_attention
@@ -314,11 +284,8 @@ class Run:
 
         The parameters and the vocabulary are those of this run; step, optimizer and learning rate
         start anew. Where `data` has a path, corpora that this run names one by one or generates are
-        replaced.
-
-        Args:
-          **changes: fields by group that differ from this run: `data`, `optimizer`, `train`,
-            `decode`, `parallel` and, as far as the parameters still fit, `model`.
+        replaced. `changes` are fields by group that differ from this run; those of `model` as far
+        as the parameters still fit.
 
         Raises:
           TypeError: there is no such group or field, or a value is of another type.

@@ -5,11 +5,12 @@ import json
 import pytest
 
 from benchmarks.compiled.modules import groups, module_of
+from benchmarks.compiled.program import collectives, parse
 from benchmarks.compiled.roofline import kernels
 from benchmarks.compiled.targets import DEVICES, GPUS, default_topology
 from flaxformer_mt.accelerators import ACCELERATORS
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.training.memory import collectives, parse
+from flaxformer_mt.training.memory import sent_bytes
 
 GPU = """\
 HloModule jit_step, is_scheduled=true
@@ -184,6 +185,12 @@ def test_collectives_of_a_gpu():
     assert total.sent == 2 * 4 * 4 / 2
 
 
+@pytest.mark.parametrize("text", [GPU, TPU])
+def test_a_run_reports_the_bytes_of_the_same_operations(text):
+    expected = sum(each.times * each.sent for each in collectives(parse(text)))
+    assert sum(sent_bytes(text).values()) == pytest.approx(expected, abs=2)
+
+
 def test_a_scatter_that_a_tpu_writes_as_a_sum():
     program = """\
 HloModule jit_step
@@ -202,6 +209,7 @@ ENTRY %main (x: f32[16,8]) -> f32[4,8] {
     [scatter] = collectives(parse(program))
     assert scatter.kind == "reduce-scatter"
     assert scatter.sent == 3 / 4 * 16 * 8 * 4
+    assert sent_bytes(program) == {"reduce-scatter": scatter.sent}
 
 
 def test_an_operation_in_several_steps_is_one():

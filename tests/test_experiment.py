@@ -26,6 +26,7 @@ from flaxformer_mt.config import (
 from flaxformer_mt.config.experiment import with_changes
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.experiment import folder, preparation
+from flaxformer_mt.experiment.validation import decoding_on
 from flaxformer_mt.interruption import Interrupted
 from flaxformer_mt.runs.trained_model import load_run
 from flaxformer_mt.training import loop
@@ -251,10 +252,10 @@ def test_no_more_devices_translate_than_train():
 
     decode = DecodeConfig()
     gpus = [device("gpu", process) for process in (0, 0, 1, 1, 1)]
-    assert experiment.decoding_on(gpus, decode).num_devices == 2
+    assert decoding_on(gpus, decode).num_devices == 2
     chosen = dataclasses.replace(decode, num_devices=1)
-    assert experiment.decoding_on(gpus, chosen) == chosen
-    assert experiment.decoding_on([device("cpu", 0)] * 4, decode) == decode
+    assert decoding_on(gpus, chosen) == chosen
+    assert decoding_on([device("cpu", 0)] * 4, decode) == decode
 
 
 @pytest.mark.slow

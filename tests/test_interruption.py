@@ -15,7 +15,7 @@ import pytest
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.exit_codes import ExitCode
 from flaxformer_mt.interruption import Interrupted, Interruption, run_interruptibly
-from flaxformer_mt.runs.lock import locked
+from flaxformer_mt.runs.folder import locked
 
 
 @contextlib.contextmanager
@@ -125,7 +125,7 @@ UNRESPONSIVE = """
 
 
 def test_a_main_thread_that_does_not_respond_is_not_waited_for():
-    """Where nothing has to be saved, as when training is compiled or text tokenised."""
+    """Where nothing has to be saved, as when training is compiled or text tokenized."""
     with process(UNRESPONSIVE) as running:
         running.send_signal(signal.SIGTERM)
         assert running.wait(timeout=10) == ExitCode.INTERRUPTED
@@ -181,7 +181,7 @@ def test_an_error_does_not_wait_for_other_processes():
 
 HOLD_LOCK = """
     import sys, time
-    from flaxformer_mt.runs.lock import locked
+    from flaxformer_mt.runs.folder import locked
     with locked(sys.argv[1]):
         print("ready", flush=True)
         time.sleep(100)

@@ -19,11 +19,10 @@ from flaxformer_mt.config import (
 from flaxformer_mt.config.experiment import with_changes
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.experiment import preparation
-from flaxformer_mt.model.relative_bias import distance_buckets
+from flaxformer_mt.model.position_biases import distance_buckets
 from flaxformer_mt.model.transformer import Transformer
-from flaxformer_mt.training.devices import CompiledStep
+from flaxformer_mt.training.devices import CompiledStep, make_devices
 from flaxformer_mt.training.memory import require_training_memory
-from flaxformer_mt.training.run_devices import make_devices
 
 SMALL = TransformerConfig(
     source_vocab_size=11,

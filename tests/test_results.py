@@ -126,7 +126,7 @@ def test_a_shortened_run_does_not_replace_the_scores_of_the_recipe(results, caps
     assert "--num-steps needs --results" in capsys.readouterr().err
 
 
-def test_tokenised_text_is_scored_as_it_is(results):
+def test_tokenized_text_is_scored_as_it_is(results):
     from reproduction.runs import score
 
     references = ["a dog &apos; s ball ."] * 20

@@ -60,7 +60,7 @@ def gradient(backend: str, dtype: str, options: Options) -> dict[str, Any]:
 
     from flaxformer_mt.config import OptimizerConfig, TrainConfig, TransformerConfig
     from flaxformer_mt.data.stream.batches import BatchShape, make_batch
-    from flaxformer_mt.data.stream.packing import Sentences
+    from flaxformer_mt.data.stream.packing import Sentences, TokenPairs
     from flaxformer_mt.model.transformer import Transformer
     from flaxformer_mt.training.devices import seed_key
     from flaxformer_mt.training.objective import make_objective
@@ -94,7 +94,7 @@ def gradient(backend: str, dtype: str, options: Options) -> dict[str, Any]:
         for lengths in random.integers(1, length // 4, (2, 4 * rows))
     ]
     plan = [range(first, first + 4) for first in range(0, 4 * rows, 4)]
-    batch = make_batch(*sides, plan, BatchShape(rows, length, length), config)
+    batch = make_batch(TokenPairs(*sides), plan, BatchShape(rows, length, length), config)
     model, train = Transformer(config), TrainConfig()
     optimizer = make_optimizer(
         OptimizerConfig(), make_schedule(OptimizerConfig(), config.d_model, 1)

@@ -14,7 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 from flaxformer_mt.accelerators import Accelerator
-from flaxformer_mt.training.memory import Instruction, Program, array_bytes
+from flaxformer_mt.training.memory import array_bytes
+
+from .program import Instruction, Program
 
 Function = dict[str, Instruction]
 

@@ -14,22 +14,26 @@ from jax.sharding import NamedSharding, PartitionSpec
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.data.stream.batches import BatchShape
 from flaxformer_mt.decoding.batching.continuous_batching import REFERENCE_BEAM_SIZE
-from flaxformer_mt.decoding.batching.search_programs import begin_search, step_function
+from flaxformer_mt.decoding.batching.search_programs import (
+    begin_search,
+    combine,
+    reorder_each,
+    step_function,
+)
 from flaxformer_mt.decoding.batching.workers import batch_tokens
-from flaxformer_mt.decoding.ensemble import combine, reorder_each
 from flaxformer_mt.decoding.parameters import rounded_matrices
 from flaxformer_mt.decoding.search.options import SearchOptions
 from flaxformer_mt.decoding.search.search import advance
 from flaxformer_mt.decoding.search.state import SearchState, unconstrained
 from flaxformer_mt.model.cache import reorder_cache
+from flaxformer_mt.model.functional import init
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.objectives.flops import Work, training_flops, work_of_sentences
 from flaxformer_mt.training import step
-from flaxformer_mt.training.devices import make_mesh, seed_key
+from flaxformer_mt.training.devices import RunDevices, abstract, make_mesh, seed_key
 from flaxformer_mt.training.memory import abstract_batch, bytes_on_a_device
 from flaxformer_mt.training.objective import make_objective
 from flaxformer_mt.training.optimizer import make_optimizer, make_schedule
-from flaxformer_mt.training.run_devices import arrange
 from flaxformer_mt.training.state import create_state
 
 SENTENCE = 64
@@ -87,25 +91,22 @@ def on_mesh(
 
 def compile_training(config: ExperimentConfig, devices: Sequence[Any]) -> CompiledStep:
     """Compiles a training step, with dropout and optimizer as configured."""
-    run_devices = arrange(config.parallel, devices)
+    run_devices = RunDevices.arrange(config.parallel, devices)
     model = Transformer(config.model)
     schedule = make_schedule(config.optimizer, config.model.d_model, config.train.num_steps)
     optimizer = make_optimizer(config.optimizer, schedule)
     make_state = functools.partial(
         create_state, model=model, optimizer=optimizer, config=config.train
     )
-    state = run_devices.abstract(jax.eval_shape(make_state, seed_key(0)))
+    state = abstract(jax.eval_shape(make_state, seed_key(0)), run_devices.mesh, run_devices.rules)
     source, target = config.data.row_lengths
     shape = BatchShape(config.rows_per_batch, source, target)
     batch = run_devices.abstract_batch(abstract_batch(shape, config.model.has_inputs))
     objective = make_objective(model, config.train)
 
-    def train_step(state: Any, batch: Any, key: Any, frozen: Any) -> Any:
-        del key, frozen  # The state has a key of its own.
-        return step.train_step(
-            state, batch, objective=objective, optimizer=optimizer, config=config.train
-        )
-
+    train_step = functools.partial(
+        step.train_step, objective=objective, optimizer=optimizer, config=config.train
+    )
     return _compiled(
         run_devices.compile_train_step(train_step).lower(state, batch),
         parameters=bytes_on_a_device((state.params, state.ema)),
@@ -125,10 +126,7 @@ def compile_decoding(config: ExperimentConfig, device: Any) -> CompiledStep:
     place = NamedSharding(mesh, PartitionSpec())
 
     def parameters() -> Any:
-        tokens = jnp.zeros((1, 1), jnp.int32)
-        source = tokens if model.has_inputs else None
-        params = Transformer(model).init(jax.random.key(0), source, tokens)["params"]
-        return rounded_matrices(model, params)
+        return rounded_matrices(model, init(model, jax.random.key(0)))
 
     def begin(params: Any) -> SearchState:
         sources = jnp.zeros((rows, SENTENCE), jnp.int32)

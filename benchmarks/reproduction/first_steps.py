@@ -143,4 +143,4 @@ def plot(results: Sequence[dict[str, Any]], path: Path) -> None:
     axes[0].legend(fontsize=7)
     figure.supxlabel("step", fontsize=9)
     figure.supylabel("loss per token", fontsize=9)
-    path.write_bytes(drawing.to_png(figure))
+    path.write_bytes(drawing.to_file(figure, "png"))

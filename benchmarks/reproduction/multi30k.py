@@ -236,12 +236,12 @@ CASED_NOTE = (
     "`configs/multi30k_tiny_en_de.py`: the published layers with SentencePiece's subwords of the "
     "text as it is, and one cycle of the learning rate in 3,584 updates, up to 5e-3 and down to 0, "
     "instead of 8,000 updates and a mean of checkpoints. BLEU is that of sacreBLEU, with its own "
-    "tokenisation (13a)."
+    "tokenization (13a)."
 )
 
 
 def cased(target: Language) -> ExperimentConfig:
-    """Returns the configuration for text with its case and without tokenisation."""
+    """Returns the configuration for text with its case and without tokenization."""
     return with_changes(
         load_config(CONFIGS / "multi30k_tiny_en_de.py"), {"data": {"target_language": target}}
     )
@@ -306,7 +306,7 @@ def _of_pair(target: Language) -> dict[str, Recipe]:
     )
     cased_and_raw = dataclasses.replace(
         sentencepiece,
-        title=f"{title}, cased and detokenised",
+        title=f"{title}, cased and detokenized",
         config=functools.partial(cased, target),
         text=multi30k(target, tokenized=False),
         averaged=1,

@@ -24,7 +24,7 @@ what text it needs, `--list` has all names). Where a recipe has changed since, t
 its commit has the recipe that was trained. The scores of each run with their signatures, its
 metrics step by step and its curves are in [results/](results).
 
-Text that is tokenised already is scored without further tokenisation, as by Moses'
+Text that is tokenized already is scored without further tokenization, as by Moses'
 `multi-bleu.perl`, other text with sacreBLEU's defaults. chrF is computed on the same text as BLEU:
 compare it only between lines with equal text. Intervals are 95% bootstrap intervals (1,000
 samples). With several seeds, scores and intervals are means over the seeds, so that the intervals

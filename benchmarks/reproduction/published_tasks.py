@@ -222,7 +222,7 @@ RECIPES = {
         "published-tasks",
         annotated_de_en,
         text=_GERMAN_ENGLISH,
-        note="The published text is tokenised by spaCy into words; here it has 8,000 subword "
+        note="The published text is tokenized by spaCy into words; here it has 8,000 subword "
         "pieces per side.",
     ),
     "jadore801120-de-en": Recipe(

@@ -18,7 +18,7 @@ class Text(NamedTuple):
     write: Callable[[Path, Path], None]
     """Called with the folder of raw corpora (--data) and the folder to write."""
     is_tokenized: bool = False
-    """Lower-cased, normalised and tokenised text, scored as it is; otherwise cased and raw."""
+    """Lower-cased, normalised and tokenized text, scored as it is; otherwise cased and raw."""
     joined: Callable[[str], str] = str
     """Joins the subwords of a line, before it is scored; the text may be segmented already."""
 

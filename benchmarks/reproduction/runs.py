@@ -225,7 +225,7 @@ def score(hypotheses: Sequence[str], references: Sequence[str], tokenized: bool)
     Args:
       hypotheses: translations.
       references: one for each.
-      tokenized: the text is tokenised already; BLEU is then that of Moses' multi-bleu.perl.
+      tokenized: the text is tokenized already; BLEU is then that of Moses' multi-bleu.perl.
     """
     bleu = BLEU(tokenize="none" if tokenized else None, force=tokenized)
     result: Any = bleu.corpus_score(hypotheses, [references], n_bootstrap=NUM_BOOTSTRAP_SAMPLES)

@@ -70,7 +70,7 @@ def plot(bleu: Mapping[str, float], path: Path) -> None:
     axes.set_xlabel("training pairs")
     axes.set_ylabel("BLEU")
     axes.legend()
-    path.write_bytes(drawing.to_png(figure))
+    path.write_bytes(drawing.to_file(figure, "png"))
 
 
 RECIPES = {

@@ -19,10 +19,10 @@ _MULTI30K_SPLITS = ("train", "valid", *MULTI30K_TESTS)
 
 
 def moses(language: str) -> Callable[[str], str]:
-    """Returns lower-casing, then punctuation normalisation, then tokenisation, as by Moses.
+    """Returns lower-casing, then punctuation normalisation, then tokenization, as by Moses.
 
     The order is that of scripts/task1-tokenize.sh in github.com/multi30k/dataset. On Multi30k the
-    result equals the corpus' own tokenised files, except for some punctuation after quotation marks
+    result equals the corpus' own tokenized files, except for some punctuation after quotation marks
     and "œ", in 1 of 7,000 lines.
     """
     from sacremoses import MosesPunctNormalizer, MosesTokenizer
@@ -67,10 +67,10 @@ def without_markers(line: str) -> str:
 
 
 def multi30k_subwords(language: str) -> Text:
-    """Returns the tokenised Multi30k in the subwords of Wu et al. 2021, 10,000 joint merges.
+    """Returns the tokenized Multi30k in the subwords of Wu et al. 2021, 10,000 joint merges.
 
     They equal those in github.com/LividWo/Revisit-MMT, data/multi30k-en-de and -en-fr, except in
-    the lines whose tokenised text differs, 1 of 4,600.
+    the lines whose tokenized text differs, 1 of 4,600.
     """
     tokenized = multi30k(language, tokenized=True)
 

@@ -68,7 +68,6 @@ def convert(
 
 
 def _written(path: Path) -> Iterator[str]:
-    """Yields what a conversion has written: the size of a file, or each of a folder's parts."""
     yield f"{path}: {decimal(_size(path))}"
     if path.is_dir():
         for part in sorted(path.iterdir()):

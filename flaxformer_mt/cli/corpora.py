@@ -1,5 +1,6 @@
 """Commands that process parallel text: `prepare` and `lexicon`."""
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
@@ -62,19 +63,15 @@ def prepare(
         files_of_splits[name] = files
     if not path.is_dir():
         raise UserError(f"--path={path} is not a folder: name the one with the files of all splits")
+    corpus = CorpusConfig(
+        kind=form,
+        path=str(path),
+        source_language=source_language,
+        target_language=target_language,
+        columns=columns,
+    )
     corpora = {
-        name: open_corpus(
-            CorpusConfig(
-                kind=form,
-                path=str(path),
-                split=files,
-                source_language=source_language,
-                target_language=target_language,
-                columns=columns,
-            ),
-            DataConfig(),
-            prefix="--",
-        )
+        name: open_corpus(dataclasses.replace(corpus, split=files), DataConfig(), prefix="--")
         for name, files in files_of_splits.items()
     }
     check_not_blank([*corpora.values()])
@@ -100,7 +97,6 @@ def prepare(
 
 
 def _split_of(role: str, splits: Sequence[str]) -> str:
-    """Returns the split that a role's name, or the beginning of its name, says; "" if none does."""
     named = [split for split in splits if split.startswith(role)]
     return role if role in named else next(iter(named), "")
 

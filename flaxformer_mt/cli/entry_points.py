@@ -21,11 +21,7 @@ PROGRAM = "flaxformer-mt"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command given by `arguments`, by default those of the process.
 
-    Returns:
-      The exit code.
-
-    Raises:
-      SystemExit: with code 2 for invalid options, with code 0 after `--help`.
+    Returns the exit code; SystemExit, with code 2 for invalid options, with code 0 after `--help`.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] == ["train"]:
@@ -45,18 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def train(arguments: Sequence[str], program: str = "train.py", until_exit: bool = False) -> int:
-    """Trains an experiment.
+    """Trains an experiment, as `main`; `program` is named in messages.
 
-    Args:
-      arguments: the command line after the program's name.
-      program: the program's name, for help and messages.
-      until_exit: see `Interruption`.
-
-    Returns:
-      The exit code.
-
-    Raises:
-      SystemExit: with code 2 for invalid options, with code 0 after `--help`.
+    For `until_exit` see `Interruption`.
     """
 
     def start(interruption: Interruption) -> int:
@@ -71,11 +58,9 @@ def train(arguments: Sequence[str], program: str = "train.py", until_exit: bool 
 def _reported(
     program: str, command: Callable[[], int], failure: ExitCode = ExitCode.FAILURE
 ) -> int:
-    """Calls a command, and reports errors of the user and of the operating system in one line.
+    """Returns the exit code of a command, or `failure` after an error reported in one line.
 
-    Returns:
-      The exit code: that of the command; `failure` after an error; FAILURE, without a message, if
-      the reader of standard output is gone.
+    If the reader of standard output is gone, it is FAILURE, without a message.
     """
     _open_standard_streams()
     try:

@@ -117,126 +117,97 @@ def evaluate(
     """
     if not (run or hypothesis or baseline):
         raise UserError("--run or --hypothesis is missing: say what to evaluate")
-    if not run:
-        reject_options(
-            "--run", split=split, output=output_file, checkpoint=_changed(checkpoint, "best")
-        )
+    require_writable(output_file)
+    from flaxformer_mt import evaluation
+    from flaxformer_mt.evaluation import metrics
+    from flaxformer_mt.runs.folder import read_config
+
+    own_tokenizer = metrics.DEFAULT_TOKENIZER
+    if run:
+        config = read_config(run[0])
+        own_tokenizer = metrics.tokenizer_of_run(config.data)
+        if decode.n_best != config.decode.n_best:
+            raise UserError("evaluate scores one translation per sentence: remove --n-best")
+    else:
+        chosen = None if checkpoint == "best" else checkpoint
+        reject_options("--run", split=split, output=output_file, checkpoint=chosen)
         if decode != DEFAULT_SEARCH:
             raise UserError("search options are for --run only: --hypothesis is not translated")
-    else:
-        _require_one_translation(run[0], decode)
     if baseline is None:
         reject_options("--baseline", significance=significance)
         if not confidence:
             reject_options("--confidence and --baseline", resamples=resamples)
-    require_writable(output_file)
-    files = _translation_files(baseline, hypothesis, num_others=len(run))
-    from flaxformer_mt import evaluation
-
+    elif not (hypothesis or run):
+        raise UserError("--baseline needs --hypothesis or --run, to be compared with it")
+    _require_different(baseline, hypothesis)
     standard, functions = _metrics(metric, evaluation.STANDARD)
     if "bleu" not in standard:
         reject_options("--metric bleu", tokenize=tokenize)
-    is_chosen, tokenize = tokenize is not None, tokenize or _tokenizer_of(run)
     significance = significance or ("bootstrap" if baseline else None)
     test = _test_set(run, source, reference, split)
-    options: evaluation.MetricOptions = {
+    options: dict[str, Any] = {
+        "significance": significance,
         "standard": standard,
         "metrics": functions,
-        "tokenize": tokenize,
+        "tokenize": tokenize or own_tokenizer,
         "lowercase": lowercase,
         "confidence": confidence,
         "resamples": resamples or 0,
     }
-    num_sentences = len(test.references[0])
-    evaluation.check_options(num_sentences, significance=significance, **options)
-    if "bleu" in standard and not is_chosen:
-        _note_spaceless(test, tokenize)
-    systems = {str(file): _read_translations(file, test) for file in files}
-    step: int | list[int] | None = None
+    evaluation.check_options(len(test.references[0]), **options)
+    is_unsuitable = own_tokenizer == metrics.DEFAULT_TOKENIZER and "bleu" in standard
+    if tokenize is None and is_unsuitable and metrics.is_spaceless(test.references[0]):
+        output.print_note(
+            f"the references have words without spaces, which BLEU's tokenizer {own_tokenizer} "
+            "does not separate: give --tokenize zh, ja-mecab or char"
+        )
+    name = " + ".join(map(str, run))
+    systems = {} if baseline is None else {str(baseline): _parallel_lines(baseline, test)}
     if run:
-        name = " + ".join(map(str, run))
-        step, translations, test = _translated(run, checkpoint, decode, test, output_file)
-        systems = _inserted(systems, name, translations, after=baseline)
+        systems[name] = []  # Its place: everything else is read before it is translated.
+    systems |= {str(file): _parallel_lines(file, test) for file in hypothesis}
+    common: dict[str, Any] = {}
+    if run:
+        common["step"], systems[name], test = _translated(
+            run, checkpoint, decode, test, output_file
+        )
+    common["sentences"] = len(test.references[0])
     options["sources"] = test.sources
-    scores = evaluation.compare(systems, test.references, significance=significance, **options)
+    scores = evaluation.compare(systems, test.references, **options)
     if output_format == "table" or (output_format == "auto" and sys.stdout.isatty()):
         _print_table(scores, significance)
         return
-    common = {} if step is None else {"step": step}
-    common["sentences"] = num_sentences
-    flat = {name: _rounded(evaluation.flattened(found)) for name, found in scores.items()}
-    if len(flat) == 1:
-        output.print_json({**common, **flat.popitem()[1]})
+    rows = [{"system": system} | _rounded(found) for system, found in scores.items()]
+    if len(rows) == 1:
+        del rows[0]["system"]
+        output.print_json(common | rows[0])
     else:
-        listed = [{"system": name, **found} for name, found in flat.items()]
-        output.print_json({**common, "systems": listed})
+        output.print_json({**common, "systems": rows})
 
 
-def _require_one_translation(run: Path, decode: DecodeOptions) -> None:
-    """Refuses another `--n-best` than that of the run, which is not used either."""
-    from flaxformer_mt.runs.folder import read_config
+def _rounded(scores: Mapping[str, "MetricScore"]) -> dict[str, Any]:
+    from flaxformer_mt.evaluation import flattened
 
-    if decode.n_best != read_config(run).decode.n_best:
-        raise UserError("evaluate scores one translation per sentence: remove --n-best")
-
-
-def _tokenizer_of(run: Sequence[Path]) -> str:
-    """Returns the tokenizer of BLEU for the target language of the first run, if there is one."""
-    from flaxformer_mt.evaluation.metrics import DEFAULT_TOKENIZER, tokenizer_of_run
-    from flaxformer_mt.runs.folder import read_config
-
-    return tokenizer_of_run(read_config(run[0]).data) if run else DEFAULT_TOKENIZER
-
-
-def _note_spaceless(test: _TestSet, tokenize: str) -> None:
-    """Says that BLEU's default tokenizer is not meant for the references, if that is so."""
-    from flaxformer_mt.evaluation.metrics import DEFAULT_TOKENIZER, is_spaceless
-
-    if tokenize == DEFAULT_TOKENIZER and is_spaceless(test.references[0]):
-        output.print_note(
-            f"the references have words without spaces, which BLEU's tokenizer {tokenize} does not "
-            "separate: give --tokenize zh, ja-mecab or char"
-        )
-
-
-def _changed(value: Any, default: Any) -> Any:
-    """Returns an option's value if it is given, else None."""
-    return None if value == default else value
-
-
-def _rounded(values: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: round(value, _DIGITS) if isinstance(value, float) else value
-        for name, value in values.items()
+        for name, value in flattened(scores).items()
     }
 
 
-def _translation_files(
-    baseline: Path | None, hypotheses: Sequence[Path], num_others: int
-) -> list[Path]:
-    """Returns the files of translations, the baseline first.
-
-    Raises:
-      UserError: a file is given twice, or there is nothing to compare the baseline with.
-    """
-    files = [*filter(None, [baseline]), *hypotheses]
-    for index, file in enumerate(files):
-        if file.resolve() in [other.resolve() for other in files[:index]]:
-            option = "--baseline and --hypothesis" if file.resolve() == _resolved(baseline) else ""
-            raise UserError(f"{file} is given twice, by {option or '--hypothesis'}: leave one out")
-    if baseline and len(files) + num_others == 1:
-        raise UserError("--baseline needs --hypothesis or --run, to be compared with it")
-    return files
-
-
-def _resolved(path: Path | None) -> Path | None:
-    return None if path is None else path.resolve()
+def _require_different(baseline: Path | None, hypotheses: Sequence[Path]) -> None:
+    options: dict[Path, str] = {}
+    if baseline is not None:
+        options[baseline.resolve()] = "--baseline and --hypothesis"
+    for file in hypotheses:
+        if file.resolve() in options:
+            given = options[file.resolve()]
+            raise UserError(f"{file} is given twice, by {given}: leave one out")
+        options[file.resolve()] = "--hypothesis"
 
 
 def _metrics(
     names: Sequence[str], standard: Sequence[str]
 ) -> tuple[list[str], dict[str, "MetricFunction"]]:
-    """Returns the names of sacreBLEU's metrics, and user-defined functions by name."""
     chosen = [name for name in names if ":" not in name]
     functions: dict[str, MetricFunction] = {}
     for text in names:
@@ -249,11 +220,7 @@ def _metrics(
 
 
 def _function(text: str) -> "MetricFunction":
-    """Imports MODULE:FUNCTION, also from the current folder, where it may import others later.
-
-    Raises:
-      UserError: there is no such module or function.
-    """
+    """Imports MODULE:FUNCTION, also from the current folder, where it may import others later."""
     module, _, name = text.rpartition(":")
     folder = os.getcwd()
     if folder not in sys.path:
@@ -288,57 +255,32 @@ def _test_set(
     references: Sequence[Path],
     split: Literal["test", "valid"] | None,
 ) -> _TestSet:
-    """Reads the test set: the files that are given, or a split of the run.
-
-    Raises:
-      UserError: the options contradict each other; or files are missing, empty or not parallel.
-    """
     if not references and not source and run:
-        return _split_of_run(run, split)
+        from flaxformer_mt.run_reader import Run
+
+        # Of several runs, the others have not seen the text of the first one either.
+        first = Run(run[0])
+        texts = first.texts(split)
+        name = f"the {split or first.held_out_split} split of {run[0]}"
+        output.print_note(f"{name}: {texts.name}")
+        return _TestSet(name, list(texts.sources), [list(texts.targets)])
     if run and (split or not source or not references):
         raise UserError("give --source together with --reference, or neither; --split without them")
     if not references:
         raise UserError("--reference is missing: give the reference translations")
-    first, *others = ((path, read_lines(path)) for path in references)
-    test = _TestSet(str(first[0]), None, [first[1]])
-    for path, lines in others:
-        _check_parallel(path, lines, test)
-        test.references.append(lines)
-    if source is None:
-        return test
-    lines = read_lines(source)
-    _check_parallel(source, lines, test)
-    return test._replace(sources=lines)
+    test = _TestSet(str(references[0]), None, [read_lines(references[0])])
+    test.references.extend(_parallel_lines(path, test) for path in references[1:])
+    return test if source is None else test._replace(sources=_parallel_lines(source, test))
 
 
-def _read_translations(path: Path, test: _TestSet) -> list[str]:
-    lines = read_lines(path)
-    _check_parallel(path, lines, test)
-    return lines
-
-
-def _check_parallel(path: Path, lines: Sequence[str], test: _TestSet) -> None:
-    expected = len(test.references[0])
+def _parallel_lines(path: Path, test: _TestSet) -> list[str]:
+    lines, expected = read_lines(path), len(test.references[0])
     if len(lines) != expected:
         raise UserError(
             f"{path} has {len(lines)} lines but {test.name} has {expected}: line i of one must "
             "translate line i of the other"
         )
-
-
-def _split_of_run(runs: Sequence[Path], split: Literal["test", "valid"] | None) -> _TestSet:
-    """Reads a split of a run; of the first of several, whose text the others have not seen either.
-
-    Raises:
-      UserError: the run's text is not there, or not the text that it was started with.
-    """
-    from flaxformer_mt.run_reader import Run
-
-    run = Run(runs[0])
-    texts = run.texts(split)
-    name = f"the {split or run.held_out_split} split of {runs[0]}"
-    output.print_note(f"{name}: {texts.name}")
-    return _TestSet(name, list(texts.sources), [list(texts.targets)])
+    return lines
 
 
 def _translated(
@@ -350,9 +292,8 @@ def _translated(
 ) -> tuple[int | list[int], list[str], _TestSet]:
     """Translates a test set, and writes the translations.
 
-    Returns:
-      The step of the run, or those of several, the translations, and the test set with references
-      that do not begin with their language.
+    Returns the step of the run, or those of several, the translations, and the test set with
+    references that do not begin with their language.
     """
     from flaxformer_mt.decoding.translator import Translator, into_languages
 
@@ -368,14 +309,6 @@ def _translated(
             write(translations)
     test = test._replace(references=references)
     return steps[0] if len(steps) == 1 else steps, translations, test
-
-
-def _inserted(
-    systems: Mapping[str, list[str]], name: str, translations: list[str], after: Path | None
-) -> dict[str, list[str]]:
-    items = list(systems.items())
-    items.insert(0 if after is None else 1, (name, translations))
-    return dict(items)
 
 
 def _print_table(

@@ -31,20 +31,9 @@ MAX_HELP_WIDTH = 100
 def call(function: Callable[..., Any], prog: str, arguments: Sequence[str], **defaults: Any) -> Any:
     """Calls a function with parameters parsed from the command line.
 
-    Args:
-      function: The function. Its docstring is the help: the section "Args:" describes the options,
-        and indented lines of the description are kept as they are. `Annotated[int, Bounds(...)]`
-        declares the bounds of a number.
-      prog: Name of the program and the command in the help.
-      arguments: The command line after `prog`.
-      **defaults: Replace the defaults of these parameters.
-
-    Returns:
-      The result of the function.
-
-    Raises:
-      UserError: a number is out of bounds.
-      SystemExit: with code 2 for invalid options, with code 0 after `--help`.
+    Its docstring is the help: the section "Args:" describes the options, and indented lines of the
+    description are kept as they are. `Annotated[int, Bounds(...)]` declares the bounds of a number,
+    outside of which it is a `UserError`. `defaults` replace those of the parameters.
     """
     description, _, options = inspect.cleandoc(function.__doc__ or "").partition("\nArgs:\n")
     documentation = dict(re.findall(r"^ *(\w+): (.+)$", join_lines(options), re.MULTILINE))

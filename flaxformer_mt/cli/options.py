@@ -21,11 +21,6 @@ RunFolder = Annotated[Path, tyro.conf.arg(metavar="RUN")]
 """A run folder."""
 RunFolders = tyro.conf.UseAppendAction[Annotated[tuple[Path, ...], tyro.conf.arg(metavar="RUN")]]
 """The run folders of an ensemble: an option that may be repeated."""
-Settings = Annotated[
-    tuple[str, ...],
-    tyro.conf.arg(name="set", metavar="NAME=VALUE ...", help_behavior_hint="(optional)"),
-]
-"""Fields of `TransformerConfig`, parsed by `model_fields`."""
 TextFile = Annotated[Path, tyro.conf.arg(metavar="F")]
 """A text file, plain or compressed (.gz, .zst)."""
 DecodeOptions = tyro.conf.OmitArgPrefixes[DecodeConfig]
@@ -37,9 +32,6 @@ def configured_search(arguments: Sequence[str]) -> DecodeConfig:
     """Returns the search configuration of the first run that the command line names.
 
     Its values are the defaults of the search options, also in `--help`.
-
-    Raises:
-      UserError: the run folder does not exist or cannot be read.
     """
     finder = argparse.ArgumentParser("flaxformer-mt", add_help=False, allow_abbrev=False)
     finder.add_argument("--run", action="append", type=Path)
@@ -53,11 +45,7 @@ def configured_search(arguments: Sequence[str]) -> DecodeConfig:
 
 
 def load_runs(folders: Sequence[Path], checkpoint: CheckpointChoice) -> list["TrainedModel"]:
-    """Loads one model per folder.
-
-    Raises:
-      UserError: no folder is given, or one cannot be loaded.
-    """
+    """Loads one model per folder, of which there must be one."""
     from flaxformer_mt.runs.trained_model import load_run
 
     require_runs(folders)
@@ -71,11 +59,7 @@ def require_runs(folders: Sequence[Path]) -> None:
 
 
 def model_fields(settings: Iterable[str]) -> dict[str, Any]:
-    """Parses the `NAME=VALUE` settings of `--set` as fields of `TransformerConfig`.
-
-    Raises:
-      UserError: a field does not exist, or its value is not of its type.
-    """
+    """Parses the `NAME=VALUE` settings of `--set` as fields of `TransformerConfig`."""
     return dict(map(_model_field, settings))
 
 
@@ -101,11 +85,7 @@ def reject_options(valid_for: str, **options: object) -> None:
 
 
 def require_writable(*files: Path | None) -> None:
-    """Checks where output files go, before any work is done.
-
-    Raises:
-      UserError: a file is a folder or belongs to a run, or its folder does not exist.
-    """
+    """Checks where output files go, before any work is done."""
     from flaxformer_mt.runs.folder import is_content_of_run
 
     for file in filter(None, files):

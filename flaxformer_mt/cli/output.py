@@ -52,16 +52,9 @@ def line_writer(path: Path) -> Iterator[Callable[[Iterable[str]], None]]:
 
 @contextlib.contextmanager
 def line_progress(stream: io.BufferedIOBase, name: str) -> Iterator[Callable[[], object]]:
-    """Shows a progress bar over the lines of a file on a terminal.
+    """Shows a progress bar over the lines of a file, if it is one and standard error a terminal.
 
-    Pipes, whose length is unknown, get no bar, nor does standard error that is not a terminal.
-
-    Args:
-      stream: the file.
-      name: origin of the text, for messages.
-
-    Yields:
-      A function to call after each line.
+    Yields a function to call after each line. `name` is where the text is from, for messages.
     """
     if not (sys.stderr.isatty() and stream.seekable()):
         yield lambda: None
@@ -77,10 +70,7 @@ def line_progress(stream: io.BufferedIOBase, name: str) -> Iterator[Callable[[],
 
 @contextlib.contextmanager
 def status_line() -> Iterator[Callable[[str], None]]:
-    """Yields a function that shows the current activity on the terminal, replacing the last one.
-
-    Without a terminal it prints nothing.
-    """
+    """Yields a function that shows the current activity on the terminal, if there is one."""
     from rich.console import Console
 
     console = Console(stderr=True)

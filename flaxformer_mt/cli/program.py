@@ -53,23 +53,8 @@ COMMANDS: dict[str, dict[str, Callable[..., int | None]]] = {
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Runs the command given by `arguments`.
-
-    Returns:
-      The exit code of the command.
-
-    Raises:
-      SystemExit: with code 2 for invalid options, with code 0 after `--help`.
-      UserError: something that the user gave cannot be used; the message names options.
-    """
+    """Runs the command given by `arguments`, and returns its exit code."""
     runtime.configure()
-    try:
-        return _run(arguments)
-    except UserError as error:
-        raise UserError(_with_option_names(str(error))) from error
-
-
-def _run(arguments: Sequence[str]) -> int:
     commands = {name: command for group in COMMANDS.values() for name, command in group.items()}
     name, *options = arguments or ["--help"]
     if name in ("-h", "--help"):
@@ -84,9 +69,12 @@ def _run(arguments: Sequence[str]) -> int:
         raise SystemExit(ExitCode.USAGE)
     command = commands[name]
     defaults: dict[str, Any] = {}
-    if "decode" in inspect.signature(command).parameters:
-        defaults["decode"] = configured_search(options)
-    return help_text.call(command, f"flaxformer-mt {name}", options, **defaults) or 0
+    try:
+        if "decode" in inspect.signature(command).parameters:
+            defaults["decode"] = configured_search(options)
+        return help_text.call(command, f"flaxformer-mt {name}", options, **defaults) or 0
+    except UserError as error:
+        raise UserError(_with_option_names(str(error))) from error
 
 
 def overview() -> str:
@@ -108,7 +96,6 @@ def overview() -> str:
 
 
 def _with_option_names(message: str) -> str:
-    """Replaces fields of `DecodeConfig` in a message by the options that set them."""
     names = "|".join(field.name for field in dataclasses.fields(DecodeConfig))
     return re.sub(
         rf"(?<![\w./-])decode\.({names})\b",

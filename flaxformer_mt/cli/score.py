@@ -76,7 +76,7 @@ def score(
     from rich.progress import track
 
     from flaxformer_mt.decoding.parameters import require_params
-    from flaxformer_mt.decoding.scoring.score_report import CorpusTotals, to_json, to_text
+    from flaxformer_mt.decoding.scoring.score_report import corpus_metrics, to_json, to_text
     from flaxformer_mt.decoding.scoring.scorer import PairScore, Scorer
     from flaxformer_mt.runs.trained_model import load_run
 
@@ -98,10 +98,7 @@ def score(
         return pair.normalized(normalize, decode)
 
     if summary:
-        totals = CorpusTotals()
-        for each in scored:
-            totals.add(each, value)
-        output.print_json(totals.metrics())
+        output.print_json(corpus_metrics(scored, value))
     elif as_json:
         output.print_lines(json.dumps(to_json(each, value), ensure_ascii=False) for each in scored)
     else:
@@ -109,6 +106,5 @@ def score(
 
 
 def _candidates(source: Path, targets: Sequence[Path]) -> Iterator[tuple[str, list[str]]]:
-    """Yields each line of `source` with the same line of every file in `targets`."""
     for line, *translations in stream_parallel(source, *targets):
         yield line, translations

@@ -14,7 +14,7 @@ from flaxformer_mt import exit_codes, runtime
 from flaxformer_mt.cli import help_text
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.config.files import load_config
-from flaxformer_mt.errors import UserError
+from flaxformer_mt.errors import prefixed
 from flaxformer_mt.interruption import Interruption
 
 
@@ -22,23 +22,22 @@ from flaxformer_mt.interruption import Interruption
 class Flags(ExperimentConfig):
     """The options of the command: those of the program, and all fields of the configuration."""
 
-    config: Path = dataclasses.field(kw_only=True)
+    _: dataclasses.KW_ONLY
+    config: Path
     """Python file with get_config() -> ExperimentConfig, or the config.json of a run; its values
     are the defaults below."""
-    workdir: Path = dataclasses.field(kw_only=True)
+    workdir: Path
     """Run folder, created if missing. An existing run is continued."""
-    dry_run: bool = dataclasses.field(default=False, kw_only=True)
+    dry_run: bool = False
     """Check everything and print what would be trained, with shapes, parameters, memory and
     compilations, without training and without writing anything."""
-    coordinator: str = dataclasses.field(default="", kw_only=True)
+    coordinator: str = ""
     """HOST:PORT of the first of several processes that train together; see docs/scaling.md."""
-    num_processes: int = dataclasses.field(default=0, kw_only=True)
+    num_processes: int = 0
     """Number of processes that train together."""
-    process_id: int = dataclasses.field(default=-1, kw_only=True)
+    process_id: int = -1
     """Number of this process, from 0."""
-    cluster: Literal["none", "auto", "slurm", "ompi", "mpi4py"] = dataclasses.field(
-        default="none", kw_only=True
-    )
+    cluster: Literal["none", "auto", "slurm", "ompi", "mpi4py"] = "none"
     """Instead of the three above: the launcher that numbers the processes. auto detects SLURM, Open
     MPI and Cloud TPU."""
 
@@ -49,16 +48,12 @@ class Flags(ExperimentConfig):
 
 
 def parse_flags(arguments: Sequence[str], program: str = "train.py") -> Flags:
-    """Parses the command line, with the configuration file that it names as defaults.
-
-    Raises:
-      UserError: the file is missing or gives no configuration, or values are inconsistent.
-      SystemExit: an option is unknown, invalid or missing, or help was asked for.
-    """
+    """Parses the command line, with the configuration file that it names as defaults."""
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--config", type=Path)
     path = finder.parse_known_args(arguments)[0].config
-    config = ExperimentConfig() if path is None else _load_config(path)
+    with prefixed("--config: "):
+        config = ExperimentConfig() if path is None else load_config(path)
     defaults = {
         field.name: getattr(config, field.name) for field in dataclasses.fields(ExperimentConfig)
     }
@@ -80,19 +75,12 @@ def parse_flags(arguments: Sequence[str], program: str = "train.py") -> Flags:
     )
 
 
-def _load_config(path: Path) -> ExperimentConfig:
-    try:
-        return load_config(path)
-    except UserError as error:
-        raise UserError(f"--config: {error}") from error
-
-
 def run(
     arguments: Sequence[str],
     program: str = "train.py",
     interruption: Interruption | None = None,
 ) -> None:
-    """Parses the command line and trains; arguments and errors of `parse_flags` and `train`."""
+    """Parses the command line and trains."""
     runtime.configure()
     logging.basicConfig(level=logging.WARNING, format=f"{program}: warning: %(message)s")
     train(parse_flags(arguments, program), interruption)

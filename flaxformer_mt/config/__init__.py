@@ -5,10 +5,9 @@ The values of a field name the mathematics ("pre"), not the project that it was 
 declaration states its roles and bounds (`fields.py`).
 """
 
-from flaxformer_mt.config.continuation import RESUMABLE_FIELDS, differences
 from flaxformer_mt.config.data import GENERATED, CorpusConfig, CorpusKind, DataConfig
 from flaxformer_mt.config.decode import DecodeConfig
-from flaxformer_mt.config.experiment import ExperimentConfig
+from flaxformer_mt.config.experiment import RESUMABLE_FIELDS, ExperimentConfig, differences
 from flaxformer_mt.config.model import TransformerConfig, with_vocabulary_sizes
 from flaxformer_mt.config.optimizer import OptimizerConfig
 from flaxformer_mt.config.parallel import ParallelConfig

@@ -7,10 +7,9 @@ from flaxformer_mt.config.fields import (
     MAX_INTEGER,
     MAX_VOCABULARY,
     MAX_WIDTH,
+    Checked,
     FieldRole,
     option,
-    require,
-    validate,
 )
 
 CorpusKind: TypeAlias = Literal[
@@ -25,8 +24,20 @@ GENERATED: frozenset[CorpusKind] = frozenset({"phrases", "reverse"})
 """Sources that read no files."""
 
 
+class _WithColumns(Checked):
+    columns: tuple[str, ...]
+
+    def _check(self) -> None:
+        self._require("0" not in self.columns, "{columns}: columns are numbered from 1")
+        is_pair = len(self.columns) == len(set(self.columns)) == 2 and all(self.columns)
+        self._require(
+            not self.columns or is_pair,
+            "{columns}: must be two columns, the source and the target, such as 1 2",
+        )
+
+
 @dataclasses.dataclass(frozen=True)
-class CorpusConfig:
+class CorpusConfig(_WithColumns):
     """One of several corpora that are read together; empty fields default to those of `data`."""
 
     kind: CorpusKind | Literal[""] = option("", FieldRole.TEXT)
@@ -48,13 +59,11 @@ class CorpusConfig:
     weight: float = option(1.0, FieldRole.ROWS, above=0, limit=1e6)
     """Sampling weight of its pairs relative to the other corpora; see data.mixture_temperature."""
 
-    def __post_init__(self) -> None:
-        validate(self, "CorpusConfig")
-        _check_columns(self.columns, "CorpusConfig.columns")
+    _prefix = "CorpusConfig."
 
 
 @dataclasses.dataclass(frozen=True)
-class DataConfig:
+class DataConfig(_WithColumns):
     """Where sentence pairs come from, how they are filtered, tokenized and batched."""
 
     corpus: CorpusKind = option("text", FieldRole.TEXT)
@@ -161,32 +170,32 @@ class DataConfig:
     long_sentences: Literal["drop", "truncate", "error"] = option("drop", FieldRole.ROWS)
     """What happens to training pairs longer than a row; their number is reported."""
 
-    def __post_init__(self) -> None:
-        validate(self, "data")
-        _check_columns(self.columns, "data.columns")
-        require(
-            not self.subword_sampling or self.tokenizer != "word" or bool(self.tokenizer_path),
-            f"data.subword_sampling={self.subword_sampling} needs data.tokenizer=bpe or unigram",
+    _prefix = "data."
+
+    def _check(self) -> None:
+        super()._check()
+        self._require(
+            not self.subword_sampling or self.tokenizer != "word" or self.tokenizer_path,
+            "{subword_sampling} needs data.tokenizer=bpe or unigram",
         )
-        require(
-            bool(self.bucket_lengths)
-            and list(self.bucket_lengths) == sorted(set(self.bucket_lengths)),
-            f"data.bucket_lengths={self.bucket_lengths} must be in increasing order",
+        is_increasing = list(self.bucket_lengths) == sorted(set(self.bucket_lengths))
+        self._require(
+            self.bucket_lengths and is_increasing, "{bucket_lengths} must be in increasing order"
         )
-        require(
+        self._require(
             not _ignores_path(self.corpus, self.train_corpora, self.path),
-            f"data.path={self.path} has no effect, since data.corpus={self.corpus} is generated: "
-            "set data.corpus=text for a file or a folder of text",
+            "{path} has no effect, since {corpus} is generated: set data.corpus=text for a file or "
+            "a folder of text",
         )
-        require(
+        self._require(
             not self.alignments or not (self.train_corpora or self.corpus in GENERATED),
-            f"data.alignments={self.alignments} are of one corpus of files: leave out "
-            "data.train_corpora, and generated corpora",
+            "{alignments} are of one corpus of files: leave out data.train_corpora, and generated "
+            "corpora",
         )
-        require(
-            not self.hold_out or bool(self.held_out_roles),
-            f"data.hold_out={self.hold_out} has no effect: data.valid_corpora are the development "
-            "set, and data.test_corpora or data.test_split='' the test set",
+        self._require(
+            not self.hold_out or self.held_out_roles,
+            "{hold_out} has no effect: data.valid_corpora are the development set, and "
+            "data.test_corpora or data.test_split='' the test set",
         )
 
     @property
@@ -221,11 +230,3 @@ def without_ignored(values: dict[str, Any]) -> dict[str, Any]:
         values.get("path", ""),
     )
     return {name: value for name, value in values.items() if not (ignored and name == "path")}
-
-
-def _check_columns(columns: tuple[str, ...], name: str) -> None:
-    require("0" not in columns, f"{name}={columns}: columns are numbered from 1")
-    require(
-        len(columns) in (0, 2) and all(columns) and len(set(columns)) == len(columns),
-        f"{name}={columns}: must be two columns, the source and the target, such as 1 2",
-    )

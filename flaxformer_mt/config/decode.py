@@ -3,15 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from flaxformer_mt.config.fields import (
-    MAX_LAYERS,
-    MAX_SEED,
-    MAX_WIDTH,
-    FieldRole,
-    option,
-    require,
-    validate,
-)
+from flaxformer_mt.config.fields import MAX_LAYERS, MAX_SEED, MAX_WIDTH, Checked, FieldRole, option
 
 MAX_FACTOR = 1000
 """Limit of penalties and factors."""
@@ -20,11 +12,10 @@ SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "epsilon_cutoff")
 """Fields that have an effect only where translations are sampled."""
 # Of a token id: Python does not read integers of thousands of digits.
 _MAX_DIGITS = 10
-_OF_SHORTLISTS = ("shortlist_first", "shortlist_best")
 
 
 @dataclasses.dataclass(frozen=True)
-class DecodeConfig:
+class DecodeConfig(Checked):
     """How translations are searched for, and which are allowed."""
 
     beam_size: int = option(4, FieldRole.SEARCH, lowest=1, limit=10**6)
@@ -59,7 +50,7 @@ class DecodeConfig:
     """Make the last token within the maximum length the end token; otherwise a translation of that
     length has none."""
     first_token: str = option("", FieldRole.SEARCH)
-    """Token that every translation begins with, whatever its probability: the target language of
+    """Token that every translation begins with, even an improbable one: the target language of
     multilingual models, such as "fra_Latn" (NLLB), "__fr__" (M2M-100) or "fr_XX" (mBART-50). A
     sentence's own prefix may name another language."""
     no_repeat_ngram_size: int = option(0, FieldRole.SEARCH, lowest=0, limit=MAX_WIDTH)
@@ -127,72 +118,60 @@ class DecodeConfig:
     """Number of devices of this process that translate, each with a copy of the parameters; 0 =
     all GPUs or TPUs, but one CPU, whose cores work together anyway."""
 
-    def __post_init__(self) -> None:
-        validate(self, "decode")
-        require(
-            self.samples or self.n_best <= self.beam_size,
-            f"decode.n_best={self.n_best} is more than decode.beam_size={self.beam_size}",
+    _prefix = "decode."
+
+    def _check(self) -> None:
+        self._require(
+            self.samples or self.n_best <= self.beam_size, "{n_best} is more than {beam_size}"
         )
-        require(
+        self._require(
             not self.mbr_samples or self.n_best <= self.mbr_samples,
-            f"decode.n_best={self.n_best} is more than decode.mbr_samples={self.mbr_samples}",
+            "{n_best} is more than {mbr_samples}",
         )
-        require(
+        self._require(
             self.beam_size % self.beam_groups == 0,
-            f"decode.beam_size={self.beam_size} is not a multiple of decode.beam_groups="
-            f"{self.beam_groups}",
+            "{beam_size} is not a multiple of {beam_groups}",
         )
-        require(
+        self._require(
             self.diversity_penalty == 0 or self.beam_groups > 1,
             "decode.diversity_penalty needs decode.beam_groups of 2 or more",
         )
-        self._check_sampling()
-        self._check_lengths()
-        if not self.shortlist:
-            self._require_defaults(_OF_SHORTLISTS, "needs decode.shortlist")
-        for phrase in self.bad_word_ids:
-            shown = phrase if len(phrase) <= 40 else f"{phrase[:40]}..."
-            tokens = [token.strip() for token in phrase.split(",")]
-            require(
-                all(token.isdecimal() and len(token) <= _MAX_DIGITS for token in tokens),
-                f'decode.bad_word_ids: "{shown}" must be comma-separated token ids, such as "17,4"',
-            )
-
-    def _check_sampling(self) -> None:
-        require(
+        self._require(
             not (self.sampling and self.mbr_samples),
-            f"decode.sampling and decode.mbr_samples={self.mbr_samples} exclude each other: "
-            "decode.mbr_samples alone samples as well, decode.mbr_samples=0 returns the samples",
+            "decode.sampling and {mbr_samples} exclude each other: decode.mbr_samples alone "
+            "samples as well, decode.mbr_samples=0 returns the samples",
         )
         if self.samples:
             self._require_defaults(("beam_groups",), "is for beam search, not for sampling")
         else:
             self._require_defaults(SAMPLING_FIELDS, "needs decode.sampling or decode.mbr_samples")
-
-    def _check_lengths(self) -> None:
-        require(
+        self._require(
             not self.max_length or self.min_length < self.max_length,
-            f"decode.min_length={self.min_length} leaves no room for the end token within "
-            f"decode.max_length={self.max_length}",
+            "{min_length} leaves no room for the end token within {max_length}",
         )
-        require(
+        self._require(
             self.max_length > 0 or self.min_length_factor <= self.max_length_factor,
-            f"decode.min_length_factor={self.min_length_factor} is more than "
-            f"decode.max_length_factor={self.max_length_factor}",
+            "{min_length_factor} is more than {max_length_factor}",
         )
+        if not self.shortlist:
+            self._require_defaults(("shortlist_first", "shortlist_best"), "needs decode.shortlist")
+        for phrase in self.bad_word_ids:
+            shown = phrase if len(phrase) <= 40 else f"{phrase[:40]}..."
+            tokens = [token.strip() for token in phrase.split(",")]
+            self._require(
+                all(token.isdecimal() and len(token) <= _MAX_DIGITS for token in tokens),
+                f'decode.bad_word_ids: "{shown}" must be comma-separated token ids, such as "17,4"',
+            )
 
     def _require_defaults(self, names: tuple[str, ...], reason: str) -> None:
-        """Raises `UserError` if a field that would have no effect has not its default."""
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            require(
-                field.name not in names or value == field.default,
-                f"decode.{field.name}={value} {reason}; its default is {field.default}",
-            )
+        for name in names:
+            default = getattr(DecodeConfig, name)
+            is_default = getattr(self, name) == default
+            self._require(is_default, f"{{{name}}} {reason}; its default is {default}")
 
     @property
     def longest_source(self) -> int:
-        """Number of tokens of the longest input that is not split, whatever the model."""
+        """Number of tokens of the longest input that is not split, for any model."""
         return self.max_source_length or 512
 
     @property

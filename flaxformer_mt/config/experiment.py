@@ -1,28 +1,22 @@
-"""The configuration of a whole experiment."""
+"""The configuration of a whole experiment, and with which changes its run may be continued."""
 
 import dataclasses
 import typing
 from collections.abc import Mapping
 from typing import Any
 
-from flaxformer_mt.config.data import DataConfig
+from flaxformer_mt.config.data import CorpusConfig, DataConfig
 from flaxformer_mt.config.decode import DecodeConfig
-from flaxformer_mt.config.fields import (
-    FieldRole,
-    names_with,
-    require,
-    require_type,
-    shown,
-    suggestion,
-)
+from flaxformer_mt.config.fields import Checked, FieldRole, names_with, roles_of, shown, suggestion
 from flaxformer_mt.config.model import TransformerConfig
 from flaxformer_mt.config.optimizer import OptimizerConfig
 from flaxformer_mt.config.parallel import ParallelConfig
 from flaxformer_mt.config.train import TrainConfig
+from flaxformer_mt.errors import UserTypeError
 
 
 @dataclasses.dataclass(frozen=True)
-class ExperimentConfig:
+class ExperimentConfig(Checked):
     """Everything that defines a training run, apart from the folder that it is written to."""
 
     model: TransformerConfig = dataclasses.field(default_factory=TransformerConfig)
@@ -35,46 +29,49 @@ class ExperimentConfig:
     def __post_init__(self) -> None:
         for name, kind in groups().items():
             value = getattr(self, name)
-            require_type(
-                isinstance(value, kind),
-                f"ExperimentConfig.{name}={shown(value)}: must be a {kind.__name__}",
-            )
+            if not isinstance(value, kind):
+                raise UserTypeError(
+                    f"ExperimentConfig.{name}={shown(value)}: must be a {kind.__name__}"
+                )
+        self._check()
+
+    def _check(self) -> None:
         stacks = ["num_decoder_layers", "num_encoder_layers"][: 1 + self.model.has_inputs]
         for name in stacks:
             # Checkpoints cannot hold the parameters of no layers.
-            require(getattr(self.model, name) > 0, f"model.{name}=0: must be at least 1 in a run")
-        require(
-            self.model.has_inputs or not self.train.teacher_forced_metrics,
-            "train.teacher_forced_metrics are for translation models, and model.has_inputs=False",
-        )
-        for name in ("best_metric", "early_stopping_metric"):
-            metric = getattr(self.train, name)
-            require(
-                self.model.has_inputs or metric not in ("bleu", "chrf"),
-                f"train.{name}={metric} is for translation models, and model.has_inputs=False",
+            has_layers = getattr(self.model, name) > 0
+            self._require(has_layers, f"{{model.{name}}}: must be at least 1 in a run")
+        if not self.model.has_inputs:
+            self._require(
+                not self.train.teacher_forced_metrics,
+                "train.teacher_forced_metrics are for translation models, and {model.has_inputs}",
             )
-        require(
+            for name in ("best_metric", "early_stopping_metric"):
+                self._require(
+                    getattr(self.train, name) not in ("bleu", "chrf"),
+                    f"{{train.{name}}} is for translation models, and {{model.has_inputs}}",
+                )
+        self._require(
             self.train.label_smoothing_convention != "non_pad_kl" or self.model.pad_id >= 0,
-            f"train.label_smoothing_convention=non_pad_kl needs a padding token, and model.pad_id="
-            f"{self.model.pad_id}: use others_kl",
+            "{train.label_smoothing_convention} needs a padding token, and {model.pad_id}: use "
+            "others_kl",
         )
-        weight, layers = self.train.guided_alignment_weight, self.model.num_decoder_layers
-        require(
-            not weight or bool(self.data.alignments),
-            f"train.guided_alignment_weight={weight} needs data.alignments, a file of links",
-        )
-        layer = self.train.guided_alignment_layer
-        require(
-            not weight or -layers <= layer < layers,
-            f"train.guided_alignment_layer={layer}: the decoder has {layers} layers, counted from "
-            "0, or from the last as -1",
-        )
+        if self.train.guided_alignment_weight:
+            layers = self.model.num_decoder_layers
+            self._require(
+                self.data.alignments,
+                "{train.guided_alignment_weight} needs data.alignments, a file of links",
+            )
+            self._require(
+                -layers <= self.train.guided_alignment_layer < layers,
+                f"{{train.guided_alignment_layer}}: the decoder has {layers} layers, counted from "
+                "0, or from the last as -1",
+            )
         field = "target_row_length" if self.data.batching == "packed" else "bucket_lengths[-1]"
         _, row_length = self.data.row_lengths
-        require(
+        self._require(
             self.train.batch_tokens % row_length == 0,
-            f"train.batch_tokens={self.train.batch_tokens} is not a multiple of "
-            f"data.{field}={row_length}",
+            f"{{train.batch_tokens}} is not a multiple of data.{field}={row_length}",
         )
 
     @property
@@ -93,9 +90,7 @@ def with_changes(
 ) -> ExperimentConfig:
     """Returns a configuration with other values: `{"train": {"num_steps": 100}}`.
 
-    Raises:
-      TypeError: there is no such group or field, or a value is of another type.
-      UserError: a value is invalid.
+    TypeError if there is no such group or field, UserError if a value is invalid.
     """
     replaced = {}
     for group, values in changes.items():
@@ -124,3 +119,39 @@ def values_with(config: ExperimentConfig, *roles: FieldRole) -> dict[str, Any]:
         for field in dataclasses.fields(kind)
         if field.name in names_with(kind, *roles)
     }
+
+
+_FREE_ROLES = {FieldRole.SEARCH, FieldRole.START, FieldRole.RUNNING}
+
+RESUMABLE_FIELDS = frozenset(
+    f"{group}.{field.name}"
+    for group, kind in groups().items()
+    for field in dataclasses.fields(kind)
+    if roles_of(field) <= _FREE_ROLES
+)
+"""Options with whose change a run may be continued: its parameters do not depend on them."""
+
+
+def differences(stored: ExperimentConfig, given: ExperimentConfig) -> list[str]:
+    """Returns what forbids continuing a run: "model.d_model: 128 in the run, 256 now", ..."""
+    resumable = RESUMABLE_FIELDS
+    if stored.optimizer.schedule == "one_cycle" and not stored.optimizer.total_steps:
+        # The learning rate of every step depends on the number of steps.
+        resumable = resumable - {"train.num_steps"}
+    ours, theirs = _without_paths(stored), _without_paths(given)
+    return [
+        f"{group}.{name}: {value} in the run, {theirs[group][name]} now"
+        for group, values in ours.items()
+        for name, value in values.items()
+        if value != theirs[group][name] and f"{group}.{name}" not in resumable
+    ]
+
+
+def _without_paths(config: ExperimentConfig) -> dict[str, Any]:
+    """Returns a configuration without the paths of the corpora, which may have moved."""
+    values = dataclasses.asdict(config)
+    for corpora in ("train_corpora", "valid_corpora", "test_corpora"):
+        for corpus in values["data"][corpora]:
+            for name in names_with(CorpusConfig, FieldRole.RUNNING):
+                del corpus[name]
+    return values

@@ -12,6 +12,8 @@ import dataclasses
 import difflib
 import enum
 import functools
+import operator
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -133,7 +135,7 @@ def option(
     """Declares a field of a configuration dataclass.
 
     Args:
-      default: the value of the field unless another is given.
+      default: its value unless another is given.
       *roles: what depends on the field, at least one.
       lowest: the lowest valid number; for tuples of numbers, of each.
       above: a number that valid ones are greater than, instead of `lowest`.
@@ -143,9 +145,6 @@ def option(
         `MAX_INTEGER` or `MAX_NUMBER`.
       also: a sentinel accepted outside the interval, such as -1.
       formerly: today's value for each value that files of earlier versions have, if it differs.
-
-    Raises:
-      TypeError: there is no role, or a number has no lower bound.
     """
     if not roles:
         raise TypeError("a configuration field needs a role")
@@ -226,24 +225,39 @@ def require_type(condition: bool, message: str) -> None:
         raise UserTypeError(message)
 
 
-def validate(config: Any, group: str) -> None:
-    """Checks the type and the bounds of every field of a configuration.
+class Checked:
+    """Base class of frozen dataclasses that check their values when they are made."""
 
-    `group` prefixes the names of fields in messages: "model".
+    _prefix = ""
+    """Prefix of the names of fields in messages: "model."."""
 
-    Raises:
-      UserTypeError: a value has the wrong type; names the option and the value.
-      UserError: a value is out of bounds; names the bound, too.
-    """
-    hints = type_hints(config.__class__)
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        check_value(value, hints[field.name], bounds_of(field), f"{group}.{field.name}")
+    def __post_init__(self) -> None:
+        """Checks the type and the bounds of every field, and what `_check` requires of several.
 
+        Raises:
+          UserTypeError: a value has the wrong type; names the option and the value.
+          UserError: a value is out of bounds, or values do not go together; names them.
+        """
+        config: Any = self
+        hints = type_hints(config.__class__)
+        for field in dataclasses.fields(config):
+            name = f"{self._prefix}{field.name}"
+            check_value(getattr(self, field.name), hints[field.name], bounds_of(field), name)
+        self._check()
 
-def _is_unicode(text: str) -> bool:
-    """Whether a string has no lone surrogate, and can be written to a file."""
-    return not any("\ud800" <= character <= "\udfff" for character in text)
+    def _check(self) -> None:
+        """Raises `UserError` unless the values go together."""
+
+    def _require(self, condition: object, message: str) -> None:
+        """Raises `UserError` unless the condition holds.
+
+        `{d_model}` in the message stands for the field and its value: "model.d_model=512".
+        """
+        if not condition:
+            raise UserError(re.sub(r"\{([\w.]+)\}", self._assignment, message))
+
+    def _assignment(self, field: re.Match[str]) -> str:
+        return f"{self._prefix}{field[1]}={operator.attrgetter(field[1])(self)}"
 
 
 def check_value(value: Any, hint: Any, bounds: Bounds | None, name: str) -> None:
@@ -264,12 +278,10 @@ def check_value(value: Any, hint: Any, bounds: Bounds | None, name: str) -> None
         valid = isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
         kind = _TYPE_NAMES.get(hint, hint.__name__)
         require_type(valid, f"{name}={shown(value)}: must be {kind}")
-        require(
-            hint is not str or "\0" not in value, f"{name}={shown(value)}: must not contain null"
-        )
-        require(
-            hint is not str or _is_unicode(value), f"{name}={shown(value)}: must be valid Unicode"
-        )
+    if hint is str:
+        require("\0" not in value, f"{name}={shown(value)}: must not contain null")
+        is_unicode = not any("\ud800" <= character <= "\udfff" for character in value)
+        require(is_unicode, f"{name}={shown(value)}: must be valid Unicode")
     if bounds is not None:
         problem = bounds.problem(value)
         require(not problem, f"{name}={shown(value)}: {problem}")

@@ -19,7 +19,7 @@ from flaxformer_mt.config.data import CorpusConfig
 from flaxformer_mt.config.experiment import ExperimentConfig, groups
 from flaxformer_mt.config.fields import suggestion
 from flaxformer_mt.config.serialization import from_json
-from flaxformer_mt.errors import UserError
+from flaxformer_mt.errors import UserError, prefixed
 from flaxformer_mt.input_files import read_bytes, read_text
 
 _CLASSES = {kind.__name__: kind for kind in (ExperimentConfig, CorpusConfig, *groups().values())}
@@ -29,19 +29,15 @@ _MODULE_NAME = "flaxformer_mt_configuration_file"
 def load_config(path: str | Path) -> ExperimentConfig:
     """Calls `get_config()` of a configuration file, or reads the `config.json` of a run.
 
-    Raises:
-      UserError: there is no such file, it does not give an `ExperimentConfig`, or its code raises
-        an exception; names the file and, for code, the line.
+    `UserError`, with the file and the line, if it does not give an `ExperimentConfig`.
     """
     path = Path(path)
     if not path.exists():
         raise UserError(f"there is no file {path}")
     if path.suffix == ".json":
         text = read_text(path)
-        try:
+        with prefixed(f"{path}: "):
             return from_json(text)
-        except UserError as error:
-            raise UserError(f"{path}: {error}") from error
     source = read_bytes(path)
     folder = path.resolve().parent
     try:
@@ -104,7 +100,6 @@ def _as_module(path: Path) -> Iterator[types.ModuleType]:
 
 
 def _describe(error: BaseException, path: Path, folder: Path) -> str:
-    """Returns one line with file, line and message of an exception in a configuration file."""
     # Code in a string has no file: it is called "<string>".
     if isinstance(error, SyntaxError) and error.filename and not error.filename.startswith("<"):
         text = f": {error.text.strip()[:80]}" if error.text else ""

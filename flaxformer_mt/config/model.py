@@ -9,10 +9,9 @@ from flaxformer_mt.config.fields import (
     MAX_PARAMETERS,
     MAX_VOCABULARY,
     MAX_WIDTH,
+    Checked,
     FieldRole,
     option,
-    require,
-    validate,
 )
 from flaxformer_mt.memory_limits import host_memory, require_memory
 
@@ -21,7 +20,7 @@ DOT_PRODUCT = "dot_product"
 
 
 @dataclasses.dataclass(frozen=True)
-class TransformerConfig:
+class TransformerConfig(Checked):
     """The encoder-decoder Transformer (Vaswani et al. 2017) and its published variants.
 
     The defaults are the paper's base model as its text describes it: post-norm, interleaved
@@ -133,7 +132,7 @@ class TransformerConfig:
     position_offset rows more). Other position kinds have no limit on sentences."""
 
     attention_kind: str = option(DOT_PRODUCT, FieldRole.ARCHITECTURE)
-    """How queries attend to keys: dot_product, or the name of a class of yours that
+    """How queries attend to keys: dot_product, or the name of your own class that
     flaxformer_mt.register_attention has registered (docs/python.md)."""
     scale_scores: bool = option(True, FieldRole.ARCHITECTURE)
     """Divide the scores of attention by sqrt(K). Without it, as in T5, the initial values of the
@@ -211,47 +210,39 @@ class TransformerConfig:
     the attention, for little time; full: all, with the least memory and a third more
     computation."""
 
-    def __post_init__(self) -> None:
-        validate(self, "model")
-        if not self.head_dim:
-            require(
-                self.d_model % self.num_heads == 0,
-                f"model.d_model={self.d_model} is not a multiple of model.num_heads="
-                f"{self.num_heads}: change one or set model.head_dim",
-            )
-        require(
+    _prefix = "model."
+
+    def _check(self) -> None:
+        self._require(
+            self.head_dim or self.d_model % self.num_heads == 0,
+            "{d_model} is not a multiple of {num_heads}: change one or set model.head_dim",
+        )
+        self._require(
             self.num_heads % self.kv_heads == 0,
-            f"model.num_kv_heads={self.num_kv_heads} does not divide model.num_heads="
-            f"{self.num_heads}: change one",
+            "{num_kv_heads} does not divide {num_heads}: change one",
         )
-        require(
-            self.tie_embeddings not in ("source_target", "all")
-            or not self.has_inputs
-            or self.source_vocab_size == self.target_vocab_size,
-            f"model.tie_embeddings={self.tie_embeddings} needs one vocabulary, but "
-            f"model.source_vocab_size={self.source_vocab_size} and "
-            f"model.target_vocab_size={self.target_vocab_size}",
+        self._require(
+            not self.shares_source_and_target or self.source_vocab_size == self.target_vocab_size,
+            "{tie_embeddings} needs one vocabulary, but {source_vocab_size} and "
+            "{target_vocab_size}",
         )
-        require(
+        self._require(
             self.norm_kind != "unbiased_std" or self.d_model > 1,
-            "model.norm_kind=unbiased_std needs model.d_model > 1",
+            "{norm_kind} needs model.d_model > 1",
         )
-        require(
+        self._require(
             self.attention_kind == DOT_PRODUCT or self.attention_backend in ("auto", "einsum"),
-            f"model.attention_backend={self.attention_backend} computes dot products only, not "
-            f"model.attention_kind={self.attention_kind}: use auto or einsum",
+            "{attention_backend} computes dot products only, not {attention_kind}: use auto or "
+            "einsum",
         )
-        require(
+        self._require(
             self.norm_position == "post" or self.norm_backend != "pallas_gpu",
-            f"model.norm_backend=pallas_gpu computes norm(x + f(x)), which a model with "
-            f"model.norm_position={self.norm_position} does not have: use auto or xla",
+            "{norm_backend} computes norm(x + f(x)), which a model with {norm_position} does not "
+            "have: use auto or xla",
         )
         self._check_positions()
-        self._check_size()
-
-    def _check_size(self) -> None:
         count = self.parameter_count
-        require(
+        self._require(
             count <= MAX_PARAMETERS,
             f"this model has {count:,} parameters, more than {MAX_PARAMETERS:,}: reduce "
             "model.d_model, model.d_ff, model.num_encoder_layers, model.num_decoder_layers or the "
@@ -268,25 +259,23 @@ class TransformerConfig:
 
     def _check_positions(self) -> None:
         kind = self.position_kind
-        require(
+        self._require(
             kind != "rotary" or self.key_width % 2 == 0,
-            f"model.position_kind=rotary rotates pairs of features, but a head has "
-            f"{self.key_width}: model.head_dim must be even",
+            f"{{position_kind}} rotates pairs of features, but a head has {self.key_width}: "
+            "model.head_dim must be even",
         )
-        buckets, distance = self.relative_position_buckets, self.relative_position_max_distance
-        require(
-            kind != "t5_relative" or buckets % 2 == 0,
-            f"model.relative_position_buckets={buckets} must be even",
-        )
-        require(
-            kind != "t5_relative" or distance > buckets // 2,
-            f"model.relative_position_max_distance={distance} must be more than half of "
-            f"model.relative_position_buckets={buckets}",
-        )
-        require(
+        if kind == "t5_relative":
+            buckets = self.relative_position_buckets
+            self._require(buckets % 2 == 0, "{relative_position_buckets} must be even")
+            self._require(
+                self.relative_position_max_distance > buckets // 2,
+                "{relative_position_max_distance} must be more than half of "
+                "{relative_position_buckets}",
+            )
+        self._require(
             self.decoder_kind == "attention" or kind not in ("rotary", "alibi", "t5_relative"),
-            f"model.position_kind={kind} acts in self-attention, which a decoder with "
-            f"model.decoder_kind={self.decoder_kind} does not have",
+            "{position_kind} acts in self-attention, which a decoder with {decoder_kind} does not "
+            "have",
         )
 
     @property

@@ -3,11 +3,11 @@
 import dataclasses
 from typing import Literal
 
-from flaxformer_mt.config.fields import FieldRole, option, require, validate
+from flaxformer_mt.config.fields import Checked, FieldRole, option
 
 
 @dataclasses.dataclass(frozen=True)
-class OptimizerConfig:
+class OptimizerConfig(Checked):
     """The optimizer and its learning rate."""
 
     kind: Literal["adam", "adamw", "adafactor"] = option("adam", FieldRole.TRAINING)
@@ -40,9 +40,8 @@ class OptimizerConfig:
     clip_norm: float = option(0.0, FieldRole.TRAINING, lowest=0)
     """Clip gradients to this global norm; 0 = no clipping."""
 
-    def __post_init__(self) -> None:
-        validate(self, "optimizer")
-        require(
-            self.weight_decay == 0 or self.kind == "adamw",
-            "optimizer.weight_decay needs optimizer.kind=adamw",
-        )
+    _prefix = "optimizer."
+
+    def _check(self) -> None:
+        is_used = self.weight_decay == 0 or self.kind == "adamw"
+        self._require(is_used, "optimizer.weight_decay needs optimizer.kind=adamw")

@@ -3,11 +3,11 @@
 import dataclasses
 from typing import Literal
 
-from flaxformer_mt.config.fields import FieldRole, option, require, validate
+from flaxformer_mt.config.fields import Checked, FieldRole, option
 
 
 @dataclasses.dataclass(frozen=True)
-class ParallelConfig:
+class ParallelConfig(Checked):
     """How batches and parameters are distributed over devices."""
 
     strategy: Literal["mesh", "pmap"] = option("mesh", FieldRole.RUNNING)
@@ -26,15 +26,17 @@ class ParallelConfig:
     parameter paths and the comma-separated mesh axes of the last dimensions ("fsdp,tensor", "-"
     for not sharded)."""
 
-    def __post_init__(self) -> None:
-        validate(self, "parallel")
-        require(
-            self.strategy == "mesh" or self.fsdp == self.tensor == 1,
-            "parallel.strategy=pmap cannot shard parameters: set parallel.fsdp and parallel.tensor "
-            "to 1, or parallel.strategy=mesh",
-        )
-        require(
-            self.strategy == "mesh" or not self.sharding_rules,
-            "parallel.strategy=pmap cannot shard parameters: omit parallel.sharding_rules, or set "
-            "parallel.strategy=mesh",
-        )
+    _prefix = "parallel."
+
+    def _check(self) -> None:
+        if self.strategy == "pmap":
+            self._require(
+                self.fsdp == self.tensor == 1,
+                "{strategy} cannot shard parameters: set parallel.fsdp and parallel.tensor to 1, "
+                "or parallel.strategy=mesh",
+            )
+            self._require(
+                not self.sharding_rules,
+                "{strategy} cannot shard parameters: omit parallel.sharding_rules, or set "
+                "parallel.strategy=mesh",
+            )

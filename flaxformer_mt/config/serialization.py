@@ -18,7 +18,7 @@ from flaxformer_mt.config.fields import (
     suggestion,
     type_hints,
 )
-from flaxformer_mt.errors import UserError
+from flaxformer_mt.errors import UserError, prefixed
 from flaxformer_mt.input_files import parse_json
 
 
@@ -32,9 +32,6 @@ def from_dict(values: dict[str, Any], kind: type = ExperimentConfig, prefix: str
 
     Absent fields get their defaults, and values of earlier versions their current names. `prefix`
     is that of field names in messages: "model.".
-
-    Raises:
-      UserError: a field is unknown, or its value has the wrong type or is out of bounds.
     """
     fields = {field.name: field for field in dataclasses.fields(kind)}
     for name in sorted(values.keys() - fields.keys()):
@@ -75,11 +72,9 @@ def to_json(config: ExperimentConfig) -> str:
 
 def from_json(text: str) -> ExperimentConfig:
     """Makes a configuration from JSON; the inverse of `to_json`. Errors as of `from_dict`."""
-    try:
+    with prefixed("not a configuration: "):
         values = parse_json(text, "it")
-    except UserError as error:
-        raise UserError(f"not a configuration: {error}") from error
-    require(isinstance(values, dict), "not a configuration: not a JSON object")
+        require(isinstance(values, dict), "not a JSON object")
     require(
         "model_type" not in values,
         "this is the configuration of a Hugging Face model: make a run of its folder with "

@@ -4,15 +4,7 @@ import dataclasses
 import re
 from typing import Literal, TypeAlias
 
-from flaxformer_mt.config.fields import (
-    MAX_LAYERS,
-    MAX_SEED,
-    FieldRole,
-    option,
-    require,
-    shown,
-    validate,
-)
+from flaxformer_mt.config.fields import MAX_LAYERS, MAX_SEED, Checked, FieldRole, option, shown
 
 ValidationMetric: TypeAlias = Literal[
     "loss", "cross_entropy", "perplexity", "accuracy", "bleu", "chrf"
@@ -25,7 +17,7 @@ TeacherForcedMetric: TypeAlias = Literal["seq2seq_acc", "teacher_forced_bleu"]
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(Checked):
     """Length of training, batches, loss, validation and checkpoints."""
 
     num_steps: int = option(100_000, FieldRole.RUNNING, lowest=1)
@@ -124,24 +116,20 @@ class TrainConfig:
     show_translations: int = option(5, FieldRole.RUNNING, lowest=0)
     """Number of test translations to print at the end."""
 
-    def __post_init__(self) -> None:
-        validate(self, "train")
-        require(
-            not (self.teacher and self.r_drop),
-            f"train.r_drop={self.r_drop} cannot be used with train.teacher: set it to 0",
-        )
-        weight = self.guided_alignment_weight
-        for other in ("r_drop", "teacher"):
-            require(
-                not (weight and getattr(self, other)),
-                f"train.guided_alignment_weight={weight} cannot be used with train.{other}: set it "
-                "to 0",
-            )
-        given = self.profile_steps
-        require(
-            not given or len(self.profiled_steps) > 0,
-            f"train.profile_steps={shown(given)}: must be A:B, the numbers of the first and the "
-            "last step, such as 100:104",
+    _prefix = "train."
+
+    def _check(self) -> None:
+        for name, other in (
+            ("r_drop", "teacher"),
+            ("guided_alignment_weight", "r_drop"),
+            ("guided_alignment_weight", "teacher"),
+        ):
+            is_alone = not (getattr(self, name) and getattr(self, other))
+            self._require(is_alone, f"{{{name}}} cannot be used with train.{other}: set it to 0")
+        self._require(
+            not self.profile_steps or len(self.profiled_steps) > 0,
+            f"train.profile_steps={shown(self.profile_steps)}: must be A:B, the numbers of the "
+            "first and the last step, such as 100:104",
         )
 
     @property

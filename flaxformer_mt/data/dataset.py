@@ -4,14 +4,20 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from flaxformer_mt.config import ExperimentConfig, with_vocabulary_sizes
-from flaxformer_mt.config.data import HeldOutRole
-from flaxformer_mt.data.corpora.corpus import Corpus, ParallelCorpus, open_corpora, read_corpus
+from flaxformer_mt.config import ExperimentConfig, TransformerConfig, with_vocabulary_sizes
+from flaxformer_mt.data.corpora.corpus import (
+    Corpus,
+    ParallelCorpus,
+    Role,
+    StreamedCorpus,
+    open_corpora,
+    read_corpus,
+)
 from flaxformer_mt.data.corpora.hold_out import hold_out
 from flaxformer_mt.data.sanity_checks import check_unknown_rate
 from flaxformer_mt.data.stream.encoded_corpus import EncodedCorpus, encode_corpus
 from flaxformer_mt.data.stream.token_store import open_stores
-from flaxformer_mt.data.stream.training_stream import TrainingStream, choose_source_row_length
+from flaxformer_mt.data.stream.training_stream import TrainingStream
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
 
@@ -24,21 +30,6 @@ class EvaluationSet:
 
     texts: ParallelCorpus
     tokens: EncodedCorpus
-
-
-@dataclasses.dataclass(frozen=True)
-class TokenizedCorpora:
-    """The corpora of a run as tokens; independent of row lengths."""
-
-    training: list[EncodedCorpus]
-    valid: EvaluationSet
-    test: EvaluationSet | None
-    """None if the experiment has no test split."""
-
-    @property
-    def held_out(self) -> list[EncodedCorpus]:
-        """The tokens of the development set and, if there is one, of the test set."""
-        return [each.tokens for each in (self.valid, self.test) if each is not None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +68,6 @@ class Dataset:
         yield from self._examples()
 
     def _examples(self) -> Iterator[tuple[str, str]]:
-        """Yields training pairs as the model sees them: as tokens, separated by spaces."""
         corpus = self.training.corpora[0]
         for number in range(_EXAMPLES):
             # Sorted files begin with their shortest pairs.
@@ -90,97 +80,63 @@ class Dataset:
                 yield "example", f"{' '.join(source)} | {' '.join(target)}"
 
 
-def open_all(config: ExperimentConfig) -> dict[str, list[Corpus]]:
-    """Opens the corpora of "train", "valid" and "test" (there may be none), without reading them.
+def open_all(
+    config: ExperimentConfig, roles: Sequence[Role] = ("train", "valid", "test")
+) -> dict[str, list[Corpus]]:
+    """Opens the corpora of each role (there may be none for "test"), without reading them."""
+    data, held_out = config.data, config.data.held_out_roles
 
-    Raises:
-      UserError: a file, a builder, a split or a language does not exist.
-    """
-    data, has_inputs = config.data, config.model.has_inputs
-    held_out = data.held_out_roles
-    training = open_corpora(data, "train", has_inputs)
-    opened: dict[str, list[Corpus]] = {"train": [*training]}
-    others: tuple[HeldOutRole, ...] = ("valid", "test")
-    for role in others:
-        if role not in held_out:
-            opened[role] = [*open_corpora(data, role, has_inputs)]
-    return opened | hold_out(training, data.hold_out, held_out) if held_out else opened
+    def opened(role: Role) -> list[StreamedCorpus]:
+        return open_corpora(data, role, config.model.has_inputs)
+
+    divided: dict[str, list[Corpus]] = {}
+    if held_out and {"train", *held_out} & {*roles}:
+        divided = hold_out(opened("train"), data.hold_out, held_out)
+    return {role: divided[role] if role in divided else [*opened(role)] for role in roles}
 
 
-def open_held_out(config: ExperimentConfig, role: HeldOutRole) -> list[Corpus]:
-    """Opens the corpora of "valid" or "test" alone; see `open_all`."""
-    data, has_inputs, held_out = config.data, config.model.has_inputs, config.data.held_out_roles
-    if role in held_out:
-        return hold_out(open_corpora(data, "train", has_inputs), data.hold_out, held_out)[role]
-    return [*open_corpora(data, role, has_inputs)]
-
-
-def tokenize(
+def open_dataset(
     config: ExperimentConfig,
     corpora: Mapping[str, Sequence[Corpus]],
     tokenizers: Tokenizers,
     cache_folder: Path,
     *,
     verify: bool = True,
-) -> TokenizedCorpora:
-    """Filters, tokenizes and checks the corpora of `open_all`.
+) -> tuple[ExperimentConfig, Dataset]:
+    """Filters, tokenizes and checks the corpora of `open_all`, and plans the batches.
 
-    Vocabulary sizes and row lengths of the configuration are not used. The tokens of training
-    corpora are stored in the cache folder, and read from there if they are; see `open_stores`.
+    The tokens of training corpora are stored in the cache folder, see `open_stores`.
+
+    Returns:
+      The configuration with vocabulary sizes and row lengths, and the dataset.
 
     Raises:
-      UserError: a corpus cannot be read or used.
+      UserError: a corpus cannot be read or used, no pair fits into a row, or a table of the model
+        is smaller than the vocabulary.
     """
-    valid = _evaluation_set(corpora["valid"], tokenizers, config)
-    test = _evaluation_set(corpora["test"], tokenizers, config) if corpora["test"] else None
+
+    def evaluation_set(role: Role) -> EvaluationSet:
+        texts = read_corpus(corpora[role])
+        return EvaluationSet(texts, encode_corpus(texts, tokenizers, config.model))
+
+    valid = evaluation_set("valid")
+    test = evaluation_set("test") if corpora["test"] else None
     stores = open_stores(cache_folder, corpora["train"], tokenizers, config, verify=verify)
-    tokens = TokenizedCorpora(stores, valid, test)
-    for encoded in (*stores, *tokens.held_out):
+    for encoded in (*stores, valid.tokens, *([test.tokens] if test else [])):
         check_unknown_rate(encoded, config.data)
-    return tokens
+    config = dataclasses.replace(config, model=_with_tables(config.model, tokenizers))
+    stream = TrainingStream(stores, config, tokenizers.source)
+    return stream.config, Dataset(tokenizers, stream, valid, test)
 
 
-def resolve_config(
-    config: ExperimentConfig, tokens: TokenizedCorpora, tokenizers: Tokenizers
-) -> ExperimentConfig:
-    """Returns the configuration with what it leaves to the data: vocabulary sizes, row lengths.
-
-    Raises:
-      UserError: a table of the model is smaller than the vocabulary.
-    """
-    for side in ("source", "target") if config.model.has_inputs else ("target",):
-        size = getattr(config.model, f"{side}_vocab_size")
+def _with_tables(model: TransformerConfig, tokenizers: Tokenizers) -> TransformerConfig:
+    """Returns the model with the sizes of the vocabularies, where it leaves them open."""
+    for side in ("source", "target") if model.has_inputs else ("target",):
+        size = getattr(model, f"{side}_vocab_size")
         needed = getattr(tokenizers, side).vocab_size
         if 0 < size < needed:
             raise UserError(
                 f"model.{side}_vocab_size={size} is less than the {needed} tokens of the "
                 "vocabulary: leave it out, or give 0"
             )
-    model = with_vocabulary_sizes(
-        config.model, tokenizers.source.vocab_size, tokenizers.target.vocab_size
-    )
-    config = dataclasses.replace(config, model=model)
-    if config.data.source_row_length:
-        return config
-    length = choose_source_row_length(tokens.training, config, tokenizers.source)
-    data = dataclasses.replace(config.data, source_row_length=length)
-    return dataclasses.replace(config, data=data)
-
-
-def open_dataset(
-    config: ExperimentConfig, tokens: TokenizedCorpora, tokenizers: Tokenizers
-) -> Dataset:
-    """Plans the batches of an experiment, whose configuration is from `resolve_config`.
-
-    Raises:
-      UserError: no pair fits into a row.
-    """
-    stream = TrainingStream(tokens.training, config, tokenizers.source)
-    return Dataset(tokenizers, stream, tokens.valid, tokens.test)
-
-
-def _evaluation_set(
-    corpora: Sequence[Corpus], tokenizers: Tokenizers, config: ExperimentConfig
-) -> EvaluationSet:
-    texts = read_corpus(corpora)
-    return EvaluationSet(texts, encode_corpus(texts, tokenizers, config))
+    return with_vocabulary_sizes(model, tokenizers.source.vocab_size, tokenizers.target.vocab_size)

@@ -4,7 +4,6 @@ The stream of `packed` is the one that training runs read: the same batches, in 
 """
 
 import contextlib
-import dataclasses
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,16 +13,11 @@ from jax.sharding import Mesh
 
 from flaxformer_mt.config import DataConfig, ExperimentConfig, TrainConfig, TransformerConfig
 from flaxformer_mt.config.data import CorpusKind
-from flaxformer_mt.data.corpora.corpus import (
-    Corpus,
-    ParallelCorpus,
-    open_path,
-    with_alignments,
-)
-from flaxformer_mt.data.stream.batches import Batch, BatchShape, DataPosition, make_batch
+from flaxformer_mt.data.corpora.corpus import Corpus, ParallelCorpus, open_path, with_alignments
+from flaxformer_mt.data.stream.batches import Batch, BatchShape, make_batch
 from flaxformer_mt.data.stream.encoded_corpus import encode_corpus
-from flaxformer_mt.data.stream.placement import own_shard, place_batch
-from flaxformer_mt.data.stream.prefetch import Prefetched
+from flaxformer_mt.data.stream.packing import TokenPairs
+from flaxformer_mt.data.stream.placement import place_batch
 from flaxformer_mt.data.stream.token_store import open_stores
 from flaxformer_mt.data.stream.training_stream import TrainingStream
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
@@ -101,49 +95,6 @@ def train_tokenizers(
     return Tokenizers.train(_corpora(pairs), data)
 
 
-@dataclasses.dataclass(frozen=True)
-class PackedData:
-    """An infinite stream of training batches, from `packed`."""
-
-    stream: TrainingStream
-    start: DataPosition = dataclasses.field(default_factory=DataPosition)
-    """The position of the first batch."""
-
-    @property
-    def shapes(self) -> tuple[BatchShape, ...]:
-        """The shapes of the batches: one, or one per bucket."""
-        return self.stream.shapes
-
-    @property
-    def batches_per_epoch(self) -> float:
-        """The approximate number of batches in which every pair occurs once."""
-        return self.stream.batches_per_epoch
-
-    def batches(self, mesh: Mesh, position: DataPosition | None = None) -> Prefetched[Batch]:
-        """Returns an iterator of batches on the devices, read ahead in a thread.
-
-            for batch, position in data.batches(mesh, position):
-                state, sums = step(state, batch)
-                if position.step == 20_000:
-                    break
-
-        Args:
-          mesh: the devices; each process reads and places its own rows.
-          position: where to begin, from an earlier iteration; by default `start`.
-
-        Returns:
-          An iterator of a batch and the position after it, whose `step` is the number of batches so
-          far. As a context manager, it stops its thread at the end.
-        """
-        shard = own_shard(mesh)
-
-        def read(position: DataPosition) -> tuple[Batch, DataPosition]:
-            batch, after = self.stream.read(position, shard)
-            return place_batch(batch, mesh), after
-
-        return Prefetched(read, self.start if position is None else position)
-
-
 def packed(
     pairs: Pairs | Sequence[Corpus],
     tokenizers: Tokenizers,
@@ -154,7 +105,7 @@ def packed(
     seed: int = 0,
     cache: str | Path | None = None,
     **options: Any,
-) -> PackedData:
+) -> TrainingStream:
     """Tokenizes pairs and packs them into the rows of batches, several pairs per row.
 
         data = fmt.packed(pairs, tokenizers, config, rows=256, length=64, seed=0)
@@ -190,7 +141,7 @@ def packed(
             temporary = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
             cache = stack.enter_context(temporary)
         stores = open_stores(Path(cache), _corpora(pairs), tokenizers, experiment)
-    return PackedData(TrainingStream(stores, experiment, tokenizers.source))
+    return TrainingStream(stores, experiment, tokenizers.source)
 
 
 def padded(
@@ -214,11 +165,12 @@ def padded(
     """
     source_length, target_length = (length, length) if isinstance(length, int) else length
     texts = ParallelCorpus([source for source, _ in pairs], [target for _, target in pairs], "")
-    encoded = encode_corpus(texts, tokenizers, ExperimentConfig(model=config))
+    encoded = encode_corpus(texts, tokenizers, config)
     assert encoded.sources is not None
     batch = make_batch(
-        encoded.sources.truncate(source_length),
-        encoded.targets.truncate(target_length),
+        TokenPairs(
+            encoded.sources.truncate(source_length), encoded.targets.truncate(target_length)
+        ),
         [[number] for number in range(len(pairs))],
         BatchShape(len(pairs), source_length, target_length),
         config,

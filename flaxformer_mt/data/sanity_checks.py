@@ -114,11 +114,7 @@ def _cldr_texts(locale: Any) -> Iterator[str]:
 
 
 def check_unknown_rate(corpus: EncodedCorpus, config: DataConfig) -> None:
-    """Checks how much of a corpus the vocabulary covers.
-
-    Raises:
-      UserError: more than `config.max_unknown_rate` of the tokens of a side are unknown.
-    """
+    """Rejects a corpus with more than `config.max_unknown_rate` unknown tokens on a side."""
     sides = {"source": corpus.report.sources, "target": corpus.report.targets}
     change = "set data.byte_fallback, raise data.character_coverage"
     if config.tokenizer == "word":
@@ -133,13 +129,10 @@ def check_unknown_rate(corpus: EncodedCorpus, config: DataConfig) -> None:
 
 
 def check_not_blank(corpora: Sequence[Corpus], has_inputs: bool = True) -> None:
-    """Checks that the corpora of a role have a pair with text on both sides.
+    """Rejects the corpora of a role if one of them has no pair with text on both sides.
 
     If they are held out of others, one with text is enough. A language model (without `has_inputs`)
     only needs the target side.
-
-    Raises:
-      UserError: all lines of a side, or one line of each pair, are blank; names the corpus.
     """
     blank = [corpus for corpus in corpora if not _has_text(corpus, has_inputs)]
     for corpus in blank:
@@ -158,14 +151,11 @@ def _has_text(corpus: Corpus, has_inputs: bool) -> bool:
 
 
 def check_sides(training: Sequence[Corpus], held_out: Sequence[Corpus]) -> None:
-    """Checks that sources are in the source language, and targets in the target language.
+    """Rejects sources in the target language with targets in the source language.
 
     Each corpus is compared with CLDR profiles of its two languages, and each training corpus with
     each held-out corpus of the same languages. Unknown or very similar languages always pass, and
     without Babel only the second comparison is made.
-
-    Raises:
-      UserError: the sides of a corpus are swapped.
     """
     texts = {id(corpus): _letters(corpus) for corpus in (*training, *held_out)}
     for corpus in (*training, *held_out):

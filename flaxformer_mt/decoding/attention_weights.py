@@ -11,7 +11,7 @@ from jax import Array
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.decoding.batching.length_buckets import fill_rows, plan_buckets
-from flaxformer_mt.decoding.scoring.scorer import certain_first_token, with_certain_first
+from flaxformer_mt.decoding.scoring.scorer import certain_first_token, tokenized_targets
 from flaxformer_mt.decoding.sentence_decoder import longest_source
 from flaxformer_mt.decoding.text_arguments import require_text
 from flaxformer_mt.decoding.translator import Translator
@@ -52,7 +52,7 @@ class SentenceAttention:
     source: str
     target: str
     source_tokens: tuple[str, ...]
-    """S pieces: what the encoder reads, end token included."""
+    """S pieces, end token included."""
     input_tokens: tuple[str, ...]
     """T pieces: what the decoder reads, the start token and all of `target_tokens` but the last."""
     target_tokens: tuple[str, ...]
@@ -74,7 +74,6 @@ def sentence_attention(
     The model is the first one of `translator`, whose own translation is the default of `target`.
 
     Raises:
-      TypeError: `source` or `target` is not a string.
       UserError: the source is empty, or a sentence is too long.
     """
     source = require_text(source, "source").strip()
@@ -83,7 +82,6 @@ def sentence_attention(
     model, params = translator.models[0]
     tokenizers = translator.tokenizers
     source_ids = [*tokenizers.source.encode([source])[0], model.eos_id]
-    end = _piece(tokenizers.target, model.eos_id)
     if target is None:
         limit = longest_source(translator.decode, [model])
         if len(source_ids) > limit:
@@ -99,12 +97,8 @@ def sentence_attention(
     else:
         target = require_text(target, "target").strip()
         first = certain_first_token(tokenizers.target, translator.decode)
-        own = tokenizers.target.encode_parts([target])[0]
-        row = with_certain_first(own, tokenizers.target, first)
-        target_ids = [*row.tokens, model.eos_id]
-        pieces = tokenizers.target.split([target])[0]
-        added = tokenizers.target.pieces(row.tokens[: row.num_added])
-        target_tokens = [*added, *pieces[len(pieces) - len(own) :], end]
+        (row,) = tokenized_targets([target], tokenizers.target, first)
+        target_ids, target_tokens = row.tokens, row.pieces
     _require_size(model, len(source_ids), len(target_ids))
     return SentenceAttention(
         source=source,

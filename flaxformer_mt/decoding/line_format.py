@@ -8,8 +8,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
-from flaxformer_mt.decoding.scoring.alignment import pharaoh
-from flaxformer_mt.decoding.scoring.scorer import AlignmentUnit
+from flaxformer_mt.decoding.scoring.alignment import AlignmentUnit, pharaoh
 from flaxformer_mt.decoding.translator import Hypothesis, Sentence, Translator
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.input_files import parse_json
@@ -20,16 +19,15 @@ LineEncoding = Literal["text", "jsonl"]
 
 @dataclasses.dataclass(frozen=True)
 class LineFormat:
-    """The format of input and output lines."""
+    """The format of input and output lines, and what the latter have besides translations."""
 
     input: LineEncoding = "text"
     output: LineEncoding = "text"
     unit: AlignmentUnit | None = None
-    """The unit to align; None = no alignment."""
+    """Of the alignment; None = none."""
     tokens: bool = False
-    """Whether to write token ids and their pieces."""
+    """Token ids and their pieces."""
     attention: bool = False
-    """Whether to write the attention."""
 
     def __post_init__(self) -> None:
         for name in ("tokens", "attention"):
@@ -46,15 +44,9 @@ def translate_lines(
 ) -> Iterator[str]:
     """Yields the output lines, each as soon as all preceding input lines are translated.
 
-    If fewer than `n_best` different translations of a line are found, the last one is repeated.
-
-    Args:
-      translator: translates the lines.
-      groups: input lines in groups of those available together; a group is translated completely
-        before the next is read.
-      line_format: the format of the lines.
-      name: the source of the lines, for error messages.
-      advance: called when a line is translated, possibly before its output is yielded.
+    If fewer than `n_best` different translations of a line are found, the last one is repeated. A
+    group of lines that are available together is translated completely before the next is read.
+    `name` is the source of the lines, for error messages; `advance` is that of `Translator.stream`.
 
     Raises:
       UserError: a line does not have the input format or cannot be translated.
@@ -90,11 +82,8 @@ def read_sentence(line: str, encoding: LineEncoding, location: str) -> Sentence:
     """Parses an input line.
 
     Its encoding is text; or jsonl: {"text": "...", "prefix": "...", "phrases": ["...", ...]}, of
-    which only "text" is required. A blank line is an empty sentence. `location` is for error
-    messages.
-
-    Raises:
-      UserError: the line is not such a JSON object.
+    which only "text" is required. A blank line is an empty sentence. `location` is for the
+    UserError of a line that is not such a JSON object.
     """
     if encoding == "text" or not line.strip():
         return Sentence(line)

@@ -18,7 +18,7 @@ from flaxformer_mt.model.transformer import Transformer
 
 @functools.lru_cache(maxsize=64)
 def expected_shapes(config: TransformerConfig) -> Mapping[str, tuple[int, ...]]:
-    """Returns the shape of every parameter of a model by its path, `encoder/final_norm/scale`."""
+    """Returns the shape of every parameter by its path, such as `encoder/final_norm/scale`."""
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     variables = jax.eval_shape(Transformer(config).init, jax.random.key(0), tokens, tokens)
     leaves = flatten_dict(variables["params"], sep="/")
@@ -90,9 +90,7 @@ def prepared_model(
 ) -> tuple[TransformerConfig, Any]:
     """Returns the configuration with vocabulary sizes, and the parameters on a device.
 
-    Raises:
-      TypeError: `config` is not a `TransformerConfig`.
-      UserError: the model has no encoder, or `params` are not its parameters.
+    A model without an encoder, and parameters that are not the model's, are a UserError.
     """
     if not isinstance(config, TransformerConfig):
         raise TypeError(f"config must be a TransformerConfig, not {type(config).__name__}")

@@ -5,15 +5,14 @@ import hashlib
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
-from flaxformer_mt.data.tokenizers.language_tokens import with_first
 from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers
 from flaxformer_mt.decoding import minimum_bayes_risk, sentence_splitting
@@ -25,12 +24,8 @@ from flaxformer_mt.decoding.batching.continuous_batching import (
 )
 from flaxformer_mt.decoding.batching.length_buckets import longest_position
 from flaxformer_mt.decoding.scoring import alignment
-from flaxformer_mt.decoding.scoring.alignment import Links
-from flaxformer_mt.decoding.scoring.scorer import (
-    AlignmentUnit,
-    certain_first_token,
-    check_unit,
-)
+from flaxformer_mt.decoding.scoring.alignment import AlignmentUnit, Links
+from flaxformer_mt.decoding.scoring.scorer import certain_first_token, chunked
 from flaxformer_mt.decoding.scoring.teacher_forcing import check_alignment_options, teacher_force
 from flaxformer_mt.decoding.sentence_splitting import Segment
 from flaxformer_mt.decoding.shortlists.shortlist import Shortlist
@@ -40,18 +35,13 @@ from flaxformer_mt.memory_limits import explained_exhaustion, host_memory, requi
 ALIGNMENT_CHUNK_SIZE = 64
 """Number of segments whose translations are aligned together."""
 
-_T = TypeVar("_T")
-
 
 class Sentence(NamedTuple):
-    """A source text and the constraints on its translation."""
+    """A source text, its translation's beginning, and phrases that must appear in it."""
 
     text: str
-    """A sentence, or a longer text. The translation of an empty text is empty."""
     prefix: str = ""
-    """The beginning of the translation."""
     phrases: tuple[str, ...] = ()
-    """Phrases that must appear in the translation."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,17 +55,16 @@ class Hypothesis:
     """Detokenized, on one line."""
     score: float = 0.0
     """Ranking score of the search: log-probability / length penalty, plus coverage penalty. NaN,
-    like the log-probability, if scores were not requested."""
+    like the log-probability, if not requested."""
     tokens: tuple[int, ...] = ()
     """Target tokens; the end token is the last one, unless the maximum length was reached."""
     log_probability: float = 0.0
     """Natural logarithm, summed over the tokens."""
     source_pieces: tuple[str, ...] = ()
-    """Text of the source tokens, without end token and a language that the sentence does not
-    name itself; empty unless attention is needed."""
+    """Text of the source tokens, without end token and a language that the sentence does not name
+    itself; empty, like the pieces, unless attention is needed."""
     pieces: tuple[str, ...] = ()
-    """Text of the target tokens, without end token and language; empty unless attention is
-    needed."""
+    """Text of the target tokens, without end token and language."""
     alignment: Links = dataclasses.field(default_factory=list)
     """(source, target) links of words or pieces, counted from 0; empty if not requested."""
     attention: np.ndarray | None = dataclasses.field(default=None, compare=False)
@@ -89,14 +78,12 @@ class _TokenizedSegment(NamedTuple):
     segment: Segment
     tokens: list[int]
     """Source tokens, without end token."""
-    prefix: Sequence[int] = ()
-    """The first tokens of its translation."""
-    certain: int = 0
-    """How many of these have probability 1."""
-    phrases: Sequence[Sequence[int]] = ()
-    """Token sequences that must appear in its translation."""
     repeated: int = 0
     """How many of its first tokens repeat the tags of the text, and are not part of the segment."""
+    prefix: Sequence[int] = ()
+    """As `certain` and `phrases`, what is required of its translation; see `Request`."""
+    certain: int = 0
+    phrases: Sequence[Sequence[int]] = ()
 
 
 _TAG = re.compile(r">>\S+<<|<\S+>")
@@ -117,14 +104,12 @@ class SentenceDecoder:
         attention: bool = False,
         scores: bool = True,
     ) -> None:
-        """Creates a decoder for one or several models; alignments are computed with the first.
-
-        The arguments are those of `Translator` and `Translator.translate_n_best`.
+        """Creates a decoder; the arguments are those of `Translator` and `translate_n_best`.
 
         Raises:
           UserError: an option does not fit the models, or names a file that cannot be read.
         """
-        check_unit(unit)
+        alignment.check_unit(unit)
         self.model, self.params = models[0]
         self._all_params = [params for _, params in models]
         self.decode = decode
@@ -161,12 +146,7 @@ class SentenceDecoder:
         )
 
     def translate(self, sentences: Sequence[Sentence]) -> Iterator[tuple[int, list[Hypothesis]]]:
-        """Yields the index and the translations, best first, of each sentence as it finishes.
-
-        Raises:
-          UserError: the constraints of a sentence cannot be met, the parameters are not finite, or
-            the device has too little memory.
-        """
+        """Yields the index and the translations, best first, of each sentence as it finishes."""
         decode = self.decode
         width = "beam_size"
         if decode.samples:
@@ -178,50 +158,61 @@ class SentenceDecoder:
 
     def _translate(self, sentences: Sequence[Sentence]) -> Iterator[tuple[int, list[Hypothesis]]]:
         divided = self._divide(sentences)
-        for index, segments in enumerate(divided):
-            if not segments:
-                yield index, [Hypothesis("")]
-        positions = [
+        translated: list[list[list[Hypothesis]]] = [
+            [[] if segment.tokens else [Hypothesis("")] for segment in segments]
+            for segments in divided
+        ]
+        for index, done in enumerate(translated):
+            if all(done):
+                yield index, self._join_n_best(done, divided[index])
+        places = [
             (index, position)
             for index, segments in enumerate(divided)
-            for position in range(len(segments))
+            for position, segment in enumerate(segments)
+            if segment.tokens
         ]
-        translated: list[dict[int, list[Hypothesis]]] = [{} for _ in sentences]
-        for number, hypotheses in self._translate_segments(list(itertools.chain(*divided))):
-            index, position = positions[number]
-            done = translated[index]
-            done[position] = hypotheses
-            if len(done) == len(divided[index]):
-                yield index, self._join_n_best([done[p] for p in sorted(done)], divided[index])
-                done.clear()
+        segments = [divided[index][position] for index, position in places]
+        for number, hypotheses in self._translate_segments(segments):
+            index, position = places[number]
+            translated[index][position] = hypotheses
+            if all(translated[index]):
+                yield index, self._join_n_best(translated[index], divided[index])
+                translated[index].clear()
 
     def _divide(self, sentences: Sequence[Sentence]) -> list[list[_TokenizedSegment]]:
-        """Returns each sentence's segments: one, none if it is empty, several if it is long."""
-        source, target = self.tokenizers.source, self.tokenizers.target
+        """Returns each sentence's segments: one, without tokens if it is empty, or several."""
+        target = self.tokenizers.target
         texts = [sentence.text.strip() for sentence in sentences]
+        encoded = self.tokenizers.source.encode(texts)
         limit = self.longest_source - 1  # One position is needed for the end token.
         divided = []
-        for sentence, text, tokens in zip(sentences, texts, source.encode(texts), strict=True):
+        for sentence, text, tokens in zip(sentences, texts, encoded, strict=True):
             if sentence.phrases and self.decode.samples:
                 raise UserError(
                     "required phrases are not supported with sampling: remove decode.sampling and "
                     "decode.mbr_samples"
                 )
-            tokenized = [_TokenizedSegment(Segment(text), tokens)] * bool(text)
+            segments = [_TokenizedSegment(Segment(text), tokens if text else [])]
             if len(tokens) > limit:
-                tokenized = self._split(text, limit)
-            if len(tokenized) > 1 and sentence.phrases:
+                segments = self._split(text, limit)
+            if len(segments) > 1 and sentence.phrases:
                 raise UserError(
                     f'"{text[:30]}...": required phrases are not supported for input of more than '
                     f"{self.longest_source} tokens, which is split: pass its sentences separately, "
                     "or increase decode.max_source_length"
                 )
-            if tokenized and (sentence.prefix or sentence.phrases):
+            first = self.first
+            prefix: list[int] = []
+            phrases: list[list[int]] = []
+            if text and (sentence.prefix or sentence.phrases):
                 prefix, *phrases = _known(target, [sentence.prefix, *sentence.phrases])
-                tokenized[0] = tokenized[0]._replace(
-                    prefix=prefix, phrases=[phrase for phrase in phrases if phrase]
-                )
-            divided.append(self._with_first_token(tokenized))
+            if prefix and prefix[0] in target.language_ids:
+                first, prefix = (prefix[0],), prefix[1:]
+            segments = [segment._replace(prefix=first, certain=len(first)) for segment in segments]
+            segments[0] = segments[0]._replace(
+                prefix=[*first, *prefix], phrases=[phrase for phrase in phrases if phrase]
+            )
+            divided.append(segments)
         return divided
 
     def _split(self, text: str, limit: int) -> list[_TokenizedSegment]:
@@ -264,37 +255,15 @@ class SentenceDecoder:
         ids = dict(zip(names, tokens, strict=True))
         return word in ids and bool(_TAG.fullmatch(word) or ids[word] in source.language_ids)
 
-    def _with_first_token(self, segments: list[_TokenizedSegment]) -> list[_TokenizedSegment]:
-        """Adds the token that translations begin with to the prefixes of a text's segments.
-
-        A language at the beginning of the first prefix takes its place.
-        """
-        first = self.first
-        if segments and segments[0].prefix[:1] and self._is_language(segments[0].prefix[0]):
-            first, own = tuple(segments[0].prefix[:1]), segments[0].prefix[1:]
-            segments = [segments[0]._replace(prefix=own), *segments[1:]]
-        return [
-            segment._replace(prefix=[*first, *segment.prefix], certain=len(first))
-            for segment in segments
-        ]
-
-    def _is_language(self, token: int) -> bool:
-        return token in self.tokenizers.target.language_ids
-
     def _source_lengths(self, texts: Sequence[str]) -> list[int]:
         return list(map(len, self.tokenizers.source.encode(texts)))
 
     def _translate_segments(
         self, segments: Sequence[_TokenizedSegment]
     ) -> Iterator[tuple[int, list[Hypothesis]]]:
-        nonempty = [number for number, segment in enumerate(segments) if segment.tokens]
-        for number, segment in enumerate(segments):
-            if not segment.tokens:
-                yield number, [Hypothesis("")]
-        finished = self.batcher.decode([self._request(segments[number]) for number in nonempty])
         hypotheses = (
-            (nonempty[index], self._hypotheses(found, segments[nonempty[index]].segment.text))
-            for index, found in finished
+            (number, self._hypotheses(found, segments[number].segment.text))
+            for number, found in self.batcher.decode(list(map(self._request, segments)))
         )
         if not self.needs_attention:
             yield from hypotheses
@@ -380,7 +349,7 @@ class SentenceDecoder:
     def _with_attention(
         self, segment: _TokenizedSegment, hypothesis: Hypothesis, attention: np.ndarray | None
     ) -> Hypothesis:
-        """Adds to a hypothesis what is computed from its attention [T, S], end tokens included.
+        """Adds what is computed from the attention [T, S], end tokens included.
 
         Languages, and other first tokens of the vocabulary, that neither the input nor the
         translation contains as text are left out.
@@ -390,7 +359,7 @@ class SentenceDecoder:
         attention = alignment.without_ends(attention, hypothesis.tokens, self.model.eos_id)
         tokens = hypothesis.tokens[: len(attention)]
         (own,) = source.encode_parts([segment.segment.text])
-        num_added = len(with_first(own, source)) - len(own)
+        num_added = len(source.with_first(own)) - len(own)
         source_pieces = source.split([segment.segment.text])[0][num_added:]
         first_ids = {*target.language_ids, target.first_id}
         num_first = int(bool(tokens) and tokens[0] in first_ids)
@@ -398,10 +367,8 @@ class SentenceDecoder:
         attention = attention[num_first:, segment.repeated + num_added :]
         pieces = target.pieces(tokens)
         links: Links = []
-        if self.unit == "words":
-            links = alignment.align_words(attention, source_pieces, pieces)
-        elif self.unit == "pieces":
-            links = alignment.align(attention)
+        if self.unit is not None:
+            links = alignment.align_units(self.unit, attention, source_pieces, pieces)
         text = hypothesis.text
         if self.decode.copy_unknown and target.unk_id in tokens:
             tag, _ = self._tags(segment.segment.text)
@@ -450,7 +417,7 @@ class SentenceDecoder:
             num_source += self._num_units(hypothesis.source_pieces)
             num_target += self._num_units(hypothesis.pieces)
         return Hypothesis(
-            text=sentence_splitting.join(texts, parts),
+            text="".join(itertools.chain(*zip(separators, texts, strict=True))),
             score=math.fsum(h.score for h in hypotheses),
             tokens=tuple(itertools.chain(*(h.tokens for h in hypotheses))),
             log_probability=math.fsum(h.log_probability for h in hypotheses),
@@ -466,7 +433,7 @@ class SentenceDecoder:
 
 
 def _known(target: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """Returns the tokens of texts that a translation must contain; unknown ones raise UserError."""
+    """Returns the tokens of texts that a translation must contain."""
     encoded = target.encode_parts(texts)
     for text, tokens in zip(texts, encoded, strict=True):
         if target.unk_id in tokens:
@@ -500,10 +467,3 @@ def on_one_line(text: str) -> str:
     Byte-fallback pieces can produce such characters.
     """
     return " ".join(text.splitlines())
-
-
-def chunked(items: Iterable[_T], size: int) -> Iterator[list[_T]]:
-    """Yields lists of `size` items; the last may be shorter."""
-    remaining = iter(items)
-    while chunk := list(itertools.islice(remaining, size)):
-        yield chunk

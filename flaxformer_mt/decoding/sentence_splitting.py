@@ -62,28 +62,16 @@ class Segment(NamedTuple):
 def split(text: str, limit: int, measure_lengths: MeasureLengths) -> list[Segment]:
     """Splits a text into its sentences, and those that are too long into smaller segments.
 
-    Args:
-      text: of any length.
-      limit: maximum number of tokens of a segment. Only a single character can have more.
-      measure_lengths: returns the numbers of tokens of texts.
-
-    Returns:
-      The segments, none of them empty. Concatenated they are the text, except for spaces at their
-      boundaries.
+    `limit` is the maximum number of tokens of a segment; only a single character can have more. No
+    segment is empty. Concatenated they are the text, except for spaces at their boundaries.
     """
     segments: list[Segment] = []
     end = 0
-    for segment in _split_levels(Segment(text.strip()), limit, measure_lengths, _LEVELS):
+    for segment in _split_levels(text.strip(), limit, measure_lengths, _LEVELS):
         start = text.index(segment.text, end)
         segments.append(segment._replace(after_space=start > end or not segments))
         end = start + len(segment.text)
     return segments
-
-
-def join(translations: Sequence[str], segments: Sequence[Segment]) -> str:
-    """Joins the translations of a text's segments by the `separators`."""
-    parts = zip(separators(translations, segments), translations, strict=True)
-    return "".join(itertools.chain(*parts))
 
 
 def separators(translations: Sequence[str], segments: Sequence[Segment]) -> list[str]:
@@ -158,32 +146,28 @@ _LEVELS = (sentences, _clauses, _words)
 
 
 def _split_levels(
-    segment: Segment,
+    text: str,
     limit: int,
     measure_lengths: MeasureLengths,
     levels: Sequence[Callable[[str], list[str]]],
 ) -> Iterator[Segment]:
     if not levels:
-        yield from _split_anywhere(segment, limit, measure_lengths)
+        yield from _split_anywhere(Segment(text), limit, measure_lengths)
         return
-    parts = levels[0](segment.text)
+    parts = levels[0](text)
     lengths = measure_lengths(parts)
     # Models are trained on sentences, which stay separate; smaller parts are merged.
     groups = [[part] for part in parts]
     if levels[0] is not sentences:
         groups = _merge_neighbors(parts, lengths, limit)
         lengths = measure_lengths(["".join(group) for group in groups])
-    inside_word = segment.inside_word
     for group, length in zip(groups, lengths, strict=True):
         if length > limit and len(group) == 1:
-            yield from _split_levels(
-                Segment(group[0].strip(), inside_word), limit, measure_lengths, levels[1:]
-            )
+            yield from _split_levels(group[0].strip(), limit, measure_lengths, levels[1:])
         else:
             # Merged neighbors may have more tokens than separate ones; they are not merged then.
             texts = group if length > limit else ["".join(group)]
-            yield from (Segment(text.strip(), inside_word) for text in texts if text.strip())
-        inside_word = False
+            yield from (Segment(text.strip()) for text in texts if text.strip())
 
 
 def _merge_neighbors(parts: Sequence[str], lengths: Sequence[int], limit: int) -> list[list[str]]:

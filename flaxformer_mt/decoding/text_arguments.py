@@ -11,10 +11,7 @@ from flaxformer_mt.errors import UserError
 def require_iterable(values: Any, name: str, items: str) -> Iterable[Any]:
     """Returns `values` if they are a list or another iterable with an order.
 
-    Raises:
-      TypeError: it is a single string, a mapping, a set, or not iterable. The message says that
-      `name`
-        must be a list of `items`.
+    A single string, a mapping, a set, and what is not iterable are a TypeError.
     """
     if isinstance(values, str | bytes | Mapping | Set) or not isinstance(values, Iterable):
         raise TypeError(f"{name} must be a list of {items}, not {_kind(values)}")
@@ -22,11 +19,9 @@ def require_iterable(values: Any, name: str, items: str) -> Iterable[Any]:
 
 
 def require_text(value: Any, name: str) -> str:
-    """Returns `value` if it is a string.
+    """Returns `value` if it is a string, otherwise raises TypeError.
 
-    Raises:
-      TypeError: it is not.
-      UserError: it has a lone surrogate, which no text file can contain.
+    A lone surrogate, which no text file can contain, is a UserError.
     """
     if not isinstance(value, str):
         raise TypeError(f"{name} must be a string, not {_kind(value)}")

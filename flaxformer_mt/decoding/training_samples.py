@@ -8,14 +8,18 @@ import jax.numpy as jnp
 from jax import Array
 
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
-from flaxformer_mt.decoding.batching.search_programs import step_function
+from flaxformer_mt.decoding.batching.search_programs import (
+    begin_search,
+    combine,
+    reorder_each,
+    step_function,
+)
 from flaxformer_mt.decoding.search.options import SearchOptions
 from flaxformer_mt.decoding.search.search import search
 from flaxformer_mt.decoding.search.state import unconstrained
 from flaxformer_mt.decoding.sentence_decoder import longest_target
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.model.cache import reorder_cache
-from flaxformer_mt.model.transformer import Transformer
 
 
 class Samples(NamedTuple):
@@ -33,11 +37,7 @@ class Samples(NamedTuple):
     """float32 [B, n], the model's, summed over the tokens; NaN for a packed row."""
 
     def rows(self, batch: Any) -> Any:
-        """Returns a batch of B * n rows: each source, once for each of its samples as the target.
-
-        Args:
-          batch: the `Batch` that was sampled for.
-        """
+        """Returns `batch` with B * n rows: each source, once for each of its samples."""
         n = self.tokens.shape[1]
         source = {
             name: jnp.repeat(jnp.asarray(getattr(batch, name)), n, axis=0)
@@ -77,8 +77,7 @@ def sample(
 
     A pure function that can be part of a jitted training step. Nothing is differentiated through
     the samples: an objective computes their log-probabilities again, from `input_tokens`, with
-    gradients. Padding and the start token are never drawn, although the model gives them a
-    probability.
+    gradients. Padding and the start token are never drawn.
 
     >>> source = jnp.array([[5, 6, 7, config.eos_id]])
     >>> samples = jax.jit(sample, static_argnums=(0, 4))(config, params, source, key, 8)
@@ -87,7 +86,7 @@ def sample(
 
     Args:
       config: the model, with its vocabulary sizes.
-      params: its parameters; traced or not, sharded or not.
+      params: its parameters.
       source_batch: int32 [B, S], one sentence per row with its end token, padded; or a batch with
         `encoder_input_tokens`.
       key: a key of `jax.random`. The samples are a function of it and the arguments above.
@@ -95,8 +94,8 @@ def sample(
       max_length: T; None = as in translation, 1.5 * the number of source tokens + 20. At most the
         size of the table of learned positions.
       temperature: divides the logits; `log_probabilities` are those of the model without it.
-      top_k: samples from this many most probable tokens; 0 = from all.
-      top_p: samples from the most probable tokens that together have this probability.
+      top_k: see `DecodeConfig`.
+      top_p: see `DecodeConfig`.
       unpacked: says that each row of a batch with segment ids has one sentence. The segment ids of
         a traced batch cannot be read.
 
@@ -143,17 +142,11 @@ def sample(
         keys=jax.random.bits(key, (len(tokens), 2), jnp.uint32)
     )
     params = jax.lax.stop_gradient(params)
-    model, variables = Transformer(config), {"params": params}
-    encoded = model.apply(variables, tokens, method="encode")
-    cache = model.apply(variables, encoded, tokens, options.beam_size, longest, method="init_cache")
-    found = search(
-        step_function(config, params, options),
-        cache,
-        constraints,
-        options,
-        longest,
-        reorder_cache,
+    begun = begin_search(
+        (params,), tokens, constraints, options, configs=(config,), max_length=longest
     )
+    step = combine([step_function(config, params, options)], decode.ensemble)
+    found = search(step, reorder_each(reorder_cache), options, begun)
     invalid = jnp.where(is_packed, jnp.nan, 0.0)
     is_token = jnp.arange(longest) < found.lengths[:, :, None]
     starts = jnp.full_like(found.tokens[..., :1], config.bos_id)
@@ -166,7 +159,6 @@ def sample(
 
 
 def _source(batch: Any) -> tuple[Array, Array | None]:
-    """Returns the source tokens [B, S] of a batch, and its segment ids if it has any."""
     tokens = getattr(batch, "encoder_input_tokens", batch)
     segment_ids = getattr(batch, "encoder_segment_ids", None)
     if getattr(tokens, "ndim", None) != 2:

@@ -14,9 +14,8 @@ from flaxformer_mt.config import DecodeConfig, TransformerConfig, with_vocabular
 from flaxformer_mt.config.fields import suggestion
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers, split_language
 from flaxformer_mt.decoding.batching.workers import batch_tokens
-from flaxformer_mt.decoding.ensemble import require_same_vocabularies
 from flaxformer_mt.decoding.parameters import prepared_model, require_params
-from flaxformer_mt.decoding.scoring.scorer import AlignmentUnit
+from flaxformer_mt.decoding.scoring.alignment import AlignmentUnit
 from flaxformer_mt.decoding.sentence_decoder import Hypothesis, Sentence, SentenceDecoder
 from flaxformer_mt.decoding.text_arguments import (
     require_iterable,
@@ -61,7 +60,6 @@ class Translator:
             computed with the first model.
 
         Raises:
-          TypeError: a configuration is not a `TransformerConfig`.
           UserError: a model has no encoder, or `params` are not the parameters of the model.
         """
         # Searches with other options share the models.
@@ -81,7 +79,6 @@ class Translator:
         """Loads the model of a run folder, or those of several folders as an ensemble.
 
         Raises:
-          TypeError: a folder is not a path.
           UserError: a folder, or a part of it, is missing or damaged, or the vocabularies differ.
         """
         if isinstance(folders, str | Path):
@@ -94,13 +91,10 @@ class Translator:
     def from_runs(cls, runs: Sequence[TrainedModel], decode: DecodeConfig | None = None) -> Self:
         """Creates a translator from one run, or from several as an ensemble.
 
-        Args:
-          runs: at least one.
-          decode: the options; None = those of the first run.
+        The default of `decode` is that of the first run.
 
         Raises:
-          UserError: the vocabularies of the runs differ, or the parameters are not those of the
-          model.
+          UserError: the vocabularies of the runs differ, or parameters are not those of the model.
         """
         if not runs:
             raise UserError("there is no run to translate with: name at least one")
@@ -118,69 +112,39 @@ class Translator:
 
     @overload
     def translate(
-        self,
-        sentences: str | Sentence,
-        beam_size: int | None = None,
-        *,
-        show_progress: bool = False,
-        **options: Any,
+        self, sentences: str | Sentence, beam_size: int | None = None, **options: Any
     ) -> str: ...
 
     @overload
     def translate(
-        self,
-        sentences: Iterable[str | Sentence],
-        beam_size: int | None = None,
-        *,
-        show_progress: bool = False,
-        **options: Any,
+        self, sentences: Iterable[str | Sentence], beam_size: int | None = None, **options: Any
     ) -> list[str]: ...
 
     def translate(
         self,
         sentences: str | Sentence | Iterable[str | Sentence],
         beam_size: int | None = None,
-        *,
-        show_progress: bool = False,
         **options: Any,
     ) -> str | list[str]:
         """Returns the best translation of a sentence, or of each sentence of a list.
 
-        Arguments and errors are those of `translate_n_best`.
+        Options and errors are those of `translate_n_best`.
         """
         if "n_best" in options:
             raise TypeError("n_best: translate returns the best translation; use translate_n_best")
         given = _as_sentences(sentences)
-        lists = self.translate_n_best(
-            given, 1, beam_size=beam_size, scores=False, show_progress=show_progress, **options
-        )
+        lists = self.translate_n_best(given, 1, beam_size=beam_size, scores=False, **options)
         texts = [hypotheses[0].text for hypotheses in lists]
         return texts[0] if isinstance(sentences, str | Sentence) else texts
 
     @overload
     def translate_n_best(
-        self,
-        sentences: str | Sentence,
-        n_best: int | None = None,
-        *,
-        unit: AlignmentUnit | None = None,
-        attention: bool = False,
-        scores: bool = True,
-        show_progress: bool = False,
-        **options: Any,
+        self, sentences: str | Sentence, n_best: int | None = None, **options: Any
     ) -> list[Hypothesis]: ...
 
     @overload
     def translate_n_best(
-        self,
-        sentences: Iterable[str | Sentence],
-        n_best: int | None = None,
-        *,
-        unit: AlignmentUnit | None = None,
-        attention: bool = False,
-        scores: bool = True,
-        show_progress: bool = False,
-        **options: Any,
+        self, sentences: Iterable[str | Sentence], n_best: int | None = None, **options: Any
     ) -> list[list[Hypothesis]]: ...
 
     def translate_n_best(
@@ -198,8 +162,7 @@ class Translator:
 
         Args:
           sentences: a sentence, or an iterable of sentences in any order and of any length.
-          n_best: number of translations per sentence, fewer if the search does not find so many
-            different ones; by default as configured.
+          n_best: number of translations per sentence; fewer if there are not so many.
           unit: the unit to align; None = no alignment.
           attention: whether to return the attention from which alignments are computed.
           scores: whether to return scores and log-probabilities; greedy search is faster without.
@@ -208,8 +171,7 @@ class Translator:
 
         Returns:
           For each sentence, in the order given, its translations from best to worst; for a sentence
-          that is not in a list, its translations. They depend on the sentence and the options
-          alone, not on the other sentences.
+          that is not in a list, its translations. They do not depend on the other sentences.
 
         Raises:
           TypeError: `sentences` or an option are of another type, or there is no such option.
@@ -243,9 +205,8 @@ class Translator:
 
         Sentences are read in windows of a few thousand, each when the previous one is finished, so
         that memory does not grow with their number. The translations of a sentence are yielded as
-        soon as they and those of all preceding sentences are finished. `advance` is called when a
-        sentence is finished, possibly before its translations are yielded; the other arguments, and
-        the errors, are those of `translate_n_best`.
+        soon as those of all preceding ones are. `advance` is called when a sentence is finished,
+        possibly earlier; other arguments and errors are those of `translate_n_best`.
         """
         given = _checked(sentences)
         decoder = self._decoder(options, unit, attention, scores)
@@ -270,12 +231,30 @@ class Translator:
         return self._decoders[key]
 
 
+def require_same_vocabularies(runs: Sequence[tuple[str, TrainedModel]]) -> None:
+    """Raises UserError if vocabularies, special tokens or numbers of logits of two runs differ."""
+    first_folder, first = runs[0]
+    for folder, run in runs[1:]:
+        for side in ("source", "target"):
+            fingerprints = {getattr(r.tokenizers, side).fingerprint for r in (first, run)}
+            if len(fingerprints) > 1:
+                raise UserError(
+                    f"{first_folder} and {folder} cannot form an ensemble: their {side} "
+                    "vocabularies differ; train one with data.tokenizer_path set to the other"
+                )
+        for name in ("pad_id", "bos_id", "eos_id", "target_vocab_size"):
+            ours, theirs = (getattr(r.model, name) for r in (first, run))
+            if ours != theirs:
+                raise UserError(
+                    f"{first_folder} and {folder} cannot form an ensemble: model.{name} is "
+                    f"{ours} in one and {theirs} in the other"
+                )
+
+
 def with_options(decode: DecodeConfig, options: Mapping[str, Any]) -> DecodeConfig:
     """Returns the configuration with other search options; None leaves an option as it is.
 
-    Raises:
-      TypeError: there is no such option, or a value has another type.
-      UserError: a value is out of range.
+    An option that does not exist, or a value of another type, is a TypeError.
     """
     names = [field.name for field in dataclasses.fields(decode)]
     for name in options:
@@ -295,19 +274,12 @@ def translate(
     """Returns the best translation of each sentence.
 
     For translations during training. Another call with the same configuration, search options and
-    row lengths compiles nothing, also with other parameters. `Translator` keeps parameters between
-    calls, and returns scores, alignments and several translations.
+    row lengths compiles nothing, also with other parameters. `Translator`, which has the same
+    arguments, keeps parameters between calls, and returns scores, alignments and several
+    translations. Sharded parameters are gathered: if processes share them, all must make the call.
 
     >>> translate(config, params, tokenizers, ["three small dogs"], beam_size=1)
     ['drei kleine Hunde']
-
-    Args:
-      config: the model.
-      params: its parameters, nested dicts of arrays on the host, on one device or sharded over
-        several. Sharded arrays are gathered: if processes share them, all must make the call.
-      tokenizers: its vocabularies, which also give sizes that are 0 in `config`.
-      sentences: in any order and of any length.
-      **search_options: fields of `DecodeConfig`, such as `beam_size` and `length_penalty`.
 
     Raises:
       TypeError: an argument has another type, or there is no such search option.
@@ -319,10 +291,7 @@ def translate(
 
 
 def window_characters(decode: DecodeConfig) -> int:
-    """Returns how many characters are read ahead: enough for about thirty batches of the device.
-
-    The last few of them are not full.
-    """
+    """Returns how many characters are read ahead: enough for about thirty batches of the device."""
     return _WINDOW_CHARACTERS * batch_tokens(decode, jax.default_backend())
 
 

@@ -3,33 +3,27 @@
 Source: Post 2018, "A Call for Clarity in Reporting BLEU Scores".
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypedDict, Unpack
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from flaxformer_mt.config.fields import suggestion
 from flaxformer_mt.decoding.text_arguments import require_iterable, require_texts
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.evaluation.metrics import (
-    DEFAULT_TOKENIZER,
     STANDARD,
     FunctionMetric,
     MetricFunction,
+    MetricOptions,
     sacrebleu_metric,
 )
-from flaxformer_mt.evaluation.significance import (
-    MetricScore,
-    PairedTestKind,
-    check_resampling,
-    score_systems,
-)
+from flaxformer_mt.evaluation.significance import MetricScore, check_resampling, score_systems
 
 __all__ = [
-    "DEFAULT_TOKENIZER",
     "STANDARD",
     "MetricFunction",
     "MetricOptions",
     "MetricScore",
-    "PairedTestKind",
     "check_options",
     "compare",
     "evaluate",
@@ -37,33 +31,10 @@ __all__ = [
 ]
 
 
-class MetricOptions(TypedDict, total=False):
-    """Options of `evaluate` and `compare`, which describe them."""
-
-    sources: Sequence[str] | None
-    standard: Iterable[str]
-    metrics: Mapping[str, MetricFunction] | None
-    tokenize: str
-    lowercase: bool
-    confidence: bool
-    resamples: int
-
-
-_DEFAULTS: MetricOptions = {
-    "sources": None,
-    "standard": STANDARD,
-    "metrics": None,
-    "tokenize": DEFAULT_TOKENIZER,
-    "lowercase": False,
-    "confidence": False,
-    "resamples": 0,
-}
-
-
 def evaluate(
     hypotheses: Sequence[str],
     references: Sequence[str] | Sequence[Sequence[str]],
-    **options: Unpack[MetricOptions],
+    **options: Any,
 ) -> dict[str, Any]:
     """Computes metrics of detokenized translations.
 
@@ -72,18 +43,7 @@ def evaluate(
     Args:
       hypotheses: N translations.
       references: N references; or several lists of N references, one list for each set of them.
-      **options:
-
-        - sources: the N source sentences, for `metrics` that need them.
-        - standard: which of "bleu", "chrf", "chrf++" and "ter" to compute; by default all. TER
-          takes longest.
-        - metrics: functions by name that are also computed, see `MetricFunction`.
-        - tokenize: sacreBLEU's name of BLEU's tokenizer: 13a (the default), intl, zh, ja-mecab,
-          ko-mecab, char, ...
-        - lowercase: whether BLEU, chrF and chrF++ ignore case.
-        - confidence: whether to estimate 95% confidence intervals by bootstrap resampling. Scores
-          of whole corpora have none. The seed is that of sacreBLEU, SACREBLEU_SEED or 12345.
-        - resamples: number of resamples, at least 2; 0 = sacreBLEU's default, 1,000.
+      **options: fields of `MetricOptions`.
 
     Returns:
       For each metric, by its name: the score (of sacreBLEU's metrics, in percent);
@@ -101,88 +61,68 @@ def evaluate(
 def compare(
     systems: Mapping[str, Sequence[str]],
     references: Sequence[str] | Sequence[Sequence[str]],
-    *,
-    significance: PairedTestKind | None = None,
-    **options: Unpack[MetricOptions],
+    **options: Any,
 ) -> dict[str, dict[str, MetricScore]]:
     """Computes metrics of several systems, and whether they differ from the first.
 
-    Args:
-      systems: N translations by the name of the system. The first is the baseline of a test.
-      references: as of `evaluate`.
-      significance: "bootstrap" (Koehn 2004) or "randomization" (Riezler and Maxwell 2005): the
-        paired test that compares each other system with the baseline; None = no test. A bootstrap
-        also estimates confidence intervals.
-      **options: as of `evaluate`. `resamples` is also the number of trials of the randomization,
-        by default 10,000; the intervals beside it have 1,000 resamples.
+    `systems` are N translations by the name of the system; the first is the baseline of a test. The
+    other arguments are those of `evaluate`.
 
     Returns:
       {system: {metric: score}}. sacreBLEU's own programs compute the same numbers, except that
       the p-value of a text equal to the baseline is 1 here.
 
     Raises:
-      TypeError, UserError: as of `evaluate`; or there is no system, the test is unknown, the
-        resamples are too few or too many, or the environment variable SACREBLEU_SEED is not a
-        number.
+      TypeError, UserError: as of `evaluate`; or there is no system, or an option of the test or the
+        environment variable SACREBLEU_SEED is invalid.
     """
     if not isinstance(systems, Mapping):
         raise TypeError(f"systems must be texts by name, not {type(systems).__name__}")
     texts = {name: require_texts(given, name) for name, given in systems.items()}
     all_references = reference_lists(references)
-    given = _with_defaults(options)
-    sources, functions = given["sources"], given["metrics"] or {}
-    if sources is not None:
-        sources = require_texts(sources, "sources")
-    _check_counts(texts, all_references, sources)
-    # An iterator can be read once.
-    given["standard"] = standard = require_texts(given["standard"], "standard")
-    check_options(len(all_references[0]), significance=significance, **given)
-    tokenize, lowercase = given["tokenize"], given["lowercase"]
-    all_metrics: dict[str, Any] = {
-        name: sacrebleu_metric(name, all_references, tokenize, lowercase) for name in standard
+    given = _metric_options(options)
+    _check_counts(texts, all_references, given.sources)
+    _check_options(len(all_references[0]), given)
+    metrics: dict[str, Any] = {
+        name: sacrebleu_metric(name, all_references, given.tokenize, given.lowercase)
+        for name in given.standard
     }
-    for name, function in functions.items():
-        all_metrics[name] = FunctionMetric(name, function, sources, all_references)
-    confidence, resamples = given["confidence"], given["resamples"]
-    by_metric = {
-        name: score_systems(metric, texts, confidence, significance, resamples)
-        for name, metric in all_metrics.items()
-    }
+    for name, function in (given.metrics or {}).items():
+        metrics[name] = FunctionMetric(name, function, given.sources, all_references)
+    by_metric = {name: score_systems(metric, texts, given) for name, metric in metrics.items()}
     return {
         system: {name: scores[system] for name, scores in by_metric.items()} for system in texts
     }
 
 
-def check_options(
-    sentences: int,
-    *,
-    significance: PairedTestKind | None = None,
-    **options: Unpack[MetricOptions],
-) -> None:
+def check_options(sentences: int, **options: Any) -> None:
     """Raises the errors of options of `compare` that are unknown or cannot be used.
 
-    For programs that compute something expensive before they evaluate it.
-
-    Args:
-      sentences: their number.
-      significance: as of `compare`.
-      **options: as of `compare`.
+    For programs that compute something expensive before they evaluate a number of sentences.
     """
-    given = _with_defaults(options)
-    for name in given["standard"]:
-        sacrebleu_metric(name, [], given["tokenize"], lowercase=False)
-    for name in given["metrics"] or {}:
+    _check_options(sentences, _metric_options(options))
+
+
+def _check_options(sentences: int, options: MetricOptions) -> None:
+    for name in options.standard:
+        sacrebleu_metric(name, [], options.tokenize, lowercase=False)
+    for name in options.metrics or {}:
         if name in STANDARD:
             raise UserError(f"the metric {name} is sacreBLEU's: give the function another name")
-    if given["confidence"] or significance is not None or given["resamples"]:
-        check_resampling(significance, given["resamples"], sentences)
+    if options.confidence or options.significance is not None or options.resamples:
+        check_resampling(options, sentences)
 
 
-def _with_defaults(options: MetricOptions) -> MetricOptions:
-    for name in options:
-        if name not in _DEFAULTS:
-            raise TypeError(f"there is no option {name}{suggestion(name, _DEFAULTS)}")
-    return {**_DEFAULTS, **options}
+def _metric_options(given: Mapping[str, Any]) -> MetricOptions:
+    names = [field.name for field in dataclasses.fields(MetricOptions)]
+    for name in given:
+        if name not in names:
+            raise TypeError(f"there is no option {name}{suggestion(name, names)}")
+    options = MetricOptions(**given)
+    if options.sources is not None:
+        options = dataclasses.replace(options, sources=require_texts(options.sources, "sources"))
+    # An iterator can be read once.
+    return dataclasses.replace(options, standard=require_texts(options.standard, "standard"))
 
 
 def flattened(scores: Mapping[str, MetricScore]) -> dict[str, Any]:
@@ -201,11 +141,7 @@ def flattened(scores: Mapping[str, MetricScore]) -> dict[str, Any]:
 
 
 def reference_lists(references: Any) -> list[list[str]]:
-    """Returns one reference per sentence, or several lists of them, as a list of lists.
-
-    Raises:
-      TypeError: they are neither.
-    """
+    """Returns one reference per sentence, or several lists of them, as a list of lists."""
     listed = list(require_iterable(references, "references", "strings"))
     if all(isinstance(each, str) for each in listed):
         return [require_texts(listed, "references")]

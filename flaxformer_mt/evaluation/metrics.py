@@ -1,8 +1,9 @@
 """The metrics: those of sacreBLEU, and user-defined functions."""
 
+import dataclasses
 import re
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 from sacrebleu.metrics import BLEU, CHRF, TER
@@ -29,10 +30,7 @@ def tokenizer_of(language: str) -> str:
     """Returns the tokenizer of BLEU for a language: one that separates words without spaces.
 
     Those that need further packages, such as ja-mecab, are not chosen: metrics of a run should not
-    depend on what is installed.
-
-    Args:
-      language: its code, such as "zh", "zh_CN" or "zho_Hans".
+    depend on what is installed. The code of a language is such as "zh", "zh_CN" or "zho_Hans".
     """
     return _SPACELESS.get(re.split("[-_]", language.lower())[0], DEFAULT_TOKENIZER)
 
@@ -52,6 +50,35 @@ MetricFunction = Callable[
 
 `sources` is None if they are not known. `references[k][i]` is the k-th reference of sentence i."""
 
+PairedTestKind = Literal["bootstrap", "randomization"]
+"""Paired bootstrap resampling (Koehn 2004), or paired approximate randomization (Riezler and
+Maxwell 2005)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MetricOptions:
+    """Which metrics to compute, and how certain they are."""
+
+    sources: Sequence[str] | None = None
+    """The N source sentences, for `metrics` that need them."""
+    standard: Iterable[str] = STANDARD
+    """Which of "bleu", "chrf", "chrf++" and "ter" to compute. TER takes longest."""
+    metrics: Mapping[str, MetricFunction] | None = None
+    """Functions by name that are also computed."""
+    tokenize: str = DEFAULT_TOKENIZER
+    """sacreBLEU's name of BLEU's tokenizer: 13a, intl, zh, ja-mecab, ko-mecab, char, ..."""
+    lowercase: bool = False
+    """Whether BLEU, chrF and chrF++ ignore case."""
+    confidence: bool = False
+    """Whether to estimate 95% confidence intervals by bootstrap resampling. Scores of whole corpora
+    have none. The seed is that of sacreBLEU, SACREBLEU_SEED or 12345."""
+    resamples: int = 0
+    """Number of resamples, at least 2, or of trials of the randomization; 0 = sacreBLEU's defaults,
+    1,000 and 10,000. The intervals beside a randomization have 1,000 resamples."""
+    significance: PairedTestKind | None = None
+    """The paired test that compares each other system with the first. A bootstrap also estimates
+    confidence intervals."""
+
 
 # Thai, Lao, Myanmar, Khmer, kana, Han.
 _SPACELESS_LETTER = re.compile(
@@ -68,13 +95,9 @@ def is_spaceless(texts: Sequence[str]) -> bool:
 def sacrebleu_metric(
     name: str, references: Sequence[Sequence[str]], tokenize: str, lowercase: bool
 ) -> Any:
-    """Returns a metric of sacreBLEU that has prepared the references.
+    """Returns a metric of sacreBLEU that has prepared the references, [per sentence][sentences].
 
-    Args:
-      name: one of `STANDARD`.
-      references: [references per sentence][sentences].
-      tokenize: sacreBLEU's name of the tokenizer; for BLEU.
-      lowercase: whether BLEU and the kinds of chrF ignore case. TER always does.
+    `tokenize` is for BLEU; `lowercase` for all but TER, which always ignores case.
 
     Raises:
       UserError: the metric or the tokenizer is unknown, or what the tokenizer needs is missing.
@@ -109,11 +132,7 @@ def _bleu(references: Sequence[Sequence[str]], tokenize: str, lowercase: bool) -
 class FunctionMetric:
     """A user-defined function, with the methods by which sacreBLEU resamples its metrics.
 
-    Args:
-      name: of the metric.
-      function: see `MetricFunction`. It is called once per system.
-      sources: of the sentences, if they are known.
-      references: [references per sentence][sentences].
+    The function is called once per system.
     """
 
     def __init__(

@@ -8,12 +8,8 @@ from sacrebleu.metrics.base import Metric
 from sacrebleu.significance import PairedTest, Result
 
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.evaluation.metrics import FunctionMetric
+from flaxformer_mt.evaluation.metrics import FunctionMetric, MetricOptions, PairedTestKind
 from flaxformer_mt.memory_limits import host_memory, require_memory
-
-PairedTestKind = Literal["bootstrap", "randomization"]
-"""Paired bootstrap resampling (Koehn 2004), or paired approximate randomization (Riezler and
-Maxwell 2005)."""
 
 DEFAULT_RESAMPLES = 1000
 """sacreBLEU's."""
@@ -37,31 +33,18 @@ class MetricScore(NamedTuple):
 
 
 def score_systems(
-    metric: Any,
-    systems: Mapping[str, Sequence[str]],
-    confidence: bool = False,
-    significance: PairedTestKind | None = None,
-    resamples: int = 0,
+    metric: Any, systems: Mapping[str, Sequence[str]], options: MetricOptions
 ) -> dict[str, MetricScore]:
-    """Computes one metric of several systems.
-
-    Args:
-      metric: from `metrics`.
-      systems: hypotheses by name. The first is the baseline of a paired test.
-      confidence: whether to estimate confidence intervals. A paired bootstrap always does.
-      significance: the paired test that compares the other systems with the first.
-      resamples: number of bootstrap resamples, or of trials of the randomization; 0 = 1,000
-        resamples and 10,000 trials. The intervals beside a randomization have 1,000 resamples.
-        `check_resampling` has checked it.
-    """
-    resampled = confidence or significance is not None
+    """Computes one metric, from `metrics`, of several systems, hypotheses by name."""
+    resampled = options.confidence or options.significance is not None
     if not resampled or _has_corpus_scores_only(metric, systems):
         scores = {name: metric.corpus_score(texts, None).score for name, texts in systems.items()}
         signature = str(metric.get_signature())
         return {name: MetricScore(score, signature) for name, score in scores.items()}
-    if significance == "randomization":
-        return _paired(metric, systems, "ar", resamples, 0 if confidence else -1)
-    if significance == "bootstrap":
+    resamples = options.resamples
+    if options.significance == "randomization":
+        return _paired(metric, systems, "ar", resamples, 0 if options.confidence else -1)
+    if options.significance == "bootstrap":
         return _paired(metric, systems, "bs", resamples)
     found: dict[str, MetricScore] = {}
     for name, texts in systems.items():
@@ -128,37 +111,22 @@ def _score(result: str | Result, signature: str) -> MetricScore:
     return MetricScore(float(result.score), signature, mean, interval, p_value)
 
 
-def check_resampling(significance: Any, resamples: Any, sentences: int) -> None:
-    """Checks what intervals and paired tests depend on besides the texts.
+def check_resampling(options: MetricOptions, sentences: int) -> None:
+    """Raises UserError if what intervals and tests depend on besides the texts cannot be used.
 
-    Args:
-      significance: a `PairedTestKind` or None.
-      resamples: their number, or 0.
-      sentences: the number of sentences.
-
-    Raises:
-      TypeError: `resamples` is not a number.
-      UserError: an argument cannot be used; the environment variable SACREBLEU_SEED is not a
-        number, or the resamples do not fit into memory.
+    This includes the environment variable SACREBLEU_SEED and the memory for the resamples.
     """
-    if significance not in (None, *get_args(PairedTestKind)):
-        names = " or ".join(get_args(PairedTestKind))
-        raise UserError(f"significance={significance!r}: choose {names}, or None")
+    resamples, kinds = options.resamples, get_args(PairedTestKind)
+    if options.significance not in (None, *kinds):
+        names = " or ".join(kinds)
+        raise UserError(f"significance={options.significance!r}: choose {names}, or None")
     if not isinstance(resamples, int):
         raise TypeError(f"resamples must be a number, not {type(resamples).__name__}")
     if resamples < 0 or resamples == 1:  # sacreBLEU does not resample once.
         raise UserError(f"resamples={resamples}: give 2 or more, or 0 for sacreBLEU's default")
-    _check_seed()
-    _check_memory(sentences, resamples or DEFAULT_RESAMPLES)
-
-
-def _check_seed() -> None:
-    value = os.environ.get(_SEED, "none")
-    if value.lower() != "none" and not value.isdecimal():
-        raise UserError(f"{_SEED}={value}: must be a whole number, or none for another each time")
-
-
-def _check_memory(sentences: int, resamples: int) -> None:
-    needed = 16 * sentences * resamples
-    what = f"{resamples:,} resamples of {sentences:,} sentences take"
-    require_memory(needed, host_memory(), what)
+    seed = os.environ.get(_SEED, "none")
+    if seed.lower() != "none" and not seed.isdecimal():
+        raise UserError(f"{_SEED}={seed}: must be a whole number, or none for another each time")
+    count = resamples or DEFAULT_RESAMPLES
+    what = f"{count:,} resamples of {sentences:,} sentences take"
+    require_memory(16 * sentences * count, host_memory(), what)

@@ -25,16 +25,10 @@ def seq2seq_acc(
     agree. The metric is therefore higher than the accuracy per token. The weight of a batch is its
     number of sentences.
 
+    A prediction has one token for each token of its target. Without sentences, the share is 0.
+
     Source: `seq2seq_acc` of fast.ai's course on natural language processing, with its batches, and
     the mean over them of `AverageMetric` in fast.ai version 1.
-
-    Args:
-      predictions: for N sentences, one token for each token of the target.
-      targets: the N targets.
-      source_lengths: the numbers of tokens of the N sources.
-
-    Returns:
-      The share, from 0 to 1; 0 without sentences.
     """
     lengths = np.array([len(target) for target in targets], np.int64)
     num_wrong = np.array(
@@ -55,12 +49,7 @@ def seq2seq_acc(
 def teacher_forced_bleu(
     predictions: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]
 ) -> float:
-    """Computes corpus BLEU, from 0 to 100, over tokens as they are, without smoothing.
-
-    Args:
-      predictions: for N sentences, one token for each token of the target.
-      targets: the N targets.
-    """
+    """Computes corpus BLEU, from 0 to 100, over tokens as they are, without smoothing."""
     hypotheses, references = (
         [" ".join(map(str, tokens)) for tokens in side] for side in (predictions, targets)
     )

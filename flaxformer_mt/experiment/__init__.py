@@ -37,28 +37,23 @@ from flaxformer_mt.experiment.fitting import (
 from flaxformer_mt.experiment.folder import open_folder
 from flaxformer_mt.experiment.parts import Experiment
 from flaxformer_mt.experiment.preparation import prepare
-from flaxformer_mt.experiment.validation import Validation, decoding_on
 from flaxformer_mt.interruption import Interruption, handle_signals
 from flaxformer_mt.run_reader import Run
 from flaxformer_mt.runs import atomic
 from flaxformer_mt.runs.layout import METRICS
 from flaxformer_mt.standard_output import BestEffortOutput
+from flaxformer_mt.training.devices import make_devices
 from flaxformer_mt.training.memory import require_training_memory
 from flaxformer_mt.training.objective import UserObjective, name_of
 from flaxformer_mt.training.reporting.callbacks import Callback, Callbacks
 from flaxformer_mt.training.reporting.console import print_labelled
 from flaxformer_mt.training.reporting.metrics import Writer
-from flaxformer_mt.training.run_devices import make_devices
 
 __all__ = [
     "Experiment",
-    "Validation",
-    "decoding_on",
-    "default_writers",
     "dry_run",
     "evaluate_test",
     "fit",
-    "make_console",
     "open_folder",
     "prepare",
     "train",
@@ -103,17 +98,12 @@ def train(
       objective: computes what is minimized, as `objective(config, params, batch, key, frozen)`,
         and returns `Sums`; `config` is that of the model. None = that of the configuration.
       frozen: a tree that the objective reads and that is not trained; sharded like parameters.
-      callbacks: functions, called as `callback(step, split, metrics)` in their order: with the
-        metrics of split "train" every `train.log_every` steps, and of "valid" after each
-        validation. They return True to stop, None or False to go on. Of several processes, the
-        first one calls them.
+      callbacks: functions, called in their order as `callback(step, split, metrics)` with what the
+        writers get; of several processes, in the first. They return True to stop.
       writers: receive the metrics as well, such as those of a tracker; see `metrics.Writer`.
       console: prints the progress; by default to standard output.
       interruption: stops training in an orderly way, and saves; by default Ctrl-C and SIGTERM do,
         if this is the main thread.
-
-    Returns:
-      The run.
 
     Raises:
       TypeError: an argument is of another type.

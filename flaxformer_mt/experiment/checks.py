@@ -1,6 +1,5 @@
 """Checks of a configuration before a run starts."""
 
-import functools
 from pathlib import Path
 
 import jax
@@ -17,13 +16,12 @@ from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import SentencePieceT
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.model.attention import attention_class
-from flaxformer_mt.model.transformer import Transformer
+from flaxformer_mt.model.functional import init
 from flaxformer_mt.runs.folder import holds_run
-from flaxformer_mt.training.devices import seed_key
+from flaxformer_mt.training.devices import make_devices, seed_key
 from flaxformer_mt.training.objective import CROSS_ENTROPY
-from flaxformer_mt.training.optimizer import make_optimizer, make_schedule
-from flaxformer_mt.training.run_devices import make_devices
-from flaxformer_mt.training.state import create_state
+from flaxformer_mt.training.optimizer import make_schedule
+from flaxformer_mt.training.parameters import split
 
 
 def check_before_start(config: ExperimentConfig, workdir: Path) -> None:
@@ -39,17 +37,13 @@ def check_before_start(config: ExperimentConfig, workdir: Path) -> None:
             )
     attention_class(config.model)
     make_devices(config)
-    schedule = make_schedule(config.optimizer, config.model.d_model, config.train.num_steps)
+    make_schedule(config.optimizer, config.model.d_model, config.train.num_steps)
     packed_shape(config)
     holds_run(workdir, config)
     if config.train.freeze:
         # Raises what is wrong with it. The sizes of the vocabularies are not known yet.
-        model = Transformer(with_vocabulary_sizes(config.model, 1, 1))
-        optimizer = make_optimizer(config.optimizer, schedule)
-        jax.eval_shape(
-            functools.partial(create_state, model=model, optimizer=optimizer, config=config.train),
-            seed_key(0),
-        )
+        model = with_vocabulary_sizes(config.model, 1, 1)
+        split(jax.eval_shape(lambda: init(model, seed_key(0))), config.train.freeze)
 
 
 def require_effects(config: ExperimentConfig) -> None:

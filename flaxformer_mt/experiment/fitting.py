@@ -20,6 +20,7 @@ from flaxformer_mt.runs.checkpoint import Checkpoints, restore_params
 from flaxformer_mt.runs.layout import METRICS, TENSORBOARD
 from flaxformer_mt.standard_output import BestEffortOutput
 from flaxformer_mt.training import loop
+from flaxformer_mt.training.devices import place
 from flaxformer_mt.training.parameters import Params
 from flaxformer_mt.training.reporting.callbacks import Callback, Callbacks
 from flaxformer_mt.training.reporting.console import ConsoleWriter, Sample, print_labelled
@@ -125,11 +126,7 @@ def evaluate_test(
 ) -> tuple[int, list[str], dict[str, Any]]:
     """Evaluates the best checkpoint on the test corpus, and writes the metrics.
 
-    Returns:
-      The checkpoint's step, the translations, of which a language model has none, and the metrics.
-
-    Raises:
-      UserError: the experiment has no test corpus.
+    Returns the checkpoint's step, the translations (a language model has none), and the metrics.
     """
     test = experiment.dataset.test
     if test is None:
@@ -137,7 +134,8 @@ def evaluate_test(
     validation = experiment.validation
     step, params = restore_params(workdir, "best")
     hypotheses: list[str] = []
-    metrics = validation.measure("test", experiment.devices.place(params))
+    devices = experiment.devices
+    metrics = validation.measure("test", place(params, devices.mesh, devices.rules))
     if experiment.config.model.has_inputs:
         sentences, (references,) = into_languages(
             test.texts.sources, [test.texts.targets], experiment.dataset.tokenizers.target

@@ -11,8 +11,8 @@ import jax
 from flaxformer_mt import distributed
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs import step_folders
+from flaxformer_mt.runs.folder import locked
 from flaxformer_mt.runs.layout import CONFIG, METRICS
-from flaxformer_mt.runs.lock import locked
 
 
 @contextlib.contextmanager
@@ -29,20 +29,18 @@ def open_folder(workdir: Path, announce: Callable[[str], None] = print) -> Itera
         return
     before = set(workdir.iterdir()) if workdir.is_dir() else None
     with locked(workdir, announce):
-        is_refused = False
         try:
             yield workdir
         except UserError:
-            is_refused = True
+            if not _has_trained(workdir):
+                _remove_new(workdir, before)
             raise
         finally:
-            is_needed = _has_trained(workdir) if is_refused else (workdir / CONFIG).exists()
-            if not is_needed and (is_refused or before is None):
+            if before is None and not (workdir / CONFIG).exists():
                 _remove_new(workdir, before)
 
 
 def _remove_new(workdir: Path, before: Collection[Path] | None) -> None:
-    """Removes what is in a folder but not in `before`; the folder, too, if that is None."""
     if before is None:
         # NFS keeps files that are still open, such as the lock.
         shutil.rmtree(workdir, ignore_errors=True)

@@ -9,31 +9,29 @@ import jax
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.data.dataset import Dataset
 from flaxformer_mt.data.stream.batches import Batch, DataPosition
+from flaxformer_mt.data.stream.placement import own_shard
 from flaxformer_mt.data.stream.prefetch import Prefetched
 from flaxformer_mt.experiment.validation import Validation
 from flaxformer_mt.interop.exports import exports, summary
 from flaxformer_mt.model.transformer import Transformer
-from flaxformer_mt.objectives.cross_entropy import Metrics, Objective
-from flaxformer_mt.training.devices import CompiledStep, seed_key
-from flaxformer_mt.training.memory import step_cost
-from flaxformer_mt.training.objective import UserObjective, load_teacher, make_objective
+from flaxformer_mt.objectives.cross_entropy import Objective
+from flaxformer_mt.training import devices
+from flaxformer_mt.training.devices import CompiledStep, make_devices, seed_key
+from flaxformer_mt.training.memory import abstract_batch, step_cost
+from flaxformer_mt.training.objective import UserObjective, make_objective
 from flaxformer_mt.training.optimizer import make_optimizer, make_schedule
 from flaxformer_mt.training.parameters import Params, describe
-from flaxformer_mt.training.run_devices import make_devices
 from flaxformer_mt.training.sharding import check_rules
 from flaxformer_mt.training.state import TrainState, create_state
 from flaxformer_mt.training.step import train_step
-from flaxformer_mt.training.warm_start import load_parameters, start_from
+from flaxformer_mt.training.warm_start import load_parameters, load_teacher, start_from
 
 
 class Experiment:
     """The parts of an experiment: model, objective, optimizer, devices, steps and data.
 
-    `config` is the resolved configuration, from `resolve_config`. `objective`, if given, is
+    `config` is the resolved configuration, from `open_dataset`. `objective`, if given, is
     minimized instead of that of the configuration, and `frozen` is its last argument.
-
-    Raises:
-      UserError: the devices, rows or schedule do not fit the configuration.
     """
 
     def __init__(
@@ -62,23 +60,12 @@ class Experiment:
         else:
             teacher, self.frozen = load_teacher(config.train.teacher, dataset.tokenizers)
             self.objective = make_objective(self.model, config.train, teacher)
-
-    def train_step(
-        self, state: TrainState, batch: Batch, key: jax.Array, frozen: Any
-    ) -> tuple[TrainState, Metrics]:
-        """Makes a training step; see `compile_step`."""
-        del key  # A run's own key is part of its state, as in checkpoints of earlier versions.
-        return train_step(
-            state,
-            batch,
-            objective=self.objective,
-            optimizer=self.optimizer,
-            config=self.config.train,
-            frozen=frozen,
+        self.train_step = functools.partial(
+            train_step, objective=self.objective, optimizer=self.optimizer, config=config.train
         )
 
     def compile_train_step(self) -> CompiledStep:
-        """Compiles `train_step` for the devices and the shapes of the batches."""
+        """Compiles the training step for the devices and the shapes of the batches."""
         shapes = len(self.dataset.training.shapes)
         return self.devices.compile_train_step(
             self.train_step, frozen=self.frozen, max_shapes=shapes
@@ -114,16 +101,11 @@ class Experiment:
 
     def costs(self) -> Iterator[tuple[str, str]]:
         """Compiles the training step for each shape, and yields what it needs per device."""
+        step, state = self.compile_train_step(), self.abstract_state()
+        has_inputs, has_links = self.config.model.has_inputs, bool(self.config.data.alignments)
         for shape in self.dataset.training.shapes:
-            cost = step_cost(
-                self.devices,
-                self.state_shapes,
-                self.train_step,
-                shape,
-                self.config.model.has_inputs,
-                frozen=self.frozen,
-                has_alignment=bool(self.config.data.alignments),
-            )
+            batch = self.devices.abstract_batch(abstract_batch(shape, has_inputs, has_links))
+            cost = step_cost(step, state, batch)
             rows = f"{shape.rows} x {shape.source_length} and {shape.target_length} tokens"
             yield "step", f"one compilation for {rows}: {cost}"
 
@@ -138,21 +120,16 @@ class Experiment:
 
     def initial_state(self) -> TrainState:
         """Creates the state before the first step, on the devices."""
-        state = self.devices.create(self.make_state, self.config.train.seed)
+        mesh, rules = self.devices.mesh, self.devices.rules
+        state = devices.create(self.make_state, mesh, seed=self.config.train.seed, rules=rules)
         params = self.load_given_parameters()
-        return state if params is None else start_from(state, params, self.devices.place)
+        return state if params is None else start_from(state, params, mesh, rules)
 
     def abstract_state(self) -> TrainState:
         """Returns the shapes, dtypes and shardings of the state, to restore a checkpoint into."""
-        return self.devices.abstract(self.state_shapes)
+        return devices.abstract(self.state_shapes, self.devices.mesh, self.devices.rules)
 
     def stream(self, position: DataPosition) -> Prefetched[Batch]:
         """Returns an iterator of batches on the devices, from a position in the data."""
-        training, devices = self.dataset.training, self.devices
-        shard = devices.shard
-
-        def read(position: DataPosition) -> tuple[Batch, DataPosition]:
-            batch, after = training.read(position, shard)
-            return devices.place_batch(batch), after
-
-        return Prefetched(read, position)
+        shard = own_shard(self.devices.mesh)
+        return self.dataset.training.prefetched(shard, self.devices.place_batch, position)

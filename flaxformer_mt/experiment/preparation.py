@@ -6,7 +6,7 @@ from typing import Any
 
 from flaxformer_mt import distributed
 from flaxformer_mt.config import ExperimentConfig
-from flaxformer_mt.data.dataset import open_all, open_dataset, resolve_config, tokenize
+from flaxformer_mt.data.dataset import open_all, open_dataset
 from flaxformer_mt.data.sanity_checks import check_not_blank, check_sides, warn_of_shared_pairs
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.decoding.shortlists.shortlist import require_shortlist
@@ -49,11 +49,8 @@ def prepare(
       write: whether to write a new run's configuration, vocabulary and fingerprints.
       check_languages: whether to check that the sides of a new run's corpora are not swapped, for
         which Babel is imported.
-      objective: see `train`, as for `frozen`.
-      frozen: a tree that the objective reads.
-
-    Raises:
-      UserError: the folder holds another run, or the configuration or the data cannot be used.
+      objective: as of `train`.
+      frozen: as of `train`.
     """
     if not distributed.is_main():
         distributed.barrier("data")
@@ -89,21 +86,20 @@ def prepare(
             tokenizers.source.sample([], 0, data.subword_sampling)  # Some vocabularies cannot.
     if given.model.has_inputs:
         check_search(given.model, tokenizers, given.decode)
-    tokens = tokenize(
+    config, dataset = open_dataset(
         given,
         corpora,
         tokenizers,
         cache_folder or workdir / CACHE,
         verify=distributed.is_main(),
     )
-    config = resolve_config(given, tokens, tokenizers)
-    dataset = open_dataset(config, tokens, tokenizers)
     experiment = Experiment(config, dataset, objective, frozen)
     if not continued:
         experiment.load_given_parameters()  # Errors are raised before anything is written.
     if distributed.is_main():
         if not continued:
-            warn_of_shared_pairs(tokens.training, tokens.held_out)
+            held_out = [each.tokens for each in dataset.evaluation_sets.values()]
+            warn_of_shared_pairs(dataset.training.corpora, held_out)
         if write and continued:
             update_config(workdir, given)
         elif write:

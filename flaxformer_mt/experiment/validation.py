@@ -12,7 +12,9 @@ import numpy as np
 from flaxformer_mt import distributed
 from flaxformer_mt.config import DecodeConfig, ExperimentConfig
 from flaxformer_mt.data.dataset import Dataset
-from flaxformer_mt.data.stream.batches import Batch, evaluation_batches, pair_lengths
+from flaxformer_mt.data.stream.batches import Batch, evaluation_batches
+from flaxformer_mt.data.stream.placement import own_shard, row_shards
+from flaxformer_mt.decoding.parameters import on_one_device
 from flaxformer_mt.decoding.scoring.teacher_forcing import predict_tokens
 from flaxformer_mt.decoding.translator import Sentence, Translator, into_languages
 from flaxformer_mt.evaluation import evaluate
@@ -20,9 +22,9 @@ from flaxformer_mt.evaluation.metrics import tokenizer_of_run
 from flaxformer_mt.evaluation.teacher_forced import seq2seq_acc, teacher_forced_bleu
 from flaxformer_mt.memory_limits import explained_exhaustion
 from flaxformer_mt.model.transformer import Transformer
+from flaxformer_mt.training.devices import RunDevices
 from flaxformer_mt.training.reporting.console import Sample, some_of
 from flaxformer_mt.training.reporting.metrics import validate
-from flaxformer_mt.training.run_devices import RunDevices
 from flaxformer_mt.training.step import eval_step
 
 
@@ -32,9 +34,9 @@ class Validation:
     def __init__(self, config: ExperimentConfig, dataset: Dataset, devices: RunDevices) -> None:
         self._config = config
         self._dataset = dataset
-        self._devices = devices
+        self._devices, mesh = devices, devices.mesh
         self._batches = {
-            split: evaluation_batches(evaluated.tokens, config, devices.row_shards, devices.shard)
+            split: evaluation_batches(evaluated.tokens, config, row_shards(mesh), own_shard(mesh))
             for split, evaluated in dataset.evaluation_sets.items()
         }
         shapes = {_shapes(batch) for batches in self._batches.values() for batch in batches}
@@ -56,7 +58,7 @@ class Validation:
         """Computes loss, accuracy and perplexity of the development or test corpus."""
         batches = map(self._devices.place_batch, self._batches[split])
         corpus = self._dataset.evaluation_sets[split].tokens
-        lengths = np.maximum(*pair_lengths(corpus))
+        lengths = np.maximum(*corpus.lengths)
         longest = int(lengths.argmax())
         if lengths[longest] <= self._config.data.target_row_length:
             return validate(self._eval_step, params, batches)
@@ -70,8 +72,7 @@ class Validation:
     def validate(self, params: Any) -> tuple[dict[str, Any], list[Sample]]:
         """Computes the metrics of a validation from parameters on the devices.
 
-        Returns:
-          The metrics, and translations to show: of some of the sentences, and of `train.watch`.
+        Also returns translations to show: of some of the sentences, and of `train.watch`.
         """
         metrics = self.measure("valid", params)
         if not self._config.model.has_inputs:
@@ -84,7 +85,7 @@ class Validation:
         sentences, (references,) = into_languages(
             sources, [references], self._dataset.tokenizers.target
         )
-        hypotheses = self.translate(self._devices.gather(params), [*sentences, *watched])
+        hypotheses = self.translate(params, [*sentences, *watched])
         own = hypotheses[: len(sources)]
         quality = self.quality(own, references)
         samples = [
@@ -104,7 +105,7 @@ class Validation:
         )
         own = distributed.share_out(range(len(targets)))
         predicted = predict_tokens(
-            self._devices.gather(params),
+            on_one_device(params),
             self._config.model,
             self._config.decode,
             [sources[index] for index in own],
@@ -121,7 +122,7 @@ class Validation:
     def translate(
         self, params: Any, sources: Sequence[str | Sentence], show_progress: bool = False
     ) -> list[str]:
-        """Translates with parameters on one device; each of several processes translates a part."""
+        """Translates; each of several processes, which all call it, translates a part."""
         decode = self._config.decode
         if self._config.parallel.num_devices:
             decode = decoding_on(self._devices.devices, decode)

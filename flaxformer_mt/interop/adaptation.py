@@ -16,11 +16,11 @@ from flax.traverse_util import unflatten_dict
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.config.model import DOT_PRODUCT
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.interop.weight_maps import adam_state, mapping, validation
+from flaxformer_mt.interop.weight_maps import mapping, validation
 from flaxformer_mt.interop.weight_maps.adam_state import TrainingState
 from flaxformer_mt.interop.weight_maps.family import Family, sinusoids
 from flaxformer_mt.interop.weight_maps.mapping import CARRIED
-from flaxformer_mt.model.positions import acts_in_attention, transforms_keys
+from flaxformer_mt.model.positions import POSITION_KINDS
 from flaxformer_mt.model.transformer import ZERO_VECTOR
 
 ArraysByPath = dict[str, np.ndarray]
@@ -45,8 +45,8 @@ class AdaptationStep(NamedTuple):
 
     note: str
     """What is changed, in one line."""
-    change: Change
-    change_moments: Change | None
+    change: Change = lambda arrays: arrays
+    change_moments: Change | None = lambda moments: moments
     """The same for Adam's moments; None if there are no equivalent moments."""
 
 
@@ -88,13 +88,9 @@ def adapt(
     family: Family,
     accepted: Collection[str] = (),
 ) -> tuple[TransformerConfig, dict[str, Any], tuple[str, ...]]:
-    """Converts parameters to equivalent parameters of another family.
+    """Converts parameters to equivalent parameters of another family, without carried tensors.
 
-    Args:
-      config: the configuration of `params`.
-      params: nested dicts. Carried tensors are dropped, since they belong to the first family.
-      family: the other family.
-      accepted: switches in which the result may differ slightly: "norm_epsilon" or nothing.
+    `accepted` are switches in which the result may differ slightly: "norm_epsilon" or nothing.
 
     Returns:
       The other family's configuration and parameters, and one-line notes on the changes.
@@ -109,9 +105,7 @@ def adapt(
 def check_adaptable(
     config: TransformerConfig, family: Family, accepted: Collection[str] = ()
 ) -> None:
-    """Checks what `adapt` requires of a configuration, without parameters.
-
-    Tables that would have to be equal are assumed not to be.
+    """Checks what `adapt` requires of a configuration, assuming that no tables are equal.
 
     Raises:
       UserError: the families differ in a switch, and no equivalent weights exist.
@@ -141,7 +135,7 @@ def adapt_training(
     notes = tuple(step.note for step in steps)
     rules = family.rules(conversion.theirs, family.layout_of_params(arrays, {}))
     obstacles = [step.note for step in steps if step.change_moments is None]
-    if adam_state.paths_without_moments(rules):
+    if not all(rule.rearranges for rule in rules):
         obstacles.append(f"{family.name} computes some parameters from others")
     if state.adam is not None and CARRIED in state.adam.mean:
         obstacles.append("some of them are carried")
@@ -170,7 +164,8 @@ def _closest_configuration(
     conversion = Conversion(config, family.configuration(**fields), family, accepted)
     if not config.target_vocab_size:
         outside = {name: getattr(conversion.theirs, name) for name in OUTSIDE_OF_LAYERS}
-        if acts_in_attention(config):  # These positions are a part of the layers.
+        # Positions in attention are a part of the layers.
+        if POSITION_KINDS[config.position_kind].acts_in_attention:
             del outside["position_kind"]
         return conversion._replace(ours=dataclasses.replace(config, **outside))
     if conversion.sinusoids_differ and "position_kind" in family.open_switches:
@@ -196,10 +191,6 @@ def _check_compatible(conversion: Conversion) -> None:
     validation.check_heads(conversion.family, conversion.ours)
 
 
-def _unchanged(arrays: ArraysByPath) -> ArraysByPath:
-    return arrays
-
-
 def _adding(new: ArraysByPath) -> Change:
     return lambda arrays: arrays | new
 
@@ -220,9 +211,7 @@ def _epsilon(conversion: Conversion, arrays: ArraysByPath) -> Iterator[Adaptatio
     if name not in conversion.accepted:
         rest = "results would differ slightly; to convert anyway, give --accept norm_epsilon"
         raise conversion.error(name, rest)
-    yield AdaptationStep(
-        conversion.note(name, "accepted, results differ slightly"), _unchanged, _unchanged
-    )
+    yield AdaptationStep(conversion.note(name, "accepted, results differ slightly"))
 
 
 def _ties(conversion: Conversion, arrays: ArraysByPath) -> Iterator[AdaptationStep]:
@@ -246,7 +235,6 @@ def _ties(conversion: Conversion, arrays: ArraysByPath) -> Iterator[AdaptationSt
 
 
 def _scales(conversion: Conversion, arrays: ArraysByPath) -> Iterator[AdaptationStep]:
-    """Multiplies scaling factors into the tables that they apply to."""
     root = conversion.ours.d_model**0.5
     moves = (
         ("scale_embeddings", EMBEDDINGS, root if conversion.ours.scale_embeddings else 1 / root),
@@ -295,7 +283,6 @@ def _positions(conversion: Conversion, arrays: ArraysByPath) -> Iterator[Adaptat
 
 
 def _switch_of(bias: str) -> str:
-    """Returns the switch that controls the bias with this path."""
     *_, module, projection, _ = ("", *bias.split("/"))
     if projection in ("query", "key", "value"):
         return "qkv_bias"
@@ -334,7 +321,7 @@ def _has_effect(config: TransformerConfig, path: str) -> bool:
 
     That of keys cannot, unless they are transformed or `attention_kind` is not the dot product.
     """
-    is_transformed = "self_attention" in path and transforms_keys(config)
+    is_transformed = "self_attention" in path and POSITION_KINDS[config.position_kind].rotates
     is_own = config.attention_kind != DOT_PRODUCT
     return is_transformed or is_own or not path.endswith("/key/bias")
 
@@ -350,15 +337,13 @@ def _padding(conversion: Conversion, arrays: ArraysByPath) -> Iterator[Adaptatio
     rest = "no effect on the tokens of right-padded rows"
     if conversion.differ_in("mask_target_padding"):
         exception = ", if decoding does not start from padding" if starts_decoding else ""
-        yield AdaptationStep(
-            conversion.note("mask_target_padding", rest + exception), _unchanged, _unchanged
-        )
+        yield AdaptationStep(conversion.note("mask_target_padding", rest + exception))
     if conversion.differ_in("zero_pad_embeddings"):
         # A slice, since not every vocabulary has padding.
         rows = [arrays[path][pad_id : pad_id + 1] for path in EMBEDDINGS if path in arrays]
         if starts_decoding and any(row.any() for row in rows):
             raise conversion.error("zero_pad_embeddings", "decoding starts from padding")
-        yield AdaptationStep(conversion.note("zero_pad_embeddings", rest), _unchanged, _unchanged)
+        yield AdaptationStep(conversion.note("zero_pad_embeddings", rest))
 
 
 def _start(conversion: Conversion, arrays: ArraysByPath) -> Iterator[AdaptationStep]:
@@ -367,7 +352,7 @@ def _start(conversion: Conversion, arrays: ArraysByPath) -> Iterator[AdaptationS
     ours, theirs = _start_token(conversion.ours), _start_token(published)
     if conversion.ours.target_vocab_size and ours != theirs:
         note = f"decoding starts from {ours}; {conversion.family.name}'s code starts from {theirs}"
-        yield AdaptationStep(note, _unchanged, _unchanged)
+        yield AdaptationStep(note)
 
 
 def _start_token(config: TransformerConfig) -> str:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import safetensors.numpy
 
-from flaxformer_mt.errors import UserError
+from flaxformer_mt.errors import UserError, error_prefix
 from flaxformer_mt.interop import torch_files
 from flaxformer_mt.runs import atomic
 from flaxformer_mt.runs.parameter_file import first_bytes, read_safetensors
@@ -72,11 +72,6 @@ class PublishedCheckpoint(NamedTuple):
 
     def num_layers(self, prefix: str, suffix: str = ".", first: int = 0) -> int:
         """Returns the number of layers, whose tensors are named `prefix`, index, `suffix`, ...
-
-        Args:
-          prefix: what precedes the index.
-          suffix: what follows it.
-          first: the index of the first layer.
 
         Raises:
           UserError: the indices are not `first`, `first` + 1, ...
@@ -150,9 +145,6 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> PublishedCheckpo
 def read_widened(paths: Sequence[Path]) -> tuple[dict[str, np.ndarray], str]:
     """Reads the tensors of one or more files, converting float16 to float32.
 
-    Args:
-      paths: safetensors or PyTorch files, each with a state dict.
-
     Returns:
       The tensors, and the dtype that most of them had in the files.
 
@@ -162,7 +154,7 @@ def read_widened(paths: Sequence[Path]) -> tuple[dict[str, np.ndarray], str]:
     tensors: dict[str, np.ndarray] = {}
     dtypes: collections.Counter[str] = collections.Counter()
     for path in paths:
-        try:
+        with error_prefix(str(path)):
             content = _read_file(path)
             if not isinstance(content, Mapping):
                 raise UserError(f"a {type(content).__name__}, not a state dict")
@@ -171,11 +163,9 @@ def read_widened(paths: Sequence[Path]) -> tuple[dict[str, np.ndarray], str]:
                     raise UserError(f"tensor {name} is in another file as well")
                 dtype = str(getattr(value, "dtype", "")).removeprefix("torch.")
                 if dtype == "float16":
-                    value = np.asarray(value).astype(np.float32)
+                    value = _array(value).astype(np.float32)
                 tensors[name] = to_numpy(name, value)
                 dtypes[dtype] += 1
-        except UserError as error:
-            raise UserError(f"{path}: {error}") from error
     return tensors, dtypes.most_common(1)[0][0] if dtypes else "float32"
 
 
@@ -265,7 +255,7 @@ def _state_dict(content: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def to_numpy(name: Any, value: Any) -> np.ndarray:
-    """Returns a copy of a PyTorch tensor or numpy array.
+    """Returns a copy of a PyTorch tensor or numpy array, whose name is for messages.
 
     Raises:
       UserError: its name is not a string; it is neither, or not of dtype float32 or float64.
@@ -277,4 +267,8 @@ def to_numpy(name: Any, value: Any) -> np.ndarray:
     dtype = str(value.dtype).removeprefix("torch.")
     if dtype not in ("float32", "float64"):
         raise UserError(f"tensor {name} is {dtype}, but must be float32 or float64")
+    return _array(value)
+
+
+def _array(value: Any) -> np.ndarray:
     return np.array(value.numpy(force=True) if hasattr(value, "detach") else value)

@@ -5,19 +5,18 @@ its vocabularies and search options (`formats.bundle.ModelBundle`). `OWN` stands
 as a file (`formats/own_format.py`), or for a run folder.
 """
 
-import contextlib
 import importlib
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from flaxformer_mt import interop
-from flaxformer_mt.errors import UserError
+from flaxformer_mt.errors import UserError, error_prefix
 from flaxformer_mt.interop import FAMILIES
 from flaxformer_mt.interop.adaptation import adapt_training
 from flaxformer_mt.interop.checkpoint_files import TORCH_SUFFIXES
-from flaxformer_mt.interop.formats import own_format, run_folders
+from flaxformer_mt.interop.formats import own_format
 from flaxformer_mt.interop.formats.bundle import ModelBundle
 from flaxformer_mt.interop.formats.hub_families import HUB_FAMILIES
 from flaxformer_mt.interop.formats.own_format import OWN
@@ -102,12 +101,12 @@ def convert(
     atomic.require_absent(target)  # Fails before the source is read.
     bundle, notes = read_bundle(source_family, source, overrides)
     if target_family == OWN:
-        run_folders.write(bundle, target)
+        bundle.write_run(target)
         return notes
     write: BundleWriter = _function(WRITERS[target_family], "write")
     options = {"family": target_family} if target_family in HUB_FAMILIES else {}
     options |= {} if quantization is None else {"quantization": quantization}
-    with _conversion_errors(source, target_family):
+    with error_prefix(f"{source} cannot be converted to {target_family}"):
         return notes + write(bundle, target, accepted, **options)
 
 
@@ -138,7 +137,7 @@ def _convert_to_file(
         state, origin = own_format.read(source, overrides)
     else:
         state, origin = _training_state(source_family, source, overrides), source_family
-    with _conversion_errors(source, target_family):
+    with error_prefix(f"{source} cannot be converted to {target_family}"):
         return notes + _write_file(state, origin, target_family, target, accepted)
 
 
@@ -184,20 +183,11 @@ def read_bundle(
         raise UserError(f"{source} is a folder: {family} is read from a file")
     if overrides:
         raise UserError(f"{source} contains {next(iter(overrides))}: fields cannot be overridden")
-    return run_folders.read(source), ()
+    return ModelBundle.of_run(source), ()
 
 
 def _function(module: str, name: str) -> Any:
     return getattr(importlib.import_module(f"flaxformer_mt.interop.formats.{module}"), name)
-
-
-@contextlib.contextmanager
-def _conversion_errors(source: Path, target_family: str) -> Iterator[None]:
-    """Prefixes the message of a `UserError` with what could not be converted to what."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"{source} cannot be converted to {target_family}: {error}") from error
 
 
 def _check_family(option: str, family: str, known: Collection[str]) -> None:

@@ -33,13 +33,8 @@ _CTRANSLATE2_FIELDS = validation.FREE_FIELDS | frozenset({
 def exports(model: TransformerConfig, has_sentencepiece: bool = True) -> dict[str, str]:
     """Returns for each export format what prevents it, or "" if nothing does.
 
-    The formats are those of `convert.WRITERS` that take a vocabulary learned here. Weights that
-    happen to be equal or zero could allow more; trained ones are not.
-
-    Args:
-      model: with its vocabulary sizes and special tokens.
-      has_sentencepiece: whether its vocabularies are SentencePiece models, as all are that were
-        learned here.
+    The formats are those of `convert.WRITERS` that take a vocabulary learned here; such
+    vocabularies are SentencePiece models. Weights that happen to be equal or zero could allow more.
     """
     vocabulary = "" if has_sentencepiece else "its vocabulary is not a SentencePiece model"
     return {
@@ -51,10 +46,7 @@ def exports(model: TransformerConfig, has_sentencepiece: bool = True) -> dict[st
 
 
 def summary(model: TransformerConfig, has_sentencepiece: bool = True) -> str:
-    """Names the formats that are possible, and those that are not: "jax; not marian".
-
-    Arguments are those of `exports`.
-    """
+    """Names the formats that are possible, and those that are not: "jax; not marian"."""
     obstacles = exports(model, has_sentencepiece)
     possible = [name for name, obstacle in obstacles.items() if not obstacle]
     others = [name for name, obstacle in obstacles.items() if obstacle]
@@ -63,12 +55,7 @@ def summary(model: TransformerConfig, has_sentencepiece: bool = True) -> str:
 
 
 def ctranslate2_obstacle(model: TransformerConfig, accepted: Collection[str] = ()) -> str:
-    """Returns why CTranslate2's specification cannot hold a model, or "" if it can.
-
-    Args:
-      model: the configuration.
-      accepted: switches in which the result may differ slightly: "norm_epsilon" or nothing.
-    """
+    """Returns why CTranslate2's specification cannot hold a model, or "" if it can."""
     model = validation.without_groups_of_one(model)
     for field in dataclasses.fields(model):
         name, value = field.name, getattr(model, field.name)

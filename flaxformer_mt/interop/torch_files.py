@@ -1,4 +1,4 @@
-"""Reads PyTorch files as numpy arrays, with `torch.load` and without running code from them.
+"""Reads PyTorch files with `torch.load`, without running code from them.
 
 A file of PyTorch 1.6 and later is a zip archive of a pickle, `data.pkl`, and one member for each
 storage of tensors. `torch.load` does not check the CRC-32 of the members: it is checked here. An
@@ -14,13 +14,9 @@ import os
 import pickletools
 import warnings
 import zipfile
-from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO
-
-import jax.numpy as jnp
-import numpy as np
 
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.input_files import open_regular
@@ -33,6 +29,7 @@ _MAX_DEPTH = 50
 _MAX_SHARING = 64
 """Limit of the bytes of all tensors, relative to those of the file: tied tensors share storages."""
 _MAX_INTEGER_BITS = 128
+_MAX_AXES = 64
 
 _ARCHIVE_START, _PICKLE_START = b"PK\x03\x04", b"\x80\x02"
 _OLD_PICKLES = 5
@@ -61,10 +58,6 @@ _ALLOWED = {
 def read(path: Path) -> Any:
     """Reads the object of a file that `torch.save` wrote.
 
-    Returns:
-      The object, in which tensors and parameters are numpy arrays, possibly read-only views of
-      shared storages, and devices and dtypes of PyTorch are strings.
-
     Raises:
       UserError: the file cannot be read, is damaged or of another kind, has more than tensors,
         containers and numbers, or describes more data than it has; or PyTorch is not installed.
@@ -92,7 +85,7 @@ def read(path: Path) -> Any:
                     mmap=is_archive,
                 )
             check_size(content, size)
-            return _to_numpy(content, {})
+            return content
         except UserError:
             raise
         except Exception as error:  # Damage can raise anything.
@@ -195,13 +188,9 @@ def _check_global(value: str) -> None:
 
 
 def check_size(content: Any, file_size: int) -> None:
-    """Checks that an object is no deeper and larger than checkpoints are.
+    """Checks that an object is no deeper and larger than checkpoints of `file_size` bytes are.
 
     Containers and tensors that are shared, or contain themselves, may be much larger than a file.
-
-    Args:
-      content: nested containers of tensors or arrays, and other values.
-      file_size: the number of bytes of the file that it was read from.
 
     Raises:
       UserError: it is.
@@ -211,6 +200,8 @@ def check_size(content: Any, file_size: int) -> None:
     for _ in range(_MAX_DEPTH):
         following: list[Any] = []
         for value in level:
+            if getattr(value, "ndim", 0) > _MAX_AXES:
+                raise UserError("damaged: it has a tensor of too many axes")
             max_bytes -= getattr(value, "nbytes", 0)
             if isinstance(value, argparse.Namespace):
                 value = vars(value)
@@ -228,25 +219,3 @@ def check_size(content: Any, file_size: int) -> None:
         if not level:
             return
     raise UserError("damaged: its containers are nested too deeply")
-
-
-def _to_numpy(value: Any, arrays: dict[int, np.ndarray]) -> Any:
-    """Returns a value with arrays instead of tensors; one tensor gives one array."""
-    torch = import_torch("reading")
-    if isinstance(value, argparse.Namespace):
-        return argparse.Namespace(**_to_numpy(vars(value), arrays))
-    if isinstance(value, Mapping):
-        return {key: _to_numpy(each, arrays) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        items = [_to_numpy(each, arrays) for each in value]
-        return items if isinstance(value, list) else tuple(items)
-    if isinstance(value, torch.dtype | torch.device):
-        return str(value).removeprefix("torch.")
-    if not isinstance(value, torch.Tensor):
-        return value
-    if id(value) not in arrays:
-        tensor = value.detach()
-        is_brain = tensor.dtype == torch.bfloat16
-        array = (tensor.view(torch.int16) if is_brain else tensor).numpy()
-        arrays[id(value)] = array.view(jnp.bfloat16) if is_brain else array
-    return arrays[id(value)]

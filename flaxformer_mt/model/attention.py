@@ -22,9 +22,9 @@ from flaxformer_mt.model.kernels.fused_attention import (
 )
 from flaxformer_mt.model.kernels.packed_projections import packed_attention
 from flaxformer_mt.model.kernels.products import Biased, Shared
-from flaxformer_mt.model.linear import dense
+from flaxformer_mt.model.linear import dense, to_residual
 from flaxformer_mt.model.logical_axes import constrain, mesh_platform, require_even_parts
-from flaxformer_mt.model.masks import Visibility, dense_mask
+from flaxformer_mt.model.masks import Mask, Visibility, dense_mask
 from flaxformer_mt.model.numerics import Dropout, at_least_float32, masked_softmax
 
 
@@ -48,10 +48,12 @@ def scaled_dot_product_attention(
 
     .. math:: \mathrm{softmax}(Q K^\top / \sqrt{K} + bias)\, V
 
+    Query head h of H attends to head h // (H / G) of G.
+
     Args:
-      query: of H heads.
-      key: of G heads; G divides H, and query head h attends to head h // (H / G).
-      value: of G heads; U may differ from K.
+      query: the queries.
+      key: the keys.
+      value: the values; U may differ from K.
       mask: True = attend. A query without any key gets zeros (the published code gives it the mean
         of all values).
       dropout: applied to the weights.
@@ -95,7 +97,6 @@ class MultiHeadAttention(nn.Module):
     config: TransformerConfig
 
     def setup(self) -> None:
-        """Creates the parameters."""
         c = self.config
         require_even_parts("attention_heads", c.num_heads, "model.num_heads")
         require_even_parts("attention_heads", c.kv_heads, "model.num_kv_heads")
@@ -144,11 +145,8 @@ class MultiHeadAttention(nn.Module):
     ) -> tuple[Float[Array, "B H T U"], Float[Array, "B H T S"]]:
         """Attends with all heads; custom attention (`register_attention`) overrides this method.
 
-        In decoding, T = W hypotheses of one token each. G = H unless `num_kv_heads` is given. Some
-        position kinds have a bias of the scores.
-
-        Returns:
-          The context, and the weights before dropout.
+        In decoding, T = W hypotheses of one token each. Returns the context, and the weights before
+        dropout.
         """
         return scaled_dot_product_attention(
             query,
@@ -232,7 +230,7 @@ class MultiHeadAttention(nn.Module):
         self,
         inputs: Float[Array, "B T D"],
         attended: Float[Array, "B S D"] | KeyValue,
-        mask: Visibility | Array | None,
+        mask: Mask,
         deterministic: bool,
         bias: Float[Array, "#B #H #T #S"] | None = None,
         transform: Callable[[Array], Array] | None = None,
@@ -244,8 +242,7 @@ class MultiHeadAttention(nn.Module):
         Args:
           inputs: their projections are the queries.
           attended: `inputs` itself in self-attention; or its keys and values, from `project`.
-          mask: which keys are visible, in a whole pass; or bool, broadcastable to [B, H, T, S],
-            True = attend; None = attend to all.
+          mask: which keys are visible.
           deterministic: no dropout.
           bias: added to the scores.
           transform: applied to queries [B, H, T, K] and keys; those of `project` have had it.
@@ -269,10 +266,7 @@ class MultiHeadAttention(nn.Module):
             context, weights = self.attend(query, key, value, dense_mask(mask), bias, deterministic)
         joined = context.swapaxes(-2, -3).reshape(*inputs.shape[:-1], -1)  # [B, T, H*U]
         self.sow("intermediates", "context", joined)
-        if add_bias:
-            return constrain(self.output(joined), "batch", "length", "embed"), weights
-        product, output_bias = self.output.biased(joined)
-        return Biased(constrain(product, "batch", "length", "embed"), output_bias), weights
+        return to_residual(self.output, joined, add_bias), weights
 
 
 _KINDS: dict[str, type[MultiHeadAttention]] = {DOT_PRODUCT: MultiHeadAttention}
@@ -280,19 +274,16 @@ _Kind = TypeVar("_Kind", bound=type[MultiHeadAttention])
 
 
 def register_attention(name: str) -> Callable[[_Kind], _Kind]:
-    """Decorator that registers a custom attention class under a name.
-
-    The name is a value of `TransformerConfig.attention_kind`.
+    """Decorator that registers a custom attention class as a value of `attention_kind`.
 
         @register_attention("sharp")
         class SharpAttention(MultiHeadAttention):
             def attend(self, query, key, value, mask, bias, deterministic):
                 return super().attend(2 * query, key, value, mask, bias, deterministic)
 
-    The class replaces `attend`, or more, and may add parameters in its `setup`. All attention of a
-    model with `attention_kind="sharp"` is of this class: training, search and scores need nothing
-    else. A run folder records the name only, and no code, so a program that uses the run imports
-    the file with the class first. Registering a name again replaces the class.
+    All attention of a model with `attention_kind="sharp"` is of this class, which may also add
+    parameters in its `setup`. A run folder records the name only, and no code, so a program that
+    uses the run imports the file with the class first. Registering a name again replaces the class.
 
     Raises:
       TypeError: the name is not a string, or the class is not a subclass of `MultiHeadAttention`.

@@ -14,15 +14,11 @@ from flaxformer_mt.model.attention import KeyValue
 
 @struct.dataclass
 class KeyValueCache:
-    """The key/value cache of one layer's self-attention: all tokens of W hypotheses per sentence.
-
-    Its capacity is P tokens for each hypothesis.
-    """
+    """The key/value cache of one layer's self-attention: P tokens of W hypotheses per sentence."""
 
     key: Array
     """[B, G, K, P, W]; with a single hypothesis [B, G, P, 1, K]."""
-    value: Array
-    """[B, G, P, W, U]"""
+    value: Array  # [B, G, P, W, U]
 
     # On CPUs, products with keys in columns take half the time if there are several queries. With
     # one query they gain nothing, and writing a column takes longer than writing a row.
@@ -63,12 +59,10 @@ class KeyValueCache:
         return KeyValue(key, value)
 
     def reordered(self, parents: Array) -> "KeyValueCache":
-        """Returns the cache itself: `Cache.ancestry` says which hypothesis wrote each token."""
-        del parents
+        del parents  # `Cache.ancestry` says which hypothesis wrote each token.
         return self
 
     def resized(self, max_length: int) -> "KeyValueCache":
-        """Returns the cache with the capacity P = `max_length`; its tokens must fit."""
         return dataclasses.replace(
             self,
             key=_resize(self.key, max_length, 3 if self._has_columns else 2),
@@ -80,16 +74,13 @@ class KeyValueCache:
 class RecurrentState:
     """The state of one layer's recurrent unit."""
 
-    memory: Array
-    """[B, W, D], in float32 at least."""
+    memory: Array  # [B, W, D], in float32 at least
 
     def reordered(self, parents: Array) -> "RecurrentState":
-        """Returns the state with hypothesis w of sentence b continuing hypothesis parents[b, w]."""
         return dataclasses.replace(self, memory=_gather_hypotheses(self.memory, parents))
 
     def resized(self, max_length: int) -> "RecurrentState":
-        """Returns the state itself, whose size does not depend on the length of the target."""
-        del max_length
+        del max_length  # The size does not depend on the length of the target.
         return self
 
 
@@ -109,8 +100,7 @@ class Cache:
     """The target so far, by layer."""
     cross: tuple[KeyValue | None, ...]
     """Keys [B, G, S, K] and values [B, G, S, U] of the source, by layer; None without inputs."""
-    cross_mask: Array | None
-    """[B, 1, 1, S], True = attend."""
+    cross_mask: Array | None  # [B, 1, 1, S], True = attend
     ancestry: Array
     """int32 [B, W, P], the hypothesis that wrote each token of hypothesis w."""
 
@@ -151,7 +141,6 @@ def _gather_hypotheses(array: Array, parents: Array) -> Array:
 
 
 def _resize(array: Array, size: int, axis: int) -> Array:
-    """Truncates an axis to `size`, or pads it with zeros."""
     kept = lax.slice_in_dim(array, 0, min(size, array.shape[axis]), axis=axis)
     padding = [(0, 0)] * array.ndim
     padding[axis] = (0, size - kept.shape[axis])

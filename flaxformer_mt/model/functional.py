@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
+from flax import linen as nn
 from jax import Array
 from jaxtyping import Float, Int
 
@@ -21,19 +22,21 @@ from flaxformer_mt.model.numerics import at_least_float32
 from flaxformer_mt.model.transformer import Transformer, require_segment_ids
 
 
-def init(config: TransformerConfig, key: Array) -> dict[str, Any]:
+def as_module(model: TransformerConfig | nn.Module) -> nn.Module:
+    """Returns the model of a configuration, and a module that is called like it as it is."""
+    return Transformer(model) if isinstance(model, TransformerConfig) else model
+
+
+def init(config: TransformerConfig | nn.Module, key: Array) -> dict[str, Any]:
     """Returns initial parameters, a tree of nested dicts in `config.param_dtype`.
 
-        config = fmt.TransformerConfig(source_vocab_size=100, target_vocab_size=100, d_model=64)
-        params = jax.jit(fmt.init, static_argnums=0)(config, jax.random.key(0))
-
-    Args:
-      config: the model, with its vocabulary sizes.
-      key: of `jax.random`.
+    config = fmt.TransformerConfig(source_vocab_size=100, target_vocab_size=100, d_model=64)
+    params = jax.jit(fmt.init, static_argnums=0)(config, jax.random.key(0))
     """
+    module = as_module(config)
     tokens = jnp.zeros((1, 1), jnp.int32)  # No parameter depends on their shape.
-    source = tokens if config.has_inputs else None
-    return Transformer(config).init(key, source, tokens)["params"]
+    source = tokens if module.config.has_inputs else None
+    return module.init(key, source, tokens)["params"]
 
 
 def apply(
@@ -59,29 +62,34 @@ def apply(
     Raises:
       UserError: the batch has no tokens, or positions without segment ids.
     """
+    logits: Any = apply_to_batch(config, params, batch, key)
+    return logits
+
+
+def apply_to_batch(
+    model: TransformerConfig | nn.Module, params: Any, batch: Any, key: Array | None, **options: Any
+) -> Any:
+    """Applies a model with other options of `Transformer.__call__`; arguments as of `apply`."""
+    module = as_module(model)
 
     def value(name: str) -> Array | None:
         return batch.get(name) if isinstance(batch, Mapping) else getattr(batch, name, None)
 
-    sides = ("encoder", "decoder") if config.has_inputs else ("decoder",)
-    for side in sides:
+    has_inputs = module.config.has_inputs
+    for side in ("encoder", "decoder") if has_inputs else ("decoder",):
         if value(f"{side}_input_tokens") is None:
             raise UserError(f"the batch has no {side}_input_tokens")
         require_segment_ids(side, value(f"{side}_segment_ids"), value(f"{side}_positions"))
-    options: dict[str, Any] = {
-        f"{side}_{name}": value(f"{side}_{name}")
-        for side in sides
-        for name in ("segment_ids", "positions")
-    }
-    logits: Any = Transformer(config).apply(
+        for name in (f"{side}_segment_ids", f"{side}_positions"):
+            options[name] = value(name)
+    return module.apply(
         {"params": params},
-        value("encoder_input_tokens") if config.has_inputs else None,
+        value("encoder_input_tokens") if has_inputs else None,
         value("decoder_input_tokens"),
-        **options,
         deterministic=key is None,
         rngs=None if key is None else {"dropout": key},
+        **options,
     )
-    return logits
 
 
 def fused_attention(

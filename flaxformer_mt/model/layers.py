@@ -1,6 +1,7 @@
 """The encoder and the decoder: their layers and stacks."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast
 
 import jax
@@ -11,26 +12,61 @@ from jaxtyping import Bool, Float, Int
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.model.attention import KeyValue, attention_class
 from flaxformer_mt.model.cache import KeyValueCache, LayerState, RecurrentState
-from flaxformer_mt.model.feed_forward import FeedForward
-from flaxformer_mt.model.kernels.products import Biased
+from flaxformer_mt.model.kernels.products import Biased, Shared
+from flaxformer_mt.model.linear import dense, to_residual
 from flaxformer_mt.model.logical_axes import constrain
-from flaxformer_mt.model.masks import Visibility
+from flaxformer_mt.model.masks import Mask
 from flaxformer_mt.model.normalization import Norm, NormOutputs, residual
 from flaxformer_mt.model.numerics import Dropout
 from flaxformer_mt.model.positions import (
     AttentionPositions,
-    attention_bias,
+    bias_and_transform,
     position_bias,
-    query_key_transform,
     with_shared_bias,
 )
 from flaxformer_mt.model.recurrence import SSRU
 from flaxformer_mt.model.stack import layer_variables, stack
 
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "relu": jax.nn.relu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "silu": jax.nn.silu,
+}
+
+
+class FeedForward(nn.Module):
+    r"""Two linear maps with an activation between them, the same at every position.
+
+    .. math:: a(x W_1 + b_1) W_2 + b_2,\quad
+        \text{with a gate}\ (a(x W_1 + b_1) \odot (x V + c)) W_2 + b_2
+
+    Source: Vaswani et al. 2017, equation 2 (with a = ReLU); Shazeer 2020, equation 6.
+    """
+
+    config: TransformerConfig
+
+    def setup(self) -> None:
+        c = self.config
+        self.hidden = dense(c, "feed_forward", c.d_model, c.d_ff, c.feed_forward_bias)
+        if c.feed_forward_gate:
+            self.gate = dense(c, "feed_forward", c.d_model, c.d_ff, c.feed_forward_bias)
+        self.output = dense(c, "feed_forward", c.d_ff, c.d_model, c.feed_forward_bias)
+        self.dropout = Dropout(c.activation_dropout_rate)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], deterministic: bool, add_bias: bool = True
+    ) -> Float[Array, "B T D"] | Biased:
+        shared = Shared.of(x, self.config.d_ff)
+        hidden = constrain(self.hidden(shared), "batch", "length", "hidden")
+        hidden = ACTIVATIONS[self.config.activation](hidden)
+        if self.config.feed_forward_gate:
+            hidden = hidden * constrain(self.gate(shared), "batch", "length", "hidden")
+        hidden = self.dropout(hidden, deterministic)
+        return to_residual(self.output, hidden, add_bias)
+
 
 class _Layer(nn.Module):
-    """The sub-layers that encoder and decoder have in common."""
-
     config: TransformerConfig
 
     def _create_self_attention(self, *, bidirectional: bool) -> None:
@@ -47,14 +83,13 @@ class _Layer(nn.Module):
     def _attend_to_itself(
         self,
         x: Array,
-        mask: Visibility | Array | None,
+        mask: Mask,
         positions: AttentionPositions | None,
         deterministic: bool,
         return_attention: bool,
     ) -> tuple[Array | NormOutputs, Array | None]:
         def attend(y: Array, add_bias: bool) -> tuple[Array | Biased, Array | None]:
-            transform = query_key_transform(self.config, positions)
-            bias = attention_bias(positions, self.position_bias)
+            bias, transform = bias_and_transform(self.config, positions, self.position_bias)
             return self.self_attention(
                 y, y, mask, deterministic, bias, transform, return_attention, add_bias
             )
@@ -76,19 +111,17 @@ class EncoderLayer(_Layer):
     """Self-attention, then feed-forward, each with residual and norm."""
 
     def setup(self) -> None:
-        """Creates the parameters."""
         self._create_self_attention(bidirectional=True)
         self._create_feed_forward()
 
     def __call__(
         self,
         x: Float[Array, "B S D"],
-        mask: Visibility | Array | None,
+        mask: Mask,
         positions: AttentionPositions | None,
         deterministic: bool,
         return_attention: bool,
     ) -> tuple[Float[Array, "B S D"], Float[Array, "B H S S"] | None]:
-        """Applies the layer; the second result is the attention, if requested."""
         y, weights = self._attend_to_itself(x, mask, positions, deterministic, return_attention)
         return self._feed_forward(y, deterministic), weights if return_attention else None
 
@@ -101,7 +134,6 @@ class DecoderLayer(_Layer):
     """
 
     def setup(self) -> None:
-        """Creates the parameters."""
         c = self.config
         if c.decoder_kind == "ssru":
             self.recurrence = SSRU(c)
@@ -114,15 +146,14 @@ class DecoderLayer(_Layer):
         self._create_feed_forward()
 
     def project_encoded(self, encoded: Array) -> tuple[Array, KeyValue]:
-        """Returns `encoded` [B, S, D], and the keys and values that cross-attention makes of it."""
         return encoded, self.cross_attention.project(encoded)
 
     def __call__(
         self,
         x: Float[Array, "B T D"],
         encoded: Float[Array, "B S D"] | None,
-        self_mask: Visibility | Array | None,
-        cross_mask: Visibility | Array | None,
+        self_mask: Mask,
+        cross_mask: Mask,
         positions: AttentionPositions | None,
         deterministic: bool,
         return_attention: bool | Literal["cross"],
@@ -161,18 +192,14 @@ class DecoderLayer(_Layer):
         cross_mask: Bool[Array, "B 1 1 S"] | None,
         positions: AttentionPositions | None,
     ) -> tuple[Float[Array, "B W D"], LayerState, Float[Array, "B H W S"] | None]:
-        """Maps one token of W hypotheses per sentence, which share the keys of cross-attention.
-
-        Also returns the state including these tokens, and the cross-attention weights.
-        """
+        """Maps one token of W hypotheses per sentence, which share the keys of cross-attention."""
 
         def recur(y: Array, _: bool) -> tuple[Array, RecurrentState]:
             y, memory = self.recurrence.step(y, cast(RecurrentState, state).memory, token_positions)
             return y, RecurrentState(memory)
 
         def attend(y: Array, _: bool) -> tuple[Array | Biased, KeyValueCache]:
-            transform = query_key_transform(self.config, positions)
-            bias = attention_bias(positions, self.position_bias)
+            bias, transform = bias_and_transform(self.config, positions, self.position_bias)
             new = self.self_attention.project(y, transform)
             cache = cast(KeyValueCache, state).append(new, token_positions)
             attended = cache.joined()
@@ -190,7 +217,7 @@ class DecoderLayer(_Layer):
         self,
         x: Array | NormOutputs,
         attended: Array | KeyValue | None,
-        cross_mask: Visibility | Array | None,
+        cross_mask: Mask,
         deterministic: bool,
         return_attention: bool,
     ) -> tuple[Array, Array | None]:
@@ -247,24 +274,19 @@ class Encoder(_Stack):
     """A stack of `num_encoder_layers` layers."""
 
     def setup(self) -> None:
-        """Creates the parameters."""
         methods = {"__call__": (nn.broadcast,) * 4}
         self._create(EncoderLayer, self.config.num_encoder_layers, methods, bidirectional=True)
 
     def __call__(
         self,
         x: Float[Array, "B S D"],
-        mask: Visibility | Array | None = None,
+        mask: Mask = None,
         positions: AttentionPositions | None = None,
         *,
         deterministic: bool = True,
         return_attention: bool = False,
     ) -> tuple[Float[Array, "B S D"], Float[Array, "L B H S S"] | None]:
-        """Encodes embedded tokens; the second result is the attention of all layers, if requested.
-
-        The mask says which keys are visible, or is bool, broadcastable to [B, H, S, S], True =
-        attend. `positions` are from `attention_positions`.
-        """
+        """Encodes embedded tokens; also returns the attention of all layers, if requested."""
         x = self._below(x)
         positions = with_shared_bias(positions, self.position_bias)
         x, weights = self.layers(x, mask, positions, deterministic, return_attention)
@@ -275,21 +297,19 @@ class Decoder(_Stack):
     """A stack of `num_decoder_layers` layers, for whole targets or one token per call."""
 
     def setup(self) -> None:
-        """Creates the parameters."""
         methods = {"__call__": (nn.broadcast,) * 6, "project_encoded": ()}
         self._create(DecoderLayer, self.config.num_decoder_layers, methods, bidirectional=False)
 
     def project_encoded(self, encoded: Array) -> KeyValue:
-        """Computes the keys [L, B, H, S, K] and values of `encoded` [B, S, D] for every layer."""
-        keys_and_values: KeyValue = self.layers.project_encoded(encoded)[1]
+        keys_and_values: KeyValue = self.layers.project_encoded(encoded)[1]  # [L, B, G, S, K]
         return keys_and_values
 
     def __call__(
         self,
         x: Float[Array, "B T D"],
         encoded: Float[Array, "B S D"] | None,
-        self_mask: Visibility | Array | None = None,
-        cross_mask: Visibility | Array | None = None,
+        self_mask: Mask = None,
+        cross_mask: Mask = None,
         positions: AttentionPositions | None = None,
         *,
         deterministic: bool = True,
@@ -301,10 +321,8 @@ class Decoder(_Stack):
     ]:
         """Decodes whole targets.
 
-        A mask says which keys are visible, or is bool, broadcastable to [B, H, T, T] or [B, H, T,
-        S], True = attend; that of recurrent units is [B, T], True where a sentence starts.
-        `positions` are from `attention_positions`. `return_attention` gives the weights of every
-        layer; "cross", those of cross-attention only.
+        The mask of recurrent units is [B, T], True where a sentence starts. `return_attention`
+        gives the weights of every layer; "cross", those of cross-attention only.
 
         Returns:
           The outputs, and the weights of self-attention (None for recurrent units) and
@@ -339,10 +357,8 @@ class Decoder(_Stack):
         Slicing the stacked parameters costs nothing per token: it does not depend on the token, and
         XLA moves it out of the loop over tokens.
 
-        `cross` has the keys [B, G, S, K] and values [B, G, S, U] of each layer. `token_positions`
-        count the tokens of each sentence from 0. In the masks, True = attend; `visible` is that of
-        the cached tokens. `positions` are those of the tokens [B, 1] and of the cached keys
-        [1, P * W].
+        `token_positions` count the tokens of each sentence from 0. `positions` are those of the
+        tokens [B, 1] and of the cached keys [1, P * W].
 
         Returns:
           The outputs in the compute dtype; the states including these tokens; the last layer's
@@ -361,14 +377,7 @@ class Decoder(_Stack):
         all_variables = layer_variables(self.layers, len(states))
         for variables, layer_cross, state in zip(all_variables, cross, states, strict=True):
             x, state, cross_weights = step(
-                variables,
-                x,
-                layer_cross,
-                state,
-                token_positions,
-                visible,
-                cross_mask,
-                positions,
+                variables, x, layer_cross, state, token_positions, visible, cross_mask, positions
             )
             new_states.append(state)
         return self._above(x), tuple(new_states), cross_weights

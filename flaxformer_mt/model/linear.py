@@ -13,6 +13,7 @@ from jaxtyping import Float
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.model.kernels.products import Biased, Shared
+from flaxformer_mt.model.logical_axes import constrain
 from flaxformer_mt.model.numerics import at_least_float32, column_sums
 
 
@@ -77,7 +78,6 @@ class Dense(nn.Module):
     bias_init: initializers.Initializer = initializers.zeros
 
     def setup(self) -> None:
-        """Creates the parameters."""
         shape = (self.fan_in, self.features)
         self.kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
         if self.use_bias:
@@ -102,9 +102,8 @@ class Dense(nn.Module):
             bias = lax.stop_gradient(bias)
         return self._map(inputs, bias)
 
-    def biased(self, inputs: Array) -> Biased:
-        """Maps the last axis of `inputs`, but for the bias, which a later kernel adds."""
-        return Biased(self._map(inputs, None), self.effective_bias())
+    def without_bias(self, inputs: Array) -> Array:
+        return self._map(inputs, None)
 
     def _map(self, inputs: Array | Shared, bias: Array | None) -> Array:
         x, copies = inputs if isinstance(inputs, Shared) else (inputs, None)
@@ -117,37 +116,31 @@ class Dense(nn.Module):
         return outputs.reshape(*x.shape[:-1], self.features)
 
 
+def to_residual(output: Dense, x: Array, add_bias: bool) -> Array | Biased:
+    """Maps x to the residual stream [B, T, D]; without `add_bias` a later kernel adds the bias."""
+    y = output(x) if add_bias else output.without_bias(x)
+    y = constrain(y, "batch", "length", "embed")
+    return y if add_bias else Biased(y, output.effective_bias())
+
+
 LinearRole: TypeAlias = Literal["qkv", "attention_output", "feed_forward", "output"]
 """What a linear map computes in the model; some published initial values depend on it."""
 
+# The initial values of kernels and of biases.
 # half_variance: Xavier's values have this variance in one matrix [D, 3D] for queries, keys and
 # values, which is about half of that in three of [D, D].
-_KERNELS_BY_ROLE: dict[str, dict[LinearRole, str]] = {
+_BY_ROLE: dict[str, dict[LinearRole, tuple[str, str]]] = {
     "torch_transformer": {
-        "qkv": "half_variance",
-        "attention_output": "xavier_uniform",
-        "feed_forward": "xavier_uniform",
-        "output": "xavier_uniform",
+        "qkv": ("half_variance", "zeros"),
+        "attention_output": ("xavier_uniform", "zeros"),
+        "feed_forward": ("xavier_uniform", "torch_default"),
+        "output": ("xavier_uniform", "torch_default"),
     },
     "fairseq": {
-        "qkv": "half_variance",
-        "attention_output": "xavier_uniform",
-        "feed_forward": "torch_default",
-        "output": "normal",
-    },
-}
-_BIASES_BY_ROLE: dict[str, dict[LinearRole, str]] = {
-    "torch_transformer": {
-        "qkv": "zeros",
-        "attention_output": "zeros",
-        "feed_forward": "torch_default",
-        "output": "torch_default",
-    },
-    "fairseq": {
-        "qkv": "torch_default",
-        "attention_output": "zeros",
-        "feed_forward": "torch_default",
-        "output": "zeros",
+        "qkv": ("half_variance", "torch_default"),
+        "attention_output": ("xavier_uniform", "zeros"),
+        "feed_forward": ("torch_default", "torch_default"),
+        "output": ("normal", "zeros"),
     },
 }
 
@@ -171,23 +164,21 @@ def dense(
     divisor: float = 1.0,
 ) -> Dense:
     """Creates a map with initial values for its role; the matrix is divided by `divisor`."""
-    kernel_kind = _KERNELS_BY_ROLE.get(config.kernel_init, {}).get(role, config.kernel_init)
-    init = {
+    kernel_kind, _ = _BY_ROLE.get(config.kernel_init, {}).get(role, (config.kernel_init, ""))
+    _, bias_kind = _BY_ROLE.get(config.bias_init, {}).get(role, ("", config.bias_init))
+    values = {
+        "zeros": initializers.zeros,
         "xavier_uniform": initializers.xavier_uniform(),
         "xavier_normal": initializers.xavier_normal(),
         "half_variance": initializers.variance_scaling(0.5, "fan_avg", "uniform"),
         "torch_default": _uniform_by_fan_in(fan_in),
         "normal": initializers.normal(fan_in**-0.5),
-    }[kernel_kind]
+    }
+    init = values[kernel_kind]
 
     def divided(key, *args, **options):
         return init(key, *args, **options) / divisor
 
-    bias_kind = _BIASES_BY_ROLE.get(config.bias_init, {}).get(role, config.bias_init)
-    bias_init = {
-        "zeros": initializers.zeros,
-        "torch_default": _uniform_by_fan_in(fan_in),
-    }[bias_kind]
     return Dense(
         fan_in,
         features,
@@ -195,7 +186,7 @@ def dense(
         dtype=jnp.dtype(config.dtype),
         param_dtype=jnp.dtype(config.param_dtype),
         kernel_init=init if divisor == 1 else divided,
-        bias_init=bias_init,
+        bias_init=values[bias_kind],
     )
 
 

@@ -37,13 +37,6 @@ def constrain(x: Array, *axes: str) -> Array:
     "vocabulary" (V), and "lookup_batch" and "lookup_embed" for vectors as a sharded table gives
     them. "attention_heads" (H) is for fused attention, and "parts" for the parts of a matrix or
     table that is divided among devices.
-
-    Args:
-      x: an array of any rank.
-      axes: a name for each axis.
-
-    Raises:
-      ValueError: the number of names is not the rank of `x`.
     """
     if len(axes) != x.ndim:
         raise ValueError(f"{len(axes)} logical axes {axes} for an array of shape {x.shape}")
@@ -84,17 +77,26 @@ def on_each_device(function: Callable, in_specs: Any, out_specs: Any) -> Callabl
     )
 
 
-def dividing_axes(name: str, size: int) -> tuple[str, ...]:
-    """Returns the mesh axes that the rules give a logical axis; none if they do not divide it."""
-    mesh = jax.sharding.get_abstract_mesh()
-    found = _mesh_axes(name, mesh)
-    return found if size % math.prod(mesh.shape[axis] for axis in found) == 0 else ()
-
-
-def _mesh_axes(name: str, mesh: AbstractMesh) -> tuple[str, ...]:
+def _mesh_axes(name: str) -> dict[str, int]:
+    """Returns the axes of the mesh that the rules give a logical axis, with their sizes."""
+    mesh = mesh_of_rules()
+    if mesh is None:
+        return {}
     rule = dict(nn.get_logical_axis_rules()).get(name) or ()
     names = (rule,) if isinstance(rule, str) else rule
-    return tuple(axis for axis in names if axis in mesh.auto_axes)
+    return {axis: mesh.shape[axis] for axis in names if axis in mesh.auto_axes}
+
+
+def dividing_axes(name: str, size: int) -> tuple[str, ...]:
+    """Returns the mesh axes that the rules give a logical axis; none if they do not divide it."""
+    found = _mesh_axes(name)
+    return () if size % math.prod(found.values()) else tuple(found)
+
+
+def num_parts(name: str, size: int) -> int:
+    """Returns into how many parts the rules divide an axis."""
+    parts = math.prod(_mesh_axes(name).values())
+    return 1 if size % parts else parts
 
 
 def require_even_parts(name: str, size: int, option: str) -> None:
@@ -102,17 +104,10 @@ def require_even_parts(name: str, size: int, option: str) -> None:
 
     `option` is the option that determines the size.
     """
-    mesh = mesh_of_rules()
-    names = _mesh_axes(name, mesh) if mesh else ()
-    parts = math.prod(mesh.shape[axis] for axis in names) if mesh else 1
+    found = _mesh_axes(name)
+    parts = math.prod(found.values())
     if size % parts:
         raise UserError(
             f"{option}={size} cannot be divided evenly among {parts} devices of the mesh axis "
-            f"{', '.join(names)}: choose a divisor of {size}"
+            f"{', '.join(found)}: choose a divisor of {size}"
         )
-
-
-def num_parts(name: str, size: int) -> int:
-    """Returns into how many parts the rules divide an axis."""
-    mesh = mesh_of_rules()
-    return math.prod(mesh.shape[axis] for axis in dividing_axes(name, size)) if mesh else 1

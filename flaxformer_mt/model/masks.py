@@ -1,6 +1,6 @@
 """Attention masks: bool [B, 1, Q, K], True = attend."""
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 from flax import struct
@@ -15,8 +15,7 @@ class Visibility:
     The compiler drops the one that nobody reads: fused attention needs no mask.
     """
 
-    mask: Array
-    """bool, broadcastable to [B, 1, Q, K], True = attend."""
+    mask: Array  # bool, broadcastable to [B, 1, Q, K], True = attend
     query_segments: Array
     """int32 [B, Q]. Queries attend to the keys of their own segment."""
     key_segments: Array
@@ -25,7 +24,11 @@ class Visibility:
     """Whether query t attends to no key after t."""
 
 
-def dense_mask(mask: Visibility | Array | None) -> Array | None:
+Mask: TypeAlias = Visibility | Array | None
+"""Which keys are visible: in a whole pass, or as a mask; None = all."""
+
+
+def dense_mask(mask: Mask) -> Array | None:
     """Returns the mask of a `Visibility`; others are masks already."""
     return mask.mask if isinstance(mask, Visibility) else mask
 

@@ -92,7 +92,6 @@ class Norm(nn.Module):
     config: TransformerConfig
 
     def setup(self) -> None:
-        """Declares the parameters."""
         c = self.config
         shape, dtype = (c.d_model,), jnp.dtype(c.param_dtype)
         self.scale = self.param("scale", nn.initializers.ones, shape, dtype)

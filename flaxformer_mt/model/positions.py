@@ -1,9 +1,7 @@
 """How the model represents the order of tokens: one entry per `config.position_kind`.
 
-A position kind can do three things: add vectors to the embeddings, add a bias to the scores of
-self-attention, and transform the queries and keys of self-attention. `POSITION_KINDS` lists what
-each does; a new kind needs an entry there and a value of the configuration field. Cross-attention
-never has a bias or a transform.
+A position kind can add vectors to the embeddings, add a bias to the scores of self-attention, and
+rotate its queries and keys; cross-attention has neither. `POSITION_KINDS` lists what each does.
 """
 
 import dataclasses
@@ -19,12 +17,11 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.model.alibi import AlibiBias
 from flaxformer_mt.model.linear import embedding_init
 from flaxformer_mt.model.logical_axes import constrain
 from flaxformer_mt.model.lookup import look_up_positions
 from flaxformer_mt.model.numerics import at_least_float32
-from flaxformer_mt.model.relative_bias import RelativeBias
+from flaxformer_mt.model.position_biases import AlibiBias, RelativeBias
 
 Transform: TypeAlias = Callable[[Array], Array]
 """Maps queries or keys [B, H, T, K] to the same shape."""
@@ -42,23 +39,16 @@ def sinusoidal_table(
     exponent: str = "paper",
     offset: int = 0,
 ) -> np.ndarray:
-    r"""Computes sines and cosines of geometrically decreasing frequencies.
+    r"""Computes sines and cosines of geometrically decreasing frequencies, float64 [length, D].
 
     .. math:: \omega_j = b^{-2j/D}\ \text{(paper)},\quad b^{-j/(D/2-1)}\ \text{(tensor2tensor)}
 
-    Args:
-      length: number of rows.
-      d_model: D. If it is odd, the last cosine is left out, or with "concatenated" and
-        "tensor2tensor" there is one pair less and a zero at the end.
-      base: b.
-      layout: "interleaved" (sin w0 p, cos w0 p, sin w1 p, ...) or "concatenated" (sines, then
-        cosines).
-      exponent: "paper" or "tensor2tensor".
-      offset: the position of row 0.
+    The order is sin w0 p, cos w0 p, sin w1 p, ... or, with the layout "concatenated", sines, then
+    cosines. If D is odd, the last cosine is left out, or with "concatenated" and "tensor2tensor"
+    there is one pair less and a zero at the end. `offset` is the position of row 0.
 
-    Returns:
-      float64 [length, D]. It is computed on the host, because an angle in float32 is already off
-      by 1e-5 at position 200.
+    The table is computed on the host, because an angle in float32 is already off by 1e-5 at
+    position 200.
 
     Source: Vaswani et al. 2017, section 3.5; tensor2tensor `get_timing_signal_1d`; for the odd D
     of "concatenated" and "paper" `MarianSinusoidalPositionalEmbedding`.
@@ -88,10 +78,7 @@ class PositionEncoding(nn.Module):
         """Looks up positions below `length`, an integer or symbolic, in the compute dtype.
 
         One that is not below max(length, config.max_length), for a learned table max_length, gives
-        NaN.
-
-        Raises:
-          ValueError: `length` exceeds the learned table.
+        NaN. `ValueError` if `length` exceeds the learned table.
         """
         c = self.config
         if c.position_kind == "learned":
@@ -184,16 +171,6 @@ def rotate(
     return y.astype(x.dtype)
 
 
-class QueryKeyTransform(NamedTuple):
-    """A transform of queries and keys that depends on their positions."""
-
-    prepare: Callable[[TransformerConfig, Array, int], Any]
-    """(config, positions [B, T], upper bound of the positions) -> arrays. They are computed once
-    per pass and shared by all layers."""
-    apply: Callable[[TransformerConfig, Array, Any], Array]
-    """(config, queries or keys [B, H, T, K], what `prepare` returned) -> [B, H, T, K]."""
-
-
 class PositionKind(NamedTuple):
     """What a value of `config.position_kind` means."""
 
@@ -203,48 +180,34 @@ class PositionKind(NamedTuple):
     bias: Callable[[TransformerConfig, bool], Any] | None = None
     """Module(config, bidirectional); (positions of queries [B, T], of keys [B, S]) -> [B, H, T, S],
     which is added to the scores of self-attention before the softmax. B may be 1."""
-    shares_bias: Callable[[TransformerConfig], bool] = lambda config: False
-    """Whether all layers of a stack share one bias. A bias without parameters belongs to the layer,
-    where XLA fuses it with the scores."""
-    transform: QueryKeyTransform | None = None
-    """Applied to the queries and keys of self-attention."""
+    rotates: bool = False
+    """Whether the queries and keys of self-attention are rotated, see `rotate`."""
+
+    @property
+    def acts_in_attention(self) -> bool:
+        return self.bias is not None or self.rotates
 
 
 POSITION_KINDS: dict[str, PositionKind] = {
     "sinusoidal": PositionKind(encoding=PositionEncoding),
     "learned": PositionKind(encoding=PositionEncoding),
-    "rotary": PositionKind(transform=QueryKeyTransform(rotations, rotate)),
+    "rotary": PositionKind(rotates=True),
     "alibi": PositionKind(bias=AlibiBias),
-    "t5_relative": PositionKind(
-        bias=RelativeBias, shares_bias=lambda config: config.relative_position_sharing == "stack"
-    ),
+    "t5_relative": PositionKind(bias=RelativeBias),
     "none": PositionKind(),
 }
 """By value of `config.position_kind`."""
-
-
-def acts_in_attention(config: TransformerConfig) -> bool:
-    """Returns whether the position kind adds a bias to self-attention or transforms its inputs."""
-    kind = POSITION_KINDS[config.position_kind]
-    return kind.bias is not None or kind.transform is not None
-
-
-def transforms_keys(config: TransformerConfig) -> bool:
-    """Returns whether the keys of self-attention are transformed by their positions."""
-    return POSITION_KINDS[config.position_kind].transform is not None
 
 
 @struct.dataclass
 class AttentionPositions:
     """The positions of the queries and keys of self-attention, and what is computed from them."""
 
-    queries: Array
-    """int32 [B, T], or [1, T] if all rows are the same."""
-    keys: Array
-    """int32 [B, S], or [1, S]."""
-    prepared: Any
-    """The result of `QueryKeyTransform.prepare` for the queries, which in a whole pass are the
-    keys, and in a cached step have the positions of the new keys; None without a transform."""
+    queries: Array  # int32 [B, T], or [1, T] if all rows are the same
+    keys: Array  # int32 [B, S], or [1, S]
+    rotations: Array | None
+    """Those of the queries, which in a whole pass are the keys, and in a cached step have the
+    positions of the new keys; None if nothing is rotated."""
     bias: Array | None = None
     """[B, H, T, S], or [1, H, T, S]: the bias that all layers of the stack share, if they do."""
 
@@ -255,23 +218,20 @@ def attention_positions(
     keys: Int[Array, "#B S"],
     length: Any,
 ) -> AttentionPositions | None:
-    """Prepares positions below `length` for `attention_bias` and `query_key_transform`.
-
-    Returns None if the position kind has neither.
-    """
-    if not acts_in_attention(config):
-        return None
+    """Prepares positions below `length` for all layers; None if attention does not need them."""
     kind = POSITION_KINDS[config.position_kind]
-    prepared = kind.transform.prepare(config, queries, length) if kind.transform else None
-    return AttentionPositions(queries, keys, prepared)
+    if not kind.acts_in_attention:
+        return None
+    angles = rotations(config, queries, length) if kind.rotates else None
+    return AttentionPositions(queries, keys, angles)
 
 
 def position_bias(config: TransformerConfig, *, bidirectional: bool, shared: bool) -> Any:
     """Creates the module of the bias of a stack (`shared`) or of a layer; None if it has none."""
-    kind = POSITION_KINDS[config.position_kind]
-    if kind.bias is None:
-        return None
-    return kind.bias(config, bidirectional) if kind.shares_bias(config) == shared else None
+    bias = POSITION_KINDS[config.position_kind].bias
+    # A bias without parameters belongs to the layer, where XLA fuses it with the scores.
+    is_shared = bias is RelativeBias and config.relative_position_sharing == "stack"
+    return None if bias is None or shared != is_shared else bias(config, bidirectional)
 
 
 def with_shared_bias(
@@ -283,25 +243,16 @@ def with_shared_bias(
     return dataclasses.replace(positions, bias=module(positions.queries, positions.keys))
 
 
-def attention_bias(positions: AttentionPositions | None, module: Bias | None) -> Array | None:
-    """Returns the bias [B, H, T, S] of a layer: its own, or that of its stack, or None."""
+def bias_and_transform(
+    config: TransformerConfig, positions: AttentionPositions | None, module: Bias | None
+) -> tuple[Array | None, Transform | None]:
+    """Returns the bias [B, H, T, S] of a layer, and the transform of its queries and keys.
+
+    The bias is its own, which `module` computes, or that of its stack.
+    """
     if positions is None:
-        return None
-    if module is None:
-        return positions.bias
-    return module(positions.queries, positions.keys)
-
-
-def query_key_transform(
-    config: TransformerConfig, positions: AttentionPositions | None
-) -> Transform | None:
-    """Returns the transform of the queries and keys at these positions, or None."""
-    kind = POSITION_KINDS[config.position_kind]
-    if positions is None or kind.transform is None:
-        return None
-    apply = kind.transform.apply
-
-    def transform(x: Array) -> Array:
-        return apply(config, x, positions.prepared)
-
-    return transform
+        return None, None
+    bias = positions.bias if module is None else module(positions.queries, positions.keys)
+    if positions.rotations is None:
+        return bias, None
+    return bias, lambda x: rotate(config, x, positions.rotations)

@@ -28,7 +28,6 @@ class SSRU(nn.Module):
     config: TransformerConfig
 
     def setup(self) -> None:
-        """Creates the parameters."""
         c = self.config
         self.candidate = dense(c, "feed_forward", c.d_model, c.d_model, False)
         self.forget = dense(c, "feed_forward", c.d_model, c.d_model, True)

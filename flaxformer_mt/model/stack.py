@@ -33,12 +33,9 @@ def stack(
     stored (Chen et al. 2016); inputs of layers are always stored. "products" and "full" are applied
     here, "projections" in `MultiHeadAttention`.
 
-    Args:
-      layer: its methods map (carry, *arguments) to (carry, output); outputs are stacked along L.
-      config: passed to the layer.
-      num_layers: L.
-      methods: for each method of the layer, whether each argument has the axis L (0) or is the
-        same for all layers (`nn.broadcast`).
+    The layer's methods map (carry, *arguments) to (carry, output); outputs are stacked along L.
+    `methods` says for each method, whether each argument has the axis L (0) or is the same for all
+    layers (`nn.broadcast`).
     """
     is_loop = mesh_platform() == "cpu" if config.scan_layers == "auto" else config.scan_layers
     with _CREATING_CLASSES:
@@ -78,7 +75,6 @@ _CREATING_CLASSES = threading.Lock()
 
 
 def _is_product(primitive: Primitive, *_: Any, **params: Any) -> bool:
-    """Whether an operation multiplies all positions by a matrix, or is fused attention."""
     if primitive.name == "dot_general":
         _, batch_axes = params["dimension_numbers"]
         return batch_axes == ((), ())

@@ -17,17 +17,14 @@ from flaxformer_mt.model.linear import dense, embedding_init
 from flaxformer_mt.model.logical_axes import constrain
 from flaxformer_mt.model.lookup import look_up
 from flaxformer_mt.model.masks import (
-    Visibility,
+    Mask,
     ancestor_mask,
     padding_mask,
     sentence_starts,
     visibility,
 )
 from flaxformer_mt.model.numerics import Dropout, at_least_float32
-from flaxformer_mt.model.positions import (
-    POSITION_KINDS,
-    attention_positions,
-)
+from flaxformer_mt.model.positions import POSITION_KINDS, attention_positions
 
 ZERO_VECTOR = -1
 """Token id that embeds to the zero vector, with which some models start decoding."""
@@ -37,12 +34,9 @@ ZERO_VECTOR = -1
 class AttentionWeights:
     """The attention weights of all layers, before dropout; None if absent or not asked for."""
 
-    encoder_self: Array | None
-    """[L, B, H, S, S]"""
-    decoder_self: Array | None
-    """[L, B, H, T, T]"""
-    decoder_cross: Array | None
-    """[L, B, H, T, S]"""
+    encoder_self: Array | None  # [L, B, H, S, S]
+    decoder_self: Array | None  # [L, B, H, T, T]
+    decoder_cross: Array | None  # [L, B, H, T, S]
 
 
 class OutputFactors(NamedTuple):
@@ -51,12 +45,9 @@ class OutputFactors(NamedTuple):
     They allow the chunked cross-entropy to compute the logits in chunks.
     """
 
-    vectors: Array
-    """[B, T, D], the decoder's output."""
-    table: Array
-    """[V, D]."""
-    bias: Array | None
-    """[V]."""
+    vectors: Array  # [B, T, D], the decoder's output
+    table: Array  # [V, D]
+    bias: Array | None  # [V]
     scale: float
 
 
@@ -67,13 +58,11 @@ class Embedding(nn.Module):
     vocab_size: int
 
     def setup(self) -> None:
-        """Declares the table."""
         c = self.config
         shape = (self.vocab_size, c.d_model)
         self.embedding = self.param("embedding", embedding_init(c), shape, jnp.dtype(c.param_dtype))
 
     def __call__(self, tokens: Array) -> Array:
-        """Looks up the vectors [B, T, D] of tokens [B, T]; ids outside the vocabulary give NaN."""
         c = self.config
         known = jnp.where(tokens == ZERO_VECTOR, 0, tokens)
         vectors = look_up(self.embedding, known, jnp.dtype(c.dtype))
@@ -91,7 +80,6 @@ class Embedding(nn.Module):
         return constrain(vectors, "batch", "length", "embed")
 
     def attend(self, x: Array) -> Array:
-        """Multiplies vectors [B, T, D] by the transposed table: [B, T, V], in float32 at least."""
         table = self.embedding.astype(x.dtype)
         return jnp.einsum("btd,vd->btv", x, table, preferred_element_type=at_least_float32(x.dtype))
 
@@ -102,25 +90,19 @@ class OutputBias(nn.Module):
     config: TransformerConfig
 
     def setup(self) -> None:
-        """Declares the bias."""
         c = self.config
         shape, dtype = (c.target_vocab_size,), jnp.dtype(c.param_dtype)
         self.bias = self.param("bias", nn.initializers.zeros, shape, dtype)
 
     def effective_bias(self) -> Array:
-        """Returns the bias [V], as `Dense.effective_bias` does."""
         return self.bias
 
     def __call__(self, logits: Array) -> Array:
-        """Adds the bias to logits [B, T, V]."""
         return logits + self.effective_bias().astype(logits.dtype)
 
 
 def require_segment_ids(side: str, segment_ids: Array | None, positions: Array | None) -> None:
-    """Raises UserError for positions without segment ids.
-
-    A packed row would be read as one sentence, whose tokens attend to those of the others.
-    """
+    """Raises UserError for positions without segment ids: packed rows need both."""
     if positions is not None and segment_ids is None:
         raise UserError(
             f"{side}_positions without {side}_segment_ids: give both for packed rows, or neither; "
@@ -142,7 +124,6 @@ class Transformer(nn.Module):
     config: TransformerConfig
 
     def setup(self) -> None:
-        """Creates embeddings, stacks and output projection."""
         c = self.config
         self.target_embedding = Embedding(c, c.target_vocab_size)
         if c.has_inputs:
@@ -194,8 +175,7 @@ class Transformer(nn.Module):
 
         Raises:
           ValueError: only one side has segment ids, or a side is longer than its learned positions.
-          UserError: the program cannot use the kernels that `attention_backend` or `norm_backend`
-            require.
+          UserError: no kernel can do what `attention_backend` or `norm_backend` require.
         """
         c = self.config
         if c.has_inputs and (encoder_segment_ids is None) != (decoder_segment_ids is None):
@@ -207,8 +187,8 @@ class Transformer(nn.Module):
                 encoder_input_tokens,
                 encoder_segment_ids,
                 encoder_positions,
-                deterministic=deterministic,
-                return_attention=return_attention is True,
+                deterministic,
+                return_attention is True,
             )
             cross_visibility = visibility(
                 decoder_input_tokens,
@@ -218,7 +198,7 @@ class Transformer(nn.Module):
                 pad_id=c.pad_id,
             )
 
-        self_mask: Visibility | Array | None
+        self_mask: Mask
         if c.decoder_kind == "ssru":
             segments = decoder_segment_ids
             self_mask = None if segments is None else sentence_starts(segments)
@@ -258,19 +238,10 @@ class Transformer(nn.Module):
         encoder_positions: Array | None = None,
         deterministic: bool = True,
     ) -> Array:
-        """Encodes source tokens, int32 [B, S], to [B, S, D] in the compute dtype.
-
-        Raises:
-          ValueError: the row is longer than the table of learned positions.
-          UserError: positions are given without segment ids.
-        """
+        """Encodes source tokens, int32 [B, S], to [B, S, D] in the compute dtype."""
         require_segment_ids("encoder", encoder_segment_ids, encoder_positions)
         return self._encode(
-            encoder_input_tokens,
-            encoder_segment_ids,
-            encoder_positions,
-            deterministic=deterministic,
-            return_attention=False,
+            encoder_input_tokens, encoder_segment_ids, encoder_positions, deterministic
         )[0]
 
     def init_cache(
@@ -289,9 +260,6 @@ class Transformer(nn.Module):
           beam_size: W, hypotheses per sentence.
           max_length: P, the capacity in target tokens.
           batch_size: B, needed only without inputs.
-
-        Raises:
-          ValueError: there is neither `encoded` nor `batch_size`.
         """
         c = self.config
         layers = range(c.num_decoder_layers)
@@ -329,9 +297,6 @@ class Transformer(nn.Module):
         Returns:
           [B, W, V] in at least float32, and the cache with these tokens added; and the mean over
           heads of the last layer's cross-attention weights [B, W, S], if requested.
-
-        Raises:
-          ValueError: attention is requested, but there are no inputs.
         """
         beams, length = cache.ancestry.shape[1:]
         hypotheses = jnp.arange(beams, dtype=jnp.int32)[:, None]
@@ -357,25 +322,24 @@ class Transformer(nn.Module):
             raise ValueError("without inputs there is no cross-attention")
         return logits, cache, attention.mean(axis=1)
 
-    def _encode(self, tokens, segment_ids, positions, *, deterministic, return_attention):
+    def _encode(self, tokens, segment_ids, positions, deterministic, return_attention=False):
         c, length = self.config, tokens.shape[1]
         x = (self.target_embedding if c.shares_source_and_target else self.source_embedding)(tokens)
         positions = _columns(length, positions)
-        if self.source_positions is not None:
-            x = x + self.source_positions(positions, length)
-        x = self.embedding_dropout(x, deterministic=deterministic)
         return self.encoder(
-            x,
+            self._with_positions(x, self.source_positions, positions, deterministic, length),
             visibility(tokens, tokens, segment_ids, segment_ids, pad_id=c.pad_id),
             attention_positions(c, positions, positions, length),
             deterministic=deterministic,
             return_attention=return_attention,
         )
 
-    def _embed_target(self, tokens, positions, deterministic, length):
-        x = self.target_embedding(tokens)
-        if self.target_positions is not None:
-            x = x + self.target_positions(positions, length)
+    def _embed_target(self, tokens, *options):
+        return self._with_positions(self.target_embedding(tokens), self.target_positions, *options)
+
+    def _with_positions(self, x, encoding, positions, deterministic, length):
+        if encoding is not None:
+            x = x + encoding(positions, length)
         return self.embedding_dropout(x, deterministic=deterministic)
 
     def _logits(self, x: Array) -> Array:

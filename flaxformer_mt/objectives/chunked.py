@@ -31,16 +31,12 @@ class Chunk(NamedTuple):
     """[V, N] on CPUs; [N, V] on other devices, where padding follows the classes."""
     is_class: Array | None
     """Which logits are of classes, broadcastable to `logits`; None if all are."""
-    probabilities: Array
-    """0 in padding."""
-    log_probabilities: Array
-    """Any finite number in padding."""
-    weights: Array
-    """[N], those of the target tokens."""
+    probabilities: Array  # 0 in padding
+    log_probabilities: Array  # any finite number in padding
+    weights: Array  # [N], those of the target tokens
     teacher_logits: Array | None
     """Those of the teacher, if there is one, as `logits`."""
-    axis: int
-    """The axis of the classes."""
+    axis: int  # of the classes
 
 
 class Term(Protocol):
@@ -70,14 +66,11 @@ class Term(Protocol):
 class CrossEntropyOptions(NamedTuple):
     """The static arguments of `chunked_cross_entropy`."""
 
-    smoothing: float = 0.0
-    """Of the labels, as for `token_losses`; so are the next two."""
+    smoothing: float = 0.0  # of the labels, as for `token_losses`; so are the next two
     convention: Convention = "uniform"
     pad_id: int = 0
-    weight: float = 1.0
-    """The factor of the cross-entropy in the objective."""
-    term: Term | None = None
-    """Added to the cross-entropy."""
+    weight: float = 1.0  # the factor of the cross-entropy in the objective
+    term: Term | None = None  # added to the cross-entropy
 
 
 class ChunkedSums(NamedTuple):
@@ -85,14 +78,11 @@ class ChunkedSums(NamedTuple):
 
     objective: Array
     """`weight` * `loss` + `term.weight` * `term`; the only differentiable sum."""
-    loss: Array
-    """The cross-entropy with smoothed labels."""
+    loss: Array  # the cross-entropy with smoothed labels
     correct: Array
     """The positions where no class has a higher logit than the target."""
-    term: Array | None
-    """The term, if there is one."""
-    weights: Array
-    """The sum of the weights."""
+    term: Array | None  # the term, if there is one
+    weights: Array  # the sum of the weights
 
 
 def chunked_cross_entropy(
@@ -114,7 +104,7 @@ def chunked_cross_entropy(
     once for the gradients; with a term once more. CPUs keep them in float32 at least.
 
     Args:
-      factors: the factors of the logits, vectors [B, T, D] and a table [V, D].
+      factors: the factors of the logits.
       targets: int32 [B, T].
       weights: [B, T], 0 where there is no target.
       options: the arguments of `label_smoothed_cross_entropy`, and a term.
@@ -128,7 +118,7 @@ def chunked_cross_entropy(
     platform = mesh_platform()
     max_logits = max_chunk_logits or MAX_CHUNK_LOGITS[platform]
     length = targets.shape[1]
-    shards = row_shards()
+    shards = math.prod(_row_axis_sizes())
     batch = len(targets) // shards
     columns = next(
         number
@@ -164,8 +154,6 @@ def chunked_cross_entropy(
 
 
 class _Static(NamedTuple):
-    """What the functions below are compiled for."""
-
     options: CrossEntropyOptions
     scale: float
     teacher_scale: float
@@ -174,13 +162,7 @@ class _Static(NamedTuple):
     than along rows, on other devices the classes have to be contiguous."""
 
 
-def row_shards() -> int:
-    """Returns the number of devices of the current mesh over which the rows are sharded."""
-    return math.prod(_row_axes())
-
-
-def _row_axes() -> list[int]:
-    """The sizes of the axes of the current mesh over which the rows are sharded."""
+def _row_axis_sizes() -> list[int]:
     mesh = jax.sharding.get_abstract_mesh()
     # Under pmap the axis exists, too, but a device sees only its own rows.
     return [mesh.shape[axis] for axis in ROW_AXES if axis in mesh.auto_axes]
@@ -271,7 +253,7 @@ def _sum_over_devices(gradient):
 
     In one sum over all devices, compilers for TPUs would leave the whole parameter on each.
     """
-    sums = jnp.sum(gradient.reshape(*_row_axes(), *gradient.shape[1:]), axis=-gradient.ndim)
+    sums = jnp.sum(gradient.reshape(*_row_axis_sizes(), *gradient.shape[1:]), axis=-gradient.ndim)
     if gradient.ndim == 3:
         sums = constrain(sums, "lookup_batch", "vocabulary", "lookup_embed")
     return jnp.sum(sums, axis=0)

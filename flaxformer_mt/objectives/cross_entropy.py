@@ -11,7 +11,8 @@ from jax import Array
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.data.stream.batches import Batch
-from flaxformer_mt.model.transformer import OutputFactors, Transformer
+from flaxformer_mt.model.functional import apply_to_batch, as_module
+from flaxformer_mt.model.transformer import OutputFactors
 from flaxformer_mt.objectives.chunked import CrossEntropyOptions, Term, chunked_cross_entropy
 from flaxformer_mt.objectives.flops import training_flops, work_of_batch
 from flaxformer_mt.objectives.losses import Convention
@@ -31,8 +32,7 @@ class Sums:
     """What `loss` is divided by: the number of target tokens, or of sentences."""
     tokens: Array
     """The number of target tokens, for reports of speed."""
-    metrics: Metrics = flax.struct.field(default_factory=dict)
-    """Further sums to report."""
+    metrics: Metrics = flax.struct.field(default_factory=dict)  # further sums to report
 
 
 class Objective(Protocol):
@@ -93,12 +93,12 @@ def cross_entropy(
     passes = term.passes if term else 1
     # A row and its copy are neighbors, and therefore on the same device.
     rows = jax.tree.map(functools.partial(jnp.repeat, repeats=passes, axis=0), batch)
-    dropout: dict[str, Any] = {} if key is None else {"rngs": {"dropout": key}}
-    factors = apply_to_batch(
-        module, params, rows, deterministic=key is None, project=False, **dropout
-    )
+    factors = apply_to_batch(module, params, rows, key, project=False)
     options = CrossEntropyOptions(smoothing, convention, module.config.pad_id, weight, term)
-    of_teacher = None if teacher is None else _teacher_factors(*teacher, rows)
+    of_teacher = None
+    if teacher is not None:
+        other, frozen = teacher
+        of_teacher = apply_to_batch(other, frozen, rows, None, project=False)
     return sums_of_factors(module.config, batch, factors, options, rows, of_teacher)
 
 
@@ -112,13 +112,8 @@ def sums_of_factors(
 ) -> Sums:
     """Computes the sums of `cross_entropy` from the outputs of the forward pass.
 
-    Args:
-      config: the configuration of the model.
-      batch: B rows.
-      factors: the outputs of the model for `rows`.
-      options: of the cross-entropy and its term.
-      rows: the batch, with each row as often as the term needs it.
-      teacher: the outputs of the teacher for `rows`.
+    `rows` is the batch with each row as often as the term needs it; `factors` and `teacher` are
+    the outputs of the model and the teacher for them.
     """
     term = options.term
     passes = term.passes if term else 1
@@ -137,28 +132,3 @@ def sums_of_factors(
     if term is not None and sums.term is not None:
         metrics[term.name] = (sums.term, tokens)
     return Sums(sums.objective, tokens, tokens, metrics)
-
-
-def as_module(model: TransformerConfig | nn.Module) -> nn.Module:
-    """Returns the model of a configuration, and a module as it is."""
-    return Transformer(model) if isinstance(model, TransformerConfig) else model
-
-
-def _teacher_factors(
-    model: TransformerConfig | nn.Module, params: Params, rows: Batch
-) -> OutputFactors:
-    return apply_to_batch(as_module(model), params, rows, deterministic=True, project=False)
-
-
-def apply_to_batch(module: nn.Module, params: Params, batch: Batch, **options: Any) -> Any:
-    """Applies a model to a batch, with the given options of `Transformer.__call__`."""
-    return module.apply(
-        {"params": params},
-        batch.encoder_input_tokens,
-        batch.decoder_input_tokens,
-        encoder_segment_ids=batch.encoder_segment_ids,
-        decoder_segment_ids=batch.decoder_segment_ids,
-        encoder_positions=batch.encoder_positions,
-        decoder_positions=batch.decoder_positions,
-        **options,
-    )

@@ -17,16 +17,11 @@ from flaxformer_mt.data.stream.batches import Batch
 class Work(NamedTuple):
     """Numbers of tokens, and of pairs of a token and one that it attends to."""
 
-    sources: Any
-    """Source tokens: the sum of s over the sentences."""
-    targets: Any
-    """Target tokens: the sum of t."""
-    source_pairs: Any
-    """Self-attention of the encoder: the sum of s * s."""
-    target_pairs: Any
-    """Self-attention of the decoder: the sum of t * (t + 1) / 2."""
-    cross_pairs: Any
-    """Cross-attention: the sum of t * s."""
+    sources: Any  # the sum of s over the sentences
+    targets: Any  # the sum of t
+    source_pairs: Any  # self-attention of the encoder: the sum of s * s
+    target_pairs: Any  # self-attention of the decoder: the sum of t * (t + 1) / 2
+    cross_pairs: Any  # cross-attention: the sum of t * s
 
 
 def work_of_sentences(sources: np.ndarray, targets: np.ndarray) -> Work:
@@ -65,10 +60,6 @@ def training_flops(model: TransformerConfig, work: Work) -> Any:
 
     The backward pass has two products for each of the forward pass: one for the gradient of its
     input, one for that of its parameters.
-
-    Args:
-      model: the model, with its vocabulary sizes.
-      work: of the sentences.
     """
     width = model.d_model
     head = model.key_width + model.value_width

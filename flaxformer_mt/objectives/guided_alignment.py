@@ -5,7 +5,6 @@ Marian's `--guided-alignment` with the cost "ce".
 """
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 from flax import linen as nn
@@ -13,13 +12,12 @@ from jax import Array
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.data.stream.batches import Batch
+from flaxformer_mt.model.functional import apply_to_batch, as_module
 from flaxformer_mt.model.numerics import at_least_float32
 from flaxformer_mt.objectives.chunked import CrossEntropyOptions
 from flaxformer_mt.objectives.cross_entropy import (
     Params,
     Sums,
-    apply_to_batch,
-    as_module,
     cross_entropy,
     sums_of_factors,
 )
@@ -46,14 +44,14 @@ def guided_alignment(
     to that of the cross-entropy, and both are divided by the number of all target tokens.
 
     Args:
-      model: the configuration of the model, or a module that is called like `Transformer`.
-      params: its parameters.
+      model: as for `cross_entropy`; so are `params`, `key`, `smoothing` and `convention`.
+      params: the parameters.
       batch: B rows with `Batch.alignment`; without it, the result is that of `cross_entropy`.
-      key: of dropout; None = no dropout.
+      key: of dropout.
       weight: the factor of the alignment loss.
       layer: the decoder layer whose attention is trained, from 0; negative counts from the last.
-      smoothing: of the labels, as for `cross_entropy`.
-      convention: of smoothing, as of `cross_entropy`.
+      smoothing: of the labels.
+      convention: of smoothing.
 
     Returns:
       The sums of `cross_entropy`, and the metric "alignment": the alignment loss per linked token.
@@ -61,15 +59,8 @@ def guided_alignment(
     if batch.alignment is None:
         return cross_entropy(model, params, batch, key, smoothing=smoothing, convention=convention)
     module = as_module(model)
-    dropout: dict[str, Any] = {} if key is None else {"rngs": {"dropout": key}}
     factors, attention = apply_to_batch(
-        module,
-        params,
-        batch,
-        deterministic=key is None,
-        project=False,
-        return_attention="cross",
-        **dropout,
+        module, params, batch, key, project=False, return_attention="cross"
     )
     options = CrossEntropyOptions(smoothing, convention, module.config.pad_id)
     sums = sums_of_factors(module.config, batch, factors, options, rows=batch)
@@ -81,9 +72,7 @@ def guided_alignment(
 def alignment_loss(attention: Array, batch: Batch) -> tuple[Array, Array]:
     """Sums the alignment loss of `guided_alignment` over the linked target tokens of a batch.
 
-    Args:
-      attention: weights [B, H, T, S] of a layer.
-      batch: has `Batch.alignment`.
+    `attention` has the weights [B, H, T, S] of a layer.
 
     Returns:
       The sum, and the number of linked tokens, both weighted by `decoder_loss_weights`; in float32,

@@ -84,16 +84,7 @@ def label_smoothed_cross_entropy(
     pad_id: int = 0,
     axis: int = -1,
 ) -> tuple[Array, Array]:
-    """Sums the weighted `token_losses`, and the weights.
-
-    Args:
-      logits: [B, T, V].
-      targets: int32 [B, T].
-      weights: [B, T], 0 where there is no target.
-      smoothing: as for `token_losses`; so are the next three.
-      convention: how labels are smoothed, and what is reported.
-      pad_id: the padding class.
-      axis: of the classes.
+    """Sums the weighted `token_losses`, and the weights [B, T], which are 0 without a target.
 
     Returns:
       Two scalars in float32 (float64 if the logits are); their quotient is the loss per token.
@@ -108,14 +99,7 @@ def accuracy(
 ) -> tuple[Array, Array]:
     """Sums the weights of the positions whose target has the highest logit, and of all.
 
-    Args:
-      logits: [B, T, V].
-      targets: int32 [B, T].
-      weights: [B, T].
-      axis: of the classes, if not the last.
-
-    Returns:
-      Two scalars in float32 (float64 if the logits are).
+    Arguments and results as of `label_smoothed_cross_entropy`.
     """
     # The loss has computed the maximum; an argmax would be one more pass over the logits.
     correct = _target_logits(logits, targets, axis) >= jnp.max(logits, axis)
@@ -126,8 +110,7 @@ def accuracy(
 class Label(NamedTuple):
     """The distribution q of `token_losses`."""
 
-    target: float
-    """Probability of the target."""
+    target: float  # probability of the target
     other: float
     """Probability of each other class (except padding, if the convention excludes it)."""
     entropy: float
@@ -136,10 +119,8 @@ class Label(NamedTuple):
     def expected_logit(self, target: Array, total: ArrayLike) -> Array:
         """Computes the mean of the logits under q.
 
-        Args:
-          target: the logit of the target, of any shape.
-          total: the sum of the logits of all classes that q does not exclude, of the same shape;
-            not read without smoothing.
+        `target` is the logit of the target, `total` the sum of the logits of all classes that q
+        does not exclude (not read without smoothing), of the same shape.
         """
         expected = (self.target - self.other) * target
         return expected + self.other * total if self.other else expected
@@ -163,5 +144,4 @@ def smoothed_label(smoothing: float, convention: Convention, num_classes: int) -
 
 
 def _target_logits(logits: Array, targets: ArrayLike, axis: int) -> Array:
-    """Returns the logit of each target: [B, T]."""
     return jnp.take_along_axis(logits, jnp.expand_dims(targets, axis), axis).squeeze(axis)

@@ -14,7 +14,7 @@ if importlib.util.find_spec("torch") is None:
 from flaxformer_mt.parity.any_model.compare_models import compare_models
 from flaxformer_mt.parity.any_model.taps import equinox_taps, linen_taps, scope, tap
 from flaxformer_mt.parity.compare_family import compare
-from flaxformer_mt.parity.diagnosis.first_cause import Diagnosis
+from flaxformer_mt.parity.diagnosis.inputs import Diagnosis
 from flaxformer_mt.parity.reports.baseline import assert_parity
 from flaxformer_mt.parity.reports.comparison import Row
 from flaxformer_mt.parity.reports.plots import plot_trajectory

@@ -2,19 +2,128 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
-from flaxformer_mt.parity.diagnosis.findings import Model, Select, find
-from flaxformer_mt.parity.diagnosis.first_cause import Diagnosis
+from flaxformer_mt.parity.any_model import backward
+from flaxformer_mt.parity.diagnosis.first_cause import Model, find
+from flaxformer_mt.parity.diagnosis.inputs import Diagnosis, Select
 from flaxformer_mt.parity.reports.comparison import Row
 from flaxformer_mt.parity.reports.report import Report
 from flaxformer_mt.parity.rows import VALUES, gradient_rows, step_rows, value_row
 from flaxformer_mt.parity.settings import SettingDifference
-from flaxformer_mt.parity.sides import Side
-from flaxformer_mt.parity.trace import Values
+from flaxformer_mt.parity.sides import (
+    Pair,
+    Side,
+    precision,
+    run_ours,
+    run_reference,
+    without_dropout,
+)
+from flaxformer_mt.parity.trace import Reshape, Tap, Values, frozen_parameters, time_major
 from flaxformer_mt.parity.trajectories import Trajectory
+
+
+class Causes(NamedTuple):
+    """Where the causes of differences are looked for."""
+
+    diagnosis_of: Callable[[str], Diagnosis | None] = lambda site: None
+    """The cause of the first difference, at this site."""
+    model: Model | None = None
+    """Whose differing sites are all found, each by itself."""
+    sites: Sequence[str] = ()
+    """All sites of the model, in the order of the data flow."""
+
+
+def compare_pair(
+    name: str,
+    pair: Pair,
+    batch: Any,
+    taps: Mapping[str, Tap | str],
+    select: Select,
+    causes_of: Callable[[Side, Side], Causes],
+    *,
+    strict: bool,
+    train: Callable[[], Trajectory] | None = None,
+    judged: Callable[[Report, Side, Side], Report] = lambda report, ours, theirs: report,
+    settings: tuple[SettingDifference, ...] = (),
+    notes: Sequence[str] = (),
+) -> Report:
+    """Runs both sides of a pair, and reports on all values, losses, gradients and steps.
+
+    Of both sides, the reference with the values that have the shape of ours, `judged` returns the
+    report with what is known of the pair, and `causes_of`, if anything differs, the causes.
+    `strict` is as for `values_of_module`.
+    """
+    with precision(pair.dtype), without_dropout(pair.module):
+        ours = run_ours(pair, batch)
+        theirs = run_reference(pair, batch, taps, ours.values, strict)
+        values = _in_our_layout(theirs.values, taps, ours.values, select, pair.dtype)
+        theirs = theirs._replace(values=values)
+        report = compared(
+            name,
+            pair.dtype,
+            ours,
+            theirs,
+            select,
+            steps=train() if train else None,
+            settings=settings,
+            notes=[*notes, *frozen_parameters(pair.module)],
+        )
+        theirs = theirs._replace(values=theirs.fitting(ours.values))
+        report = judged(report, ours, theirs)
+        if report.first_divergence is None:
+            return report
+        if _is_random(pair, batch):
+            report = dataclasses.replace(report, notes=(*report.notes, _RANDOM))
+        causes, fits = causes_of(ours, theirs), theirs.values
+        if next(row for row in report.rows if not row.passed).section == "gradients":
+            used = {site: tap for site, tap in taps.items() if site in fits}
+            found = backward.first_difference(pair, batch, used, ours.values, select)
+            report = dataclasses.replace(report, notes=(*report.notes, *found))
+        return explained(report, fits, select, causes)
+
+
+_RANDOM = (
+    "The module is random: its outputs differ between two runs on the same batch. Switch off what "
+    "eval() does not, such as torch.nn.functional.dropout."
+)
+
+
+def _is_random(pair: Pair, batch: Any) -> bool:
+    with torch.no_grad():
+        first, second = (pair.outputs(batch).values() for _ in range(2))
+    return not all(map(torch.equal, map(torch.nan_to_num, first), map(torch.nan_to_num, second)))
+
+
+def _in_our_layout(
+    values: Values, taps: Mapping[str, Tap | str], ours: Values, select: Select, dtype: str
+) -> Values:
+    """Transposes time-major values [T, B, D] with B = T, whose shape does not tell their layout."""
+    # It is the layout in which a value agrees; for a value that agrees in neither, that of the last
+    # one with the same `Tap.reshape`.
+    transposed: dict[Reshape | None, bool] = {}
+    found = dict(values)
+    for site, value in values.items():
+        tap = taps.get(site)
+        reshape = tap.reshape if isinstance(tap, Tap) else None
+        is_square = value.ndim == 3 and value.shape[0] == value.shape[1]
+        may_be = tap is not None and reshape in (None, time_major)
+        if not (is_square and may_be and value.shape == ours[site].shape):
+            continue
+        other = value.swapaxes(0, 1)
+        agrees, other_agrees = (
+            value_row(site, select(site, ours[site]), select(site, each), dtype).passed
+            for each in (value, other)
+        )
+        if agrees != other_agrees:
+            transposed[reshape] = other_agrees
+        if transposed.get(reshape):
+            found[site] = other
+    return found
 
 
 def compared(
@@ -50,43 +159,24 @@ def compared(
 
 def _value_rows(ours: Values, theirs: Side, select: Select, dtype: str) -> Iterator[Row]:
     for site, value in ours.items():
+        expected = theirs.values.get(site)
         if site in theirs.never_run:
             yield Row(site, value.shape, math.inf, math.inf, VALUES[dtype])
-        if site not in theirs.values:
-            continue
-        expected = theirs.values[site]
-        if expected.shape != value.shape:
+        elif expected is not None and expected.shape != value.shape:
             yield Row(site, value.shape, math.inf, math.inf, VALUES[dtype], expected.shape)
-            continue
-        yield value_row(site, select(site, value), select(site, expected), dtype)
+        elif expected is not None:
+            yield value_row(site, select(site, value), select(site, expected), dtype)
 
 
-def explained(
-    report: Report,
-    theirs: Values,
-    select: Select,
-    *,
-    model: Model | None = None,
-    sites: Sequence[str] = (),
-    diagnosis_of: Callable[[str], Diagnosis | None] = lambda site: None,
-    gradient_notes: Callable[[], Sequence[str]] = tuple,
-) -> Report:
-    """Returns a report with the causes of its differences.
-
-    Every differing site of `model` is found; `sites` has all of its sites in the order of the data
-    flow, and `theirs` the reference's values whose shapes are ours. Without findings,
-    `diagnosis_of` has the cause of the first difference. `gradient_notes` says where gradients
-    begin to differ.
-    """
+def explained(report: Report, theirs: Values, select: Select, causes: Causes) -> Report:
+    """Returns a report with the causes of its differences from values of the same shapes."""
     first = next((row for row in report.rows if not row.passed), None)
     if first is None or first.reference_shape is not None:
         return report
-    if first.section == "gradients":
-        report = dataclasses.replace(report, notes=(*report.notes, *gradient_notes()))
-    if first.section == "values" and model is not None:
-        findings = tuple(find(model, sites, theirs, select, report.dtype))
+    if first.section == "values" and causes.model is not None:
+        findings = tuple(find(causes.model, causes.sites, theirs, select, report.dtype))
         report = dataclasses.replace(report, findings=findings)
         if findings:
             return dataclasses.replace(report, diagnosis=findings[0].diagnosis)
     first = report.first_divergence or first
-    return dataclasses.replace(report, diagnosis=diagnosis_of(first.site))
+    return dataclasses.replace(report, diagnosis=causes.diagnosis_of(first.site))

@@ -73,19 +73,9 @@ def check_family(
 ) -> Report:
     """Compares our model with the reference of a family, on generated sentences with padding.
 
-    Args:
-      family: a key of `presets.FAMILIES`.
-      dtype: the dtype of both sides.
-      size: the size of a reference with random weights; biases and norms are perturbed, too.
-      num_steps: optimizer steps to compare, by the family's recipe.
-      seed: seed of the weights and the sentences.
-      checkpoint: a file or folder with the weights (and sizes) of the reference.
-      saved: what another program computed with the checkpoint, instead of a reference.
-      tables: see `compare`; by default "published" with saved values, else "exact".
-      **settings: fields of `TransformerConfig` that override the size or the checkpoint.
-
-    Raises:
-      UserError: the family, a setting or the checkpoint is invalid.
+    Arguments are the options of the command `parity`; `saved` is what another program computed
+    with the checkpoint, and `settings` are fields of `TransformerConfig` that override the size or
+    the checkpoint. Raises UserError if the family, a setting or the checkpoint is invalid.
     """
     family = canonical_family(family)
     if family not in FAMILIES:
@@ -118,11 +108,7 @@ def check_family(
         for number in range(_BATCHES)
     ]
     # All of it, since the module's tensors do not have what a file says of itself.
-    told = {
-        field.name: getattr(config, field.name)
-        for field in dataclasses.fields(config)
-        if field.name not in _DTYPES
-    }
+    told = {n: v for n, v in dataclasses.asdict(config).items() if n not in _DTYPES}
     report = compare(
         family,
         module,
@@ -138,7 +124,7 @@ def check_family(
 
 
 def saving_script(family: str, checkpoint: str | os.PathLike[str] | None, **settings: Any) -> str:
-    """Returns a script that saves the values of another program; arguments as `check_family`."""
+    """Returns a script that saves the values of another program."""
     family = canonical_family(family)
     if checkpoint is None:
         config, _ = random_reference(family, "float32", "toy", 0, **settings)
@@ -178,14 +164,14 @@ def _reservation(
         for source, found in sources.items()
         if found
     )
-    found = [
+    notes = [
         "The reference was built from the same settings as our model: wrong settings would agree. "
         "To test them, compare with values that the original program saved (--script prints how).",
         f"Settings {settings}.",
     ]
     if tables == "exact" and any(each.exact for each in model.family.buffers(config)):
-        found.append("Published tables of positions are replaced by exact ones on both sides.")
-    return found
+        notes.append("Published tables of positions are replaced by exact ones on both sides.")
+    return notes
 
 
 def random_reference(

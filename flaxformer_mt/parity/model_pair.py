@@ -24,13 +24,7 @@ from flaxformer_mt.objectives.losses import label_smoothed_cross_entropy
 from flaxformer_mt.parity.any_model.program import TracedFunction, trace
 from flaxformer_mt.parity.recipes import Recipe, recipe
 from flaxformer_mt.parity.sides import Pair, copied
-from flaxformer_mt.parity.tokens import (
-    Padding,
-    Tokens,
-    as_tokens,
-    check_special_tokens,
-    padding,
-)
+from flaxformer_mt.parity.tokens import Padding, Tokens, as_tokens, check_special_tokens, padding
 from flaxformer_mt.parity.trace import Values, sites, values_of_model
 from flaxformer_mt.presets import canonical_family
 
@@ -43,8 +37,12 @@ Forward = Callable[[nn.Module, Tokens], torch.Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class OurModel:
-    """Our model as functions of the reference's tensors by name, with tied tensors given once."""
+    """Our model as functions of the reference's tensors by name, with tied tensors given once.
 
+    The outputs are the logits [B, T, V]; losses are per target token.
+    """
+
+    # They cover every convention of label smoothing.
     loss_families: ClassVar[tuple[str, ...]] = (
         "jadore801120",
         "annotated",
@@ -52,35 +50,25 @@ class OurModel:
         "torch",
         "fairseq",
     )
-    """They cover every convention of label smoothing."""
     family: interop.Family
     config: TransformerConfig
     recipe: Recipe
     tables: Tables = "exact"
 
-    def logits(
-        self, tensors: Mapping[str, Any], tokens: Tokens, *, with_intermediates: bool = False
-    ) -> Any:
-        """Computes the logits [B, T, V]; with intermediates, returns these as well."""
-        to_params = interop.differentiable(self.family, self.config, tuple(tensors))
-        config, params = self.config, to_params(tensors)
+    def run(self, tensors: Mapping[str, Any], batch: Tokens) -> tuple[Sequence[Array], Any]:
+        config = self.config
+        params = interop.differentiable(self.family, config, tuple(tensors))(tensors)
         if self.tables == "published" and config.position_kind == "sinusoidal":
             config, params = self._with_published_tables(params, tensors)
-        variables = {"params": params}
-        model = Transformer(config)
-        kept: dict[str, Any] = {}
-        if with_intermediates:
-            kept = {"capture_intermediates": True, "mutable": ["intermediates"]}
-        if not self.config.target_vocab_size:
-            return model.apply(variables, tokens, method=_layers_alone, **kept)
-        positions = None
-        if self.recipe.counts_tokens:
-            real = jnp.cumsum(tokens.source != self.config.pad_id, axis=1, dtype=jnp.int32)
-            positions = jnp.maximum(real - 1, 0)
-        source = tokens.source if self.config.has_inputs else None
-        return model.apply(
-            variables, source, tokens.target_input, encoder_positions=positions, **kept
-        )
+        arguments: Any = {"capture_intermediates": True, "mutable": ["intermediates"]}
+        inputs: tuple[Any, ...] = (batch.source if config.has_inputs else None, batch.target_input)
+        if not config.target_vocab_size:
+            arguments["method"], inputs = _layers_alone, (batch,)
+        elif self.recipe.counts_tokens:
+            real = jnp.cumsum(batch.source != config.pad_id, axis=1, dtype=jnp.int32)
+            arguments["encoder_positions"] = jnp.maximum(real - 1, 0)
+        logits, kept = Transformer(config).apply({"params": params}, *inputs, **arguments)
+        return [logits], kept["intermediates"]
 
     def published_tables(self, tensors: Mapping[str, Any]) -> list[str]:
         """Returns the names of the tables of positions among the reference's tensors."""
@@ -107,17 +95,10 @@ class OurModel:
         }
         return config, params | positions
 
-    def run(self, tensors: Mapping[str, Any], batch: Tokens) -> tuple[Sequence[Array], Any]:
-        """Returns the logits, and the intermediate values."""
-        logits, kept = self.logits(tensors, batch, with_intermediates=True)
-        return [logits], kept["intermediates"]
-
     def by_site(self, outputs: Sequence[Array], values: Any) -> Values:
-        """Returns all values by site."""
         return values_of_model(self.config, values) | {"logits": np.asarray(outputs[0])}
 
     def loss(self, outputs: Sequence[Array], batch: Tokens, family: str = "") -> Array:
-        """Computes the loss per target token, by default with the convention of the recipe."""
         (logits,) = outputs
         total, weight = label_smoothed_cross_entropy(
             logits,
@@ -138,20 +119,14 @@ class ModelPair(Pair):
     params: Mapping[str, Any]
     module: nn.Module
     forward: Forward
-
-    @property
-    def dtype(self) -> str:
-        """The dtype of both sides."""
-        return self.ours.config.param_dtype
+    dtype: str
 
     def fixed(self) -> dict[str, np.ndarray]:
-        """Copies the reference's tensors that are not trained, by name."""
         trained = {id(p) for p in self.module.parameters() if p.requires_grad}
         state = self.module.state_dict(keep_vars=True)
         return {name: copied(tensor) for name, tensor in state.items() if id(tensor) not in trained}
 
     def outputs(self, batch: Tokens) -> dict[str, torch.Tensor]:
-        """Computes the logits [B, T, V], differentiably; raises UserError if they are not that."""
         logits = self.forward(self.module, batch)
         rows = batch.target_output.shape
         vocabulary = self.ours.config.target_vocab_size or self.ours.config.d_model
@@ -166,7 +141,6 @@ class ModelPair(Pair):
     def loss(
         self, outputs: Mapping[str, torch.Tensor], batch: Tokens, family: str = ""
     ) -> torch.Tensor:
-        """Computes the loss per target token, by default with the loss of the recipe."""
         logits, pad_id = outputs["logits"], self.ours.config.pad_id
         targets = torch.tensor(classes(batch, logits.shape[-1], pad_id)).long()
         its_loss = (recipe(family) if family else self.ours.recipe).loss
@@ -176,7 +150,6 @@ class ModelPair(Pair):
         return total / count
 
     def traced(self, batch: Tokens) -> tuple[TracedFunction, list[Any]]:
-        """Returns our model as a traced function whose intermediates are the sites."""
         tensors = {**self.trained(), **self.fixed()}
         function = trace(self.ours.run, tensors, (batch,), intermediates=False)
         numbers = dict(zip(function.output_names, function.outputs, strict=True))
@@ -202,12 +175,10 @@ def model_pair(
     if isinstance(family, str):
         family = interop.FAMILIES[canonical_family(family)]
     checkpoints.check_module(family, config, module.state_dict(keep_vars=True))
-    default: Forward = _on_tokens
-    if not config.target_vocab_size:
-        run = _torch_transformer if isinstance(module, nn.Transformer) else _layers
-        default = functools.partial(run, config)
+    bare = not config.target_vocab_size
+    default: Forward = functools.partial(_on_vectors, config) if bare else _on_tokens
     ours = OurModel(family, config, its_recipe or recipe(family.name), tables)
-    return ModelPair(ours, params, module, forward or default)
+    return ModelPair(ours, params, module, forward or default, config.param_dtype)
 
 
 def real_tokens(models: ModelPair, batch: Any) -> tuple[Tokens, Padding]:
@@ -218,10 +189,8 @@ def real_tokens(models: ModelPair, batch: Any) -> tuple[Tokens, Padding]:
 
 
 def classes(tokens: Tokens, vocabulary: int, pad_id: int) -> np.ndarray:
-    """Returns the target classes, [B, T]; the D outputs of bare layers serve as logits.
-
-    Tokens of a vocabulary larger than D share classes, but none shares that of padding.
-    """
+    """Returns the target classes, [B, T]; the D outputs of bare layers serve as logits."""
+    # Tokens of a vocabulary larger than D share classes, but none shares that of padding.
     found = tokens.target_output % vocabulary
     shared = (found == pad_id) & (tokens.target_output != pad_id)
     return (found + shared.astype(found.dtype)) % vocabulary
@@ -240,37 +209,17 @@ def _vectors(d_model: int) -> np.ndarray:
     return np.random.default_rng(0).normal(size=(d_model, d_model))
 
 
-def _source_and_target(
-    config: TransformerConfig, tokens: Tokens
-) -> tuple[torch.Tensor, torch.Tensor]:
-    dtype = getattr(torch, config.dtype)
-    table = torch.tensor(_vectors(config.d_model), dtype=dtype)
-    return table[tokens.source % config.d_model], table[tokens.target_input % config.d_model]
-
-
-def _layers(config: TransformerConfig, module: nn.Module, tokens: Tokens) -> torch.Tensor:
-    source, target = _source_and_target(config, tokens)
-    source_mask = torch.tensor(tokens.source != config.pad_id)[:, None]
-    length = target.shape[1]
-    target_mask = torch.ones(length, length, dtype=torch.bool).tril()[None]
-    return module(source, target, source_mask, target_mask)
-
-
-def _torch_transformer(
-    config: TransformerConfig, module: nn.Module, tokens: Tokens
-) -> torch.Tensor:
-    source, target = _source_and_target(config, tokens)
+def _on_vectors(config: TransformerConfig, module: nn.Module, tokens: Tokens) -> torch.Tensor:
+    table = torch.tensor(_vectors(config.d_model), dtype=getattr(torch, config.dtype))
+    source, target = (table[array % config.d_model] for array in tokens[:2])
+    visible = torch.tensor(tokens.source != config.pad_id)
+    causal = torch.ones(target.shape[1], target.shape[1], dtype=torch.bool).tril()
+    if not isinstance(module, nn.Transformer):
+        return module(source, target, visible[:, None], causal[None])
     if not module.batch_first:
         source, target = source.transpose(0, 1), target.transpose(0, 1)
-    length = tokens.target_input.shape[1]
-    hidden = torch.tensor(tokens.source == config.pad_id)
-    output = module(
-        source,
-        target,
-        tgt_mask=torch.ones(length, length, dtype=torch.bool).triu(1),
-        src_key_padding_mask=hidden,
-        memory_key_padding_mask=hidden,
-    )
+    hidden = {"src_key_padding_mask": ~visible, "memory_key_padding_mask": ~visible}
+    output = module(source, target, tgt_mask=~causal, **hidden)
     return output if module.batch_first else output.transpose(0, 1)
 
 

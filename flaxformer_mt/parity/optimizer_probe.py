@@ -32,12 +32,16 @@ def _gradients(step: int) -> np.ndarray:
     return np.concatenate([_GRADIENTS, [0.0], last])
 
 
-def updates_of_torch(optimizer_of: TorchOptimizer) -> np.ndarray:
-    """Returns two updates of an optimizer, float64 [2, N]."""
+def updates_of_torch(
+    optimizer_of: TorchOptimizer, rate: Callable[[int], float] | None = None
+) -> np.ndarray:
+    """Returns two updates of an optimizer, float64 [2, N], at the rates of the updates 1 and 2."""
     parameter = torch.nn.Parameter(torch.tensor(_PARAMETERS))
     optimizer = optimizer_of([parameter])
     rows = []
     for step in range(2):
+        if rate:
+            set_rate(optimizer, rate(step + 1))
         before = parameter.detach().clone()
         parameter.grad = torch.tensor(_gradients(step))
         optimizer.step()
@@ -45,8 +49,14 @@ def updates_of_torch(optimizer_of: TorchOptimizer) -> np.ndarray:
     return np.stack(rows)
 
 
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Sets the learning rate of all parameters."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
 def updates_of_optax(optimizer: optax.GradientTransformation) -> np.ndarray:
-    """Returns two updates of an optimizer, float64 [2, N], if JAX's precision is float64."""
+    """Returns two updates of an optimizer, [2, N]."""
     parameters: Any = jnp.asarray(_PARAMETERS)
     state = optimizer.init(parameters)
     rows = []
@@ -58,8 +68,6 @@ def updates_of_optax(optimizer: optax.GradientTransformation) -> np.ndarray:
 
 
 class _Constants(NamedTuple):
-    """What two updates tell of Adam."""
-
     rate: float
     """The size of the first update for a gradient of 0.01, or far above epsilon."""
     decay: float

@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +14,8 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop import convert
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint, Tensors
-from flaxformer_mt.interop.weight_maps import checkpoints, mapping, validation
+from flaxformer_mt.interop.weight_maps import checkpoints, validation
+from flaxformer_mt.interop.weight_maps.mapping import WeightMap
 from flaxformer_mt.parity import references
 from flaxformer_mt.parity.model_pair import Tables
 from flaxformer_mt.presets import canonical_family, check_fields
@@ -36,8 +37,8 @@ class PublishedModel:
         """Returns the configuration with `overrides`, which cannot be sizes."""
         config = self.unchecked(overrides)
         with checkpoints.error_context(self.source, self.family.name):
-            rules = mapping.rules_for(self.family, config, self.tensors)
-            validation.check_tensors(self.family, rules, config, self.tensors)
+            weight_map = WeightMap.of_tensors(self.family, config, self.tensors)
+            validation.check_tensors(weight_map, self.tensors)
         return config
 
     def unchecked(self, overrides: Mapping[str, Any]) -> TransformerConfig:
@@ -62,7 +63,10 @@ class PublishedModel:
 
     def reference(self, config: TransformerConfig, dtype: Dtype, tables: Tables) -> nn.Module:
         """Returns the family's reference with these weights, in evaluation mode."""
-        options = _options(self.family.name, self.tensors)
+        options = {}
+        if self.family.name.startswith("annotated"):
+            own = any(".src_attn." in name for name in self.tensors)
+            options = {"source_attention": "src_attn" if own else "self_attn"}
         module = references.of_config(self.family.name, config, dtype, **options)
         shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
         buffers = {buffer.name: buffer for buffer in self.family.buffers(config)}
@@ -98,10 +102,3 @@ def read(family: str, path: str | os.PathLike[str]) -> PublishedModel:
     with checkpoints.error_context(path, its_map.name):
         checkpoint = checkpoints.read(its_map, path)
     return PublishedModel(its_map, path, checkpoint.tensors, checkpoint, None)
-
-
-def _options(family: str, tensors: Iterable[str]) -> dict[str, Any]:
-    has_source_attention = any(".src_attn." in name for name in tensors)
-    if family in ("annotated", "annotated_wide_heads") and not has_source_attention:
-        return {"source_attention": "self_attn"}
-    return {}

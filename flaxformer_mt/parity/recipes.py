@@ -6,7 +6,7 @@ The families `double_projection`, `mbart`, `m2m100` and `t5` have the recipe of 
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -40,120 +40,69 @@ class Recipe:
     """Count positions over real source tokens instead of columns."""
 
 
+class _Published(NamedTuple):
+    convention: Convention
+    loss: ReferenceLoss
+    schedule: str
+    learning_rate: float
+    beta2: float = 0.98
+    epsilon: float = 1e-9
+
+
+_RECIPES = {
+    # PyTorch's translation tutorial.
+    "torch": _Published("uniform", losses.torch_cross_entropy, "constant", 1e-4),
+    "jadore801120": _Published("others", losses.jadore801120, "noam", 2.0),
+    "annotated": _Published("non_pad_kl", losses.annotated, "noam", 1.0),
+    # The published loss treats padding as a class; ours ignores it, as `annotated` does. fastai
+    # also schedules Adam's beta1, which is omitted on both sides.
+    "annotated_wide_heads": _Published(
+        "non_pad_kl", losses.annotated, "one_cycle", 1e-3, beta2=0.99, epsilon=1e-5
+    ),
+    "tunz": _Published("others_kl", losses.tunz, "tensor2tensor", 2.0, beta2=0.997),
+    # OpenNMT-py's recipe of Transformers.
+    "opennmt": _Published("uniform", losses.torch_cross_entropy, "noam", 2.0, beta2=0.998),
+    # `--lr-warmup W --lr-decay-inv-sqrt W` at the rate of OPUS-MT's recipe.
+    "marian": _Published("uniform", losses.torch_cross_entropy, "inverse_square_root", 3e-4),
+    "fairseq": _Published("others", losses.fairseq, "inverse_square_root", 5e-4, epsilon=1e-8),
+}
+
+
 @functools.lru_cache
 def recipe(family: str, warmup_steps: int = 4000, num_steps: int = 100_000) -> Recipe:
-    """Returns the recipe of a family, by default that of `torch`.
-
-    Warm-up and total are numbers of updates; one-cycle schedules depend on the total.
-    """
-    warmup = warmup_steps
-    match canonical_family(family):
-        case "jadore801120":
-            return _noam("others", losses.jadore801120, 2.0, warmup)
-        case "annotated":
-            return _noam("non_pad_kl", losses.annotated, 1.0, warmup)
-        case "annotated_wide_heads":
-            return _annotated_wide_heads(num_steps)
-        case "tunz":
-            return _tunz(warmup)
-        case "opennmt":  # OpenNMT-py's recipe of Transformers.
-            return _noam("uniform", losses.torch_cross_entropy, 2.0, warmup, beta2=0.998)
-        case "marian":  # `--lr-warmup W --lr-decay-inv-sqrt W` at the rate of OPUS-MT's recipe.
-            return _inverse_square_root("uniform", losses.torch_cross_entropy, 3e-4, warmup)
-        case "fairseq":
-            return _inverse_square_root(
-                "others",
-                losses.fairseq,
-                5e-4,
-                warmup,
-                epsilon=1e-8,
-                source_padding="left",
-                counts_tokens=True,
-            )
-        case _:  # PyTorch's translation tutorial.
-            return _recipe(
-                "uniform",
-                losses.torch_cross_entropy,
-                lambda t, d_model: 1e-4,
-                schedule="constant",
-                learning_rate=1e-4,
-            )
-
-
-def _recipe(
-    convention: Convention,
-    loss: ReferenceLoss,
-    rate: Callable[[int, int], float],
-    beta2: float = 0.98,
-    epsilon: float = 1e-9,
-    source_padding: Literal["left", "right"] = "right",
-    counts_tokens: bool = False,
-    **schedule: Any,
-) -> Recipe:
+    """Returns the recipe of a family; one-cycle schedules depend on the total of updates."""
+    name = canonical_family(family)
+    its = _RECIPES.get(name, _RECIPES["torch"])
+    steps: dict[str, int] = {}
+    if its.schedule == "one_cycle":
+        total = max(num_steps, 10)
+        steps = {"warmup_steps": round(0.3 * total), "total_steps": total}
+    elif its.schedule != "constant":
+        steps = {"warmup_steps": warmup_steps}
+    schedule: Any = {"schedule": its.schedule, "learning_rate": its.learning_rate} | steps
+    optimizer = OptimizerConfig(beta1=0.9, beta2=its.beta2, epsilon=its.epsilon, **schedule)
+    is_fairseq = name == "fairseq"
     return Recipe(
-        convention=convention,
-        optimizer=OptimizerConfig(beta1=0.9, beta2=beta2, epsilon=epsilon, **schedule),
-        loss=loss,
-        adam=functools.partial(torch.optim.Adam, betas=(0.9, beta2), eps=epsilon),
-        rate=rate,
-        source_padding=source_padding,
-        counts_tokens=counts_tokens,
+        convention=its.convention,
+        optimizer=optimizer,
+        loss=its.loss,
+        adam=functools.partial(torch.optim.Adam, betas=(0.9, its.beta2), eps=its.epsilon),
+        rate=functools.partial(_rate, optimizer),
+        source_padding="left" if is_fairseq else "right",
+        counts_tokens=is_fairseq,
     )
 
 
-def _noam(
-    convention: Convention, loss: ReferenceLoss, rate: float, warmup: int, beta2: float = 0.98
-) -> Recipe:
-    return _recipe(
-        convention,
-        loss,
-        lambda t, d_model: losses.noam_rate(t, rate, d_model, warmup),
-        beta2=beta2,
-        schedule="noam",
-        learning_rate=rate,
-        warmup_steps=warmup,
-    )
-
-
-def _inverse_square_root(
-    convention: Convention, loss: ReferenceLoss, rate: float, warmup: int, **options: Any
-) -> Recipe:
-    return _recipe(
-        convention,
-        loss,
-        lambda t, d_model: losses.inverse_square_root_rate(t, rate, warmup),
-        schedule="inverse_square_root",
-        learning_rate=rate,
-        warmup_steps=warmup,
-        **options,
-    )
-
-
-def _annotated_wide_heads(num_steps: int) -> Recipe:
-    # fastai also schedules Adam's beta1, which is omitted on both sides.
-    total = max(num_steps, 10)
-    rise = round(0.3 * total)
-    return _recipe(
-        # The published loss treats padding as a class; ours ignores it, as `annotated` does.
-        "non_pad_kl",
-        losses.annotated,
-        lambda t, d_model: losses.one_cycle_rate(t, 1e-3, rise, total),
-        beta2=0.99,
-        epsilon=1e-5,
-        schedule="one_cycle",
-        learning_rate=1e-3,
-        warmup_steps=rise,
-        total_steps=total,
-    )
-
-
-def _tunz(warmup: int) -> Recipe:
-    return _recipe(
-        "others_kl",
-        losses.tunz,
-        lambda t, d_model: losses.tensor2tensor_rate(t, 2.0, d_model, warmup),
-        beta2=0.997,
-        schedule="tensor2tensor",
-        learning_rate=2.0,
-        warmup_steps=warmup,
-    )
+def _rate(config: OptimizerConfig, t: int, d_model: int) -> float:
+    peak, warmup = config.learning_rate, config.warmup_steps
+    match config.schedule:
+        case "noam":
+            return losses.noam_rate(t, peak, d_model, warmup)
+        case "tensor2tensor":
+            return losses.tensor2tensor_rate(t, peak, d_model, warmup)
+        case "inverse_square_root":
+            return losses.inverse_square_root_rate(t, peak, warmup)
+        case "one_cycle":
+            return losses.one_cycle_rate(t, peak, warmup, config.total_steps or 0)
+        case _:
+            return peak

@@ -29,10 +29,7 @@ class SettingDifference(NamedTuple):
 def differing_settings(
     config: TransformerConfig, module: nn.Module, family: str
 ) -> tuple[SettingDifference, ...]:
-    """Returns the settings that the attributes of a module's parts contradict.
-
-    A module whose parts have several values says nothing, since only one of them may be used.
-    """
+    """Returns the settings that a module contradicts, if its parts have one value only."""
     names: dict[str, tuple[str, ...]] = {"num_heads": HEAD_COUNTS + HEAD_COUNTS_OF.get(family, ())}
     if config.target_vocab_size:
         names["pad_id"] = PADDING_IDS

@@ -1,7 +1,7 @@
 """Our side of a comparison and a PyTorch module with the same weights, and the values of each.
 
-Our side is a function of the *module's* tensors, which it maps to its own parameters. Gradients are
-therefore with respect to them, through ties and folds, and an optimizer can update the same ones.
+Our side is a function of the *module's* tensors: gradients are with respect to them, through ties
+and folds, and an optimizer can update the same ones.
 """
 
 import abc
@@ -42,6 +42,10 @@ class Side(NamedTuple):
     uncertain: tuple[str, ...] = ()
     """Of a reference, as in `trace.ModuleValues`."""
 
+    def fitting(self, ours: Values) -> Values:
+        """Returns the values that have the shape of ours."""
+        return {site: v for site, v in self.values.items() if v.shape == ours[site].shape}
+
 
 class Ours(Hashable, Protocol):
     """Our side, by which compiled programs are cached."""
@@ -64,6 +68,8 @@ class Pair(abc.ABC):
 
     ours: Ours
     module: nn.Module
+    dtype: str
+    """That of both sides, "float32" or "float64"."""
 
     def trained(self) -> dict[str, np.ndarray]:
         """Copies the module's trained parameters by name, with tied ones given once."""

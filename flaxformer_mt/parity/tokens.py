@@ -40,11 +40,9 @@ def padding(tokens: Tokens, pad_id: int) -> Padding:
 
 
 def check_special_tokens(config: TransformerConfig) -> None:
-    """Checks that the special tokens are in the vocabularies and do not collide.
-
-    Start and end may be one token, as in fairseq. Start and padding may be one token, as in Marian,
-    unless padding is masked in the decoder's self-attention, which would hide the start.
-    """
+    """Checks that the special tokens are in the vocabularies and do not collide."""
+    # Start and end may be one token, as in fairseq. Start and padding may be one token, as in
+    # Marian, unless padding is masked in the decoder's self-attention, which would hide the start.
     if not config.target_vocab_size:  # Bare layers take vectors.
         return
     for name, token, size in ids_outside(config):
@@ -147,10 +145,7 @@ def example(
     source_padding: Literal["left", "right"] = "right",
     seed: int = 0,
 ) -> Tokens:
-    """Returns B = `rows` random sentences; all but the first are padded, targets on the right.
-
-    Without vocabularies (bare layers), token ids are below D.
-    """
+    """Returns B = `rows` random sentences; all but the first are padded, targets on the right."""
     random = np.random.default_rng(seed)
     source_lengths = _lengths(random, source_length, rows)
     target_lengths = _lengths(random, target_length, rows)

@@ -1,32 +1,16 @@
 """Captures the value of every sub-layer, in our model and in a PyTorch module.
 
-A *site* names a value that both sides compute, such as "encoder/layers/0/self_attention/query".
-`sites` lists those of a configuration in the order of computation, so that the first difference is
-the relevant one:
-
-    source/embedding                     [B, S, D], looked up and scaled
-    source/embedded                      [B, S, D], positions added
-    encoder/embedding_norm               [B, S, D]
-    encoder/layers/0/self_attention/query, key, value    [B, S, H*K], value [B, S, H*U]
-    encoder/layers/0/self_attention/scores               [B, H, S, S], -inf where masked
-    encoder/layers/0/self_attention/weights              [B, H, S, S]
-    encoder/layers/0/self_attention/context              [B, S, H*U]
-    encoder/layers/0/self_attention/output               [B, S, D]
-    encoder/layers/0/self_attention_sum                  [B, S, D], input + output
-    encoder/layers/0/self_attention_norm                 [B, S, D], first if pre-norm, last if post
-    encoder/layers/0/feed_forward/hidden, activated      [B, S, F]; with a gate, hidden, gate, ...
-    encoder/layers/0/feed_forward/output                 [B, S, D]
-    encoder/layers/0/feed_forward_sum, feed_forward_norm [B, S, D]
-    encoder/layers/0                                     [B, S, D], the layer's output
-    encoder/final_norm                                   [B, S, D]
-    target/..., decoder/... with self_attention, cross_attention and feed_forward
-    logits                                               [B, T, V]
+A *site* names a value that both sides compute, such as "encoder/layers/0/self_attention/query";
+docs/parity.md has all names and shapes. `sites` lists those of a configuration in the order of
+computation, so that the first difference is the relevant one.
 
 The values of our model come from Linen's "intermediates" collection; those of a PyTorch module from
 hooks, and from a dispatch mode for operations between modules. Neither model needs to be modified.
 """
 
 import contextlib
+import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -53,73 +37,59 @@ class Site(NamedTuple):
 
     name: str
     path: str
-    call: int
+    call: int = 0
     """Index among the values recorded at the path."""
-    layer: int | None
+    layer: int | None = None
     """Index into the leading axis L; None outside of the stacks."""
 
 
 def sites(config: TransformerConfig) -> list[Site]:
     """Returns every site of a model except the logits, in the order of computation."""
-    found: list[Site] = []
-    attentions: tuple[str, ...] = ("self_attention",)
-    if config.has_inputs:
-        shared = config.shares_source_and_target
-        table = "target_embedding" if shared else "source_embedding"
-        found += _embedding_sites("source", "encoder", table, 0, 0, config)
-        for layer in range(config.num_encoder_layers):
-            found += _layer_sites("encoder", attentions, layer, config)
-        found += _norm_on_top("encoder", config)
-        found += _embedding_sites("target", "decoder", "target_embedding", int(shared), 1, config)
-        attentions = ("self_attention", "cross_attention")
-    else:
-        found += _embedding_sites("target", "decoder", "target_embedding", 0, 0, config)
-    for layer in range(config.num_decoder_layers):
-        found += _layer_sites("decoder", attentions, layer, config)
-    return found + _norm_on_top("decoder", config)
+    if not config.has_inputs:
+        return _stack_sites("target", "decoder", "target_embedding", 0, config)
+    shared = config.shares_source_and_target
+    table = "target_embedding" if shared else "source_embedding"
+    source = _stack_sites("source", "encoder", table, 0, config)
+    return source + _stack_sites("target", "decoder", "target_embedding", int(shared), config)
 
 
-def _embedding_sites(
-    side: str, stack: str, table: str, call: int, dropout_call: int, config: TransformerConfig
+def _stack_sites(
+    side: str, stack: str, table: str, call: int, config: TransformerConfig
 ) -> list[Site]:
-    if not config.target_vocab_size:  # Bare layers take vectors.
-        return []
-    found = [Site(f"{side}/embedding", f"{table}/__call__", call, None)]
-    if POSITION_KINDS[config.position_kind].encoding is not None:
-        found.append(Site(f"{side}/embedded", "embedding_dropout/__call__", dropout_call, None))
-    if config.embedding_norm:
-        norm = f"{stack}/embedding_norm"
-        found.append(Site(norm, f"{norm}/__call__", 0, None))
+    found = []
+    if config.target_vocab_size:  # Bare layers take vectors.
+        found.append(Site(f"{side}/embedding", f"{table}/__call__", call))
+        if POSITION_KINDS[config.position_kind].encoding is not None:
+            call = int(stack == "decoder" and config.has_inputs)
+            found.append(Site(f"{side}/embedded", "embedding_dropout/__call__", call))
+        if config.embedding_norm:
+            found.append(Site(f"{stack}/embedding_norm", f"{stack}/embedding_norm/__call__"))
+    in_encoder = stack == "encoder"
+    for layer in range(config.num_encoder_layers if in_encoder else config.num_decoder_layers):
+        found += _layer_sites(stack, layer, config)
+    if config.final_norm:
+        found.append(Site(f"{stack}/final_norm", f"{stack}/final_norm/__call__"))
     return found
 
 
-def _norm_on_top(stack: str, config: TransformerConfig) -> list[Site]:
-    norm = f"{stack}/final_norm"
-    return [Site(norm, f"{norm}/__call__", 0, None)] if config.final_norm else []
-
-
-def _layer_sites(
-    stack: str, attentions: tuple[str, ...], layer: int, config: TransformerConfig
-) -> list[Site]:
+def _layer_sites(stack: str, layer: int, config: TransformerConfig) -> list[Site]:
     ours, name = f"{stack}/layers", f"{stack}/layers/{layer}"
-    sublayers = (*attentions, "feed_forward")
-    found = []
-    for sublayer, following in zip(sublayers, (*sublayers[1:], None), strict=True):
-        norm = Site(f"{name}/{sublayer}_norm", f"{ours}/{sublayer}_norm/__call__", 0, layer)
-        if config.norm_position == "post":
-            path = f"{ours}/{sublayer}_norm/input"
-        else:
-            path = f"{ours}/{following}_norm/input" if following else f"{ours}/__call__"
-        residual = Site(f"{name}/{sublayer}_sum", path, 0, layer)
-        inside = _ATTENTION
-        if sublayer == "feed_forward":
-            inside = _GATED_FEED_FORWARD if config.feed_forward_gate else _FEED_FORWARD
-        parts = [
+    attentions = ["self_attention"]
+    if stack == "decoder" and config.has_inputs:
+        attentions.append("cross_attention")
+    is_pre, found = config.norm_position == "pre", []
+    for sublayer, following in itertools.pairwise([*attentions, "feed_forward", None]):
+        parts = _FEED_FORWARD if sublayer == "feed_forward" else _ATTENTION
+        inside = [
             Site(f"{name}/{sublayer}/{part}", f"{ours}/{sublayer}/{path}", 0, layer)
-            for part, path in inside.items()
+            for part, path in parts.items()
+            if part != "gate" or config.feed_forward_gate
         ]
-        pre = config.norm_position == "pre"
-        found += [norm, *parts, residual] if pre else [*parts, residual, norm]
+        reader = following if is_pre else sublayer
+        path = f"{ours}/{reader}_norm/input" if reader else f"{ours}/__call__"
+        residual = Site(f"{name}/{sublayer}_sum", path, 0, layer)
+        norm = Site(f"{name}/{sublayer}_norm", f"{ours}/{sublayer}_norm/__call__", 0, layer)
+        found += [norm, *inside, residual] if is_pre else [*inside, residual, norm]
     return [*found, Site(name, f"{ours}/__call__", 0, layer)]
 
 
@@ -134,10 +104,10 @@ _ATTENTION = {
 }
 _FEED_FORWARD = {
     "hidden": "hidden/__call__",
+    "gate": "gate/__call__",
     "activated": "dropout/__call__",
     "output": "output/__call__",
 }
-_GATED_FEED_FORWARD = {"hidden": "hidden/__call__", "gate": "gate/__call__"} | _FEED_FORWARD
 
 
 def values_of_model(config: TransformerConfig, intermediates: Mapping[str, Any]) -> Values:
@@ -218,6 +188,18 @@ Key: TypeAlias = tuple[nn.Module, str, str]
 """A module, an operation of it or "", and the side."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Calls:
+    """The inputs or outputs of every call, by key."""
+
+    own: dict[Key, list[list[Any]]]
+    of_parts: dict[Key, list[list[Any]]]
+    """Of operations that sub-modules run."""
+
+    def __getitem__(self, key: Key) -> list[list[Any]]:
+        return self.own[key] or self.of_parts[key]
+
+
 class ModuleValues(NamedTuple):
     """What a run of a module computes."""
 
@@ -228,8 +210,7 @@ class ModuleValues(NamedTuple):
     again: Values
     """By "site#1", "site#2" ...: the outputs of further calls of the tapped modules."""
     uncertain: tuple[str, ...] = ()
-    """Sites whose tap may not fit the module: their values have another shape, had to be split by
-    an assumption, or come from an operation of a sub-module."""
+    """Sites whose tap may not fit: of another shape, split by an assumption, or of a sub-module."""
 
 
 def values_of_module(
@@ -255,29 +236,27 @@ def values_of_module(
             raise UserError(f"tap of {site}: the module has no sub-module {tap.module!r}")
     keys = {site: (modules[tap.module], tap.op, tap.side) for site, tap in wanted.items()}
     outputs = {(part, "", "output") for part, *_ in keys.values()}
-    in_parts: set[Key] = set()
-    with recording(module, {*keys.values(), *outputs}, in_parts) as seen:
+    with recording(module, {*keys.values(), *outputs}) as seen:
         output = call(module)
     found: Values = {}
     never_run, uncertain = [], []
-    run_elsewhere = {key[1:] for key, calls in seen.items() if calls}
+    run_elsewhere = {key[1:] for key in seen.own if seen[key]}
     for site in (site for site in shapes if site in wanted):
-        part = keys[site][0]
-        skipped = part is not module and _is_callable(part) and not seen[part, "", "output"]
-        if skipped or (not seen[keys[site]] and keys[site][1:] in run_elsewhere):
+        key, tap, shape = keys[site], wanted[site], shapes[site]
+        skipped = key[0] is not module and _is_callable(key[0]) and not seen[key[0], "", "output"]
+        if skipped or (not seen[key] and key[1:] in run_elsewhere):
             never_run.append(site)
             continue
         try:
-            value = _tapped(site, wanted[site], seen[keys[site]])
+            value = _tapped(site, tap, seen[key])
         except UserError:
             if strict:
                 raise
             continue
-        reshape = wanted[site].reshape
-        is_split = reshape is None and value.ndim < len(shapes[site])
+        is_split = tap.reshape is None and value.ndim < len(shape)
         with contextlib.nullcontext() if strict else contextlib.suppress(UserError):
-            value = shaped(site, reshape, value, shapes[site])
-        if is_split or value.shape != shapes[site] or keys[site] in in_parts:
+            value = shaped(site, tap.reshape, value, shape)
+        if is_split or value.shape != shape or not seen.own[key]:
             uncertain.append(site)
         found[site] = comparable(site, value)
     again = dict(_further_calls(wanted, keys, seen, shapes))
@@ -305,11 +284,8 @@ def parameter_gradients(module: nn.Module, loss: torch.Tensor) -> dict[str, np.n
             "the loss does not depend on the module's parameters by a differentiable path: its "
             "outputs are detached, integers, or were computed under torch.no_grad"
         )
-    found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-    return {
-        name: (torch.zeros_like(parameter) if gradient is None else gradient).numpy()
-        for (name, parameter), gradient in zip(parameters.items(), found, strict=True)
-    }
+    found = torch.autograd.grad(loss, list(parameters.values()), materialize_grads=True)
+    return {name: gradient.numpy() for name, gradient in zip(parameters, found, strict=True)}
 
 
 def _is_callable(module: nn.Module) -> bool:
@@ -319,7 +295,7 @@ def _is_callable(module: nn.Module) -> bool:
 def _further_calls(
     taps: Mapping[str, Tap],
     keys: Mapping[str, Key],
-    seen: Mapping[Key, list[list[Any]]],
+    seen: Calls,
     shapes: Mapping[str, tuple[int, ...]],
 ) -> Iterator[tuple[str, np.ndarray]]:
     denoted = {(keys[site], tap.call % max(len(seen[keys[site]]), 1)) for site, tap in taps.items()}
@@ -369,20 +345,13 @@ def shaped(
 
 
 @contextlib.contextmanager
-def recording(
-    root: nn.Module, wanted: Set[Key], in_parts: set[Key], copy: bool = True
-) -> Iterator[dict[Key, list[list[Any]]]]:
-    """Records the inputs or outputs of the given modules and operations for every call.
-
-    Tensors are copied to NumPy arrays unless `copy` is False. Adds to `in_parts` the operations
-    that only sub-modules run.
-    """
-    seen: dict[Key, list[list[Any]]] = {key: [] for key in wanted}
-    of_parts: dict[Key, list[list[Any]]] = {key: [] for key in wanted}
+def recording(root: nn.Module, wanted: Set[Key], copy: bool = True) -> Iterator[Calls]:
+    """Records the given modules and operations; tensors as NumPy arrays unless `copy` is False."""
+    seen = Calls({key: [] for key in wanted}, {key: [] for key in wanted})
     running = [root]
     handles = []
 
-    def record(module: nn.Module, op: str, side: str, values: Any, kept: Any = seen) -> None:
+    def record(module: nn.Module, op: str, side: str, values: Any, kept: Any = seen.own) -> None:
         if (module, op, side) in kept:
             values = values if isinstance(values, tuple) else (values,)
             kept[module, op, side].append([_copied(value) if copy else value for value in values])
@@ -398,7 +367,7 @@ def recording(
     def record_operation(name: str, side: str, values: Any) -> None:
         record(running[-1], name, side, values)
         for module in {*running} - {running[-1]}:
-            record(module, name, side, values, of_parts)
+            record(module, name, side, values, seen.of_parts)
 
     class Operations(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -419,22 +388,19 @@ def recording(
                 module.register_forward_hook(leave),
             ]
             if isinstance(module, nn.MultiheadAttention):
-                handles.append(module.register_forward_pre_hook(_request_weights, with_kwargs=True))
+                handles.append(module.register_forward_pre_hook(request_weights, with_kwargs=True))
         # PyTorch's fused attention does not expose scores and weights.
         with Operations(), sdpa_kernel(SDPBackend.MATH):
             yield seen
-        for key, calls in seen.items():
-            if not calls and of_parts[key]:
-                seen[key] = of_parts[key]
-                in_parts.add(key)
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _request_weights(
+def request_weights(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A hook that makes PyTorch's attention compute the weights of every head."""
     return args, kwargs | {"need_weights": True, "average_attn_weights": False}
 
 

@@ -1,9 +1,8 @@
 """Trains both sides from the same weights on the same batches, and compares every step.
 
-Both sides train the reference's parameters: PyTorch with the published loss, schedule and
-`torch.optim`, our model with ours. Training amplifies rounding, in float32 and at high learning
-rates within a few steps. Where the curves diverge, PyTorch therefore trains a second time, from
-weights that differ in the last bit: a divergence of the same size is not a bug.
+Training amplifies rounding, in float32 and at high learning rates within a few steps. Where the
+curves diverge, PyTorch therefore trains a second time, from weights that differ in the last bit: a
+divergence of the same size is not a bug.
 """
 
 import functools
@@ -26,6 +25,7 @@ from flaxformer_mt.parity.model_pair import Forward, model_pair, real_tokens
 from flaxformer_mt.parity.optimizer_probe import (
     TorchOptimizer,
     differences,
+    set_rate,
     updates_of_optax,
     updates_of_torch,
 )
@@ -143,14 +143,11 @@ def trajectory(
 
     The N = `num_steps` steps use `batches` in turn; each new shape is compiled. `tolerance` is
     relative, by default from `TOLERANCES`; the other arguments are those of `compare`.
-
-    Raises:
-      UserError: the tensors are not the family's, or a batch is invalid.
     """
     pair = model_pair(family, module, overrides, forward, recipe)
     tokens = [real_tokens(pair, batch)[0] for batch in batches]
     optimizers = of_recipe(pair.ours.recipe, pair.ours.config.d_model, num_steps)
-    return train_both(pair, pair.dtype, tokens, num_steps, optimizers, tolerance)
+    return train_both(pair, tokens, num_steps, optimizers, tolerance)
 
 
 def _unknown_rate(count: Any) -> float:
@@ -166,27 +163,12 @@ class Optimizers(NamedTuple):
     """Our learning rate of the update after `count`; 0.0 if the optimizer does not tell."""
     rate: Callable[[int], float] | None = None
     """The reference's learning rate of the updates 1, 2 ...; None if its optimizer has it."""
-    at_one_rate: tuple[optax.GradientTransformation, TorchOptimizer] | None = None
-    """Both optimizers at a constant rate, if the given ones have a schedule."""
 
 
 def of_recipe(recipe: Recipe, d_model: int, num_steps: int) -> Optimizers:
     """Returns the optimizers of a recipe."""
     optimizer, schedule = _of_config(recipe.optimizer, d_model, num_steps)
-    rate = recipe.rate(1, d_model)
-
-    def constant(parameters: list[Any]) -> torch.optim.Optimizer:
-        optimizer = recipe.adam(parameters)
-        _set_rate(optimizer, rate)
-        return optimizer
-
-    return Optimizers(
-        optimizer,
-        recipe.adam,
-        schedule,
-        lambda update: recipe.rate(update, d_model),
-        (make_optimizer(recipe.optimizer, optax.constant_schedule(rate)), constant),
-    )
+    return Optimizers(optimizer, recipe.adam, schedule, lambda t: recipe.rate(t, d_model))
 
 
 @functools.lru_cache
@@ -197,7 +179,6 @@ def _of_config(config: OptimizerConfig, d_model: int, num_steps: int) -> Any:
 
 def train_both(
     pair: sides.Pair,
-    dtype: str,
     batches: Sequence[Any],
     num_steps: int,
     optimizers: Optimizers,
@@ -208,11 +189,11 @@ def train_both(
         raise UserError(
             f"num_steps={num_steps} of {len(batches)} batches: there must be one of each at least"
         )
-    with sides.precision(dtype), sides.without_dropout(pair.module):
+    with sides.precision(pair.dtype), sides.without_dropout(pair.module):
         ours = train_ours(pair, batches, num_steps, optimizers)
         with sides.restored(pair.module):
             theirs = train_reference(pair, batches, num_steps, optimizers)
-        found = Trajectory(ours, theirs, tolerance or TOLERANCES[dtype])
+        found = Trajectory(ours, theirs, tolerance or TOLERANCES[pair.dtype])
         first = found.first_divergence
         if first is None or first.quantity == "rate" or not _update(first.quantity, first.step):
             return found
@@ -226,10 +207,10 @@ def train_both(
 
 
 def _differences(optimizers: Optimizers) -> tuple[str, ...]:
-    ours, reference = optimizers.at_one_rate or optimizers[:2]
     try:
         with sides.precision("float64"):
-            return tuple(differences(updates_of_optax(ours), updates_of_torch(reference)))
+            theirs = updates_of_torch(optimizers.reference, optimizers.rate)
+            return tuple(differences(updates_of_optax(optimizers.ours), theirs))
     except (ValueError, TypeError, LookupError):
         return ()  # An optimizer of a certain tree of parameters cannot be given others.
 
@@ -283,7 +264,7 @@ def train_reference(
     for count in range(num_steps):
         rate = optimizers.rate(count + 1) if optimizers.rate else 0.0
         if optimizers.rate:
-            _set_rate(optimizer, rate)
+            set_rate(optimizer, rate)
         batch = batches[count % len(batches)]
         optimizer.zero_grad()
         loss = pair.loss(pair.outputs(batch), batch)
@@ -292,11 +273,6 @@ def train_reference(
         optimizer.step()
         rows.append((rate, loss.item(), gradients, _norm(parameters)))
     return _curves(rows)
-
-
-def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = rate
 
 
 def _norm(tensors: Sequence[torch.Tensor]) -> float:

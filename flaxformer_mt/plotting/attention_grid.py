@@ -1,6 +1,5 @@
 """The attention of a sentence as an image: a grid of all heads, and one head with its tokens."""
 
-import io
 import logging
 import warnings
 from collections.abc import Sequence
@@ -40,11 +39,10 @@ def to_image(attention: Attention, title: str, kind: str) -> bytes:
     from matplotlib import rc_context
 
     fonts: dict[Any, Any] = {"font.family": _installed_fonts()}
-    output = io.BytesIO()
     with rc_context(fonts), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         _draw(figure, attention, title)
-        figure.savefig(output, format=kind, dpi=drawing.DOTS_PER_INCH)
+        image = drawing.to_file(figure, kind)
     for warning in caught:
         if "missing from font" not in str(warning.message):
             warnings.warn_explicit(
@@ -52,7 +50,7 @@ def to_image(attention: Attention, title: str, kind: str) -> bytes:
             )
     if any("missing from font" in str(warning.message) for warning in caught):
         _log.warning("no installed font has all characters of the tokens: .html shows them")
-    return output.getvalue()
+    return image
 
 
 def _installed_fonts() -> list[str]:

@@ -6,19 +6,16 @@ weights in 8 bits; it loads nothing.
 
 import base64
 import dataclasses
-import functools
 import html
-import importlib.resources
 import json
 import re
 import unicodedata
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from flaxformer_mt.plotting import palettes
+from flaxformer_mt.plotting import drawing, palettes
 from flaxformer_mt.plotting.attention_grid import to_image
 from flaxformer_mt.plotting.attention_kinds import (
     KINDS,
@@ -28,16 +25,14 @@ from flaxformer_mt.plotting.attention_kinds import (
     piece_text,
     starts_word,
 )
-from flaxformer_mt.plotting.drawing import format_of
 from flaxformer_mt.plotting.palettes import LARGEST_ERROR, quantized
-from flaxformer_mt.runs import atomic
 
 IFRAME_HEIGHT = 900
 """Pixels of the page in a notebook."""
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionPicture:
+class AttentionPicture(drawing.Picture):
     """The attention of a sentence; in a notebook it shows as an interactive page.
 
     picture = run.attention("A dog is running.")
@@ -62,21 +57,9 @@ class AttentionPicture:
         """Returns the page."""
         return to_html(self.attention, self.title)
 
-    def save(self, path: str | Path) -> None:
-        """Writes the picture: a page (.html), or an image of all heads (.png, .svg, .pdf).
-
-        Raises:
-          UserError: the name has another ending, the file cannot be written, or an image is asked
-            for and matplotlib is not installed.
-        """
-        path = Path(path)
-        kind = format_of(path)
-        if kind == "html":
-            content = self.to_html().encode()
-        else:
-            content = to_image(self.attention, self.title, kind)
-        with atomic.new_file(path) as partial:
-            partial.write_bytes(content)
+    def to_image(self, kind: str) -> bytes:
+        """Returns an image of all heads."""
+        return to_image(self.attention, self.title, kind)
 
 
 def to_html(attention: Attention, title: str) -> str:
@@ -87,14 +70,14 @@ def to_html(attention: Attention, title: str) -> str:
     """
     text = json.dumps(_data(attention), ensure_ascii=False, separators=(",", ":"))
     surfaces = {f"surface_{name}": ends[0] for name, ends in palettes.ENDS.items()}
-    return _filled(
+    return drawing.filled(
         "attention_page.html",
         title=html.escape(title),
         source=html.escape(attention.source),
         target=html.escape(attention.target),
         loss=str(LARGEST_ERROR),
-        style=_filled("attention_page.css", **surfaces),
-        script=_template("attention_page.js"),
+        style=drawing.filled("attention_page.css", **surfaces),
+        script=drawing.filled("attention_page.js"),
         # Nothing in a script element is markup, except for its end and comments.
         data=text.replace("<", "\\u003c"),
     )
@@ -150,13 +133,3 @@ def _without_tags(text: str) -> str:
 
 def _base64(array: np.ndarray) -> str:
     return base64.b64encode(array.tobytes()).decode()
-
-
-@functools.cache
-def _template(name: str) -> str:
-    folder = importlib.resources.files("flaxformer_mt.plotting")
-    return folder.joinpath(name).read_text(encoding="utf-8")
-
-
-def _filled(template: str, **values: str) -> str:
-    return re.sub(r"\{\{(\w+)\}\}", lambda field: values[field[1]], _template(template))

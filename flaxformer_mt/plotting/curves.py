@@ -1,33 +1,23 @@
 """Training curves of runs: what is plotted, as a picture, a file or a web page."""
 
-import os
 from collections.abc import Sequence
+from html import escape
 from pathlib import Path
 from typing import get_args
 
 import numpy as np
 
+from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.config.fields import suggestion
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.plotting import drawing
-from flaxformer_mt.plotting.curves_page import to_page
+from flaxformer_mt.plotting.curves_page import to_fragment, to_page
 from flaxformer_mt.plotting.history import Axis, read_history
-from flaxformer_mt.plotting.panels import Panels
-from flaxformer_mt.runs import atomic
-
-METRICS = (
-    "loss",
-    "accuracy",
-    "bleu",
-    "chrf",
-    "learning_rate",
-    "gradient_norm",
-    "target_tokens_per_second",
-)
-"""The metrics that are plotted unless others are asked for, as far as a run has them."""
+from flaxformer_mt.plotting.panels import METRICS, Panels
+from flaxformer_mt.runs.folder import read_config
 
 
-class Curves(Panels):
+class Curves(Panels, drawing.Picture):
     """Curves of runs; in a notebook they show as a picture.
 
     curves = run.plot(smoothing=0.6)
@@ -37,24 +27,16 @@ class Curves(Panels):
     def __repr__(self) -> str:
         return f"Curves({', '.join(self.names())}: {', '.join(self.metrics)})"
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the curves to a file: .png, .svg, .pdf, or .html for a self-contained web page.
+    def to_html(self) -> str:
+        """Returns the web page: one panel per metric, and a table of the best validations."""
+        return to_page(self)
 
-        Raises:
-          UserError: the suffix is another one, the file cannot be written, or matplotlib is not
-            installed.
-        """
-        path = Path(path)
-        suffix = drawing.format_of(path)
-        if suffix == "html":
-            atomic.write_text(path, to_page(self))
-            return
-        figure = self.figure()
-        with atomic.new_file(path) as partial:
-            figure.savefig(partial, format=suffix, dpi=drawing.DOTS_PER_INCH)
+    def to_image(self, kind: str) -> bytes:
+        """Returns an image of all panels."""
+        return drawing.to_file(self.figure(), kind)
 
     def _repr_png_(self) -> bytes:
-        return drawing.to_png(self.figure())
+        return self.to_image("png")
 
 
 def plot_curves(
@@ -63,20 +45,9 @@ def plot_curves(
     axis: Axis = "steps",
     smoothing: float = 0.0,
 ) -> Curves:
-    """Returns the curves of runs, to be saved or shown.
+    """Returns the curves of runs, to be saved or shown; arguments and errors as of `Run.plot`.
 
-    Args:
-      folders: run folders.
-      metrics: names of metrics in `metrics.jsonl`, one panel each; by default `METRICS`, as far as
-        the runs have them.
-      axis: what the curves are plotted over.
-      smoothing: weight of the previous average in the moving average of training metrics, from 0
-        to below 1; the curves themselves are drawn faintly behind it.
-
-    Raises:
-      TypeError: `smoothing` is not a number.
-      UserError: a folder has no metrics, a metric is unknown, or the metrics were written by an
-        earlier version and lack what the axis needs.
+    `metrics` are by default `METRICS`, as far as the runs have them; `axis` is what it calls `x`.
     """
     if not folders:
         raise UserError("there are no curves to plot: name at least one run folder")
@@ -97,3 +68,25 @@ def plot_curves(
     for history in histories:
         history.positions(np.zeros(1), axis)  # Raises now what `figure` would raise.
     return curves
+
+
+def run_summary(folder: Path) -> str:
+    """Returns what notebooks show of a run, as HTML: its configuration in short, and its curves.
+
+    Instead of curves it has the reason why there are none: no metrics, or no matplotlib.
+    """
+    lines = [
+        f"<p><strong>{escape(str(folder))}</strong>: {escape(_described(read_config(folder)))}"
+    ]
+    try:
+        lines.append(to_fragment(plot_curves([folder])))
+    except UserError as error:
+        lines.append(f"<p>{escape(str(error))}")
+    return "\n".join(lines)
+
+
+def _described(config: ExperimentConfig) -> str:
+    data, model = config.data, config.model
+    layers = f"{model.num_encoder_layers} + {model.num_decoder_layers} layers"
+    languages = f"{data.source_language} to {data.target_language}, "
+    return f"{languages * model.has_inputs}{layers} of width {model.d_model}"

@@ -1,6 +1,10 @@
 """What all pictures share: matplotlib, which is optional, file formats and inline SVG."""
 
+import abc
+import functools
+import importlib.resources
 import io
+import os
 import re
 from collections.abc import Mapping
 from html import escape
@@ -8,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.runs import atomic
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,11 +45,47 @@ def new_figure(width: float, height: float) -> "Figure":
     return Figure(figsize=(width, height), layout=layout)
 
 
-def to_png(figure: "Figure") -> bytes:
-    """Returns a figure as a PNG file."""
+def to_file(figure: "Figure", kind: str) -> bytes:
+    """Returns a figure as a file of one of the formats `IMAGES`."""
     output = io.BytesIO()
-    figure.savefig(output, format="png", dpi=DOTS_PER_INCH)
+    figure.savefig(output, format=kind, dpi=DOTS_PER_INCH)
     return output.getvalue()
+
+
+class Picture(abc.ABC):
+    """A web page that can also be written as an image."""
+
+    @abc.abstractmethod
+    def to_html(self) -> str:
+        """Returns a self-contained web page."""
+
+    @abc.abstractmethod
+    def to_image(self, kind: str) -> bytes:
+        """Returns an image, in one of the formats `IMAGES`."""
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the picture: an image (.png, .svg, .pdf), or a self-contained web page (.html).
+
+        Raises:
+          UserError: the suffix is another one, the file cannot be written, or matplotlib is needed
+            and not installed.
+        """
+        path = Path(path)
+        kind = format_of(path)
+        content = self.to_html().encode() if kind == "html" else self.to_image(kind)
+        with atomic.new_file(path) as partial:
+            partial.write_bytes(content)
+
+
+@functools.cache
+def _template(name: str) -> str:
+    folder = importlib.resources.files("flaxformer_mt.plotting")
+    return folder.joinpath(name).read_text(encoding="utf-8")
+
+
+def filled(template: str, **values: str) -> str:
+    """Returns a file of this package with its fields, {{name}}, replaced by values."""
+    return re.sub(r"\{\{(\w+)\}\}", lambda field: values[field[1]], _template(template))
 
 
 def page(title: str, style: str, *parts: str) -> str:

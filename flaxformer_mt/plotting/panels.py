@@ -47,6 +47,17 @@ class Metric(NamedTuple):
         return f"{number:.4g}{'%' if self.unit.startswith('%') else ''}"
 
 
+METRICS = (
+    "loss",
+    "accuracy",
+    "bleu",
+    "chrf",
+    "learning_rate",
+    "gradient_norm",
+    "target_tokens_per_second",
+)
+"""The metrics that are plotted unless others are asked for, as far as a run has them."""
+
 _SPECIAL = {
     "loss": Metric("loss", "nats per token"),
     "cross_entropy": Metric("cross-entropy", "nats per token"),

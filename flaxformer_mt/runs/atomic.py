@@ -32,7 +32,10 @@ _MARK = (
 _REPLACED = MARKER + "-replaced"
 _OWNER = re.compile(rb"(\d+ on [\w.-]+)?\n?")
 # Errors of file systems that do not support locks.
-NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
+# Errors of file systems that do not lock, or do not lock folders (NFS: EBADF).
+_NO_LOCKS = {
+    errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP
+}  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -56,7 +59,7 @@ def new_file(path: Path) -> Iterator[Path]:
     with explained(path), workspace(path.parent) as folder:
         partial = folder / path.name
         yield partial
-        sync_file(partial)
+        sync(partial)
         rename(partial, path)
 
 
@@ -64,13 +67,8 @@ def new_file(path: Path) -> Iterator[Path]:
 def new_folder(path: Path, *, replace: bool = False, parents: bool = False) -> Iterator[Path]:
     """Creates a folder atomically: yields an empty one to fill; if the block raises, there is none.
 
-    Args:
-      path: the folder.
-      replace: whether a folder of that name is replaced; otherwise it must not exist.
-      parents: whether missing parents are created; otherwise the parent must exist.
-
-    Raises:
-      UserError: `path` or its parent is not as required, or the folder cannot be written.
+    It must not exist, unless `replace`; its parent must, unless `parents` are to be created.
+    Otherwise, or if it cannot be written, raises `UserError`.
     """
     if not replace:
         require_absent(path)
@@ -105,7 +103,6 @@ def workspace(parent: Path) -> Iterator[Path]:
 
 
 def _new_workspace(parent: Path) -> tuple[Path, int]:
-    """Returns a new workspace, and the descriptor of its locked marker."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, suffix=_SUFFIX, dir=parent))
         # Until the marker is locked, another process may take the folder for a leftover.
@@ -133,7 +130,6 @@ def remove_leftovers(parent: Path) -> None:
 
 
 def _remove_leftover(folder: Path) -> None:
-    """Deletes a workspace whose process has ended; otherwise raises OSError."""
     if not os.listdir(folder):  # A process was killed before or after there was a marker.
         folder.rmdir()
         return
@@ -186,11 +182,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def append_text(path: Path, text: str) -> None:
-    """Appends UTF-8 text to a file and flushes it to disk, all of it or nothing.
-
-    Raises:
-      UserError: the file cannot be written, or is a symbolic link.
-    """
+    """Appends UTF-8 text to a file and flushes it to disk, all of it or nothing."""
     with explained(path), os.fdopen(open_own(path, os.O_RDWR | os.O_CREAT), "r+b", 0) as file:
         end = file.seek(0, os.SEEK_END)
         try:
@@ -208,13 +200,9 @@ def append_text(path: Path, text: str) -> None:
 def locked(path: Path, busy: Callable[[str], None]) -> Iterator[bool]:
     """Holds a lock against other processes; yields False if the file system has no locks.
 
-    The operating system releases the lock when the process ends. The lock file remains; it has no
-    meaning by itself. It names the process, unless it holds other text.
-
-    Args:
-      path: the lock file, created if missing.
-      busy: called with the process that holds the lock ("process 3 on host"), before waiting for
-        it; may raise instead.
+    The lock file is created if missing, and remains. It names the process, unless it holds other
+    text. `busy` is called with the process that holds the lock ("process 3 on host"), before
+    waiting for it, and may raise instead.
     """
     descriptor = open_own(path, os.O_RDWR | os.O_CREAT)
     try:
@@ -232,16 +220,17 @@ def locked(path: Path, busy: Callable[[str], None]) -> Iterator[bool]:
         os.close(descriptor)
 
 
-def lock(descriptor: int, wait: bool = False) -> bool:
+def lock(descriptor: int, wait: bool = False, shared: bool = False) -> bool:
     """Locks an open file until it is closed; returns False if the file system has no locks.
 
     Raises:
       BlockingIOError: another process has locked it, and `wait` is False.
     """
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind if wait else kind | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno not in NO_LOCKS:
+        if error.errno not in _NO_LOCKS:
             raise
         return False
     return True
@@ -260,7 +249,7 @@ def open_own(path: Path, flags: int) -> int:
 def rename(source: Path, target: Path) -> Path:
     """Renames a file or folder and flushes the new parent folder to disk; returns `target`."""
     source.replace(target)
-    sync_folder(target.parent)
+    sync(target.parent)
     return target
 
 
@@ -274,23 +263,13 @@ def delete(path: Path) -> None:
 
 def sync_tree(folder: Path) -> None:
     """Flushes a folder with all its files and folders to disk."""
-    for path in folder.rglob("*"):
-        if path.is_dir():
-            sync_folder(path)
-        else:
-            sync_file(path)
-    sync_folder(folder)
+    for path in (*folder.rglob("*"), folder):
+        sync(path)
 
 
-def sync_file(path: Path) -> None:
-    """Flushes the content of a file to disk."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Flushes the names in a folder to disk: those created, changed or removed."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Flushes the content of a file, or the names in a folder, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -311,7 +290,6 @@ def explained(path: Path) -> Iterator[None]:
 
 
 def _is_stream(path: Path) -> bool:
-    """Whether a path names a device, a pipe or an open descriptor of this process."""
     try:
         mode = path.stat().st_mode
     except OSError:  # It does not exist, or cannot be written to anyway.

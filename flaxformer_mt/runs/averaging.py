@@ -18,7 +18,7 @@ from flaxformer_mt.runs.checkpoint import restore_params, whole_checkpoints, wri
 from flaxformer_mt.runs.data_file import check_files
 from flaxformer_mt.runs.folder import read_config
 from flaxformer_mt.runs.layout import CONFIG, DATA, ORIGIN, TOKENIZER
-from flaxformer_mt.runs.retention import validated_steps
+from flaxformer_mt.runs.step_folders import validated_steps
 
 
 def average_run(
@@ -30,15 +30,9 @@ def average_run(
 ) -> list[int]:
     """Writes a run folder whose only checkpoint is the mean of checkpoints of another run.
 
-    The new run folder can be translated with, and named by `train.init_from`. Its checkpoint has
-    the step of the newest one averaged.
-
-    Args:
-      run_folder: the run folder to read.
-      output: the run folder to create.
-      count: the number of checkpoints.
-      which: the newest, or the best by the run's `train.best_metric`.
-      announce: called with one line for each damaged checkpoint, which is left out.
+    Its checkpoint has the step of the newest one averaged. They are the last, or the best by the
+    run's `train.best_metric`; `announce` is called with one line for each damaged one, which is
+    left out.
 
     Returns:
       The steps that were averaged.
@@ -95,7 +89,6 @@ def _chosen(
 def _choose(
     run_folder: Path, count: int, which: Literal["last", "best"], announce: Callable[[str], None]
 ) -> list[int]:
-    """The steps to average, ascending; arguments and errors as in `average_run`."""
     if count < 1:
         raise UserError(f"--{which} {count}: must be at least 1")
     scores = whole_checkpoints(run_folder, announce)

@@ -36,14 +36,9 @@ from flaxformer_mt import distributed
 from flaxformer_mt.config import ValidationMetric
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs import atomic, data_file, step_folders
-from flaxformer_mt.runs.layout import (
-    EMA,
-    PARAMS,
-    TRAINING,
-    CheckpointSelector,
-)
+from flaxformer_mt.runs.layout import EMA, PARAMS, TRAINING, CheckpointSelector
 from flaxformer_mt.runs.manifest import damage
-from flaxformer_mt.runs.retention import kept_steps
+from flaxformer_mt.runs.step_folders import kept_steps
 
 State = TypeVar("State")
 Position = TypeVar("Position")
@@ -120,7 +115,8 @@ class Checkpoints:
         # Folders are created before the threads start: if creation failed, these would wait for
         # them forever and keep the process from exiting.
         at_once = ocp.options.AsyncOptions(create_directories_asynchronously=False)
-        self._orbax = ocp.AsyncCheckpointer(_handlers(), async_options=at_once)
+        handlers = _handlers(ocp.options.MultiprocessingOptions())
+        self._orbax = ocp.AsyncCheckpointer(handlers, async_options=at_once)
         # One thread, which completes a checkpoint once Orbax has written its part.
         self._finisher = ThreadPoolExecutor(1, "checkpoint")
         self._unfinished: Future[None] | None = None
@@ -140,10 +136,10 @@ class Checkpoints:
         position: Any = None,
         metrics: Mapping[str, Any] | None = None,
     ) -> None:
-        """Starts writing a checkpoint, after waiting for the previous one.
+        """Starts writing the checkpoint of a step, after waiting for the previous one.
 
         Args:
-          step: the number of training steps made; names the checkpoint.
+          step: the number of training steps made.
           state: a pytree of arrays; copied before this returns, so the next training step may
             donate it.
           position: JSON values, a named tuple or a dataclass of them, or an object with `to_json`
@@ -198,13 +194,10 @@ class Checkpoints:
     def restore(self, template: State) -> tuple[State, Any]:
         """Restores the newest checkpoint, which must exist.
 
-        Args:
-          template: a state with the shapes, dtypes and shardings to restore to; the shardings need
-            not be those that the checkpoint was written with.
+        The shardings of the template need not be those that the checkpoint was written with.
 
         Returns:
-          The state, and the JSON values of the position that was saved with it; errors as of
-          `restore_or`.
+          The state, and the JSON values of the position that was saved with it.
         """
         self.wait()
         path = self._folder / str(self._latest)
@@ -223,11 +216,7 @@ class Checkpoints:
         return _joined(template, restored), record["progress"]
 
     def wait(self) -> None:
-        """Waits until everything is written.
-
-        Raises:
-          UserError: the newest checkpoint could not be written; earlier ones are intact.
-        """
+        """Waits until everything is written; `UserError` if the newest checkpoint cannot be."""
         unfinished, self._unfinished = self._unfinished, None
         if unfinished is not None:
             unfinished.result()
@@ -242,7 +231,7 @@ class Checkpoints:
         distributed.barrier("the checkpoint is complete")
 
     def close(self) -> None:
-        """Waits and stops the writing threads; errors as in `wait`."""
+        """Waits and stops the writing threads."""
         try:
             self.wait()
         finally:
@@ -250,7 +239,6 @@ class Checkpoints:
             self._orbax.close()
 
     def _new_workspace(self) -> Path:
-        """Returns a folder to write a checkpoint in, until `_workspaces` is closed."""
         name = ""
         if distributed.is_main():
             name = self._workspaces.enter_context(atomic.workspace(self._folder)).name
@@ -258,7 +246,6 @@ class Checkpoints:
         return self._folder / _from_first_process(letters).tobytes().decode().strip()
 
     def _finish(self, partial: Path, record: Mapping[str, Any]) -> None:
-        """Completes the checkpoint that Orbax is writing, then removes superfluous ones."""
         step = int(partial.name)
         with self._explained(step):
             self._orbax.wait_until_finished()
@@ -297,12 +284,8 @@ def restore_params(
 ) -> tuple[int, dict[str, Any]]:
     """Restores parameters only, onto one device; of a run with a moving average, that.
 
-    Each process may call this independently of the others.
-
-    Args:
-      run_folder: the run folder.
-      checkpoint: the best by the run's `train.best_metric` (the newest, if none was validated),
-        the newest, or that of a step.
+    The best checkpoint is the newest if none was validated. Each process may call this
+    independently of the others.
 
     Returns:
       The checkpoint's step, and its parameters as nested dicts of arrays.
@@ -334,7 +317,7 @@ def _restore_params(path: Path, run_id: str | None) -> dict[str, Any]:
     name = EMA if (path / EMA).is_dir() else PARAMS
     if not (path / name).is_dir():
         raise UserError(f"{path} has no parameters: its state has no member {PARAMS!r}")
-    with ocp.Checkpointer(_handlers(alone=True), multiprocessing_options=_alone()) as orbax:
+    with _own_checkpointer() as orbax:
         sharding = SingleDeviceSharding(jax.local_devices()[0])
         template = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
@@ -353,7 +336,7 @@ def write_params(run_folder: str | Path, step: int, params: Mapping[str, Any]) -
     with atomic.workspace(folder) as workspace, contextlib.ExitStack() as stack:
         stack.callback(_wait_for_writes)
         partial = workspace / str(step)
-        with ocp.Checkpointer(_handlers(alone=True), multiprocessing_options=_alone()) as orbax:
+        with _own_checkpointer() as orbax:
             orbax.save(partial, args=Composite(**{PARAMS: StandardSave(params)}))
         step_folders.commit(
             folder, partial, step_folders.make_record("loss", {}, {}, data_file.run_id(run_folder))
@@ -370,11 +353,9 @@ def on_this_host(tree: Any) -> Any:
 def whole_checkpoints(
     run_folder: str | Path, announce: Callable[[str], None] = print
 ) -> dict[int, float]:
-    """Verifies all checkpoints, and announces each damaged one in a line.
+    """Returns the `ranking_score` of each intact checkpoint, and announces damaged ones.
 
-    Returns:
-      By step, the `ranking_score` of each intact one; -inf without a validation. A training in
-      progress may remove any of them that is not in use (`step_folders.in_use`).
+    A training in progress may remove any of them that is not in use (`step_folders.in_use`).
     """
     folder = step_folders.folder_of(run_folder)
     scores, damaged = step_folders.verified(folder)
@@ -384,7 +365,6 @@ def whole_checkpoints(
 
 
 def _members(state: Any) -> dict[str, Any] | None:
-    """Returns the members of a state that is a dict or a dataclass; None of another tree."""
     if isinstance(state, Mapping):
         # Not its own items: a frozen dict wraps them when they are read.
         items, _ = jax.tree_util.tree_flatten_with_path(
@@ -415,7 +395,6 @@ def _divided(state: Any) -> dict[str, Any]:
 
 
 def _joined(template: Any, items: Mapping[str, Any]) -> Any:
-    """The inverse of `_divided`."""
     training = items.get(TRAINING) or {}
     members = _members(template)
     if members is None:
@@ -459,7 +438,6 @@ def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _as_array(leaf: Any) -> Any:
-    """Numbers of Python and NumPy as arrays, which are what Orbax writes."""
     return leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
 
 
@@ -488,8 +466,7 @@ def _from_json(values: Any, like: Any) -> Any:
     return values
 
 
-def _handlers(alone: bool = False) -> ocp.CompositeCheckpointHandler:
-    options = _alone() if alone else ocp.options.MultiprocessingOptions()
+def _handlers(options: ocp.options.MultiprocessingOptions) -> ocp.CompositeCheckpointHandler:
     return ocp.CompositeCheckpointHandler(
         composite_options=ocp.CompositeOptions(multiprocessing_options=options),
         **{
@@ -499,12 +476,12 @@ def _handlers(alone: bool = False) -> ocp.CompositeCheckpointHandler:
     )
 
 
-def _alone() -> ocp.options.MultiprocessingOptions:
-    """Options for a process that reads or writes independently of the others."""
+def _own_checkpointer() -> ocp.Checkpointer:
     process = jax.process_index()
-    return ocp.options.MultiprocessingOptions(
+    options = ocp.options.MultiprocessingOptions(
         primary_host=process, active_processes={process}, barrier_sync_key_prefix=f"{process}"
     )
+    return ocp.Checkpointer(_handlers(options), multiprocessing_options=options)
 
 
 def _from_first_process(value: Any) -> Any:
@@ -515,7 +492,6 @@ def _from_first_process(value: Any) -> Any:
 
 @contextlib.contextmanager
 def _explained(problem: str, consequence: str = "") -> Iterator[None]:
-    """Converts errors of the operating system into `UserError`."""
     try:
         yield
     except Exception as error:
@@ -549,7 +525,6 @@ def _system_error(error: BaseException | None) -> str | None:
 
 
 def _is_not_raised(record: logging.LogRecord) -> bool:
-    """Filters the errors that Orbax logs, with a traceback, and raises as well."""
     return record.levelno < logging.ERROR or "orbax" not in record.pathname
 
 
@@ -557,7 +532,6 @@ class _CompletingLoop(asyncio.SelectorEventLoop):
     """An event loop that completes its tasks before it is closed."""
 
     def close(self) -> None:
-        """Completes the tasks."""
         if not self.is_closed() and (tasks := asyncio.all_tasks(self)):
             self.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         super().close()
@@ -582,7 +556,6 @@ def _complete_all_writes() -> None:
 
 
 def _wait_for_writes() -> None:
-    """Waits until no thread of Orbax is writing, without raising their errors."""
     for thread in filter(_writes, threading.enumerate()):
         threading.Thread.join(thread)
 

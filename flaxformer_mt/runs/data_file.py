@@ -32,16 +32,12 @@ _TRAINED, _SHA256 = "trained", "sha256"
 
 
 def write(folder: Path, values: Mapping[str, Any]) -> None:
-    """Writes the file of a new run: `values` has everything but `trained` and `sha256`."""
+    """Writes the file of a new run, adding `sha256` to the values."""
     _write(folder, {**values, _SHA256: _digest(values)})
 
 
 def read(folder: str | Path) -> dict[str, Any]:
-    """Reads the file; {} if there is none, as in converted models of earlier versions.
-
-    Raises:
-      UserError: it is damaged.
-    """
+    """Reads the file; {} if there is none; `UserError` if it is damaged."""
     path = Path(folder, DATA)
     if not os.path.lexists(path):
         return {}

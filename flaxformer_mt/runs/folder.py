@@ -4,10 +4,11 @@
 the folder would hold a different run. It is continued whole or not at all.
 """
 
+import contextlib
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from flaxformer_mt import config as configuration
 from flaxformer_mt import input_files
@@ -16,28 +17,52 @@ from flaxformer_mt.config.experiment import groups
 from flaxformer_mt.config.fields import FieldRole, names_with
 from flaxformer_mt.data.corpora.corpus import Corpus
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
-from flaxformer_mt.errors import UserError
-from flaxformer_mt.runs import atomic, data_file, manifest, step_folders
-from flaxformer_mt.runs.layout import (
-    CHECKPOINTS,
-    CONFIG,
-    CONTENT,
-    DATA,
-    METRICS,
-    ORIGIN,
-    TOKENIZER,
-)
+from flaxformer_mt.errors import UserError, prefixed
+from flaxformer_mt.runs import atomic, data_file, layout, manifest, step_folders
 
 Corpora: TypeAlias = Mapping[str, Sequence[Corpus]]
 """The corpora of "train", "valid" and "test"."""
+
+
+@contextlib.contextmanager
+def locked(run_folder: str | Path, announce: Callable[[str], None] = print) -> Iterator[None]:
+    """Locks a run folder, created if missing, against other processes that train.
+
+    `UserError` if one does. On a file system without locks, `announce` is called with a warning.
+    """
+    run_folder = Path(run_folder)
+
+    def refuse(owner: str) -> NoReturn:
+        raise UserError(
+            f"{owner} is training in {run_folder} already: wait for it, stop it, or "
+            "give another --workdir"
+        )
+
+    with contextlib.ExitStack() as stack:
+        try:
+            run_folder.mkdir(parents=True, exist_ok=True)
+        except FileExistsError as error:
+            raise UserError(f"{run_folder} is not a folder: give another --workdir") from error
+        except OSError as error:
+            raise UserError(
+                f"{run_folder} cannot be written to: {error.strerror}; give another --workdir"
+            ) from error
+        with atomic.explained(run_folder / layout.LOCK):
+            is_supported = stack.enter_context(atomic.locked(run_folder / layout.LOCK, refuse))
+        if not is_supported:
+            announce(
+                f"{run_folder} is on a file system without locks: make sure that only one process "
+                "trains in it"
+            )
+        yield
 
 
 def require_run(folder: str | Path) -> None:
     """Raises `UserError` unless a folder exists and has a `config.json`."""
     if not Path(folder).is_dir():
         raise UserError(f"there is no run folder {folder}")
-    if not Path(folder, CONFIG).is_file():
-        raise UserError(f"{folder} is not a run folder: it has no {CONFIG}")
+    if not Path(folder, layout.CONFIG).is_file():
+        raise UserError(f"{folder} is not a run folder: it has no {layout.CONFIG}")
 
 
 def is_content_of_run(path: Path) -> bool:
@@ -45,67 +70,54 @@ def is_content_of_run(path: Path) -> bool:
     path = path.resolve()
     # A config.json alone may be that of a published model.
     return any(
-        path.relative_to(folder).parts[0] in CONTENT
-        and (folder / CONFIG).is_file()
-        and (folder / CHECKPOINTS).is_dir()
+        path.relative_to(folder).parts[0] in layout.CONTENT
+        and (folder / layout.CONFIG).is_file()
+        and (folder / layout.CHECKPOINTS).is_dir()
         for folder in path.parents
     )
 
 
 def read_config(folder: str | Path) -> ExperimentConfig:
-    """Reads the configuration of a run.
+    """Reads the configuration of a run; `UserError` if it is none, is damaged or was changed.
 
     Options with which a run may be continued may have been edited by hand.
-
-    Raises:
-      UserError: the folder is not a run folder, or its configuration is damaged or was changed.
     """
     require_run(folder)
-    path = Path(folder, CONFIG)
+    path = Path(folder, layout.CONFIG)
     text = input_files.read_text(path)
-    try:
+    with prefixed(f"{path}: "):
         config = configuration.from_json(text)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from error
     recorded = data_file.read(folder).get(data_file.CONFIG)
     if recorded is not None:
         changed = configuration.differences(configuration.from_dict(recorded), config)
         if changed:
             raise UserError(
                 f"{path} is damaged or was changed ({'; '.join(changed)}): restore these values, "
-                f"or the run's own {DATA}"
+                f"or the run's own {layout.DATA}"
             )
     return config
 
 
 def read_tokenizers(folder: str | Path) -> Tokenizers:
-    """Reads the vocabularies of a run.
-
-    Raises:
-      UserError: a file is missing or damaged, or is not that of the run.
-    """
+    """Reads the vocabularies of a run; `UserError` if a file is missing or not that of the run."""
     data_file.check_files(folder)
-    path = Path(folder, TOKENIZER)
+    path = Path(folder, layout.TOKENIZER)
     tokenizers = Tokenizers.load(path)
     recorded = data_file.read(folder).get(data_file.TOKENIZER)
-    if recorded is not None and recorded != _fingerprints(tokenizers):
+    if recorded is not None and recorded != fingerprints(tokenizers):
         raise UserError(f"{path} is not the vocabulary that the run was started with: restore it")
     return tokenizers
 
 
 def check_vocabulary(path: Path) -> None:
     """Checks the files of the vocabulary of a run: its folder, or its folder `tokenizer`."""
-    data_file.check_files(path.parent if path.name == TOKENIZER else path)
+    data_file.check_files(path.parent if path.name == layout.TOKENIZER else path)
 
 
 def read_origin(folder: str | Path) -> dict[str, bytes]:
-    """Reads the files of the published model that a run was converted from, by name.
-
-    Raises:
-      UserError: one is missing or damaged.
-    """
+    """Reads the files of the published model that a run was converted from, by name."""
     data_file.check_files(folder)
-    kept = Path(folder, ORIGIN)
+    kept = Path(folder, layout.ORIGIN)
     if not kept.is_dir():
         return {}
     return {
@@ -130,10 +142,10 @@ def holds_run(workdir: Path, experiment: ExperimentConfig) -> bool:
     Raises:
       UserError: it holds a run of another experiment, or parts of it are missing or damaged.
     """
-    if not (workdir / CONFIG).exists():
+    if not (workdir / layout.CONFIG).exists():
         _require_no_remains(workdir)
         return False
-    for name in (DATA, TOKENIZER):
+    for name in (layout.DATA, layout.TOKENIZER):
         if not (workdir / name).exists():
             raise UserError(
                 f"{workdir} holds a run whose {name} is missing: restore it, give another "
@@ -141,8 +153,8 @@ def holds_run(workdir: Path, experiment: ExperimentConfig) -> bool:
             )
     if data_file.is_trained(workdir) and not step_folders.has_any(workdir):
         raise UserError(
-            f"{workdir / CHECKPOINTS} holds no checkpoint, but the run has written some: restore "
-            "them, or give another --workdir to begin anew"
+            f"{workdir / layout.CHECKPOINTS} holds no checkpoint, but the run has written some: "
+            "restore them, or give another --workdir to begin anew"
         )
     stored = read_config(workdir)
     changed = configuration.differences(stored, experiment)
@@ -164,16 +176,17 @@ def _require_no_remains(workdir: Path) -> None:
     A start that was killed leaves `data.json`, or that and a vocabulary; a new one replaces them.
     """
     remains = {
-        DATA: data_file.is_trained(workdir),
-        TOKENIZER: (workdir / TOKENIZER).exists() and not (workdir / DATA).exists(),
-        METRICS: (workdir / METRICS).exists(),
-        CHECKPOINTS: step_folders.has_any(workdir),
+        layout.DATA: data_file.is_trained(workdir),
+        layout.TOKENIZER: (workdir / layout.TOKENIZER).exists()
+        and not (workdir / layout.DATA).exists(),
+        layout.METRICS: (workdir / layout.METRICS).exists(),
+        layout.CHECKPOINTS: step_folders.has_any(workdir),
     }
     if any(remains.values()):
         parts = " and ".join(name for name, is_there in remains.items() if is_there)
         raise UserError(
-            f"{workdir} holds {parts} of a run whose {CONFIG} is missing: restore it, or give "
-            "another --workdir to begin anew"
+            f"{workdir} holds {parts} of a run whose {layout.CONFIG} is missing: restore it, or "
+            "give another --workdir to begin anew"
         )
 
 
@@ -181,9 +194,9 @@ def check_corpora(workdir: Path, corpora: Corpora) -> None:
     """Raises `UserError` unless corpora are those that a run was started with."""
     stored = data_file.read(workdir)
     for split, parts in corpora.items():
-        fingerprints = stored.get(split, [])
+        recorded = stored.get(split, [])
         for number, corpus in enumerate(parts):
-            if fingerprints[number : number + 1] != [corpus.fingerprint]:
+            if recorded[number : number + 1] != [corpus.fingerprint]:
                 raise UserError(
                     f"the {split} corpus ({corpus.name}) is not the text that the run in "
                     f"{workdir} was started with: restore it, or give another --workdir"
@@ -199,15 +212,11 @@ def write_run(
 ) -> None:
     """Writes a run folder without checkpoints; `config.json`, which marks it, last.
 
-    Args:
-      workdir: the folder; created if missing.
-      experiment: the configuration.
-      corpora: the corpora, of which fingerprints are kept; none for a converted model.
-      tokenizers: the vocabularies.
-      origin: files of the published model that it was converted from, by name.
+    It keeps fingerprints of the corpora; a converted model has none. `origin` are files of the
+    published model that it was converted from, by name.
     """
-    files = {f"{TOKENIZER}/{name}": content for name, content in tokenizers.files.items()}
-    files |= {f"{ORIGIN}/{name}": content for name, content in origin.items()}
+    files = {f"{layout.TOKENIZER}/{name}": content for name, content in tokenizers.files.items()}
+    files |= {f"{layout.ORIGIN}/{name}": content for name, content in origin.items()}
     division = next((corpus.division for corpus in corpora.get("train", ())), None)
     workdir.mkdir(parents=True, exist_ok=True)
     data_file.write(
@@ -215,14 +224,14 @@ def write_run(
         {
             **{split: [corpus.fingerprint for corpus in parts] for split, parts in corpora.items()},
             **({} if division is None else {data_file.HOLD_OUT: division()}),
-            data_file.TOKENIZER: _fingerprints(tokenizers),
+            data_file.TOKENIZER: fingerprints(tokenizers),
             data_file.CONFIG: configuration.to_dict(experiment),
             data_file.FILES: {
                 name: manifest.entry_of(content)._asdict() for name, content in files.items()
             },
         },
     )
-    for path in (workdir / TOKENIZER, workdir / ORIGIN):
+    for path in (workdir / layout.TOKENIZER, workdir / layout.ORIGIN):
         # A start that was killed may have left files of another vocabulary.
         if path.is_symlink():
             path.unlink()
@@ -231,7 +240,7 @@ def write_run(
     for name, content in files.items():
         (workdir / name).parent.mkdir(exist_ok=True)
         atomic.write_bytes(workdir / name, content)
-    atomic.write_text(workdir / CONFIG, configuration.to_json(experiment))
+    atomic.write_text(workdir / layout.CONFIG, configuration.to_json(experiment))
 
 
 def with_stored_start(workdir: Path, experiment: ExperimentConfig) -> ExperimentConfig:
@@ -246,10 +255,11 @@ def with_stored_start(workdir: Path, experiment: ExperimentConfig) -> Experiment
 def update_config(workdir: Path, experiment: ExperimentConfig) -> None:
     """Writes the options that a continued run was given to `config.json`, for other commands."""
     if experiment != read_config(workdir):
-        atomic.write_text(workdir / CONFIG, configuration.to_json(experiment))
+        atomic.write_text(workdir / layout.CONFIG, configuration.to_json(experiment))
 
 
-def _fingerprints(tokenizers: Tokenizers) -> dict[str, str]:
+def fingerprints(tokenizers: Tokenizers) -> dict[str, str]:
+    """Returns the fingerprints of the vocabularies of both sides."""
     return {
         "source": tokenizers.source.fingerprint,
         "target": tokenizers.target.fingerprint,

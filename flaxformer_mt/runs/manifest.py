@@ -40,24 +40,21 @@ def write_manifest(folder: Path) -> None:
         entries = dict(zip(names, pool.map(_synced, paths), strict=True))
     atomic.write_text(folder / MANIFEST, json.dumps({"files": entries}, indent=1) + "\n")
     for path in filter(Path.is_dir, folder.rglob("*")):
-        atomic.sync_folder(path)
+        atomic.sync(path)
 
 
 def damage(
     folder: Path, kind: str = "checkpoint", names: Sequence[str] | None = None
 ) -> str | None:
-    """Verifies a folder against its manifest; files not listed there are ignored.
+    """Describes the first difference of a folder from its manifest; None if there is none.
 
     Files are hashed in parallel: in some 0.6 s per GB and core by a processor with instructions for
     SHA-256, in about three times as long by one without.
 
     Args:
-      folder: the folder.
+      folder: the folder; files that are not listed are ignored.
       kind: what it is called in descriptions.
       names: files that must be listed, and are the only ones to verify; by default, all listed.
-
-    Returns:
-      A description of the first difference, or None if there is none.
 
     Raises:
       UserError: a file cannot be opened for a reason that may pass, such as missing permission.
@@ -86,7 +83,6 @@ _PASSING = {errno.EACCES, errno.EPERM, errno.ESTALE, errno.EMFILE, errno.ENFILE,
 
 
 def _require_damage(error: OSError, path: Path) -> None:
-    """Raises `UserError` for an error after which the file may be intact."""
     if error.errno in _PASSING:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flaxformer_mt.errors import UserError
+from flaxformer_mt.errors import UserError, prefixed
 from flaxformer_mt.input_files import open_regular, parse_json
 from flaxformer_mt.runs.layout import METRICS
 
@@ -43,11 +43,8 @@ def read_lines(path: str | Path) -> list[Line]:
     """
     if not os.path.lexists(path):
         return []
-    try:
-        with open_regular(path) as file:
-            *lines, _ = file.read().split(b"\n")
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from error
+    with prefixed(f"{path}: "), open_regular(path) as file:
+        *lines, _ = file.read().split(b"\n")
     has_checksums = any(_BEFORE_CHECKSUM in line for line in lines)
     return [_parse(number, line, has_checksums) for number, line in enumerate(lines, start=1)]
 

@@ -44,11 +44,7 @@ class ParameterFile(NamedTuple):
 
 
 def read(path: Path) -> ParameterFile:
-    """Reads a parameter file.
-
-    Raises:
-      UserError: there is no such file, or it is damaged or of another kind.
-    """
+    """Reads a parameter file; `UserError` if there is none, or it is damaged."""
     tensors, metadata = read_safetensors(path)
     if metadata.get("format") != FORMAT:
         raise UserError("its metadata holds no configuration")
@@ -68,7 +64,7 @@ def refusing_damaged_metadata() -> Iterator[None]:
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Reads the arrays and the metadata of a safetensors file; errors as of `read`."""
+    """Reads the arrays and the metadata of a safetensors file."""
     size = int.from_bytes(first_bytes(path)[:8], "little")
     if size > MAX_SETTINGS_BYTES:
         raise UserError(f"not a safetensors file, or a damaged one: a header of {size:,} bytes")

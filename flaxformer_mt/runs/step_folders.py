@@ -1,4 +1,4 @@
-"""The folders in `checkpoints/`: which there are, which are in use, and how they are removed.
+"""The folders in `checkpoints/`: which there are, which are in use, which are kept or removed.
 
 `<step>` holds a complete checkpoint; the folder may be a link to another disk. `<step>.damaged` was
 set aside. A reader holds a shared lock on the folder that it reads, and what is held is not
@@ -14,30 +14,28 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from flaxformer_mt.config import ValidationMetric
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.runs import atomic
-from flaxformer_mt.runs.layout import (
-    CHECKPOINTS,
-    DATA,
-    EMA,
-    MANIFEST,
-    PARAMS,
-    PROGRESS,
-    TRAINING,
-    CheckpointSelector,
-)
-from flaxformer_mt.runs.lock import held
+from flaxformer_mt.runs import atomic, layout
+from flaxformer_mt.runs.layout import CheckpointSelector
 from flaxformer_mt.runs.manifest import damage, write_manifest
-from flaxformer_mt.runs.retention import best_step, ranking_score
 
+_LOWER_IS_BETTER = {"loss", "cross_entropy", "perplexity"}
 _DAMAGED = ".damaged"
 # Orbax adds the metadata, and suffixes to names that are not complete.
-_CONTENT = {PARAMS, EMA, TRAINING, PROGRESS, MANIFEST, "_CHECKPOINT_METADATA"}
+_CONTENT = {
+    layout.PARAMS,
+    layout.EMA,
+    layout.TRAINING,
+    layout.PROGRESS,
+    layout.MANIFEST,
+    "_CHECKPOINT_METADATA",
+}
 
 
 def folder_of(run_folder: str | Path) -> Path:
     """Returns the folder of a run's checkpoints."""
-    return Path(run_folder).absolute() / CHECKPOINTS
+    return Path(run_folder).absolute() / layout.CHECKPOINTS
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -56,6 +54,32 @@ def has_any(run_folder: str | Path) -> bool:
 
 
 @contextlib.contextmanager
+def held(folder: Path, *, exclusive: bool = False, wait: bool = True) -> Iterator[bool]:
+    """Locks a folder, which keeps it from being removed while the block runs.
+
+    The lock is on the folder itself, so that a folder that may only be read can be locked as well.
+
+    Several processes may hold it, but only one if `exclusive`. Yields whether the folder exists
+    and, unless this waits for them, no other process holds it.
+    """
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except (FileNotFoundError, NotADirectoryError):
+        yield False
+        return
+    try:
+        try:
+            atomic.lock(descriptor, wait, shared=not exclusive)
+            # It may have lost its name while this process waited.
+            is_held = os.path.samestat(os.fstat(descriptor), folder.stat())
+        except (BlockingIOError, FileNotFoundError):
+            is_held = False
+        yield is_held
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
 def in_use(folder: Path, steps: Sequence[int]) -> Iterator[bool]:
     """Keeps checkpoints from being removed while the block runs; yields whether all exist."""
     with contextlib.ExitStack() as stack:
@@ -70,7 +94,7 @@ def remove(folder: Path, step: int) -> bool:
             # Moved first, so that it is never incomplete under its name.
             with atomic.workspace(folder) as workspace:
                 path.replace(workspace / path.name)
-                atomic.sync_folder(folder)
+                atomic.sync(folder)
     return not os.path.lexists(path)
 
 
@@ -95,11 +119,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def choose(folder: Path, checkpoint: CheckpointSelector) -> int:
-    """Returns the step of the selected checkpoint in a folder of checkpoints.
-
-    Raises:
-      UserError: there is none, or the best is unknown because one is damaged.
-    """
+    """Returns the selected step; `UserError` if there is none, or a damaged one may be the best."""
     steps = steps_in(folder)
     if not steps:
         raise UserError(f"{folder} holds no checkpoint: train until one is written")
@@ -112,19 +132,13 @@ def choose(folder: Path, checkpoint: CheckpointSelector) -> int:
                 f"{', '.join(map(str, steps))}"
             )
         return checkpoint
-    scores = {}
-    for step in steps:
+    scores, damaged = verified(folder, names=[layout.PROGRESS])
+    for step in damaged:
         path = folder / str(step)
-        with in_use(folder, [step]) as is_there:
-            is_damaged = is_there and damage(path, names=[PROGRESS])
-            if is_damaged and path.is_dir():
-                raise UserError(
-                    f"{path / PROGRESS} is missing or damaged, so the best checkpoint is unknown; "
-                    f"{advice(path)}"
-                )
-            # Otherwise training has removed it in the meantime.
-            if is_there and not is_damaged:
-                scores[step] = score(read_record(path))
+        raise UserError(
+            f"{path / layout.PROGRESS} is missing or damaged, so the best checkpoint is unknown; "
+            f"{advice(path)}"
+        )
     best = best_step(scores)
     return steps[-1] if best is None else best
 
@@ -138,13 +152,20 @@ def advice(damaged: Path) -> str:
     return "train again"
 
 
-def verified(folder: Path) -> tuple[dict[int, float], dict[int, str]]:
-    """Verifies all checkpoints; returns the scores of intact ones, and the damage of others."""
+def verified(
+    folder: Path, names: Sequence[str] | None = None
+) -> tuple[dict[int, float], dict[int, str]]:
+    """Verifies all checkpoints, or only the files `names` of each.
+
+    Returns:
+      The scores of intact ones, and the damage of others. One that training has removed in the
+      meantime is neither.
+    """
     scores, causes = {}, {}
     for step in steps_in(folder):
         path = folder / str(step)
         with in_use(folder, [step]) as is_there:
-            cause = damage(path) if is_there else None
+            cause = damage(path, names=names) if is_there else None
             if cause and path.is_dir():
                 causes[step] = cause
             elif is_there and not cause:
@@ -156,7 +177,7 @@ def check_run(record: Mapping[str, Any], path: Path, run_id: str | None) -> None
     """Raises `UserError` unless a checkpoint is of the run in whose folder it is."""
     # Earlier versions do not record the run.
     if record.get("run", run_id) != run_id:
-        data = path.parent.parent / DATA
+        data = path.parent.parent / layout.DATA
         if run_id is None:
             raise UserError(f"{data} of the run that wrote {path} is missing: restore it")
         raise UserError(
@@ -170,10 +191,10 @@ def commit(folder: Path, partial: Path, record: Mapping[str, Any]) -> None:
 
     It replaces a checkpoint of the same step, which is moved beside the partial one.
     """
-    (partial / PROGRESS).write_text(json.dumps(record) + "\n", encoding="utf-8")
+    (partial / layout.PROGRESS).write_text(json.dumps(record) + "\n", encoding="utf-8")
     write_manifest(partial)
     path = folder / partial.name
-    if (path / PROGRESS).exists():
+    if (path / layout.PROGRESS).exists():
         path.rename(partial.with_name("replaced"))
     atomic.rename(partial, path)
 
@@ -191,9 +212,41 @@ def make_record(
 
 def read_record(path: Path) -> dict[str, Any]:
     """Returns the content of `progress.json` of an intact checkpoint."""
-    return json.loads((path / PROGRESS).read_bytes())
+    return json.loads((path / layout.PROGRESS).read_bytes())
 
 
 def score(record: Mapping[str, Any]) -> float:
     """Returns the ranking score of a checkpoint from its record; higher is better."""
     return ranking_score(record["best_metric"], record["figures"])
+
+
+def ranking_score(metric: ValidationMetric, metrics: Mapping[str, Any]) -> float:
+    """Returns the score of a validation by one of its metrics; higher is better.
+
+    It is the metric, negated if lower is better; -inf if it is missing or not finite.
+    """
+    value = metrics.get(metric, math.nan)
+    if not math.isfinite(value):
+        return -math.inf
+    return -value if metric in _LOWER_IS_BETTER else value
+
+
+def metric_of(metric: ValidationMetric, score: float) -> float:
+    """Returns the metric of a finite `ranking_score`."""
+    return -score if metric in _LOWER_IS_BETTER else score
+
+
+def validated_steps(scores: Mapping[int, float]) -> list[int]:
+    """Returns the steps with a finite score, best first; of equal ones the earlier first."""
+    finite = (step for step in scores if math.isfinite(scores[step]))
+    return sorted(finite, key=lambda step: (-scores[step], step))
+
+
+def best_step(scores: Mapping[int, float]) -> int | None:
+    """Returns the best step, the newest if none was validated; None if there is none."""
+    return next(iter(validated_steps(scores)), max(scores, default=None))
+
+
+def kept_steps(scores: Mapping[int, float], keep_last: int, keep_best: int) -> set[int]:
+    """Returns the steps to keep: the newest, and the best by their ranking scores."""
+    return {*sorted(scores)[-keep_last:], *validated_steps(scores)[:keep_best]}

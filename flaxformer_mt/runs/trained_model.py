@@ -20,13 +20,14 @@ from flaxformer_mt.errors import UserError
 from flaxformer_mt.memory_limits import LESS_ON_DEVICE, explained_exhaustion
 from flaxformer_mt.runs import atomic, data_file
 from flaxformer_mt.runs.folder import (
+    fingerprints,
     read_config,
     read_fingerprints,
     read_tokenizers,
     write_run,
 )
 from flaxformer_mt.runs.layout import CONFIG, TOKENIZER, CheckpointSelector
-from flaxformer_mt.runs.retention import metric_of
+from flaxformer_mt.runs.step_folders import metric_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,12 +51,7 @@ class TrainedModel:
 
 
 def load_run(folder: str | Path, checkpoint: CheckpointSelector = "best") -> TrainedModel:
-    """Loads the model of a run folder.
-
-    Raises:
-      UserError: the folder, or a part of it, is missing or damaged, or its vocabulary is not the
-        one that the parameters were trained with.
-    """
+    """Loads the model of a run; `UserError` if a part is missing, damaged or of another run."""
     config = read_config(folder)
     tokenizers = read_tokenizers(folder)
     from flaxformer_mt.runs.checkpoint import restore_params
@@ -119,9 +115,7 @@ def describe_run(
 ) -> dict[str, Any]:
     """Returns what a trained model is and what identifies it, as JSON values.
 
-    None are the metric of a checkpoint that was not validated, the fingerprints of the training
-    data of a folder that does not have them, and "hold_out" if no pairs are held out. `announce` is
-    called with one line for each damaged checkpoint.
+    What it does not have is None, such as the metric of a checkpoint that was not validated.
     """
     from flax.traverse_util import flatten_dict
 
@@ -145,10 +139,7 @@ def describe_run(
         "parameter_count": sum(leaf.size for leaf in leaves.values()),
         "parameters": {path: list(leaf.shape) for path, leaf in sorted(leaves.items())},
         "parameters_sha256": parameters_sha256(run.params),
-        "tokenizer_fingerprints": {
-            "source": run.tokenizers.source.fingerprint,
-            "target": run.tokenizers.target.fingerprint,
-        },
+        "tokenizer_fingerprints": fingerprints(run.tokenizers),
         "data_fingerprints": read_fingerprints(folder),
         "hold_out": data_file.read(folder).get(data_file.HOLD_OUT),
         "config": configuration.to_dict(run.config),

@@ -7,7 +7,9 @@ and the step adds up its sums by `sum_over_devices`. Under both the state is an 
 arrays without a device axis, so that checkpoints do not depend on the choice.
 """
 
+import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
@@ -17,14 +19,16 @@ from flax import linen as nn
 from jax import Array, lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from flaxformer_mt.config import ExperimentConfig, ParallelConfig
 from flaxformer_mt.data.stream.batches import Batch
-from flaxformer_mt.data.stream.placement import place_batch, row_sharding
+from flaxformer_mt.data.stream.placement import place_batch, row_sharding, row_shards
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.training.sharding import (
     ACTIVATION_RULES,
     AXES,
     ShardingRule,
     leaves_by_path,
+    parse_rules,
     shardings,
 )
 
@@ -40,12 +44,8 @@ def make_mesh(
         mesh = fmt.make_mesh(fsdp=2)  # Of 8 devices: 4 x 2 x 1.
 
     The rows of a batch are sharded over data and fsdp; parameters and optimizer state over fsdp
-    (gathered where they are used) and tensor (computed with in parts).
-
-    Args:
-      fsdp: the size of that axis.
-      tensor: the size of that axis.
-      devices: all devices by default, of all processes. Those that fsdp * tensor leave are data.
+    (gathered where they are used) and tensor (computed with in parts). `devices` are by default
+    all devices of all processes; those that fsdp * tensor leave are data.
 
     Raises:
       UserError: fsdp * tensor does not divide the number of devices.
@@ -117,30 +117,12 @@ def place(tree: Tree, mesh: Mesh, rules: Rules = ()) -> Tree:
     return jax.tree.map(copy, tree, shardings(tree, mesh, rules))
 
 
-def gather(tree: Tree, mesh: Mesh) -> Tree:
-    """Gathers sharded arrays on this process' first device.
-
-    All processes must call it, even if only one needs the result, which is valid until the arrays
-    are donated.
-    """
-    if not all(leaf.is_fully_replicated for leaf in jax.tree.leaves(tree)):
-        tree = _replicate(NamedSharding(mesh, PartitionSpec()))(tree)
-    return jax.tree.map(lambda leaf: leaf.addressable_data(0), tree)
-
-
-@functools.cache
-def _replicate(sharding: NamedSharding) -> Callable:
-    return jax.jit(lambda tree: tree, out_shardings=sharding)
-
-
 class CompiledStep:
     """A step that is compiled when it is first called, and then for each new shape of its batch.
 
-    Args:
-      step: (state, batch) -> anything, traced.
-      transform: (step, state) -> the jitted step, for states like this one, concrete or abstract.
-      max_shapes: the number of batch shapes that are allowed; 0 = any.
-      frozen: further arguments, which are the same in every call.
+    `step` maps (state, batch) to anything, and `transform` (step, state) to the jitted step, for
+    states like this one, concrete or abstract. `max_shapes` is the number of batch shapes that are
+    allowed (0 = any), and `frozen` are further arguments, the same in every call.
     """
 
     def __init__(
@@ -263,21 +245,6 @@ def compile_step(
     return CompiledStep(step, transform, max_shapes, arguments)
 
 
-def compile_evaluation(
-    evaluate: Callable[[Any, Any], Any], mesh: Mesh, *, rules: Rules = (), max_shapes: int = 0
-) -> CompiledStep:
-    """Compiles `evaluate(params, batch)`, whose result is replicated; see `compile_step`."""
-
-    def transform(step: Callable, params: Any) -> Any:
-        return jax.jit(
-            _with_rules(evaluate, step, mesh),
-            in_shardings=(shardings(params, mesh, rules), row_sharding(mesh)),
-            out_shardings=NamedSharding(mesh, PartitionSpec()),
-        )
-
-    return CompiledStep(evaluate, transform, max_shapes)
-
-
 def step_key(state: Any, seed: int) -> Array:
     """Returns `fold_in(key(seed), step)`, where `step` is `state["step"]` or `state.step`."""
     step = state.get("step") if isinstance(state, Mapping) else getattr(state, "step", None)
@@ -290,7 +257,6 @@ def step_key(state: Any, seed: int) -> Array:
 
 
 def _placed(tree: Any, mesh: Mesh, rules: Rules) -> Any:
-    """The tree on the devices; arrays that are there already are not copied."""
     wanted = jax.tree.leaves(shardings(tree, mesh, rules))
     given = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree)]
     return tree if given == wanted else place(tree, mesh, rules)
@@ -326,52 +292,146 @@ def _check_new_state(old: Any, new: Any) -> None:
             )
 
 
-# jax.pmap: the same program on each device of one process.
+@dataclasses.dataclass(frozen=True)
+class RunDevices:
+    """The mesh and the rules of a run, and what its strategy places and compiles.
 
-
-def pmap_mesh(devices: Sequence[jax.Device]) -> Mesh:
-    """Returns the mesh of `pmap_step`."""
-    # As pmap's own mesh: it would retrace for arrays of another one.
-    return Mesh(np.array(devices), ("data",), axis_types=(AxisType.Auto,))
-
-
-def pmap_step(
-    update: Callable, mesh: Mesh, *, frozen: Any = None, max_shapes: int = 0
-) -> CompiledStep:
-    """Compiles a training step for each device by `jax.pmap`; arguments as of `compile_step`.
-
-    `update` gets the rows of a device. What it returns is the same on all devices, since its
-    sums over rows have passed through `sum_over_devices`.
+    Under pmap, a step gets the rows of a device. What it returns is the same on all devices, since
+    its sums over rows have passed through `sum_over_devices`.
     """
 
-    def step(state: Any, batch: Any) -> Any:
-        return update(state, batch, step_key(state, 0), frozen)
+    mesh: Mesh
+    rules: Rules = ()
+    by_pmap: bool = False
 
-    return CompiledStep(step, functools.partial(_pmap, mesh, donate_argnums=0), max_shapes)
+    @classmethod
+    def arrange(cls, config: ParallelConfig, given: Sequence[jax.Device]) -> "RunDevices":
+        """Arranges devices, which need not exist: programs can be compiled for others."""
+        if config.strategy == "pmap":
+            # As pmap's own mesh: it would retrace for arrays of another one.
+            return cls(Mesh(np.array(given), ("data",), axis_types=(AxisType.Auto,)), by_pmap=True)
+        mesh = make_mesh(fsdp=config.fsdp, tensor=config.tensor, devices=given)
+        return cls(mesh, parse_rules(config.sharding_rules))
+
+    @property
+    def devices(self) -> list[jax.Device]:
+        """The devices of all processes; those of a process are neighbors."""
+        return list(self.mesh.devices.flat)
+
+    def _shape(self, rows: Any) -> tuple[int, ...]:
+        """Returns [B, ...], or [devices, B / devices, ...] under pmap."""
+        batch, *others = rows.shape
+        devices = (self.mesh.size,) if self.by_pmap else ()
+        return (*devices, batch // math.prod(devices), *others)
+
+    def place_batch(self, batch: Batch) -> Batch:
+        """Transfers each device's rows of a process' shard to it."""
+        if self.by_pmap:
+            batch = jax.tree.map(lambda rows: rows.reshape(self._shape(rows)), batch)
+        return place_batch(batch, self.mesh)
+
+    def abstract_batch(self, batch: Batch) -> Batch:
+        """Returns the shapes, dtypes and shardings of a placed batch, from those of a whole one."""
+        sharding = row_sharding(self.mesh)
+        return jax.tree.map(
+            lambda rows: jax.ShapeDtypeStruct(self._shape(rows), rows.dtype, sharding=sharding),
+            batch,
+        )
+
+    def compile_train_step(
+        self, update: Callable, *, frozen: Any = None, max_shapes: int = 1
+    ) -> CompiledStep:
+        """Compiles update(state, batch, key, frozen) -> (state, metrics); donates the state."""
+        if not self.by_pmap:
+            return compile_step(
+                update, self.mesh, frozen=frozen, rules=self.rules, max_shapes=max_shapes
+            )
+
+        def step(state: Any, batch: Any) -> Any:
+            return update(state, batch, step_key(state, 0), frozen)
+
+        return CompiledStep(step, functools.partial(self._pmap, donate_argnums=0), max_shapes)
+
+    def compile_eval_step(self, evaluate: Callable, max_shapes: int = 1) -> CompiledStep:
+        """Compiles evaluate(params, batch) -> metrics."""
+        if self.by_pmap:
+            return CompiledStep(evaluate, self._pmap, max_shapes)
+
+        def transform(step: Callable, params: Any) -> Any:
+            return jax.jit(
+                _with_rules(evaluate, step, self.mesh),
+                in_shardings=(shardings(params, self.mesh, self.rules), row_sharding(self.mesh)),
+                out_shardings=NamedSharding(self.mesh, PartitionSpec()),
+            )
+
+        return CompiledStep(evaluate, transform, max_shapes)
+
+    def _pmap(self, step: Callable, state: Any, **options: Any) -> Any:
+        # All devices compute the same update, so that the state has no device axis (None).
+        return jax.pmap(
+            step,
+            axis_name="data",
+            in_axes=(None, 0),
+            out_axes=None,
+            devices=self.devices,
+            **options,
+        )
 
 
-def pmap_evaluation(evaluate: Callable, mesh: Mesh, *, max_shapes: int = 0) -> CompiledStep:
-    """Compiles `evaluate(params, rows)` by `jax.pmap`; arguments as of `pmap_step`."""
-    return CompiledStep(evaluate, functools.partial(_pmap, mesh), max_shapes)
+def make_devices(config: ExperimentConfig) -> RunDevices:
+    """Arranges the devices of `config.parallel`.
 
-
-def _pmap(mesh: Mesh, step: Callable, state: Any, **options: Any) -> Any:
-    # All devices compute the same update, so that the state has no device axis (None).
-    return jax.pmap(
-        step,
-        axis_name="data",
-        in_axes=(None, 0),
-        out_axes=None,
-        devices=list(mesh.devices),
-        **options,
-    )
-
-
-def place_pmap_batch(batch: Batch, mesh: Mesh) -> Batch:
-    """Transfers each device's rows to it, as arrays [devices, B / devices, ...]."""
-    return place_batch(
-        jax.tree.map(lambda rows: rows.reshape(mesh.size, -1, *rows.shape[1:]), batch), mesh
-    )
+    Raises:
+      UserError: there are too few devices, the mesh axes do not divide their number, the rows of a
+        batch or the attention heads, or the strategy does not support several processes.
+    """
+    parallel, available = config.parallel, jax.devices()
+    processes, local, tensor = jax.process_count(), jax.local_device_count(), parallel.tensor
+    wanted = parallel.num_devices or len(available)
+    if wanted > len(available):
+        raise UserError(
+            f"parallel.num_devices={wanted}, but there are only {len(available)} "
+            f"({available[0].platform}): ask for fewer, or for 0, which means all"
+        )
+    if processes > 1 and wanted < len(available):
+        raise UserError(
+            f"parallel.num_devices={wanted}, but {processes} processes have "
+            f"{len(available)} devices, all of which have to be used: set it to 0"
+        )
+    if processes > 1 and parallel.strategy == "pmap":
+        raise UserError(
+            f"parallel.strategy=pmap is for one process, and there are {processes}: set "
+            "parallel.strategy=mesh"
+        )
+    if processes > 1 and local % tensor and tensor % local:
+        raise UserError(
+            f"parallel.tensor={tensor} does not fit processes of {local} devices: one has to be a "
+            "multiple of the other"
+        )
+    if wanted % (parallel.fsdp * parallel.tensor):
+        raise UserError(
+            f"{wanted} devices (parallel.num_devices) are not a multiple of parallel.fsdp="
+            f"{parallel.fsdp} times parallel.tensor={parallel.tensor}"
+        )
+    model = config.model
+    for option, heads in (("num_heads", model.num_heads), ("num_kv_heads", model.kv_heads)):
+        if heads % tensor:
+            raise UserError(
+                f"parallel.tensor={tensor} does not divide model.{option}={heads}: each device "
+                "computes whole attention heads"
+            )
+    run_devices = RunDevices.arrange(parallel, available[:wanted])
+    rows, row_length = config.rows_per_batch, config.data.row_lengths[1]
+    shards, parts = row_shards(run_devices.mesh), config.train.accumulation_steps
+    if rows % (shards * parts):  # Short buckets have a multiple of these rows.
+        raise UserError(
+            f"the {rows} rows of a batch (train.batch_tokens={config.train.batch_tokens} / "
+            f"{row_length} tokens of a target row) cannot be divided evenly among {shards} devices "
+            f"(parallel.num_devices / parallel.tensor) times {parts} parts "
+            f"(train.accumulation_steps): make train.batch_tokens a multiple of "
+            f"{shards * parts * row_length}"
+        )
+    return run_devices
 
 
 def sum_over_devices(tree: Tree) -> Tree:

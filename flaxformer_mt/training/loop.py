@@ -1,10 +1,11 @@
 """The training loop: steps, validations, checkpoints. Meant to be forked."""
 
 import contextlib
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jax
 import optax
@@ -17,12 +18,12 @@ from flaxformer_mt.interruption import Interrupted
 from flaxformer_mt.objectives.cross_entropy import Metrics
 from flaxformer_mt.runs.checkpoint import Checkpoints
 from flaxformer_mt.runs.layout import PROFILE
-from flaxformer_mt.runs.retention import ranking_score
+from flaxformer_mt.runs.step_folders import ranking_score
 from flaxformer_mt.training.devices import CompiledStep
 from flaxformer_mt.training.parameters import Params
 from flaxformer_mt.training.reporting.metrics import MetricValues, Writer, measurements
 from flaxformer_mt.training.reporting.profile import Profile
-from flaxformer_mt.training.reporting.progress import Progress, Sums
+from flaxformer_mt.training.reporting.progress import Interval, Progress
 from flaxformer_mt.training.state import TrainState
 
 
@@ -63,9 +64,6 @@ def train(
       on_step: called with the number and the metrics, on the host, of each step when it is
         finished, which is after the next one was dispatched.
 
-    Returns:
-      The final state.
-
     Raises:
       Interrupted: `should_stop` returned True; a checkpoint was written.
       UserError: loss, gradient or update of too many steps in a row was not finite, and the run is
@@ -88,14 +86,17 @@ def train(
 
         def write_training(step: int) -> None:
             started.wait()
+            interval, progress.interval = progress.interval, Interval()
+            totals = {name: int(interval.metrics[name][0]) for name in _TOTALS}
             values = {
-                **_training_metrics(progress.interval, devices),
+                **interval.means(),
+                **totals,
+                **measurements(interval, devices),
                 # Skipped steps do not advance the schedule.
                 "learning_rate": float(schedule(step - 1 - progress.skipped)),
                 "compilations": len(progress.batch_shapes),
             }
             write(step, "train", values)
-            progress.interval = Sums()
 
         def validate(step: int) -> tuple[MetricValues, bool]:
             validation = evaluate(state.eval_params, step)
@@ -114,9 +115,9 @@ def train(
         batches = stack.enter_context(stream(progress.position))
         give_up = functools.partial(_go_back, checkpointer, writers)
         started = _StartedSteps(progress, batches, config.max_skipped_steps, give_up, on_step)
-        profile = stack.enter_context(
-            Profile(_profiled(config, first), checkpointer.run_folder / PROFILE)
-        )
+        wanted = config.profiled_steps if jax.process_index() == 0 else range(0)
+        profiled = range(max(wanted.start, first + 1), min(wanted.stop, last + 1))
+        profile = stack.enter_context(Profile(profiled, checkpointer.run_folder / PROFILE))
         is_due = False
         for step in range(first + 1, last + 1):
             with profile.of(step, started.paused):
@@ -169,13 +170,6 @@ def train(
     return state
 
 
-def _profiled(config: TrainConfig, first: int) -> range:
-    steps = config.profiled_steps
-    if jax.process_index() > 0:
-        return range(0)
-    return range(max(steps.start, first + 1), min(steps.stop, config.num_steps + 1))
-
-
 def _is_due(step: int, every: int, last: int) -> bool:
     return step % every == 0 or step == last
 
@@ -226,25 +220,17 @@ def _go_back(
     )
 
 
-def _training_metrics(interval: Sums, devices: Sequence[Any]) -> dict[str, Any]:
-    sums = interval.metrics
-    counts = {name: int(sums[name][0]) for name in (_SKIPPED, *_CAUSES)}
-    return {
-        **interval.means(),
-        **counts,
-        "target_tokens": int(sums["target_tokens"][0]),
-        **measurements(interval, devices),
-    }
-
-
 _SKIPPED = "skipped_steps"
 _CAUSES = {
     "nonfinite_loss": "loss",
     "nonfinite_gradient": "gradient",
     "nonfinite_update": "update",
 }
+_TOTALS = (_SKIPPED, *_CAUSES, "target_tokens")
+"""Metrics of which the sum is reported, not the mean."""
 
 
+@dataclasses.dataclass
 class _StartedSteps:
     """The steps dispatched to the devices; updates `progress` with the metrics of finished ones.
 
@@ -253,55 +239,47 @@ class _StartedSteps:
     step and the causes; it must raise.
     """
 
-    def __init__(
-        self,
-        progress: Progress,
-        batches: Prefetched[Batch],
-        max_skipped: int,
-        give_up: Callable[[int, Sequence[str]], NoReturn],
-        on_step: Callable[[int, Metrics], None],
-    ) -> None:
-        self._progress = progress
-        self._batches = batches
-        self._max_skipped = max_skipped
-        self._give_up = give_up
-        self._on_step = on_step
-        self._running: tuple[int, Metrics] | None = None
-        self._waited_before = 0.0
-        self._clock = time.perf_counter()
+    progress: Progress
+    batches: Prefetched[Batch]
+    max_skipped: int
+    give_up: Callable[[int, Sequence[str]], NoReturn]
+    on_step: Callable[[int, Metrics], None]
+    running: tuple[int, Metrics] | None = None
+    waited_before: float = 0.0
+    clock: float = dataclasses.field(default_factory=time.perf_counter)
 
     def add(self, step: int, metrics: Metrics) -> None:
         """Adds the metrics of a step just dispatched, and waits for the previous step."""
         self.wait()
-        self._running = step, metrics
+        self.running = step, metrics
 
     def wait(self) -> None:
         """Waits for the last step; errors as of `give_up`."""
-        if self._running is None:
+        if self.running is None:
             return
-        step, metrics = self._running
+        step, metrics = self.running
         metrics = jax.device_get(metrics)
-        self._running = None
+        self.running = None
 
-        interval, now = self._progress.interval, time.perf_counter()
+        interval, now = self.progress.interval, time.perf_counter()
         interval.add(metrics)
-        interval.seconds += now - self._clock
-        interval.seconds_waited += self._batches.seconds_waited - self._waited_before
-        self._clock, self._waited_before = now, self._batches.seconds_waited
-        self._on_step(step, metrics)
+        interval.seconds += now - self.clock
+        interval.seconds_waited += self.batches.seconds_waited - self.waited_before
+        self.clock, self.waited_before = now, self.batches.seconds_waited
+        self.on_step(step, metrics)
 
         if not metrics[_SKIPPED][0]:
-            self._progress.skipped_in_a_row.clear()
+            self.progress.skipped_in_a_row.clear()
             return
-        self._progress.skipped += 1
-        causes = self._progress.skipped_in_a_row
+        self.progress.skipped += 1
+        causes = self.progress.skipped_in_a_row
         causes.append(next(cause for name, cause in _CAUSES.items() if metrics[name][0]))
-        if len(causes) >= self._max_skipped:
-            self._give_up(step, causes)
+        if len(causes) >= self.max_skipped:
+            self.give_up(step, causes)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Waits for the last step, and excludes the block from the time of the steps."""
         self.wait()
         yield
-        self._clock = time.perf_counter()
+        self.clock = time.perf_counter()

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.data.stream.batches import Batch, BatchShape
+from flaxformer_mt.data.stream.placement import row_shards
 from flaxformer_mt.memory_limits import device_memory, require_memory
-from flaxformer_mt.training.run_devices import RunDevices
-from flaxformer_mt.training.state import TrainState
+from flaxformer_mt.training.devices import CompiledStep, RunDevices
 
 
 def require_training_memory(config: ExperimentConfig, run_devices: RunDevices) -> None:
@@ -33,7 +33,7 @@ def require_training_memory(config: ExperimentConfig, run_devices: RunDevices) -
     moments = 0 if config.optimizer.kind == "adafactor" else 2
     copies = 1 if train.freeze else 2 + moments + (train.ema_decay > 0)
     stored = copies * count * jnp.dtype(model.param_dtype).itemsize
-    rows = config.rows_per_batch // (train.accumulation_steps * run_devices.row_shards)
+    rows = config.rows_per_batch // (train.accumulation_steps * row_shards(run_devices.mesh))
     sides = ("source", "target") if model.has_inputs else ("target",)
     lengths = config.data.row_lengths[-len(sides) :]
     has_scores = model.attention_backend == "einsum" or run_devices.devices[0].platform == "cpu"
@@ -57,16 +57,13 @@ def require_training_memory(config: ExperimentConfig, run_devices: RunDevices) -
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class StepCost:
+class StepCost(NamedTuple):
     """Memory and communication per device, in bytes."""
 
     parameters: int
     """The shard of the parameters, and of their moving average if there is one."""
-    optimizer_state: int
-    """The shard of the optimizer state."""
-    batch: int
-    """The rows of the batch."""
+    optimizer_state: int  # the shard of the optimizer state
+    batch: int  # the rows
     temporary: int
     """The peak of temporary memory while the step runs, besides the above."""
     sent: dict[str, int]
@@ -92,40 +89,17 @@ class StepCost:
         )
 
 
-def step_cost(
-    run_devices: RunDevices,
-    state: TrainState,
-    update: Callable,
-    shape: BatchShape,
-    has_inputs: bool = True,
-    frozen: Any = None,
-    optimize: bool = True,
-    has_alignment: bool = False,
-) -> StepCost:
-    """Compiles a training step for a batch shape, without creating a state or a batch.
+def step_cost(step: CompiledStep, state: Any, batch: Batch, optimize: bool = True) -> StepCost:
+    """Compiles a training step for abstract arguments: shapes, dtypes and shardings.
 
     The program is compiled for the available devices: one for CPUs fuses less than one for GPUs or
-    TPUs, and pads differently, so that its temporary memory is only an estimate of theirs.
-
-    Args:
-      run_devices: from `make_devices`.
-      state: the shapes of the state.
-      update: (state, batch, key, frozen) -> (state, metrics), as for `compile_train_step`.
-      shape: of the whole batch, all processes together.
-      has_inputs: whether batches have an encoder side.
-      frozen: the tree that the objective reads.
-      optimize: False compiles faster, with the same memory and communication.
-      has_alignment: whether batches have links.
+    TPUs, and pads differently, so that its temporary memory is only an estimate of theirs. Without
+    `optimize` it compiles faster, with the same memory and communication.
     """
-    state = run_devices.abstract(state)
-    batch = run_devices.abstract_batch(abstract_batch(shape, has_inputs, has_alignment))
     options = {} if optimize else {"xla_backend_optimization_level": 0}
-    compiled = (
-        run_devices.compile_train_step(update, frozen=frozen).lower(state, batch).compile(options)
-    )
-    parameters = (state.params, getattr(state, "ema", None))
+    compiled = step.lower(state, batch).compile(options)
     return StepCost(
-        parameters=bytes_on_a_device(parameters),
+        parameters=bytes_on_a_device((state.params, state.ema)),
         optimizer_state=bytes_on_a_device(state.opt_state),
         batch=bytes_on_a_device(batch),
         temporary=compiled.memory_analysis().temp_size_in_bytes,
@@ -136,22 +110,18 @@ def step_cost(
 def abstract_batch(
     shape: BatchShape, has_inputs: bool = True, has_alignment: bool = False
 ) -> Batch:
-    """Returns the shapes and dtypes of the arrays of a batch."""
+    """Returns the shapes and dtypes of the arrays of a batch of all processes."""
     source: Any = jax.ShapeDtypeStruct((shape.rows, shape.source_length), jnp.int32)
     target: Any = jax.ShapeDtypeStruct((shape.rows, shape.target_length), jnp.int32)
     weights: Any = jax.ShapeDtypeStruct(target.shape, jnp.float32)
     links: Any = jax.ShapeDtypeStruct((*target.shape, shape.source_length), jnp.float32)
-    return Batch(
-        encoder_input_tokens=source if has_inputs else None,
-        decoder_input_tokens=target,
-        decoder_target_tokens=target,
-        decoder_loss_weights=weights,
-        encoder_segment_ids=source if has_inputs else None,
-        decoder_segment_ids=target,
-        encoder_positions=source if has_inputs else None,
-        decoder_positions=target,
-        alignment=links if has_alignment else None,
-    )
+    arrays: dict[str, Any] = {
+        field.name: target if field.name.startswith("decoder") else source if has_inputs else None
+        for field in dataclasses.fields(Batch)
+    }
+    arrays["decoder_loss_weights"] = weights
+    arrays["alignment"] = links if has_alignment else None
+    return Batch(**arrays)
 
 
 def bytes_on_a_device(tree: Any) -> int:
@@ -162,153 +132,101 @@ def bytes_on_a_device(tree: Any) -> int:
     )
 
 
-class Instruction(NamedTuple):
-    """A line of a compiled program."""
-
-    name: str
-    result: str
-    """Its type, "bf16[8,16]{1,0}", or several in parentheses."""
-    opcode: str
-    arguments: str
-    """What is in the parentheses after the opcode."""
-    attributes: str
-    """The rest of the line."""
-    is_root: bool
-    """Whether it is the result of its function."""
-
-    @property
-    def operands(self) -> list[str]:
-        """The names of the instructions that it reads."""
-        return _NAME.findall(self.arguments)
-
-    @property
-    def callees(self) -> list[str]:
-        """The names of the functions that it runs."""
-        branches = _BRANCHES.search(self.attributes)
-        return _CALL.findall(self.attributes) + _NAME.findall(branches[1] if branches else "")
-
-    @property
-    def source(self) -> str:
-        """Where in the Python program it comes from; "" if it is not known."""
-        found = _SOURCE.search(self.attributes)
-        return found[1] if found else ""
-
-
-class Program(NamedTuple):
-    """A compiled program."""
-
-    functions: dict[str, dict[str, Instruction]]
-    """The instructions of each function, by name, in the order in which they run."""
-    entry: str
-    """The name of the function that is the program."""
-
-    def trip_count(self, instruction: Instruction) -> int:
-        """Returns how often an instruction runs its callees: 1 except for loops of known length.
-
-        Compilers for GPUs and CPUs write it down. Those for TPUs do not, but the condition of a
-        loop that counts to a constant shows it.
-        """
-        known = _TRIPS.search(instruction.attributes)
-        if known or instruction.opcode != "while":
-            return int(known[1]) if known else 1
-        condition = self.functions[re.findall(r"condition=%?([\w.-]+)", instruction.attributes)[0]]
-        for root in condition.values():
-            if root.is_root and root.opcode == "compare" and "direction=LT" in root.attributes:
-                limit = condition[root.operands[1]]
-                return int(limit.arguments) if limit.opcode == "constant" else 1
-        return 1
-
-
-class Collective(NamedTuple):
-    """A collective operation."""
-
-    kind: str
-    """ "all-reduce", "all-gather", "reduce-scatter", "all-to-all" or "collective-permute"."""
-    result: str
-    """The type of its result, as in the program."""
-    times: int
-    """How often it runs in a run of the program."""
-    sent: float
-    """Bytes that a device sends in one of these, if it uses a ring."""
-    is_asynchronous: bool
-    """Whether other kernels run before it has ended."""
-    source: str
-    """Where in the Python program it comes from: the names of modules and functions."""
-
-    @property
-    def dtypes(self) -> list[str]:
-        """The types of the numbers that are sent: "f32", "bf16" ..."""
-        return [name for name, dims in _ARRAY.findall(self.result) if dims or name != "u32"]
-
-
 # Bytes that each of n devices sends in an operation on an array of one byte, around a ring.
-_RING: dict[str, Callable[[int], float]] = {
+RING: dict[str, Callable[[int], float]] = {
     "all-reduce": lambda n: 2 * (n - 1) / n,
     "all-gather": lambda n: (n - 1) / n,
     "reduce-scatter": lambda n: n - 1,  # of its result, which is one shard
     "all-to-all": lambda n: (n - 1) / n,
     "collective-permute": lambda n: 1,
 }
+ARRAY = re.compile(r"\b([a-z]+\d*[a-z\d]*)\[([\d,]*)\]")
+"""An array in the type of an instruction: "bf16[8,16]"."""
 _HEAD = re.compile(r"(ENTRY )?%?([\w.-]+) \(.*\{$")
-_LINE = re.compile(r"\s+(ROOT )?%?([\w.-]+) = ")
-_CALL = re.compile(
-    r"(?:body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.-]+)"
+_COLLECTIVE = re.compile(rf" = (.*?) ((?:{'|'.join(RING)})(?:-start)?)\((.*)")
+_CALLEES = re.compile(
+    r"(?:body|calls|to_apply|(?:true|false)_computation|branch_computations)=(\{[^}]*\}|[%\w.-]+)"
 )
-_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-_NAME = re.compile(r"%([\w.-]+)")
-_ASYNCHRONOUS = re.compile(r"async[-_]collective")  # The names that compilers for TPUs give.
+# Compilers for TPUs divide an operation into steps, each beside other work.
+_STEPS = re.compile(r"async[-_]collective| async-start\(")
 _CHANNEL = re.compile(r"channel_id=\d+")
-_ARRAY = re.compile(r"\b([a-z]+\d*[a-z\d]*)\[([\d,]*)\]")
-_SOURCE = re.compile(r'op_name="([^"]*)"')
 
 
-def parse(text: str) -> Program:
-    """Parses optimized HLO, as `Compiled.as_text` of JAX gives it."""
-    functions: dict[str, dict[str, Instruction]] = {}
-    entry, current = "", dict[str, Instruction]()
+def sent_bytes(text: str) -> dict[str, int]:
+    """Computes the bytes that a device sends in one run of a compiled program, by kind.
+
+    `text` is optimized HLO, as `Compiled.as_text` of JAX gives it. Operations in a loop run as
+    often as it does, if that is known.
+    """
+    functions: dict[str, list[str]] = {"": []}
+    entry = name = ""
     for line in text.splitlines():
-        head = _HEAD.match(line)
-        if head:
-            current = functions[head[2]] = {}
-            entry = head[2] if head[1] else entry
-            continue
-        start = _LINE.match(line)
-        if start:
-            instruction = _instruction(line, start)
-            current[instruction.name] = instruction
-    return Program(functions, entry)
+        if head := _HEAD.match(line):
+            name = head[2]
+            functions[name] = []
+            entry = name if head[1] else entry
+        functions[name].append(line)
+    sent: dict[str, float] = defaultdict(float)
+    channels: set[str] = set()
+
+    def visit(name: str, times: int, is_step: bool) -> None:
+        for line in functions[name][1:]:
+            if found := _COLLECTIVE.search(line):
+                channel = _CHANNEL.search(line) if is_step else None
+                if channel is None or channel[0] not in channels:
+                    result, opcode, attributes = found.groups()
+                    kind, size = collective_bytes(opcode, result, attributes, name)
+                    sent[kind] += times * size
+                channels.update([channel[0]] if channel else [])
+                continue
+            for callees in _CALLEES.findall(line):
+                for callee in re.findall(r"[\w.-]+", callees):
+                    inner_is_step = is_step or bool(_STEPS.search(line))
+                    visit(callee, times * _trip_count(line, functions), inner_is_step)
+
+    visit(entry, 1, False)
+    return {kind: round(size) for kind, size in sorted(sent.items())}
 
 
-def _instruction(line: str, start: re.Match) -> Instruction:
-    result_end = (
-        _end(line, start.end()) if line[start.end()] == "(" else line.index(" ", start.end())
-    )
-    opening = line.index("(", result_end)
-    closing = _end(line, opening)
-    return Instruction(
-        name=start[2],
-        result=line[start.end() : result_end],
-        opcode=line[result_end:opening].strip(),
-        arguments=line[opening + 1 : closing - 1],
-        attributes=line[closing:],
-        is_root=bool(start[1]),
-    )
+def _trip_count(line: str, functions: dict[str, list[str]]) -> int:
+    """Returns how often an instruction runs its callees: 1 except for loops of known length.
+
+    Compilers for GPUs and CPUs write it down. Those for TPUs do not, but the condition of a loop
+    that counts to a constant shows it.
+    """
+    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', line):
+        return int(known[1])
+    condition = re.search(r"condition=%?([\w.-]+)", line)
+    lines = "\n".join(functions[condition[1]]) if condition else ""
+    counts = re.search(r"ROOT .* compare\(.*%([\w.-]+)\), direction=LT", lines)
+    limit = counts and re.search(rf"%{re.escape(counts[1])} = .* constant\((\d+)\)", lines)
+    return int(limit[1]) if limit else 1
 
 
-def _end(text: str, start: int) -> int:
-    depth = 0
-    for index in range(start, len(text)):
-        depth += (text[index] == "(") - (text[index] == ")")
-        if depth == 0:
-            return index + 1
-    raise ValueError(f"a parenthesis is not closed: {text.strip()}")
+def collective_bytes(opcode: str, result: str, attributes: str, function: str) -> tuple[str, float]:
+    """Returns the kind of a collective operation, and the bytes that a device sends in it.
+
+    `opcode` is one of `RING`, or the start of an asynchronous one; `function` is the name of the
+    function that it belongs to.
+    """
+    kind = opcode.removesuffix("-start")
+    size: float = array_bytes(result)
+    n = _group_size(attributes)
+    # The start of an asynchronous operation also returns its operand, except for all-reduce.
+    if kind != opcode and kind in ("all-gather", "reduce-scatter"):
+        size = size * (n if kind == "all-gather" else 1) / (n + 1)
+    elif kind != opcode and kind in ("all-to-all", "collective-permute"):
+        size = size / 2
+    # Compilers for TPUs write it as an all-reduce of which each device takes a shard.
+    if kind == "all-reduce" and function.startswith("all-reduce-scatter"):
+        kind, size = "reduce-scatter", size / n
+    return kind, size * RING[kind](n)
 
 
 def array_bytes(types: str) -> int:
     """Returns the size of all arrays in the type of an instruction, without their padding."""
     total = 0
-    for name, dims in _ARRAY.findall(types):
+    for name, dims in ARRAY.findall(types):
         if name not in ("token", "opaque"):
             bits = re.search(r"\d+", name)  # Of "f32", "bf16", "f8e4m3fn"; "pred" takes a byte.
             itemsize = int(bits[0]) // 8 if bits else 1
@@ -316,71 +234,7 @@ def array_bytes(types: str) -> int:
     return total
 
 
-def collectives(program: Program) -> list[Collective]:
-    """Returns the collective operations of a program, in the order of its text.
-
-    Operations in a loop run as often as it does, if that is known.
-    """
-    found: dict[str, Collective] = {}
-
-    def visit(name: str, times: int, is_asynchronous: bool) -> None:
-        for instruction in program.functions[name].values():
-            kind = instruction.opcode.removesuffix("-start")
-            if kind in _RING:
-                # Compilers for TPUs divide an operation into steps, each beside other work.
-                channel = _CHANNEL.search(instruction.attributes) if is_asynchronous else None
-                key = channel[0] if channel else f"{name}/{instruction.name}"
-                scatters = kind == "all-reduce" and name.startswith("all-reduce-scatter")
-                if key not in found:
-                    found[key] = _collective(instruction, kind, times, is_asynchronous, scatters)
-                continue
-            names = f"{instruction.name} {instruction.callees}"
-            starts = instruction.opcode == "async-start" or bool(_ASYNCHRONOUS.search(names))
-            for callee in instruction.callees:
-                visit(
-                    callee,
-                    times * program.trip_count(instruction),
-                    is_asynchronous or starts,
-                )
-
-    visit(program.entry, 1, False)
-    return list(found.values())
-
-
-def sent_bytes(text: str) -> dict[str, int]:
-    """Computes the bytes that a device sends in one run of a compiled program, by kind."""
-    sent: dict[str, float] = defaultdict(float)
-    for operation in collectives(parse(text)):
-        sent[operation.kind] += operation.times * operation.sent
-    return {kind: round(size) for kind, size in sorted(sent.items())}
-
-
-def _collective(
-    instruction: Instruction, kind: str, times: int, is_asynchronous: bool, scatters: bool
-) -> Collective:
-    starts = instruction.opcode != kind
-    size: float = array_bytes(instruction.result)
-    n = _group_size(instruction.attributes)
-    # The start of an asynchronous operation also returns its operand, except for all-reduce.
-    if starts and kind in ("all-gather", "reduce-scatter"):
-        size = size * (n if kind == "all-gather" else 1) / (n + 1)
-    elif starts and kind in ("all-to-all", "collective-permute"):
-        size = size / 2
-    if scatters:  # Compilers for TPUs write it as an all-reduce of which each device takes a shard.
-        kind, size = "reduce-scatter", size / n
-    waits = '"is_sync":true' in instruction.attributes
-    return Collective(
-        kind,
-        instruction.result,
-        times,
-        size * _RING[kind](n),
-        (starts or is_asynchronous) and not waits,
-        instruction.source,
-    )
-
-
 def _group_size(line: str) -> int:
-    """Returns the number of devices in each group; `ValueError` if the notation is unknown."""
     listed = re.search(r"replica_groups=\{\{([\d,]+)\}", line)  # {{0,1},{2,3}}
     if listed:
         return len(listed[1].split(","))

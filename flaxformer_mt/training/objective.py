@@ -5,20 +5,14 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from flax import linen as nn
-from jax import Array
 
 from flaxformer_mt.config import TrainConfig
-from flaxformer_mt.data.stream.batches import Batch
-from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.objectives.chunked import Term
 from flaxformer_mt.objectives.cross_entropy import Objective, Sums, cross_entropy
 from flaxformer_mt.objectives.distillation import Distillation
 from flaxformer_mt.objectives.guided_alignment import guided_alignment
 from flaxformer_mt.objectives.r_drop import RDrop
-from flaxformer_mt.runs.trained_model import load_run
-from flaxformer_mt.training.parameters import Params
 
 UserObjective: TypeAlias = Callable[..., Sums]
 """Called as `objective(config, params, batch, key, frozen)`, see `Objective`; `config` is that of
@@ -33,11 +27,22 @@ def make_objective(
 ) -> Objective:
     """Makes the objective of a configuration: cross-entropy, and at most one further loss.
 
-    Args:
-      model: the model that is trained.
-      config: label smoothing, and the options of the further loss.
-      teacher: the model of `config.teacher`, whose parameters are the objective's frozen tree.
+    `teacher` is the model of `config.teacher`, whose parameters are the objective's frozen tree.
     """
+    labels: Any = {
+        "smoothing": config.label_smoothing,
+        "convention": config.label_smoothing_convention,
+    }
+    if config.guided_alignment_weight:
+        return lambda params, batch, key, frozen: guided_alignment(
+            model,
+            params,
+            batch,
+            key,
+            weight=config.guided_alignment_weight,
+            layer=config.guided_alignment_layer,
+            **labels,
+        )
     term: Term | None = None
     weight = 1.0
     if config.r_drop:
@@ -45,46 +50,20 @@ def make_objective(
     elif config.teacher:
         term = Distillation(config.distillation_weight, config.distillation_temperature)
         weight = 1 - config.distillation_weight
-
-    if config.guided_alignment_weight:
-
-        def guided(params: Params, batch: Batch, key: Array, frozen: Any) -> Sums:
-            del frozen
-            return guided_alignment(
-                model,
-                params,
-                batch,
-                key,
-                weight=config.guided_alignment_weight,
-                layer=config.guided_alignment_layer,
-                smoothing=config.label_smoothing,
-                convention=config.label_smoothing_convention,
-            )
-
-        return guided
-
-    def objective(params: Params, batch: Batch, key: Array, frozen: Any) -> Sums:
-        return cross_entropy(
-            model,
-            params,
-            batch,
-            key,
-            smoothing=config.label_smoothing,
-            convention=config.label_smoothing_convention,
-            term=term,
-            weight=weight,
-            teacher=None if teacher is None else (teacher, frozen),
-        )
-
-    return objective
+    return lambda params, batch, key, frozen: cross_entropy(
+        model,
+        params,
+        batch,
+        key,
+        term=term,
+        weight=weight,
+        teacher=None if teacher is None else (teacher, frozen),
+        **labels,
+    )
 
 
 def name_of(objective: UserObjective) -> str:
-    """Returns the name under which a run records an objective: "dpo", or "dpo(beta=0.1)".
-
-    Raises:
-      UserError: it has none.
-    """
+    """Returns the name under which a run records an objective: "dpo", or "dpo(beta=0.1)"."""
     function: Any = objective
     options: dict[str, Any] = {}
     while isinstance(function, functools.partial):
@@ -101,34 +80,9 @@ def name_of(objective: UserObjective) -> str:
 
 
 def require_objective(config: TrainConfig, given: UserObjective | None) -> None:
-    """Checks that the objective that a configuration names is at hand.
-
-    Raises:
-      UserError: it is a function, which was not given.
-    """
+    """Raises `UserError` if the configuration names a function, which was not given."""
     if given is None and config.objective != CROSS_ENTROPY:
         raise UserError(
             f"train.objective={config.objective} is the name of a function: start and continue the "
             "run from Python, with flaxformer_mt.train(config, workdir, objective=FUNCTION)"
         )
-
-
-def load_teacher(folder: str, tokenizers: Tokenizers) -> tuple[Transformer | None, Params | None]:
-    """Loads the model of `train.teacher`, if any, and its best parameters onto the host.
-
-    Raises:
-      UserError: there is no such run, or its target vocabulary is another one.
-    """
-    if not folder:
-        return None, None
-    try:
-        run = load_run(folder)
-    except UserError as error:
-        raise UserError(f"train.teacher={folder}: {error}") from error
-    for side in ("source", "target"):
-        if getattr(run.tokenizers, side).fingerprint != getattr(tokenizers, side).fingerprint:
-            raise UserError(
-                f"train.teacher={folder} has another {side} vocabulary: train the student with "
-                f"--data.tokenizer-path={folder}"
-            )
-    return Transformer(run.model), run.params

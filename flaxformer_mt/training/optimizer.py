@@ -17,64 +17,44 @@ from flaxformer_mt.errors import UserError
 from flaxformer_mt.training.sharding import path_name
 
 
-def inverse_square_root_schedule(peak: float, warmup_steps: int) -> optax.Schedule:
-    r"""Returns the inverse square root schedule: linear warm-up, then decay with the root of t.
+def make_schedule(config: OptimizerConfig, d_model: int, num_steps: int) -> optax.Schedule:
+    r"""Returns the learning rate schedule of a configuration for D = `d_model`.
 
-    .. math:: peak \cdot \min(t / w, \sqrt{w / t})
+    With r = `learning_rate` and w = `warmup_steps` (0 counts as 1), the rate of update t is
 
-    Source: Ott et al. 2019 (fairseq), which starts at t = 0. w = 0 counts as 1.
-    """
-    w = max(warmup_steps, 1)
+    - inverse_square_root: :math:`r \min(t / w, \sqrt{w / t})`, of Ott et al. 2019 (fairseq), which
+      starts at t = 0;
+    - noam: :math:`r D^{-1/2} \min(t^{-1/2}, t \cdot w^{-3/2})`, Vaswani et al. 2017, equation 3,
+      with r = 1;
+    - tensor2tensor: :math:`r D^{-1/2} \min(1, t / w) \max(t, w)^{-1/2}`, Vaswani et al. 2018
+      (`linear_warmup * rsqrt_decay * rsqrt_hidden_size`), with r = 2 there and in `tunz`;
+    - one_cycle: a cosine from r/25 to r, the rate after w updates, then one to r/250,000: Smith and
+      Topin 2018, with cosines and constants as in fastai (and `annotated_wide_heads`), where w is
+      0.3 of all steps. It ends after `total_steps`, by default the `num_steps` of the run.
 
-    def schedule(count: Array | int) -> Array:
-        t = _published_step(count)
-        return peak * jnp.minimum(t / w, jnp.sqrt(w / t))
-
-    return schedule
-
-
-def noam_schedule(factor: float, d_model: int, warmup_steps: int) -> optax.Schedule:
-    r"""Returns the schedule of the paper, times a factor.
-
-    .. math:: factor \cdot D^{-1/2} \min(t^{-1/2}, t \cdot w^{-3/2})
-
-    Source: Vaswani et al. 2017, equation 3; factor is 1 in the paper. w = 0 counts as 1.
-    """
-    w = max(warmup_steps, 1)
-
-    def schedule(count: Array | int) -> Array:
-        t = _published_step(count)
-        return factor * d_model**-0.5 * jnp.minimum(t**-0.5, t * w**-1.5)
-
-    return schedule
-
-
-def tensor2tensor_schedule(factor: float, d_model: int, warmup_steps: int) -> optax.Schedule:
-    r"""Returns the schedule of Tensor2Tensor.
-
-    .. math:: factor \cdot D^{-1/2} \min(1, t / w) \max(t, w)^{-1/2}
-
-    Source: Vaswani et al. 2018 (`linear_warmup * rsqrt_decay * rsqrt_hidden_size`); factor is 2
-    there and in `tunz`. w = 0 counts as 1.
-    """
-    w = max(warmup_steps, 1)
-
-    def schedule(count: Array | int) -> Array:
-        t = _published_step(count)
-        return factor * d_model**-0.5 * jnp.minimum(1, t / w) * jnp.maximum(t, w) ** -0.5
-
-    return schedule
-
-
-def one_cycle_schedule(peak: float, warmup_steps: int, total_steps: int) -> optax.Schedule:
-    """Returns the one-cycle schedule: cosine from peak/25 to the peak, then to peak/250,000.
-
-    The update after w others has the peak rate. Source: Smith and Topin 2018, with cosines
-    and constants as in fastai (and `annotated_wide_heads`), where w is 0.3 of all steps.
+    Returns:
+      A function of the number of updates made (int32) to the rate of the next one (a scalar in
+      JAX's default float).
 
     Raises:
-      UserError: the warm-up is not shorter than the schedule.
+      UserError: the warm-up is not shorter than one cycle.
     """
+    rate, w = config.learning_rate, max(config.warmup_steps, 1)
+    if config.schedule == "constant":
+        return optax.constant_schedule(rate)
+    if config.schedule == "one_cycle":
+        return _one_cycle(rate, config.warmup_steps, config.total_steps or num_steps)
+    by_width = rate * d_model**-0.5
+    formulas: dict[str, Callable[[Array], Array]] = {
+        "inverse_square_root": lambda t: rate * jnp.minimum(t / w, jnp.sqrt(w / t)),
+        "noam": lambda t: by_width * jnp.minimum(t**-0.5, t * w**-1.5),
+        "tensor2tensor": lambda t: by_width * jnp.minimum(1, t / w) * jnp.maximum(t, w) ** -0.5,
+    }
+    formula = formulas[config.schedule]
+    return lambda count: formula(jnp.asarray(count, float) + 1)
+
+
+def _one_cycle(peak: float, warmup_steps: int, total_steps: int) -> optax.Schedule:
     if not 0 < warmup_steps < total_steps:
         raise UserError(
             f"optimizer.warmup_steps={warmup_steps} must lie between 0 and the {total_steps} steps "
@@ -88,29 +68,6 @@ def one_cycle_schedule(peak: float, warmup_steps: int, total_steps: int) -> opta
     )
     # Optax would divide int32 counts in float32, even if the default is float64.
     return lambda count: schedule(jnp.asarray(count, float))
-
-
-def make_schedule(config: OptimizerConfig, d_model: int, num_steps: int) -> optax.Schedule:
-    """Returns the learning rate schedule of a configuration for D = `d_model`.
-
-    `num_steps`, those of the run, is the default length of a one-cycle schedule.
-
-    Returns:
-      A function of the number of updates made (int32) to the rate of the next one (a scalar in
-      JAX's default float).
-    """
-    rate, warmup = config.learning_rate, config.warmup_steps
-    match config.schedule:
-        case "constant":
-            return optax.constant_schedule(rate)
-        case "inverse_square_root":
-            return inverse_square_root_schedule(rate, warmup)
-        case "noam":
-            return noam_schedule(rate, d_model, warmup)
-        case "tensor2tensor":
-            return tensor2tensor_schedule(rate, d_model, warmup)
-        case "one_cycle":
-            return one_cycle_schedule(rate, warmup, config.total_steps or num_steps)
 
 
 def make_optimizer(
@@ -174,8 +131,3 @@ def _with_standard_promotion(function: Callable) -> Callable:
             return function(*arguments)
 
     return wrapped
-
-
-def _published_step(count: Array | int) -> Array:
-    """The t = 1, 2, ... of the next update, in JAX's default float."""
-    return jnp.asarray(count, float) + 1

@@ -6,7 +6,7 @@ the source embedding and the output projection as well.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -32,7 +32,21 @@ def split(params: Params, freeze: Sequence[str]) -> tuple[Params, Params]:
     if not freeze:
         return params, {}
     leaves = flatten_dict(params, sep="/")
-    frozen = _frozen_paths(leaves, freeze)
+    frozen: set[str] = set()
+    for expression in freeze:
+        try:
+            matching = {path for path in leaves if re.search(expression, path)}
+        except re.error as error:
+            raise UserError(
+                f"train.freeze: {expression!r} is not a regular expression: {error}"
+            ) from error
+        if not matching:
+            modules = ", ".join(sorted({path.split("/")[0] + "/" for path in leaves}))
+            raise UserError(
+                f"train.freeze: {expression!r} matches no parameter; paths begin with "
+                f"{modules} (tied tables are one parameter)"
+            )
+        frozen |= matching
     trained = leaves.keys() - frozen
     if not trained:
         raise UserError(
@@ -62,25 +76,6 @@ def describe(params: Params, freeze: Sequence[str], config: TransformerConfig) -
         for module in sorted(frozen)
     ]
     return f"{_count(trained):,} of {total}; frozen: {', '.join(parts)}"
-
-
-def _frozen_paths(paths: Iterable[str], freeze: Sequence[str]) -> set[str]:
-    frozen: set[str] = set()
-    for expression in freeze:
-        try:
-            matching = {path for path in paths if re.search(expression, path)}
-        except re.error as error:
-            raise UserError(
-                f"train.freeze: {expression!r} is not a regular expression: {error}"
-            ) from error
-        if not matching:
-            modules = ", ".join(sorted({path.split("/")[0] + "/" for path in paths}))
-            raise UserError(
-                f"train.freeze: {expression!r} matches no parameter; paths begin with "
-                f"{modules} (tied tables are one parameter)"
-            )
-        frozen |= matching
-    return frozen
 
 
 def _other_uses(module: str, config: TransformerConfig) -> str:

@@ -66,35 +66,31 @@ BUILT_IN = (
 
 
 def parse_rules(texts: Iterable[tuple[str, str]]) -> tuple[ShardingRule, ...]:
-    """Parses `config.parallel.sharding_rules`.
-
-    Args:
-      texts: pairs of a regular expression and comma-separated mesh axes, "-" for none.
+    """Parses `config.parallel.sharding_rules`: regular expressions and comma-separated mesh axes.
 
     Raises:
       UserError: an invalid regular expression, an unknown axis, or an axis twice.
     """
-    return tuple(_parse(pattern, axes) for pattern, axes in texts)
-
-
-def _parse(pattern: str, text: str) -> ShardingRule:
-    context = f"parallel.sharding_rules: the rule {pattern!r} -> {text!r}"
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise UserError(f"{context} is not a valid regular expression: {error}") from None
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in (*AXES, "-"):
-            raise UserError(
-                f"{context} has the unknown mesh axis {name!r}: use {', '.join(AXES)}, or - for "
-                "none"
-            )
-        if name != "-" and names.count(name) > 1:
-            raise UserError(
-                f"{context} shards two dimensions over {name}: each axis can shard only one"
-            )
-    return ShardingRule(pattern, tuple(None if name == "-" else name for name in names))
+    rules = []
+    for pattern, text in texts:
+        context = f"parallel.sharding_rules: the rule {pattern!r} -> {text!r}"
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise UserError(f"{context} is not a valid regular expression: {error}") from None
+        names = [name.strip() for name in text.split(",")]
+        for name in names:
+            if name not in (*AXES, "-"):
+                raise UserError(
+                    f"{context} has the unknown mesh axis {name!r}: use {', '.join(AXES)}, or - "
+                    "for none"
+                )
+            if name != "-" and names.count(name) > 1:
+                raise UserError(
+                    f"{context} shards two dimensions over {name}: each axis can shard only one"
+                )
+        rules.append(ShardingRule(pattern, tuple(None if name == "-" else name for name in names)))
+    return tuple(rules)
 
 
 def shardings(
@@ -108,8 +104,8 @@ def shardings(
     """
 
     def sharding(path: Any, leaf: Any) -> NamedSharding:
-        axes = _axes_of(path_name(path), leaf.shape, (*user_rules, *BUILT_IN))
-        return NamedSharding(mesh, PartitionSpec(*_dividing(axes, leaf.shape, mesh.shape)[0]))
+        axes, _ = _partition(path_name(path), leaf.shape, mesh.shape, user_rules)
+        return NamedSharding(mesh, PartitionSpec(*axes))
 
     return jax.tree_util.tree_map_with_path(sharding, tree)
 
@@ -119,9 +115,8 @@ def check_rules(
 ) -> list[str]:
     """Checks that rules fit the parameters of a model.
 
-    Returns:
-      A message for each parameter with a dimension that is not sharded because its mesh axis does
-      not divide it.
+    Returns a message for each parameter with a dimension that is not sharded because its mesh axis
+    does not divide it.
 
     Raises:
       UserError: one of `user_rules` matches no parameter, or one with fewer dimensions.
@@ -142,35 +137,33 @@ def check_rules(
                 )
     messages = []
     for path, shape in shapes.items():
-        axes = _axes_of(path, shape, (*user_rules, *BUILT_IN))
-        _, uneven = _dividing(axes, shape, axis_sizes)
+        _, uneven = _partition(path, shape, axis_sizes, user_rules)
         if uneven:
             messages.append(f"{path} {list(shape)}: cannot divide {' or '.join(uneven)}")
     return messages
 
 
-def _axes_of(path: str, shape: tuple[int, ...], rules: Iterable[ShardingRule]) -> Axes:
-    matching = (rule for rule in rules if re.search(rule.pattern, path))
+def _partition(
+    path: str,
+    shape: tuple[int, ...],
+    axis_sizes: Mapping[str, int],
+    user_rules: tuple[ShardingRule, ...],
+) -> tuple[Axes, list[str]]:
+    """Returns the axes over which an array is sharded, and which others do not divide it."""
+    matching = (rule for rule in (*user_rules, *BUILT_IN) if re.search(rule.pattern, path))
     rule = next(matching, ShardingRule("", ()))
     # Stacked layers have one dimension more.
     rank = len(rule.axes) + ("layers" in path.split("/") and rule in BUILT_IN)
     if len(shape) < rank:
-        return (None,) * len(shape)
-    return (None,) * (len(shape) - len(rule.axes)) + rule.axes
-
-
-def _dividing(
-    axes: Axes, shape: tuple[int, ...], axis_sizes: Mapping[str, int]
-) -> tuple[Axes, list[str]]:
-    """Returns the axes without those of one device or that do not divide, and the latter."""
-    sizes = [axis_sizes.get(axis, 1) if axis else 1 for axis in axes]
-    divides = [size > 1 and dim % size == 0 for dim, size in zip(shape, sizes, strict=True)]
-    uneven = [
-        f"{dim} by {axis}={size}"
-        for dim, axis, size in zip(shape, axes, sizes, strict=True)
-        if dim % size
-    ]
-    return tuple(a if d else None for a, d in zip(axes, divides, strict=True)), uneven
+        return (None,) * len(shape), []
+    wanted = (None,) * (len(shape) - len(rule.axes)) + rule.axes
+    axes, uneven = [], []
+    for dim, axis in zip(shape, wanted, strict=True):
+        size = axis_sizes.get(axis, 1) if axis else 1
+        axes.append(axis if size > 1 and dim % size == 0 else None)
+        if dim % size:
+            uneven.append(f"{dim} by {axis}={size}")
+    return tuple(axes), uneven
 
 
 def leaves_by_path(tree: Any) -> list[tuple[str, Any]]:

@@ -8,6 +8,7 @@ from flax import linen as nn
 from jax import Array
 
 from flaxformer_mt.config import TrainConfig
+from flaxformer_mt.model.functional import init
 from flaxformer_mt.training.parameters import Params, split
 
 
@@ -39,16 +40,13 @@ def create_state(
 ) -> TrainState:
     """Creates the state before the first step; traceable by `jax.eval_shape` and `jax.jit`.
 
-    `key` determines the initial parameters and dropout; `config` whether there is a moving average,
-    and what is frozen, where a `UserError` says what does not fit the model.
+    `config` says whether there is a moving average, and what is frozen.
     """
 
     @jax.jit
     def create(key: Array) -> TrainState:
         params_key, dropout_key = jax.random.split(key)
-        tokens = jnp.zeros((1, 1), jnp.int32)  # No parameter depends on their shape.
-        source = tokens if model.config.has_inputs else None
-        params = model.init(params_key, source, tokens)["params"]
+        params = init(model, params_key)
         trained, _ = split(params, config.freeze)
         return TrainState(
             step=jnp.zeros((), jnp.int32),

@@ -18,8 +18,9 @@ from jax import Array
 
 from flaxformer_mt.config import TrainConfig
 from flaxformer_mt.data.stream.batches import Batch
+from flaxformer_mt.model.functional import apply_to_batch
 from flaxformer_mt.model.logical_axes import mesh_platform
-from flaxformer_mt.objectives.cross_entropy import Metrics, Objective, Sums, apply_to_batch
+from flaxformer_mt.objectives.cross_entropy import Metrics, Objective, Sums
 from flaxformer_mt.objectives.losses import accuracy, label_smoothed_cross_entropy
 from flaxformer_mt.training.devices import device_key, sum_over_devices
 from flaxformer_mt.training.parameters import Params, merge, split
@@ -29,11 +30,12 @@ from flaxformer_mt.training.state import TrainState
 def train_step(
     state: TrainState,
     batch: Batch,
+    key: Array | None = None,
+    frozen: Any = None,
     *,
     objective: Objective,
     optimizer: optax.GradientTransformation,
     config: TrainConfig,
-    frozen: Any = None,
 ) -> tuple[TrainState, Metrics]:
     """Updates the parameters and their moving average once.
 
@@ -44,10 +46,11 @@ def train_step(
     Args:
       state: before the update.
       batch: B rows, a multiple of `config.accumulation_steps`; under pmap this device's rows.
+      key: not used: a run's own key is part of its state, as in checkpoints of earlier versions.
+      frozen: the last argument of the objective.
       objective: what is minimized.
       optimizer: from `make_optimizer`.
       config: accumulation, moving average, and parameters that are not trained.
-      frozen: the last argument of the objective.
 
     Returns:
       The state after the update, and these metrics:
@@ -65,7 +68,8 @@ def train_step(
       In a skipped step the others have the weight 0, except for the padding fraction: their means
       are those of the other steps.
     """
-    gradient, sums = gradients(state, batch, objective=objective, config=config, frozen=frozen)
+    del key
+    gradient, sums = gradients(state, batch, frozen, objective=objective, config=config)
     norm = optax.tree.norm(gradient)
     one = jnp.ones_like(norm)
     metrics = {**_reported(sums, config), "gradient_norm": (norm, one)}
@@ -113,10 +117,10 @@ def train_step(
 def gradients(
     state: TrainState,
     batch: Batch,
+    frozen: Any = None,
     *,
     objective: Objective,
     config: TrainConfig,
-    frozen: Any = None,
 ) -> tuple[Params, Sums]:
     """Computes the gradient of the objective; arguments as in `train_step`.
 
@@ -181,7 +185,7 @@ def eval_step(params: Params, batch: Batch, *, model: nn.Module, config: TrainCo
       "loss" (the label-smoothed cross-entropy), "accuracy", and "cross_entropy" (without label
       smoothing; its exponential is the perplexity), all per target token.
     """
-    logits = apply_to_batch(model, params, batch, deterministic=True)
+    logits = apply_to_batch(model, params, batch, None)
     targets, weights = batch.decoder_target_tokens, batch.decoder_loss_weights
     loss = label_smoothed_cross_entropy(
         logits,

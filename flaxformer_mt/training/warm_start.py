@@ -1,23 +1,27 @@
-"""Initialization of a run from trained parameters and their vocabulary."""
+"""What a run takes from trained models: initial parameters, their vocabulary, a teacher."""
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import Mesh
 
 from flaxformer_mt.config import ExperimentConfig, TransformerConfig
 from flaxformer_mt.config.fields import FieldRole, names_with
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.input_files import open_regular
+from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.runs import parameter_file
 from flaxformer_mt.runs.checkpoint import restore_params
 from flaxformer_mt.runs.folder import read_config, read_tokenizers, require_run
+from flaxformer_mt.runs.trained_model import load_run
+from flaxformer_mt.training.devices import Rules, place
 from flaxformer_mt.training.parameters import Params
 from flaxformer_mt.training.state import TrainState
 
@@ -31,9 +35,6 @@ def tokenizer_path(config: ExperimentConfig) -> str:
     """Returns the folder of the vocabulary for a new run; "" if it is to be learned.
 
     It is `data.tokenizer_path` if given, else the run folder that `train.init_from` names.
-
-    Raises:
-      UserError: `train.init_from` has no vocabulary, and none is given.
     """
     given, start = config.data.tokenizer_path, config.train.init_from
     if given or not start or Path(start).is_dir():
@@ -46,23 +47,36 @@ def tokenizer_path(config: ExperimentConfig) -> str:
 
 def require_vocabulary(init_from: str, tokenizers: Tokenizers) -> None:
     """Raises `UserError` if parameters of a run are of another vocabulary."""
-    if not Path(init_from).is_dir():
-        return
-    theirs = read_tokenizers(init_from)
+    if Path(init_from).is_dir():
+        _check_same(
+            read_tokenizers(init_from),
+            tokenizers,
+            f"train.init_from={init_from}",
+            " than data.tokenizer_path: leave the latter out",
+        )
+
+
+def load_teacher(folder: str, tokenizers: Tokenizers) -> tuple[Transformer | None, Params | None]:
+    """Loads the model of `train.teacher`, if any, and its best parameters onto the host."""
+    if not folder:
+        return None, None
+    with _naming(f"train.teacher={folder}"):
+        run = load_run(folder)
+    advice = f": train the student with --data.tokenizer-path={folder}"
+    _check_same(run.tokenizers, tokenizers, f"train.teacher={folder}", advice)
+    return Transformer(run.model), run.params
+
+
+def _check_same(theirs: Tokenizers, ours: Tokenizers, option: str, advice: str) -> None:
     for side in ("source", "target"):
-        if getattr(theirs, side).fingerprint != getattr(tokenizers, side).fingerprint:
-            raise UserError(
-                f"train.init_from={init_from} has another {side} vocabulary than "
-                "data.tokenizer_path: leave the latter out"
-            )
+        if getattr(theirs, side).fingerprint != getattr(ours, side).fingerprint:
+            raise UserError(f"{option} has another {side} vocabulary{advice}")
 
 
 def require_parameters(init_from: str, model: TransformerConfig) -> None:
     """Checks what `train.init_from` names, if anything, as far as this takes no time.
 
-    Raises:
-      UserError: there is no such file or folder, the folder is not a run folder, or its run has
-        another model. (Vocabulary sizes of `model` may still be 0.)
+    Vocabulary sizes of `model` may still be 0.
     """
     if not init_from:
         return
@@ -78,7 +92,7 @@ def require_parameters(init_from: str, model: TransformerConfig) -> None:
             "`flaxformer-mt convert` wrote"
         ) from error
     if is_folder:
-        with _naming(init_from):
+        with _naming(f"train.init_from={init_from}"):
             _check_fields(read_config(init_from).model, model)
 
 
@@ -89,17 +103,19 @@ def load_parameters(init_from: str, model: TransformerConfig, template: Params) 
       init_from: a run folder, whose best checkpoint is used (the moving average, if there is one),
         or a file that `flaxformer-mt convert --to flaxformer_mt` wrote.
       model: the model to initialize, with its vocabulary sizes.
-      template: the shapes and dtypes of its parameters.
-
-    Returns:
-      Numpy arrays in the dtypes of the template.
+      template: the shapes and dtypes of its parameters, which the result has as NumPy arrays.
 
     Raises:
       UserError: the parameters cannot be read, or belong to another model.
     """
     path = Path(init_from)
-    with _naming(init_from):
-        config, arrays = _read_run(path) if path.is_dir() else _read_file(path)
+    with _naming(f"train.init_from={init_from}"):
+        if path.is_dir():
+            config = read_config(path).model
+            arrays = flatten_dict(restore_params(path, "best")[1], sep="/")
+        else:
+            content = parameter_file.read(path)
+            config, arrays = content.config, content.parameters
         _check_fields(config, model)
         _check_shapes(arrays, flatten_dict(template, sep="/"))
     return jax.tree.map(
@@ -107,34 +123,22 @@ def load_parameters(init_from: str, model: TransformerConfig, template: Params) 
     )
 
 
-def start_from(state: TrainState, params: Params, place: Callable[[Params], Params]) -> TrainState:
+def start_from(state: TrainState, params: Params, mesh: Mesh, rules: Rules = ()) -> TrainState:
     """Returns an initial state with other parameters, also as the start of the moving average.
 
-    `params` are the same in every process; `place` places them on the devices.
+    `params` are the same in every process; they are placed on the mesh.
     """
     # Placed twice: a step donates its arguments, so the average needs its own arrays.
-    return dataclasses.replace(
-        state, params=place(params), ema=None if state.ema is None else place(params)
-    )
+    average = None if state.ema is None else place(params, mesh, rules)
+    return dataclasses.replace(state, params=place(params, mesh, rules), ema=average)
 
 
 @contextlib.contextmanager
-def _naming(init_from: str) -> Iterator[None]:
+def _naming(option: str) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise UserError(f"train.init_from={init_from}: {error}") from error
-
-
-def _read_run(folder: Path) -> tuple[TransformerConfig, dict[str, Any]]:
-    model = read_config(folder).model
-    _, params = restore_params(folder, "best")
-    return model, flatten_dict(params, sep="/")
-
-
-def _read_file(path: Path) -> tuple[TransformerConfig, dict[str, Any]]:
-    content = parameter_file.read(path)
-    return content.config, content.parameters
+        raise UserError(f"{option}: {error}") from error
 
 
 def _check_fields(theirs: TransformerConfig, ours: TransformerConfig) -> None:

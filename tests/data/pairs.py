@@ -10,7 +10,8 @@ def encoded(sources, targets, **fields):
         Sentences.from_lists(targets),
     )
     reports = (side and SideReport(len(side.tokens), 0.0, 0, 0, 0) for side in sides)
-    return EncodedCorpus("made up", *sides, CorpusReport(len(targets), {}, *reports), **fields)
+    report = CorpusReport(len(targets), {}, *reports)
+    return EncodedCorpus(*sides, name="made up", report=report, **fields)
 
 
 def pairs_of_lengths(lengths, first=10, **fields):

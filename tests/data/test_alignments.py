@@ -216,6 +216,6 @@ def test_options_that_alignments_cannot_be_used_with(tmp_path):
     tokenizers = fmt.train_tokenizers(plain, size=280)
     config = TransformerConfig(**tokenizers.fields)
     data = fmt.packed(aligned, tokenizers, config, rows=2, length=16, cache=tmp_path)
-    assert data.stream.read(data.start)[0].alignment.any()
+    assert data.read(data.start)[0].alignment.any()
     with pytest.raises(UserError, match="either all corpora"):
         fmt.packed([aligned, plain], tokenizers, config, rows=2, length=16, cache=tmp_path)

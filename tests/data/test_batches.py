@@ -13,7 +13,7 @@ from flaxformer_mt.data.stream.batches import (
     packed_shape,
     padding_fraction,
 )
-from flaxformer_mt.data.stream.packing import Sentences
+from flaxformer_mt.data.stream.packing import Sentences, TokenPairs
 from flaxformer_mt.errors import UserError
 from tests.data.pairs import all_pairs, encoded, pairs_in, pairs_of_lengths
 
@@ -30,7 +30,7 @@ def shape_of(batch):
 
 def test_literal_batch():
     sides = Sentences.from_lists(SOURCES), Sentences.from_lists(TARGETS)
-    batch = make_batch(*sides, [[1, 0]], BatchShape(2, 6, 7), MODEL)
+    batch = make_batch(TokenPairs(*sides), [[1, 0]], BatchShape(2, 6, 7), MODEL)
     literal = {
         "encoder_input_tokens": [[6, 7, 2, 5, 2, 9], [9] * 6],
         "decoder_input_tokens": [[1, 17, 1, 15, 16, 9, 9], [9] * 7],
@@ -50,16 +50,16 @@ def test_literal_batch():
 def test_shards_are_parts_of_the_batch():
     sides = Sentences.from_lists(SOURCES), Sentences.from_lists(TARGETS)
     shape = BatchShape(4, 6, 7)
-    whole = make_batch(*sides, [[1], [0]], shape, MODEL)
-    second = make_batch(*sides, [[1], [0]], shape, MODEL, Shard(1, 4))
+    whole = make_batch(TokenPairs(*sides), [[1], [0]], shape, MODEL)
+    second = make_batch(TokenPairs(*sides), [[1], [0]], shape, MODEL, Shard(1, 4))
     assert second.encoder_input_tokens.tolist() == whole.encoder_input_tokens[1:2].tolist()
     with pytest.raises(ValueError, match="4 rows cannot be divided evenly among 3 processes"):
-        make_batch(*sides, [[1], [0]], shape, MODEL, Shard(1, 3))
+        make_batch(TokenPairs(*sides), [[1], [0]], shape, MODEL, Shard(1, 3))
 
 
 def test_padding_fraction_counts_both_sides():
     sides = Sentences.from_lists(SOURCES), Sentences.from_lists(TARGETS)
-    batch = make_batch(*sides, [[0, 1]], BatchShape(4, 12, 10), MODEL)
+    batch = make_batch(TokenPairs(*sides), [[0, 1]], BatchShape(4, 12, 10), MODEL)
     assert padding_fraction(batch) == pytest.approx(1 - 10 / (4 * 22))
 
 

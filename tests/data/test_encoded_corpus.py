@@ -3,10 +3,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from flaxformer_mt.config import DataConfig, ExperimentConfig, TransformerConfig
+from flaxformer_mt.config import DataConfig, TransformerConfig
 from flaxformer_mt.data.corpora.corpus import ParallelCorpus
 from flaxformer_mt.data.corpora.filters import Dropped
-from flaxformer_mt.data.stream.encoded_corpus import CorpusReport, SideReport, Texts, encode_corpus
+from flaxformer_mt.data.stream.encoded_corpus import CorpusReport, SideReport, encode_corpus
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
 
@@ -16,8 +16,8 @@ CORPUS = ParallelCorpus(
     targets=["2 1", "9", "5 4 3 2 1", "", "8"],
     name="digits",
 )
-CONFIG = ExperimentConfig(data=DataConfig(source_row_length=2, target_row_length=2))
-TOKENIZERS = Tokenizers.train([CORPUS], CONFIG.data)
+MODEL = TransformerConfig()
+TOKENIZERS = Tokenizers.train([CORPUS], DataConfig())
 WITHOUT_BYTES = Tokenizers.train([CORPUS], DataConfig(byte_fallback=False))
 
 
@@ -29,7 +29,7 @@ def texts(sentences):
 
 
 def test_every_pair_is_kept_whatever_its_length():
-    encoded = encode_corpus(CORPUS, TOKENIZERS, CONFIG)
+    encoded = encode_corpus(CORPUS, TOKENIZERS, MODEL)
     assert texts(encoded.sources) == ["1 2", "", "1 2 3 4 5", "7", ""]
     assert texts(encoded.targets) == CORPUS.targets
     np.testing.assert_array_equal(encoded.sources.lengths, [3, 1, 6, 2, 1])
@@ -38,7 +38,7 @@ def test_every_pair_is_kept_whatever_its_length():
 
 
 def test_the_report_describes_both_sides():
-    report = encode_corpus(CORPUS, TOKENIZERS, CONFIG).report
+    report = encode_corpus(CORPUS, TOKENIZERS, MODEL).report
     assert report.pairs == report.kept == 5
     assert report.sources == SideReport(13, 2.6, 6, 6, 0)
     assert report.targets == SideReport(14, 2.8, 6, 6, 0)
@@ -46,8 +46,7 @@ def test_the_report_describes_both_sides():
 
 
 def test_a_language_model_has_targets_only():
-    config = dataclasses.replace(CONFIG, model=TransformerConfig(has_inputs=False))
-    encoded = encode_corpus(CORPUS, TOKENIZERS, config)
+    encoded = encode_corpus(CORPUS, TOKENIZERS, TransformerConfig(has_inputs=False))
     assert encoded.sources is None
     assert texts(encoded.targets) == CORPUS.targets
     assert str(encoded.report) == "5 pairs; 14 target tokens, 0.00% unknown"
@@ -55,13 +54,13 @@ def test_a_language_model_has_targets_only():
 
 def test_the_first_unknown_word_is_kept():
     words = Tokenizers.train([CORPUS], DataConfig(tokenizer="word"))
-    report = encode_corpus(ParallelCorpus(["1 2 x y"], ["1"], "letters"), words, CONFIG).report
+    report = encode_corpus(ParallelCorpus(["1 2 x y"], ["1"], "letters"), words, MODEL).report
     assert (report.sources.unknown_tokens, report.sources.unknown_example) == (2, "x")
 
 
 def test_unknown_tokens_are_counted_and_the_first_character_is_kept():
     corpus = ParallelCorpus(["1", "2 猫 3", "x"], ["1", "2", "3"], "letters")
-    report = encode_corpus(corpus, WITHOUT_BYTES, CONFIG).report
+    report = encode_corpus(corpus, WITHOUT_BYTES, MODEL).report
     assert (report.sources.unknown_tokens, report.sources.unknown_example) == (2, "猫")
     assert report.sources.unknown_rate == 2 / report.sources.tokens
     assert (report.targets.unknown_tokens, report.targets.unknown_example) == (0, "")
@@ -99,15 +98,7 @@ def test_a_report_round_trips_through_a_dict(report):
     assert CorpusReport.from_dict(dataclasses.asdict(report)) == report
 
 
-def test_texts_round_trip():
-    stored = ["Zürich", "", "猫 🏠", " "]
-    texts = Texts.from_list(stored)
-    assert [texts[index] for index in range(len(texts))] == stored
-
-
 def test_special_ids_must_match_the_tokenizer():
-    config = dataclasses.replace(CONFIG, model=TransformerConfig(pad_id=5))
     with pytest.raises(UserError, match=r"model\.pad_id=5, but the tokenizer has pad_id=0"):
-        encode_corpus(CORPUS, TOKENIZERS, config)
-    start_from_zero = dataclasses.replace(CONFIG, model=TransformerConfig(bos_id=-1))
-    encode_corpus(CORPUS, TOKENIZERS, start_from_zero)
+        encode_corpus(CORPUS, TOKENIZERS, TransformerConfig(pad_id=5))
+    encode_corpus(CORPUS, TOKENIZERS, TransformerConfig(bos_id=-1))

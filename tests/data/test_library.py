@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 import flaxformer_mt as fmt
 from flaxformer_mt.config import CorpusConfig, DataConfig, ExperimentConfig, TrainConfig
 from flaxformer_mt.data.corpora.corpus import ParallelCorpus
-from flaxformer_mt.data.dataset import open_all, open_dataset, resolve_config, tokenize
+from flaxformer_mt.data.dataset import open_all, open_dataset
 from flaxformer_mt.data.library import padded
 from flaxformer_mt.data.stream.batches import BatchShape, DataPosition
 from flaxformer_mt.errors import UserError
@@ -128,9 +128,8 @@ def test_batches_are_those_of_a_run(tmp_path, tokenizers, options):
         ),
         train=TrainConfig(batch_tokens=128, seed=5),
     )
-    tokens = tokenize(run, open_all(run), tokenizers, tmp_path / "cache")
-    run = resolve_config(run, tokens, tokenizers)
-    stream = open_dataset(run, tokens, tokenizers).training
+    run, dataset = open_dataset(run, open_all(run), tokenizers, tmp_path / "cache")
+    stream = dataset.training
 
     pairs = [fmt.read_pairs(files[0]), fmt.read_pairs(files[1], weight=2.0)]
     data = fmt.packed(pairs, tokenizers, run.model, rows=4, length=(24, 32), seed=5, **options)

@@ -13,7 +13,7 @@ def count(position):
 
 
 def reader_threads():
-    return [thread for thread in threading.enumerate() if thread.name == "prefetch"]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
 
 
 def test_batches_are_in_order_with_the_position_after_each():

@@ -36,6 +36,13 @@ def write_text(folder, name, pairs):
         (folder / f"{name}.{language}").write_text(lines, encoding="utf-8")
 
 
+def prepare(folder, *options, path="", output="data"):
+    """Runs the command on text in a folder."""
+    languages = ["--source-language", "en", "--target-language", "de"]
+    folders = ["--path", str(folder / path), "--output", str(folder / output)]
+    return main(["prepare", *folders, *languages, *options])
+
+
 def read(folder, split):
     corpus = load_corpus(DataConfig(corpus="tfds", path=str(folder)), split)
     return list(corpus.pairs())
@@ -160,10 +167,7 @@ def test_on_the_command_line(tmp_path, capfd):
     (tmp_path / "news-2.en.gz").write_bytes(gzip.compress(b"gzipped\n"))
     (tmp_path / "news-2.de").write_bytes(b"gepackt\n")
     write_text(tmp_path, "newstest2013", PAIRS[7:9])
-    arguments = ["prepare", "--path", str(tmp_path), "--output", str(tmp_path / "data")]
-    arguments += ["--source-language", "en", "--target-language", "de"]
-    splits = ["train=europarl,news-*", "validation=newstest2013"]
-    assert main([*arguments, "--splits", *splits]) == 0
+    assert prepare(tmp_path, "--splits", "train=europarl,news-*", "validation=newstest2013") == 0
     assert read(tmp_path / "data", "train") == [*PAIRS[:6], ("gzipped", "gepackt")]
     assert read(tmp_path / "data", "validation") == PAIRS[7:9]
     counts, how_to_train = capfd.readouterr().out.splitlines()
@@ -174,11 +178,11 @@ def test_on_the_command_line(tmp_path, capfd):
         "--data.test-split="
     )
 
-    assert main([*arguments, "--splits", "train"]) == 1
+    assert prepare(tmp_path, "--splits", "train") == 1
     assert "--splits train: write NAME=FILES" in capfd.readouterr().err
-    assert main([*arguments, "--splits", "train=europarl", "train=news-*"]) == 1
+    assert prepare(tmp_path, "--splits", "train=europarl", "train=news-*") == 1
     assert "--splits train is given twice: write train=europarl,news-*" in capfd.readouterr().err
-    assert main(arguments) == 1
+    assert prepare(tmp_path) == 1
     assert "has none of train.en, train.en.gz, train.en.zst" in capfd.readouterr().err
 
 
@@ -191,18 +195,14 @@ def test_on_the_command_line(tmp_path, capfd):
 )
 def test_the_printed_command_has_the_splits(tmp_path, capfd, splits, options):
     write_text(tmp_path, "text", PAIRS)
-    arguments = ["prepare", "--path", str(tmp_path), "--output", str(tmp_path / "data")]
-    arguments += ["--source-language", "en", "--target-language", "de"]
-    assert main([*arguments, "--splits", *(f"{split}=text" for split in splits)]) == 0
+    assert prepare(tmp_path, "--splits", *(f"{split}=text" for split in splits)) == 0
     printed = capfd.readouterr().out.splitlines()[1]
     assert printed.endswith(f"--data.train-split=train {options}")
 
 
 def test_splits_of_a_file(tmp_path, capfd):
     (tmp_path / "train.tsv").write_text("a\tb\n")
-    arguments = ["prepare", "--path", str(tmp_path / "train.tsv"), "--output", str(tmp_path / "x")]
-    arguments += ["--source-language", "en", "--target-language", "de", "--format", "tsv"]
-    assert main(arguments) == 1
+    assert prepare(tmp_path, "--format", "tsv", path="train.tsv", output="x") == 1
     assert "train.tsv is not a folder" in capfd.readouterr().err
     assert not (tmp_path / "x").exists()
 
@@ -210,9 +210,7 @@ def test_splits_of_a_file(tmp_path, capfd):
 def test_tsv_on_the_command_line(tmp_path):
     lines = "".join(f"{source}\t{target}\n" for source, target in PAIRS[:3])
     (tmp_path / "train.tsv").write_text(lines, encoding="utf-8")
-    arguments = ["prepare", "--path", str(tmp_path), "--output", str(tmp_path / "data")]
-    arguments += ["--source-language", "en", "--target-language", "de", "--format", "tsv"]
-    assert main([*arguments, "--splits", "train=train"]) == 0
+    assert prepare(tmp_path, "--format", "tsv", "--splits", "train=train") == 0
     assert read(tmp_path / "data", "train") == PAIRS[:3]
 
 

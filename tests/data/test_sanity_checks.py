@@ -141,7 +141,7 @@ TOKENIZERS = Tokenizers.train([DIGITS], CONFIG.data)
 
 def test_too_many_unknown_tokens_are_rejected():
     corpus = encode_corpus(
-        ParallelCorpus(["1 2", "3"], ["2 猫", "犬"], "animals"), TOKENIZERS, CONFIG
+        ParallelCorpus(["1 2", "3"], ["2 猫", "犬"], "animals"), TOKENIZERS, CONFIG.model
     )
     with pytest.raises(
         UserError,
@@ -152,7 +152,7 @@ def test_too_many_unknown_tokens_are_rejected():
     with pytest.raises(UserError, match=r"such as '猫': raise data\.vocab_size, or use"):
         check_unknown_rate(corpus, dataclasses.replace(CONFIG.data, tokenizer="word"))
     check_unknown_rate(corpus, dataclasses.replace(CONFIG.data, max_unknown_rate=0.9))
-    check_unknown_rate(encode_corpus(DIGITS, TOKENIZERS, CONFIG), CONFIG.data)
+    check_unknown_rate(encode_corpus(DIGITS, TOKENIZERS, CONFIG.model), CONFIG.data)
 
 
 def counts(training, held_out):
@@ -161,11 +161,11 @@ def counts(training, held_out):
 
 
 def test_shared_pairs_are_counted(caplog):
-    training = encode_corpus(DIGITS, TOKENIZERS, CONFIG)
+    training = encode_corpus(DIGITS, TOKENIZERS, CONFIG.model)
     held_out = ParallelCorpus(
         ["4 5", "4 5", "5 4", "1 2 3", "6 7"], ["5 4", "4 5", "4 5", "3 2 1", "6 7"], "held out"
     )
-    held_out = encode_corpus(held_out, TOKENIZERS, CONFIG)
+    held_out = encode_corpus(held_out, TOKENIZERS, CONFIG.model)
     assert counts(training, held_out) == [2]
     warn_of_shared_pairs([training, training], [held_out])
     assert len(caplog.messages) == 2
@@ -181,7 +181,7 @@ def test_of_several_corpora_each_that_leaks_is_named(caplog):
         ParallelCorpus(["6 7", "1 2 3"], ["7 6", "3 2 1"], "third"),
     ]
     training, held_out = (
-        encode_corpus(corpus, TOKENIZERS, CONFIG) for corpus in (DIGITS, read_corpus(corpora))
+        encode_corpus(corpus, TOKENIZERS, CONFIG.model) for corpus in (DIGITS, read_corpus(corpora))
     )
     warn_of_shared_pairs([training], [held_out])
     assert [message.partition(" are also")[0] for message in caplog.messages] == [
@@ -192,7 +192,7 @@ def test_of_several_corpora_each_that_leaks_is_named(caplog):
 
 def test_shared_pairs_do_not_depend_on_the_token_dtype(monkeypatch):
     monkeypatch.setattr("flaxformer_mt.data.sanity_checks._HASH_CHUNK", 2)
-    training = encode_corpus(DIGITS, TOKENIZERS, CONFIG)
+    training = encode_corpus(DIGITS, TOKENIZERS, CONFIG.model)
     small = dataclasses.replace(
         training,
         targets=dataclasses.replace(

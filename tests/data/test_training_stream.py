@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from flaxformer_mt.config import DataConfig, ExperimentConfig, TrainConfig, TransformerConfig
 from flaxformer_mt.data.stream import training_stream as stream_module
 from flaxformer_mt.data.stream.batches import BatchShape, DataPosition, Shard
-from flaxformer_mt.data.stream.encoded_corpus import Texts
+from flaxformer_mt.data.stream.packing import Sentences
 from flaxformer_mt.data.stream.training_stream import TrainingStream, choose_source_row_length
 from flaxformer_mt.errors import UserError
 from tests.data.pairs import all_pairs, encoded, pairs_in, pairs_of_lengths
@@ -67,7 +67,7 @@ class RepeatingSampler:
 
 def sampled_corpus(count):
     corpus = random_pairs(count)
-    texts = Texts.from_list([str(10 + i) for i in range(count)])
+    texts = Sentences.from_texts([str(10 + i) for i in range(count)])
     return dataclasses.replace(corpus, texts=texts)
 
 

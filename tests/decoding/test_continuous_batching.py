@@ -14,6 +14,8 @@ from flaxformer_mt.decoding.batching import continuous_batching, workers
 from flaxformer_mt.decoding.batching.continuous_batching import ContinuousBatcher, Request
 from flaxformer_mt.decoding.batching.search_programs import (
     begin_search,
+    combine,
+    reorder_each,
     step_function,
 )
 from flaxformer_mt.decoding.parameters import rounded_matrices
@@ -89,15 +91,8 @@ def test_a_search_without_other_sentences_finds_the_same():
             configs=(MODEL,),
             max_length=40,
         )
-        step = step_function(MODEL, params(), options)
-        return search(
-            step,
-            state.state[0],
-            unconstrained(max_lengths),
-            options,
-            40,
-            reorder_cache,
-        )
+        step = combine([step_function(MODEL, params(), options)], "log")
+        return search(step, reorder_each(reorder_cache), options, state)
 
     for index in (0, 13, 14):
         request = requests()[index]

@@ -7,13 +7,13 @@ import pytest
 import scipy.special
 
 from flaxformer_mt.config import ExperimentConfig, TransformerConfig
-from flaxformer_mt.decoding.ensemble import (
+from flaxformer_mt.decoding.batching.search_programs import (
     combine,
     mean_log_probabilities,
     reorder_each,
-    require_same_vocabularies,
 )
 from flaxformer_mt.decoding.search.state import StepOutput, gather_hypotheses
+from flaxformer_mt.decoding.translator import require_same_vocabularies
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs.trained_model import TrainedModel
 

@@ -8,7 +8,12 @@ import pytest
 
 from flaxformer_mt.cli import main
 from flaxformer_mt.data.corpora import text_files
-from flaxformer_mt.decoding.scoring.score_report import CorpusTotals, preferred, to_json, to_text
+from flaxformer_mt.decoding.scoring.score_report import (
+    corpus_metrics,
+    preferred,
+    to_json,
+    to_text,
+)
 from flaxformer_mt.decoding.scoring.scorer import PairScore, ScoredSentence
 from flaxformer_mt.errors import UserError
 
@@ -57,11 +62,12 @@ def test_json_has_all_fields():
 
 
 def test_perplexity_is_of_tokens_and_accuracy_of_sentences():
-    totals = CorpusTotals()
-    totals.add(ScoredSentence("", ["", ""], [GOOD, BAD]), value)
-    totals.add(ScoredSentence("", ["", ""], [BAD, GOOD]), value)
-    totals.add(ScoredSentence("", [""], [BAD]), value)
-    assert totals.metrics() == {
+    corpus = [
+        ScoredSentence("", ["", ""], [GOOD, BAD]),
+        ScoredSentence("", ["", ""], [BAD, GOOD]),
+        ScoredSentence("", [""], [BAD]),
+    ]
+    assert corpus_metrics(corpus, value) == {
         "sentences": 3,
         "tokens": 7,
         "log_probability": -7.0,
@@ -69,9 +75,8 @@ def test_perplexity_is_of_tokens_and_accuracy_of_sentences():
         "preferred": 1,
         "accuracy": 0.5,
     }
-    alone = CorpusTotals()
-    alone.add(ScoredSentence("", [""], [BAD]), value)
-    assert alone.metrics().keys() == {"sentences", "tokens", "log_probability", "perplexity"}
+    alone = corpus_metrics(corpus[2:], value)
+    assert alone.keys() == {"sentences", "tokens", "log_probability", "perplexity"}
 
 
 @pytest.fixture
@@ -177,8 +182,7 @@ def test_parallel_files_are_read_once(tmp_path, monkeypatch):
 
 
 def test_a_perplexity_too_large_for_a_float_is_none():
-    totals = CorpusTotals()
-    totals.sentences, totals.tokens, totals.log_probability = 1, 5, -14450.7
-    metrics = totals.metrics()
+    score = PairScore((5, 6, 7, 8, 2), (-14450.7, 0.0, 0.0, 0.0, 0.0))
+    metrics = corpus_metrics([ScoredSentence("", [""], [score])], value)
     assert metrics["perplexity"] is None
     assert metrics["log_probability"] == -14450.7

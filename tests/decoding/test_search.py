@@ -30,7 +30,12 @@ from flaxformer_mt.config import DecodeConfig, TransformerConfig
 from flaxformer_mt.decoding.search.options import SearchOptions, forbidden_token_ids
 from flaxformer_mt.decoding.search.ranking import length_penalty
 from flaxformer_mt.decoding.search.search import search, start
-from flaxformer_mt.decoding.search.state import IMPOSSIBLE, StepOutput, unconstrained
+from flaxformer_mt.decoding.search.state import (
+    IMPOSSIBLE,
+    StepOutput,
+    gather_hypotheses,
+    unconstrained,
+)
 
 BEAM = SearchOptions(**SPECIAL, beam_size=3, n_best=3, length_penalty=1.0)
 GREEDY = SearchOptions(**SPECIAL)
@@ -234,7 +239,8 @@ def test_search_stops_when_nothing_better_is_expected(alpha, early_stopping, ste
     options = dataclasses.replace(
         BEAM, beam_size=2, n_best=1, length_penalty=alpha, early_stopping=early_stopping
     )
-    result = search(step, (), unconstrained(jnp.array([P])), options, P)
+    begun = start(unconstrained(jnp.array([P])), (), options, P)
+    result = search(step, gather_hypotheses, options, begun)
     jax.effects_barrier()
     assert result.tokens[0, 0, 0] == EOS
     assert sorted(steps_taken) == list(range(steps))
@@ -302,7 +308,7 @@ def test_coverage_needs_attention_and_mask():
         start(rows, (), options, P)
     rows = rows._replace(source_mask=jnp.ones((1, S), bool))
     with pytest.raises(ValueError, match="returns attention"):
-        search(blind_step, (), rows, options, P)
+        search(blind_step, gather_hypotheses, options, start(rows, (), options, P))
 
 
 def test_padding_of_the_source_needs_no_coverage():

@@ -1,12 +1,13 @@
 """Splitting of long input into segments, and joining of their translations."""
 
+import itertools
 import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flaxformer_mt.decoding.sentence_splitting import Segment, join, sentences, split
+from flaxformer_mt.decoding.sentence_splitting import Segment, sentences, separators, split
 
 
 def count_words(texts):
@@ -60,6 +61,11 @@ def test_only_long_sentences_are_split_further():
         Segment("Abcdef"),
         Segment("ghijkl", inside_word=True, after_space=False),
     ]
+
+
+def join(translations, segments):
+    parts = zip(separators(translations, segments), translations, strict=True)
+    return "".join(itertools.chain(*parts))
 
 
 def test_translations_are_joined_with_spaces_if_their_script_has_spaces():

@@ -14,7 +14,7 @@ from toy_search import BOS, EOS, PAD, SPECIAL, B, P, V, batched, find, random_wo
 from transformers.generation import logits_process
 from transformers.modeling_outputs import CausalLMOutput
 
-from flaxformer_mt.decoding.search import logits_processors, sampling
+from flaxformer_mt.decoding.search import sampling, token_scores
 from flaxformer_mt.decoding.search.options import SearchOptions
 
 WIDTH, LENGTH, VOCABULARY = 8, 9, 6
@@ -36,42 +36,42 @@ def theirs(processor, tokens, scores, position=POSITION):
 
 RULES = {
     "repetition penalty": (
-        lambda scores, tokens, positions: logits_processors.penalize_repetition(
+        lambda scores, tokens, positions: token_scores.penalize_repetition(
             scores, tokens, positions, 1.7, bos_id=-1
         ),
         logits_process.RepetitionPenaltyLogitsProcessor(1.7),
     ),
     **{
         f"no {size}-gram twice": (
-            functools.partial(logits_processors.forbid_repeated_ngrams, size=size),
+            functools.partial(token_scores.forbid_repeated_ngrams, size=size),
             logits_process.NoRepeatNGramLogitsProcessor(size),
         )
         for size in (1, 2, 3)
     },
     "bad phrases": (
-        functools.partial(logits_processors.forbid_phrases, phrases=PHRASES),
+        functools.partial(token_scores.forbid_phrases, phrases=PHRASES),
         logits_process.NoBadWordsLogitsProcessor([list(phrase) for phrase in PHRASES], EOS),
     ),
     "minimum": (
-        lambda scores, tokens, positions: logits_processors.forbid_early_end(
+        lambda scores, tokens, positions: token_scores.forbid_early_end(
             scores, positions, jnp.array([8]), EOS
         ),
         logits_process.MinNewTokensLengthLogitsProcessor(0, 8, EOS),
     ),
     "minimum reached": (
-        lambda scores, tokens, positions: logits_processors.forbid_early_end(
+        lambda scores, tokens, positions: token_scores.forbid_early_end(
             scores, positions, jnp.array([7]), EOS
         ),
         logits_process.MinLengthLogitsProcessor(7, EOS),
     ),
     "required end": (
-        lambda scores, tokens, positions: logits_processors.require_end(
+        lambda scores, tokens, positions: token_scores.require_end(
             scores, jnp.zeros((1, WIDTH, 1)), positions, jnp.array([8]), EOS
         ),
         logits_process.ForcedEOSTokenLogitsProcessor(8, EOS),
     ),
     "end not yet required": (
-        lambda scores, tokens, positions: logits_processors.require_end(
+        lambda scores, tokens, positions: token_scores.require_end(
             scores, jnp.zeros((1, WIDTH, 1)), positions, jnp.array([9]), EOS
         ),
         logits_process.ForcedEOSTokenLogitsProcessor(9, EOS),

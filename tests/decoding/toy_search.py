@@ -52,13 +52,13 @@ def reorder(state, parents):
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
-@jit
-def begin(world, rows, options):
+def started(world, rows, options):
     """Starts a search in a `random_world`."""
     nodes = jnp.zeros((rows.max_lengths.shape[0], options.beam_size), jnp.int32)
     return search.start(rows, (nodes, *world), options, P)
 
 
+begin = jit(started)
 advance = jit(functools.partial(search.advance, step, reorder))
 active = jit(search.active)
 results = jit(search.results)
@@ -67,8 +67,7 @@ results = jit(search.results)
 @jit
 def find(world, rows, options):
     """Searches a `random_world`."""
-    nodes = jnp.zeros((rows.max_lengths.shape[0], options.beam_size), jnp.int32)
-    return search.search(step, (nodes, *world), rows, options, P, reorder)
+    return search.search(step, reorder, options, started(world, rows, options))
 
 
 def batched(per_row, seeds=None, prefix_length=2):

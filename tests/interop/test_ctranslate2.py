@@ -29,7 +29,7 @@ from flaxformer_mt.decoding.translator import Translator
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.convert import convert
 from flaxformer_mt.interop.exports import exports, summary
-from flaxformer_mt.interop.formats import huggingface, run_folders
+from flaxformer_mt.interop.formats import huggingface
 from flaxformer_mt.interop.formats.bundle import ModelBundle, experiment
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.presets import FAMILIES, preset
@@ -54,7 +54,7 @@ SAME_SEARCH = DecodeConfig(
 @pytest.fixture(scope="module")
 def exported(trained_run, tmp_path_factory):
     """A trained run with `SAME_SEARCH`, and its CTranslate2 folder."""
-    bundle = with_decode(run_folders.read(trained_run), SAME_SEARCH)
+    bundle = with_decode(ModelBundle.of_run(trained_run), SAME_SEARCH)
     folder = tmp_path_factory.mktemp("exported") / "ctranslate2"
     assert write(bundle, folder) == ()
     return bundle, folder
@@ -90,12 +90,17 @@ class Served:
         return [[*pieces, "</s>"] for pieces in self.source.encode(sentences, out_type=str)]
 
 
-def differences(bundle, folder, sources, references):
-    """Compares search and scores; returns the share of identical translations, and both BLEUs."""
+def best(bundle, sources):
+    """Returns our best hypothesis of each sentence."""
     translator = Translator(
         bundle.config.model, bundle.params, bundle.tokenizers, bundle.config.decode
     )
-    ours = [hypotheses[0] for hypotheses in translator.translate_n_best(sources)]
+    return [hypotheses[0] for hypotheses in translator.translate_n_best(sources)]
+
+
+def differences(bundle, folder, sources, references):
+    """Compares search and scores; returns the share of identical translations, and both BLEUs."""
+    ours = best(bundle, sources)
     served = Served(folder)
     theirs = served.translate(sources)
     tokenizer = bundle.tokenizers.target
@@ -131,7 +136,7 @@ def test_search_and_scores_are_ours(exported):
     "of configs/multi30k_marian_en_de.py",
 )
 def test_real_sentences_are_translated_and_scored_as_by_us(tmp_path):
-    bundle = with_decode(run_folders.read(Path(os.environ["FLAXFORMER_MT_RUN"])), SAME_SEARCH)
+    bundle = with_decode(ModelBundle.of_run(Path(os.environ["FLAXFORMER_MT_RUN"])), SAME_SEARCH)
     write(bundle, tmp_path / "ctranslate2")
     data = Path(os.environ["FLAXFORMER_MT_DATA"], "multi30k-en-de")
     sources, references = (read_lines(data / f"test.{code}.gz")[:500] for code in ("en", "de"))
@@ -140,13 +145,18 @@ def test_real_sentences_are_translated_and_scored_as_by_us(tmp_path):
     assert abs(ours - theirs) < 0.05
 
 
-def test_published_folders_with_separate_vocabularies_go_on_to_ctranslate2(tmp_path):
+def write_separate_tokenizers(folder):
+    """Returns the vocabularies, and the configuration of a model."""
     models = (
         opus_mt.train_model(texts, size)
         for texts, size in ((PHRASES.sources, 140), (PHRASES.targets, 150))
     )
-    vocabularies = opus_mt.write_tokenizer(tmp_path / "published", *models, separate=True)
-    config = opus_mt.config(vocabularies, share_encoder_decoder_embeddings=False)
+    vocabularies = opus_mt.write_tokenizer(folder, *models, separate=True)
+    return vocabularies, opus_mt.config(vocabularies, share_encoder_decoder_embeddings=False)
+
+
+def test_published_folders_with_separate_vocabularies_go_on_to_ctranslate2(tmp_path):
+    _, config = write_separate_tokenizers(tmp_path / "published")
     assert config.vocab_size != config.decoder_vocab_size
     opus_mt.random_model(config).save_pretrained(tmp_path / "published")
     bundle = huggingface.read(tmp_path / "published")[0]
@@ -361,10 +371,7 @@ def test_translations_are_ours(name, tmp_path, usual_optimizations):
     write(bundle, tmp_path / "served", ("norm_epsilon",))
     sources = list(dict.fromkeys(talker.sentences(700, 3, longest=9)))[:500]
     assert len(sources) == 500
-    translator = Translator(
-        bundle.config.model, bundle.params, bundle.tokenizers, bundle.config.decode
-    )
-    ours = [hypotheses[0] for hypotheses in translator.translate_n_best(sources)]
+    ours = best(bundle, sources)
     theirs = Served(tmp_path / "served").translate(sources)
     assert len({tuple(pieces) for pieces, _ in theirs}) > 100
     vocabulary, end = bundle.tokenizers.target, bundle.config.model.eos_id
@@ -390,18 +397,12 @@ def test_the_end_token_has_the_name_that_scripts_append(tmp_path):
     assert_scores_are_ours(bundle, tmp_path / "served", ["Hund läuft"], ["die Wiese"])
     served = Served(tmp_path / "served")
     sources = talker.sentences(8, 3)
-    translator = Translator(bundle.config.model, bundle.params, tokenizers, bundle.config.decode)
-    ours = [hypotheses[0].score for hypotheses in translator.translate_n_best(sources)]
+    ours = [hypothesis.score for hypothesis in best(bundle, sources)]
     assert ours == pytest.approx([score for _, score in served.translate(sources)], abs=1e-4)
 
 
 def test_source_padding_that_is_a_target_piece_is_never_chosen(tmp_path):
-    models = (
-        opus_mt.train_model(texts, size)
-        for texts, size in ((PHRASES.sources, 140), (PHRASES.targets, 150))
-    )
-    vocabularies = opus_mt.write_tokenizer(tmp_path / "published", *models, separate=True)
-    config = opus_mt.config(vocabularies, share_encoder_decoder_embeddings=False)
+    vocabularies, config = write_separate_tokenizers(tmp_path / "published")
     padding = config.pad_token_id
     assert padding < config.decoder_vocab_size - 1
     published = opus_mt.random_model(config)
@@ -420,10 +421,7 @@ def test_source_padding_that_is_a_target_piece_is_never_chosen(tmp_path):
     assert huggingface.write(bundle, tmp_path / "changed") == ()
     write(bundle, tmp_path / "served")
     sources = PHRASES.sources[:4]
-    translator = Translator(
-        bundle.config.model, bundle.params, bundle.tokenizers, bundle.config.decode
-    )
-    ours = [hypotheses[0] for hypotheses in translator.translate_n_best(sources)]
+    ours = best(bundle, sources)
     changed = type(published).from_pretrained(tmp_path / "changed")
     end = bundle.config.model.eos_id
     for own, source in zip(ours, bundle.tokenizers.source.encode(sources), strict=True):
@@ -495,15 +493,12 @@ def test_computed_positions_cover_all_input_that_is_not_split(tmp_path):
     write(bundle, tmp_path / "served", ("norm_epsilon",))
     source = " ".join(talker.sentences(10, 3))
     assert len(bundle.tokenizers.source.encode([source])[0]) > 16
-    translator = Translator(
-        bundle.config.model, bundle.params, bundle.tokenizers, bundle.config.decode
-    )
-    ((best, *_),) = translator.translate_n_best([source])
+    (own,) = best(bundle, [source])
     ((pieces, score),) = Served(tmp_path / "served").translate([source])
     end = bundle.config.model.eos_id
-    tokens = [token for token in best.tokens if token != end]
+    tokens = [token for token in own.tokens if token != end]
     assert bundle.tokenizers.target.pieces(tokens) == pieces
-    assert best.score == pytest.approx(score, abs=1e-4)
+    assert own.score == pytest.approx(score, abs=1e-4)
 
 
 def test_invalid_outputs_are_rejected(exported, tmp_path):

@@ -10,7 +10,7 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.config.fields import FieldRole, choices_of, roles_of, type_hints
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.convert import OWN, WRITERS, convert
-from flaxformer_mt.interop.formats import run_folders
+from flaxformer_mt.interop.formats.bundle import ModelBundle
 
 OF_THE_MODEL = {FieldRole.SHAPES, FieldRole.VOCABULARY, FieldRole.ARCHITECTURE}
 
@@ -55,10 +55,10 @@ def test_a_checkpoint_is_the_same_whatever_the_free_fields(name, tmp_path):
 
 @pytest.mark.parametrize("target", WRITERS)
 def test_a_run_exports_to_the_same_formats_however_it_was_computed(target, trained_run, tmp_path):
-    bundle = run_folders.read(trained_run)
+    bundle = ModelBundle.of_run(trained_run)
     model = dataclasses.replace(bundle.config.model, **RUNNING)
     config = dataclasses.replace(bundle.config, model=model)
-    run_folders.write(dataclasses.replace(bundle, config=config), tmp_path / "run")
+    dataclasses.replace(bundle, config=config).write_run(tmp_path / "run")
     exported = {}
     for name, run in (("default", trained_run), ("changed", tmp_path / "run")):
         try:

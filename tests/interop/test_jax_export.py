@@ -15,7 +15,7 @@ from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.decoding.translator import Translator
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.convert import convert
-from flaxformer_mt.interop.formats import jax_server, run_folders
+from flaxformer_mt.interop.formats import jax_server
 from flaxformer_mt.interop.formats.bundle import ModelBundle
 from flaxformer_mt.interop.formats.jax_export import export_functions, metadata, write
 from flaxformer_mt.interop.weight_maps.mapping import by_path
@@ -41,7 +41,7 @@ def exported(trained_run, tmp_path_factory):
     """A trained run, and its exported folder."""
     folder = tmp_path_factory.mktemp("exported") / "jax"
     assert convert("flaxformer_mt", "jax", trained_run, folder) == ()
-    return run_folders.read(trained_run), folder
+    return ModelBundle.of_run(trained_run), folder
 
 
 def test_a_server_without_this_package_translates_the_same(exported):

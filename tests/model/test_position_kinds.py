@@ -13,17 +13,21 @@ from packed_rows import check_packed_rows
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.model.alibi import AlibiBias, alibi_slopes
 from flaxformer_mt.model.attention import MultiHeadAttention, scaled_dot_product_attention
 from flaxformer_mt.model.cache import reorder_cache
+from flaxformer_mt.model.position_biases import (
+    AlibiBias,
+    RelativeBias,
+    alibi_slopes,
+    distance_buckets,
+)
 from flaxformer_mt.model.positions import (
     attention_positions,
-    query_key_transform,
+    bias_and_transform,
     rotate,
     rotation_table,
     rotations,
 )
-from flaxformer_mt.model.relative_bias import RelativeBias, distance_buckets
 from flaxformer_mt.model.transformer import Transformer
 
 TINY = TransformerConfig(
@@ -209,9 +213,8 @@ def test_a_key_bias_is_trained_where_keys_are_rotated(float64):
     attention = MultiHeadAttention(config)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 12)))
     positions = jnp.arange(5)[None]
-    transform = query_key_transform(
-        config, attention_positions(config, positions, positions, length=5)
-    )
+    prepared = attention_positions(config, positions, positions, length=5)
+    _, transform = bias_and_transform(config, prepared, None)
 
     def attend(module, inputs):
         attended = module.project(inputs, transform)

@@ -8,7 +8,7 @@ from test_report import agreeing, diagnosed
 
 from flaxformer_mt import parity
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.parity.diagnosis.first_cause import Diagnosis
+from flaxformer_mt.parity.diagnosis.inputs import Diagnosis
 from flaxformer_mt.parity.reports.baseline import AcceptedDifference, judged, read_baseline
 from flaxformer_mt.parity.reports.comparison import Finding, Row
 from flaxformer_mt.parity.reports.report import Report

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.model.positions import sinusoidal_table
-from flaxformer_mt.parity.diagnosis.first_cause import Diagnosis, diagnose
-from flaxformer_mt.parity.diagnosis.inputs import DiagnosisInputs
+from flaxformer_mt.parity.diagnosis.first_cause import diagnose
+from flaxformer_mt.parity.diagnosis.inputs import Diagnosis, DiagnosisInputs
 from flaxformer_mt.parity.references.losses import LOSSES
 from flaxformer_mt.parity.tokens import Padding, Tokens
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from flaxformer_mt.runs.retention import kept_steps, ranking_score, validated_steps
+from flaxformer_mt.runs.step_folders import kept_steps, ranking_score, validated_steps
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from flaxformer_mt.config import DataConfig
 from flaxformer_mt.data.corpora.corpus import load_corpus
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.runs.checkpoint import restore_params
-from flaxformer_mt.runs.lock import locked
+from flaxformer_mt.runs.folder import locked
 
 
 def test_different_line_counts(refused):

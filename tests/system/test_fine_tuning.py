@@ -98,7 +98,7 @@ def test_validation_translates_into_the_languages_of_the_references(monkeypatch,
     )
     prepared = experiment.prepare(config, tmp_path / "tuned")
     monkeypatch.setattr(
-        experiment.Validation,
+        type(prepared.validation),
         "translate",
         lambda self, params, sentences, *_: [texts[each.prefix] for each in sentences],
     )

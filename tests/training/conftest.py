@@ -19,10 +19,9 @@ from flaxformer_mt.config import (
 from flaxformer_mt.data.stream.batches import Batch
 from flaxformer_mt.model.linear import Dense
 from flaxformer_mt.model.transformer import OutputFactors, Transformer
-from flaxformer_mt.training.devices import seed_key
+from flaxformer_mt.training.devices import create, make_devices, place, seed_key
 from flaxformer_mt.training.objective import make_objective
 from flaxformer_mt.training.optimizer import make_optimizer, make_schedule
-from flaxformer_mt.training.run_devices import make_devices
 from flaxformer_mt.training.state import create_state
 from flaxformer_mt.training.step import eval_step, gradients, train_step
 
@@ -132,7 +131,8 @@ class Setup:
 
     def created_state(self):
         """The initial state, created on the devices."""
-        return self.devices.create(self.create_state, self.experiment.train.seed)
+        devices, seed = self.devices, self.experiment.train.seed
+        return create(self.create_state, devices.mesh, seed=seed, rules=devices.rules)
 
     @property
     def pure_train_step(self):
@@ -142,9 +142,6 @@ class Setup:
             optimizer=self.optimizer,
             config=self.experiment.train,
         )
-
-    def update(self, state, batch, key, frozen):
-        return self.pure_train_step(state, batch)
 
     @functools.cached_property
     def gradients(self):
@@ -160,7 +157,7 @@ class Setup:
     @functools.cached_property
     def train_step(self):
         """Compiled for the devices; donates the state."""
-        return self.devices.compile_train_step(self.update)
+        return self.devices.compile_train_step(self.pure_train_step)
 
     @functools.cached_property
     def eval_step(self):
@@ -170,13 +167,15 @@ class Setup:
     def state(self):
         """The initial state, placed."""
         train = self.experiment.train
-        return self.devices.place(
+        return place(
             _initial_state(
                 self.model_class,
                 self.experiment.model,
                 self.experiment.optimizer,
                 TrainConfig(ema_decay=train.ema_decay, freeze=train.freeze),
-            )
+            ),
+            self.devices.mesh,
+            self.devices.rules,
         )
 
     def batch(self, step):

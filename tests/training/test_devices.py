@@ -11,8 +11,10 @@ import pytest
 from jax import monitoring
 
 from flaxformer_mt.data.stream.batches import Shard
+from flaxformer_mt.data.stream.placement import own_shard
+from flaxformer_mt.decoding.parameters import on_one_device
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.training.run_devices import make_devices
+from flaxformer_mt.training.devices import abstract, make_devices, place
 
 SLOW = pytest.mark.slow
 DROPOUT = {"dropout_rate": 0.1, "attention_dropout_rate": 0.1, "activation_dropout_rate": 0.1}
@@ -79,7 +81,7 @@ def test_every_device_has_its_rows_and_the_whole_state(setup, strategy):
     tiny = setup.of(strategy, 8)
     state = tiny.state()
     assert all(leaf.is_fully_replicated for leaf in jax.tree.leaves(state))
-    assert tiny.devices.shard == Shard(0, 1)
+    assert own_shard(tiny.devices.mesh) == Shard(0, 1)
 
     rows = tiny.batch(0).decoder_target_tokens
     placed = tiny.placed_batch(0).decoder_target_tokens
@@ -93,7 +95,7 @@ def test_every_device_has_its_rows_and_the_whole_state(setup, strategy):
 def test_gathered_parameters_are_whole_on_one_device(setup, mesh):
     tiny = setup.of(num_devices=8, parallel=MESHES[mesh])
     params = tiny.state().params
-    single = tiny.devices.gather(params)
+    single = on_one_device(params)
     assert all(leaf.sharding.device_set == {jax.devices()[0]} for leaf in jax.tree.leaves(single))
     chex.assert_trees_all_equal(jax.device_get(single), jax.device_get(params))
 
@@ -103,9 +105,9 @@ def test_a_created_state_is_the_placed_one(setup, parallel):
     tiny = setup.of(num_devices=8, parallel=parallel, ema_decay=0.9)
     created, placed = tiny.created_state(), tiny.state()
     chex.assert_trees_all_close(jax.device_get(created), jax.device_get(placed), rtol=1e-6)
-    abstract = tiny.devices.abstract(tiny.state_shapes)
+    shapes = abstract(tiny.state_shapes, tiny.devices.mesh, tiny.devices.rules)
     for ours, theirs, expected in zip(
-        *(jax.tree.leaves(tree) for tree in (created, placed, abstract)), strict=True
+        *(jax.tree.leaves(tree) for tree in (created, placed, shapes)), strict=True
     ):
         assert ours.sharding == theirs.sharding == expected.sharding
         assert (ours.shape, ours.dtype) == (expected.shape, expected.dtype)
@@ -121,8 +123,8 @@ def test_a_created_state_is_the_placed_one(setup, parallel):
 @pytest.mark.parametrize("strategy", ["mesh", "pmap"])
 def test_a_step_donates_the_placed_state_and_nothing_else(setup, strategy):
     tiny = setup.of(strategy, 8, bigram=True)
-    given = tiny.devices.gather(tiny.state())
-    placed = tiny.devices.place(given)
+    given = on_one_device(tiny.state())
+    placed = place(given, tiny.devices.mesh)
     before = jax.tree.map(np.array, given)
     tiny.train_step(placed, tiny.placed_batch(0))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(placed.params))
@@ -154,7 +156,7 @@ def test_a_state_continues_on_fewer_devices(setup, on_one, meshes):
             state = tiny.state()
         else:
             state = jax.device_put(
-                state, jax.tree.map(lambda leaf: leaf.sharding, tiny.devices.abstract(state))
+                state, jax.tree.map(lambda leaf: leaf.sharding, abstract(state, tiny.devices.mesh))
             )
         for step in range(5 * number, 5 * number + 5):
             state, metrics = tiny.train_step(state, tiny.placed_batch(step))
@@ -166,7 +168,7 @@ def test_a_state_continues_on_fewer_devices(setup, on_one, meshes):
 @pytest.mark.parametrize("strategy", ["mesh", "pmap"])
 def test_as_many_compilations_as_declared_shapes_and_no_more(setup, strategy):
     tiny = setup.of(strategy, 2, bigram=True)
-    step = tiny.devices.compile_train_step(tiny.update, max_shapes=2)
+    step = tiny.devices.compile_train_step(tiny.pure_train_step, max_shapes=2)
     batches = [tiny.batch(number) for number in range(4)]
     short = [jax.tree.map(lambda rows: rows[:, :4], batch) for batch in batches]
     state = tiny.state()

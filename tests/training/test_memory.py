@@ -11,7 +11,8 @@ import pytest
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.data.stream.batches import BatchShape
 from flaxformer_mt.model.transformer import Transformer
-from flaxformer_mt.training.memory import sent_bytes, step_cost
+from flaxformer_mt.training.devices import abstract
+from flaxformer_mt.training.memory import abstract_batch, sent_bytes, step_cost
 from flaxformer_mt.training.sharding import leaves_by_path
 
 PROGRAM = """\
@@ -61,14 +62,14 @@ def test_groups_that_cannot_be_read_are_an_error():
 
 
 def cost(setup, *arguments, **options):
-    tiny = setup.of(*arguments, **options)
-    return step_cost(
-        tiny.devices,
-        tiny.state_shapes,
-        tiny.update,
-        BatchShape(32, 8, 8),
-        optimize=False,
-    )
+    return cost_of(setup.of(*arguments, **options), BatchShape(32, 8, 8))
+
+
+def cost_of(tiny, shape):
+    step = tiny.devices.compile_train_step(tiny.pure_train_step)
+    state = abstract(tiny.state_shapes, tiny.devices.mesh, tiny.devices.rules)
+    batch = tiny.devices.abstract_batch(abstract_batch(shape))
+    return step_cost(step, state, batch, optimize=False)
 
 
 def nbytes(tree):
@@ -102,13 +103,7 @@ def test_a_loss_in_parts_adds_up_its_gradient_once(setup):
         model={"source_vocab_size": 40_000, "target_vocab_size": 40_000, "num_encoder_layers": 1},
     )
     few, many = (
-        step_cost(
-            tiny.devices,
-            tiny.state_shapes,
-            tiny.update,
-            BatchShape(32, 8, columns),
-            optimize=False,
-        )
+        cost_of(tiny, BatchShape(32, 8, columns))
         for columns in (16, 128)  # of 4 rows and 40,000 logits: one part, and five or more
     )
     assert many.total_sent < 1.01 * few.total_sent
@@ -124,13 +119,7 @@ def test_cutting_parameters_costs_communication_and_saves_memory(setup):
 def test_fsdp_sends_matrices_and_not_the_vectors_of_all_rows(setup):
     """With more rows, only the vectors of the embeddings are more, which are looked up in parts."""
     few, many = (
-        step_cost(
-            tiny.devices,
-            tiny.state_shapes,
-            tiny.update,
-            BatchShape(rows, 8, 8),
-            optimize=False,
-        )
+        cost_of(tiny, BatchShape(rows, 8, 8))
         for tiny in [setup.of(num_devices=8, parallel={"fsdp": 8})]
         for rows in (32, 128)
     )

@@ -9,12 +9,7 @@ from tensorboardX.proto.event_pb2 import Event
 
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs.metrics_file import format_line, read_metrics
-from flaxformer_mt.training.reporting.metrics import (
-    JsonLinesWriter,
-    TensorBoardWriter,
-    means,
-    validate,
-)
+from flaxformer_mt.training.reporting.metrics import JsonLinesWriter, TensorBoardWriter, validate
 
 
 def write_lines(path, *steps):
@@ -24,14 +19,6 @@ def write_lines(path, *steps):
 
 def steps_of(path):
     return [line["step"] for line in read_metrics(path)]
-
-
-def test_means_weigh_by_tokens():
-    steps = [
-        {"loss": (jnp.float32(6), jnp.float32(3)), "nothing": (jnp.float32(0), jnp.float32(0))},
-        {"loss": (jnp.float32(2), jnp.float32(1)), "nothing": (jnp.float32(0), jnp.float32(0))},
-    ]
-    assert means(steps) == {"loss": 2.0}
 
 
 def test_validation_adds_batches_and_knows_the_perplexity():

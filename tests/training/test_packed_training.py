@@ -8,7 +8,7 @@ import pytest
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.data.stream.batches import BatchShape, make_batch
-from flaxformer_mt.data.stream.packing import Sentences
+from flaxformer_mt.data.stream.packing import Sentences, TokenPairs
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.objectives.losses import token_losses
 
@@ -20,7 +20,7 @@ PACKED = [[0, 1, 2], [4, 3]]
 def batch_of(rows, length, **changes):
     sides = Sentences.from_lists(SOURCES), Sentences.from_lists(TARGETS)
     shape = BatchShape(len(rows), length, length)
-    return make_batch(*sides, rows, shape, TransformerConfig()).replace(**changes)
+    return make_batch(TokenPairs(*sides), rows, shape, TransformerConfig()).replace(**changes)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import json
 import math
 
 from flaxformer_mt.data.stream.batches import DataPosition
-from flaxformer_mt.training.reporting.progress import BestSoFar, Progress, Sums
+from flaxformer_mt.training.reporting.progress import BestSoFar, Interval, Progress
 
 
 def test_the_best_so_far():
@@ -17,14 +17,14 @@ def test_the_best_so_far():
 
 
 def test_sums_give_means_of_what_counted():
-    sums = Sums()
+    sums = Interval()
     sums.add({"loss": (6.0, 3.0), "r_drop": (0.0, 0.0)})
     sums.add({"loss": (2.0, 1.0), "r_drop": (0.0, 0.0)})
     assert sums.means() == {"loss": 2.0}
 
 
 def test_progress_comes_back_from_json_to_the_bit():
-    interval = Sums(
+    interval = Interval(
         {"loss": (0.1 + 0.2, 3.0), "target_tokens": (3.0, 1.0)}, seconds=1 / 3, seconds_waited=1e-9
     )
     progress = Progress(DataPosition(1, 2, 3), interval, 4, BestSoFar(-0.1, 5), BestSoFar())
@@ -37,7 +37,7 @@ def test_progress_comes_back_from_json_to_the_bit():
 
 def test_progress_files_keep_their_keys():
     """Runs that were started with earlier versions are continued."""
-    interval = Sums({"loss": (1.0, 2.0), "target_tokens": (2.0, 1.0)}, 3.0, 4.0)
+    interval = Interval({"loss": (1.0, 2.0), "target_tokens": (2.0, 1.0)}, 3.0, 4.0)
     progress = Progress(DataPosition(1, 2, 3), interval, 4, BestSoFar(-5.0, 6), BestSoFar())
     assert json.loads(json.dumps(progress.to_json())) == {
         "position": {"epoch": 1, "block": 2, "row": 3, "step": 0},

@@ -11,13 +11,15 @@ from flax import linen as nn
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import flaxformer_mt as fmt
+from benchmarks.compiled.program import collectives, parse
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.data.stream.batches import BatchShape
 from flaxformer_mt.data.stream.placement import ROW_AXES
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.model.attention import MultiHeadAttention
 from flaxformer_mt.model.transformer import Embedding, Transformer
-from flaxformer_mt.training.memory import abstract_batch, collectives, parse, sent_bytes
+from flaxformer_mt.training.devices import abstract
+from flaxformer_mt.training.memory import abstract_batch, sent_bytes
 from flaxformer_mt.training.sharding import (
     ACTIVATION_RULES,
     AXES,
@@ -133,7 +135,7 @@ def test_invalid_rules(rule, message):
 
 def test_optimizer_state_and_average_are_sharded_like_the_parameters(setup):
     tiny = setup.of(num_devices=8, parallel={"fsdp": 2, "tensor": 2}, ema_decay=0.9)
-    state = tiny.devices.abstract(tiny.state_shapes)
+    state = abstract(tiny.state_shapes, tiny.devices.mesh, tiny.devices.rules)
     specs = dict(leaves_by_path(jax.tree.map(lambda leaf: leaf.sharding.spec, state.params)))
     assert specs["decoder/layers/feed_forward/hidden/kernel"] == PartitionSpec(
         None, "fsdp", "tensor"

@@ -11,10 +11,10 @@ import pytest
 from flaxformer_mt.accelerators import ACCELERATORS
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.data.stream.batches import BatchShape, make_batch
-from flaxformer_mt.data.stream.packing import Sentences
+from flaxformer_mt.data.stream.packing import Sentences, TokenPairs
 from flaxformer_mt.objectives.flops import training_flops, work_of_batch, work_of_sentences
 from flaxformer_mt.training.reporting.metrics import MEASUREMENTS, measurements
-from flaxformer_mt.training.reporting.progress import Sums
+from flaxformer_mt.training.reporting.progress import Interval
 
 
 def load_benchmark(name):
@@ -128,9 +128,9 @@ def test_mfu_is_that_of_the_benchmark():
     ]
     model = benchmark.model_config(size, "bfloat16")
     rows = [range(first, first + 4) for first in range(0, 40, 4)]
-    batch = make_batch(*sides, rows, BatchShape(10, 128, 128), model)
+    batch = make_batch(TokenPairs(*sides), rows, BatchShape(10, 128, 128), model)
     work = jax.device_get(work_of_batch(batch))
-    interval = Sums(seconds=0.25, seconds_waited=0.05)
+    interval = Interval(seconds=0.25, seconds_waited=0.05)
     interval.add(
         {
             "loss": (3.0, work.targets),
@@ -152,7 +152,7 @@ def test_mfu_is_that_of_the_benchmark():
 def test_what_is_not_known_is_left_out():
     unknown = types.SimpleNamespace(**{**vars(H100), "device_kind": "other"})
     unknown.memory_stats = lambda: None
-    interval = Sums(
+    interval = Interval(
         {"target_tokens": (2.0, 1.0), "flops_per_target_token": (8.0, 2.0)}, seconds=1.0
     )
     assert measurements(interval, [unknown]).keys().isdisjoint({"mfu", "memory_bytes"})
@@ -162,5 +162,5 @@ def test_what_is_not_known_is_left_out():
 
 
 def test_a_line_of_an_earlier_checkpoint_has_no_flops():
-    interval = Sums({"target_tokens": (2.0, 1.0)}, seconds=1.0)
+    interval = Interval({"target_tokens": (2.0, 1.0)}, seconds=1.0)
     assert "mfu" not in measurements(interval, [H100])

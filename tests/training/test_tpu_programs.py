@@ -9,9 +9,9 @@ from unittest import mock
 
 import pytest
 
+from benchmarks.compiled.program import Collective, collectives, parse
 from benchmarks.compiled.targets import describe, prepare
 from flaxformer_mt.config import DataConfig, ExperimentConfig, TransformerConfig
-from flaxformer_mt.training.memory import Collective, collectives, parse
 
 VOCABULARY, WIDTH = 32_000, 512
 # Sums over tensor: of the vectors looked up, of the outputs of attention and feed-forward,

@@ -71,7 +71,7 @@ def test_a_converted_checkpoint_comes_without_what_the_model_has_not(setup, tmp_
 def test_of_a_run_the_best_checkpoint_is_taken_and_its_average(setup, tmp_path, ema_decay):
     tiny = setup.of(bigram=True, ema_decay=ema_decay)
     params = trained_elsewhere(tiny)
-    best = start_from(tiny.state(), params, tiny.devices.place).replace(step=jnp.int32(1))
+    best = start_from(tiny.state(), params, tiny.devices.mesh).replace(step=jnp.int32(1))
     if best.ema is not None:
         best = best.replace(params=jax.tree.map(jnp.zeros_like, best.params))
     last = jax.tree.map(jnp.zeros_like, best)
@@ -91,7 +91,7 @@ def test_training_goes_on_from_there_and_so_does_the_average(setup, strategy):
     params = trained_elsewhere(tiny)
     given = jax.tree.map(np.copy, params)
     fresh = tiny.state()
-    state = start_from(fresh, params, tiny.devices.place)
+    state = start_from(fresh, params, tiny.devices.mesh)
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == jax.tree.map(
         lambda leaf: leaf.sharding, fresh
     )

@@ -1,6 +1,1 @@
-"""Parallel corpora.
-
-`corpus` opens corpora of every kind: text and TSV files (`text_files`), TensorFlow Datasets
-(`tfds_reader`; `tfds_builder` builds them) and generated ones (`generated_phrases`). `filters`
-drops training pairs.
-"""
+"""Parallel corpora: `corpus` opens those of every kind, by way of the other modules."""

@@ -29,11 +29,7 @@ class AlignedPair(tuple[str, str]):
     line: str
 
     def links(self) -> list[tuple[int, int]]:
-        """Returns the linked words, source and target, both counted from 0.
-
-        Raises:
-          UserError: a link is malformed, or beyond the words of the pair.
-        """
+        """Returns the linked words, source and target, both counted from 0; checks the line."""
         sizes = [len(text.split()) for text in self]
         links = []
         for link in self.line.split():
@@ -56,15 +52,10 @@ class AlignedPair(tuple[str, str]):
 def stream_aligned(
     pairs: Iterator[tuple[str, str]], name: str, path: Path
 ) -> Iterator[AlignedPair]:
-    """Yields the pairs of a corpus with the lines of its alignment file.
-
-    Args:
-      pairs: the pairs.
-      name: of the corpus, for messages.
-      path: of the alignment file, which may be compressed.
+    """Yields the pairs of the corpus `name` with the lines of its alignment file.
 
     Raises:
-      UserError: the file cannot be read, or has another number of lines than the corpus has pairs.
+      UserError: the file has another number of lines than the corpus has pairs.
     """
     lines = stream_lines(path)
     for number, (pair, line) in enumerate(itertools.zip_longest(pairs, lines)):

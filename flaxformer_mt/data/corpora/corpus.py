@@ -24,6 +24,7 @@ from typing import Literal, TypeAlias
 from flaxformer_mt.config import CorpusConfig, DataConfig
 from flaxformer_mt.data.corpora import datasets_reader, tables, text_files, tfds_reader
 from flaxformer_mt.data.corpora.alignments import stream_aligned
+from flaxformer_mt.data.corpora.text_files import Source, of_files
 from flaxformer_mt.errors import UserError
 
 HELD_OUT_PAIRS = 500
@@ -35,9 +36,6 @@ LONGEST_DIGIT_STRING = 12
 SentencePair: TypeAlias = tuple[str, str]
 Role: TypeAlias = Literal["train", "valid", "test"]
 
-_Opened: TypeAlias = tuple[str, Callable[[], Iterable[tuple[str, ...]]], Callable[[], bytes] | None]
-"""Name, stream and digest of a `StreamedCorpus`; without a digest, that of its pairs is used. Only
-the last text of each element of the stream is used for a language model."""
 _Draw: TypeAlias = Callable[[random.Random], tuple[str, Callable[[], str]]]
 """Draws a source, and a function that returns its translation."""
 
@@ -156,29 +154,26 @@ def open_corpora(config: DataConfig, role: Role, has_inputs: bool = True) -> lis
     """
     corpora = getattr(config, f"{role}_corpora")
     split = getattr(config, f"{role}_split")
-    if not corpora:
-        if role == "test" and not split:
-            return []
-        corpus = _completed(CorpusConfig(), config, split)
-        if role != "train" and _has_no_splits(corpus):
-            raise UserError(
-                f"data.path={config.path} has only training pairs: set others aside by "
-                f"--data.hold-out 1000, or give a folder, or data.{role}_corpora"
-            )
-        opened = open_corpus(corpus, config, "data.", has_inputs)
-        if role == "train" and config.alignments:
-            opened = with_alignments(opened, Path(config.alignments), "data.alignments")
-        return [opened]
-    several = []
-    for number, corpus in enumerate(corpora):
-        prefix, completed = f"data.{role}_corpora.{number}.", _completed(corpus, config, split)
+    if not corpora and role == "test" and not split:
+        return []
+    opened = []
+    for number, corpus in enumerate(corpora or (CorpusConfig(),)):
+        prefix = f"data.{role}_corpora.{number}." if corpora else "data."
+        completed = _completed(corpus, config, split)
         if corpus.split and _has_no_splits(completed):
             raise UserError(
                 f"{prefix}split={corpus.split} has no effect: {prefix}path={completed.path} has no "
                 "splits"
             )
-        several.append(open_corpus(completed, config, prefix, has_inputs))
-    return several
+        if not corpora and role != "train" and _has_no_splits(completed):
+            raise UserError(
+                f"data.path={completed.path} has only training pairs: set others aside by "
+                f"--data.hold-out 1000, or give a folder, or data.{role}_corpora"
+            )
+        opened.append(open_corpus(completed, config, prefix, has_inputs))
+    if role == "train" and config.alignments:
+        return [with_alignments(opened[0], Path(config.alignments), "data.alignments")]
+    return opened
 
 
 def open_path(
@@ -195,10 +190,7 @@ def open_corpus(
     """Opens one corpus, of which only the tag may be empty, without reading its text.
 
     `data` has the options of generated corpora, and messages name the fields of `corpus` after
-    `prefix`: "data.", "--". A language model (`has_inputs` is False) only needs the target side.
-
-    Raises:
-      UserError: a file, a builder, a split or a language does not exist.
+    `prefix`: "data.", "--".
     """
     if corpus.tag and not has_inputs:
         raise UserError(
@@ -210,31 +202,25 @@ def open_corpus(
             f"{prefix}columns={corpus.columns}: {text} has no columns: leave it out, or give the "
             "file that has them"
         )
-    name, read, digest = _open(corpus, data, prefix, has_inputs)
+    source = _open(corpus, data, prefix, has_inputs)
 
     def stream() -> Iterator[SentencePair]:
-        return ((texts[0] if has_inputs else "", texts[-1]) for texts in read())
+        return ((texts[0] if has_inputs else "", texts[-1]) for texts in source.read())
 
     return StreamedCorpus(
-        name=name,
+        name=source.name,
         languages=_languages(corpus),
         tag=" ".join(corpus.tag.split()),
         weight=corpus.weight,
         stream=stream,
-        digest=digest or (lambda: _digest_pairs(stream())),
+        digest=source.digest or (lambda: _digest_pairs(stream())),
     )
 
 
 def with_alignments(corpus: StreamedCorpus, path: Path, option: str) -> StreamedCorpus:
-    """Returns a corpus whose pairs have the links of an alignment file.
+    """Returns a corpus without a tag with the links of an alignment file, see `AlignedPair`.
 
-    Args:
-      corpus: the corpus, without a tag.
-      path: a file with one line of links per pair, see `AlignedPair`.
-      option: name of the option that gave the file, for messages.
-
-    Raises:
-      UserError: there is no such file, or the corpus has a tag.
+    Messages name `option`, which gave the file.
     """
     if not path.is_file():
         raise UserError(f"{option}={path} is not a file")
@@ -305,7 +291,8 @@ def _languages(corpus: CorpusConfig) -> tuple[str, str]:
     return corpus.source_language, corpus.target_language
 
 
-def _open(corpus: CorpusConfig, data: DataConfig, prefix: str, has_inputs: bool) -> _Opened:
+def _open(corpus: CorpusConfig, data: DataConfig, prefix: str, has_inputs: bool) -> Source:
+    path, split, languages = corpus.path, corpus.split, _languages(corpus)
     match corpus.kind:
         case "text":
             return _open_text(corpus, prefix, has_inputs)
@@ -315,21 +302,17 @@ def _open(corpus: CorpusConfig, data: DataConfig, prefix: str, has_inputs: bool)
             return _generate(corpus, data, _draw_digits)
         case "phrases":
             return _generate(corpus, data, _phrases(corpus, prefix))
-    path, split, languages = corpus.path, corpus.split, _languages(corpus)
-    opened: datasets_reader.SavedSplit | tfds_reader.TfdsSplit
-    if corpus.kind == "datasets":
-        option = f"{prefix}path"
-        opened = datasets_reader.open_saved(Path(path), split, corpus.columns, languages, option)
-    else:
-        known = languages if has_inputs else (None, languages[1])
-        opened = tfds_reader.open_split(path, split, known, prefix)
-    return opened.name, opened.pairs, opened.digest
+        case "datasets":
+            columns, option = corpus.columns, f"{prefix}path"
+            return datasets_reader.open_saved(Path(path), split, columns, languages, option)
+    known = languages if has_inputs else (None, languages[1])
+    return tfds_reader.open_split(path, split, known, prefix)
 
 
-def _open_text(corpus: CorpusConfig, prefix: str, has_inputs: bool) -> _Opened:
+def _open_text(corpus: CorpusConfig, prefix: str, has_inputs: bool) -> Source:
     pair = _parallel_files(corpus)
     if pair is not None:
-        return _files([pair if has_inputs else pair[1:]], text_files.stream_parallel)
+        return of_files([pair if has_inputs else pair[1:]], text_files.stream_parallel)
     languages = _languages(corpus)[0 if has_inputs else 1 :]
     found = [_find(corpus, prefix, f".{language}") for language in languages]
     alone = sorted(found[0].keys() ^ found[-1].keys())
@@ -339,18 +322,15 @@ def _open_text(corpus: CorpusConfig, prefix: str, has_inputs: bool) -> _Opened:
             f"languages {' and '.join(languages)}"
         )
     groups = [tuple(files[name] for files in found) for name in found[0]]
-    return _files(groups, text_files.stream_parallel)
+    return of_files(groups, text_files.stream_parallel)
 
 
 def _parallel_files(corpus: CorpusConfig) -> tuple[Path, ...] | None:
-    """Returns the two files that the path names, if it does: "a.en,b.de", or "a" for a.en, a.de.
-
-    A folder "a" takes precedence over such files beside it.
-    """
+    """Returns the two files that the path names, if it does: "a.en,b.de", or "a" for a.en, a.de."""
     names = corpus.path.split(",")
     if len(names) == 2 and all(Path(name).is_file() for name in names):
         return Path(names[0]), Path(names[1])
-    if Path(corpus.path).is_dir():
+    if Path(corpus.path).is_dir():  # It takes precedence over such files beside it.
         return None
     for end in ("", *text_files.COMPRESSED):
         pair = tuple(Path(f"{corpus.path}.{language}{end}") for language in _languages(corpus))
@@ -359,18 +339,19 @@ def _parallel_files(corpus: CorpusConfig) -> tuple[Path, ...] | None:
     return None
 
 
-def _open_table(corpus: CorpusConfig, form: tables.Form, prefix: str) -> _Opened:
+def _open_table(corpus: CorpusConfig, form: tables.Form, prefix: str) -> Source:
     columns, languages, path = corpus.columns, _languages(corpus), Path(corpus.path)
     paths = [path] if path.is_file() else [*_find(corpus, prefix, f".{form}").values()]
-    name, stream, digest = _files(
+    source = of_files(
         [(path,) for path in paths],
         lambda path: tables.stream_table(path, form, columns, languages),
     )
     if form == "tsv" and not columns:
-        return name, stream, digest
+        return source
     # The same file has other pairs in another form, or in other columns.
     rule = f"{form} {columns or languages}\n".encode()
-    return name, stream, lambda: hashlib.sha256(rule + digest()).digest()
+    digest = functools.partial(text_files.digest_files, paths)
+    return source._replace(digest=lambda: hashlib.sha256(rule + digest()).digest())
 
 
 def _find(corpus: CorpusConfig, prefix: str, suffix: str) -> dict[str, Path]:
@@ -380,21 +361,6 @@ def _find(corpus: CorpusConfig, prefix: str, suffix: str) -> dict[str, Path]:
     if not Path(folder).is_dir():
         raise UserError(f"{option}={folder} is not a folder, and there is no such file")
     return text_files.find_files(Path(folder), corpus.split, suffix, option)
-
-
-def _files(
-    files: Sequence[tuple[Path, ...]], read: Callable[..., Iterable[tuple[str, ...]]]
-) -> tuple[str, Callable[[], Iterable[tuple[str, ...]]], Callable[[], bytes]]:
-    """Concatenates files, or groups of parallel files, each of which `read` reads."""
-    names = [" and ".join(map(str, group)) for group in files]
-    more = f", and {len(files) - 1} more" if len(files) > 1 else ""
-    return (
-        f"{names[0]}{more}",
-        lambda: itertools.chain.from_iterable(itertools.starmap(read, files)),
-        lambda: hashlib.sha256(
-            b"".join(map(text_files.digest_file, itertools.chain.from_iterable(files)))
-        ).digest(),
-    )
 
 
 def _digest_pairs(pairs: Iterable[SentencePair]) -> bytes:
@@ -431,7 +397,7 @@ def _draw_digits(rng: random.Random) -> tuple[str, Callable[[], str]]:
     return " ".join(digits), lambda: " ".join(reversed(digits))
 
 
-def _generate(corpus: CorpusConfig, data: DataConfig, draw: _Draw) -> _Opened:
+def _generate(corpus: CorpusConfig, data: DataConfig, draw: _Draw) -> Source:
     """Generates the pairs of a split, with distinct sources.
 
     A checksum of the source assigns each pair to a split (valid and test own a tenth of all sources
@@ -449,4 +415,4 @@ def _generate(corpus: CorpusConfig, data: DataConfig, draw: _Draw) -> _Opened:
         owner = splits[min(zlib.crc32(source.encode()) % 10, 2)]
         if owner == split and source not in pairs:
             pairs[source] = translate()
-    return f"generated {kind}/{split}", pairs.items, None
+    return Source(f"generated {kind}/{split}", pairs.items, None)

@@ -95,9 +95,6 @@ class PairFilter:
 
     Attributes:
       dropped: the dropped pairs by reason, such as "more than 100 words".
-
-    Raises:
-      UserError: `config.drop_wrong_script` is set and the script of a language is unknown.
     """
 
     def __init__(
@@ -146,7 +143,6 @@ def _checks(
 
 
 def _script_check(languages: tuple[str, str], has_inputs: bool) -> Callable[[str, str], bool]:
-    """Returns a predicate for pairs with a side mostly outside the script of its language."""
     side = 0 if has_inputs else 1
     scripts = [script_words(language) for language in languages[side:]]
     return lambda *pair: not all(map(is_mostly_in, scripts, pair[side:]))
@@ -171,9 +167,6 @@ def script_words(language: str) -> tuple[str, ...]:
 
     The script is the one in the language code ("sr_Latn"), or else the default script of the
     language (from the likely subtags of the Unicode CLDR).
-
-    Raises:
-      UserError: the language is unknown, or Babel is not installed.
     """
     try:
         import babel

@@ -10,7 +10,7 @@ import functools
 import random
 from collections.abc import Callable, Sequence
 from decimal import Decimal
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import babel
 import babel.dates
@@ -50,11 +50,7 @@ _PERIODS = ((1, 6), (7, 3), (30, 10), (365, 99))
 
 
 class Language:
-    """The wording of phrases in one language, which `option` has chosen.
-
-    Raises:
-      UserError: the language is not one of `LANGUAGES`.
-    """
+    """The wording of phrases in one of `LANGUAGES`, which `option` has chosen."""
 
     def __init__(self, code: str, option: str = "language"):
         if code not in LANGUAGES:
@@ -141,11 +137,14 @@ Meaning: TypeAlias = Callable[[Language], str]
 def draw_phrase(rng: random.Random) -> Meaning:
     """Draws a phrase of a random kind."""
     (kind,) = rng.choices(list(_KINDS), weights=list(_KINDS.values()))
-    return kind(rng)
+    return _DRAWN[kind](rng)
+
+
+def _one_of(rng: random.Random, *kinds: str) -> Meaning:
+    return _DRAWN[rng.choice(kinds)](rng)
 
 
 def _number(rng: random.Random) -> int:
-    """Draws a number up to 999,999, mostly a small one."""
     (limit,) = rng.choices((100, 1_000, 10_000, 1_000_000), weights=(35, 40, 15, 10))
     return rng.randrange(limit)
 
@@ -164,110 +163,68 @@ def _date(rng: random.Random) -> datetime.date:
     return datetime.date(1950, 1, 1) + datetime.timedelta(days=rng.randrange(36525))
 
 
-def _cardinal(rng: random.Random) -> Meaning:
-    number = _number(rng)
-    return lambda language: language.cardinal(number)
-
-
-def _ordinal(rng: random.Random) -> Meaning:
-    number = rng.randrange(1, rng.choice((100, 1_000)))
-    return lambda language: language.ordinal(number)
-
-
-def _percentage(rng: random.Random) -> Meaning:
-    value = Decimal(rng.randrange(1, 1_000)) / 10
-    return lambda language: language.percentage(value)
-
-
-def _quantity(rng: random.Random) -> Meaning:
-    count, unit = _count(rng), rng.choice(_UNITS)
-    return lambda language: language.quantity(count, unit)
-
-
-def _money(rng: random.Random) -> Meaning:
-    count, currency = _count(rng), rng.choice(_CURRENCIES)
-    return lambda language: language.money(count, currency)
-
-
-def _day(rng: random.Random) -> Meaning:
-    date, style = _date(rng), rng.choice(("full", "long"))
-    return lambda language: language.date(date, style)
-
-
-def _month(rng: random.Random) -> Meaning:
-    date = _date(rng)
-    return lambda language: language.month(date)
-
-
-def _weekday(rng: random.Random) -> Meaning:
-    number = rng.randrange(7)
-    return lambda language: language.weekday(number)
-
-
-def _time(rng: random.Random) -> Meaning:
-    time = datetime.time(rng.randrange(24), rng.randrange(60))
-    return lambda language: language.time(time)
-
-
-def _appointment(rng: random.Random) -> Meaning:
-    day, time = _day(rng), _time(rng)
-    return lambda language: f"{day(language)}, {time(language)}"
-
-
-def _period(rng: random.Random) -> Meaning:
+def _period(rng: random.Random) -> datetime.timedelta:
     days, most = rng.choice(_PERIODS)
-    period = datetime.timedelta(days=days * rng.randint(2, most) * rng.choice((1, -1)))
-    return lambda language: language.period(period)
+    return datetime.timedelta(days=days * rng.randint(2, most) * rng.choice((1, -1)))
 
 
-def _country(rng: random.Random) -> Meaning:
-    code = rng.choice(_COUNTRIES)
-    return lambda language: language.country(code)
+def _said(word: Callable[..., str], *values: Any) -> Meaning:
+    return lambda language: word(language, *values)
 
 
-def _countries(rng: random.Random) -> Meaning:
-    codes = rng.sample(_COUNTRIES, rng.randint(2, 4))
-    return lambda language: language.enumeration([language.country(code) for code in codes])
+def _listed(word: Callable[..., str], items: Sequence[tuple[Any, ...]]) -> Meaning:
+    return lambda language: language.enumeration([word(language, *item) for item in items])
 
 
-def _languages(rng: random.Random) -> Meaning:
-    codes = rng.sample(_LANGUAGE_NAMES, rng.randint(2, 4))
-    return lambda language: language.enumeration([language.language(code) for code in codes])
+def _joined(separator: str, first: Meaning, second: Meaning) -> Meaning:
+    return lambda language: f"{first(language)}{separator}{second(language)}"
 
 
-def _weekdays(rng: random.Random) -> Meaning:
-    numbers = rng.sample(range(7), rng.randint(2, 3))
-    return lambda language: language.enumeration([language.weekday(n) for n in numbers])
+def _some(rng: random.Random, values: Sequence[Any], most: int) -> list[tuple[Any]]:
+    """Draws two or more values, each as the arguments of a wording."""
+    return [(value,) for value in rng.sample(values, rng.randint(2, most))]
 
 
-def _quantities(rng: random.Random) -> Meaning:
-    items = [(_count(rng), unit) for unit in rng.sample(_UNITS, rng.randint(2, 3))]
-    return lambda language: language.enumeration([language.quantity(*item) for item in items])
-
-
-def _enumeration(rng: random.Random) -> Meaning:
-    return rng.choice((_countries, _languages, _weekdays, _quantities))(rng)
-
-
-def _entry(rng: random.Random) -> Meaning:
-    """Draws a ledger entry: a heading and a value."""
-    heading = rng.choice((_country, _day, _month, _weekday))(rng)
-    record = rng.choice((_quantity, _money, _percentage, _time))(rng)
-    return lambda language: f"{heading(language)} – {record(language)}"
-
-
+_DRAWN: dict[str, Callable[[random.Random], Meaning]] = {
+    "cardinal": lambda rng: _said(Language.cardinal, _number(rng)),
+    "ordinal": lambda rng: _said(Language.ordinal, rng.randrange(1, rng.choice((100, 1_000)))),
+    "percentage": lambda rng: _said(Language.percentage, Decimal(rng.randrange(1, 1_000)) / 10),
+    "quantity": lambda rng: _said(Language.quantity, _count(rng), rng.choice(_UNITS)),
+    "money": lambda rng: _said(Language.money, _count(rng), rng.choice(_CURRENCIES)),
+    "day": lambda rng: _said(Language.date, _date(rng), rng.choice(("full", "long"))),
+    "month": lambda rng: _said(Language.month, _date(rng)),
+    "weekday": lambda rng: _said(Language.weekday, rng.randrange(7)),
+    "time": lambda rng: _said(Language.time, datetime.time(rng.randrange(24), rng.randrange(60))),
+    "appointment": lambda rng: _joined(", ", _DRAWN["day"](rng), _DRAWN["time"](rng)),
+    "period": lambda rng: _said(Language.period, _period(rng)),
+    "country": lambda rng: _said(Language.country, rng.choice(_COUNTRIES)),
+    "countries": lambda rng: _listed(Language.country, _some(rng, _COUNTRIES, 4)),
+    "languages": lambda rng: _listed(Language.language, _some(rng, _LANGUAGE_NAMES, 4)),
+    "weekdays": lambda rng: _listed(Language.weekday, _some(rng, range(7), 3)),
+    "quantities": lambda rng: _listed(
+        Language.quantity, [(_count(rng), unit) for (unit,) in _some(rng, _UNITS, 3)]
+    ),
+    "enumeration": lambda rng: _one_of(rng, "countries", "languages", "weekdays", "quantities"),
+    # A ledger entry: a heading and a value.
+    "entry": lambda rng: _joined(
+        " – ",
+        _one_of(rng, "country", "day", "month", "weekday"),
+        _one_of(rng, "quantity", "money", "percentage", "time"),
+    ),
+}
+"""Draws the meaning of a phrase of each kind."""
 _KINDS = {
-    _cardinal: 20,
-    _ordinal: 8,
-    _percentage: 2,
-    _quantity: 12,
-    _money: 12,
-    _day: 8,
-    _month: 2,
-    _time: 4,
-    _appointment: 8,
-    _period: 2,
-    _enumeration: 14,
-    _entry: 8,
+    "cardinal": 20,
+    "ordinal": 8,
+    "percentage": 2,
+    "quantity": 12,
+    "money": 12,
+    "day": 8,
+    "month": 2,
+    "time": 4,
+    "appointment": 8,
+    "period": 2,
+    "enumeration": 14,
+    "entry": 8,
 }
 """The kinds of phrases, with their weights in percent."""

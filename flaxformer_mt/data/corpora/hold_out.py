@@ -49,11 +49,7 @@ class Division:
 
     @functools.cached_property
     def bits(self) -> int:
-        """One of 2**bits sources is held out per role.
-
-        Raises:
-          UserError: the corpora have too few pairs.
-        """
+        """One of 2**bits sources is held out per role."""
         total = sum(map(len, self._hashes))
         if total < _FEWEST * self.wanted:
             raise UserError(
@@ -99,11 +95,9 @@ class Division:
         ]
 
     def _chosen(self, hashes: np.ndarray) -> np.ndarray:
-        """Whether each pair is held out for any role: bool [pairs]."""
         return np.logical_or.reduce([self._mask(hashes, role) for role in self.roles])
 
     def _mask(self, hashes: np.ndarray, role: HeldOutRole) -> np.ndarray:
-        """Whether each pair is held out for a role: bool [pairs]."""
         # The lowest hashes and the highest: a smaller share of either is a part of a larger one.
         top = hashes >> np.uint64(_HASH_BITS - self.bits)
         return top == np.uint64(0 if role == "valid" else 2**self.bits - 1)

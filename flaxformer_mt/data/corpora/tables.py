@@ -40,12 +40,7 @@ def form_of(path: Path) -> Form:
 def stream_table(
     path: Path, form: Form, columns: Sequence[str], languages: tuple[str, str]
 ) -> Iterator[tuple[str, str]]:
-    """Yields the pairs of a file, which may be compressed, in two columns, see above.
-
-    Raises:
-      UserError: a line lacks a column, or has others beside the two although none is named; or
-        the file cannot be read. The message names the line.
-    """
+    """Yields the pairs of a file, which may be compressed, in two columns, see above."""
     if form == "jsonl":
         yield from _stream_json(path, columns, languages)
         return

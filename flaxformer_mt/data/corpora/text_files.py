@@ -15,9 +15,9 @@ import os
 import select
 import sys
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.input_files import open_regular
@@ -29,6 +29,18 @@ COMPRESSED = (".gz", ".zst")
 """Suffixes of the files that are decompressed while they are read."""
 
 _Item = TypeVar("_Item")
+
+
+class Source(NamedTuple):
+    """Text as it is stored: before tags, held-out pairs and filters."""
+
+    name: str
+    """Origin of the text, for messages."""
+    read: Callable[[], Iterable[tuple[str, ...]]]
+    """Yields the texts of each pair. Only the last one is used for a language model."""
+    digest: Callable[[], bytes] | None
+    """Computes the SHA-256 of the underlying files; None = that of the pairs is used."""
+
 
 _CHUNK_BYTES = 2**20
 _PAUSE_SECONDS = 0.02
@@ -72,9 +84,6 @@ def arriving_lines(stream: io.BufferedIOBase, name: str, enough: int) -> Iterato
       stream: UTF-8 text, possibly empty, with line ends as in `stream_lines`.
       name: origin of the text, for messages.
       enough: size of a group in bytes if input arrives without a pause.
-
-    Raises:
-      UserError: the text is not UTF-8, has a line that is too long, or cannot be read.
     """
     number = 1
     groups = _arriving(stream, enough)
@@ -88,11 +97,7 @@ def arriving_lines(stream: io.BufferedIOBase, name: str, enough: int) -> Iterato
 
 
 def count_lines(stream: io.BufferedIOBase, name: str) -> int:
-    """Counts the remaining lines of a seekable stream, and restores its position.
-
-    Raises:
-      UserError: it cannot be read, or is a damaged compressed file.
-    """
+    """Counts the remaining lines of a seekable stream, and restores its position."""
     count, last = 0, b"\n"
     with _explained(name):
         start = stream.tell()
@@ -121,11 +126,7 @@ def counted(items: Iterable[_Item], activity: str) -> Iterator[_Item]:
 
 
 def stream_parallel(*paths: Path) -> Iterator[tuple[Any, ...]]:
-    """Yields the lines of a file with those of its translations, each of which is read once.
-
-    Raises:
-      UserError: as `stream_lines`, or the files have different numbers of lines.
-    """
+    """Yields the lines of a file with those of its translations, each of which is read once."""
     rows = itertools.zip_longest(*map(stream_lines, paths))
     for number, row in enumerate(rows, start=1):
         if None in row:
@@ -140,12 +141,26 @@ def stream_parallel(*paths: Path) -> Iterator[tuple[Any, ...]]:
         yield row
 
 
-def digest_file(path: Path) -> bytes:
-    """Returns the SHA-256 of a file's content, decompressed if it is compressed.
+def of_files(
+    files: Sequence[tuple[Path, ...]], read: Callable[..., Iterable[tuple[str, ...]]]
+) -> Source:
+    """Concatenates files, or groups of parallel files, each of which `read` reads."""
+    names = [" and ".join(map(str, group)) for group in files]
+    more = f", and {len(files) - 1} more" if len(files) > 1 else ""
+    return Source(
+        f"{names[0]}{more}",
+        lambda: itertools.chain.from_iterable(itertools.starmap(read, files)),
+        lambda: digest_files(itertools.chain.from_iterable(files)),
+    )
 
-    Raises:
-      UserError: the file is missing, or a damaged compressed file.
-    """
+
+def digest_files(paths: Iterable[Path], rule: bytes = b"") -> bytes:
+    """Returns the SHA-256 of what decides how files are read, and of the files."""
+    return hashlib.sha256(rule + b"".join(map(digest_file, paths))).digest()
+
+
+def digest_file(path: Path) -> bytes:
+    """Returns the SHA-256 of a file's content, decompressed if it is compressed."""
     with opened(path) as file, _explained(str(path)):
         return hashlib.file_digest(file, "sha256").digest()
 
@@ -158,9 +173,6 @@ def find_files(folder: Path, names: str, suffix: str, option: str) -> dict[str, 
       names: comma-separated file names or glob patterns ("news-*"), without suffix.
       suffix: such as ".en"; it may be followed by ".gz" or ".zst".
       option: the option that gave the folder, for messages.
-
-    Raises:
-      UserError: a name or pattern matches no file.
     """
     found: dict[str, Path] = {}
     for name in map(str.strip, names.split(",")):
@@ -188,9 +200,7 @@ def find_files(folder: Path, names: str, suffix: str, option: str) -> dict[str, 
 def opened(path: Path) -> Iterator[Any]:
     """Opens a file for reading, as a binary stream, decompressed if its name is of `COMPRESSED`.
 
-    Raises:
-      UserError: the file is missing, a folder or a named pipe, whose writer may never come; or it
-        cannot be opened, or the decompressor is not installed.
+    Folders and named pipes, whose writer may never come, raise `UserError`.
     """
     with contextlib.ExitStack() as stack:
         with _explained(str(path)):
@@ -241,7 +251,6 @@ def _require_zstd(path: str) -> Any:
 
 
 def _arriving(stream: io.BufferedIOBase, enough: int) -> Iterator[list[bytes]]:
-    """Yields the groups of `arriving_lines` as bytes, with their line ends."""
     chunks: list[bytes] = []
     while chunk := stream.read1(_CHUNK_BYTES):
         chunks.append(chunk)

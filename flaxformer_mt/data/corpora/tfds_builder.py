@@ -44,10 +44,6 @@ def build_dataset(
       splits: the corpus of each split, by name; all have the same two languages.
       folder: must not exist.
       shard_bytes: approximate size of a file.
-
-    Raises:
-      UserError: the folder exists or cannot be written, a package is missing, or a corpus cannot
-        be read.
     """
     if folder.exists():
         raise UserError(f"{folder} exists already: name another folder, or remove it")

@@ -5,7 +5,6 @@ built by `flaxformer-mt prepare`) or `TranslationVariableLanguages` (multilingua
 their only feature or as one of several.
 """
 
-import dataclasses
 import hashlib
 import importlib
 from collections.abc import Callable, Iterator
@@ -13,13 +12,15 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from flaxformer_mt.data.corpora.tables import LINE_BREAKS
-from flaxformer_mt.data.corpora.text_files import digest_file
+from flaxformer_mt.data.corpora.text_files import Source, digest_file
 from flaxformer_mt.errors import UserError
 
 _READ_AT_ONCE = 10_000  # Records; three times as fast as reading them one by one.
 
 LanguagePair: TypeAlias = tuple[str | None, str]
 """Codes of source and target language; the source is None for a language model."""
+_Take: TypeAlias = Callable[[Any], tuple[str, str] | None]
+"""Extracts the pair from an example; None if the example lacks one of the languages."""
 
 
 def is_prepared(path: Path) -> bool:
@@ -28,11 +29,7 @@ def is_prepared(path: Path) -> bool:
 
 
 def require_tfds() -> Any:
-    """Imports `tensorflow_datasets`.
-
-    Raises:
-      UserError: tensorflow_datasets or array_record is not installed.
-    """
+    """Imports `tensorflow_datasets`."""
     try:
         import tensorflow_datasets
 
@@ -46,73 +43,46 @@ def require_tfds() -> Any:
     return tensorflow_datasets
 
 
-@dataclasses.dataclass(frozen=True)
-class TfdsSplit:
-    """The pairs of a split, or of a slice of a split such as `train[:10%]`."""
-
-    records: Any
-    """A sequence of serialized examples that is read from disk when indexed."""
-    take: Callable[[Any], tuple[str, str] | None]
-    """Extracts the pair from an example; None if the example lacks one of the languages."""
-    name: str
-    languages: LanguagePair
-
-    def pairs(self) -> Iterator[tuple[str, str]]:
-        """Yields the stored pairs; line breaks within a sentence become spaces.
-
-        Raises:
-          UserError: a file is damaged (array_record has checksums), a sentence is not UTF-8, or no
-            example has both languages.
-        """
-        found = False
-        for first in range(0, len(self.records), _READ_AT_ONCE):
-            numbers = range(first, min(first + _READ_AT_ONCE, len(self.records)))
-            for number, example in zip(numbers, self._read(numbers), strict=True):
-                try:
-                    pair = self.take(example)
-                except UnicodeDecodeError as error:
-                    raise UserError(
-                        f"{self.name}, example {number + 1:,}: not UTF-8 ({error.reason})"
-                    ) from error
-                if pair is not None:
-                    found = True
-                    source, target = (LINE_BREAKS.sub(" ", text) for text in pair)
-                    yield source, target
-        if not found:
-            wanted = " and ".join(filter(None, self.languages))
-            raise UserError(f"{self.name} has no example in {wanted}")
-
-    def _read(self, numbers: range) -> Iterator[Any]:
-        try:
-            records = self.records.__getitems__(numbers)
-        except RuntimeError as error:
-            raise UserError(
-                f"{self.name} cannot be read ({error}): prepare or copy it again"
-            ) from error
-        # A truncated file may return empty records instead of raising an error.
-        if not all(records):
-            raise UserError(f"{self.name} has a truncated file: prepare or copy it again")
-        return map(self.records.dataset_info.features.deserialize_example_np, records)
-
-    def digest(self) -> bytes:
-        """Returns the SHA-256 of the languages and of the split's files."""
-        digest = hashlib.sha256(repr(self.languages).encode())
-        split = self.records.dataset_info.splits[self.records.split]
-        for part in split.file_instructions:
-            digest.update(f"\t{part.skip} {part.take}\t".encode())
-            digest.update(digest_file(Path(part.filename)))
-        return digest.digest()
+def _pairs(records: Any, take: _Take, name: str) -> Iterator[tuple[str, str]]:
+    """Yields the pairs of a sequence of serialized examples; line breaks become spaces."""
+    for first in range(0, len(records), _READ_AT_ONCE):
+        numbers = range(first, min(first + _READ_AT_ONCE, len(records)))
+        for number, example in zip(numbers, _read(records, numbers, name), strict=True):
+            try:
+                pair = take(example)
+            except UnicodeDecodeError as error:
+                raise UserError(
+                    f"{name}, example {number + 1:,}: not UTF-8 ({error.reason})"
+                ) from error
+            if pair is not None:
+                source, target = (LINE_BREAKS.sub(" ", text) for text in pair)
+                yield source, target
 
 
-def open_split(path: str, split: str, languages: LanguagePair, prefix: str) -> TfdsSplit:
+def _read(records: Any, numbers: range, name: str) -> Iterator[Any]:
+    try:
+        read = records.__getitems__(numbers)
+    except RuntimeError as error:
+        raise UserError(f"{name} cannot be read ({error}): prepare or copy it again") from error
+    # A truncated file may return empty records instead of raising an error.
+    if not all(read):
+        raise UserError(f"{name} has a truncated file: prepare or copy it again")
+    return map(records.dataset_info.features.deserialize_example_np, read)
+
+
+def _digest(records: Any, languages: LanguagePair) -> bytes:
+    digest = hashlib.sha256(repr(languages).encode())
+    for part in records.dataset_info.splits[records.split].file_instructions:
+        digest.update(f"\t{part.skip} {part.take}\t".encode())
+        digest.update(digest_file(Path(part.filename)))
+    return digest.digest()
+
+
+def open_split(path: str, split: str, languages: LanguagePair, prefix: str) -> Source:
     """Opens a split, such as "train[:10%]", of a data set.
 
     `path` is the name of a builder ("wmt14_translate/de-en"), or a folder with `dataset_info.json`.
     Messages name the options after `prefix`: "data.".
-
-    Raises:
-      UserError: TensorFlow Datasets is not installed; the data set or split does not exist or is
-        not prepared; or it lacks a language.
     """
     if not path:
         raise UserError(f"{prefix}path is empty: name a builder, such as wmt14_translate/de-en")
@@ -135,7 +105,17 @@ def open_split(path: str, split: str, languages: LanguagePair, prefix: str) -> T
         reason = str(error).partition("\n")[0]
         raise UserError(f"{prefix}path={path}, split {split}: {reason}") from error
     take = _find_languages(tfds, builder.info.features, languages, f"{prefix}path={path}", prefix)
-    return TfdsSplit(records, take, f"{path}/{split}", languages)
+    name = f"{path}/{split}"
+
+    def pairs() -> Iterator[tuple[str, str]]:
+        found = _pairs(records, take, name)
+        first = next(found, None)
+        if first is None:
+            raise UserError(f"{name} has no example in {' and '.join(filter(None, languages))}")
+        yield first
+        yield from found
+
+    return Source(name, pairs, lambda: _digest(records, languages))
 
 
 def _how_to_prepare(path: str, is_folder: bool, prefix: str) -> str:
@@ -153,7 +133,7 @@ def _how_to_prepare(path: str, is_folder: bool, prefix: str) -> str:
 
 def _find_languages(
     tfds: Any, features: Any, languages: LanguagePair, where: str, prefix: str
-) -> Callable[[Any], tuple[str, str] | None]:
+) -> _Take:
     kinds = (tfds.features.Translation, tfds.features.TranslationVariableLanguages)
     if isinstance(features, kinds):
         key, feature = None, features

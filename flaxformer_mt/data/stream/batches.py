@@ -15,7 +15,7 @@ import numpy as np
 from flaxformer_mt.config import ExperimentConfig, TransformerConfig
 from flaxformer_mt.data.stream.encoded_corpus import EncodedCorpus
 from flaxformer_mt.data.stream.links import pack_links
-from flaxformer_mt.data.stream.packing import PackedRows, Sentences, decoder_inputs, pack, plan_rows
+from flaxformer_mt.data.stream.packing import TokenPairs, decoder_inputs, pack, plan_rows
 from flaxformer_mt.errors import UserError
 
 Array: TypeAlias = np.ndarray | jax.Array
@@ -108,51 +108,47 @@ def padding_fraction(batch: Batch) -> float:
 
 
 def make_batch(
-    sources: Sentences | None,
-    targets: Sentences,
+    pairs: TokenPairs,
     rows: Sequence[Sequence[int]],
     shape: BatchShape,
     model: TransformerConfig,
     shard: Shard = WHOLE_BATCH,
-    links: Sentences | None = None,
 ) -> Batch:
     """Packs pairs into the rows of a batch.
 
     Args:
-      sources: the source side; None for a language model.
-      targets: the target side.
+      pairs: as tokens.
       rows: the indices of the pairs in each row; missing rows are empty.
       shape: shape of the whole batch.
       model: gives the padding and start tokens.
       shard: the part of the batch to build.
-      links: of each pair, from `LinkEncoder`.
     """
     rows = [*rows, *[()] * (shape.rows - len(rows))][shard.part(shape.rows)]
-    packed_targets = pack(targets, rows, shape.target_length, model.pad_id)
-    packed_sources: PackedRows | None = None
-    if sources is not None:
-        packed_sources = pack(sources, rows, shape.source_length, model.pad_id)
-    return Batch(
-        encoder_input_tokens=None if packed_sources is None else packed_sources.tokens,
-        decoder_input_tokens=decoder_inputs(packed_targets, model.bos_id, model.pad_id),
-        decoder_target_tokens=packed_targets.tokens,
-        decoder_loss_weights=(packed_targets.segment_ids > 0).astype(np.float32),
-        encoder_segment_ids=None if packed_sources is None else packed_sources.segment_ids,
-        decoder_segment_ids=packed_targets.segment_ids,
-        encoder_positions=None if packed_sources is None else packed_sources.positions,
-        decoder_positions=packed_targets.positions,
-        alignment=None
-        if links is None or sources is None
-        else pack_links(links, sources, targets, rows, shape.source_length, shape.target_length),
+    targets = pack(pairs.targets, rows, shape.target_length, model.pad_id)
+    batch = Batch(
+        encoder_input_tokens=None,
+        decoder_input_tokens=decoder_inputs(targets, model.bos_id, model.pad_id),
+        decoder_target_tokens=targets.tokens,
+        decoder_loss_weights=(targets.segment_ids > 0).astype(np.float32),
+        encoder_segment_ids=None,
+        decoder_segment_ids=targets.segment_ids,
+        encoder_positions=None,
+        decoder_positions=targets.positions,
+    )
+    if pairs.sources is None:
+        return batch
+    sources = pack(pairs.sources, rows, shape.source_length, model.pad_id)
+    return dataclasses.replace(
+        batch,
+        encoder_input_tokens=sources.tokens,
+        encoder_segment_ids=sources.segment_ids,
+        encoder_positions=sources.positions,
+        alignment=pack_links(pairs, rows, shape.source_length, shape.target_length),
     )
 
 
 def packed_shape(config: ExperimentConfig) -> BatchShape:
-    """Returns the shape of packed batches: in evaluation, and in training without buckets.
-
-    Raises:
-      UserError: the rows are longer than the model's table of learned positions.
-    """
+    """Returns the shape of packed batches: in evaluation, and in training without buckets."""
     lengths = config.data.row_lengths
     limit = config.model.longest_sentence
     if limit is not None and max(lengths) > limit:
@@ -163,14 +159,6 @@ def packed_shape(config: ExperimentConfig) -> BatchShape:
             "model.max_length"
         )
     return BatchShape(config.rows_per_batch, *lengths)
-
-
-def pair_lengths(corpus: EncodedCorpus) -> tuple[np.ndarray, np.ndarray]:
-    """Returns source and target lengths, int64 [pairs] each; sources of language models have 0."""
-    target_lengths = corpus.targets.lengths
-    if corpus.sources is None:
-        return np.zeros_like(target_lengths), target_lengths
-    return corpus.sources.lengths, target_lengths
 
 
 def evaluation_batches(
@@ -199,7 +187,7 @@ def evaluation_batches(
     )
     packed = shape_of_steps._replace(rows=rows)
     limit = config.model.longest_sentence
-    source_lengths, target_lengths = pair_lengths(corpus)
+    source_lengths, target_lengths = corpus.lengths
     fits = (source_lengths <= packed.source_length) & (target_lengths <= packed.target_length)
     fitting = np.flatnonzero(fits)
     plan = plan_rows(
@@ -220,14 +208,7 @@ def evaluation_batches(
         shape = _shape_of_long_rows(longest, packed, row_shards, limit)
         rows_by_shape.setdefault(shape, []).append([pair])
     return [
-        make_batch(
-            corpus.sources,
-            corpus.targets,
-            rows[first : first + shape.rows],
-            shape,
-            config.model,
-            shard,
-        )
+        make_batch(corpus, rows[first : first + shape.rows], shape, config.model, shard)
         for shape, rows in rows_by_shape.items()
         for first in range(0, len(rows), shape.rows)
     ]

@@ -6,14 +6,16 @@ encoded in memory, here. Sequences are not truncated: long pairs are handled in 
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from flaxformer_mt.config import ExperimentConfig
-from flaxformer_mt.data.corpora.corpus import ParallelCorpus
+from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.data.corpora.alignments import AlignedPair
+from flaxformer_mt.data.corpora.corpus import Corpus, ParallelCorpus, SentencePair
 from flaxformer_mt.data.corpora.filters import Dropped
-from flaxformer_mt.data.stream.packing import Sentences
+from flaxformer_mt.data.stream.links import LinkEncoder
+from flaxformer_mt.data.stream.packing import Sentences, TokenPairs
 from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers
 from flaxformer_mt.errors import UserError
@@ -114,49 +116,48 @@ class CorpusReport:
         return [*lines, f"target: {self.targets}"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Texts:
-    """A ragged array of UTF-8 texts: number i is `data[offsets[i]:offsets[i + 1]]`, in uint8."""
-
-    data: np.ndarray
-    offsets: np.ndarray
-
-    @classmethod
-    def from_list(cls, texts: Sequence[str]) -> "Texts":
-        """Concatenates texts."""
-        encoded = [text.encode() for text in texts]
-        offsets = np.cumsum([0, *map(len, encoded)], dtype=np.int64)
-        return cls(np.frombuffer(b"".join(encoded), np.uint8), offsets)
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    def __getitem__(self, index: int) -> str:
-        return self.data[self.offsets[index] : self.offsets[index + 1]].tobytes().decode()
-
-
-@dataclasses.dataclass(frozen=True)
-class EncodedCorpus:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncodedCorpus(TokenPairs):
     """A corpus as pairs of token sequences of any length, each ending with the end token."""
 
     name: str
     """Origin of the text, for messages."""
-    sources: Sentences | None
-    """None for a language model."""
-    targets: Sentences
     report: CorpusReport
-    texts: Texts | None = None
-    """The text of each source, for `data.subword_sampling`; otherwise None."""
     weight: float = 1.0
     parts: tuple[tuple[str, int], ...] = ()
     """See `ParallelCorpus.parts`."""
-    links: Sentences | None = None
-    """The links of each pair, from `LinkEncoder`; None if the corpus has none."""
 
 
-class SideEncoder:
-    """Encodes one side of a corpus in chunks and collects its statistics."""
+class PairEncoder:
+    """Encodes the pairs of a corpus in chunks, and collects their statistics."""
 
+    def __init__(
+        self, tokenizers: Tokenizers, corpus: Corpus, has_inputs: bool, keeps_texts: bool = False
+    ) -> None:
+        self._sources = _SideEncoder(tokenizers.source) if has_inputs else None
+        self._targets = _SideEncoder(tokenizers.target)
+        self._links = LinkEncoder(tokenizers, corpus.name) if corpus.is_aligned else None
+        self._keeps_texts = keeps_texts and has_inputs
+
+    def encode(self, pairs: Sequence[SentencePair]) -> TokenPairs:
+        """Encodes a chunk of pairs; an empty line becomes a single end token."""
+        sources = [source for source, _ in pairs]
+        return TokenPairs(
+            sources=self._sources.encode(sources) if self._sources else None,
+            targets=self._targets.encode([target for _, target in pairs]),
+            links=self._links.encode(cast(Sequence[AlignedPair], pairs)) if self._links else None,
+            texts=Sentences.from_texts(sources) if self._keeps_texts else None,
+        )
+
+    def report(self, pairs: int, dropped: dict[str, Dropped]) -> CorpusReport:
+        """Returns the statistics of all chunks, which must contain at least one pair."""
+        if self._links:
+            self._links.finish()
+        sources = self._sources.report() if self._sources else None
+        return CorpusReport(pairs, dropped, sources, self._targets.report())
+
+
+class _SideEncoder:
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         self._lengths = [np.empty(0, np.int64)]
@@ -164,7 +165,6 @@ class SideEncoder:
         self._unknown_example = ""
 
     def encode(self, texts: Sequence[str]) -> Sentences:
-        """Encodes a chunk of texts, each followed by the end token."""
         end = self._tokenizer.eos_id
         sentences = Sentences.from_lists(
             [[*tokens, end] for tokens in self._tokenizer.encode(texts)]
@@ -179,7 +179,6 @@ class SideEncoder:
         return sentences
 
     def report(self) -> SideReport:
-        """Returns the statistics of all chunks, which must contain at least one text."""
         lengths = np.concatenate(self._lengths)
         return SideReport(
             tokens=int(lengths.sum()),
@@ -192,43 +191,32 @@ class SideEncoder:
 
 
 def encode_corpus(
-    corpus: ParallelCorpus, tokenizers: Tokenizers, config: ExperimentConfig
+    corpus: ParallelCorpus, tokenizers: Tokenizers, model: TransformerConfig
 ) -> EncodedCorpus:
     """Encodes all pairs of a corpus in memory, without filtering or truncation.
 
-    An empty line becomes a single end token. For a language model (`config.model.has_inputs` is
-    False) only the targets are encoded.
-
-    Raises:
-      UserError: model and tokenizer disagree about special ids.
+    For a language model (`model.has_inputs` is False) only the targets are encoded.
     """
-    check_special_ids(tokenizers, config)
-    target_encoder = SideEncoder(tokenizers.target)
-    targets = target_encoder.encode(corpus.targets)
-    sources: Sentences | None = None
-    source_report: SideReport | None = None
-    if config.model.has_inputs:
-        source_encoder = SideEncoder(tokenizers.source)
-        sources = source_encoder.encode(corpus.sources)
-        source_report = source_encoder.report()
-    report = CorpusReport(len(corpus), {}, source_report, target_encoder.report())
-    return EncodedCorpus(corpus.name, sources, targets, report, parts=corpus.parts)
+    check_special_ids(tokenizers, model)
+    encoder = PairEncoder(tokenizers, corpus, model.has_inputs)
+    pairs = encoder.encode(list(corpus.pairs()))
+    report = encoder.report(len(corpus), {})
+    return EncodedCorpus(
+        pairs.sources, pairs.targets, name=corpus.name, report=report, parts=corpus.parts
+    )
 
 
-def check_special_ids(tokenizers: Tokenizers, config: ExperimentConfig) -> None:
+def check_special_ids(tokenizers: Tokenizers, model: TransformerConfig) -> None:
     """Checks that model and tokenizers agree on the padding and end tokens.
 
     The start token may differ, but must be in the vocabulary.
-
-    Raises:
-      UserError: an id differs, or the start token is not in the vocabulary.
     """
     for name in ("pad_id", "eos_id"):
-        given = getattr(config.model, name)
+        given = getattr(model, name)
         for tokenizer in (tokenizers.source, tokenizers.target):
             wanted = getattr(tokenizer, name)
             if given != wanted:
                 raise UserError(f"model.{name}={given}, but the tokenizer has {name}={wanted}")
-    size, start = tokenizers.target.vocab_size, config.model.bos_id
+    size, start = tokenizers.target.vocab_size, model.bos_id
     if start >= size:
         raise UserError(f"model.bos_id={start}, but the vocabulary has {size} tokens")

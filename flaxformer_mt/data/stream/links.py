@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from flaxformer_mt.data.corpora.alignments import AlignedPair
-from flaxformer_mt.data.stream.packing import Sentences
+from flaxformer_mt.data.stream.packing import Sentences, TokenPairs
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers, words
 from flaxformer_mt.errors import UserError
 
@@ -14,12 +14,7 @@ _log = logging.getLogger(__name__)
 
 
 class LinkEncoder:
-    """Encodes the word links of a corpus in chunks as links of all tokens of the words.
-
-    Args:
-      tokenizers: the vocabularies.
-      name: of the corpus, for messages.
-    """
+    """Encodes the word links of a corpus in chunks as links of all tokens of the words."""
 
     def __init__(self, tokenizers: Tokenizers, name: str):
         self._tokenizers = tokenizers
@@ -31,9 +26,6 @@ class LinkEncoder:
         """Returns the links of each pair: the source and the target token of each, in turn.
 
         A pair has none if the vocabulary divides its text into other words than its spaces do.
-
-        Raises:
-          UserError: a link is malformed, or beyond the words.
         """
         split = [
             tokenizer.split([pair[side] for pair in pairs])
@@ -60,11 +52,7 @@ class LinkEncoder:
         return tokens
 
     def finish(self) -> None:
-        """Reports the pairs without links.
-
-        Raises:
-          UserError: these are all pairs.
-        """
+        """Reports the pairs without links; raises `UserError` if these are all pairs."""
         if not self._unlinked:
             return
         reason = (
@@ -78,27 +66,19 @@ class LinkEncoder:
 
 
 def pack_links(
-    links: Sentences,
-    sources: Sentences,
-    targets: Sentences,
-    rows: Sequence[Sequence[int]],
-    source_length: int,
-    target_length: int,
-) -> np.ndarray:
-    """Returns `Batch.alignment`, float32 [B, T, S].
+    pairs: TokenPairs, rows: Sequence[Sequence[int]], source_length: int, target_length: int
+) -> np.ndarray | None:
+    """Returns `Batch.alignment`, float32 [B, T, S], of B lists of pairs; None without links.
 
-    Args:
-      links: of each pair, from `LinkEncoder`. Those of truncated tokens are left out.
-      sources: the source tokens of each pair.
-      targets: the target tokens.
-      rows: B lists of pairs.
-      source_length: S.
-      target_length: T.
+    Links of truncated tokens are left out.
     """
+    sources, targets, links = pairs.sources, pairs.targets, pairs.links
+    if sources is None or links is None:
+        return None
     dense = np.zeros((len(rows), target_length, source_length), np.float32)
-    for row, pairs in zip(dense, rows, strict=True):
+    for row, members in zip(dense, rows, strict=True):
         starts = np.zeros(2, np.int64)
-        for pair in pairs:
+        for pair in members:
             ends = starts + np.array([len(sources[pair]), len(targets[pair])])
             tokens = starts + links[pair].reshape(-1, 2)
             # The last token is the end token, also where a sentence was truncated.

@@ -8,7 +8,6 @@ import numpy as np
 
 from flaxformer_mt.config import DataConfig
 from flaxformer_mt.data.corpora.filters import Dropped
-from flaxformer_mt.data.stream.batches import pair_lengths
 from flaxformer_mt.data.stream.encoded_corpus import EncodedCorpus
 from flaxformer_mt.errors import UserError
 
@@ -79,12 +78,9 @@ def select_pairs(corpus: EncodedCorpus, config: DataConfig) -> tuple[EncodedCorp
     Returns:
       The corpus, with a report that includes the pairs longer than a row, and the ascending indices
       of the pairs to train on, int64 [kept]. Truncation is left to the caller.
-
-    Raises:
-      UserError: a pair is longer than a row and `data.long_sentences` is "error", or all are.
     """
     source_row_length, target_row_length = config.row_lengths
-    source_lengths, target_lengths = pair_lengths(corpus)
+    source_lengths, target_lengths = corpus.lengths
     fits = (source_lengths <= source_row_length) & (target_lengths <= target_row_length)
     too_long = np.flatnonzero(~fits)
     if not len(too_long):

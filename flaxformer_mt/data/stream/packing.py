@@ -7,7 +7,8 @@ attention is restricted.
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -33,6 +34,13 @@ class Sentences:
         offsets = np.cumsum([0, *map(len, sentences)], dtype=np.int64)
         tokens = itertools.chain.from_iterable(sentences)
         return cls(np.fromiter(tokens, np.int32, offsets[-1]), offsets)
+
+    @classmethod
+    def from_texts(cls, texts: Sequence[str]) -> "Sentences":
+        """Makes an array of UTF-8 texts, whose tokens are bytes, in uint8."""
+        encoded = [text.encode() for text in texts]
+        offsets = np.cumsum([0, *map(len, encoded)], dtype=np.int64)
+        return cls(np.frombuffer(b"".join(encoded), np.uint8), offsets)
 
     @classmethod
     def join(cls, parts: Sequence["Sentences"]) -> "Sentences":
@@ -64,6 +72,44 @@ class Sentences:
         tokens = self.tokens[_ranges(self.offsets[:-1], lengths)]
         tokens[offsets[1:] - 1] = self.tokens[self.offsets[1:] - 1]
         return Sentences(tokens, offsets)
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenPairs:
+    """Sentence pairs as ragged arrays, each of which has an entry per pair."""
+
+    sources: Sentences | None
+    """None for a language model."""
+    targets: Sentences
+    links: Sentences | None = None
+    """The links of the tokens, from `LinkEncoder`; None without alignments."""
+    texts: Sentences | None = None
+    """The UTF-8 text of each source, for `data.subword_sampling`; otherwise None."""
+
+    @property
+    def lengths(self) -> tuple[np.ndarray, np.ndarray]:
+        """Source and target lengths, int64 [pairs] each; sources of language models have 0."""
+        targets = self.targets.lengths
+        return np.zeros_like(targets) if self.sources is None else self.sources.lengths, targets
+
+    def take(self, indices: np.ndarray) -> "TokenPairs":
+        """Copies the pairs with these indices, int [taken]."""
+        return _each(lambda side: side.take(indices), self)
+
+    @staticmethod
+    def join(parts: Sequence["TokenPairs"]) -> "TokenPairs":
+        """Concatenates pairs, of which there must be at least one part."""
+        return _each(lambda *sides: Sentences.join(sides), *parts)
+
+
+def _each(function: Callable[..., Sentences], *parts: TokenPairs) -> TokenPairs:
+    """Applies a function to the sources of all parts, their targets, and so on."""
+    results: dict[str, Any] = {}
+    for field in dataclasses.fields(TokenPairs):
+        sides = [getattr(part, field.name) for part in parts]
+        is_present = all(side is not None for side in sides)
+        results[field.name] = function(*sides) if is_present else None
+    return TokenPairs(**results)
 
 
 class _Unplaced:
@@ -156,14 +202,11 @@ def plan_rows(
     have gaps. A random order fills rows better than an order by length.
 
     Args:
-      source_lengths: int [pairs], at most `source_row_length`; zeros without a source side.
-      target_lengths: int [pairs], from 1 to `target_row_length`.
+      source_lengths: int [pairs], at most S; zeros without a source side.
+      target_lengths: int [pairs], from 1 to T.
       source_row_length: S.
       target_row_length: T.
       order: int [pairs], the permutation in which pairs are placed. Default: ascending.
-
-    Raises:
-      ValueError: a sentence is longer than its row.
     """
     _check_lengths(source_lengths, source_row_length)
     _check_lengths(target_lengths, target_row_length)
@@ -206,10 +249,7 @@ class PackedRows:
 def pack(
     sentences: Sentences, rows: Sequence[Sequence[int]], row_length: int, pad_id: int
 ) -> PackedRows:
-    """Packs sentences, given by the indices of each of B rows, which may be empty, into rows.
-
-    The sentences of a row must fit into its length.
-    """
+    """Packs sentences, given by the indices of each of B rows, which must fit into its length."""
     counts = np.array([len(members) for members in rows])
     members = np.fromiter(itertools.chain.from_iterable(rows), np.int64, counts.sum())
     taken = sentences.take(members)

@@ -1,7 +1,7 @@
 """Prefetching of batches in a background thread while the devices compute."""
 
-import queue
-import threading
+import collections
+import concurrent.futures
 import time
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
@@ -22,10 +22,9 @@ class Prefetched(Generic[_Item], Iterator[tuple[_Item, DataPosition]]):
       seconds_waited: total time that `next` has waited for a batch.
 
     Args:
-      read: called in the thread with a position, returns the batch there, ready for use (packed and
-        on the devices), and the position after it.
+      read: called in the thread with a position, returns the batch there and the position after it.
       start: position of the first batch.
-      depth: maximum number of prefetched batches.
+      depth: maximum number of batches that wait, besides the one that is being read.
     """
 
     def __init__(
@@ -36,31 +35,29 @@ class Prefetched(Generic[_Item], Iterator[tuple[_Item, DataPosition]]):
     ) -> None:
         self.seconds_waited = 0.0
         self._read = read
-        self._ready: queue.Queue[tuple[_Item, DataPosition] | BaseException] = queue.Queue(depth)
-        self._closed = threading.Event()
-        self._thread = threading.Thread(
-            target=self._run, args=(start,), name="prefetch", daemon=True
+        self._position = start
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "prefetch")
+        self._batches = collections.deque(
+            self._thread.submit(self._read_next) for _ in range(depth + 1)
         )
-        self._thread.start()
 
     def __next__(self) -> tuple[_Item, DataPosition]:
-        if self._closed.is_set():
+        if not self._batches:
             raise StopIteration
         start = time.perf_counter()
-        item = self._ready.get()
-        self.seconds_waited += time.perf_counter() - start
-        if isinstance(item, BaseException):
+        try:
+            item = self._batches.popleft().result()
+        except BaseException:
             self.close()
-            raise item
+            raise
+        self.seconds_waited += time.perf_counter() - start
+        self._batches.append(self._thread.submit(self._read_next))
         return item
 
     def close(self) -> None:
         """Stops the thread after its current batch, and discards prefetched batches."""
-        self._closed.set()
-        # The thread may be blocked on a full queue.
-        while not self._ready.empty():
-            self._ready.get()
-        self._thread.join()
+        self._batches.clear()
+        self._thread.shutdown(cancel_futures=True)
 
     def __enter__(self) -> "Prefetched[_Item]":
         return self
@@ -68,12 +65,6 @@ class Prefetched(Generic[_Item], Iterator[tuple[_Item, DataPosition]]):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _run(self, position: DataPosition) -> None:
-        """Reads until closed, or until an exception, which is passed on to the consumer."""
-        while not self._closed.is_set():
-            try:
-                batch, position = self._read(position)
-            except BaseException as error:
-                self._ready.put(error)
-                return
-            self._ready.put((batch, position))
+    def _read_next(self) -> tuple[_Item, DataPosition]:
+        batch, self._position = self._read(self._position)
+        return batch, self._position

@@ -11,10 +11,11 @@ the same size.
 import concurrent.futures
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from jax.sharding import Mesh
 
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.data.stream.batches import (
@@ -25,11 +26,12 @@ from flaxformer_mt.data.stream.batches import (
     Shard,
     make_batch,
     packed_shape,
-    pair_lengths,
 )
 from flaxformer_mt.data.stream.encoded_corpus import EncodedCorpus
 from flaxformer_mt.data.stream.mixture import Mixture, generator, select_pairs
-from flaxformer_mt.data.stream.packing import Sentences, plan_rows
+from flaxformer_mt.data.stream.packing import Sentences, TokenPairs, plan_rows
+from flaxformer_mt.data.stream.placement import own_shard, place_batch
+from flaxformer_mt.data.stream.prefetch import Prefetched
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer
 
 BLOCK_PAIRS = 65_536
@@ -64,36 +66,22 @@ class Fill(NamedTuple):
 class Block:
     """Consecutive pairs of an epoch, and the rows into which they are packed."""
 
-    sources: Sentences | None
-    targets: Sentences
+    pairs: TokenPairs
     rows: list[PlannedRow]
-    links: Sentences | None = None
-    """Of each pair, if the corpora have alignments."""
 
     def followed_by(self, other: "Block") -> "Block":
         """Concatenates two blocks."""
-        sources = None
-        if self.sources is not None and other.sources is not None:
-            sources = Sentences.join([self.sources, other.sources])
-        links = None
-        if self.links is not None and other.links is not None:
-            links = Sentences.join([self.links, other.links])
-        pairs = len(self.targets)
-        return Block(
-            sources=sources,
-            targets=Sentences.join([self.targets, other.targets]),
-            rows=self.rows
-            + [PlannedRow(row.shape, [pairs + i for i in row.pairs]) for row in other.rows],
-            links=links,
-        )
+        own = len(self.pairs.targets)
+        moved = [PlannedRow(row.shape, [own + i for i in row.pairs]) for row in other.rows]
+        return Block(TokenPairs.join([self.pairs, other.pairs]), self.rows + moved)
 
     @property
     def fill(self) -> Fill:
         """Fractions of used positions in the rows of this block."""
-        source_tokens = 0 if self.sources is None else len(self.sources.tokens)
+        sources, targets = self.pairs.lengths
         return Fill(
-            source_tokens / sum(row.shape.source_length for row in self.rows),
-            len(self.targets.tokens) / sum(row.shape.target_length for row in self.rows),
+            int(sources.sum()) / sum(row.shape.source_length for row in self.rows),
+            int(targets.sum()) / sum(row.shape.target_length for row in self.rows),
         )
 
 
@@ -104,15 +92,16 @@ class TrainingStream:
       corpora: the corpora, with reports that include pairs longer than a row.
       shapes: all batch shapes that occur.
       pairs: number of pairs in an epoch.
+      start: the position of the first batch.
+      config: the experiment, with the row length of sources that was chosen if it was 0.
 
     Args:
       corpora: the training corpora.
-      config: the experiment; `data.source_row_length` must be nonzero.
+      config: the experiment.
       sampler: the vocabulary of the sources, for `data.subword_sampling`.
-
-    Raises:
-      UserError: pairs are longer than a row and `data.long_sentences` is "error", or all are.
     """
+
+    start = DataPosition()
 
     def __init__(
         self,
@@ -120,20 +109,52 @@ class TrainingStream:
         config: ExperimentConfig,
         sampler: Tokenizer | None = None,
     ) -> None:
-        self._config = config
+        if not config.data.source_row_length:
+            length = choose_source_row_length(corpora, config, sampler)
+            data = dataclasses.replace(config.data, source_row_length=length)
+            config = dataclasses.replace(config, data=data)
+        self.config = config
         selected = [select_pairs(corpus, config.data) for corpus in corpora]
         self.corpora = tuple(corpus for corpus, _ in selected)
         kept = [pairs for _, pairs in selected]
         self.shapes = _shapes(self.corpora, kept, config)
-        _, source_row_length, target_row_length = self.shapes[-1]
-        self._reader = _PairReader(
-            corpora, kept, source_row_length, target_row_length, config, sampler
-        )
+        _, *row_lengths = self.shapes[-1]
+        self._reader = _PairReader(corpora, kept, row_lengths, config, sampler)
         self._mixture = _mixture(corpora, kept, config)
         self.pairs = self._mixture.size(0)
         # Blocks are built ahead in a thread. The current one and the next are kept.
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "blocks")
         self._future = functools.lru_cache(maxsize=2)(self._start_block)
+
+    def batches(self, mesh: Mesh, position: DataPosition | None = None) -> Prefetched[Batch]:
+        """Returns an iterator of batches on the devices, read ahead in a thread.
+
+            for batch, position in data.batches(mesh, position):
+                state, sums = step(state, batch)
+                if position.step == 20_000:
+                    break
+
+        Args:
+          mesh: the devices; each process reads and places its own rows.
+          position: where to begin, from an earlier iteration; by default `start`.
+
+        Returns:
+          An iterator of a batch and the position after it, whose `step` is the number of batches so
+          far. As a context manager, it stops its thread at the end.
+        """
+        place = functools.partial(place_batch, mesh=mesh)
+        return self.prefetched(own_shard(mesh), place, position or self.start)
+
+    def prefetched(
+        self, shard: Shard, place: Callable[[Batch], Batch], position: DataPosition
+    ) -> Prefetched[Batch]:
+        """Reads ahead as `batches`, which `place` transfers to the devices."""
+
+        def read(position: DataPosition) -> tuple[Batch, DataPosition]:
+            batch, after = self.read(position, shard)
+            return place(batch), after
+
+        return Prefetched(read, position)
 
     def read(
         self, position: DataPosition, shard: Shard = WHOLE_BATCH
@@ -149,9 +170,7 @@ class TrainingStream:
             epoch, number = self._after(epoch, number)
             block = block.followed_by(self._block(epoch, number))
         rows = [row.pairs for row in block.rows[first:last]]
-        batch = make_batch(
-            block.sources, block.targets, rows, shape, self._config.model, shard, block.links
-        )
+        batch = make_batch(block.pairs, rows, shape, self.config.model, shard)
         if last == len(block.rows):
             return batch, DataPosition(*self._after(epoch, number), row=0, step=step + 1)
         return batch, DataPosition(epoch, number, last - rows_before, step + 1)
@@ -165,7 +184,8 @@ class TrainingStream:
     def batches_per_epoch(self) -> float:
         """Number of batches per epoch, extrapolated from the first block."""
         block = self._block(0, 0)
-        return sum(1 / row.shape.rows for row in block.rows) * self.pairs / len(block.targets)
+        batches = sum(1 / row.shape.rows for row in block.rows)
+        return batches * self.pairs / len(block.pairs.targets)
 
     def _block(self, epoch: int, number: int) -> Block:
         """Returns a block, and starts building the next one."""
@@ -177,92 +197,69 @@ class TrainingStream:
         return self._thread.submit(self._make_block, epoch, number)
 
     def _make_block(self, epoch: int, number: int) -> Block:
-        random = generator(self._config.train.seed, _BLOCK_KEY, epoch, number)
+        random = generator(self.config.train.seed, _BLOCK_KEY, epoch, number)
         draws, blocks = self._mixture.epoch(epoch), self._blocks(epoch)
         first, last = (len(draws) * boundary // blocks for boundary in (number, number + 1))
-        sources, targets, links = self._reader.read(draws[first:last], random)
-        source_lengths = np.zeros(len(targets), np.int64) if sources is None else sources.lengths
-        plan = _pack_rows if self._config.data.batching == "packed" else _sort_into_buckets
-        rows = plan(source_lengths, targets.lengths, self.shapes, random)
-        return Block(sources, targets, rows, links)
+        pairs = self._reader.read(draws[first:last], random)
+        plan = _pack_rows if self.config.data.batching == "packed" else _sort_into_buckets
+        return Block(pairs, plan(*pairs.lengths, self.shapes, random))
 
     def _after(self, epoch: int, number: int) -> tuple[int, int]:
         return (epoch, number + 1) if number + 1 < self._blocks(epoch) else (epoch + 1, 0)
 
     def _blocks(self, epoch: int) -> int:
-        """Returns the number of blocks in an epoch, which have about equal sizes."""
         return max(1, round(self._mixture.size(epoch) / BLOCK_PAIRS))
 
 
+@dataclasses.dataclass(frozen=True)
 class _PairReader:
     """Reads the tokens of kept pairs (int64 indices per corpus), truncated to the row lengths."""
 
-    def __init__(
-        self,
-        corpora: Sequence[EncodedCorpus],
-        kept: Sequence[np.ndarray],
-        source_row_length: int,
-        target_row_length: int,
-        config: ExperimentConfig,
-        sampler: Tokenizer | None,
-    ) -> None:
-        self._sources = [corpus.sources for corpus in corpora if corpus.sources is not None]
-        self._targets = [corpus.targets for corpus in corpora]
-        self._links = [corpus.links for corpus in corpora if corpus.links is not None]
-        self._texts = [corpus.texts for corpus in corpora if corpus.texts is not None]
-        self._kept = kept
-        self._source_row_length = source_row_length
-        self._target_row_length = target_row_length
-        self._eos_id = config.model.eos_id
-        self._sampling = config.data.subword_sampling if self._sources else 0.0
-        self._sampler = sampler
+    corpora: Sequence[EncodedCorpus]
+    kept: Sequence[np.ndarray]
+    row_lengths: Sequence[int]
+    config: ExperimentConfig
+    sampler: Tokenizer | None
 
-    def read(
-        self, draws: np.ndarray, random: np.random.Generator
-    ) -> tuple[Sentences | None, Sentences, Sentences | None]:
-        """Reads sources, targets and links of pairs.
+    def read(self, draws: np.ndarray, random: np.random.Generator) -> TokenPairs:
+        """Reads pairs, given by int64 [pairs] indices into the kept pairs of all corpora.
 
-        Args:
-          draws: int64 [pairs], indices into the concatenated kept pairs of all corpora. They are
-            read in ascending order, for sequential access to stores on disk.
-          random: generator for subword sampling.
+        They are read in ascending order, for sequential access to stores on disk. `random` is for
+        subword sampling.
         """
-        ends = np.cumsum([len(kept) for kept in self._kept])
+        ends = np.cumsum([len(kept) for kept in self.kept])
         draws = np.sort(draws)
         parts = np.split(draws, np.searchsorted(draws, ends[:-1]))
-        chosen = [
-            kept[part - (end - len(kept))]
-            for kept, end, part in zip(self._kept, ends, parts, strict=True)
-        ]
-        targets = _take(self._targets, chosen).truncate(self._target_row_length)
-        if not self._sources:
-            return None, targets, None
-        sources = _take(self._sources, chosen).truncate(self._source_row_length)
-        if self._sampling:
-            sources = self._resample(sources, chosen, random)
-        return sources, targets, _take(self._links, chosen) if self._links else None
+        pairs = TokenPairs.join(
+            [
+                corpus.take(kept[part - (end - len(kept))])
+                for corpus, kept, end, part in zip(
+                    self.corpora, self.kept, ends, parts, strict=True
+                )
+            ]
+        )
+        source_length, target_length = self.row_lengths
+        targets = pairs.targets.truncate(target_length)
+        if pairs.sources is None:
+            return dataclasses.replace(pairs, targets=targets)
+        sources = pairs.sources.truncate(source_length)
+        if self.config.data.subword_sampling:
+            sources = self._resample(sources, pairs.texts, random)
+        return dataclasses.replace(pairs, sources=sources, targets=targets, texts=None)
 
     def _resample(
-        self, sources: Sentences, chosen: list[np.ndarray], random: np.random.Generator
+        self, sources: Sentences, texts: Sentences | None, random: np.random.Generator
     ) -> Sentences:
         """Tokenizes sources with subword sampling, except where the result exceeds a row."""
-        if self._sampler is None:
+        if self.sampler is None or texts is None:
             raise ValueError("data.subword_sampling needs a vocabulary to sample from")
-        texts = [
-            texts[index]
-            for texts, indices in zip(self._texts, chosen, strict=True)
-            for index in indices.tolist()
-        ]
-        sampled = self._sampler.sample(texts, int(random.integers(2**32)), self._sampling)
-        drawn = Sentences.from_lists([[*tokens, self._eos_id] for tokens in sampled])
-        too_long = drawn.lengths > self._source_row_length
+        decoded = [texts[index].tobytes().decode() for index in range(len(texts))]
+        amount, end = self.config.data.subword_sampling, self.config.model.eos_id
+        sampled = self.sampler.sample(decoded, int(random.integers(2**32)), amount)
+        drawn = Sentences.from_lists([[*tokens, end] for tokens in sampled])
+        too_long = drawn.lengths > self.row_lengths[0]
         indices = np.arange(len(texts)) + len(texts) * too_long
         return Sentences.join([drawn, sources]).take(indices)
-
-
-def _take(sides: Sequence[Sentences], indices: Sequence[np.ndarray]) -> Sentences:
-    taken = [side.take(chosen) for side, chosen in zip(sides, indices, strict=True)]
-    return Sentences.join(taken)
 
 
 def _shapes(
@@ -278,7 +275,7 @@ def _shapes(
     lengths = np.array(config.data.bucket_lengths)
     used = set()
     for corpus, pairs in zip(corpora, kept, strict=True):
-        longest = np.minimum(np.maximum(*pair_lengths(corpus))[pairs], lengths[-1])
+        longest = np.minimum(np.maximum(*corpus.lengths)[pairs], lengths[-1])
         used.update(lengths[np.unique(np.searchsorted(lengths, longest))].tolist())
     return tuple(
         BatchShape(config.rows_per_batch * (int(lengths[-1]) // length), length, length)
@@ -348,20 +345,18 @@ def choose_source_row_length(
         return target_row_length
     pairs = [np.arange(len(corpus.targets)) for corpus in corpora]
     if config.data.long_sentences != "truncate":
-        fitting = [
-            np.flatnonzero(pair_lengths(corpus)[1] <= target_row_length) for corpus in corpora
-        ]
+        fitting = [np.flatnonzero(corpus.lengths[1] <= target_row_length) for corpus in corpora]
         if all(map(len, fitting)):  # Otherwise `select_pairs` raises an error.
             pairs = fitting
-    longest = max(int(pair_lengths(corpus)[0].max()) for corpus in corpora)
-    reader = _PairReader(corpora, pairs, longest, target_row_length, config, sampler)
+    longest = max(int(corpus.lengths[0].max()) for corpus in corpora)
+    reader = _PairReader(corpora, pairs, (longest, target_row_length), config, sampler)
     random = generator(config.train.seed, _SAMPLE_KEY)
     draws = _mixture(corpora, pairs, config).epoch(0)[:_SAMPLE_PAIRS]
-    sources, targets, _ = reader.read(draws, random)
-    if sources is None:
+    sample = reader.read(draws, random)
+    if sample.sources is None:
         return target_row_length
     order = random.permutation(len(draws))
-    source_lengths, target_lengths = sources.lengths[order], targets.lengths[order]
+    source_lengths, target_lengths = (lengths[order] for lengths in sample.lengths)
 
     def fill(source_row_length: int) -> float:
         """Returns the fraction of used positions on the side where it is lower."""

@@ -7,15 +7,16 @@ that of the settings: "fra_Latn Bonjour".
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from flaxformer_mt.data.tokenizers.language_tokens import until_end, with_first
+from flaxformer_mt.data.tokenizers.base import Tokenizer
 from flaxformer_mt.data.tokenizers.marian_tokenizer import (
-    CLEANED,
     TOKENIZER_CONFIG,
     TokenizerFiles,
+    clean_up,
+    content,
     read_object,
 )
 from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE
@@ -46,22 +47,13 @@ _BYTE_LEVEL_SPACE = "\u0120"
 """How pieces of byte-level vocabularies begin that follow a space."""
 
 
-class HubTokenizer:
-    """The source or target side of a vocabulary; implements `Tokenizer`.
-
-    Attributes:
-      files: the files of both sides.
-    """
+class HubTokenizer(Tokenizer):
+    """The source or target side of a vocabulary."""
 
     def __init__(
         self, files: TokenizerFiles, side: Literal["source", "target"], folder: str = ""
     ) -> None:
-        """Creates the tokenizer of a side; `folder` is that of the files, for messages.
-
-        Raises:
-          UserError: a file is damaged, or requires a feature that is not supported; or the library
-            is not installed.
-        """
+        """Creates the tokenizer of a side; `folder` is that of the files, for messages."""
         try:
             import tokenizers
         except ImportError as error:
@@ -88,13 +80,9 @@ class HubTokenizer:
         self._own_space = _BYTE_LEVEL_SPACE if is_bytes else SPACE
         self._cleans_up = bool(settings.get("clean_up_tokenization_spaces"))
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        named = {
-            name: _content(settings.get(name) or default) for name, default in _SPECIAL.items()
-        }
+        named = {name: content(settings.get(name) or default) for name, default in _SPECIAL.items()}
         self.pad_id, self.eos_id, self.unk_id = (self._id(name, label) for name in named.values())
         self.bos_id = self.eos_id if kind in (*_SOURCE_LANGUAGES, *_STARTED) else self.pad_id
-        self.language_ids: frozenset[int] = frozenset()
-        self.first_id: int | None = None
         if kind in _SOURCE_LANGUAGES:
             added = self._tokenizer.get_added_tokens_decoder()
             self.language_ids = frozenset(
@@ -117,9 +105,6 @@ class HubTokenizer:
             raise UserError(f"{label} has no {token}")
         return int(found)
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        return [with_first(ids, self) for ids in self.encode_parts(texts)]
-
     def encode_parts(self, texts: Sequence[str]) -> list[list[int]]:
         return [list(encoding.ids) for encoding in self._encodings(texts)]
 
@@ -133,14 +118,8 @@ class HubTokenizer:
         raise UserError(f"data.subword_sampling={amount} needs another vocabulary: set it to 0")
 
     def decode(self, sentences: Sequence[Sequence[int]]) -> list[str]:
-        """Returns texts as `Tokenizer.decode`; unknown tokens are removed as well."""
-        texts = self._tokenizer.decode_batch(
-            [until_end(tokens, self.eos_id) for tokens in sentences]
-        )
-        if self._cleans_up:
-            for before, after in CLEANED:
-                texts = [text.replace(before, after) for text in texts]
-        return texts
+        texts = self._tokenizer.decode_batch([self.until_end(tokens) for tokens in sentences])
+        return [clean_up(text) for text in texts] if self._cleans_up else texts
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
         names = (self._tokenizer.id_to_token(int(token)) or "" for token in tokens)
@@ -156,7 +135,7 @@ class HubTokenizer:
                 encoding.ids, encoding.tokens, encoding.offsets, strict=True
             )
         ]
-        tokens = with_first(encoding.ids, self)
+        tokens = self.with_first(encoding.ids)
         return [*self.pieces(tokens[: len(tokens) - len(pieces)]), *pieces]
 
     def _with_space(self, piece: str) -> str:
@@ -164,7 +143,3 @@ class HubTokenizer:
         if piece.startswith(self._own_space):
             return SPACE + piece.removeprefix(self._own_space)
         return piece
-
-
-def _content(token: str | Mapping[str, Any]) -> str:
-    return token if isinstance(token, str) else str(token.get("content"))

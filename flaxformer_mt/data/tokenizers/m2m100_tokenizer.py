@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from flaxformer_mt.data.tokenizers.language_tokens import with_first
 from flaxformer_mt.data.tokenizers.marian_tokenizer import (
     TOKENIZER_CONFIG,
     VOCABULARY_FILE,
@@ -41,20 +40,17 @@ _LANGUAGE = re.compile(r"__([a-z]+)__(?: |$)")
 
 
 class M2M100Tokenizer(MarianTokenizer):
-    """The source or target side of a vocabulary; implements `Tokenizer`."""
+    """The source or target side of a vocabulary."""
 
     def __init__(
         self, files: TokenizerFiles, side: Literal["source", "target"], folder: str = ""
     ) -> None:
-        """Creates the tokenizer of a side, which decides the language.
-
-        Raises:
-          UserError: a file is missing or damaged, or names an unknown language.
-        """
+        """Creates the tokenizer of a side, which decides the language."""
         require(files, (PIECES_FILE, VOCABULARY_FILE), folder)
         pieces = dict.fromkeys(("source.spm", "target.spm"), files[PIECES_FILE])
         super().__init__({**files, **pieces}, side, folder)
         self.files = files
+        self.model = None  # Ids are not those of the SentencePiece model.
         label = Path(folder, TOKENIZER_CONFIG)
         settings = read_object(files, TOKENIZER_CONFIG, folder)
         known = LANGUAGES.get(settings.get("language_codes", "m2m100"))
@@ -74,14 +70,11 @@ class M2M100Tokenizer(MarianTokenizer):
         self.first_id = None if language is None else self._languages[language]
         self.fingerprint = f"{self.fingerprint}-{self.first_id}"
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        return [with_first(tokens, self) for tokens in self.encode_parts(texts)]
-
     def encode_parts(self, texts: Sequence[str]) -> list[list[int]]:
         languages, rest = self._languages_of(texts)
         return [
             [*language, *tokens]
-            for language, tokens in zip(languages, super().encode(rest), strict=True)
+            for language, tokens in zip(languages, super().encode_parts(rest), strict=True)
         ]
 
     def split(self, texts: Sequence[str]) -> list[list[str]]:
@@ -95,7 +88,7 @@ class M2M100Tokenizer(MarianTokenizer):
     def sample(self, texts: Sequence[str], seed: int, amount: float) -> list[list[int]]:
         languages, rest = self._languages_of(texts)
         return [
-            with_first([*language, *tokens], self)
+            self.with_first([*language, *tokens])
             for language, tokens in zip(languages, super().sample(rest, seed, amount), strict=True)
         ]
 

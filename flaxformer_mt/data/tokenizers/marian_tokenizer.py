@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flaxformer_mt.config.fields import MAX_VOCABULARY
-from flaxformer_mt.data.tokenizers.language_tokens import until_end
+from flaxformer_mt.data.tokenizers.base import Tokenizer
 from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE, TextSampler, open_model
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.input_files import parse_json
@@ -58,11 +58,10 @@ SplitTexts = Callable[[list[str]], list[list[str]]]
 """Function from texts without special tokens to their pieces."""
 
 
-class MarianTokenizer:
-    """The source or target side of an OPUS-MT vocabulary; implements `Tokenizer`.
+class MarianTokenizer(Tokenizer):
+    """The source or target side of an OPUS-MT vocabulary.
 
     Attributes:
-      files: the files of both sides.
       vocab_size: the highest id plus 1. Ids may have gaps.
       special_ids: tokens that are not part of a decoded text.
       hidden: pieces of the vocabulary whose ids are those of added tokens, by id. (Added tokens
@@ -74,15 +73,12 @@ class MarianTokenizer:
     def __init__(
         self, files: TokenizerFiles, side: Literal["source", "target"], folder: str = ""
     ) -> None:
-        """Creates the tokenizer of a side; `folder` is that of the files, for messages.
-
-        Raises:
-          UserError: a file is missing, damaged, or requires a feature that is not supported.
-        """
+        """Creates the tokenizer of a side; `folder` is that of the files, for messages."""
         require(files, _REQUIRED_FILES, folder)
         self.files = files
         settings = _Settings.read(files, folder)
         name = f"{side}.spm"
+        self.model = files[name]
         self._processor = open_model(files[name], str(Path(folder, name)))
         is_separate = bool(settings.values.get("separate_vocabs"))
         vocabulary_name = VOCABULARY_FILE
@@ -127,12 +123,8 @@ class MarianTokenizer:
             digest.update(f"{name} {len(files[name])}\n".encode() + files[name])
         self.fingerprint = digest.hexdigest()
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode_parts(self, texts: Sequence[str]) -> list[list[int]]:
         return self._encode(texts, self._split)
-
-    encode_parts = encode
-    first_id: int | None = None
-    language_ids: frozenset[int] = frozenset()
 
     def split(self, texts: Sequence[str]) -> list[list[str]]:
         return self._tokenize(texts, self._split)
@@ -150,7 +142,6 @@ class MarianTokenizer:
         return self._encode(texts, split)
 
     def decode(self, sentences: Sequence[Sequence[int]]) -> list[str]:
-        """Returns texts as `Tokenizer.decode`; unknown tokens are removed as well."""
         return [self._decode(sentence) for sentence in sentences]
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
@@ -197,7 +188,7 @@ class MarianTokenizer:
     def _decode(self, sentence: Sequence[int]) -> str:
         text = ""
         pieces: list[str] = []
-        tokens = until_end(sentence, self.eos_id)
+        tokens = self.until_end(sentence)
         for piece in (self._piece(token) for token in tokens if token not in self.special_ids):
             # Special tokens are not pieces of the SentencePiece model.
             if piece in self._special:
@@ -207,10 +198,7 @@ class MarianTokenizer:
                 pieces.append(piece)
         text += self._decoder.decode_pieces(pieces)
         text = text.replace(SPACE, " ").strip()
-        if self.cleans_up:
-            for before, after in CLEANED:
-                text = text.replace(before, after)
-        return text
+        return clean_up(text) if self.cleans_up else text
 
     def _piece(self, token: int) -> str:
         if token in self._names:
@@ -263,8 +251,6 @@ class _Settings:
             raise UserError(f"{Path(folder, TOKENIZER_CONFIG)} is damaged: {error!r}") from error
         except UserError as error:
             raise UserError(f"{Path(folder, TOKENIZER_CONFIG)}: {error}") from error
-        if values.get("sp_model_kwargs"):
-            raise UserError(f"{Path(folder, TOKENIZER_CONFIG)}: sp_model_kwargs is not supported")
         return settings
 
     @functools.cached_property
@@ -276,10 +262,11 @@ class _Settings:
         )
         more = extra.values() if isinstance(extra, Mapping) else extra or ()
         given = [token for token in (*named, *more) if token is not None]
-        return list(dict.fromkeys(map(_content, given)))
+        return list(dict.fromkeys(map(content, given)))
 
     def check(self) -> None:
-        """Checks the tokens and their ids."""
+        if self.values.get("sp_model_kwargs"):
+            raise UserError("sp_model_kwargs is not supported")
         for name in _DEFAULTS:
             if self.values[name] is None:
                 raise UserError(f"it has no {name}")
@@ -295,7 +282,7 @@ class _Settings:
             raise UserError(f"it has more than {MAX_ADDED_TOKENS} added tokens")
 
     def token(self, name: str) -> str:
-        return _content(self.values[name])
+        return content(self.values[name])
 
     def added_tokens(self, vocabulary: Mapping[str, int]) -> dict[int, _AddedToken]:
         """Returns all tokens that are matched before SentencePiece is applied, by id.
@@ -319,7 +306,15 @@ class _Settings:
         return re.compile(f"({'|'.join(map(re.escape, longest_first))})").split
 
 
-def _content(token: str | Mapping[str, Any]) -> str:
+def clean_up(text: str) -> str:
+    """Removes the spaces of `CLEANED`."""
+    for before, after in CLEANED:
+        text = text.replace(before, after)
+    return text
+
+
+def content(token: str | Mapping[str, Any]) -> str:
+    """Returns the text of a special token in the settings."""
     return token if isinstance(token, str) else token["content"]
 
 

@@ -23,11 +23,7 @@ WORD = re.compile(f"{SPACE}[^{SPACE}]*")
 
 
 def open_model(model: bytes, name: str) -> sentencepiece.SentencePieceProcessor:
-    """Loads a model from the content of its file; `name` is that of the model, for messages.
-
-    Raises:
-      UserError: `model` is not a SentencePiece model.
-    """
+    """Loads a model from the content of its file; `name` is that of the model, for messages."""
     if not model:  # SentencePiece would load nothing, and fail later.
         raise UserError(f"{name} is not a SentencePiece model: it is empty")
     try:

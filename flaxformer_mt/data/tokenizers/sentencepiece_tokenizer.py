@@ -17,7 +17,7 @@ import sentencepiece
 
 from flaxformer_mt.config import DataConfig
 from flaxformer_mt.data.corpora.text_files import MAX_LINE_BYTES
-from flaxformer_mt.data.tokenizers.language_tokens import until_end
+from flaxformer_mt.data.tokenizers.base import Tokenizer
 from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE, WORD, TextSampler, open_model
 from flaxformer_mt.errors import UserError
 
@@ -29,33 +29,25 @@ _log = logging.getLogger(__name__)
 _REQUIRED = re.compile(r"Vocabulary size is smaller than required_chars\. \d+ vs (\d+)")
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(Tokenizer):
     """A tokenizer with the content of a SentencePiece `.model` file (Kudo and Richardson 2018)."""
 
     def __init__(self, model: bytes, name: str = "the vocabulary"):
-        self.model = model
+        self.model: bytes = model
+        self.fingerprint = hashlib.sha256(model).hexdigest()
         self._processor = open_model(model, name)
-        self.vocab_size: int = self._processor.vocab_size()
-        self.pad_id: int = self._processor.pad_id()
-        self.bos_id: int = self._processor.bos_id()
-        self.eos_id: int = self._processor.eos_id()
-        self.unk_id: int = self._processor.unk_id()
+        self.vocab_size = self._processor.vocab_size()
+        self.pad_id = self._processor.pad_id()
+        self.bos_id = self._processor.bos_id()
+        self.eos_id = self._processor.eos_id()
+        self.unk_id = self._processor.unk_id()
 
-    @functools.cached_property
-    def fingerprint(self) -> str:
-        """SHA-256 of the model file, in hexadecimal."""
-        return hashlib.sha256(self.model).hexdigest()
-
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode_parts(self, texts: Sequence[str]) -> list[list[int]]:
         encoded = self._processor.encode(list(texts))
         return [
             self._processor.piece_to_id(self.split([text])[0]) if self.unk_id in tokens else tokens
             for text, tokens in zip(texts, encoded, strict=True)
         ]
-
-    encode_parts = encode
-    first_id = None
-    language_ids: frozenset[int] = frozenset()
 
     def split(self, texts: Sequence[str]) -> list[list[str]]:
         split = self._processor.encode(list(texts), out_type=str)
@@ -78,9 +70,7 @@ class SentencePieceTokenizer:
         return TextSampler(self.model, self._processor)
 
     def decode(self, sentences: Sequence[Sequence[int]]) -> list[str]:
-        return self._processor.decode(
-            [until_end(self._known(tokens), self.eos_id) for tokens in sentences]
-        )
+        return self._processor.decode([self.until_end(self._known(each)) for each in sentences])
 
     def _known(self, tokens: Sequence[int]) -> list[int]:
         """Replaces ids that only the model's embedding table has, which may be larger."""
@@ -93,9 +83,6 @@ def train_sentencepiece(
     """Learns a vocabulary; deterministic. Tags become one piece each.
 
     It has fewer than `config.vocab_size` pieces if the corpus is too small.
-
-    Raises:
-      UserError: there is no text, or `config.vocab_size` is smaller than the number of characters.
     """
     if not any(text.strip() for text in texts):
         raise UserError("the corpus has no text to learn a vocabulary from")

@@ -73,7 +73,6 @@ class BpeDropout:
         agenda: list[tuple[float, int, str]] = []
 
         def propose(start: int) -> None:
-            """Adds the merge of a piece with the next one to the agenda, if there is one."""
             if start >= 0 and right[start] >= 0:
                 merged = pieces[start] + pieces[right[start]]
                 if merged in self._ranks:

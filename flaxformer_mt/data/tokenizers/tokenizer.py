@@ -1,24 +1,18 @@
-"""The tokenizer protocol, and the vocabularies of a run.
-
-Implementations: `sentencepiece_tokenizer` and, for published models, `marian_tokenizer` (OPUS-MT),
-`m2m100_tokenizer` and `hub_tokenizer`.
-
-A tag ("<2de>", see `CorpusConfig.tag`) is a single piece: it is never split or merged.
-"""
+"""The vocabularies of a run."""
 
 import dataclasses
 import itertools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 from flaxformer_mt.config import DataConfig
 from flaxformer_mt.data.corpora.corpus import Corpus
 from flaxformer_mt.data.corpora.text_files import counted
 from flaxformer_mt.data.tokenizers import hub_tokenizer, m2m100_tokenizer, marian_tokenizer
+from flaxformer_mt.data.tokenizers.base import Tokenizer as Tokenizer
 from flaxformer_mt.data.tokenizers.hub_tokenizer import HubTokenizer
-from flaxformer_mt.data.tokenizers.language_tokens import HasFirstToken
 from flaxformer_mt.data.tokenizers.m2m100_tokenizer import M2M100Tokenizer
 from flaxformer_mt.data.tokenizers.marian_tokenizer import MarianTokenizer
 from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE
@@ -39,68 +33,10 @@ _Item = TypeVar("_Item")
 _log = logging.getLogger(__name__)
 
 
-class Tokenizer(HasFirstToken, Protocol):
-    """A vocabulary: conversion between text and token ids."""
-
-    @property
-    def vocab_size(self) -> int:
-        """V: the number of token ids, which are 0 to vocab_size - 1."""
-
-    @property
-    def pad_id(self) -> int:
-        """Id of the padding token."""
-
-    @property
-    def bos_id(self) -> int:
-        """Id of the start token."""
-
-    @property
-    def eos_id(self) -> int:
-        """Id of the end token."""
-
-    @property
-    def unk_id(self) -> int:
-        """Id of the unknown token."""
-
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 of the vocabulary, in hexadecimal."""
-
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Returns the token ids of each sentence, without start and end tokens.
-
-        It begins with `first_id`, or with its language if the text names one.
-        """
-
-    def encode_parts(self, texts: Sequence[str]) -> list[list[int]]:
-        """Returns the token ids of parts of sentences, to which no first token is added."""
-
-    def split(self, texts: Sequence[str]) -> list[list[str]]:
-        """Returns the piece of text behind each token of `encode`; words start with U+2581."""
-
-    def pieces(self, tokens: Sequence[int]) -> list[str]:
-        """Returns the vocabulary entry of each token."""
-
-    def sample(self, texts: Sequence[str], seed: int, amount: float) -> list[list[int]]:
-        """Returns token ids with a random segmentation, as a function of the arguments alone.
-
-        Args:
-          texts: the texts.
-          seed: from 0 to 2**32 - 1.
-          amount: for BPE, the probability of dropping a merge (BPE-dropout, Provilkov et al. 2020);
-            for unigram models, the exponent of the probability of a segmentation (subword
-            regularization, Kudo 2018). See `data.subword_sampling`.
-        """
-
-    def decode(self, sentences: Sequence[Sequence[int]]) -> list[str]:
-        """Returns the text of each sentence up to its first `eos_id`, without special tokens."""
-
-
 def words(pieces: Sequence[str]) -> list[int]:
     """Returns the index of the word, from 0, that each piece belongs to.
 
-    Words are separated by the spaces of the text as the tokenizer normalized it. A piece starts a
-    word if it starts with `SPACE` or is the first one (such as a language tag, ">>fra<<").
+    A piece starts a word if it starts with `SPACE` or is the first one (such as a language tag).
     """
     starts = [index == 0 or piece.startswith(SPACE) for index, piece in enumerate(pieces)]
     return [count - 1 for count in itertools.accumulate(map(int, starts))]
@@ -115,8 +51,6 @@ def split_language(text: str, vocabulary: Tokenizer) -> tuple[str, str]:
             return first, rest
     return "", text
 
-
-PublishedTokenizer: TypeAlias = MarianTokenizer | M2M100Tokenizer | HubTokenizer
 
 _MARIAN = MarianTokenizer, marian_tokenizer.FILES
 _PUBLISHED: dict[tuple[str, ...], tuple[type[Any], tuple[str, ...]]] = {
@@ -151,8 +85,8 @@ def evenly(items: Iterable[_Item], limit: int) -> list[_Item]:
 class Tokenizers:
     """The vocabularies of a model; a joint vocabulary is the same object for both sides."""
 
-    source: SentencePieceTokenizer | PublishedTokenizer
-    target: SentencePieceTokenizer | PublishedTokenizer
+    source: Tokenizer
+    target: Tokenizer
 
     @classmethod
     def for_run(
@@ -248,33 +182,23 @@ class Tokenizers:
     @property
     def files(self) -> Mapping[str, bytes]:
         """The files that `save` writes, by name."""
-        if not isinstance(self.source, SentencePieceTokenizer):
+        if self.source.files:
             return self.source.files  # The same files define both sides.
-        assert isinstance(self.target, SentencePieceTokenizer)
+        models = self.sentencepiece_models
         if self.joint:
-            return {"joint.model": self.source.model}
-        return {"source.model": self.source.model, "target.model": self.target.model}
+            return {"joint.model": models["source"]}
+        return {f"{side}.model": model for side, model in models.items()}
 
     @property
     def has_sentencepiece(self) -> bool:
         """Whether there are `sentencepiece_models`."""
-        return isinstance(self.source, SentencePieceTokenizer) or (
-            type(self.source) is MarianTokenizer
-        )
+        return self.source.model is not None
 
     @property
     def sentencepiece_models(self) -> Mapping[str, bytes]:
-        """The SentencePiece model of each side, "source" and "target".
-
-        Raises:
-          UserError: the vocabulary is not defined by such models.
-        """
-        if type(self.source) is MarianTokenizer:
-            return {side: self.source.files[f"{side}.spm"] for side in ("source", "target")}
-        if not self.has_sentencepiece:
+        """The SentencePiece model of each side; raises `UserError` if there is none."""
+        if self.source.model is None or self.target.model is None:
             raise UserError("its vocabulary is not one SentencePiece model per side")
-        assert isinstance(self.source, SentencePieceTokenizer)
-        assert isinstance(self.target, SentencePieceTokenizer)
         return {"source": self.source.model, "target": self.target.model}
 
     @classmethod

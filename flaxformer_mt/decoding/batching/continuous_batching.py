@@ -11,8 +11,9 @@ digit of a score may round differently.)
 """
 
 import collections
+import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -21,13 +22,8 @@ import numpy as np
 
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
 from flaxformer_mt.decoding.batching import search_programs as programs
-from flaxformer_mt.decoding.batching.length_buckets import longest_position, row_length
-from flaxformer_mt.decoding.batching.workers import (
-    batch_tokens,
-    decoding_devices,
-    gather,
-    max_workers,
-)
+from flaxformer_mt.decoding.batching import workers
+from flaxformer_mt.decoding.batching.length_buckets import longest_position, padded, row_length
 from flaxformer_mt.decoding.parameters import rounded_matrices
 from flaxformer_mt.decoding.search.options import SearchOptions
 from flaxformer_mt.decoding.search.state import SearchResult, SearchState, SentenceConstraints
@@ -51,19 +47,15 @@ class Request(NamedTuple):
     source: Sequence[int]
     """Tokens, the end token included."""
     min_length: int
-    """Minimum number of tokens of a hypothesis, end token excluded."""
+    """As all that follows, see `SentenceConstraints`."""
     max_length: int
-    """Maximum number of tokens of a hypothesis, end token included."""
     prefix: Sequence[int] = ()
-    """The first tokens of every hypothesis."""
     certain: int = 0
-    """How many of the prefix' first tokens have probability 1."""
     phrases: Sequence[Sequence[int]] = ()
-    """Token sequences that must appear."""
     seed: int = 0
-    """Seed of sampling, 32 bits."""
+    """Of sampling, 32 bits."""
     allowed: np.ndarray | None = None
-    """The tokens that may be chosen, ascending; None = all."""
+    """The ids of the tokens that may be chosen; None = all."""
 
 
 class TokenHypotheses(NamedTuple):
@@ -85,13 +77,7 @@ class ContinuousBatcher:
         bad_phrases: Sequence[Sequence[int]] = (),
         scores: bool = True,
     ) -> None:
-        """Creates a batcher.
-
-        Args:
-          models: configuration and parameters of each model; all have the same vocabularies.
-          decode: the options. Its texts are ignored, and the requests give the lengths.
-          bad_phrases: token sequences that must not appear.
-          scores: whether they are needed; see `SearchOptions.scores`.
+        """Creates a batcher for models of the same vocabularies; see `SearchOptions.from_config`.
 
         Raises:
           UserError: there are fewer devices than `decode.num_devices`.
@@ -102,12 +88,12 @@ class ContinuousBatcher:
         # Options are checked without parameters.
         leaves = jax.tree.leaves(on_first) or [jnp.zeros(())]
         (first, *_) = leaves[0].devices()
-        self._devices = decoding_devices(decode, first)
+        self._devices = workers.decoding_devices(decode, first)
         self._params = {
             device: on_first if device == first else jax.device_put(on_first, device)
             for device in self._devices
         }
-        self._batch_tokens = batch_tokens(decode, first.platform)
+        self._batch_tokens = workers.batch_tokens(decode, first.platform)
         self._model = self._configs[0]
         self._decode = decode
         self._options = SearchOptions.from_config(decode, self._model, bad_phrases, scores)
@@ -115,51 +101,40 @@ class ContinuousBatcher:
 
     def decode(self, requests: Sequence[Request]) -> Iterator[tuple[int, TokenHypotheses]]:
         """Yields the index of each request and its hypotheses, as they finish."""
-        groups: dict[tuple[int, bool], list[int]] = {}
+        indices_of: dict[tuple[int, bool], list[int]] = {}
         for index in sorted(range(len(requests)), key=lambda index: -len(requests[index].source)):
             request = requests[index]
             length = row_length(len(request.source), self._limit)
             # Prefixes and phrases need another program of a search, which may round differently.
             constrained = len(request.prefix) + len(request.phrases) > 0
-            groups.setdefault((length, constrained), []).append(index)
+            indices_of.setdefault((length, constrained), []).append(index)
+        groups = [
+            _Group.of(requests, indices, length, constrained, self._options)
+            for (length, constrained), indices in indices_of.items()
+        ]
         num_batches = sum(
-            -(-len(indices) // self._batch_sizes(length)[-1])
-            for (length, _), indices in groups.items()
+            -(-len(group.requests) // self._batch_sizes(group.length)[-1]) for group in groups
         )
         devices = self._devices
-        num_workers = min(max_workers(devices[0].platform) * len(devices), num_batches)
-        queues = [
-            (
-                length,
-                _ConstraintWidths.of(
-                    [requests[index] for index in indices],
-                    minimum=int(constrained),
-                    minimum_phrases=int(constrained and not self._options.sampling),
-                ),
-                collections.deque(indices),
-                -(-len(indices) // num_workers),
-            )
-            for (length, constrained), indices in groups.items()
-        ]
-
-        for length, widths, _, _ in queues:
-            self._state_shape(length, widths)  # Now, so that workers do not all trace it at once.
+        num_workers = min(workers.max_workers(devices[0].platform) * len(devices), num_batches)
+        for group in groups:
+            self._state_shape(group)  # Now, so that workers do not all trace it at once.
 
         def work(put: Callable[[tuple[int, TokenHypotheses]], None], number: int) -> None:
             device = devices[number % len(devices)]
-            for length, widths, waiting, share in queues:
-                if not waiting:
+            for group in groups:
+                if not group.waiting:
                     continue
-                batch = _Batch(self, device, length, widths, share)
-                while batch.is_busy or waiting:
-                    batch.admit(requests, waiting)
-                    for item in batch.run(keep_full=bool(waiting)):
+                batch = _Batch(self, device, group, -(-len(group.requests) // num_workers))
+                while batch.is_busy or group.waiting:
+                    batch.admit()
+                    for item in batch.run():
                         put(item)
 
-        yield from gather(work, num_workers)
+        yield from workers.gather(work, num_workers)
 
     def _batch_sizes(self, length: int) -> list[int]:
-        """Returns the possible numbers of rows, descending, for `length` source tokens."""
+        """Returns the possible values of B, descending."""
         tokens = self._batch_tokens * REFERENCE_BEAM_SIZE
         sizes = [max(1, tokens // (length * self._options.beam_size))]
         # The sentences that remain at the end of a file mostly fit into half a batch, and few need
@@ -170,13 +145,11 @@ class ContinuousBatcher:
             smaller //= 4
         return sizes
 
-    def _state_shape(self, length: int, widths: "_ConstraintWidths") -> SearchState:
-        """Returns the shapes of a one-row search, for S = `length` and the smallest P."""
-        sources, constraints = self._arrays(length, widths, [None])
+    def _state_shape(self, group: "_Group") -> SearchState:
+        """Returns the shapes of a one-row search, for the smallest P."""
         shapes: SearchState = programs.shapes_of_search.eval_shape(
             self._params[self._devices[0]],
-            sources,
-            constraints,
+            *group.rows([], 1, self._model.target_vocab_size),
             self._options,
             configs=self._configs,
             max_length=self._target_length(1),
@@ -186,126 +159,121 @@ class ContinuousBatcher:
     def _target_length(self, length: int) -> int:
         return row_length(length, self._limit, MIN_TARGET_LENGTH)
 
-    def _arrays(
-        self, length: int, widths: "_ConstraintWidths", requests: Sequence[Request | None]
-    ) -> tuple[np.ndarray, SentenceConstraints]:
-        """Returns source tokens [R, S] and constraints; None is a row without a sentence."""
-        model = self._model
-        count = len(requests)
-        sources = np.full((count, length), model.pad_id, np.int32)
-        max_lengths, min_lengths = np.zeros((2, count), np.int32)
-        prefixes = np.full((count, widths.prefix), -1, np.int32)
-        keys = np.zeros((count, 2), np.uint32)
-        phrases = np.full((count, widths.num_phrases, widths.phrase), -1, np.int32)
-        allowed = certain = None
-        if widths.has_certain:
-            certain = np.array(
-                [request.certain if request else 0 for request in requests], np.int32
-            )
-        if widths.has_allowed:
-            allowed = np.zeros((count, model.target_vocab_size), bool)
-        for row, request in enumerate(requests):
-            if request is None:
-                continue
-            sources[row, : len(request.source)] = request.source
-            max_lengths[row] = request.max_length
-            min_lengths[row] = request.min_length
-            prefixes[row, : len(request.prefix)] = request.prefix
-            keys[row, 1] = request.seed
-            for phrase, tokens in zip(phrases[row], request.phrases, strict=False):
-                phrase[: len(tokens)] = tokens
-            if allowed is not None:
-                allowed[row, slice(None) if request.allowed is None else request.allowed] = True
-        source_mask = sources != model.pad_id
-        arrays: Any = (
-            max_lengths, min_lengths, prefixes, keys, phrases, source_mask, allowed, certain,
-        )  # fmt: skip
-        return sources, SentenceConstraints(*arrays)
 
+class _Group(NamedTuple):
+    """Requests that are searched for by the same programs."""
 
-class _ConstraintWidths(NamedTuple):
-    prefix: int
-    num_phrases: int
-    phrase: int
-    has_allowed: bool
-    has_certain: bool
+    length: int
+    """S, the tokens of a row."""
+    requests: list[Request]
+    indices: list[int]
+    """Of each among all requests."""
+    waiting: collections.deque[int]
+    """The numbers of those whose search is not begun."""
+    sources: np.ndarray
+    """Tokens of each request, then one row without a sentence."""
+    constraints: SentenceConstraints
+    """Of the same rows; `allowed`, which is large, is added to the rows that are searched."""
 
     @classmethod
-    def of(cls, requests: Sequence[Request], minimum: int, minimum_phrases: int) -> Self:
-        """Returns powers of two, or 0; `minimum` is for prefixes, the other for phrases."""
-        phrases = [request.phrases for request in requests]
-        return cls(
-            _power_of_two(max([minimum, *(len(request.prefix) for request in requests)])),
-            _power_of_two(max([minimum_phrases, *map(len, phrases)])),
-            _power_of_two(max([minimum_phrases, *map(len, itertools.chain(*phrases))])),
-            any(request.allowed is not None for request in requests),
-            any(request.certain for request in requests),
-        )
+    def of(
+        cls,
+        all_requests: Sequence[Request],
+        indices: list[int],
+        length: int,
+        constrained: bool,
+        options: SearchOptions,
+    ) -> Self:
+        """Groups the requests `indices`; the widths of their constraints are powers of two."""
+        requests = [all_requests[index] for index in indices]
+        rows = [*requests, Request([], min_length=0, max_length=0)]
+        prefixes = [request.prefix for request in rows]
+        phrases = [request.phrases for request in rows]
+        certain = [request.certain for request in rows]
+        prefix_width = _width(prefixes, int(constrained))
+        least = int(constrained and not options.sampling)
+        phrases_shape = _width(phrases, least), _width(itertools.chain(*phrases), least)
+        sources = padded([request.source for request in rows], (len(rows), length), options.pad_id)
+        arrays: dict[str, Any] = {
+            "max_lengths": np.array([request.max_length for request in rows], np.int32),
+            "min_lengths": np.array([request.min_length for request in rows], np.int32),
+            "prefix": padded(prefixes, (len(rows), prefix_width), fill=-1),
+            "keys": np.array([(0, request.seed) for request in rows], np.uint32),
+            "phrases": np.stack([padded(each, phrases_shape, fill=-1) for each in phrases]),
+            "source_mask": sources != options.pad_id,
+            "certain": np.array(certain, np.int32) if any(certain) else None,
+        }
+        constraints = SentenceConstraints(**arrays)
+        waiting = collections.deque(range(len(requests)))
+        return cls(length, requests, indices, waiting, sources, constraints)
+
+    def rows(
+        self, numbers: Sequence[int], count: int, vocab_size: int
+    ) -> tuple[np.ndarray, SentenceConstraints]:
+        """Returns the rows of some requests, followed by rows without a sentence."""
+        chosen = np.full(count, len(self.requests))
+        chosen[: len(numbers)] = numbers
+        constraints = jax.tree.map(lambda leaf: leaf[chosen], self.constraints)
+        if any(request.allowed is not None for request in self.requests):
+            allowed = np.zeros((count, vocab_size), bool)
+            for row, number in zip(allowed, numbers, strict=False):
+                own = self.requests[number].allowed
+                row[slice(None) if own is None else own] = True
+            constraints = constraints._replace(allowed=allowed)
+        return self.sources[chosen], constraints
 
 
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length() if number else 0
+def _width(sequences: Iterable[Sequence[Any]], least: int) -> int:
+    """Returns the power of two that holds the longest of the sequences, or 0."""
+    longest = max([least, *map(len, sequences)])
+    return 1 << (longest - 1).bit_length() if longest else 0
 
 
 class _Batch:
     """B rows, with or without a sentence, that are searched together."""
 
-    def __init__(
-        self,
-        batcher: ContinuousBatcher,
-        device: Any,
-        length: int,
-        widths: _ConstraintWidths,
-        share: int,
-    ) -> None:
-        """Creates a batch without sentences, for about `share` sentences of S = `length` tokens."""
+    def __init__(self, batcher: ContinuousBatcher, device: Any, group: _Group, share: int) -> None:
+        """Creates a batch without sentences, for about `share` sentences of a group."""
         self._batcher = batcher
         self._params = batcher._params[device]
-        self._length = length
-        self._widths = widths
-        sizes = batcher._batch_sizes(length)
+        self._group = group
+        sizes = batcher._batch_sizes(group.length)
         first, *smaller = [size for size in sizes if size <= share] or sizes[-1:]
         self._sizes = [first, *(size for size in smaller if size >= MIN_FINAL_BATCH_ROWS)]
         """B, followed by the sizes to which it may shrink, descending."""
-        self._num_admitted = max(1, self._sizes[0] // 8)  # R, rows admitted together.
+        self._num_admitted = max(1, first // 8)  # R, rows admitted together.
         self._target_length = batcher._target_length(1)
-        self._request_of_row: list[int | None] = [None] * self._sizes[0]
-        """Index of the request that each row is searched for."""
+        self._request_of_row: list[int | None] = [None] * first
+        """Number of the request that each row is searched for."""
         self._longest = 0
         """Number of tokens of the longest unfinished hypothesis."""
-        shape = batcher._state_shape(length, widths)
-        self._state = programs.empty_search(shape, self._sizes[0], device)
+        self._state = programs.empty_search(batcher._state_shape(group), first, device)
 
     @property
     def is_busy(self) -> bool:
         """Whether any row has a sentence."""
-        return any(index is not None for index in self._request_of_row)
+        return any(number is not None for number in self._request_of_row)
 
-    def admit(self, requests: Sequence[Request], waiting: collections.deque[int]) -> None:
+    def _free_rows(self) -> list[int]:
+        return [row for row, number in enumerate(self._request_of_row) if number is None]
+
+    def admit(self) -> None:
         """Assigns waiting sentences to free rows, as long as there are enough of both."""
-        batcher = self._batcher
-        while True:
-            free = [row for row, index in enumerate(self._request_of_row) if index is None]
-            if len(free) < self._num_admitted:
-                return
+        batcher, group, count = self._batcher, self._group, self._num_admitted
+        while len(free := self._free_rows()) >= count:
             new: list[int] = []
-            while len(new) < self._num_admitted and waiting:
-                try:
-                    new.append(waiting.popleft())
-                except IndexError:  # Another worker took the last one.
-                    break
+            with contextlib.suppress(IndexError):  # Another worker may take the last one.
+                while len(new) < count:
+                    new.append(group.waiting.popleft())
             if not new:
                 return
-            slots = np.full(self._num_admitted, len(self._request_of_row), np.int32)
+            slots = np.full(count, len(self._request_of_row), np.int32)
             slots[: len(new)] = free[: len(new)]
-            for row, index in zip(free, new, strict=False):
-                self._request_of_row[row] = index
-            rows = [requests[index] for index in new]
+            for row, number in zip(free, new, strict=False):
+                self._request_of_row[row] = number
             self._state = programs.admit_rows(
                 self._params,
-                *batcher._arrays(
-                    self._length, self._widths, [*rows, *[None] * (self._num_admitted - len(new))]
-                ),
+                *group.rows(new, count, batcher._model.target_vocab_size),
                 batcher._options,
                 self._state,
                 slots,
@@ -313,10 +281,10 @@ class _Batch:
                 max_length=self._target_length,
             )
 
-    def run(self, keep_full: bool) -> list[tuple[int, TokenHypotheses]]:
+    def run(self) -> list[tuple[int, TokenHypotheses]]:
         """Continues the search until some rows are finished, and returns their hypotheses.
 
-        With `keep_full`, it stops as soon as new sentences can be admitted; otherwise when a
+        While sentences are waiting, it stops as soon as new ones can be admitted; then when a
         smaller batch would suffice.
         """
         batcher = self._batcher
@@ -325,7 +293,7 @@ class _Batch:
             self._state = programs.resize_search(self._state, max_length=target_length)
             self._target_length = target_length
         max_active = len(self._request_of_row) - self._num_admitted
-        if not keep_full:
+        if not self._group.waiting:
             self._shrink()
             max_active = self._sizes[1] if len(self._sizes) > 1 else 0
         self._state, running, positions, found = programs.run_search(
@@ -339,24 +307,22 @@ class _Batch:
         running, positions, found = jax.device_get((running, positions, found))
         self._longest = int(np.max(positions, where=running, initial=0))
         finished = []
-        for row, index in enumerate(self._request_of_row):
-            if index is not None and not running[row]:
-                finished.append((index, _hypotheses_of_row(found, row)))
+        for row, number in enumerate(self._request_of_row):
+            if number is not None and not running[row]:
+                finished.append((self._group.indices[number], _hypotheses_of_row(found, row)))
                 self._request_of_row[row] = None
         return finished
 
     def _shrink(self) -> None:
         """Removes rows without a sentence, if the others fit into a smaller batch."""
-        needed = [row for row, index in enumerate(self._request_of_row) if index is not None]
+        free = self._free_rows()
+        needed = [row for row in range(len(self._request_of_row)) if row not in free]
         while len(self._sizes) > 1 and len(needed) <= self._sizes[1]:
             self._sizes.pop(0)
-        size = self._sizes[0]
-        if size == len(self._request_of_row):
-            return
-        free = [row for row, index in enumerate(self._request_of_row) if index is None]
-        kept = [*needed, *free][:size]
-        self._state = programs.select_rows(self._state, np.array(kept, np.int32))
-        self._request_of_row = [self._request_of_row[row] for row in kept]
+        if self._sizes[0] < len(self._request_of_row):
+            kept = [*needed, *free][: self._sizes[0]]
+            self._state = programs.select_rows(self._state, np.array(kept, np.int32))
+            self._request_of_row = [self._request_of_row[row] for row in kept]
 
 
 def _hypotheses_of_row(result: SearchResult, row: int) -> TokenHypotheses:

@@ -34,13 +34,9 @@ def plan_buckets(
 ) -> list[Bucket]:
     """Groups sentences of similar length, the longest first.
 
-    Row lengths are 16, 32, 64, ... tokens, up to the size of a learned position table.
-
-    Args:
-      lengths: number of tokens of each sentence, end token included. Those of length 0 are skipped.
-      batch_tokens: tokens per bucket, padding included; a longer sentence gets its own bucket.
-      model: limits the positions.
-      numbers: of the sentences, for error messages; None = from 1.
+    Row lengths are 16, 32, 64, ... tokens, up to the size of a learned position table. Sentences of
+    length 0 are skipped. A bucket has `batch_tokens`, padding included; a longer sentence gets its
+    own. `numbers` are those of the sentences in error messages; None = from 1.
 
     Raises:
       UserError: a sentence is longer than the position table.
@@ -64,12 +60,18 @@ def plan_buckets(
     return buckets
 
 
+def padded(sequences: Sequence[Sequence[int]], shape: tuple[int, int], fill: int) -> np.ndarray:
+    """Returns token sequences as int32 of the given shape; `fill` follows each, and all of them."""
+    rows = np.full(shape, fill, np.int32)
+    for row, sequence in zip(rows, sequences, strict=False):
+        row[: len(sequence)] = sequence
+    return rows
+
+
 def fill_rows(sequences: Sequence[Sequence[int]], bucket: Bucket, pad_id: int) -> np.ndarray:
     """Returns a bucket's token sequences as int32 [B, length], padded."""
-    rows = np.full((bucket.num_rows, bucket.length), pad_id, np.int32)
-    for row, index in zip(rows, bucket.indices, strict=False):
-        row[: len(sequences[index])] = sequences[index]
-    return rows
+    chosen = [sequences[index] for index in bucket.indices]
+    return padded(chosen, (bucket.num_rows, bucket.length), pad_id)
 
 
 def row_length(length: int, limit: int | None, shortest: int = MIN_ROW_LENGTH) -> int:

@@ -5,6 +5,8 @@ structure of `SearchOptions` is one compilation.
 """
 
 import functools
+import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -13,7 +15,6 @@ import numpy as np
 from jax import Array, lax
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.decoding.ensemble import combine, reorder_each
 from flaxformer_mt.decoding.search.options import SearchOptions
 from flaxformer_mt.decoding.search.search import active, advance, results, start
 from flaxformer_mt.decoding.search.state import (
@@ -24,8 +25,10 @@ from flaxformer_mt.decoding.search.state import (
     SentenceConstraints,
     StepFunction,
     StepOutput,
+    StepState,
 )
 from flaxformer_mt.model.cache import insert_rows, reorder_cache, resize_cache
+from flaxformer_mt.model.numerics import at_least_float32
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.runtime import decoding_options
 
@@ -90,15 +93,15 @@ def admit_rows(
     new = begin_search(
         params, sources, constraints, options, configs=configs, max_length=max_length
     )
-
-    def replace(old: Array, inserted: Array) -> Array:
-        return old.at[slots].set(inserted, mode="drop")
-
     caches = tuple(
         insert_rows(old, inserted, slots)
         for old, inserted in zip(search_state.state, new.state, strict=True)
     )
-    others = jax.tree.map(replace, search_state._replace(state=()), new._replace(state=()))
+    others = jax.tree.map(
+        lambda old, inserted: old.at[slots].set(inserted, mode="drop"),
+        search_state._replace(state=()),
+        new._replace(state=()),
+    )
     return others._replace(state=caches)
 
 
@@ -127,8 +130,7 @@ def run_search(
         step_function(config, model_params, options)
         for config, model_params in zip(configs, params, strict=True)
     ]
-    step = combine(steps, ensemble)
-    reorder: ReorderFunction = reorder_each(reorder_cache)
+    step, reorder = combine(steps, ensemble), reorder_each(reorder_cache)
     max_length = search_state.hypotheses.tokens.shape[-1]
 
     def proceed(state: SearchState) -> Array:
@@ -166,9 +168,64 @@ def step_function(config: TransformerConfig, params: Any, options: SearchOptions
     return step
 
 
+def combine(steps: Sequence[StepFunction], how: Literal["log", "probability"]) -> StepFunction:
+    r"""Returns the step function of an ensemble of M models with equal weights.
+
+    .. math::
+        \text{log:}\ \frac{1}{M} \sum_m \log p_m(v) \qquad
+        \text{probability:}\ \log \frac{1}{M} \sum_m p_m(v)
+
+    "log" is a geometric mean, whose probabilities sum to less than 1 until the search normalizes
+    them. A token to which one model gives a logit of minus infinity is impossible with "log", and
+    with "probability" only if all models do. The attention is averaged over the models, which may
+    differ in everything but their vocabularies.
+
+    The state of the step function is a tuple of the models' states. Its logits are the logarithms
+    above, in float32 or wider; those of a single model are returned unchanged.
+    """
+
+    def step(tokens: Array, states: StepState, positions: Array) -> tuple[StepOutput, StepState]:
+        outputs, new_states = zip(
+            *(
+                single(tokens, state, positions)
+                for single, state in zip(steps, states, strict=True)
+            ),
+            strict=True,
+        )
+        if len(outputs) == 1:
+            return outputs[0], new_states
+        attentions = [output.attention for output in outputs if output.attention is not None]
+        return (
+            StepOutput(
+                mean_log_probabilities([output.logits for output in outputs], how),
+                jnp.mean(_stack(attentions), axis=0) if attentions else None,
+            ),
+            new_states,
+        )
+
+    return step
+
+
+def reorder_each(reorder: ReorderFunction) -> ReorderFunction:
+    """Returns a function that applies `reorder` to every state of a tuple."""
+    return lambda states, parents: tuple(reorder(state, parents) for state in states)
+
+
+def mean_log_probabilities(logits: Sequence[Array], how: Literal["log", "probability"]) -> Array:
+    """Averages the distributions of M models, logits [..., V] each; see `combine`."""
+    log_probabilities = jax.nn.log_softmax(_stack(logits))
+    if how == "log":
+        return jnp.mean(log_probabilities, axis=0)
+    return jax.nn.logsumexp(log_probabilities, axis=0) - math.log(len(logits))
+
+
+def _stack(arrays: Sequence[Array]) -> Array:
+    return jnp.stack([array.astype(at_least_float32(array.dtype)) for array in arrays])
+
+
 @jax.jit
 def select_rows(search_state: SearchState, rows: Array) -> SearchState:
-    """Returns the search restricted to the given rows, int32 [R]."""
+    """Returns the search of some rows, int32 [R]."""
     selected: SearchState = jax.tree.map(lambda leaf: leaf[rows], search_state)
     return selected
 

@@ -6,14 +6,25 @@ from model to model, and the second-to-last layer is often better than the last 
 
 import itertools
 from collections.abc import Sequence
+from typing import Literal, get_args
 
 import numpy as np
 
 from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, words
+from flaxformer_mt.errors import UserError
+
+AlignmentUnit = Literal["words", "pieces"]
+"""What an alignment links."""
 
 Links = list[tuple[int, int]]
 """(source, target), both counted from 0, in the order of the target."""
+
+
+def check_unit(unit: AlignmentUnit | None) -> None:
+    """Raises UserError if the unit of an alignment is unknown."""
+    if unit is not None and unit not in get_args(AlignmentUnit):
+        raise UserError(f"the unit {unit!r} is unknown: align words or pieces")
 
 
 def without_ends(attention: np.ndarray, target: Sequence[int], eos_id: int) -> np.ndarray:
@@ -48,6 +59,18 @@ def align_words(
     return align(target.T @ attention @ source)
 
 
+def align_units(
+    unit: AlignmentUnit,
+    attention: np.ndarray,
+    source_pieces: Sequence[str],
+    target_pieces: Sequence[str],
+) -> Links:
+    """Links words, see `align_words`, or pieces, see `align`."""
+    if unit == "words":
+        return align_words(attention, source_pieces, target_pieces)
+    return align(attention)
+
+
 def one_hot(groups: Sequence[int]) -> np.ndarray:
     """Returns the one-hot encoding [N, G] of group indices 0 to G - 1."""
     return np.eye(max(groups, default=-1) + 1, dtype=np.float32)[np.asarray(groups, int)]
@@ -67,13 +90,8 @@ def copy_unknown(
     """Returns the text of a translation, with unknown tokens replaced by source words.
 
     Each unknown token becomes the source word that it attends to most; consecutive ones that attend
-    to the same word become that word once. A source without words leaves them as they are.
-
-    Args:
-      target: T tokens, without end token.
-      attention: [T, S] as for `align`.
-      source_pieces: S pieces, from `Tokenizer.split`.
-      tokenizer: the target tokenizer.
+    to the same word become that word once. A source without words leaves them as they are. The
+    tokenizer is that of the target, whose T tokens have no end token; the attention is [T, S].
     """
     if not source_pieces:
         return tokenizer.decode([target])[0]

@@ -1,8 +1,7 @@
 """Reports of scores: lines of text or JSON, and the metrics of a corpus."""
 
-import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -68,44 +67,32 @@ def _details(target: str, score: PairScore, value: float) -> dict[str, Any]:
     }
 
 
-@dataclasses.dataclass
-class CorpusTotals:
-    """Sums over a corpus; those over tokens count the first translation of each sentence."""
+def corpus_metrics(
+    sentences: Iterable[ScoredSentence], value: ScoreFunction
+) -> dict[str, float | None]:
+    """Returns sums over a corpus, its perplexity, and its accuracy if there is a choice.
 
-    sentences: int = 0
-    tokens: int = 0
-    """Number of tokens, end tokens included."""
-    log_probability: float = 0.0
-    compared: int = 0
-    """Number of sentences with several translations."""
-    preferred: int = 0
-    """Number of those whose first translation is preferred."""
-
-    def add(self, scored: ScoredSentence, value: ScoreFunction) -> None:
-        """Adds one sentence."""
-        first = scored.scores[0]
-        self.sentences += 1
-        self.tokens += len(first.tokens)
-        self.log_probability += first.log_probability
+    Those over tokens count the first translation of each sentence. The perplexity is
+    exp(-mean log-probability per token), end tokens included, None if it is too large for a float;
+    the accuracy is the fraction of sentences with several translations whose first is preferred.
+    """
+    count = tokens = 0
+    log_probability = 0.0
+    is_correct = []
+    for scored in sentences:
+        count += 1
+        tokens += len(scored.scores[0].tokens)
+        log_probability += scored.scores[0].log_probability
         if len(scored.scores) > 1:
-            self.compared += 1
-            self.preferred += preferred([value(score) for score in scored.scores]) == 0
-
-    def metrics(self) -> dict[str, float | None]:
-        """Returns the sums, the perplexity and the accuracy.
-
-        The perplexity is exp(-mean log-probability per token), end tokens included, None if it is
-        too large for a float; the accuracy is the fraction of sentences whose first translation is
-        preferred.
-        """
-        with np.errstate(over="ignore"):
-            perplexity = float(np.exp(-self.log_probability / self.tokens))
-        metrics: dict[str, float | None] = {
-            "sentences": self.sentences,
-            "tokens": self.tokens,
-            "log_probability": self.log_probability,
-            "perplexity": perplexity if math.isfinite(perplexity) else None,
-        }
-        if self.compared:
-            metrics |= {"preferred": self.preferred, "accuracy": self.preferred / self.compared}
-        return metrics
+            is_correct.append(preferred([value(score) for score in scored.scores]) == 0)
+    with np.errstate(over="ignore"):
+        perplexity = float(np.exp(-log_probability / tokens))
+    metrics: dict[str, float | None] = {
+        "sentences": count,
+        "tokens": tokens,
+        "log_probability": log_probability,
+        "perplexity": perplexity if math.isfinite(perplexity) else None,
+    }
+    if is_correct:
+        metrics |= {"preferred": sum(is_correct), "accuracy": sum(is_correct) / len(is_correct)}
+    return metrics

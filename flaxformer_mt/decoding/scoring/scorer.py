@@ -4,29 +4,24 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
-from flaxformer_mt.data.tokenizers.language_tokens import with_first
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers
 from flaxformer_mt.decoding.parameters import prepared_model
-from flaxformer_mt.decoding.scoring.alignment import Links, align, align_words, without_ends
+from flaxformer_mt.decoding.scoring.alignment import (
+    AlignmentUnit,
+    Links,
+    align_units,
+    check_unit,
+    without_ends,
+)
 from flaxformer_mt.decoding.scoring.teacher_forcing import teacher_force
 from flaxformer_mt.decoding.search.ranking import length_penalty
 from flaxformer_mt.decoding.text_arguments import require_iterable, require_text, require_texts
 from flaxformer_mt.errors import UserError
-
-AlignmentUnit = Literal["words", "pieces"]
-"""What an alignment links."""
-
-
-def check_unit(unit: AlignmentUnit | None) -> None:
-    """Raises UserError if the unit of an alignment is unknown."""
-    if unit is not None and unit not in get_args(AlignmentUnit):
-        raise UserError(f"the unit {unit!r} is unknown: align words or pieces")
-
 
 ScoreNormalization = Literal["none", "tokens", "search"]
 """The divisor of a log-probability: none; the number of tokens; or the length penalty of the
@@ -36,20 +31,20 @@ further penalties, a shortlist, or renormalizes after excluding tokens."""
 CHUNK_SIZE = 4096
 """Number of pairs that are read, sorted by length and scored together."""
 
+_T = TypeVar("_T")
+
 
 @dataclasses.dataclass(frozen=True)
 class PairScore:
-    """The log-probabilities of one sentence pair."""
+    """The log-probabilities of one sentence pair; the end token is a token of the target."""
 
     tokens: tuple[int, ...]
-    """Target tokens, the end token included."""
     token_log_probabilities: tuple[float, ...]
     """Of each token, given the source and the preceding tokens; natural logarithm. That of a first
     token which the search does not choose, such as the language, is 0."""
     pieces: tuple[str, ...] = ()
     """The text of each token; the last is the end token's entry in the vocabulary."""
     alignment: Links | None = None
-    """Links from source to target words, or pieces; None if not requested."""
 
     @property
     def log_probability(self) -> float:
@@ -68,10 +63,10 @@ class PairScore:
 
 
 class TargetTokens(NamedTuple):
-    """A target, tokenized."""
+    """A target, tokenized, with its end token."""
 
     tokens: list[int]
-    """Without the end token."""
+    pieces: list[str]
     num_added: int
     """How many of the first tokens are not part of the text."""
     num_certain: int
@@ -90,9 +85,6 @@ def certain_first_token(target: Tokenizer, decode: DecodeConfig) -> tuple[int, .
     """Returns the token that translations begin with, with probability 1, if there is one.
 
     It is `decode.first_token`, or the language of the target vocabulary.
-
-    Raises:
-      UserError: `decode.first_token` is not one token of the vocabulary.
     """
     name = decode.first_token
     if not name:
@@ -107,16 +99,23 @@ def certain_first_token(target: Tokenizer, decode: DecodeConfig) -> tuple[int, .
     return (tokens[0],)
 
 
-def with_certain_first(
-    tokens: Sequence[int], target: Tokenizer, first: Sequence[int]
-) -> TargetTokens:
-    """Adds `first` to the tokens of a text, unless it names a language itself."""
-    if tokens and tokens[0] in target.language_ids:
-        return TargetTokens([*tokens], num_added=0, num_certain=1)
-    if first:
-        return TargetTokens([*first, *tokens], num_added=1, num_certain=1)
-    added = with_first(tokens, target)
-    return TargetTokens(added, num_added=len(added) - len(tokens), num_certain=0)
+def tokenized_targets(
+    texts: Sequence[str], target: Tokenizer, first: Sequence[int]
+) -> Iterator[TargetTokens]:
+    """Tokenizes translations; `first` precedes those that do not name a language themselves."""
+    (end,) = target.pieces([target.eos_id])
+    for own, pieces in zip(target.encode_parts(texts), target.split(texts), strict=True):
+        names_language = bool(own) and own[0] in target.language_ids
+        tokens = target.with_first(own)
+        if first and not names_language:
+            tokens = [*first, *own]
+        num_added = len(tokens) - len(own)
+        yield TargetTokens(
+            [*tokens, target.eos_id],
+            [*target.pieces(tokens[:num_added]), *pieces[len(pieces) - len(own) :], end],
+            num_added,
+            num_certain=int(names_language or len(first) > 0),
+        )
 
 
 class Scorer:
@@ -132,7 +131,7 @@ class Scorer:
         tokenizers: Tokenizers,
         decode: DecodeConfig | None = None,
     ) -> None:
-        """Creates a scorer; the arguments, and the errors, are those of `Translator`."""
+        """Creates a scorer; arguments and errors are those of `Translator`."""
         self.model, self.params = prepared_model(config, params, tokenizers, rounded=False)
         self.decode = decode or DecodeConfig()
         self.tokenizers = tokenizers
@@ -141,82 +140,25 @@ class Scorer:
     def stream(
         self, pairs: Iterable[tuple[str, str]], alignment: AlignmentUnit | None = None
     ) -> Iterator[PairScore]:
-        """Scores each target as a translation of its source, in the given order.
+        """Scores each target as a translation of its source, in the given order, read lazily.
 
         Empty sentences are scored like all others: they consist of the end token. A score does not
-        depend on the other pairs.
-
-        Args:
-          pairs: source and target sentences, read lazily.
-          alignment: the unit to align; None = no alignment.
+        depend on the other pairs. `alignment` is the unit to align, if any.
 
         Raises:
-          TypeError: an item is not a pair of strings. UserError: a sentence is longer than a
-          learned position table, or the decoder does not have the
-            configured alignment layer or head.
+          TypeError: an item is not a pair of strings.
+          UserError: a sentence is longer than a learned position table, or the decoder does not
+            have the configured alignment layer or head.
         """
-        numbered = enumerate(require_iterable(pairs, "pairs", "pairs of strings"))
-        yield from self._stream(
-            ((index + 1, _as_pair(pair, f"pairs[{index}]")) for index, pair in numbered), alignment
-        )
 
-    def _stream(
-        self,
-        numbered: Iterable[tuple[int, tuple[str, str]]],
-        alignment: AlignmentUnit | None,
-    ) -> Iterator[PairScore]:
-        check_unit(alignment)
-        remaining = iter(numbered)
-        while chunk := list(itertools.islice(remaining, CHUNK_SIZE)):
-            numbers, pairs = zip(*chunk, strict=True)
-            yield from self._score(pairs, alignment, numbers)
+        def checked() -> Iterator[tuple[str, list[str]]]:
+            listed = require_iterable(pairs, "pairs", "pairs of strings")
+            for index, pair in enumerate(listed):
+                source, target = _two(pair, f"pairs[{index}]")
+                yield source, [require_text(target, f"pairs[{index}][1]")]
 
-    def _score(
-        self,
-        pairs: Sequence[tuple[str, str]],
-        alignment: AlignmentUnit | None,
-        numbers: Sequence[int],
-    ) -> Iterator[PairScore]:
-        # As in translation, outer spaces are not part of a text.
-        sources, targets = ([text.strip() for text in side] for side in zip(*pairs, strict=True))
-        source, target, eos_id = self.tokenizers.source, self.tokenizers.target, self.model.eos_id
-        source_texts = source.encode_parts(sources)
-        source_rows = [with_first(tokens, source) for tokens in source_texts]
-        target_rows = [
-            with_certain_first(tokens, target, self._first)
-            for tokens in target.encode_parts(targets)
-        ]
-        results = teacher_force(
-            self.params,
-            self.model,
-            self.decode,
-            [[*tokens, eos_id] for tokens in source_rows],
-            [[*row.tokens, eos_id] for row in target_rows],
-            attention=alignment is not None,
-            numbers=numbers,
-        )
-        split = zip(source.split(sources), target.split(targets), strict=True)
-        for index, (source_pieces, target_pieces) in enumerate(split):
-            row, result = target_rows[index], results[index]
-            first, num_own = row.tokens[: row.num_added], len(row.tokens) - row.num_added
-            own_pieces = target_pieces[len(target_pieces) - num_own :]
-            tokens = (*row.tokens, eos_id)
-            links = None
-            if result.attention is not None:
-                # Tokens that are not part of the texts are in no alignment.
-                num_added = len(source_rows[index]) - len(source_texts[index])
-                attention = without_ends(result.attention, tokens, eos_id)
-                attention = attention[row.num_added :, num_added:]
-                if alignment == "words":
-                    links = align_words(attention, source_pieces[num_added:], own_pieces)
-                else:
-                    links = align(attention)
-            yield PairScore(
-                tokens,
-                (*[0.0] * row.num_certain, *result.log_probabilities[row.num_certain :]),
-                (*target.pieces(first), *own_pieces, *target.pieces([eos_id])),
-                links,
-            )
+        for scored in self._stream(checked(), alignment):
+            yield from scored.scores
 
     def stream_candidates(
         self,
@@ -224,32 +166,80 @@ class Scorer:
         alignment: AlignmentUnit | None = None,
     ) -> Iterator[ScoredSentence]:
         """Scores several translations of each source sentence; otherwise like `stream`."""
-        listed = require_iterable(candidates, "candidates", "sources with their translations")
-        counted, paired = itertools.tee(
-            _as_candidates(item, f"candidates[{index}]") for index, item in enumerate(listed)
-        )
+
+        def checked() -> Iterator[tuple[str, list[str]]]:
+            listed = require_iterable(candidates, "candidates", "sources with their translations")
+            for index, item in enumerate(listed):
+                source, targets = _two(item, f"candidates[{index}]")
+                yield source, require_texts(targets, f"candidates[{index}][1]")
+
+        yield from self._stream(checked(), alignment)
+
+    def _stream(
+        self, candidates: Iterable[tuple[str, Sequence[str]]], alignment: AlignmentUnit | None
+    ) -> Iterator[ScoredSentence]:
+        check_unit(alignment)
+        counted, paired = itertools.tee(candidates)
         pairs = (
-            (number, (source, target))
+            (number, source, target)
             for number, (source, targets) in enumerate(paired, start=1)
             for target in targets
         )
-        scores = self._stream(pairs, alignment)
+        chunks = (self._score(chunk, alignment) for chunk in chunked(pairs, CHUNK_SIZE))
+        scores = itertools.chain.from_iterable(chunks)
         for source, targets in counted:
             yield ScoredSentence(source, targets, list(itertools.islice(scores, len(targets))))
 
+    def _score(
+        self, pairs: Sequence[tuple[int, str, str]], alignment: AlignmentUnit | None
+    ) -> Iterator[PairScore]:
+        numbers, *texts = zip(*pairs, strict=True)
+        # As in translation, outer spaces are not part of a text.
+        sources, targets = ([text.strip() for text in side] for side in texts)
+        source, eos_id = self.tokenizers.source, self.model.eos_id
+        source_texts = source.encode_parts(sources)
+        source_rows = [source.with_first(tokens) for tokens in source_texts]
+        target_rows = list(tokenized_targets(targets, self.tokenizers.target, self._first))
+        results = teacher_force(
+            self.params,
+            self.model,
+            self.decode,
+            [[*tokens, eos_id] for tokens in source_rows],
+            [row.tokens for row in target_rows],
+            attention=alignment is not None,
+            numbers=numbers,
+        )
+        for index, source_pieces in enumerate(source.split(sources)):
+            row, result = target_rows[index], results[index]
+            links = None
+            if alignment is not None and result.attention is not None:
+                # Tokens that are not part of the texts are in no alignment.
+                num_added = len(source_rows[index]) - len(source_texts[index])
+                attention = without_ends(result.attention, row.tokens, eos_id)
+                links = align_units(
+                    alignment,
+                    attention[row.num_added :, num_added:],
+                    source_pieces[num_added:],
+                    row.pieces[row.num_added : -1],
+                )
+            yield PairScore(
+                tuple(row.tokens),
+                (*[0.0] * row.num_certain, *result.log_probabilities[row.num_certain :]),
+                tuple(row.pieces),
+                links,
+            )
 
-def _as_pair(pair: Any, name: str) -> tuple[str, str]:
-    source, target = _two(pair, name)
-    return require_text(source, f"{name}[0]"), require_text(target, f"{name}[1]")
 
-
-def _as_candidates(item: Any, name: str) -> tuple[str, list[str]]:
-    source, targets = _two(item, name)
-    return require_text(source, f"{name}[0]"), require_texts(targets, f"{name}[1]")
-
-
-def _two(value: Any, name: str) -> tuple[Any, Any]:
+def _two(value: Any, name: str) -> tuple[str, Any]:
+    """Checks a source with its translation or translations."""
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise TypeError(f"{name} must be a tuple of two, not {type(value).__name__}")
-    first, second = value
-    return first, second
+    source, other = value
+    return require_text(source, f"{name}[0]"), other
+
+
+def chunked(items: Iterable[_T], size: int) -> Iterator[list[_T]]:
+    """Yields lists of `size` items; the last may be shorter."""
+    remaining = iter(items)
+    while chunk := list(itertools.islice(remaining, size)):
+        yield chunk

@@ -1,7 +1,7 @@
 """Teacher forcing: what a model predicts after each prefix of given targets, in one full pass."""
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -43,12 +43,12 @@ def teacher_force(
     The result for a pair depends on that pair alone, not on the others.
 
     Args:
-      params: parameters of `model`.
-      model: the model, with its vocabulary sizes.
+      params: of the model.
+      model: with its vocabulary sizes.
       decode: `batch_tokens`; `renormalize`, which makes the probabilities those of a search that
         never chooses padding or the start token; `alignment_layer` and `alignment_head`.
       sources: token ids, the end token included.
-      targets: token ids of equally many targets, each of at least one token.
+      targets: token ids of as many targets, at least one each.
       attention: whether to return the attention of that layer and head.
       numbers: of the pairs, for error messages; None = from 1.
 
@@ -57,25 +57,24 @@ def teacher_force(
         or the device has too little memory.
     """
     check_alignment_options(model, decode)
-    results: dict[int, TeacherForcingResult] = {}
-    for indices, arrays in _batches(model, decode, sources, targets, numbers):
-        with explained_exhaustion("scoring", "shorten the longest lines"):
-            log_probabilities, weights = target_log_probabilities(
-                params,
-                *arrays,
-                model=model,
-                excluded=forbidden_token_ids(model) if decode.renormalize else (),
-                attention=(decode.alignment_layer, decode.alignment_head) if attention else None,
-            )
-            rows = log_probabilities.tolist()
-        matrices = None if weights is None else np.asarray(weights)
-        for row, index in enumerate(indices):
-            num_target, num_source = len(targets[index]), len(sources[index])
-            results[index] = TeacherForcingResult(
-                rows[row][:num_target],
-                None if matrices is None else matrices[row, :num_target, :num_source],
-            )
-    return [results[index] for index in range(len(targets))]
+    program = functools.partial(
+        target_log_probabilities,
+        params,
+        model=model,
+        excluded=forbidden_token_ids(model) if decode.renormalize else (),
+        attention=(decode.alignment_layer, decode.alignment_head) if attention else None,
+    )
+    with explained_exhaustion("scoring", "shorten the longest lines"):
+        found = _in_batches(program, model, decode, sources, targets, numbers)
+    return [
+        TeacherForcingResult(
+            log_probabilities[: len(target)].tolist(),
+            None if weights is None else weights[: len(target), : len(source)],
+        )
+        for (log_probabilities, weights), source, target in zip(
+            found, sources, targets, strict=True
+        )
+    ]
 
 
 def predict_tokens(
@@ -87,39 +86,39 @@ def predict_tokens(
 ) -> list[list[int]]:
     """Predicts each target token from the source and the preceding target tokens.
 
-    The arguments are those of `teacher_force`.
-
-    Raises:
-      UserError: a sentence is longer than the model's position table.
+    Arguments and errors are those of `teacher_force`.
     """
-    results: dict[int, list[int]] = {}
-    for indices, (source_tokens, input_tokens, _) in _batches(model, decode, sources, targets):
-        rows = most_probable_tokens(params, source_tokens, input_tokens, model=model).tolist()
-        for row, index in zip(rows, indices, strict=False):  # Buckets have padding rows.
-            results[index] = row[: len(targets[index])]
-    return [results[index] for index in range(len(targets))]
+
+    def program(source_tokens: np.ndarray, input_tokens: np.ndarray, _: np.ndarray) -> Array:
+        return most_probable_tokens(params, source_tokens, input_tokens, model=model)
+
+    found = _in_batches(program, model, decode, sources, targets)
+    return [row[: len(target)].tolist() for row, target in zip(found, targets, strict=True)]
 
 
-def _batches(
+def _in_batches(
+    program: Callable[..., Any],
     model: TransformerConfig,
     decode: DecodeConfig,
     sources: Sequence[Sequence[int]],
     targets: Sequence[Sequence[int]],
     numbers: Sequence[int] | None = None,
-) -> Iterator[tuple[Sequence[int], tuple[np.ndarray, np.ndarray, np.ndarray]]]:
-    """Yields the indices of pairs of similar length with padded rows.
+) -> list[Any]:
+    """Returns the rows of each pair in the arrays that a program computes.
 
-    The rows are source tokens [B, S], and the decoder's input and target tokens [B, T].
+    Its arguments are source tokens [B, S], and the decoder's input and target tokens [B, T].
     """
     inputs = [[model.bos_id, *tokens[:-1]] for tokens in targets]
     # Both sides get the length of the longer one, which limits the number of shapes.
     lengths = [max(map(len, pair)) for pair in zip(sources, targets, strict=True)]
     tokens = batch_tokens(decode, jax.default_backend())
+    found: dict[int, Any] = {}
     for bucket in plan_buckets(lengths, tokens, model, numbers):
-        source_tokens, input_tokens, target_tokens = (
-            fill_rows(side, bucket, model.pad_id) for side in (sources, inputs, targets)
-        )
-        yield bucket.indices, (source_tokens, input_tokens, target_tokens)
+        padded = (fill_rows(side, bucket, model.pad_id) for side in (sources, inputs, targets))
+        arrays = jax.device_get(program(*padded))
+        for row, index in enumerate(bucket.indices):
+            found[index] = jax.tree.map(lambda array, row=row: array[row], arrays)
+    return [found[index] for index in range(len(targets))]
 
 
 def check_alignment_options(model: TransformerConfig, decode: DecodeConfig) -> None:
@@ -150,18 +149,12 @@ def target_log_probabilities(
 ) -> tuple[Array, Array | None]:
     """Computes the log-probability of each target token, given the source and preceding tokens.
 
-    Args:
-      params: parameters of `model`.
-      source_tokens: int32 [B, S], with end token, padded.
-      input_tokens: int32 [B, T], the targets shifted right, beginning with the start token.
-      target_tokens: int32 [B, T], with end token, padded.
-      model: the model.
-      excluded: tokens that are left out of the sum of probabilities.
-      attention: decoder layer and head whose cross-attention to return; head -1 is the mean of all.
+    Source tokens are int32 [B, S], input and target tokens [B, T]; the sum of probabilities leaves
+    out the `excluded` tokens.
 
     Returns:
-      The log-probabilities, in at least float32 [B, T], and the attention [B, T, S] if requested.
-      Both are meaningless at padding.
+      The log-probabilities, in at least float32 [B, T], and the cross-attention [B, T, S] of a
+      decoder layer and head, if requested; head -1 is the mean of all. Meaningless at padding.
     """
     result: Any = Transformer(model).apply(
         {"params": params}, source_tokens, input_tokens, return_attention=attention is not None
@@ -182,9 +175,6 @@ def target_log_probabilities(
 def most_probable_tokens(
     params: Any, source_tokens: Array, input_tokens: Array, *, model: TransformerConfig
 ) -> Array:
-    """Computes the most probable token at each target position, int32 [B, T].
-
-    The arguments are those of `target_log_probabilities`; values at padding are meaningless.
-    """
+    """Computes the most probable token at each target position, int32 [B, T]."""
     logits: Any = Transformer(model).apply({"params": params}, source_tokens, input_tokens)
     return logits.argmax(axis=-1)

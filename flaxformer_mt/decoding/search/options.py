@@ -64,12 +64,9 @@ class SearchOptions:
     ) -> Self:
         """Returns the options that correspond to a configuration.
 
-        Args:
-          decode: the configuration; its texts (`bad_words`, `bad_word_ids`) are ignored.
-          model: gives the special tokens, of which padding and start are never chosen.
-          bad_phrases: token sequences that must not appear; a sequence that consists of the end
-            token alone is ignored.
-          scores: whether log-probabilities and scores are needed.
+        The model gives the special tokens, of which padding and start are never chosen. Of the
+        texts, `decode.bad_words` and `bad_word_ids`, only `bad_phrases` count, their tokens; the
+        end token alone is none.
         """
         own = dataclasses.fields(cls)
         defaults = {field.name: field.default for field in dataclasses.fields(decode)}

@@ -1,21 +1,13 @@
-"""Ranking of hypotheses: length and coverage penalties, finished hypotheses, n-best lists."""
+"""Ranking of hypotheses: length and coverage penalties."""
 
 from typing import Literal
 
 import jax.numpy as jnp
-from jax import Array, lax
-from jaxtyping import Bool, Float, Int
+from jax import Array
+from jaxtyping import Float, Int
 
-from flaxformer_mt.decoding.search import phrase_constraints
 from flaxformer_mt.decoding.search.options import SearchOptions
-from flaxformer_mt.decoding.search.state import (
-    IMPOSSIBLE,
-    Hypotheses,
-    SearchResult,
-    SentenceConstraints,
-    gather_hypotheses,
-    is_possible,
-)
+from flaxformer_mt.decoding.search.state import Hypotheses
 
 
 def length_penalty(
@@ -60,47 +52,3 @@ def ranking_scores(
     if extended.coverage is None or options.coverage_penalty is None:
         return scores
     return scores + coverage_penalty(extended.coverage, options.coverage_penalty)
-
-
-def is_complete(
-    extended: Hypotheses,
-    positions: Int[Array, "B"],
-    constraints: SentenceConstraints,
-    options: SearchOptions,
-) -> Bool[Array, "B C"]:
-    """Whether each hypothesis of `positions` + 1 tokens ends with the last one."""
-    is_longest = positions + 1 >= constraints.max_lengths
-    return (extended.last == options.eos_id) | is_longest[:, None]
-
-
-def as_finished(
-    extended: Hypotheses,
-    complete: Bool[Array, "B C"],
-    positions: Int[Array, "B"],
-    options: SearchOptions,
-) -> SearchResult:
-    """Converts the hypotheses where `complete` is true; all others become empty."""
-    is_finished = complete & is_possible(extended.log_probabilities)
-    return SearchResult(
-        tokens=extended.tokens,
-        lengths=jnp.where(is_finished, positions[:, None] + 1, 0),
-        scores=jnp.where(is_finished, ranking_scores(extended, positions, options), IMPOSSIBLE),
-        log_probabilities=jnp.where(is_finished, extended.log_probabilities, IMPOSSIBLE),
-    )
-
-
-def select_best(found: SearchResult, count: int, constraints: SentenceConstraints) -> SearchResult:
-    """Selects the `count` best results among those that lack the fewest required phrases."""
-    if constraints.phrases.shape[1]:
-        lacking = phrase_constraints.phrase_progress(
-            found.tokens, found.lengths, constraints.phrases
-        ).lacking
-        num_phrases = constraints.phrases.shape[1]
-        lacking = jnp.where(found.lengths > 0, lacking.sum(axis=-1), num_phrases)
-        kept = (lacking == lacking.min(axis=1, keepdims=True)) & (found.lengths > 0)
-        found = found._replace(
-            lengths=jnp.where(kept, found.lengths, 0),
-            scores=jnp.where(kept, found.scores, IMPOSSIBLE),
-            log_probabilities=jnp.where(kept, found.log_probabilities, IMPOSSIBLE),
-        )
-    return gather_hypotheses(found, lax.top_k(found.scores, count)[1])

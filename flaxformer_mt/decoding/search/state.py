@@ -42,13 +42,12 @@ class SentenceConstraints(NamedTuple):
     """The constraints and inputs of each row's search."""
 
     max_lengths: Int[Array, "B"]
-    """Maximum number of tokens of a hypothesis, end token included. A hypothesis that
-    reaches it without an end token is complete as it is. 0 marks a row without a sentence."""
+    """Most tokens of a hypothesis, end token included; one that reaches it without an end token is
+    complete as it is. 0 marks a row without a sentence."""
     min_lengths: Int[Array, "B"]
-    """Minimum number of tokens of a hypothesis, end token excluded."""
+    """Fewest tokens, end token excluded."""
     prefix: Int[Array, "B Q"]
-    """The first tokens of every hypothesis, padded with -1. They count
-    towards lengths and scores like all others."""
+    """First tokens of every hypothesis, padded with -1; they count as all others."""
     keys: UInt32[Array, "B 2"]
     """Threefry keys for sampling."""
     phrases: Int[Array, "B C M"]
@@ -56,11 +55,14 @@ class SentenceConstraints(NamedTuple):
     source_mask: Bool[Array, "B S"] | None = None
     """True = a source token; only needed for the coverage penalty."""
     allowed: Bool[Array, "B V"] | None = None
-    """The tokens that may be chosen, over which probabilities are normalized. None =
-    all."""
+    """The tokens that may be chosen, over which probabilities are normalized; None = all."""
     certain: Int[Array, "B"] | None = None
-    """How many of the prefix' first tokens have probability 1, such as a language token
-    that is given. None = 0."""
+    """How many of the prefix' first tokens have probability 1, such as a language; None = 0."""
+
+    @property
+    def has_phrases(self) -> bool:
+        """Whether there is room for phrases."""
+        return self.phrases.shape[1] > 0
 
 
 def unconstrained(max_lengths: Int[Array, "B"]) -> SentenceConstraints:
@@ -81,12 +83,11 @@ class Hypotheses(NamedTuple):
     tokens: Int[Array, "B C P"]
     """Only as many as the row's position are defined."""
     last: Int[Array, "B C"]
-    """The last token, initially `bos_id`."""
+    """Initially `bos_id`."""
     log_probabilities: Float[Array, "B C"]
-    """Summed over the tokens; IMPOSSIBLE if the hypothesis is not continued."""
+    """IMPOSSIBLE if the hypothesis is not continued."""
     coverage: Float[Array, "B C S"] | None
-    """Attention that each source token has received, 1 for padding; None without
-    coverage penalty."""
+    """Attention that each source token has received, 1 for padding; only for its penalty."""
 
 
 class SearchResult(NamedTuple):
@@ -99,13 +100,11 @@ class SearchResult(NamedTuple):
     tokens: Int[Array, "B N P"]
     """End token included, padded with `pad_id`."""
     lengths: Int[Array, "B N"]
-    """End token included."""
     scores: Float[Array, "B N"]
     """The ranking score: log-probability / length penalty + coverage penalty."""
     log_probabilities: Float[Array, "B N"]
-    """Summed over the tokens, end token included, with all rules applied: a
-    required end has probability 1, and repetition and diversity penalties are included; temperature
-    and the filters of sampling are not."""
+    """With all rules applied: a required end has probability 1, and repetition and diversity
+    penalties are included; temperature and the filters of sampling are not."""
 
 
 class SearchState(NamedTuple):

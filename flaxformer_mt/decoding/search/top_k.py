@@ -14,11 +14,8 @@ def top_k(
 
     `jax.lax.top_k` takes half as long as the matrix product that computes the logits. Here the
     columns are divided into blocks: the `count` largest values of a row are in the `count` blocks
-    with the largest maxima, and finding the maximum of each block takes one pass over the row.
-
-    Returns:
-      The min(count, V) largest values of each row, descending, and their columns. Of equal values
-      the first comes first.
+    with the largest maxima, and finding the maximum of each block takes one pass over the row. Of
+    V columns, min(count, V) are returned.
     """
     best, columns = _top_k_of_blocks(in_blocks(scores), min(count, scores.shape[-1]))
     shape = (*scores.shape[:-1], -1)

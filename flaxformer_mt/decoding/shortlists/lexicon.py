@@ -32,10 +32,8 @@ def learn(
     .. math:: p(t_j \leftarrow s_i) = \frac{p(t_j | s_i)}{\sum_k p(t_j | s_k)}
 
     and the maximization step sets p(t | s) to the expected fraction of t among the tokens that s
-    generates. All sentences are held in memory, about 25 KB per pair of 14 tokens.
-
-    Returns:
-      p(target | source) by (source, target), if it is at least `MIN_PROBABILITY`.
+    generates. All sentences are held in memory, about 25 KB per pair of 14 tokens. Returns
+    p(target | source) by (source, target), if it is at least `MIN_PROBABILITY`.
     """
     empty_word = 1 + max((token for source in sources for token in source), default=0)
     width = 1 + max((token for target in targets for token in target), default=0)
@@ -66,8 +64,7 @@ def write_table(
 ) -> None:
     """Writes lines of "target source probability", which `Shortlist.read` and Marian read.
 
-    Pieces that contain ASCII white space, which neither could read, are skipped. The file is
-    compressed if its name ends with ".gz".
+    Pieces with ASCII white space, which neither could read, are skipped; ".gz" is compressed.
     """
     source_pieces = tokenizers.source.pieces(range(tokenizers.source.vocab_size))
     target_pieces = tokenizers.target.pieces(range(tokenizers.target.vocab_size))

@@ -29,8 +29,7 @@ class Shortlist:
     """The candidate translations of each source token."""
 
     offsets: np.ndarray
-    """int64 [source vocabulary + 1]: the translations of source token s are
-    translations[offsets[s] : offsets[s + 1]]."""
+    """int64 [source vocabulary + 1]: token s has translations[offsets[s] : offsets[s + 1]]."""
     translations: np.ndarray
     """int32, target tokens."""
     always: np.ndarray
@@ -48,13 +47,9 @@ class Shortlist:
         words, and each piece of a word gets all pieces of its translations.
 
         The binary format is Marian's (`lex.s2t.bin` beside a model for browsers). It contains its
-        own `first` and `best`, which override the arguments.
-
-        Args:
-          path: the file; either format may be compressed with gzip.
-          tokenizers: the model's tokenizers.
-          first: number of target tokens, from id 0, that are always allowed.
-          best: number of translations kept per source token, by probability.
+        own `first` and `best`, which override the arguments: the number of target tokens, from id
+        0, that are always allowed, and of translations kept per source token, by probability.
+        Either format may be compressed with gzip.
 
         Raises:
           UserError: the file is missing or damaged, or was made for another vocabulary.
@@ -177,17 +172,10 @@ def best_translations(
     source_size: int,
     best: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Sorts a table by source token and keeps the most probable translations of each.
+    """Returns the `offsets` and `translations` of a `Shortlist` with the best translations.
 
-    Args:
-      sources: int64 [N], source token of each entry.
-      targets: int32 [N], target token of each entry.
-      probabilities: float64 [N]; of duplicate entries the highest counts.
-      source_size: size of the source vocabulary.
-      best: number of translations kept per token; in a tie, those with the smallest ids.
-
-    Returns:
-      The `offsets` and `translations` of a `Shortlist`.
+    The table has N entries: int64 source tokens, int32 target tokens, float64 probabilities. Of
+    duplicate entries the highest counts; in a tie, the smallest ids are kept.
     """
     order = np.lexsort((-probabilities, targets, sources))
     sources, targets, probabilities = sources[order], targets[order], probabilities[order]

@@ -10,6 +10,7 @@ The position base is read from the checkpoint's position table.
 """
 
 import dataclasses
+import functools
 from collections.abc import Collection
 from typing import Any
 
@@ -17,27 +18,13 @@ import numpy as np
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint, Tensors
-from flaxformer_mt.interop.weight_maps.family import (
-    Buffer,
-    Family,
-    guess_tying,
-    head_width,
-    sinusoids,
-)
-from flaxformer_mt.interop.weight_maps.rules import (
-    TensorRule,
-    embeddings,
-    linear,
-    norm,
-    same,
-    used_twice,
-)
+from flaxformer_mt.interop.weight_maps.family import Buffer, Family, guess_tying, sinusoids
+from flaxformer_mt.interop.weight_maps.layers import Layers, stack_norms
+from flaxformer_mt.interop.weight_maps.rules import TensorRule, embeddings, norm, same, used_twice
 
 SOURCE = "src_embed.0.lut.weight"
 TARGET = "tgt_embed.0.lut.weight"
 OUTPUT = "generator.proj"
-ENCODER = "encoder.layers.{layer}"
-DECODER = "decoder.layers.{layer}"
 TABLE = "src_embed.1.pe"
 
 SHARED = "shared"
@@ -46,22 +33,33 @@ SEPARATE = "separate"
 PUBLISHED_BASES = (10000.0, 1000.0)
 
 
+_norm = functools.partial(norm, scale="a_2", bias="b_2")
+LAYERS = Layers(
+    encoder="encoder.layers.{layer}.",
+    decoder="decoder.layers.{layer}.",
+    modules={
+        "self_attention": "self_attn",
+        "self_attention_norm": "sublayer.0.norm",
+        "cross_attention": "src_attn",
+        "cross_attention_norm": "sublayer.1.norm",
+        "feed_forward/hidden": "feed_forward.w_1",
+        "feed_forward/output": "feed_forward.w_2",
+        "feed_forward_norm": "sublayer.2.norm",
+    },
+    encoder_modules={"feed_forward_norm": "sublayer.1.norm"},
+    projections=(".linears.0", ".linears.1", ".linears.2", ".linears.3"),
+    norm=_norm,
+)
+
+
 def _sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
-    layer = DECODER.format(layer=0)
-    hidden, narrow = f"{layer}.feed_forward.w_1", f"{layer}.feed_forward.w_2.weight"
-    query, key, value, joined = (f"{layer}.self_attn.linears.{index}" for index in range(4))
     table, bias = f"{OUTPUT}.weight", f"{OUTPUT}.bias"
-    keys = checkpoint.size((f"{query}.weight", 0), (f"{key}.weight", 0), (f"{query}.bias", 0))
-    values = checkpoint.size((f"{value}.weight", 0), (f"{joined}.weight", 1), (f"{value}.bias", 0))
     return {
         "source_vocab_size": checkpoint.size((SOURCE, 0)),
         "target_vocab_size": checkpoint.size((TARGET, 0), (table, 0), (bias, 0)),
-        "d_model": checkpoint.size((SOURCE, 1), (TARGET, 1), (table, 1)),
-        "d_ff": checkpoint.size((f"{hidden}.weight", 0), (f"{hidden}.bias", 0), (narrow, 1)),
-        "head_dim": head_width(keys, num_heads),
-        "value_dim": head_width(values, num_heads),
-        "num_encoder_layers": checkpoint.num_layers("encoder.layers."),
-        "num_decoder_layers": checkpoint.num_layers("decoder.layers."),
+        "head_dim": LAYERS.key_width(checkpoint, num_heads),
+        "value_dim": LAYERS.value_width(checkpoint, num_heads),
+        **LAYERS.sizes(checkpoint),
     }
 
 
@@ -76,52 +74,23 @@ def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     return fields
 
 
-def _norm(ours: str, theirs: str) -> list[TensorRule]:
-    return norm(ours, theirs, scale="a_2", bias="b_2")
-
-
-def _attention(ours: str, theirs: str) -> list[TensorRule]:
-    return [
-        rule
-        for index, name in enumerate(("query", "key", "value", "output"))
-        for rule in linear(f"{ours}/{name}", f"{theirs}.linears.{index}", bias=True)
-    ]
-
-
-def _decoder_attentions(layout: str) -> list[TensorRule]:
-    ours, theirs = "decoder/layers/self_attention", f"{DECODER}.self_attn"
-    rules = _attention(ours, theirs)
-    if layout == SEPARATE:
-        return rules + _attention("decoder/layers/cross_attention", f"{DECODER}.src_attn")
-    return [
-        used_twice(rule, rule.ours[0].replace("self_attention", "cross_attention"))
-        for rule in rules
-    ]
-
-
-def _feed_forward(ours: str, theirs: str) -> list[TensorRule]:
-    return [
-        *linear(f"{ours}/hidden", f"{theirs}.w_1", bias=True),
-        *linear(f"{ours}/output", f"{theirs}.w_2", bias=True),
-    ]
-
-
 def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
+    layers = LAYERS.rules(config)
+    if layout == SHARED:
+        layers = [_shared(rule) for rule in layers if ".src_attn." not in rule.theirs[0]]
     return [
         *embeddings(config, SOURCE, TARGET, f"{OUTPUT}.weight"),
         same("output/bias", f"{OUTPUT}.bias"),
-        *_attention("encoder/layers/self_attention", f"{ENCODER}.self_attn"),
-        *_norm("encoder/layers/self_attention_norm", f"{ENCODER}.sublayer.0.norm"),
-        *_feed_forward("encoder/layers/feed_forward", f"{ENCODER}.feed_forward"),
-        *_norm("encoder/layers/feed_forward_norm", f"{ENCODER}.sublayer.1.norm"),
-        *_norm("encoder/final_norm", "encoder.norm"),
-        *_decoder_attentions(layout),
-        *_norm("decoder/layers/self_attention_norm", f"{DECODER}.sublayer.0.norm"),
-        *_norm("decoder/layers/cross_attention_norm", f"{DECODER}.sublayer.1.norm"),
-        *_feed_forward("decoder/layers/feed_forward", f"{DECODER}.feed_forward"),
-        *_norm("decoder/layers/feed_forward_norm", f"{DECODER}.sublayer.2.norm"),
-        *_norm("decoder/final_norm", "decoder.norm"),
+        *layers,
+        *stack_norms("final_norm", "{stack}.norm", _norm),
     ]
+
+
+def _shared(rule: TensorRule) -> TensorRule:
+    (ours,) = rule.ours
+    if not ours.startswith("decoder/layers/self_attention/"):
+        return rule
+    return used_twice(rule, ours.replace("self_attention", "cross_attention"))
 
 
 def _buffers(config: TransformerConfig) -> list[Buffer]:

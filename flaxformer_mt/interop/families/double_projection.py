@@ -17,16 +17,28 @@ import numpy as np
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
 from flaxformer_mt.interop.weight_maps.family import Family
-from flaxformer_mt.interop.weight_maps.rules import ArrayTuple, TensorRule, linear, norm
+from flaxformer_mt.interop.weight_maps.layers import Layers
+from flaxformer_mt.interop.weight_maps.rules import ArrayTuple, TensorRule, linear
 
 
-def _prefixes(num_encoder_layers: int, num_decoder_layers: int) -> tuple[str, str]:
-    """Returns the prefixes of the names of encoder and decoder layers."""
+def _layers(num_encoder_layers: int, num_decoder_layers: int) -> Layers:
+    encoder, decoder = "encoder.{layer}.", "decoder.{layer}."
     if num_encoder_layers + num_decoder_layers == 1:
-        return "", ""
-    if not num_encoder_layers or not num_decoder_layers:
-        return "{layer}.", "{layer}."
-    return "encoder.{layer}.", "decoder.{layer}."
+        encoder = decoder = ""
+    elif not num_encoder_layers or not num_decoder_layers:
+        encoder = decoder = "{layer}."
+    in_decoder = {
+        "self_attention": "self_attention",
+        "self_attention_norm": "norm1",
+        "cross_attention": "cross_attention",
+        "cross_attention_norm": "norm2",
+        "feed_forward/hidden": "feed_forward.0",
+        "feed_forward/output": "feed_forward.2",
+        "feed_forward_norm": "norm3",
+    }
+    in_encoder = {"feed_forward_norm": "norm2"}
+    modules = in_decoder if num_decoder_layers else in_decoder | in_encoder
+    return Layers(encoder, decoder, modules, in_encoder, attention=_attention)
 
 
 def _depths(checkpoint: PublishedCheckpoint) -> tuple[int, int]:
@@ -39,37 +51,21 @@ def _depths(checkpoint: PublishedCheckpoint) -> tuple[int, int]:
     return (0, layers) if has_decoder_layers else (layers, 0)
 
 
-def _first_layer(checkpoint: PublishedCheckpoint) -> str:
-    depths = _depths(checkpoint)
-    return _prefixes(*depths)[0 if depths[0] else 1].format(layer=0)
-
-
-def _d_model(checkpoint: PublishedCheckpoint, layer: str) -> int:
-    joined = f"{layer}self_attention.W_o"
-    return checkpoint.size(
-        (f"{joined}.weight", 0), (f"{joined}.bias", 0), (f"{layer}norm1.weight", 0)
-    )
-
-
 def _sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
-    num_encoder_layers, num_decoder_layers = _depths(checkpoint)
-    layer = _first_layer(checkpoint)
-    hidden, narrow = f"{layer}feed_forward.0", f"{layer}feed_forward.2.weight"
-    return {
-        "d_model": _d_model(checkpoint, layer),
-        "d_ff": checkpoint.size((f"{hidden}.weight", 0), (f"{hidden}.bias", 0), (narrow, 1)),
-        "num_encoder_layers": num_encoder_layers,
-        "num_decoder_layers": num_decoder_layers,
+    depths = _depths(checkpoint)
+    return _layers(*depths).sizes(checkpoint) | {
+        "num_encoder_layers": depths[0],
+        "num_decoder_layers": depths[1],
     }
 
 
 def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
-    layer = _first_layer(checkpoint)
-    second = f"{layer}self_attention.attention.W_q"
+    layers = _layers(*_depths(checkpoint))
+    second = layers.decoder.format(layer=0) + "self_attention.attention.W_q"
     head_dim = checkpoint.size(
         (f"{second}.weight", 0), (f"{second}.weight", 1), (f"{second}.bias", 0)
     )
-    return {"num_heads": _d_model(checkpoint, layer) // head_dim}
+    return {"num_heads": layers.sizes(checkpoint)["d_model"] // head_dim}
 
 
 def _folded(ours: str, attention: str, name: str, num_heads: int) -> TensorRule:
@@ -102,43 +98,17 @@ def _folded(ours: str, attention: str, name: str, num_heads: int) -> TensorRule:
     )
 
 
-def _attention(ours: str, theirs: str, num_heads: int) -> list[TensorRule]:
+def _attention(config: TransformerConfig, ours: str, theirs: str) -> list[TensorRule]:
     return [
-        _folded(f"{ours}/query", theirs, "W_q", num_heads),
-        _folded(f"{ours}/key", theirs, "W_k", num_heads),
-        _folded(f"{ours}/value", theirs, "W_v", num_heads),
+        _folded(f"{ours}/query", theirs, "W_q", config.num_heads),
+        _folded(f"{ours}/key", theirs, "W_k", config.num_heads),
+        _folded(f"{ours}/value", theirs, "W_v", config.num_heads),
         *linear(f"{ours}/output", f"{theirs}.W_o", bias=True),
     ]
 
 
-def _feed_forward(ours: str, theirs: str) -> list[TensorRule]:
-    return [
-        *linear(f"{ours}/hidden", f"{theirs}.0", bias=True),
-        *linear(f"{ours}/output", f"{theirs}.2", bias=True),
-    ]
-
-
 def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
-    heads = config.num_heads
-    encoder, decoder = _prefixes(config.num_encoder_layers, config.num_decoder_layers)
-    encoder_rules = [
-        *_attention("encoder/layers/self_attention", f"{encoder}self_attention", heads),
-        *norm("encoder/layers/self_attention_norm", f"{encoder}norm1"),
-        *_feed_forward("encoder/layers/feed_forward", f"{encoder}feed_forward"),
-        *norm("encoder/layers/feed_forward_norm", f"{encoder}norm2"),
-    ]
-    decoder_rules = [
-        *_attention("decoder/layers/self_attention", f"{decoder}self_attention", heads),
-        *norm("decoder/layers/self_attention_norm", f"{decoder}norm1"),
-        *_attention("decoder/layers/cross_attention", f"{decoder}cross_attention", heads),
-        *norm("decoder/layers/cross_attention_norm", f"{decoder}norm2"),
-        *_feed_forward("decoder/layers/feed_forward", f"{decoder}feed_forward"),
-        *norm("decoder/layers/feed_forward_norm", f"{decoder}norm3"),
-    ]
-    return [
-        *(encoder_rules if config.num_encoder_layers else []),
-        *(decoder_rules if config.num_decoder_layers else []),
-    ]
+    return _layers(config.num_encoder_layers, config.num_decoder_layers).rules(config)
 
 
 FAMILY = Family(

@@ -25,7 +25,8 @@ from flaxformer_mt.interop.weight_maps.family import (
     fields_of_settings,
     guess_tying,
 )
-from flaxformer_mt.interop.weight_maps.rules import TensorRule, embeddings, linear, norm, same
+from flaxformer_mt.interop.weight_maps.layers import Layers, stack_norms
+from flaxformer_mt.interop.weight_maps.rules import TensorRule, embeddings, same
 
 SOURCE = "encoder.embed_tokens.weight"
 TARGET = "decoder.embed_tokens.weight"
@@ -55,66 +56,35 @@ LAYER_ORDER = (
 """The part of `Family.order` within a stack."""
 
 
-def layers(encoder: str, decoder: str) -> list[TensorRule]:
-    """Returns the rules of all layers, whose names start with `encoder` and `decoder`."""
-    return [
-        *_attention("encoder/layers/self_attention", f"{encoder}.layers.{{layer}}.self_attn"),
-        *_feed_forward("encoder/layers/feed_forward", f"{encoder}.layers.{{layer}}"),
-        *_attention("decoder/layers/self_attention", f"{decoder}.layers.{{layer}}.self_attn"),
-        *_attention("decoder/layers/cross_attention", f"{decoder}.layers.{{layer}}.encoder_attn"),
-        *_feed_forward("decoder/layers/feed_forward", f"{decoder}.layers.{{layer}}"),
-    ]
-
-
-def layer_sizes(checkpoint: PublishedCheckpoint, encoder: str, decoder: str) -> dict[str, Any]:
-    """Returns the configuration fields that follow from the tensors of these layers."""
-    layer = f"{decoder}.layers.0"
-    hidden, narrow, layer_norm = f"{layer}.fc1", f"{layer}.fc2", f"{layer}.final_layer_norm.weight"
-    return {
-        "d_model": checkpoint.size(
-            (f"{hidden}.weight", 1), (f"{narrow}.weight", 0), (layer_norm, 0)
-        ),
-        "d_ff": checkpoint.size(
-            (f"{hidden}.weight", 0), (f"{hidden}.bias", 0), (f"{narrow}.weight", 1)
-        ),
-        "num_encoder_layers": checkpoint.num_layers(f"{encoder}.layers."),
-        "num_decoder_layers": checkpoint.num_layers(f"{decoder}.layers."),
-    }
-
-
-_SUPPORTED = {"cross_self_attention": (False, None), "no_cross_attention": (False, None)}
+def layers(prefix: str) -> Layers:
+    """Returns the names of the layers of a model whose stacks' names begin with `prefix`."""
+    return Layers(
+        encoder=f"{prefix}encoder.layers.{{layer}}.",
+        decoder=f"{prefix}decoder.layers.{{layer}}.",
+        modules={
+            "self_attention": "self_attn",
+            "self_attention_norm": "self_attn_layer_norm",
+            "cross_attention": "encoder_attn",
+            "cross_attention_norm": "encoder_attn_layer_norm",
+            "feed_forward/hidden": "fc1",
+            "feed_forward/output": "fc2",
+            "feed_forward_norm": "final_layer_norm",
+        },
+        projections=(".q_proj", ".k_proj", ".v_proj", ".out_proj"),
+    )
 
 
 def check_equal_heads(settings: Mapping[str, Any]) -> None:
-    """Checks that encoder and decoder have the same number of heads.
-
-    Raises:
-      UserError: their options differ, which our configuration cannot represent.
-    """
+    """Raises UserError if encoder and decoder differ in the number of heads, which ours cannot."""
     encoder, decoder = (settings.get(f"{side}_attention_heads") for side in ("encoder", "decoder"))
     if None not in (encoder, decoder) and encoder != decoder:
         raise UserError(f"the encoder has {encoder} heads and the decoder {decoder}: unsupported")
 
 
-def _attention(ours: str, theirs: str) -> list[TensorRule]:
-    return [
-        *linear(f"{ours}/query", f"{theirs}.q_proj", bias=True),
-        *linear(f"{ours}/key", f"{theirs}.k_proj", bias=True),
-        *linear(f"{ours}/value", f"{theirs}.v_proj", bias=True),
-        *linear(f"{ours}/output", f"{theirs}.out_proj", bias=True),
-        *norm(f"{ours}_norm", f"{theirs}_layer_norm"),
-    ]
-
-
-def _feed_forward(ours: str, theirs: str) -> list[TensorRule]:
-    return [
-        *linear(f"{ours}/hidden", f"{theirs}.fc1", bias=True),
-        *linear(f"{ours}/output", f"{theirs}.fc2", bias=True),
-        *norm(f"{ours}_norm", f"{theirs}.final_layer_norm"),
-    ]
-
-
 # Specific to fairseq.
+
+LAYERS = layers("")
+_SUPPORTED = {"cross_self_attention": (False, None), "no_cross_attention": (False, None)}
 
 
 def _sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
@@ -122,7 +92,7 @@ def _sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
     return {
         "source_vocab_size": checkpoint.size((SOURCE, 0)),
         "target_vocab_size": checkpoint.size(*target or [(TARGET, 0)]),
-        **layer_sizes(checkpoint, "encoder", "decoder"),
+        **LAYERS.sizes(checkpoint),
     }
 
 
@@ -172,24 +142,18 @@ def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     return fields
 
 
-def _stack_norms(ours: str, theirs: str) -> list[TensorRule]:
-    return [
-        *norm("encoder/" + ours, "encoder." + theirs),
-        *norm("decoder/" + ours, "decoder." + theirs),
-    ]
-
-
 def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
     learned_positions = [
         same("source_positions/embedding", "encoder.embed_positions.weight"),
         same("target_positions/embedding", "decoder.embed_positions.weight"),
     ]
+    embedding_norms = stack_norms("embedding_norm", "{stack}.layernorm_embedding")
     return [
         *embeddings(config, SOURCE, TARGET, OUTPUT),
         *(learned_positions if config.position_kind == "learned" else []),
-        *(_stack_norms("embedding_norm", "layernorm_embedding") if config.embedding_norm else []),
-        *layers("encoder", "decoder"),
-        *(_stack_norms("final_norm", "layer_norm") if config.final_norm else []),
+        *(embedding_norms if config.embedding_norm else []),
+        *LAYERS.rules(config),
+        *(stack_norms("final_norm", "{stack}.layer_norm") if config.final_norm else []),
     ]
 
 
@@ -221,18 +185,10 @@ FAMILY = Family(
     guess=_guess,
     rules=_rules,
     buffers=_buffers,
-    open_switches=frozenset(
-        {
-            "norm_position",
-            "final_norm",
-            "embedding_norm",
-            "activation",
-            "position_kind",
-            "scale_embeddings",
-            "tie_embeddings",
-            "pad_id",
-        }
-    ),
+    open_switches=frozenset({
+        "norm_position", "final_norm", "embedding_norm", "activation", "position_kind",
+        "scale_embeddings", "tie_embeddings", "pad_id",
+    }),
     order=(
         "encoder", "decoder", "version", "embed_tokens", "embed_positions", "_float_tensor",
         "layernorm_embedding", *LAYER_ORDER, "layer_norm", "output_projection", "weight", "bias",

@@ -11,20 +11,33 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
 from flaxformer_mt.interop.weight_maps.family import (
+    TYINGS,
     Buffer,
     Family,
     fields_of_settings,
     guess_tying,
-    head_width,
     sinusoids,
 )
-from flaxformer_mt.interop.weight_maps.rules import TensorRule, embeddings, linear, norm
+from flaxformer_mt.interop.weight_maps.layers import Layers, stack_norms
+from flaxformer_mt.interop.weight_maps.rules import TensorRule, embeddings
 
 SOURCE = "encoder.src_word_emb.weight"
 TARGET = "decoder.trg_word_emb.weight"
 OUTPUT = "trg_word_prj.weight"
-ENCODER = "encoder.layer_stack.{layer}"
-DECODER = "decoder.layer_stack.{layer}"
+LAYERS = Layers(
+    encoder="encoder.layer_stack.{layer}.",
+    decoder="decoder.layer_stack.{layer}.",
+    modules={
+        "self_attention": "slf_attn",
+        "self_attention_norm": "slf_attn.layer_norm",
+        "cross_attention": "enc_attn",
+        "cross_attention_norm": "enc_attn.layer_norm",
+        "feed_forward/hidden": "pos_ffn.w_1",
+        "feed_forward/output": "pos_ffn.w_2",
+        "feed_forward_norm": "pos_ffn.layer_norm",
+    },
+    projections=(".w_qs", ".w_ks", ".w_vs", ".fc"),
+)
 
 _FIELDS_OF_SETTINGS = {
     "n_head": "num_heads",
@@ -38,19 +51,12 @@ _FIELDS_OF_SETTINGS = {
 
 
 def _sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
-    layer = DECODER.format(layer=0)
-    hidden, narrow = f"{layer}.pos_ffn.w_1", f"{layer}.pos_ffn.w_2.weight"
-    query, key = f"{layer}.slf_attn.w_qs.weight", f"{layer}.slf_attn.w_ks.weight"
-    value, joined = f"{layer}.slf_attn.w_vs.weight", f"{layer}.slf_attn.fc.weight"
     return {
         "source_vocab_size": checkpoint.size((SOURCE, 0)),
         "target_vocab_size": checkpoint.size((TARGET, 0), (OUTPUT, 0)),
-        "d_model": checkpoint.size((SOURCE, 1), (TARGET, 1), (OUTPUT, 1)),
-        "d_ff": checkpoint.size((f"{hidden}.weight", 0), (f"{hidden}.bias", 0), (narrow, 1)),
-        "head_dim": head_width(checkpoint.size((query, 0), (key, 0)), num_heads),
-        "value_dim": head_width(checkpoint.size((value, 0), (joined, 1)), num_heads),
-        "num_encoder_layers": checkpoint.num_layers("encoder.layer_stack."),
-        "num_decoder_layers": checkpoint.num_layers("decoder.layer_stack."),
+        "head_dim": LAYERS.key_width(checkpoint, num_heads),
+        "value_dim": LAYERS.value_width(checkpoint, num_heads),
+        **LAYERS.sizes(checkpoint),
     }
 
 
@@ -62,11 +68,8 @@ def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     if None not in (source, target) and source != target:
         raise UserError(f"sources are padded with {source} and targets with {target}: unsupported")
     if {"proj_share_weight", "embs_share_weight"} <= settings.keys():
-        ties_output, ties_source = settings["proj_share_weight"], settings["embs_share_weight"]
-        if ties_output:
-            fields["tie_embeddings"] = "all" if ties_source else "target_output"
-        else:
-            fields["tie_embeddings"] = "source_target" if ties_source else "none"
+        ties = (bool(settings["embs_share_weight"]), bool(settings["proj_share_weight"]))
+        fields["tie_embeddings"] = TYINGS[ties]
     if "scale_emb_or_prj" in settings:
         scales = fields["tie_embeddings"] in ("all", "target_output")
         fields["scale_embeddings"] = scales and settings["scale_emb_or_prj"] == "emb"
@@ -74,34 +77,11 @@ def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     return fields
 
 
-def _attention(ours: str, theirs: str) -> list[TensorRule]:
-    return [
-        *linear(f"{ours}/query", f"{theirs}.w_qs", bias=False),
-        *linear(f"{ours}/key", f"{theirs}.w_ks", bias=False),
-        *linear(f"{ours}/value", f"{theirs}.w_vs", bias=False),
-        *linear(f"{ours}/output", f"{theirs}.fc", bias=False),
-        *norm(f"{ours}_norm", f"{theirs}.layer_norm"),
-    ]
-
-
-def _feed_forward(ours: str, theirs: str) -> list[TensorRule]:
-    return [
-        *linear(f"{ours}/hidden", f"{theirs}.w_1", bias=True),
-        *linear(f"{ours}/output", f"{theirs}.w_2", bias=True),
-        *norm(f"{ours}_norm", f"{theirs}.layer_norm"),
-    ]
-
-
 def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
     return [
         *embeddings(config, SOURCE, TARGET, OUTPUT),
-        *norm("encoder/embedding_norm", "encoder.layer_norm"),
-        *_attention("encoder/layers/self_attention", f"{ENCODER}.slf_attn"),
-        *_feed_forward("encoder/layers/feed_forward", f"{ENCODER}.pos_ffn"),
-        *norm("decoder/embedding_norm", "decoder.layer_norm"),
-        *_attention("decoder/layers/self_attention", f"{DECODER}.slf_attn"),
-        *_attention("decoder/layers/cross_attention", f"{DECODER}.enc_attn"),
-        *_feed_forward("decoder/layers/feed_forward", f"{DECODER}.pos_ffn"),
+        *stack_norms("embedding_norm", "{stack}.layer_norm"),
+        *LAYERS.rules(config),
     ]
 
 

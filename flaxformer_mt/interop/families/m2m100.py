@@ -8,17 +8,19 @@ Fields that do not follow from shapes are read from the settings, which are thos
 """
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.interop.families.fairseq import LAYER_ORDER, layers
-from flaxformer_mt.interop.families.mbart import TABLES, guess, omitted, sizes, stack_norms
+from flaxformer_mt.interop.families import marian
+from flaxformer_mt.interop.families.fairseq import LAYER_ORDER
+from flaxformer_mt.interop.families.mbart import TABLES, sizes
 from flaxformer_mt.interop.weight_maps.family import Family
+from flaxformer_mt.interop.weight_maps.layers import stack_norms
 from flaxformer_mt.interop.weight_maps.rules import TensorRule, tied
 
 
 def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
     return [
         tied("target_embedding/embedding", *TABLES),
-        *layers("model.encoder", "model.decoder"),
-        *stack_norms("final_norm", "layer_norm"),
+        *marian.LAYERS.rules(config),
+        *stack_norms("final_norm", "model.{stack}.layer_norm"),
     ]
 
 
@@ -26,12 +28,12 @@ FAMILY = Family(
     name="m2m100",
     sizes=sizes,
     also_reads="config.json and vocabularies",
-    guess=guess,
+    guess=lambda checkpoint: marian.fields_of_config(checkpoint.settings),
     rules=_rules,
     open_switches=frozenset({"activation", "scale_embeddings", "pad_id"}),
     order=(
         "model", "shared", "encoder", "decoder", "embed_tokens", *LAYER_ORDER, "layer_norm",
         "lm_head", "weight", "bias",
     ),
-    omitted=omitted,
+    omitted=lambda config: frozenset(TABLES),
 )  # fmt: skip

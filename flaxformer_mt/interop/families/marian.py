@@ -8,19 +8,16 @@ the model's `config.json`; without them give `num_heads`, and `activation`, `sca
 `pad_id` and `eos_id` if they are not those of OPUS-MT.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
-from flaxformer_mt.interop.families.fairseq import (
-    LAYER_ORDER,
-    check_equal_heads,
-    layer_sizes,
-    layers,
-)
+from flaxformer_mt.interop.families import fairseq
 from flaxformer_mt.interop.weight_maps.family import (
+    TYINGS,
     Buffer,
     Family,
     activation_of_settings,
@@ -35,6 +32,7 @@ TARGET = "model.decoder.embed_tokens.weight"
 OUTPUT = "lm_head.weight"
 BIAS = "final_logits_bias"
 TABLES = ("model.encoder.embed_positions.weight", "model.decoder.embed_positions.weight")
+LAYERS = fairseq.layers("model.")
 
 FIELDS_OF_SETTINGS = {
     "encoder_attention_heads": "num_heads",
@@ -67,26 +65,28 @@ def _sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
         "target_vocab_size": checkpoint.size(
             *present((TARGET, 0), (SHARED, 0), (OUTPUT, 0), (BIAS, 1))
         ),
-        **layer_sizes(checkpoint, "model.encoder", "model.decoder"),
+        **LAYERS.sizes(checkpoint),
     }
 
 
 def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     tensors, settings = checkpoint.tensors, checkpoint.settings
-    check_equal_heads(settings)
     ties_source = SHARED in tensors or checkpoint.same(SOURCE, TARGET)
     target = TARGET if TARGET in tensors else SHARED
     ties_output = OUTPUT not in tensors or checkpoint.same(OUTPUT, target)
-    if ties_source:
-        tying = "all" if ties_output else "source_target"
-    else:
-        tying = "target_output" if ties_output else "none"
-    fields: dict[str, Any] = {"tie_embeddings": tying}
+    fields: dict[str, Any] = {"tie_embeddings": TYINGS[ties_source, ties_output]}
     if TABLES[0] in tensors:
         fields["max_length"] = checkpoint.size((TABLES[0], 0))
-    fields |= fields_of_settings(settings, FIELDS_OF_SETTINGS)
-    fields |= activation_of_settings(settings, "activation_function", ACTIVATIONS)
-    return fields
+    return fields | fields_of_config(settings)
+
+
+def fields_of_config(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the configuration fields that `config.json` has."""
+    fairseq.check_equal_heads(settings)
+    return {
+        **fields_of_settings(settings, FIELDS_OF_SETTINGS),
+        **activation_of_settings(settings, "activation_function", ACTIVATIONS),
+    }
 
 
 def _embeddings(config: TransformerConfig) -> list[TensorRule]:
@@ -110,7 +110,7 @@ def output_bias() -> TensorRule:
 
 
 def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
-    return [*_embeddings(config), output_bias(), *layers("model.encoder", "model.decoder")]
+    return [*_embeddings(config), output_bias(), *LAYERS.rules(config)]
 
 
 def _buffers(config: TransformerConfig) -> list[Buffer]:
@@ -137,7 +137,7 @@ FAMILY = Family(
     open_switches=frozenset({"tie_embeddings", "activation", "scale_embeddings"}),
     order=(
         BIAS, "model", "shared", "encoder", "decoder", "embed_tokens", "embed_positions",
-        *LAYER_ORDER, "lm_head", "weight", "bias",
+        *fairseq.LAYER_ORDER, "lm_head", "weight", "bias",
     ),
     omitted=_omitted,
     constants=frozenset({BIAS}),

@@ -14,10 +14,12 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
 from flaxformer_mt.interop.weight_maps.family import (
+    TYINGS,
     Family,
     activation_of_settings,
     check_supported,
 )
+from flaxformer_mt.interop.weight_maps.layers import Layers, stack_norms
 from flaxformer_mt.interop.weight_maps.rules import ArrayTuple, TensorRule, embeddings, same
 from flaxformer_mt.model.transformer import ZERO_VECTOR
 from flaxformer_mt.presets import check_choice
@@ -82,71 +84,65 @@ def _row(ours: str, theirs: str) -> TensorRule:
     return TensorRule((ours,), (theirs,), to_ours, to_theirs)
 
 
-def _linear(ours: str, theirs: str, suffix: str) -> list[TensorRule]:
+# In the names below, "*" stands for "W" or "b", and in those of norms for "scale" or "bias".
+
+
+def _linear(ours: str, theirs: str, bias: bool = True) -> list[TensorRule]:
     return [
-        same(f"{ours}/kernel", f"{theirs}_W{suffix}"),
-        _row(f"{ours}/bias", f"{theirs}_b{suffix}"),
+        same(f"{ours}/kernel", theirs.replace("*", "W")),
+        _row(f"{ours}/bias", theirs.replace("*", "b")),
     ]
 
 
-def _norm(ours: str, theirs: str, suffix: str) -> list[TensorRule]:
-    return [_row(f"{ours}/{part}", f"{theirs}_ln_{part}{suffix}") for part in ("scale", "bias")]
+def _norm(ours: str, theirs: str) -> list[TensorRule]:
+    return [_row(f"{ours}/{part}", theirs.replace("*", part)) for part in ("scale", "bias")]
+
+
+def _layers(suffix: str) -> Layers:
+    return Layers(
+        encoder="encoder_l{number}_",
+        decoder="decoder_l{number}_",
+        modules={
+            "self_attention": "self",
+            "self_attention_norm": f"self_Wo_ln_*{suffix}",
+            "cross_attention": "context",
+            "cross_attention_norm": f"context_Wo_ln_*{suffix}",
+            "feed_forward/hidden": "ffn_*1",
+            "feed_forward/output": "ffn_*2",
+            "feed_forward_norm": f"ffn_ffn_ln_*{suffix}",
+        },
+        projections=("_*q", "_*k", "_*v", "_*o"),
+        linear=_linear,
+        norm=_norm,
+    )
+
+
+def _recurrence(suffix: str) -> list[TensorRule]:
+    ours, theirs = "decoder/layers/recurrence", "decoder_l{number}_rnn"
+    normalized = theirs if suffix else f"{theirs}_ffn"
+    return [
+        same(f"{ours}/candidate/kernel", f"{theirs}_W"),
+        *_linear(f"{ours}/forget", f"{theirs}_*f"),
+        *_norm(f"{ours}_norm", f"{normalized}_ln_*{suffix}"),
+    ]
 
 
 def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
     # Marian marks pre-norms in their names.
     suffix = "_pre" if config.norm_position == "pre" else ""
-
-    def attention(ours: str, theirs: str) -> list[TensorRule]:
-        projections = {"query": "q", "key": "k", "value": "v", "output": "o"}
-        return [
-            *(
-                rule
-                for part, letter in projections.items()
-                for rule in _linear(f"{ours}/{part}", theirs, letter)
-            ),
-            *_norm(f"{ours}_norm", f"{theirs}_Wo", suffix),
-        ]
-
-    def feed_forward(ours: str, theirs: str) -> list[TensorRule]:
-        return [
-            *_linear(f"{ours}/hidden", theirs, "1"),
-            *_linear(f"{ours}/output", theirs, "2"),
-            *_norm(f"{ours}_norm", f"{theirs}_ffn", suffix),
-        ]
-
-    def recurrence(ours: str, theirs: str) -> list[TensorRule]:
-        return [
-            same(f"{ours}/candidate/kernel", f"{theirs}_W"),
-            *_linear(f"{ours}/forget", theirs, "f"),
-            *_norm(f"{ours}_norm", theirs if suffix else f"{theirs}_ffn", suffix),
-        ]
-
+    layers = _layers(suffix).rules(config)
     if config.decoder_kind == "ssru":
-        self_attention = recurrence("decoder/layers/recurrence", "decoder_l{number}_rnn")
-    else:
-        self_attention = attention("decoder/layers/self_attention", "decoder_l{number}_self")
-    stacks = ("encoder", "decoder")
+        self_attention = "decoder/layers/self_attention"
+        layers = [rule for rule in layers if not rule.ours[0].startswith(self_attention)]
+        layers += _recurrence(suffix)
+    embedding_norms = stack_norms("embedding_norm", "{stack}_emb_ln_*_pre", _norm)
+    final_norms = stack_norms("final_norm", "{stack}_top_ln_*", _norm)
     return [
         *_embeddings(config, layout),
         *([_row("output/bias", BIAS)] if config.output_bias else []),
-        *attention("encoder/layers/self_attention", "encoder_l{number}_self"),
-        *feed_forward("encoder/layers/feed_forward", "encoder_l{number}_ffn"),
-        *self_attention,
-        *attention("decoder/layers/cross_attention", "decoder_l{number}_context"),
-        *feed_forward("decoder/layers/feed_forward", "decoder_l{number}_ffn"),
-        *(
-            rule
-            for stack in stacks
-            if config.embedding_norm
-            for rule in _norm(f"{stack}/embedding_norm", f"{stack}_emb", "_pre")
-        ),
-        *(
-            rule
-            for stack in stacks
-            if config.final_norm
-            for rule in _norm(f"{stack}/final_norm", f"{stack}_top", "")
-        ),
+        *layers,
+        *(embedding_norms if config.embedding_norm else []),
+        *(final_norms if config.final_norm else []),
     ]
 
 
@@ -195,12 +191,7 @@ def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
         "embedding_norm": _has_norm(options, "transformer-postprocess-emb"),
         "final_norm": _has_norm(options, "transformer-postprocess-top"),
         "output_bias": not _is_on(options, "output-omit-bias"),
-        "tie_embeddings": {
-            (True, True): "all",
-            (True, False): "source_target",
-            (False, True): "target_output",
-            (False, False): "none",
-        }[ties_source, ties_output],
+        "tie_embeddings": TYINGS[ties_source, ties_output],
     }
 
 
@@ -286,18 +277,11 @@ FAMILY = Family(
     sizes=_sizes,
     guess=_guess,
     rules=_rules,
-    open_switches=frozenset(
-        {
-            "activation",
-            "decoder_kind",
-            "embedding_norm",
-            "final_norm",
-            "norm_position",
-            "output_bias",
-            "tie_embeddings",
-        }
-    ),
+    open_switches=frozenset({
+        "activation", "decoder_kind", "embedding_norm", "final_norm", "norm_position",
+        "output_bias", "tie_embeddings",
+    }),
     layout_of_tensors=_layout,
     layout_of_params=lambda arrays, carried: OUTPUT,
     preset=_preset,
-)
+)  # fmt: skip

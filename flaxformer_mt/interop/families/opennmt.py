@@ -26,22 +26,29 @@ from flaxformer_mt.interop.weight_maps.family import (
     guess_tying,
     sinusoids,
 )
-from flaxformer_mt.interop.weight_maps.rules import (
-    TensorRule,
-    embeddings,
-    linear,
-    norm,
-    same,
-    tied,
-)
+from flaxformer_mt.interop.weight_maps.layers import Layers, stack_norms
+from flaxformer_mt.interop.weight_maps.rules import TensorRule, embeddings, same, tied
 
 SOURCE = "encoder.embeddings.make_embedding.emb_luts.0.weight"
 TARGET = "decoder.embeddings.make_embedding.emb_luts.0.weight"
 OUTPUT = "generator.weight"
-ENCODER = "encoder.transformer.{layer}"
-DECODER = "decoder.transformer_layers.{layer}"
 TABLE = "encoder.embeddings.make_embedding.pe.pe"
 BUCKETS = "self_attn.relative_attention_bias.weight"
+LAYERS = Layers(
+    encoder="encoder.transformer.{layer}.",
+    decoder="decoder.transformer_layers.{layer}.",
+    modules={
+        "self_attention": "self_attn",
+        "self_attention_norm": "layer_norm_1",
+        "cross_attention": "context_attn",
+        "cross_attention_norm": "layer_norm_2",
+        "feed_forward/hidden": "feed_forward.w_1",
+        "feed_forward/output": "feed_forward.w_2",
+        "feed_forward_norm": "feed_forward.layer_norm",
+    },
+    encoder_modules={"self_attention_norm": "layer_norm"},
+    projections=(".linear_query", ".linear_keys", ".linear_values", ".final_linear"),
+)
 
 _FIELDS_OF_OPTIONS = {"heads": "num_heads", "norm_eps": "norm_epsilon"}
 _SUPPORTED = {"parallel_residual": (False, None), "sliding_window": (0, None)}
@@ -49,15 +56,10 @@ _DROPOUT_OPTIONS = {"dropout": "dropout_rate", "attention_dropout": "attention_d
 
 
 def _sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
-    layer = f"{DECODER.format(layer=0)}.feed_forward"
-    hidden, narrow = f"{layer}.w_1.weight", f"{layer}.w_2.weight"
     return {
         "source_vocab_size": checkpoint.size((SOURCE, 0)),
         "target_vocab_size": checkpoint.size((TARGET, 0), (OUTPUT, 0), ("generator.bias", 0)),
-        "d_model": checkpoint.size((hidden, 1), (narrow, 0), (f"{layer}.layer_norm.weight", 0)),
-        "d_ff": checkpoint.size((hidden, 0), (narrow, 1)),
-        "num_encoder_layers": checkpoint.num_layers("encoder.transformer."),
-        "num_decoder_layers": checkpoint.num_layers("decoder.transformer_layers."),
+        **LAYERS.sizes(checkpoint),
     }
 
 
@@ -100,7 +102,7 @@ def _attention_positions(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
         fields: dict[str, Any] = {
             "position_kind": "t5_relative",
             "relative_position_buckets": checkpoint.size(
-                (f"{DECODER.format(layer=0)}.{BUCKETS}", 0)
+                (LAYERS.decoder.format(layer=0) + BUCKETS, 0)
             ),
         }
         return fields | ({"relative_position_max_distance": distance} if distance > 0 else {})
@@ -118,39 +120,22 @@ def _attention_positions(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     }
 
 
-def _attention(config: TransformerConfig, ours: str, theirs: str) -> list[TensorRule]:
-    return [
-        *linear(f"{ours}/query", f"{theirs}.linear_query", bias=config.qkv_bias),
-        *linear(f"{ours}/key", f"{theirs}.linear_keys", bias=config.qkv_bias),
-        *linear(f"{ours}/value", f"{theirs}.linear_values", bias=config.qkv_bias),
-        *linear(f"{ours}/output", f"{theirs}.final_linear", bias=config.attention_output_bias),
-    ]
-
-
-def _feed_forward(config: TransformerConfig, ours: str, theirs: str) -> list[TensorRule]:
-    return [
-        *norm(f"{ours}_norm", f"{theirs}.layer_norm"),
-        *linear(f"{ours}/hidden", f"{theirs}.w_1", bias=config.feed_forward_bias),
-        *linear(f"{ours}/output", f"{theirs}.w_2", bias=config.feed_forward_bias),
-    ]
-
-
 def _position_biases(config: TransformerConfig) -> list[TensorRule]:
     if config.position_kind != "t5_relative":
         return []
     stacks = {
-        "encoder": (ENCODER, config.num_encoder_layers),
-        "decoder": (DECODER, config.num_decoder_layers),
+        "encoder": (LAYERS.encoder + BUCKETS, config.num_encoder_layers),
+        "decoder": (LAYERS.decoder + BUCKETS, config.num_decoder_layers),
     }
     if config.relative_position_sharing == "layer":
         return [
-            same(f"{stack}/layers/position_bias/embedding", f"{theirs}.{BUCKETS}")
+            same(f"{stack}/layers/position_bias/embedding", theirs)
             for stack, (theirs, _) in stacks.items()
         ]
     return [
         tied(
             f"{stack}/position_bias/embedding",
-            *(f"{theirs.format(layer=layer)}.{BUCKETS}" for layer in range(num_layers)),
+            *(theirs.format(layer=layer) for layer in range(num_layers)),
         )
         for stack, (theirs, num_layers) in stacks.items()
     ]
@@ -161,16 +146,8 @@ def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
         *_position_biases(config),
         *embeddings(config, SOURCE, TARGET, OUTPUT),
         same("output/bias", "generator.bias"),
-        *norm("encoder/layers/self_attention_norm", f"{ENCODER}.layer_norm"),
-        *_attention(config, "encoder/layers/self_attention", f"{ENCODER}.self_attn"),
-        *_feed_forward(config, "encoder/layers/feed_forward", f"{ENCODER}.feed_forward"),
-        *norm("encoder/final_norm", "encoder.layer_norm"),
-        *norm("decoder/layers/self_attention_norm", f"{DECODER}.layer_norm_1"),
-        *_attention(config, "decoder/layers/self_attention", f"{DECODER}.self_attn"),
-        *norm("decoder/layers/cross_attention_norm", f"{DECODER}.layer_norm_2"),
-        *_attention(config, "decoder/layers/cross_attention", f"{DECODER}.context_attn"),
-        *_feed_forward(config, "decoder/layers/feed_forward", f"{DECODER}.feed_forward"),
-        *norm("decoder/final_norm", "decoder.layer_norm"),
+        *LAYERS.rules(config),
+        *stack_norms("final_norm", "{stack}.layer_norm"),
     ]
 
 
@@ -191,21 +168,11 @@ FAMILY = Family(
     guess=_guess,
     rules=_rules,
     buffers=_buffers,
-    open_switches=frozenset(
-        {
-            "norm_epsilon",
-            "qkv_bias",
-            "attention_output_bias",
-            "feed_forward_bias",
-            "activation",
-            "position_kind",
-            "position_layout",
-            "relative_position_buckets",
-            "relative_position_max_distance",
-            "relative_position_sharing",
-            "tie_embeddings",
-        }
-    ),
+    open_switches=frozenset({
+        "norm_epsilon", "qkv_bias", "attention_output_bias", "feed_forward_bias", "activation",
+        "position_kind", "position_layout", "relative_position_buckets",
+        "relative_position_max_distance", "relative_position_sharing", "tie_embeddings",
+    }),
     order=(
         "encoder", "decoder", "generator", "embeddings", "make_embedding", "emb_luts", "pe",
         "transformer", "self_attn", "linear_keys", "linear_values", "linear_query", "final_linear",

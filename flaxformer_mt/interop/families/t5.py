@@ -14,19 +14,9 @@ from typing import Any
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
-from flaxformer_mt.interop.weight_maps.family import (
-    Family,
-    fields_of_settings,
-    head_width,
-)
-from flaxformer_mt.interop.weight_maps.rules import (
-    TensorRule,
-    linear,
-    same,
-    tied,
-    transposed,
-    unused,
-)
+from flaxformer_mt.interop.weight_maps.family import Family, fields_of_settings
+from flaxformer_mt.interop.weight_maps.layers import Layers, stack_norms
+from flaxformer_mt.interop.weight_maps.rules import TensorRule, same, tied, transposed, unused
 
 SHARED = "shared.weight"
 SOURCE, TARGET = "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"
@@ -34,10 +24,9 @@ OUTPUT = "lm_head.weight"
 BUCKETS = "{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
 # Some published files have a table that nothing reads.
 _UNREAD = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
-_LAYER = "{stack}.block.{{layer}}.layer.{index}"
 
 _DROPOUT_RATES = ("dropout_rate", "attention_dropout_rate", "activation_dropout_rate")
-_FIELDS_OF_SETTINGS = {
+FIELDS_OF_SETTINGS = {
     "num_heads": "num_heads",
     "layer_norm_epsilon": "norm_epsilon",
     "relative_attention_max_distance": "relative_position_max_distance",
@@ -58,24 +47,50 @@ ACTIVATIONS = {
 """Our activation for each `feed_forward_proj`."""
 
 
+def _norm(ours: str, theirs: str) -> list[TensorRule]:
+    return [same(f"{ours}/scale", f"{theirs}.weight")]
+
+
+def _feed_forward(gated: bool, index: int) -> dict[str, str]:
+    names = {"hidden": "wi_0", "gate": "wi_1"} if gated else {"hidden": "wi"}
+    return {
+        "feed_forward_norm": f"layer.{index}.layer_norm",
+        **{
+            f"feed_forward/{part}": f"layer.{index}.DenseReluDense.{name}"
+            for part, name in (names | {"output": "wo"}).items()
+        },
+    }
+
+
+def _layers(gated: bool) -> Layers:
+    return Layers(
+        encoder="encoder.block.{layer}.",
+        decoder="decoder.block.{layer}.",
+        modules={
+            "self_attention": "layer.0.SelfAttention",
+            "self_attention_norm": "layer.0.layer_norm",
+            "cross_attention": "layer.1.EncDecAttention",
+            "cross_attention_norm": "layer.1.layer_norm",
+            **_feed_forward(gated, index=2),
+        },
+        encoder_modules=_feed_forward(gated, index=1),
+        projections=(".q", ".k", ".v", ".o"),
+        norm=_norm,
+    )
+
+
 def _sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
-    layer = _LAYER.format(stack="decoder", index=2).format(layer=0) + ".DenseReluDense"
-    hidden = "wi_0" if checkpoint.has_any(".wi_0.weight") else "wi"
-    first, last = f"{layer}.{hidden}.weight", f"{layer}.wo.weight"
+    layers = _layers(checkpoint.has_any(".wi_0.weight"))
     table = [(name, 0) for name in (SHARED, SOURCE, TARGET) if name in checkpoint.tensors]
     rows = checkpoint.size(*table or [(SHARED, 0)])
-    query = _LAYER.format(stack="decoder", index=0).format(layer=0) + ".SelfAttention.q.weight"
     return {
         "source_vocab_size": rows,
         "target_vocab_size": rows,
-        "d_model": checkpoint.size((first, 1), (last, 0), (query, 1)),
-        "d_ff": checkpoint.size((first, 0), (last, 1)),
-        "head_dim": head_width(checkpoint.size((query, 0)), num_heads),
-        "num_encoder_layers": checkpoint.num_layers("encoder.block."),
-        "num_decoder_layers": checkpoint.num_layers("decoder.block."),
+        "head_dim": layers.key_width(checkpoint, num_heads),
         "relative_position_buckets": checkpoint.size(
             *((BUCKETS.format(stack=stack), 0) for stack in ("encoder", "decoder"))
         ),
+        **layers.sizes(checkpoint),
     }
 
 
@@ -86,14 +101,14 @@ def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "feed_forward_gate": checkpoint.has_any(".wi_0.weight"),
         "tie_embeddings": "source_target" if has_output else "all",
-        **fields_of_settings(settings, _FIELDS_OF_SETTINGS),
+        **fields_of_settings(settings, FIELDS_OF_SETTINGS),
     }
     if fields["feed_forward_gate"]:
         fields["activation"] = "gelu_tanh"
     if "dropout_rate" in settings:  # One rate for all sites.
         fields |= dict.fromkeys(_DROPOUT_RATES, settings["dropout_rate"])
     fields["scale_logits"] = scales_logits(settings, default=not has_output)
-    return fields | _feed_forward(settings, gated=fields["feed_forward_gate"])
+    return fields | _activation(settings, gated=fields["feed_forward_gate"])
 
 
 def scales_logits(settings: Mapping[str, Any], default: bool) -> bool:
@@ -104,7 +119,7 @@ def scales_logits(settings: Mapping[str, Any], default: bool) -> bool:
     return bool(settings.get("scale_decoder_outputs", tied))
 
 
-def _feed_forward(settings: Mapping[str, Any], gated: bool) -> dict[str, str]:
+def _activation(settings: Mapping[str, Any], gated: bool) -> dict[str, str]:
     kind = settings.get("feed_forward_proj")
     if kind is None:
         return {}
@@ -114,48 +129,6 @@ def _feed_forward(settings: Mapping[str, Any], gated: bool) -> dict[str, str]:
             f"{'those that are gated' if gated else 'the others'} fit its tensors"
         )
     return {"activation": ACTIVATIONS[kind]}
-
-
-def _attention(ours: str, theirs: str, name: str) -> list[TensorRule]:
-    letters = {"query": "q", "key": "k", "value": "v", "output": "o"}
-    return [
-        *(
-            rule
-            for part, letter in letters.items()
-            for rule in linear(f"{ours}/{part}", f"{theirs}.{name}.{letter}", bias=False)
-        ),
-        same(f"{ours}_norm/scale", f"{theirs}.layer_norm.weight"),
-    ]
-
-
-def _feed_forward_rules(config: TransformerConfig, ours: str, theirs: str) -> list[TensorRule]:
-    names = {"hidden": "wi", "output": "wo"}
-    if config.feed_forward_gate:
-        names = {"hidden": "wi_0", "gate": "wi_1", "output": "wo"}
-    return [
-        *(
-            rule
-            for part, name in names.items()
-            for rule in linear(f"{ours}/{part}", f"{theirs}.DenseReluDense.{name}", bias=False)
-        ),
-        same(f"{ours}_norm/scale", f"{theirs}.layer_norm.weight"),
-    ]
-
-
-def _stack_rules(config: TransformerConfig, stack: str, feed_forward: int) -> list[TensorRule]:
-    layers = f"{stack}/layers"
-
-    def layer(index: int) -> str:
-        return _LAYER.format(stack=stack, index=index)
-
-    rules = [
-        *_attention(f"{layers}/self_attention", layer(0), "SelfAttention"),
-        *_feed_forward_rules(config, f"{layers}/feed_forward", layer(feed_forward)),
-        same(f"{stack}/final_norm/scale", f"{stack}.final_layer_norm.weight"),
-    ]
-    if stack == "decoder":
-        rules += _attention(f"{layers}/cross_attention", layer(1), "EncDecAttention")
-    return rules
 
 
 def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
@@ -175,8 +148,8 @@ def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
         tied("target_embedding/embedding", *tables),
         *output,
         *positions.values(),
-        *_stack_rules(config, "encoder", feed_forward=1),
-        *_stack_rules(config, "decoder", feed_forward=2),
+        *_layers(config.feed_forward_gate).rules(config),
+        *stack_norms("final_norm", "{stack}.final_layer_norm", _norm),
     ]
 
 
@@ -195,17 +168,10 @@ FAMILY = Family(
     also_reads="config.json and a vocabulary",
     guess=_guess,
     rules=_rules,
-    open_switches=frozenset(
-        {
-            "tie_embeddings",
-            "activation",
-            "feed_forward_gate",
-            "norm_epsilon",
-            "scale_logits",
-            "relative_position_buckets",
-            "relative_position_max_distance",
-        }
-    ),
+    open_switches=frozenset({
+        "tie_embeddings", "activation", "feed_forward_gate", "norm_epsilon", "scale_logits",
+        "relative_position_buckets", "relative_position_max_distance",
+    }),
     head_widths="equal",
     order=(
         "shared", "encoder", "decoder", "embed_tokens", "block", "layer", "SelfAttention",

@@ -13,11 +13,11 @@ from typing import Any
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
 from flaxformer_mt.interop.weight_maps.family import Buffer, Family, guess_tying, sinusoids
+from flaxformer_mt.interop.weight_maps.layers import Layers, stack_norms
 from flaxformer_mt.interop.weight_maps.rules import (
     TensorRule,
     embeddings,
     linear,
-    norm,
     packed,
     same,
     transposed,
@@ -33,23 +33,32 @@ def _is_bare(checkpoint: PublishedCheckpoint) -> bool:
     return all(name.startswith(("encoder.", "decoder.")) for name in checkpoint.tensors)
 
 
+def _layers(bare: bool) -> Layers:
+    prefix = "" if bare else "transformer."
+    return Layers(
+        encoder=f"{prefix}encoder.layers.{{layer}}.",
+        decoder=f"{prefix}decoder.layers.{{layer}}.",
+        modules={
+            "self_attention": "self_attn",
+            "self_attention_norm": "norm1",
+            "cross_attention": "multihead_attn",
+            "cross_attention_norm": "norm2",
+            "feed_forward/hidden": "linear1",
+            "feed_forward/output": "linear2",
+            "feed_forward_norm": "norm3",
+        },
+        encoder_modules={"feed_forward_norm": "norm2"},
+        attention=_attention,
+    )
+
+
 def _sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
     bare = _is_bare(checkpoint)
-    prefix = "" if bare else "transformer."
-    layer = f"{prefix}decoder.layers.0"
-    hidden, narrow, layer_norm = f"{layer}.linear1", f"{layer}.linear2", f"{layer}.norm1.weight"
     outputs = ((TARGET, 0), (OUTPUT, 0), ("generator.bias", 0))
     return {
         "source_vocab_size": 0 if bare else checkpoint.size((SOURCE, 0)),
         "target_vocab_size": 0 if bare else checkpoint.size(*outputs),
-        "d_model": checkpoint.size(
-            (f"{hidden}.weight", 1), (f"{narrow}.weight", 0), (layer_norm, 0)
-        ),
-        "d_ff": checkpoint.size(
-            (f"{hidden}.weight", 0), (f"{hidden}.bias", 0), (f"{narrow}.weight", 1)
-        ),
-        "num_encoder_layers": checkpoint.num_layers(f"{prefix}encoder.layers."),
-        "num_decoder_layers": checkpoint.num_layers(f"{prefix}decoder.layers."),
+        **_layers(bare).sizes(checkpoint),
     }
 
 
@@ -57,7 +66,7 @@ def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     return {} if _is_bare(checkpoint) else guess_tying(checkpoint, SOURCE, TARGET, OUTPUT)
 
 
-def _attention(ours: str, theirs: str) -> list[TensorRule]:
+def _attention(config: TransformerConfig, ours: str, theirs: str) -> list[TensorRule]:
     projections = [f"{ours}/{name}" for name in ("query", "key", "value")]
     kernels = [f"{path}/kernel" for path in projections]
     biases = [f"{path}/bias" for path in projections]
@@ -68,37 +77,16 @@ def _attention(ours: str, theirs: str) -> list[TensorRule]:
     ]
 
 
-def _feed_forward(ours: str, theirs: str) -> list[TensorRule]:
-    return [
-        *linear(f"{ours}/hidden", f"{theirs}.linear1", bias=True),
-        *linear(f"{ours}/output", f"{theirs}.linear2", bias=True),
-    ]
-
-
 def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
     bare = not config.target_vocab_size
-    prefix = "" if bare else "transformer."
-    encoder, decoder = f"{prefix}encoder.layers.{{layer}}", f"{prefix}decoder.layers.{{layer}}"
     outside_of_stacks = [
         *embeddings(config, SOURCE, TARGET, OUTPUT),
         same("output/bias", "generator.bias"),
     ]
-    final_norms = [
-        *norm("encoder/final_norm", f"{prefix}encoder.norm"),
-        *norm("decoder/final_norm", f"{prefix}decoder.norm"),
-    ]
+    final_norms = stack_norms("final_norm", f"{'' if bare else 'transformer.'}{{stack}}.norm")
     return [
         *([] if bare else outside_of_stacks),
-        *_attention("encoder/layers/self_attention", f"{encoder}.self_attn"),
-        *norm("encoder/layers/self_attention_norm", f"{encoder}.norm1"),
-        *_feed_forward("encoder/layers/feed_forward", encoder),
-        *norm("encoder/layers/feed_forward_norm", f"{encoder}.norm2"),
-        *_attention("decoder/layers/self_attention", f"{decoder}.self_attn"),
-        *norm("decoder/layers/self_attention_norm", f"{decoder}.norm1"),
-        *_attention("decoder/layers/cross_attention", f"{decoder}.multihead_attn"),
-        *norm("decoder/layers/cross_attention_norm", f"{decoder}.norm2"),
-        *_feed_forward("decoder/layers/feed_forward", decoder),
-        *norm("decoder/layers/feed_forward_norm", f"{decoder}.norm3"),
+        *_layers(bare).rules(config),
         *(final_norms if config.final_norm else []),
     ]
 
@@ -116,17 +104,10 @@ FAMILY = Family(
     guess=_guess,
     rules=_rules,
     buffers=_buffers,
-    open_switches=frozenset(
-        {
-            "norm_position",
-            "norm_epsilon",
-            "final_norm",
-            "activation",
-            "position_base",
-            "scale_embeddings",
-            "tie_embeddings",
-        }
-    ),
+    open_switches=frozenset({
+        "norm_position", "norm_epsilon", "final_norm", "activation", "position_base",
+        "scale_embeddings", "tie_embeddings",
+    }),
     order=(
         "transformer", "encoder", "decoder", "layers", "self_attn", "multihead_attn",
         "in_proj_weight", "in_proj_bias", "out_proj", "linear1", "linear2", "norm", "norm1",

@@ -11,13 +11,26 @@ import numpy as np
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
-from flaxformer_mt.interop.weight_maps.family import Buffer, Family, guess_tying, head_width
-from flaxformer_mt.interop.weight_maps.rules import TensorRule, embeddings, linear, norm, unused
+from flaxformer_mt.interop.weight_maps.family import Buffer, Family, guess_tying
+from flaxformer_mt.interop.weight_maps.layers import Layers, stack_norms
+from flaxformer_mt.interop.weight_maps.rules import TensorRule, embeddings, norm, unused
 
 SOURCE = "i_vocab_embedding.weight"
 TARGET = "t_vocab_embedding.weight"
-ENCODER = "encoder.layers.{layer}"
-DECODER = "decoder.layers.{layer}"
+LAYERS = Layers(
+    encoder="encoder.layers.{layer}.",
+    decoder="decoder.layers.{layer}.",
+    modules={
+        "self_attention": "self_attention",
+        "self_attention_norm": "self_attention_norm",
+        "cross_attention": "enc_dec_attention",
+        "cross_attention_norm": "enc_dec_attention_norm",
+        "feed_forward/hidden": "ffn.layer1",
+        "feed_forward/output": "ffn.layer2",
+        "feed_forward_norm": "ffn_norm",
+    },
+    projections=(".linear_q", ".linear_k", ".linear_v", ".output_layer"),
+)
 
 
 def _has_inputs(checkpoint: PublishedCheckpoint) -> bool:
@@ -25,20 +38,13 @@ def _has_inputs(checkpoint: PublishedCheckpoint) -> bool:
 
 
 def _sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
-    layer = DECODER.format(layer=0)
-    hidden, narrow = f"{layer}.ffn.layer1", f"{layer}.ffn.layer2.weight"
-    query, key, value = (f"{layer}.self_attention.linear_{name}.weight" for name in "qkv")
-    top_norm = "decoder.last_norm"
     has_inputs = _has_inputs(checkpoint)
     return {
         "has_inputs": has_inputs,
         "source_vocab_size": checkpoint.size((SOURCE, 0)) if has_inputs else 0,
         "target_vocab_size": checkpoint.size((TARGET, 0)),
-        "d_model": checkpoint.size((TARGET, 1), (f"{top_norm}.weight", 0), (f"{top_norm}.bias", 0)),
-        "d_ff": checkpoint.size((f"{hidden}.weight", 0), (f"{hidden}.bias", 0), (narrow, 1)),
-        "head_dim": head_width(checkpoint.size((query, 0), (key, 0), (value, 0)), num_heads),
-        "num_encoder_layers": checkpoint.num_layers("encoder.layers."),
-        "num_decoder_layers": checkpoint.num_layers("decoder.layers."),
+        "head_dim": LAYERS.key_width(checkpoint, num_heads),
+        **LAYERS.sizes(checkpoint),
     }
 
 
@@ -47,48 +53,22 @@ def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     return guess_tying(checkpoint, source, TARGET, None)
 
 
-def _attention(ours: str, theirs: str) -> list[TensorRule]:
-    return [
-        *norm(f"{ours}_norm", f"{theirs}_norm"),
-        *linear(f"{ours}/query", f"{theirs}.linear_q", bias=False),
-        *linear(f"{ours}/key", f"{theirs}.linear_k", bias=False),
-        *linear(f"{ours}/value", f"{theirs}.linear_v", bias=False),
-        *linear(f"{ours}/output", f"{theirs}.output_layer", bias=False),
-    ]
-
-
-def _feed_forward(ours: str, theirs: str) -> list[TensorRule]:
-    return [
-        *norm(f"{ours}_norm", f"{theirs}_norm"),
-        *linear(f"{ours}/hidden", f"{theirs}.layer1", bias=True),
-        *linear(f"{ours}/output", f"{theirs}.layer2", bias=True),
-    ]
-
-
-def _decoder_attentions(config: TransformerConfig) -> list[TensorRule]:
-    rules = _attention("decoder/layers/self_attention", f"{DECODER}.self_attention")
-    if config.has_inputs:
-        cross = _attention("decoder/layers/cross_attention", f"{DECODER}.enc_dec_attention")
-        return rules + cross
-    return [
-        unused(rule, rule.theirs[0].replace("self_attention", "enc_dec_attention"))
-        for rule in rules
-    ]
-
-
 def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
-    encoder = [
-        *_attention("encoder/layers/self_attention", f"{ENCODER}.self_attention"),
-        *_feed_forward("encoder/layers/feed_forward", f"{ENCODER}.ffn"),
-        *norm("encoder/final_norm", "encoder.last_norm"),
-    ]
-    return [
-        *embeddings(config, SOURCE if config.has_inputs else None, TARGET, None),
-        *(encoder if config.has_inputs else []),
-        *_decoder_attentions(config),
-        *_feed_forward("decoder/layers/feed_forward", f"{DECODER}.ffn"),
-        *norm("decoder/final_norm", "decoder.last_norm"),
-    ]
+    source = SOURCE if config.has_inputs else None
+    final_norms = norm("decoder/final_norm", "decoder.last_norm")
+    layers = LAYERS.rules(config)
+    if config.has_inputs:
+        final_norms = stack_norms("final_norm", "{stack}.last_norm")
+    else:
+        layers = [_with_unused(rule) for rule in layers]
+    return [*embeddings(config, source, TARGET, None), *layers, *final_norms]
+
+
+def _with_unused(rule: TensorRule) -> TensorRule:
+    (theirs,) = rule.theirs
+    if "self_attention" not in theirs:
+        return rule
+    return unused(rule, theirs.replace("self_attention", "enc_dec_attention"))
 
 
 def _buffers(config: TransformerConfig) -> list[Buffer]:

@@ -2,7 +2,8 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 from flaxformer_mt.config import (
     DataConfig,
@@ -13,6 +14,9 @@ from flaxformer_mt.config import (
     TransformerConfig,
 )
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
+from flaxformer_mt.interop.weight_maps.mapping import model_params
+from flaxformer_mt.runs.folder import read_origin
+from flaxformer_mt.runs.trained_model import load_run, write_model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +31,17 @@ class ModelBundle:
     origin: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
     """Files of a published folder that have no counterpart in ours, by name. They are kept to write
     the same folder again."""
+
+    @classmethod
+    def of_run(cls, folder: Path) -> Self:
+        """Reads a run folder with its best checkpoint; errors as for `load_run`."""
+        run = load_run(folder, "best")
+        config = dataclasses.replace(run.config, model=run.model)
+        return cls(config, run.params, run.tokenizers, read_origin(folder))
+
+    def write_run(self, folder: Path) -> None:
+        """Writes a run folder with a single checkpoint, of step 0; errors as for `write_model`."""
+        write_model(folder, self.config, self.tokenizers, model_params(self.params), self.origin)
 
 
 def experiment(

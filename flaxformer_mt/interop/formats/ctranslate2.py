@@ -57,12 +57,6 @@ def write(
     The folder also contains the two SentencePiece models, and `SETTINGS`, the arguments for a
     search like the run's. Inputs are lists of SentencePiece pieces ending with `END`.
 
-    Args:
-      bundle: the model.
-      folder: the folder to create.
-      accepted: see `convert`.
-      quantization: one of `QUANTIZATIONS`; None = float32.
-
     Returns:
       The changes to the weights, and the unsupported search options, in one line each.
 
@@ -99,11 +93,7 @@ def write(
 
 
 def to_settings(bundle: ModelBundle) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Converts search options to arguments of `translate_batch`.
-
-    Returns:
-      The arguments, and a line about each option without a counterpart.
-    """
+    """Returns the arguments of `translate_batch`, and a line about each unsupported option."""
     decode, model = bundle.config.decode, bundle.config.model
     limit, num_positions = decode.max_length or LONGEST_TRANSLATION, _num_positions(bundle)
     settings = {
@@ -192,7 +182,6 @@ def _suppressed(bundle: ModelBundle) -> list[list[str]]:
 
 
 def _tokens(bundle: ModelBundle, side: str) -> list[str]:
-    """Returns the distinct names of all ids of a side."""
     model = bundle.config.model
     tokenizer: Tokenizer = getattr(bundle.tokenizers, side)
     size = getattr(model, f"{side}_vocab_size")

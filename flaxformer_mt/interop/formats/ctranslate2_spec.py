@@ -43,12 +43,9 @@ _Arrays = Mapping[str, np.ndarray]
 def to_spec(
     config: TransformerConfig, params: Mapping[str, Any], decode: DecodeConfig
 ) -> transformer_spec.TransformerSpec:
-    """Returns the specification of a model, without vocabularies.
+    """Returns the specification of a model that `exports.ctranslate2_obstacle` allows.
 
-    Args:
-      config: a configuration for which `exports.ctranslate2_obstacle` finds no obstacle.
-      params: its parameters as nested dicts, without carried tensors.
-      decode: says which attention aligns source and target.
+    It has no vocabularies yet. `decode` says which attention aligns source and target.
     """
     c = config
     # Copies, because quantization scales arrays in place.

@@ -66,16 +66,11 @@ FIELDS = frozenset({*_DEFAULTS, *_UNSUPPORTED})
 def to_decode(
     settings: Mapping[str, Any], model: TransformerConfig, target: Tokenizer | None = None
 ) -> tuple[DecodeConfig, list[str]]:
-    """Converts settings of `generate` to search options.
+    """Converts the content of `generation_config.json`, or of an older `config.json`.
 
     A `max_length` equal to the size of the model's position table only serves to stop endless
     translations. It is replaced by a limit relative to the source's length, more generous than our
     default, which ends repetitions sooner.
-
-    Args:
-      settings: the content of `generation_config.json`, or of an older `config.json`.
-      model: the model's configuration.
-      target: the target's vocabulary, which tells the name of `forced_bos_token_id`.
 
     Returns:
       The search options, and a line about each unsupported setting.
@@ -127,11 +122,7 @@ def from_decode(
 ) -> tuple[dict[str, Any], list[str]]:
     """Converts search options to settings of `generate`.
 
-    Args:
-      decode: the search options.
-      model: the model's configuration, for the special tokens.
-      kept: settings that came with the model. Those that are equivalent are kept unchanged.
-      target: the target's vocabulary, which tells the id of `decode.first_token`.
+    Settings that came with the model, `kept`, remain unchanged where they are equivalent.
 
     Returns:
       The settings, and a line about each option without a counterpart.
@@ -224,7 +215,6 @@ def _bad_word_ids(
 
 
 def _forces_end(given: Any, model: TransformerConfig) -> bool:
-    """Returns whether the last token is forced to be the end token."""
     is_end = type(given) is int and given == model.eos_id
     if not (given is None or is_end or is_one_of(model.eos_id, given)):
         raise ValueError(f"forced_eos_token_id={given!r} is not the end token {model.eos_id}")

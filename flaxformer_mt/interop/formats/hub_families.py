@@ -30,60 +30,46 @@ class HubFamily:
     """Class of the model for each `model_type`."""
     model_type: Callable[[TransformerConfig], str]
     """The `model_type` of a configuration."""
-    settings: Callable[[TransformerConfig, Settings], dict[str, Any]]
-    """`config.json` for a configuration, given that of the published folder, or nothing. Values
-    without a single counterpart in ours are those of the folder where they are equivalent."""
+    fields: Mapping[str, str]
+    """Our names of the fields of `config.json` that the tensors do not tell."""
     sizes: Mapping[str, str]
-    """Sizes in `config.json` that follow from the tensors as well, and our names."""
+    """Our names of the sizes in `config.json`, which follow from the tensors as well."""
+    others: Callable[[TransformerConfig, Settings], dict[str, Any]]
+    """The other fields for a configuration, given those of the published folder, or nothing. Values
+    without a single counterpart in ours are those of the folder where they are equivalent."""
     defaults: Settings
     """Fields that `config.json` may omit, with the defaults of transformers' class."""
     new: Callable[[TransformerConfig], dict[str, Any]]
     """Fields of a `config.json` that no folder gave, for converters other than transformers."""
 
+    def settings(self, model: TransformerConfig, kept: Settings) -> dict[str, Any]:
+        """Returns `config.json` for a configuration, given that of the published folder."""
+        names = {**self.fields, **self.sizes}
+        return {
+            "is_encoder_decoder": True,
+            **{theirs: getattr(model, ours) for theirs, ours in names.items()},
+            **self.others(model, kept),
+        }
+
 
 def _activation(model: TransformerConfig, kept: Settings) -> str:
-    """Returns the name of the activation, which may have several."""
     given = kept.get("activation_function")
     if marian.ACTIVATIONS.get(str(given)) == model.activation:
         return str(given)
     return {ours: theirs for theirs, ours in marian.ACTIVATIONS.items()}[model.activation]
 
 
-def _special(model: TransformerConfig) -> dict[str, Any]:
-    return {
-        "pad_token_id": model.pad_id,
-        "eos_token_id": model.eos_id,
-        "decoder_start_token_id": model.bos_id,
-    }
-
-
 def _fairseq_like(model: TransformerConfig, kept: Settings) -> dict[str, Any]:
     return {
-        "is_encoder_decoder": True,
-        "vocab_size": model.source_vocab_size,
-        "d_model": model.d_model,
-        "encoder_layers": model.num_encoder_layers,
-        "decoder_layers": model.num_decoder_layers,
-        "encoder_attention_heads": model.num_heads,
         "decoder_attention_heads": model.num_heads,
-        "encoder_ffn_dim": model.d_ff,
-        "decoder_ffn_dim": model.d_ff,
         "activation_function": _activation(model, kept),
-        "dropout": model.dropout_rate,
-        "attention_dropout": model.attention_dropout_rate,
-        "activation_dropout": model.activation_dropout_rate,
-        "max_position_embeddings": model.max_length,
-        "scale_embedding": model.scale_embeddings,
         "tie_word_embeddings": model.shares_target_and_output,
-        **_special(model),
     }
 
 
 def _marian(model: TransformerConfig, kept: Settings) -> dict[str, Any]:
-    return _fairseq_like(model, kept) | {
-        "decoder_vocab_size": model.target_vocab_size,
-        "share_encoder_decoder_embeddings": model.shares_source_and_target,
-    }
+    shared = model.shares_source_and_target
+    return _fairseq_like(model, kept) | {"share_encoder_decoder_embeddings": shared}
 
 
 def _t5(model: TransformerConfig, kept: Settings) -> dict[str, Any]:
@@ -93,22 +79,7 @@ def _t5(model: TransformerConfig, kept: Settings) -> dict[str, Any]:
         names = [name for name, ours in t5.ACTIVATIONS.items() if ours == model.activation]
         gated = [name for name in names if name.startswith("gated-") == model.feed_forward_gate]
         activation = gated[0]
-    values = {
-        "is_encoder_decoder": True,
-        "vocab_size": model.target_vocab_size,
-        "d_model": model.d_model,
-        "d_kv": model.key_width,
-        "d_ff": model.d_ff,
-        "num_layers": model.num_encoder_layers,
-        "num_decoder_layers": model.num_decoder_layers,
-        "num_heads": model.num_heads,
-        "relative_attention_num_buckets": model.relative_position_buckets,
-        "relative_attention_max_distance": model.relative_position_max_distance,
-        "dropout_rate": model.dropout_rate,
-        "layer_norm_epsilon": model.norm_epsilon,
-        "feed_forward_proj": activation,
-        **_special(model),
-    }
+    values = {"dropout_rate": model.dropout_rate, "feed_forward_proj": activation}
     if t5.scales_logits(kept, default=True) != model.scale_logits:
         # It only says whether logits are scaled.
         values["tie_word_embeddings"] = model.scale_logits
@@ -119,7 +90,6 @@ def _t5(model: TransformerConfig, kept: Settings) -> dict[str, Any]:
 
 _FAIRSEQ_SIZES = {
     "vocab_size": "source_vocab_size",
-    "decoder_vocab_size": "target_vocab_size",
     "encoder_layers": "num_encoder_layers",
     "decoder_layers": "num_decoder_layers",
     "encoder_ffn_dim": "d_ff",
@@ -157,8 +127,9 @@ HUB_FAMILIES = {
             family=marian.FAMILY,
             architectures={"marian": "MarianMTModel"},
             model_type=lambda model: "marian",
-            settings=_marian,
-            sizes=_FAIRSEQ_SIZES,
+            fields=marian.FIELDS_OF_SETTINGS,
+            sizes={**_FAIRSEQ_SIZES, "decoder_vocab_size": "target_vocab_size"},
+            others=_marian,
             defaults={**_FAIRSEQ_DEFAULTS, "share_encoder_decoder_embeddings": True},
             new=_new_marian,
         ),
@@ -169,8 +140,9 @@ HUB_FAMILIES = {
                 "bart": "BartForConditionalGeneration",
             },
             model_type=lambda model: "mbart" if model.norm_position == "pre" else "bart",
-            settings=_fairseq_like,
+            fields=marian.FIELDS_OF_SETTINGS,
             sizes=_FAIRSEQ_SIZES,
+            others=_fairseq_like,
             defaults=_FAIRSEQ_DEFAULTS,
             new=_new,
         ),
@@ -178,8 +150,9 @@ HUB_FAMILIES = {
             family=m2m100.FAMILY,
             architectures={"m2m_100": "M2M100ForConditionalGeneration"},
             model_type=lambda model: "m2m_100",
-            settings=_fairseq_like,
+            fields=marian.FIELDS_OF_SETTINGS,
             sizes=_FAIRSEQ_SIZES,
+            others=_fairseq_like,
             defaults={
                 **_FAIRSEQ_DEFAULTS,
                 "attention_dropout": 0.1,
@@ -195,8 +168,9 @@ HUB_FAMILIES = {
                 "mt5": "MT5ForConditionalGeneration",
             },
             model_type=lambda model: "t5",
-            settings=_t5,
+            fields=t5.FIELDS_OF_SETTINGS,
             sizes=_T5_SIZES,
+            others=_t5,
             defaults={
                 **_COMMON_DEFAULTS,
                 "relative_attention_num_buckets": 32,

@@ -48,23 +48,12 @@ _INDEX = ".index.json"
 _WRITTEN = {"model.shared.weight", "shared.weight"}
 
 
-def is_folder(path: Path) -> bool:
-    """Returns whether a folder is a Hugging Face model, of any kind."""
-    try:
-        return "model_type" in _read_json(path / CONFIG)
-    except UserError:
-        return False
-
-
 def read(
     folder: Path, overrides: Mapping[str, Any] | None = None, family: str = "marian"
 ) -> tuple[ModelBundle, tuple[str, ...]]:
     """Reads a folder to which a model and its tokenizer were saved.
 
-    Args:
-      folder: the folder, with config.json, weights, and the tokenizer's files.
-      overrides: fields of `TransformerConfig` to replace.
-      family: a key of `HUB_FAMILIES`.
+    `family` is a key of `HUB_FAMILIES`, `overrides` are fields of `TransformerConfig` to replace.
 
     Returns:
       The model, and a line about each unsupported setting of `generate`.
@@ -133,12 +122,8 @@ def write(
 ) -> tuple[str, ...]:
     """Writes a folder that transformers loads, atomically.
 
-    Returns:
-      The changes to the weights, and the unsupported search options, in one line each.
-
-    Raises:
-      UserError: the model cannot be converted to the family's mathematics, or the folder exists or
-        cannot be written.
+    Returns the changes to the weights, and the unsupported search options, in one line each;
+    UserError if the model cannot be converted to the family's mathematics.
     """
     hub = HUB_FAMILIES[family]
     model, params = bundle.config.model, bundle.params
@@ -221,14 +206,12 @@ def _shards(index: Path) -> list[Path]:
 
 
 def _end_of(settings: Mapping[str, Any], tokenizers: Tokenizers) -> dict[str, Any]:
-    """Returns the end token of the vocabulary if it is one of several in the settings."""
     end = tokenizers.target.eos_id
     is_one = generation_config.is_one_of(end, settings.get("eos_token_id"))
     return {"eos_token_id": end} if is_one else {}
 
 
 def _check_special_tokens(name: str, values: Mapping[str, Any], model: TransformerConfig) -> None:
-    """Checks the special tokens of one file against those of the model, from `config.json`."""
     rows = model.target_vocab_size
     for key, ours in (
         ("pad_token_id", model.pad_id),
@@ -264,7 +247,6 @@ def _allowed_padding(
 def _check_sizes(
     settings: Mapping[str, Any], sizes: Mapping[str, str], model: TransformerConfig
 ) -> None:
-    """Checks the sizes in `config.json` against the model, which has them from its tensors."""
     for theirs, ours in sizes.items():
         given, actual = settings.get(theirs), getattr(model, ours)
         if given is not None and (type(given) is not int or given != actual):
@@ -309,7 +291,6 @@ def _data(names: Mapping[str, Any], tokenizers: Tokenizers) -> DataConfig:
 
 
 def _parse(kept: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    """Parses a file of the published folder; a missing one gives an empty object."""
     values = parse_json(kept.get(name, b"{}"), f"{ORIGIN}/{name}")
     if not isinstance(values, dict):
         raise UserError(f"{ORIGIN}/{name} is damaged: not a JSON object")
@@ -364,7 +345,6 @@ def _dtype(kept: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict[s
 
 
 def _settings(hub: HubFamily, model: TransformerConfig, kept: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the content of `config.json`, keeping equivalent entries of the original."""
     model_type = str(kept.get("model_type", hub.model_type(model)))
     architectures = [hub.architectures[model_type]]
     values = {"architectures": architectures, "model_type": model_type}

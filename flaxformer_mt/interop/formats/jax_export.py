@@ -47,14 +47,8 @@ def write(bundle: ModelBundle, folder: Path, accepted: Collection[str] = ()) -> 
     """Writes a folder that can be used without this package, atomically.
 
     It contains the functions of `SIGNATURES`, the parameters (.npz), the SentencePiece models,
-    `metadata.json` with vocabularies and special tokens, and `server.py`.
-
-    Returns:
-      No notes, since nothing is changed.
-
-    Raises:
-      UserError: the model has no encoder, flatbuffers is not installed, or the folder exists or
-        cannot be written.
+    `metadata.json` with vocabularies and special tokens, and `server.py`. UserError if the model
+    has no encoder, or flatbuffers is not installed.
     """
     try:
         import flatbuffers  # noqa: F401
@@ -80,12 +74,7 @@ def write(bundle: ModelBundle, folder: Path, accepted: Collection[str] = ()) -> 
 
 
 def export_functions(model: TransformerConfig, params: Any) -> dict[str, export.Exported]:
-    """Exports the functions of `SIGNATURES`, by name.
-
-    Args:
-      model: the configuration.
-      params: its parameters; only their shapes and dtypes are used.
-    """
+    """Exports the functions of `SIGNATURES`, by name, for parameters of these shapes."""
     # The file is for all platforms, and for lengths that are not known yet.
     transformer = Transformer(dataclasses.replace(model, attention_backend="einsum"))
     flat = {
@@ -164,7 +153,6 @@ def metadata(bundle: ModelBundle) -> dict[str, Any]:
 
 
 def _decoding(target: Tokenizer) -> dict[str, Any]:
-    """Returns how target pieces become text: see `Text.decode` of `jax_server.py`."""
     if isinstance(target, MarianTokenizer):
         return {
             "model": target.decoder_file,

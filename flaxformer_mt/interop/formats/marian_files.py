@@ -24,7 +24,7 @@ import numpy as np
 import yaml
 from numpy.lib import format as npy
 
-from flaxformer_mt.errors import UserError
+from flaxformer_mt.errors import UserError, error_prefix
 from flaxformer_mt.input_files import open_regular
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
 from flaxformer_mt.runs import atomic
@@ -59,8 +59,6 @@ _EMBEDDING = "Wemb"
 
 
 class _Item(NamedTuple):
-    """A tensor as stored in a binary file."""
-
     name: str
     type: int
     shape: tuple[int, ...]
@@ -70,11 +68,8 @@ class _Item(NamedTuple):
 def read(path: Path) -> PublishedCheckpoint:
     """Reads a model: its tensors in float32, by Marian's names, and its options.
 
-    Quantized matrices are dequantized.
-
-    Raises:
-      UserError: the file does not exist, is damaged or of another kind, has no options, or has a
-        matrix in a processor-specific layout.
+    Quantized matrices are dequantized. UserError if the file is damaged or of another kind, has no
+    options, or has a matrix in a processor-specific layout.
     """
     start = first_bytes(path)
     if start.startswith(b"PK"):
@@ -89,11 +84,7 @@ def read(path: Path) -> PublishedCheckpoint:
 
 
 def write_npz(path: Path, tensors: Mapping[str, np.ndarray], options: Mapping[str, Any]) -> None:
-    """Writes a model that Marian loads.
-
-    Raises:
-      UserError: the file cannot be written.
-    """
+    """Writes a model that Marian loads."""
     text = yaml.safe_dump(dict(options)).encode() + b"\0"
     arrays = dict(tensors) | {OPTIONS: np.frombuffer(text, np.int8)}
     with atomic.new_file(path) as partial, partial.open("wb") as file:
@@ -101,10 +92,9 @@ def write_npz(path: Path, tensors: Mapping[str, np.ndarray], options: Mapping[st
 
 
 def parse_yaml(content: bytes) -> Any:
-    """Parses YAML that is not nested deeply and has no aliases, which multiply its size.
+    """Parses at most `MAX_YAML_BYTES` of YAML.
 
-    Raises:
-      UserError: it is not YAML, is nested deeply, has aliases, or more than `MAX_YAML_BYTES`.
+    UserError if it is damaged, nested deeply, or has aliases, which multiply its size.
     """
     if len(content) > MAX_YAML_BYTES:
         raise UserError(f"more than {MAX_YAML_BYTES:,} bytes of YAML")
@@ -127,10 +117,8 @@ class _Loader(yaml.SafeLoader):
 
 
 def _parse(options: bytes) -> dict[str, Any]:
-    try:
+    with error_prefix(f"damaged: its options ({OPTIONS}) cannot be read"):
         parsed = parse_yaml(options.rstrip(b"\0"))
-    except UserError as error:
-        raise UserError(f"damaged: its options ({OPTIONS}) cannot be read: {error}") from error
     if not isinstance(parsed, dict):
         raise UserError(f"damaged: its options ({OPTIONS}) are not a mapping")
     return parsed
@@ -190,7 +178,6 @@ def _read_binary(path: Path) -> tuple[dict[str, np.ndarray], bytes | None]:
 
 
 def _items(content: mmap.mmap) -> list[_Item]:
-    """Returns all tensors."""
     offset = 8
 
     def take(form: str) -> tuple[Any, ...]:

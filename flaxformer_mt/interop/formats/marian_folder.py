@@ -15,7 +15,7 @@ import yaml
 from flaxformer_mt.config import DataConfig, TransformerConfig
 from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers
-from flaxformer_mt.errors import UserError
+from flaxformer_mt.errors import UserError, error_prefix
 from flaxformer_mt.input_files import MAX_MODEL_BYTES, read_bytes
 from flaxformer_mt.interop.exports import marian_native_obstacle
 from flaxformer_mt.interop.families.marian_native import END, FAMILY, NO_TOKEN, options
@@ -44,10 +44,8 @@ def read(
 ) -> tuple[ModelBundle, tuple[str, ...]]:
     """Reads a model with its vocabularies and search options.
 
-    Args:
-      path: the model's file, .npz or .bin, in the same folder as its vocabularies; or the folder.
-        If the folder has a decoder configuration (YAML), the files that it names are used.
-      overrides: fields of `TransformerConfig` to replace.
+    `path` is the model's file, .npz or .bin, in the same folder as its vocabularies; or the folder.
+    If the folder has a decoder configuration (YAML), the files that it names are used.
 
     Returns:
       The model, and a line about each unsupported option.
@@ -64,22 +62,15 @@ def read(
         byte_fallback=False,
         target_row_length=128,
     )
-    try:
+    with error_prefix(f"the decoder's options beside {files.model}"):
         decode, notes = marian_search.to_decode(files.options, tokenizers.target)
-    except UserError as error:
-        raise UserError(f"the decoder's options beside {files.model}: {error}") from error
     return ModelBundle(experiment(config, data, decode), params, tokenizers), notes
 
 
 def write(bundle: ModelBundle, folder: Path, accepted: Collection[str] = ()) -> tuple[str, ...]:
     """Writes a folder for Marian's decoder: a float32 model, vocabularies, options.
 
-    Returns:
-      A line about each search option that Marian does not support.
-
-    Raises:
-      UserError: the model or its vocabulary is not supported by Marian, or the folder exists or
-        cannot be written.
+    Returns a line about each unsupported search option; UserError if Marian cannot run the model.
     """
     model, tokenizers = bundle.config.model, bundle.tokenizers
     tensors = checkpoints.to_state_dict(FAMILY, model, bundle.params)
@@ -101,28 +92,13 @@ def write(bundle: ModelBundle, folder: Path, accepted: Collection[str] = ()) -> 
 
 
 def load(path: Path, **overrides: Any) -> tuple[TransformerConfig, dict[str, Any]]:
-    """Reads a model's file.
-
-    Args:
-      path: .npz or binary.
-      **overrides: as for `read`.
-
-    Returns:
-      The configuration, and the parameters as nested dicts of float32 arrays.
-
-    Raises:
-      UserError: as `marian_files.read` and `interop.load`; or an option is not supported.
-    """
+    """Reads configuration and parameters, in float32, of a model's file; errors as of `read`."""
     with checkpoints.error_context(path, FAMILY.name):
         return checkpoints.from_checkpoint(FAMILY, marian_files.read(path), overrides)
 
 
 def find(path: Path) -> MarianFiles:
-    """Finds the files of the model at `path`, a file or a folder.
-
-    Raises:
-      UserError: there are none, or they are ambiguous.
-    """
+    """Finds the files of the model at `path`, a file or a folder; errors as of `read`."""
     if not path.exists():
         raise UserError(f"{path} does not exist")
     folder = path if path.is_dir() else path.parent
@@ -136,13 +112,11 @@ def find(path: Path) -> MarianFiles:
 
 def _read_options(path: Path) -> Mapping[str, Any] | None:
     """Returns the options of a decoder with one model; None if the file contains something else."""
-    try:
+    with error_prefix(f"{path} cannot be read"):
         text = read_bytes(path)
         if len(text) > marian_files.MAX_YAML_BYTES:
             return None  # A vocabulary.
         content = marian_files.parse_yaml(text)
-    except UserError as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
     match content:
         case {"models": [str()], "vocabs": [str(), str()]}:
             return content
@@ -193,7 +167,6 @@ def _read_vocabulary(path: Path, size: int) -> SentencePieceTokenizer:
 
 
 def _checked(tokenizer: Tokenizer, name: str) -> SentencePieceTokenizer:
-    """Returns a vocabulary after checking that Marian supports it."""
     if not isinstance(tokenizer, SentencePieceTokenizer):
         raise UserError(
             f"{name} cannot be written: Marian supports SentencePiece vocabularies only"

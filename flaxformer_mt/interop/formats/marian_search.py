@@ -25,10 +25,8 @@ def to_decode(
 ) -> tuple[DecodeConfig, tuple[str, ...]]:
     """Converts options of Marian's decoder to search options.
 
-    Args:
-      options: the content of the decoder's configuration; empty if there is none: beam and lengths
-        are then our defaults, as Marian's are given by its command line.
-      target: the target's vocabulary, which tells the ids of suppressed tokens.
+    Without options, which Marian then takes from its command line, beam and lengths are our
+    defaults.
 
     Returns:
       The search options, and a line about each unsupported option.
@@ -60,10 +58,6 @@ def to_decode(
 
 def from_decode(decode: DecodeConfig, target: Tokenizer) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Converts search options to options of Marian's decoder.
-
-    Args:
-      decode: the search options.
-      target: the target's vocabulary.
 
     Returns:
       The options, and a line about each option without a counterpart.

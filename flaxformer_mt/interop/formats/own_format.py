@@ -31,11 +31,7 @@ OWN = parameter_file.FORMAT
 
 
 def write(path: Path, state: TrainingState, origin: str) -> None:
-    """Writes a training state without loss.
-
-    Raises:
-      UserError: the file cannot be written.
-    """
+    """Writes a training state without loss."""
     if path.suffix != ".safetensors":
         raise UserError(f"{path}: use the suffix .safetensors")
     tensors = _flatten("", state.params)
@@ -52,9 +48,7 @@ def write(path: Path, state: TrainingState, origin: str) -> None:
 def read(path: Path, overrides: Mapping[str, Any]) -> tuple[TrainingState, str]:
     """Reads what `write` wrote: the state, and the family that its carried tensors belong to.
 
-    Raises:
-      UserError: the file is damaged or of another kind; or there are overrides, although the file
-        contains the whole configuration.
+    The file contains the whole configuration, so overrides are an error.
     """
     with error_context(path, OWN):
         config, tensors, metadata = parameter_file.read(path)

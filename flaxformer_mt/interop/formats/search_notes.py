@@ -16,10 +16,7 @@ def unsupported_options(
 ) -> list[str]:
     """Returns a line about each option that a program does not support.
 
-    Args:
-      decode: the search options.
-      supported: names of fields with a counterpart, besides those of `WITHOUT_EFFECT`.
-      program: the name of the program that will search.
+    `supported` are the fields with a counterpart, besides those of `WITHOUT_EFFECT`.
     """
     known = {*supported, *WITHOUT_EFFECT}
     return [

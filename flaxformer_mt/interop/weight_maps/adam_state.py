@@ -22,12 +22,11 @@ from flax.traverse_util import unflatten_dict
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.interop import checkpoint_files
+from flaxformer_mt.interop import checkpoint_files, families
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint, Tensors
 from flaxformer_mt.interop.weight_maps import checkpoints, mapping, validation
 from flaxformer_mt.interop.weight_maps.family import Family
-from flaxformer_mt.interop.weight_maps.mapping import CARRIED
-from flaxformer_mt.interop.weight_maps.rules import TensorRule
+from flaxformer_mt.interop.weight_maps.mapping import CARRIED, WeightMap
 
 MEAN, VARIANCE = "exp_avg", "exp_avg_sq"
 
@@ -67,16 +66,27 @@ class TrainingState(NamedTuple):
 
 
 def load_training(
-    family: Family, source: str | os.PathLike[str] | Mapping[str, Any], overrides: dict[str, Any]
+    family: str | Family,
+    path_or_state_dict: str | os.PathLike[str] | Mapping[str, Any],
+    **overrides: Any,
 ) -> TrainingState:
-    """Implements `interop.load_training`."""
-    with checkpoints.error_context(source, family.name):
-        checkpoint = checkpoints.read(family, source)
+    """Reads a published checkpoint with the state of its Adam optimizer.
+
+    Arguments are those of `load`. The state is read from "optimizer", "optimizer_state_dict",
+    "optim" or "last_optimizer_state".
+
+    Raises:
+      UserError: as `load`; or the state is not that of a `torch.optim.Adam`; or a moment is
+        missing, unexpected, or of the wrong shape or dtype.
+    """
+    family = families.find(family)
+    with checkpoints.error_context(path_or_state_dict, family.name):
+        checkpoint = checkpoints.read(family, path_or_state_dict)
         config, params = checkpoints.from_checkpoint(family, checkpoint, overrides)
         if checkpoint.optimizer is None:
             return TrainingState(config, params, None)
         adam = _read(family, config, checkpoint)
-    paths = paths_without_moments(mapping.rules_for(family, config, checkpoint.tensors))
+    paths = WeightMap.of_tensors(family, config, checkpoint.tensors).mixed
     notes = (
         f"Adam's moments of {', '.join(paths)} start at zero: {family.name} computes these "
         "parameters from others, whose moments are carried",
@@ -85,16 +95,43 @@ def load_training(
 
 
 def save(
-    family: Family,
+    family: str | Family,
     config: TransformerConfig,
     params: Mapping[str, Any],
-    adam: AdamState,
     path: str | os.PathLike[str],
+    adam: AdamState | None = None,
 ) -> None:
-    """Implements `interop.save` with Adam's state."""
-    if Path(path).suffix == ".safetensors":
+    """Writes parameters as a state dict that the published module loads.
+
+    Options and vocabularies are not written. Programs that read them from a checkpoint, too (those
+    of a family with `also_reads`), need the module and `load_state_dict`; `convert` writes folders
+    that the programs of Marian and Hugging Face load.
+
+    Args:
+      family: as for `load`.
+      config: the configuration of `params`.
+      params: from `load` or from our model, with or without the subtree `carried`.
+      path: the file, ending in .safetensors or, for a PyTorch file, in .pt.
+      adam: the optimizer's state, from `load_training`. The file, which must be .pt, then contains
+        {"model": the tensors, "optimizer": a state dict of `torch.optim.Adam`}, under the keys
+        that the published code uses.
+
+    Raises:
+      TypeError: an argument is of another type.
+      UserError: the published code cannot have this configuration, the parameters (or moments) do
+        not match it, or the file cannot be written.
+    """
+    if not isinstance(config, TransformerConfig):
+        raise TypeError(f"config must be a TransformerConfig, not {type(config).__name__}")
+    if not isinstance(params, Mapping):
+        raise TypeError(f"params must be nested dicts of arrays, not {type(params).__name__}")
+    family = families.find(family)
+    if adam is not None and Path(path).suffix == ".safetensors":
         raise UserError(f"{path}: PyTorch reads Adam's state from .pt files only: use .pt")
     written = checkpoints.to_state_dict(family, config, params)
+    if adam is None:
+        checkpoint_files.write(path, written)
+        return
     tensors = _in_order_of_parameters(family, config, written, adam.settings.get("parameters"))
     parts: dict[str, dict[str, np.ndarray]] = {part: {} for part in ("model", *family.parts)}
     for name, tensor in tensors.items():
@@ -107,17 +144,11 @@ def save(
     checkpoint_files.write_torch(Path(path), {**parts, family.optimizer_key: optimizer})
 
 
-def paths_without_moments(rules: Sequence[TensorRule]) -> list[str]:
-    """Returns our parameters whose moments are not a rearrangement of the reference's."""
-    return [path for rule in rules if not rule.rearranges for path in rule.ours]
-
-
 def _read(family: Family, config: TransformerConfig, checkpoint: PublishedCheckpoint) -> AdamState:
-    """Returns the optimizer state of a checkpoint whose tensors match `config`."""
     groups, state = _groups_and_state(checkpoint.optimizer)
     groups = [_without_prefix(group, checkpoint.prefix) for group in groups]
-    rules = mapping.rules_for(family, config, checkpoint.tensors)
-    parameters = _parameters(family, rules, config, checkpoint.tensors)
+    weight_map = WeightMap.of_tensors(family, config, checkpoint.tensors)
+    parameters = _parameters(weight_map, checkpoint.tensors)
     names = _names_by_index(groups, parameters)
     if names is None:
         raise UserError(
@@ -128,7 +159,7 @@ def _read(family: Family, config: TransformerConfig, checkpoint: PublishedCheckp
         if index not in names:
             raise UserError(f"entry {index} of the optimizer's state is unexpected")
         entries[names[index]] = entry
-    shapes = mapping.reference_shapes(rules, config)
+    shapes = weight_map.shapes()
     moments = {
         kind: {
             name: _moment(kind, name, entry, shapes.get(name), config)
@@ -142,8 +173,8 @@ def _read(family: Family, config: TransformerConfig, checkpoint: PublishedCheckp
     step, step_type = _steps(entries)
     return AdamState(
         step,
-        _to_ours(rules, config, moments[MEAN]),
-        _to_ours(rules, config, moments[VARIANCE]),
+        _to_ours(weight_map, moments[MEAN]),
+        _to_ours(weight_map, moments[VARIANCE]),
         {"param_groups": groups, "step_type": step_type, "parameters": [*parameters]},
     )
 
@@ -160,32 +191,26 @@ def _groups_and_state(optimizer: Any) -> tuple[list[Any], Mapping[Any, Any]]:
 
 
 def _without_prefix(group: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
-    """Returns a group of an optimizer without the prefix that a wrapper gave its names."""
     names = group.get("param_names")
     if not prefix or not isinstance(names, list):
         return group
     return {**group, "param_names": [str(name).removeprefix(prefix) for name in names]}
 
 
-def _parameters(
-    family: Family, rules: Sequence[TensorRule], config: TransformerConfig, tensors: Tensors
-) -> dict[str, bool]:
+def _parameters(weight_map: WeightMap, tensors: Tensors) -> dict[str, bool]:
     """Returns the reference's parameters in PyTorch's order, and whether each is trained."""
-    buffers = {buffer.name: buffer.is_parameter for buffer in family.buffers(config)}
-    names = {name for _, _, theirs in mapping.applications(rules, config) for name in theirs}
+    family = weight_map.family
+    buffers = {buffer.name: buffer.is_parameter for buffer in family.buffers(weight_map.config)}
+    names = {name for _, _, theirs in weight_map.applications() for name in theirs}
     listed = mapping.in_order(family, names | buffers.keys())
     is_complete = tensors.keys() >= {name for name in listed if buffers.get(name, True)}
     # A file is in the order of the model that wrote it. If that is the published order, so is the
     # place of a parameter that the file omits.
     if is_complete or [*tensors] != mapping.in_order(family, tensors):
         listed = [*tensors, *(name for name in listed if name not in tensors)]
-    trained = {name: name not in buffers for name in listed}
-    for rule, _, theirs in mapping.applications(rules, config):
-        trained |= {
-            name: False
-            for name, template in zip(theirs, rule.theirs, strict=True)
-            if template in rule.unread
-        }
+    untrained = buffers.keys() | weight_map.unread
+    trained = {name: name not in untrained for name in listed}
+    for rule, _, theirs in weight_map.applications():
         if rule.tied:
             for name in sorted(theirs, key=listed.index)[1:]:
                 del trained[name]
@@ -204,14 +229,13 @@ def _in_order_of_parameters(
     They are returned as they are if that is their order already, or if the reference has other
     parameters than `names`, which may be anything: our own files have them.
     """
-    rules = mapping.rules_for(family, config, tensors)
-    if not isinstance(names, list) or [*_parameters(family, rules, config, tensors)] == names:
+    weight_map = WeightMap.of_tensors(family, config, tensors)
+    if not isinstance(names, list) or [*_parameters(weight_map, tensors)] == names:
         return tensors
     ranks = {str(name): rank for rank, name in enumerate(names)}
     listed = sorted(tensors, key=lambda name: ranks.get(name, len(ranks)))
     ordered = {name: tensors[name] for name in listed}
-    fits = [*_parameters(family, rules, config, ordered)] == names
-    return ordered if fits else tensors
+    return ordered if [*_parameters(weight_map, ordered)] == names else tensors
 
 
 def _names_by_index(
@@ -240,7 +264,6 @@ def _moment(
     shape: tuple[int, ...] | None,
     config: TransformerConfig,
 ) -> np.ndarray:
-    """Returns one moment of one parameter, after checks."""
     for key in ("step", MEAN, VARIANCE):
         if key not in entry:
             raise UserError(f"Adam's {key} of {name} is missing")
@@ -260,11 +283,9 @@ def _moment(
 def _steps(entries: Mapping[str, Mapping[str, Any]]) -> tuple[int, str]:
     if not entries:
         return 0, "float32"
-    counts = {name: np.asarray(entry["step"]) for name, entry in entries.items()}
+    counts = {name: _count(name, entry["step"]) for name, entry in entries.items()}
     first = next(iter(counts))
     for name, count in counts.items():
-        if count.ndim or count.dtype.kind not in "if":
-            raise UserError(f"Adam's step of {name} is not a number")
         if count != counts[first]:
             raise UserError(
                 f"Adam has made {count} steps on {name}, but {counts[first]} on {first}: it must "
@@ -274,50 +295,38 @@ def _steps(entries: Mapping[str, Mapping[str, Any]]) -> tuple[int, str]:
     return int(counts[first]), "int" if is_int else counts[first].dtype.name
 
 
-def _to_ours(
-    rules: Sequence[TensorRule], config: TransformerConfig, moments: Tensors
-) -> dict[str, Any]:
-    """Returns a tree of moments like the parameters, given the reference's moments by name."""
-    rearranging = [rule for rule in rules if rule.rearranges]
-    shapes = mapping.reference_shapes(rules, config)
-    zeros = {name: np.zeros(shape, config.param_dtype) for name, shape in shapes.items()}
-    arrays = mapping.from_reference(
-        rearranging, config, zeros | mapping.with_ties(rearranging, config, moments)
-    )
-    ours = mapping.parameter_shapes(config)
-    arrays |= {
-        path: np.zeros(ours[path], config.param_dtype) for path in paths_without_moments(rules)
-    }
+def _count(name: str, step: Any) -> np.ndarray:
+    try:
+        count = np.asarray(step)
+    except (RuntimeError, TypeError) as error:  # A tensor that numpy has no dtype for.
+        raise UserError(f"Adam's step of {name} is not a number") from error
+    if count.ndim or count.dtype.kind not in "if":
+        raise UserError(f"Adam's step of {name} is not a number")
+    return count
+
+
+def _to_ours(weight_map: WeightMap, moments: Tensors) -> dict[str, Any]:
+    dtype, rearranging = weight_map.config.param_dtype, weight_map.rearranging
+    zeros = {name: np.zeros(shape, dtype) for name, shape in weight_map.shapes().items()}
+    arrays = rearranging.to_ours(zeros | rearranging.with_ties(moments))
+    shapes = mapping.parameter_shapes(weight_map.config)
+    arrays |= {path: np.zeros(shapes[path], dtype) for path in weight_map.mixed}
     tree = unflatten_dict(arrays, sep="/")
-    returned = _to_theirs(rearranging, config, arrays)
+    returned = _to_theirs(weight_map, arrays)
     carried = {name: moment for name, moment in moments.items() if name not in returned}
     return tree | {CARRIED: carried} if carried else tree
 
 
-def _to_theirs(
-    rules: Sequence[TensorRule], config: TransformerConfig, arrays: Tensors
-) -> dict[str, np.ndarray]:
-    return {
-        name: moment
-        for rule, layer, theirs in mapping.applications(rules, config)
-        for name, template, moment in zip(
-            theirs,
-            rule.theirs,
-            rule.to_theirs(
-                *(arrays[path] if layer is None else arrays[path][layer] for path in rule.ours)
-            ),
-            strict=True,
-        )
-        if template not in rule.unread
-    }
+def _to_theirs(weight_map: WeightMap, arrays: Tensors) -> dict[str, np.ndarray]:
+    moments, unread = weight_map.rearranging.to_theirs(arrays), weight_map.unread
+    return {name: moment for name, moment in moments if name not in unread}
 
 
 def _to_state_dict(
     family: Family, config: TransformerConfig, tensors: Tensors, adam: AdamState
 ) -> dict[str, Any]:
-    """Returns the state dict of a `torch.optim.Adam` over the reference's parameters."""
-    rules = mapping.rules_for(family, config, tensors)
-    parameters = _parameters(family, rules, config, tensors)
+    weight_map = WeightMap.of_tensors(family, config, tensors)
+    parameters = _parameters(weight_map, tensors)
     groups = list(adam.settings.get("param_groups", [DEFAULT_GROUP | {"params": []}]))
     names = _names_by_index(groups, parameters)
     if names is None:
@@ -325,14 +334,12 @@ def _to_state_dict(
         names = dict(enumerate(parameters))
         options = {key: value for key, value in groups[0].items() if key != "param_names"}
         groups = [options | {"params": list(names)}]
-    mean = _moments_by_name(family, rules, config, adam.mean, "mean")
-    variance = _moments_by_name(family, rules, config, adam.variance, "variance")
+    mean = _moments_by_name(weight_map, adam.mean, "mean")
+    variance = _moments_by_name(weight_map, adam.variance, "variance")
+    step_type = adam.settings.get("step_type", "float32")
+    step = adam.step if step_type == "int" else np.array(adam.step, step_type)
     state = {
-        index: {
-            "step": _step(adam),
-            MEAN: mean[name],
-            VARIANCE: variance[name],
-        }
+        index: {"step": step, MEAN: mean[name], VARIANCE: variance[name]}
         for index, name in names.items()
         if adam.step and name in mean
     }
@@ -340,26 +347,15 @@ def _to_state_dict(
 
 
 def _moments_by_name(
-    family: Family,
-    rules: Sequence[TensorRule],
-    config: TransformerConfig,
-    tree: Mapping[str, Any],
-    what: str,
+    weight_map: WeightMap, tree: Mapping[str, Any], what: str
 ) -> dict[str, np.ndarray]:
-    """Returns the reference's moments of one kind by name, from ours and the carried ones."""
     arrays = mapping.by_path(tree)
-    validation.check_params(config, arrays, f"Adam's {what} of")
+    validation.check_params(weight_map.config, arrays, f"Adam's {what} of")
     carried = {name: np.asarray(moment) for name, moment in tree.get(CARRIED, {}).items()}
-    for path in paths_without_moments(rules):
+    for path in weight_map.mixed:
         if not carried or arrays[path].any():
             raise UserError(
-                f"Adam's {what} of {path} cannot be written for {family.name}, which computes this "
-                "parameter from others: save without adam"
+                f"Adam's {what} of {path} cannot be written for {weight_map.family.name}, which "
+                "computes this parameter from others: save without adam"
             )
-    rearranging = [rule for rule in rules if rule.rearranges]
-    return carried | _to_theirs(rearranging, config, arrays)
-
-
-def _step(adam: AdamState) -> int | np.ndarray:
-    step_type = adam.settings.get("step_type", "float32")
-    return adam.step if step_type == "int" else np.array(adam.step, step_type)
+    return carried | _to_theirs(weight_map, arrays)

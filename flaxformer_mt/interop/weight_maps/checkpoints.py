@@ -12,24 +12,49 @@ from flax.traverse_util import unflatten_dict
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.config.fields import bounds_of, check_value, type_hints
-from flaxformer_mt.errors import UserError
-from flaxformer_mt.interop import checkpoint_files
+from flaxformer_mt.errors import UserError, error_prefix
+from flaxformer_mt.interop import checkpoint_files, families
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint, identical
 from flaxformer_mt.interop.weight_maps import mapping, validation
 from flaxformer_mt.interop.weight_maps.family import Family
-from flaxformer_mt.interop.weight_maps.mapping import CARRIED
+from flaxformer_mt.interop.weight_maps.mapping import CARRIED, WeightMap
 
 WRAPPER_PREFIXES = ("module.", "_orig_mod.", "model.")
 """What wrappers of a module put before all names of its tensors: `torch.nn.DataParallel` and
 `DistributedDataParallel`, `torch.compile`, and usually a LightningModule."""
 
+# What tensors and settings of unexpected kinds can raise.
+_DAMAGE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
 
 def load(
-    family: Family, source: str | os.PathLike[str] | Mapping[str, Any], overrides: dict[str, Any]
+    family: str | Family,
+    path_or_state_dict: str | os.PathLike[str] | Mapping[str, Any],
+    **overrides: Any,
 ) -> tuple[TransformerConfig, dict[str, Any]]:
-    """Implements `interop.load`."""
-    with error_context(source, family.name):
-        return from_checkpoint(family, read(family, source), overrides)
+    """Reads a published checkpoint and converts it to our parameters.
+
+    Args:
+      family: a key of `FAMILIES`, an alias of one (`presets.FAMILY_ALIASES`), or a `Family`.
+      path_or_state_dict: a PyTorch or safetensors file, or a state dict of PyTorch tensors or numpy
+        arrays, possibly nested under "model" or "state_dict" in a dict with training options under
+        "settings", "opt", "args" or "cfg", which are read.
+      **overrides: fields of `TransformerConfig` that do not follow from names and shapes.
+        `num_heads` is required unless the checkpoint contains it; the others default to the
+        family's preset.
+
+    Returns:
+      The configuration, and the parameters as nested dicts of numpy arrays in the file's dtype,
+      possibly with a subtree `carried`: see `weight_maps/mapping.py` and `model_params`.
+
+    Raises:
+      UserError: the file cannot be read, or would run code; a tensor is missing, unexpected, of the
+        wrong shape or dtype, or not finite; tied tensors differ; an override is missing or
+        contradicts the tensors.
+    """
+    family = families.find(family)
+    with error_context(path_or_state_dict, family.name):
+        return from_checkpoint(family, read(family, path_or_state_dict), overrides)
 
 
 def read(family: Family, source: str | os.PathLike[str] | Mapping[str, Any]) -> PublishedCheckpoint:
@@ -37,9 +62,6 @@ def read(family: Family, source: str | os.PathLike[str] | Mapping[str, Any]) -> 
 
     A prefix (`WRAPPER_PREFIXES`, possibly several) is removed if the names are the family's without
     it, and are not with it.
-
-    Raises:
-      UserError: as `checkpoint_files.read`.
     """
     checkpoint = checkpoint_files.read(source)
     for prefix in _prefixes(checkpoint.tensors):
@@ -66,39 +88,28 @@ def _prefixes(names: Collection[str]) -> Iterator[str]:
 
 
 def _has_names_of(family: Family, checkpoint: PublishedCheckpoint) -> bool:
-    """Returns whether the tensors that determine the family's sizes have its names."""
     try:
         # One head divides any width.
         family.sizes(checkpoint, 1)
-    except (UserError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+    except (UserError, *_DAMAGE):
         return False
     return True
 
 
-@contextlib.contextmanager
-def error_context(source: Any, family: str) -> Iterator[None]:
+def error_context(source: Any, family: str) -> contextlib.AbstractContextManager[None]:
     """Prefixes the message of a `UserError` with the source and the family it is read as."""
-    try:
-        yield
-    except UserError as error:
-        label = "the state dict" if isinstance(source, Mapping) else source
-        raise UserError(f"{label} as {family}: {error}") from error
+    label = "the state dict" if isinstance(source, Mapping) else source
+    return error_prefix(f"{label} as {family}")
 
 
 def from_checkpoint(
     family: Family, checkpoint: PublishedCheckpoint, overrides: dict[str, Any]
 ) -> tuple[TransformerConfig, dict[str, Any]]:
-    """Returns the configuration and the parameters, with carried tensors, of a checkpoint.
-
-    Raises:
-      UserError: as `interop.load`.
-    """
+    """Returns the configuration and the parameters, with carried tensors; errors as of `load`."""
     config = configure(family, checkpoint, overrides)
-    rules = mapping.rules_for(family, config, checkpoint.tensors)
-    validation.check_tensors(family, rules, config, checkpoint.tensors)
-    arrays = mapping.from_reference(
-        rules, config, mapping.with_ties(rules, config, checkpoint.tensors)
-    )
+    weight_map = WeightMap.of_tensors(family, config, checkpoint.tensors)
+    validation.check_tensors(weight_map, checkpoint.tensors)
+    arrays = weight_map.to_ours(checkpoint.tensors)
     returned = mapping.to_reference(family, config, arrays, {})
     carried = {
         name: tensor
@@ -114,14 +125,10 @@ def from_checkpoint(
 def configure(
     family: Family, checkpoint: PublishedCheckpoint, overrides: dict[str, Any]
 ) -> TransformerConfig:
-    """Returns the configuration of a checkpoint.
+    """Returns the configuration of a checkpoint; errors as of `load`.
 
     In decreasing precedence, fields come from the shapes of the tensors, the overrides, the
     checkpoint's settings, and the family's preset.
-
-    Raises:
-      UserError: the number of heads is unknown, or an override or setting contradicts the tensors
-        or the family, or a special token is outside the vocabulary.
     """
     if not checkpoint.tensors:
         raise UserError("it contains no tensors")
@@ -147,7 +154,7 @@ def configure(
 def _guessed(family: Family, checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     try:
         return family.guess(checkpoint)
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except _DAMAGE as error:
         raise UserError(f"its settings are damaged: {error!r}") from error
 
 
@@ -159,34 +166,44 @@ def _check_types(given: Mapping[str, Any]) -> None:
 
 
 def differentiable(
-    family: Family, config: TransformerConfig, names: Collection[str]
+    family: str | Family, config: TransformerConfig, names: Collection[str]
 ) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """Implements `interop.differentiable`."""
-    rules = mapping.rules_for(family, config, names)
-    shapes = mapping.reference_shapes(rules, config)
+    """Returns our parameters as a differentiable function of a published model's parameters.
+
+    Args:
+      family: as for `load`.
+      config: from `load`.
+      names: the reference's parameters, as `torch.nn.Module.named_parameters` lists them: a tied
+        one once, no buffers. (A buffer that is one of our parameters, such as Marian's
+        `final_logits_bias`, is zero unless it is among them.)
+
+    Returns:
+      A function from {name: array} to the parameters that `load` returns for these tensors, without
+      carried tensors. It can be traced by `jax.jit` and `jax.grad`.
+
+    Raises:
+      UserError: a parameter of the reference is missing from the names.
+    """
+    family = families.find(family)
+    weight_map = WeightMap.of_tensors(family, config, names)
+    shapes = weight_map.shapes()
     constants = {name: np.zeros(shapes[name], config.param_dtype) for name in family.constants}
-    known = mapping.with_ties(rules, config, constants | dict.fromkeys(names))
+    known = weight_map.with_ties(constants | dict.fromkeys(names))
     for name in shapes:
         if name not in known:
             raise _missing(family, name, shapes, names)
 
     def to_ours(tensors: Mapping[str, Any]) -> dict[str, Any]:
-        complete = mapping.with_ties(rules, config, constants | dict(tensors))
-        return unflatten_dict(mapping.from_reference(rules, config, complete), sep="/")
+        return unflatten_dict(weight_map.to_ours(constants | dict(tensors)), sep="/")
 
     return to_ours
 
 
 def check_module(family: Family, config: TransformerConfig, tensors: Mapping[str, Any]) -> None:
-    """Checks that a module can be compared by its tensors' names, after `load` of its state dict.
+    """Raises UserError if a module cannot be compared by its tensors' names, after `load`.
 
-    Args:
-      family: the weight map of the module.
-      config: from `load`.
-      tensors: the module's `state_dict(keep_vars=True)`.
-
-    Raises:
-      UserError: the module is a wrapper, or shares a trained tensor where the family has several.
+    It is a wrapper, or shares a trained tensor where the family has several. `tensors` is its
+    `state_dict(keep_vars=True)`.
     """
     differentiable(family, config, tensors)
     validation.check_sharing(family, config, tensors)
@@ -195,7 +212,6 @@ def check_module(family: Family, config: TransformerConfig, tensors: Mapping[str
 def _missing(
     family: Family, name: str, expected: Collection[str], names: Collection[str]
 ) -> UserError:
-    """Returns the error for a tensor that is missing from the names of a module's tensors."""
     fitting = (
         prefix for prefix in _prefixes(names) if any(prefix + each in names for each in expected)
     )
@@ -210,24 +226,13 @@ def _missing(
     )
 
 
-def save(
-    family: Family,
-    config: TransformerConfig,
-    params: Mapping[str, Any],
-    path: str | os.PathLike[str],
-) -> None:
-    """Implements `interop.save` without an optimizer state."""
-    checkpoint_files.write(path, to_state_dict(family, config, params))
-
-
 def to_state_dict(
     family: Family, config: TransformerConfig, params: Mapping[str, Any]
 ) -> dict[str, np.ndarray]:
     """Returns the reference's state dict for our parameters, in the reference's order.
 
     Raises:
-      UserError: the configuration is not the family's, a special token is outside the vocabulary,
-        or the parameters do not match the configuration.
+      UserError: the configuration or the parameters are not the family's.
     """
     validation.check_switches(family, config)
     validation.check_ids(config)

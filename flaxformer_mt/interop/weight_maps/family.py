@@ -17,6 +17,14 @@ from flaxformer_mt.presets import check_fields, preset
 # The error of float32 tables of 5000 positions whose angles were computed in float32, too.
 BUFFER_TOLERANCE = 5e-3
 
+TYINGS = {
+    (True, True): "all",
+    (True, False): "source_target",
+    (False, True): "target_output",
+    (False, False): "none",
+}
+"""`tie_embeddings` where the target embedding is tied to that of the source, and to the output."""
+
 
 class Buffer(NamedTuple):
     """A tensor of the reference that is computed, not learned, and has no counterpart in ours."""
@@ -43,22 +51,6 @@ class Buffer(NamedTuple):
         )
 
 
-def _no_guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
-    return {}
-
-
-def _no_buffers(config: TransformerConfig) -> list[Buffer]:
-    return []
-
-
-def _one_layout(*of: Collection[str]) -> str:
-    return ""
-
-
-def _nothing_omitted(config: TransformerConfig) -> frozenset[str]:
-    return frozenset()
-
-
 @dataclasses.dataclass(frozen=True)
 class Family:
     """The weight map of a published model, and how its checkpoints are interpreted."""
@@ -69,24 +61,24 @@ class Family:
     heads."""
     rules: Callable[[TransformerConfig, str], list[TensorRule]]
     """Returns the rules for a configuration and a layout."""
-    guess: Callable[[PublishedCheckpoint], dict[str, Any]] = _no_guess
+    guess: Callable[[PublishedCheckpoint], dict[str, Any]] = lambda checkpoint: {}
     """Returns the fields that follow from the checkpoint's settings or from equal tensors."""
-    buffers: Callable[[TransformerConfig], list[Buffer]] = _no_buffers
+    buffers: Callable[[TransformerConfig], list[Buffer]] = lambda config: []
     """Returns the computed tensors."""
     open_switches: frozenset[str] = frozenset()
     """Fields of the mathematics that users of the published code can choose."""
     head_widths: Literal["even", "rounded", "equal", "free"] = "even"
     """Width of a head's queries, keys and values. even: D / H; rounded: D / H, rounded down; equal:
     any, but the same for all; free: any."""
-    layout_of_tensors: Callable[[Collection[str]], str] = _one_layout
+    layout_of_tensors: Callable[[Collection[str]], str] = lambda names: ""
     """Returns which of several published layouts a checkpoint with these names has."""
-    layout_of_params: Callable[[Tensors, Tensors], str] = _one_layout
+    layout_of_params: Callable[[Tensors, Tensors], str] = lambda arrays, carried: ""
     """Returns the layout in which our parameters (by path), with their carried tensors, are
     written."""
     order: tuple[str, ...] = ()
     """The components of names, in the order in which the published modules define them. PyTorch
     numbers parameters in this order, and optimizer states refer to these numbers."""
-    omitted: Callable[[TransformerConfig], frozenset[str]] = _nothing_omitted
+    omitted: Callable[[TransformerConfig], frozenset[str]] = lambda config: frozenset()
     """Returns the names that published writers may omit: buffers, and all but one of tied
     tensors."""
     constants: frozenset[str] = frozenset()
@@ -129,21 +121,12 @@ def guess_tying(
 ) -> dict[str, str]:
     """Returns `tie_embeddings` for a checkpoint, depending on which tables are equal.
 
-    Args:
-      checkpoint: the checkpoint.
-      source: name of the source embedding; None if the reference has none.
-      target: name of the target embedding.
-      output: name of the output projection; None if it is always the target embedding.
+    `source` is None if the reference has no source embedding, `output` if it has no table of its
+    own.
     """
     ties_source = source is not None and checkpoint.same(source, target)
     ties_output = output is None or checkpoint.same(output, target)
-    tied_tables = {
-        (True, True): "all",
-        (True, False): "source_target",
-        (False, True): "target_output",
-        (False, False): "none",
-    }
-    return {"tie_embeddings": tied_tables[ties_source, ties_output]}
+    return {"tie_embeddings": TYINGS[ties_source, ties_output]}
 
 
 def fields_of_settings(settings: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
@@ -173,10 +156,8 @@ def check_supported(
 ) -> None:
     """Checks settings that no tensor shows, but that change what is computed.
 
-    Args:
-      settings: the published settings.
-      supported: the values of each setting that our model has, the default first.
-      spelled: how the program writes a value.
+    `supported` are the values of each setting that our model has, the default first; `spelled`
+    writes a value as the program does.
 
     Raises:
       UserError: a setting has another value.
@@ -187,14 +168,3 @@ def check_supported(
             raise UserError(
                 f"the model cannot have {name}: {spelled(settings[name])}, only {choices}"
             )
-
-
-def head_width(features: int, num_heads: int) -> int:
-    """Returns the width of one of `num_heads` heads whose projection has `features` rows.
-
-    Raises:
-      UserError: the heads do not divide the rows.
-    """
-    if features % num_heads:
-        raise UserError(f"num_heads={num_heads} does not divide the {features} rows of the heads")
-    return features // num_heads

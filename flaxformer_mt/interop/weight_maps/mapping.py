@@ -20,7 +20,7 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.checkpoint_files import Tensors, identical
 from flaxformer_mt.interop.weight_maps.family import Family
-from flaxformer_mt.interop.weight_maps.rules import TensorRule
+from flaxformer_mt.interop.weight_maps.rules import ArrayTuple, TensorRule
 from flaxformer_mt.model.transformer import Transformer
 
 CARRIED = "carried"
@@ -51,41 +51,99 @@ def model_params(params: Mapping[str, Any]) -> dict[str, Any]:
     return {name: tree for name, tree in params.items() if name != CARRIED}
 
 
-def rules_for(
-    family: Family, config: TransformerConfig, names: Collection[str]
-) -> list[TensorRule]:
-    """Returns the rules for a checkpoint with tensors of these names."""
-    return family.rules(config, family.layout_of_tensors(names))
+@dataclasses.dataclass(frozen=True)
+class WeightMap:
+    """The rules between the parameters of a configuration and a family's tensors."""
+
+    family: Family
+    config: TransformerConfig
+    rules: Sequence[TensorRule]
+
+    @classmethod
+    def of_tensors(cls, family: Family, config: TransformerConfig, names: Collection[str]) -> Self:
+        """Returns the map for a checkpoint with tensors of these names."""
+        return cls(family, config, family.rules(config, family.layout_of_tensors(names)))
+
+    @property
+    def rearranging(self) -> Self:
+        """The part of the map by which an optimizer's moments are converted."""
+        return dataclasses.replace(self, rules=[rule for rule in self.rules if rule.rearranges])
+
+    @property
+    def mixed(self) -> list[str]:
+        """Our parameters that are computed from several tensors, or from one that is used twice."""
+        return [path for rule in self.rules if not rule.rearranges for path in rule.ours]
+
+    @property
+    def unread(self) -> set[str]:
+        """The names of tensors that the reference never reads."""
+        return {
+            name
+            for rule, _, theirs in self.applications()
+            for name, template in zip(theirs, rule.theirs, strict=True)
+            if template in rule.unread
+        }
+
+    def applications(self) -> Iterator[tuple[TensorRule, int | None, tuple[str, ...]]]:
+        """Yields each rule with its layer (None outside the stacks) and the tensor names there."""
+        depths = {
+            "encoder/layers": self.config.num_encoder_layers,
+            "decoder/layers": self.config.num_decoder_layers,
+        }
+        for rule in self.rules:
+            stack = "/".join(rule.ours[0].split("/")[:2])
+            if stack not in depths:
+                yield rule, None, rule.theirs
+                continue
+            for layer in range(depths[stack]):
+                names = (name.format(layer=layer, number=layer + 1) for name in rule.theirs)
+                yield rule, layer, tuple(names)
+
+    def with_ties(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns `tensors` completed with the omitted names of tied tensors."""
+        complete = dict(tensors)
+        for rule, _, theirs in self.applications():
+            present = [name for name in theirs if name in tensors]
+            if rule.tied and present:
+                complete |= {name: tensors[present[0]] for name in theirs if name not in tensors}
+        return complete
+
+    def to_ours(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns our arrays by path, given the reference's by name: numpy arrays or JAX tracers.
+
+        Omitted names of tied tensors are completed.
+        """
+        tensors = self.with_ties(tensors)
+        arrays: dict[str, Any] = {}
+        layers = collections.defaultdict(list)
+        for rule, layer, theirs in self.applications():
+            results = rule.to_ours(*(tensors[name] for name in theirs))
+            for path, array in zip(rule.ours, results, strict=True):
+                if layer is None:
+                    arrays[path] = array
+                else:
+                    layers[path].append(array)
+        return arrays | {
+            path: slices[0].__array_namespace__().stack(slices) for path, slices in layers.items()
+        }
+
+    def to_theirs(self, arrays: Tensors) -> Iterator[tuple[str, np.ndarray]]:
+        """Yields names and values of the tensors that the rules write for our arrays."""
+        for rule, layer, theirs in self.applications():
+            yield from zip(theirs, rule.to_theirs(*_slices(rule, layer, arrays)), strict=True)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Returns the shape of every tensor that the rules write, by name; buffers are excluded."""
+        # Broadcast zeros take no memory; only their shapes matter.
+        zeros = {
+            path: np.broadcast_to(np.float32(0), shape)
+            for path, shape in parameter_shapes(self.config).items()
+        }
+        return {name: tensor.shape for name, tensor in self.to_theirs(zeros)}
 
 
-def with_ties(
-    rules: Sequence[TensorRule], config: TransformerConfig, tensors: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Returns `tensors` completed with the omitted names of tied tensors."""
-    complete = dict(tensors)
-    for rule, _, theirs in applications(rules, config):
-        present = [name for name in theirs if name in tensors]
-        if rule.tied and present:
-            complete |= {name: tensors[present[0]] for name in theirs if name not in tensors}
-    return complete
-
-
-def from_reference(
-    rules: Sequence[TensorRule], config: TransformerConfig, tensors: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Returns our arrays by path, given the reference's by name: numpy arrays or JAX tracers."""
-    arrays: dict[str, Any] = {}
-    layers = collections.defaultdict(list)
-    for rule, layer, theirs in applications(rules, config):
-        results = rule.to_ours(*(tensors[name] for name in theirs))
-        for path, array in zip(rule.ours, results, strict=True):
-            if layer is None:
-                arrays[path] = array
-            else:
-                layers[path].append(array)
-    return arrays | {
-        path: slices[0].__array_namespace__().stack(slices) for path, slices in layers.items()
-    }
+def _slices(rule: TensorRule, layer: int | None, arrays: Tensors) -> ArrayTuple:
+    return tuple(arrays[path] if layer is None else arrays[path][layer] for path in rule.ours)
 
 
 def to_reference(
@@ -93,11 +151,8 @@ def to_reference(
 ) -> dict[str, np.ndarray]:
     """Returns the reference's tensors by name, given ours by path.
 
-    A carried tensor is used if it is consistent with `arrays`.
-
-    Raises:
-      UserError: the family has no counterpart for one of our parameters, or needs one that is
-        missing.
+    A carried tensor is used if it is consistent with `arrays`. UserError if the family has no
+    counterpart for one of our parameters, or needs one that is missing.
     """
     tensors: dict[str, np.ndarray] = {}
     rules = family.rules(config, family.layout_of_params(arrays, carried))
@@ -108,12 +163,12 @@ def to_reference(
         raise UserError(f"{family.name} needs parameter {path}, which is missing")
     omitted = {name for name, tensor in carried.items() if not tensor.size}
     kept_tensors = {name: tensor for name, tensor in carried.items() if tensor.size}
-    for rule, layer, theirs in applications(rules, config):
-        ours = tuple(arrays[path] if layer is None else arrays[path][layer] for path in rule.ours)
-        written = rule.to_theirs(*ours)
-        kept = tuple(map(kept_tensors.get, theirs, written))
-        consistent = all(map(identical, rule.to_ours(*kept), ours))
-        tensors.update(zip(theirs, kept if consistent else written, strict=True))
+    for rule, layer, theirs in WeightMap(family, config, rules).applications():
+        own = _slices(rule, layer, arrays)
+        new = rule.to_theirs(*own)
+        kept = tuple(map(kept_tensors.get, theirs, new))
+        consistent = all(map(identical, rule.to_ours(*kept), own))
+        tensors.update(zip(theirs, kept if consistent else new, strict=True))
     dtype = next(iter(arrays.values())).dtype
     for buffer in family.buffers(config):
         tensor = kept_tensors.get(buffer.name)
@@ -135,24 +190,6 @@ def in_order(family: Family, names: Collection[str]) -> list[str]:
         return [*((True, rank(part)) for part in modules), (False, rank(tensor))]
 
     return sorted(names, key=key)
-
-
-def applications(
-    rules: Sequence[TensorRule], config: TransformerConfig
-) -> Iterator[tuple[TensorRule, int | None, tuple[str, ...]]]:
-    """Yields each rule with its layer (None outside the stacks) and the tensor names there."""
-    depths = {
-        "encoder/layers": config.num_encoder_layers,
-        "decoder/layers": config.num_decoder_layers,
-    }
-    for rule in rules:
-        stack = "/".join(rule.ours[0].split("/")[:2])
-        if stack not in depths:
-            yield rule, None, rule.theirs
-            continue
-        for layer in range(depths[stack]):
-            names = (name.format(layer=layer, number=layer + 1) for name in rule.theirs)
-            yield rule, layer, tuple(names)
 
 
 @functools.lru_cache(maxsize=64)
@@ -193,21 +230,4 @@ def parameter_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
         if count != 0:
             layered = path[1] == "layers"
             shapes["/".join(path)] = (count, *leaf.shape[1:]) if layered else leaf.shape
-    return shapes
-
-
-def reference_shapes(
-    rules: Sequence[TensorRule], config: TransformerConfig
-) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of every tensor that the rules write, by name; buffers are excluded."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    parameters = parameter_shapes(config)
-    for rule, layer, theirs in applications(rules, config):
-        # Broadcast zeros take no memory; only their shapes matter.
-        zeros = (
-            np.broadcast_to(np.float32(0), parameters[path][layer is not None :])
-            for path in rule.ours
-        )
-        written = rule.to_theirs(*zeros)
-        shapes.update((name, a.shape) for name, a in zip(theirs, written, strict=True))
     return shapes

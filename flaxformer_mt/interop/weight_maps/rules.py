@@ -74,13 +74,9 @@ def transposed(ours: str, theirs: str) -> TensorRule:
 def packed(
     ours: Sequence[str], theirs: str, rule: Callable[[str, str], TensorRule], axis: int = 0
 ) -> TensorRule:
-    """Returns the rule for parameters that the reference stores as one tensor.
+    """Returns the rule for parameters of one shape that the reference concatenates in one tensor.
 
-    Args:
-      ours: paths, all of one shape.
-      theirs: the name of the tensor, which concatenates them.
-      rule: `same` or `transposed`, applied to each part.
-      axis: the axis of the tensor along which they are concatenated.
+    `rule` is `same` or `transposed`, applied to each part; `axis` is that of the tensor.
     """
     part = rule(ours[0], theirs)
 
@@ -137,13 +133,9 @@ def linear(ours: str, theirs: str, bias: bool) -> list[TensorRule]:
 
 
 def norm(ours: str, theirs: str, scale: str = "weight", bias: str = "bias") -> list[TensorRule]:
-    """Returns the rules for a layer norm, by default a `torch.nn.LayerNorm`.
+    """Returns the rules for a layer norm with a scale [D] and a bias [D].
 
-    Args:
-      ours: path of the module, which has a scale [D] and a bias [D]; see `same`.
-      theirs: name of the module.
-      scale: name of its tensor that corresponds to the scale.
-      bias: name of its tensor that corresponds to the bias.
+    `scale` and `bias` are the names of its two tensors.
     """
     return [
         same(f"{ours}/scale", f"{theirs}.{scale}"),
@@ -156,11 +148,8 @@ def embeddings(
 ) -> list[TensorRule]:
     """Returns the rules for the three [V, D] tables, tied as in `config`.
 
-    Args:
-      config: the configuration.
-      source: name of the source embedding; None if the reference has none.
-      target: name of the target embedding.
-      output: name of the output projection; None if the reference has no separate one.
+    `source` is None if the reference has no source embedding, `output` if it has no table of its
+    own.
     """
     rules, names = [], [target]
     if source and config.shares_source_and_target:

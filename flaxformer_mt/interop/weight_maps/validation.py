@@ -1,7 +1,7 @@
 """Checks configurations, published tensors and parameters against a family's weight map."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,14 +10,7 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.checkpoint_files import Tensors, identical
 from flaxformer_mt.interop.weight_maps.family import Family
-from flaxformer_mt.interop.weight_maps.mapping import (
-    applications,
-    parameter_shapes,
-    reference_shapes,
-    rules_for,
-    with_ties,
-)
-from flaxformer_mt.interop.weight_maps.rules import TensorRule
+from flaxformer_mt.interop.weight_maps.mapping import WeightMap, parameter_shapes
 
 FREE_FIELDS = frozenset({
     "source_vocab_size", "target_vocab_size", "d_model", "num_heads", "head_dim", "value_dim",
@@ -37,11 +30,7 @@ def without_groups_of_one(config: TransformerConfig) -> TransformerConfig:
 
 
 def check_switches(family: Family, config: TransformerConfig) -> None:
-    """Checks that a configuration is one that the published code can have.
-
-    Raises:
-      UserError: a switch that the family fixes has another value.
-    """
+    """Raises UserError if a switch has a value that the published code cannot have."""
     config = without_groups_of_one(config)
     published = family.configuration(
         **{name: getattr(config, name) for name in family.open_switches}
@@ -55,11 +44,7 @@ def check_switches(family: Family, config: TransformerConfig) -> None:
 
 
 def check_ids(config: TransformerConfig) -> None:
-    """Checks that the special tokens are in the vocabularies, unless there are none (V = 0).
-
-    Raises:
-      UserError: one is not.
-    """
+    """Raises UserError if a special token is outside the vocabularies, if there are any."""
     for name, given, size in ids_outside(config):
         raise UserError(f"{name}={given} is outside the vocabulary (0 to {size - 1})")
 
@@ -81,11 +66,7 @@ def ids_outside(config: TransformerConfig) -> Iterator[tuple[str, int, int]]:
 
 
 def check_heads(family: Family, config: TransformerConfig) -> None:
-    """Checks that the published code can have heads of these widths.
-
-    Raises:
-      UserError: it cannot.
-    """
+    """Raises UserError if the published code cannot have heads of these widths."""
     if family.head_widths == "equal" and config.value_width != config.key_width:
         raise UserError(
             f"{family.name} has value_dim=head_dim, which is {config.key_width}, not "
@@ -102,18 +83,12 @@ def check_heads(family: Family, config: TransformerConfig) -> None:
             )
 
 
-def check_tensors(
-    family: Family, rules: Sequence[TensorRule], config: TransformerConfig, tensors: Tensors
-) -> None:
-    """Checks that a checkpoint has exactly the tensors, shapes and dtype of the map.
-
-    Raises:
-      UserError: it has not; the message names the tensor.
-    """
-    shapes = reference_shapes(rules, config)
+def check_tensors(weight_map: WeightMap, tensors: Tensors) -> None:
+    """Raises UserError, naming a tensor, unless a checkpoint has exactly those of the map."""
+    family, config, shapes = weight_map.family, weight_map.config, weight_map.shapes()
     buffers = {buffer.name: buffer for buffer in family.buffers(config)}
     # A tied tensor may be omitted only if one of the tensors it is tied to is present.
-    omitted = family.omitted(config) & (with_ties(rules, config, tensors).keys() | buffers.keys())
+    omitted = family.omitted(config) & (weight_map.with_ties(tensors).keys() | buffers.keys())
     for name in [*shapes, *buffers]:
         if name not in tensors and name not in omitted:
             raise UserError(f"tensor {name} is missing")
@@ -132,7 +107,7 @@ def check_tensors(
                 f"tensor {name} is not the table of d_model={config.d_model} and "
                 f"position_base={config.position_base}: give position_base=... if it has another"
             )
-    for rule, _, theirs in applications(rules, config):
+    for rule, _, theirs in weight_map.applications():
         present = [name for name in theirs if name in tensors] if rule.tied else []
         for name in present:
             if not identical(tensors[name], tensors[present[0]]):
@@ -140,23 +115,16 @@ def check_tensors(
 
 
 def check_sharing(family: Family, config: TransformerConfig, tensors: Mapping[str, Any]) -> None:
-    """Checks that a module shares no trained tensor where the family has several.
+    """Raises UserError if a module shares a trained tensor where the family has several.
 
     A module whose layers are one object has one gradient for all of them; the family has one for
-    each.
-
-    Args:
-      family: the weight map of the module.
-      config: from `interop.load`.
-      tensors: the module's `state_dict(keep_vars=True)`, in which a shared tensor is one object.
-
-    Raises:
-      UserError: it does; the message names two tensors.
+    each. `tensors` is the module's `state_dict(keep_vars=True)`, where a shared tensor is one
+    object.
     """
-    rules = rules_for(family, config, tensors)
+    weight_map = WeightMap.of_tensors(family, config, tensors)
     places = {
         name: (theirs if rule.tied else (name,))
-        for rule, _, theirs in applications(rules, config)
+        for rule, _, theirs in weight_map.applications()
         for name in theirs
     }
     first: dict[int, str] = {}
@@ -172,16 +140,9 @@ def check_sharing(family: Family, config: TransformerConfig, tensors: Mapping[st
 
 
 def check_params(config: TransformerConfig, arrays: Tensors, what: str = "parameter") -> None:
-    """Checks that arrays are exactly the parameters of a configuration.
+    """Raises UserError unless arrays are exactly the parameters of a configuration, and finite.
 
-    Args:
-      config: the configuration.
-      arrays: the arrays by path.
-      what: what the arrays are called in messages.
-
-    Raises:
-      UserError: an array is missing, unexpected, of the wrong shape or dtype, or has a number that
-        is not finite.
+    `what` is what they are called in messages.
     """
     shapes = parameter_shapes(config)
     for path in sorted(shapes.keys() ^ arrays.keys()):

@@ -5,11 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import torch
 
 from flaxformer_mt.parity.any_model.program import TracedFunction
-from flaxformer_mt.parity.diagnosis.findings import Select
+from flaxformer_mt.parity.diagnosis.inputs import Select
 from flaxformer_mt.parity.rows import GRADIENTS, difference, largest
 from flaxformer_mt.parity.sides import Pair
 from flaxformer_mt.parity.trace import Tap, Values, recording, shaped
@@ -21,12 +20,8 @@ def first_difference(
     taps: Mapping[str, Tap | str],
     values: Values,
     select: Select,
-    dtype: str,
 ) -> list[str]:
-    """Returns a sentence on the last site, in the order of computation, whose gradient differs.
-
-    The gradients of all sites after it agree: the difference is in what reads it. [] if all agree.
-    """
+    """Returns a sentence on the last site, by computation, whose gradient differs; or nothing."""
     traced, leaves = pair.traced(batch)
     theirs = _gradients_of_module(pair, batch, taps, values)
     scale = max((largest(select(*each)) for each in theirs.items()), default=0.0)
@@ -35,7 +30,7 @@ def first_difference(
         if site not in theirs:
             continue
         found, expected = (select(site, side[site]) for side in (ours, theirs))
-        if difference(found, expected) > GRADIENTS[dtype] * scale:
+        if difference(found, expected) > GRADIENTS[pair.dtype] * scale:
             readers = _readers(traced, number, list(theirs))
             return [
                 f"Backwards from the loss, the gradients agree down to {readers}, and differ at "
@@ -62,22 +57,17 @@ def _readers(traced: TracedFunction, number: int, compared: Sequence[str]) -> st
 def _gradients_of_function(
     pair: Pair, batch: Any, traced: TracedFunction, leaves: Sequence[Any]
 ) -> Values:
-    floating = {
-        site: number
-        for site, number in traced.sites.items()
-        if jnp.issubdtype(traced.types[number].dtype, jnp.floating)
-    }
-
     def loss_of(added):
         values = traced.run(leaves, added)
         return pair.ours.loss([values[number] for number in traced.outputs], batch)
 
+    types = {site: traced.types[number] for site, number in traced.sites.items()}
+    floating = [site for site, like in types.items() if jnp.issubdtype(like.dtype, jnp.floating)]
     zeros = {
-        number: jnp.zeros(traced.types[number].shape, traced.types[number].dtype)
-        for number in floating.values()
+        traced.sites[site]: jnp.zeros(types[site].shape, types[site].dtype) for site in floating
     }
     found = jax.device_get(jax.jit(jax.grad(loss_of))(zeros))
-    return {name: found[number] for name, number in floating.items()}
+    return {site: found[traced.sites[site]] for site in floating}
 
 
 def _gradients_of_module(
@@ -90,29 +80,21 @@ def _gradients_of_module(
         for site, tap in wanted.items()
         if not tap.op
     }
-    with recording(pair.module, set(keys.values()), set(), copy=False) as seen:
+    with recording(pair.module, set(keys.values()), copy=False) as seen:
         total = pair.loss(pair.outputs(batch), batch)
-    tensors = {
-        site: tensor
-        for site, key in keys.items()
-        if isinstance(tensor := _chosen(seen[key], wanted[site]), torch.Tensor)
-        and tensor.requires_grad
-    }
+    chosen = {site: _chosen(seen[key], wanted[site]) for site, key in keys.items()}
+    tensors = {site: tensor for site, tensor in chosen.items() if tensor is not None}
     if not tensors:
         return {}
-    found = torch.autograd.grad(total, list(tensors.values()), allow_unused=True)
+    found = torch.autograd.grad(total, list(tensors.values()), materialize_grads=True)
     return {
-        site: shaped(
-            site,
-            wanted[site].reshape,
-            np.zeros(tuple(tensor.shape)) if gradient is None else gradient.numpy(),
-            values[site].shape,
-        )
-        for (site, tensor), gradient in zip(tensors.items(), found, strict=True)
+        site: shaped(site, wanted[site].reshape, gradient.numpy(), values[site].shape)
+        for site, gradient in zip(tensors, found, strict=True)
     }
 
 
-def _chosen(calls: Sequence[Sequence[Any]], tap: Tap) -> Any:
+def _chosen(calls: Sequence[Sequence[Any]], tap: Tap) -> torch.Tensor | None:
     if not -len(calls) <= tap.call < len(calls) or tap.argument >= len(calls[tap.call]):
         return None
-    return calls[tap.call][tap.argument]
+    found = calls[tap.call][tap.argument]
+    return found if isinstance(found, torch.Tensor) and found.requires_grad else None

@@ -16,7 +16,6 @@ from torch import nn
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.weight_maps.rules import TensorRule
 from flaxformer_mt.parity import driver, sides
-from flaxformer_mt.parity.any_model import backward
 from flaxformer_mt.parity.any_model.program import TracedFunction, trace
 from flaxformer_mt.parity.any_model.program_values import ProgramValues
 from flaxformer_mt.parity.any_model.taps import path_name
@@ -25,10 +24,10 @@ from flaxformer_mt.parity.any_model.weight_rules import (
     tensor_shapes,
     weight_rules,
 )
-from flaxformer_mt.parity.diagnosis.findings import Select
+from flaxformer_mt.parity.diagnosis.inputs import Select
 from flaxformer_mt.parity.reports.report import Report
 from flaxformer_mt.parity.rows import VALUES
-from flaxformer_mt.parity.trace import Tap, Values, comparable, frozen_parameters
+from flaxformer_mt.parity.trace import Tap, Values, comparable
 from flaxformer_mt.parity.trajectories import Optimizers, train_both
 
 JaxFunction = Callable[..., Any]
@@ -95,50 +94,37 @@ def compare_models(
             tensor_shapes(torch_module.named_buffers()),
             unused,
         )
-        program = _program(jax_function, *_frozen((like, inputs)), intermediates)
+        leaves, tree = jax.tree.flatten(jax.eval_shape(lambda *given: given, like, inputs))
+        program = _program(jax_function, tree, tuple(leaves), intermediates)
     its_loss, our_loss = loss or (None, None)
     function = _Function(program, applied, tuple(shapes), our_loss, real)
-    pair = _FunctionPair(function, torch_module, forward or _call, its_loss, inputs)
+    pair = _FunctionPair(function, torch_module, forward or _call, its_loss, inputs, dtype)
     given = _by_path(params) if weights_of == "function" else {}
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in given.values()):
         raise UserError("weights_of='function' needs arrays in params, not shapes")
     arguments, select = jax.tree.leaves(inputs), real or _everything
-    steps = None
-    with (
-        sides.precision(dtype),
-        sides.without_dropout(torch_module),
-        pair.with_weights(given, dtype),
-    ):
-        ours = sides.run_ours(pair, arguments)
-        taps = names if names is not None else _same_names(torch_module, ours.values)
-        theirs = sides.run_reference(pair, arguments, taps, ours.values, names is not None)
-        if optimizers is not None and num_steps:
-            both = Optimizers(optimizers[1], optimizers[0])
-            steps = train_both(pair, dtype, [arguments], num_steps, both)
-        report = driver.compared(
-            type(torch_module).__name__,
-            dtype,
-            ours,
-            theirs,
-            select,
-            steps=steps,
-            notes=frozen_parameters(torch_module),
-        )
-        if report.first_divergence is None:
-            return report
-        fits = {site: v for site, v in theirs.values.items() if v.shape == ours.values[site].shape}
+    sites = program.sites | dict(zip(function.output_sites, program.outputs, strict=True))
+
+    def causes_of(ours: sides.Side, theirs: sides.Side) -> driver.Causes:
         _, leaves = pair.traced(arguments)
-        sites = program.sites | dict(zip(function.output_sites, program.outputs, strict=True))
-        known = {**fits, **theirs.again}
-        return driver.explained(
-            report,
-            fits,
+        known = {**theirs.values, **theirs.again}
+        model = ProgramValues(program, leaves, sites, known, select, VALUES[dtype])
+        return driver.Causes(model=model, sites=list(sites))
+
+    train = None
+    if optimizers is not None and num_steps:
+        both = Optimizers(optimizers[1], optimizers[0])
+        train = functools.partial(train_both, pair, [arguments], num_steps, both)
+    with pair.with_weights(given):
+        return driver.compare_pair(
+            type(torch_module).__name__,
+            pair,
+            arguments,
+            names if names is not None else _same_names(torch_module, sites),
             select,
-            model=ProgramValues(program, leaves, sites, known, select, VALUES[dtype]),
-            sites=list(sites),
-            gradient_notes=lambda: backward.first_difference(
-                pair, arguments, taps, ours.values, select, dtype
-            ),
+            causes_of,
+            strict=names is not None,
+            train=train,
         )
 
 
@@ -191,17 +177,17 @@ class _FunctionPair(sides.Pair):
     forward: ModuleForward
     given_loss: Callable[..., Any] | None
     inputs: tuple[Any, ...]
+    dtype: str
 
     @contextlib.contextmanager
-    def with_weights(self, given: Mapping[str, Any], dtype: str) -> Iterator[None]:
-        """Gives the module the weights of the function by path, if there are any."""
-        tensors = dict(_tensors(self.module))
-        arrays = {path: np.asarray(leaf, dtype) for path, leaf in given.items()}
+    def with_weights(self, given: Mapping[str, Any]) -> Iterator[None]:
+        tensors = dict(_tensors(self.module)) if given else {}
+        arrays = {path: np.asarray(leaf, self.dtype) for path, leaf in given.items()}
+        found = self.ours.rules.to_module(arrays) if given else {}
         with sides.restored(self.module) if given else contextlib.nullcontext():
             with torch.no_grad():
-                for name, value in (self.ours.rules.to_module(arrays) if given else {}).items():
-                    if name in tensors:
-                        tensors[name].copy_(torch.tensor(value))
+                for name in found.keys() & tensors.keys():
+                    tensors[name].copy_(torch.tensor(found[name]))
             yield
 
     def fixed(self) -> dict[str, np.ndarray]:
@@ -249,15 +235,9 @@ def _by_path(tree: Any) -> dict[str, Any]:
     return {path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
-def _frozen(arguments: Any) -> tuple[Any, tuple[tuple[Any, ...], ...]]:
-    leaves, tree = jax.tree.flatten(arguments)
-    return tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-
-
 @functools.lru_cache(maxsize=8)
-def _program(function: JaxFunction, tree: Any, types: Any, intermediates: bool) -> TracedFunction:
-    like = jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(*each) for each in types])
-    return trace(function, *like, intermediates=intermediates)
+def _program(function: JaxFunction, tree: Any, leaves: Any, intermediates: bool) -> TracedFunction:
+    return trace(function, *jax.tree.unflatten(tree, leaves), intermediates=intermediates)
 
 
 def _narrowed(value: Any, dtype: str) -> Any:
@@ -298,22 +278,20 @@ def _tensor(array: np.ndarray) -> torch.Tensor:
     return tensor if tensor.is_floating_point() or tensor.dtype == torch.bool else tensor.long()
 
 
-def _same_names(module: nn.Module, ours: Values) -> dict[str, Tap | str]:
+def _same_names(module: nn.Module, ours: Iterable[str]) -> dict[str, Tap | str]:
     modules = dict(module.named_modules(remove_duplicate=False))
     return {site: name for site in ours if (name := site.replace("/", ".")) in modules}
 
 
 def _output_tensors(outputs: Any, names: Sequence[str]) -> list[torch.Tensor]:
     """Returns the tensors that a module returns, in the order of the function's outputs."""
-    if isinstance(outputs, torch.Tensor):
-        return [outputs]
     parts = outputs
     if isinstance(outputs, Mapping):
         # JAX sorts the keys of a dict. If the function returns a tuple, the order has to do.
         ordered = names if outputs.keys() == {*names} else outputs
         parts = [outputs[name] for name in ordered]
-    if not isinstance(parts, Iterable):
-        return []
+    if isinstance(outputs, torch.Tensor) or not isinstance(parts, Iterable):
+        parts = [outputs]
     return [part for part in parts if isinstance(part, torch.Tensor)]
 
 

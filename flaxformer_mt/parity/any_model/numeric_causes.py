@@ -31,11 +31,8 @@ def another_constant(segment: Segment) -> Found:
                 cause, words = "biased variance", "divisor of the sum of squares"
             if _is_logarithm(solved / ours if ours else 0.0):
                 cause = "logarithm base"
-            yield ProgramCause(
-                cause,
-                f"the {words} is {solved:.6g} in the reference, {ours:.6g} in ours",
-                value(solved),
-            )
+            words = f"the {words} is {solved:.6g} in the reference, {ours:.6g} in ours"
+            yield ProgramCause(cause, words, value(solved))
 
 
 def _is_logarithm(factor: float) -> bool:
@@ -86,11 +83,8 @@ def another_norm(segment: Segment) -> Found:
         and _summand(segment, equation.inputs[0]) not in ("square", "integer_pow", "mul", "exp")
     }
     if means:
-        yield ProgramCause(
-            "root-mean-square norm",
-            "the reference's norm does not subtract the mean",
-            segment.changed(means),
-        )
+        words = "the reference's norm does not subtract the mean"
+        yield segment.cause("root-mean-square norm", words, means)
 
 
 def _other_roots(segment: Segment, equation: Equation) -> Found:
@@ -109,13 +103,12 @@ def _other_roots(segment: Segment, equation: Equation) -> Found:
 
         solved = segment.solve(value, ours)
         for new in dict.fromkeys((ours, *EPSILONS, *([] if solved is None else [solved]))):
-            yield ProgramCause(
-                "norm epsilon" if factor == 1 else "biased variance",
-                f"the reference's norm has epsilon {new:.6g} "
-                f"{'inside' if inside else 'outside'} the root and the variance {over}, ours "
-                f"epsilon {ours:.6g}",
-                value(new),
+            words = (
+                f"the reference's norm has epsilon {new:.6g} {'inside' if inside else 'outside'} "
+                f"the root and the variance {over}, ours epsilon {ours:.6g}"
             )
+            cause = "norm epsilon" if factor == 1 else "biased variance"
+            yield ProgramCause(cause, words, value(new))
 
 
 def _variance(segment: Segment, number: int) -> tuple[int, float]:
@@ -153,11 +146,8 @@ def lower_precision(segment: Segment) -> Found:
             continue
         for dtype in (np.float32, np.float16):
             rounded = value.astype(dtype).astype(np.float64)
-            yield ProgramCause(
-                "precision",
-                f"the reference rounds {segment.label(number)} to {np.dtype(dtype).name}",
-                segment.changed({number: rounded}),
-            )
+            words = f"the reference rounds {segment.label(number)} to {np.dtype(dtype).name}"
+            yield segment.cause("precision", words, {number: rounded})
 
 
 def solved_for(segment: Segment) -> Found:
@@ -170,58 +160,56 @@ def solved_for(segment: Segment) -> Found:
         yield ProgramCause(cause, words, solved * segment.value)
     last = segment.producers.get(segment.number)
     if last is not None and last.name == "add":
-        operands = [segment.values[n] for n in last.inputs]
-        if operands[0].shape == operands[1].shape:
-            parts = np.stack([segment.select(x).ravel() for x in operands], axis=1)
-            factors = np.linalg.lstsq(parts, segment.select(segment.expected).ravel())[0]
-            labels = [segment.label(n) for n in last.inputs]
-            yield ProgramCause(
-                "residual scale",
-                f"the reference adds {factors[0]:.6g} times {labels[0]} and {factors[1]:.6g} times "
-                f"{labels[1]}, ours adds them unscaled",
-                factors[0] * operands[0] + factors[1] * operands[1],
+        x, y = (segment.values[n] for n in last.inputs)
+        if x.shape == y.shape:
+            parts = np.stack([segment.select(part).ravel() for part in (x, y)], axis=1)
+            a, b = np.linalg.lstsq(parts, segment.select(segment.expected).ravel())[0]
+            names = [segment.label(n) for n in last.inputs]
+            words = (
+                f"the reference adds {a:.6g} times {names[0]} and {b:.6g} times {names[1]}, ours "
+                "adds them unscaled"
             )
+            yield ProgramCause("residual scale", words, a * x + b * y)
     with np.errstate(invalid="ignore"):
         change = segment.expected - segment.value
-    if change.ndim < 2 or not np.isfinite(change).all():
-        return
-    axes = tuple(range(change.ndim - 1))
+    if change.ndim >= 2 and np.isfinite(change).all():
+        yield from _added(segment, change)
+        for equation in segment.equations:
+            if equation.name == "dot_general" and equation.outputs[0] in segment.values:
+                yield from _other_matrix(segment, equation, change)
+
+
+def _added(segment: Segment, change: np.ndarray) -> Found:
     rows = segment.select(change).reshape(-1, change.shape[-1])
+    added = []
     if len(rows) > 3:
-        bias = rows.mean(axis=0)
-        yield ProgramCause(
-            "different bias",
-            f"the reference adds another vector here; the largest difference is "
-            f"{np.max(np.abs(bias)):.6g}",
-            segment.value + bias,
-        )
+        added.append(("bias", "vector here", rows.mean(axis=0)))
     if change.ndim == 3 and len(change) > 2:
-        table = change.mean(axis=axes[:1])
-        yield ProgramCause(
-            "different positions",
-            f"the reference adds another table here, the same for all sentences; the largest "
-            f"difference is {np.max(np.abs(table)):.6g}",
-            segment.value + table,
-        )
-    for equation in segment.equations:
-        if equation.name != "dot_general" or equation.outputs[0] not in segment.values:
-            continue
-        left, right = equation.inputs
-        matrix = segment.origin(right)
-        result = segment.values[equation.outputs[0]]
-        if matrix not in segment.parameters or result.shape != change.shape:
-            continue
-        x = segment.values[left].reshape(-1, segment.values[left].shape[-1])
-        if len(x) < x.shape[1] + 2:  # With fewer rows, some matrix explains any difference.
-            continue
-        delta = np.linalg.lstsq(x, change.reshape(-1, change.shape[-1]))[0]
-        row, column = np.unravel_index(np.argmax(np.abs(delta)), delta.shape)
-        yield ProgramCause(
-            "different weights",
-            f"the reference has another {segment.parameters[matrix]}; the largest difference is "
-            f"{delta[row, column]:.6g} at [{row}, {column}]",
-            segment.value + (x @ delta).reshape(change.shape),
-        )
+        words = "table here, the same for all sentences"
+        added.append(("positions", words, change.mean(axis=0)))
+    for what, words, value in added:
+        largest = f"the largest difference is {np.max(np.abs(value)):.6g}"
+        words = f"the reference adds another {words}; {largest}"
+        yield ProgramCause(f"different {what}", words, segment.value + value)
+
+
+def _other_matrix(segment: Segment, product: Equation, change: np.ndarray) -> Found:
+    left, right = product.inputs
+    matrix = segment.origin(right)
+    if matrix not in segment.parameters or segment.values[product.outputs[0]].shape != change.shape:
+        return
+    x = segment.values[left].reshape(-1, segment.values[left].shape[-1])
+    if len(x) < x.shape[1] + 2:  # With fewer rows, some matrix explains any difference.
+        return
+    delta = np.linalg.lstsq(x, change.reshape(-1, change.shape[-1]))[0]
+    row, column = np.unravel_index(np.argmax(np.abs(delta)), delta.shape)
+    words = (
+        f"the reference has another {segment.parameters[matrix]}; the largest difference is "
+        f"{delta[row, column]:.6g} at [{row}, {column}]"
+    )
+    yield ProgramCause(
+        "different weights", words, segment.value + (x @ delta).reshape(change.shape)
+    )
 
 
 def _is_mask_of_rows(zero: np.ndarray, known: np.ndarray) -> bool:
@@ -250,9 +238,8 @@ def active_dropout(segment: Segment) -> Found:
         if _is_mask_of_rows(zero, known) or np.array_equal(zero, known & (ours < 0)):
             continue  # A mask of padding, or an activation.
         dropped = np.where(np.abs(theirs) < np.abs(theirs - scale * ours), 0, scale * ours)
-        yield ProgramCause(
-            "dropout",
+        words = (
             f"the reference has active dropout at a rate of {1 - 1 / scale:.3g}: some values are "
-            f"0, the others {scale:.6g} times ours",
-            segment.expected - theirs + dropped,
+            f"0, the others {scale:.6g} times ours"
         )
+        yield ProgramCause("dropout", words, segment.expected - theirs + dropped)

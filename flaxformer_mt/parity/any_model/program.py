@@ -1,11 +1,10 @@
 """A JAX function as a flat list of equations, in which the values of sites can be replaced.
 
 The equations are those of the jaxpr, with nested functions inlined and loops over layers unrolled.
-The value of a site can therefore be computed from the reference's values of the preceding sites
-instead of ours: it then differs only if the equations between them do.
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -100,8 +99,7 @@ def trace(
 ) -> TracedFunction:
     """Traces function(params, *args), whose arguments are trees of arrays or shapes.
 
-    With `intermediates`, the function returns (outputs, intermediates), and each leaf of the latter
-    is a site.
+    With `intermediates`, it returns (outputs, intermediates), and each leaf of these is a site.
     """
     closed, shape = jax.make_jaxpr(function, return_shape=True)(params, *args)
     builder = _Builder()
@@ -129,15 +127,12 @@ def intermediate_name(path: str) -> str:
     """Returns the site of an intermediate: of Linen's and NNX's tuples of calls, "a", "a#1" ..."""
     # Linen and NNX collect the calls of a module in tuples: "intermediates/a/__call__/0" and
     # "a/__call__/value/0" are "a", and a second call is "a#1". Other paths are kept.
-    parts = path.split("/")
-    of_linen = parts[0] == "intermediates"
-    if not (of_linen or parts[-2:-1] == ["value"]) or not parts[-1].isdigit():
+    found = re.fullmatch(r"intermediates/(.*)/(\d+)|(?:(.*)/|)value/(\d+)", path)
+    if found is None:
         return path
-    parts = parts[1:] if of_linen else [*parts[:-2], parts[-1]]
-    *parts, call = parts
-    if parts[-1:] == ["__call__"]:
-        parts.pop()
-    return "/".join(parts) + (f"#{call}" if int(call) else "")
+    call = found[2] or found[4]
+    name = re.sub("(^|/)__call__$", "", found[1] or found[3] or "")
+    return name if call == "0" else f"{name}#{call}"
 
 
 def _leaves(tree: Any) -> list[Any]:

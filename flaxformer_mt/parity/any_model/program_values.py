@@ -1,4 +1,4 @@
-"""Explains the differences of a traced function, see `diagnosis/findings.py`."""
+"""Explains the differences of a traced function, see `diagnosis/first_cause.py`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ import numpy as np
 from flaxformer_mt.parity.any_model import numeric_causes, structural_causes
 from flaxformer_mt.parity.any_model.program import TracedFunction
 from flaxformer_mt.parity.any_model.segment import Found, Numbers, Segment, compute
-from flaxformer_mt.parity.diagnosis.first_cause import Diagnosis
+from flaxformer_mt.parity.diagnosis.inputs import Diagnosis
 from flaxformer_mt.parity.trace import MASKED, comparable, is_scores
 
 CAUSES: list[Callable[[Segment], Found]] = [
@@ -27,8 +27,7 @@ CAUSES: list[Callable[[Segment], Found]] = [
 ]
 """The known causes of a difference between two sites, specific ones before general ones.
 
-Each changes the equations of ours in one way, and yields the value that the site has then. To add
-a cause, write such a function and append it.
+Each changes the equations of ours in one way, and yields the value that the site has then.
 """
 
 
@@ -44,7 +43,6 @@ class ProgramValues:
         select: Callable[[str, np.ndarray], np.ndarray],
         tolerance: float,
     ) -> None:
-        """Starts with the arguments of the program."""
         # `sites` are numbers, outputs among them; `theirs` has repeated calls, too ("site#1").
         self._program, self._sites, self._theirs = program, sites, theirs
         self._select, self._tolerance = select, tolerance
@@ -57,37 +55,33 @@ class ProgramValues:
         self._known: dict[int, str] = {}
 
     def predict(self, site: str) -> np.ndarray:
-        """Computes the value of a site from the reference's values before it."""
-        return comparable(site, self._computed(self._sites[site])[0])
+        return comparable(site, self._segment(site).value)
 
-    def _computed(self, number: int) -> tuple[np.ndarray, Numbers, Sequence[Any]]:
-        if number in self._known:  # Two sites may be one value.
-            return self._values[number], self._values, ()
-        equations = self._program.slice_before(number, self._fixed | self._known.keys())
-        values = dict(self._values)
+    def _segment(self, site: str, expected: np.ndarray | None = None) -> Segment:
+        number, values = self._sites[site], dict(self._values)
+        equations: Sequence[Any] = ()
+        if number not in self._known:  # Two sites may be one value.
+            equations = self._program.slice_before(number, self._fixed | self._known.keys())
         with np.errstate(all="ignore"):
             for equation in equations:
                 compute(equation, values)
-        return values[number], values, equations
-
-    def explain(self, site: str, expected: np.ndarray) -> Diagnosis | None:
-        """Returns the known cause of a difference, the most specific of the right ones."""
-        if not np.issubdtype(expected.dtype, np.inexact):  # Causes are those of computations.
-            return None
-        number = self._sites[site]
-        _, values, equations = self._computed(number)
-        segment = Segment(
+        return Segment(
             self._program,
             site,
             number,
             dict(self._known),
             values,
             equations,
-            expected,
+            values[number] if expected is None else expected,
             self._theirs,
             lambda value: self._select(site, comparable(site, value)),
             self._tolerance,
         )
+
+    def explain(self, site: str, expected: np.ndarray) -> Diagnosis | None:
+        if not np.issubdtype(expected.dtype, np.inexact):  # Causes are those of computations.
+            return None
+        segment = self._segment(site, expected)
         found = []
         # Wrong candidates may divide by zero or overflow, which rules them out.
         with np.errstate(all="ignore"):
@@ -102,7 +96,6 @@ class ProgramValues:
         return next(d for d in found if d.residual <= 10 * best + 0.05 * self._tolerance)
 
     def set(self, site: str, predicted: np.ndarray, expected: np.ndarray | None) -> None:
-        """Sets the value of a site, if the reference has one."""
         if expected is not None:
             number = self._sites[site]
             if not np.issubdtype(expected.dtype, np.inexact):  # PyTorch's integers have 64 bits.

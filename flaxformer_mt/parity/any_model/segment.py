@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from flaxformer_mt.parity.any_model.program import Equation, TracedFunction
-from flaxformer_mt.parity.diagnosis.findings import relative_difference
+from flaxformer_mt.parity.diagnosis.inputs import relative_difference
 
 RESHAPING = (
     "broadcast_in_dim",
@@ -83,15 +83,15 @@ class Segment:
                 different.update(equation.outputs)
         return values[self.number]
 
-    def with_operand(self, equation: Equation, operand: int, value: np.ndarray) -> np.ndarray:
-        """Returns the value of the site if one operand of one equation is another."""
-        inputs: Numbers = {n: self.values[n] for n in equation.inputs}
-        alone = equation._replace(
-            inputs=(*equation.inputs[:operand], -1, *equation.inputs[operand + 1 :])
-        )
-        inputs[-1] = value
-        compute(alone, inputs)
-        return self.changed({n: inputs[n] for n in equation.outputs})
+    def cause(self, name: str, explanation: str, changes: Mapping[int, np.ndarray]) -> ProgramCause:
+        """Returns the cause that some values are others of the same shape."""
+        return ProgramCause(name, explanation, self.changed(changes))
+
+    def with_operand(self, equation: Equation, operand: int, value: np.ndarray) -> Numbers:
+        """Returns the outputs of an equation if one of its operands is another."""
+        operands = [self.values[n] for n in equation.inputs]
+        operands[operand] = value
+        return dict(zip(equation.outputs, map(np.asarray, equation.run(*operands)), strict=True))
 
     @functools.cached_property
     def producers(self) -> dict[int, Equation]:

@@ -25,31 +25,20 @@ _ELEMENTWISE = frozenset(
 def left_out(segment: Segment) -> Found:
     """One operand of a sum, difference, product or quotient is left out, or added twice."""
     for equation in segment.equations:
-        if equation.name not in ("add", "sub", "mul", "div"):
+        if equation.name not in _VERBS:
             continue
-        result = segment.values[equation.outputs[0]]
-        for kept, omitted in ((0, 1), (1, 0)):
-            if equation.name in ("sub", "div") and kept:
+        (output,) = equation.outputs
+        result = segment.values[output]
+        for kept, omitted in ((0, 1), (1, 0))[: 2 if equation.name in ("add", "mul") else 1]:
+            value, other = segment.values[equation.inputs[kept]], equation.inputs[omitted]
+            if value.shape != result.shape or segment.is_number(segment.origin(other)):
                 continue
-            value = segment.values[equation.inputs[kept]]
-            if value.shape != result.shape or segment.is_number(
-                segment.origin(equation.inputs[omitted])
-            ):
-                continue
-            cause = _omission(segment, equation, omitted)
-            label = segment.label(equation.inputs[omitted])
-            yield ProgramCause(
-                f"{cause} missing",
-                f"the reference does not {_VERBS[equation.name]} {label}",
-                segment.changed({equation.outputs[0]: value}),
-            )
+            cause, label = _omission(segment, equation, omitted), segment.label(other)
+            words = f"the reference does not {_VERBS[equation.name]} {label}"
+            yield segment.cause(f"{cause} missing", words, {output: value})
             if equation.name == "add":
-                twice = result + segment.values[equation.inputs[omitted]]
-                yield ProgramCause(
-                    f"{cause} added twice",
-                    f"the reference adds {label} twice",
-                    segment.changed({equation.outputs[0]: twice}),
-                )
+                words, twice = f"the reference adds {label} twice", result + segment.values[other]
+                yield segment.cause(f"{cause} added twice", words, {output: twice})
 
 
 _VERBS = {"add": "add", "sub": "subtract", "mul": "multiply by", "div": "divide by"}
@@ -74,17 +63,12 @@ def another_activation(segment: Segment) -> Found:
     for start, end in _elementwise_regions(segment):
         hidden = torch.tensor(segment.values[start])
         for kind, function in ACTIVATIONS.items():
-            yield ProgramCause(
-                "activation",
-                f"the reference applies {kind} to {segment.label(start)}, ours another function",
-                segment.changed({end: function(hidden).numpy()}),
-            )
+            words = f"the reference applies {kind} to {segment.label(start)}, ours another function"
+            yield segment.cause("activation", words, {end: function(hidden).numpy()})
     for kind, function in ACTIVATIONS.items():
-        yield ProgramCause(
-            "activation added",
-            f"the reference applies {kind} to the result, ours does not",
-            function(torch.tensor(segment.value)).numpy(),
-        )
+        words = f"the reference applies {kind} to the result, ours does not"
+        value = function(torch.tensor(segment.value)).numpy()
+        yield ProgramCause("activation added", words, value)
 
 
 def _elementwise_regions(segment: Segment) -> Iterator[tuple[int, int]]:
@@ -124,11 +108,9 @@ def another_softmax(segment: Segment) -> Found:
             shifted = _before_exponential(segment, equation)
             scores = scores if shifted is None else np.maximum(shifted, -1e9)
             for axis in range(powers.ndim - 1):
-                yield ProgramCause(
-                    "softmax axis",
-                    f"the reference's softmax runs over axis {axis}, ours over the last",
-                    segment.changed({equation.outputs[0]: Softmax(scores, axis).value()}),
-                )
+                words = f"the reference's softmax runs over axis {axis}, ours over the last"
+                value = Softmax(scores, axis).value()
+                yield segment.cause("softmax axis", words, {equation.outputs[0]: value})
     probabilities = Softmax(segment.value).value()
     with np.errstate(divide="ignore"):
         logarithms = np.log(probabilities)
@@ -145,27 +127,21 @@ def _before_exponential(segment: Segment, equation: Equation) -> np.ndarray | No
 def another_mask(segment: Segment) -> Found:
     """A mask that is missing, inverted, shifted, or additional."""
     for number, mask in segment.values.items():
-        if (
-            mask.dtype != bool
-            or mask.size < 2
-            or number not in {*segment.producers, *segment.leaves}
-        ):
+        used = number in segment.producers or number in segment.leaves
+        if mask.dtype != bool or mask.size < 2 or not used:
             continue
-        padding = _depends_on_input(segment, number)
-        name = "padding mask" if padding else "causal mask"
-        others = [
-            ("inverted mask", f"the {name} is inverted in the reference", ~mask),
-            (f"missing {name}", f"the reference has no {name}", np.ones_like(mask)),
-            (f"missing {name}", f"the reference has no {name}", np.zeros_like(mask)),
-        ]
+        name = "padding mask" if _depends_on_input(segment, number) else "causal mask"
+        words = f"the {name} is inverted in the reference"
+        yield segment.cause("inverted mask", words, {number: ~mask})
+        for value in (np.ones_like(mask), np.zeros_like(mask)):
+            words = f"the reference has no {name}"
+            yield segment.cause(f"missing {name}", words, {number: value})
         if mask.ndim > 1 and mask.shape[-1] > 1:
-            for shift in (-1, 1):
+            words = f"the {name} is shifted by one in the reference"
+            for shift, border in ((-1, -1), (1, 0)):
                 moved = np.roll(mask, shift, -1)
-                moved[..., -1 if shift < 0 else 0] = mask[..., -1 if shift < 0 else 0]
-                words = f"the {name} is shifted by one in the reference"
-                others.append((f"{name} off by one", words, moved))
-        for cause, words, value in others:
-            yield ProgramCause(cause, words, segment.changed({number: value}))
+                moved[..., border] = mask[..., border]
+                yield segment.cause(f"{name} off by one", words, {number: moved})
     ours, theirs = (np.isneginf(x) for x in (segment.value, segment.expected))
     if segment.site.endswith("scores") and (theirs & ~ours).any():
         causal = np.triu(np.ones(theirs.shape[-2:], bool), 1)
@@ -202,28 +178,19 @@ def another_order(segment: Segment) -> Found:
             ways = [("(feature, head)", value.swapaxes(-1, -2))]
             if before is not None and before.name == "transpose":
                 ways.append(("without a transpose", segment.values[before.inputs[0]]))
-            for words, other in ways:
-                yield ProgramCause(
-                    "head order",
-                    f"the reference joins heads as {words}",
-                    segment.changed({equation.outputs[0]: other.reshape(result.shape)}),
-                )
+            for order, other in ways:
+                joined = {equation.outputs[0]: other.reshape(result.shape)}
+                yield segment.cause("head order", f"the reference joins heads as {order}", joined)
     for chosen in [*([number] for number in splits), [*splits]]:
-        labels = " and ".join(segment.label(number) for number in chosen)
         if chosen:
-            yield ProgramCause(
-                "head order",
-                f"the reference splits {labels} into heads as (feature, head)",
-                segment.changed({number: splits[number] for number in chosen}),
-            )
+            labels = " and ".join(segment.label(number) for number in chosen)
+            words = f"the reference splits {labels} into heads as (feature, head)"
+            yield segment.cause("head order", words, {number: splits[number] for number in chosen})
     for number, path in segment.parameters.items():
         matrix = segment.values[number]
         if matrix.ndim == 2 and matrix.shape[0] == matrix.shape[1]:
-            yield ProgramCause(
-                "transposed matrix",
-                f"the reference uses the transpose of {path}",
-                segment.changed({number: matrix.T}),
-            )
+            words = f"the reference uses the transpose of {path}"
+            yield segment.cause("transposed matrix", words, {number: matrix.T})
 
 
 def other_parameters(segment: Segment) -> Found:
@@ -236,11 +203,8 @@ def other_parameters(segment: Segment) -> Found:
     for number, path in segment.parameters.items():
         for other, value in everything.items():
             if other != path and value.shape == segment.values[number].shape:
-                yield ProgramCause(
-                    "wrong weights",
-                    f"the reference uses {other}, ours {path}",
-                    segment.changed({number: value}),
-                )
+                words = f"the reference uses {other}, ours {path}"
+                yield segment.cause("wrong weights", words, {number: value})
     prefixes = {path.rpartition("/")[0] for path in segment.parameters.values()}
     for ours, theirs in itertools.product(prefixes, {p.rpartition("/")[0] for p in everything}):
         changes = {
@@ -251,11 +215,8 @@ def other_parameters(segment: Segment) -> Found:
             and everything[other].shape == segment.values[number].shape
         }
         if ours != theirs and len(changes) > 1:
-            yield ProgramCause(
-                "wrong weights",
-                f"the reference uses the weights of {theirs}, ours those of {ours}",
-                segment.changed(changes),
-            )
+            words = f"the reference uses the weights of {theirs}, ours those of {ours}"
+            yield segment.cause("wrong weights", words, changes)
 
 
 def other_inputs(segment: Segment) -> Found:
@@ -272,37 +233,27 @@ def other_inputs(segment: Segment) -> Found:
         between = order[order.index(before) + 1 : own] if before in order else []
         if any(site in segment.theirs for site in between):
             continue  # What runs is not skipped.
-        yield ProgramCause(
-            "skipped layer",
-            f"the reference omits what is between {before} and {segment.site}",
-            segment.values[number],
-        )
+        words = f"the reference omits what is between {before} and {segment.site}"
+        yield ProgramCause("skipped layer", words, segment.values[number])
     for number, ours in (readable | passed_over).items():
+        original = segment.values[number]
+        readers = [e for e in segment.equations if number in e.inputs]
         for other, value in segment.theirs.items():
-            original = segment.values[number]
-            if other == ours or value.shape != original.shape or value.dtype != original.dtype:
+            if (value.shape, value.dtype) != (original.shape, original.dtype):
+                continue
+            if other in (ours, segment.site):
                 continue
             if number in passed_over:
-                cause, words = (
-                    "skipped layer",
-                    f"the reference omits {ours} and goes on with {other}",
-                )
+                cause, words = "skipped layer", f"omits {ours} and goes on with {other}"
             elif "#" in other:
-                cause, words = (
-                    "repeated layer",
-                    f"the reference computes {other.split('#')[0]} again",
-                )
+                cause, words = "repeated layer", f"computes {other.split('#')[0]} again"
             else:
                 cause = cause_of_reading(segment.site, ours, other, other in order[own + 1 :])
-                words = f"the reference reads {other} here, ours {ours}"
-            if other == segment.site:
-                continue
-            yield ProgramCause(cause, words, segment.changed({number: value}))
-            readers = [e for e in segment.equations if number in e.inputs]
+                words = f"reads {other} here, ours {ours}"
+            yield segment.cause(cause, f"the reference {words}", {number: value})
             for equation in readers if len(readers) > 1 else ():
-                operand = equation.inputs.index(number)
-                changed = segment.with_operand(equation, operand, value)
-                yield ProgramCause(cause, f"{words}, in one place", changed)
+                changes = segment.with_operand(equation, equation.inputs.index(number), value)
+                yield segment.cause(cause, f"the reference {words}, in one place", changes)
 
 
 def cause_of_reading(site: str, ours: str, other: str, later: bool) -> str:

@@ -11,7 +11,7 @@ output of every sub-module by its path. A function may also return intermediates
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -70,27 +70,21 @@ def linen_taps() -> Iterator[None]:
 def equinox_taps(model: Any, path: str = "") -> Any:
     """Returns an Equinox module in which the output of every sub-module is tapped by its path.
 
-    The result is called as the module is; make it inside the function that is compared, so that
-    parameters keep their paths: `equinox_taps(eqx.combine(params, static))(x)`.
+    Make it inside the function that is compared, so that parameters keep their paths.
     """
-    if isinstance(model, list | tuple):
-        parts = [equinox_taps(part, _joined(path, i)) for i, part in enumerate(model)]
-        return type(model)(parts)
-    if isinstance(model, Mapping):
-        return {name: equinox_taps(part, _joined(path, name)) for name, part in model.items()}
-    if not dataclasses.is_dataclass(model) or isinstance(model, type | _Tapped):
-        return model
-    clone = object.__new__(type(model))
-    for field in dataclasses.fields(model):
-        if hasattr(model, field.name):
-            value = equinox_taps(getattr(model, field.name), _joined(path, field.name))
-            object.__setattr__(clone, field.name, value)
+
+    def is_part(value: Any) -> bool:
+        return value is not model and dataclasses.is_dataclass(value)
+
+    def tapped(inner: Any, part: Any) -> Any:
+        name = "/".join(filter(None, (path, path_name(inner))))
+        return equinox_taps(part, name) if is_part(part) else part
+
+    clone = jax.tree_util.tree_map_with_path(tapped, model, is_leaf=is_part)
     return _Tapped(clone, path) if callable(model) and path else clone
 
 
 class _Tapped:
-    """A module whose output is tapped."""
-
     def __init__(self, module: Any, path: str) -> None:
         self._module, self._path = module, path
 
@@ -99,7 +93,3 @@ class _Tapped:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
-
-
-def _joined(path: str, name: object) -> str:
-    return f"{path}/{name}" if path else str(name)

@@ -26,8 +26,6 @@ Arrays = Mapping[str, Any]
 
 
 class _Application(NamedTuple):
-    """A rule for one layer, or outside of layers."""
-
     rule: TensorRule
     ours: tuple[str, ...]
     layer: int | None
@@ -75,29 +73,23 @@ def weight_rules(
 ) -> WeightRules:
     """Applies rules to the tensors of a module and the parameters of a function, given by shape.
 
-    Without rules, paths and names are equal, up to slashes and dots. Tied parameters may be given
-    once; rules may or may not name buffers. `unused` has the names of parameters of the module
-    without a counterpart, in which "*" stands for any part.
-
-    Raises:
-      UserError: a tensor has no rule or several, or a rule fits no tensor or another shape.
+    Arguments are those of `compare_models`. Tied parameters may be given once; rules may or may
+    not name buffers. Raises UserError if a tensor has no rule or several, or if a rule fits no
+    tensor or another shape.
     """
     tensors = {**parameters, **buffers}
     if rules is None:
         rules = [same(path, path.replace("/", ".")) for path in shapes]
-    found = tuple(
-        application for rule in rules for application in _applied(rule, {*tensors, *shapes})
-    )
-    for application in found:
-        if not any(name in tensors for name in application.theirs):
+    found = [each for rule in rules for each in _applied(rule, {*tensors, *shapes})]
+    for _, ours, _, theirs in found:
+        if not any(name in tensors for name in theirs):
             raise UserError(
-                f"the rule of {', '.join(application.ours)} names {application.theirs[0]}, which "
-                "the module does not have"
+                f"the rule of {', '.join(ours)} names {theirs[0]}, which the module does not have"
             )
     _once("parameter", shapes, (path for a in found if not a.layer for path in a.ours), ())
     named = [name for a in found for name in a.theirs]
     _once("tensor", parameters, named, unused)
-    result = WeightRules(found)
+    result = WeightRules(tuple(found))
     zeros = {name: np.broadcast_to(np.float32(0), shape) for name, shape in tensors.items()}
     for path, array in result.to_function(zeros).items():
         if array.shape != shapes[path]:

@@ -1,74 +1,109 @@
-"""Finds the known cause of the first difference.
+"""Finds the differences of two models, each by itself, and their known causes.
 
-All sites before it agree, so the inputs of its operation are known. Each known cause (`causes`)
-predicts the reference's value, and the diagnosis is the cause whose prediction is right. The cause
-may also be at a preceding site without a tap: its consequences are then computed.
+Each value is computed from the reference's values of the preceding sites, as if all earlier
+differences had been corrected: it differs only if the computation between them does. As its inputs
+are known, each known cause (`causes`) predicts the reference's value, and the diagnosis is the
+cause whose prediction is right. The cause may also be at a preceding site without a tap: its
+consequences are then computed.
 """
 
 import itertools
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 
+from flaxformer_mt.parity.diagnosis import site_operations
 from flaxformer_mt.parity.diagnosis.causes.registry import Candidate, SuspectSite, candidates
 from flaxformer_mt.parity.diagnosis.inputs import (
+    Diagnosis,
     DiagnosisInputs,
+    Select,
     parse_site,
+    relative_difference,
     select_rows,
-    with_values,
 )
 from flaxformer_mt.parity.diagnosis.operations import Operation
-from flaxformer_mt.parity.diagnosis.site_operations import NotComputed
-from flaxformer_mt.parity.diagnosis.site_operations import operation as operation_at
+from flaxformer_mt.parity.reports.comparison import Finding
+from flaxformer_mt.parity.rows import VALUES
 
 MAX_UNTAPPED_SIZE = 10**7
 """The limit of the search through untapped sites: their number times the elements they hold. The
 consequences of each candidate are computed through all of them, which may take a minute."""
 
 
-class Diagnosis(NamedTuple):
-    """A known cause, and how well it explains the difference."""
+class Model(Protocol):
+    """Our model, whose values can be replaced by the reference's."""
 
-    cause: str
-    """Short and stable, such as "norm epsilon"."""
-    explanation: str
-    """One sentence that states what the reference and our model compute."""
-    residual: float
-    """The difference that remains if the cause is assumed, relative to the largest magnitude."""
+    def predict(self, site: str) -> np.ndarray | None:
+        """Computes the value of a site from the values that are set; None if that is unknown."""
+
+    def explain(self, site: str, expected: np.ndarray) -> Diagnosis | None:
+        """Returns the known cause that explains the reference's value of a site, if any."""
+
+    def set(self, site: str, predicted: np.ndarray, expected: np.ndarray | None) -> None:
+        """Sets the value of a site: the reference's, or what was predicted if it has none."""
+
+
+def find(
+    model: Model,
+    sites: Sequence[str],
+    theirs: Mapping[str, np.ndarray],
+    select: Select,
+    dtype: str,
+) -> Iterator[Finding]:
+    """Yields the sites whose computation differs, in the order of `sites`, with their causes.
+
+    `model` is changed; `theirs` are the reference's values, and `dtype` determines the tolerance.
+    """
+    floor = 0.0 if dtype == "float64" else 1.0
+    for site in sites:
+        predicted = model.predict(site)
+        if predicted is None:
+            continue
+        expected = theirs.get(site)
+        if expected is not None:
+            found = relative_difference(select(site, predicted), select(site, expected), floor)
+            if not found <= VALUES[dtype]:
+                yield Finding(site, found, model.explain(site, expected))
+        model.set(site, predicted, expected)
+
+
+class FamilyValues:
+    """Our model as equations, whose values become the reference's; see `Model`."""
+
+    def __init__(self, inputs: DiagnosisInputs) -> None:
+        self._inputs = inputs.in_float64()
+
+    def predict(self, site: str) -> np.ndarray | None:
+        """Computes the value of a site; None for what bare layers get."""
+        operation = _operation(self._inputs, site)
+        return None if operation is None else operation.value()
+
+    def explain(self, site: str, expected: np.ndarray) -> Diagnosis | None:
+        """Returns the known cause of a difference."""
+        return diagnose(self._inputs._replace(site=site))
+
+    def set(self, site: str, predicted: np.ndarray, expected: np.ndarray | None) -> None:
+        """Sets the value of a site."""
+        value = predicted if expected is None else np.asarray(expected, np.float64)
+        self._inputs = self._inputs.with_value(site, value)
 
 
 def diagnose(inputs: DiagnosisInputs) -> Diagnosis | None:
     """Returns the known cause that explains the difference best; None if there is none."""
     if inputs.site != "loss" and inputs.site not in inputs.theirs:
         return None  # Gradients and optimizer steps have no causes of their own.
-    inputs = _in_float64(inputs)
     # Wrong candidates may divide by zero or overflow, which rules them out.
     with np.errstate(all="ignore"):
-        found = [
-            diagnosis
-            for diagnosis in _predictions(inputs)
-            if diagnosis.residual <= inputs.tolerance
-        ]
+        predictions = _predictions(inputs.in_float64())
+        found = [each for each in predictions if each.residual <= inputs.tolerance]
     if not found:
         return None
     # Of those that are right up to rounding, the first is the most specific.
     best = min(diagnosis.residual for diagnosis in found)
     enough = 10 * best + 0.05 * inputs.tolerance
     return next(diagnosis for diagnosis in found if diagnosis.residual <= enough)
-
-
-def _in_float64(inputs: DiagnosisInputs) -> DiagnosisInputs:
-
-    def widened(arrays):
-        return {name: np.asarray(array, np.float64) for name, array in arrays.items()}
-
-    return inputs._replace(
-        params=widened(inputs.params),
-        ours=widened(inputs.ours),
-        theirs=widened(inputs.theirs),
-        again=widened(inputs.again),
-    )
 
 
 def _predictions(inputs: DiagnosisInputs) -> Iterator[Diagnosis]:
@@ -107,8 +142,8 @@ def _suspects(inputs: DiagnosisInputs) -> list[str]:
 
 def _operation(inputs: DiagnosisInputs, site: str) -> Operation | None:
     try:
-        return operation_at(inputs, site)
-    except NotComputed:
+        return site_operations.operation(inputs, site)
+    except site_operations.NotComputed:
         return None
 
 
@@ -131,7 +166,7 @@ def _consequence(
             return None
         if later in inputs.theirs and later != inputs.site:
             continue
-        inputs = with_values(inputs, {site: value})
+        inputs = inputs.with_value(site, value)
         operation = _operation(inputs, later)
         if operation is None:
             return None
@@ -153,35 +188,5 @@ def _residual(inputs: DiagnosisInputs, predicted: np.ndarray | None, expected: n
         predicted, expected = (
             select_rows(inputs.site, array, inputs.real) for array in (predicted, expected)
         )
-    finite = np.isfinite(expected)
     # Where all is NaN, any constant that is solved for is, too, and would explain it.
-    if np.isnan(expected).all():
-        return np.inf
-    if not np.array_equal(predicted[~finite], expected[~finite], equal_nan=True):
-        return np.inf
-    difference = np.max(np.abs(predicted - expected), where=finite, initial=0.0)
-    largest = np.max(np.abs(expected), where=finite, initial=0.0)
-    return float(difference / largest) if largest else float(difference)
-
-
-class FamilyValues:
-    """Our model as equations, whose values become the reference's; see `findings.Model`."""
-
-    def __init__(self, inputs: DiagnosisInputs) -> None:
-        self._inputs = _in_float64(inputs)
-
-    def predict(self, site: str) -> np.ndarray | None:
-        """Computes the value of a site; None for what bare layers get."""
-        try:
-            return operation_at(self._inputs, site).value()
-        except NotComputed:
-            return None
-
-    def explain(self, site: str, expected: np.ndarray) -> Diagnosis | None:
-        """Returns the known cause of a difference."""
-        return diagnose(self._inputs._replace(site=site))
-
-    def set(self, site: str, predicted: np.ndarray, expected: np.ndarray | None) -> None:
-        """Sets the value of a site."""
-        value = predicted if expected is None else np.asarray(expected, np.float64)
-        self._inputs = with_values(self._inputs, {site: value})
+    return np.inf if np.isnan(expected).all() else relative_difference(predicted, expected)

@@ -1,8 +1,8 @@
-"""The inputs of a diagnosis, and the components of a site's name."""
+"""The inputs and the result of a diagnosis, the names of sites, and how values are compared."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -10,27 +10,19 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.parity.tokens import Padding, Tokens
 from flaxformer_mt.parity.trace import Values
 
+Select: TypeAlias = Callable[[str, np.ndarray], np.ndarray]
+"""Maps a site and its value to the rows that are compared."""
 
-class DiagnosisInputs(NamedTuple):
-    """The values of both sides around the first difference; all earlier sites agree."""
 
-    site: str
-    """The first site out of tolerance; "loss" if all sites agree and the losses do not."""
-    config: TransformerConfig
-    params: Mapping[str, np.ndarray]
-    """Our parameters by path, with a leading axis L below "layers"."""
-    tokens: Tokens
-    real: Padding
-    ours: Values
-    """Our values by site, "logits" among them."""
-    theirs: Values
-    """The reference's values by site, where it has taps."""
-    tolerance: float
-    loss: float
-    convention: str
-    smoothing: float
-    again: Mapping[str, np.ndarray] = MappingProxyType({})
-    """The reference's values of further calls, see `trace.ModuleValues.again`."""
+class Diagnosis(NamedTuple):
+    """A known cause, and how well it explains the difference."""
+
+    cause: str
+    """Short and stable, such as "norm epsilon"."""
+    explanation: str
+    """One sentence that states what the reference and our model compute."""
+    residual: float
+    """The difference that remains if the cause is assumed, relative to the largest magnitude."""
 
 
 class ParsedSite(NamedTuple):
@@ -67,6 +59,67 @@ class ParsedSite(NamedTuple):
         return first and not self.reads_the_encoder
 
 
+class DiagnosisInputs(NamedTuple):
+    """The values of both sides around the first difference; all earlier sites agree."""
+
+    site: str
+    """The first site out of tolerance; "loss" if all sites agree and the losses do not."""
+    config: TransformerConfig
+    params: Mapping[str, np.ndarray]
+    """Our parameters by path, with a leading axis L below "layers"."""
+    tokens: Tokens
+    real: Padding
+    ours: Values
+    """Our values by site, "logits" among them."""
+    theirs: Values
+    """The reference's values by site, where it has taps."""
+    tolerance: float
+    loss: float
+    convention: str
+    smoothing: float
+    again: Mapping[str, np.ndarray] = MappingProxyType({})
+    """The reference's values of further calls, see `trace.ModuleValues.again`."""
+
+    def in_float64(self) -> "DiagnosisInputs":
+        """Returns the inputs with all values and parameters in float64."""
+        params, ours, theirs, again = (
+            {name: np.asarray(array, np.float64) for name, array in arrays.items()}
+            for arrays in (self.params, self.ours, self.theirs, self.again)
+        )
+        return self._replace(params=params, ours=ours, theirs=theirs, again=again)
+
+    def with_value(self, site: str, value: np.ndarray) -> "DiagnosisInputs":
+        """Returns the inputs with our value of a site replaced."""
+        return self._replace(ours=self.ours | {site: value})
+
+    def parameter(self, path: str, layer: int | None = None) -> np.ndarray | None:
+        """Returns one of our parameters, of one layer if `layer` is given; None without it."""
+        found = self.params.get(path)
+        return found if found is None or layer is None else found[layer]
+
+    def beside(self, site: ParsedSite, part: str) -> np.ndarray:
+        """Returns our value of another part of the site's sub-layer."""
+        return self.ours[f"{site.prefix}/{site.group}/{part}"]
+
+    def inside(self, site: ParsedSite) -> list[str]:
+        """Returns the sites inside the site's sub-layer, in the order of computation."""
+        return [name for name in self.ours if name.startswith(f"{site.prefix}/{site.group}/")]
+
+    def num_layers(self, stack: str) -> int:
+        """Returns the number of layers of a stack."""
+        c = self.config
+        return c.num_encoder_layers if stack == "encoder" else c.num_decoder_layers
+
+    def sublayers(self, stack: str) -> list[str]:
+        """Returns the sub-layers of a layer, in the order in which ours runs them."""
+        attends = stack == "decoder" and self.config.has_inputs
+        return ["self_attention", *(["cross_attention"] if attends else []), "feed_forward"]
+
+    def sublayer_end(self, prefix: str, group: str) -> str:
+        """Returns the site of the residual stream after a sub-layer."""
+        return f"{prefix}/{group}_{'norm' if self.config.norm_position == 'post' else 'sum'}"
+
+
 def parse_site(site: str) -> ParsedSite:
     """Parses a site's name: ".../0/self_attention_norm" is part "norm" of "self_attention"."""
     first, *rest = site.split("/")
@@ -96,19 +149,20 @@ def select_rows(site: str, value: np.ndarray, real: Padding) -> np.ndarray:
     return by_row[real_rows(site, real)]
 
 
-def with_values(inputs: DiagnosisInputs, values: Values) -> DiagnosisInputs:
-    """Returns the inputs with some values of our model replaced."""
-    return inputs._replace(ours=inputs.ours | values)
+def relative_difference(ours: np.ndarray, theirs: np.ndarray, floor: float = 0.0) -> float:
+    """Returns the largest difference; inf where only one side is finite.
 
-
-def parameter(inputs: DiagnosisInputs, path: str, layer: int | None = None) -> np.ndarray:
-    """Returns one of our parameters, of one layer if `layer` is given."""
-    found = inputs.params[path]
-    return found if layer is None else found[layer]
-
-
-def optional_parameter(
-    inputs: DiagnosisInputs, path: str, layer: int | None = None
-) -> np.ndarray | None:
-    """Returns a parameter, or None if our model has no such parameter."""
-    return parameter(inputs, path, layer) if path in inputs.params else None
+    It is relative to the reference's largest magnitude, or to `floor` if this is larger.
+    """
+    if ours.shape != theirs.shape:
+        return np.inf
+    if not np.issubdtype(ours.dtype, np.inexact):  # Unsigned and bool differences are no numbers.
+        ours, theirs = ours.astype(np.float64), theirs.astype(np.float64)
+    finite = np.isfinite(theirs)
+    if not np.array_equal(ours[~finite], theirs[~finite], equal_nan=True):
+        return np.inf
+    if not np.isfinite(ours[finite]).all():
+        return np.inf
+    difference = float(np.max(np.abs(ours[finite] - theirs[finite]), initial=0.0))
+    scale = max(float(np.max(np.abs(theirs[finite]), initial=0.0)), floor)
+    return difference / scale if scale else difference

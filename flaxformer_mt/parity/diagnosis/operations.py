@@ -7,25 +7,28 @@ reference with another epsilon, for example, is `normalization.but(epsilon=1e-5)
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, dataclass_transform
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+from flaxformer_mt.model.position_biases import distance_buckets
 from flaxformer_mt.model.positions import sinusoidal_table
-from flaxformer_mt.model.relative_bias import distance_buckets
 from flaxformer_mt.parity.references.common import ACTIVATIONS as PUBLISHED_ACTIVATIONS
 from flaxformer_mt.parity.references.losses import LOSSES
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclass_transform(frozen_default=True, eq_default=False)
 class Switches:
-    """Fields that may be others in a reference."""
+    """Fields that may be others in a reference; subclasses are frozen dataclasses."""
+
+    def __init_subclass__(cls) -> None:
+        dataclasses.dataclass(frozen=True, eq=False)(cls)
 
     def but(self, **changes: Any) -> Self:
         """Returns the same with some inputs or switches replaced."""
-        return dataclasses.replace(self, **changes)
+        return dataclasses.replace(self, **changes)  # type: ignore[type-var]
 
 
 class Operation(Switches, abc.ABC):
@@ -36,7 +39,6 @@ class Operation(Switches, abc.ABC):
         """Computes the result, in float64 if the inputs are float64."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class Given(Operation):
     """A value that is known."""
 
@@ -47,7 +49,6 @@ class Given(Operation):
         return self.result
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class Lookup(Operation):
     """Embedding lookup: rows of a table [V, D], scaled."""
 
@@ -64,7 +65,6 @@ class Lookup(Operation):
         return np.where(zero[..., None], 0, vectors) * self.scale
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class AddPositions(Operation):
     """Position vectors, sinusoidal or from a learned table [P, D], added to embeddings."""
 
@@ -105,7 +105,6 @@ def token_positions(real: np.ndarray) -> np.ndarray:
     return np.maximum(np.cumsum(real, axis=1) - 1, 0)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class Rotation(Switches):
     """The rotation of queries or keys [B, H, T, K] by angles proportional to the position."""
 
@@ -128,17 +127,8 @@ class Rotation(Switches):
         return np.concatenate([rotated.real, rotated.imag], axis=-1)
 
 
-class ScoreBias(Switches, abc.ABC):
-    """A bias of attention scores that depends on the positions of query and key."""
-
-    @abc.abstractmethod
-    def values(self, queries: int, keys: int) -> np.ndarray:
-        """Computes the bias [H, T, S] of positions 0 ... T-1 and 0 ... S-1."""
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class LinearBias(ScoreBias):
-    """A bias proportional to the distance between query and key (ALiBi)."""
+class LinearBias(Switches):
+    """A bias of scores that is proportional to the distance between query and key (ALiBi)."""
 
     slopes: np.ndarray
     """[H], subtracted per unit of distance."""
@@ -148,9 +138,8 @@ class LinearBias(ScoreBias):
         return -self.slopes[:, None, None] * np.abs(_distances(queries, keys))
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class BucketBias(ScoreBias):
-    """A learned bias for each head and bucket of distances (T5)."""
+class BucketBias(Switches):
+    """A learned bias of scores for each head and bucket of distances (T5)."""
 
     table: np.ndarray
     """[N, H]."""
@@ -207,7 +196,6 @@ SHARINGS: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {
 """How heads [B, G, S, K] of keys and values may become [B, H, S, K]; the first is correct."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class Scores(Operation):
     """Scaled dot products of queries [B, T, H*K] and keys [B, S, G*K], masked with -inf."""
 
@@ -229,7 +217,7 @@ class Scores(Operation):
     adds_fill: bool = False
     """... or, if True, the value added to it."""
     rotation: Rotation | None = None
-    bias: ScoreBias | None = None
+    bias: LinearBias | BucketBias | None = None
 
     def mask(self) -> np.ndarray:
         """The combined mask, bool [B, 1, T, S], True = attend."""
@@ -256,7 +244,6 @@ class Scores(Operation):
         return np.where(self.mask(), products, masked)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class Softmax(Operation):
     """Attention weights: the softmax of scores over one axis; zeros where all are masked."""
 
@@ -271,7 +258,6 @@ class Softmax(Operation):
         return powers / np.where(total == 0, 1, total)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class Context(Operation):
     """The attention-weighted sum of values [B, S, G*U], with heads joined."""
 
@@ -324,7 +310,6 @@ DIVISORS = {
 """The first two are those of `TransformerConfig.norm_kind`."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class LayerNormalization(Operation):
     """A norm over the last axis of x [B, T, D], with scale and bias [D]."""
 
@@ -347,7 +332,6 @@ class LayerNormalization(Operation):
         return centered / DIVISORS[self.kind](centered, self.epsilon) * self.scale + self.bias
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class LinearMap(Operation):
     """x [B, T, D] times a kernel [D, E], plus a bias [E]."""
 
@@ -360,7 +344,6 @@ class LinearMap(Operation):
         return self.x @ self.kernel + (0 if self.bias is None else self.bias)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class Logits(LinearMap):
     """The projection to the vocabulary, [B, T, V], scaled."""
 
@@ -371,7 +354,6 @@ class Logits(LinearMap):
         return super().value() * self.scale
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class Residual(Operation):
     """The residual connection: the input of a sub-layer plus its output, [B, T, D]."""
 
@@ -397,7 +379,6 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 """Activations by name; the first four are those of `TransformerConfig.activation`."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class Activation(Operation):
     """An elementwise function of the hidden units [B, T, F], times a gate if there is one."""
 
@@ -425,7 +406,6 @@ NO_PADDING = -100
 """A padding id that matches no target."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class Loss(Operation):
     """The label-smoothed cross-entropy of logits [B, T, V], a scalar."""
 

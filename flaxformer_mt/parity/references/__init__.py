@@ -11,8 +11,11 @@ configuration fields, because they are what the comparison verifies.
     logits, attention = reference(source, target_input, return_attention=True)
 
 Tokens `source` [B, S] and `target_input` [B, T] are int64, the same as our model's; logits
-[B, T, V]. A `tunz` without inputs ignores `source`; `double_projection` consists of layers only
-and takes vectors [B, S, D], [B, T, D] and masks.
+[B, T, V]. Inside, `forward` of stacks, layers and their parts maps vectors [B, T, D] to [B, T, D];
+in a decoder, the encoder's output [B, S, D] and its mask, bool [B, 1, S], follow the mask of the
+target. Every module has `build(config)`, and `taps(config, module)`: where a module like the
+reference computes each site of `parity.trace`. A `tunz` without inputs ignores `source`;
+`double_projection` consists of layers only and takes vectors [B, S, D], [B, T, D] and masks.
 
 Sinusoids are computed in the dtype in which a reference is built; `.double()` on a float32 one
 would keep tables rounded to float32.
@@ -35,17 +38,12 @@ __all__ = ["build", "default_dtype", "of_config", "perturb", "taps"]
 
 
 def build(family: str, **sizes: Any) -> nn.Module:
-    """Builds the reference of a family with random initial weights.
+    """Builds the reference of a family with random initial weights; raises UserError.
 
-    Args:
-      family: a key of `presets.FAMILIES`.
-      **sizes: fields of `TransformerConfig` whose value differs from the family's preset;
-        `param_dtype` is the dtype. Other names are options of the reference:
-        `published_head_join` (double_projection), `source_attention` (annotated,
-        annotated_wide_heads), `batch_first` (torch); see their modules.
-
-    Raises:
-      UserError: the family or a size is unknown.
+    `sizes` are fields of `TransformerConfig` whose value differs from the family's preset;
+    `param_dtype` is the dtype. Other names are options of the reference: `published_head_join`
+    (double_projection), `source_attention` (annotated, annotated_wide_heads), `batch_first`
+    (torch); see their modules.
     """
     fields = {field.name for field in dataclasses.fields(TransformerConfig)}
     options = {name: value for name, value in sizes.items() if name not in fields}

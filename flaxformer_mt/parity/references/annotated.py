@@ -35,7 +35,6 @@ class LayerNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, T, D] to [B, T, D]."""
         mean = x.mean(-1, keepdim=True)
         std = x.std(-1, keepdim=True)
         return self.a_2 * (x - mean) / (std + self.eps) + self.b_2
@@ -50,7 +49,6 @@ class SublayerConnection(nn.Module):
         self.dropout = nn.Dropout(config.dropout_rate)
 
     def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
-        """[B, T, D] to [B, T, D]."""
         return x + self.dropout(sublayer(self.norm(x)))
 
 
@@ -92,7 +90,6 @@ class PositionwiseFeedForward(nn.Module):
         self.dropout = nn.Dropout(config.dropout_rate)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, T, D] to [B, T, D]."""
         return self.w_2(self.dropout(self.w_1(x).relu()))
 
 
@@ -111,7 +108,6 @@ class Layer(nn.Module):
         )
 
     def forward(self, x: Tensor, mask: Tensor, *source: Tensor) -> Tensor:
-        """[B, T, D]; `source` is the encoder's output [B, S, D] and its mask [B, 1, S]."""
         self_attn = self.get_submodule(self.attentions[0])
         x = self.sublayer[0](x, lambda x: self_attn(x, x, x, mask)[0])
         if source:
@@ -132,10 +128,7 @@ class Stack(nn.Module):
         self.norm = LayerNorm(config.d_model)
 
     def forward(self, x: Tensor, *masks_and_memory: Tensor) -> Tensor:
-        """[B, T, D] to [B, T, D]."""
-        for layer in self.layers:
-            x = layer(x, *masks_and_memory)
-        return self.norm(x)
+        return self.norm(common.in_turn(self.layers, x, *masks_and_memory))
 
 
 class Embeddings(nn.Module):
@@ -147,7 +140,6 @@ class Embeddings(nn.Module):
         self.d_model = d_model
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, T] to [B, T, D]."""
         return self.lut(x) * math.sqrt(self.d_model)
 
 
@@ -159,12 +151,10 @@ class PositionalEncoding(nn.Module):
     def __init__(self, config: TransformerConfig, max_len: int = 5000) -> None:
         super().__init__()
         self.dropout = nn.Dropout(config.dropout_rate)
-        d_model, base = config.d_model, config.position_base
-        frequencies = torch.exp(torch.arange(0, d_model, 2) * -(math.log(base) / d_model))
-        self.register_buffer("pe", common.interleaved_sinusoids(max_len, frequencies).unsqueeze(0))
+        table = common.interleaved_sinusoids(max_len, config.d_model, config.position_base)
+        self.register_buffer("pe", table.unsqueeze(0))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, T, D] to [B, T, D]."""
         return self.dropout(x + self.pe[:, : x.size(1)])
 
 
@@ -176,7 +166,6 @@ class Generator(nn.Module):
         self.proj = nn.Linear(d_model, vocab)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, T, D] to [B, T, V]."""
         return self.proj(x)
 
 
@@ -186,8 +175,7 @@ class Transformer(common.EncoderDecoder):
     attention = MultiHeadedAttention
 
     def __init__(self, config: TransformerConfig, source_attention: SourceAttention) -> None:
-        super().__init__()
-        self.pad_id = config.pad_id
+        super().__init__(config)
         attentions = ("self_attn", source_attention)
         self.encoder = Stack(config, config.num_encoder_layers, attentions[:1])
         self.decoder = Stack(config, config.num_decoder_layers, attentions)
@@ -202,7 +190,6 @@ class Transformer(common.EncoderDecoder):
         common.tie(config, self.src_embed[0].lut, self.tgt_embed[0].lut, self.generator.proj)
 
     def logits(self, source: Tensor, target_input: Tensor, *masks: Tensor) -> Tensor:
-        """Returns [B, T, V] for source [B, S] and target_input [B, T]."""
         visible, target_visible = self.masks(source, target_input)
         memory = self.encoder(self.src_embed(source), visible)
         x = self.decoder(self.tgt_embed(target_input), target_visible, memory, visible)
@@ -210,14 +197,12 @@ class Transformer(common.EncoderDecoder):
 
 
 def build(config: TransformerConfig, source_attention: SourceAttention = "src_attn") -> Transformer:
-    """Builds the reference with the sizes, the tied tables and the position base of `config`."""
     if config.d_model % 2:
         raise UserError(f"d_model={config.d_model}: the published positions need an even number")
     return Transformer(config, source_attention)
 
 
 def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
-    """Returns the taps of `module`: where it computes each site of `parity.trace`."""
     linears = [f"linears.{index}" for index in range(4)]
     shared = not any(".src_attn." in name for name, _ in module.named_parameters())
 

@@ -12,7 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.parity.trace import Tap, for_layers, softmax_input, softmax_output
+from flaxformer_mt.parity.trace import (
+    Tap,
+    for_layers,
+    request_weights,
+    softmax_input,
+    softmax_output,
+)
 
 MASKED_SCORE = -1e9
 """The value of masked scores in every publication except `torch.nn.Transformer`."""
@@ -41,11 +47,14 @@ class EncoderDecoder(nn.Module):
 
     attention: type[nn.Module]
     """The class of the attention modules, which return the context and the weights."""
-    pad_id: int
     encoder: Any
     """Takes (source [B, S], its mask [B, 1, S])."""
     decoder: Any
     """Takes (target [B, T], its mask [B, T, T], the encoder's output, the source's mask)."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.pad_id = config.pad_id
 
     def forward(
         self, source: Tensor, target_input: Tensor, *masks: Tensor, return_attention: bool = False
@@ -75,15 +84,9 @@ class EncoderDecoder(nn.Module):
 def _attention_weights(model: EncoderDecoder) -> Iterator[Attention]:
     weights = Attention([], [], [])
 
-    def ask_for_weights(module, args, kwargs):
-        return args, kwargs | {"need_weights": True, "average_attn_weights": False}
-
     def keep(in_encoder, module, args, output):
-        if in_encoder:
-            weights.encoder_self.append(output[1])
-        else:
-            by_kind = weights.decoder_self if args[0] is args[1] else weights.decoder_cross
-            by_kind.append(output[1])
+        found = weights.decoder_self if args[0] is args[1] else weights.decoder_cross
+        (weights.encoder_self if in_encoder else found).append(output[1])
 
     # PyTorch's own have to be asked for weights. The hooks also keep its layers off the inference
     # fast path.
@@ -93,12 +96,19 @@ def _attention_weights(model: EncoderDecoder) -> Iterator[Attention]:
             in_encoder = "encoder" in name.split(".")
             handles.append(module.register_forward_hook(functools.partial(keep, in_encoder)))
         if isinstance(module, nn.MultiheadAttention):
-            handles.append(module.register_forward_pre_hook(ask_for_weights, with_kwargs=True))
+            handles.append(module.register_forward_pre_hook(request_weights, with_kwargs=True))
     try:
         yield weights
     finally:
         for handle in handles:
             handle.remove()
+
+
+def in_turn(layers: Any, x: Tensor, *masks_and_memory: Tensor) -> Tensor:
+    """Runs the layers of a stack, [B, T, D] to [B, T, D]."""
+    for layer in layers:
+        x = layer(x, *masks_and_memory)
+    return x
 
 
 def not_padding(tokens: Tensor, pad_id: int) -> Tensor:
@@ -127,15 +137,15 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Returns the joined heads [B, T, H*U], and the weights [B, H, T, S] before dropout.
 
-    Scores are [B, H, T, S], values [B, H, S, U], `visible` is bool [B, 1 or T, S], True = attend,
-    and `masked` replaces masked scores.
+    Scores are [B, H, T, S], values [B, H, S, U], `visible` is bool [B, 1 or T, S].
     """
     weights = scores.masked_fill(~visible.unsqueeze(1), masked).softmax(dim=-1)
     return join_heads(dropout(weights) @ values), weights
 
 
-def interleaved_sinusoids(rows: int, frequencies: Tensor) -> Tensor:
-    """Sines and cosines in turn, [rows, D] for frequencies [D/2]."""
+def interleaved_sinusoids(rows: int, d_model: int, base: float) -> Tensor:
+    """Sines and cosines in turn, [rows, D]."""
+    frequencies = torch.exp(torch.arange(0, d_model, 2) * -(math.log(base) / d_model))
     angles = torch.arange(rows)[:, None] * frequencies
     return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)
 
@@ -183,10 +193,9 @@ def both_stacks(
     in_stack: Callable[[str, str, Mapping[str, str]], Mapping[str, Tap]],
     attentions: Sequence[str],
 ) -> dict[str, Tap]:
-    """Returns the taps of encoder and decoder.
+    """Returns the taps of both stacks; `attentions` are the modules of self- and cross-attention.
 
-    `in_stack` returns those of a stack, for ("source", "encoder", its attentions) or ("target",
-    "decoder", ...); `attentions` are the names of self- and of cross-attention in a layer.
+    `in_stack` returns those of ("source", "encoder", its attentions) or ("target", "decoder", ...).
     """
     self_attention, cross_attention = attentions
     encoder = {"self_attention": self_attention}
@@ -207,20 +216,12 @@ def layer_taps(
     norm_position: str,
     softmax: str = "",
 ) -> dict[str, Tap]:
-    """Returns the taps of a layer, whose module is `layer`.
+    """Returns the taps of a layer of the "encoder" or "decoder", by the names of its modules.
 
-    The sum of pre-norm, x + f(norm(x)), is an addition in the layer itself, that of post-norm the
-    input of the norm.
-
-    Args:
-      stack: "encoder" or "decoder".
-      layer: the layer module.
-      attentions: its attention modules, by the names of their sites.
-      linears: the modules in an attention that give query, key, value and output.
-      feed_forward: the modules in the layer that give hidden units and output.
-      norms: the norm modules in the layer, one for each sub-layer.
-      norm_position: as in `TransformerConfig`.
-      softmax: the module in an attention that takes the softmax.
+    Those in an attention are `linears`, which give query, key, value and output, and `softmax`; in
+    the layer `attentions` (by the names of their sites), `feed_forward`, which give hidden units
+    and output, and `norms`, one for each sub-layer. The sum of pre-norm, x + f(norm(x)), is an
+    addition in the layer itself, that of post-norm the input of the norm.
     """
     site = f"{stack}/layers/{{layer}}"
     found = {site: Tap(layer)}
@@ -245,10 +246,7 @@ def layer_taps(
 def attention_taps(
     site: str, linears: Sequence[str], softmax: str, call: int = 0
 ) -> dict[str, Tap]:
-    """Returns the taps inside an attention, of call number `call`.
-
-    `linears` give query, key, value and output; `softmax` is the module that takes the softmax.
-    """
+    """Returns the taps inside an attention, of call number `call`; see `layer_taps`."""
     query, key, value, output = linears
     return {
         f"{site}/query": Tap(query, call=call),

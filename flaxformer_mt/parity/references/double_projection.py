@@ -95,7 +95,6 @@ class Layer(nn.Module):
         self.dropout = nn.Dropout(config.dropout_rate)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, *source: Tensor) -> Tensor:
-        """[B, T, D]; `source` is the encoder's output [B, S, D] and its mask [B, 1, S]."""
         x = self.norm1(x + self.dropout(self.self_attention(x, x, x, mask)[0]))
         if not source:
             return self.norm2(x + self.dropout(self.feed_forward(x)))
@@ -111,7 +110,7 @@ class Layers(common.EncoderDecoder):
     attention = MultiHeadAttention
 
     def __init__(self, config: TransformerConfig, published_head_join: bool = False) -> None:
-        super().__init__()
+        super().__init__(config)
 
         def layers(number: int, attends_to_source: bool) -> nn.ModuleList:
             return nn.ModuleList(
@@ -122,24 +121,16 @@ class Layers(common.EncoderDecoder):
         self.decoder = layers(config.num_decoder_layers, attends_to_source=True)
 
     def logits(self, source: Tensor, target_input: Tensor, *masks: Tensor) -> Tensor:
-        """Returns the last layer's output [B, T, D] for vectors [B, S, D] and [B, T, D].
-
-        `masks` are those of source [B, 1, S] and target [B, T, T]: bool, True = attend.
-        """
+        """Returns [B, T, D]; `masks`: source [B, 1, S], target [B, T, T]: True = attend."""
         source_mask, target_mask = masks
-        for layer in self.encoder:
-            source = layer(source, source_mask)
-        x = target_input
-        for layer in self.decoder:
-            x = layer(x, target_mask, source, source_mask)
-        return x
+        encoded = common.in_turn(self.encoder, source, source_mask)
+        return common.in_turn(self.decoder, target_input, target_mask, encoded, source_mask)
 
 
 build = Layers
 
 
 def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
-    """Returns the taps of `module`: where it computes each site of `parity.trace`."""
     # A head's query, key and value are what its second linear map gives.
     by_head = ("query", "key", "value", "scores", "weights")
     projected = by_head[:3]

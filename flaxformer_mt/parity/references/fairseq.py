@@ -42,7 +42,6 @@ class SinusoidalPositionalEmbedding(nn.Module):
         self.register_buffer("_float_tensor", torch.zeros(1))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[B, T] to [B, T, D]."""
         return self.weights[make_positions(tokens, self.padding_idx)]
 
 
@@ -56,7 +55,6 @@ class LearnedPositionalEmbedding(nn.Embedding):
         _init_embedding(self)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[B, T] to [B, T, D]."""
         return super().forward(make_positions(tokens, self.padding_idx))
 
 
@@ -106,7 +104,6 @@ class Layer(nn.Module):
         self.final_layer_norm = nn.LayerNorm(config.d_model)
 
     def forward(self, x: Tensor, visible: Tensor, *source: Tensor) -> Tensor:
-        """[B, T, D]; `source` is the encoder's output [B, S, D] and its mask [B, 1, S]."""
         x = self._residual(x, self.self_attn_layer_norm, lambda y: self.self_attn(y, y, visible)[0])
         if source:
             norm = self.encoder_attn_layer_norm
@@ -140,7 +137,6 @@ class Stack(nn.Module):
         self.layer_norm = nn.LayerNorm(config.d_model) if config.final_norm else None
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """[B, T] to [B, T, D]."""
         x = self.embed_scale * self.embed_tokens(tokens)
         if self.embed_positions is not None:
             x = x + self.embed_positions(tokens)
@@ -149,13 +145,10 @@ class Stack(nn.Module):
         return self.dropout_module(x)
 
     def run(self, x: Tensor, *masks_and_memory: Tensor) -> Tensor:
-        """[B, T, D] to [B, T, D]."""
-        for layer in self.layers:
-            x = layer(x, *masks_and_memory)
+        x = common.in_turn(self.layers, x, *masks_and_memory)
         return x if self.layer_norm is None else self.layer_norm(x)
 
     def forward(self, tokens: Tensor, visible: Tensor) -> Tensor:
-        """[B, S] to [B, S, D]."""
         return self.run(self.embed(tokens) * visible.transpose(1, 2), visible)
 
 
@@ -171,7 +164,6 @@ class Decoder(Stack):
             nn.init.normal_(self.output_projection.weight, std=config.d_model**-0.5)
 
     def forward(self, tokens: Tensor, *masks_and_memory: Tensor) -> Tensor:
-        """[B, T] to [B, T, V]."""
         return self.output_projection(self.run(self.embed(tokens), *masks_and_memory))
 
 
@@ -181,8 +173,7 @@ class TransformerModel(common.EncoderDecoder):
     attention = MultiheadAttention
 
     def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-        self.pad_id = config.pad_id
+        super().__init__(config)
         target = _embedding(config, config.target_vocab_size)
         shared = config.shares_source_and_target
         source = target if shared else _embedding(config, config.source_vocab_size)
@@ -218,7 +209,6 @@ def _embedding(config: TransformerConfig, vocab_size: int) -> nn.Embedding:
 
 
 def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
-    """Returns the taps of `module`: where it computes each site of `parity.trace`."""
 
     def in_stack(side, stack, attentions):
         found = common.fairseq_layer_taps(stack, stack, attentions, config.norm_position)

@@ -70,7 +70,6 @@ class PositionwiseFeedForward(nn.Module):
         self.dropout = nn.Dropout(config.dropout_rate)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, T, D] to [B, T, D]."""
         return self.layer_norm(x + self.dropout(self.w_2(self.w_1(x).relu())))
 
 
@@ -85,7 +84,6 @@ class Layer(nn.Module):
         self.pos_ffn = PositionwiseFeedForward(config)
 
     def forward(self, x: Tensor, visible: Tensor, *source: Tensor) -> Tensor:
-        """[B, T, D]; `source` is the encoder's output [B, S, D] and its mask [B, 1, S]."""
         x, _ = self.slf_attn(x, x, visible)
         if source:
             x, _ = self.enc_attn(x, *source)
@@ -108,7 +106,6 @@ class PositionalEncoding(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, T, D] to [B, T, D]."""
         return x + self.pos_table[:, : x.size(1)]
 
 
@@ -135,9 +132,7 @@ class Stack(nn.Module):
         """[B, T, D]."""
         x = self.get_submodule(self.table)(tokens) * self.scale
         x = self.layer_norm(self.dropout(self.position_enc(x)))
-        for layer in self.layer_stack:
-            x = layer(x, *masks_and_memory)
-        return x
+        return common.in_turn(self.layer_stack, x, *masks_and_memory)
 
 
 class Transformer(common.EncoderDecoder):
@@ -146,8 +141,7 @@ class Transformer(common.EncoderDecoder):
     attention = MultiHeadAttention
 
     def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-        self.pad_id = config.pad_id
+        super().__init__(config)
         source, target = config.source_vocab_size, config.target_vocab_size
         self.encoder = Stack(config, "src_word_emb", source, config.num_encoder_layers)
         self.decoder = Stack(config, "trg_word_emb", target, config.num_decoder_layers)
@@ -169,7 +163,6 @@ build = Transformer
 
 
 def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
-    """Returns the taps of `module`: where it computes each site of `parity.trace`."""
 
     def in_stack(side, stack, attentions):
         table = f"{stack}.{'src' if side == 'source' else 'trg'}_word_emb"

@@ -1,8 +1,7 @@
 """The published losses and learning rates, in PyTorch and in plain Python.
 
-A loss takes logits [N, V], targets [N], the smoothing e and the padding id, and returns its sum
-and the number of tokens that the publication divides by. A rate takes t = 1, 2, ..., the number
-of the update.
+A loss takes logits [N, V], targets [N], the smoothing e and the padding id, and returns its sum and
+the number of tokens that it is divided by. A rate takes t = 1, 2, ..., the number of the update.
 """
 
 import math

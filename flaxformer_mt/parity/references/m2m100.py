@@ -17,8 +17,7 @@ from flaxformer_mt.parity.trace import Tap
 
 
 def build(config: TransformerConfig) -> nn.Module:
-    """Builds the reference with the sizes, activation and scale of `config`."""
-    options = M2M100Config(**settings(config), vocab_size=config.target_vocab_size)
+    options = M2M100Config(**settings("m2m100", config))
     model = with_our_forward(M2M100ForConditionalGeneration)(options)
     # Always float32 in Hugging Face: nothing could agree with it to more digits.
     if torch.get_default_dtype() == torch.float64:
@@ -30,7 +29,6 @@ def build(config: TransformerConfig) -> nn.Module:
 
 
 def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
-    """Returns the taps of `module`: where it computes each site of `parity.trace`."""
 
     def in_stack(side, stack, attentions):
         return {

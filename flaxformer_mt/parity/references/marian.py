@@ -13,21 +13,17 @@ from torch import Tensor, nn
 from transformers import MarianConfig, MarianMTModel
 
 from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.interop.formats.hub_families import HUB_FAMILIES
 from flaxformer_mt.parity.references import common
 from flaxformer_mt.parity.trace import Tap
 
-ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "silu": "silu"}
-
 
 class _Forward:
-    """The `forward` of the other references."""
-
     config: Any
 
     def forward(
         self, source: Tensor, target_input: Tensor, return_attention: bool = False
     ) -> Tensor | tuple[Tensor, common.Attention]:
-        """Logits [B, T, V] for source [B, S] and target_input [B, T]."""
         padding: Any = source == self.config.pad_token_id
         outputs: Any = super().forward(  # type: ignore[misc]
             input_ids=source,
@@ -50,29 +46,13 @@ def with_our_forward(published: type[nn.Module]) -> Any:
     return type(published.__name__, (_Forward, published), {})
 
 
-def settings(config: TransformerConfig) -> dict[str, Any]:
-    """Returns the settings that Hugging Face's models of fairseq's kind have in common."""
-    return {
+def settings(family: str, config: TransformerConfig) -> dict[str, Any]:
+    """Returns the settings of Hugging Face's models of fairseq's kind."""
+    return HUB_FAMILIES[family].settings(config, {}) | {
         "attn_implementation": "eager",
-        "d_model": config.d_model,
-        "encoder_layers": config.num_encoder_layers,
-        "decoder_layers": config.num_decoder_layers,
-        "encoder_attention_heads": config.num_heads,
-        "decoder_attention_heads": config.num_heads,
-        "encoder_ffn_dim": config.d_ff,
-        "decoder_ffn_dim": config.d_ff,
-        "max_position_embeddings": config.max_length,
-        "dropout": config.dropout_rate,
-        "attention_dropout": config.attention_dropout_rate,
-        "activation_dropout": config.activation_dropout_rate,
         "encoder_layerdrop": 0.0,
         "decoder_layerdrop": 0.0,
-        "activation_function": ACTIVATIONS[config.activation],
-        "scale_embedding": config.scale_embeddings,
-        "pad_token_id": config.pad_id,
-        "eos_token_id": config.eos_id,
         "forced_eos_token_id": config.eos_id,
-        "decoder_start_token_id": config.bos_id,
         # With the published 0.02, a small model would not attend to anything.
         "init_std": config.d_model**-0.5,
     }
@@ -86,16 +66,7 @@ def _position_table(rows: int, d_model: int) -> Tensor:
 
 
 def build(config: TransformerConfig) -> nn.Module:
-    """Builds the reference with the sizes, tying, activation and scale of `config`."""
-    model = with_our_forward(MarianMTModel)(
-        MarianConfig(
-            **settings(config),
-            vocab_size=config.source_vocab_size,
-            decoder_vocab_size=config.target_vocab_size,
-            share_encoder_decoder_embeddings=config.shares_source_and_target,
-            tie_word_embeddings=config.shares_target_and_output,
-        )
-    )
+    model = with_our_forward(MarianMTModel)(MarianConfig(**settings("marian", config)))
     if config.tie_embeddings == "source_target":  # Without a tied output, only version 4 ties them.
         model.model.set_input_embeddings(model.model.shared)
     # Always rounded to float32 by Hugging Face: nothing could agree with it to more digits.
@@ -108,7 +79,6 @@ def build(config: TransformerConfig) -> nn.Module:
 
 
 def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
-    """Returns the taps of `module`: where it computes each site of `parity.trace`."""
 
     def in_stack(side, stack, attentions):
         return {

@@ -5,8 +5,6 @@ Learned positions from row 2, a norm after the embeddings, and in mBART pre-norm
 Source: https://github.com/huggingface/transformers (src/transformers/models/mbart, models/bart)
 """
 
-from typing import Any
-
 from torch import nn
 from transformers import (
     BartConfig,
@@ -22,15 +20,13 @@ from flaxformer_mt.parity.trace import Tap
 
 
 def build(config: TransformerConfig) -> nn.Module:
-    """Builds the reference with the sizes, norm position, activation and scale of `config`."""
-    options: dict[str, Any] = settings(config) | {"vocab_size": config.target_vocab_size}
+    options = settings("mbart", config)
     if config.norm_position == "pre":
         return with_our_forward(MBartForConditionalGeneration)(MBartConfig(**options))
     return with_our_forward(BartForConditionalGeneration)(BartConfig(**options))
 
 
 def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
-    """Returns the taps of `module`: where it computes each site of `parity.trace`."""
 
     def in_stack(side, stack, attentions):
         norm = f"model.{stack}.layernorm_embedding"

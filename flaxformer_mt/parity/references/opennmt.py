@@ -38,15 +38,12 @@ class PositionalEncoding(nn.Module):
         self.dim = config.d_model
         # Interleaved, they have the paper's frequencies; concatenated, tensor2tensor's.
         if config.position_layout == "interleaved":
-            pairs = torch.arange(self.dim // 2)
-            frequencies = torch.exp(2 * pairs * -(math.log(10000.0) / self.dim))
-            table = common.interleaved_sinusoids(max_len, frequencies)
+            table = common.interleaved_sinusoids(max_len, self.dim, base=10000.0)
         else:
             table = common.concatenated_sinusoids(max_len, self.dim)
         self.register_buffer("pe", table.unsqueeze(1))
 
     def forward(self, emb: Tensor) -> Tensor:
-        """[B, T, D] to [B, T, D]."""
         return emb * math.sqrt(self.dim) + self.pe[: emb.size(1)].transpose(0, 1)
 
 
@@ -69,7 +66,6 @@ class Embeddings(nn.Module):
         return self.make_embedding.get_submodule("emb_luts.0")
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[B, T] to [B, T, D]."""
         x = self.word_lut(tokens)
         if self.position_encoding:
             x = self.make_embedding.get_submodule("pe")(x)
@@ -109,7 +105,6 @@ class AlibiPositionalBias(nn.Module):
         return cls.slopes_of(power) + cls.slopes_of(2 * power)[::2][: heads - power]
 
     def forward(self, scores: Tensor) -> Tensor:
-        """[B, H, T, S] to [B, H, T, S]."""
         queries, keys = (torch.arange(size) for size in scores.shape[-2:])
         return scores - self.slopes * (keys - queries[:, None]).abs()
 
@@ -200,7 +195,6 @@ class PositionwiseFeedForward(nn.Module):
         self.activation = common.ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, T, D] to [B, T, D]."""
         inter = self.dropout_1(self.activation(self.w_1(self.layer_norm(x))))
         return self.dropout_2(self.w_2(inter)) + x
 
@@ -216,7 +210,6 @@ class TransformerEncoderLayer(nn.Module):
         self.dropout = nn.Dropout(config.dropout_rate)
 
     def forward(self, x: Tensor, visible: Tensor) -> Tensor:
-        """[B, S, D] to [B, S, D]."""
         y = self.layer_norm(x)
         return self.feed_forward(self.dropout(self.self_attn(y, y, visible)[0]) + x)
 
@@ -236,7 +229,6 @@ class TransformerDecoderLayer(nn.Module):
     def forward(
         self, x: Tensor, visible: Tensor, enc_out: Tensor, source_visible: Tensor
     ) -> Tensor:
-        """[B, T, D], attending to enc_out [B, S, D]."""
         y = self.layer_norm_1(x)
         query = self.dropout(self.self_attn(y, y, visible)[0]) + x
         context, _ = self.context_attn(enc_out, self.layer_norm_2(query), source_visible)
@@ -259,10 +251,8 @@ class Stack(nn.Module):
             self.add_module(name, parts[name])
 
     def forward(self, tokens: Tensor, *masks_and_memory: Tensor) -> Tensor:
-        """[B, T] to [B, T, D]."""
-        x = self.embeddings(tokens)
-        for layer in self.get_submodule(self.layers).children():
-            x = layer(x, *masks_and_memory)
+        layers = self.get_submodule(self.layers)
+        x = common.in_turn(layers, self.embeddings(tokens), *masks_and_memory)
         return self.layer_norm(x)
 
 
@@ -274,8 +264,7 @@ class NMTModel(common.EncoderDecoder):
     attention = MultiHeadedAttention
 
     def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-        self.pad_id = config.pad_id
+        super().__init__(config)
         encoder = [TransformerEncoderLayer(config) for _ in range(config.num_encoder_layers)]
         decoder = [TransformerDecoderLayer(config) for _ in range(config.num_decoder_layers)]
         source, target = config.source_vocab_size, config.target_vocab_size
@@ -304,7 +293,6 @@ build = NMTModel
 
 
 def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
-    """Returns the taps of `module`: where it computes each site of `parity.trace`."""
 
     def in_stack(side, stack, attentions):
         embeddings = f"{stack}.embeddings.make_embedding"

@@ -6,15 +6,13 @@ distances, and in T5 1.1 a gated feed-forward network and an output of its own.
 Source: https://github.com/huggingface/transformers (src/transformers/models/t5)
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from transformers import T5Config, T5ForConditionalGeneration
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.interop.families.t5 import ACTIVATIONS
+from flaxformer_mt.interop.formats.hub_families import HUB_FAMILIES
 from flaxformer_mt.parity.references.common import both_stacks, layer_taps
 from flaxformer_mt.parity.references.marian import with_our_forward
 from flaxformer_mt.parity.trace import Tap
@@ -24,40 +22,13 @@ class _WideNorm(T5LayerNorm):
     """The norm with a mean square in the dtype of its input: Hugging Face's is always float32."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """[B, T, D] to [B, T, D]."""
         mean_square = hidden_states.pow(2).mean(-1, keepdim=True)
         return self.weight * hidden_states * torch.rsqrt(mean_square + self.variance_epsilon)
 
 
 def build(config: TransformerConfig) -> nn.Module:
-    """Builds the reference with the sizes, tying, activation, gate and buckets of `config`."""
-    kinds = {ours: theirs for theirs, ours in ACTIVATIONS.items() if "gated" not in theirs}
-    gated = {ours: theirs for theirs, ours in ACTIVATIONS.items() if theirs.startswith("gated-")}
-    options: dict[str, Any] = {
-        "attn_implementation": "eager",
-        # False only switches the scale of the logits off.
-        "tie_word_embeddings": config.scale_logits,
-        "decoder_start_token_id": config.bos_id,
-    }
-    model = with_our_forward(T5ForConditionalGeneration)(
-        T5Config(
-            vocab_size=config.target_vocab_size,
-            d_model=config.d_model,
-            d_kv=config.key_width,
-            d_ff=config.d_ff,
-            num_layers=config.num_encoder_layers,
-            num_decoder_layers=config.num_decoder_layers,
-            num_heads=config.num_heads,
-            relative_attention_num_buckets=config.relative_position_buckets,
-            relative_attention_max_distance=config.relative_position_max_distance,
-            dropout_rate=config.dropout_rate,
-            layer_norm_epsilon=config.norm_epsilon,
-            feed_forward_proj=(gated if config.feed_forward_gate else kinds)[config.activation],
-            pad_token_id=config.pad_id,
-            eos_token_id=config.eos_id,
-            **options,
-        )
-    )
+    options = HUB_FAMILIES["t5"].settings(config, {}) | {"attn_implementation": "eager"}
+    model = with_our_forward(T5ForConditionalGeneration)(T5Config(**options))
     if not config.shares_target_and_output:
         shape = (config.target_vocab_size, config.d_model)
         model.lm_head.weight = nn.Parameter(torch.randn(shape) * config.d_model**-0.5)
@@ -70,7 +41,6 @@ def build(config: TransformerConfig) -> nn.Module:
 
 
 def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
-    """Returns the taps of `module`: where it computes each site of `parity.trace`."""
 
     def in_stack(side, stack, attentions):
         block = f"{stack}.block.{{layer}}"

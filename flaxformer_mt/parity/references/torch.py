@@ -10,7 +10,6 @@ import math
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from flaxformer_mt.config import TransformerConfig
@@ -25,14 +24,11 @@ class PositionalEncoding(nn.Module):
 
     def __init__(self, config: TransformerConfig, maxlen: int = 5000) -> None:
         super().__init__()
-        emb_size, base = config.d_model, config.position_base
-        frequencies = torch.exp(-torch.arange(0, emb_size, 2) * math.log(base) / emb_size)
         self.dropout = nn.Dropout(config.dropout_rate)
-        table = common.interleaved_sinusoids(maxlen, frequencies)
+        table = common.interleaved_sinusoids(maxlen, config.d_model, config.position_base)
         self.register_buffer("pos_embedding", table.unsqueeze(-2))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, B, D] to [T, B, D]."""
         return self.dropout(x + self.pos_embedding[: x.size(0)])
 
 
@@ -45,7 +41,6 @@ class TokenEmbedding(nn.Module):
         self.scale = math.sqrt(config.d_model) if config.scale_embeddings else 1.0
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[T, B] to [T, B, D]."""
         return self.embedding(tokens) * self.scale
 
 
@@ -55,8 +50,7 @@ class Seq2SeqTransformer(common.EncoderDecoder):
     attention = nn.MultiheadAttention
 
     def __init__(self, config: TransformerConfig, batch_first: bool = False) -> None:
-        super().__init__()
-        self.pad_id = config.pad_id
+        super().__init__(config)
         emb_size, epsilon, activation = config.d_model, config.norm_epsilon, config.activation
         sizes: dict[str, Any] = {
             "d_model": emb_size,
@@ -90,8 +84,7 @@ class Seq2SeqTransformer(common.EncoderDecoder):
         common.tie(config, self.src_tok_emb.embedding, self.tgt_tok_emb.embedding, self.generator)
 
     def logits(self, source: Tensor, target_input: Tensor, *masks: Tensor) -> Tensor:
-        """Returns [B, T, V] for source [B, S] and target_input [B, T]."""
-        source_padding, target_padding = source == self.pad_id, target_input == self.pad_id
+        padding = source == self.pad_id
         x = self.positional_encoding(self.src_tok_emb(source.T))  # [S, B, D]
         y = self.positional_encoding(self.tgt_tok_emb(target_input.T))  # [T, B, D]
         batch_first = self.transformer.batch_first
@@ -99,9 +92,9 @@ class Seq2SeqTransformer(common.EncoderDecoder):
             x.transpose(0, 1) if batch_first else x,
             y.transpose(0, 1) if batch_first else y,
             tgt_mask=~common.not_future(target_input)[0],
-            src_key_padding_mask=source_padding,
-            tgt_key_padding_mask=target_padding,
-            memory_key_padding_mask=source_padding,
+            src_key_padding_mask=padding,
+            tgt_key_padding_mask=target_input == self.pad_id,
+            memory_key_padding_mask=padding,
         )
         return self.generator(y if batch_first else y.transpose(0, 1))
 

@@ -40,7 +40,6 @@ class FeedForwardNetwork(nn.Module):
         self.layer2 = _linear(config.d_ff, config.d_model, bias=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, T, D] to [B, T, D]."""
         return self.layer2(self.dropout(self.relu(self.layer1(x))))
 
 
@@ -85,7 +84,6 @@ class Layer(nn.Module):
         self.ffn_dropout = nn.Dropout(config.dropout_rate)
 
     def forward(self, x: Tensor, visible: Tensor, *source: Tensor) -> Tensor:
-        """[B, T, D]; `source` is the encoder's output [B, S, D] and its mask [B, 1, S]."""
         y = self.self_attention_norm(x)
         x = x + self.self_attention_dropout(self.self_attention(y, y, visible)[0])
         if source:
@@ -103,10 +101,7 @@ class Stack(nn.Module):
         self.last_norm = nn.LayerNorm(config.d_model, eps=NORM_EPSILON)
 
     def forward(self, x: Tensor, *masks_and_memory: Tensor) -> Tensor:
-        """[B, T, D] to [B, T, D]."""
-        for layer in self.layers:
-            x = layer(x, *masks_and_memory)
-        return self.last_norm(x)
+        return self.last_norm(common.in_turn(self.layers, x, *masks_and_memory))
 
 
 class Transformer(common.EncoderDecoder):
@@ -116,12 +111,11 @@ class Transformer(common.EncoderDecoder):
     inv_timescales: Tensor
 
     def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
+        super().__init__(config)
         # The published model has no number of heads: it has 8. Without inputs it has no encoder.
         self.hidden_size = config.d_model
         self.emb_scale = config.d_model**0.5
         self.has_inputs = config.has_inputs
-        self.pad_id = config.pad_id
 
         def embedding(vocab_size: int) -> nn.Embedding:
             table = nn.Embedding(vocab_size, config.d_model)
@@ -181,7 +175,6 @@ build = Transformer
 
 
 def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
-    """Returns the taps of `module`: where it computes each site of `parity.trace`."""
     # The model's multiplications are the source's, its angles', the target's, its angles'.
     first = {"source": 0, "target": 2 if config.has_inputs else 0}
 

@@ -1,12 +1,6 @@
 """Accepted differences: a file with the sites, the largest difference and the reason of each.
 
-    [[accepted]]
-    site = "encoder/layers/*/self_attention/scores"
-    largest = 1e-6
-    reason = "the published softmax is float32"
-
-`site` is a site of the report or a pattern, in which * stands for any characters; `largest` is the
-largest relative difference that is accepted.
+docs/parity-in-ci.md has its format.
 """
 
 import dataclasses
@@ -62,13 +56,18 @@ def judged(
     tolerances: Mapping[str, float] = {},
     accepted: Sequence[AcceptedDifference] = (),
 ) -> Report:
-    """Judges the rows of a report by other tolerances and accepted differences.
+    """Judges the rows of a report by other relative tolerances, and by accepted differences.
 
-    Tolerances are relative, by site or pattern; the last that matches holds, and the first accepted
-    difference. Accepted differences that have disappeared are noted.
+    The last tolerance that matches holds. Accepted differences that have disappeared are noted.
     """
-    rows = tuple(_accepted(_tolerated(row, tolerances), accepted) for row in report.rows)
-    used = {_first_accepting(row, accepted) for row in rows if row.accepted}
+    rows, used = [], set()
+    for row in report.rows:
+        row = _tolerated(row, tolerances)
+        matching = (each for each in accepted if not row.passed and _accepts(each, row))
+        if first := next(matching, None):
+            used.add(first)
+            row = row._replace(accepted=first.reason)
+        rows.append(row)
     stale = [
         f"The accepted difference at {each.site} does not occur: remove it from the baseline."
         for each in accepted
@@ -82,7 +81,7 @@ def judged(
     differ = {row.site for row in rows if row.verdict == "differs"}
     found = dataclasses.replace(
         report,
-        rows=rows,
+        rows=tuple(rows),
         findings=tuple(finding for finding in report.findings if finding.site in differ),
         notes=(*report.notes, *stale, *unmatched),
     )
@@ -101,20 +100,8 @@ def _tolerated(row: Row, tolerances: Mapping[str, float]) -> Row:
     return row._replace(tolerance=matching[-1] * row.max_abs / row.max_rel)
 
 
-def _accepted(row: Row, accepted: Sequence[AcceptedDifference]) -> Row:
-    if row.passed:
-        return row
-    first = _first_accepting(row, accepted)
-    return row._replace(accepted="" if first is None else first.reason)
-
-
-def _first_accepting(row: Row, accepted: Sequence[AcceptedDifference]) -> AcceptedDifference | None:
-    matching = (
-        each
-        for each in accepted
-        if fnmatch.fnmatchcase(row.site, each.site) and row.max_rel <= each.largest
-    )
-    return next(matching, None)
+def _accepts(accepted: AcceptedDifference, row: Row) -> bool:
+    return fnmatch.fnmatchcase(row.site, accepted.site) and row.max_rel <= accepted.largest
 
 
 def assert_parity(

@@ -2,10 +2,10 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
-from flaxformer_mt.parity.diagnosis.first_cause import Diagnosis
+from flaxformer_mt.parity.diagnosis.inputs import Diagnosis
 from flaxformer_mt.parity.settings import SettingDifference
 from flaxformer_mt.parity.trajectories import Trajectory
 
@@ -101,9 +101,8 @@ class Comparison:
     untapped: tuple[str, ...] = ()
     """Sites that were not compared, because the reference has no tap for them."""
     kinks: int = 0
-    """Hidden units of real tokens whose pre-activation has a different sign on the two sides, so
-    that only one side propagates their gradient. In float32, rounding causes this for about one
-    unit in ten million; it is not an error, and depends on the batch."""
+    """Hidden units of real tokens whose pre-activation has another sign on the other side, and no
+    gradient there. In float32, rounding causes this for about one unit in ten million."""
     diagnosis: Diagnosis | None = None
     findings: tuple[Finding, ...] = ()
     never_run: tuple[str, ...] = ()
@@ -121,10 +120,9 @@ class Comparison:
 
     @property
     def first_divergence(self) -> Row | None:
-        """The first row out of tolerance; later differences may be its consequence.
+        """The first row that differs, of `findings` or `never_run` if there are any.
 
-        The first is that of `findings` or `never_run`, by the data flow, if there are any.
-        Accepted differences do not count.
+        Later differences may be its consequence. Accepted differences do not count.
         """
         failed = [row for row in self.rows if row.verdict == "differs"]
         found = {finding.site for finding in self.findings} | {*self.never_run}
@@ -166,7 +164,7 @@ class Comparison:
     def explanation(self) -> str:
         """Why the sides differ, in a few sentences; empty if they agree."""
         found = [f"{each}: give {each.name}={each.theirs}." for each in self.settings]
-        return " ".join([*found, *self._explanation_of_values()])
+        return " ".join(filter(None, [*found, self._explanation_of_values()]))
 
     def further(self) -> list[str]:
         """The other differences, one sentence each."""
@@ -180,29 +178,24 @@ class Comparison:
             *(finding.sentence() for finding in others),
         ]
 
-    def _explanation_of_values(self) -> Iterator[str]:
+    def _explanation_of_values(self) -> str:
         first = self.first_divergence
         if first is None or (self.settings and self.diagnosis is None):
-            return
+            return ""
         if first.reference_shape is not None:
-            yield (
+            return (
                 f"{first.site} has shape {first.reference_shape} in the reference, but "
                 f"{first.shape} here: compare the settings that determine it, such as num_heads. "
                 "If the module has another layout there, give taps=."
             )
-            return
         if self.diagnosis is not None:
-            residual = format_difference(self.diagnosis.residual)
-            yield (
-                f"Likely cause: {self.diagnosis.cause}; {self.diagnosis.explanation}. "
-                f"This leaves a relative difference of {residual}."
-            )
-            return
+            cause, explanation, residual = self.diagnosis
+            left = f"This leaves a relative difference of {format_difference(residual)}."
+            return f"Likely cause: {cause}; {explanation}. {left}"
         step = self.trajectory and self.trajectory.first_divergence
         if first.section == "steps" and step:
-            yield f"The {step.quantity} of step {step.step} differs: {step.explanation}."
-            return
-        yield {
+            return f"The {step.quantity} of step {step.step} differs: {step.explanation}."
+        return {
             "values": f"No known cause explains it. Every value compared before {first.site} "
             "agrees: inspect the operation that computes it, or add taps for its inputs.",
             "losses": "The logits agree and no known convention explains the loss: check the "

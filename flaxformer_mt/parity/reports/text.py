@@ -5,19 +5,13 @@ import io
 import itertools
 import re
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from flaxformer_mt.parity.reports.comparison import (
-    Comparison,
-    Row,
-    Section,
-    format_difference,
-)
+from flaxformer_mt.parity.reports.comparison import Comparison, Row, Section, format_difference
 
 TITLES: dict[Section, str] = {
     "values": "values, in the order of computation",
@@ -29,20 +23,8 @@ TITLES: dict[Section, str] = {
 _STYLES = {"agrees": "", "accepted": "yellow", "differs": "red"}
 
 
-class Line(NamedTuple):
-    """One line of the table: a single row, or all rows of a layer."""
-
-    where: str
-    row: Row
-    verdict: str
-    style: str
-
-
 def to_text(comparison: Comparison, verbose: bool, width: int, color: bool) -> str:
-    """Returns the comparison as text.
-
-    Unless `verbose`, layers have one line each, except for the one with the first divergence.
-    """
+    """Returns the comparison as text; unless `verbose`, with one line for a layer that agrees."""
     output = io.StringIO()
     console = Console(
         file=output, width=width, force_terminal=color, no_color=not color, highlight=False
@@ -51,13 +33,14 @@ def to_text(comparison: Comparison, verbose: bool, width: int, color: bool) -> s
         Text(comparison.headline(), style="bold green" if comparison.passed else "bold red")
     )
     console.print(_table(comparison, verbose))
-    if not comparison.passed:
-        console.print(Text(f"\n{comparison.explanation()}"))
-    for sentence in comparison.further():
+    explanation = [] if comparison.passed else [comparison.explanation()]
+    for sentence in (
+        *explanation,
+        *comparison.further(),
+        *comparison.remarks(),
+        comparison.closing(),
+    ):
         console.print(Text(f"\n{sentence}"))
-    for remark in comparison.remarks():
-        console.print(Text(f"\n{remark}"))
-    console.print(Text(f"\n{comparison.closing()}"))
     return "\n".join(line.rstrip() for line in output.getvalue().splitlines())
 
 
@@ -69,45 +52,35 @@ def _table(comparison: Comparison, verbose: bool) -> Table:
     for section, rows in itertools.groupby(comparison.rows, key=lambda row: row.section):
         table.add_section()
         table.add_row(Text(TITLES[section], style="bold"))
-        for line in _lines(list(rows), comparison.first_divergence, verbose):
-            row = line.row
-            table.add_row(
-                Text(line.where),
-                format_difference(row.max_abs),
-                format_difference(row.max_rel),
-                format_difference(row.tolerance),
-                line.verdict,
-                style=line.style,
-            )
+        for name, members in itertools.groupby(rows, key=group_of):
+            for where, row, words, style in _lines(
+                name, list(members), comparison.first_divergence, verbose
+            ):
+                numbers = map(format_difference, (row.max_abs, row.max_rel, row.tolerance))
+                table.add_row(Text(where), *numbers, words, style=style)
     return table
 
 
-def _lines(rows: Sequence[Row], first: Row | None, verbose: bool) -> Iterator[Line]:
-    for name, members in itertools.groupby(rows, key=group_of):
-        group = list(members)
-        if verbose or len(group) == 1 or first in group:
-            for row in group:
-                yield _line(row, first)
-        else:
-            yield _summary_of(name, group)
-
-
-def _line(row: Row, first: Row | None) -> Line:
-    if row is first:
-        return Line(_name(row), row, "DIFFERS FIRST", "bold red")
-    return Line(_name(row), row, row.verdict, _STYLES[row.verdict])
-
-
-def _summary_of(name: str, group: Sequence[Row]) -> Line:
+def _lines(
+    name: str, group: Sequence[Row], first: Row | None, verbose: bool
+) -> Iterator[tuple[str, Row, str, str]]:
+    """Yields (name, row, result, style) for each row of a layer, or once for all of them."""
+    if verbose or len(group) == 1 or first in group:
+        for row in group:
+            if row is first:
+                yield _name(row), row, "DIFFERS FIRST", "bold red"
+            else:
+                yield _name(row), row, row.verdict, _STYLES[row.verdict]
+        return
     worst = max(group, key=lambda row: row.excess)
     below = _name(worst).removeprefix(name).lstrip("/.") or name
-    where = f"{name} ({len(group)}), worst {below}"
     counts = collections.Counter(row.verdict for row in group)
+    words, style = "agree", _STYLES["agrees"]
     if counts["differs"]:
-        return Line(where, worst, f"{counts['differs']} differ", _STYLES["differs"])
-    if counts["accepted"]:
-        return Line(where, worst, f"{counts['accepted']} accepted", _STYLES["accepted"])
-    return Line(where, worst, "agree", _STYLES["agrees"])
+        words, style = f"{counts['differs']} differ", _STYLES["differs"]
+    elif counts["accepted"]:
+        words, style = f"{counts['accepted']} accepted", _STYLES["accepted"]
+    yield f"{name} ({len(group)}), worst {below}", worst, words, style
 
 
 def group_of(row: Row) -> str:

@@ -1,6 +1,7 @@
 """Compares our model with values that another program saved for the same weights and tokens."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,8 +11,7 @@ from flax.traverse_util import flatten_dict
 
 from flaxformer_mt import interop
 from flaxformer_mt.parity import driver
-from flaxformer_mt.parity.compare_family import PUBLISHED_TABLES, diagnosis_inputs
-from flaxformer_mt.parity.diagnosis.first_cause import diagnose
+from flaxformer_mt.parity.compare_family import PUBLISHED_TABLES, family_causes
 from flaxformer_mt.parity.diagnosis.inputs import select_rows
 from flaxformer_mt.parity.model_pair import OurModel
 from flaxformer_mt.parity.published import PublishedModel, Tables
@@ -31,10 +31,9 @@ _UNKNOWN_TABLES = {"float64": 1e4, "float32": 1.0}
 def compare_saved(
     model: PublishedModel, saved: SavedValues, given: Mapping[str, Any], tables: Tables
 ) -> Report:
-    """Compares the values of our model, computed in float64, with saved ones.
+    """Compares our values, in float64, with those that another program saved for a checkpoint.
 
-    `saved` has the tokens and what another program computed with the checkpoint `model`; `given`
-    are settings that the checkpoint does not determine.
+    `given` are settings that the checkpoint does not determine.
     """
     config = dataclasses.replace(model.configure(given), dtype="float64", param_dtype="float64")
     check_special_tokens(config)
@@ -49,9 +48,7 @@ def compare_saved(
         or bool(our_model.published_tables(model.tensors))
     )
 
-    def select(site: str, value: np.ndarray) -> np.ndarray:
-        return select_rows(site, value, real)
-
+    select = functools.partial(select_rows, real=real)
     theirs, dtype = Side(saved.values), saved.dtype
     report = driver.compared(
         model.family.name,
@@ -70,13 +67,8 @@ def compare_saved(
     settings = Search(model, given, saved, tables).explanation(config)
     if settings:
         return dataclasses.replace(report, settings=settings)
-    inputs = diagnosis_inputs(our_model, params, tokens, real, ours, theirs, dtype)
-    return driver.explained(
-        report,
-        saved.values,
-        select,
-        diagnosis_of=lambda site: diagnose(inputs._replace(site=site)),
-    )
+    causes = family_causes(our_model, params, tokens, real, ours, theirs, dtype)
+    return driver.explained(report, saved.values, select, causes._replace(model=None))
 
 
 def _run_ours(

@@ -36,11 +36,9 @@ class SavedValues(NamedTuple):
 
 
 def read(inputs: Path, outputs: Path) -> SavedValues:
-    """Reads both files, .npz.
+    """Reads integers `source` [B, S], `target_input` [B, T] and maybe `target_output`, and values.
 
-    The inputs are integers `source` [B, S] and `target_input` [B, T], optionally `target_output`
-    [B, T]; the outputs `logits` [B, T, V] or values by site, float32 or float64. An .npy file has
-    logits only.
+    The latter are `logits` [B, T, V] or values by site, float32 or float64; an .npy file is logits.
     """
     tokens = _arrays(inputs)
     for name in INPUTS[:2]:

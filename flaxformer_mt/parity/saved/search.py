@@ -1,8 +1,7 @@
 """Finds the settings with which the published model computes the saved values.
 
-Every setting that tensors do not determine is changed in turn, and the reference is run again: a
-change that leaves almost nothing of the difference is what the other program had. If none does,
-two are changed at once.
+Every setting that tensors do not determine is changed in turn, and the reference is run again; if
+no change leaves almost nothing of the difference, two are changed at once.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -71,7 +70,12 @@ class Search(NamedTuple):
                 if left < least:
                     best, least = (change, other), left
             if best is not None:
-                return _differences(config, *best)
+                change, other = best
+                return tuple(
+                    SettingDifference(name, ours, theirs, "the saved values")
+                    for name in dict.fromkeys([*change.dropped, *change.values])
+                    if (ours := getattr(config, name)) != (theirs := getattr(other, name))
+                )
         return ()
 
     def _configuration(self, change: Change) -> TransformerConfig | None:
@@ -90,28 +94,22 @@ class Search(NamedTuple):
             return np.inf
         tokens = self.saved.tokens(config)
         real = padding(tokens, config.pad_id)
-        wanted = {site: value.shape for site, value in self.saved.values.items()}
-        taps = {}
-        if wanted.keys() != {"logits"}:
-            known = references.taps(self.model.family.name, config, module)
-            taps = {site: tap for site, tap in known.items() if site in wanted}
+        shapes = {site: value.shape for site, value in self.saved.values.items()}
+        known = references.taps(self.model.family.name, config, module)
+        taps = {site: tap for site, tap in known.items() if site in shapes}
         source, target = (torch.tensor(array).long() for array in tokens[:2])
         with precision("float64"), torch.no_grad():
-            if taps:
-                run = values_of_module(
-                    module, taps, lambda module: module(source, target), wanted, strict=False
-                )
-                logits, found = run.output, run.values
-            else:
-                logits, found = module(source, target), {}
-        found |= {"logits": logits.numpy().reshape(*target.shape, -1)}
+            run = values_of_module(
+                module, taps, lambda module: module(source, target), shapes, strict=False
+            )
+        found = run.values | {"logits": run.output.numpy().reshape(*target.shape, -1)}
+        if any(found[site].shape != shapes[site] for site in found.keys() & shapes.keys()):
+            return np.inf
         worst = 0.0
-        for site, value in self.saved.values.items():
-            if site not in found:
-                continue
-            if found[site].shape != value.shape:
-                return np.inf
-            ours, theirs = (select_rows(site, array, real) for array in (found[site], value))
+        for site in found.keys() & shapes.keys():
+            ours, theirs = (
+                select_rows(site, values[site], real) for values in (found, self.saved.values)
+            )
             worst = max(worst, difference(ours, theirs) / (largest(theirs) or 1.0))
         return worst
 
@@ -150,21 +148,9 @@ class Search(NamedTuple):
             "pad_id": np.unique(self.saved.inputs["source"][:, [0, -1]]).tolist(),
         }
         for name in sorted(self.model.family.open_switches):
-            if hints[name] is bool:
-                found[name] = [False, True]
-            else:
-                found[name] = list(_NUMBERS.get(name, get_args(hints[name])))
+            choices = (False, True) if hints[name] is bool else get_args(hints[name])
+            found[name] = list(_NUMBERS.get(name, choices))
         return {
             name: [value for value in values if value != getattr(config, name)]
             for name, values in found.items()
         }
-
-
-def _differences(
-    config: TransformerConfig, change: Change, other: TransformerConfig
-) -> tuple[SettingDifference, ...]:
-    return tuple(
-        SettingDifference(name, ours, theirs, "the saved values")
-        for name in dict.fromkeys([*change.dropped, *change.values])
-        if (ours := getattr(config, name)) != (theirs := getattr(other, name))
-    )

@@ -16,13 +16,9 @@ Callback: TypeAlias = Callable[[int, str, Mapping[str, float | int | str]], bool
 class Callbacks(Writer):
     """Calls functions with the metrics of a run; a `metrics.Writer`.
 
-    Their exceptions are kept, and raised again after the checkpoint is saved.
-
-    Args:
-      callbacks: the functions; `TypeError` if they are not functions.
-      agree: of several processes, returns whether the flag of any of them is True: only the first
-        one calls the functions.
-      agree_every: steps between calls of `agree`.
+    Their exceptions are kept, and raised again after the checkpoint is saved. Of several
+    processes, only the first one calls the functions: `agree` returns whether the flag of any of
+    them is True, and is called every `agree_every` steps.
     """
 
     def __init__(
@@ -44,7 +40,6 @@ class Callbacks(Writer):
         """Whether one of the functions has ended the run."""
 
     def write(self, step: int, split: str, values: MetricValues, is_best: bool = False) -> None:
-        """See `Writer`."""
         for callback in self._callbacks:
             try:
                 result = callback(step, split, dict(values))
@@ -67,7 +62,6 @@ class Callbacks(Writer):
         return self.is_stopping
 
     def finish(self) -> None:
-        """Raises what a function raised, once everything is saved."""
         if self._callbacks and self._agree(self._error is not None):
             raise self._error or UserError("a callback failed in the first process")
 

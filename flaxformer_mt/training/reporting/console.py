@@ -33,10 +33,7 @@ class Sample(NamedTuple):
     """None for a sentence that the user named."""
 
     def rows(self) -> list[tuple[str, str]]:
-        """Returns the texts with their labels."""
-        texts = {"source": self.source, "translation": self.translation}
-        reference = {} if self.reference is None else {"reference": self.reference}
-        return list((texts | reference).items())
+        return [(label, text) for label, text in self._asdict().items() if text is not None]
 
 
 def some_of(samples: Sequence[Sample]) -> list[Sample]:
@@ -46,23 +43,18 @@ def some_of(samples: Sequence[Sample]) -> list[Sample]:
 
 
 class ConsoleWriter:
-    """Shows the progress of a run; a `Writer`.
-
-    `num_steps` is the last step; `batches_per_epoch` is None if it is not known.
-    """
+    """Shows the progress of a run, whose last step is `num_steps`; a `Writer`."""
 
     def __init__(
-        self,
-        num_steps: int,
-        console: Console | None = None,
-        batches_per_epoch: float | None = None,
+        self, num_steps: int, console: Console, batches_per_epoch: float | None = None
     ) -> None:
         self._num_steps = num_steps
-        self._console = console or Console()
+        self._console = console
         self._batches_per_epoch = batches_per_epoch
         self._recent: collections.deque[_Step] = collections.deque(maxlen=_RECENT)
         self._samples: Sequence[Sample] = ()
-        self._start: _Start | None = None
+        self._start: tuple[int, float] | None = None  # From this step and time on, time counts.
+        self._is_compiled = False
         self._bar = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=None, complete_style="cyan", finished_style="cyan"),
@@ -76,12 +68,11 @@ class ConsoleWriter:
         self._task = self._bar.add_task("", total=num_steps, state="")
 
     def rewind(self, step: int) -> None:
-        """Also prints where training starts."""
         if self._start is not None:
             self._bar.stop()
             self._print(f"back at step {step:,}")
             return
-        self._start = _Start(step, time.monotonic(), is_compiled=False)
+        self._start = step, time.monotonic()
         if step >= self._num_steps:
             self._print(f"nothing to train: step {step:,} of {self._num_steps:,} is reached")
             return
@@ -91,16 +82,13 @@ class ConsoleWriter:
         self._bar.start()
 
     def compiling(self, begins: bool) -> None:
-        """Shows that the training step is being compiled; unless it `begins`, no longer."""
         self._show("compiling the training step" if begins else "")
 
     def validating(self) -> None:
-        """Shows that a validation has begun, until the next step is finished."""
         self._show("validating")
         self._recent.clear()  # Its time is not that of steps.
 
     def translated(self, samples: Sequence[Sample]) -> None:
-        """Takes translations of a validation, which are printed below its metrics."""
         self._samples = samples
 
     def advance(self, step: int, metrics: Metrics) -> None:
@@ -108,8 +96,8 @@ class ConsoleWriter:
         if self._start is None:  # Another process, or other writers, show the run.
             return
         now = time.monotonic()
-        if not self._start.is_compiled:
-            self._start = _Start(step, now, is_compiled=True)
+        if not self._is_compiled:  # The time of the first step is mostly that of compiling it.
+            self._start, self._is_compiled = (step, now), True
         if self._bar.disable:
             return
         loss, weight = map(float, metrics.get("loss") or metrics["objective"])
@@ -119,7 +107,6 @@ class ConsoleWriter:
         self._show("  ".join(self._state(step)))
 
     def write(self, step: int, split: str, values: MetricValues, is_best: bool = False) -> None:
-        """See `Writer`."""
         if values.get("skipped_steps"):
             count = values["skipped_steps"]
             what = "update" if values.get("nonfinite_update") else "loss or gradient"
@@ -138,13 +125,13 @@ class ConsoleWriter:
         else:
             for line in _fitted(head, parts, self._console.width):
                 self._print(line, "bold green" if is_best else "bold")
-        if split != "train":
-            for sample in self._samples:
-                print_labelled(sample.rows(), self._console, width=11, indent=2)
-            self._samples = ()
+        if split == "train":
+            return
+        for sample in self._samples:
+            print_labelled(sample.rows(), self._console, width=11, indent=2)
+        self._samples = ()
 
     def close(self) -> None:
-        """See `Writer`."""
         self._bar.stop()
 
     def _position(self, step: int) -> str:
@@ -154,7 +141,6 @@ class ConsoleWriter:
         self._bar.update(self._task, state=state)
 
     def _state(self, step: int) -> list[str]:
-        """Returns what the moving line says about the most recent steps."""
         parts = []
         if self._batches_per_epoch is not None:
             parts.append(f"epoch {step / self._batches_per_epoch:.1f}")
@@ -170,8 +156,8 @@ class ConsoleWriter:
 
     def _time_left(self, step: int) -> datetime.timedelta:
         assert self._start is not None
-        steps = max(step - self._start.step, 1)
-        seconds = (time.monotonic() - self._start.time) / steps
+        first, start = self._start
+        seconds = (time.monotonic() - start) / max(step - first, 1)
         return datetime.timedelta(seconds=round(seconds * (self._num_steps - step)))
 
     def _print(self, line: str, style: str = "") -> None:
@@ -196,28 +182,16 @@ def print_labelled(
         console.print(table)
 
 
-class _Start(NamedTuple):
-    """From when on the time of steps counts."""
-
-    step: int
-    time: float
-    is_compiled: bool
-    """Whether this is after the first step, whose time is mostly that of compiling it."""
-
-
 class _Step(NamedTuple):
-    """A finished step."""
+    """When a step was finished, the sum of its loss and the weight to divide it by."""
 
     time: float
     loss: float
-    """A sum, to be divided by `weight`."""
     weight: float
     tokens: float
-    """The number of target tokens."""
 
 
 def _fitted(head: str, parts: Sequence[str], width: int) -> list[str]:
-    """Joins parts to lines of at most `width` cells where they are short enough."""
     lines = [head]
     for part in parts:
         if cell_len(lines[-1]) + 2 + cell_len(part) <= width:

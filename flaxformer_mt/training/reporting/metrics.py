@@ -15,18 +15,10 @@ from flaxformer_mt.memory_limits import peak_memory
 from flaxformer_mt.objectives.cross_entropy import Metrics
 from flaxformer_mt.runs import atomic, metrics_file
 from flaxformer_mt.training.parameters import Params
-from flaxformer_mt.training.reporting.progress import Sums
+from flaxformer_mt.training.reporting.progress import Interval
 
 MetricValues: TypeAlias = Mapping[str, float | int | str]
 """Metrics as reported, by name."""
-
-
-def means(metrics: Iterable[Metrics]) -> dict[str, float]:
-    """Returns the weighted means of the metrics of several steps, without those of weight 0."""
-    sums = Sums()
-    for step in jax.device_get(list(metrics)):
-        sums.add(step)
-    return sums.means()
 
 
 def validate(
@@ -38,7 +30,10 @@ def validate(
       "loss" (what training minimizes), "accuracy", "cross_entropy" (the loss without label
       smoothing) and "perplexity" (its exponential, which may be infinite).
     """
-    values = means([eval_step(params, batch) for batch in batches])
+    interval = Interval()
+    for metrics in jax.device_get([eval_step(params, batch) for batch in batches]):
+        interval.add(metrics)
+    values = interval.means()
     with np.errstate(over="ignore"):
         return {**values, "perplexity": float(np.exp(values["cross_entropy"]))}
 
@@ -53,7 +48,7 @@ MEASUREMENTS = (
 """The metrics of time and memory, in which two runs that are the same may differ."""
 
 
-def measurements(interval: Sums, devices: Sequence[Any]) -> dict[str, float]:
+def measurements(interval: Interval, devices: Sequence[Any]) -> dict[str, float]:
     """Returns the `MEASUREMENTS` of the steps of an interval, as far as they are known.
 
     - "target_tokens_per_second", of all devices, and "target_tokens_per_second_per_device", without
@@ -150,14 +145,12 @@ class TensorBoardWriter:
         self._events: Any = None
 
     def rewind(self, step: int) -> None:
-        """Starts a new file if there is one."""
         self._first_step = step
         if self._events is not None:
             self.close()
             self._open()
 
     def write(self, step: int, split: str, values: MetricValues, is_best: bool = False) -> None:
-        """Metrics that are text are omitted."""
         from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.summary import scalar
 
@@ -173,7 +166,6 @@ class TensorBoardWriter:
             self._events.flush()
 
     def close(self) -> None:
-        """Closes the file."""
         events, self._events = self._events, None
         if events is not None:
             with atomic.explained(self._folder):

@@ -5,7 +5,7 @@ import gzip
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
 import jax
 
@@ -16,11 +16,8 @@ from flaxformer_mt.runs import atomic
 class Profile:
     """Traces the steps of a range, into a folder that appears once all of them have run.
 
-    A context manager: leaving it discards a trace that has begun and is not complete.
-
-    Args:
-      steps: consecutive steps; of a run continued within the range, those that remain.
-      folder: traces are written to its folder `steps_FIRST_to_LAST`.
+    Of a run continued within the range, `steps` are those that remain. Traces are written to
+    `folder`/steps_FIRST_to_LAST. Leaving the context discards a trace that is not complete.
     """
 
     def __init__(self, steps: range, folder: Path) -> None:
@@ -54,12 +51,7 @@ class Profile:
     def __enter__(self) -> "Profile":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if error is None:  # Training ended early.
             kind, error = _Incomplete, _Incomplete()
         self._trace.__exit__(kind, error, traceback)
@@ -118,30 +110,22 @@ def operation_names(trace: bytes) -> dict[tuple[str, str], str]:
     # The numbers are those of the fields in the two files.
     names: dict[tuple[str, str], str] = {}
     for plane in _messages(trace, 1):
-        if next(_messages(plane, 2)) != b"/host:metadata":
-            continue
-        for entry in _messages(plane, 4):
-            for metadata in _messages(entry, 2):
-                for statistic in _messages(metadata, 5):
-                    for program in _messages(statistic, 6):
-                        for module in _messages(program, 1):
-                            names |= dict(_operation_names(module))
+        if next(_messages(plane, 2)) == b"/host:metadata":
+            for module in _messages(plane, 4, 2, 5, 6, 1):
+                program = next(_messages(module, 1)).decode()
+                for instruction in _messages(module, 3, 2):
+                    operation = next(_messages(instruction, 1)).decode()
+                    for name in _messages(instruction, 7, 2):
+                        # Without "jit(train_step)".
+                        names[program, operation] = name.decode().partition("/")[2]
     return names
 
 
-def _operation_names(module: bytes) -> Iterator[tuple[tuple[str, str], str]]:
-    program = next(_messages(module, 1)).decode()
-    for computation in _messages(module, 3):
-        for instruction in _messages(computation, 2):
-            for metadata in _messages(instruction, 7):
-                for name in _messages(metadata, 2):
-                    operation = next(_messages(instruction, 1)).decode()
-                    # Without "jit(train_step)".
-                    yield (program, operation), name.decode().partition("/")[2]
+def _messages(message: bytes, number: int, *inner: int) -> Iterator[bytes]:
+    """Yields the values of a field of a protocol buffer that are text, bytes or messages.
 
-
-def _messages(message: bytes, number: int) -> Iterator[bytes]:
-    """Yields the values of a field of a protocol buffer that are text, bytes or messages."""
+    With further numbers, those of fields of these messages.
+    """
     position = 0
     while position < len(message):
         key, position = _varint(message, position)
@@ -149,7 +133,8 @@ def _messages(message: bytes, number: int) -> Iterator[bytes]:
         if kind == 2:
             size, position = _varint(message, position)
             if key >> 3 == number:
-                yield message[position : position + size]
+                value = message[position : position + size]
+                yield from _messages(value, *inner) if inner else (value,)
             position += size
         elif kind == 0:
             _, position = _varint(message, position)

@@ -23,18 +23,9 @@ class BestSoFar:
             return BestSoFar(score)
         return BestSoFar(self.score, self.validations_since + 1)
 
-    def to_json(self) -> dict[str, Any]:
-        """Uses the keys of checkpoints of earlier versions."""
-        return {"merit": self.score, "validations_since": self.validations_since}
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "BestSoFar":
-        """Returns the inverse of `to_json`."""
-        return cls(values["merit"], values["validations_since"])
-
 
 @dataclasses.dataclass
-class Sums:
+class Interval:
     """Metrics of several steps, summed in float64, and the time that the steps took."""
 
     metrics: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
@@ -45,31 +36,12 @@ class Sums:
     """Time of that spent waiting for batches."""
 
     def add(self, metrics: Mapping[str, Any]) -> None:
-        """Adds the metrics of a step, each a sum and a weight, as `train_step` returns them."""
         for name, (value, weight) in metrics.items():
             total, total_weight = self.metrics.get(name, (0.0, 0.0))
             self.metrics[name] = (total + float(value), total_weight + float(weight))
 
     def means(self) -> dict[str, float]:
-        """Returns each metric divided by its weight, without those of weight 0."""
         return {name: total / weight for name, (total, weight) in self.metrics.items() if weight}
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns JSON values."""
-        return {
-            # As in checkpoints of earlier versions. A copy: the checkpoint is written later.
-            "figures": dict(self.metrics),
-            "seconds": self.seconds,
-            "seconds_waited": self.seconds_waited,
-        }
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "Sums":
-        """Returns the inverse of `to_json`."""
-        metrics = {name: (total, weight) for name, (total, weight) in values["figures"].items()}
-        if "loss" in metrics:  # Earlier versions do not have the following.
-            metrics.setdefault("target_tokens", (metrics["loss"][1], 1.0))
-        return cls(metrics, values["seconds"], values["seconds_waited"])
 
 
 @dataclasses.dataclass
@@ -78,7 +50,7 @@ class Progress:
 
     position: DataPosition = dataclasses.field(default_factory=DataPosition)
     """Position of the next batch in the data."""
-    interval: Sums = dataclasses.field(default_factory=Sums)
+    interval: Interval = dataclasses.field(default_factory=Interval)
     """Metrics of the steps since training metrics were last written."""
     skipped: int = 0
     """Number of steps skipped since the start."""
@@ -98,28 +70,31 @@ class Progress:
         self.batch_shapes = tuple(dict.fromkeys([*self.batch_shapes, *batch_shapes]))
 
     def to_json(self) -> dict[str, Any]:
-        """Returns JSON values."""
-        return {
-            "position": self.position._asdict(),
-            "interval": self.interval.to_json(),
-            "skipped": self.skipped,
-            "skipped_in_a_row": [*self.skipped_in_a_row],
-            "best": self.best.to_json(),
-            "stopping": self.stopping.to_json(),
-            "batch_shapes": self.batch_shapes,
-            "validation_is_due": self.validation_is_due,
-        }
+        """Returns JSON values, with the keys of checkpoints of earlier versions."""
+        values = dataclasses.asdict(self)  # A copy: the checkpoint is written later.
+        values["position"] = self.position._asdict()
+        values["interval"]["figures"] = values["interval"].pop("metrics")
+        for best in (values["best"], values["stopping"]):
+            best["merit"] = best.pop("score")
+        return values
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Progress":
-        """Returns the inverse of `to_json`."""
+        """Returns the inverse of `to_json`, also for checkpoints of earlier versions."""
+        interval = values["interval"]
+        metrics = {name: (total, weight) for name, (total, weight) in interval["figures"].items()}
+        if "loss" in metrics:
+            metrics.setdefault("target_tokens", (metrics["loss"][1], 1.0))
+        best, stopping = (
+            BestSoFar(values[name]["merit"], values[name]["validations_since"])
+            for name in ("best", "stopping")
+        )
         return cls(
             position=DataPosition(**values["position"]),
-            interval=Sums.from_json(values["interval"]),
+            interval=Interval(metrics, interval["seconds"], interval["seconds_waited"]),
             skipped=values["skipped"],
-            best=BestSoFar.from_json(values["best"]),
-            stopping=BestSoFar.from_json(values["stopping"]),
-            # Earlier versions do not have the following.
+            best=best,
+            stopping=stopping,
             skipped_in_a_row=[*values.get("skipped_in_a_row", ())],
             batch_shapes=tuple(values.get("batch_shapes", ())),
             validation_is_due=values.get("validation_is_due", False),

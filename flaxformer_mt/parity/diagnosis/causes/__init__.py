@@ -8,6 +8,8 @@ the reference's. To add a cause, register such a function for the operation that
     def _mean_kept(norm: LayerNormalization, site: SuspectSite) -> Iterator[Candidate]:
         yield Candidate("mean kept", "the reference does not center", norm.but(centers=False))
 
+A cause ends where it reads the reference's value of a site without a tap (`site.theirs`).
+
 Register specific causes before general ones: of two candidates that explain a difference equally
 well, the first is reported.
 """
@@ -19,17 +21,7 @@ from flaxformer_mt.parity.diagnosis.causes import (
     norms,
     order,
     projections,
-    streams,
     sublayers,
 )
 
-__all__ = [
-    "attention",
-    "embeddings",
-    "losses",
-    "norms",
-    "order",
-    "projections",
-    "streams",
-    "sublayers",
-]
+__all__ = ["attention", "embeddings", "losses", "norms", "order", "projections", "sublayers"]

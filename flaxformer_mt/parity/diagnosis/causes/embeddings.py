@@ -1,29 +1,24 @@
 """Causes in embeddings and position vectors."""
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
+from flaxformer_mt.parity.diagnosis import operations as ops
 from flaxformer_mt.parity.diagnosis.causes.registry import (
     Candidate,
+    Found,
     SuspectSite,
     alternatives,
     cause,
     several_switches,
 )
-from flaxformer_mt.parity.diagnosis.operations import (
-    AddPositions,
-    Given,
-    Lookup,
-    token_positions,
-)
 
 
-@cause(Lookup)
-def _embedding_scale(lookup: Lookup, site: SuspectSite) -> Iterator[Candidate]:
+@cause(ops.Lookup)
+def _embedding_scale(lookup: ops.Lookup, site: SuspectSite) -> Found:
     root = lookup.table.shape[1] ** 0.5
     listed = {"1": 1.0, "sqrt(D)": root, "D": root**2, "1 / sqrt(D)": 1 / root}
     solved = site.solved_scale(lookup.but(scale=1.0).value())
@@ -31,40 +26,36 @@ def _embedding_scale(lookup: Lookup, site: SuspectSite) -> Iterator[Candidate]:
     yield from alternatives(lookup, "embedding scale", words, "scale", listed | solved)
 
 
-@cause(Lookup)
-def _shifted_tokens(lookup: Lookup, site: SuspectSite) -> Iterator[Candidate]:
+@cause(ops.Lookup)
+def _shifted_tokens(lookup: ops.Lookup, site: SuspectSite) -> Found:
+    stack = site.parsed.stack
+    words = f"the reference's {stack} tokens are ours in reverse order"
+    yield Candidate("reversed tokens", words, lookup.but(tokens=lookup.tokens[:, ::-1]))
     after_zero = np.pad(lookup.tokens, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
     shifted = {
         "ours, shifted one column to the left": np.roll(lookup.tokens, -1, axis=1),
         "ours, shifted one column to the right": np.roll(lookup.tokens, 1, axis=1),
         "ours, shifted to the right after a zero vector": after_zero,
     }
-    yield Candidate(
-        "reversed tokens",
-        f"the reference's {site.parsed.stack} tokens are ours in reverse order",
-        lookup.but(tokens=lookup.tokens[:, ::-1]),
-    )
-    if site.parsed.stack == "decoder":
+    if stack == "decoder":
         shifted["the targets to be predicted"] = site.inputs.tokens.target_output
-    words = f"the reference's {site.parsed.stack} tokens are {{}}"
+    words = f"the reference's {stack} tokens are {{}}"
     yield from alternatives(lookup, "shifted tokens", words, "tokens", shifted)
 
 
-@cause(Lookup)
-def _zeroed_tokens(lookup: Lookup, site: SuspectSite) -> Iterator[Candidate]:
-    if site.theirs is not None:
-        zero = ~site.theirs.any(axis=-1) & site.real
-        tokens = tuple(int(token) for token in np.unique(lookup.tokens[zero]))
-        yield Candidate(
-            "zeroed tokens",
-            f"the tokens {tokens} of this batch embed to the zero vector in the reference; in "
-            f"ours {lookup.zeroed} do",
-            lookup.but(zeroed=tokens),
-        )
+@cause(ops.Lookup)
+def _zeroed_tokens(lookup: ops.Lookup, site: SuspectSite) -> Found:
+    zero = ~site.theirs.any(axis=-1) & site.real
+    tokens = tuple(int(token) for token in np.unique(lookup.tokens[zero]))
+    words = (
+        f"the tokens {tokens} of this batch embed to the zero vector in the reference; in "
+        f"ours {lookup.zeroed} do"
+    )
+    yield Candidate("zeroed tokens", words, lookup.but(zeroed=tokens))
 
 
-@cause(Lookup)
-def _wrong_table(lookup: Lookup, site: SuspectSite) -> Iterator[Candidate]:
+@cause(ops.Lookup)
+def _wrong_table(lookup: ops.Lookup, site: SuspectSite) -> Found:
     params = site.inputs.params
     tables = {
         "source embedding": params.get("source_embedding/embedding"),
@@ -77,21 +68,14 @@ def _wrong_table(lookup: Lookup, site: SuspectSite) -> Iterator[Candidate]:
     yield from alternatives(lookup, "wrong embedding table", words, "table", tables)
 
 
-@cause(AddPositions)
-def _positions_missing(added: AddPositions, site: SuspectSite) -> Iterator[Candidate]:
-    yield Candidate(
-        "positions missing",
-        "the reference does not add positions to the embeddings",
-        Given(added.embedding),
-    )
-
-
-@cause(AddPositions)
-def _position_counting(added: AddPositions, site: SuspectSite) -> Iterator[Candidate]:
+@cause(ops.AddPositions)
+def _position_vectors(added: ops.AddPositions, site: SuspectSite) -> Found:
+    words = "the reference does not add positions to the embeddings"
+    yield Candidate("positions missing", words, ops.Given(added.embedding))
     batch, length = added.embedding.shape[:2]
     counted = {
         "sentences of the batch, not tokens": np.arange(batch)[:, None],
-        "real tokens only": token_positions(site.real),
+        "real tokens only": ops.token_positions(site.real),
         "columns, padding included": np.arange(length)[None],
         "from the end of the row": np.arange(length)[None, ::-1],
     }
@@ -99,8 +83,8 @@ def _position_counting(added: AddPositions, site: SuspectSite) -> Iterator[Candi
     yield from alternatives(added, "position counting", words, "positions", counted)
 
 
-@cause(AddPositions)
-def _position_table(added: AddPositions, site: SuspectSite) -> Iterator[Candidate]:
+@cause(ops.AddPositions)
+def _position_table(added: ops.AddPositions, site: SuspectSite) -> Found:
     names = {
         "layout": "sine layout",
         "exponent": "sine exponent",
@@ -119,11 +103,11 @@ def _position_table(added: AddPositions, site: SuspectSite) -> Iterator[Candidat
         yield Candidate(name, words, added.but(**change))
 
 
-@cause(AddPositions)
-def _unlisted_base(added: AddPositions, site: SuspectSite) -> Iterator[Candidate]:
+@cause(ops.AddPositions)
+def _unlisted_base(added: ops.AddPositions, site: SuspectSite) -> Found:
     d_model = added.embedding.shape[-1]
     at_one = (added.positions + added.offset == 1) & site.real
-    if site.theirs is None or added.learned is not None or d_model < 4 or not at_one.any():
+    if added.learned is not None or d_model < 4 or not at_one.any():
         return
     wave = (site.theirs - added.embedding)[at_one][0]
     sine, cosine = (2, 3) if added.layout == "interleaved" else (1, 1 + (d_model + 1) // 2)
@@ -136,29 +120,22 @@ def _unlisted_base(added: AddPositions, site: SuspectSite) -> Iterator[Candidate
         "e in a power of 10": 10 ** math.log(added.base),
         "e in a power of 2": 2 ** math.log(added.base),
     }
-    for words, value in mixed.items():
+    for name, value in mixed.items():
         if abs(base / value - 1) < 1e-6:
-            yield Candidate(
-                "logarithm base",
-                f"the reference takes the logarithm of the position base to the base {words}: its "
-                f"frequencies are those of the base {value:.6g}, ours {added.base:g}",
-                added.but(base=value),
+            words = (
+                f"the reference takes the logarithm of the position base to the base {name}: its "
+                f"frequencies are those of the base {value:.6g}, ours {added.base:g}"
             )
-    yield Candidate(
-        "sine base",
-        f"the reference's position base is {base:.6g}, ours {added.base:g}",
-        added.but(base=base),
-    )
+            yield Candidate("logarithm base", words, added.but(base=value))
+    words = f"the reference's position base is {base:.6g}, ours {added.base:g}"
+    yield Candidate("sine base", words, added.but(base=base))
 
 
-@cause(AddPositions)
-def _positions_scaled(added: AddPositions, site: SuspectSite) -> Iterator[Candidate]:
+@cause(ops.AddPositions)
+def _positions_scaled(added: ops.AddPositions, site: SuspectSite) -> Found:
     listed = {"sqrt(D)": added.embedding.shape[-1] ** 0.5}
-    solved = {}
-    if site.theirs is not None:
-        difference = site._replace(theirs=site.theirs - added.embedding)
-        vectors = np.broadcast_to(added.vectors(), added.embedding.shape)
-        solved = difference.solved_scale(vectors)
+    vectors = np.broadcast_to(added.vectors(), added.embedding.shape)
+    solved = site.solved_scale(vectors, added.embedding)
     words = (
         "the reference multiplies positions by {}, as if they were added before the embeddings are "
         "scaled; ours does not"
@@ -166,10 +143,9 @@ def _positions_scaled(added: AddPositions, site: SuspectSite) -> Iterator[Candid
     yield from alternatives(added, "positions scaled", words, "scale", listed | solved)
 
 
-@cause(AddPositions)
-def _narrow_table(added: AddPositions, site: SuspectSite) -> Iterator[Candidate]:
-    if site.theirs is None or site.inputs.config.dtype != "float64":
-        return
+@cause(ops.AddPositions)
+def _narrow_table(added: ops.AddPositions, site: SuspectSite) -> Found:
+    site.require_float64()
     off = float(np.max(np.abs(site.rows(site.theirs - added.value())), initial=0.0))
     vectors = torch.tensor(site.rows(site.theirs - added.embedding))
     noise = 4 * np.finfo(np.float64).eps * float(np.max(np.abs(site.theirs)))
@@ -178,16 +154,12 @@ def _narrow_table(added: AddPositions, site: SuspectSite) -> Iterator[Candidate]
         rounded = float((vectors - vectors.to(dtype).double()).abs().max())
         if rounded < noise and off <= torch.finfo(dtype).eps:
             name = str(dtype).removeprefix("torch.")
-            yield Candidate(
-                f"{name} positions",
-                f"the reference's sinusoids are rounded to {name}, and differ by {off:.1e}",
-                Given(site.theirs),
-            )
+            words = f"the reference's sinusoids are rounded to {name}, and differ by {off:.1e}"
+            yield Candidate(f"{name} positions", words, ops.Given(site.theirs))
     # The rounding error of a float32 angle is proportional to the angle.
     if off < 1e-6 * (1 + np.max(added.positions + added.offset)):
-        yield Candidate(
-            "float32 positions",
+        words = (
             f"the reference's sinusoids differ by {off:.1e}, as if the table, angles or "
-            "frequencies were computed in float32; casting to float64 does not restore them",
-            Given(site.theirs),
+            "frequencies were computed in float32; casting to float64 does not restore them"
         )
+        yield Candidate("float32 positions", words, ops.Given(site.theirs))

@@ -3,82 +3,60 @@
 What each part reads is found first. A cause is only named if all parts are then in one order.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
+from typing import TypeAlias
 
 import numpy as np
 
+from flaxformer_mt.parity.diagnosis import operations as ops
 from flaxformer_mt.parity.diagnosis import site_operations
-from flaxformer_mt.parity.diagnosis.causes.registry import Candidate, SuspectSite, cause
-from flaxformer_mt.parity.diagnosis.inputs import DiagnosisInputs, select_rows
-from flaxformer_mt.parity.diagnosis.operations import (
-    Given,
-    LayerNormalization,
-    LinearMap,
-    Logits,
-    Residual,
-)
+from flaxformer_mt.parity.diagnosis.causes.registry import Candidate, Found, SuspectSite, cause
+from flaxformer_mt.parity.diagnosis.inputs import DiagnosisInputs, relative_difference, select_rows
 
-Streamed = LayerNormalization | LinearMap | Residual
+Streamed: TypeAlias = ops.LayerNormalization | ops.LinearMap | ops.Residual
 
 
-@cause(LayerNormalization)
-@cause(LinearMap)
-@cause(Residual)
-@cause(Given)
-def _sublayer_order(operation: Streamed | Given, site: SuspectSite) -> Iterator[Candidate]:
+@cause(ops.LayerNormalization, ops.LinearMap, ops.Residual, ops.Given)
+def _sublayer_order(operation: Streamed | ops.Given, site: SuspectSite) -> Found:
     found, inputs = site.parsed, site.inputs
     if found.layer is None:
         return
-    groups = _groups(inputs, found.stack)
-    end = "norm" if inputs.config.norm_position == "post" else "sum"
-    ends = {group: f"{found.prefix}/{group}_{end}" for group in groups}
+    groups = inputs.sublayers(found.stack)
+    parts = {
+        group: (_first(inputs, found.prefix, group), inputs.sublayer_end(found.prefix, group))
+        for group in groups
+    }
     start = site_operations.layer_input(inputs, found.stack, found.layer)
-    order = _order(inputs, groups, start, ends, lambda group: _first(inputs, found.prefix, group))
-    if order is None or order == groups:
-        return
-    theirs, ours = ", then ".join(order), ", then ".join(groups)
+    operands, result = _in_another_order(inputs, parts, start)
+    theirs, ours = ", then ".join(operands), ", then ".join(groups)
     words = f"the reference runs {theirs} in {found.prefix}, ours {ours}"
     if found.part == "layer":
-        yield Candidate("sub-layer order", words, Given(inputs.theirs[ends[order[-1]]]))
+        yield Candidate("sub-layer order", words, ops.Given(result))
     elif _reads_the_stream(operation, site):
-        before = order.index(found.group) - 1
-        value = inputs.theirs[ends[order[before]]] if before >= 0 else start
-        yield Candidate("sub-layer order", words, operation.but(x=value))
+        yield Candidate("sub-layer order", words, operation.but(x=operands[found.group]))
 
 
-@cause(LayerNormalization)
-@cause(LinearMap)
-@cause(Residual)
-def _layer_order(operation: Streamed, site: SuspectSite) -> Iterator[Candidate]:
+@cause(ops.LayerNormalization, ops.LinearMap, ops.Residual)
+def _layer_order(operation: Streamed, site: SuspectSite) -> Found:
     found, inputs = site.parsed, site.inputs
-    c = inputs.config
     stack = "encoder" if found.reads_the_encoder else found.stack
-    names = [
-        str(i) for i in range(c.num_encoder_layers if stack == "encoder" else c.num_decoder_layers)
-    ]
+    group = inputs.sublayers(stack)[0]
+    names = [str(layer) for layer in range(inputs.num_layers(stack))]
     ends = {name: f"{stack}/layers/{name}" for name in names}
-    group = _groups(inputs, stack)[0]
+    parts = {name: (_first(inputs, end, group), end) for name, end in ends.items()}
     start = site_operations.stack_input(inputs, stack)
-    order = _order(inputs, names, start, ends, lambda name: _first(inputs, ends[name], group))
-    if order is None or order == names:
-        return
-    on_top = found.reads_the_encoder or isinstance(operation, Logits)
+    operands, result = _in_another_order(inputs, parts, start)
+    on_top = found.reads_the_encoder or isinstance(operation, ops.Logits)
     if found.group == "final" or (on_top and f"{stack}/final_norm" not in inputs.ours):
-        before = len(order) - 1
+        x = result
     elif found.layer is not None and found.group == group and _reads_the_stream(operation, site):
-        before = order.index(str(found.layer)) - 1
+        x = operands[str(found.layer)]
     else:
         return
-    yield Candidate(
-        "reversed layers" if order == names[::-1] else "layer order",
-        f"the reference runs the layers of the {stack} in the order {', '.join(order)}",
-        operation.but(x=inputs.theirs[ends[order[before]]] if before >= 0 else start),
-    )
-
-
-def _groups(inputs: DiagnosisInputs, stack: str) -> list[str]:
-    attends = stack == "decoder" and inputs.config.has_inputs
-    return ["self_attention", *(["cross_attention"] if attends else []), "feed_forward"]
+    order = list(operands)
+    label = "reversed layers" if order == names[::-1] else "layer order"
+    words = f"the reference runs the layers of the {stack} in the order {', '.join(order)}"
+    yield Candidate(label, words, operation.but(x=x))
 
 
 def _first(inputs: DiagnosisInputs, prefix: str, group: str) -> str:
@@ -87,36 +65,34 @@ def _first(inputs: DiagnosisInputs, prefix: str, group: str) -> str:
     return f"{prefix}/{group}/{'hidden' if group == 'feed_forward' else 'query'}"
 
 
-def _reads_the_stream(operation: Streamed | Given, site: SuspectSite) -> bool:
-    if isinstance(operation, LinearMap):
+def _reads_the_stream(operation: Streamed | ops.Given, site: SuspectSite) -> bool:
+    if isinstance(operation, ops.LinearMap):
         return site.inputs.config.norm_position == "post" and site.parsed.reads_the_stream
-    if isinstance(operation, LayerNormalization):
+    if isinstance(operation, ops.LayerNormalization):
         return site.inputs.config.norm_position == "pre" or site.parsed.group == "final"
-    return isinstance(operation, Residual)
+    return isinstance(operation, ops.Residual)
 
 
-def _order(
-    inputs: DiagnosisInputs,
-    parts: Sequence[str],
-    start: np.ndarray,
-    ends: Mapping[str, str],
-    first: Callable[[str], str],
-) -> list[str] | None:
-    """Returns the order in which the reference runs the parts of a chain that begins with `start`.
+def _in_another_order(
+    inputs: DiagnosisInputs, parts: Mapping[str, tuple[str, str]], start: np.ndarray
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Returns what each part of a chain reads, in the reference's order, and the last result.
 
-    `ends` are the sites of the parts' results, and `first` gives the site in a part that reads its
-    input. None unless every part reads what exactly one other part, or the start, gives.
+    `parts` has the site in a part that reads its input, and that of its result; the chain begins
+    with `start`. Raises `NotComputed` if the order is ours, or unless every part reads what exactly
+    one other part, or the start, gives.
     """
-    values = {name: inputs.theirs.get(ends[name]) for name in parts}
-    order: list[str] = []
+    operands: dict[str, np.ndarray] = {}
     value: np.ndarray | None = start
-    while value is not None and len(order) < len(parts):
-        readers = [name for name in parts if reads(inputs, first(name), value)]
-        if len(readers) != 1 or readers[0] in order:
-            return None
-        order.append(readers[0])
-        value = values[readers[0]]
-    return order if len(order) == len(parts) and value is not None else None
+    while value is not None and len(operands) < len(parts):
+        readers = [name for name, (first, _) in parts.items() if reads(inputs, first, value)]
+        if len(readers) != 1 or readers[0] in operands:
+            raise site_operations.NotComputed
+        operands[readers[0]] = value
+        value = inputs.theirs.get(parts[readers[0]][1])
+    if value is None or list(operands) == list(parts):
+        raise site_operations.NotComputed
+    return operands, value
 
 
 def reads(inputs: DiagnosisInputs, site: str, value: np.ndarray) -> bool:
@@ -125,13 +101,13 @@ def reads(inputs: DiagnosisInputs, site: str, value: np.ndarray) -> bool:
     if expected is None:
         return False
     operation = site_operations.operation(inputs, site)
-    if not isinstance(operation, LayerNormalization | LinearMap):
+    if not isinstance(operation, ops.LayerNormalization | ops.LinearMap):
         return False
     if value.shape != operation.x.shape:
         return False
     predicted = operation.but(x=value).value()
     ours, theirs = (select_rows(site, array, inputs.real) for array in (predicted, expected))
-    return bool(np.max(np.abs(ours - theirs)) <= inputs.tolerance * np.max(np.abs(theirs)))
+    return relative_difference(ours, theirs) <= inputs.tolerance
 
 
 def per_layer_memory(inputs: DiagnosisInputs) -> bool:

@@ -27,13 +27,23 @@ class Candidate(NamedTuple):
     operation: Operation
 
 
+Found: TypeAlias = Iterator[Candidate]
+
+
 class SuspectSite(NamedTuple):
     """A site at which causes are tested."""
 
     inputs: DiagnosisInputs
     name: str
-    theirs: np.ndarray | None
-    """The reference's value, from which constants are solved for; None without a tap."""
+    known: np.ndarray | None
+    """The reference's value, or None without a tap."""
+
+    @property
+    def theirs(self) -> np.ndarray:
+        """The reference's value, from which constants are solved for; `NotComputed` if unknown."""
+        if self.known is None:
+            raise NotComputed
+        return self.known
 
     @property
     def parsed(self) -> ParsedSite:
@@ -49,49 +59,54 @@ class SuspectSite(NamedTuple):
         """Selects the rows of real tokens, [N, ...], of an array shaped like the site's value."""
         return select_rows(self.name, value, self.inputs.real)
 
-    def solved_scale(self, ours: np.ndarray) -> dict[str, float]:
-        """Solves for the factor from `ours` to the reference, as {formatted: factor}; may be {}."""
-        if self.theirs is None:
+    def solved_scale(self, ours: np.ndarray, offset: np.ndarray | float = 0.0) -> dict[str, float]:
+        """Solves theirs = factor * ours + offset, as {formatted: factor}; {} without a tap."""
+        if self.known is None:
             return {}
-        found, expected = self.rows(ours), self.rows(self.theirs)
-        known = np.isfinite(found) & np.isfinite(expected)
-        found, expected = found[known], expected[known]
+        found, expected = self.rows(ours), self.rows(self.known - offset)
+        finite = np.isfinite(found) & np.isfinite(expected)
+        found, expected = found[finite], expected[finite]
         scale = float(np.vdot(found, expected) / np.vdot(found, found))
         return {f"{scale:.6g}": scale}
 
+    def require_float64(self) -> None:
+        """Raises `NotComputed` in other comparisons, whose rounding hides that of a reference."""
+        if self.inputs.config.dtype != "float64":
+            raise NotComputed
 
-Cause: TypeAlias = Callable[[Any, SuspectSite], Iterator[Candidate]]
+
+Cause: TypeAlias = Callable[[Any, SuspectSite], Found]
 
 CAUSES: dict[type, list[Cause]] = collections.defaultdict(list)
 """Causes by the operation that they concern; they apply to its subclasses, too."""
 
 
-def cause(operation: type) -> Callable[[Cause], Cause]:
+def cause(*operations: type) -> Callable[[Cause], Cause]:
     """Registers a function in `CAUSES`."""
 
     def register(function: Cause) -> Cause:
-        CAUSES[operation].append(function)
+        for operation in operations:
+            CAUSES[operation].append(function)
         return function
 
     return register
 
 
-def candidates(operation: Operation, site: SuspectSite) -> Iterator[Candidate]:
+def candidates(operation: Operation, site: SuspectSite) -> Found:
     """Yields all candidates for an `operation` of our model, the most specific first."""
     for kind in type(operation).__mro__:
         for function in CAUSES.get(kind, ()):
-            # A cause must only use existing values, and some are NaN.
+            # A cause ends where it needs a value that does not exist, and some are NaN.
             with contextlib.suppress(NotComputed, np.linalg.LinAlgError):
                 yield from function(operation, site)
 
 
 def alternatives(
     operation: Operation, cause: str, words: str, switch: str, values: Mapping[str, Any]
-) -> Iterator[Candidate]:
+) -> Found:
     """Yields a candidate for each value of a switch, whose name replaces {} in `words`."""
     for name, value in values.items():
-        changed = operation.but(**{switch: value})
-        yield Candidate(cause, words.format(name), changed)
+        yield Candidate(cause, words.format(name), operation.but(**{switch: value}))
 
 
 def several_switches(

@@ -1,0 +1,125 @@
+"""The layers of a published model: their rules and sizes, from the names of their modules."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
+from flaxformer_mt.interop.weight_maps.rules import TensorRule, linear, norm
+
+STACKS = ("encoder", "decoder")
+PROJECTIONS = ("query", "key", "value", "output")
+
+
+@dataclasses.dataclass(frozen=True)
+class Layers:
+    """The names of the layers of both stacks.
+
+    Projections are `torch.nn.Linear`s with those biases that the configuration has.
+    """
+
+    encoder: str
+    """What the names in an encoder layer begin with: "encoder.layers.{layer}."."""
+    decoder: str
+    """The same in a decoder layer."""
+    modules: Mapping[str, str]
+    """The names of our modules in a layer, such as {"self_attention": "self_attn"}; of attention,
+    whatever the names of its projections begin with."""
+    encoder_modules: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Those that are named otherwise in an encoder layer."""
+    projections: tuple[str, ...] = ()
+    """The ends of the names of an attention's projections, in the order of `PROJECTIONS`."""
+    linear: Callable[[str, str, bool], list[TensorRule]] = linear
+    """Returns the rules of a projection, given our path, its name, and whether it has a bias."""
+    norm: Callable[[str, str], list[TensorRule]] = norm
+    """Returns the rules of a norm, given our path and its name."""
+    attention: Callable[[TransformerConfig, str, str], list[TensorRule]] | None = None
+    """Returns the rules of an attention whose projections are not separate modules."""
+
+    def rules(self, config: TransformerConfig) -> list[TensorRule]:
+        """Returns the rules of all layers; a model without inputs has no encoder to attend to."""
+        depths = (config.num_encoder_layers * config.has_inputs, config.num_decoder_layers)
+        return [
+            rule
+            for stack, depth in zip(STACKS, depths, strict=True)
+            if depth
+            for ours in self.modules
+            if "cross_attention" not in ours or (stack == "decoder" and config.has_inputs)
+            for rule in self._module_rules(config, stack, ours)
+        ]
+
+    def sizes(self, checkpoint: PublishedCheckpoint) -> dict[str, Any]:
+        """Returns the fields that follow from the feed-forward network and the layers' numbers."""
+        hidden, output = (self._first(f"feed_forward/{part}") for part in ("hidden", "output"))
+        scale = self.norm("", self._first("feed_forward_norm"))[0].theirs[0]
+        return {
+            "d_model": checkpoint.size(
+                (f"{hidden}.weight", 1), (f"{output}.weight", 0), (scale, 0)
+            ),
+            "d_ff": checkpoint.size(*_rows(checkpoint, hidden), (f"{output}.weight", 1)),
+            "num_encoder_layers": checkpoint.num_layers(self.encoder.partition("{")[0]),
+            "num_decoder_layers": checkpoint.num_layers(self.decoder.partition("{")[0]),
+        }
+
+    def key_width(self, checkpoint: PublishedCheckpoint, num_heads: int) -> int:
+        """Returns the width of a head's queries and keys."""
+        query, key, _, _ = self._first_projections()
+        rows = checkpoint.size(*_rows(checkpoint, query), (f"{key}.weight", 0))
+        return head_width(rows, num_heads)
+
+    def value_width(self, checkpoint: PublishedCheckpoint, num_heads: int) -> int:
+        """Returns the width of a head's values."""
+        *_, value, output = self._first_projections()
+        rows = checkpoint.size(*_rows(checkpoint, value), (f"{output}.weight", 1))
+        return head_width(rows, num_heads)
+
+    def _module_rules(self, config: TransformerConfig, stack: str, module: str) -> list[TensorRule]:
+        name = self.modules[module]
+        if stack == "encoder":
+            name = self.encoder_modules.get(module, name)
+        ours, theirs = f"{stack}/layers/{module}", getattr(self, stack) + name
+        if ours.endswith("norm"):
+            return self.norm(ours, theirs)
+        if not ours.endswith("attention"):
+            return self.linear(ours, theirs, config.feed_forward_bias)
+        if self.attention is not None:
+            return self.attention(config, ours, theirs)
+        return [
+            rule
+            for part, name in zip(PROJECTIONS, self.projections, strict=True)
+            for rule in self.linear(
+                f"{ours}/{part}",
+                theirs + name,
+                config.attention_output_bias if part == "output" else config.qkv_bias,
+            )
+        ]
+
+    def _first(self, module: str) -> str:
+        return self.decoder.format(layer=0) + self.modules[module]
+
+    def _first_projections(self) -> list[str]:
+        return [self._first("self_attention") + name for name in self.projections]
+
+
+def _rows(checkpoint: PublishedCheckpoint, name: str) -> list[tuple[str, int]]:
+    """Returns the tensors of a `torch.nn.Linear` that tell the number of its outputs."""
+    bias = [(f"{name}.bias", 0)] if f"{name}.bias" in checkpoint.tensors else []
+    return [(f"{name}.weight", 0), *bias]
+
+
+def head_width(features: int, num_heads: int) -> int:
+    """Returns the width of one of `num_heads` heads, which have to divide the features."""
+    if features % num_heads:
+        raise UserError(f"num_heads={num_heads} does not divide the {features} rows of the heads")
+    return features // num_heads
+
+
+def stack_norms(
+    ours: str, theirs: str, norm: Callable[[str, str], list[TensorRule]] = norm
+) -> list[TensorRule]:
+    """Returns the rules of a norm below or above both stacks: "{stack}.layer_norm"."""
+    return [
+        rule for stack in STACKS for rule in norm(f"{stack}/{ours}", theirs.format(stack=stack))
+    ]
