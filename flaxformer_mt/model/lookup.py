@@ -98,7 +98,7 @@ def _with_ordered_gradient(lookup: Lookup, table: Array, tokens: Array, dtype: j
 
 
 def _sum_on_each_device(
-    gradient: Array, tokens: Array, shape: tuple[int, int], dtype: jnp.dtype
+    gradient: Array, tokens: Array, shape: tuple[int, ...], dtype: jnp.dtype
 ) -> Array:
     """Sums gradients [B, T, D] by token as the table [V, D] is sharded: [V, D]."""
     size, width = shape

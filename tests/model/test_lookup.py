@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from jax.sharding import NamedSharding, PartitionSpec
 
 from flaxformer_mt.model import lookup
 from flaxformer_mt.model.lookup import look_up, look_up_positions, sum_by_token
@@ -66,15 +67,21 @@ def test_the_gradient_is_that_of_a_lookup_wherever_the_table_is(monkeypatch, fun
     tokens = jnp.asarray(rng.integers(0, 48, (16, 10)), jnp.int32)
     weights = jnp.asarray(rng.normal(size=(16, 10, 16)), jnp.float32)
 
-    def loss(table):
-        return jnp.sum(function(table, tokens, jnp.dtype("float32")) * weights)
+    def gradient(table, tokens, weights):
+        def loss(table):
+            return jnp.sum(function(table, tokens, jnp.dtype("float32")) * weights)
 
-    plain = jax.grad(loss)(table)
+        return jax.grad(loss)(table)
+
+    plain = gradient(table, tokens, weights)
     monkeypatch.setattr(lookup, "mesh_platform", lambda: "gpu")
     if sizes is None:
-        ordered = jax.grad(loss)(table)
+        ordered = gradient(table, tokens, weights)
     else:
-        abstract = make_mesh(**sizes).abstract_mesh
-        with jax.sharding.use_abstract_mesh(abstract), nn.logical_axis_rules(ACTIVATION_RULES):
-            ordered = jax.jit(jax.grad(loss))(table)
+        mesh = make_mesh(**sizes)
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        rules = nn.logical_axis_rules(ACTIVATION_RULES)
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), rules:
+            on_mesh = jax.jit(gradient, in_shardings=everywhere, out_shardings=everywhere)
+            ordered = on_mesh(table, tokens, weights)
     chex.assert_trees_all_close(ordered, plain, atol=1e-5)
