@@ -97,7 +97,7 @@ def program_file(path: Path, step: str) -> Path:
 def analyse(text: str, device: str) -> dict[str, Any]:
     """Measures a program, per device and run."""
     from compiled.modules import groups
-    from compiled.program import collectives, parse
+    from compiled.program import collectives, parse, unordered_sums
     from compiled.roofline import kernels
 
     program, peak = parse(text), ACCELERATORS[device]
@@ -116,6 +116,7 @@ def analyse(text: str, device: str) -> dict[str, Any]:
         "kernels": sum(kernel.times for kernel in found),
         "bound": bound,
         "share_of_peak": flops / peak.flops / bound,
+        "unordered_sums": [f"{each.opcode} {each.source}" for each in unordered_sums(program)],
         "collectives": [
             {"kind": kind, "dtypes": types, "asynchronous": is_async, "times": times, "sent": sent}
             for (kind, types, is_async), (times, sent) in sorted(communication.items())
@@ -158,6 +159,8 @@ def report(name: str, step: dict) -> Iterator[str]:
             f"  {each['times']:4d} {each['kind']} of {each['dtypes']}: sends "
             f"{each['sent'] / 1e6:,.2f} MB, {way}"
         )
+    for operation in step["unordered_sums"]:
+        yield f"  may add in another order in every run: {operation}"
     yield "       ms  share       GB   Tflop  kernels  module"
     for group in step["groups"][:NUM_GROUPS]:
         yield (

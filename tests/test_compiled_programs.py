@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks.compiled.modules import groups, module_of
-from benchmarks.compiled.program import collectives, parse
+from benchmarks.compiled.program import collectives, parse, unordered_sums
 from benchmarks.compiled.roofline import kernels
 from benchmarks.compiled.targets import DEVICES, GPUS, default_topology
 from flaxformer_mt.accelerators import ACCELERATORS
@@ -173,6 +173,35 @@ def test_a_scatter_into_a_cache_moves_its_updates_only():
     (kernel,) = kernels(parse(SCATTER))
     # The token is read and written, and its place is read.
     assert kernel.bytes == 2 * (2 * 8 * 16) + 4 * 8
+
+
+@pytest.mark.parametrize(
+    ("body", "attributes", "is_listed"),
+    [
+        ("%c = bf16[] add(%a, %b)", "", True),
+        ("%c = bf16[] add(%a, %b)", ", unique_indices=true", False),
+        ("%b.1 = bf16[] parameter(1)", "", False),
+    ],
+)
+def test_scatters_that_add_are_listed(body, attributes, is_listed):
+    combine = f"""
+%combine (a: bf16[], b: bf16[]) -> bf16[] {{
+  %a = bf16[] parameter(0)
+  %b = bf16[] parameter(1)
+  ROOT {body}
+}}
+"""
+    program = parse(
+        SCATTER.replace("update_window_dims={1,2}", "to_apply=%combine" + attributes) + combine
+    )
+    assert [each.opcode for each in unordered_sums(program)] == ["scatter"] * is_listed
+
+
+def test_products_whose_parts_are_added_atomically_are_listed():
+    line = '%dot = f32[8,4]{1,0} dot(%x, %y), backend_config={"split_k":"N"}'
+    program = "%gemm (x: f32[8,4]) -> f32[8,4] {\n  ROOT " + line + "\n}\n"
+    assert not unordered_sums(parse(program.replace("N", "1")))
+    assert len(unordered_sums(parse(program.replace("N", "16")))) == 1
 
 
 def test_collectives_of_a_gpu():

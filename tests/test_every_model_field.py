@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import opus_mt
 import pytest
+from toy_references import others_are_slow
 
 from flaxformer_mt import interop
 from flaxformer_mt.config import DataConfig, DecodeConfig, TransformerConfig
@@ -296,7 +297,7 @@ def test_parameters_and_arithmetic_are_counted(name):
         assert is_same == (name in WITHOUT_PRODUCTS)
 
 
-@pytest.mark.parametrize("name", interop.FAMILIES)
+@pytest.mark.parametrize("name", others_are_slow(interop.FAMILIES, ["annotated", "opennmt"]))
 def test_families_refuse_or_keep_every_field(name, tmp_path):
     family = interop.FAMILIES[name]
     sizes = SIZES
@@ -371,7 +372,7 @@ def assert_format_keeps(family, obstacle, write, read, tokenizers, tmp_path):
     assert number
 
 
-@pytest.mark.parametrize("name", HUB_FAMILIES)
+@pytest.mark.parametrize("name", others_are_slow(HUB_FAMILIES, ["marian"]))
 def test_hugging_face_refuses_or_keeps_every_field(name, tmp_path, monkeypatch):
     family = HUB_FAMILIES[name].family
     monkeypatch.setattr(huggingface, "_tokenizer_files", lambda bundle, family: {})
@@ -412,6 +413,7 @@ def test_marian_refuses_or_keeps_every_field(tmp_path):
     assert_format_keeps(family, obstacle, write, read, tokenizers_of, tmp_path)
 
 
+@pytest.mark.slow
 def test_ctranslate2_refuses_or_keeps_every_field(tmp_path):
     obstacle = functools.partial(exports.ctranslate2_obstacle, accepted=("norm_epsilon",))
     for number, config in enumerate(merged(BASE, accepted(BASE, obstacle), obstacle)):
@@ -432,6 +434,7 @@ def test_ctranslate2_refuses_or_keeps_every_field(tmp_path):
         np.testing.assert_allclose(ours, result.log_probs, rtol=0, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_jax_export_refuses_or_keeps_every_field():
     def obstacle(config):
         return exports.exports(config)["jax"]
@@ -450,6 +453,7 @@ def test_jax_export_refuses_or_keeps_every_field():
         np.testing.assert_allclose(np.stack(found, 1), logits(config, params), rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["pallas_gpu", "pallas_tpu"])
 def test_every_backend_equals_einsum(backend):
     cases = [

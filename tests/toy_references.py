@@ -1,7 +1,7 @@
 """Small PyTorch references of every family and variant, for tests of `parity` and `interop`."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
@@ -214,9 +214,8 @@ ONE_OF_EACH = {variant.family: name for name, variant in reversed(ALL.items())}
 """The first variant of every family."""
 
 
-def others_are_slow(names: Iterable[str] = tuple(ALL)) -> list[Any]:
-    """Parameters of a test that runs quickly for one variant of every family."""
-    decisive = ONE_OF_EACH.values()
-    return [
-        name if name in decisive else pytest.param(name, marks=pytest.mark.slow) for name in names
-    ]
+def others_are_slow(
+    names: Iterable[Any] = tuple(ALL), quick: Collection[Any] = tuple(ONE_OF_EACH.values())
+) -> list[Any]:
+    """Parameters of a test, of which one variant of every family, or `quick`, run by default."""
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]

@@ -2,7 +2,7 @@
 
 Two runs that nobody disturbs are compared as well: if they differ, operations of the device are not
 deterministic, and what continuing adds cannot be told from that. Then all is repeated with
-`--xla_gpu_deterministic_ops`, which leaves only what continuing does.
+`--xla_gpu_exclude_nondeterministic_ops`, which leaves only what continuing does.
 """
 
 import concurrent.futures
@@ -25,7 +25,7 @@ def run(options: Options) -> Iterator[dict[str, Any]]:
     results = {"as_usual": compare(options, "")}
     yield results
     if not options.tiny:
-        results["deterministic"] = compare(options, "--xla_gpu_deterministic_ops=true")
+        results["deterministic"] = compare(options, "--xla_gpu_exclude_nondeterministic_ops=true")
         yield results
     last = list(results.values())[-1]
     if last["continued"]["parameters_that_differ"]:

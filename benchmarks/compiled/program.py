@@ -89,6 +89,7 @@ _NAME = re.compile(r"%([\w.-]+)")
 _ASYNCHRONOUS = re.compile(r"async[-_]collective")  # The names that compilers for TPUs give.
 _CHANNEL = re.compile(r"channel_id=\d+")
 _SOURCE = re.compile(r'op_name="([^"]*)"')
+_SPLIT = re.compile(r'"split_k":"?(?!1\b)\d')
 
 
 def parse(text: str) -> Program:
@@ -130,6 +131,32 @@ def collectives(program: Program) -> list[Collective]:
 
     visit(program.entry, 1, False)
     return list(found.values())
+
+
+def unordered_sums(program: Program) -> list[Instruction]:
+    """Returns the operations of a GPU that may add numbers in an order that changes between runs.
+
+    They are those that use atomic additions: scatters that combine what meets at an index, and
+    matrix products of which several blocks add to a part of the result (split-k). XLA writes
+    reductions without atomics. Products by cuBLAS are not listed, since it chooses the algorithm on
+    the device; `--xla_gpu_exclude_nondeterministic_ops=true` leaves it those with a fixed order.
+    """
+    return [
+        instruction
+        for function in program.functions.values()
+        for instruction in function.values()
+        if (instruction.opcode == "scatter" and _combines(program, instruction))
+        or instruction.opcode == "select-and-scatter"
+        or _SPLIT.search(instruction.attributes)
+    ]
+
+
+def _combines(program: Program, scatter: Instruction) -> bool:
+    if "unique_indices=true" in scatter.attributes:
+        return False
+    bodies = [program.functions.get(name, {}) for name in scatter.callees]
+    roots = [each.opcode for body in bodies for each in body.values() if each.is_root]
+    return any(opcode != "parameter" for opcode in roots)
 
 
 def _collective(

@@ -42,7 +42,7 @@ def seq2seq_acc(
     total = 0.0
     for first in range(0, len(order), BATCH_SIZE):
         batch = order[first : first + BATCH_SIZE]
-        total += batch.size - num_wrong[batch].sum() / max(1, lengths[batch].max())
+        total += batch.size - num_wrong[batch].sum() / max(1, int(lengths[batch].max()))
     return float(total / len(order)) if len(order) else 0.0
 
 

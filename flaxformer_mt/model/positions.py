@@ -19,6 +19,7 @@ from jaxtyping import Float, Int
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.model.linear import embedding_init
 from flaxformer_mt.model.logical_axes import constrain
+from flaxformer_mt.model.lookup import look_up_positions
 from flaxformer_mt.model.numerics import at_least_float32
 from flaxformer_mt.model.position_biases import AlibiBias, RelativeBias
 
@@ -102,8 +103,7 @@ class PositionEncoding(nn.Module):
                 ),
                 jnp.dtype(c.dtype),
             )
-        table = table.astype(jnp.dtype(c.dtype))
-        vectors = table.at[positions].get(mode="fill", fill_value=jnp.nan)
+        vectors = look_up_positions(table, positions, jnp.dtype(c.dtype))
         return constrain(vectors, "batch", "length", "embed")
 
 

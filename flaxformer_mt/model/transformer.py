@@ -3,9 +3,7 @@
 import dataclasses
 from typing import Any, Literal, NamedTuple, cast
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import linen as nn
 from flax import struct
 from jax import Array, lax
@@ -16,7 +14,8 @@ from flaxformer_mt.model.attention import KeyValue
 from flaxformer_mt.model.cache import Cache, KeyValueCache, LayerState, RecurrentState
 from flaxformer_mt.model.layers import Decoder, Encoder
 from flaxformer_mt.model.linear import dense, embedding_init
-from flaxformer_mt.model.logical_axes import constrain, num_parts
+from flaxformer_mt.model.logical_axes import constrain
+from flaxformer_mt.model.lookup import look_up
 from flaxformer_mt.model.masks import (
     Mask,
     ancestor_mask,
@@ -52,41 +51,6 @@ class OutputFactors(NamedTuple):
     scale: float
 
 
-def _look_up(table: Array, tokens: Array, dtype: jnp.dtype) -> Array:
-    """Looks up the rows [B, T, D] of a table [V, D]; ids outside the vocabulary give NaN.
-
-    The vectors are rounded to `dtype` after the lookup, so that the gradients of all tokens are
-    added up in the table's dtype.
-    """
-    size, width = table.shape
-    parts = num_parts("parts", size)
-    # Where the table's columns are sharded, each device holds a slice of every vector. XLA does not
-    # find the resharding to whole vectors of a device's own rows directly; these constraints give
-    # it the intermediate layout.
-    tokens = constrain(tokens, "lookup_batch", "length")
-    if parts == 1:
-        columns = constrain(table, "vocabulary", "lookup_embed")
-        rows = jnp.asarray(columns).at[tokens]  # Parameters may be NumPy arrays.
-        vectors = rows.get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
-        vectors = vectors.astype(dtype)
-        return constrain(vectors, "lookup_batch", "length", "lookup_embed")
-    # Each device looks all tokens up in its part of the vocabulary, and finds zeros for those of
-    # other parts. Otherwise XLA would gather the parts, and those of the gradient.
-    tables = table.reshape(parts, -1, width)
-    tables = constrain(tables, "parts", "vocabulary", "lookup_embed")
-    firsts = jnp.arange(0, size, size // parts, dtype=tokens.dtype)
-
-    def in_part(part: Array, first: Array) -> Array:
-        found = part.at[tokens - first].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-        return found.astype(dtype)
-
-    found = jax.vmap(in_part)(tables, firsts)
-    found = constrain(found, "parts", "lookup_batch", "length", "lookup_embed")
-    # `jnp.sum` would send float32.
-    vectors = lax.reduce(found, np.zeros((), dtype), lax.add, (0,))
-    return jnp.where(((tokens < 0) | (tokens >= size))[..., None], jnp.nan, vectors)
-
-
 class Embedding(nn.Module):
     """A [V, D] table of token vectors, which can also serve as output projection."""
 
@@ -101,7 +65,7 @@ class Embedding(nn.Module):
     def __call__(self, tokens: Array) -> Array:
         c = self.config
         known = jnp.where(tokens == ZERO_VECTOR, 0, tokens)
-        vectors = _look_up(self.embedding, known, jnp.dtype(c.dtype))
+        vectors = look_up(self.embedding, known, jnp.dtype(c.dtype))
         if c.bos_id == c.pad_id and not c.train_pad_embedding:
             # Padding is masked, except where it starts decoding: there the published code
             # (PyTorch's `padding_idx`) does not train its vector through the lookup.

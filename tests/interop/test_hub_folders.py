@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 from rounding import rounding_tolerance
+from toy_references import others_are_slow
 
 from flaxformer_mt.cli import main
 from flaxformer_mt.config import DataConfig
@@ -208,7 +209,7 @@ def test_alignments_count_words_of_the_text_not_languages(translator):
         assert {source for source, _ in plain.alignment} <= set(range(len(plain.source_pieces)))
 
 
-@pytest.mark.parametrize("kind", ["nllb", "m2m100", "bart"])
+@pytest.mark.parametrize("kind", others_are_slow(["nllb", "m2m100", "bart"], ["bart"]))
 def test_scores_and_alignments_are_those_of_the_search(kind, saved):
     bundle = read(kind, saved(kind)[0])
     params, decode = model_params(bundle.params), bundle.config.decode

@@ -22,6 +22,8 @@ from flaxformer_mt.model.masks import causal_mask, segment_mask
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.objectives.flops import Work, training_flops
 
+SLOW = pytest.mark.slow
+
 GROUPED = TransformerConfig(
     source_vocab_size=23,
     target_vocab_size=23,
@@ -74,7 +76,13 @@ def logits_of(config, params, packed):
 
 @pytest.mark.parametrize("packed", [None, True])
 @pytest.mark.parametrize(
-    ("kind", "groups"), [("sinusoidal", 1), ("rotary", 2), ("t5_relative", 2), ("alibi", 1)]
+    ("kind", "groups"),
+    [
+        ("rotary", 2),
+        pytest.param("sinusoidal", 1, marks=SLOW),
+        pytest.param("t5_relative", 2, marks=SLOW),
+        pytest.param("alibi", 1, marks=SLOW),
+    ],
 )
 def test_equals_as_many_heads_with_repeated_kernels(float64, kind, groups, packed):
     """Logits and gradients of encoder, decoder and cross-attention; float64."""

@@ -255,6 +255,7 @@ def causes_of(inputs: DiagnosisInputs) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_causes_in_the_docs_are_those_that_are_tested(monkeypatch):
     captured = []

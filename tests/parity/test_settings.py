@@ -7,7 +7,7 @@ import numpy as np
 import opus_mt
 import pytest
 import torch
-from toy_references import Variant
+from toy_references import Variant, others_are_slow
 
 from flaxformer_mt import interop
 from flaxformer_mt.errors import UserError
@@ -154,7 +154,7 @@ def test_t5_scales_its_logits_as_the_settings_say(settings):
     assert check_family("t5", **ONE_LAYER, **settings).passed
 
 
-@pytest.mark.parametrize("family", ["torch", "annotated"])
+@pytest.mark.parametrize("family", others_are_slow(["torch", "annotated"], ["torch"]))
 @pytest.mark.parametrize("tie_embeddings", ["all", "source_target", "target_output"])
 def test_references_tie_what_the_settings_tie(family, tie_embeddings):
     assert check_family(family, **ONE_LAYER, tie_embeddings=tie_embeddings).passed

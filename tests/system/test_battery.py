@@ -48,6 +48,7 @@ def run_tiny(battery, tmp_path, parts):
 FIRST = ("parity", "attention", "continuing")
 
 
+@pytest.mark.slow
 def test_what_has_to_be_equal_is_compared(battery, tmp_path, monkeypatch):
     results = run_tiny(battery, tmp_path, FIRST)
     assert results["parity"]["families"]["torch"]["passed"]

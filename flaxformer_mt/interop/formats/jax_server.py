@@ -73,7 +73,7 @@ class Model:
         for row, tokens in enumerate(sources):
             source[row, : len(tokens) + 1] = [*tokens, facts["eos_id"]]
             limits[row] = self._longest(len(tokens))
-        room = np.zeros((1, self._padded(limits.max())), bool)
+        room = np.zeros((1, self._padded(int(limits.max()))), np.bool_)
         cache = self.encode(self.parameters, source.astype(np.int32), room)
         last = np.full((BATCH, 1), facts["bos_id"], np.int32)
         translations: list[list[int]] = [[] for _ in sources]

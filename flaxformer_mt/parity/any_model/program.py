@@ -190,8 +190,13 @@ class _Builder(TracedFunction):
         """Unrolls a scan: the slices of stacked parameters are parameters, too."""
         p = eqn.params
         length, closed = p["length"], p["jaxpr"]
-        consts, rest = inputs[: p["num_consts"]], inputs[p["num_consts"] :]
-        carry, stacked = rest[: p["num_carry"]], rest[p["num_carry"] :]
+        # How the parameters state these counts depends on the version of JAX. Only stacked values
+        # have one axis more outside the body than inside.
+        num_stacked = _count_deeper(eqn.invars, closed.jaxpr.invars)
+        num_carry = len(eqn.outvars) - _count_deeper(eqn.outvars, closed.jaxpr.outvars)
+        num_consts = len(inputs) - num_stacked - num_carry
+        consts, rest = inputs[:num_consts], inputs[num_consts:]
+        carry, stacked = rest[:num_carry], rest[num_carry:]
         steps: list[list[int]] = []
         order = range(length)[::-1] if p["reverse"] else range(length)
         for index in order:
@@ -217,6 +222,13 @@ class _Builder(TracedFunction):
         closed = jax.make_jaxpr(function)(*(self.types[number] for number in inputs))
         (output,) = self.inline(closed.jaxpr, closed.consts, inputs, "")
         return output
+
+
+def _count_deeper(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+    """The number of values of a scan that have one axis more outside its body than inside."""
+    return sum(
+        outer.aval.ndim > inner.aval.ndim for outer, inner in zip(outside, inside, strict=True)
+    )
 
 
 def _alone(eqn: Any) -> Callable[..., Sequence[Any]]:
