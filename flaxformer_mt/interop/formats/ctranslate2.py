@@ -126,7 +126,7 @@ def _losses(decode: DecodeConfig, model: TransformerConfig) -> list[str]:
         for name, neutral in _UNSUPPORTED.items()
         if getattr(decode, name) != neutral
     ]
-    if decode.length_penalty and decode.length_penalty_kind == "gnmt":
+    if decode.length_penalty and decode.length_penalty_kind != "average":
         losses.append(
             "decode.length_penalty_kind=gnmt is not supported by CTranslate2, which divides scores "
             "by length**length_penalty"

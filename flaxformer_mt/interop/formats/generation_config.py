@@ -184,7 +184,7 @@ def _losses(decode: DecodeConfig) -> list[str]:
         "max_length", "min_length", "max_length_factor", "max_length_extra", "first_token",
     }  # fmt: skip
     notes = unsupported_options(decode, supported, "generate")
-    if decode.length_penalty_kind == "gnmt" and decode.length_penalty and decode.beam_size > 1:
+    if decode.length_penalty_kind != "average" and decode.length_penalty and decode.beam_size > 1:
         notes.append(
             "decode.length_penalty_kind=gnmt is not supported by generate, which divides scores by "
             f"length**{decode.length_penalty} instead: adjust length_penalty in "

@@ -67,7 +67,7 @@ def from_decode(decode: DecodeConfig, target: Tokenizer) -> tuple[dict[str, Any]
     options = {theirs: getattr(decode, ours) for theirs, (ours, _) in _SAME.items()}
     supported = {"length_penalty_kind", "max_length_extra", *(ours for ours, _ in _SAME.values())}
     notes = []
-    if decode.length_penalty_kind == "gnmt":
+    if decode.length_penalty_kind != "average":
         options["normalize"] = 0.0
         if decode.length_penalty and decode.beam_size > 1:
             notes.append(
