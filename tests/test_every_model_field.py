@@ -450,6 +450,7 @@ def test_jax_export_refuses_or_keeps_every_field():
         np.testing.assert_allclose(np.stack(found, 1), logits(config, params), rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.usefixtures("gpu_kernels_by_einsum")
 @pytest.mark.parametrize("backend", ["pallas_gpu", "pallas_tpu"])
 def test_every_backend_equals_einsum(backend):
     cases = [
