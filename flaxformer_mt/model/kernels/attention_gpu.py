@@ -13,8 +13,6 @@ Source: Dao 2023, "FlashAttention-2: Faster Attention with Better Parallelism an
 Partitioning", algorithms 1 and 2.
 """
 
-import functools
-import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -36,25 +34,28 @@ from flaxformer_mt.model.kernels.attention_blocks import (
     score_gradients,
     summed,
 )
+from flaxformer_mt.model.kernels.mosaic import launch, mosaic_gpu
 
-mosaic_gpu: Any = importlib.import_module("jax.experimental.pallas.mosaic_gpu")
-"""Without types, which differ among JAX's versions."""
 BLOCK = 64
 """Queries, or keys, of a block: a warpgroup multiplies 64 rows."""
 STAGES = 2
 """Blocks in shared memory at once: one that is multiplied, and the next one."""
 LAYOUT = mosaic_gpu.Layout.WGMMA
 """How the tensor cores divide a block of scores among registers."""
-GRID = ("block", "head", "row")
+GRID = ("row", "head", "block")
 """The axes of the programs. Those of one row and head are neighbors: they read the same keys."""
 
 
-class Queries(NamedTuple):
-    """What the kernels read of the queries of one row and head."""
+class Vectors(NamedTuple):
+    """What the kernels read of one row and head besides queries, keys and values."""
 
-    segments: Any
+    query_segments: Any
     """[T]."""
-    words: Any = None
+    key_segments: Any
+    """[S]."""
+    bias: Any
+    """[T, S] or None; [S, T] where queries are columns."""
+    words: Any
     """[T], see `kept_weights`; None without dropout."""
     logsumexp: Any = None
     """[T]; None in the forward pass."""
@@ -67,15 +68,17 @@ def forward(options: AttentionOptions, operands: Operands) -> tuple[Array, Saved
     length = operands.query.shape[1]
     operands = padded_operands(operands, BLOCK, BLOCK)
     rows, queries, heads, *_, width = operands.query.shape
-    context, logsumexp = mosaic_gpu.kernel(
-        functools.partial(_forward_kernel, options),
+    context, logsumexp = launch(
+        _forward_kernel,
+        options,
+        interpret=options.interpret,
         out_type=[
             jax.ShapeDtypeStruct((rows, queries, heads, width), operands.query.dtype),
             jax.ShapeDtypeStruct((rows, heads, queries), jnp.float32),
         ],
-        grid=(queries // BLOCK, heads, rows),
+        grid=(rows, heads, queries // BLOCK),
+        grid_names=GRID,
         kernel_name="attention_forward",
-        **_settings(options),
     )(operands)
     context = context[:, :length]
     return context, Saved(context, logsumexp)
@@ -92,17 +95,19 @@ def backward(
     # D of algorithm 2, line 4.
     along = jnp.sum(context.astype(jnp.float32) * gradient.astype(jnp.float32), axis=3)
     bias = None if operands.bias is None else operands.bias.swapaxes(2, 3)
-    results = mosaic_gpu.kernel(
-        functools.partial(_backward_kernel, options),
+    results = launch(
+        _backward_kernel,
+        options,
+        interpret=options.interpret,
         # Each program writes the gradients of its own head; those of a group are added up below.
         out_type=[
             jax.ShapeDtypeStruct((*x.shape[:2], heads, *x.shape[3:]), x.dtype)
             for x in operands[:3]
             if x is not None
         ],
-        grid=(max(queries, operands.key_segments.shape[1]) // BLOCK, heads, rows),
+        grid=(rows, heads, max(queries, operands.key_segments.shape[1]) // BLOCK),
+        grid_names=GRID,
         kernel_name="attention_backward",
-        **_settings(options),
     )(operands, bias, gradient, saved.logsumexp, along.swapaxes(1, 2))
     gradients = [
         summed(result[:, : x.shape[1]], x.shape[2])
@@ -111,38 +116,24 @@ def backward(
     return Gradients(*gradients, *[None] * (3 - len(gradients)))
 
 
-def _settings(options: AttentionOptions) -> dict[str, Any]:
-    return {
-        "grid_names": GRID,
-        # The special function units give 22 bits of a power of two, more than rounded weights have.
-        "compiler_params": mosaic_gpu.CompilerParams(approx_math=True),
-        "interpret": mosaic_gpu.InterpretGPUParams(detect_races=True)
-        if options.interpret
-        else None,
-    }
-
-
 def _forward_kernel(options, inputs, context_ref, logsumexp_ref):
-    block, head, row = (lax.axis_index(name) for name in GRID)
+    row, head, block = (lax.axis_index(name) for name in GRID)
     first_query = block * BLOCK
     query, key, value = _views(inputs[:3], row, head)
-    queries = _queries(inputs, row, head)
-    bias = _bias(inputs.bias, row, head)
+    vectors = _vectors(inputs, inputs.bias, row, head)
     last = inputs.key_segments.shape[1] // BLOCK
 
     def attend(query_block, logsumexp_block):
         def attend_to_block(first_key, key_block, value_block, carry):
             context, highest, total = carry
-            scores = Scores(options, first_query, first_key, 0)
-            exponents = scores.masked(
-                query_block, key_block, queries, inputs.key_segments.at[row], bias
-            )
+            scores = Scores(options, vectors, first_query, first_key, 0)
+            exponents = scores.masked(query_block, key_block)
             # Algorithm 1, line 9.
             new_highest = jnp.maximum(highest, jnp.max(exponents, axis=1))
             weights = jnp.exp(exponents - _rows(new_highest, BLOCK))
             rescaled = jnp.exp(highest - new_highest)
             total = total * rescaled + jnp.sum(weights, axis=1)
-            if (factors := scores.dropout_factors(queries)) is not None:
+            if (factors := scores.dropout_factors()) is not None:
                 weights = weights * factors
             # Line 10.
             context = context * _rows(rescaled, context.shape[1])
@@ -167,26 +158,24 @@ def _forward_kernel(options, inputs, context_ref, logsumexp_ref):
 
 def _backward_kernel(options, inputs, bias_of_keys, gradient, logsumexp, along, *of_vectors):
     """Program i computes the gradients of block i of the keys and of block i of the queries."""
-    block, head, row = (lax.axis_index(name) for name in GRID)
+    row, head, block = (lax.axis_index(name) for name in GRID)
     first = block * BLOCK
     query, key, value = _views(inputs[:3], row, head)
     of_query, of_key, of_value = _views(of_vectors, row, head)
     (gradient,) = _views([gradient], row, head)
-    queries = _queries(inputs, row, head, logsumexp, along)
-    key_segments = inputs.key_segments.at[row]
     (last_query, width), last_key = query.shape, key.shape[0]
     scale = width**-0.5
     zeros = _full((BLOCK, width), 0.0, LAYOUT)
 
     def sum_for_keys(key_block, value_block):
-        bias = _bias(bias_of_keys, row, head)
+        vectors = _vectors(inputs, bias_of_keys, row, head, logsumexp, along)
 
         def add(first_query, query_block, gradient_block, sums):
             of_keys, of_values = sums
-            scores = Scores(options, first_query, first, 1)
-            exponents = scores.masked(query_block, key_block, queries, key_segments, bias)
+            scores = Scores(options, vectors, first_query, first, 1)
+            exponents = scores.masked(query_block, key_block)
             of_weights = scores.product(gradient_block, value_block)
-            weights, of_scores = scores.gradients(exponents, of_weights, queries)
+            weights, of_scores = scores.gradients(exponents, of_weights)
             # Lines 12 and 16 of algorithm 2.
             of_values = _add_product(of_values, weights, gradient_block, options)
             return _add_product(of_keys, of_scores, query_block, options), of_values
@@ -201,13 +190,13 @@ def _backward_kernel(options, inputs, bias_of_keys, gradient, logsumexp, along, 
         _store(value_block, of_value, first)
 
     def sum_for_queries(query_block, gradient_block):
-        bias = _bias(inputs.bias, row, head)
+        vectors = _vectors(inputs, inputs.bias, row, head, logsumexp, along)
 
         def add(first_key, key_block, value_block, of_queries):
-            scores = Scores(options, first, first_key, 0)
-            exponents = scores.masked(query_block, key_block, queries, key_segments, bias)
+            scores = Scores(options, vectors, first, first_key, 0)
+            exponents = scores.masked(query_block, key_block)
             of_weights = scores.product(gradient_block, value_block)
-            _, of_scores = scores.gradients(exponents, of_weights, queries)
+            _, of_scores = scores.gradients(exponents, of_weights)
             return _add_product(of_queries, of_scores, key_block, options)  # Line 15.
 
         stop = jnp.minimum(last_key // BLOCK, block + 1) if options.causal else last_key // BLOCK
@@ -232,10 +221,19 @@ class Scores(NamedTuple):
     """
 
     options: AttentionOptions
+    vectors: Vectors
     first_query: Any
     first_key: Any
     query_axis: int
     """0 or 1."""
+
+    def of_queries(self, vector: Any) -> Array:
+        """Loads the numbers of the block's queries, from [T], for each score."""
+        return _along(vector, self.first_query, self.query_axis)
+
+    def of_keys(self, vector: Any) -> Array:
+        """Loads the numbers of the block's keys, from [S], for each score."""
+        return _along(vector, self.first_key, 1 - self.query_axis)
 
     def product(self, of_queries: Any, of_keys: Any) -> Array:
         """Multiplies blocks [64, K] over the features."""
@@ -247,53 +245,38 @@ class Scores(NamedTuple):
 
         return pl.run_scoped(multiply, mosaic_gpu.ACC((BLOCK, BLOCK), jnp.float32))
 
-    def of_queries(self, vector: Any) -> Array:
-        """Loads the numbers of the block's queries, from [T], for each score."""
-        return _along(vector, self.first_query, self.query_axis)
-
-    def of_keys(self, vector: Any) -> Array:
-        """Loads the numbers of the block's keys, from [S], for each score."""
-        return _along(vector, self.first_key, 1 - self.query_axis)
-
-    def query_index(self) -> Array:
-        """Returns the index of each score's query in its row."""
-        return self.first_query + _iota(self.query_axis)
-
-    def key_index(self) -> Array:
-        """Returns the index of each score's key in its row."""
-        return self.first_key + _iota(1 - self.query_axis)
-
-    def masked(self, query: Any, key: Any, queries: Queries, key_segments: Any, bias: Any) -> Array:
+    def masked(self, query: Any, key: Any) -> Array:
         """Computes the scores of blocks [64, K], `LOWEST` for hidden keys."""
-        query_segments, key_segments = (
-            self.of_queries(queries.segments),
-            self.of_keys(key_segments),
-        )
-        visible = (query_segments == key_segments) & (key_segments > 0)
+        key_segments = self.of_keys(self.vectors.key_segments)
+        visible = self.of_queries(self.vectors.query_segments) == key_segments
+        visible &= key_segments > 0
         if self.options.causal:
-            visible &= self.key_index() <= self.query_index()
+            queries = self.first_query + _iota(self.query_axis)
+            visible &= self.first_key + _iota(1 - self.query_axis) <= queries
         scaled = self.product(query, key) * query.shape[1] ** -0.5
-        if bias is not None:
-            firsts = self.first_query, self.first_key
-            rows, columns = firsts if self.query_axis == 0 else firsts[::-1]
-            block = bias.at[pl.ds(rows, BLOCK), pl.ds(columns, BLOCK)]
+        if self.vectors.bias is not None:
+            firsts = (self.first_query, self.first_key)
+            firsts = firsts if self.query_axis == 0 else firsts[::-1]
+            rows, columns = (pl.ds(first, BLOCK) for first in firsts)
+            block = self.vectors.bias.at[rows, columns]
             scaled += mosaic_gpu.load(block, layout=LAYOUT, optimized=False)
         return jnp.where(visible, scaled, LOWEST)
 
-    def dropout_factors(self, queries: Queries) -> Array | None:
+    def dropout_factors(self) -> Array | None:
         """Returns the factors, 0 or 1 / (1 - dropped), of the weights; None without dropout."""
-        if queries.words is None:
+        if self.vectors.words is None:
             return None
-        keys = self.key_index().astype(jnp.uint32)
-        kept = kept_weights(self.of_queries(queries.words), keys, self.options.dropout_threshold)
+        words = self.of_queries(self.vectors.words)
+        keys = (self.first_key + _iota(1 - self.query_axis)).astype(jnp.uint32)
+        kept = kept_weights(words, keys, self.options.dropout_threshold)
         return dropout_factors(kept, self.options.dropped)
 
-    def gradients(self, scores: Array, of_weights: Array, queries: Queries) -> tuple[Array, Array]:
+    def gradients(self, scores: Array, of_weights: Array) -> tuple[Array, Array]:
         """Returns the weights after dropout, and the gradient of the scores."""
-        weights = jnp.exp(scores - self.of_queries(queries.logsumexp))  # Algorithm 2, line 11.
-        return score_gradients(
-            weights, of_weights, self.of_queries(queries.along), self.dropout_factors(queries)
-        )
+        # Algorithm 2, line 11.
+        weights = jnp.exp(scores - self.of_queries(self.vectors.logsumexp))
+        along = self.of_queries(self.vectors.along)
+        return score_gradients(weights, of_weights, along, self.dropout_factors())
 
 
 def _views(arrays: Any, row: Any, head: Any) -> list[Any]:
@@ -309,16 +292,12 @@ def _views(arrays: Any, row: Any, head: Any) -> list[Any]:
     return views
 
 
-def _queries(inputs: Operands, row: Any, head: Any, *of_backward: Any) -> Queries:
+def _vectors(inputs: Operands, bias: Any, row: Any, head: Any, *of_backward: Any) -> Vectors:
+    if bias is not None:
+        bias = bias.at[row if bias.shape[0] > 1 else 0, head]
     words = None if inputs.dropout is None else inputs.dropout.at[row, head]
-    return Queries(
-        inputs.query_segments.at[row], words, *(array.at[row, head] for array in of_backward)
-    )
-
-
-def _bias(array: Any, row: Any, head: Any) -> Any:
-    """Returns the bias [T, S], or [S, T], of a row and head."""
-    return None if array is None else array.at[row if array.shape[0] > 1 else 0, head]
+    segments = inputs.query_segments.at[row], inputs.key_segments.at[row]
+    return Vectors(*segments, bias, words, *(array.at[row, head] for array in of_backward))
 
 
 def _with_blocks(body: Callable, arrays: list[Any], first: Any, *scratch: Any) -> None:

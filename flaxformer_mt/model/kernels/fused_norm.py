@@ -7,7 +7,6 @@ they call it, because importing Pallas takes a quarter of a second.
 """
 
 import functools
-import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,10 +17,9 @@ from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec
 
 from flaxformer_mt.model.kernels.attention_blocks import padded
+from flaxformer_mt.model.kernels.mosaic import launch, mosaic_gpu
 from flaxformer_mt.model.logical_axes import dividing_axes, on_each_device
 
-mosaic_gpu: Any = importlib.import_module("jax.experimental.pallas.mosaic_gpu")
-"""Without types, which differ among JAX's versions."""
 ROWS = 4
 """Rows that a program holds at once, one in each warp."""
 STEPS = 8
@@ -130,12 +128,14 @@ def _forward_on_device(
 ) -> tuple[Array, ...]:
     """Computes the norm and the sum, [B, T, D]."""
     rows = _rows(x)
-    results = mosaic_gpu.kernel(
-        functools.partial(_forward_kernel, options),
+    results = launch(
+        _forward_kernel,
+        options,
+        interpret=options.interpret,
         out_type=[jax.ShapeDtypeStruct(rows.shape, x.dtype)] * 2,
         grid=(len(rows) // ROWS,),
         kernel_name="residual_norm_forward",
-        **_settings(options),
+        grid_names=("program",),
     )(rows, _rows(y), parameters, draw)
     return tuple(_unpadded(result, x) for result in results)
 
@@ -151,27 +151,20 @@ def _backward_on_device(options: NormOptions, total: Array, *arrays: Array) -> t
     steps = next(n for n in range(STEPS, 0, -1) if blocks % n == 0)
     like_x = jax.ShapeDtypeStruct(rows.shape, total.dtype)
     sums = jax.ShapeDtypeStruct((blocks // steps, 3, columns), jnp.float32)
-    of_x, of_y, of_parameters = mosaic_gpu.kernel(
-        functools.partial(_backward_kernel, options, steps),
+    of_x, of_y, of_parameters = launch(
+        _backward_kernel,
+        options,
+        interpret=options.interpret,
         out_type=[like_x, like_x, sums],
         grid=(blocks // steps,),
         kernel_name="residual_norm_backward",
-        **_settings(options),
+        grid_names=("program",),
     )(rows, [_rows(g) for g in gradients], parameters, draw)
     return (
         _unpadded(of_x, total),
         _unpadded(of_y, total),
         jnp.sum(of_parameters, 0)[None],
     )
-
-
-def _settings(options: NormOptions) -> dict[str, Any]:
-    return {
-        "grid_names": ("program",),
-        "interpret": mosaic_gpu.InterpretGPUParams(detect_races=True)
-        if options.interpret
-        else None,
-    }
 
 
 def _rows(x: Array) -> Array:
@@ -255,9 +248,9 @@ def _forward_kernel(options, x, y, parameters, draw, out, total):
         half.store(out, normalized * scale + shift)
 
 
-def _backward_kernel(options, steps, total, gradients, parameters, draw, of_x, of_y, sums):
-    columns = total.shape[1]
-    program = lax.axis_index("program")
+def _backward_kernel(options, total, gradients, parameters, draw, of_x, of_y, sums):
+    (rows, columns), programs = total.shape, sums.shape[0]
+    program, steps = lax.axis_index("program"), rows // (programs * ROWS)
 
     def add_rows(step: Any, sums: list[list[Array]]) -> list[list[Array]]:
         halves = _halves((program * steps + step) * ROWS, columns)
