@@ -71,7 +71,6 @@ def forward(options: AttentionOptions, operands: Operands) -> tuple[Array, Saved
     context, logsumexp = launch(
         _forward_kernel,
         options,
-        interpret=options.interpret,
         out_type=[
             jax.ShapeDtypeStruct((rows, queries, heads, width), operands.query.dtype),
             jax.ShapeDtypeStruct((rows, heads, queries), jnp.float32),
@@ -98,7 +97,6 @@ def backward(
     results = launch(
         _backward_kernel,
         options,
-        interpret=options.interpret,
         # Each program writes the gradients of its own head; those of a group are added up below.
         out_type=[
             jax.ShapeDtypeStruct((*x.shape[:2], heads, *x.shape[3:]), x.dtype)

@@ -131,7 +131,6 @@ def _forward_on_device(
     results = launch(
         _forward_kernel,
         options,
-        interpret=options.interpret,
         out_type=[jax.ShapeDtypeStruct(rows.shape, x.dtype)] * 2,
         grid=(len(rows) // ROWS,),
         kernel_name="residual_norm_forward",
@@ -154,7 +153,6 @@ def _backward_on_device(options: NormOptions, total: Array, *arrays: Array) -> t
     of_x, of_y, of_parameters = launch(
         _backward_kernel,
         options,
-        interpret=options.interpret,
         out_type=[like_x, like_x, sums],
         grid=(blocks // steps,),
         kernel_name="residual_norm_backward",

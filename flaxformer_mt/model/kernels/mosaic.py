@@ -9,12 +9,13 @@ mosaic_gpu: Any = importlib.import_module("jax.experimental.pallas.mosaic_gpu")
 """Without types, which differ among JAX's versions."""
 
 
-def launch(kernel: Callable, options: Any, *, interpret: bool, **settings: Any) -> Callable:
+def launch(kernel: Callable, options: Any, **settings: Any) -> Callable:
     """Returns a function of arrays that runs kernel(options, *arrays, *results) on a GPU.
 
-    If it is interpreted, on a CPU, a race between copies and other accesses is an error.
+    With `options.interpret` it is interpreted on a CPU, and races between copies and other accesses
+    are errors.
     """
-    detector = mosaic_gpu.InterpretGPUParams(detect_races=True) if interpret else None
+    detector = mosaic_gpu.InterpretGPUParams(detect_races=True) if options.interpret else None
     kernel = functools.partial(kernel, options)
     # The special function units give 22 bits of powers of two, more than rounded weights have.
     params = mosaic_gpu.CompilerParams(approx_math=True)
