@@ -97,6 +97,16 @@ def usual_optimizations():
 
 
 @pytest.fixture
+def gpu_kernels_by_einsum():
+    """Lets models on CPUs use kernels for GPUs, whose place other functions take."""
+    from tests.backends import replace_gpu_kernels
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        replace_gpu_kernels(monkeypatch)
+        yield
+
+
+@pytest.fixture
 def float64():
     """Enables float64 in JAX during one test."""
     with jax.enable_x64(True):

@@ -454,6 +454,7 @@ def test_jax_export_refuses_or_keeps_every_field():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("gpu_kernels_by_einsum")
 @pytest.mark.parametrize("backend", ["pallas_gpu", "pallas_tpu"])
 def test_every_backend_equals_einsum(backend):
     cases = [

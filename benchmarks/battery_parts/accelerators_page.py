@@ -47,6 +47,10 @@ def _compilers(measured: Sequence[dict[str, Any]]) -> Iterator[str]:
         "that the program can take: kernel by kernel, the larger of its products at the peak rate\n"
         "and its bytes at the peak bandwidth, without launches. It is a property of the program,\n"
         "not a measurement; the last column is the share of the peak at the bound.\n"
+        "\n"
+        "None of the kernels for GPUs and TPUs (see [Training](training.md)) has been run on a\n"
+        "device. What is known of them are their results in interpreters on CPUs, and that the\n"
+        "compilers take them.\n"
     )
     if not measured:
         yield "Not compiled yet.\n"

@@ -194,13 +194,13 @@ class TransformerConfig(Checked):
         "auto", FieldRole.NUMERICS, formerly={"cudnn": "auto"}
     )
     """How attention is computed in whole passes. einsum: by XLA, with its weights in memory;
-    pallas_gpu, pallas_tpu: in one kernel that never writes them (on CPUs it is interpreted, for
-    tests); auto: the kernel of the platform if it supports the case, else einsum."""
+    pallas_gpu, pallas_tpu: in one kernel that never writes them (the one for TPUs is interpreted on
+    CPUs, for tests); auto: the kernel of the platform if it supports the case, else einsum."""
     norm_backend: Literal["auto", "xla", "pallas_gpu"] = option("auto", FieldRole.NUMERICS)
     """How training computes norm(x + dropout(f(x))). xla: by XLA's fusions; pallas_gpu: in one
     kernel, which draws dropout's random numbers again in the backward pass instead of storing a
-    mask (on CPUs it is interpreted, for tests); auto: the kernel on NVIDIA GPUs if it supports the
-    case, else xla."""
+    mask; auto: the kernel on NVIDIA GPUs of the Hopper generation if it supports the case, else
+    xla."""
     remat: Literal["none", "projections", "products", "full"] = option(
         "none", FieldRole.RUNNING, formerly={False: "none", True: "full"}
     )

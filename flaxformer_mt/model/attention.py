@@ -23,7 +23,12 @@ from flaxformer_mt.model.kernels.fused_attention import (
 from flaxformer_mt.model.kernels.packed_projections import packed_attention
 from flaxformer_mt.model.kernels.products import Biased, Shared
 from flaxformer_mt.model.linear import dense, to_residual
-from flaxformer_mt.model.logical_axes import constrain, mesh_platform, require_even_parts
+from flaxformer_mt.model.logical_axes import (
+    constrain,
+    mesh_device_kind,
+    mesh_platform,
+    require_even_parts,
+)
 from flaxformer_mt.model.masks import Mask, Visibility, dense_mask
 from flaxformer_mt.model.numerics import Dropout, at_least_float32, masked_softmax
 
@@ -186,7 +191,14 @@ class MultiHeadAttention(nn.Module):
             return ""
         keys = attended.key.shape[2] if isinstance(attended, KeyValue) else attended.shape[1]
         queries = inputs.shape[0], c.num_heads, inputs.shape[1], c.key_width
-        case = AttentionCase(mesh_platform(), jnp.dtype(c.dtype), queries, keys, c.value_width)
+        case = AttentionCase(
+            mesh_platform(),
+            mesh_device_kind(),
+            jnp.dtype(c.dtype),
+            queries,
+            keys,
+            c.value_width,
+        )
         backend = choose_backend(c.attention_backend, case)
         return "" if backend == "einsum" else backend
 

@@ -15,7 +15,8 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.model.attention import scaled_dot_product_attention
 from flaxformer_mt.model.kernels import fused_attention as kernels
-from flaxformer_mt.model.logical_axes import mesh_platform
+from flaxformer_mt.model.kernels import gpu_refusal
+from flaxformer_mt.model.logical_axes import mesh_device_kind, mesh_platform
 from flaxformer_mt.model.masks import causal_mask, segment_mask
 from flaxformer_mt.model.normalization import has_fused_norm, layer_norm
 from flaxformer_mt.model.numerics import at_least_float32
@@ -135,7 +136,7 @@ def fused_attention(
         segments = segments, segments
     q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
     platform = mesh_platform()
-    case = kernels.AttentionCase(platform, q.dtype, q.shape, keys, v.shape[3])
+    case = kernels.AttentionCase(platform, mesh_device_kind(), q.dtype, q.shape, keys, v.shape[3])
     backend = kernels.choose_backend("auto", case)
     if backend == "einsum":
         mask = segment_mask(*segments)
@@ -164,7 +165,7 @@ def residual_norm(
         x, residual = jax.random.normal(jax.random.key(0), (2, 1, 5, 64))
         y = fmt.residual_norm(x, residual, scale=jnp.ones(64), bias=jnp.zeros(64))
 
-    The kernel needs float32 or bfloat16 and a power of two of at least 64 as D; for others, XLA
+    The kernel needs float32 or bfloat16 and a power of two of at least 128 as D; for others, XLA
     computes the norm. It is computed in float32 at least.
 
     Args:
@@ -181,7 +182,8 @@ def residual_norm(
     """
     shift = jnp.zeros_like(scale) if bias is None else bias
     width = x.shape[-1]
-    if mesh_platform() == "gpu" and has_fused_norm(width, x.dtype):
+    has_kernel = not gpu_refusal(mesh_platform(), mesh_device_kind())
+    if has_kernel and has_fused_norm(width, x.dtype):
         from flaxformer_mt.model.kernels import fused_norm
 
         options = fused_norm.NormOptions(epsilon, threshold=0, interpret=False, uses=1)

@@ -18,11 +18,21 @@ def mesh_platform() -> str:
     It is that of the mesh in use (`jax.sharding.use_abstract_mesh`), whose devices need not be
     those of this process; without a mesh, that of the device that is JAX's default.
     """
+    return _mesh_device().platform
+
+
+def mesh_device_kind() -> str:
+    """Returns what the devices that are being compiled for call themselves; see `mesh_platform`."""
+    return _mesh_device().device_kind
+
+
+def _mesh_device() -> Any:
+    """Returns a device, or the description of one."""
     config: Any = jax.config
     device = jax.sharding.get_abstract_mesh().abstract_device or config.jax_default_device
-    if device is None:
-        return jax.default_backend()
-    return device if isinstance(device, str) else device.platform
+    if device is None or isinstance(device, str):  # The name of a platform.
+        return jax.local_devices(backend=device)[0]
+    return device
 
 
 def constrain(x: Array, *axes: str) -> Array:

@@ -12,8 +12,9 @@ from jaxtyping import Float
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.model.kernels import gpu_refusal
 from flaxformer_mt.model.kernels.products import Biased
-from flaxformer_mt.model.logical_axes import mesh_platform
+from flaxformer_mt.model.logical_axes import mesh_device_kind, mesh_platform
 from flaxformer_mt.model.numerics import Dropout, at_least_float32, column_sums
 
 
@@ -118,8 +119,7 @@ class Norm(nn.Module):
         from flaxformer_mt.model.kernels.fused_norm import NormInputs, NormOptions, residual_norm
 
         key = dropout.draw_key() if dropout.threshold else None
-        interpret = mesh_platform() == "cpu"
-        options = NormOptions(self.config.norm_epsilon, dropout.threshold, interpret, uses)
+        options = NormOptions(self.config.norm_epsilon, dropout.threshold, False, uses)
         product, bias = y if isinstance(y, Biased) else (y, None)
         return residual_norm(options, NormInputs(x, product, bias, self.scale, self.bias, key))
 
@@ -129,29 +129,27 @@ class Norm(nn.Module):
         Raises:
           UserError: `config.norm_backend` cannot do this.
         """
-        c, platform = self.config, mesh_platform()
+        c = self.config
         if c.norm_backend == "xla" or self.is_mutable_collection("intermediates"):
             return False
-        refusal = ""
+        refusal = gpu_refusal(mesh_platform(), mesh_device_kind())
         if c.norm_kind != "layer_norm":
             refusal = f"needs model.norm_kind=layer_norm, not {c.norm_kind}"
         elif not has_fused_norm(c.d_model, x.dtype):
             refusal = (
-                "computes in float32 or bfloat16, with a power of two as model.d_model, not in "
-                f"{x.dtype} with {c.d_model}"
+                "computes in float32 or bfloat16, with a power of two of at least 128 as "
+                f"model.d_model, not in {x.dtype} with {c.d_model}"
             )
         if c.norm_backend == "auto":
-            return platform == "gpu" and not refusal
-        if platform == "tpu":
-            refusal = "is for platform gpu, but this program is for tpu"
+            return not refusal
         if refusal:
             raise UserError(f"model.norm_backend=pallas_gpu {refusal}: use auto or xla")
         return True
 
 
 def has_fused_norm(width: int, dtype: jnp.dtype) -> bool:
-    """Whether the kernel can compute vectors of a width: its blocks are powers of two."""
-    return dtype in (jnp.float32, jnp.bfloat16) and width >= 64 and width & (width - 1) == 0
+    """Whether the kernel can compute vectors of a width: a warp loads powers of two."""
+    return dtype in (jnp.float32, jnp.bfloat16) and width >= 128 and width & (width - 1) == 0
 
 
 class NormOutputs(NamedTuple):

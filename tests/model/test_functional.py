@@ -17,7 +17,6 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.data.stream.batches import Batch
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.model import functional
-from flaxformer_mt.model.kernels import fused_norm
 from flaxformer_mt.model.transformer import Transformer
 
 CONFIG = TransformerConfig(
@@ -114,10 +113,11 @@ def attention_in_numpy(q, k, v, visible, bias):
     return np.einsum("bhts,bshu->bthu", weights / np.where(total == 0, 1, total), v)
 
 
+@pytest.mark.usefixtures("gpu_kernels_by_einsum")
 @pytest.mark.parametrize("backend", ["einsum", "pallas_gpu", "pallas_tpu"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_attention_is_its_equation(backend, causal, monkeypatch):
-    if backend != "einsum":  # As on the platform, but interpreted.
+    if backend != "einsum":  # As on the platform.
         monkeypatch.setattr(functional.kernels, "choose_backend", lambda *_: backend)
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(2, 9, heads, 32)).astype(np.float32) for heads in (4, 2, 2))
@@ -149,16 +149,12 @@ def test_attention_without_segments_sees_all_keys():
     chex.assert_trees_all_close(functional.fused_attention(q, k, v), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("platform", ["cpu", "gpu"])
-def test_residual_norm_is_its_equation(platform, monkeypatch):
-    if platform == "gpu":  # As on the platform, but interpreted.
-        monkeypatch.setattr(functional, "mesh_platform", lambda: "gpu")
-        options = fused_norm.NormOptions
-        monkeypatch.setattr(
-            fused_norm, "NormOptions", lambda *a, **k: options(*a, **k | {"interpret": True})
-        )
-    x, residual = jax.random.normal(jax.random.key(0), (2, 2, 8, 64))
-    scale, bias = jax.random.normal(jax.random.key(1), (2, 64))
+@pytest.mark.usefixtures("gpu_kernels_by_einsum")
+@pytest.mark.parametrize("fuses", [False, True])
+def test_residual_norm_is_its_equation(fuses, monkeypatch):
+    monkeypatch.setattr(functional, "gpu_refusal", lambda *_: "" if fuses else "no GPU")
+    x, residual = jax.random.normal(jax.random.key(0), (2, 2, 8, 128))
+    scale, bias = jax.random.normal(jax.random.key(1), (2, 128))
     total = np.asarray(x + residual, np.float64)
     centered = total - total.mean(-1, keepdims=True)
     expected = centered / np.sqrt((centered**2).mean(-1, keepdims=True) + 1e-5)

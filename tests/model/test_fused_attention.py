@@ -13,7 +13,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.model import kernels
 from flaxformer_mt.model.attention import scaled_dot_product_attention
+from flaxformer_mt.model.kernels.attention_blocks import kept_weights
 from flaxformer_mt.model.kernels.fused_attention import (
     PLATFORMS,
     AttentionCase,
@@ -26,8 +28,9 @@ from flaxformer_mt.model.masks import causal_mask, segment_mask
 from flaxformer_mt.model.numerics import random_uint16
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.training.sharding import ACTIVATION_RULES
+from tests.backends import BACKENDS, needs_gpu_interpreter
 
-B, H = 2, 4
+B, H = 2, 2
 DROPPED = round(0.25 * 2**16)
 
 
@@ -55,15 +58,20 @@ def case(queries, keys, *, width=32, bias=False, dropout=False, dtype=jnp.float3
     )
 
 
-def reference(inputs, causal):
+def reference(inputs, causal, backend="pallas_tpu"):
     """The same by `scaled_dot_product_attention`, with a dense mask and the same random numbers."""
-    query, key, value, query_segments, key_segments, bias, dropout_key, *_ = inputs
+    query, key, value, query_segments, key_segments, bias, dropout_key = inputs
     mask = segment_mask(query_segments, key_segments)
     if causal:
         mask &= causal_mask(query.shape[2])
 
     def dropout(weights):
-        kept = random_uint16(dropout_key, weights.shape) >= DROPPED
+        if backend == "pallas_gpu":
+            words = jax.random.bits(dropout_key, (*weights.shape[:3], 1), jnp.uint32)
+            keys = jnp.arange(weights.shape[3], dtype=jnp.uint32)
+            kept = kept_weights(words, keys, DROPPED)
+        else:
+            kept = random_uint16(dropout_key, weights.shape) >= DROPPED
         return jnp.where(kept, weights / (1 - DROPPED / 2**16), 0)
 
     dropout = None if dropout_key is None else dropout
@@ -100,7 +108,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("backend", PLATFORMS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_einsum_and_its_gradients(backend, name):
     lengths, switches, causal = CASES[name]
@@ -108,11 +116,12 @@ def test_equals_the_einsum_and_its_gradients(backend, name):
     dropped = DROPPED if inputs.dropout_key is not None else 0
     options = AttentionOptions(backend, causal, dropped, interpret=True)
     fused = value_and_gradients(lambda inputs: fused_attention(options, inputs), inputs)
-    expected = value_and_gradients(lambda inputs: reference(inputs, causal), inputs)
+    expected = value_and_gradients(lambda inputs: reference(inputs, causal, backend), inputs)
     chex.assert_trees_all_close(fused, expected, atol=2e-5)
     assert np.all(fused[0][0, :, lengths[0] * 9 // 10 :] == 0)  # Padding attends to nothing.
 
 
+@needs_gpu_interpreter
 @pytest.mark.parametrize(
     ("lengths", "switches", "causal"),
     [
@@ -120,42 +129,51 @@ def test_equals_the_einsum_and_its_gradients(backend, name):
         ((50, 130), {"bias": True, "width": 64}, False),
     ],
 )
-def test_packed_vectors_and_their_biases_equal_separate_ones(lengths, switches, causal):
+def test_packed_vectors_equal_separate_ones(lengths, switches, causal):
     """Queries, keys and values of one product; and keys and values of another than queries."""
     inputs = case(*lengths, **switches)
-    rng = np.random.default_rng(2)
-    biases = [jnp.asarray(rng.normal(size=(H, inputs.query.shape[3]))) for _ in range(2)]
+    dropped = DROPPED if inputs.dropout_key is not None else 0
+    options = AttentionOptions("pallas_gpu", causal, dropped, interpret=True)
 
-    def packed(query, key, value, query_bias, value_bias, bias):
-        rows = [x.swapaxes(1, 2) for x in (query, key, value)]
+    def packed(inputs):
+        rows = [x.swapaxes(1, 2) for x in inputs[:3]]
         if causal:
             products = jnp.stack(rows, axis=3), None, None
         else:
             products = rows[0][:, :, :, None], jnp.stack(rows[1:], axis=3), None
-        dropped = DROPPED if inputs.dropout_key is not None else 0
-        return fused_attention(
-            AttentionOptions("pallas_gpu", causal, dropped, interpret=True),
-            AttentionInputs(
-                *products, *inputs[3:5], bias, inputs.dropout_key, query_bias, value_bias
-            ),
-        )
+        return fused_attention(options, AttentionInputs(*products, *inputs[3:]))
 
-    def separate(query, key, value, query_bias, value_bias, bias):
-        vectors = query + query_bias[:, None], key, value + value_bias[:, None]
-        return reference(AttentionInputs(*vectors, *inputs[3:5], bias, inputs.dropout_key), causal)
-
-    cotangent = jnp.asarray(rng.normal(size=inputs.query.shape))
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def run(attend, *arrays):
-        context, vjp = jax.vjp(attend, *arrays)
-        return context, vjp(cotangent)
-
-    arrays = *inputs[:3], *biases, inputs.bias
-    chex.assert_trees_all_close(run(packed, *arrays), run(separate, *arrays), atol=2e-5)
+    found = value_and_gradients(packed, inputs)
+    expected = value_and_gradients(lambda inputs: reference(inputs, causal, "pallas_gpu"), inputs)
+    chex.assert_trees_all_close(found, expected, atol=2e-5)
 
 
-@pytest.mark.parametrize("backend", PLATFORMS)
+def test_dropout_on_gpus_keeps_independent_weights():
+    """Mean and variance over seeds: of all weights, of each key, of each query, and of pairs."""
+    seeds, queries, keys, kept = 20, 64, 256, 1 - DROPPED / 2**16
+
+    def mask(seed):
+        words = jax.random.bits(jax.random.key(seed), (queries, 1), jnp.uint32)
+        return kept_weights(words, jnp.arange(keys, dtype=jnp.uint32), DROPPED)
+
+    drawn = np.asarray(jax.vmap(mask)(jnp.arange(seeds)), np.float64)
+    deviations = (drawn - kept) / np.sqrt(kept * (1 - kept))
+    one_number = deviations[..., :-1, :-1]
+    pairs = {
+        "itself": np.ones_like(one_number),
+        "next key": deviations[..., :-1, 1:],
+        "next query": deviations[..., 1:, :-1],
+    }
+    for name, other in pairs.items():
+        product = one_number * other
+        # Means of n numbers of variance 1, which few of 256 exceed by more than four times.
+        for axes in ((0, 1, 2), (0, 1), (0, 2)):
+            count = np.prod([product.shape[axis] for axis in axes])
+            assert np.max(np.abs(product.mean(axes))) < 4.5 / np.sqrt(count), (name, axes)
+    assert abs(np.mean(deviations**2) - 1) < 0.01
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_in_bfloat16_it_rounds_as_often_as_the_einsum(backend):
     inputs = case(64, 96, dtype=jnp.bfloat16)
     exact = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, inputs)
@@ -175,7 +193,7 @@ def test_in_bfloat16_it_rounds_as_often_as_the_einsum(backend):
     )
 
 
-@pytest.mark.parametrize("backend", PLATFORMS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_sentence_does_not_depend_on_its_neighbours_at_all(backend, causal):
     """Outputs, and gradients of the first sentence's outputs, are the same bit for bit."""
@@ -205,10 +223,11 @@ def test_a_sentence_does_not_depend_on_its_neighbours_at_all(backend, causal):
         assert np.all(np.where(visible, 0, y) == 0)
 
 
+@pytest.mark.usefixtures("gpu_kernels_by_einsum")
 @pytest.mark.parametrize("backend", PLATFORMS)
 def test_on_a_mesh_every_device_computes_its_own_rows_and_heads(backend):
     """Without communication, and the same as on one device."""
-    inputs = case(64, 70, bias=True, dropout=True)
+    inputs = case(64, 70, bias=True, dropout=backend == "pallas_tpu")
     options = AttentionOptions(backend, False, DROPPED, interpret=True)
 
     @jax.jit
@@ -223,7 +242,7 @@ def test_on_a_mesh_every_device_computes_its_own_rows_and_heads(backend):
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
     vectors = NamedSharding(mesh, PartitionSpec("data", "tensor"))
     rows = NamedSharding(mesh, PartitionSpec("data"))
-    whole = NamedSharding(mesh, PartitionSpec())
+    whole = None if inputs.dropout_key is None else NamedSharding(mesh, PartitionSpec())
     shardings = AttentionInputs(vectors, vectors, vectors, rows, rows, vectors, whole)
     with (
         jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
@@ -242,44 +261,68 @@ def test_on_a_mesh_every_device_computes_its_own_rows_and_heads(backend):
     chex.assert_trees_all_close(jax.device_get(sharded), run(inputs), rtol=1e-5, atol=1e-5)
 
 
-def test_packed_vectors_on_a_mesh_have_the_gradients_of_one_device():
-    """Those of the biases are added up over the devices that have other rows."""
-    inputs = case(64, 64)
-    packed = jnp.stack([x.swapaxes(1, 2) for x in inputs[:3]], axis=3)
-    biases = jnp.asarray(np.random.default_rng(2).normal(size=(2, H, 32)))
-    options = AttentionOptions("pallas_gpu", True, 0, interpret=True)
+LOWERED = {
+    "packed": {"packed": True},
+    "causal": {"causal": True, "width": 128},
+    "cross": {"keys": 192, "groups": 2, "width": 32},
+    "bias_and_dropout": {"bias": True, "dropout": True, "causal": True, "width": 16},
+}
 
-    def loss(packed, biases):
-        segments = inputs[3:5]
-        arrays = AttentionInputs(packed, None, None, *segments, None, None, *biases)
-        return jnp.sum(fused_attention(options, arrays) ** 2)
 
-    expected = jax.jit(jax.grad(loss, argnums=(0, 1)))(packed, biases)
-    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+@needs_gpu_interpreter
+@pytest.mark.parametrize("name", LOWERED)
+def test_it_is_lowered_for_gpus_without_one(name):
+    """And without a warning that a part of JAX is deprecated."""
+    given = {"keys": 256, "groups": 8, "width": 64, "packed": False, "causal": False}
+    given |= {"bias": False, "dropout": False} | LOWERED[name]
+    rows, queries, heads, groups, width = 4, 256, 8, given["groups"], given["width"]
 
-    def sharded(packed, biases):
-        abstract = jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
-        with abstract, nn.logical_axis_rules(ACTIVATION_RULES):
-            return jax.grad(loss, argnums=(0, 1))(packed, biases)
+    def like(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype)
 
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    run = jax.jit(sharded, in_shardings=everywhere, out_shardings=everywhere)
-    chex.assert_trees_all_close(run(packed, biases), expected, rtol=1e-5, atol=1e-5)
+    of_keys = like(rows, groups, given["keys"], width)
+    vectors = like(rows, heads, queries, width), of_keys, of_keys
+    if given["packed"]:
+        vectors = like(rows, queries, heads, 3, width), None, None
+    segments = [like(rows, length, dtype=jnp.int32) for length in (queries, given["keys"])]
+    bias = like(1, heads, queries, given["keys"], dtype=jnp.float32) if given["bias"] else None
+    key = jax.eval_shape(lambda: jax.random.key(0)) if given["dropout"] else None
+    dropped = DROPPED if given["dropout"] else 0
+    options = AttentionOptions("pallas_gpu", given["causal"], dropped, interpret=False)
+
+    def gradients(vectors, others):
+        def total(vectors):
+            arrays = AttentionInputs(*vectors, *others)
+            return jnp.sum(fused_attention(options, arrays).astype(jnp.float32))
+
+        return jax.grad(total)(vectors)
+
+    traced = jax.jit(gradients).trace(vectors, (*segments, bias, key))
+    program = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert program.count("mosaic_gpu") >= 2
 
 
 def a_case(**changes):
     dtype, shape = jnp.dtype("bfloat16"), (4, 8, 256, 64)
-    simple = AttentionCase("gpu", dtype, shape, 256, 64)
+    simple = AttentionCase("gpu", "NVIDIA H100 80GB HBM3", dtype, shape, 256, 64)
     return simple._replace(**changes)
 
 
-def test_auto_takes_the_kernel_of_the_platform_where_it_can():
+@pytest.fixture
+def any_jax(monkeypatch):
+    """The choice of a backend, as with a JAX that is new enough for all."""
+    monkeypatch.setattr(kernels, "OLDEST_JAX", (0, 10))
+
+
+def test_auto_takes_the_kernel_of_the_platform_where_it_can(any_jax):
     assert choose_backend("auto", a_case()) == "pallas_gpu"
     assert choose_backend("auto", a_case(platform="tpu")) == "pallas_tpu"
     for reason in (
         {"platform": "cpu"},
         {"dtype": jnp.dtype("float64")},
         {"value_width": 32},
+        {"device_kind": "NVIDIA A100-SXM4-80GB"},
+        {"dtype": jnp.dtype("float32")},
         {"query_shape": (4, 8, 256, 48), "value_width": 48},
         {"platform": "tpu", "query_shape": (4, 3, 256, 64)},
         {"platform": "tpu", "key_length": 2048},
@@ -292,16 +335,46 @@ def test_auto_takes_the_kernel_of_the_platform_where_it_can():
     ("backend", "changes", "why"),
     [
         ("pallas_tpu", {}, "is for platform tpu, but this program is for gpu"),
-        ("pallas_gpu", {"dtype": jnp.dtype("float64")}, "float32 or bfloat16, not in float64"),
+        ("pallas_gpu", {"platform": "cpu"}, "is for platform gpu, but this program is for cpu"),
+        ("pallas_gpu", {"dtype": jnp.dtype("float32")}, "computes in bfloat16, not in float32"),
+        (
+            "pallas_tpu",
+            {"platform": "tpu", "dtype": jnp.dtype("float64")},
+            "bfloat16 or float32, not in float64",
+        ),
+        ("pallas_gpu", {"device_kind": "NVIDIA A100"}, "Hopper generation.* not NVIDIA A100"),
         ("pallas_gpu", {"value_width": 32}, "values as wide as keys, not 32 and 64"),
         ("pallas_gpu", {"query_shape": (4, 8, 9, 48), "value_width": 48}, "128, not 48"),
         ("pallas_tpu", {"platform": "tpu", "query_shape": (4, 3, 9, 64)}, "not 3 x 64"),
         ("pallas_tpu", {"platform": "tpu", "key_length": 2048}, "at most 1024 keys, not 2048"),
     ],
 )
-def test_a_requested_backend_refuses_by_name_what_it_cannot_do(backend, changes, why):
+def test_a_requested_backend_refuses_by_name_what_it_cannot_do(any_jax, backend, changes, why):
     with pytest.raises(UserError, match=rf"^model.attention_backend={backend} .*{why}: use auto"):
         choose_backend(backend, a_case(**changes))
+
+
+def test_an_older_jax_has_no_kernel_for_gpus(monkeypatch):
+    monkeypatch.setattr(kernels, "OLDEST_JAX", (100, 0))
+    assert choose_backend("auto", a_case()) == "einsum"
+    with pytest.raises(UserError, match=r"pallas_gpu needs JAX 0\.11 \(Python 3\.12\) or newer"):
+        choose_backend("pallas_gpu", a_case())
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_hopper"),
+    [
+        ("NVIDIA H100 80GB HBM3", True),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", True),
+        ("NVIDIA H200", True),
+        ("NVIDIA GH200 480GB", True),
+        ("NVIDIA B200", False),
+        ("NVIDIA A100-SXM4-40GB", False),
+        ("NVIDIA RTX 2000 Ada", False),
+    ],
+)
+def test_gpus_of_the_hopper_generation_are_known_by_name(any_jax, kind, is_hopper):
+    assert (choose_backend("auto", a_case(device_kind=kind)) == "pallas_gpu") == is_hopper
 
 
 TINY = TransformerConfig(
@@ -312,7 +385,6 @@ TINY = TransformerConfig(
     d_ff=16,
     num_encoder_layers=1,
     num_decoder_layers=1,
-    attention_dropout_rate=0.2,
     relative_position_buckets=8,
     relative_position_max_distance=10,
 )
@@ -344,13 +416,17 @@ def loss_and_gradient(config, params, segments):
         pytest.param("pallas_gpu", "alibi", False, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.usefixtures("gpu_kernels_by_einsum")
 def test_a_model_computes_the_same_with_any_backend(backend, kind, packed):
-    """With one set of parameters: loss and gradient, with dropout of the weights."""
-    config = dataclasses.replace(TINY, position_kind=kind, attention_backend="einsum")
+    """With one set of parameters: loss and gradient, with dropout of the weights on TPUs."""
+    dropped = 0.2 if backend == "pallas_tpu" else 0.0
+    config = dataclasses.replace(
+        TINY, position_kind=kind, attention_backend="einsum", attention_dropout_rate=dropped
+    )
     params = jax.jit(Transformer(config).init)(jax.random.key(0), TOKENS, TOKENS[:, :9])
     segments = jnp.asarray([[1] * 5 + [2] * 4 + [3] * 2 + [0]] * 2) if packed else None
     fused = dataclasses.replace(config, attention_backend=backend)
-    assert "pallas_call" in str(
+    assert "name=fused_attention" in str(
         jax.make_jaxpr(functools.partial(loss_and_gradient, fused))(params, segments)
     )
     chex.assert_trees_all_close(
@@ -361,6 +437,7 @@ def test_a_model_computes_the_same_with_any_backend(backend, kind, packed):
     )
 
 
+@pytest.mark.usefixtures("gpu_kernels_by_einsum")
 def test_projections_are_computed_again_instead_of_stored():
     stored = {}
     results = {}
@@ -381,6 +458,7 @@ def test_projections_are_computed_again_instead_of_stored():
     chex.assert_trees_all_close(*results.values(), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.usefixtures("gpu_kernels_by_einsum")
 def test_weights_on_request_come_from_the_einsum():
     config = dataclasses.replace(TINY, attention_backend="pallas_gpu")
     model = Transformer(config)

@@ -17,12 +17,13 @@ from flaxformer_mt.model.normalization import layer_norm
 from flaxformer_mt.model.numerics import random_uint16
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.training.sharding import ACTIVATION_RULES
+from tests.backends import needs_gpu_interpreter
 
 EPSILON = 1e-6
 DROPPED = round(0.25 * 2**16)
 
 
-def example(rows=4, length=24, width=64, bias=True, dropout=True, dtype=jnp.float32):
+def example(rows=2, length=12, width=128, bias=True, dropout=True, dtype=jnp.float32):
     rng = np.random.default_rng(0)
     x, y = (jnp.asarray(rng.normal(size=(rows, length, width)), dtype) for _ in range(2))
     parameters = [jnp.asarray(rng.normal(size=width), jnp.float32) for _ in range(3)]
@@ -62,6 +63,7 @@ def with_gradients(function, inputs):
     return jax.jit(jax.value_and_grad(weighted, has_aux=True))(inputs[:-1])
 
 
+@needs_gpu_interpreter
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dropout", [True, False])
 def test_values_and_gradients_are_those_of_the_equations(bias, dropout):
@@ -70,12 +72,14 @@ def test_values_and_gradients_are_those_of_the_equations(bias, dropout):
     chex.assert_trees_all_close(with_gradients(fused, inputs), expected, rtol=2e-5, atol=2e-5)
 
 
+@needs_gpu_interpreter
 def test_any_number_of_rows():
     inputs = example(rows=1, length=7)
     expected = with_gradients(reference, inputs)
     chex.assert_trees_all_close(with_gradients(fused, inputs), expected, rtol=2e-5, atol=2e-5)
 
 
+@needs_gpu_interpreter
 def test_bfloat16_is_rounded_twice():
     low = example(dtype=jnp.bfloat16)
     exact = low._replace(x=low.x.astype(jnp.float32), y=low.y.astype(jnp.float32))
@@ -87,6 +91,7 @@ def test_bfloat16_is_rounded_twice():
     )
 
 
+@pytest.mark.usefixtures("gpu_kernels_by_einsum")
 def test_devices_draw_the_numbers_of_their_rows():
     inputs = example(rows=8)
     expected = with_gradients(reference, inputs)
@@ -102,10 +107,27 @@ def test_devices_draw_the_numbers_of_their_rows():
     chex.assert_trees_all_close(run(inputs[:-1]), expected, rtol=2e-5, atol=2e-5)
 
 
+@needs_gpu_interpreter
+@pytest.mark.parametrize("width", [128, 1024])
+def test_it_is_lowered_for_gpus_without_one(width):
+    """And without a warning that a part of JAX is deprecated."""
+    inputs = example(width=width, dtype=jnp.bfloat16)
+    options = NormOptions(EPSILON, DROPPED, interpret=False, uses=2)
+
+    def gradients(inputs):
+        def total(x, y):
+            return sum(jnp.sum(z) for z in residual_norm(options, inputs._replace(x=x, y=y)))
+
+        return jax.grad(total, argnums=(0, 1))(inputs.x, inputs.y)
+
+    program = jax.jit(gradients).trace(inputs).lower(lowering_platforms=("cuda",)).as_text()
+    assert program.count("mosaic_gpu") >= 2
+
+
 SMALL = TransformerConfig(
     source_vocab_size=11,
     target_vocab_size=11,
-    d_model=64,
+    d_model=128,
     num_heads=2,
     d_ff=32,
     num_encoder_layers=1,
@@ -130,12 +152,14 @@ def loss_and_gradients(config):
     return loss(params)
 
 
+@pytest.mark.usefixtures("gpu_kernels_by_einsum")
 def test_a_model_has_the_same_parameters_dropout_and_gradients_with_it():
     by_xla = loss_and_gradients(SMALL)
     fused_norms = loss_and_gradients(dataclasses.replace(SMALL, norm_backend="pallas_gpu"))
     chex.assert_trees_all_close(fused_norms, by_xla, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.usefixtures("gpu_kernels_by_einsum")
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -155,6 +179,7 @@ def test_what_it_cannot_do_is_refused_by_name(float64, field, value):
         jax.eval_shape(trained)
 
 
+@pytest.mark.usefixtures("gpu_kernels_by_einsum")
 def test_its_results_are_not_stored_where_only_products_are():
     stored = {}
     for backend in ("xla", "pallas_gpu"):

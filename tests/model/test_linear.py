@@ -93,6 +93,7 @@ PATHS = {
 }
 
 
+@pytest.mark.usefixtures("gpu_kernels_by_einsum")
 @pytest.mark.parametrize("path", PATHS)
 def test_a_changed_map_is_changed_in_every_whole_pass(path, adapted, monkeypatch):
     config = dataclasses.replace(CONFIG, **PATHS[path])

@@ -45,10 +45,9 @@ class Operands(NamedTuple):
     query_segments: Any
     key_segments: Any
     bias: Any = None
-    kept: Any = None
-    """int8 [B, H, T, S] or None: 0 where dropout sets a weight to 0, otherwise 1."""
-    query_bias: Any = None
-    value_bias: Any = None
+    dropout: Any = None
+    """On TPUs int8 [B, H, T, S], 0 where dropout sets a weight to 0, otherwise 1; on GPUs uint32
+    [B, H, T], the words of `kept_weights`; None without dropout."""
 
 
 class Saved(NamedTuple):
@@ -66,9 +65,6 @@ class Gradients(NamedTuple):
     query: Any
     key: Any
     value: Any
-    biases: Any = None
-    """float32 [B, blocks, H, 2, K], parts of the sums for the biases of queries and of values; None
-    without them."""
 
 
 def visible_keys(
@@ -105,6 +101,25 @@ def scores(query: Array, key: Array, bias: Array | None, scale: float) -> Array:
     """Returns the scores [Q, N], in float32, of queries [Q, K] and keys [N, K]."""
     scaled = product(query, key, (1, 1)) * scale
     return scaled if bias is None else scaled + bias
+
+
+def kept_weights(words: Array, keys: Array, threshold: int) -> Array:
+    """Returns which weights dropout keeps, from a counter-based generator that kernels can afford.
+
+    Each query has a random word, drawn by JAX; the number of a key is a hash of this word and the
+    index of the key: two rounds of multiplication and shift (Mueller and Wellons, "Prospecting for
+    Hash Functions", 2018). JAX's own generator would take ten times the operations, and more time
+    than all products of the attention.
+
+    Args:
+      words: uint32, of each weight's query.
+      keys: uint32, the index of each weight's key in its row.
+      threshold: a weight is dropped if its random number of 16 bits is below it.
+    """
+    x = words + keys * jnp.uint32(0x9E3779B9)
+    x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x21F0AAAD)
+    x = (x ^ (x >> jnp.uint32(15))) * jnp.uint32(0xD35A2D97)
+    return x >> jnp.uint32(16) >= jnp.uint32(threshold)
 
 
 def dropout_factors(kept: Array | None, dropped: float) -> Array | None:
@@ -155,8 +170,11 @@ def padded(x: Array, axis: int, multiple: int) -> Array:
 def padded_operands(operands: Operands, queries: int, keys: int) -> Operands:
     """Appends queries that attend to nothing, and hidden keys, up to multiples."""
 
-    def both(x: Array | None) -> Array | None:
-        return None if x is None else padded(padded(x, 2, queries), 3, keys)
+    def of_pairs(x: Array | None) -> Array | None:
+        if x is None:
+            return None
+        x = padded(x, 2, queries)
+        return x if x.ndim == 3 else padded(x, 3, keys)
 
     def of_keys(x: Array | None) -> Array | None:
         return None if x is None else padded(x, 1, keys)
@@ -167,8 +185,8 @@ def padded_operands(operands: Operands, queries: int, keys: int) -> Operands:
         value=of_keys(operands.value),
         query_segments=padded(operands.query_segments, 1, queries),
         key_segments=padded(operands.key_segments, 1, keys),
-        bias=both(operands.bias),
-        kept=both(operands.kept),
+        bias=of_pairs(operands.bias),
+        dropout=of_pairs(operands.dropout),
     )
 
 

@@ -1,20 +1,25 @@
-"""The kernel for NVIDIA GPUs, in Pallas' Triton dialect.
+"""The kernel for NVIDIA GPUs of the Hopper generation, in Pallas' Mosaic GPU dialect.
 
-JAX's own kernel (`jax.experimental.pallas.ops.gpu.attention`) has the same structure. It knows one
-row of segments for queries and keys, so that it cannot do cross-attention of packed sentences; a
-query without any key gets the mean of all values; and it has neither a bias nor dropout.
+A program is a warpgroup. It holds one block of queries (or of keys) and steps through the keys (or
+the queries), whose next block the memory engine (TMA) fetches while the tensor cores (wgmma)
+multiply this one. There are several programs on a core, so that some multiply while others compute
+exponentials.
 
-Source: Dao 2023, "FlashAttention-2", algorithms 1 and 2.
+JAX's own kernel (`jax.experimental.pallas.ops.gpu.attention_mgpu`) divides this work among
+warpgroups that wait for each other, for longer rows than those of sentences. It has neither
+segments, which packed sentences need, nor biases, nor dropout.
+
+Source: Dao 2023, "FlashAttention-2: Faster Attention with Better Parallelism and Work
+Partitioning", algorithms 1 and 2.
 """
 
-import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
 from flaxformer_mt.model.kernels.attention_blocks import (
     LOWEST,
@@ -23,62 +28,57 @@ from flaxformer_mt.model.kernels.attention_blocks import (
     Operands,
     Saved,
     dropout_factors,
+    kept_weights,
     padded,
     padded_operands,
-    product,
     score_gradients,
-    scores,
     summed,
-    visible_keys,
 )
+from flaxformer_mt.model.kernels.mosaic import launch, mosaic_gpu
 
 BLOCK = 64
-"""Queries, and keys, for which a program computes results; it steps through the others."""
-STEP = 32
-"""Queries or keys of one step of the backward pass."""
+"""Queries, or keys, of a block: a warpgroup multiplies 64 rows."""
+STAGES = 2
+"""Blocks in shared memory at once: one that is multiplied, and the next one."""
+LAYOUT = mosaic_gpu.Layout.WGMMA
+"""How the tensor cores divide a block of scores among registers."""
+GRID = ("row", "head", "block")
+"""The axes of the programs. Those of one row and head are neighbors: they read the same keys."""
 
 
-class Blocks(NamedTuple):
-    """Operands as the kernels take them: blocks of whole rows, of one head."""
+class Vectors(NamedTuple):
+    """What the kernels read of one row and head besides queries, keys and values."""
 
-    vectors: Any
-    """Queries, keys and values [B, T, H, P, K]: one array or several, of P of the three each."""
     query_segments: Any
+    """[T]."""
     key_segments: Any
+    """[S]."""
     bias: Any
-    kept: Any
-    query_bias: Any
-    value_bias: Any
+    """[T, S] or None; [S, T] where queries are columns."""
+    words: Any
+    """[T], see `kept_weights`; None without dropout."""
+    logsumexp: Any = None
+    """[T]; None in the forward pass."""
+    along: Any = None
+    """[T], the sum over the features of the context and its gradient; None in the forward pass."""
 
 
 def forward(options: AttentionOptions, operands: Operands) -> tuple[Array, Saved]:
     """Computes the context [B, T, H, K] in the dtype of the query, and what `backward` needs."""
     length = operands.query.shape[1]
-    blocks = _blocks(operands)
-    rows, queries, heads, _, width = blocks.vectors[0].shape
-    # The programs of one row and head are neighbours: they read the same keys.
-    grid = (queries // BLOCK, heads, rows)
-    specs = _specs(blocks)._replace(
-        query_segments=pl.BlockSpec((None, BLOCK), lambda i, h, b: (b, i)),
-        bias=_pair_spec(blocks.bias, BLOCK, lambda i, b, h: (b, h, i, 0)),
-        kept=_pair_spec(blocks.kept, BLOCK, lambda i, b, h: (b, h, i, 0)),
-    )
-    context, logsumexp = pl.pallas_call(
-        functools.partial(_forward_kernel, options),
-        grid=grid,
-        in_specs=[specs],
-        out_specs=[
-            pl.BlockSpec((None, BLOCK, None, width), lambda i, h, b: (b, i, h, 0)),
-            pl.BlockSpec((None, None, BLOCK), lambda i, h, b: (b, h, i)),
-        ],
-        out_shape=[
+    operands = padded_operands(operands, BLOCK, BLOCK)
+    rows, queries, heads, *_, width = operands.query.shape
+    context, logsumexp = launch(
+        _forward_kernel,
+        options,
+        out_type=[
             jax.ShapeDtypeStruct((rows, queries, heads, width), operands.query.dtype),
             jax.ShapeDtypeStruct((rows, heads, queries), jnp.float32),
         ],
-        compiler_params=_compiler_params(operands),
-        interpret=options.interpret,
-        name="attention_forward",
-    )(blocks)
+        grid=(rows, heads, queries // BLOCK),
+        grid_names=GRID,
+        kernel_name="attention_forward",
+    )(operands)
     context = context[:, :length]
     return context, Saved(context, logsumexp)
 
@@ -87,233 +87,302 @@ def backward(
     options: AttentionOptions, operands: Operands, saved: Saved, gradient: Array
 ) -> Gradients:
     """Computes the gradients from that of the context [B, T, H, K]."""
-    blocks = _blocks(operands)
-    context, gradient = (padded(x, 1, BLOCK) for x in (saved.context, gradient))
-    rows, queries, heads, width = context.shape
-    programs = max(queries, blocks.key_segments.shape[1]) // BLOCK
-    specs = _specs(blocks)
-    of_queries = pl.BlockSpec((None, queries, None, width), lambda i, h, b: (b, 0, h, 0))
-    saved_specs = Saved(of_queries, pl.BlockSpec((None, None, queries), lambda i, h, b: (b, h, 0)))
-    # Each program writes the gradients of its own head; those of a group are added up below.
-    shapes = [(*x.shape[:2], heads, *x.shape[3:]) for x in blocks.vectors]
-    outputs: list[Any] = [
-        [jax.ShapeDtypeStruct(s, x.dtype) for s, x in zip(shapes, blocks.vectors, strict=True)]
-    ]
-    out_specs: list[Any] = [[_vectors_spec(shape, heads) for shape in shapes]]
-    if operands.query_bias is not None:
-        outputs.append(jax.ShapeDtypeStruct((rows, programs, heads, 2, width), jnp.float32))
-        out_specs.append(
-            pl.BlockSpec((None, None, None, 2, width), lambda i, h, b: (b, i, h, 0, 0))
-        )
-    vectors, *biases = pl.pallas_call(
-        functools.partial(_backward_kernel, options),
-        grid=(programs, heads, rows),
-        in_specs=[specs, saved_specs, of_queries],
-        out_specs=out_specs,
-        out_shape=outputs,
-        compiler_params=_compiler_params(operands),
-        interpret=options.interpret,
-        name="attention_backward",
-    )(blocks, Saved(context, saved.logsumexp), gradient)
-    of_vectors = iter(vectors)
-    of_operands = (
-        None
-        if x is None
-        else summed(next(of_vectors)[:, : x.shape[1]], x.shape[2]).reshape(x.shape)
-        for x in operands[:3]
-    )
-    return Gradients(*of_operands, *biases)
-
-
-def _blocks(operands: Operands) -> Blocks:
+    vectors = [x for x in operands[:3] if x is not None]
     operands = padded_operands(operands, BLOCK, BLOCK)
-    arrays = [x for x in operands[:3] if x is not None]
-    vectors = [x if x.ndim == 5 else x[:, :, :, None] for x in arrays]
-    return Blocks(vectors, *operands[3:])
-
-
-def _specs(blocks: Blocks) -> Blocks:
-    """Returns the blocks of one row and head, with all queries and keys."""
-    queries, keys = blocks.query_segments.shape[1], blocks.key_segments.shape[1]
-    heads = blocks.vectors[0].shape[2]
-
-    def of_bias(array: Array | None) -> pl.BlockSpec | None:
-        if array is None:
-            return None
-        group = heads // array.shape[0]
-        return pl.BlockSpec((None, array.shape[1]), lambda i, h, b: (_quotient(h, group), 0))
-
-    return Blocks(
-        [_vectors_spec(array.shape, heads) for array in blocks.vectors],
-        pl.BlockSpec((None, queries), lambda i, h, b: (b, 0)),
-        pl.BlockSpec((None, keys), lambda i, h, b: (b, 0)),
-        _pair_spec(blocks.bias, queries, lambda i, b, h: (b, h, 0, 0)),
-        _pair_spec(blocks.kept, queries, lambda i, b, h: (b, h, 0, 0)),
-        of_bias(blocks.query_bias),
-        of_bias(blocks.value_bias),
-    )
-
-
-def _vectors_spec(shape: tuple[int, ...], heads: int) -> pl.BlockSpec:
-    """Returns the block [T, P, K] of a query head in an array [B, T, G, P, K]."""
-    _, length, groups, parts, width = shape
-    group = heads // groups
-    return pl.BlockSpec(
-        (None, length, None, parts, width), lambda i, h, b: (b, 0, _quotient(h, group), 0, 0)
-    )
-
-
-def _quotient(head: Any, group: int) -> Any:
-    return head if group == 1 else lax.div(head, group)
-
-
-def _compiler_params(operands: Operands) -> triton.CompilerParams:
-    # Wide heads in float32 would not fit into shared memory twice.
-    stages = 2 if operands.query.dtype.itemsize * operands.query.shape[-1] <= 256 else 1
-    return triton.CompilerParams(num_warps=4, num_stages=stages)
-
-
-def _pair_spec(array: Array | None, queries: int, index: Any) -> pl.BlockSpec | None:
-    """The block of an array [B or 1, H, T, S]: some queries of a row and head, and all keys."""
-    if array is None:
-        return None
-    has_rows = array.shape[0] > 1
-    return pl.BlockSpec(
-        (None, None, queries, array.shape[3]),
-        lambda i, h, b: index(i, b if has_rows else 0, h),
-    )
-
-
-def _part(reference: Any, queries: Any, keys: Any) -> Array | None:
-    """Loads a part of a reference to [T, S]."""
-    return None if reference is None else reference[queries, keys]
-
-
-class Place(NamedTuple):
-    """Where a block has the queries, the keys or the values."""
-
-    reference: Any
-    """[T, P, K]."""
-    part: int
-    """Which of the P."""
-
-    def load(self, rows: Any, bias: Any = None) -> Array:
-        """Loads some rows, and adds a bias, a reference to [K]."""
-        x = self.reference[rows, self.part, :]
-        return x if bias is None else (x.astype(jnp.float32) + bias[...][None]).astype(x.dtype)
-
-    def store(self, rows: Any, x: Array) -> None:
-        """Stores some rows in the dtype of the reference."""
-        self.reference[rows, self.part, :] = x.astype(self.reference.dtype)
-
-
-def _places(vectors: list[Any]) -> list[Place]:
-    """Returns the places of queries, keys and values."""
-    return [Place(x, part) for x in vectors for part in range(x.shape[1])]
+    context, gradient = (padded(x, 1, BLOCK) for x in (saved.context, gradient))
+    rows, queries, heads, _ = context.shape
+    # D of algorithm 2, line 4.
+    along = jnp.sum(context.astype(jnp.float32) * gradient.astype(jnp.float32), axis=3)
+    bias = None if operands.bias is None else operands.bias.swapaxes(2, 3)
+    results = launch(
+        _backward_kernel,
+        options,
+        # Each program writes the gradients of its own head; those of a group are added up below.
+        out_type=[
+            jax.ShapeDtypeStruct((*x.shape[:2], heads, *x.shape[3:]), x.dtype)
+            for x in operands[:3]
+            if x is not None
+        ],
+        grid=(rows, heads, max(queries, operands.key_segments.shape[1]) // BLOCK),
+        grid_names=GRID,
+        kernel_name="attention_backward",
+    )(operands, bias, gradient, saved.logsumexp, along.swapaxes(1, 2))
+    gradients = [
+        summed(result[:, : x.shape[1]], x.shape[2])
+        for result, x in zip(results, vectors, strict=True)
+    ]
+    return Gradients(*gradients, *[None] * (3 - len(gradients)))
 
 
 def _forward_kernel(options, inputs, context_ref, logsumexp_ref):
-    block, width = context_ref.shape
-    scale = width**-0.5
-    first_query = pl.program_id(0) * block
-    of_query, of_key, of_value = _places(inputs.vectors)
-    query = of_query.load(pl.ds(first_query, block), inputs.query_bias)
-    query_segments = inputs.query_segments[...][:, None]
+    row, head, block = (lax.axis_index(name) for name in GRID)
+    first_query = block * BLOCK
+    query, key, value = _views(inputs[:3], row, head)
+    vectors = _vectors(inputs, inputs.bias, row, head)
+    last = inputs.key_segments.shape[1] // BLOCK
 
-    def attend_to_block(i: Any, carry: Any) -> Any:
-        context, highest, total = carry
-        keys = pl.ds(i * BLOCK, BLOCK)
-        key, value = of_key.load(keys), of_value.load(keys, inputs.value_bias)
-        visible = visible_keys(
-            query_segments, inputs.key_segments[keys][None], first_query, i * BLOCK, options.causal
+    def attend(query_block, logsumexp_block):
+        def attend_to_block(first_key, key_block, value_block, carry):
+            context, highest, total = carry
+            scores = Scores(options, vectors, first_query, first_key, 0)
+            exponents = scores.masked(query_block, key_block)
+            # Algorithm 1, line 9.
+            new_highest = jnp.maximum(highest, jnp.max(exponents, axis=1))
+            weights = jnp.exp(exponents - _rows(new_highest, BLOCK))
+            rescaled = jnp.exp(highest - new_highest)
+            total = total * rescaled + jnp.sum(weights, axis=1)
+            if (factors := scores.dropout_factors()) is not None:
+                weights = weights * factors
+            # Line 10.
+            context = context * _rows(rescaled, context.shape[1])
+            return _add_product(context, weights, value_block, options), new_highest, total
+
+        stop = jnp.minimum(last, block + 1) if options.causal else last
+        start = (
+            _full((BLOCK, query.shape[1]), 0.0, LAYOUT),
+            # Higher than a hidden score, whose weight is then 0 in a block without others.
+            _full((BLOCK,), LOWEST / 2, LAYOUT.reduce(1)),
+            _full((BLOCK,), 0.0, LAYOUT.reduce(1)),
         )
-        block_scores = scores(query, key, _part(inputs.bias, slice(None), keys), scale)
-        block_scores = jnp.where(visible, block_scores, LOWEST)
-        new_highest = jnp.maximum(highest, jnp.max(block_scores, axis=1))
-        weights = jnp.where(visible, jnp.exp(block_scores - new_highest[:, None]), 0.0)
-        rescaled = jnp.exp(highest - new_highest)
-        total = total * rescaled + jnp.sum(weights, axis=1)
-        factors = dropout_factors(_part(inputs.kept, slice(None), keys), options.dropped)
-        weights = weights if factors is None else weights * factors
-        context = context * rescaled[:, None] + product(weights.astype(value.dtype), value, (1, 0))
-        return context, new_highest, total
+        context, highest, total = _stream(attend_to_block, [key, value], 0, stop, start)
+        total = jnp.where(total == 0, 1.0, total)  # A query without keys gets zeros.
+        query_block[...] = (context / _rows(total, context.shape[1])).astype(query_block.dtype)
+        logsumexp_block[...] = highest + jnp.log(total)
+        _store(query_block, _views([context_ref], row, head)[0], first_query)
+        _store(logsumexp_block, logsumexp_ref.at[row, head], first_query)
 
-    last = inputs.key_segments.shape[0] // BLOCK
-    stop = jnp.minimum(last, pl.cdiv(first_query + block, BLOCK)) if options.causal else last
-    start = (
-        jnp.zeros((block, width), jnp.float32),
-        jnp.full((block,), LOWEST, jnp.float32),
-        jnp.zeros((block,), jnp.float32),
-    )
-    context, highest, total = lax.fori_loop(0, stop, attend_to_block, start)
-    total = jnp.where(total == 0, 1.0, total)  # A query without keys gets zeros.
-    context_ref[...] = (context / total[:, None]).astype(context_ref.dtype)
-    logsumexp_ref[...] = highest + jnp.log(total)
+    _with_blocks(attend, [query], first_query, mosaic_gpu.SMEM((BLOCK,), jnp.float32))
 
 
-def _backward_kernel(options, inputs, saved, gradient_ref, of_vectors, of_biases=None):
+def _backward_kernel(options, inputs, bias_of_keys, gradient, logsumexp, along, *of_vectors):
     """Program i computes the gradients of block i of the keys and of block i of the queries."""
-    first = pl.program_id(0) * BLOCK
-    block = pl.ds(first, BLOCK)
-    queries, keys = inputs.query_segments.shape[0], inputs.key_segments.shape[0]
-    width = gradient_ref.shape[1]
+    row, head, block = (lax.axis_index(name) for name in GRID)
+    first = block * BLOCK
+    query, key, value = _views(inputs[:3], row, head)
+    of_query, of_key, of_value = _views(of_vectors, row, head)
+    (gradient,) = _views([gradient], row, head)
+    (last_query, width), last_key = query.shape, key.shape[0]
     scale = width**-0.5
-    of_query, of_key, of_value = _places(inputs.vectors)
-    to_query, to_key, to_value = _places(of_vectors)
-    if of_biases is not None:
-        of_biases[...] = jnp.zeros(of_biases.shape, jnp.float32)
+    zeros = _full((BLOCK, width), 0.0, LAYOUT)
 
-    def gradients(
-        first_query: Any, num_queries: int, first_key: Any, num_keys: int
-    ) -> tuple[Array, ...]:
-        """Returns query, key, gradient, the weights after dropout and the scores' gradient."""
-        q, k = pl.ds(first_query, num_queries), pl.ds(first_key, num_keys)
-        query = of_query.load(q, inputs.query_bias)
-        key, value = of_key.load(k), of_value.load(k, inputs.value_bias)
-        gradient = gradient_ref[q, :]
-        along = gradient.astype(jnp.float32) * saved.context[q, :].astype(jnp.float32)
-        visible = visible_keys(
-            inputs.query_segments[q][:, None],
-            inputs.key_segments[k][None],
-            first_query,
-            first_key,
-            options.causal,
+    def sum_for_keys(key_block, value_block):
+        vectors = _vectors(inputs, bias_of_keys, row, head, logsumexp, along)
+
+        def add(first_query, query_block, gradient_block, sums):
+            of_keys, of_values = sums
+            scores = Scores(options, vectors, first_query, first, 1)
+            exponents = scores.masked(query_block, key_block)
+            of_weights = scores.product(gradient_block, value_block)
+            weights, of_scores = scores.gradients(exponents, of_weights)
+            # Lines 12 and 16 of algorithm 2.
+            of_values = _add_product(of_values, weights, gradient_block, options)
+            return _add_product(of_keys, of_scores, query_block, options), of_values
+
+        start = jnp.minimum(block, last_query // BLOCK) if options.causal else 0
+        of_keys, of_values = _stream(
+            add, [query, gradient], start, last_query // BLOCK, (zeros, zeros)
         )
-        exponents = scores(query, key, _part(inputs.bias, q, k), scale)
-        exponents -= saved.logsumexp[q][:, None]
-        weights, of_scores = score_gradients(
-            jnp.where(visible, jnp.exp(exponents), 0.0),
-            product(gradient, value, (1, 1)),
-            jnp.sum(along, axis=1)[:, None],
-            dropout_factors(_part(inputs.kept, q, k), options.dropped),
+        key_block[...] = (of_keys * scale).astype(key_block.dtype)
+        value_block[...] = of_values.astype(value_block.dtype)
+        _store(key_block, of_key, first)
+        _store(value_block, of_value, first)
+
+    def sum_for_queries(query_block, gradient_block):
+        vectors = _vectors(inputs, inputs.bias, row, head, logsumexp, along)
+
+        def add(first_key, key_block, value_block, of_queries):
+            scores = Scores(options, vectors, first, first_key, 0)
+            exponents = scores.masked(query_block, key_block)
+            of_weights = scores.product(gradient_block, value_block)
+            _, of_scores = scores.gradients(exponents, of_weights)
+            return _add_product(of_queries, of_scores, key_block, options)  # Line 15.
+
+        stop = jnp.minimum(last_key // BLOCK, block + 1) if options.causal else last_key // BLOCK
+        of_queries = _stream(add, [key, value], 0, stop, zeros) * scale
+        query_block[...] = of_queries.astype(query_block.dtype)
+        _store(query_block, of_query, first)
+
+    @pl.when(first < last_key)
+    def _() -> None:
+        _with_blocks(sum_for_keys, [key, value], first)
+
+    @pl.when(first < last_query)
+    def _() -> None:
+        _with_blocks(sum_for_queries, [query, gradient], first)
+
+
+class Scores(NamedTuple):
+    """The scores of a block of queries and a block of keys, [64, 64].
+
+    Queries are the rows, or the columns where gradients of keys are added up: what one product
+    leaves in registers can only be the left factor of the next.
+    """
+
+    options: AttentionOptions
+    vectors: Vectors
+    first_query: Any
+    first_key: Any
+    query_axis: int
+    """0 or 1."""
+
+    def of_queries(self, vector: Any) -> Array:
+        """Loads the numbers of the block's queries, from [T], for each score."""
+        return _along(vector, self.first_query, self.query_axis)
+
+    def of_keys(self, vector: Any) -> Array:
+        """Loads the numbers of the block's keys, from [S], for each score."""
+        return _along(vector, self.first_key, 1 - self.query_axis)
+
+    def product(self, of_queries: Any, of_keys: Any) -> Array:
+        """Multiplies blocks [64, K] over the features."""
+        left, right = (of_queries, of_keys) if self.query_axis == 0 else (of_keys, of_queries)
+
+        def multiply(accumulator: Any) -> Array:
+            mosaic_gpu.wgmma(accumulator, left, right.transpose((1, 0)))
+            return accumulator[...]
+
+        return pl.run_scoped(multiply, mosaic_gpu.ACC((BLOCK, BLOCK), jnp.float32))
+
+    def masked(self, query: Any, key: Any) -> Array:
+        """Computes the scores of blocks [64, K], `LOWEST` for hidden keys."""
+        key_segments = self.of_keys(self.vectors.key_segments)
+        visible = self.of_queries(self.vectors.query_segments) == key_segments
+        visible &= key_segments > 0
+        if self.options.causal:
+            queries = self.first_query + _iota(self.query_axis)
+            visible &= self.first_key + _iota(1 - self.query_axis) <= queries
+        scaled = self.product(query, key) * query.shape[1] ** -0.5
+        if self.vectors.bias is not None:
+            firsts = (self.first_query, self.first_key)
+            firsts = firsts if self.query_axis == 0 else firsts[::-1]
+            rows, columns = (pl.ds(first, BLOCK) for first in firsts)
+            block = self.vectors.bias.at[rows, columns]
+            scaled += mosaic_gpu.load(block, layout=LAYOUT, optimized=False)
+        return jnp.where(visible, scaled, LOWEST)
+
+    def dropout_factors(self) -> Array | None:
+        """Returns the factors, 0 or 1 / (1 - dropped), of the weights; None without dropout."""
+        if self.vectors.words is None:
+            return None
+        words = self.of_queries(self.vectors.words)
+        keys = (self.first_key + _iota(1 - self.query_axis)).astype(jnp.uint32)
+        kept = kept_weights(words, keys, self.options.dropout_threshold)
+        return dropout_factors(kept, self.options.dropped)
+
+    def gradients(self, scores: Array, of_weights: Array) -> tuple[Array, Array]:
+        """Returns the weights after dropout, and the gradient of the scores."""
+        # Algorithm 2, line 11.
+        weights = jnp.exp(scores - self.of_queries(self.vectors.logsumexp))
+        along = self.of_queries(self.vectors.along)
+        return score_gradients(weights, of_weights, along, self.dropout_factors())
+
+
+def _views(arrays: Any, row: Any, head: Any) -> list[Any]:
+    """Returns the queries, keys and values [T, K] of a row and query head, packed or not."""
+    views = []
+    heads = arrays[0].shape[2]
+    for array in arrays:
+        if array is None:
+            continue
+        place = row, slice(None), lax.div(head, jnp.int32(heads // array.shape[2]))
+        parts = [()] if len(array.shape) == 4 else [(part,) for part in range(array.shape[3])]
+        views += [array.at[(*place, *part)] for part in parts]
+    return views
+
+
+def _vectors(inputs: Operands, bias: Any, row: Any, head: Any, *of_backward: Any) -> Vectors:
+    if bias is not None:
+        bias = bias.at[row if bias.shape[0] > 1 else 0, head]
+    words = None if inputs.dropout is None else inputs.dropout.at[row, head]
+    segments = inputs.query_segments.at[row], inputs.key_segments.at[row]
+    return Vectors(*segments, bias, words, *(array.at[row, head] for array in of_backward))
+
+
+def _with_blocks(body: Callable, arrays: list[Any], first: Any, *scratch: Any) -> None:
+    """Calls a function with a block [64, K] of each array [T, K] in shared memory, and scratch."""
+
+    def load_and_run(barrier: Any, *buffers: Any) -> None:
+        for array, buffer in zip(arrays, buffers, strict=False):
+            mosaic_gpu.copy_gmem_to_smem(array.at[pl.ds(first, BLOCK)], buffer, barrier)
+        mosaic_gpu.barrier_wait(barrier)
+        body(*buffers)
+
+    blocks = [
+        mosaic_gpu.SMEM((BLOCK, x.shape[1]), x.dtype, transforms=_transforms(x)) for x in arrays
+    ]
+    barrier = mosaic_gpu.Barrier(num_arrivals=len(arrays))
+    pl.run_scoped(load_and_run, barrier, *blocks, *scratch)
+
+
+def _stream(body: Callable, arrays: list[Any], start: Any, stop: Any, carry: Any) -> Any:
+    """Steps through blocks `start` to `stop` of arrays [T, K], which are fetched ahead.
+
+    Each step computes carry = body(first, *blocks, carry).
+    """
+    specs = [
+        mosaic_gpu.BlockSpec(
+            (BLOCK, x.shape[1]), lambda i: (start + i, 0), transforms=_transforms(x)
         )
-        return query, key, gradient, weights.astype(value.dtype), of_scores.astype(value.dtype)
+        for x in arrays
+    ]
 
-    @pl.when(first < keys)
-    def _() -> None:
-        def add(i: Any, sums: tuple[Array, Array]) -> tuple[Array, Array]:
-            query, _, gradient, weights, of_scores = gradients(i * STEP, STEP, first, BLOCK)
-            of_key = sums[0] + product(of_scores, query, (0, 0))
-            return of_key, sums[1] + product(weights, gradient, (0, 0))
+    def step(indices: Any, *arguments: Any) -> Any:
+        return body((start + indices[0]) * BLOCK, *arguments)
 
-        zeros = jnp.zeros((BLOCK, width), jnp.float32)
-        start = jnp.minimum(first, queries) // STEP if options.causal else 0
-        of_keys, of_values = lax.fori_loop(start, queries // STEP, add, (zeros, zeros))
-        to_key.store(block, of_keys * scale)
-        to_value.store(block, of_values)
-        if of_biases is not None:
-            of_biases[1, :] = jnp.sum(of_values, axis=0)
+    return mosaic_gpu.emit_pipeline(
+        step,
+        grid=(stop - start,),
+        in_specs=specs,
+        max_concurrent_steps=STAGES,
+        init_carry=carry,
+    )(*arrays)
 
-    @pl.when(first < queries)
-    def _() -> None:
-        def add(i: Any, of_query: Array) -> Array:
-            _, key, _, _, of_scores = gradients(first, BLOCK, i * STEP, STEP)
-            return of_query + product(of_scores, key, (1, 0))
 
-        zeros = jnp.zeros((BLOCK, width), jnp.float32)
-        last = keys // STEP
-        stop = jnp.minimum(last, pl.cdiv(first + BLOCK, STEP)) if options.causal else last
-        of_queries = lax.fori_loop(0, stop, add, zeros) * scale
-        to_query.store(block, of_queries)
-        if of_biases is not None:
-            of_biases[0, :] = jnp.sum(of_queries, axis=0)
+def _transforms(array: Any) -> tuple[Any, ...]:
+    """Returns the layout of blocks [64, K] in shared memory that the tensor cores read."""
+    size = array.dtype.itemsize
+    swizzle = mosaic_gpu.find_swizzle(array.shape[1] * size * 8)
+    return (
+        mosaic_gpu.TilingTransform((8, swizzle // size)),
+        mosaic_gpu.SwizzleTransform(swizzle),
+    )
+
+
+def _store(block: Any, array: Any, first: Any) -> None:
+    """Writes a block in shared memory to its place in an array."""
+    mosaic_gpu.commit_smem()
+    mosaic_gpu.copy_smem_to_gmem(block, array.at[pl.ds(first, BLOCK)])
+    mosaic_gpu.wait_smem_to_gmem(0)
+
+
+def _add_product(total: Array, left: Array, right: Any, options: AttentionOptions) -> Array:
+    """Adds the product of registers [64, 64], rounded, and a block [64, K]."""
+    left = left.astype(right.dtype)
+    if options.interpret:  # The interpreter multiplies shared memory only.
+        product = jnp.dot(left, right[...], preferred_element_type=jnp.float32)
+        mosaic_gpu.commit_smem()
+        return total + product
+
+    def multiply(accumulator: Any) -> None:
+        mosaic_gpu.wgmma(accumulator, left, right)
+
+    return pl.run_state(multiply)(mosaic_gpu.ACC.init(total))
+
+
+def _along(vector: Any, first: Any, axis: int) -> Array:
+    block = mosaic_gpu.load(
+        vector.at[pl.ds(first, BLOCK)], layout=LAYOUT.reduce(1 - axis), optimized=False
+    )
+    return lax.broadcast_in_dim(block, (BLOCK, BLOCK), [axis])
+
+
+def _rows(vector: Array, columns: int) -> Array:
+    return lax.broadcast_in_dim(vector, (BLOCK, columns), [0])
+
+
+def _iota(axis: int) -> Array:
+    return mosaic_gpu.broadcasted_iota(jnp.int32, (BLOCK, BLOCK), axis, layout=LAYOUT)
+
+
+def _full(shape: tuple[int, ...], value: float, layout: Any) -> Array:
+    return mosaic_gpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)

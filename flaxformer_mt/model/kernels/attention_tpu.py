@@ -146,7 +146,7 @@ def _specs_and_grid(
         pl.BlockSpec((None, 1, block), lambda b, g, i: (b, 0, i)),
         pl.BlockSpec((None, 1, keys), lambda b, g, i: (b, 0, 0)),
         pair_spec(operands.bias),
-        pair_spec(operands.kept),
+        pair_spec(operands.dropout),
     )
     return specs, (rows, features // lanes, queries // block)
 
@@ -191,7 +191,7 @@ def _forward_kernel(options, width, inputs, context_ref):
         weights = _weights(
             _of_head(query, head, width), key, _head(inputs.bias, head), visible, scale
         )
-        factors = dropout_factors(_head(inputs.kept, head), options.dropped)
+        factors = dropout_factors(_head(inputs.dropout, head), options.dropped)
         weights = weights if factors is None else weights * factors
         context += _of_head(product(weights.astype(value.dtype), value, (1, 0)), head, width)
     context_ref[...] = context.astype(context_ref.dtype)
@@ -223,7 +223,7 @@ def _backward_kernel(
     for head in range(query.shape[1] // width):
         head_query, head_gradient = (_of_head(x, head, width) for x in (query, gradient))
         weights = _weights(head_query, key, _head(inputs.bias, head), visible, scale)
-        factors = dropout_factors(_head(inputs.kept, head), options.dropped)
+        factors = dropout_factors(_head(inputs.dropout, head), options.dropped)
         of_weights = product(head_gradient, value, (1, 1))
         kept = weights if factors is None else weights * factors
         along = jnp.sum(kept * of_weights, axis=1, keepdims=True)

@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec
 
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.model.kernels import gpu_refusal
 from flaxformer_mt.model.kernels.attention_blocks import (
     LANES,
     MAX_KEYS,
@@ -20,8 +22,8 @@ from flaxformer_mt.model.kernels.attention_blocks import (
     Saved,
     dropout_factors,
     heads_per_block,
+    kept_weights,
     repeated,
-    summed,
     visible_keys,
 )
 from flaxformer_mt.model.logical_axes import dividing_axes, on_each_device
@@ -29,6 +31,8 @@ from flaxformer_mt.model.numerics import masked_softmax, random_uint16
 
 PLATFORMS = {"pallas_gpu": "gpu", "pallas_tpu": "tpu"}
 """The platform of each backend that fuses."""
+FUSED_ATTENTION = "fused_attention"
+"""The name of the kernels' results, for `is_fused_attention`."""
 
 
 class AttentionCase(NamedTuple):
@@ -36,6 +40,8 @@ class AttentionCase(NamedTuple):
 
     platform: str
     """Of the program: "cpu", "gpu" or "tpu"."""
+    device_kind: str
+    """As the device calls itself: "NVIDIA H100 80GB HBM3"."""
     dtype: jnp.dtype
     """Of queries, keys and values."""
     query_shape: tuple[int, ...]
@@ -70,15 +76,18 @@ def choose_backend(requested: str, case: AttentionCase) -> str:
 def refusal(backend: str, case: AttentionCase) -> str:
     """Returns why a fused backend cannot compute a case, or "" if it can.
 
-    On CPUs it is interpreted, and can do what it can on its own platform.
+    On CPUs, the one for TPUs is interpreted, and can do what it can on its own platform.
     """
     _, heads, _, width = case.query_shape
-    if case.platform not in (PLATFORMS[backend], "cpu"):
-        return f"is for platform {PLATFORMS[backend]}, but this program is for {case.platform}"
+    if backend == "pallas_gpu" and (reason := gpu_refusal(case.platform, case.device_kind)):
+        return reason
+    if backend == "pallas_tpu" and case.platform not in ("tpu", "cpu"):
+        return f"is for platform tpu, but this program is for {case.platform}"
     if not all(isinstance(size, int) for size in (*case.query_shape, case.key_length)):
         return "needs shapes that are known when the program is compiled"
-    if case.dtype not in (jnp.float32, jnp.bfloat16):
-        return f"computes in float32 or bfloat16, not in {case.dtype}"
+    dtypes = ["bfloat16"] if backend == "pallas_gpu" else ["bfloat16", "float32"]
+    if case.dtype not in dtypes:
+        return f"computes in {' or '.join(dtypes)}, not in {case.dtype}"
     if width != case.value_width:
         return f"needs values as wide as keys, not {case.value_width} and {width}"
     if backend == "pallas_gpu" and width not in (16, 32, 64, 128):
@@ -96,9 +105,8 @@ class AttentionInputs(NamedTuple):
 
     Queries, keys and values are [B, H, T, K] and [B, G, S, K]; query head h attends to head
     h // (H / G). The backend "pallas_gpu" also takes them packed, as one product of matrices writes
-    them, without their biases: `query` [B, T, H, 3, K] of queries, keys and values; or `query`
-    [B, T, H, 1, K] and `key` [B, S, G, 2, K] of keys and values. (Keys need no bias: it does not
-    change the weights.)
+    them: `query` [B, T, H, 3, K] of queries, keys and values; or `query` [B, T, H, 1, K] and `key`
+    [B, S, G, 2, K] of keys and values.
     """
 
     query: Array
@@ -114,14 +122,10 @@ class AttentionInputs(NamedTuple):
     """[B or 1, H, T, S], added to the scaled scores."""
     dropout_key: Array | None
     """Of the weights' dropout; None without dropout."""
-    query_bias: Array | None = None
-    """[H, K], added to packed queries."""
-    value_bias: Array | None = None
-    """[G, K], added to packed values."""
 
     @property
     def is_packed(self) -> bool:
-        """Whether an array has several of queries, keys and values, without biases."""
+        """Whether arrays have an axis for several of queries, keys and values."""
         return self.query.ndim == 5
 
 
@@ -129,8 +133,8 @@ class AttentionInputs(NamedTuple):
 def fused_attention(options: AttentionOptions, inputs: AttentionInputs) -> Array:
     """Computes attention without writing its weights; see `scaled_dot_product_attention`.
 
-    The weights are dropped by the same random numbers as there, which the backward pass draws
-    again.
+    The backward pass draws the random numbers of dropout again. On TPUs they are the same as there;
+    on GPUs, see `kept_weights`.
 
     Returns:
       The context [B, H, T, K], in the dtype of `query`. A query without any key gets zeros.
@@ -139,8 +143,8 @@ def fused_attention(options: AttentionOptions, inputs: AttentionInputs) -> Array
 
 
 def is_fused_attention(primitive: Primitive, *_: Any, **params: Any) -> bool:
-    """Whether an operation is a kernel: a policy of `jax.checkpoint`, which stores its results."""
-    return primitive.name == "pallas_call" and "attention" in str(params.get("name"))
+    """Whether an operation names a kernel's results: a policy of `jax.checkpoint` to store them."""
+    return primitive.name == "name" and params["name"] == FUSED_ATTENTION
 
 
 def _forward(options: AttentionOptions, inputs: AttentionInputs) -> tuple[Array, Any]:
@@ -148,7 +152,7 @@ def _forward(options: AttentionOptions, inputs: AttentionInputs) -> tuple[Array,
     of_operands, of_saved = _specs(operands)
     forward = functools.partial(_kernels(options.backend).forward, options)
     run = on_each_device(forward, (of_operands,), (of_saved.context, of_saved))
-    context, saved = run(operands)
+    context, saved = checkpoint_name(run(operands), FUSED_ATTENTION)
     return context.swapaxes(1, 2), (inputs, saved)
 
 
@@ -160,21 +164,14 @@ def _backward(options: AttentionOptions, residuals: Any, gradient: Array) -> tup
     gradient = gradient.swapaxes(1, 2)
     backward = functools.partial(_kernels(options.backend).backward, options)
     run = on_each_device(
-        backward, (of_operands, of_saved, of_vectors), Gradients(*[of_vectors] * 4)
+        backward, (of_operands, of_saved, of_vectors), Gradients(*[of_vectors] * 3)
     )
-    *vectors, biases = run(operands, saved, gradient)
+    vectors = list(run(operands, saved, gradient))
     if not inputs.is_packed:
         vectors = [x.swapaxes(1, 2) for x in vectors]
     of_bias = None
     if inputs.bias is not None:
         of_bias = _bias_gradient(operands, options, gradient, inputs.bias)
-    of_query_bias, of_value_bias = None, None
-    if biases is not None:
-        sums = jnp.sum(biases, axis=(0, 1)).swapaxes(0, 1)  # [2, H, K]
-        of_query_bias, of_value_bias = (
-            summed(x[None, None], len(bias))[0, 0].astype(bias.dtype)
-            for x, bias in zip(sums, (inputs.query_bias, inputs.value_bias), strict=True)
-        )
     return (
         inputs._replace(
             query=vectors[0],
@@ -184,8 +181,6 @@ def _backward(options: AttentionOptions, residuals: Any, gradient: Array) -> tup
             key_segments=None,
             bias=of_bias,
             dropout_key=None,
-            query_bias=of_query_bias,
-            value_bias=of_value_bias,
         ),
     )
 
@@ -202,44 +197,36 @@ def _kernels(backend: str) -> Any:
 
 def _operands(options: AttentionOptions, inputs: AttentionInputs) -> Operands:
     """Brings the inputs into the kernels' layout, in which the projections write them."""
-
-    def wide(x: Array | None) -> Array | None:
-        return None if x is None else x.astype(jnp.float32)
-
     query: Any
     query, key, value = inputs[:3]
     if not inputs.is_packed:
         query, key, value = (x.swapaxes(1, 2) for x in inputs[:3] if x is not None)
-    kept = None
+    dropout = None
     if inputs.dropout_key is not None:
         (rows, queries), keys = inputs.query_segments.shape, inputs.key_segments.shape[1]
-        shape = rows, query.shape[2], queries, keys
-        numbers = random_uint16(inputs.dropout_key, shape)
-        kept = (numbers >= jnp.uint16(options.dropout_threshold)).astype(jnp.int8)
+        shape = rows, query.shape[2], queries
+        if options.backend == "pallas_gpu":
+            dropout = jax.random.bits(inputs.dropout_key, shape, jnp.uint32)
+        else:
+            numbers = random_uint16(inputs.dropout_key, (*shape, keys))
+            dropout = (numbers >= jnp.uint16(options.dropout_threshold)).astype(jnp.int8)
     return Operands(
         query,
         key,
         value,
         inputs.query_segments,
         inputs.key_segments,
-        wide(inputs.bias),
-        kept,
-        wide(inputs.query_bias),
-        wide(inputs.value_bias),
+        None if inputs.bias is None else inputs.bias.astype(jnp.float32),
+        dropout,
     )
 
 
 def _unpacked(operands: Operands) -> list[Array]:
-    """Returns queries, keys and values, with their biases, [B, T, H, K] and [B, S, G, K]."""
+    """Returns queries, keys and values, [B, T, H, K] and [B, S, G, K]."""
     arrays = [x for x in operands[:3] if x is not None]
     if operands.query.ndim == 4:
         return arrays
-    vectors = [array[:, :, :, part] for array in arrays for part in range(array.shape[3])]
-    biases = operands.query_bias, None, operands.value_bias
-    return [
-        x if bias is None else (x + bias).astype(x.dtype)
-        for x, bias in zip(vectors, biases, strict=True)
-    ]
+    return [array[:, :, :, part] for array in arrays for part in range(array.shape[3])]
 
 
 def _bias_gradient(
@@ -261,7 +248,11 @@ def _bias_gradient(
         return masked_softmax(scores, visible)
 
     of_weights = multiply(gradient, value)
-    factors = dropout_factors(operands.kept, options.dropped)
+    kept = operands.dropout
+    if kept is not None and options.backend == "pallas_gpu":
+        keys = jnp.arange(key.shape[1], dtype=jnp.uint32)
+        kept = kept_weights(kept[..., None], keys, options.dropout_threshold)
+    factors = dropout_factors(kept, options.dropped)
     of_weights = of_weights if factors is None else of_weights * factors
     return jax.vjp(weights, bias)[1](of_weights)[0]
 
@@ -277,8 +268,5 @@ def _specs(operands: Operands) -> tuple[Operands, Saved]:
     has_rows = operands.bias is not None and operands.bias.shape[0] > 1
     of_bias = PartitionSpec(row_axes if has_rows else None, head_axes)
     segments = PartitionSpec(row_axes)
-    by_head = PartitionSpec(head_axes)
-    of_operands = Operands(
-        vectors, vectors, vectors, segments, segments, of_bias, pairs, by_head, by_head
-    )
+    of_operands = Operands(vectors, vectors, vectors, segments, segments, of_bias, pairs)
     return of_operands, Saved(vectors, pairs)

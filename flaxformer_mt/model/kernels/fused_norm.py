@@ -1,4 +1,6 @@
-"""The layer norm of a sub-layer's sum in one kernel for NVIDIA GPUs, in Pallas' Triton dialect.
+"""The layer norm of a sub-layer's sum in one kernel for NVIDIA GPUs, in Pallas' Mosaic dialect.
+
+A program is a warpgroup: four warps, each of which holds one row in registers at a time.
 
 `residual_norm` is a differentiable function of arrays that a mesh may shard. Importers do so where
 they call it, because importing Pallas takes a quarter of a second.
@@ -12,15 +14,16 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 from jax.sharding import PartitionSpec
 
+from flaxformer_mt.model.kernels.attention_blocks import padded
+from flaxformer_mt.model.kernels.mosaic import launch, mosaic_gpu
 from flaxformer_mt.model.logical_axes import dividing_axes, on_each_device
 
-BLOCK_VALUES = 2**12
-"""Values of the rows of one program."""
-BACKWARD_BLOCKS = 4
-"""Blocks of rows whose column sums one program adds up."""
+ROWS = 4
+"""Rows that a program holds at once, one in each warp."""
+STEPS = 8
+"""How many times as many rows one program of the backward pass adds up the column sums of."""
 
 
 class NormOptions(NamedTuple):
@@ -120,30 +123,20 @@ def _on_rows(
     return run(lax.iota(jnp.int32, rows), words, *vectors, parameters)
 
 
-def _rows(x: Array) -> Array:
-    return x.reshape(-1, x.shape[-1])
-
-
 def _forward_on_device(
     options: NormOptions, x: Array, y: Array, parameters: Array, draw: Array
 ) -> tuple[Array, ...]:
     """Computes the norm and the sum, [B, T, D]."""
-    vectors = _rows(x), _rows(y)
-    rows, columns = vectors[0].shape
-    block = _block_rows(rows, columns)
-    of_rows = pl.BlockSpec((block, columns), lambda i: (i, 0))
-    like_x = jax.ShapeDtypeStruct((rows, columns), x.dtype)
-    results = pl.pallas_call(
-        functools.partial(_forward_kernel, options),
-        grid=(rows // block,),
-        in_specs=[of_rows, of_rows, *_specs_for_all(columns)],
-        out_specs=[of_rows, of_rows],
-        out_shape=[like_x, like_x],
-        compiler_params=triton.CompilerParams(num_warps=4, num_stages=1),
-        interpret=options.interpret,
-        name="residual_norm_forward",
-    )(*vectors, parameters, draw)
-    return tuple(result.reshape(x.shape) for result in results)
+    rows = _rows(x)
+    results = launch(
+        _forward_kernel,
+        options,
+        out_type=[jax.ShapeDtypeStruct(rows.shape, x.dtype)] * 2,
+        grid=(len(rows) // ROWS,),
+        kernel_name="residual_norm_forward",
+        grid_names=("program",),
+    )(rows, _rows(y), parameters, draw)
+    return tuple(_unpadded(result, x) for result in results)
 
 
 def _backward_on_device(options: NormOptions, total: Array, *arrays: Array) -> tuple[Array, ...]:
@@ -152,85 +145,135 @@ def _backward_on_device(options: NormOptions, total: Array, *arrays: Array) -> t
     There is a gradient of the norm for each of its uses; they are added up.
     """
     *gradients, parameters, draw = arrays
-    rows, columns = _rows(total).shape
-    block = _block_rows(rows, columns)
-    steps = next(n for n in (BACKWARD_BLOCKS, 2, 1) if rows // block % n == 0)
-    programs = rows // block // steps
-    of_rows = pl.BlockSpec((block * steps, columns), lambda i: (i, 0))
-    like_x = jax.ShapeDtypeStruct((rows, columns), total.dtype)
-    of_x, of_y, sums = pl.pallas_call(
-        functools.partial(_backward_kernel, options, block),
-        grid=(programs,),
-        in_specs=[of_rows, [of_rows for _ in gradients], *_specs_for_all(columns)],
-        out_specs=[of_rows, of_rows, pl.BlockSpec((None, 3, columns), lambda i: (i, 0, 0))],
-        out_shape=[like_x, like_x, jax.ShapeDtypeStruct((programs, 3, columns), jnp.float32)],
-        compiler_params=triton.CompilerParams(num_warps=4, num_stages=1),
-        interpret=options.interpret,
-        name="residual_norm_backward",
-    )(_rows(total), [_rows(g) for g in gradients], parameters, draw)
-    return of_x.reshape(total.shape), of_y.reshape(total.shape), jnp.sum(sums, 0)[None]
+    rows = _rows(total)
+    blocks, columns = len(rows) // ROWS, rows.shape[1]
+    steps = next(n for n in range(STEPS, 0, -1) if blocks % n == 0)
+    like_x = jax.ShapeDtypeStruct(rows.shape, total.dtype)
+    sums = jax.ShapeDtypeStruct((blocks // steps, 3, columns), jnp.float32)
+    of_x, of_y, of_parameters = launch(
+        _backward_kernel,
+        options,
+        out_type=[like_x, like_x, sums],
+        grid=(blocks // steps,),
+        kernel_name="residual_norm_backward",
+        grid_names=("program",),
+    )(rows, [_rows(g) for g in gradients], parameters, draw)
+    return (
+        _unpadded(of_x, total),
+        _unpadded(of_y, total),
+        jnp.sum(of_parameters, 0)[None],
+    )
 
 
-def _block_rows(rows: int, columns: int) -> int:
-    """Returns the rows of a block: a power of two that divides their number."""
-    most = max(BLOCK_VALUES // columns, 1)
-    return next(2**i for i in range(most.bit_length() - 1, -1, -1) if rows % 2**i == 0)
+def _rows(x: Array) -> Array:
+    """[B, T, D] to [N, D], with rows of zeros appended to those of the last program."""
+    return padded(x.reshape(-1, x.shape[-1]), 0, ROWS)
 
 
-def _specs_for_all(columns: int) -> list[pl.BlockSpec]:
-    """The blocks of the parameters and of `draw`, which all programs read."""
-    return [pl.BlockSpec((3, columns), lambda i: (0, 0)), pl.BlockSpec((3,), lambda i: (0,))]
+def _unpadded(rows: Array, like: Array) -> Array:
+    return rows[: like.size // like.shape[-1]].reshape(like.shape)
 
 
-def _halves(columns: int) -> list[Any]:
-    """The left and the right half of the columns, whose random numbers are different words."""
-    return [pl.ds(0, columns // 2), pl.ds(columns // 2, columns // 2)]
+class Half(NamedTuple):
+    """The left or right half of the columns of a program's rows, [4, D / 2].
+
+    The random numbers of the two halves are different words.
+    """
+
+    first_row: Any
+    number: int
+    """0 or 1."""
+    columns: int
+    """D / 2."""
+
+    @property
+    def layout(self) -> Any:
+        """Each lane of a warp has up to four neighboring columns, then the next lane's follow."""
+        width = min(self.columns // 32, 4)
+        tiling = mosaic_gpu.Tiling(((ROWS, 32 * width), (width,)))
+        return mosaic_gpu.Layout.TILED(tiling, (-3,), (-2,), -1)
+
+    @property
+    def place(self) -> Any:
+        """The index of the columns."""
+        return pl.ds(self.number * self.columns, self.columns)
+
+    def load(self, reference: Any) -> Array:
+        """Loads this part of [N, D] to float32."""
+        block = reference.at[pl.ds(self.first_row, ROWS), self.place]
+        return mosaic_gpu.load(block, layout=self.layout, optimized=False).astype(jnp.float32)
+
+    def store(self, reference: Any, x: Array) -> None:
+        """Stores this part of [N, D] in the dtype of the reference."""
+        block = reference.at[pl.ds(self.first_row, ROWS), self.place]
+        block[...] = x.astype(reference.dtype)
+
+    def parameter(self, parameters: Any, number: int) -> Array:
+        """Loads a row of the parameters [3, D] for each of the program's rows."""
+        row = parameters.at[number, self.place]
+        row = mosaic_gpu.load(row, layout=self.layout.reduce(0), optimized=False)
+        return lax.broadcast_in_dim(row, (ROWS, self.columns), [1])
+
+    def of_rows(self, vector: Array) -> Array:
+        """Repeats a number of each row for its columns."""
+        return lax.broadcast_in_dim(vector, (ROWS, self.columns), [0])
+
+    def iota(self, axis: int) -> Array:
+        """Returns the number of each row (axis 0), or of each column."""
+        shape = ROWS, self.columns
+        return mosaic_gpu.broadcasted_iota(jnp.uint32, shape, axis, layout=self.layout)
+
+    def zeros(self) -> Array:
+        """Returns zeros in this layout."""
+        return mosaic_gpu.layout_cast(jnp.zeros((ROWS, self.columns), jnp.float32), self.layout)
+
+
+def _halves(first_row: Any, columns: int) -> list[Half]:
+    return [Half(first_row, number, columns // 2) for number in range(2)]
 
 
 def _forward_kernel(options, x, y, parameters, draw, out, total):
-    rows, columns = x.shape
-    factors = _dropout_factors(draw, pl.program_id(0) * rows, rows, columns, options)
-    halves = _halves(columns)
+    halves = _halves(lax.axis_index("program") * ROWS, x.shape[1])
     sums = []
-    for half, factor in zip(halves, factors, strict=True):
-        added = (_wide(y, half) + parameters[0, half][None]) * factor
+    for half, factor in zip(halves, _dropout_factors(options, draw, halves), strict=True):
+        added = (half.load(y) + half.parameter(parameters, 0)) * factor
         # The norm is that of the values which the backward pass will read.
-        rounded = (_wide(x, half) + added).astype(total.dtype)
-        total[:, half] = rounded
+        rounded = (half.load(x) + added).astype(total.dtype)
+        half.store(total, rounded)
         sums.append(rounded.astype(jnp.float32))
-    for half, (normalized, _) in zip(halves, _normalized(sums, columns, options), strict=True):
-        values = normalized * parameters[1, half][None] + parameters[2, half][None]
-        out[:, half] = values.astype(out.dtype)
+    for half, (normalized, _) in zip(halves, _normalized(options, halves, sums), strict=True):
+        scale, shift = half.parameter(parameters, 1), half.parameter(parameters, 2)
+        half.store(out, normalized * scale + shift)
 
 
-def _backward_kernel(options, rows, total, gradients, parameters, draw, of_x, of_y, sums):
-    all_rows, columns = total.shape
-    halves = _halves(columns)
-    partial = [[jnp.zeros((columns // 2,), jnp.float32)] * 3 for _ in halves]
-    for step in range(all_rows // rows):
-        here = pl.ds(step * rows, rows)
-        first = pl.program_id(0) * all_rows + step * rows
-        factors = _dropout_factors(draw, first, rows, columns, options)
-        normalized = _normalized([_wide(total, half, here) for half in halves], columns, options)
-        outer = [sum(_wide(g, half, here) for g in gradients) for half in halves]
-        inner = [g * parameters[1, half][None] for g, half in zip(outer, halves, strict=True)]
+def _backward_kernel(options, total, gradients, parameters, draw, of_x, of_y, sums):
+    (rows, columns), programs = total.shape, sums.shape[0]
+    program, steps = lax.axis_index("program"), rows // (programs * ROWS)
+
+    def add_rows(step: Any, sums: list[list[Array]]) -> list[list[Array]]:
+        halves = _halves((program * steps + step) * ROWS, columns)
+        factors = _dropout_factors(options, draw, halves)
+        normalized = _normalized(options, halves, [half.load(total) for half in halves])
+        outer = [functools.reduce(lax.add, map(half.load, gradients)) for half in halves]
+        inner = [g * half.parameter(parameters, 1) for g, half in zip(outer, halves, strict=True)]
         mean = _row_sums(inner) / columns
-        along = _row_sums([g * n for g, (n, _) in zip(inner, normalized, strict=True)]) / columns
+        products = [g * n for g, (n, _) in zip(inner, normalized, strict=True)]
+        along = _row_sums(products) / columns
         for i, half in enumerate(halves):
             values, inverse_std = normalized[i]
-            of_total = (inner[i] - mean[:, None] - values * along[:, None]) * inverse_std
+            of_total = (inner[i] - half.of_rows(mean) - values * half.of_rows(along)) * inverse_std
             of_added = of_total * factors[i]
-            of_x[here, half] = of_total.astype(of_x.dtype)
-            of_y[here, half] = of_added.astype(of_y.dtype)
+            half.store(of_x, of_total)
+            half.store(of_y, of_added)
             new = of_added, outer[i] * values, outer[i]
-            partial[i] = [old + jnp.sum(g, axis=0) for old, g in zip(partial[i], new, strict=True)]
-    for half, of_parameters in zip(halves, partial, strict=True):
-        for number, column_sums in enumerate(of_parameters):
-            sums[number, half] = column_sums
+            sums[i] = [old + g for old, g in zip(sums[i], new, strict=True)]
+        return sums
 
-
-def _wide(reference: Any, columns: Any, rows: Any = slice(None)) -> Array:
-    return reference[rows, columns].astype(jnp.float32)
+    halves = _halves(0, columns)
+    zeros = [[half.zeros()] * 3 for half in halves]
+    for half, of_parameters in zip(halves, lax.fori_loop(0, steps, add_rows, zeros), strict=True):
+        for number, of_rows in enumerate(of_parameters):
+            sums.at[program, number, half.place][...] = jnp.sum(of_rows, axis=0)
 
 
 def _row_sums(halves: list[Array]) -> Array:
@@ -239,34 +282,34 @@ def _row_sums(halves: list[Array]) -> Array:
 
 
 def _normalized(
-    halves: list[Array], columns: int, options: NormOptions
+    options: NormOptions, halves: list[Half], values: list[Array]
 ) -> list[tuple[Array, Array]]:
     """Returns the normalized values of each half of the columns, and 1 / standard deviation."""
-    mean = _row_sums(halves) / columns
-    centered = [x - mean[:, None] for x in halves]
+    columns = 2 * halves[0].columns
+    mean = _row_sums(values) / columns
+    centered = [x - half.of_rows(mean) for x, half in zip(values, halves, strict=True)]
     variance = _row_sums([x * x for x in centered]) / columns
-    inverse_std = lax.rsqrt(variance + options.epsilon)[:, None]
+    inverse_std = halves[0].of_rows(lax.rsqrt(variance + options.epsilon))
     return [(x * inverse_std, inverse_std) for x in centered]
 
 
-def _dropout_factors(
-    draw: Any, first_row: Any, rows: int, columns: int, options: NormOptions
-) -> list[Any]:
-    """Returns the factors of the left and of the right half of the columns of some rows.
+def _dropout_factors(options: NormOptions, draw: Any, halves: list[Half]) -> list[Any]:
+    """Returns the factors of the left and of the right half of the columns.
 
-    The random numbers are those of `random_uint16`.
+    The random numbers are those of `random_uint16`: each word has those of two neighboring columns.
+    (The compiler computes it once for both.)
     """
     if not options.threshold:
         return [1.0, 1.0]
-    blocks = columns // 4
-    row = draw[2] + jnp.asarray(first_row, jnp.uint32)
-    counter = (row + lax.broadcasted_iota(jnp.uint32, (rows, blocks), 0)) * jnp.uint32(blocks)
-    counter += lax.broadcasted_iota(jnp.uint32, (rows, blocks), 1)
+    half = halves[0]
+    blocks, column = half.columns // 2, half.iota(1)
+    row = draw[2] + half.first_row.astype(jnp.uint32) + half.iota(0)
+    counter = row * jnp.uint32(blocks) + (column >> jnp.uint32(1))
+    shift = (column & jnp.uint32(1)) * jnp.uint32(16)
     kept = 1 / (1 - options.threshold / 2**16)
 
     def factors(word: Array) -> Array:
-        numbers = jnp.stack([word & jnp.uint32(0xFFFF), word >> jnp.uint32(16)], axis=-1)
-        numbers = numbers.reshape(rows, columns // 2)
+        numbers = (word >> shift) & jnp.uint32(0xFFFF)
         return jnp.where(numbers >= jnp.uint32(options.threshold), kept, 0.0)
 
     return [factors(word) for word in _threefry(draw[0], draw[1], counter)]
