@@ -73,7 +73,7 @@ def log(rows: Sequence[Mapping[str, Any]], times: Reports, target: float) -> lis
     if missing is not None:
         raise UserError(
             f"{TENSORBOARD} has no time of step {missing['step']}, {missing['split']}: restore its "
-            f"files, or remove the folder to count the time of the training steps in {METRICS}"
+            f"files, or move the folder away to count the time of the training steps in {METRICS}"
         )
     if rows[0]["split"] != "train":
         raise UserError(f"{METRICS} has no report of training before the first validation")
@@ -84,13 +84,12 @@ def log(rows: Sequence[Mapping[str, Any]], times: Reports, target: float) -> lis
         metadata = {"step_num": step, "bleu": bleu, "bleu_signature": row.get("bleu_signature")}
         events.append(Event(times[step, "valid"], "eval_accuracy", bleu / 100, metadata))
         if bleu >= target:
+            status, last = "success", row
             break
-    if bleu >= target:
-        end = {"status": "success", "step_num": step}
-        return [*events, Event(events[-1].seconds, "run_stop", None, end)]
-    end = {"status": "aborted", "step_num": rows[-1]["step"]}
-    stop = max(times[row["step"], row["split"]] for row in rows)
-    return [*events, Event(stop, "run_stop", None, end)]
+    else:
+        status, last = "aborted", rows[-1]
+    metadata = {"status": status, "step_num": last["step"]}
+    return [*events, Event(times[last["step"], last["split"]], "run_stop", None, metadata)]
 
 
 def read_times(folder: Path) -> Reports:
