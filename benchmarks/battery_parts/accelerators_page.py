@@ -25,6 +25,43 @@ and needs none. MFU is the model FLOPs per second, without those of padding, div
 bfloat16 in `flaxformer_mt/accelerators.py`.
 """
 NOT_RUN = "Not run on a device yet."
+_LOGS = "https://github.com/mlcommons/training_results_v0.7/blob/master"
+_MLPERF = "MLPerf 0.7: Transformer big, WMT14 English to German until BLEU 25"
+OTHERS = (
+    (
+        _MLPERF,
+        "8 A100",
+        "472 s with validations; 101,000 target tokens/s per GPU",
+        f"[NVIDIA's log]({_LOGS}/NVIDIA/results/dgxa100_ngc20.06_pytorch/transformer/result_0.txt)",
+    ),
+    (
+        _MLPERF,
+        "4,096 TPU v3 chips",
+        "13.9 s with validations",
+        f"[Google's log]({_LOGS}/Google/results/tpu-v3-8192-JAX/transformer/result_0.txt)",
+    ),
+    (
+        "NeMo: T5 of 220M parameters",
+        "32 A100",
+        "102,000 tokens/s per GPU",
+        "[NeMo Framework Launcher](https://github.com/NVIDIA/NeMo-Framework-Launcher), 7.2",
+    ),
+    (
+        "MaxText: decoders of 16B to 128B parameters",
+        "256 to 8,192 TPU v5e chips",
+        "46% to 67% MFU",
+        "[MaxText, 2024](https://github.com/google/maxtext/tree/cc7478e29dcf12d2f03d38d65d21d21f65380a60)",
+    ),
+)
+"""Program and task, hardware, what was reached, source."""
+TIME_TO_BLEU = """\
+The log of a run as MLPerf has it, and the time until its validation reached a BLEU:
+
+<!-- not run: takes hours -->
+```sh
+python benchmarks/time_to_bleu.py RUN --target-bleu 25 --log FILE
+```
+"""
 
 
 def write(folder: Path, compilers: Sequence[Path]) -> None:
@@ -35,7 +72,7 @@ def write(folder: Path, compilers: Sequence[Path]) -> None:
       compilers: what `benchmarks/accelerators.py --json` has written.
     """
     measured = [json.loads(path.read_text(encoding="utf-8")) for path in compilers]
-    lines = [INTRODUCTION, *_compilers(measured), *_devices(folder)]
+    lines = [INTRODUCTION, *_compilers(measured), *_others(folder, measured), *_devices(folder)]
     PAGE.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
 
 
@@ -84,6 +121,31 @@ def _compilers(measured: Sequence[dict[str, Any]]) -> Iterator[str]:
                 f"{step['share_of_peak']:.1%}",
             )
     yield ""
+
+
+def _others(folder: Path, measured: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """The section of the published results of others, beside our bounds."""
+    yield "## What others reached\n"
+    yield from _table("program and task", "hardware", "reached", "source")
+    for row in OTHERS:
+        yield _row(*row)
+    for step in (results["training"] for results in measured if "training" in results):
+        rate = step["target_positions_per_device"] / step["bound"]
+        yield _row(
+            f"ours: {Path(step['config']).stem}, not run",
+            f"{step['device']} {step['topology']}",
+            f"at most {float(f'{rate:.3g}'):,.0f} target positions/s per device, "
+            f"{step['share_of_peak']:.0%} of the peak",
+            "the bound above",
+        )
+    yield ""
+    if not (folder / "training_speed.json").exists():
+        yield "No training speed of ours has been measured on a GPU or TPU."
+    yield (
+        "No time to a BLEU of ours has been measured on them. Devices differ: the peak of an A100\n"
+        "for bfloat16 is 312 TFLOP/s, that of an H100 is 989.\n"
+    )
+    yield TIME_TO_BLEU
 
 
 def _devices(folder: Path) -> Iterator[str]:

@@ -42,6 +42,11 @@ def convert(
       flaxformer-mt convert --from flaxformer_mt --to ctranslate2 RUN FOLDER
       flaxformer-mt convert --from flaxformer_mt --to jax RUN FOLDER
 
+    JAX refuses exported functions of versions that are more than half a year older. An export keeps
+    what is needed to renew it with the installed version:
+
+      flaxformer-mt convert --from jax --to jax OLD NEW
+
     Args:
       input_file: Checkpoint file (.pt or .safetensors), run folder, or model folder such as those
         on the Hugging Face Hub.

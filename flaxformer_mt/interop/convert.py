@@ -35,6 +35,7 @@ BundleWriter = Callable[..., Notes]
 READERS = {
     **dict.fromkeys(HUB_FAMILIES, "huggingface"),
     "marian-native": "marian_folder",
+    "jax": "jax_export",
 }
 # ... and with a function `write`. They are imported at use, since some need optional packages.
 WRITERS = {

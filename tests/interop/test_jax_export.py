@@ -1,6 +1,8 @@
 """The `jax.export` format translates without this package, with the same results."""
 
+import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 
@@ -14,11 +16,13 @@ from flaxformer_mt.data.corpora.corpus import ParallelCorpus, load_corpus
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.decoding.translator import Translator
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.input_files import read_json
 from flaxformer_mt.interop.convert import convert
 from flaxformer_mt.interop.formats import jax_server
 from flaxformer_mt.interop.formats.bundle import ModelBundle
 from flaxformer_mt.interop.formats.jax_export import export_functions, metadata, write
 from flaxformer_mt.interop.weight_maps.mapping import by_path
+from flaxformer_mt.loading import load as load_model
 from flaxformer_mt.model.cache import reorder_cache
 from flaxformer_mt.model.transformer import Transformer
 
@@ -61,8 +65,8 @@ def test_a_server_without_this_package_translates_the_same(exported):
     )
     assert result.stdout.decode().split("\n") == [*expected, ""]
     assert sorted(path.name for path in folder.iterdir()) == [
-        "encode.jax", "metadata.json", "parameters.npz", "reorder.jax", "server.py", "source.spm",
-        "step.jax", "target.spm",
+        "encode.jax", "metadata.json", "parameters.npz", "recipe", "reorder.jax", "server.py",
+        "source.spm", "step.jax", "target.spm",
     ]  # fmt: skip
 
 
@@ -166,3 +170,135 @@ def test_language_models_are_refused(exported, tmp_path):
     with pytest.raises(UserError, match=r"model\.has_inputs=False"):
         write(language_model, tmp_path / "jax")
     assert not list(tmp_path.iterdir())
+
+
+def contents(folder):
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+@pytest.fixture
+def copy(exported, tmp_path):
+    """A copy of the exported folder, to change it; its name has to be quoted for a shell."""
+    return shutil.copytree(exported[1], tmp_path / "the export")
+
+
+def set_version(folder, version):
+    path = folder / "metadata.json"
+    path.write_text(json.dumps(read_json(path) | {"jax_version": version}))
+
+
+NOW = f"and this is JAX {jax.__version__}"
+# How versions of JAX refuse functions: by the format of the file, or when they read the module
+# that is in it, or by the number of devices, which later versions write otherwise.
+REFUSED = {
+    "file": lambda exported: b"\0" * 64,
+    "module": lambda exported: dataclasses.replace(
+        exported, mlir_module_serialized=b"ML\xefR"
+    ).serialize(),
+    "devices": lambda exported: dataclasses.replace(exported, nr_devices=3).serialize(),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "version", "reason"),
+    [
+        ("encode", "file", "0.4.30", f"has expired: it is of JAX 0.4.30, {NOW};"),
+        ("encode", "devices", "0.9.1", f"has expired: it is of JAX 0.9.1, {NOW};"),
+        ("step", "module", "99.0", f"is too new: it is of JAX 99.0, {NOW}; update JAX, or"),
+        ("step", "devices", jax.__version__, "is damaged:"),
+    ],
+)
+def test_functions_that_jax_refuses_are_one_line(copy, monkeypatch, name, kind, version, reason):
+    (copy / f"{name}.jax").write_bytes(REFUSED[kind](load(copy, name)))
+    set_version(copy, version)
+    monkeypatch.setattr(jax_server, "__file__", str(copy / "server.py"))
+    with pytest.raises(SystemExit) as stopped:
+        jax_server.main()
+    assert stopped.value.code == (
+        f"server.py: error: {copy} {reason} renew it with this version of JAX: "
+        f"flaxformer-mt convert --from jax --to jax '{copy}' NEW"
+    )
+
+
+def test_an_expired_export_is_renewed(exported, copy):
+    original = contents(exported[1])
+    for path in copy.glob("*.jax"):
+        path.write_bytes(b"")
+    set_version(copy, "0.4.30")
+    new = copy.with_name("new")
+    assert convert("jax", "jax", copy, new) == ()
+    renewed = contents(new)
+    assert renewed.keys() == original.keys()
+    # The functions name the lines of the program that exported them.
+    assert {name for name in original if renewed[name] != original[name]} <= {
+        "encode.jax", "reorder.jax", "step.jax"
+    }  # fmt: skip
+    sources = [[5, 6, 7], [8, 9]]
+    first, second = (jax_server.Model(folder) for folder in (exported[1], new))
+    assert first.translate(sources) == second.translate(sources) != []
+
+
+def test_what_is_not_a_matter_of_versions_keeps_its_error(copy, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jax._src.export.serialization", None)
+    with pytest.raises(ImportError):
+        jax_server.Model(copy)
+    (copy / "step.jax").unlink()
+    with pytest.raises(FileNotFoundError, match=r"step\.jax"):
+        jax_server.Model(copy)
+
+
+def test_an_export_is_read_back_without_its_functions(exported, copy):
+    bundle, _ = exported
+    (copy / "encode.jax").write_bytes(b"")
+    run = copy.with_name("run")
+    assert convert("jax", "flaxformer_mt", copy, run) == ()
+    read = ModelBundle.of_run(run)
+    assert read.config == bundle.config
+    assert read.tokenizers.files == bundle.tokenizers.files
+    jax.tree.map(np.testing.assert_array_equal, read.params, bundle.params)
+    model = load_model(copy)
+    assert model.family == "jax"
+    assert model.translate("a dog", beam_size=1) == load_model(run).translate("a dog", beam_size=1)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            lambda folder: shutil.rmtree(folder / "recipe"),
+            r"export has no recipe, as exports of earlier versions: export the model again from "
+            "its run, by flaxformer-mt convert --from flaxformer_mt --to jax RUN NEW",
+        ),
+        (lambda folder: (folder / "metadata.json").unlink(), r"not a folder of --to jax"),
+        (
+            lambda folder: np.savez(folder / "parameters.npz", a=np.zeros(2)),
+            r"parameters\.npz: parameter a is unexpected",
+        ),
+        (
+            lambda folder: (folder / "parameters.npz").write_bytes(b"PK"),
+            r"parameters\.npz: damaged, or not an \.npz file",
+        ),
+        (
+            lambda folder: (folder / "parameters.npz").unlink(),
+            r"parameters\.npz: there is no such file",
+        ),
+        (
+            lambda folder: (folder / "recipe" / "tokenizer" / "joint.model").write_bytes(b""),
+            r"joint\.model",
+        ),
+        (lambda folder: (folder / "recipe" / "config.json").unlink(), r"recipe .*config\.json"),
+    ],
+)
+def test_an_export_that_cannot_be_renewed_is_one_line(copy, damage, message):
+    damage(copy)
+    with pytest.raises(UserError, match=message):
+        convert("jax", "jax", copy, copy.with_name("new"))
+    assert [path.name for path in copy.parent.iterdir()] == [copy.name]
+
+
+def test_fields_of_an_export_cannot_be_overridden(copy):
+    with pytest.raises(UserError, match="contains num_heads: fields cannot be overridden"):
+        convert("jax", "jax", copy, copy.with_name("new"), {"num_heads": 2})
+    with pytest.raises(UserError, match="is not a folder of --to jax"):
+        convert("jax", "jax", copy / "parameters.npz", copy.with_name("new"))

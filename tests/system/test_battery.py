@@ -115,5 +115,8 @@ def test_the_page_is_honest_about_what_was_not_run(battery, tmp_path, monkeypatc
         "| training | wmt14_en_de_base | h100 1x1x8 | data 8 | 16,384 | 12.30 ms | 900 | 4.50 GB |"
     )
     assert f"{row} 3.00 GiB | 50.0% |" in text
+    rate = "at most 1,330,000 target positions/s per device, 50% of the peak"
+    assert f"| ours: wmt14_en_de_base, not run | h100 1x1x8 | {rate} |" in text
+    assert "No training speed of ours has been measured on a GPU or TPU." in text
     assert "Failed after 3 s: no memory" in text
     assert text.count(battery.accelerators_page.NOT_RUN) == len(battery.PARTS) - 1

@@ -3,11 +3,15 @@
 `jax.export` writes traced functions as StableHLO, with symbolic batch size, length and beam size,
 for CPU, CUDA and TPU. Neither this package nor Flax is needed to run them. `server.py`, which is
 written to the same folder, is an example of how to translate with them.
+
+JAX reads exported functions of versions up to half a year older. The folder therefore keeps all
+that is needed to export the model again: the parameters, and in `recipe` the configuration and the
+vocabularies, as in a run folder.
 """
 
 import dataclasses
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +21,23 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array, export
 
+import flaxformer_mt
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.data.tokenizers.marian_tokenizer import CLEANED, MarianTokenizer
 from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer
 from flaxformer_mt.decoding.search.options import forbidden_token_ids
-from flaxformer_mt.errors import UserError
+from flaxformer_mt.errors import UserError, error_prefix
+from flaxformer_mt.interop.formats import marian_files
 from flaxformer_mt.interop.formats.bundle import ModelBundle
 from flaxformer_mt.interop.weight_maps.mapping import by_path, model_params
+from flaxformer_mt.interop.weight_maps.validation import check_params
 from flaxformer_mt.model.cache import Cache, reorder_cache
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.runs import atomic
+from flaxformer_mt.runs.folder import read_config, read_origin, read_tokenizers, write_run
 
+PARAMETERS, METADATA, RECIPE = "parameters.npz", "metadata.json", "recipe"
 PLATFORMS = ("cpu", "cuda", "tpu")
 SERVER = Path(__file__).with_name("jax_server.py")
 
@@ -47,8 +56,8 @@ def write(bundle: ModelBundle, folder: Path, accepted: Collection[str] = ()) -> 
     """Writes a folder that can be used without this package, atomically.
 
     It contains the functions of `SIGNATURES`, the parameters (.npz), the SentencePiece models,
-    `metadata.json` with vocabularies and special tokens, and `server.py`. UserError if the model
-    has no encoder, or flatbuffers is not installed.
+    `metadata.json` with vocabularies, special tokens and versions, `server.py`, and `recipe`, for
+    `read`. UserError if the model has no encoder, or flatbuffers is not installed.
     """
     try:
         import flatbuffers  # noqa: F401
@@ -63,14 +72,40 @@ def write(bundle: ModelBundle, folder: Path, accepted: Collection[str] = ()) -> 
     with atomic.new_folder(folder) as partial:
         for name, exported in export_functions(model, params).items():
             (partial / f"{name}.jax").write_bytes(exported.serialize())
-        np.savez(partial / "parameters.npz", **by_path(params))  # type: ignore[arg-type]
+        np.savez(partial / PARAMETERS, **by_path(params))  # type: ignore[arg-type]
         for side, content in models.items():
             (partial / f"{side}.spm").write_bytes(content)
-        (partial / "metadata.json").write_text(
+        (partial / METADATA).write_text(
             json.dumps(metadata(bundle), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
         )
         (partial / "server.py").write_bytes(SERVER.read_bytes())
+        write_run(partial / RECIPE, bundle.config, {}, bundle.tokenizers, bundle.origin)
     return ()
+
+
+def read(
+    folder: Path, overrides: Mapping[str, Any] | None = None
+) -> tuple[ModelBundle, tuple[str, ...]]:
+    """Reads the model of a folder that `write` wrote, with any version of JAX.
+
+    The exported functions are not read. UserError if it is not such a folder, has no recipe, as
+    those of earlier versions of this package, or is damaged; or if there are overrides.
+    """
+    if not (folder / METADATA).is_file():
+        raise UserError(f"{folder} is not a folder of --to jax: it has no {METADATA}")
+    if not (folder / RECIPE).is_dir():
+        raise UserError(
+            f"{folder} has no {RECIPE}, as exports of earlier versions: export the model again "
+            "from its run, by flaxformer-mt convert --from flaxformer_mt --to jax RUN NEW"
+        )
+    if overrides:
+        raise UserError(f"{folder} contains {next(iter(overrides))}: fields cannot be overridden")
+    config, tokenizers = read_config(folder / RECIPE), read_tokenizers(folder / RECIPE)
+    with error_prefix(str(folder / PARAMETERS)):
+        arrays = marian_files.read_npz(folder / PARAMETERS)
+        check_params(config.model, arrays)
+    params = unflatten_dict(arrays, sep="/")
+    return ModelBundle(config, params, tokenizers, read_origin(folder / RECIPE)), ()
 
 
 def export_functions(model: TransformerConfig, params: Any) -> dict[str, export.Exported]:
@@ -136,6 +171,7 @@ def metadata(bundle: ModelBundle) -> dict[str, Any]:
         "functions": SIGNATURES,
         "platforms": PLATFORMS,
         "jax_version": jax.__version__,
+        "flaxformer_mt_version": flaxformer_mt.__version__,
         "longest": model.max_length,
         "pad_id": model.pad_id,
         "bos_id": model.bos_id,

@@ -8,6 +8,7 @@ example: a real server would keep running, and could use beam search with the fu
 
 import json
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,24 +26,47 @@ SHORTEST = 16
 """Lengths are padded to this times a power of two, to limit the number of compilations."""
 
 
+class NotSupportedError(Exception):
+    """The exported functions are too old or too new for this JAX, or damaged; says what to do."""
+
+
 class Model:
     """Translates token ids to token ids.
 
     Args:
       folder: the folder of the model.
+
+    Raises:
+      NotSupportedError: this version of JAX cannot run the exported functions.
     """
 
     def __init__(self, folder: Path) -> None:
         self.facts: dict[str, Any] = json.loads((folder / "metadata.json").read_bytes())
         with np.load(folder / "parameters.npz") as parameters:
             self.parameters = jax.device_put(dict(parameters))
-        functions = {
-            name: export.deserialize(bytearray((folder / f"{name}.jax").read_bytes()))
-            for name in ("encode", "step")
-        }
-        self.encode = jax.jit(functions["encode"].call)
-        # The previous cache is not needed after a step, so its buffers are donated.
-        self.step = jax.jit(functions["step"].call, donate_argnums=2)
+        files = {name: (folder / f"{name}.jax").read_bytes() for name in ("encode", "step")}
+        try:
+            functions = {name: export.deserialize(bytearray(files[name])) for name in files}
+            self.encode = jax.jit(functions["encode"].call)
+            # The previous cache is not needed after a step, so its buffers are donated.
+            self.step = jax.jit(functions["step"].call, donate_argnums=2)
+            self._trace()
+        except ImportError:
+            raise
+        except Exception as error:  # A version that is not supported can raise anything.
+            raise NotSupportedError(
+                f"{folder} {_unsupported(self.facts['jax_version'])} renew it with this version of "
+                f"JAX: flaxformer-mt convert --from jax --to jax {shlex.quote(str(folder))} NEW"
+            ) from error
+
+    def _trace(self) -> None:
+        """Traces both functions without compiling them: only then JAX reads all that they hold."""
+        tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+        room = jax.ShapeDtypeStruct((1, 1), jnp.bool_)
+        positions = jax.ShapeDtypeStruct((1,), jnp.int32)
+        self.encode.lower(self.parameters, tokens, room)
+        cache = jax.eval_shape(self.encode, self.parameters, tokens, room)
+        self.step.lower(self.parameters, tokens, cache, positions)
 
     def translate(self, sources: Sequence[Sequence[int]]) -> list[list[int]]:
         """Translates by greedy search.
@@ -149,10 +173,28 @@ class Text:
         return " ".join(text.splitlines())
 
 
+def _unsupported(exported: str) -> str:
+    """Returns what prevents the use of a folder of this version of JAX, as the start of advice."""
+    installed = jax.__version__
+    if exported == installed:
+        return "is damaged:"
+    written, running = (
+        [int(number) for number in re.findall("[0-9]+", version)]
+        for version in (exported, installed)
+    )
+    versions = f"it is of JAX {exported}, and this is JAX {installed}"
+    if written < running:
+        return f"has expired: {versions};"
+    return f"is too new: {versions}; update JAX, or"
+
+
 def main() -> None:
     """Translates standard input to standard output, line by line."""
     folder = Path(__file__).parent
-    model = Model(folder)
+    try:
+        model = Model(folder)
+    except NotSupportedError as error:
+        sys.exit(f"server.py: error: {error}")
     text = Text(folder, model.facts)
     lines = sys.stdin.buffer.read().decode().split("\n")
     sources = [text.encode(line) for line in lines if line.strip()]

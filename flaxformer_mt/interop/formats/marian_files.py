@@ -73,7 +73,7 @@ def read(path: Path) -> PublishedCheckpoint:
     """
     start = first_bytes(path)
     if start.startswith(b"PK"):
-        tensors, options = _read_npz(path)
+        tensors, options = _read_tensors(path)
     elif start[:8] == struct.pack("<Q", VERSION):
         tensors, options = _read_binary(path)
     else:
@@ -124,21 +124,26 @@ def _parse(options: bytes) -> dict[str, Any]:
     return parsed
 
 
-def _read_npz(path: Path) -> tuple[dict[str, np.ndarray], bytes | None]:
+def read_npz(path: Path, kind: str = "an .npz file") -> dict[str, np.ndarray]:
+    """Reads the arrays of an .npz file; `UserError`, without its name, if it is damaged."""
     try:
         with open_regular(path) as file, zipfile.ZipFile(file) as archive:
             size = os.fstat(file.fileno()).st_size
             members = archive.infolist()
             if sum(member.file_size for member in members) > size * _MAX_COMPRESSION:
                 raise UserError("damaged: its arrays are far larger than the file")
-            arrays = {
+            return {
                 member.filename.removesuffix(".npy"): _array(archive.read(member))
                 for member in members
             }
     except zipfile.BadZipFile as error:
-        raise UserError(f"damaged, or not a Marian model: {error}") from error
+        raise UserError(f"damaged, or not {kind}: {error}") from error
     except _ARCHIVE_ERRORS as error:
-        raise UserError("damaged, or not a Marian model") from error
+        raise UserError(f"damaged, or not {kind}") from error
+
+
+def _read_tensors(path: Path) -> tuple[dict[str, np.ndarray], bytes | None]:
+    arrays = read_npz(path, "a Marian model")
     options = arrays.pop(OPTIONS, None)
     for name, array in arrays.items():
         if not np.issubdtype(array.dtype, np.floating):
