@@ -110,6 +110,7 @@ ONLY_IN = {
         "data.sanity_checks",
     },
     "datasets": {"data.corpora.datasets_reader"},
+    "pyarrow": {"data.corpora.datasets_reader", "data.corpora.parquet_reader"},
     "tensorflow_datasets": {"data.corpora.tfds_reader"},
     "array_record": {"data.corpora.tfds_reader", "data.corpora.tfds_builder"},
     "tensorboardX": {"training.reporting.metrics"},

@@ -10,6 +10,7 @@ import tyro
 from flaxformer_mt.cli import output
 from flaxformer_mt.cli.options import RunFolder, TextFile, require_writable
 from flaxformer_mt.config import CorpusConfig, DataConfig
+from flaxformer_mt.config.data import Quoting
 from flaxformer_mt.data.corpora.text_files import stream_parallel
 from flaxformer_mt.errors import UserError
 
@@ -21,6 +22,8 @@ def prepare(
     target_language: Annotated[str, tyro.conf.arg(metavar="CODE")],
     form: Annotated[Literal["text", "tsv"], tyro.conf.arg(name="format")] = "text",
     columns: Annotated[tuple[str, ...], tyro.conf.arg(metavar="SOURCE TARGET")] = (),
+    quoting: Quoting = "auto",
+    bad_rows: Literal["error", "drop"] = "error",
     splits: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=FILES ...")] = (
         "train=train",
         "validation=valid",
@@ -44,9 +47,11 @@ def prepare(
       source_language: Suffix of the source files and name of the source language in the data set.
       target_language: Suffix of the target files and name of the target language in the data set.
       form: text: FILE.LANGUAGE, one sentence per line; tsv: FILE.tsv, tab-separated source and
-        target sentences. Both may be compressed (.gz, .zst).
+        target sentences. Both may be compressed.
       columns: Columns of source and target in tab-separated files, by name or by number from 1, if
         there are further ones.
+      quoting: Whether their cells are quoted, like data.quoting.
+      bad_rows: What happens to malformed rows, like data.bad_rows.
       splits: Splits to build, each with the comma-separated names (or glob patterns) of its files,
         without their suffixes.
     """
@@ -70,8 +75,9 @@ def prepare(
         target_language=target_language,
         columns=columns,
     )
+    data = DataConfig(quoting=quoting, bad_rows=bad_rows)
     corpora = {
-        name: open_corpus(dataclasses.replace(corpus, split=files), DataConfig(), prefix="--")
+        name: open_corpus(dataclasses.replace(corpus, split=files), data, prefix="--")
         for name, files in files_of_splits.items()
     }
     check_not_blank([*corpora.values()])
@@ -126,7 +132,7 @@ def lexicon(
 
     Args:
       run: Run folder of the trained model, whose vocabulary is used.
-      source: Text file of source sentences, one per line (.gz, .zst: decompressed).
+      source: Text file of source sentences, one per line (compressed ones are decompressed).
       target: Text file of their translations.
       output_file: Text file to write, one "target source probability" entry per line (.gz:
         compressed).

@@ -86,8 +86,8 @@ def evaluate(
     Args:
       run: Run folder of the trained model. Repeat the option to decode with an ensemble of models
         that share a vocabulary.
-      hypothesis: Text file of translations, one per line (.gz, .zst: decompressed). Repeat the
-        option for several systems.
+      hypothesis: Text file of translations, one per line (compressed ones are decompressed). Repeat
+        the option for several systems.
       baseline: Text file of the translations with which those of all other systems are compared,
         by --significance.
       source: Text file of source sentences, one per line. For translations in files it is only

@@ -22,7 +22,7 @@ RunFolder = Annotated[Path, tyro.conf.arg(metavar="RUN")]
 RunFolders = tyro.conf.UseAppendAction[Annotated[tuple[Path, ...], tyro.conf.arg(metavar="RUN")]]
 """The run folders of an ensemble: an option that may be repeated."""
 TextFile = Annotated[Path, tyro.conf.arg(metavar="F")]
-"""A text file, plain or compressed (.gz, .zst)."""
+"""A text file, plain or compressed."""
 DecodeOptions = tyro.conf.OmitArgPrefixes[DecodeConfig]
 """All fields of `DecodeConfig` as options without a prefix."""
 DEFAULT_SEARCH = DecodeConfig()

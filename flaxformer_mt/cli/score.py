@@ -44,7 +44,7 @@ def score(
 
     Args:
       run: Run folder of the trained model.
-      source: Text file of source sentences, one per line (.gz, .zst: decompressed).
+      source: Text file of source sentences, one per line (compressed ones are decompressed).
       target: Text file of their translations.
       checkpoint: "best" by validation, "last", or the step of a checkpoint.
       normalize: Divisor of the log-probability. none: 1; tokens: the number of target tokens, end

@@ -48,7 +48,7 @@ def translate(
     Args:
       run: Run folder of the trained model. Repeat the option to decode with an ensemble of models
         that share a vocabulary.
-      input_file: Read this text file (.gz, .zst: decompressed) instead of standard input.
+      input_file: Read this text file (compressed ones are decompressed) instead of standard input.
       output_file: Write to this file instead of standard output. The file appears under its name
         only when it is complete.
       input_format: text: one sentence per line. jsonl: one JSON object per line, {"text": ...,

@@ -13,9 +13,12 @@ from flaxformer_mt.config.fields import (
 )
 
 CorpusKind: TypeAlias = Literal[
-    "text", "tsv", "csv", "jsonl", "datasets", "phrases", "reverse", "tfds"
+    "text", "tsv", "csv", "jsonl", "parquet", "tmx", "datasets", "phrases", "reverse", "tfds"
 ]
 """A source of sentence pairs; the help of `DataConfig.corpus` explains each."""
+
+Quoting: TypeAlias = Literal["auto", "csv", "none"]
+"""Whether cells of a table may be in quotes; the help of `DataConfig.quoting` explains each."""
 
 HeldOutRole: TypeAlias = Literal["valid", "test"]
 """A use of pairs that are held out of the training corpora."""
@@ -69,20 +72,28 @@ class DataConfig(_WithColumns):
     corpus: CorpusKind = option("text", FieldRole.TEXT)
     """text: SPLIT.LANGUAGE in the folder data.path, one sentence per line, or the file that
     data.path names, in the form that its suffix tells; tsv: SPLIT.tsv, tab-separated columns; csv:
-    SPLIT.csv; jsonl: SPLIT.jsonl, a JSON object per line; datasets: a folder of Hugging Face's
-    save_to_disk; phrases: generated numbers, dates, times, units, currencies and lists; reverse:
-    generated digit strings, to be reversed; tfds: the TensorFlow Datasets builder that data.path
-    names. Files may be compressed (.gz, .zst)."""
+    SPLIT.csv; jsonl: SPLIT.jsonl, a JSON object per line; parquet: SPLIT.parquet; tmx: SPLIT.tmx, a
+    translation memory; datasets: a folder of Hugging Face's save_to_disk; phrases: generated
+    numbers, dates, times, units, currencies and lists; reverse: generated digit strings, to be
+    reversed; tfds: the TensorFlow Datasets builder that data.path names. Files may be compressed
+    (.gz, .zst, .xz, .bz2, .zip)."""
     # The text that is read there is identified by its fingerprint, wherever it lies.
     path: str = option("", FieldRole.RUNNING)
-    """Folder of the corpus; or one file (.csv, .jsonl, others tab-separated), two parallel files
-    ("a.en,b.de", or "a" for a.en and a.de), a folder of Hugging Face's save_to_disk; name of a
-    TensorFlow Datasets builder, or the folder that it was prepared in (tfds). "tfds:NAME" is a
-    builder for every value of data.corpus."""
+    """Folder of the corpus; or one file (.csv, .jsonl, .parquet, .tmx, others tab-separated), two
+    parallel files ("a.en,b.de", or "a" for a.en and a.de), a folder of Hugging Face's save_to_disk;
+    name of a TensorFlow Datasets builder, or the folder that it was prepared in (tfds). "tfds:NAME"
+    is a builder for every value of data.corpus."""
     columns: tuple[str, ...] = option((), FieldRole.TEXT)
     """The columns of source and target, by name or by number from 1; further ones are ignored. By
     default the columns that a header names after the two languages, or else the only two columns.
     Nested JSON members are written with a dot: translation.en."""
+    quoting: Quoting = option("auto", FieldRole.TEXT)
+    """Whether cells of tables may be in quotes, in which quotes are doubled. csv: they may; none:
+    quotes are text; auto: in .csv files, and in tab-separated ones that a program for CSV wrote."""
+    # The pairs that are read are the same wherever both values read the text.
+    bad_rows: Literal["error", "drop"] = option("error", FieldRole.RUNNING)
+    """What happens to malformed rows of files: text that is not UTF-8, the wrong number of columns,
+    quotes that are not closed, JSON that is damaged. drop: they are left out and reported."""
     hold_out: int = option(0, FieldRole.TEXT, lowest=0)
     """Set about this many training pairs aside for validation, and as many for the test, chosen by
     a hash of the source, so that they stay held out when the file grows; half of them return to

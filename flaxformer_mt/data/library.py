@@ -7,12 +7,12 @@ import contextlib
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from jax.sharding import Mesh
 
 from flaxformer_mt.config import DataConfig, ExperimentConfig, TrainConfig, TransformerConfig
-from flaxformer_mt.config.data import CorpusKind
+from flaxformer_mt.config.data import CorpusKind, Quoting
 from flaxformer_mt.data.corpora.corpus import Corpus, ParallelCorpus, open_path, with_alignments
 from flaxformer_mt.data.stream.batches import Batch, BatchShape, make_batch
 from flaxformer_mt.data.stream.encoded_corpus import encode_corpus
@@ -38,6 +38,8 @@ def read_pairs(
     tag: str = "",
     weight: float = 1.0,
     alignments: str | Path = "",
+    quoting: Quoting = "auto",
+    bad_rows: Literal["error", "drop"] = "error",
 ) -> Corpus:
     """Opens sentence pairs; they are read when they are used.
 
@@ -47,17 +49,19 @@ def read_pairs(
             ...
 
     Args:
-      path: anything that `data.path` may name (docs/data.md): a table (.tsv, .csv, .jsonl), two
-        parallel files "a.en,a.de", a folder of files `SPLIT.LANGUAGE`, a folder of
+      path: anything that `data.path` may name (docs/data.md): a table (.tsv, .csv, .jsonl, .parquet,
+        .tmx), two parallel files "a.en,a.de", a folder of files `SPLIT.LANGUAGE`, a folder of
         `flaxformer-mt prepare` or of Hugging Face's `save_to_disk`, or "tfds:NAME".
       columns: the columns of source and target in a table, by number from 1 or by name.
       source_language: its code, the suffix of its files in a folder.
       target_language: of the translations.
       split: of a folder or a data set.
-      kind: of files in a folder, if they are not text: "tsv", "csv", "jsonl" or "tfds".
+      kind: of files in a folder, if they are not text: "tsv", "csv", "jsonl", ... or "tfds".
       tag: prepended to every source, such as "<2de>".
       weight: sampling weight of these pairs relative to others, in `packed`.
       alignments: a file of word alignments, as `data.alignments`; without `tag`.
+      quoting: whether cells of tables are quoted, as `data.quoting`.
+      bad_rows: what happens to malformed rows, as `data.bad_rows`.
 
     Raises:
       UserError: there is no such text.
@@ -68,6 +72,8 @@ def read_pairs(
         columns=tuple(map(str, columns)),
         source_language=source_language,
         target_language=target_language,
+        quoting=quoting,
+        bad_rows=bad_rows,
     )
     corpus = open_path(data, split, tag=tag, weight=weight)
     return with_alignments(corpus, Path(alignments), "alignments") if alignments else corpus

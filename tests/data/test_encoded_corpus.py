@@ -5,7 +5,7 @@ import pytest
 
 from flaxformer_mt.config import DataConfig, TransformerConfig
 from flaxformer_mt.data.corpora.corpus import ParallelCorpus
-from flaxformer_mt.data.corpora.filters import Dropped
+from flaxformer_mt.data.corpora.rows import Dropped
 from flaxformer_mt.data.stream.encoded_corpus import CorpusReport, SideReport, encode_corpus
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
@@ -84,11 +84,21 @@ def test_details_list_dropped_pairs_and_lengths():
     ]
 
 
-def test_reports_include_pairs_longer_than_a_row():
-    dropped = REPORT.fitted_to_rows(Dropped(30, "pair 7"))
-    assert dropped.kept == 950
-    assert dropped.details()[2] == "longer than a row: 30, the first is pair 7"
-    cut = REPORT.fitted_to_rows(truncated=30)
+def test_reports_describe_the_pairs_that_fit_into_rows():
+    corpus = encode_corpus(
+        ParallelCorpus(["1 2", "1 猫 2 3 4", "3"], ["1", "2", "5 6 7 8"], "digits"),
+        WITHOUT_BYTES,
+        MODEL,
+    )
+    assert corpus.report.sources.unknown_tokens == 1
+    report = corpus.without("longer than a row", "a.tsv, line 7", np.array([1, 2])).report
+    assert (report.kept, report.sources, report.targets) == (
+        1,
+        SideReport(3, 3.0, 3, 3, 0, "猫"),
+        SideReport(2, 2.0, 2, 2, 0, "6"),
+    )
+    assert report.details()[1] == "longer than a row: 2, the first is a.tsv, line 7"
+    cut = dataclasses.replace(REPORT, truncated=30)
     assert cut.kept == 980
     assert str(cut).startswith("980 of 1,000 pairs kept (20 empty side dropped, 30 truncated); ")
 

@@ -8,12 +8,12 @@ from flaxformer_mt.config import DataConfig
 from flaxformer_mt.data.corpora import filters
 from flaxformer_mt.data.corpora.corpus import ParallelCorpus
 from flaxformer_mt.data.corpora.filters import (
-    Dropped,
     PairFilter,
     SeenPairs,
     is_mostly_in,
     script_words,
 )
+from flaxformer_mt.data.corpora.rows import Dropped, place_of
 from flaxformer_mt.errors import UserError
 
 
@@ -26,7 +26,9 @@ def run_filter(corpus, *, has_inputs=True, seen=None, **options):
     """Returns the kept pairs and the filter."""
     chosen = PairFilter(DataConfig(**options), corpus, has_inputs, seen)
     kept = [
-        pair for number, pair in enumerate(corpus.pairs(), start=1) if chosen.keep(number, *pair)
+        pair
+        for number, pair in enumerate(corpus.pairs(), start=1)
+        if chosen.keep(place_of(pair, number), *pair)
     ]
     return kept, chosen
 
@@ -67,7 +69,9 @@ def test_reasons_are_counted_with_their_first_example():
         "length ratio above 2": Dropped(1, f"pair 4: {'b' * 60}... | b c d"),
     }
     stored = json.dumps({name: dataclasses.asdict(one) for name, one in chosen.dropped.items()})
-    assert {name: Dropped(**one) for name, one in json.loads(stored).items()} == chosen.dropped
+    assert {
+        name: Dropped.from_dict(one) for name, one in json.loads(stored).items()
+    } == chosen.dropped
 
 
 def test_a_pair_is_dropped_for_one_reason():

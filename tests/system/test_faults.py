@@ -121,7 +121,7 @@ def test_a_sentence_of_5000_tokens(text, tmp_path, refuse, capsys, policy):
         "--dry-run",
     )
     if policy == "error":
-        assert "pair 301" in refuse(*arguments)
+        assert "train.en, line 301" in refuse(*arguments)
         return
     training.train(training.parse_flags(arguments))
     output = capsys.readouterr().out

@@ -5,23 +5,26 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from flaxformer_mt.data.corpora.rows import Row
 from flaxformer_mt.data.corpora.text_files import stream_lines
 from flaxformer_mt.errors import UserError
 
 _LINK = re.compile(r"(\d{1,9})-(\d{1,9})", re.ASCII)
 
 
-class AlignedPair(tuple[str, str]):
+class AlignedPair(Row):
     """A sentence pair with its line of an alignment file, which it keeps when others are dropped.
 
     Attributes:
-      place: file and number of the line.
+      place: alignment file and number of the line.
       line: the line.
     """
 
     def __new__(cls, pair: tuple[str, str], place: str, line: str) -> "AlignedPair":
         """Makes a pair of a source and a target."""
         made = super().__new__(cls, pair)
+        if isinstance(pair, Row):
+            made.path, made.number = pair.path, pair.number
         made.place, made.line = place, line
         return made
 

@@ -19,11 +19,12 @@ import random
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, cast
 
 from flaxformer_mt.config import CorpusConfig, DataConfig
 from flaxformer_mt.data.corpora import datasets_reader, tables, text_files, tfds_reader
 from flaxformer_mt.data.corpora.alignments import stream_aligned
+from flaxformer_mt.data.corpora.rows import Dropped, merged, with_place
 from flaxformer_mt.data.corpora.text_files import Source, of_files
 from flaxformer_mt.errors import UserError
 
@@ -35,6 +36,9 @@ LONGEST_DIGIT_STRING = 12
 
 SentencePair: TypeAlias = tuple[str, str]
 Role: TypeAlias = Literal["train", "valid", "test"]
+
+_WITH_COLUMNS = ("tsv", "csv", "jsonl", "parquet", "datasets")
+"""Kinds of corpora whose columns can be chosen."""
 
 _Draw: TypeAlias = Callable[[random.Random], tuple[str, Callable[[], str]]]
 """Draws a source, and a function that returns its translation."""
@@ -57,6 +61,8 @@ class Corpus(abc.ABC):
     """Whether it was held out of a corpus that may be too small for it to have any pair."""
     is_aligned: bool = False
     """Whether its pairs are of the type `AlignedPair`."""
+    malformed: Callable[[], dict[str, Dropped]] = dict
+    """Returns the malformed rows that the last complete reading has dropped, by kind."""
 
     @property
     @abc.abstractmethod
@@ -85,6 +91,8 @@ class ParallelCorpus(Corpus):
     weight: float = 1.0
     parts: tuple[tuple[str, int], ...] = ()
     """Name and number of pairs of each of the corpora that were read into it; () = only itself."""
+    malformed: Callable[[], dict[str, Dropped]] = dataclasses.field(default=dict, compare=False)
+    """See `Corpus`."""
 
     def __len__(self) -> int:
         return len(self.sources)
@@ -129,6 +137,8 @@ class StreamedCorpus(Corpus):
     """See `Corpus`."""
     is_aligned: bool = False
     """See `Corpus`."""
+    malformed: Callable[[], dict[str, Dropped]] = dict
+    """See `Corpus`."""
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -139,7 +149,7 @@ class StreamedCorpus(Corpus):
         """See `Corpus.pairs`."""
         if not self.tag:
             return self.stream()
-        return ((f"{self.tag} {source}", target) for source, target in self.stream())
+        return (with_place((f"{self.tag} {pair[0]}", pair[1]), pair) for pair in self.stream())
 
 
 def open_corpora(config: DataConfig, role: Role, has_inputs: bool = True) -> list[StreamedCorpus]:
@@ -196,7 +206,7 @@ def open_corpus(
         raise UserError(
             f"{prefix}tag={corpus.tag}: a language model has no sources to prepend a tag to"
         )
-    if corpus.columns and corpus.kind not in ("tsv", "csv", "jsonl", "datasets"):
+    if corpus.columns and corpus.kind not in _WITH_COLUMNS:
         text = f"{prefix}path={corpus.path}" if corpus.path else f"text of kind {corpus.kind}"
         raise UserError(
             f"{prefix}columns={corpus.columns}: {text} has no columns: leave it out, or give the "
@@ -205,7 +215,9 @@ def open_corpus(
     source = _open(corpus, data, prefix, has_inputs)
 
     def stream() -> Iterator[SentencePair]:
-        return ((texts[0] if has_inputs else "", texts[-1]) for texts in source.read())
+        if has_inputs:
+            return cast(Iterator[SentencePair], iter(source.read()))
+        return (with_place(("", texts[-1]), texts) for texts in source.read())
 
     return StreamedCorpus(
         name=source.name,
@@ -214,6 +226,7 @@ def open_corpus(
         weight=corpus.weight,
         stream=stream,
         digest=source.digest or (lambda: _digest_pairs(stream())),
+        malformed=source.malformed,
     )
 
 
@@ -243,6 +256,8 @@ def read_corpus(corpora: Sequence[Corpus]) -> ParallelCorpus:
         targets=[target for _, target in pairs],
         name=" + ".join(corpus.name for corpus in corpora),
         parts=tuple((corpus.name, len(own)) for corpus, own in zip(corpora, texts, strict=True)),
+        # Those of held-out pairs are in the report of the training corpus.
+        malformed=lambda: merged(each.malformed() for each in corpora if each.division is None),
     )
 
 
@@ -295,9 +310,9 @@ def _open(corpus: CorpusConfig, data: DataConfig, prefix: str, has_inputs: bool)
     path, split, languages = corpus.path, corpus.split, _languages(corpus)
     match corpus.kind:
         case "text":
-            return _open_text(corpus, prefix, has_inputs)
-        case ("tsv" | "csv" | "jsonl") as form:
-            return _open_table(corpus, form, prefix)
+            return _open_text(corpus, data, prefix, has_inputs)
+        case ("tsv" | "csv" | "jsonl" | "parquet" | "tmx") as form:
+            return _open_table(corpus, form, data, prefix)
         case "reverse":
             return _generate(corpus, data, _draw_digits)
         case "phrases":
@@ -309,10 +324,10 @@ def _open(corpus: CorpusConfig, data: DataConfig, prefix: str, has_inputs: bool)
     return tfds_reader.open_split(path, split, known, prefix)
 
 
-def _open_text(corpus: CorpusConfig, prefix: str, has_inputs: bool) -> Source:
-    pair = _parallel_files(corpus)
+def _open_text(corpus: CorpusConfig, data: DataConfig, prefix: str, has_inputs: bool) -> Source:
+    pair, drops = _parallel_files(corpus), data.bad_rows == "drop"
     if pair is not None:
-        return of_files([pair if has_inputs else pair[1:]], text_files.stream_parallel)
+        return of_files([pair if has_inputs else pair[1:]], text_files.stream_parallel, drops)
     languages = _languages(corpus)[0 if has_inputs else 1 :]
     found = [_find(corpus, prefix, f".{language}") for language in languages]
     alone = sorted(found[0].keys() ^ found[-1].keys())
@@ -322,7 +337,7 @@ def _open_text(corpus: CorpusConfig, prefix: str, has_inputs: bool) -> Source:
             f"languages {' and '.join(languages)}"
         )
     groups = [tuple(files[name] for files in found) for name in found[0]]
-    return of_files(groups, text_files.stream_parallel)
+    return of_files(groups, text_files.stream_parallel, drops)
 
 
 def _parallel_files(corpus: CorpusConfig) -> tuple[Path, ...] | None:
@@ -332,24 +347,25 @@ def _parallel_files(corpus: CorpusConfig) -> tuple[Path, ...] | None:
         return Path(names[0]), Path(names[1])
     if Path(corpus.path).is_dir():  # It takes precedence over such files beside it.
         return None
-    for end in ("", *text_files.COMPRESSED):
+    ends = text_files.COMPRESSED
+    for end in ("", *ends, *map(str.upper, ends)):
         pair = tuple(Path(f"{corpus.path}.{language}{end}") for language in _languages(corpus))
         if all(path.is_file() for path in pair):
             return pair
     return None
 
 
-def _open_table(corpus: CorpusConfig, form: tables.Form, prefix: str) -> Source:
+def _open_table(corpus: CorpusConfig, form: tables.Form, data: DataConfig, prefix: str) -> Source:
     columns, languages, path = corpus.columns, _languages(corpus), Path(corpus.path)
     paths = [path] if path.is_file() else [*_find(corpus, prefix, f".{form}").values()]
-    source = of_files(
-        [(path,) for path in paths],
-        lambda path: tables.stream_table(path, form, columns, languages),
-    )
-    if form == "tsv" and not columns:
+    table = tables.Table(form, columns, languages, data.quoting)
+    source = of_files([(path,) for path in paths], table.stream, data.bad_rows == "drop")
+    has_default_quoting = data.quoting == "auto"
+    if form == "tsv" and not columns and has_default_quoting:
         return source
     # The same file has other pairs in another form, or in other columns.
-    rule = f"{form} {columns or languages}\n".encode()
+    quoting = "" if has_default_quoting else f" {data.quoting}"
+    rule = f"{form} {columns or languages}{quoting}\n".encode()
     digest = functools.partial(text_files.digest_files, paths)
     return source._replace(digest=lambda: hashlib.sha256(rule + digest()).digest())
 

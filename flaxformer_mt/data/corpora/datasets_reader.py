@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flaxformer_mt.config.fields import suggestion
-from flaxformer_mt.data.corpora.tables import LINE_BREAKS
+from flaxformer_mt.data.corpora.rows import LINE_BREAKS
 from flaxformer_mt.data.corpora.text_files import Source, digest_files
 from flaxformer_mt.errors import UserError
 

@@ -1,7 +1,8 @@
 """Filters for training pairs, with the number of dropped pairs and an example for each reason.
 
     pair_filter = PairFilter(config.data, corpus)
-    kept = [p for number, p in enumerate(corpus.pairs(), 1) if pair_filter.keep(number, *p)]
+    pairs = enumerate(corpus.pairs(), 1)
+    kept = [pair for n, pair in pairs if pair_filter.keep(place_of(pair, n), *pair)]
     report = {reason: dataclasses.asdict(d) for reason, d in pair_filter.dropped.items()}
 
 Only training corpora are filtered: results on development and test sets must not depend on the
@@ -19,6 +20,7 @@ import numpy as np
 
 from flaxformer_mt.config import DataConfig
 from flaxformer_mt.data.corpora.corpus import Corpus
+from flaxformer_mt.data.corpora.rows import Dropped
 from flaxformer_mt.errors import UserError
 
 _EXAMPLE_LENGTH = 60  # Characters shown per side of an example.
@@ -38,15 +40,6 @@ _NAMES_OF_SCRIPTS = {
     "Nkoo": ("NKO",),
     "Orya": ("ORIYA",),
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Dropped:
-    """The pairs dropped for one reason."""
-
-    count: int
-    example: str
-    """The first of them: its 1-based number and its two sides, shortened."""
 
 
 class SeenPairs:
@@ -108,12 +101,12 @@ class PairFilter:
         self._tag = f"{corpus.tag} " if corpus.tag else ""
         self._checks = _checks(config, corpus, has_inputs, SeenPairs() if seen is None else seen)
 
-    def keep(self, number: int, source: str, target: str) -> bool:
-        """Returns whether pair `number` (from 1) is kept, and otherwise counts it in `dropped`."""
+    def keep(self, place: str, source: str, target: str) -> bool:
+        """Returns whether the pair of a place is kept, and otherwise counts it in `dropped`."""
         text = source.removeprefix(self._tag)
         for reason, applies in self._checks.items():
             if applies(text, target):
-                example = f"pair {number}: {_shortened(text)} | {_shortened(target)}"
+                example = f"{place}: {_shortened(text)} | {_shortened(target)}"
                 earlier = self.dropped.get(reason, Dropped(0, example))
                 self.dropped[reason] = dataclasses.replace(earlier, count=earlier.count + 1)
                 return False

@@ -4,29 +4,35 @@ A text file has one sentence per line. Two files are parallel if line i of one t
 the other.
 """
 
+import bz2
 import codecs
 import contextlib
+import functools
 import gzip
 import hashlib
 import importlib
 import io
 import itertools
+import lzma
 import os
+import re
 import select
 import sys
+import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
+from flaxformer_mt.data.corpora.rows import BadRows, Dropped, Fault, Row
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.input_files import open_regular
 
 MAX_LINE_BYTES = 2**20
 """Limit of the length of a line, with its end: some 150,000 words."""
 
-COMPRESSED = (".gz", ".zst")
-"""Suffixes of the files that are decompressed while they are read."""
+COMPRESSED = (".gz", ".zst", ".xz", ".bz2", ".zip")
+"""Suffixes of the files that are decompressed while they are read, in any case."""
 
 _Item = TypeVar("_Item")
 
@@ -40,9 +46,12 @@ class Source(NamedTuple):
     """Yields the texts of each pair. Only the last one is used for a language model."""
     digest: Callable[[], bytes] | None
     """Computes the SHA-256 of the underlying files; None = that of the pairs is used."""
+    malformed: Callable[[], dict[str, Dropped]] = dict
+    """Returns the malformed rows that the last complete reading has dropped, by kind."""
 
 
 _CHUNK_BYTES = 2**20
+_BLOCK_BYTES = 2**16
 _PAUSE_SECONDS = 0.02
 """Lines that arrive on a pipe at shorter intervals are grouped: their writer does not wait for
 answers."""
@@ -52,7 +61,7 @@ _DESCRIPTORS = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
 
 
 def stream_lines(path: Path) -> Iterator[str]:
-    r"""Yields the lines of a UTF-8 text file, which may be compressed (`.gz`, `.zst`).
+    r"""Yields the lines of a UTF-8 text file, which may be compressed (`COMPRESSED`).
 
     Lines end only with "\n" or "\r\n": other Unicode line separators, such as U+2028, are part of a
     sentence. A leading byte order mark is removed.
@@ -62,14 +71,42 @@ def stream_lines(path: Path) -> Iterator[str]:
         more than `MAX_LINE_BYTES` (the message names the line). Errors are raised when the reader
         reaches them, after the lines before.
     """
-    with opened(path) as file, _explained(str(path)):
-        # One byte more than a line may have tells that it is longer.
-        lines = _decoded(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), str(path))
-        first = next(lines, None)
-        if first is None:
+    return _valid(lines_and_faults(path), str(path))
+
+
+def lines_and_faults(path: Path) -> Iterator[str | Fault]:
+    """Yields lines like `stream_lines`, and what is wrong in place of those that are malformed."""
+    with opened(path) as file, explained(str(path)):
+        start = file.peek(512)
+        if not start.removeprefix(codecs.BOM_UTF8):
             raise UserError(f"{path} is empty")
-        yield first
-        yield from lines
+        _check_is_text(start, path)
+        if start.startswith(codecs.BOM_UTF8):
+            file.read(len(codecs.BOM_UTF8))
+        for block in blocks(file):
+            if len(block) > MAX_LINE_BYTES:
+                # With a line that is too long, which may go on after the block.
+                rest = iter(functools.partial(file.readline, MAX_LINE_BYTES + 1), b"")
+                yield from _decoded(itertools.chain(io.BytesIO(block), rest))
+                return
+            try:
+                text = block.decode()
+            except UnicodeDecodeError:
+                yield from _decoded(io.BytesIO(block))
+                continue
+            lines = text.removesuffix("\n").split("\n")
+            if "\r" in text:
+                lines = [line.removesuffix("\r") for line in lines]
+            yield from lines
+
+
+def blocks(file: Any) -> Iterator[bytes]:
+    """Yields the content of a binary stream in blocks that end with lines.
+
+    A block of more than `MAX_LINE_BYTES` ends with a line, or a part of one, that is too long.
+    """
+    while block := file.read(_BLOCK_BYTES):
+        yield block if block.endswith(b"\n") else block + file.readline(MAX_LINE_BYTES + 1)
 
 
 def read_lines(path: Path) -> list[str]:
@@ -88,18 +125,20 @@ def arriving_lines(stream: io.BufferedIOBase, name: str, enough: int) -> Iterato
     number = 1
     groups = _arriving(stream, enough)
     while True:
-        with _explained(name):
+        with explained(name):
             lines = next(groups, None)
         if lines is None:
             return
-        yield list(_decoded(lines, name, number))
+        if number == 1:
+            lines[0] = lines[0].removeprefix(codecs.BOM_UTF8)
+        yield list(_valid(_decoded(filter(None, lines)), name, number))
         number += len(lines)
 
 
 def count_lines(stream: io.BufferedIOBase, name: str) -> int:
     """Counts the remaining lines of a seekable stream, and restores its position."""
     count, last = 0, b"\n"
-    with _explained(name):
+    with explained(name):
         start = stream.tell()
         while chunk := stream.read1(_CHUNK_BYTES):
             count += chunk.count(b"\n")
@@ -125,12 +164,16 @@ def counted(items: Iterable[_Item], activity: str) -> Iterator[_Item]:
         yield from progress.track(items, description=activity)
 
 
-def stream_parallel(*paths: Path) -> Iterator[tuple[Any, ...]]:
-    """Yields the lines of a file with those of its translations, each of which is read once."""
-    rows = itertools.zip_longest(*map(stream_lines, paths))
-    for number, row in enumerate(rows, start=1):
-        if None in row:
-            counts = [number - (line is None) for line in row]
+def stream_parallel(*paths: Path, bad_rows: BadRows | None = None) -> Iterator[tuple[Any, ...]]:
+    """Yields the lines of a file with those of its translations, each of which is read once.
+
+    A malformed line is an error, or of `bad_rows` if they are given.
+    """
+    read = stream_lines if bad_rows is None else lines_and_faults
+    rows = itertools.zip_longest(*map(read, paths))
+    for number, lines in enumerate(rows, start=1):
+        if None in lines:
+            counts = [number - (line is None) for line in lines]
             for others in rows:
                 counts = [n + (line is not None) for n, line in zip(counts, others, strict=True)]
             other = next(n for n, count in enumerate(counts) if count != counts[0])
@@ -138,19 +181,44 @@ def stream_parallel(*paths: Path) -> Iterator[tuple[Any, ...]]:
                 f"{paths[0]} has {counts[0]} lines but {paths[other]} has {counts[other]}: "
                 "line i of one must translate line i of the other"
             )
+        faults = (
+            (path, line) for path, line in zip(paths, lines, strict=True) if isinstance(line, Fault)
+        )
+        fault = next(faults, None) if bad_rows else None
+        if bad_rows and fault:
+            bad_rows.add(fault[0], number, fault[1])
+            continue
+        row = Row(cast(tuple[str, str], lines))
+        row.path, row.number = paths[0], number
         yield row
 
 
 def of_files(
-    files: Sequence[tuple[Path, ...]], read: Callable[..., Iterable[tuple[str, ...]]]
+    files: Sequence[tuple[Path, ...]],
+    read: Callable[..., Iterable[tuple[str, ...]]],
+    drops_bad_rows: bool,
 ) -> Source:
-    """Concatenates files, or groups of parallel files, each of which `read` reads."""
+    """Concatenates files, or groups of parallel files.
+
+    `read(*group, bad_rows=)` reads each of them; malformed rows are dropped or an error.
+    """
     names = [" and ".join(map(str, group)) for group in files]
     more = f", and {len(files) - 1} more" if len(files) > 1 else ""
+    last = BadRows()
+
+    def groups() -> Iterator[Iterable[tuple[str, ...]]]:
+        nonlocal last
+        bad_rows = BadRows(drops_bad_rows)
+        for group in files:
+            yield read(*group, bad_rows=bad_rows)
+            bad_rows.check()
+        last = bad_rows
+
     return Source(
         f"{names[0]}{more}",
-        lambda: itertools.chain.from_iterable(itertools.starmap(read, files)),
+        lambda: itertools.chain.from_iterable(groups()),
         lambda: digest_files(itertools.chain.from_iterable(files)),
+        lambda: last.dropped,
     )
 
 
@@ -161,7 +229,7 @@ def digest_files(paths: Iterable[Path], rule: bytes = b"") -> bytes:
 
 def digest_file(path: Path) -> bytes:
     """Returns the SHA-256 of a file's content, decompressed if it is compressed."""
-    with opened(path) as file, _explained(str(path)):
+    with opened(path) as file, explained(str(path)):
         return hashlib.file_digest(file, "sha256").digest()
 
 
@@ -171,17 +239,17 @@ def find_files(folder: Path, names: str, suffix: str, option: str) -> dict[str, 
     Args:
       folder: folder of the files.
       names: comma-separated file names or glob patterns ("news-*"), without suffix.
-      suffix: such as ".en"; it may be followed by ".gz" or ".zst".
+      suffix: such as ".en", in any case; it may be followed by one of `COMPRESSED`.
       option: the option that gave the folder, for messages.
     """
     found: dict[str, Path] = {}
+    suffixes = [suffix, *(f"{suffix}{end}" for end in COMPRESSED)]
     for name in map(str.strip, names.split(",")):
-        suffixes = [suffix, *(f"{suffix}{end}" for end in COMPRESSED)]
         try:
             matches = {
-                str(path.relative_to(folder)).removesuffix(end): path
+                str(path.relative_to(folder))[: -len(end)]: path
                 for end in reversed(suffixes)  # A plain file precedes a compressed one.
-                for path in folder.glob(f"{name}{end}")
+                for path in folder.glob(f"{name}{_in_any_case(end)}")
                 if path.is_file()
             }
         except (NotImplementedError, ValueError) as error:
@@ -196,6 +264,11 @@ def find_files(folder: Path, names: str, suffix: str, option: str) -> dict[str, 
     return found
 
 
+def _in_any_case(text: str) -> str:
+    """Returns a glob pattern for a text in upper and lower case."""
+    return re.sub("[A-Za-z]", lambda found: f"[{found[0].lower()}{found[0].upper()}]", text)
+
+
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[Any]:
     """Opens a file for reading, as a binary stream, decompressed if its name is of `COMPRESSED`.
@@ -203,29 +276,108 @@ def opened(path: Path) -> Iterator[Any]:
     Folders and named pipes, whose writer may never come, raise `UserError`.
     """
     with contextlib.ExitStack() as stack:
-        with _explained(str(path)):
+        with explained(str(path)):
             stream: Any = stack.enter_context(_open(path))
-            if path.suffix == ".gz":
-                stream = stack.enter_context(gzip.open(stream))
-            elif path.suffix == ".zst":
-                stream = stack.enter_context(_require_zstd(str(path)).open(stream))
+            match path.suffix.lower():
+                case ".gz":
+                    stream = stack.enter_context(gzip.open(stream))
+                case ".zst":
+                    stream = stack.enter_context(_require_zstd(str(path)).open(stream))
+                case ".xz":
+                    stream = stack.enter_context(lzma.open(stream))
+                case ".bz2":
+                    stream = stack.enter_context(bz2.open(stream))
+                case ".zip":
+                    archive = stack.enter_context(zipfile.ZipFile(stream))
+                    stream = stack.enter_context(archive.open(_member(archive, path)))
         yield stream
 
 
+def content_name(path: Path) -> Path:
+    """Returns the name of what `opened` reads: without the suffix of a compressed file."""
+    suffix = path.suffix.lower()
+    if suffix == ".zip":
+        with explained(str(path)), _open(path) as stream, zipfile.ZipFile(stream) as archive:
+            return Path(_member(archive, path))
+    return path.with_suffix("") if suffix in COMPRESSED else path
+
+
+def _member(archive: zipfile.ZipFile, path: Path) -> str:
+    """Returns the name of the only file of an archive, besides hidden ones and `_about.txt`."""
+    names = [
+        name
+        for name in archive.namelist()
+        if not name.endswith("/") and not name.startswith("__MACOSX/")
+        if not Path(name).name.startswith((".", "_"))
+    ]
+    if len(names) != 1:
+        listed = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+        content = f"{len(names)} files ({listed})" if names else "no file"
+        raise UserError(f"{path} has {content}, not one: unpack it, and name the file to read")
+    return names[0]
+
+
+_COMPRESSIONS = {
+    ".gz": "gzip",
+    ".zst": "Zstandard",
+    ".xz": "xz",
+    ".bz2": "bzip2",
+    ".zip": "ZIP",
+}
+_DAMAGES = (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError, zipfile.BadZipFile)
+
+
 @contextlib.contextmanager
-def _explained(name: str) -> Iterator[None]:
+def explained(name: str) -> Iterator[None]:
     """Turns errors of reading a file, which may be compressed, into `UserError`."""
-    damages: tuple[type[Exception], ...] = (EOFError, zlib.error, gzip.BadGzipFile)
-    is_zstd = name.endswith(".zst")
-    if is_zstd:
+    kind = _COMPRESSIONS.get(Path(name).suffix.lower())
+    damages: tuple[type[Exception], ...] = _DAMAGES
+    if kind == "Zstandard":
         damages = (*damages, _require_zstd(name).ZstdError)
     try:
         yield
     except damages as error:
-        kind = "Zstandard" if is_zstd else "gzip"
         raise UserError(f"{name}: damaged {kind} file ({error}); fetch it again") from error
     except OSError as error:
+        if kind and error.errno is None:  # Of bzip2.
+            raise UserError(f"{name}: damaged {kind} file ({error}); fetch it again") from error
         raise UserError(f"cannot read {name}: {error.strerror}") from error
+    except (RuntimeError, NotImplementedError) as error:
+        if kind != "ZIP":
+            raise
+        raise UserError(f"{name} cannot be unpacked here ({error}): unpack it") from error
+
+
+_TAR_MAGIC = slice(257, 262), b"ustar"
+_UNPACK = "unpack it, and name the file to read"
+_NOT_TEXT = {
+    b"PK\x03\x04": (
+        "a ZIP archive or a document of an office program",
+        "give an archive the suffix .zip, export a document as CSV",
+    ),
+    b"\x1f\x8b": ("compressed by gzip", "give it the suffix .gz"),
+    b"\x28\xb5\x2f\xfd": ("compressed by Zstandard", "give it the suffix .zst"),
+    b"\xfd7zXZ\x00": ("compressed by xz", "give it the suffix .xz"),
+    b"BZh91AY&SY": ("compressed by bzip2", "give it the suffix .bz2"),
+    b"7z\xbc\xaf": ("a 7z archive", _UNPACK),
+    b"Rar!": ("a RAR archive", _UNPACK),
+    b"PAR1": ("a Parquet file", "give it the suffix .parquet"),
+    b"%PDF-": ("a PDF document", "extract its text"),
+    b"\xd0\xcf\x11\xe0": ("a document of an office program", "export it as CSV"),
+    b"SQLite format 3": ("an SQLite database", "export the table as CSV"),
+    b"\xff\xfe": ("UTF-16", "convert it to UTF-8: iconv -f UTF-16 -t UTF-8"),
+    b"\xfe\xff": ("UTF-16", "convert it to UTF-8: iconv -f UTF-16 -t UTF-8"),
+}
+"""The first bytes of files that are not UTF-8 text: what they are, and what to do."""
+
+
+def _check_is_text(start: bytes, path: Path) -> None:
+    place, magic = _TAR_MAGIC
+    if start[place] == magic or path.suffix.lower() in (".tgz", ".tbz2", ".txz"):
+        raise UserError(f"{path} is a tar archive, not a file of text: {_UNPACK}")
+    for beginning, (what, advice) in _NOT_TEXT.items():
+        if start.startswith(beginning):
+            raise UserError(f"{path} is {what}, not UTF-8 text: {advice}")
 
 
 def _open(path: Path) -> io.BufferedReader:
@@ -275,22 +427,31 @@ def _is_waiting(stream: io.BufferedIOBase) -> bool:
     return os.name != "nt" and bool(select.select([stream], [], [], _PAUSE_SECONDS)[0])
 
 
-def _decoded(lines: Iterable[bytes], name: str, first: int = 1) -> Iterator[str]:
+def _valid(lines: Iterable[str | Fault], name: str, first: int = 1) -> Iterator[str]:
     for number, line in enumerate(lines, first):
-        if number == 1:
-            line = line.removeprefix(codecs.BOM_UTF8)
-            if not line:
-                return
+        if isinstance(line, Fault):
+            raise UserError(f"{name}, line {number}: {line}")
+        yield line
+
+
+def _decoded(lines: Iterable[bytes]) -> Iterator[str | Fault]:
+    remaining = iter(lines)
+    for line in remaining:
         if len(line) > MAX_LINE_BYTES:
-            raise UserError(
-                f"{name}, line {number}: longer than {MAX_LINE_BYTES:,} bytes; separate its "
-                "sentences by line ends"
+            yield Fault(
+                f"longer than {MAX_LINE_BYTES:,} bytes",
+                advice="separate its sentences by line ends",
             )
+            while len(line) > MAX_LINE_BYTES and not line.endswith(b"\n"):
+                line = next(remaining, b"")
+            continue
         try:
             text = line.decode()
         except UnicodeDecodeError as error:
-            raise UserError(
-                f"{name}, line {number}: not UTF-8 (byte {error.start + 1} of the line is "
-                f"{line[error.start]:#04x}); convert it to UTF-8"
-            ) from error
+            yield Fault(
+                "not UTF-8",
+                f" (byte {error.start + 1} of the line is {line[error.start]:#04x})",
+                "convert it to UTF-8",
+            )
+            continue
         yield text.removesuffix("\n").removesuffix("\r")

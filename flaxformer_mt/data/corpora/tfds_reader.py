@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from flaxformer_mt.data.corpora.tables import LINE_BREAKS
+from flaxformer_mt.data.corpora.rows import LINE_BREAKS
 from flaxformer_mt.data.corpora.text_files import Source, digest_file
 from flaxformer_mt.errors import UserError
 

@@ -13,7 +13,7 @@ import numpy as np
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.data.corpora.alignments import AlignedPair
 from flaxformer_mt.data.corpora.corpus import Corpus, ParallelCorpus, SentencePair
-from flaxformer_mt.data.corpora.filters import Dropped
+from flaxformer_mt.data.corpora.rows import Dropped, place
 from flaxformer_mt.data.stream.links import LinkEncoder
 from flaxformer_mt.data.stream.packing import Sentences, TokenPairs
 from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE
@@ -35,6 +35,29 @@ class SideReport:
     unknown_tokens: int
     unknown_example: str = ""
     """The first character that is not in the vocabulary."""
+    unknown_id: int = dataclasses.field(default=-1, compare=False)
+    """The id of unknown tokens."""
+
+    @classmethod
+    def of_lengths(cls, lengths: np.ndarray, **unknown: Any) -> "SideReport":
+        """Returns the statistics of sentences of these lengths, of which there is at least one."""
+        return cls(
+            tokens=int(lengths.sum()),
+            mean_length=float(lengths.mean()),
+            percentile_95=int(np.quantile(lengths, 0.95, method="inverted_cdf")),
+            longest=int(lengths.max()),
+            **unknown,
+        )
+
+    def without(self, sentences: Sentences, dropped: np.ndarray) -> "SideReport":
+        """Returns the report without the sentences of some indices."""
+        unknown = sum(np.count_nonzero(sentences[i] == self.unknown_id) for i in dropped)
+        return self.of_lengths(
+            np.delete(sentences.lengths, dropped),
+            unknown_tokens=self.unknown_tokens - int(unknown),
+            unknown_example=self.unknown_example,
+            unknown_id=self.unknown_id,
+        )
 
     @property
     def unknown_rate(self) -> float:
@@ -69,7 +92,7 @@ class CorpusReport:
         return cls(
             **{
                 **values,
-                "dropped": {reason: Dropped(**pairs) for reason, pairs in dropped.items()},
+                "dropped": {reason: Dropped.from_dict(pairs) for reason, pairs in dropped.items()},
                 "sources": sources and SideReport(**sources),
                 "targets": SideReport(**targets),
             }
@@ -79,11 +102,6 @@ class CorpusReport:
     def kept(self) -> int:
         """Number of pairs that were not dropped."""
         return self.pairs - sum(dropped.count for dropped in self.dropped.values())
-
-    def fitted_to_rows(self, dropped: Dropped | None = None, truncated: int = 0) -> "CorpusReport":
-        """Returns the report with the pairs longer than a row, which were dropped or truncated."""
-        too_long = {} if dropped is None else {"longer than a row": dropped}
-        return dataclasses.replace(self, dropped={**self.dropped, **too_long}, truncated=truncated)
 
     def __str__(self) -> str:
         tokens = f"{self.targets.tokens:,} target tokens"
@@ -107,13 +125,24 @@ class CorpusReport:
     def details(self) -> list[str]:
         """Returns the lines about this corpus in the report of a starting run."""
         lines = [self._pairs()]
-        lines += [
-            f"{reason}: {dropped.count:,}, the first is {dropped.example}"
-            for reason, dropped in self.dropped.items()
-        ]
+        lines += [f"{reason}: {dropped}" for reason, dropped in self.dropped.items()]
         if self.sources is not None:
             lines.append(f"source: {self.sources}")
         return [*lines, f"target: {self.targets}"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """Where the pairs of a corpus were read."""
+
+    numbers: np.ndarray
+    """The line of each pair, or its number in the corpus if that is not read from files."""
+    files: Sequence[tuple[int, str]]
+    """The index of the first pair of each file, and its name; "" if there is no file."""
+
+    def __getitem__(self, index: int) -> str:
+        file = [name for first, name in self.files if first <= index][-1]
+        return place(file, int(self.numbers[index]))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,6 +155,23 @@ class EncodedCorpus(TokenPairs):
     weight: float = 1.0
     parts: tuple[tuple[str, int], ...] = ()
     """See `ParallelCorpus.parts`."""
+    places: Places | None = None
+
+    def place(self, index: int) -> str:
+        """Describes where a pair was read: file and line, if it is of a file."""
+        return place(None, index + 1) if self.places is None else self.places[index]
+
+    def without(self, reason: str, example: str, indices: np.ndarray) -> "EncodedCorpus":
+        """Returns the corpus with a report without some of its pairs, which are dropped."""
+        report, dropped = self.report, Dropped(len(indices), example)
+        report = dataclasses.replace(
+            report,
+            dropped={**report.dropped, reason: dropped},
+            sources=report.sources
+            and report.sources.without(cast(Sentences, self.sources), indices),
+            targets=report.targets.without(self.targets, indices),
+        )
+        return dataclasses.replace(self, report=report)
 
 
 class PairEncoder:
@@ -179,14 +225,11 @@ class _SideEncoder:
         return sentences
 
     def report(self) -> SideReport:
-        lengths = np.concatenate(self._lengths)
-        return SideReport(
-            tokens=int(lengths.sum()),
-            mean_length=float(lengths.mean()),
-            percentile_95=int(np.quantile(lengths, 0.95, method="inverted_cdf")),
-            longest=int(lengths.max()),
+        return SideReport.of_lengths(
+            np.concatenate(self._lengths),
             unknown_tokens=self._unknown_tokens,
             unknown_example=self._unknown_example,
+            unknown_id=self._tokenizer.unk_id,
         )
 
 
@@ -200,7 +243,9 @@ def encode_corpus(
     check_special_ids(tokenizers, model)
     encoder = PairEncoder(tokenizers, corpus, model.has_inputs)
     pairs = encoder.encode(list(corpus.pairs()))
-    report = encoder.report(len(corpus), {})
+    malformed = corpus.malformed()
+    read = len(corpus) + sum(rows.count for rows in malformed.values())
+    report = encoder.report(read, malformed)
     return EncodedCorpus(
         pairs.sources, pairs.targets, name=corpus.name, report=report, parts=corpus.parts
     )

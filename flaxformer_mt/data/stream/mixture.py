@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from flaxformer_mt.config import DataConfig
-from flaxformer_mt.data.corpora.filters import Dropped
 from flaxformer_mt.data.stream.encoded_corpus import EncodedCorpus
 from flaxformer_mt.errors import UserError
 
@@ -86,9 +85,9 @@ def select_pairs(corpus: EncodedCorpus, config: DataConfig) -> tuple[EncodedCorp
     if not len(too_long):
         return corpus, np.arange(len(fits))
 
-    first = too_long[0]
+    first = int(too_long[0])
     example = (
-        f"pair {first + 1:,} ({source_lengths[first]:,} source and {target_lengths[first]:,} "
+        f"{corpus.place(first)} ({source_lengths[first]:,} source and {target_lengths[first]:,} "
         "target tokens)"
     )
     problem = (
@@ -98,12 +97,11 @@ def select_pairs(corpus: EncodedCorpus, config: DataConfig) -> tuple[EncodedCorp
     if config.long_sentences == "error":
         raise UserError(f"{problem}; raise it, or set data.long_sentences to drop or truncate")
     if config.long_sentences == "truncate":
-        report = corpus.report.fitted_to_rows(truncated=len(too_long))
+        report = dataclasses.replace(corpus.report, truncated=len(too_long))
         return dataclasses.replace(corpus, report=report), np.arange(len(fits))
     if len(too_long) == len(fits):
         raise UserError(f"{problem}; raise it, or set data.long_sentences to truncate")
-    report = corpus.report.fitted_to_rows(Dropped(len(too_long), example))
-    return dataclasses.replace(corpus, report=report), np.flatnonzero(fits)
+    return corpus.without("longer than a row", example, too_long), np.flatnonzero(fits)
 
 
 def _row_lengths(config: DataConfig) -> str:

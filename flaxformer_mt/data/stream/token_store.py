@@ -7,6 +7,7 @@ which lists them:
     target.tokens, target.offsets   the same of the targets
     text.bytes, text.offsets        the text of the sources (with data.subword_sampling)
     links.pairs, links.offsets      the links of the tokens (with data.alignments)
+    place.numbers                   the line of each pair, in the files that `store.json` lists
     seen.hashes                     hashes of all pairs so far (with data.drop_duplicates)
     manifest.json                   SHA-256 of all others, verified whenever a store is opened
 
@@ -31,13 +32,15 @@ import numpy.typing as npt
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.config.experiment import values_with
 from flaxformer_mt.config.fields import FieldRole
-from flaxformer_mt.data.corpora.corpus import Corpus
+from flaxformer_mt.data.corpora.corpus import Corpus, SentencePair
 from flaxformer_mt.data.corpora.filters import PairFilter, SeenPairs
+from flaxformer_mt.data.corpora.rows import Row, place_of
 from flaxformer_mt.data.corpora.text_files import counted
 from flaxformer_mt.data.stream.encoded_corpus import (
     CorpusReport,
     EncodedCorpus,
     PairEncoder,
+    Places,
     check_special_ids,
 )
 from flaxformer_mt.data.stream.packing import Sentences
@@ -47,7 +50,7 @@ from flaxformer_mt.runs import atomic
 from flaxformer_mt.runs.layout import MANIFEST
 from flaxformer_mt.runs.manifest import damage, write_manifest
 
-_LAYOUT = 1  # Version of the layout; stores of other versions are rebuilt.
+_LAYOUT = 2  # Version of the layout; stores of other versions are rebuilt.
 _CHUNK = 20_000  # Pairs held in memory as text.
 _ARRAYS: Mapping[str, str] = {
     "sources": "source.tokens",
@@ -59,7 +62,7 @@ _ARRAYS: Mapping[str, str] = {
 _FILES = {
     *_ARRAYS.values(),
     *(f"{Path(name).stem}.offsets" for name in _ARRAYS.values()),
-    *("seen.hashes", "store.json", MANIFEST),
+    *("place.numbers", "seen.hashes", "store.json", MANIFEST),
 }
 
 _Origin: TypeAlias = dict[str, Any]
@@ -185,6 +188,7 @@ class _Store:
             name=self.corpus.name,
             report=CorpusReport.from_dict(description["report"]),
             weight=self.corpus.weight,
+            places=Places(_map(self.folder / "place.numbers", np.int64), description["places"]),
         )
 
     def _origin(self) -> _Origin:
@@ -220,23 +224,25 @@ class _Store:
         return not reason
 
     def _description(self) -> dict[str, Any]:
-        """Reads `store.json`: {"origin": ..., "files": [name, ...], "report": ...}."""
+        """Reads `store.json`: {"origin": ..., "files": [...], "report": ..., "places": ...}."""
         return json.loads((self.folder / "store.json").read_text(encoding="utf-8"))
 
     def _build(self, origin: _Origin) -> None:
         with atomic.new_folder(self.folder, replace=True, parents=True) as partial:
-            report = self._write_arrays(partial)
+            report, files = self._write_arrays(partial)
             description = {
                 "origin": origin,
                 "files": sorted(path.name for path in partial.iterdir()),
                 "report": dataclasses.asdict(report),
+                "places": files,
             }
             (partial / "store.json").write_text(
                 json.dumps(description, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
             )
             write_manifest(partial)
 
-    def _write_arrays(self, folder: Path) -> CorpusReport:
+    def _write_arrays(self, folder: Path) -> tuple[CorpusReport, list[tuple[int, str]]]:
+        """Returns the report, and the files of the pairs, see `Places`."""
         corpus, data, has_inputs = self.corpus, self.config.data, self.config.model.has_inputs
         seen = SeenPairs()
         if len(self.relevant) > 1:
@@ -244,14 +250,21 @@ class _Store:
             seen = SeenPairs(_map(earlier, np.uint64))
         pair_filter = PairFilter(data, corpus, has_inputs, seen)
         encoder = PairEncoder(self.tokenizers, corpus, has_inputs, data.subword_sampling > 0)
-        read = 0
+        read = kept_before = 0
+        files: list[tuple[int, str]] = []
         pairs = counted(corpus.pairs(), f"tokenizing {corpus.name}")
         while chunk := list(itertools.islice(pairs, _CHUNK)):
-            kept = [
-                pair
-                for number, pair in enumerate(chunk, start=read + 1)
-                if pair_filter.keep(number, *pair)
-            ]
+            kept: list[SentencePair] = []
+            numbers: list[int] = []
+            for number, pair in enumerate(chunk, start=read + 1):
+                if pair_filter.keep(place_of(pair, number), *pair):
+                    path = str(pair.path or "") if isinstance(pair, Row) else ""
+                    if not files or files[-1][1] != path:
+                        files.append((kept_before + len(kept), path))
+                    kept.append(pair)
+                    numbers.append(pair.number if isinstance(pair, Row) and path else number)
+            _append(folder / "place.numbers", np.array(numbers, np.int64))
+            kept_before += len(kept)
             read += len(chunk)
             encoded = encoder.encode(kept)
             for side, name in _ARRAYS.items():
@@ -262,11 +275,13 @@ class _Store:
         if data.drop_duplicates:
             _append(folder / "seen.hashes", seen.hashes)
 
-        dropped = pair_filter.dropped
+        malformed = corpus.malformed()
+        read += sum(rows.count for rows in malformed.values())
+        dropped = {**malformed, **pair_filter.dropped}
         if sum(reason.count for reason in dropped.values()) == read:
             reasons = ", ".join(f"{pairs.count:,} {reason}" for reason, pairs in dropped.items())
             raise UserError(f"{corpus.name}: all of {read:,} pairs were dropped: {reasons}")
-        return encoder.report(read, dropped)
+        return encoder.report(read, dropped), files
 
 
 def _changes(stored: _Origin, wanted: _Origin) -> str:

@@ -1,0 +1,69 @@
+"""Reads the sentence pairs of a Parquet file."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from flaxformer_mt.config.fields import suggestion
+from flaxformer_mt.data.corpora import headers
+from flaxformer_mt.data.corpora.rows import LINE_BREAKS
+from flaxformer_mt.data.corpora.text_files import opened
+from flaxformer_mt.errors import UserError
+
+
+def stream_rows(
+    path: Path, columns: Sequence[str], languages: tuple[str, str]
+) -> Iterator[tuple[int, list[str]]]:
+    """Yields the number of each row, from 1, and its source and target; a missing text is "".
+
+    Columns are named, numbered from 1, or found by their names, as in `tables`; the members of a
+    column `translation` are `translation.en`, ...
+    """
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise UserError(
+            f"{path} needs a package that is not installed: pip install pyarrow"
+        ) from error
+    with opened(path) as stream:
+        try:
+            file = parquet.ParquetFile(stream)
+            flat = file.schema_arrow.empty_table().flatten().schema
+            names = [_name(path, flat.names, column) for column in columns]
+            names = names or _sides(path, flat.names, languages)
+            for name in names:
+                kind = str(flat.field(name).type)
+                if kind not in ("string", "large_string"):
+                    raise UserError(f"{path}: column {name!r} (data.columns) has no text: {kind}")
+            number = 0
+            for batch in file.iter_batches(columns=names):
+                table = pyarrow.Table.from_batches([batch]).flatten()
+                for pair in zip(*(table[name].to_pylist() for name in names), strict=True):
+                    number += 1
+                    yield number, [LINE_BREAKS.sub(" ", text or "") for text in pair]
+        except (pyarrow.ArrowException, OSError, ValueError) as error:
+            raise UserError(f"{path} cannot be read as Parquet: {error}") from error
+
+
+def _name(path: Path, names: Sequence[str], column: str) -> str:
+    if column in names:
+        return column
+    if column.isdecimal() and 0 < int(column) <= len(names):
+        return names[int(column) - 1]
+    raise UserError(
+        f"{path} has no column {column!r} (data.columns), only {', '.join(map(repr, names))}"
+        f"{suggestion(column, names)}"
+    )
+
+
+def _sides(path: Path, names: Sequence[str], languages: tuple[str, str]) -> list[str]:
+    nested = [f"translation.{language}" for language in languages]
+    if {*nested} <= {*names}:
+        return nested
+    sides = headers.sides_of(names, languages) or ((0, 1) if len(names) == 2 else None)
+    if sides is None:
+        raise UserError(
+            f"{path} has the columns {', '.join(map(repr, names))}: name the source and the target "
+            "by data.columns"
+        )
+    return [names[side] for side in sides]
