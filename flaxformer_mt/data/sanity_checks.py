@@ -143,6 +143,10 @@ def check_not_blank(corpora: Sequence[Corpus], has_inputs: bool = True) -> None:
             continue
         sides = "on both sides" if has_inputs else "on the target side"
         advice = "raise data.hold_out" if corpus.may_be_empty else "give another split or file"
+        if corpus.division and not corpus.may_be_empty:
+            advice += (
+                ", or lower data.hold_out: it leaves out what shares a side with a held-out pair"
+            )
         raise UserError(f"{corpus.name}: no pair has text {sides}: {advice}")
 
 
