@@ -26,7 +26,7 @@ from flaxformer_mt.runs import step_folders
 from flaxformer_mt.runs.checkpoint import write_params
 from flaxformer_mt.runs.layout import METRICS
 from flaxformer_mt.training.reporting.metrics import JsonLinesWriter
-from flaxformer_mt.training.reporting.progress import Sums
+from flaxformer_mt.training.reporting.progress import Interval
 
 FAMILY = "marian"
 
@@ -47,7 +47,7 @@ def train(config: ExperimentConfig, workdir: Path) -> Run:
         model = _Marian(parts)
         writer = JsonLinesWriter(workdir / METRICS)
         intervals, last = parts.config.train, parts.config.train.num_steps
-        position, interval = DataPosition(), Sums()
+        position, interval = DataPosition(), Interval()
         best, best_loss = (0, model.params()), np.inf
         for step in range(1, last + 1):
             start = time.perf_counter()
@@ -57,7 +57,7 @@ def train(config: ExperimentConfig, workdir: Path) -> Run:
             interval.seconds += time.perf_counter() - start
             if step % intervals.log_every == 0 or step == last:
                 writer.write(step, "train", _training_metrics(interval, rate))
-                interval = Sums()
+                interval = Interval()
             if step % intervals.eval_every == 0 or step == last:
                 metrics = model.validate()
                 writer.write(step, "valid", metrics)
@@ -68,7 +68,7 @@ def train(config: ExperimentConfig, workdir: Path) -> Run:
     return Run(workdir)
 
 
-def _training_metrics(interval: Sums, rate: float) -> dict[str, float]:
+def _training_metrics(interval: Interval, rate: float) -> dict[str, float]:
     tokens = int(interval.metrics["loss"][1])
     return interval.means() | {
         "learning_rate": rate,
@@ -126,7 +126,7 @@ class _Marian:
         import torch
 
         self._model.eval()
-        pad_id, sums = self._config.model.pad_id, Sums()
+        pad_id, sums = self._config.model.pad_id, Interval()
         with torch.no_grad():
             for batch in self._validation:
                 logits, target = self._predict(batch)

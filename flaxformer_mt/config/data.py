@@ -59,10 +59,19 @@ class CorpusConfig(_WithColumns):
     """Prefix of every source sentence: "<2de>" names the target language, "<bt>" a back-translated
     source, "<news>" a domain. Several are separated by spaces; each is one token of the
     vocabulary."""
+    hold_out: int = option(-1, FieldRole.TEXT, lowest=0, also=-1)
+    """Number of its pairs to hold out, like data.hold_out, which is of all other training corpora
+    together. -1 = data.hold_out is of this corpus, too, unless it has a tag: back-translated text
+    should be in no test."""
     weight: float = option(1.0, FieldRole.ROWS, above=0, limit=1e6)
     """Sampling weight of its pairs relative to the other corpora; see data.mixture_temperature."""
 
     _prefix = "CorpusConfig."
+
+    @property
+    def shares_hold_out(self) -> bool:
+        """Whether `data.hold_out` is of this corpus; False if it has a number of its own."""
+        return self.hold_out < 0 and not self.tag.strip()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,10 +104,17 @@ class DataConfig(_WithColumns):
     """What happens to malformed rows of files: text that is not UTF-8, the wrong number of columns,
     quotes that are not closed, JSON that is damaged. drop: they are left out and reported."""
     hold_out: int = option(0, FieldRole.TEXT, lowest=0)
-    """Set about this many training pairs aside for validation, and as many for the test, chosen by
-    a hash of the source, so that they stay held out when the file grows; half of them return to
-    training each time it has about doubled. They take the place of data.valid_split and
-    data.test_split. 0 = none."""
+    """Set this many training pairs aside for validation, and as many for the test. They take the
+    place of data.valid_split and data.test_split. A hash of the source chooses them, among the
+    pairs that pass the filters, in corpora without a tag; pairs that share their source or their
+    target with one of them are not trained on. 0 = none."""
+    filter_held_out: bool = option(True, FieldRole.TEXT)
+    """Hold out only pairs that the filters keep, each of them once; otherwise any."""
+    # Files of earlier versions, which do not have it, mean "source".
+    hold_out_rule: Literal["sides", "source"] = option("sides", FieldRole.START)
+    """sides: nothing that is trained on shares a source or a target with a held-out pair; source:
+    the choice of earlier versions, with which their runs are continued: any pair of any corpus, by
+    its source alone."""
     source_language: str = option("en", FieldRole.TEXT)
     """Language to translate from: the file suffix of text, the locale of phrases."""
     target_language: str = option("de", FieldRole.TEXT)
@@ -140,6 +156,10 @@ class DataConfig(_WithColumns):
     """Drop training pairs that occurred before, in the same corpus or in an earlier one."""
     drop_wrong_script: bool = option(False, FieldRole.TOKENS)
     """Drop training pairs with a side that is mostly not in the script of its language."""
+    near_duplicates: float = option(0.0, FieldRole.START, lowest=0, highest=1)
+    """Warn of development and test sentences that have at least this share of their sequences of 5
+    characters in common with a training sentence, such as 0.8, besides equal ones; 0 = do not look
+    for them, which takes several times as long as tokenizing the text."""
     max_unknown_rate: float = option(0.1, FieldRole.TEXT, lowest=0, highest=1)
     """Reject a corpus with a larger share of unknown tokens."""
 
@@ -203,8 +223,28 @@ class DataConfig(_WithColumns):
             "{alignments} are of one corpus of files: leave out data.train_corpora, and generated "
             "corpora",
         )
+        for name in ("valid_corpora", "test_corpora"):
+            for number, corpus in enumerate(getattr(self, name)):
+                self._require(
+                    corpus.hold_out < 0,
+                    f"data.{name}.{number}.hold_out={corpus.hold_out} has no effect: pairs "
+                    "are held out of training corpora",
+                )
+        own = [corpus for corpus in self.train_corpora if not corpus.shares_hold_out]
         self._require(
-            not self.hold_out or self.held_out_roles,
+            self.hold_out_rule == "sides" or all(corpus.hold_out < 0 for corpus in own),
+            "{hold_out_rule} is of all corpora together: leave out their hold_out",
+        )
+        self._require(
+            not self.hold_out
+            or self.hold_out_rule == "source"
+            or not own
+            or len(own) < len(self.train_corpora),
+            "{hold_out} has no effect: each of data.train_corpora has a tag, or a hold_out of its "
+            "own: give hold_out to those that the pairs are to be from, and leave this one out",
+        )
+        self._require(
+            not self._holds_out or self.held_out_roles,
             "{hold_out} has no effect: data.valid_corpora are the development set, and "
             "data.test_corpora or data.test_split='' the test set",
         )
@@ -212,13 +252,17 @@ class DataConfig(_WithColumns):
     @property
     def held_out_roles(self) -> list[HeldOutRole]:
         """The roles whose pairs are set aside from the training corpora."""
-        if not self.hold_out:
+        if not self._holds_out:
             return []
         is_set_aside: dict[HeldOutRole, bool] = {
             "valid": not self.valid_corpora,
             "test": not self.test_corpora and bool(self.test_split),
         }
         return [role for role, is_set in is_set_aside.items() if is_set]
+
+    @property
+    def _holds_out(self) -> bool:
+        return self.hold_out > 0 or any(corpus.hold_out > 0 for corpus in self.train_corpora)
 
     @property
     def row_lengths(self) -> tuple[int, int]:
@@ -233,8 +277,13 @@ def _ignores_path(corpus: str, train_corpora: tuple[CorpusConfig, ...], path: st
     return is_generated and bool(path) and not path.startswith("tfds:")
 
 
-def without_ignored(values: dict[str, Any]) -> dict[str, Any]:
-    """Removes values of `DataConfig` that the files of earlier runs may have, without effect."""
+def of_earlier_versions(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns the values of `DataConfig` that a file of an earlier version means.
+
+    It may have some without effect, and its held-out pairs were chosen by their sources.
+    """
+    if values.get("hold_out"):
+        values = {"hold_out_rule": "source", **values}
     ignored = _ignores_path(
         values.get("corpus", DataConfig.corpus),
         values.get("train_corpora", ()),

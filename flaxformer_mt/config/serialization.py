@@ -5,7 +5,7 @@ import json
 import typing
 from typing import Any
 
-from flaxformer_mt.config.data import DataConfig, without_ignored
+from flaxformer_mt.config.data import DataConfig, of_earlier_versions
 from flaxformer_mt.config.experiment import ExperimentConfig
 from flaxformer_mt.config.fields import (
     Bounds,
@@ -47,7 +47,7 @@ def from_dict(values: dict[str, Any], kind: type = ExperimentConfig, prefix: str
         )
         for name, value in values.items()
     }
-    return kind(**(without_ignored(current) if kind is DataConfig else current))
+    return kind(**(of_earlier_versions(current) if kind is DataConfig else current))
 
 
 def _from_json_value(value: Any, hint: Any, bounds: Bounds | None, name: str) -> Any:

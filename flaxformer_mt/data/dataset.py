@@ -40,6 +40,8 @@ class Dataset:
     training: TrainingStream
     valid: EvaluationSet
     test: EvaluationSet | None
+    divisions: Sequence[Mapping[str, int]] = ()
+    """What each training corpus was divided into, see `Corpus.division`; {} for all of it."""
 
     @property
     def evaluation_sets(self) -> dict[str, EvaluationSet]:
@@ -49,8 +51,11 @@ class Dataset:
 
     def report(self) -> Iterator[tuple[str, str]]:
         """Yields the lines about the data at the start of a run, each with its label."""
-        for corpus in self.training.corpora:
+        divisions = self.divisions or [{}] * len(self.training.corpora)
+        for corpus, division in zip(self.training.corpora, divisions, strict=True):
             yield "train", corpus.name
+            if division:
+                yield "", _described(division)
             yield from (("", line) for line in corpus.report.details())
         for split, evaluated in self.evaluation_sets.items():
             yield split, f"{evaluated.tokens.name}: {evaluated.tokens.report}"
@@ -80,6 +85,17 @@ class Dataset:
                 yield "example", f"{' '.join(source)} | {' '.join(target)}"
 
 
+def _described(division: Mapping[str, int]) -> str:
+    parts = [f"{division['train']:,} of {division['lines']:,} pairs to train on"]
+    roles = [role for role in ("valid", "test") if role in division]
+    parts += [f"{division[role]:,} held out for {role}" for role in roles]
+    if division["left_out"]:
+        parts.append(
+            f"{division['left_out']:,} left out, with the source or the target of a held-out pair"
+        )
+    return "; ".join(parts)
+
+
 def open_all(
     config: ExperimentConfig, roles: Sequence[Role] = ("train", "valid", "test")
 ) -> dict[str, list[Corpus]]:
@@ -91,7 +107,7 @@ def open_all(
 
     divided: dict[str, list[Corpus]] = {}
     if held_out and {"train", *held_out} & {*roles}:
-        divided = hold_out(opened("train"), data.hold_out, held_out)
+        divided = hold_out(opened("train"), data, config.model.has_inputs)
     return {role: divided[role] if role in divided else [*opened(role)] for role in roles}
 
 
@@ -126,7 +142,8 @@ def open_dataset(
         check_unknown_rate(encoded, config.data)
     config = dataclasses.replace(config, model=_with_tables(config.model, tokenizers))
     stream = TrainingStream(stores, config, tokenizers.source)
-    return stream.config, Dataset(tokenizers, stream, valid, test)
+    divisions = [corpus.division() if corpus.division else {} for corpus in corpora["train"]]
+    return stream.config, Dataset(tokenizers, stream, valid, test, divisions)
 
 
 def _with_tables(model: TransformerConfig, tokenizers: Tokenizers) -> TransformerConfig:

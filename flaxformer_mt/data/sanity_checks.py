@@ -4,20 +4,23 @@ Letter n-gram models tell which of two languages a text is in.
 """
 
 import collections
+import dataclasses
 import functools
 import itertools
 import logging
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from flaxformer_mt.config import DataConfig
-from flaxformer_mt.data.corpora.corpus import Corpus
+from flaxformer_mt.data.corpora.comparison import comparable, in_chunks
+from flaxformer_mt.data.corpora.corpus import Corpus, SentencePair
+from flaxformer_mt.data.corpora.filters import PairFilter, shortened
+from flaxformer_mt.data.corpora.rows import place_of
 from flaxformer_mt.data.stream.encoded_corpus import EncodedCorpus
-from flaxformer_mt.data.stream.packing import Sentences
 from flaxformer_mt.errors import UserError
 
 _PAIRS = 500
@@ -30,7 +33,8 @@ _MARGIN = 0.3
 """Minimum gain in log-likelihood, in nats per letter, from exchanging the sides. Multi30k, Tatoeba
 and WMT news gain 0.7 or more if their sides are swapped, and lose as much if they are not."""
 
-_HASH_CHUNK = 50_000  # Sentences hashed at once.
+_NGRAM = 5
+"""Characters in an n-gram of near-duplicates."""
 
 _ORDER = 3
 """Order of the letter n-grams: separates Danish from Norwegian, and needs only a few pages."""
@@ -140,6 +144,10 @@ def check_not_blank(corpora: Sequence[Corpus], has_inputs: bool = True) -> None:
             continue
         sides = "on both sides" if has_inputs else "on the target side"
         advice = "raise data.hold_out" if corpus.may_be_empty else "give another split or file"
+        if corpus.division and not corpus.may_be_empty:
+            advice += (
+                ", or lower data.hold_out: it leaves out what shares a side with a held-out pair"
+            )
         raise UserError(f"{corpus.name}: no pair has text {sides}: {advice}")
 
 
@@ -204,61 +212,153 @@ def _are_swapped(
     return exchanged > as_they_are + _MARGIN
 
 
-def warn_of_shared_pairs(
-    training: Sequence[EncodedCorpus], held_out: Sequence[EncodedCorpus]
+_SHARED = (
+    "{} of the {} pairs of {} are also in the training corpus {}",
+    "{} of the {} pairs of {} have a source that the training corpus {} translates otherwise",
+    "{} of the {} pairs of {} have a target that the training corpus {} has with another source",
+    "{} of the {} pairs of {} have a near-duplicate of a side in the training corpus {}",
+)
+"""What a held-out pair may share with the training text; the earliest that applies counts."""
+
+_NEAR, _NOTHING = len(_SHARED) - 1, len(_SHARED)
+
+
+def warn_of_shared_text(
+    training: Sequence[Corpus],
+    held_out: Sequence[Corpus],
+    config: DataConfig,
+    has_inputs: bool = True,
 ) -> None:
-    """Logs a warning for each held-out corpus that shares pairs with a training corpus.
+    """Logs a warning for everything that a held-out corpus shares with a training corpus.
 
-    Of several corpora that are evaluated together, each is named by itself.
+    Texts are compared as `comparable` returns them, near-duplicates with `config.near_duplicates`
+    only. Training pairs that the filters drop do not count.
     """
+    if config.hold_out_rule == "sides" and not config.near_duplicates:
+        # Those that are held out share nothing with what they were held out of.
+        held_out = [corpus for corpus in held_out if not corpus.may_be_empty]
+    if not held_out:
+        return
+    texts = [list(_untagged(corpus)) for corpus in held_out]
     for corpus in training:
-        for other, is_shared in zip(held_out, shared_pairs(corpus, held_out), strict=True):
-            first = 0
-            for name, size in other.parts or ((other.name, len(other.targets)),):
-                shared = int(is_shared[first : first + size].sum())
-                first += size
-                if shared:
-                    _log.warning(
-                        "%d of the %d pairs of %s are also in the training corpus %s: its scores "
-                        "will be too good",
-                        shared,
-                        size,
-                        name,
-                        corpus.name,
-                    )
+        pairs = SharedPairs(corpus, list(itertools.chain(*texts)), config, has_inputs)
+        first = 0
+        for other, own in zip(held_out, texts, strict=True):
+            for kind, example in pairs.examples(range(first, first + len(own))):
+                count = int((pairs.kinds[first : first + len(own)] == kind).sum())
+                _log.warning(
+                    "%s: its scores will be too good; the first is %s",
+                    _SHARED[kind].format(count, len(own), other.name, corpus.name),
+                    example,
+                )
+            first += len(own)
 
 
-def shared_pairs(
-    training: EncodedCorpus, held_out: Sequence[EncodedCorpus]
-) -> Iterator[np.ndarray]:
-    """Yields, per held-out corpus, which pairs have the tokens of a training pair: bool [pairs].
+class SharedPairs:
+    """What held-out pairs share with a training corpus.
 
-    Pairs are compared by 64-bit hashes: with 10 million training pairs and 1,000 held-out pairs,
-    the probability of a false match is below 1e-9.
+    Attributes:
+      kinds: int8 [held-out pairs], an index of `_SHARED`, or its length for nothing.
     """
-    hashes = _pair_hashes(training)
-    return (np.isin(_pair_hashes(other), hashes) for other in held_out)
+
+    def __init__(
+        self,
+        training: Corpus,
+        held_out: Sequence[SentencePair],
+        config: DataConfig,
+        has_inputs: bool = True,
+    ):
+        self.kinds = np.full(len(held_out), _NOTHING, np.int8)
+        self._held_out = held_out
+        self._examples: dict[int, str] = {}
+        # Duplicates are trained on once.
+        filters = dataclasses.replace(config, drop_duplicates=False)
+        self._is_kept = PairFilter(filters, training, has_inputs).keep
+        self._compared = [
+            pair
+            for sides in in_chunks(held_out)
+            for pair in zip(*map(comparable, sides), strict=True)
+        ]
+        self._equal = [_numbers_by_text(pair[side] for pair in self._compared) for side in (0, 1)]
+        share = config.near_duplicates
+        self._near = [_NearDuplicates(texts, share) for texts in self._equal] if share else []
+        sources_to_find, targets_to_find = self._equal
+        number = 0
+        for sources, targets in in_chunks(_untagged(training)):
+            compared = zip(comparable(sources), comparable(targets), strict=True)
+            for place, (source, target) in enumerate(compared):
+                number += 1
+                if share or source in sources_to_find or target in targets_to_find:
+                    self._compare(number, (sources[place], targets[place]), (source, target))
+
+    def _compare(self, number: int, pair: SentencePair, compared: tuple[str, str]) -> None:
+        found = [texts.get(text, ()) for texts, text in zip(self._equal, compared, strict=True)]
+        for near, text in zip(self._near, compared, strict=False):
+            found.append(near.find(text))
+        if not any(found) or not self._is_kept(place_of(pair, number), *pair):
+            return
+        for kind, numbers in zip((1, 2, _NEAR, _NEAR), found, strict=False):
+            for held in numbers:
+                strongest = 0 if self._compared[held] == compared else kind
+                if strongest < self.kinds[held]:
+                    self.kinds[held] = strongest
+                    self._examples[held] = f"{_shown(*pair)} ({place_of(pair, number)})"
+
+    def examples(self, among: range) -> Iterator[tuple[int, str]]:
+        """Yields each kind that some of the held-out pairs have, with the first of these."""
+        for kind in range(_NOTHING):
+            found = np.flatnonzero(self.kinds[among.start : among.stop] == kind)
+            if len(found):
+                held = among.start + int(found[0])
+                text = _shown(*self._held_out[held])
+                yield kind, f"{text} (pair {found[0] + 1}), in training {self._examples[held]}"
 
 
-def _pair_hashes(corpus: EncodedCorpus) -> np.ndarray:
-    hashes = _hashes(corpus.targets)
-    if corpus.sources is not None:
-        # The factor makes the hash depend on which side a sentence is on.
-        hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + _hashes(corpus.sources)
-    return hashes
+def _numbers_by_text(texts: Iterable[str]) -> dict[str, list[int]]:
+    """Returns the numbers, from 0, of each text that is not empty."""
+    numbers: dict[str, list[int]] = {}
+    for number, text in enumerate(texts):
+        if text:
+            numbers.setdefault(text, []).append(number)
+    return numbers
 
 
-def _hashes(sentences: Sentences) -> np.ndarray:
-    """Sums random numbers of tokens times odd position factors, uint64 [sentences]."""
-    vocab_size = int(sentences.tokens.max(initial=0)) + 1
-    # The numbers do not depend on the vocabulary size: a larger vocabulary extends the sequence.
-    numbers = np.random.default_rng(0).integers(1 << 64, size=vocab_size, dtype=np.uint64)
-    hashes = [np.empty(0, np.uint64)]
-    for first in range(0, len(sentences), _HASH_CHUNK):
-        offsets = sentences.offsets[first : first + _HASH_CHUNK + 1]
-        starts, lengths = offsets[:-1] - offsets[0], np.diff(offsets)
-        tokens = sentences.tokens[offsets[0] : offsets[-1]]
-        positions = np.arange(len(tokens)) - np.repeat(starts, lengths)
-        terms = numbers[tokens] * (2 * positions + 1).astype(np.uint64)
-        hashes.append(np.add.reduceat(terms, starts))
-    return np.concatenate(hashes)
+class _NearDuplicates:
+    """Finds texts by the share of their n-grams of characters, of all that either text has."""
+
+    def __init__(self, numbers_by_text: Mapping[str, Sequence[int]], share: float):
+        self._share = share
+        self._numbers = [*numbers_by_text.values()]
+        self._texts_with: dict[str, list[int]] = {}
+        self._sizes = []
+        for place, text in enumerate(numbers_by_text):
+            ngrams = _ngrams(text)
+            self._sizes.append(len(ngrams))
+            for ngram in ngrams:
+                self._texts_with.setdefault(ngram, []).append(place)
+
+    def find(self, text: str) -> list[int]:
+        """Returns the numbers of the texts that are near to another."""
+        ngrams = _ngrams(text)
+        common = collections.Counter(
+            itertools.chain.from_iterable(self._texts_with.get(ngram, ()) for ngram in ngrams)
+        )
+        return [
+            number
+            for place, count in common.items()
+            if count >= self._share * (len(ngrams) + self._sizes[place] - count)
+            for number in self._numbers[place]
+        ]
+
+
+def _ngrams(text: str) -> set[str]:
+    return {text[end - _NGRAM : end] for end in range(_NGRAM, len(text) + 1)}
+
+
+def _untagged(corpus: Corpus) -> Iterator[SentencePair]:
+    tag = f"{corpus.tag} " if corpus.tag else ""
+    return ((source.removeprefix(tag), target) for source, target in corpus.pairs())
+
+
+def _shown(source: str, target: str) -> str:
+    return f"{shortened(source)} | {shortened(target)}" if source else shortened(target)

@@ -7,7 +7,7 @@ from typing import Any
 from flaxformer_mt import distributed
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.data.dataset import open_all, open_dataset
-from flaxformer_mt.data.sanity_checks import check_not_blank, check_sides, warn_of_shared_pairs
+from flaxformer_mt.data.sanity_checks import check_not_blank, check_sides, warn_of_shared_text
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.decoding.shortlists.shortlist import require_shortlist
 from flaxformer_mt.decoding.translator import check_search
@@ -98,8 +98,8 @@ def prepare(
         experiment.load_given_parameters()  # Errors are raised before anything is written.
     if distributed.is_main():
         if not continued:
-            held_out = [each.tokens for each in dataset.evaluation_sets.values()]
-            warn_of_shared_pairs(dataset.training.corpora, held_out)
+            held_out = [*corpora["valid"], *corpora["test"]]
+            warn_of_shared_text(corpora["train"], held_out, given.data, given.model.has_inputs)
         if write and continued:
             update_config(workdir, given)
         elif write:

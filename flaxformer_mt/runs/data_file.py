@@ -1,8 +1,9 @@
 """`data.json`: what a run was started with, so that everything that reads it notices a change.
 
     train, valid, test   fingerprints of the corpora; a converted model has none
-    hold_out             the share of the sources that is held out, {"one_in": 128}, and how many
-                         pairs for "valid" and "test"; with data.hold_out only
+    hold_out             with data.hold_out only: the number of "lines" of the training text, of
+                         pairs held out for "valid" and "test", and of others that were "left_out";
+                         "one_in" of so many sources was held out by earlier versions
     tokenizer            fingerprints of the vocabularies
     config               the configuration
     files                size and SHA-256 of the files in `tokenizer/` and `origin/`

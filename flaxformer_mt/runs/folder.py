@@ -4,6 +4,7 @@
 the folder would hold a different run. It is continued whole or not at all.
 """
 
+import collections
 import contextlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -217,13 +218,15 @@ def write_run(
     """
     files = {f"{layout.TOKENIZER}/{name}": content for name, content in tokenizers.files.items()}
     files |= {f"{layout.ORIGIN}/{name}": content for name, content in origin.items()}
-    division = next((corpus.division for corpus in corpora.get("train", ())), None)
+    held_out: collections.Counter[str] = collections.Counter()
+    for corpus in corpora.get("train", ()):
+        held_out.update(corpus.division() if corpus.division else {})
     workdir.mkdir(parents=True, exist_ok=True)
     data_file.write(
         workdir,
         {
             **{split: [corpus.fingerprint for corpus in parts] for split, parts in corpora.items()},
-            **({} if division is None else {data_file.HOLD_OUT: division()}),
+            **({data_file.HOLD_OUT: dict(held_out)} if held_out else {}),
             data_file.TOKENIZER: fingerprints(tokenizers),
             data_file.CONFIG: configuration.to_dict(experiment),
             data_file.FILES: {

@@ -1,4 +1,4 @@
-"""One file of the user's as a corpus: forms, columns, compression, and held-out pairs."""
+"""One file of the user's as a corpus: forms, columns and compression."""
 
 import gzip
 import importlib
@@ -7,10 +7,8 @@ import sys
 
 import pytest
 
-from flaxformer_mt.config import CorpusConfig, DataConfig, ExperimentConfig
+from flaxformer_mt.config import CorpusConfig, DataConfig
 from flaxformer_mt.data.corpora.corpus import load_corpus, open_corpora, read_corpus
-from flaxformer_mt.data.dataset import open_all
-from flaxformer_mt.data.sanity_checks import check_not_blank
 from flaxformer_mt.errors import UserError
 
 PAIRS = [("A house.", "Une maison."), ("Two, houses", 'Il dit "oui"')]
@@ -176,97 +174,6 @@ def test_a_language_model_reads_the_target_column(tmp_path):
     assert [*corpus.pairs()] == [("", target) for _, target in PAIRS]
 
 
-# Held-out pairs.
-
-
-def numbered(count, first=0):
-    """Sentences, each of which occurs twice, with two translations."""
-    return [(f"Sentence {i // 2}.", f"Phrase {i}.") for i in range(first, first + count)]
-
-
-def divide(tmp_path, pairs, hold_out=32, **options):
-    path = tmp_path / "own.tsv"
-    path.write_text("".join(f"{source}\t{target}\n" for source, target in pairs))
-    data = DataConfig(path=str(path), hold_out=hold_out, target_language="fr", **options)
-    corpora = open_all(ExperimentConfig(data=data))
-    return {role: [pair for each in parts for pair in each.pairs()] for role, parts in
-            corpora.items()}, corpora  # fmt: skip
-
-
-def test_held_out_pairs_are_the_same_ones_however_the_file_grows(tmp_path):
-    few, _ = divide(tmp_path, numbered(1000))
-    assert sorted(pair for pairs in few.values() for pair in pairs) == sorted(numbered(1000))
-    assert all(16 <= len(few[role]) <= 64 for role in ("valid", "test"))
-    # 1,000 / 32 and 1,400 / 32 are both nearest to 32; new pairs are anywhere in the file.
-    more, _ = divide(tmp_path, [*numbered(400, 1000), *reversed(numbered(1000))])
-    for role, pairs in few.items():
-        assert {*pairs} < {*more[role]}
-    twice, _ = divide(tmp_path, numbered(2000), hold_out=64)
-    assert {*few["valid"]} < {*twice["valid"]}
-    halved, _ = divide(tmp_path, numbered(2000), hold_out=32)
-    assert {*halved["valid"]} < {*twice["valid"]}
-    assert {*halved["test"]} < {*twice["test"]}
-
-
-def test_all_translations_of_a_source_are_on_one_side(tmp_path):
-    pairs = [(source.swapcase() if i % 3 else f" {source} ", target)
-             for i, (source, target) in enumerate(numbered(1000))]  # fmt: skip
-    parts, _ = divide(tmp_path, pairs)
-    sources = [{source.strip().casefold() for source, _ in part} for part in parts.values()]
-    assert sum(map(len, sources)) == len(set.union(*sources)) == 500
-
-
-def test_held_out_pairs_are_part_of_the_fingerprint(tmp_path):
-    _, corpora = divide(tmp_path, numbered(1000))
-    found = [corpus.fingerprint for parts in corpora.values() for corpus in parts]
-    _, others = divide(tmp_path, numbered(1000), hold_out=64)
-    found += [corpus.fingerprint for parts in others.values() for corpus in parts]
-    assert len({*found}) == 6
-    assert corpora["train"][0].division() == {
-        "one_in": 32,
-        **{role: len([*corpora[role][0].pairs()]) for role in ("valid", "test")},
-    }
-
-
-def test_the_test_split_is_optional(tmp_path):
-    with_test, _ = divide(tmp_path, numbered(1000))
-    without, corpora = divide(tmp_path, numbered(1000), test_split="")
-    assert corpora["test"] == []
-    assert without["valid"] == with_test["valid"]
-    assert len(without["train"]) == len(with_test["train"]) + len(with_test["test"])
-
-
-def test_a_source_of_several_corpora_is_on_one_side(tmp_path):
-    (tmp_path / "other.tsv").write_text("".join(f"{en}\tAndere {fr}\n" for en, fr in numbered(60)))
-    corpora = (CorpusConfig(), CorpusConfig(path=str(tmp_path / "other.tsv"), tag="<x>"))
-    parts, _ = divide(tmp_path, numbered(1000), train_corpora=corpora)
-    sources = [{source.removeprefix("<x> ") for source, _ in part} for part in parts.values()]
-    assert sum(map(len, sources)) == len(set.union(*sources)) == 500
-    assert any(source.startswith("<x> ") for source, _ in parts["train"])
-
-
-def test_nothing_has_to_be_held_out_of_a_small_corpus(tmp_path):
-    (tmp_path / "small.tsv").write_text("One.\tUn.\n")
-    corpora = (CorpusConfig(), CorpusConfig(path=str(tmp_path / "small.tsv")))
-    _, corpora = divide(tmp_path, numbered(1000), train_corpora=corpora)
-    for of_role in corpora.values():
-        check_not_blank(of_role)
-    assert [len([*corpus.pairs()]) > 0 for corpus in corpora["valid"]] == [True, False]
-    with pytest.raises(UserError, match=r"held out of .*small\.tsv: .* raise data\.hold_out"):
-        check_not_blank(corpora["valid"][1:])
-    (tmp_path / "small.tsv").write_text(" \tUn.\n")
-    with pytest.raises(UserError, match=r"small\.tsv without held-out pairs: .* split or file"):
-        check_not_blank(corpora["train"])
-
-
-def test_hold_out_is_of_any_corpus_and_not_too_much(tmp_path):
-    data = DataConfig(corpus="reverse", generated_pairs=200, hold_out=20)
-    corpora = open_all(ExperimentConfig(data=data))
-    assert all(10 <= len([*corpora[role][0].pairs()]) <= 50 for role in ("valid", "test"))
-    with pytest.raises(UserError, match=r"data\.hold_out=51 of 200 pairs are too many: at most 50"):
-        divide(tmp_path, numbered(200), hold_out=51)
-
-
 def test_a_file_has_no_splits(tmp_path):
     (tmp_path / "own.tsv").write_text("a\tb\n")
     corpora = (CorpusConfig(kind="tsv", path=str(tmp_path / "own.tsv"), split="valid"),)
@@ -281,8 +188,9 @@ def test_text_without_columns(kind):
 
 
 def test_one_file_needs_development_pairs(tmp_path):
+    (tmp_path / "own.tsv").write_text("a\tb\n")
     with pytest.raises(UserError, match=r"own\.tsv has only training pairs: .*--data\.hold-out"):
-        divide(tmp_path, numbered(10), hold_out=0)
+        open_corpora(DataConfig(path=str(tmp_path / "own.tsv")), "valid")
 
 
 # Data sets of Hugging Face.

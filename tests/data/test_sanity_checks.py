@@ -1,6 +1,5 @@
 import dataclasses
 
-import numpy as np
 import pytest
 
 from flaxformer_mt.config import DataConfig, ExperimentConfig
@@ -9,15 +8,14 @@ from flaxformer_mt.data.corpora.corpus import (
     ParallelCorpus,
     load_corpus,
     open_corpora,
-    read_corpus,
 )
 from flaxformer_mt.data.sanity_checks import (
+    SharedPairs,
     check_sides,
     check_unknown_rate,
     cldr_profile,
     letters_of,
-    shared_pairs,
-    warn_of_shared_pairs,
+    warn_of_shared_text,
 )
 from flaxformer_mt.data.stream.encoded_corpus import encode_corpus
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
@@ -155,50 +153,83 @@ def test_too_many_unknown_tokens_are_rejected():
     check_unknown_rate(encode_corpus(DIGITS, TOKENIZERS, CONFIG.model), CONFIG.data)
 
 
-def counts(training, held_out):
-    """The number of pairs of each held-out corpus that are training pairs."""
-    return [int(is_shared.sum()) for is_shared in shared_pairs(training, [held_out])]
+def corpus_of(name, *pairs, **fields):
+    return ParallelCorpus(*([pair[side] for pair in pairs] for side in (0, 1)), name, **fields)
 
 
-def test_shared_pairs_are_counted(caplog):
-    training = encode_corpus(DIGITS, TOKENIZERS, CONFIG.model)
-    held_out = ParallelCorpus(
-        ["4 5", "4 5", "5 4", "1 2 3", "6 7"], ["5 4", "4 5", "4 5", "3 2 1", "6 7"], "held out"
-    )
-    held_out = encode_corpus(held_out, TOKENIZERS, CONFIG.model)
-    assert counts(training, held_out) == [2]
-    warn_of_shared_pairs([training, training], [held_out])
-    assert len(caplog.messages) == 2
-    assert caplog.messages[0].startswith(
-        "2 of the 5 pairs of held out are also in the training corpus"
-    )
+def kinds(training, held_out, **options):
+    """What each held-out pair shares: "pair", "source", "target", "near" or ""."""
+    shared = SharedPairs(training, [*held_out.pairs()], DataConfig(**options))
+    return [["pair", "source", "target", "near", ""][kind] for kind in shared.kinds]
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "kind"),
+    [
+        ("where is the café?", "Où est le café ?", "pair"),
+        ("Where is the cafe\u0301?", "Où est le café ?", "pair"),
+        ("Where is\xa0the café?", "Où est le café\u202f?", "pair"),
+        ("Where is the café", "Où est le café", "pair"),
+        ("Where is the caf\u200bé?", "Où est le café ?", "pair"),
+        ("Where is the café?", "Où se trouve le café ?", "source"),
+        ("Where's the café?", "Où est le café ?", "target"),
+        ("Where is the old café?", "Où est le vieux café ?", "near"),
+        ("There was a house.", "Il y avait une maison.", ""),
+        ("", "?", ""),
+    ],
+)
+def test_what_a_held_out_pair_shares(source, target, kind):
+    training = corpus_of("training", ("Where is the café?", "Où est le café ?"), ("", ""))
+    held_out = corpus_of("held out", (source, target))
+    assert kinds(training, held_out) == ["" if kind == "near" else kind]
+    assert kinds(training, held_out, near_duplicates=0.5) == [kind]
+
+
+def test_shared_text_is_counted_with_an_example_of_each_kind(caplog):
+    training = corpus_of("europarl", ("a", "b"), ("c", "d"), ("long " * 9, "e"))
+    held_out = corpus_of(
+        "valid", ("x", "y"), ("A!", "b"), ("c", "z"), ("a", "d"), ("a", "B"), ("u", "b"),
+        ("long " * 9, "e"),
+    )  # fmt: skip
+    warn_of_shared_text([training], [held_out], DataConfig(max_words=5))
+    end = " europarl{}: its scores will be too good; the first is "
+    assert caplog.messages == [
+        "2 of the 7 pairs of valid are also in the training corpus" + end.format("")
+        + "A! | b (pair 2), in training a | b (pair 1)",
+        "2 of the 7 pairs of valid have a source that the training corpus"
+        + end.format(" translates otherwise") + "c | z (pair 3), in training c | d (pair 2)",
+        "1 of the 7 pairs of valid have a target that the training corpus"
+        + end.format(" has with another source") + "u | b (pair 6), in training a | b (pair 1)",
+    ]  # fmt: skip
 
 
 def test_of_several_corpora_each_that_leaks_is_named(caplog):
-    corpora = [
-        ParallelCorpus(["4 5", "1 2 3"], ["5 4", "4 5"], "first"),
-        ParallelCorpus(["4 5"], ["4 5"], "second"),
-        ParallelCorpus(["6 7", "1 2 3"], ["7 6", "3 2 1"], "third"),
+    held_out = [
+        corpus_of("first", ("4 5", "5 4"), ("<x> 1 2 3", "4"), tag="<x>"),
+        corpus_of("second", ("7", "4 5")),
+        corpus_of("third", ("6 7", "7 6"), ("1 2 3", "3 2 1")),
     ]
-    training, held_out = (
-        encode_corpus(corpus, TOKENIZERS, CONFIG.model) for corpus in (DIGITS, read_corpus(corpora))
-    )
-    warn_of_shared_pairs([training], [held_out])
-    assert [message.partition(" are also")[0] for message in caplog.messages] == [
-        "1 of the 2 pairs of first",
+    training = dataclasses.replace(DIGITS, tag="<y>", sources=[f"<y> {s}" for s in DIGITS.sources])
+    warn_of_shared_text([training, training], held_out, DataConfig())
+    assert [message.partition(" that")[0].partition(" are also")[0] for message in
+            caplog.messages] == 2 * [
+        "1 of the 2 pairs of first", "1 of the 2 pairs of first have a source",
         "2 of the 2 pairs of third",
-    ]
+    ]  # fmt: skip
 
 
-def test_shared_pairs_do_not_depend_on_the_token_dtype(monkeypatch):
-    monkeypatch.setattr("flaxformer_mt.data.sanity_checks._HASH_CHUNK", 2)
-    training = encode_corpus(DIGITS, TOKENIZERS, CONFIG.model)
-    small = dataclasses.replace(
-        training,
-        targets=dataclasses.replace(
-            training.targets, tokens=training.targets.tokens.astype(np.uint16)
-        ),
+def test_shared_text_of_a_language_model(caplog):
+    training, held_out = corpus_of("all", ("", "a b"), ("", "c")), corpus_of("valid", ("", "A b."))
+    warn_of_shared_text([training], [held_out], DataConfig(), has_inputs=False)
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith("1 of the 1 pairs of valid are also in")
+
+
+def test_pairs_that_were_held_out_are_not_looked_for_again(caplog):
+    held_out = dataclasses.replace(
+        open_corpora(DataConfig(corpus="reverse", generated_pairs=9), "train")[0], may_be_empty=True
     )
-    assert counts(small, training) == [3]
-    model = dataclasses.replace(training, sources=None)
-    assert counts(model, model) == [3]
+    warn_of_shared_text([held_out], [held_out], DataConfig())
+    assert not caplog.messages
+    warn_of_shared_text([held_out], [held_out], DataConfig(hold_out_rule="source"))
+    assert len(caplog.messages) == 1

@@ -56,7 +56,9 @@ class Corpus(abc.ABC):
     weight: float
     """Sampling weight of its pairs relative to those of other corpora."""
     division: Callable[[], dict[str, int]] | None = None
-    """Describes how held-out pairs were chosen, for `data.json`; None if none are held out."""
+    """Counts the lines of the text that it is a part of: all "lines", those to "train" on, those
+    held out for "valid" and "test", and those "left_out", since they share a side with one of them.
+    None if none are held out."""
     may_be_empty: bool = False
     """Whether it was held out of a corpus that may be too small for it to have any pair."""
     is_aligned: bool = False

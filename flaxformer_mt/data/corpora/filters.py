@@ -5,8 +5,8 @@
     kept = [pair for n, pair in pairs if pair_filter.keep(place_of(pair, n), *pair)]
     report = {reason: dataclasses.asdict(d) for reason, d in pair_filter.dropped.items()}
 
-Only training corpora are filtered: results on development and test sets must not depend on the
-options of a run.
+Only training corpora are filtered, and the pairs that are held out of them: results on given
+development and test sets must not depend on the options of a run.
 """
 
 import collections
@@ -106,7 +106,7 @@ class PairFilter:
         text = source.removeprefix(self._tag)
         for reason, applies in self._checks.items():
             if applies(text, target):
-                example = f"{place}: {_shortened(text)} | {_shortened(target)}"
+                example = f"{place}: {shortened(text)} | {shortened(target)}"
                 earlier = self.dropped.get(reason, Dropped(0, example))
                 self.dropped[reason] = dataclasses.replace(earlier, count=earlier.count + 1)
                 return False
@@ -150,7 +150,8 @@ def _length_ratio(source: str, target: str) -> float:
     return longer / shorter
 
 
-def _shortened(text: str) -> str:
+def shortened(text: str) -> str:
+    """Returns the beginning of a sentence, for an example."""
     text = " ".join(text.split())
     return text if len(text) <= _EXAMPLE_LENGTH else f"{text[:_EXAMPLE_LENGTH]}..."
 

@@ -1,39 +1,62 @@
 """Development and test pairs that are set aside from the training corpora.
 
-A hash of the source decides, independently of the other pairs and of the position in the file, and
-all pairs of a source are on the same side. The share that is held out is a power of two. A file
-that grows therefore gives the same held-out pairs, and those of its new pairs that belong to them;
-where the share passes to the next power, half of them return to training.
+A hash of the source decides, independently of the position in the file: the lowest hashes are
+validated on, and the highest are the test. Pairs that share their source or their target with a
+held-out pair are left out of the training, whichever corpus they are in. Texts are equal if they
+are so as `comparison.comparable` returns them.
+
+The runs of earlier versions keep the rule that they were started with, `_by_source`.
 """
 
 import dataclasses
 import functools
 import hashlib
 import itertools
+import logging
 import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from flaxformer_mt.config import CorpusConfig, DataConfig
 from flaxformer_mt.config.data import HeldOutRole
+from flaxformer_mt.data.corpora.comparison import hashed, in_chunks
 from flaxformer_mt.data.corpora.corpus import Corpus, Role, SentencePair, StreamedCorpus
+from flaxformer_mt.data.corpora.filters import PairFilter
 from flaxformer_mt.errors import UserError
 
-_HASH_BITS = 64
+_TRAIN, _LEFT_OUT = 0, -1
+"""Places of a line, besides those of the roles, which are counted from 1."""
+
+_FEWEST = 4
+"""Pairs of the corpora per pair to hold out for a role, so that at least about half is left."""
+
+_MOST_OF_A_SOURCE = 8
+"""Number of lines of a source up to which all are held out together."""
+
+_LINE = np.dtype([("source", np.uint64), ("target", np.uint64), ("passes", np.bool_)])
+"""The keys of the sides of a line, and whether the pair may be held out."""
+
+_log = logging.getLogger(__name__)
 
 
 def hold_out(
-    corpora: Sequence[StreamedCorpus], pairs: int, roles: Sequence[HeldOutRole]
+    corpora: Sequence[StreamedCorpus], config: DataConfig, has_inputs: bool = True
 ) -> dict[str, list[Corpus]]:
-    """Returns the part of each training corpus for "train" and for each role.
+    """Returns the part of each training corpus for "train" and for each of `held_out_roles`.
 
-    About `pairs` pairs of all corpora are held out per role. Their text is read when a part, or its
-    fingerprint, is asked for.
+    Corpora that no pairs are held out of have a part for "train" only. Their text is read when the
+    text of a part is asked for, or a fingerprint by the rule of earlier versions.
     """
-    division = Division(corpora, pairs, tuple(roles))
-    everything: tuple[Role, ...] = ("train", *roles)
+    division = Division(corpora, config, has_inputs)
+    everything: tuple[Role, ...] = ("train", *division.roles)
+    giving = {number for numbers, _, _ in division.quotas for number in numbers}
     return {
-        role: [_part(division, number, role) for number in range(len(corpora))]
+        role: [
+            _part(division, number, role)
+            for number in range(len(corpora))
+            if role == "train" or number in giving
+        ]
         for role in everything
     }
 
@@ -43,25 +66,37 @@ class Division:
     """Training corpora, divided into what is trained on and what is held out."""
 
     corpora: Sequence[StreamedCorpus]
-    wanted: int
-    """The approximate number of pairs to hold out per role."""
-    roles: tuple[HeldOutRole, ...]
+    config: DataConfig
+    has_inputs: bool = True
 
     @functools.cached_property
-    def bits(self) -> int:
-        """One of 2**bits sources is held out per role."""
-        total = sum(map(len, self._hashes))
-        if total < _FEWEST * self.wanted:
-            raise UserError(
-                f"data.hold_out={self.wanted} of {total:,} pairs are too many: at most "
-                f"{total // _FEWEST:,}"
-            )
-        return round(math.log2(total / self.wanted))
+    def roles(self) -> tuple[HeldOutRole, ...]:
+        """The roles that pairs are held out for."""
+        return tuple(self.config.held_out_roles)
 
-    def describe(self) -> dict[str, int]:
-        """Returns the share that is held out per role, and the number of pairs, for `data.json`."""
-        sizes = {str(role): sum(map(len, self.held_out[role])) for role in self.roles}
-        return {"one_in": 2**self.bits, **sizes}
+    @functools.cached_property
+    def quotas(self) -> list[tuple[list[int], int, str]]:
+        """Indices of corpora, the number of pairs to hold out of them per role, and its option."""
+        config = self.config
+        if config.hold_out_rule == "source":
+            return [(list(range(len(self.corpora))), config.hold_out, "data.hold_out")]
+        common: list[int] = []
+        quotas = [(common, config.hold_out, "data.hold_out")]
+        for number, corpus in enumerate(config.train_corpora or (CorpusConfig(),)):
+            if corpus.shares_hold_out:
+                common.append(number)
+            else:
+                option = f"data.train_corpora.{number}.hold_out"
+                quotas.append(([number], corpus.hold_out, option))
+        return [quota for quota in quotas if quota[0] and quota[1] > 0]
+
+    def describe(self, number: int) -> dict[str, int]:
+        """Returns how many lines a corpus has, and how many of them in each place."""
+        places, _ = self._places[number]
+        counts = {str(role): int((places == place).sum()) for place, role in self._numbered}
+        left = {"train": _TRAIN, "left_out": _LEFT_OUT}
+        counts |= {name: int((places == place).sum()) for name, place in left.items()}
+        return {"lines": len(places), **counts}
 
     @functools.cached_property
     def held_out(self) -> dict[str, list[list[SentencePair]]]:
@@ -70,47 +105,224 @@ class Division:
         They are ordered by their hashes: the first ones are a sample of a file that is sorted.
         """
         pairs: dict[str, list[list[SentencePair]]] = {role: [] for role in self.roles}
-        for corpus, hashes in zip(self.corpora, self._hashes, strict=True):
-            chosen = self._chosen(hashes)
-            texts = list(itertools.compress(corpus.stream(), chosen))
+        for corpus, (places, hashes) in zip(self.corpora, self._places, strict=True):
+            chosen = places > 0
+            texts = list(itertools.compress(corpus.stream(), chosen)) if chosen.any() else []
             order = np.argsort(hashes[chosen], kind="stable")
-            for role in self.roles:
-                mask = self._mask(hashes[chosen], role)
-                pairs[role].append([texts[index] for index in order if mask[index]])
+            for place, role in self._numbered:
+                is_of_role = places[chosen] == place
+                pairs[role].append([texts[index] for index in order if is_of_role[index]])
         return pairs
 
     def training_pairs(self, number: int) -> Iterator[SentencePair]:
-        """Yields the pairs of a corpus that are not held out."""
-        return itertools.compress(
-            self.corpora[number].stream(), ~self._chosen(self._hashes[number])
-        )
+        """Yields the pairs of a corpus that are trained on, if they pass the filters."""
+        places, _ = self._places[number]
+        return itertools.compress(self.corpora[number].stream(), places == _TRAIN)
+
+    def digest(self, number: int, role: Role) -> bytes:
+        """Returns the SHA-256 of all that determines the part of a corpus for a role."""
+        if self.config.hold_out_rule == "source":
+            rule = f"{role} of {self.roles}, 1 in {2**self._bits}\n"
+            return hashlib.sha256(rule.encode() + self.corpora[number].digest()).digest()
+        return hashlib.sha256(f"{role} of {number}\n".encode() + self._digest).digest()
 
     @functools.cached_property
-    def _hashes(self) -> list[np.ndarray]:
-        """A hash of each source: uint64 [pairs], per corpus."""
+    def _digest(self) -> bytes:
+        config = self.config
+        rule = [self.roles, self.quotas, self.has_inputs, config.filter_held_out]
+        if config.filter_held_out:
+            languages = [corpus.languages for corpus in self.corpora]
+            rule += [
+                *(config.max_words, config.max_length_ratio, config.drop_identical),
+                config.drop_wrong_script and languages,
+            ]
+        texts = b"".join(corpus.digest() for corpus in self.corpora)
+        return hashlib.sha256(f"{rule}\n".encode() + texts).digest()
+
+    @property
+    def _numbered(self) -> Iterator[tuple[int, HeldOutRole]]:
+        return enumerate(self.roles, start=1)
+
+    @functools.cached_property
+    def _places(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """The place of each line, and its hash: int8 and uint64 [lines], per corpus."""
+        if self.config.hold_out_rule == "source":
+            return [(self._by_source(hashes), hashes) for hashes in self._source_hashes]
+        lines = [self._read(number) for number in range(len(self.corpora))]
+        places = self._by_sides(lines)
+        ends = np.cumsum([len(part) for part in lines])[:-1]
+        hashes = _hashes(np.concatenate(lines))
+        return list(zip(np.split(places, ends), np.split(hashes, ends), strict=True))
+
+    def _read(self, number: int) -> np.ndarray:
+        corpus = self.corpora[number]
+        # Repeated pairs are excluded by their keys.
+        filters = dataclasses.replace(self.config, drop_duplicates=False)
+        passes = PairFilter(filters, corpus, self.has_inputs).keep
+        gives = any(number in numbers for numbers, *_ in self.quotas)
+        is_filtered = gives and self.config.filter_held_out
+        place = itertools.repeat("")  # What is dropped here is not reported.
+        chunks = [np.empty(0, _LINE)]
+        for sources, targets in in_chunks(corpus.stream()):
+            lines = np.empty(len(sources), _LINE)
+            lines["source"], lines["target"] = hashed(sources), hashed(targets)
+            lines["passes"] = not is_filtered or [
+                *map(passes, itertools.islice(place, len(sources)), sources, targets)
+            ]
+            chunks.append(lines)
+        return np.concatenate(chunks)
+
+    def _by_sides(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+        """Chooses pairs, each role in turn, that share no side with those of another role."""
+        lines = np.concatenate(parts)
+        owners = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+        gives = np.isin(owners, [number for numbers, *_ in self.quotas for number in numbers])
+        places = np.zeros(len(lines), np.int8)
+        shares = np.zeros(len(lines), np.bool_)
+        frequencies = {side: _frequencies(lines[side], gives) for side in ("source", "target")}
+        budget = int((gives & lines["passes"]).sum()) / _FEWEST
+        all_wanted = sum(wanted for _, wanted, _ in self.quotas)
+        for place, role in self._numbered:
+            for numbers, wanted, option in self.quotas:
+                usable = np.isin(owners, numbers) & lines["passes"] & (_hashes(lines) != 0)
+                most = int(usable.sum()) // _FEWEST
+                if most < wanted:
+                    raise UserError(self._too_many(option, wanted, most, numbers))
+                free = np.flatnonzero(usable & ~shares)
+                chosen = self._choose(
+                    lines[free],
+                    *(frequency[free] for frequency in frequencies.values()),
+                    wanted=wanted,
+                    budget=budget * wanted / all_wanted,
+                    from_below=role == "valid",
+                )
+                if len(chosen) < 0.9 * wanted:
+                    self._report_shortage(option, wanted, role, len(chosen), int(usable.sum()))
+                places[free[chosen]] = place
+                held = lines[places > 0]
+                shares = _among(lines["source"], held["source"])
+                shares |= _among(lines["target"], held["target"])
+        places[shares & (places == _TRAIN)] = _LEFT_OUT
+        return places
+
+    def _choose(
+        self,
+        lines: np.ndarray,
+        source_frequency: np.ndarray,
+        target_frequency: np.ndarray,
+        *,
+        wanted: int,
+        budget: float,
+        from_below: bool,
+    ) -> np.ndarray:
+        """Returns the indices of at most `wanted` lines, which cost the training at most `budget`.
+
+        Frequent sources and targets come last, the rarest of them first, with one pair each.
+        """
+        limit = min(max(wanted // 10, 1), _MOST_OF_A_SOURCE)
+        frequency = np.maximum(source_frequency, target_frequency)
+        hashes = _hashes(lines)
+        hashes = hashes if from_below else ~hashes
+        order = np.lexsort((hashes, np.where(frequency > limit, frequency, 0)))
+        lines, is_frequent = lines[order], frequency[order] > limit
+        kept = ~is_frequent | (_firsts(lines["source"]) & _firsts(lines["target"]))
+        if self.config.filter_held_out:
+            kept &= _firsts(lines["source"] * _ODD + lines["target"])
+        order, is_frequent = order[kept], is_frequent[kept]
+        # The lines of a rare source are held out together.
+        costs = np.maximum(target_frequency[order], 1)
+        costs += np.where(is_frequent, source_frequency[order], 0)
+        return order[np.cumsum(costs) <= budget][:wanted]
+
+    def _too_many(self, option: str, wanted: int, most: int, numbers: Sequence[int]) -> str:
+        names = ", ".join(self.corpora[number].name for number in numbers)
+        if not most:
+            return (
+                f"{option}={wanted}: {names} has fewer than {_FEWEST} pairs that can be held out: "
+                "give more text, or a development set (data.valid_corpora)"
+            )
+        return (
+            f"{option}={wanted} of {names} are too many pairs: at most {most:,}, a quarter of "
+            "those that may be held out"
+        )
+
+    def _report_shortage(
+        self, option: str, wanted: int, role: HeldOutRole, held: int, usable: int
+    ) -> None:
+        message = (
+            f"{option}={wanted}: of {usable:,} pairs, {held:,} are held out for {role}, since most "
+            "sources or targets occur in many lines, which could not be trained on: ask for fewer, "
+            "give text with fewer repetitions, or a development set (data.valid_corpora)"
+        )
+        if not held:
+            raise UserError(message)
+        _log.warning(message)
+
+    # The rule of earlier versions.
+
+    @functools.cached_property
+    def _bits(self) -> int:
+        """One of 2**bits sources is held out per role."""
+        total, wanted = sum(map(len, self._source_hashes)), self.config.hold_out
+        if total < _FEWEST * wanted:
+            numbers = range(len(self.corpora))
+            raise UserError(self._too_many("data.hold_out", wanted, total // _FEWEST, numbers))
+        return round(math.log2(total / wanted))
+
+    @functools.cached_property
+    def _source_hashes(self) -> list[np.ndarray]:
         return [
             # A language model has no sources.
-            np.fromiter((_hash(source or target) for source, target in corpus.stream()), np.uint64)
+            np.fromiter(
+                (_source_hash(source or target) for source, target in corpus.stream()), np.uint64
+            )
             for corpus in self.corpora
         ]
 
-    def _chosen(self, hashes: np.ndarray) -> np.ndarray:
-        return np.logical_or.reduce([self._mask(hashes, role) for role in self.roles])
-
-    def _mask(self, hashes: np.ndarray, role: HeldOutRole) -> np.ndarray:
-        # The lowest hashes and the highest: a smaller share of either is a part of a larger one.
-        top = hashes >> np.uint64(_HASH_BITS - self.bits)
-        return top == np.uint64(0 if role == "valid" else 2**self.bits - 1)
-
-
-_FEWEST = 4
-"""Pairs of the corpora per pair to hold out for a role, so that at least about half is left."""
+    def _by_source(self, hashes: np.ndarray) -> np.ndarray:
+        top = hashes >> np.uint64(64 - self._bits)
+        places = np.zeros(len(hashes), np.int8)
+        for place, role in self._numbered:
+            places[top == np.uint64(0 if role == "valid" else 2**self._bits - 1)] = place
+        return places
 
 
-def _hash(source: str) -> int:
-    """Hashes a source. Case and spaces do not matter: their variants are duplicates, too."""
+_ODD = np.uint64(0x9E3779B97F4A7C15)
+"""A factor that makes the hash of a pair depend on which side a text is on."""
+
+
+def _source_hash(source: str) -> int:
     text = " ".join(source.casefold().split())
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=_HASH_BITS // 8).digest())
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
+
+
+def _hashes(lines: np.ndarray) -> np.ndarray:
+    """Returns the keys of the sources; of a language model, which has none, of the targets."""
+    return np.where(lines["source"] == 0, lines["target"], lines["source"])
+
+
+def _frequencies(keys: np.ndarray, is_counted: np.ndarray) -> np.ndarray:
+    """Returns in how many of the counted lines each key occurs; 0 for empty text."""
+    known, counts = np.unique(keys[is_counted], return_counts=True)
+    if not len(known):
+        return np.zeros(len(keys), np.int64)
+    places = np.minimum(known.searchsorted(keys), len(known) - 1)
+    return np.where((known[places] == keys) & (keys != 0), counts[places], 0)
+
+
+def _firsts(keys: np.ndarray) -> np.ndarray:
+    """Returns which keys occur first, or are those of empty text."""
+    is_first = keys == 0
+    is_first[np.unique(keys, return_index=True)[1]] = True
+    return is_first
+
+
+def _among(keys: np.ndarray, few: np.ndarray) -> np.ndarray:
+    """Returns which keys are among a few others, and not those of empty text."""
+    few = np.unique(few[few != 0])
+    if not len(few):
+        return np.zeros(len(keys), np.bool_)
+    return few[np.minimum(few.searchsorted(keys), len(few) - 1)] == keys
 
 
 def _part(division: Division, number: int, role: Role) -> StreamedCorpus:
@@ -121,17 +333,13 @@ def _part(division: Division, number: int, role: Role) -> StreamedCorpus:
             return division.training_pairs(number)
         return iter(division.held_out[role][number])
 
-    def digest() -> bytes:
-        rule = f"{role} of {division.roles}, 1 in {2**division.bits}\n"
-        return hashlib.sha256(rule.encode() + corpus.digest()).digest()
-
     return dataclasses.replace(
         corpus,
         name=f"{corpus.name} without held-out pairs"
         if role == "train"
         else f"held out of {corpus.name}",
         stream=stream,
-        digest=digest,
-        division=division.describe,
+        digest=functools.partial(division.digest, number, role),
+        division=functools.partial(division.describe, number),
         may_be_empty=role != "train",
     )
