@@ -256,6 +256,14 @@ def test_a_quote_that_is_not_closed_is_one_row(tmp_path):
     assert ", line 3004: " in found.more[0]
 
 
+def test_the_end_of_a_malformed_row_is_not_a_pair(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_bytes(b'en,fr\n"a\xff\nb",c\nd,e\n5",f\n')
+    (corpus,) = open_corpora(config_of(path, bad_rows="drop"), "train")
+    assert [*corpus.pairs()] == [("d", "e"), ('5"', "f")]
+    assert [found.count for found in corpus.malformed().values()] == [1, 1]
+
+
 def test_rows_of_parallel_files(tmp_path):
     (tmp_path / "train.en").write_bytes(b"a\n\xff\nc\nd\n")
     (tmp_path / "train.fr").write_bytes(b"a\n\xff\n\xff\nd\n")
