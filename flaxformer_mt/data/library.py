@@ -50,8 +50,8 @@ def read_pairs(
 
     Args:
       path: anything that `data.path` may name (docs/data.md): a table (.tsv, .csv, .jsonl,
-        .parquet, .tmx), two parallel files "a.en,a.de", a folder of files `SPLIT.LANGUAGE`, a
-        folder of `flaxformer-mt prepare` or of Hugging Face's `save_to_disk`, or "tfds:NAME".
+        .parquet, .tmx), two parallel files "a.en,a.de", a folder of files `SPLIT.LANGUAGE`, of
+        `flaxformer-mt prepare` or of Hugging Face's `save_to_disk`, or "tfds:NAME".
       columns: the columns of source and target in a table, by number from 1 or by name.
       source_language: its code, the suffix of its files in a folder.
       target_language: of the translations.

@@ -17,10 +17,11 @@ from pathlib import Path
 import pytest
 
 from flaxformer_mt.config import DataConfig, ExperimentConfig, TransformerConfig
-from flaxformer_mt.data.corpora.corpus import load_corpus, open_corpora
+from flaxformer_mt.data.corpora.corpus import load_corpus, open_corpora, read_corpus
 from flaxformer_mt.data.corpora.rows import Row
 from flaxformer_mt.data.corpora.text_files import stream_parallel
 from flaxformer_mt.data.dataset import open_all
+from flaxformer_mt.data.stream.encoded_corpus import encode_corpus
 from flaxformer_mt.data.stream.mixture import select_pairs
 from flaxformer_mt.data.stream.token_store import open_stores
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
@@ -256,6 +257,14 @@ def test_a_quote_that_is_not_closed_is_one_row(tmp_path):
     assert ", line 3004: " in found.more[0]
 
 
+def test_the_end_of_a_malformed_row_is_not_a_pair(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_bytes(b'en,fr\n"a\xff\nb",c\nd,e\n5",f\n')
+    (corpus,) = open_corpora(config_of(path, bad_rows="drop"), "train")
+    assert [*corpus.pairs()] == [("d", "e"), ('5"', "f")]
+    assert [found.count for found in corpus.malformed().values()] == [1, 1]
+
+
 def test_rows_of_parallel_files(tmp_path):
     (tmp_path / "train.en").write_bytes(b"a\n\xff\nc\nd\n")
     (tmp_path / "train.fr").write_bytes(b"a\n\xff\n\xff\nd\n")
@@ -264,6 +273,10 @@ def test_rows_of_parallel_files(tmp_path):
     (corpus,) = open_corpora(config_of(tmp_path, bad_rows="drop"), "train")
     assert [*corpus.pairs()] == [("a", "a"), ("d", "d")]
     assert corpus.malformed()["not UTF-8"].count == 2
+    both = read_corpus([corpus, corpus])
+    tokenizers = Tokenizers.train([both], DataConfig())
+    report = encode_corpus(both, tokenizers, TransformerConfig()).report
+    assert str(report).startswith("4 of 8 pairs kept (4 not UTF-8 dropped);")
 
 
 def test_members_of_json(tmp_path):

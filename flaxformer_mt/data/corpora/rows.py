@@ -138,6 +138,6 @@ class BadRows:
         for other, number, fault in self._errors[1:]:
             where = f"{_unit(path)} {number}" if other == path else place(other, number)
             texts.append(f"{where}: {fault.kind}{fault.detail}")
-        advice = first.advice or "correct it"
+        advice = first.advice or "correct the file"
         these = "this row" if len(texts) == 1 else "such rows"
         raise UserError(f"{'; '.join(texts)}; {advice}; or drop {these} by data.bad_rows=drop")

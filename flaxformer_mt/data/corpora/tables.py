@@ -141,6 +141,7 @@ class Table:
             return Fault(f"no column {missing + 1} (data.columns)", f": it has {cells}")
         advice = _FURTHER_COLUMNS if cells > 2 else ""
         if self.form == "csv":
+            advice = "separate columns by commas" if cells == 1 else advice
             return Fault(f"{cells} columns instead of a source and a target", advice=advice)
         rule = "a line must be a source, one tab and a target"
         return Fault(f"{cells - 1} tabs", advice=f"{rule}{advice and f'; {advice}'}")
@@ -193,6 +194,7 @@ def _csv_rows(path: Path, delimiter: str) -> _Rows:
             yield f"{item[1]}\n"
 
     reader = csv.reader(text(), delimiter=delimiter, strict=True)
+    is_open = False
     while True:
         row.clear()
         try:
@@ -206,10 +208,15 @@ def _csv_rows(path: Path, delimiter: str) -> _Rows:
             )
             again.extendleft(reversed(row[1:]))
             reader = csv.reader(text(), delimiter=delimiter, strict=True)
+            is_open = True
             continue
         if cells is None:
             return
-        if cells:  # Otherwise it is an empty line.
+        if is_open and sum(str(line).count('"') for _, line in row) % 2:
+            # The last line of a malformed row, whose first quote was on another line.
+            is_open = False
+            yield row[0][0], Fault("not CSV", ": the end of a malformed row")
+        elif cells:  # Otherwise it is an empty line.
             yield row[0][0], [LINE_BREAKS.sub(" ", cell) for cell in cells]
 
 

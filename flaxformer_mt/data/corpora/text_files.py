@@ -173,6 +173,8 @@ def stream_parallel(*paths: Path, bad_rows: BadRows | None = None) -> Iterator[t
     rows = itertools.zip_longest(*map(read, paths))
     for number, lines in enumerate(rows, start=1):
         if None in lines:
+            if bad_rows is not None:
+                bad_rows.check()  # What is no text may be why the lines do not match.
             counts = [number - (line is None) for line in lines]
             for others in rows:
                 counts = [n + (line is not None) for n, line in zip(counts, others, strict=True)]
