@@ -373,7 +373,7 @@ def test_what_options_name_is_checked_before_anything_long(
     def no_tokens(*arguments, **options):
         raise AssertionError("the corpus was tokenized")
 
-    monkeypatch.setattr(preparation, "tokenize", no_tokens)
+    monkeypatch.setattr(preparation, "open_dataset", no_tokens)
     with pytest.raises(UserError) as caught:
         start(changed(**groups), tmp_path / "run")
     assert message in str(caught.value)
@@ -384,7 +384,7 @@ def test_parameters_of_another_size_are_refused_before_anything_long(run, tmp_pa
     def no_tokens(*arguments, **options):
         raise AssertionError("the corpus was tokenized")
 
-    monkeypatch.setattr(preparation, "tokenize", no_tokens)
+    monkeypatch.setattr(preparation, "open_dataset", no_tokens)
     larger = changed(train={"init_from": str(run.folder)}, model={"d_ff": 3 * CONFIG.model.d_ff})
     with pytest.raises(UserError, match=rf"init_from=.*model\.d_ff: {CONFIG.model.d_ff} there"):
         experiment.train(larger, tmp_path / "run")

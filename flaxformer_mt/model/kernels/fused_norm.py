@@ -1,6 +1,6 @@
 """The layer norm of a sub-layer's sum in one kernel for NVIDIA GPUs, in Pallas' Mosaic dialect.
 
-A program is a warpgroup: four warps, each of which holds one row in registers at a time.
+A program is a warpgroup: four warps, each of which holds one row in registers.
 
 `residual_norm` is a differentiable function of arrays that a mesh may shard. Importers do so where
 they call it, because importing Pallas takes a quarter of a second.
