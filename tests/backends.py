@@ -15,7 +15,13 @@ from jax.extend.random import threefry2x32_p
 
 from flaxformer_mt.model import normalization
 from flaxformer_mt.model.kernels import OLDEST_JAX, fused_attention, fused_norm
-from flaxformer_mt.model.kernels.attention_blocks import Gradients, Saved, repeated, visible_keys
+from flaxformer_mt.model.kernels.attention_blocks import (
+    Gradients,
+    Operands,
+    Saved,
+    repeated,
+    visible_keys,
+)
 from flaxformer_mt.model.numerics import masked_softmax
 
 needs_gpu_interpreter = pytest.mark.skipif(
@@ -37,7 +43,11 @@ class KernelsByEinsum:
     def backward(options, operands, saved, gradient):
         del saved
         of_vectors = jax.vjp(functools.partial(_context, options, operands), operands[:3])[1]
-        return Gradients(*of_vectors(gradient)[0])
+        gradients = of_vectors(gradient)[0]
+        if operands.query_bias is None:
+            return Gradients(*gradients)
+        of_query, _, of_value = fused_attention._unpacked(Operands(*gradients, None, None))
+        return Gradients(*gradients, *(jnp.sum(x, axis=1) for x in (of_query, of_value)))
 
 
 def _context(options, operands, vectors):

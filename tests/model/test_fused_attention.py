@@ -60,7 +60,7 @@ def case(queries, keys, *, width=32, bias=False, dropout=False, dtype=jnp.float3
 
 def reference(inputs, causal, backend="pallas_tpu"):
     """The same by `scaled_dot_product_attention`, with a dense mask and the same random numbers."""
-    query, key, value, query_segments, key_segments, bias, dropout_key = inputs
+    query, key, value, query_segments, key_segments, bias, dropout_key = inputs[:7]
     mask = segment_mask(query_segments, key_segments)
     if causal:
         mask &= causal_mask(query.shape[2])
@@ -82,7 +82,7 @@ def value_and_gradients(attend, inputs):
     floats = {
         name: x
         for name, x in inputs._asdict().items()
-        if name in ("query", "key", "value", "bias") and x is not None
+        if name not in ("query_segments", "key_segments", "dropout_key") and x is not None
     }
     cotangent = jnp.asarray(np.random.default_rng(1).normal(size=inputs.query.shape))
 
@@ -123,15 +123,26 @@ def test_equals_the_einsum_and_its_gradients(backend, name):
 
 @needs_gpu_interpreter
 @pytest.mark.parametrize(
-    ("lengths", "switches", "causal"),
+    ("lengths", "switches", "causal", "groups"),
     [
-        ((70, 70), {"dropout": True}, True),
-        ((50, 130), {"bias": True, "width": 64}, False),
+        ((70, 70), {"dropout": True}, True, H),
+        ((50, 130), {"bias": True, "width": 64}, False, 1),
     ],
 )
-def test_packed_vectors_equal_separate_ones(lengths, switches, causal):
-    """Queries, keys and values of one product; and keys and values of another than queries."""
+def test_packed_vectors_equal_separate_ones(lengths, switches, causal, groups):
+    """Queries, keys and values of one product; and keys and values of another than queries.
+
+    The kernel adds the biases of packed queries and values.
+    """
     inputs = case(*lengths, **switches)
+    rng = np.random.default_rng(2)
+    biases = jnp.asarray(rng.normal(size=(2, H, inputs.query.shape[3])), jnp.float32)
+    inputs = inputs._replace(
+        key=inputs.key[:, :groups],
+        value=inputs.value[:, :groups],
+        query_bias=biases[0],
+        value_bias=biases[1, :groups],
+    )
     dropped = DROPPED if inputs.dropout_key is not None else 0
     options = AttentionOptions("pallas_gpu", causal, dropped, interpret=True)
 
@@ -143,8 +154,13 @@ def test_packed_vectors_equal_separate_ones(lengths, switches, causal):
             products = rows[0][:, :, :, None], jnp.stack(rows[1:], axis=3), None
         return fused_attention(options, AttentionInputs(*products, *inputs[3:]))
 
+    def separate(inputs):
+        query = inputs.query + inputs.query_bias[:, None]
+        value = inputs.value + inputs.value_bias[:, None]
+        return reference(inputs._replace(query=query, value=value), causal, "pallas_gpu")
+
     found = value_and_gradients(packed, inputs)
-    expected = value_and_gradients(lambda inputs: reference(inputs, causal, "pallas_gpu"), inputs)
+    expected = value_and_gradients(separate, inputs)
     chex.assert_trees_all_close(found, expected, atol=2e-5)
 
 
@@ -297,7 +313,8 @@ def test_it_is_lowered_for_gpus_without_one(name):
 
         return jax.grad(total)(vectors)
 
-    traced = jax.jit(gradients).trace(vectors, (*segments, bias, key))
+    biases = (like(heads, width, dtype=jnp.float32),) * 2 if given["packed"] else (None, None)
+    traced = jax.jit(gradients).trace(vectors, (*segments, bias, key, *biases))
     program = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert program.count("mosaic_gpu") >= 2
 

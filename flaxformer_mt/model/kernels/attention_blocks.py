@@ -48,6 +48,8 @@ class Operands(NamedTuple):
     dropout: Any = None
     """On TPUs int8 [B, H, T, S], 0 where dropout sets a weight to 0, otherwise 1; on GPUs uint32
     [B, H, T], the words of `kept_weights`; None without dropout."""
+    query_bias: Any = None
+    value_bias: Any = None
 
 
 class Saved(NamedTuple):
@@ -65,6 +67,9 @@ class Gradients(NamedTuple):
     query: Any
     key: Any
     value: Any
+    query_bias: Any = None
+    """float32 [B, H, K], of each row and head, as `value_bias`; None without these biases."""
+    value_bias: Any = None
 
 
 def visible_keys(

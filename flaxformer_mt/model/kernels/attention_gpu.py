@@ -90,40 +90,53 @@ def backward(
     vectors = [x for x in operands[:3] if x is not None]
     operands = padded_operands(operands, BLOCK, BLOCK)
     context, gradient = (padded(x, 1, BLOCK) for x in (saved.context, gradient))
-    rows, queries, heads, _ = context.shape
+    rows, queries, heads, width = context.shape
     # D of algorithm 2, line 4.
     along = jnp.sum(context.astype(jnp.float32) * gradient.astype(jnp.float32), axis=3)
     bias = None if operands.bias is None else operands.bias.swapaxes(2, 3)
-    results = launch(
+    lengths = queries, operands.key_segments.shape[1]
+    # Each program writes the gradients of its own head; those of a group are added up below.
+    of_vectors = [
+        jax.ShapeDtypeStruct((*x.shape[:2], heads, *x.shape[3:]), x.dtype)
+        for x in operands[:3]
+        if x is not None
+    ]
+    # And sums over its own block for the gradients of the biases.
+    of_biases = [
+        jax.ShapeDtypeStruct((rows, heads, length // BLOCK, width), jnp.float32)
+        for length in lengths
+        if operands.query_bias is not None
+    ]
+    of_vectors, of_biases = launch(
         _backward_kernel,
         options,
-        # Each program writes the gradients of its own head; those of a group are added up below.
-        out_type=[
-            jax.ShapeDtypeStruct((*x.shape[:2], heads, *x.shape[3:]), x.dtype)
-            for x in operands[:3]
-            if x is not None
-        ],
-        grid=(rows, heads, max(queries, operands.key_segments.shape[1]) // BLOCK),
+        out_type=(of_vectors, of_biases),
+        grid=(rows, heads, max(lengths) // BLOCK),
         grid_names=GRID,
         kernel_name="attention_backward",
     )(operands, bias, gradient, saved.logsumexp, along.swapaxes(1, 2))
     gradients = [
         summed(result[:, : x.shape[1]], x.shape[2])
-        for result, x in zip(results, vectors, strict=True)
+        for result, x in zip(of_vectors, vectors, strict=True)
     ]
-    return Gradients(*gradients, *[None] * (3 - len(gradients)))
+    sums = [jnp.sum(result, axis=2) for result in of_biases]
+    return Gradients(*gradients, *[None] * (3 - len(gradients)), *sums)
 
 
 def _forward_kernel(options, inputs, context_ref, logsumexp_ref):
     row, head, block = (lax.axis_index(name) for name in GRID)
     first_query = block * BLOCK
     query, key, value = _views(inputs[:3], row, head)
+    query_bias, value_bias = _biases(inputs, head)
     vectors = _vectors(inputs, inputs.bias, row, head)
     last = inputs.key_segments.shape[1] // BLOCK
 
     def attend(query_block, logsumexp_block):
+        _add_bias(query_block, query_bias)
+
         def attend_to_block(first_key, key_block, value_block, carry):
             context, highest, total = carry
+            _add_bias(value_block, value_bias)
             scores = Scores(options, vectors, first_query, first_key, 0)
             exponents = scores.masked(query_block, key_block)
             # Algorithm 1, line 9.
@@ -148,28 +161,36 @@ def _forward_kernel(options, inputs, context_ref, logsumexp_ref):
         total = jnp.where(total == 0, 1.0, total)  # A query without keys gets zeros.
         query_block[...] = (context / _rows(total, context.shape[1])).astype(query_block.dtype)
         logsumexp_block[...] = highest + jnp.log(total)
-        _store(query_block, _views([context_ref], row, head)[0], first_query)
-        _store(logsumexp_block, logsumexp_ref.at[row, head], first_query)
+        of_block = pl.ds(first_query, BLOCK)
+        _store(query_block, _views([context_ref], row, head)[0].at[of_block])
+        _store(logsumexp_block, logsumexp_ref.at[row, head, of_block])
 
     _with_blocks(attend, [query], first_query, mosaic_gpu.SMEM((BLOCK,), jnp.float32))
 
 
-def _backward_kernel(options, inputs, bias_of_keys, gradient, logsumexp, along, *of_vectors):
+def _backward_kernel(
+    options, inputs, bias_of_keys, gradient, logsumexp, along, of_vectors, of_biases
+):
     """Program i computes the gradients of block i of the keys and of block i of the queries."""
     row, head, block = (lax.axis_index(name) for name in GRID)
     first = block * BLOCK
     query, key, value = _views(inputs[:3], row, head)
-    of_query, of_key, of_value = _views(of_vectors, row, head)
+    query_bias, value_bias = _biases(inputs, head)
+    of_query, of_key, of_value = (x.at[pl.ds(first, BLOCK)] for x in _views(of_vectors, row, head))
+    of_query_bias, of_value_bias = of_biases or (None, None)
+    row_of_sums = mosaic_gpu.SMEM(query.shape[1:], jnp.float32)
     (gradient,) = _views([gradient], row, head)
     (last_query, width), last_key = query.shape, key.shape[0]
     scale = width**-0.5
     zeros = _full((BLOCK, width), 0.0, LAYOUT)
 
-    def sum_for_keys(key_block, value_block):
+    def sum_for_keys(key_block, value_block, sums_block):
+        _add_bias(value_block, value_bias)
         vectors = _vectors(inputs, bias_of_keys, row, head, logsumexp, along)
 
         def add(first_query, query_block, gradient_block, sums):
             of_keys, of_values = sums
+            _add_bias(query_block, query_bias)
             scores = Scores(options, vectors, first_query, first, 1)
             exponents = scores.masked(query_block, key_block)
             of_weights = scores.product(gradient_block, value_block)
@@ -184,13 +205,18 @@ def _backward_kernel(options, inputs, bias_of_keys, gradient, logsumexp, along, 
         )
         key_block[...] = (of_keys * scale).astype(key_block.dtype)
         value_block[...] = of_values.astype(value_block.dtype)
-        _store(key_block, of_key, first)
-        _store(value_block, of_value, first)
+        _store(key_block, of_key)
+        _store(value_block, of_value)
+        if of_value_bias is not None:
+            sums_block[...] = jnp.sum(of_values, axis=0)
+            _store(sums_block, of_value_bias.at[row, head, block])
 
-    def sum_for_queries(query_block, gradient_block):
+    def sum_for_queries(query_block, gradient_block, sums_block):
+        _add_bias(query_block, query_bias)
         vectors = _vectors(inputs, inputs.bias, row, head, logsumexp, along)
 
         def add(first_key, key_block, value_block, of_queries):
+            _add_bias(value_block, value_bias)
             scores = Scores(options, vectors, first, first_key, 0)
             exponents = scores.masked(query_block, key_block)
             of_weights = scores.product(gradient_block, value_block)
@@ -200,15 +226,18 @@ def _backward_kernel(options, inputs, bias_of_keys, gradient, logsumexp, along, 
         stop = jnp.minimum(last_key // BLOCK, block + 1) if options.causal else last_key // BLOCK
         of_queries = _stream(add, [key, value], 0, stop, zeros) * scale
         query_block[...] = of_queries.astype(query_block.dtype)
-        _store(query_block, of_query, first)
+        _store(query_block, of_query)
+        if of_query_bias is not None:
+            sums_block[...] = jnp.sum(of_queries, axis=0)
+            _store(sums_block, of_query_bias.at[row, head, block])
 
     @pl.when(first < last_key)
     def _() -> None:
-        _with_blocks(sum_for_keys, [key, value], first)
+        _with_blocks(sum_for_keys, [key, value], first, row_of_sums)
 
     @pl.when(first < last_query)
     def _() -> None:
-        _with_blocks(sum_for_queries, [query, gradient], first)
+        _with_blocks(sum_for_queries, [query, gradient], first, row_of_sums)
 
 
 class Scores(NamedTuple):
@@ -290,6 +319,15 @@ def _views(arrays: Any, row: Any, head: Any) -> list[Any]:
     return views
 
 
+def _biases(inputs: Operands, head: Any) -> list[Any]:
+    """Returns the biases [K] of the queries and values of a query head, or None."""
+    heads = inputs.query.shape[2]
+    return [
+        None if bias is None else bias.at[lax.div(head, jnp.int32(heads // bias.shape[0]))]
+        for bias in (inputs.query_bias, inputs.value_bias)
+    ]
+
+
 def _vectors(inputs: Operands, bias: Any, row: Any, head: Any, *of_backward: Any) -> Vectors:
     if bias is not None:
         bias = bias.at[row if bias.shape[0] > 1 else 0, head]
@@ -348,10 +386,20 @@ def _transforms(array: Any) -> tuple[Any, ...]:
     )
 
 
-def _store(block: Any, array: Any, first: Any) -> None:
+def _add_bias(block: Any, bias: Any) -> None:
+    """Adds a bias [K], if there is one, to a block [64, K] in shared memory."""
+    if bias is None:
+        return
+    row = mosaic_gpu.load(bias, layout=LAYOUT.reduce(0), optimized=False)
+    rows = lax.broadcast_in_dim(row, block.shape, [1])
+    block[...] = (block[...].astype(jnp.float32) + rows).astype(block.dtype)
+    mosaic_gpu.commit_smem()
+
+
+def _store(block: Any, place: Any) -> None:
     """Writes a block in shared memory to its place in an array."""
     mosaic_gpu.commit_smem()
-    mosaic_gpu.copy_smem_to_gmem(block, array.at[pl.ds(first, BLOCK)])
+    mosaic_gpu.copy_smem_to_gmem(block, place)
     mosaic_gpu.wait_smem_to_gmem(0)
 
 

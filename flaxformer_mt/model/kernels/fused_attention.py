@@ -105,8 +105,9 @@ class AttentionInputs(NamedTuple):
 
     Queries, keys and values are [B, H, T, K] and [B, G, S, K]; query head h attends to head
     h // (H / G). The backend "pallas_gpu" also takes them packed, as one product of matrices writes
-    them: `query` [B, T, H, 3, K] of queries, keys and values; or `query` [B, T, H, 1, K] and `key`
-    [B, S, G, 2, K] of keys and values.
+    them, without their biases: `query` [B, T, H, 3, K] of queries, keys and values; or `query`
+    [B, T, H, 1, K] and `key` [B, S, G, 2, K] of keys and values. (Keys need no bias: it does not
+    change the weights.)
     """
 
     query: Array
@@ -122,6 +123,10 @@ class AttentionInputs(NamedTuple):
     """[B or 1, H, T, S], added to the scaled scores."""
     dropout_key: Array | None
     """Of the weights' dropout; None without dropout."""
+    query_bias: Array | None = None
+    """[H, K], added to packed queries; None without biases, as `value_bias`."""
+    value_bias: Array | None = None
+    """[G, K], added to packed values."""
 
     @property
     def is_packed(self) -> bool:
@@ -160,13 +165,15 @@ def _backward(options: AttentionOptions, residuals: Any, gradient: Array) -> tup
     inputs, saved = residuals
     operands = _operands(options, inputs)
     of_operands, of_saved = _specs(operands)
-    of_vectors = of_saved.context
+    of_vectors, of_pairs = of_saved
     gradient = gradient.swapaxes(1, 2)
     backward = functools.partial(_kernels(options.backend).backward, options)
     run = on_each_device(
-        backward, (of_operands, of_saved, of_vectors), Gradients(*[of_vectors] * 3)
+        backward,
+        (of_operands, of_saved, of_vectors),
+        Gradients(of_vectors, of_vectors, of_vectors, of_pairs, of_pairs),
     )
-    vectors = list(run(operands, saved, gradient))
+    *vectors, of_query_bias, of_value_bias = run(operands, saved, gradient)
     if not inputs.is_packed:
         vectors = [x.swapaxes(1, 2) for x in vectors]
     of_bias = None
@@ -181,8 +188,18 @@ def _backward(options: AttentionOptions, residuals: Any, gradient: Array) -> tup
             key_segments=None,
             bias=of_bias,
             dropout_key=None,
+            query_bias=_summed_bias(of_query_bias, inputs.query_bias),
+            value_bias=_summed_bias(of_value_bias, inputs.value_bias),
         ),
     )
+
+
+def _summed_bias(gradient: Array | None, bias: Array | None) -> Array | None:
+    """Adds up the gradients [B, H, K] of rows and query heads to that of a bias [G, K]."""
+    if gradient is None or bias is None:
+        return None
+    of_heads = jnp.sum(gradient, axis=0).reshape(len(bias), -1, bias.shape[1])
+    return jnp.sum(of_heads, axis=1).astype(bias.dtype)
 
 
 fused_attention.defvjp(_forward, _backward)
@@ -197,6 +214,10 @@ def _kernels(backend: str) -> Any:
 
 def _operands(options: AttentionOptions, inputs: AttentionInputs) -> Operands:
     """Brings the inputs into the kernels' layout, in which the projections write them."""
+
+    def wide(x: Array | None) -> Array | None:
+        return None if x is None else x.astype(jnp.float32)
+
     query: Any
     query, key, value = inputs[:3]
     if not inputs.is_packed:
@@ -216,17 +237,24 @@ def _operands(options: AttentionOptions, inputs: AttentionInputs) -> Operands:
         value,
         inputs.query_segments,
         inputs.key_segments,
-        None if inputs.bias is None else inputs.bias.astype(jnp.float32),
+        wide(inputs.bias),
         dropout,
+        wide(inputs.query_bias),
+        wide(inputs.value_bias),
     )
 
 
 def _unpacked(operands: Operands) -> list[Array]:
-    """Returns queries, keys and values, [B, T, H, K] and [B, S, G, K]."""
+    """Returns queries, keys and values, with their biases, [B, T, H, K] and [B, S, G, K]."""
     arrays = [x for x in operands[:3] if x is not None]
     if operands.query.ndim == 4:
         return arrays
-    return [array[:, :, :, part] for array in arrays for part in range(array.shape[3])]
+    vectors = [array[:, :, :, part] for array in arrays for part in range(array.shape[3])]
+    biases = operands.query_bias, None, operands.value_bias
+    return [
+        x if bias is None else (x + bias).astype(x.dtype)
+        for x, bias in zip(vectors, biases, strict=True)
+    ]
 
 
 def _bias_gradient(
@@ -268,5 +296,8 @@ def _specs(operands: Operands) -> tuple[Operands, Saved]:
     has_rows = operands.bias is not None and operands.bias.shape[0] > 1
     of_bias = PartitionSpec(row_axes if has_rows else None, head_axes)
     segments = PartitionSpec(row_axes)
-    of_operands = Operands(vectors, vectors, vectors, segments, segments, of_bias, pairs)
+    by_head = PartitionSpec(head_axes)
+    of_operands = Operands(
+        vectors, vectors, vectors, segments, segments, of_bias, pairs, by_head, by_head
+    )
     return of_operands, Saved(vectors, pairs)

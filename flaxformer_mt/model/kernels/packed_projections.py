@@ -25,11 +25,10 @@ def packed_attention(
     arrays: Callable[..., AttentionInputs],
     recompute: bool,
 ) -> Array:
-    """Projects queries, keys and values, and attends.
+    """Projects queries, keys and values, and attends; the kernel adds the biases.
 
     One product gives all three in self-attention, unless several query heads share keys; otherwise
-    one gives the queries and another one keys and values. Keys get no bias, which would not change
-    the weights.
+    one gives the queries and another one keys and values. A key bias would not change the weights.
 
     Args:
       options: with the backend "pallas_gpu".
@@ -37,7 +36,7 @@ def packed_attention(
       width: K.
       inputs: [B, T, D].
       attended: [B, S, D], `inputs` itself in self-attention.
-      arrays: makes the kernel's inputs of queries, keys and values.
+      arrays: makes the kernel's inputs of queries, keys, values, `query_bias` and `value_bias`.
       recompute: whether the backward pass computes the one product again.
 
     Returns:
@@ -45,38 +44,39 @@ def packed_attention(
     """
     query, key, value = maps
 
-    def stacked(parameters: list[Array]) -> Array:
-        # [..., G, P, K] of P maps: tensor parallelism shards the heads.
-        heads = [x.reshape(*x.shape[:-1], -1, width) for x in parameters]
-        return jnp.stack(heads, axis=-2)
+    def heads_of(x: Array) -> Array:
+        return x.reshape(*x.shape[:-1], -1, width)
 
-    def parameters_of(*maps: Dense) -> tuple[Array, Array | None]:
-        kernel = stacked([each.effective_kernel() for each in maps])
-        zeros = jnp.zeros(key.features, key.param_dtype)
-        given = [zeros if each is key else each.effective_bias() for each in maps]
-        biases = [bias for bias in given if bias is not None]
-        return kernel, stacked(biases) if len(biases) == len(maps) else None
+    def kernel_of(*maps: Dense) -> Array:
+        # [D, G, P, K] of P maps: tensor parallelism shards the heads.
+        return jnp.stack([heads_of(each.effective_kernel()) for each in maps], axis=2)
 
-    def multiply(x: Array, kernel: Array, bias: Array | None) -> Array:
+    def multiply(x: Array, kernel: Array) -> Array:
         rows = x.reshape(-1, x.shape[-1]).astype(query.dtype)
-        bias = None if bias is None else bias.reshape(-1)
-        products = linear(rows, kernel.reshape(x.shape[-1], -1), bias)
+        products = linear(rows, kernel.reshape(x.shape[-1], -1), None)
         products = constrain(products.reshape(*x.shape[:-1], -1), "batch", "length", "heads")
         return products.reshape(*x.shape[:-1], *kernel.shape[1:])  # [B, S, G, P, K]
 
     def attend(x: Array, of_keys: Array | None = None) -> Array:
-        return fused_attention(options, arrays(x, of_keys, None))
+        return fused_attention(options, arrays(x, of_keys, None, **biases))
 
+    biases = {
+        name: None if bias is None else heads_of(bias)
+        for name, bias in (
+            ("query_bias", query.effective_bias()),
+            ("value_bias", value.effective_bias()),
+        )
+    }
     if attended is not inputs or query.features != key.features:
         # XLA would merge this product with those of other layers, and copy a part for each kernel.
         # (It would also merge barriers of the same array alone.)
         inputs, attended = lax.optimization_barrier((inputs, attended))
-        of_keys = multiply(attended, *parameters_of(key, value))
-        return attend(multiply(inputs, *parameters_of(query)), of_keys)
+        of_keys = multiply(attended, kernel_of(key, value))
+        return attend(multiply(inputs, kernel_of(query)), of_keys)
 
-    def project_and_attend(x: Array, kernel: Array, bias: Array | None) -> Array:
-        return attend(multiply(x, kernel, bias))
+    def project_and_attend(x: Array, kernel: Array) -> Array:
+        return attend(multiply(x, kernel))
 
     if recompute:
         project_and_attend = jax.checkpoint(project_and_attend, policy=is_fused_attention)
-    return project_and_attend(inputs, *parameters_of(query, key, value))
+    return project_and_attend(inputs, kernel_of(query, key, value))
