@@ -248,6 +248,8 @@ def find_files(folder: Path, names: str, suffix: str, option: str) -> dict[str, 
     suffixes = [suffix, *(f"{suffix}{end}" for end in COMPRESSED)]
     for name in map(str.strip, names.split(",")):
         try:
+            if any("**" in part and part != "**" for part in name.split("/")):
+                raise ValueError("** stands for whole folders")  # Python 3.13 reads it as *.
             matches = {
                 str(path.relative_to(folder))[: -len(end)]: path
                 for end in reversed(suffixes)  # A plain file precedes a compressed one.
