@@ -1,5 +1,7 @@
 """Activations are sharded by the names of their axes, and by nothing else."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 from flax import linen as nn
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from flaxformer_mt.model.logical_axes import constrain, mesh_platform
+from flaxformer_mt.model.logical_axes import constrain, mesh_device_kind, mesh_platform
 
 RULES = (("batch", ("data", "fsdp")), ("lookup_batch", ("data",)), ("lookup_embed", ("fsdp",)))
 
@@ -112,7 +114,10 @@ def test_the_platform_is_that_of_the_mesh_not_of_the_process(mesh):
 
 
 def test_without_a_mesh_the_platform_is_that_of_the_default_device(monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    cpu = jax.devices("cpu")[0]
+    gpu = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(jax, "local_devices", lambda backend=None: [gpu])
     assert mesh_platform() == "gpu"
-    with jax.default_device(jax.devices("cpu")[0]):
+    assert mesh_device_kind() == gpu.device_kind
+    with jax.default_device(cpu):
         assert mesh_platform() == "cpu"
